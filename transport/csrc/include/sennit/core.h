@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// The C face of the native core: what the torch extension and the Python binding call.
+//
+// One `sennit_comm` is one process group: this rank's channels to every peer, and the operations in
+// flight on them. An operation is a compiled plan (docs/plan.md) run over caller-owned buffers.
+// No function here throws; every wait has a deadline. All functions are safe to call from several
+// threads; none needs the Python GIL.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define SENNIT_API __attribute__((visibility("default")))
+
+// Who must act: the caller (argument, mismatch), the operator (peer, device), nobody (pending, ok).
+typedef enum sennit_status {
+  SENNIT_OK = 0,
+  SENNIT_PENDING = 1,    // not finished yet
+  SENNIT_TIMEOUT = 2,    // the deadline passed; the message names the ranks still awaited
+  SENNIT_ABORTED = 3,    // sennit_abort or shutdown on this rank
+  SENNIT_PEER = 4,       // a peer died, aborted or reported a failure; the message names it
+  SENNIT_MISMATCH = 5,   // a peer runs another operation, size, dtype or split
+  SENNIT_ARGUMENT = 6,   // malformed plan or buffers; nothing was sent
+  SENNIT_DEVICE = 7,     // a socket, device or shared-memory error; the message has errno's text
+} sennit_status;
+
+// Element types of arithmetic. Pure data movement uses bytes (SENNIT_U8).
+typedef enum sennit_dtype {
+  SENNIT_U8 = 0, SENNIT_I8 = 1, SENNIT_I16 = 2, SENNIT_I32 = 3, SENNIT_I64 = 4,
+  SENNIT_F16 = 5, SENNIT_BF16 = 6, SENNIT_F32 = 7, SENNIT_F64 = 8,
+  SENNIT_C64 = 9, SENNIT_C128 = 10,  // pairs of f32, f64
+  SENNIT_BOOL = 11, SENNIT_U16 = 12, SENNIT_U32 = 13, SENNIT_U64 = 14, SENNIT_C32 = 15,
+} sennit_dtype;
+
+typedef enum sennit_reduce {
+  SENNIT_SUM = 0, SENNIT_AVG = 1, SENNIT_PRODUCT = 2, SENNIT_MIN = 3, SENNIT_MAX = 4,
+  SENNIT_BAND = 5, SENNIT_BOR = 6, SENNIT_BXOR = 7, SENNIT_PREMUL_SUM = 8,
+} sennit_reduce;
+
+typedef struct sennit_comm sennit_comm;
+typedef struct sennit_plan sennit_plan;
+typedef struct sennit_op sennit_op;
+
+typedef struct sennit_buffer {
+  void* data;
+  uint64_t size_bytes;
+} sennit_buffer;
+
+#define SENNIT_ANY_PEER 0xFFFFFFFFu
+
+enum sennit_post_flags {
+  SENNIT_POST_ASYNC = 1,  // the caller will not wait at once: wake the background thread
+  SENNIT_POST_P2P = 2,    // matched by `tag`, not by the group's operation sequence
+};
+
+typedef struct sennit_post_options {
+  uint64_t timeout_us;  // deadline from now; 0 means the communicator's default
+  uint32_t flags;
+  uint32_t tag;         // P2P only
+  double scalar;        // factor of SENNIT_PREMUL_SUM
+} sennit_post_options;
+
+// Plans: immutable, reference-counted, shared by any number of operations.
+SENNIT_API sennit_plan* sennit_plan_load(const void* bytes, size_t size_bytes, char* error, size_t error_size);
+SENNIT_API void sennit_plan_release(sennit_plan* plan);
+
+// Starts an operation. `buffers` are the plan's buffers in order, borrowed until the operation is done.
+// Takes its own references on plan and communicator. On anything but SENNIT_OK `*out` is null and
+// `error` (may be null) holds the reason.
+SENNIT_API sennit_status sennit_post(sennit_comm* comm, sennit_plan* plan, const sennit_buffer* buffers,
+                                     uint32_t buffer_count, const sennit_post_options* options,
+                                     sennit_op** out, char* error, size_t error_size);
+
+// Drives progress in the calling thread until done. `timeout_us` 0: the operation's own deadline.
+// Returns the final status, or SENNIT_PENDING if only this wait (not the operation) timed out.
+SENNIT_API sennit_status sennit_wait(sennit_op* op, uint64_t timeout_us);
+SENNIT_API sennit_status sennit_op_status(const sennit_op* op);
+// The error text of a failed operation; empty when it did not fail. Valid as long as the op.
+SENNIT_API const char* sennit_op_error(const sennit_op* op);
+// The rank a SENNIT_ANY_PEER receive matched; SENNIT_ANY_PEER before that.
+SENNIT_API uint32_t sennit_op_source(const sennit_op* op);
+// The group's sequence number this operation got (collectives), or 0 (P2P).
+SENNIT_API uint64_t sennit_op_sequence(const sennit_op* op);
+// Calls `callback(argument)` once when the op is done: at once if it already is, else from the thread
+// that finishes it (no lock held). At most one callback an op.
+SENNIT_API void sennit_op_on_done(sennit_op* op, void (*callback)(void*), void* argument);
+SENNIT_API void sennit_op_retain(sennit_op* op);
+SENNIT_API void sennit_op_release(sennit_op* op);
+
+// Communicators are made by the Python binding (rendezvous is Python's); these keep and end them.
+SENNIT_API void sennit_comm_retain(sennit_comm* comm);
+SENNIT_API void sennit_comm_release(sennit_comm* comm);
+SENNIT_API uint32_t sennit_comm_rank(const sennit_comm* comm);
+SENNIT_API uint32_t sennit_comm_size(const sennit_comm* comm);
+// Operations posted so far on this rank (collectives only): equal on all ranks when in step.
+SENNIT_API uint64_t sennit_comm_sequence(const sennit_comm* comm);
+// Fails every operation in flight and all later ones, tells the peers, and returns.
+SENNIT_API void sennit_abort(sennit_comm* comm, const char* reason);
+// Sends what is still unacknowledged (at most `timeout_us`), says goodbye to the peers, stops.
+SENNIT_API void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us);
+
+#ifdef __cplusplus
+}
+#endif

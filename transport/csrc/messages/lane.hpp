@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the message layer (mailbox) asks of a port, and what a port tells it.
+//
+// A port serves some peers (shared memory: the ranks of this host; udp: the others). To each of them it
+// has a lane. Two ways through a lane:
+//   eager     a small message is copied and sent at once; it may arrive before its receive is posted
+//   transfer  the receiver advertises memory (its credit); the sender puts the bytes straight into it
+// Everything runs under the engine's lock, in the thread that drives progress.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+struct pollfd;
+
+namespace sennit {
+
+// docs/plan.md rule 3: the most a receive without destination may hold.
+inline constexpr uint64_t MAX_LOAN_BYTES = 131'072;
+
+struct MessageHeader {
+  uint64_t key;         // collectives: operation sequence << 20 | slot; P2P: 1 << 63 | tag
+  uint64_t signature;   // docs/plan.md
+  uint64_t size_bytes;  // of the whole message
+};
+
+enum EagerFlags : uint32_t {
+  EAGER_DATA = 0,     // header + size_bytes of data
+  EAGER_REQUEST = 1,  // header only: "I have this message, advertise memory for it" (large P2P)
+  EAGER_FAILURE = 2,  // data = UTF-8 reason: the sender's rank failed or was aborted
+};
+
+class LaneSink {
+ public:
+  virtual ~LaneSink() = default;
+  // A whole eager message; `data` is valid during the call only. False: no room to keep it now, the
+  // lane must hold it (and everything behind it) and offer it again at the next progress.
+  virtual bool on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) = 0;
+  // The peer can take the message `header`; `advert_id` goes into Lane::transfer.
+  virtual void on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) = 0;
+  // An advertised message is complete. For a loan `view` is where the bytes are, until Lane::release.
+  virtual void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) = 0;
+  // A transfer is complete: the sender's buffer may be overwritten.
+  virtual void on_sent(uint64_t send_id) = 0;
+  // The peer is gone or broke the protocol. Called once; the lane is dead afterwards.
+  virtual void on_peer_lost(uint32_t peer, std::string reason) = 0;
+};
+
+class Lane {
+ public:
+  virtual ~Lane() = default;
+  virtual uint64_t eager_max_bytes() const = 0;
+  // Copies the message away. False: no room now, try again at the next progress.
+  [[nodiscard]] virtual bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) = 0;
+  // `destination` null: a loan (size_bytes <= MAX_LOAN_BYTES). The lane may delay a loan's advert until
+  // it has memory; it grants in call order.
+  virtual void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) = 0;
+  virtual void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) = 0;
+  virtual void release(uint64_t loan_id) = 0;
+  // One line for error messages: paths, states, what is outstanding.
+  virtual std::string describe() const = 0;
+};
+
+class Port {
+ public:
+  virtual ~Port() = default;
+  virtual std::string_view name() const = 0;
+  // One bounded round (tens of microseconds to a few hundred); true when anything moved.
+  virtual bool progress(uint64_t now_us) = 0;
+  // Earliest time at which progress must be called although nothing arrived; UINT64_MAX for never.
+  virtual uint64_t next_timeout_us() const = 0;
+  // File descriptors whose readability means work (udp sockets).
+  virtual void append_poll_fds(std::vector<pollfd>& out) const = 0;
+  // All eager messages and transfers acknowledged.
+  virtual bool idle() const = 0;
+  // Touch no user memory from now on; tell the peers why (best effort). Idempotent.
+  virtual void abort(std::string_view reason) = 0;
+  // Orderly end after idle(): goodbye to the peers (best effort).
+  virtual void close() = 0;
+};
+
+}  // namespace sennit
