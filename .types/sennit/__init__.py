@@ -1,0 +1,1 @@
+../../sennit/__init__.py

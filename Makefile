@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every target works on a fresh clone: it builds what it needs first.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
+LAUNCHER := $(shell command -v ccache)
+.PHONY: help build demo test test-cpp test-python lint fmt types bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+build:  ## make .venv, install what is missing, build the native extensions
+	@testbed/setup/build.sh
+
+demo: build  ## train a DLRM on real flights with 2 ranks over sennit
+	@$(PY) -m sennit train --data flights --ranks 2
+
+test: test-cpp test-python  ## every test that can run on this machine
+
+test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
+	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \
+	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
+	@cmake --build build/asan -- --quiet
+	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300
+
+test-python: build  ## Python tests, all rings that can run here
+	@$(PY) -m pytest
+
+lint: build  ## ruff and clang-format, changing nothing
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@clang-format --dry-run -Werror $(CXX_FILES)
+
+fmt: build  ## let ruff and clang-format rewrite the sources
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+	@clang-format -i $(CXX_FILES)
+
+types: build  ## mypy --strict
+	@$(PY) -m mypy
+
+bench:  ## collectives beside gloo and OpenMPI: shared memory at 2 and 4 ranks, UDP at 2
+	@testbed/setup/build.sh mpi
+	@for run in "shm 2" "shm 4" "udp 2"; do set -- $$run; \
+	  $(PY) -m sennit bench collectives --against gloo --against openmpi --transport $$1 --world $$2 \
+	    --json build/bench-$$1-$$2.json --plot build/bench-$$1-$$2.png; done
+
+clean:  ## remove everything that the other targets made
+	rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
