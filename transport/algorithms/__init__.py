@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives as pure functions from sizes to a `Plan`, one file each.
+
+All take keyword arguments only, `world` and `rank` among them, and are deterministic: ranks that pass matching
+arguments get plans that fit. Their docstrings list the buffers a caller must post, in order. Data movement
+knows elements only by `item_bytes`; its `type_code` goes into the signature, so that ranks with different
+types find out (a `Dtype`, or any other byte that the caller gives a type).
+"""
+
+from sennit.transport.algorithms.allgather import allgather
+from sennit.transport.algorithms.allreduce import allreduce
+from sennit.transport.algorithms.alltoall import alltoall
+from sennit.transport.algorithms.barrier import barrier
+from sennit.transport.algorithms.broadcast import broadcast
+from sennit.transport.algorithms.gather import gather
+from sennit.transport.algorithms.point_to_point import recv, send
+from sennit.transport.algorithms.reduce import reduce
+from sennit.transport.algorithms.reduce_scatter import reduce_scatter
+from sennit.transport.algorithms.scatter import scatter
+
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]

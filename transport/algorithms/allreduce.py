@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Allreduce: every rank gets the fold of all ranks' vectors.
+
+Small vectors take one round: everyone sends the whole vector to all and folds all. Large ones are cut in
+`world` shares, each folded by one rank and sent back to all (fold.py): 2 (world-1)/world of the vector leaves
+each rank, which is the least possible (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from sennit.transport.algorithms.fold import Fold, Share, add_fold
+from sennit.transport.algorithms.ranges import (
+    DEFAULT_CHUNK_BYTES,
+    check_chunk,
+    chunks,
+    peers_after,
+    peers_before,
+    shares,
+)
+from sennit.transport.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder
+from sennit.transport.signature import Kind, signature
+
+# One round is taken while the vector is at most this large, and ...
+EAGER_ALLREDUCE_BYTES: Final = 32_768
+# ... while all that a rank sends in it is at most this.
+EAGER_ALLREDUCE_SENT_BYTES: Final = 65_536
+
+
+def allreduce(
+    *,
+    world: int,
+    rank: int,
+    elements: int,
+    dtype: Dtype,
+    op: ReduceOp,
+    in_place: bool = True,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    eager_bytes: int = EAGER_ALLREDUCE_BYTES,
+) -> Plan:
+    """Buffers: `[data]` in place, else `[input, output]`; `elements` of `dtype` each."""
+    check_reducible(dtype, op)
+    check_chunk(chunk_bytes)
+    size_bytes = elements * dtype.item_bytes
+    builder = PlanBuilder(
+        "allreduce",
+        world=world,
+        rank=rank,
+        signature=signature(Kind.ALLREDUCE, type_code=dtype, op=op, elements=elements),
+        buffer_bytes=[size_bytes] if in_place else [size_bytes] * 2,
+    )
+    result = 0 if in_place else 1
+    eager_max_bytes = min(eager_bytes, MAX_LOAN_BYTES)
+    if world > 1 and size_bytes <= eager_max_bytes and size_bytes * (world - 1) <= EAGER_ALLREDUCE_SENT_BYTES:
+        _add_one_round(builder, world, rank, size_bytes, result, dtype, op)
+        return builder.build()
+    parts = shares(elements, world, dtype.item_bytes)
+    add_fold(
+        builder,
+        Fold(
+            world=world,
+            rank=rank,
+            dtype=dtype,
+            op=op,
+            shares=[Share(buffer=0, offset=part.offset, chunks=chunks(part.size_bytes, chunk_bytes)) for part in parts],
+            result_buffer=result,
+            result_offsets=[part.offset for part in parts],
+            gather=True,
+            in_place=in_place,
+        ),
+    )
+    return builder.build()
+
+
+def _add_one_round(
+    builder: PlanBuilder, world: int, rank: int, size_bytes: int, result: int, dtype: Dtype, op: ReduceOp
+) -> None:
+    own = Operand(0)
+    sends = [builder.send(peer, 0, own, size_bytes) for peer in peers_after(rank, world)]
+    if not size_bytes:
+        for peer in peers_before(rank, world):
+            builder.recv(peer, 0, result, 0, 0)
+        return
+    operands = [own] * world
+    for peer in peers_before(rank, world):
+        operands[peer] = Operand(builder.loan(peer, 0, size_bytes), 0, True)
+    after = sends if result == 0 else ()
+    builder.reduce(operands, result, 0, size_bytes, dtype=dtype, op=op, after=after)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Alltoall: rank i's part j becomes rank j's part i. Parts may be uneven or empty (empty ones are sent too, so
+that ranks which disagree about splits find out)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sennit.transport.algorithms.ranges import (
+    buffer_sizes,
+    check_counts,
+    copy_local,
+    peers_after,
+    peers_before,
+    places,
+)
+from sennit.transport.elements import Dtype
+from sennit.transport.errors import ArgumentError
+from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.signature import Kind, signature
+
+
+def alltoall(
+    *,
+    world: int,
+    rank: int,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    item_bytes: int,
+    type_code: int = Dtype.U8,
+    list_input: bool = False,
+    list_output: bool = False,
+) -> Plan:
+    """`send_counts[j]` elements go to rank j, `recv_counts[j]` come from it.
+
+    Buffers: `[input, output]`; with `list_input` or `list_output`, `world` buffers in place of that one.
+    """
+    check_counts("send_counts", send_counts, world)
+    check_counts("recv_counts", recv_counts, world)
+    if send_counts[rank] != recv_counts[rank]:
+        raise ArgumentError(
+            f"rank {rank} sends itself {send_counts[rank]} elements but receives {recv_counts[rank]}; allowed: the same"
+        )
+    input_bytes = buffer_sizes(send_counts, item_bytes, list_input)
+    builder = PlanBuilder(
+        "alltoall",
+        world=world,
+        rank=rank,
+        signature=signature(Kind.ALLTOALL, type_code=type_code),
+        buffer_bytes=[*input_bytes, *buffer_sizes(recv_counts, item_bytes, list_output)],
+    )
+    inputs = places(send_counts, item_bytes, 0, list_input)
+    outputs = places(recv_counts, item_bytes, len(input_bytes), list_output)
+    for peer in peers_after(rank, world):
+        buffer, part = inputs[peer]
+        builder.send(peer, 0, Operand(buffer, part.offset), part.size_bytes)
+    for peer in peers_before(rank, world):
+        buffer, part = outputs[peer]
+        builder.recv(peer, 0, buffer, part.offset, part.size_bytes)
+    (source, source_part), (target, target_part) = inputs[rank], outputs[rank]
+    copy_local(builder, source, source_part.offset, target, target_part.offset, target_part.size_bytes)
+    return builder.build()

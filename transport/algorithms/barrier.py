@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Barrier: nobody leaves before everybody has come.
+
+Dissemination (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988): in round k each
+rank tells the rank 2^k further on; ceil(log2 world) rounds of empty messages.
+"""
+
+from __future__ import annotations
+
+from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.signature import Kind, signature
+
+
+def barrier(*, world: int, rank: int) -> Plan:
+    """Buffers: none."""
+    builder = PlanBuilder("barrier", world=world, rank=rank, signature=signature(Kind.BARRIER), buffer_bytes=[])
+    # With no buffers of the caller, number 0 is the (empty) scratch buffer.
+    heard: list[int] = []
+    for slot in range((world - 1).bit_length()):
+        distance = 1 << slot
+        builder.send((rank + distance) % world, slot, Operand(0), 0, after=heard)
+        heard.append(builder.recv((rank - distance) % world, slot, 0, 0, 0))
+    return builder.build()

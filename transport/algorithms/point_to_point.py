@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send and receive: plans of one step, matched by the tag they are posted with."""
+
+from __future__ import annotations
+
+from sennit.transport.elements import Dtype
+from sennit.transport.errors import ArgumentError
+from sennit.transport.plan import ANY_PEER, Operand, Plan, PlanBuilder
+from sennit.transport.signature import Kind, signature
+
+
+def send(*, world: int, rank: int, peer: int, elements: int, item_bytes: int, type_code: int = Dtype.U8) -> Plan:
+    """Buffers: `[data]`, read."""
+    _check_peer(world, rank, peer)
+    builder = _builder("send", world, rank, elements, item_bytes, type_code)
+    builder.send(peer, 0, Operand(0), elements * item_bytes)
+    return builder.build()
+
+
+def recv(*, world: int, rank: int, peer: int, elements: int, item_bytes: int, type_code: int = Dtype.U8) -> Plan:
+    """Buffers: `[data]`, written. `peer` may be ANY_PEER."""
+    if peer != ANY_PEER:
+        _check_peer(world, rank, peer)
+    builder = _builder("recv", world, rank, elements, item_bytes, type_code)
+    builder.recv(peer, 0, 0, 0, elements * item_bytes)
+    return builder.build()
+
+
+def _builder(name: str, world: int, rank: int, elements: int, item_bytes: int, type_code: int) -> PlanBuilder:
+    return PlanBuilder(
+        name,
+        world=world,
+        rank=rank,
+        signature=signature(Kind.P2P, type_code=type_code, elements=elements),
+        buffer_bytes=[elements * item_bytes],
+    )
+
+
+def _check_peer(world: int, rank: int, peer: int) -> None:
+    if not 0 <= peer < world or peer == rank:
+        raise ArgumentError(f"peer {peer}; allowed: 0..{world - 1} other than the own rank {rank}")

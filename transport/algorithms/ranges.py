@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How algorithms cut memory: shares of a vector, chunks of a share, pieces of a local copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
+
+from sennit.transport.errors import ArgumentError
+from sennit.transport.plan import MAX_LOAN_BYTES, Operand, PlanBuilder
+
+# Shares and chunks begin on cache lines of the vector, so that no two ranks' writes share one.
+ALIGNMENT_BYTES: Final = 64
+# As large as a loan may be: fewer steps, and still well inside a core's second-level cache.
+DEFAULT_CHUNK_BYTES: Final = MAX_LOAN_BYTES
+# Local copies are cut so that the executor looks at the network in between.
+COPY_PIECE_BYTES: Final = 262_144
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """`size_bytes` from byte `offset`."""
+
+    offset: int
+    size_bytes: int
+
+
+def shares(elements: int, world: int, item_bytes: int) -> list[Range]:
+    """`world` nearly equal parts of a vector, in order; each begins on a cache line, so some may be empty."""
+    unit = ALIGNMENT_BYTES // item_bytes
+    units = -(-elements // unit)
+    bounds = [min((units * part // world) * unit, elements) * item_bytes for part in range(world + 1)]
+    return [Range(low, high - low) for low, high in pairwise(bounds)]
+
+
+def chunks(size_bytes: int, chunk_bytes: int) -> list[Range]:
+    """Consecutive parts of at most `chunk_bytes`; nothing gives one empty chunk, because its message is real."""
+    if not size_bytes:
+        return [Range(0, 0)]
+    return [Range(low, min(chunk_bytes, size_bytes - low)) for low in range(0, size_bytes, chunk_bytes)]
+
+
+def check_chunk(chunk_bytes: int) -> None:
+    if chunk_bytes % ALIGNMENT_BYTES or not ALIGNMENT_BYTES <= chunk_bytes <= MAX_LOAN_BYTES:
+        raise ArgumentError(
+            f"chunk_bytes {chunk_bytes}; allowed: multiples of {ALIGNMENT_BYTES} up to {MAX_LOAN_BYTES}"
+        )
+
+
+def check_counts(name: str, counts: Sequence[int], world: int) -> None:
+    if len(counts) != world:
+        raise ArgumentError(f"{name} has {len(counts)} entries; allowed: {world}, one for each rank")
+    if min(counts, default=0) < 0:
+        raise ArgumentError(f"{name} {list(counts)} has a negative entry")
+
+
+def check_root(root: int, world: int) -> None:
+    if not 0 <= root < world:
+        raise ArgumentError(f"root {root}; allowed: 0..{world - 1}")
+
+
+def places(counts: Sequence[int], item_bytes: int, first_buffer: int, in_list: bool) -> list[tuple[int, Range]]:
+    """(buffer, range) of every rank's part: each in a buffer of its own, or one after the other in one."""
+    sizes = [count * item_bytes for count in counts]
+    if in_list:
+        return [(first_buffer + rank, Range(0, size)) for rank, size in enumerate(sizes)]
+    offsets = accumulate(sizes, initial=0)
+    return [(first_buffer, Range(offset, size)) for offset, size in zip(offsets, sizes, strict=False)]
+
+
+def buffer_sizes(counts: Sequence[int], item_bytes: int, in_list: bool) -> list[int]:
+    """Sizes of the buffers that `places` numbers."""
+    return [count * item_bytes for count in counts] if in_list else [sum(counts) * item_bytes]
+
+
+def peers_after(rank: int, world: int) -> Iterator[int]:
+    """Every other rank, the next one first: at any time each rank sends to another peer."""
+    return ((rank + step) % world for step in range(1, world))
+
+
+def peers_before(rank: int, world: int) -> Iterator[int]:
+    """Every other rank in the order in which they come to send to `rank` (see `peers_after`)."""
+    return ((rank - step) % world for step in range(1, world))
+
+
+def copy_local(
+    builder: PlanBuilder, source_buffer: int, source_offset: int, buffer: int, offset: int, size_bytes: int
+) -> None:
+    """COPY steps for a range that stays on this rank."""
+    if not size_bytes:
+        return
+    for piece in chunks(size_bytes, COPY_PIECE_BYTES):
+        source = Operand(source_buffer, source_offset + piece.offset)
+        builder.copy(source, buffer, offset + piece.offset, piece.size_bytes)

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce-scatter: rank j gets the fold of everyone's share j (fold.py without the way back)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sennit.transport.algorithms.fold import Fold, Share, add_fold
+from sennit.transport.algorithms.ranges import (
+    DEFAULT_CHUNK_BYTES,
+    buffer_sizes,
+    check_chunk,
+    check_counts,
+    chunks,
+    places,
+)
+from sennit.transport.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.plan import Plan, PlanBuilder
+from sennit.transport.signature import Kind, signature
+
+
+def reduce_scatter(
+    *,
+    world: int,
+    rank: int,
+    counts: Sequence[int],
+    dtype: Dtype,
+    op: ReduceOp,
+    list_input: bool = False,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> Plan:
+    """Share j has `counts[j]` elements.
+
+    Buffers: `[input, output]`, or `[input0, .., output]` with `list_input`. The output may be the memory of the
+    own input share.
+    """
+    check_reducible(dtype, op)
+    check_chunk(chunk_bytes)
+    check_counts("counts", counts, world)
+    inputs = buffer_sizes(counts, dtype.item_bytes, list_input)
+    builder = PlanBuilder(
+        "reduce_scatter",
+        world=world,
+        rank=rank,
+        signature=signature(Kind.REDUCE_SCATTER, type_code=dtype, op=op, elements=sum(counts)),
+        buffer_bytes=[*inputs, counts[rank] * dtype.item_bytes],
+    )
+    add_fold(
+        builder,
+        Fold(
+            world=world,
+            rank=rank,
+            dtype=dtype,
+            op=op,
+            shares=[
+                Share(buffer=buffer, offset=part.offset, chunks=chunks(part.size_bytes, chunk_bytes))
+                for buffer, part in places(counts, dtype.item_bytes, 0, list_input)
+            ],
+            result_buffer=len(inputs),
+            result_offsets=[0] * world,
+            gather=False,
+            in_place=False,
+        ),
+    )
+    return builder.build()

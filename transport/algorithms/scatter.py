@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scatter: every rank gets its part of the root's input, straight from there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sennit.transport.algorithms.ranges import (
+    buffer_sizes,
+    check_counts,
+    check_root,
+    copy_local,
+    peers_after,
+    places,
+)
+from sennit.transport.elements import Dtype
+from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.signature import Kind, signature
+
+
+def scatter(
+    *,
+    world: int,
+    rank: int,
+    counts: Sequence[int],
+    item_bytes: int,
+    root: int,
+    type_code: int = Dtype.U8,
+    list_input: bool = False,
+) -> Plan:
+    """Rank j gets `counts[j]` elements; ranks other than the root look at their own entry only.
+
+    Buffers: at the root `[input, output]`, or `[input0, .., output]` with `list_input`; elsewhere `[output]`.
+    """
+    check_counts("counts", counts, world)
+    check_root(root, world)
+    own_bytes = counts[rank] * item_bytes
+    input_bytes = buffer_sizes(counts, item_bytes, list_input) if rank == root else []
+    builder = PlanBuilder(
+        "scatter",
+        world=world,
+        rank=rank,
+        signature=signature(Kind.SCATTER, type_code=type_code, root=root),
+        buffer_bytes=[*input_bytes, own_bytes],
+    )
+    if rank != root:
+        builder.recv(root, 0, 0, 0, own_bytes)
+        return builder.build()
+    inputs = places(counts, item_bytes, 0, list_input)
+    for peer in peers_after(rank, world):
+        buffer, part = inputs[peer]
+        builder.send(peer, 0, Operand(buffer, part.offset), part.size_bytes)
+    buffer, part = inputs[rank]
+    copy_local(builder, buffer, part.offset, len(input_bytes), 0, own_bytes)
+    return builder.build()

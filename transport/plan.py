@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: one rank's part of one collective as a graph of steps over byte ranges (docs/plan.md).
+
+`algorithms/` write plans with `PlanBuilder`, `plan_check.py` holds every rule, `plan_codec.py` turns a plan into
+the bytes the native executor loads, `reference.py` runs the plans of all ranks in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from sennit.transport.elements import Dtype, ReduceOp
+
+# The most bytes a receive without destination may hold (MAX_LOAN_BYTES in messages/lane.hpp).
+MAX_LOAN_BYTES: Final = 131_072
+# Slots are 20 bits of a message's 64-bit key.
+SLOT_LIMIT: Final = 1 << 20
+# As the peer of a RECV: whoever sends first (SENNIT_ANY_PEER).
+ANY_PEER: Final = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """Where a step reads: byte `offset` of buffer `index`, or, if `is_view`, of the loan of RECV step `index`."""
+
+    index: int
+    offset: int = 0
+    is_view: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """`size_bytes` at `source` go to `peer` as message `slot`; done when the range may be overwritten."""
+
+    peer: int
+    slot: int
+    source: Operand
+    size_bytes: int
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Message `slot` of `peer`, into `buffer` at `offset`; a loan where `buffer` is None."""
+
+    peer: int
+    slot: int
+    size_bytes: int
+    buffer: int | None
+    offset: int = 0
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`size_bytes` from `source` into `buffer` at `offset`."""
+
+    source: Operand
+    buffer: int
+    offset: int
+    size_bytes: int
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """The left fold of `operands`, `size_bytes` each, into `buffer` at `offset`; may overwrite exactly one operand."""
+
+    operands: tuple[Operand, ...]
+    buffer: int
+    offset: int
+    size_bytes: int
+    dtype: Dtype
+    op: ReduceOp
+    after: tuple[int, ...] = ()
+
+
+Step: TypeAlias = Send | Recv | Copy | Reduce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A checked program for rank `rank` of `world`.
+
+    `buffer_bytes` says how large each of the caller's buffers must be at least; buffer number
+    `len(buffer_bytes)` is scratch of `scratch_bytes`, owned by whoever runs the plan.
+    """
+
+    name: str
+    world: int
+    rank: int
+    signature: int
+    buffer_bytes: tuple[int, ...]
+    scratch_bytes: int
+    steps: tuple[Step, ...]
+
+    @property
+    def scratch(self) -> int:
+        """The number of the scratch buffer."""
+        return len(self.buffer_bytes)
+
+    def encode(self) -> bytes:
+        """The binary form that `sennit_plan_load` takes."""
+        from sennit.transport.plan_codec import encode
+
+        return encode(self)
+
+
+class PlanBuilder:
+    """Collects steps. Each adding method returns the new step's number, for `after` lists of later ones.
+
+    A step that reads a loan waits for its RECV without being told.
+    """
+
+    def __init__(
+        self, name: str, *, world: int, rank: int, signature: int, buffer_bytes: Sequence[int], scratch_bytes: int = 0
+    ) -> None:
+        self._name = name
+        self._world = world
+        self._rank = rank
+        self._signature = signature
+        self._buffer_bytes = tuple(buffer_bytes)
+        self._scratch_bytes = scratch_bytes
+        self._steps: list[Step] = []
+
+    def send(self, peer: int, slot: int, source: Operand, size_bytes: int, *, after: Iterable[int] = ()) -> int:
+        return self._add(Send(peer, slot, source, size_bytes, _ascending(after)))
+
+    def recv(
+        self, peer: int, slot: int, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()
+    ) -> int:
+        return self._add(Recv(peer, slot, size_bytes, buffer, offset, _ascending(after)))
+
+    def loan(self, peer: int, slot: int, size_bytes: int, *, after: Iterable[int] = ()) -> int:
+        """A receive whose bytes stay in the transport until one REDUCE or COPY has read them."""
+        return self._add(Recv(peer, slot, size_bytes, None, 0, _ascending(after)))
+
+    def copy(self, source: Operand, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()) -> int:
+        return self._add(Copy(source, buffer, offset, size_bytes, self._with_loans((source,), after)))
+
+    def reduce(
+        self,
+        operands: Sequence[Operand],
+        buffer: int,
+        offset: int,
+        size_bytes: int,
+        *,
+        dtype: Dtype,
+        op: ReduceOp,
+        after: Iterable[int] = (),
+    ) -> int:
+        waits = self._with_loans(operands, after)
+        return self._add(Reduce(tuple(operands), buffer, offset, size_bytes, dtype, op, waits))
+
+    def build(self) -> Plan:
+        """The plan, checked against every rule of docs/plan.md."""
+        from sennit.transport.plan_check import check
+
+        plan = Plan(
+            name=self._name,
+            world=self._world,
+            rank=self._rank,
+            signature=self._signature,
+            buffer_bytes=self._buffer_bytes,
+            scratch_bytes=self._scratch_bytes,
+            steps=tuple(self._steps),
+        )
+        check(plan)
+        return plan
+
+    def _add(self, step: Step) -> int:
+        self._steps.append(step)
+        return len(self._steps) - 1
+
+    @staticmethod
+    def _with_loans(operands: Iterable[Operand], after: Iterable[int]) -> tuple[int, ...]:
+        return _ascending([*after, *(operand.index for operand in operands if operand.is_view)])
+
+
+def _ascending(steps: Iterable[int]) -> tuple[int, ...]:
+    # One order for one set, so that equal plans have equal bytes.
+    return tuple(sorted(set(steps)))
