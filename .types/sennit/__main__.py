@@ -1,0 +1,1 @@
+../../sennit/__main__.py

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One probe for everything that a machine may lack: what tests skip on, and what `sennit doctor` prints.
+
+A probe tries the thing itself where that is cheap (it sends two datagrams, it makes a BPF map) instead
+of guessing from versions. Each runs at most once a process.
+"""
+
+import ctypes
+import ctypes.util
+import errno
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+# uapi/linux/udp.h, socket options at level IPPROTO_UDP
+UDP_SEGMENT = 103
+UDP_GRO = 104
+# uapi/linux/capability.h
+CAP_NET_ADMIN = 12
+CAP_SYS_ADMIN = 21
+CAP_BPF = 39
+# The syscall number of bpf(2) and BPF_MAP_CREATE, uapi/linux/bpf.h
+BPF_SYSCALL = {"x86_64": 321, "aarch64": 280}
+BPF_MAP_CREATE = 0
+BPF_MAP_TYPE_ARRAY = 2
+
+SHM_FOLDER = Path("/dev/shm")
+# What the shared-memory port of 8 ranks takes on one host, rounded up: 8 segments of at most 5 MiB.
+SHM_NEEDED_BYTES = 40 << 20
+PROBE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """What one probe found."""
+
+    name: str
+    """Its key in `PROBES`, and the word that tests name it by."""
+
+    available: bool
+    """Whether everything that needs it can run."""
+
+    detail: str
+    """What was found, or why it is missing; one line."""
+
+    remedy: str = ""
+    """What to do about it; empty where it is available, or where nothing can be done."""
+
+
+def _available(name: str, detail: str) -> Capability:
+    return Capability(name=name, available=True, detail=detail)
+
+
+def _missing(name: str, detail: str, remedy: str = "") -> Capability:
+    return Capability(name=name, available=False, detail=detail, remedy=remedy)
+
+
+def _effective_capabilities() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0
+
+
+def _cores() -> Capability:
+    count = len(os.sched_getaffinity(0))
+    return _available("cores", f"{count} usable ({platform.machine()})")
+
+
+def _shm() -> Capability:
+    name = "shm"
+    remedy = "give the container more shared memory (docker run --shm-size=1g), or set SENNIT_TRANSPORT=udp"
+    if not SHM_FOLDER.is_dir():
+        return _missing(name, f"{SHM_FOLDER} does not exist", remedy)
+    status = os.statvfs(SHM_FOLDER)
+    free_bytes = status.f_bavail * status.f_frsize
+    path = SHM_FOLDER / f"sennit-probe-{os.getpid()}"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError as error:
+        return _missing(name, f"cannot write {SHM_FOLDER}: {error.strerror}", remedy)
+    try:
+        os.unlink(path)
+        os.posix_fallocate(descriptor, 0, mmap.PAGESIZE)
+        with mmap.mmap(descriptor, mmap.PAGESIZE) as page:
+            page[0] = 1
+    except OSError as error:
+        return _missing(name, f"cannot map {SHM_FOLDER}: {error.strerror}", remedy)
+    finally:
+        os.close(descriptor)
+    detail = f"{free_bytes >> 20:,} MiB free in {SHM_FOLDER}"
+    if free_bytes < SHM_NEEDED_BYTES:
+        return _missing(name, f"{detail}, 8 ranks need {SHM_NEEDED_BYTES >> 20}", remedy)
+    return _available(name, detail)
+
+
+def _loopback(name: str, family: socket.AddressFamily, address: str) -> Capability:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        return _missing(name, f"cannot bind {address}: {error.strerror}", "bring the interface lo up with this address")
+    return _available(name, address)
+
+
+def _loopback_ipv4() -> Capability:
+    return _loopback("loopback-ipv4", socket.AF_INET, "127.0.0.1")
+
+
+def _loopback_ipv6() -> Capability:
+    return _loopback("loopback-ipv6", socket.AF_INET6, "::1")
+
+
+def _udp_gso() -> Capability:
+    """Sends two segments with one call over loopback and counts the datagrams that arrive."""
+    name = "udp-gso"
+    segment_bytes = 512
+    try:
+        with (
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
+            socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+        ):
+            receiver.bind(("127.0.0.1", 0))
+            receiver.settimeout(1.0)
+            sender.setsockopt(socket.IPPROTO_UDP, UDP_SEGMENT, segment_bytes)
+            sender.sendto(bytes(2 * segment_bytes), receiver.getsockname())
+            sizes = [len(receiver.recv(65_536)), len(receiver.recv(65_536))]
+    except OSError as error:
+        return _missing(name, f"UDP_SEGMENT: {error.strerror or error}", "Linux 4.18 or later; udp works, but slower")
+    if sizes != [segment_bytes, segment_bytes]:
+        return _missing(name, f"two segments of {segment_bytes} bytes arrived as {sizes}")
+    return _available(name, "UDP segmentation offload (one call sends many packets)")
+
+
+def _udp_gro() -> Capability:
+    name = "udp-gro"
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.setsockopt(socket.IPPROTO_UDP, UDP_GRO, 1)
+    except OSError as error:
+        return _missing(name, f"UDP_GRO: {error.strerror}", "Linux 5.0 or later; udp works, but slower")
+    return _available(name, "UDP receive offload (one call takes many packets)")
+
+
+def _core() -> Capability:
+    name = "core"
+    try:
+        module = importlib.import_module("sennit.transport._core")
+    except ImportError as error:
+        return _missing(name, f"{error}", "make build")
+    return _available(name, str(module.__file__))
+
+
+def _torch() -> Capability:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return _missing("torch", "not installed", "pip install torch==2.13.0, then build sennit again")
+    return _available("torch", version)
+
+
+def _backend() -> Capability:
+    """The torch extension fits one torch version only; the build writes down which."""
+    name = "backend"
+    torch = probe("torch")
+    if not torch.available:
+        return _missing(name, "needs torch", torch.remedy)
+    runtime = importlib.util.find_spec("sennit.runtime")
+    folders = list(runtime.submodule_search_locations or ()) if runtime else []
+    records = [path for folder in folders if (path := Path(folder) / "build_info.json").exists()]
+    if not records:
+        return _missing(name, "the extension sennit.runtime._c10d was not built", "make build")
+    built_for = json.loads(records[0].read_text())["torch"]
+    if built_for != torch.detail:
+        return _missing(name, f"built for torch {built_for}, but torch {torch.detail} is installed", "make build")
+    try:
+        importlib.import_module("torch")
+        importlib.import_module("sennit.runtime._c10d")
+    except ImportError as error:
+        return _missing(name, f"{error}", "make build")
+    return _available(name, f"built for torch {built_for}")
+
+
+def _gpu() -> Capability:
+    name = "gpu"
+    if not Path("/dev/nvidiactl").exists():
+        return _missing(name, "no NVIDIA device on this machine")
+    if not probe("torch").available:
+        return _missing(name, "needs torch", probe("torch").remedy)
+    cuda = importlib.import_module("torch").cuda
+    if not cuda.is_available():
+        return _missing(name, "this torch cannot use the device", "install a torch built for CUDA, then make build")
+    return _available(name, f"{cuda.device_count()} × {cuda.get_device_name(0)}")
+
+
+def _rdma() -> Capability:
+    """Imports pyverbs late: with no RDMA device `get_device_list` raises instead of returning an empty list."""
+    name = "rdma"
+    remedy = "an RDMA NIC, or soft-RoCE: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev <interface>"
+    try:
+        device = importlib.import_module("pyverbs.device")
+    except ImportError as error:
+        return _missing(name, f"pyverbs: {error}", "install pyverbs (Debian: python3-pyverbs)")
+    try:
+        names = [entry.name.decode() for entry in device.get_device_list()]
+    except Exception as error:  # PyverbsRDMAError; its module can only be imported where pyverbs is
+        return _missing(name, f"no device: {error}", remedy)
+    if not names:
+        return _missing(name, "no device", remedy)
+    return _available(name, ", ".join(names))
+
+
+def _root() -> Capability:
+    if os.geteuid() == 0 and _effective_capabilities() & 1 << CAP_NET_ADMIN:
+        return _available("root", "CAP_NET_ADMIN")
+    return _missing("root", "no CAP_NET_ADMIN", "run as root, or add the capability to the container")
+
+
+def _netns() -> Capability:
+    name = "netns"
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        return _missing(name, "no unshare or ip command", "install util-linux and iproute2")
+    made = subprocess.run(
+        ["unshare", "--net", "ip", "link", "add", "sennit0", "type", "veth", "peer", "name", "sennit1"],
+        capture_output=True,
+        text=True,
+        timeout=PROBE_TIMEOUT_S,
+        check=False,
+    )
+    if made.returncode != 0:
+        return _missing(name, made.stderr.strip().splitlines()[-1] if made.stderr.strip() else "refused", "run as root")
+    return _available(name, "network namespaces and veth links")
+
+
+class _MapCreate(ctypes.Structure):
+    """The first fields of `union bpf_attr` for BPF_MAP_CREATE (uapi/linux/bpf.h)."""
+
+    _fields_ = (
+        ("map_type", ctypes.c_uint32),
+        ("key_size", ctypes.c_uint32),
+        ("value_size", ctypes.c_uint32),
+        ("max_entries", ctypes.c_uint32),
+        ("map_flags", ctypes.c_uint32),
+    )
+
+
+def _bpf() -> Capability:
+    name = "bpf"
+    number = BPF_SYSCALL.get(platform.machine())
+    if number is None:
+        return _missing(name, f"bpf(2) is not probed on {platform.machine()}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    attributes = _MapCreate(BPF_MAP_TYPE_ARRAY, 4, 4, 1, 0)
+    descriptor = libc.syscall(number, BPF_MAP_CREATE, ctypes.byref(attributes), ctypes.sizeof(attributes))
+    if descriptor < 0:
+        code = ctypes.get_errno()
+        remedy = "run as root, or add CAP_BPF" if code == errno.EPERM else "a kernel with CONFIG_BPF_SYSCALL"
+        return _missing(name, f"bpf(2): {os.strerror(code)}", remedy)
+    os.close(descriptor)
+    return _available(name, "maps can be made")
+
+
+def _command(name: str, package: str) -> Capability:
+    path = shutil.which(name)
+    if path is None:
+        return _missing(name, "command not found", f"install {package}")
+    return _available(name, path)
+
+
+def _openmpi() -> Capability:
+    name = "openmpi"
+    if importlib.util.find_spec("mpi4py") is None:
+        return _missing(name, "mpi4py is not installed", "pip install 'sennit[mpi]', or make bench")
+    # The wheel `openmpi` puts its commands beside python.
+    launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if launcher is None:
+        return _missing(name, "no mpirun", "pip install 'sennit[mpi]', or make bench")
+    return _available(name, launcher)
+
+
+PROBES: dict[str, Callable[[], Capability]] = {
+    "cores": _cores,
+    "shm": _shm,
+    "loopback-ipv4": _loopback_ipv4,
+    "loopback-ipv6": _loopback_ipv6,
+    "udp-gso": _udp_gso,
+    "udp-gro": _udp_gro,
+    "core": _core,
+    "torch": _torch,
+    "backend": _backend,
+    "rdma": _rdma,
+    "gpu": _gpu,
+    "root": _root,
+    "netns": _netns,
+    "bpf": _bpf,
+    "tc": functools.partial(_command, "tc", "iproute2"),
+    "tshark": functools.partial(_command, "tshark", "tshark"),
+    "openmpi": _openmpi,
+}
+
+
+@functools.cache
+def probe(name: str) -> Capability:
+    """The capability `name`; a KeyError that lists the known names for any other."""
+    if name not in PROBES:
+        raise KeyError(f"unknown capability {name!r}; known are {', '.join(PROBES)}")
+    return PROBES[name]()
+
+
+def missing(*names: str) -> str | None:
+    """Why a test that needs all of `names` cannot run here, naming the first that is missing; None when it can."""
+    for name in names:
+        capability = probe(name)
+        if not capability.available:
+            return f"missing capability {name}: {capability.detail}"
+    return None

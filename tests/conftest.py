@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all tests share: the seed, the markers of the outer rings, and traffic that stays on loopback."""
+
+import os
+import random
+import zlib
+
+import hypothesis
+import numpy as np
+import pytest
+
+from sennit.testbed import capabilities
+
+# Inherited by every process a test starts.
+os.environ.setdefault("SENNIT_INTERFACES", "lo")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Marker -> the capabilities that its ring takes.
+RINGS = {"root": ("root", "netns", "bpf"), "rdma": ("rdma",), "gpu": ("gpu",)}
+DEFAULT_SEED = "1"
+
+hypothesis.settings.register_profile(
+    "sennit",
+    deadline=None,  # a slow machine is not a failure
+    derandomize=True,
+    database=None,
+)
+hypothesis.settings.load_profile("sennit")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seed", default=DEFAULT_SEED, help="seed of all random choices: a number, or 'random' for a new one"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    wanted = config.getoption("--seed")
+    config.stash[SESSION_SEED] = random.SystemRandom().getrandbits(32) if wanted == "random" else int(wanted)
+
+
+SESSION_SEED = pytest.StashKey[int]()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {config.stash[SESSION_SEED]} (repeat with --seed={config.stash[SESSION_SEED]})"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a test whose ring, or whose `needs(...)`, this machine lacks, naming what is missing."""
+    names = [name for ring, needed in RINGS.items() if item.get_closest_marker(ring) for name in needed]
+    for marker in item.iter_markers("needs"):
+        names.extend(marker.args)
+    reason = capabilities.missing(*names)
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """A seed of this test's own; printed, so that a failure's report has it."""
+    value = (request.config.stash[SESSION_SEED] << 32) ^ zlib.crc32(request.node.nodeid.encode())
+    print(f"seed of this test: {value}")
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout that docs/architecture.md promises: who imports whom, names, links, file sizes, documented variables."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# Folder -> the other folders whose modules it may import.
+MAY_IMPORT = {
+    "ebpf": set[str](),
+    "offload": {"ebpf"},
+    "transport": set[str](),
+    "runtime": {"transport", "offload"},
+    "testbed": {"ebpf", "offload", "transport", "runtime"},
+    "sennit": {"ebpf", "offload", "transport", "runtime", "testbed"},
+}
+SOURCE_SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".h", ".c", ".sh"}
+MAX_LINES = 500
+# File -> why it is longer than MAX_LINES all the same.
+LONG_FILES: dict[str, str] = {}
+
+
+def sources(*suffixes: str) -> Iterator[Path]:
+    for folder in [*MAY_IMPORT, "tests"]:
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix in (suffixes or SOURCE_SUFFIXES) and "__pycache__" not in path.parts:
+                yield path
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Absolute names of all modules that a file imports, also inside functions."""
+    package = ["sennit", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_folder_imports_only_what_it_may(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        for module in imported_modules(path):
+            first, _, rest = module.partition(".")
+            assert first not in MAY_IMPORT or first == "sennit", f"{path}: import {module} as sennit.{module}"
+            target = rest.partition(".")[0]
+            if first == "sennit" and target in MAY_IMPORT and target != folder:
+                assert target in MAY_IMPORT[folder], f"{path}: {folder} may not import {module}"
+
+
+def test_links_for_type_checkers_match_the_table() -> None:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["wheel"]["packages"]
+    expected = {name: ROOT / folder for name, folder in table.items() if name != "sennit"}
+    root_files = {path.name for path in (ROOT / table["sennit"]).iterdir() if path.is_file()}
+    expected |= {f"sennit/{name}": ROOT / table["sennit"] / name for name in root_files}
+    links = {str(path.relative_to(ROOT / ".types")): path for path in (ROOT / ".types" / "sennit").iterdir()}
+    assert links.keys() == expected.keys()
+    for name, path in links.items():
+        assert not os.readlink(path).startswith("/")
+        assert path.resolve() == expected[name].resolve()
+
+
+def test_every_folder_is_typed() -> None:
+    for folder in MAY_IMPORT:
+        assert (ROOT / folder / "py.typed").exists()
+
+
+def test_every_source_names_its_licence() -> None:
+    for path in [*sources(), *ROOT.rglob("CMakeLists.txt")]:
+        if {"build", ".venv"} & set(path.relative_to(ROOT).parts):
+            continue
+        head = path.read_text().splitlines()[:2]
+        assert any("SPDX-License-Identifier: Apache-2.0" in line for line in head), f"{path} has no SPDX line"
+
+
+def test_files_stay_short() -> None:
+    long = {
+        str(path.relative_to(ROOT)): count
+        for path in sources()
+        if (count := len(path.read_text().splitlines())) > MAX_LINES
+    }
+    assert long.keys() == LONG_FILES.keys(), f"over {MAX_LINES} lines: {long}"
+
+
+def test_no_catch_all_modules() -> None:
+    for path in sources():
+        assert path.stem not in {"utils", "util", "helpers", "common", "misc"}, path
+
+
+def test_environment_variables_are_read_in_one_file_and_documented() -> None:
+    config = ROOT / "transport" / "config.py"
+    read = set(re.findall(r"SENNIT_[A-Z][A-Z_]*", config.read_text()))
+    assert read, "config.py reads no variable"
+    pages = "\n".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    undocumented = {name for name in read if not re.search(rf"\b{name}\b", pages)}
+    assert not undocumented, f"mentioned in no page of docs: {sorted(undocumented)}"
+    for path in sources(".py", ".cpp", ".hpp"):
+        if path == config or "tests" in path.relative_to(ROOT).parts:
+            continue
+        found = re.findall(r"""(?:environ|getenv)\W[^\n]*["'](SENNIT_[A-Z_]+)""", path.read_text())
+        assert not found, f"{path} reads {found}; only {config} reads SENNIT_* variables"
+
+
+@pytest.mark.parametrize("folder", [ROOT, Path("/")])
+def test_import_is_cheap_and_finds_its_parts_from_any_folder(folder: Path) -> None:
+    """The repository has a folder `sennit`; run from there, Python must still find the installed whole."""
+    program = (
+        "import sys, sennit, sennit.transport.errors, sennit.testbed\n"
+        "heavy = {'torch', 'numpy', 'sennit.transport._core'} & sys.modules.keys()\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, timeout=60)
