@@ -77,7 +77,7 @@ def reduce_ops(dtype: Dtype) -> frozenset[ReduceOp]:
         return frozenset(_FIELD | {ReduceOp.PREMUL_SUM})
     if dtype is Dtype.BOOL:
         return frozenset({ReduceOp.SUM, ReduceOp.PRODUCT} | _ORDERED | _BITWISE)
-    return frozenset(_FIELD | _ORDERED | _BITWISE)
+    return frozenset(ReduceOp)
 
 
 def check_reducible(dtype: Dtype, op: ReduceOp) -> None:

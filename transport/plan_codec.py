@@ -89,12 +89,12 @@ def encode(plan: Plan) -> bytes:
     table["edge_count"] = edge_counts
     edges = waiting[order].astype("<u4")
 
-    name = plan.name.encode()
+    encoded_name = plan.name.encode()
     header = HEADER.pack(
         MAGIC, VERSION, len(plan.buffer_bytes), plan.world, plan.rank, plan.signature,
-        count, len(operands), len(edges), len(name), plan.scratch_bytes, 0, 0,
+        count, len(operands), len(edges), len(encoded_name), plan.scratch_bytes, 0, 0,
     )  # fmt: skip
-    return b"".join((header, table.tobytes(), operands.tobytes(), edges.tobytes(), name))
+    return b"".join((header, table.tobytes(), operands.tobytes(), edges.tobytes(), encoded_name))
 
 
 def decode(data: bytes) -> Plan:

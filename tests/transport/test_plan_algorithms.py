@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every collective, run by the reference on all ranks, against the plain definition: bit for bit, in any legal order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+
+from sennit.transport import algorithms, reference
+from sennit.transport.arithmetic import fold
+from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.errors import ArgumentError, MismatchError
+from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, Plan, Recv, Send
+from sennit.transport.plan_codec import decode
+
+Array = npt.NDArray[Any]
+
+worlds = st.integers(1, 6)
+seeds = st.integers(0, 2**32 - 1)
+arithmetic = st.sampled_from(
+    [(dtype, op) for dtype in Dtype for op in sorted(reduce_ops(dtype))],
+)
+item_sizes = st.sampled_from([1, 2, 4, 8, 16, 3])
+SCALAR = 0.75
+
+
+def inputs(seed: int, world: int, elements: int, dtype: Dtype) -> list[Array]:
+    """Random bytes; small whole numbers for floats, so that sums round, but rarely overflow."""
+    rng = np.random.default_rng(seed)
+    if dtype in (Dtype.F32, Dtype.C64):
+        per = dtype.item_bytes // 4
+        return [rng.standard_normal(elements * per).astype(np.float32).view(np.uint8) for _ in range(world)]
+    if dtype in (Dtype.F64, Dtype.C128):
+        per = dtype.item_bytes // 8
+        return [rng.standard_normal(elements * per).view(np.uint8) for _ in range(world)]
+    if dtype in (Dtype.F16, Dtype.C32):
+        per = dtype.item_bytes // 2
+        return [rng.standard_normal(elements * per).astype(np.float16).view(np.uint8) for _ in range(world)]
+    if dtype is Dtype.BF16:
+        wide = [rng.standard_normal(elements).astype(np.float32) for _ in range(world)]
+        return [(x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for x in wide]
+    return [rng.integers(0, 256, elements * dtype.item_bytes, np.uint8) for _ in range(world)]
+
+
+def noise(size_bytes: int) -> Array:
+    """What an output holds before the operation."""
+    return np.full(size_bytes, 0xA5, np.uint8)
+
+
+def run(draw: DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[Array]]) -> None:
+    """Runs the plans as they come back from the binary form, under a random schedule."""
+    for plan, given_buffers in zip(plans, buffers, strict=True):
+        assert decode(plan.encode()).steps == plan.steps
+        assert tuple(buffer.size for buffer in given_buffers) == plan.buffer_bytes
+    check_pair_order(plans)
+    reference.run(
+        plans,
+        buffers,
+        seed=draw.draw(seeds, "schedule"),
+        scalar=SCALAR,
+        loans_per_peer=draw.draw(st.integers(1, 4), "loans"),
+        in_order=draw.draw(st.booleans(), "in_order"),
+    )
+
+
+def check_pair_order(plans: Sequence[Plan]) -> None:
+    """docs/plan.md rule 4: a receiver lists messages in their sender's order; sizes fit (rule 2)."""
+    for sender, receiver in itertools.permutations(plans, 2):
+        sends = [(s.slot, s.size_bytes) for s in sender.steps if isinstance(s, Send) and s.peer == receiver.rank]
+        recvs = [(s.slot, s.size_bytes) for s in receiver.steps if isinstance(s, Recv) and s.peer == sender.rank]
+        assert sends == recvs
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.data(), worlds, st.integers(0, 700), arithmetic, st.booleans(), st.sampled_from([64, 192, 1024, 131_072]), seeds
+)
+def test_allreduce(
+    data: DataObject,
+    world: int,
+    elements: int,
+    kind: tuple[Dtype, ReduceOp],
+    in_place: bool,
+    chunk_bytes: int,
+    seed: int,
+) -> None:
+    dtype, op = kind
+    eager_bytes = data.draw(st.sampled_from([-1, 32_768]), "eager_bytes")
+    plans = [
+        algorithms.allreduce(
+            world=world, rank=rank, elements=elements, dtype=dtype, op=op,
+            in_place=in_place, chunk_bytes=chunk_bytes, eager_bytes=eager_bytes,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    given_inputs = inputs(seed, world, elements, dtype)
+    buffers = [[x.copy()] if in_place else [x.copy(), noise(x.size)] for x in given_inputs]
+    run(data, plans, buffers)
+    expected = expected_fold(given_inputs, dtype, op, world)
+    for rank in range(world):
+        np.testing.assert_array_equal(buffers[rank][-1], expected)
+        if not in_place:
+            np.testing.assert_array_equal(buffers[rank][0], given_inputs[rank])
+
+
+def expected_fold(given_inputs: Sequence[Array], dtype: Dtype, op: ReduceOp, world: int) -> Array:
+    return fold(given_inputs, dtype, op, world=world, scalar=SCALAR)
+
+
+counts_of = st.lists(st.one_of(st.just(0), st.integers(0, 300)), min_size=6, max_size=6)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.data(),
+    worlds,
+    counts_of,
+    arithmetic,
+    st.sampled_from(["one", "list", "aliased"]),
+    st.sampled_from([64, 256, 131_072]),
+    seeds,
+)
+def test_reduce_scatter(
+    data: DataObject,
+    world: int,
+    counts: list[int],
+    kind: tuple[Dtype, ReduceOp],
+    form: str,
+    chunk_bytes: int,
+    seed: int,
+) -> None:
+    dtype, op = kind
+    counts = counts[:world]
+    bounds = np.cumsum([0, *counts]) * dtype.item_bytes
+    plans = [
+        algorithms.reduce_scatter(
+            world=world, rank=rank, counts=counts, dtype=dtype, op=op,
+            list_input=form == "list", chunk_bytes=chunk_bytes,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    given_inputs = inputs(seed, world, sum(counts), dtype)
+    buffers: list[list[Array]] = []
+    for rank, x in enumerate(given_inputs):
+        copy = x.copy()
+        parts = [copy[low:high] for low, high in itertools.pairwise(bounds)]
+        output = parts[rank] if form == "aliased" else noise(counts[rank] * dtype.item_bytes)
+        buffers.append([*parts, output] if form == "list" else [copy, output])
+    run(data, plans, buffers)
+    expected = expected_fold(given_inputs, dtype, op, world)
+    for rank in range(world):
+        np.testing.assert_array_equal(buffers[rank][-1], expected[bounds[rank] : bounds[rank + 1]])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), worlds, st.integers(0, 700), arithmetic, st.booleans(), seeds)
+def test_reduce(
+    data: DataObject, world: int, elements: int, kind: tuple[Dtype, ReduceOp], in_place: bool, seed: int
+) -> None:
+    dtype, op = kind
+    root = data.draw(st.integers(0, world - 1), "root")
+    plans = [
+        algorithms.reduce(
+            world=world, rank=rank, elements=elements, dtype=dtype, op=op, root=root, in_place=in_place, chunk_bytes=128
+        )
+        for rank in range(world)
+    ]
+    given_inputs = inputs(seed, world, elements, dtype)
+    buffers = [
+        [x.copy(), noise(x.size)] if rank == root and not in_place else [x.copy()]
+        for rank, x in enumerate(given_inputs)
+    ]
+    run(data, plans, buffers)
+    np.testing.assert_array_equal(buffers[root][-1], expected_fold(given_inputs, dtype, op, world))
+    for rank in set(range(world)) - {root}:
+        np.testing.assert_array_equal(buffers[rank][0], given_inputs[rank])
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), worlds, st.integers(0, 500), item_sizes, st.integers(1, 400), seeds)
+def test_broadcast(data: DataObject, world: int, elements: int, item_bytes: int, segment_bytes: int, seed: int) -> None:
+    root = data.draw(st.integers(0, world - 1), "root")
+    plans = [
+        algorithms.broadcast(
+            world=world, rank=rank, elements=elements, item_bytes=item_bytes, root=root, segment_bytes=segment_bytes
+        )
+        for rank in range(world)
+    ]
+    content = np.random.default_rng(seed).integers(0, 256, elements * item_bytes, np.uint8)
+    buffers = [[content.copy() if rank == root else noise(content.size)] for rank in range(world)]
+    run(data, plans, buffers)
+    for rank in range(world):
+        np.testing.assert_array_equal(buffers[rank][0], content)
+
+
+def test_broadcast_tree_reaches_everyone_once() -> None:
+    for world in range(1, 20):
+        for root in range(world):
+            plans = [
+                algorithms.broadcast(world=world, rank=rank, elements=1, item_bytes=1, root=root)
+                for rank in range(world)
+            ]
+            told = sorted(step.peer for plan in plans for step in plan.steps if isinstance(step, Send))
+            assert told == sorted(set(range(world)) - {root})
+            from_root = [step for step in plans[root].steps if isinstance(step, Send)]
+            assert len(from_root) == (world - 1).bit_length()
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), worlds, counts_of, item_sizes, st.booleans(), st.booleans(), seeds)
+def test_allgather(
+    data: DataObject,
+    world: int,
+    counts: list[int],
+    item_bytes: int,
+    in_place: bool,
+    list_output: bool,
+    seed: int,
+) -> None:
+    counts = counts[:world]
+    bounds = np.cumsum([0, *counts]) * item_bytes
+    plans = [
+        algorithms.allgather(
+            world=world, rank=rank, counts=counts, item_bytes=item_bytes, in_place=in_place, list_output=list_output
+        )
+        for rank in range(world)
+    ]
+    content = np.random.default_rng(seed).integers(0, 256, bounds[-1], np.uint8)
+    outputs = [noise(content.size) for _ in range(world)]
+    buffers: list[list[Array]] = []
+    for rank, output in enumerate(outputs):
+        low, high = bounds[rank], bounds[rank + 1]
+        own = content[low:high].copy()
+        if in_place:
+            output[low:high] = own
+        parts = [output[a:b] for a, b in itertools.pairwise(bounds)]
+        buffers.append([*([] if in_place else [own]), *(parts if list_output else [output])])
+    run(data, plans, buffers)
+    for output in outputs:
+        np.testing.assert_array_equal(output, content)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), worlds, counts_of, item_sizes, st.booleans(), seeds)
+def test_gather_and_scatter(
+    data: DataObject, world: int, counts: list[int], item_bytes: int, in_list: bool, seed: int
+) -> None:
+    counts = counts[:world]
+    root = data.draw(st.integers(0, world - 1), "root")
+    bounds = np.cumsum([0, *counts]) * item_bytes
+    content = np.random.default_rng(seed).integers(0, 256, bounds[-1], np.uint8)
+    parts = [content[low:high].copy() for low, high in itertools.pairwise(bounds)]
+    gathered = noise(content.size)
+    at_root = [gathered[low:high] for low, high in itertools.pairwise(bounds)] if in_list else [gathered]
+    run(
+        data,
+        [
+            algorithms.gather(
+                world=world, rank=rank, counts=counts, item_bytes=item_bytes, root=root, list_output=in_list
+            )
+            for rank in range(world)
+        ],
+        [[part, *(at_root if rank == root else [])] for rank, part in enumerate(parts)],
+    )
+    np.testing.assert_array_equal(gathered, content)
+    outputs = [noise(part.size) for part in parts]
+    run(
+        data,
+        [
+            algorithms.scatter(
+                world=world, rank=rank, counts=counts, item_bytes=item_bytes, root=root, list_input=in_list
+            )
+            for rank in range(world)
+        ],
+        [[*(at_root if rank == root else []), output] for rank, output in enumerate(outputs)],
+    )
+    for part, output in zip(parts, outputs, strict=True):
+        np.testing.assert_array_equal(output, part)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), worlds, item_sizes, st.booleans(), st.booleans(), seeds)
+def test_alltoall(
+    data: DataObject, world: int, item_bytes: int, list_input: bool, list_output: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 200, (world, world)) * rng.integers(0, 2, (world, world))
+    content = [[rng.integers(0, 256, n * item_bytes, np.uint8) for n in row] for row in counts]
+    plans = [
+        algorithms.alltoall(
+            world=world, rank=rank, send_counts=counts[rank].tolist(), recv_counts=counts[:, rank].tolist(),
+            item_bytes=item_bytes, list_input=list_input, list_output=list_output,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    expected = [[content[i][j] for i in range(world)] for j in range(world)]
+    buffers: list[list[Array]] = []
+    for rank in range(world):
+        ins = [x.copy() for x in content[rank]]
+        outs = [noise(x.size) for x in expected[rank]]
+        buffers.append(
+            [
+                *(ins if list_input else [np.concatenate(ins)]),
+                *(outs if list_output else [np.concatenate(outs)]),
+            ]
+        )
+    run(data, plans, buffers)
+    for rank in range(world):
+        outs = buffers[rank][world if list_input else 1 :]
+        np.testing.assert_array_equal(np.concatenate(outs), np.concatenate(expected[rank]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data(), st.integers(1, 17))
+def test_barrier_runs(data: DataObject, world: int) -> None:
+    run(data, [algorithms.barrier(world=world, rank=rank) for rank in range(world)], [[] for _ in range(world)])
+
+
+@pytest.mark.parametrize("world", range(2, 18))
+def test_barrier_waits_for_everyone(world: int) -> None:
+    # Who has certainly entered, as seen by a rank, after each of its receives.
+    plans = [algorithms.barrier(world=world, rank=rank) for rank in range(world)]
+    rounds = (world - 1).bit_length()
+    known = [{rank} for rank in range(world)]
+    for slot in range(rounds):
+        sent = [set(k) for k in known]
+        for plan in plans:
+            recv = next(s for s in plan.steps if isinstance(s, Recv) and s.slot == slot)
+            known[plan.rank] |= sent[recv.peer]
+            send_step = next(s for s in plan.steps if isinstance(s, Send) and s.slot == slot)
+            assert len(send_step.after) == slot
+    assert all(k == set(range(world)) for k in known)
+
+
+def test_send_and_recv_from_anyone() -> None:
+    content = np.arange(100, dtype=np.int64)
+    received = np.zeros_like(content)
+    plans = [
+        algorithms.recv(world=2, rank=0, peer=ANY_PEER, elements=100, item_bytes=8),
+        algorithms.send(world=2, rank=1, peer=0, elements=100, item_bytes=8),
+    ]
+    reference.run(plans, [[received], [content]])
+    np.testing.assert_array_equal(received, content)
+    assert decode(plans[0].encode()) == plans[0]
+
+
+def test_ranks_that_disagree_are_told_apart() -> None:
+    plans = [
+        algorithms.allreduce(world=2, rank=0, elements=4, dtype=Dtype.F32, op=ReduceOp.SUM),
+        algorithms.allreduce(world=2, rank=1, elements=4, dtype=Dtype.I32, op=ReduceOp.SUM),
+    ]
+    with pytest.raises(MismatchError, match=r"allreduce\((f32|i32), sum, elements=4\)"):
+        reference.run(plans, [[np.zeros(4, np.float32)], [np.zeros(4, np.int32)]])
+    splits = [
+        algorithms.alltoall(world=2, rank=0, send_counts=[1, 2], recv_counts=[1, 3], item_bytes=1),
+        algorithms.alltoall(world=2, rank=1, send_counts=[2, 1], recv_counts=[2, 1], item_bytes=1),
+    ]
+    with pytest.raises(MismatchError, match="2 bytes"):
+        reference.run(splits, [[np.zeros(n, np.uint8) for n in sizes] for sizes in ((3, 4), (3, 3))])
+
+
+def test_large_plans_stay_small() -> None:
+    sixty_four_mib = algorithms.allreduce(world=2, rank=0, elements=16 << 20, dtype=Dtype.F32, op=ReduceOp.SUM)
+    assert len(sixty_four_mib.steps) <= 2_000
+    assert len(sixty_four_mib.encode()) <= 200_000
+    loans = [s for s in sixty_four_mib.steps if isinstance(s, Recv) and s.buffer is None]
+    assert {s.size_bytes for s in loans} == {MAX_LOAN_BYTES}
+
+
+def test_every_byte_of_alltoall_travels_in_one_message() -> None:
+    plan = algorithms.alltoall(world=4, rank=1, send_counts=[1 << 24] * 4, recv_counts=[1 << 24] * 4, item_bytes=4)
+    assert [s.size_bytes for s in plan.steps if isinstance(s, Send)] == [1 << 26] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: algorithms.alltoall(world=2, rank=0, send_counts=[1], recv_counts=[1, 1], item_bytes=4), "1 entries"),
+        (lambda: algorithms.alltoall(world=2, rank=0, send_counts=[1, 0], recv_counts=[2, 0], item_bytes=4), "itself"),
+        (lambda: algorithms.allgather(world=2, rank=0, counts=[1, -1], item_bytes=4), "negative"),
+        (lambda: algorithms.broadcast(world=2, rank=0, elements=1, item_bytes=4, root=2), "root 2; allowed: 0..1"),
+        (lambda: algorithms.send(world=2, rank=0, elements=1, item_bytes=4, peer=0), "peer 0"),
+        (
+            lambda: algorithms.allreduce(world=2, rank=0, elements=4, dtype=Dtype.C64, op=ReduceOp.MAX),
+            "MAX is not defined for C64; allowed: AVG, PREMUL_SUM, PRODUCT, SUM",
+        ),
+        (
+            lambda: algorithms.allreduce(
+                world=2, rank=0, elements=4, dtype=Dtype.F32, op=ReduceOp.SUM, chunk_bytes=1 << 20
+            ),
+            "chunk_bytes 1048576; allowed",
+        ),
+    ],
+)
+def test_bad_arguments_name_value_and_range(call: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message.replace("(", r"\(")):
+        call()

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a REDUCE computes, bit for bit, in NumPy (docs/plan.md, "Arithmetic"): the truth for the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.transport.elements import COMPLEXES, Dtype, ReduceOp, check_reducible
+
+Array = npt.NDArray[Any]
+
+# How elements lie in memory; complex numbers are pairs, bfloat16 is its bits.
+_STORED: Final[dict[Dtype, str]] = {
+    Dtype.U8: "u1", Dtype.I8: "i1", Dtype.I16: "i2", Dtype.I32: "i4", Dtype.I64: "i8",
+    Dtype.F16: "f2", Dtype.BF16: "u2", Dtype.F32: "f4", Dtype.F64: "f8",
+    Dtype.C64: "f4", Dtype.C128: "f8", Dtype.BOOL: "u1",
+    Dtype.U16: "u2", Dtype.U32: "u4", Dtype.U64: "u8", Dtype.C32: "f2",
+}  # fmt: skip
+
+
+def widen(data: Array, dtype: Dtype) -> Array:
+    """Stored bytes as accumulators; complex numbers as rows of (real, imaginary)."""
+    stored = data.view(_STORED[dtype])
+    if dtype is Dtype.BF16:
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    if dtype is Dtype.BOOL:
+        return (stored != 0).astype(np.uint8)
+    if dtype in (Dtype.F16, Dtype.C32):
+        stored = stored.astype(np.float32)
+    return stored.reshape(-1, 2) if dtype in COMPLEXES else stored
+
+
+def narrow(values: Array, dtype: Dtype) -> Array:
+    """Accumulators as stored bytes, rounded to nearest even."""
+    if dtype is Dtype.BF16:
+        bits = np.ascontiguousarray(values).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        stored: Array = np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+    else:
+        stored = values.astype(_STORED[dtype])
+    return np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
+
+
+def fold(operands: Sequence[Array], dtype: Dtype, op: ReduceOp, *, world: int, scalar: float = 1.0) -> Array:
+    """The left fold of byte arrays of equal size, as bytes."""
+    check_reducible(dtype, op)
+    # Overflow to infinity and NaN from infinities are results here, not accidents.
+    with np.errstate(all="ignore"):
+        total = _prepare(operands[0], dtype, op, scalar)
+        for operand in operands[1:]:
+            total = _apply(total, _prepare(operand, dtype, op, scalar), dtype, op)
+        if op is ReduceOp.AVG:
+            total = _divide(total, world)
+        return narrow(total, dtype)
+
+
+def _prepare(operand: Array, dtype: Dtype, op: ReduceOp, scalar: float) -> Array:
+    values = widen(operand, dtype)
+    if op is not ReduceOp.PREMUL_SUM:
+        return values
+    if values.dtype.kind == "f":
+        return values * values.dtype.type(scalar)
+    # Wraps as two's complement does.
+    factor = np.array(int(scalar), np.int64).astype(values.dtype)
+    return values * factor
+
+
+def _apply(total: Array, x: Array, dtype: Dtype, op: ReduceOp) -> Array:
+    if op is ReduceOp.MIN:
+        return np.where((total < x) | (total != total), total, x)
+    if op is ReduceOp.MAX:
+        return np.where((total > x) | (total != total), total, x)
+    if op is ReduceOp.BOR or (dtype is Dtype.BOOL and op is ReduceOp.SUM):
+        return total | x
+    if op is ReduceOp.BAND:
+        return total & x
+    if op is ReduceOp.BXOR:
+        return total ^ x
+    if op is not ReduceOp.PRODUCT:
+        return total + x
+    if dtype not in COMPLEXES:
+        return total * x
+    (a, b), (c, d) = total.T, x.T
+    return np.stack([a * c - b * d, a * d + b * c], axis=1)
+
+
+def _divide(total: Array, world: int) -> Array:
+    if total.dtype.kind == "f":
+        return total / total.dtype.type(world)
+    if total.dtype.kind == "u":
+        return (total.astype(np.uint64) // np.uint64(world)).astype(total.dtype)
+    wide = total.astype(np.int64)
+    # Floor division rounds down; towards zero is wanted.
+    quotient = wide // world
+    return (quotient + ((wide < 0) & (wide % world != 0))).astype(total.dtype)

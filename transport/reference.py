@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A NumPy interpreter that runs the plans of all ranks together: the truth for algorithms and executor.
+
+The order in which things happen is drawn from a seed within what a real transport may do: sends and receives
+start in list order among those that are ready, local steps and deliveries in any order, a rank grants a peer a
+bounded number of loans, and (with `in_order`) messages between two ranks do not overtake one another. A byte that
+is written while another step may still read or write it is a fault, and so is a run that cannot go on.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.transport.arithmetic import fold
+from sennit.transport.errors import ArgumentError, MismatchError, SennitError
+from sennit.transport.plan import ANY_PEER, Copy, Operand, Plan, Recv, Reduce, Send, Step
+from sennit.transport.signature import describe_signature
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class PlanFault(SennitError):
+    """The plans are wrong together: a race on bytes, or a deadlock."""
+
+
+@dataclass(slots=True)
+class _Span:
+    """Memory in use by a step: addresses, not buffer numbers, because buffers may overlap."""
+
+    low: int
+    high: int
+    writing: bool
+    step: int
+
+
+@dataclass
+class _Rank:
+    plan: Plan
+    buffers: list[Bytes]
+    waits: list[int]
+    waiters: list[list[int]]
+    # Ready steps that have not started: messages in list order, local work in any.
+    messages: list[int] = field(default_factory=list)
+    local: list[int] = field(default_factory=list)
+    # Started sends and receives, in the order in which they started.
+    sends: list[int] = field(default_factory=list)
+    recvs: list[int] = field(default_factory=list)
+    loans: dict[int, Bytes] = field(default_factory=dict)
+    spans: list[_Span] = field(default_factory=list)
+    done: int = 0
+
+    def make_ready(self, step: int) -> None:
+        if isinstance(self.plan.steps[step], Send | Recv):
+            self.messages.append(step)
+            self.messages.sort()
+        else:
+            self.local.append(step)
+
+    def finish(self, step: int) -> None:
+        self.done += 1
+        self.spans = [span for span in self.spans if span.step != step]
+        for waiter in self.waiters[step]:
+            self.waits[waiter] -= 1
+            if not self.waits[waiter]:
+                self.make_ready(waiter)
+
+    def bytes_at(self, buffer: int, offset: int, size_bytes: int) -> Bytes:
+        return self.buffers[buffer][offset : offset + size_bytes]
+
+    def claim(self, step: int, data: Bytes, *, writing: bool) -> None:
+        """Marks memory as in use; a fault where another step uses it and one of both writes."""
+        low = data.__array_interface__["data"][0]
+        span = _Span(low, low + data.size, writing, step)
+        for other in self.spans:
+            overlap = other.low < span.high and span.low < other.high
+            if overlap and (writing or other.writing) and other.step != step:
+                raise PlanFault(
+                    f"rank {self.plan.rank}: steps {other.step} {self.plan.steps[other.step]} and "
+                    f"{step} {self.plan.steps[step]} race on {min(span.high, other.high) - max(low, other.low)} bytes"
+                )
+        self.spans.append(span)
+
+
+def _flat(array: npt.NDArray[Any]) -> Bytes:
+    if not array.flags.c_contiguous:
+        raise ArgumentError("a buffer is not contiguous")
+    return array.reshape(-1).view(np.uint8)
+
+
+class Interpreter:
+    """All ranks' plans over all ranks' buffers; `run` changes the buffers in place."""
+
+    def __init__(
+        self,
+        plans: Sequence[Plan],
+        buffers: Sequence[Sequence[npt.NDArray[Any]]],
+        *,
+        seed: int = 0,
+        scalar: float = 1.0,
+        loans_per_peer: int = 4,
+        in_order: bool = False,
+    ) -> None:
+        self._random = random.Random(seed)
+        self._noise = np.random.default_rng(seed)
+        self._scalar = scalar
+        self._loans_per_peer = loans_per_peer
+        self._in_order = in_order
+        self._ranks = [self._rank(plan, given) for plan, given in zip(plans, buffers, strict=True)]
+
+    def run(self) -> None:
+        while any(rank.done < len(rank.plan.steps) for rank in self._ranks):
+            actions = [(rank, "message", 0) for rank in self._ranks if rank.messages]
+            actions += [(rank, "local", 0) for rank in self._ranks if rank.local]
+            deliveries = self._deliveries()
+            actions += [(self._ranks[0], "deliver", index) for index in range(len(deliveries))]
+            if not actions:
+                raise PlanFault(f"deadlock; {self._stuck()}")
+            rank, what, index = self._random.choice(actions)
+            if what == "message":
+                self._start_message(rank, rank.messages.pop(0))
+            elif what == "local":
+                self._run_local(rank, rank.local.pop(self._random.randrange(len(rank.local))))
+            else:
+                self._deliver(*deliveries[index])
+        for rank in self._ranks:
+            if rank.loans:
+                raise PlanFault(f"rank {rank.plan.rank}: loans of steps {sorted(rank.loans)} were never handed back")
+
+    def _rank(self, plan: Plan, given: Sequence[npt.NDArray[Any]]) -> _Rank:
+        buffers = [_flat(array) for array in given]
+        sizes = tuple(buffer.size for buffer in buffers)
+        if len(sizes) != len(plan.buffer_bytes) or any(
+            has < needs for has, needs in zip(sizes, plan.buffer_bytes, strict=True)
+        ):
+            raise ArgumentError(f"plan {plan.name}: buffers of {sizes} bytes; needed: {plan.buffer_bytes}")
+        waiters: list[list[int]] = [[] for _ in plan.steps]
+        for number, step in enumerate(plan.steps):
+            for earlier in step.after:
+                waiters[earlier].append(number)
+        rank = _Rank(
+            plan=plan,
+            buffers=[*buffers, np.zeros(plan.scratch_bytes, np.uint8)],
+            waits=[len(step.after) for step in plan.steps],
+            waiters=waiters,
+        )
+        for number, waits in enumerate(rank.waits):
+            if not waits:
+                rank.make_ready(number)
+        return rank
+
+    def _start_message(self, rank: _Rank, number: int) -> None:
+        step = rank.plan.steps[number]
+        if isinstance(step, Send):
+            data = rank.bytes_at(step.source.index, step.source.offset, step.size_bytes)
+            rank.claim(number, data, writing=False)
+            rank.sends.append(number)
+            return
+        assert isinstance(step, Recv)
+        if step.buffer is not None:
+            data = rank.bytes_at(step.buffer, step.offset, step.size_bytes)
+            rank.claim(number, data, writing=True)
+            # From here on the network may write: whoever reads too early reads noise.
+            data[:] = self._noise.integers(0, 256, data.size, np.uint8)
+        rank.recvs.append(number)
+
+    def _run_local(self, rank: _Rank, number: int) -> None:
+        step = rank.plan.steps[number]
+        assert isinstance(step, Copy | Reduce)
+        operands = step.operands if isinstance(step, Reduce) else (step.source,)
+        sources = [self._read(rank, number, operand, step.size_bytes) for operand in operands]
+        target = rank.bytes_at(step.buffer, step.offset, step.size_bytes)
+        rank.claim(number, target, writing=True)
+        if isinstance(step, Reduce):
+            target[:] = fold(sources, step.dtype, step.op, world=rank.plan.world, scalar=self._scalar)
+        else:
+            target[:] = sources[0]
+        for operand in operands:
+            if operand.is_view:
+                rank.loans.pop(operand.index, None)
+        rank.finish(number)
+
+    def _read(self, rank: _Rank, number: int, operand: Operand, size_bytes: int) -> Bytes:
+        if operand.is_view:
+            if operand.index not in rank.loans:
+                raise PlanFault(f"rank {rank.plan.rank}: step {number} reads loan {operand.index} before it is there")
+            return rank.loans[operand.index][operand.offset : operand.offset + size_bytes]
+        data = rank.bytes_at(operand.index, operand.offset, size_bytes)
+        rank.claim(number, data, writing=False)
+        return data
+
+    def _deliveries(self) -> list[tuple[_Rank, int, _Rank, int]]:
+        """Every (sender, SEND, receiver, RECV) that may complete now."""
+        found: list[tuple[_Rank, int, _Rank, int]] = []
+        for receiver in self._ranks:
+            granted: dict[int, int] = {}
+            for loan in receiver.loans:
+                peer = receiver.plan.steps[loan]
+                assert isinstance(peer, Recv)
+                granted[peer.peer] = granted.get(peer.peer, 0) + 1
+            for number in receiver.recvs:
+                recv = receiver.plan.steps[number]
+                assert isinstance(recv, Recv)
+                if recv.buffer is None:
+                    granted[recv.peer] = granted.get(recv.peer, 0) + 1
+                    if granted[recv.peer] > self._loans_per_peer:
+                        continue
+                senders = self._ranks if recv.peer == ANY_PEER else [self._ranks[recv.peer]]
+                for sender in senders:
+                    match = self._matching_send(sender, receiver.plan.rank, recv.slot)
+                    if match is not None:
+                        found.append((sender, match, receiver, number))
+        return found
+
+    def _matching_send(self, sender: _Rank, receiver: int, slot: int) -> int | None:
+        for number in sender.sends:
+            send = sender.plan.steps[number]
+            assert isinstance(send, Send)
+            if send.peer == receiver:
+                if send.slot == slot:
+                    return number
+                if self._in_order:
+                    return None
+        return None
+
+    def _deliver(self, sender: _Rank, send_number: int, receiver: _Rank, recv_number: int) -> None:
+        send, recv = sender.plan.steps[send_number], receiver.plan.steps[recv_number]
+        assert isinstance(send, Send)
+        assert isinstance(recv, Recv)
+        if sender.plan.signature != receiver.plan.signature or send.size_bytes != recv.size_bytes:
+            raise MismatchError(
+                f"rank {sender.plan.rank} sends {describe_signature(sender.plan.signature)} of {send.size_bytes} bytes, "
+                f"rank {receiver.plan.rank} expects {describe_signature(receiver.plan.signature)} of {recv.size_bytes}"
+            )
+        data = sender.bytes_at(send.source.index, send.source.offset, send.size_bytes)
+        if recv.buffer is None:
+            receiver.loans[recv_number] = data.copy()
+        else:
+            receiver.bytes_at(recv.buffer, recv.offset, recv.size_bytes)[:] = data
+        sender.sends.remove(send_number)
+        receiver.recvs.remove(recv_number)
+        sender.finish(send_number)
+        receiver.finish(recv_number)
+
+    def _stuck(self) -> str:
+        lines: list[str] = []
+        for rank in self._ranks:
+            waiting: list[Step] = [rank.plan.steps[number] for number in [*rank.sends, *rank.recvs]]
+            missing = len(rank.plan.steps) - rank.done
+            if missing:
+                lines.append(f"rank {rank.plan.rank}: {missing} steps left, waits for {waiting[:4]}")
+        return "; ".join(lines)
+
+
+def run(
+    plans: Sequence[Plan],
+    buffers: Sequence[Sequence[npt.NDArray[Any]]],
+    *,
+    seed: int = 0,
+    scalar: float = 1.0,
+    loans_per_peer: int = 4,
+    in_order: bool = False,
+) -> None:
+    """Runs `plans[r]` over `buffers[r]` for all ranks r; results are in the buffers."""
+    Interpreter(plans, buffers, seed=seed, scalar=scalar, loans_per_peer=loans_per_peer, in_order=in_order).run()
