@@ -19,26 +19,45 @@ extern "C" {
 // Who must act: the caller (argument, mismatch), the operator (peer, device), nobody (pending, ok).
 typedef enum sennit_status {
   SENNIT_OK = 0,
-  SENNIT_PENDING = 1,    // not finished yet
-  SENNIT_TIMEOUT = 2,    // the deadline passed; the message names the ranks still awaited
-  SENNIT_ABORTED = 3,    // sennit_abort or shutdown on this rank
-  SENNIT_PEER = 4,       // a peer died, aborted or reported a failure; the message names it
-  SENNIT_MISMATCH = 5,   // a peer runs another operation, size, dtype or split
-  SENNIT_ARGUMENT = 6,   // malformed plan or buffers; nothing was sent
-  SENNIT_DEVICE = 7,     // a socket, device or shared-memory error; the message has errno's text
+  SENNIT_PENDING = 1,   // not finished yet
+  SENNIT_TIMEOUT = 2,   // the deadline passed; the message names the ranks still awaited
+  SENNIT_ABORTED = 3,   // sennit_abort or shutdown on this rank
+  SENNIT_PEER = 4,      // a peer died, aborted or reported a failure; the message names it
+  SENNIT_MISMATCH = 5,  // a peer runs another operation, size, dtype or split
+  SENNIT_ARGUMENT = 6,  // malformed plan or buffers; nothing was sent
+  SENNIT_DEVICE = 7,    // a socket, device or shared-memory error; the message has errno's text
 } sennit_status;
 
 // Element types of arithmetic. Pure data movement uses bytes (SENNIT_U8).
 typedef enum sennit_dtype {
-  SENNIT_U8 = 0, SENNIT_I8 = 1, SENNIT_I16 = 2, SENNIT_I32 = 3, SENNIT_I64 = 4,
-  SENNIT_F16 = 5, SENNIT_BF16 = 6, SENNIT_F32 = 7, SENNIT_F64 = 8,
-  SENNIT_C64 = 9, SENNIT_C128 = 10,  // pairs of f32, f64
-  SENNIT_BOOL = 11, SENNIT_U16 = 12, SENNIT_U32 = 13, SENNIT_U64 = 14, SENNIT_C32 = 15,
+  SENNIT_U8 = 0,
+  SENNIT_I8 = 1,
+  SENNIT_I16 = 2,
+  SENNIT_I32 = 3,
+  SENNIT_I64 = 4,
+  SENNIT_F16 = 5,
+  SENNIT_BF16 = 6,
+  SENNIT_F32 = 7,
+  SENNIT_F64 = 8,
+  SENNIT_C64 = 9,
+  SENNIT_C128 = 10,  // pairs of f32, f64
+  SENNIT_BOOL = 11,
+  SENNIT_U16 = 12,
+  SENNIT_U32 = 13,
+  SENNIT_U64 = 14,
+  SENNIT_C32 = 15,
 } sennit_dtype;
 
 typedef enum sennit_reduce {
-  SENNIT_SUM = 0, SENNIT_AVG = 1, SENNIT_PRODUCT = 2, SENNIT_MIN = 3, SENNIT_MAX = 4,
-  SENNIT_BAND = 5, SENNIT_BOR = 6, SENNIT_BXOR = 7, SENNIT_PREMUL_SUM = 8,
+  SENNIT_SUM = 0,
+  SENNIT_AVG = 1,
+  SENNIT_PRODUCT = 2,
+  SENNIT_MIN = 3,
+  SENNIT_MAX = 4,
+  SENNIT_BAND = 5,
+  SENNIT_BOR = 6,
+  SENNIT_BXOR = 7,
+  SENNIT_PREMUL_SUM = 8,
 } sennit_reduce;
 
 typedef struct sennit_comm sennit_comm;
@@ -60,8 +79,8 @@ enum sennit_post_flags {
 typedef struct sennit_post_options {
   uint64_t timeout_us;  // deadline from now; 0 means the communicator's default
   uint32_t flags;
-  uint32_t tag;         // P2P only
-  double scalar;        // factor of SENNIT_PREMUL_SUM
+  uint32_t tag;   // P2P only
+  double scalar;  // factor of SENNIT_PREMUL_SUM
 } sennit_post_options;
 
 // Plans: immutable, reference-counted, shared by any number of operations.
@@ -72,8 +91,8 @@ SENNIT_API void sennit_plan_release(sennit_plan* plan);
 // Takes its own references on plan and communicator. On anything but SENNIT_OK `*out` is null and
 // `error` (may be null) holds the reason.
 SENNIT_API sennit_status sennit_post(sennit_comm* comm, sennit_plan* plan, const sennit_buffer* buffers,
-                                     uint32_t buffer_count, const sennit_post_options* options,
-                                     sennit_op** out, char* error, size_t error_size);
+                                     uint32_t buffer_count, const sennit_post_options* options, sennit_op** out,
+                                     char* error, size_t error_size);
 
 // Drives progress in the calling thread until done. `timeout_us` 0: the operation's own deadline.
 // Returns the final status, or SENNIT_PENDING if only this wait (not the operation) timed out.

@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0
+// sennit.transport._core: communicators, plans and operations for Python. Whatever waits releases the GIL.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <system_error>
+
+#include "executor/engine.hpp"
+#include "ports/udp_bare.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+// Python looks at its signal handlers this often while an operation is awaited.
+constexpr uint64_t SIGNAL_SLICE_US = 100'000;
+
+[[noreturn]] void raise_status(sennit_status status, const std::string& message) {
+  const nb::object error =
+      nb::module_::import_("sennit.transport.errors").attr("from_status")(static_cast<int>(status), message);
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
+}
+
+// Set-up failures: an errno becomes DeviceError, a wrong argument ArgumentError.
+template <class Body>
+auto guarded(Body body) {
+  try {
+    return body();
+  } catch (const std::system_error& failure) {
+    raise_status(SENNIT_DEVICE, failure.what());
+  } catch (const std::invalid_argument& failure) {
+    raise_status(SENNIT_ARGUMENT, failure.what());
+  } catch (const std::runtime_error& failure) {
+    raise_status(SENNIT_DEVICE, failure.what());
+  }
+}
+
+uint64_t to_us(double seconds) {
+  if (!(seconds >= 0) || !std::isfinite(seconds))
+    raise_status(SENNIT_ARGUMENT, "a time must be finite and not negative");
+  return static_cast<uint64_t>(std::min(seconds, 1e9) * 1e6);
+}
+
+std::vector<std::byte> to_bytes(const nb::bytes& bytes) {
+  const auto* begin = static_cast<const std::byte*>(bytes.data());
+  return {begin, begin + bytes.size()};
+}
+
+nb::bytes from_bytes(const std::vector<std::byte>& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
+
+class PyPlan {
+ public:
+  explicit PyPlan(const nb::bytes& data) {
+    char error[512];
+    plan_ = sennit_plan_load(data.data(), data.size(), error, sizeof error);
+    if (plan_ == nullptr) raise_status(SENNIT_ARGUMENT, error);
+  }
+  ~PyPlan() { sennit_plan_release(plan_); }
+  PyPlan(const PyPlan&) = delete;
+  sennit_plan* handle() const { return plan_; }
+  const sennit::Plan& plan() const { return *reinterpret_cast<sennit::Plan*>(plan_); }
+
+ private:
+  sennit_plan* plan_ = nullptr;
+};
+
+// The caller's buffers, held (and kept from being resized) until the operation is done.
+class BufferViews {
+ public:
+  BufferViews(const nb::sequence& objects) {
+    const size_t count = nb::len(objects);
+    views_.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      Py_buffer view;
+      const nb::object object = objects[i];
+      // Writable if it can be: whether a plan writes it is the plan's matter.
+      if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) != 0) {
+        PyErr_Clear();
+        if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
+      }
+      views_.push_back(view);
+    }
+  }
+  ~BufferViews() {
+    for (Py_buffer& view : views_) PyBuffer_Release(&view);
+  }
+  BufferViews(const BufferViews&) = delete;
+
+  std::vector<sennit_buffer> buffers() const {
+    std::vector<sennit_buffer> out;
+    for (const Py_buffer& view : views_) out.push_back({view.buf, static_cast<uint64_t>(view.len)});
+    return out;
+  }
+  // A plan must not write into an object that Python calls read-only.
+  void check_writable(const sennit::Plan& plan) const {
+    for (const sennit::Step& step : plan.steps) {
+      const bool writes =
+          step.kind != sennit::StepKind::send && (step.flags & sennit::STEP_LOAN) == 0 && step.size_bytes != 0;
+      if (writes && step.destination_buffer < views_.size() && views_[step.destination_buffer].readonly) {
+        raise_status(SENNIT_ARGUMENT,
+                     "buffer " + std::to_string(step.destination_buffer) + " is read-only, but the plan writes it");
+      }
+    }
+  }
+
+ private:
+  std::vector<Py_buffer> views_;
+};
+
+class PyOp {
+ public:
+  PyOp(sennit_op* op, std::unique_ptr<BufferViews> views) : op_(op), views_(std::move(views)) {}
+  ~PyOp() {
+    // The core may still write into the buffers: they may go only when it is done.
+    if (sennit_op_status(op_) == SENNIT_PENDING) {
+      nb::gil_scoped_release release;
+      sennit_wait(op_, 0);
+    }
+    sennit_op_release(op_);
+  }
+  PyOp(const PyOp&) = delete;
+
+  void wait(double timeout_s) {
+    const uint64_t total_us = to_us(timeout_s);
+    uint64_t spent_us = 0;
+    sennit_status status = sennit_op_status(op_);
+    while (status == SENNIT_PENDING) {
+      if (total_us != 0 && spent_us >= total_us) {
+        raise_status(SENNIT_TIMEOUT,
+                     "the wait of " + std::to_string(timeout_s) + " s is over; the operation is still running");
+      }
+      const uint64_t slice_us = total_us == 0 ? SIGNAL_SLICE_US : std::min(SIGNAL_SLICE_US, total_us - spent_us);
+      {
+        nb::gil_scoped_release release;
+        status = sennit_wait(op_, slice_us);
+      }
+      spent_us += slice_us;
+      if (status == SENNIT_PENDING && PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+    if (status != SENNIT_OK) raise_status(status, sennit_op_error(op_));
+  }
+  bool done() const { return sennit_op_status(op_) != SENNIT_PENDING; }
+  uint32_t source() const { return sennit_op_source(op_); }
+
+ private:
+  sennit_op* op_;
+  std::unique_ptr<BufferViews> views_;
+};
+
+class PyCommunicator {
+ public:
+  PyCommunicator(uint32_t rank, uint32_t world, double timeout_s, uint64_t seed, uint32_t ranks_here) {
+    guarded([&] {
+      engine_ =
+          new sennit::Engine({rank, world, std::max<uint64_t>(1, to_us(timeout_s)), seed, std::max(1u, ranks_here)});
+    });
+  }
+  ~PyCommunicator() {
+    nb::gil_scoped_release release;
+    engine_->shutdown(0);
+    engine_->release();
+  }
+  PyCommunicator(const PyCommunicator&) = delete;
+
+  nb::bytes shm_offer() {
+    return from_bytes(guarded([&] { return engine_->shm_offer(); }));
+  }
+  bool shm_accept(uint32_t rank, const nb::bytes& offer) {
+    const std::vector<std::byte> bytes = to_bytes(offer);
+    return guarded([&] { return engine_->shm_accept(rank, bytes); });
+  }
+  nb::bytes udp_open(const std::vector<std::pair<std::string, uint16_t>>& rails, uint32_t path_count, uint64_t seed) {
+    sennit::UdpConfig config;
+    for (const auto& [address, port] : rails) config.rails.push_back({address, port});
+    config.path_count = path_count;
+    config.seed = seed;
+    return from_bytes(guarded([&] { return engine_->udp_open(config); }));
+  }
+  void connect(const std::vector<std::pair<std::string, nb::bytes>>& routes) {
+    std::vector<sennit::Route> native;
+    for (const auto& [kind, info] : routes) {
+      if (kind != "self" && kind != "shm" && kind != "udp") raise_status(SENNIT_ARGUMENT, "unknown route " + kind);
+      native.push_back({kind == "self"  ? sennit::Route::Kind::self
+                        : kind == "shm" ? sennit::Route::Kind::shm
+                                        : sennit::Route::Kind::udp,
+                        to_bytes(info)});
+    }
+    guarded([&] { engine_->connect(native); });
+  }
+
+  PyOp* post(const PyPlan& plan, const nb::sequence& buffers, double timeout_s, bool background,
+             std::optional<uint32_t> tag, double scalar) {
+    auto views = std::make_unique<BufferViews>(buffers);
+    views->check_writable(plan.plan());
+    sennit_post_options options{to_us(timeout_s), 0, tag.value_or(0), scalar};
+    if (background) options.flags |= SENNIT_POST_ASYNC;
+    if (tag) options.flags |= SENNIT_POST_P2P;
+    const std::vector<sennit_buffer> native = views->buffers();
+    sennit_op* op = nullptr;
+    char error[2048] = "";
+    sennit_status status;
+    {
+      nb::gil_scoped_release release;
+      status = sennit_post(handle(), plan.handle(), native.data(), static_cast<uint32_t>(native.size()), &options, &op,
+                           error, sizeof error);
+    }
+    if (status != SENNIT_OK) raise_status(status, error);
+    return new PyOp(op, std::move(views));
+  }
+
+  // Runs the plan `iterations` times back to back without Python in between; seconds of each run.
+  std::vector<double> time_plan(const PyPlan& plan, const nb::sequence& buffers, uint32_t iterations) {
+    const BufferViews views(buffers);
+    views.check_writable(plan.plan());
+    const std::vector<sennit_buffer> native = views.buffers();
+    std::vector<double> seconds;
+    seconds.reserve(iterations);
+    sennit_status status = SENNIT_OK;
+    char error[2048] = "";
+    {
+      nb::gil_scoped_release release;
+      for (uint32_t i = 0; i < iterations && status == SENNIT_OK; ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        const sennit_post_options options{0, 0, 0, 1.0};
+        sennit_op* op = nullptr;
+        status = sennit_post(handle(), plan.handle(), native.data(), static_cast<uint32_t>(native.size()), &options,
+                             &op, error, sizeof error);
+        if (status != SENNIT_OK) break;
+        status = sennit_wait(op, 0);
+        if (status != SENNIT_OK) std::snprintf(error, sizeof error, "%s", sennit_op_error(op));
+        sennit_op_release(op);
+        seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+      }
+    }
+    if (status != SENNIT_OK) raise_status(status, error);
+    return seconds;
+  }
+
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(engine_); }
+  nb::dict counters() const {
+    nb::dict out;
+    for (const auto& [name, value] : engine_->counters()) out[name.c_str()] = value;
+    return out;
+  }
+  std::string describe() const { return engine_->describe(); }
+  uint64_t sequence() const { return engine_->sequence(); }
+  void abort(const std::string& reason) {
+    nb::gil_scoped_release release;
+    engine_->abort(reason);
+  }
+  void shutdown(double timeout_s) {
+    const uint64_t timeout_us = to_us(timeout_s);
+    nb::gil_scoped_release release;
+    engine_->shutdown(timeout_us);
+  }
+
+ private:
+  sennit_comm* handle() const { return reinterpret_cast<sennit_comm*>(engine_); }
+  sennit::Engine* engine_ = nullptr;
+};
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  m.doc() = "The native data plane: plans run over shared memory and RoCEv2 on UDP.";
+  nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes.")
+      .def(nb::init<const nb::bytes&>(), "data"_a)
+      .def_prop_ro("name", [](const PyPlan& self) { return self.plan().name; })
+      .def_prop_ro("step_count", [](const PyPlan& self) { return self.plan().steps.size(); });
+
+  nb::class_<PyOp>(m, "Op", "One run of a plan.")
+      .def("wait", &PyOp::wait, "timeout_s"_a = 0.0,
+           "Blocks until done (0: until the operation's own deadline); raises the error it ended with.")
+      .def("done", &PyOp::done)
+      .def_prop_ro("source", &PyOp::source, "The rank that a receive from any rank matched.");
+
+  nb::class_<PyCommunicator>(m, "Communicator", "This rank's channels to all ranks of a group.")
+      .def(nb::init<uint32_t, uint32_t, double, uint64_t, uint32_t>(), "rank"_a, "size"_a, nb::kw_only(), "timeout_s"_a,
+           "seed"_a, "ranks_here"_a = 1)
+      .def("shm_offer", &PyCommunicator::shm_offer,
+           "Makes this rank's shared-memory segment; what peers need to open it.")
+      .def("shm_accept", &PyCommunicator::shm_accept, "rank"_a, "offer"_a,
+           "Opens a peer's segment; False when it cannot be reached.")
+      .def("udp_open", &PyCommunicator::udp_open, "rails"_a, "path_count"_a, "seed"_a = 0,
+           "Opens the sockets on (address, port) rails; what peers need to connect.")
+      .def("connect", &PyCommunicator::connect, "routes"_a, "Per rank: ('self'|'shm'|'udp', the peer's blob).")
+      .def("post", &PyCommunicator::post, "plan"_a, "buffers"_a, nb::kw_only(), "timeout_s"_a = 0.0,
+           "background"_a = false, "tag"_a = nb::none(), "scalar"_a = 1.0, nb::rv_policy::take_ownership)
+      .def("time_plan", &PyCommunicator::time_plan, "plan"_a, "buffers"_a, "iterations"_a,
+           "Runs a plan many times without Python in between; returns seconds a run.")
+      .def_prop_ro("handle", &PyCommunicator::address, "sennit_comm* of the C interface, as an integer.")
+      .def_prop_ro("sequence", &PyCommunicator::sequence)
+      .def("counters", &PyCommunicator::counters)
+      .def("describe", &PyCommunicator::describe)
+      .def("abort", &PyCommunicator::abort, "reason"_a)
+      .def("shutdown", &PyCommunicator::shutdown, "timeout_s"_a = 5.0);
+
+  nb::class_<sennit::UdpBare>(m, "UdpBare", "The bare both-ways UDP transfer that benchmarks compare with.")
+      .def(nb::init<const std::string&>(), "local_address"_a)
+      .def_prop_ro("port", &sennit::UdpBare::port)
+      .def("exchange", &sennit::UdpBare::exchange, "peer_address"_a, "peer_port"_a, "size_bytes"_a, "timeout_s"_a,
+           nb::call_guard<nb::gil_scoped_release>());
+}

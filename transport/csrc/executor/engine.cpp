@@ -1,0 +1,469 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/engine.hpp"
+
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace sennit {
+namespace {
+
+// A sleeping driver looks round this often: a dead peer, a deadline.
+constexpr uint64_t SLEEP_MAX_US = 50'000;
+// With both shared memory and sockets there is no one thing to sleep on: poll the sockets, look at the rings.
+constexpr uint64_t MIXED_SLEEP_MAX_US = 500;
+// An idle communicator on a network must still acknowledge what arrives late: its last acknowledgement may have been
+// lost.
+constexpr uint64_t LINGER_US = 5'000;
+
+uint32_t usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  return sched_getaffinity(0, sizeof set, &set) == 0 ? static_cast<uint32_t>(CPU_COUNT(&set)) : 1u;
+}
+
+std::string seconds(uint64_t time_us) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(time_us) / 1e6);
+  return text;
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+uint64_t clock_us() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000 + static_cast<uint64_t>(now.tv_nsec) / 1'000;
+}
+
+Engine::Engine(const EngineConfig& config)
+    : config_(config),
+      mailbox_(config.rank, config.world),
+      policy_(BackoffPolicy::choose(config.ranks_here, usable_cores())),
+      wake_fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  if (config.world == 0 || config.rank >= config.world) throw std::invalid_argument("rank must be below world");
+  if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+// The background thread holds a reference: when the last one goes, it has ended or is the caller.
+Engine::~Engine() {
+  if (thread_.joinable()) thread_.detach();
+  ::close(wake_fd_);
+}
+
+void Engine::release() {
+  if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+}
+
+std::vector<std::byte> Engine::shm_offer() {
+  if (!shm_) shm_ = std::make_unique<ShmPort>(config_.rank, config_.world);
+  return shm_->offer();
+}
+
+bool Engine::shm_accept(uint32_t peer, std::span<const std::byte> offer) {
+  return shm_ && !offer.empty() && shm_->accept(peer, offer);
+}
+
+std::vector<std::byte> Engine::udp_open(const UdpConfig& config) {
+  udp_ = std::make_unique<UdpPort>(config_.rank, config_.world, config);
+  return udp_->local_info();
+}
+
+void Engine::connect(const std::vector<Route>& routes) {
+  if (routes.size() != config_.world) throw std::invalid_argument("one route for each rank");
+  if (!ports_.empty()) throw std::logic_error("already connected");
+  for (uint32_t peer = 0; peer < config_.world; ++peer) {
+    if (peer == config_.rank) continue;
+    switch (routes[peer].kind) {
+      case Route::Kind::shm:
+        if (!shm_) throw std::logic_error("shm_offer and shm_accept come first");
+        shm_->connect(peer, mailbox_);
+        mailbox_.set_lane(peer, &shm_->lane(peer));
+        break;
+      case Route::Kind::udp:
+        if (!udp_) throw std::logic_error("udp_open comes first");
+        udp_->connect(peer, routes[peer].info, mailbox_);
+        mailbox_.set_lane(peer, &udp_->lane(peer));
+        break;
+      case Route::Kind::self:
+        throw std::invalid_argument("only this rank's own route is `self`");
+    }
+  }
+  if (shm_) {
+    shm_->unlink();
+    if (shm_->lane_count() != 0) {
+      ports_.push_back(shm_.get());
+    } else {
+      shm_.reset();
+    }
+  }
+  if (udp_) {
+    ports_.push_back(udp_.get());
+    Lock lock = enter();
+    start_background();
+  }
+}
+
+Engine::Lock Engine::enter() {
+  entering_.fetch_add(1, std::memory_order_relaxed);
+  Lock lock(mutex_);
+  entering_.fetch_sub(1, std::memory_order_relaxed);
+  return lock;
+}
+
+sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t buffer_count,
+                           const sennit_post_options& options, Operation** out, std::string& error) {
+  if (plan.world != config_.world || plan.rank != config_.rank) {
+    error = "the plan is for rank " + std::to_string(plan.rank) + " of " + std::to_string(plan.world) +
+            ", this is rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.world);
+    return SENNIT_ARGUMENT;
+  }
+  if (buffer_count != plan.buffer_count) {
+    error =
+        "the plan has " + std::to_string(plan.buffer_count) + " buffers, " + std::to_string(buffer_count) + " given";
+    return SENNIT_ARGUMENT;
+  }
+  for (uint32_t i = 0; i < buffer_count; ++i) {
+    if (plan.buffer_extents[i] == 0) continue;
+    if (buffers[i].data == nullptr || buffers[i].size_bytes < plan.buffer_extents[i]) {
+      error = "buffer " + std::to_string(i) + " has " + std::to_string(buffers[i].size_bytes) +
+              " bytes, the plan needs " + std::to_string(plan.buffer_extents[i]);
+      return SENNIT_ARGUMENT;
+    }
+  }
+  Lock lock = enter();
+  if (ended_ != SENNIT_OK) {
+    error = end_reason_;
+    return ended_;
+  }
+  const bool p2p = (options.flags & SENNIT_POST_P2P) != 0;
+  const uint64_t sequence = p2p ? 0 : sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+  auto* operation = new Operation(*this, plan, buffers, options, sequence);
+  const uint64_t now_us = clock_us();
+  operation->timeout_us_ = options.timeout_us != 0 ? options.timeout_us : config_.timeout_us;
+  operation->deadline_us_ = now_us + operation->timeout_us_;
+  next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
+  operation->retain();  // the engine's, until it ends
+  active_.push_back(operation);
+  if (operation->background_) ++background_operations_;
+  operation->start();
+  operation->run_ready(false);
+  if (operation->finished_steps() || (operation->background_ && !driving_)) round(now_us);
+  if (mailbox_.failure() != nullptr) check_failures(now_us);
+  if (sleeping_) wake();
+  if (background_operations_ != 0 && !driving_) start_background();
+  run_callbacks(lock);
+  *out = operation;
+  return SENNIT_OK;
+}
+
+// One look at everything. True when anything moved.
+bool Engine::round(uint64_t now_us) {
+  bool moved = false;
+  for (Port* port : ports_) moved |= port->progress(now_us);
+  moved |= mailbox_.progress(now_us);
+  for (size_t i = 0; i < active_.size(); ++i) moved |= active_[i]->run_ready(false);
+  if (!moved) {
+    // The network has nothing for us: do one piece of local work.
+    for (Operation* operation : active_) {
+      if (!operation->has_copies()) continue;
+      moved = operation->run_ready(true);
+      break;
+    }
+  }
+  for (size_t i = 0; i < active_.size();) {
+    if (active_[i]->finished_steps()) {
+      finish(active_[i], SENNIT_OK, {});
+    } else {
+      ++i;
+    }
+  }
+  if (mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
+  return moved;
+}
+
+void Engine::finish(Operation* operation, sennit_status status, std::string reason) {
+  active_.erase(std::find(active_.begin(), active_.end(), operation));
+  if (operation->background_) --background_operations_;
+  operation->settle(status, std::move(reason));
+  settled_.emplace_back(operation, operation->take_callback());
+}
+
+// Callbacks may call back into this core, and the last reference may go: both without the lock.
+void Engine::run_callbacks(Lock& lock) {
+  if (settled_.empty()) return;
+  if (waiters_ > 1) role_free_.notify_all();
+  std::vector<std::pair<Operation*, Operation::Callback>> settled;
+  settled.swap(settled_);
+  lock.unlock();
+  for (auto& [operation, callback] : settled) {
+    if (callback.function != nullptr) callback.function(callback.argument);
+    operation->release();
+  }
+  lock.lock();
+}
+
+void Engine::check_failures(uint64_t now_us) {
+  if (ended_ != SENNIT_OK) return;
+  if (const MailboxFailure* failure = mailbox_.failure()) {
+    const std::string rank = "rank " + std::to_string(failure->peer);
+    switch (failure->kind) {
+      case MailboxFailure::Kind::mismatch:
+        fail_all(SENNIT_MISMATCH, failure->reason, failure->reason);
+        return;
+      case MailboxFailure::Kind::peer_lost: {
+        const std::string reason = rank + " " + failure->reason;
+        fail_all(SENNIT_PEER, reason, reason);
+        return;
+      }
+      case MailboxFailure::Kind::peer_failed:
+        fail_all(SENNIT_PEER, rank + " reported: " + failure->reason, failure->reason);
+        return;
+    }
+  }
+  next_deadline_us_ = UINT64_MAX;
+  for (Operation* operation : active_) {
+    if (operation->deadline_us_ > now_us) {
+      next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
+      continue;
+    }
+    const std::string awaited = mailbox_.describe_outstanding();
+    const std::string reason = operation->describe() + " did not finish on rank " + std::to_string(config_.rank) +
+                               " within its deadline of " + seconds(operation->timeout_us_) +
+                               (awaited.empty() ? "" : "; " + awaited);
+    fail_all(SENNIT_TIMEOUT, reason, reason);
+    return;
+  }
+}
+
+void Engine::fail_all(sennit_status status, const std::string& reason, const std::string& told_to_peers) {
+  if (ended_ != SENNIT_OK) return;
+  ended_ = status;
+  end_reason_ = reason;
+  mailbox_.broadcast_failure(told_to_peers);
+  mailbox_.abandon();
+  const uint64_t now_us = clock_us();
+  for (Port* port : ports_) {
+    port->abort(told_to_peers);
+    port->progress(now_us);  // lets the last words out
+  }
+  while (!active_.empty()) {
+    Operation* operation = active_.back();
+    finish(operation, status, operation->describe() + ": " + reason);
+  }
+}
+
+sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
+  if (operation.status() != SENNIT_PENDING) return operation.status();
+  Lock lock = enter();
+  ++waiters_;
+  const uint64_t give_up_us = timeout_us == 0 ? UINT64_MAX : clock_us() + timeout_us;
+  Backoff backoff(policy_);
+  while (operation.status() == SENNIT_PENDING && clock_us() < give_up_us) {
+    if (driving_) {
+      // The background thread hands the role over at its next round; another waiter may keep it for long.
+      if (sleeping_) wake();
+      role_free_.wait_for(lock, std::chrono::milliseconds(1));
+      continue;
+    }
+    driving_ = true;
+    while (operation.status() == SENNIT_PENDING) {
+      drive_once(lock, backoff);
+      if (give_up_us != UINT64_MAX && clock_us() >= give_up_us) break;
+    }
+    driving_ = false;
+  }
+  --waiters_;
+  if (waiters_ != 0) role_free_.notify_all();
+  if (background_operations_ != 0 && waiters_ == 0 && !driving_) background_work_.notify_one();
+  return operation.status();
+}
+
+void Engine::drive_once(Lock& lock, Backoff& backoff) {
+  const uint64_t now_us = clock_us();
+  const bool moved = round(now_us);
+  run_callbacks(lock);
+  if (moved) {
+    backoff.reset();
+  } else {
+    switch (backoff.next(now_us)) {
+      case Backoff::Action::spin:
+        relax();
+        break;
+      case Backoff::Action::yield:
+        lock.unlock();
+        sched_yield();
+        lock.lock();
+        break;
+      case Backoff::Action::sleep:
+        sleep(lock, now_us);
+        break;
+    }
+  }
+  // A plain unlock and lock would win the race against every thread that wants to post.
+  while (entering_.load(std::memory_order_relaxed) != 0) {
+    lock.unlock();
+    sched_yield();
+    lock.lock();
+  }
+}
+
+void Engine::sleep(Lock& lock, uint64_t now_us) {
+  uint64_t until_us = std::min(now_us + SLEEP_MAX_US, next_deadline_us_);
+  for (const Port* port : ports_) until_us = std::min(until_us, port->next_timeout_us());
+  if (until_us <= now_us) return;
+  uint64_t timeout_us = until_us - now_us;
+  const bool has_shm = shm_ && shm_->lane_count() != 0;
+  const uint32_t ticket = has_shm ? shm_->prepare_sleep() : 0;
+  // Announced; whatever a peer wrote before it saw that must be found now.
+  if (has_shm && round(now_us)) {
+    shm_->cancel_sleep();
+    run_callbacks(lock);
+    return;
+  }
+  sleeping_ = true;
+  if (!udp_ && has_shm) {
+    lock.unlock();
+    shm_->sleep(ticket, timeout_us);
+  } else {
+    if (has_shm) timeout_us = std::min(timeout_us, MIXED_SLEEP_MAX_US);
+    std::vector<pollfd> fds;
+    for (const Port* port : ports_) port->append_poll_fds(fds);
+    fds.push_back({wake_fd_, POLLIN, 0});
+    const timespec timeout{static_cast<time_t>(timeout_us / 1'000'000),
+                           static_cast<long>(timeout_us % 1'000'000 * 1'000)};
+    lock.unlock();
+    ppoll(fds.data(), fds.size(), &timeout, nullptr);
+    eventfd_t count;
+    eventfd_read(wake_fd_, &count);
+    if (has_shm) shm_->cancel_sleep();
+  }
+  lock.lock();
+  sleeping_ = false;
+}
+
+void Engine::wake() {
+  if (shm_) shm_->wake();
+  eventfd_write(wake_fd_, 1);
+}
+
+void Engine::start_background() {
+  if (stopping_) return;
+  if (!thread_.joinable()) {
+    retain();
+    thread_ = std::thread([this] {
+      background();
+      release();
+    });
+  }
+  background_work_.notify_one();
+}
+
+void Engine::background() {
+  Lock lock(mutex_);
+  uint64_t idle_rounds = 0;
+  while (!stopping_) {
+    const bool work = background_operations_ != 0 && waiters_ == 0 && !driving_;
+    if (!work) {
+      if (!udp_) {
+        background_work_.wait(lock);
+        continue;
+      }
+      // Backs off to ten times the interval when nothing arrives.
+      const auto pause = std::chrono::microseconds(LINGER_US * std::min<uint64_t>(10, 1 + idle_rounds / 200));
+      if (background_work_.wait_for(lock, pause) != std::cv_status::timeout || driving_) continue;
+      idle_rounds = round(clock_us()) ? 0 : idle_rounds + 1;
+      run_callbacks(lock);
+      continue;
+    }
+    driving_ = true;
+    Backoff backoff(policy_);
+    while (!stopping_ && waiters_ == 0 && background_operations_ != 0) drive_once(lock, backoff);
+    driving_ = false;
+    if (waiters_ != 0) role_free_.notify_all();
+  }
+}
+
+void Engine::on_done(Operation& operation, Operation::Callback callback) {
+  {
+    Lock lock = enter();
+    if (operation.set_callback(callback)) return;
+  }
+  callback.function(callback.argument);
+}
+
+void Engine::abort(const std::string& reason) {
+  Lock lock = enter();
+  fail_all(SENNIT_ABORTED, reason, "rank " + std::to_string(config_.rank) + " aborted: " + reason);
+  if (sleeping_) wake();
+  run_callbacks(lock);
+}
+
+void Engine::shutdown(uint64_t timeout_us) {
+  {
+    Lock lock = enter();
+    const uint64_t give_up_us = clock_us() + timeout_us;
+    auto busy = [this] {
+      if (!mailbox_.idle()) return true;
+      return std::any_of(ports_.begin(), ports_.end(), [](const Port* port) { return !port->idle(); });
+    };
+    ++waiters_;  // asks a background driver for the role
+    Backoff backoff(policy_);
+    while (ended_ == SENNIT_OK && (busy() || driving_) && clock_us() < give_up_us) {
+      if (driving_) {
+        if (sleeping_) wake();
+        role_free_.wait_for(lock, std::chrono::milliseconds(1));
+        continue;
+      }
+      driving_ = true;
+      drive_once(lock, backoff);
+      driving_ = false;
+    }
+    --waiters_;
+    if (ended_ == SENNIT_OK) {
+      ended_ = SENNIT_ABORTED;
+      end_reason_ = "the communicator was shut down";
+      for (Port* port : ports_) port->close();
+      for (Port* port : ports_) port->progress(clock_us());
+      while (!active_.empty()) finish(active_.back(), SENNIT_ABORTED, end_reason_);
+    }
+    stopping_ = true;
+    if (sleeping_) wake();
+    background_work_.notify_all();
+    run_callbacks(lock);
+  }
+  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
+}
+
+std::vector<std::pair<std::string, uint64_t>> Engine::counters() {
+  Lock lock = enter();
+  std::vector<std::pair<std::string, uint64_t>> all;
+  if (shm_) all = shm_->counters();
+  if (udp_) {
+    for (auto& counter : udp_->counters()) all.push_back(std::move(counter));
+  }
+  return all;
+}
+
+std::string Engine::describe() {
+  Lock lock = enter();
+  std::string text = "rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.world) + ", operation " +
+                     std::to_string(sequence()) + ", " + std::to_string(active_.size()) + " in flight";
+  const std::string outstanding = mailbox_.describe_outstanding();
+  return outstanding.empty() ? text : text + "; " + outstanding;
+}
+
+}  // namespace sennit

@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+// The engine of one communicator: ports, mailbox and the operations in flight, driven by whichever thread waits.
+//
+// One thread at a time is the driver: it runs rounds (ports, mailbox, ready steps) under the lock and gives the lock
+// away between rounds. A thread in wait() becomes the driver if there is none; the background thread drives operations
+// that nobody waits for. The first failure ends the communicator: every operation in flight fails with the same reason,
+// the peers are told, and no user memory is touched any more.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "executor/backoff.hpp"
+#include "executor/operation.hpp"
+#include "messages/mailbox.hpp"
+#include "ports/shm_port.hpp"
+#include "ports/udp_port.hpp"
+
+namespace sennit {
+
+struct EngineConfig {
+  uint32_t rank;
+  uint32_t world;
+  uint64_t timeout_us;  // default deadline of an operation
+  uint64_t seed;
+  uint32_t ranks_here;  // ranks that share this machine's cores, this one included
+};
+
+struct Route {
+  enum class Kind { self, shm, udp } kind;
+  std::vector<std::byte> info;  // udp: the peer's local_info
+};
+
+class Engine {
+ public:
+  explicit Engine(const EngineConfig& config);
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Set-up, in this order, before any operation. Throws on failure.
+  std::vector<std::byte> shm_offer();
+  bool shm_accept(uint32_t peer, std::span<const std::byte> offer);
+  std::vector<std::byte> udp_open(const UdpConfig& config);
+  void connect(const std::vector<Route>& routes);
+
+  sennit_status post(Plan& plan, const sennit_buffer* buffers, uint32_t buffer_count,
+                     const sennit_post_options& options, Operation** out, std::string& error);
+  sennit_status wait(Operation& operation, uint64_t timeout_us);
+  void on_done(Operation& operation, Operation::Callback callback);
+  void abort(const std::string& reason);
+  void shutdown(uint64_t timeout_us);
+
+  Mailbox& mailbox() { return mailbox_; }
+  uint32_t rank() const { return config_.rank; }
+  uint32_t world() const { return config_.world; }
+  uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
+  std::vector<std::pair<std::string, uint64_t>> counters();
+  std::string describe();
+
+  // An owner calls shutdown before its last release: the background thread keeps the engine alive.
+  void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
+  void release();
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  ~Engine();
+  Lock enter();  // takes the lock ahead of a driver that would take it again at once
+  bool round(uint64_t now_us);
+  void drive_once(Lock& lock, Backoff& backoff);
+  void sleep(Lock& lock, uint64_t now_us);
+  void wake();
+  void finish(Operation* operation, sennit_status status, std::string reason);
+  void run_callbacks(Lock& lock);
+  void fail_all(sennit_status status, const std::string& reason, const std::string& told_to_peers);
+  void check_failures(uint64_t now_us);
+  void background();
+  void start_background();
+
+  const EngineConfig config_;
+  Mailbox mailbox_;
+  std::unique_ptr<ShmPort> shm_;
+  std::unique_ptr<UdpPort> udp_;
+  std::vector<Port*> ports_;
+  BackoffPolicy policy_;
+
+  std::mutex mutex_;
+  std::atomic<uint32_t> entering_{0};
+  std::condition_variable role_free_;  // the driver's role became free, or an operation ended
+  std::condition_variable background_work_;
+  bool driving_ = false;
+  bool sleeping_ = false;
+  uint32_t waiters_ = 0;
+  uint32_t background_operations_ = 0;
+  std::vector<Operation*> active_;
+  std::vector<std::pair<Operation*, Operation::Callback>> settled_;  // callbacks to run without the lock
+  std::atomic<uint64_t> sequence_{0};
+  uint64_t next_deadline_us_ = UINT64_MAX;
+  sennit_status ended_ = SENNIT_OK;
+  std::string end_reason_;
+  bool stopping_ = false;
+  int wake_fd_ = -1;
+  std::thread thread_;
+  std::atomic<uint32_t> references_{1};
+};
+
+uint64_t clock_us();
+
+}  // namespace sennit

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/operation.hpp"
+
+#include <cstring>
+
+#include "executor/engine.hpp"
+#include "reduce/stream_copy.hpp"
+
+namespace sennit {
+namespace {
+
+// Copies of a plan are cut into pieces; a plan that moves at least this much does not come back to them soon.
+constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
+constexpr uint32_t KEY_SLOT_BITS = 20;
+
+}  // namespace
+
+Operation::Operation(Engine& engine, Plan& plan, const sennit_buffer* buffers, const sennit_post_options& options,
+                     uint64_t sequence)
+    : engine_(&engine),
+      plan_(plan),
+      buffers_(plan.buffer_count + 1),
+      waits_(plan.waits),
+      operands_(plan.operand_max),
+      steps_left_(static_cast<uint32_t>(plan.steps.size())),
+      sequence_(sequence),
+      key_base_((options.flags & SENNIT_POST_P2P) != 0 ? P2P_KEY | options.tag : sequence << KEY_SLOT_BITS),
+      scalar_(options.scalar),
+      background_((options.flags & SENNIT_POST_ASYNC) != 0) {
+  plan_.references.fetch_add(1, std::memory_order_relaxed);
+  engine_->retain();
+  for (uint32_t i = 0; i < plan.buffer_count; ++i) buffers_[i] = static_cast<std::byte*>(buffers[i].data);
+  if (plan.scratch_bytes != 0) {
+    scratch_ = std::make_unique_for_overwrite<std::byte[]>(plan.scratch_bytes);
+    buffers_[plan.buffer_count] = scratch_.get();
+  }
+  if (plan.has_loans) views_.resize(plan.steps.size());
+}
+
+Operation::~Operation() {
+  if (plan_.references.fetch_sub(1, std::memory_order_acq_rel) == 1) delete &plan_;
+}
+
+void Operation::release() {
+  if (references_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  Engine* engine = engine_;
+  delete this;
+  engine->release();
+}
+
+MessageHeader Operation::header(const Step& step) const {
+  const uint64_t slot = (key_base_ & P2P_KEY) != 0 ? 0 : step.slot;
+  return {key_base_ | slot, plan_.signature, step.size_bytes};
+}
+
+std::byte* Operation::destination(const Step& step) const {
+  return buffers_[step.destination_buffer] + step.destination_offset;
+}
+
+const std::byte* Operation::source(const Operand& operand) const {
+  return (operand.kind == 0 ? buffers_[operand.index] : views_[operand.index].data) + operand.offset;
+}
+
+void Operation::start() {
+  for (uint32_t step = 0; step < waits_.size(); ++step) {
+    if (waits_[step] == 0) ready(step);
+  }
+}
+
+void Operation::ready(uint32_t step) {
+  switch (plan_.steps[step].kind) {
+    case StepKind::send:
+    case StepKind::receive:
+      ready_network_.push_back(step);
+      break;
+    case StepKind::reduce:
+      ready_folds_.push_back(step);
+      break;
+    case StepKind::copy:
+      ready_copies_.push_back(step);
+      break;
+  }
+}
+
+void Operation::done(uint32_t at) {
+  const Step& step = plan_.steps[at];
+  --steps_left_;
+  for (uint32_t e = 0; e < step.edge_count; ++e) {
+    const uint32_t next = plan_.edges[step.edge_first + e];
+    if (--waits_[next] == 0) ready(next);
+  }
+}
+
+bool Operation::run_ready(bool copies) {
+  bool ran = false;
+  for (;;) {
+    if (!ready_network_.empty()) {
+      // In list order (docs/plan.md rule 4); done() may append while we walk.
+      for (size_t i = 0; i < ready_network_.size(); ++i) dispatch_network(ready_network_[i]);
+      ready_network_.clear();
+    } else if (!ready_folds_.empty()) {
+      const uint32_t step = ready_folds_.back();
+      ready_folds_.pop_back();
+      run_reduce(step);
+    } else if (copies && !ready_copies_.empty()) {
+      const uint32_t step = ready_copies_.front();
+      ready_copies_.pop_front();
+      run_copy(step);
+      copies = false;  // one a round: the network comes first
+    } else {
+      return ran;
+    }
+    ran = true;
+  }
+}
+
+void Operation::dispatch_network(uint32_t at) {
+  const Step& step = plan_.steps[at];
+  Mailbox& mailbox = engine_->mailbox();
+  if (step.kind == StepKind::send) {
+    mailbox.send(*this, at, step.peer, header(step), source(plan_.operands[step.operand_first]));
+  } else {
+    mailbox.receive(*this, at, step.peer, header(step), (step.flags & STEP_LOAN) != 0 ? nullptr : destination(step));
+  }
+}
+
+void Operation::run_copy(uint32_t at) {
+  const Step& step = plan_.steps[at];
+  const Operand& operand = plan_.operands[step.operand_first];
+  std::byte* to = destination(step);
+  const std::byte* from = source(operand);
+  if (step.size_bytes != 0 && to != from) {
+    if (plan_.buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES) {
+      stream_copy(to, from, step.size_bytes);
+    } else {
+      std::memcpy(to, from, step.size_bytes);
+    }
+  }
+  if (operand.kind == 1) engine_->mailbox().release(views_[operand.index].loan);
+  done(at);
+}
+
+void Operation::run_reduce(uint32_t at) {
+  const Step& step = plan_.steps[at];
+  for (uint32_t o = 0; o < step.operand_count; ++o) operands_[o] = source(plan_.operands[step.operand_first + o]);
+  const uint64_t count = step.size_bytes / element_size_bytes(static_cast<sennit_dtype>(step.dtype));
+  plan_.kernels[at]({destination(step), operands_.data(), step.operand_count, count, plan_.world, scalar_});
+  for (uint32_t o = 0; o < step.operand_count; ++o) {
+    const Operand& operand = plan_.operands[step.operand_first + o];
+    if (operand.kind == 1) engine_->mailbox().release(std::exchange(views_[operand.index].loan, 0));
+  }
+  done(at);
+}
+
+void Operation::on_message_sent(uint32_t step) { done(step); }
+
+void Operation::on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) {
+  source_ = peer;
+  if ((plan_.steps[step].flags & STEP_LOAN) != 0) views_[step] = {view, loan};
+  done(step);
+}
+
+void Operation::settle(sennit_status status, std::string reason) {
+  error_ = std::move(reason);
+  status_.store(status, std::memory_order_release);
+}
+
+Operation::Callback Operation::take_callback() { return std::exchange(callback_, {}); }
+
+bool Operation::set_callback(Callback callback) {
+  if (status() != SENNIT_PENDING) return false;
+  callback_ = callback;
+  return true;
+}
+
+std::string Operation::describe() const {
+  std::string text = plan_.name.empty() ? describe_signature(plan_.signature) : plan_.name;
+  if ((key_base_ & P2P_KEY) == 0) text += " (operation " + std::to_string(sequence_) + " of the group)";
+  return text;
+}
+
+}  // namespace sennit

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "executor/plan.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "messages/lane.hpp"
+
+namespace sennit {
+namespace {
+
+constexpr uint32_t PLAN_MAGIC = 0x31504E53;
+constexpr uint16_t PLAN_VERSION = 1;
+constexpr uint32_t SLOT_LIMIT = 1u << 20;
+
+struct FileHeader {
+  uint32_t magic;
+  uint16_t version;
+  uint16_t buffer_count;
+  uint32_t world;
+  uint32_t rank;
+  uint64_t signature;
+  uint32_t step_count;
+  uint32_t operand_count;
+  uint32_t edge_count;
+  uint32_t name_bytes;
+  uint64_t scratch_bytes;
+  uint64_t reserved[2];
+};
+static_assert(sizeof(FileHeader) == 64);
+
+[[noreturn]] void refuse(const std::string& what) { throw PlanError("malformed plan: " + what); }
+
+template <class Record>
+const std::byte* take(std::vector<Record>& out, const std::byte* at, size_t count) {
+  out.resize(count);
+  if (count != 0) std::memcpy(out.data(), at, count * sizeof(Record));
+  return at + count * sizeof(Record);
+}
+
+class Checker {
+ public:
+  explicit Checker(Plan& plan) : plan_(plan) {}
+
+  void run() {
+    plan_.waits.assign(plan_.steps.size(), 0);
+    plan_.kernels.assign(plan_.steps.size(), nullptr);
+    plan_.buffer_extents.assign(plan_.buffer_count + 1, 0);
+    plan_.buffer_extents[plan_.buffer_count] = plan_.scratch_bytes;
+    for (uint32_t at = 0; at < plan_.steps.size(); ++at) check_step(at);
+    if (plan_.buffer_extents[plan_.buffer_count] > plan_.scratch_bytes) refuse("a step reaches beyond the scratch");
+    check_acyclic();
+  }
+
+ private:
+  void extend(uint32_t buffer, uint64_t offset, uint64_t size_bytes, uint32_t at) {
+    if (buffer > plan_.buffer_count) refuse("step " + std::to_string(at) + " names buffer " + std::to_string(buffer));
+    if (offset + size_bytes < offset) refuse("step " + std::to_string(at) + " has an overflowing range");
+    if (size_bytes != 0) plan_.buffer_extents[buffer] = std::max(plan_.buffer_extents[buffer], offset + size_bytes);
+  }
+
+  void check_step(uint32_t at) {
+    const Step& step = plan_.steps[at];
+    const std::string where = "step " + std::to_string(at);
+    if (uint64_t{step.edge_first} + step.edge_count > plan_.edges.size()) refuse(where + " has edges out of range");
+    for (uint32_t e = 0; e < step.edge_count; ++e) {
+      const uint32_t to = plan_.edges[step.edge_first + e];
+      if (to >= plan_.steps.size()) refuse(where + " has an edge to step " + std::to_string(to));
+      ++plan_.waits[to];
+    }
+    if (uint64_t{step.operand_first} + step.operand_count > plan_.operands.size())
+      refuse(where + " has operands out of range");
+    plan_.operand_max = std::max(plan_.operand_max, step.operand_count);
+    const bool network = step.kind == StepKind::send || step.kind == StepKind::receive;
+    if (network && step.slot >= SLOT_LIMIT) refuse(where + " has slot " + std::to_string(step.slot));
+    if (network && step.peer != SENNIT_ANY_PEER && (step.peer >= plan_.world || step.peer == plan_.rank)) {
+      refuse(where + " has peer " + std::to_string(step.peer));
+    }
+    if (step.peer == SENNIT_ANY_PEER && step.kind == StepKind::send) refuse(where + " sends to any peer");
+    const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
+    if (loan && step.size_bytes > MAX_LOAN_BYTES)
+      refuse(where + " is a loan of " + std::to_string(step.size_bytes) + " bytes");
+    plan_.has_loans |= loan;
+    switch (step.kind) {
+      case StepKind::receive:
+        if (step.operand_count != 0) refuse(where + " receives, but has operands");
+        break;
+      case StepKind::send:
+      case StepKind::copy:
+        if (step.operand_count != 1) refuse(where + " must have one operand");
+        break;
+      case StepKind::reduce: {
+        if (step.operand_count == 0) refuse(where + " must have operands");
+        const uint32_t size = element_size_bytes(static_cast<sennit_dtype>(step.dtype));
+        if (size == 0 || step.size_bytes % size != 0) refuse(where + " reduces part of an element");
+        plan_.kernels[at] = find_fold(static_cast<sennit_dtype>(step.dtype), static_cast<sennit_reduce>(step.reduce));
+        if (plan_.kernels[at] == nullptr) {
+          refuse(std::string(reduce_name(step.reduce)) + " of " + dtype_name(step.dtype) + " does not exist");
+        }
+        break;
+      }
+      default:
+        refuse(where + " has kind " + std::to_string(static_cast<int>(step.kind)));
+    }
+    if (step.kind != StepKind::send && !loan)
+      extend(step.destination_buffer, step.destination_offset, step.size_bytes, at);
+    for (uint32_t o = 0; o < step.operand_count; ++o) check_operand(step, plan_.operands[step.operand_first + o], at);
+  }
+
+  void check_operand(const Step& step, const Operand& operand, uint32_t at) {
+    if (operand.kind == 0) {
+      extend(operand.index, operand.offset, step.size_bytes, at);
+      return;
+    }
+    const std::string where = "step " + std::to_string(at);
+    if (operand.kind != 1 || operand.index >= plan_.steps.size()) refuse(where + " has an unknown operand");
+    const Step& loan = plan_.steps[operand.index];
+    if (loan.kind != StepKind::receive || (loan.flags & STEP_LOAN) == 0)
+      refuse(where + " reads a step that is no loan");
+    if (operand.offset + step.size_bytes > loan.size_bytes) refuse(where + " reads beyond a loan");
+    if (step.kind == StepKind::send) refuse(where + " sends a loan");
+    if (loan_read_.size() != plan_.steps.size()) loan_read_.assign(plan_.steps.size(), UINT32_MAX);
+    if (loan_read_[operand.index] != UINT32_MAX && loan_read_[operand.index] != at)
+      refuse("a loan is read by two steps");
+    loan_read_[operand.index] = at;
+  }
+
+  void check_acyclic() {
+    std::vector<uint32_t> waits = plan_.waits;
+    std::vector<uint32_t> ready;
+    for (uint32_t at = 0; at < waits.size(); ++at) {
+      if (waits[at] == 0) ready.push_back(at);
+    }
+    size_t done = 0;
+    while (!ready.empty()) {
+      const Step& step = plan_.steps[ready.back()];
+      ready.pop_back();
+      ++done;
+      for (uint32_t e = 0; e < step.edge_count; ++e) {
+        if (--waits[plan_.edges[step.edge_first + e]] == 0) ready.push_back(plan_.edges[step.edge_first + e]);
+      }
+    }
+    if (done != plan_.steps.size()) refuse("its steps wait for one another in a circle");
+  }
+
+  Plan& plan_;
+  std::vector<uint32_t> loan_read_;
+};
+
+}  // namespace
+
+std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
+  FileHeader header;
+  if (size_bytes < sizeof header) refuse("shorter than its header");
+  const std::byte* at = static_cast<const std::byte*>(bytes);
+  std::memcpy(&header, at, sizeof header);
+  at += sizeof header;
+  if (header.magic != PLAN_MAGIC) refuse("not a plan");
+  if (header.version != PLAN_VERSION) {
+    refuse("version " + std::to_string(header.version) + ", this core reads " + std::to_string(PLAN_VERSION));
+  }
+  const uint64_t needed = sizeof header + uint64_t{header.step_count} * sizeof(Step) +
+                          uint64_t{header.operand_count} * sizeof(Operand) + uint64_t{header.edge_count} * 4 +
+                          header.name_bytes;
+  if (needed != size_bytes) refuse(std::to_string(size_bytes) + " bytes instead of " + std::to_string(needed));
+  auto plan = std::make_unique<Plan>();
+  plan->world = header.world;
+  plan->rank = header.rank;
+  plan->signature = header.signature;
+  plan->scratch_bytes = header.scratch_bytes;
+  plan->buffer_count = header.buffer_count;
+  at = take(plan->steps, at, header.step_count);
+  at = take(plan->operands, at, header.operand_count);
+  at = take(plan->edges, at, header.edge_count);
+  plan->name.assign(reinterpret_cast<const char*>(at), header.name_bytes);
+  Checker(*plan).run();
+  return plan;
+}
+
+}  // namespace sennit

@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "messages/mailbox.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "reduce/fold.hpp"
+#include "sennit/core.h"
+
+namespace sennit {
+namespace {
+
+// Eager messages kept for receives that are not posted yet. Beyond it the lanes hold them, which in the
+// end holds their senders.
+constexpr uint64_t ARRIVAL_BUDGET_BYTES = 16'777'216;
+// A send that waits this long for its advert shows its header to the receiver: a rank that runs another
+// operation, or expects another size, then says so instead of waiting for its deadline.
+constexpr uint64_t PROBE_AFTER_US = 200'000;
+
+// Loans come from lanes (their id, tagged with the peer) or from the mailbox's own buffers.
+constexpr uint64_t OWN_LOAN = uint64_t{1} << 63;
+constexpr uint32_t LOAN_PEER_SHIFT = 40;
+
+bool is_p2p(uint64_t key) { return (key & P2P_KEY) != 0; }
+
+}  // namespace
+
+std::string describe_signature(uint64_t signature) {
+  static constexpr const char* KINDS[] = {"?",       "allreduce",      "reduce",   "broadcast", "allgather", "gather",
+                                          "scatter", "reduce_scatter", "alltoall", "send/recv", "barrier"};
+  const uint64_t kind = signature >> 56;
+  const uint32_t dtype = (signature >> 48) & 0xFF;
+  const uint32_t reduce = (signature >> 40) & 0xFF;
+  std::string text = kind < sizeof KINDS / sizeof *KINDS ? KINDS[kind] : "unknown operation";
+  if (kind == 10) return text;
+  text += std::string(" of ") + dtype_name(dtype);
+  if (kind == 1 || kind == 2 || kind == 7) text += std::string(" (") + reduce_name(reduce) + ")";
+  if ((signature & 0xFFFFFFFF) != 0) text += ", " + std::to_string(signature & 0xFFFFFFFF) + " elements";
+  if (kind == 2 || kind == 3 || kind == 5 || kind == 6) text += ", root " + std::to_string((signature >> 32) & 0xFF);
+  return text;
+}
+
+Mailbox::Mailbox(uint32_t rank, uint32_t world)
+    : rank_(rank), world_(world), lanes_(world, nullptr), lost_(world), waiting_eager_(world) {}
+
+Mailbox::~Mailbox() = default;
+
+void Mailbox::send(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, const void* data) {
+  if (lost(peer)) {
+    fail({MailboxFailure::Kind::peer_lost, peer, lost_[peer]});
+    return;
+  }
+  Lane& lane = *lanes_[peer];
+  if (header.size_bytes <= lane.eager_max_bytes()) {
+    if (waiting_eager_[peer].empty() && lane.send_eager(header, EAGER_DATA, data)) {
+      client.on_message_sent(step);
+      return;
+    }
+    waiting_eager_[peer].push_back(sends_.add({&client, header, data, step, peer, now_us_, false, true}));
+    ++waiting_eager_count_;
+    return;
+  }
+  const uint32_t send = sends_.add({&client, header, data, step, peer, now_us_, false, false});
+  const uint32_t advert = advertised_.pop(peer, header.key);
+  if (advert != KeyIndex::NONE) {
+    const Advert found = adverts_[advert];
+    adverts_.remove(advert);
+    if (check(peer, found.header, header, false)) start_transfer(send, found.id);
+    return;
+  }
+  pending_.push(peer, header.key, send);
+  ++pending_count_;
+  if (is_p2p(header.key)) {
+    sends_[send].requested = true;
+    waiting_eager_[peer].push_back(send);
+    ++waiting_eager_count_;
+    push_eager(peer);
+  }
+}
+
+void Mailbox::start_transfer(uint32_t send, uint64_t advert_id) {
+  const Send& record = sends_[send];
+  lanes_[record.peer]->transfer(send, advert_id, record.data, record.header.size_bytes);
+}
+
+// Sends what waits for room in the lane, oldest first.
+bool Mailbox::push_eager(uint32_t peer) {
+  std::vector<uint32_t>& waiting = waiting_eager_[peer];
+  size_t done = 0;
+  for (; done < waiting.size(); ++done) {
+    const Send record = sends_[waiting[done]];
+    if (!lanes_[peer]->send_eager(record.header, record.eager ? EAGER_DATA : EAGER_REQUEST, record.data)) break;
+    if (record.eager) {
+      sends_.remove(waiting[done]);
+      record.client->on_message_sent(record.step);
+    }
+  }
+  waiting.erase(waiting.begin(), waiting.begin() + static_cast<std::ptrdiff_t>(done));
+  waiting_eager_count_ -= done;
+  return done != 0;
+}
+
+void Mailbox::receive(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header,
+                      void* destination) {
+  const uint32_t receive = receives_.add({&client, header, destination, step, peer, order_++, false});
+  uint32_t from = peer;
+  if (peer == SENNIT_ANY_PEER) {
+    for (from = 0; from < world_ && arrived_.front(from, header.key) == KeyIndex::NONE; ++from) {
+    }
+  }
+  const uint32_t arrival = from < world_ ? arrived_.pop(from, header.key) : KeyIndex::NONE;
+  if (arrival != KeyIndex::NONE) {
+    const Arrival found = std::move(arrivals_[arrival]);
+    arrivals_.remove(arrival);
+    arrival_bytes_ -= found.data.size();
+    if (!check(from, found.header, header, true)) return;
+    receives_[receive].peer = from;
+    if (found.flags == EAGER_REQUEST) {
+      advertise(receive);
+    } else {
+      deliver(receive, from, found.data.data());
+    }
+    return;
+  }
+  if (peer != SENNIT_ANY_PEER && lost(peer)) {
+    fail({MailboxFailure::Kind::peer_lost, peer, lost_[peer]});
+    return;
+  }
+  posted_.push(peer, header.key, receive);
+  if (peer != SENNIT_ANY_PEER && !is_p2p(header.key) && header.size_bytes > lanes_[peer]->eager_max_bytes()) {
+    advertise(receive);
+  }
+}
+
+void Mailbox::advertise(uint32_t receive) {
+  Receive& record = receives_[receive];
+  record.advertised = true;
+  lanes_[record.peer]->advertise(receive, record.header, record.destination);
+}
+
+void Mailbox::deliver(uint32_t receive, uint32_t peer, const std::byte* data) {
+  const Receive record = receives_[receive];
+  receives_.remove(receive);
+  const uint64_t size_bytes = record.header.size_bytes;
+  if (record.destination != nullptr || size_bytes == 0) {
+    if (size_bytes != 0) std::memcpy(record.destination, data, size_bytes);
+    record.client->on_message_received(record.step, peer, static_cast<std::byte*>(record.destination), 0);
+    return;
+  }
+  uint32_t buffer;
+  if (free_loan_buffers_.empty()) {
+    buffer = static_cast<uint32_t>(loan_buffers_.size());
+    loan_buffers_.emplace_back();
+  } else {
+    buffer = free_loan_buffers_.back();
+    free_loan_buffers_.pop_back();
+  }
+  std::vector<std::byte>& bytes = loan_buffers_[buffer];
+  if (bytes.size() < size_bytes) bytes.resize(size_bytes);
+  std::memcpy(bytes.data(), data, size_bytes);
+  record.client->on_message_received(record.step, peer, bytes.data(), OWN_LOAN | (buffer + 1));
+}
+
+void Mailbox::release(uint64_t loan) {
+  if (loan == 0) return;
+  if ((loan & OWN_LOAN) != 0) {
+    free_loan_buffers_.push_back(static_cast<uint32_t>(loan & ~OWN_LOAN) - 1);
+    return;
+  }
+  const uint32_t peer = static_cast<uint32_t>(loan >> LOAN_PEER_SHIFT) - 1;
+  lanes_[peer]->release(loan & ((uint64_t{1} << LOAN_PEER_SHIFT) - 1));
+}
+
+uint32_t Mailbox::match_receive(uint32_t peer, uint64_t key) {
+  const uint32_t exact = posted_.front(peer, key);
+  const uint32_t any = is_p2p(key) ? posted_.front(SENNIT_ANY_PEER, key) : KeyIndex::NONE;
+  if (exact == KeyIndex::NONE && any == KeyIndex::NONE) return KeyIndex::NONE;
+  if (any == KeyIndex::NONE || (exact != KeyIndex::NONE && receives_[exact].order < receives_[any].order)) {
+    return posted_.pop(peer, key);
+  }
+  return posted_.pop(SENNIT_ANY_PEER, key);
+}
+
+bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) {
+  if (flags == EAGER_FAILURE) {
+    fail({MailboxFailure::Kind::peer_failed, peer,
+          std::string(reinterpret_cast<const char*>(data), static_cast<size_t>(header.size_bytes))});
+    return true;
+  }
+  const uint32_t waiting = posted_.front(peer, header.key);
+  if (flags == EAGER_REQUEST && !is_p2p(header.key)) {
+    // A collective's probe: the advert is on its way, unless the two sides disagree.
+    if (waiting != KeyIndex::NONE) check(peer, header, receives_[waiting].header, true);
+    return true;
+  }
+  if (waiting != KeyIndex::NONE && receives_[waiting].advertised) {
+    // Advertised as large, came small: the sizes differ.
+    check(peer, header, receives_[waiting].header, true);
+    return true;
+  }
+  const uint32_t receive = match_receive(peer, header.key);
+  if (receive == KeyIndex::NONE) {
+    const uint64_t size_bytes = flags == EAGER_DATA ? header.size_bytes : 0;
+    if (arrival_bytes_ + size_bytes > ARRIVAL_BUDGET_BYTES) return false;
+    arrival_bytes_ += size_bytes;
+    arrived_.push(peer, header.key, arrivals_.add({header, flags, std::vector<std::byte>(data, data + size_bytes)}));
+    return true;
+  }
+  if (!check(peer, header, receives_[receive].header, true)) return true;
+  receives_[receive].peer = peer;
+  if (flags == EAGER_REQUEST) {
+    advertise(receive);
+  } else {
+    deliver(receive, peer, data);
+  }
+  return true;
+}
+
+void Mailbox::on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) {
+  const uint32_t send = pending_.pop(peer, header.key);
+  if (send == KeyIndex::NONE) {
+    advertised_.push(peer, header.key, adverts_.add({header, advert_id}));
+    return;
+  }
+  --pending_count_;
+  if (check(peer, header, sends_[send].header, false)) start_transfer(send, advert_id);
+}
+
+void Mailbox::on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) {
+  const uint32_t receive = static_cast<uint32_t>(receive_id);
+  const Receive record = receives_[receive];
+  if (!is_p2p(record.header.key)) posted_.pop(record.peer, record.header.key);
+  receives_.remove(receive);
+  const uint64_t loan = record.destination == nullptr ? (uint64_t{record.peer} + 1) << LOAN_PEER_SHIFT | loan_id : 0;
+  record.client->on_message_received(record.step, record.peer, view, loan);
+}
+
+void Mailbox::on_sent(uint64_t send_id) {
+  const Send record = sends_[static_cast<uint32_t>(send_id)];
+  sends_.remove(static_cast<uint32_t>(send_id));
+  record.client->on_message_sent(record.step);
+}
+
+void Mailbox::on_peer_lost(uint32_t peer, std::string reason) {
+  if (lost(peer)) return;
+  lost_[peer] = reason.empty() ? "was lost" : std::move(reason);
+  bool awaited = false;
+  receives_.for_each([&](const Receive& receive) { awaited |= receive.peer == peer; });
+  sends_.for_each([&](const Send& send) { awaited |= send.peer == peer; });
+  if (awaited) fail({MailboxFailure::Kind::peer_lost, peer, lost_[peer]});
+}
+
+bool Mailbox::progress(uint64_t now_us) {
+  now_us_ = now_us;
+  bool moved = false;
+  if (waiting_eager_count_ != 0) {
+    for (uint32_t peer = 0; peer < world_; ++peer) {
+      if (!waiting_eager_[peer].empty()) moved |= push_eager(peer);
+    }
+  }
+  if (pending_count_ != 0 && now_us >= next_probe_us_) {
+    next_probe_us_ = now_us + PROBE_AFTER_US;
+    // Rare: walks the pool rather than keeping a second list on the fast path.
+    sends_.for_each([&](Send& send) {
+      if (send.eager || send.requested || send.posted_us + PROBE_AFTER_US > now_us) return;
+      send.requested = lanes_[send.peer]->send_eager(send.header, EAGER_REQUEST, nullptr);
+    });
+  }
+  return moved;
+}
+
+bool Mailbox::check(uint32_t peer, const MessageHeader& theirs, const MessageHeader& ours, bool ours_is_receive) {
+  if (theirs.signature == ours.signature && theirs.size_bytes == ours.size_bytes) return true;
+  std::string reason;
+  if (theirs.signature != ours.signature) {
+    reason = "rank " + std::to_string(peer) + " runs " + describe_signature(theirs.signature) + ", but rank " +
+             std::to_string(rank_) + " runs " + describe_signature(ours.signature);
+  } else {
+    reason = describe_signature(ours.signature) + ": rank " + std::to_string(ours_is_receive ? peer : rank_) +
+             " sends " + std::to_string(ours_is_receive ? theirs.size_bytes : ours.size_bytes) + " bytes to rank " +
+             std::to_string(ours_is_receive ? rank_ : peer) + ", which expects exactly " +
+             std::to_string(ours_is_receive ? ours.size_bytes : theirs.size_bytes);
+  }
+  fail({MailboxFailure::Kind::mismatch, peer, std::move(reason)});
+  return false;
+}
+
+void Mailbox::fail(MailboxFailure failure) {
+  if (!failure_) failure_ = std::make_unique<MailboxFailure>(std::move(failure));
+}
+
+void Mailbox::broadcast_failure(const std::string& reason) {
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    if (lanes_[peer] == nullptr || lost(peer)) continue;
+    const std::string text = reason.substr(0, std::min<size_t>(reason.size(), lanes_[peer]->eager_max_bytes()));
+    const MessageHeader header{0, 0, text.size()};
+    // Best effort: with no room the peer learns of it from its deadline or from our end.
+    if (!lanes_[peer]->send_eager(header, EAGER_FAILURE, text.data())) continue;
+  }
+}
+
+void Mailbox::abandon() {
+  posted_.clear();
+  arrived_.clear();
+  advertised_.clear();
+  pending_.clear();
+  pending_count_ = 0;
+  for (auto& waiting : waiting_eager_) waiting.clear();
+  waiting_eager_count_ = 0;
+  receives_.clear();
+  sends_.clear();
+}
+
+std::string Mailbox::describe_outstanding() {
+  std::vector<uint64_t> receive_counts(world_, 0), send_counts(world_, 0);
+  uint64_t any_count = 0;
+  receives_.for_each(
+      [&](const Receive& receive) { receive.peer == SENNIT_ANY_PEER ? ++any_count : ++receive_counts[receive.peer]; });
+  sends_.for_each([&](const Send& send) { ++send_counts[send.peer]; });
+  std::string text;
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    if (receive_counts[peer] == 0 && send_counts[peer] == 0) continue;
+    if (!text.empty()) text += "; ";
+    text += "rank " + std::to_string(peer) + ": " + std::to_string(receive_counts[peer]) + " messages awaited, " +
+            std::to_string(send_counts[peer]) + " not taken";
+    if (lanes_[peer] != nullptr) text += " (" + lanes_[peer]->describe() + ")";
+  }
+  if (any_count != 0)
+    text += (text.empty() ? "" : "; ") + std::string("any rank: ") + std::to_string(any_count) + " messages awaited";
+  return text;
+}
+
+}  // namespace sennit

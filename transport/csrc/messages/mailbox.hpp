@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0
+// The mailbox pairs what this rank sends and receives with what the peers do, over lanes of any port.
+//
+// A small message travels eagerly and waits here for its receive, if need be. A large one waits at the sender until
+// the receiver has advertised memory: collectives advertise as soon as the receive is posted; a point-to-point
+// receive first needs the sender's request, because only that says which peer and how large.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "messages/key_index.hpp"
+#include "messages/lane.hpp"
+
+namespace sennit {
+
+inline constexpr uint64_t P2P_KEY = uint64_t{1} << 63;
+
+// Who posted a message: told when it is complete. Called during progress or during the posting call.
+class MailboxClient {
+ public:
+  virtual ~MailboxClient() = default;
+  virtual void on_message_sent(uint32_t step) = 0;
+  // `view`: where the bytes are. For a loan the mailbox must get `loan` back; otherwise `loan` is 0.
+  virtual void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) = 0;
+};
+
+struct MailboxFailure {
+  enum class Kind { mismatch, peer_lost, peer_failed } kind;
+  uint32_t peer;
+  std::string reason;
+};
+
+class Mailbox final : public LaneSink {
+ public:
+  Mailbox(uint32_t rank, uint32_t world);
+  ~Mailbox() override;
+
+  void set_lane(uint32_t peer, Lane* lane) { lanes_[peer] = lane; }
+
+  void send(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, const void* data);
+  // `destination` null: a loan. `peer` may be SENNIT_ANY_PEER for a point-to-point key.
+  void receive(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, void* destination);
+  void release(uint64_t loan);
+
+  // Offers eager messages again that found no room. True when anything moved.
+  bool progress(uint64_t now_us);
+  // The first failure seen, if any: the engine fails all operations with it.
+  const MailboxFailure* failure() const { return failure_.get(); }
+  bool idle() const { return waiting_eager_count_ == 0; }
+  bool lost(uint32_t peer) const { return !lost_[peer].empty(); }
+  const std::string& lost_reason(uint32_t peer) const { return lost_[peer]; }
+  // Tells every peer that this rank failed (best effort).
+  void broadcast_failure(const std::string& reason);
+  // Drops everything posted: no user memory is touched any more.
+  void abandon();
+  // "rank 2: 3 receives, 1 send" for peers with anything outstanding.
+  std::string describe_outstanding();
+
+  bool on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) override;
+  void on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) override;
+  void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override;
+  void on_sent(uint64_t send_id) override;
+  void on_peer_lost(uint32_t peer, std::string reason) override;
+
+ private:
+  struct Receive {
+    MailboxClient* client;
+    MessageHeader header;
+    void* destination;
+    uint32_t step;
+    uint32_t peer;  // as posted; SENNIT_ANY_PEER until matched
+    uint64_t order;
+    bool advertised;
+  };
+  struct Send {
+    MailboxClient* client;
+    MessageHeader header;
+    const void* data;
+    uint32_t step;
+    uint32_t peer;
+    uint64_t posted_us;
+    bool requested;
+    bool eager;
+  };
+  struct Arrival {  // an eager message without a receive yet
+    MessageHeader header;
+    uint32_t flags;
+    std::vector<std::byte> data;
+  };
+  struct Advert {
+    MessageHeader header;
+    uint64_t id;
+  };
+  // Records by number; a number is re-used once removed.
+  template <class Record>
+  class Pool {
+   public:
+    uint32_t add(Record record) {
+      uint32_t at = static_cast<uint32_t>(records_.size());
+      if (free_.empty()) {
+        records_.push_back(std::move(record));
+        used_.push_back(true);
+      } else {
+        at = free_.back();
+        free_.pop_back();
+        records_[at] = std::move(record);
+        used_[at] = true;
+      }
+      return at;
+    }
+    void remove(uint32_t at) {
+      used_[at] = false;
+      free_.push_back(at);
+    }
+    Record& operator[](uint32_t at) { return records_[at]; }
+    template <class Visit>
+    void for_each(Visit visit) {
+      for (uint32_t at = 0; at < records_.size(); ++at) {
+        if (used_[at]) visit(records_[at]);
+      }
+    }
+    void clear() {
+      records_.clear();
+      used_.clear();
+      free_.clear();
+    }
+
+   private:
+    std::vector<Record> records_;
+    std::vector<bool> used_;
+    std::vector<uint32_t> free_;
+  };
+
+  void start_transfer(uint32_t send, uint64_t advert_id);
+  bool push_eager(uint32_t peer);
+  void advertise(uint32_t receive);
+  void deliver(uint32_t receive, uint32_t peer, const std::byte* data);
+  uint32_t match_receive(uint32_t peer, uint64_t key);
+  bool check(uint32_t peer, const MessageHeader& theirs, const MessageHeader& ours, bool ours_is_receive);
+  void fail(MailboxFailure failure);
+
+  const uint32_t rank_;
+  const uint32_t world_;
+  std::vector<Lane*> lanes_;
+  std::vector<std::string> lost_;
+  Pool<Receive> receives_;
+  Pool<Send> sends_;
+  Pool<Arrival> arrivals_;
+  Pool<Advert> adverts_;
+  KeyIndex posted_;                                   // receives by (peer, key)
+  KeyIndex arrived_;                                  // arrivals by (peer, key)
+  KeyIndex advertised_;                               // adverts by (peer, key)
+  KeyIndex pending_;                                  // sends that wait for an advert
+  std::vector<std::vector<uint32_t>> waiting_eager_;  // sends by peer, in order
+  uint64_t waiting_eager_count_ = 0;
+  uint64_t arrival_bytes_ = 0;
+  uint64_t order_ = 0;
+  uint64_t pending_count_ = 0;
+  uint64_t next_probe_us_ = 0;
+  uint64_t now_us_ = 0;
+  std::vector<std::vector<std::byte>> loan_buffers_;
+  std::vector<uint32_t> free_loan_buffers_;
+  std::unique_ptr<MailboxFailure> failure_;
+};
+
+// docs/plan.md, "Signature", for people.
+std::string describe_signature(uint64_t signature);
+
+}  // namespace sennit

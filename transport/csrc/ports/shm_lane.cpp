@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/shm_lane.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "reduce/stream_copy.hpp"
+
+namespace sennit {
+namespace {
+
+constexpr uint64_t LINE = 64;
+constexpr uint64_t EAGER_MAX_BYTES = 8'192;
+// Results of at least this size leave the cache before anyone reads them: write them past it.
+constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
+// Bounds one progress round, so that both directions and all peers take turns.
+constexpr uint32_t RECORDS_A_ROUND = 64;
+
+uint64_t lines(uint64_t size_bytes) { return (size_bytes + LINE - 1) / LINE * LINE; }
+
+}  // namespace
+
+ShmLane::ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink)
+    : peer_(peer), in_(in), out_(out), sink_(sink) {
+  static_assert(sizeof(Record) == LINE);
+}
+
+uint64_t ShmLane::eager_max_bytes() const { return EAGER_MAX_BYTES; }
+
+bool ShmLane::send_eager(const MessageHeader& header, uint32_t flags, const void* data) {
+  if (dead_) return true;
+  if (!waiting_records_.empty()) return false;
+  Record record{};
+  record.type = Record::eager;
+  record.flags = flags;
+  record.header = header;
+  const uint64_t data_bytes = flags == EAGER_REQUEST ? 0 : header.size_bytes;
+  if (!publish(record, data, data_bytes)) return false;
+  ++counters_.eager_sent;
+  counters_.bytes_sent += data_bytes;
+  return true;
+}
+
+bool ShmLane::publish(const Record& record, const void* data, uint64_t data_bytes) {
+  const uint64_t total = LINE + lines(data_bytes);
+  const uint64_t offset = control_head_ % CONTROL_RING_BYTES;
+  const uint64_t to_end = CONTROL_RING_BYTES - offset;
+  const uint64_t skipped = to_end < total ? to_end : 0;
+  if (control_head_ + skipped + total - control_tail_seen_ > CONTROL_RING_BYTES) {
+    control_tail_seen_ = out_.header->control_tail.load(std::memory_order_acquire);
+    if (control_head_ + skipped + total - control_tail_seen_ > CONTROL_RING_BYTES) {
+      ++counters_.ring_full;
+      return false;
+    }
+  }
+  if (skipped != 0) {
+    Record filler{};
+    filler.type = Record::skip;
+    filler.total_bytes = skipped;
+    std::memcpy(out_.control + offset, &filler, sizeof filler);
+    control_head_ += skipped;
+  }
+  std::byte* at = out_.control + control_head_ % CONTROL_RING_BYTES;
+  Record written = record;
+  written.total_bytes = total;
+  std::memcpy(at, &written, sizeof written);
+  if (data_bytes != 0) std::memcpy(at + LINE, data, data_bytes);
+  control_head_ += total;
+  out_.header->control_head.store(control_head_, std::memory_order_release);
+  dirty_ = true;
+  return true;
+}
+
+void ShmLane::publish_or_queue(const Record& record) {
+  if (!waiting_records_.empty() || !publish(record, nullptr, 0)) waiting_records_.push_back(record);
+}
+
+void ShmLane::advertise(uint64_t receive_id, const MessageHeader& header, void* destination) {
+  if (dead_) return;
+  if (destination == nullptr && (!waiting_loans_.empty() || loans_out_ >= in_.bulk_bytes / MAX_LOAN_BYTES)) {
+    waiting_loans_.push_back({receive_id, header});
+    return;
+  }
+  grant(receive_id, header, static_cast<std::byte*>(destination));
+}
+
+void ShmLane::grant(uint64_t receive_id, const MessageHeader& header, std::byte* destination) {
+  if (destination == nullptr) ++loans_out_;
+  uint32_t slot;
+  if (free_slots_.empty()) {
+    slot = static_cast<uint32_t>(receives_.size());
+    receives_.emplace_back();
+  } else {
+    slot = free_slots_.back();
+    free_slots_.pop_back();
+  }
+  receives_[slot] = {receive_id, destination, header.size_bytes, 0};
+  Record record{};
+  record.type = Record::advert;
+  record.header = header;
+  record.slot = slot;
+  publish_or_queue(record);
+}
+
+void ShmLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
+  if (dead_) return;
+  transfers_.push_back({send_id, static_cast<uint32_t>(advert_id), static_cast<const std::byte*>(data), size_bytes, 0});
+}
+
+bool ShmLane::progress() {
+  bool moved = consume(RECORDS_A_ROUND);
+  while (!waiting_records_.empty() && publish(waiting_records_.front(), nullptr, 0)) {
+    waiting_records_.pop_front();
+    moved = true;
+  }
+  if (!transfers_.empty() && waiting_records_.empty()) moved |= push_fragment();
+  return moved;
+}
+
+bool ShmLane::drain() {
+  bool moved = false;
+  while (consume(RECORDS_A_ROUND)) moved = true;
+  return moved;
+}
+
+bool ShmLane::consume(uint32_t record_limit) {
+  const uint64_t head = in_.header->control_head.load(std::memory_order_acquire);
+  if (head == control_tail_ || dead_) return false;
+  bool moved = false;
+  for (uint32_t count = 0; control_tail_ != head && count < record_limit; ++count) {
+    const std::byte* at = in_.control + control_tail_ % CONTROL_RING_BYTES;
+    Record record;
+    std::memcpy(&record, at, sizeof record);
+    const uint64_t to_end = CONTROL_RING_BYTES - control_tail_ % CONTROL_RING_BYTES;
+    if (record.total_bytes < LINE || record.total_bytes % LINE != 0 || record.total_bytes > to_end) {
+      lose("wrote a malformed record into shared memory");
+      return true;
+    }
+    bool fragment_taken = false;
+    switch (record.type) {
+      case Record::skip:
+        break;
+      case Record::eager:
+        if (record.flags != EAGER_REQUEST && record.header.size_bytes > record.total_bytes - LINE) {
+          lose("wrote an eager message longer than its record");
+          return true;
+        }
+        if (!sink_.on_eager(peer_, record.header, record.flags, at + LINE)) return moved;
+        ++counters_.eager_received;
+        counters_.bytes_received += record.total_bytes - LINE;
+        break;
+      case Record::advert:
+        sink_.on_advert(peer_, record.header, record.slot);
+        break;
+      case Record::fragment:
+        take_fragment(record);
+        fragment_taken = true;
+        break;
+      case Record::goodbye:
+        peer_left_ = true;
+        break;
+      default:
+        lose("wrote an unknown record into shared memory");
+        return true;
+    }
+    if (dead_) return true;
+    control_tail_ += record.total_bytes;
+    in_.header->control_tail.store(control_tail_, std::memory_order_release);
+    dirty_ = true;
+    moved = true;
+    if (fragment_taken) break;  // one copy a round
+  }
+  return moved;
+}
+
+void ShmLane::take_fragment(const Record& record) {
+  const uint64_t offset = record.position % in_.bulk_bytes;
+  if (record.slot >= receives_.size() || record.size_bytes > in_.bulk_bytes - offset ||
+      record.size_bytes > receives_[record.slot].size_bytes - receives_[record.slot].received_bytes) {
+    lose("described a fragment that fits no advertised receive");
+    return;
+  }
+  Receive& receive = receives_[record.slot];
+  const std::byte* source = in_.bulk + offset;
+  const uint64_t sequence = first_fragment_ + fragments_.size();
+  fragments_.push_back({record.position + lines(record.size_bytes), false});
+  ++counters_.fragments_received;
+  counters_.bytes_received += record.size_bytes;
+  if (memory_forgotten_) {
+    finish_fragment(sequence);
+    return;
+  }
+  if (receive.destination == nullptr) {
+    const uint64_t receive_id = receive.receive_id;
+    free_slots_.push_back(record.slot);
+    sink_.on_received(receive_id, source, sequence);
+    return;
+  }
+  std::byte* destination = receive.destination + receive.received_bytes;
+  if (receive.size_bytes >= STREAM_FROM_BYTES) {
+    stream_copy(destination, source, record.size_bytes);
+  } else {
+    std::memcpy(destination, source, record.size_bytes);
+  }
+  receive.received_bytes += record.size_bytes;
+  finish_fragment(sequence);
+  if (receive.received_bytes == receive.size_bytes) {
+    const Receive complete = receive;
+    free_slots_.push_back(record.slot);
+    sink_.on_received(complete.receive_id, complete.destination, 0);
+  }
+}
+
+void ShmLane::finish_fragment(uint64_t sequence) {
+  fragments_[sequence - first_fragment_].done = true;
+  bool advanced = false;
+  uint64_t end_position = 0;
+  while (!fragments_.empty() && fragments_.front().done) {
+    end_position = fragments_.front().end_position;
+    fragments_.pop_front();
+    ++first_fragment_;
+    advanced = true;
+  }
+  if (advanced) {
+    in_.header->bulk_tail.store(end_position, std::memory_order_release);
+    dirty_ = true;
+  }
+}
+
+void ShmLane::release(uint64_t loan_id) {
+  finish_fragment(loan_id);
+  --loans_out_;
+  if (!waiting_loans_.empty() && !dead_) {
+    const WaitingLoan next = waiting_loans_.front();
+    waiting_loans_.pop_front();
+    grant(next.receive_id, next.header, nullptr);
+  }
+}
+
+bool ShmLane::push_fragment() {
+  Transfer& transfer = transfers_.front();
+  const uint64_t size_bytes = std::min(MAX_LOAN_BYTES, transfer.size_bytes - transfer.sent_bytes);
+  // A fragment never wraps: a loan is one range.
+  const uint64_t to_end = out_.bulk_bytes - bulk_head_ % out_.bulk_bytes;
+  const uint64_t start = to_end < size_bytes ? bulk_head_ + to_end : bulk_head_;
+  const uint64_t end = start + lines(size_bytes);
+  if (end - bulk_tail_seen_ > out_.bulk_bytes) {
+    bulk_tail_seen_ = out_.header->bulk_tail.load(std::memory_order_acquire);
+    if (end - bulk_tail_seen_ > out_.bulk_bytes) {
+      ++counters_.ring_full;
+      return false;
+    }
+  }
+  // Room for its record first: the copy must not be done twice.
+  if (control_head_ + 2 * LINE - control_tail_seen_ > CONTROL_RING_BYTES) {
+    control_tail_seen_ = out_.header->control_tail.load(std::memory_order_acquire);
+    if (control_head_ + 2 * LINE - control_tail_seen_ > CONTROL_RING_BYTES) return false;
+  }
+  std::memcpy(out_.bulk + start % out_.bulk_bytes, transfer.data + transfer.sent_bytes, size_bytes);
+  bulk_head_ = end;
+  Record record{};
+  record.type = Record::fragment;
+  record.slot = transfer.slot;
+  record.size_bytes = static_cast<uint32_t>(size_bytes);
+  record.position = start;
+  publish_or_queue(record);
+  transfer.sent_bytes += size_bytes;
+  ++counters_.fragments_sent;
+  counters_.bytes_sent += size_bytes;
+  if (transfer.sent_bytes == transfer.size_bytes) {
+    const uint64_t send_id = transfer.send_id;
+    transfers_.pop_front();
+    sink_.on_sent(send_id);
+  }
+  return true;
+}
+
+void ShmLane::forget_user_memory() {
+  memory_forgotten_ = true;
+  transfers_.clear();
+  waiting_loans_.clear();
+}
+
+void ShmLane::say_goodbye() {
+  if (dead_) return;
+  Record record{};
+  record.type = Record::goodbye;
+  publish_or_queue(record);
+}
+
+bool ShmLane::take_dirty() { return std::exchange(dirty_, false); }
+
+void ShmLane::lose(const char* reason) {
+  dead_ = true;
+  forget_user_memory();
+  sink_.on_peer_lost(peer_, reason);
+}
+
+std::string ShmLane::describe() const {
+  return "shm to rank " + std::to_string(peer_) + ": " + std::to_string(transfers_.size()) + " transfers and " +
+         std::to_string(waiting_records_.size()) + " records waiting for room, " + std::to_string(loans_out_) +
+         " loans out" + (peer_left_ ? ", peer left" : "");
+}
+
+}  // namespace sennit

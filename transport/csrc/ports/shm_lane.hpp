@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// A lane to one rank of the same host: two single-producer rings in each direction.
+//
+// The control ring carries eager messages, adverts and the description of bulk fragments; the bulk ring carries
+// the bytes of transfers. A fragment is copied in by the sender and out (or folded straight from the ring: a loan) by
+// the receiver. Two user-space copies through a ring that stays in cache beat one process_vm_readv, which
+// must pin every page (docs/decisions/0002).
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "messages/lane.hpp"
+#include "ports/shm_segment.hpp"
+
+namespace sennit {
+
+class ShmLane final : public Lane {
+ public:
+  ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink);
+
+  uint64_t eager_max_bytes() const override;
+  bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
+  void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
+  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
+  void release(uint64_t loan_id) override;
+  std::string describe() const override;
+
+  // One bounded round: reads what the peer published, then copies pending transfers in.
+  bool progress();
+  // Reads without writing: the last look before a dead peer is reported.
+  bool drain();
+  bool idle() const { return transfers_.empty() && waiting_records_.empty(); }
+  void forget_user_memory();
+  void say_goodbye();
+  // The peer must be told of something since the last call.
+  bool take_dirty();
+  bool peer_said_goodbye() const { return peer_left_; }
+
+  struct Counters {
+    uint64_t eager_sent, eager_received, fragments_sent, fragments_received, bytes_sent, bytes_received, ring_full;
+  };
+  const Counters& counters() const { return counters_; }
+
+ private:
+  // One cache line; the data of an eager message follows it.
+  struct alignas(64) Record {
+    enum Type : uint32_t { skip = 1, eager = 2, advert = 3, fragment = 4, goodbye = 5 };
+    uint32_t type;
+    uint32_t flags;        // eager
+    uint64_t total_bytes;  // record and data in the ring, a multiple of the line
+    MessageHeader header;  // eager, advert
+    uint32_t slot;         // advert, fragment: the receiver's slot
+    uint32_t size_bytes;   // fragment
+    uint64_t position;     // fragment: in the bulk ring
+  };
+  struct Receive {
+    uint64_t receive_id;
+    std::byte* destination;
+    uint64_t size_bytes;
+    uint64_t received_bytes;
+  };
+  struct Transfer {
+    uint64_t send_id;
+    uint32_t slot;
+    const std::byte* data;
+    uint64_t size_bytes;
+    uint64_t sent_bytes;
+  };
+  struct WaitingLoan {
+    uint64_t receive_id;
+    MessageHeader header;
+  };
+  struct Fragment {
+    uint64_t end_position;
+    bool done;
+  };
+
+  bool publish(const Record& record, const void* data, uint64_t data_bytes);
+  void publish_or_queue(const Record& record);
+  void grant(uint64_t receive_id, const MessageHeader& header, std::byte* destination);
+  bool consume(uint32_t record_limit);
+  void take_fragment(const Record& record);
+  bool push_fragment();
+  void finish_fragment(uint64_t sequence);
+  void lose(const char* reason);
+
+  const uint32_t peer_;
+  ShmInbox in_, out_;
+  LaneSink& sink_;
+  uint64_t control_head_ = 0, control_tail_ = 0;  // ours: written out, read in
+  uint64_t control_tail_seen_ = 0;                // the peer's progress in reading ours
+  uint64_t bulk_head_ = 0, bulk_tail_seen_ = 0;
+  std::deque<Record> waiting_records_;
+  std::deque<Transfer> transfers_;
+  std::vector<Receive> receives_;
+  std::vector<uint32_t> free_slots_;
+  std::deque<WaitingLoan> waiting_loans_;
+  std::deque<Fragment> fragments_;  // of the in-ring, in ring order
+  uint64_t first_fragment_ = 0;     // sequence number of fragments_.front(): a loan's id
+  uint32_t loans_out_ = 0;
+  bool dirty_ = false;
+  bool peer_left_ = false;
+  bool dead_ = false;
+  bool memory_forgotten_ = false;
+  Counters counters_{};
+};
+
+}  // namespace sennit

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/shm_port.hpp"
+
+#include <linux/futex.h>
+#include <sys/random.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+#include <stdexcept>
+
+namespace sennit {
+namespace {
+
+// A process that dies is noticed within this time by a rank that waits for it.
+constexpr uint64_t PEER_CHECK_US = 50'000;
+
+// Not FUTEX_PRIVATE: the word is shared between processes.
+void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, uint64_t timeout_us) {
+  timespec timeout{static_cast<time_t>(timeout_us / 1'000'000), static_cast<long>(timeout_us % 1'000'000 * 1'000)};
+  syscall(SYS_futex, &word, FUTEX_WAIT, expected, &timeout, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+uint64_t fresh_nonce() {
+  uint64_t nonce = 0;
+  if (getrandom(&nonce, sizeof nonce, 0) != sizeof nonce) throw std::runtime_error("getrandom failed");
+  return nonce;
+}
+
+}  // namespace
+
+ShmPort::ShmPort(uint32_t rank, uint32_t world)
+    : rank_(rank),
+      world_(world),
+      segment_(ShmSegment::create(rank, world, fresh_nonce())),
+      peers_(world),
+      lanes_(world),
+      lost_(world, false) {}
+
+ShmPort::~ShmPort() = default;
+
+bool ShmPort::accept(uint32_t peer, std::span<const std::byte> offer) {
+  if (peer >= world_ || peer == rank_) throw std::out_of_range("no such peer");
+  peers_[peer] = ShmSegment::open(offer, peer, world_);
+  return static_cast<bool>(peers_[peer]);
+}
+
+void ShmPort::connect(uint32_t peer, LaneSink& sink) {
+  if (peer >= world_ || !peers_[peer]) throw std::runtime_error("the peer's shared memory was not opened");
+  sink_ = &sink;
+  lanes_[peer] = std::make_unique<ShmLane>(peer, segment_.inbox(peer), peers_[peer].inbox(rank_), sink);
+  ++lane_count_;
+}
+
+bool ShmPort::progress(uint64_t now_us) {
+  bool moved = false;
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    if (lanes_[peer] && !lost_[peer]) moved |= lanes_[peer]->progress();
+  }
+  // One fence for all doorbells: our publications before it, the peers' announcement of sleep after it.
+  bool fenced = false;
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    if (!lanes_[peer] || !lanes_[peer]->take_dirty()) continue;
+    if (!fenced) std::atomic_thread_fence(std::memory_order_seq_cst);
+    fenced = true;
+    ring(peer);
+  }
+  if (!moved && now_us >= next_check_us_) check_peers(now_us);
+  return moved;
+}
+
+void ShmPort::ring(uint32_t peer) {
+  ShmSegmentHeader& header = peers_[peer].header();
+  if (header.sleeping.load(std::memory_order_relaxed) == 0) return;
+  header.doorbell.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(header.doorbell);
+}
+
+void ShmPort::check_peers(uint64_t now_us) {
+  if (next_check_us_ != 0) {
+    for (uint32_t peer = 0; peer < world_; ++peer) {
+      if (!lanes_[peer] || lost_[peer]) continue;
+      const bool left = lanes_[peer]->peer_said_goodbye();
+      if (!left && peers_[peer].owner_alive()) continue;
+      lanes_[peer]->drain();  // its last words, written between our look and its end
+      lost_[peer] = true;
+      sink_->on_peer_lost(peer, left || lanes_[peer]->peer_said_goodbye() ? "left the group" : "process ended");
+    }
+  }
+  next_check_us_ = now_us + PEER_CHECK_US;
+}
+
+uint32_t ShmPort::prepare_sleep() {
+  ShmSegmentHeader& header = segment_.header();
+  const uint32_t ticket = header.doorbell.load(std::memory_order_seq_cst);
+  header.sleeping.store(1, std::memory_order_seq_cst);
+  return ticket;
+}
+
+void ShmPort::sleep(uint32_t ticket, uint64_t timeout_us) {
+  ShmSegmentHeader& header = segment_.header();
+  futex_wait(header.doorbell, ticket, timeout_us);
+  header.sleeping.store(0, std::memory_order_seq_cst);
+}
+
+void ShmPort::cancel_sleep() { segment_.header().sleeping.store(0, std::memory_order_seq_cst); }
+
+void ShmPort::wake() {
+  ShmSegmentHeader& header = segment_.header();
+  if (header.sleeping.load(std::memory_order_seq_cst) == 0) return;
+  header.doorbell.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(header.doorbell);
+}
+
+bool ShmPort::idle() const {
+  for (const auto& lane : lanes_) {
+    if (lane && !lane->idle()) return false;
+  }
+  return true;
+}
+
+void ShmPort::abort(std::string_view) {
+  for (auto& lane : lanes_) {
+    if (lane) lane->forget_user_memory();
+  }
+}
+
+void ShmPort::close() {
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    if (!lanes_[peer]) continue;
+    lanes_[peer]->say_goodbye();
+    if (lanes_[peer]->take_dirty()) {
+      std::atomic_thread_fence(std::memory_order_seq_cst);
+      ring(peer);
+    }
+  }
+}
+
+std::vector<std::pair<std::string, uint64_t>> ShmPort::counters() const {
+  ShmLane::Counters sum{};
+  for (const auto& lane : lanes_) {
+    if (!lane) continue;
+    const ShmLane::Counters& one = lane->counters();
+    sum.eager_sent += one.eager_sent;
+    sum.eager_received += one.eager_received;
+    sum.fragments_sent += one.fragments_sent;
+    sum.fragments_received += one.fragments_received;
+    sum.bytes_sent += one.bytes_sent;
+    sum.bytes_received += one.bytes_received;
+    sum.ring_full += one.ring_full;
+  }
+  return {{"shm_bytes_sent", sum.bytes_sent},
+          {"shm_bytes_received", sum.bytes_received},
+          {"shm_eager_sent", sum.eager_sent},
+          {"shm_eager_received", sum.eager_received},
+          {"shm_fragments_sent", sum.fragments_sent},
+          {"shm_fragments_received", sum.fragments_received},
+          {"shm_ring_full", sum.ring_full}};
+}
+
+}  // namespace sennit

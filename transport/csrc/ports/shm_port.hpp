@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shared-memory port: lanes to the ranks of this host, one doorbell to sleep on.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "messages/lane.hpp"
+#include "ports/shm_lane.hpp"
+
+namespace sennit {
+
+class ShmPort final : public Port {
+ public:
+  // Throws std::system_error when /dev/shm cannot hold the segment.
+  ShmPort(uint32_t rank, uint32_t world);
+  ~ShmPort() override;
+
+  std::vector<std::byte> offer() const { return segment_.offer(); }
+  // Opens a peer's segment. False: no common memory with that rank.
+  bool accept(uint32_t peer, std::span<const std::byte> offer);
+  // Makes the lane to an accepted peer.
+  void connect(uint32_t peer, LaneSink& sink);
+  Lane& lane(uint32_t peer) { return *lanes_.at(peer); }
+  uint32_t lane_count() const { return lane_count_; }
+  // Every peer has opened the segment: its name may go.
+  void unlink() { segment_.unlink(); }
+
+  // Sleeping. prepare_sleep announces it; the caller then makes one more progress round and, if nothing
+  // moved, sleeps; a peer's publication after the announcement wakes it.
+  uint32_t prepare_sleep();
+  void sleep(uint32_t ticket, uint64_t timeout_us);
+  void cancel_sleep();
+  // Wakes this rank's own sleeper, from another thread.
+  void wake();
+
+  std::string_view name() const override { return "shm"; }
+  bool progress(uint64_t now_us) override;
+  uint64_t next_timeout_us() const override { return UINT64_MAX; }
+  void append_poll_fds(std::vector<pollfd>&) const override {}
+  bool idle() const override;
+  void abort(std::string_view reason) override;
+  void close() override;
+  std::vector<std::pair<std::string, uint64_t>> counters() const;
+
+ private:
+  void ring(uint32_t peer);
+  void check_peers(uint64_t now_us);
+
+  const uint32_t rank_;
+  const uint32_t world_;
+  ShmSegment segment_;
+  std::vector<ShmSegment> peers_;
+  std::vector<std::unique_ptr<ShmLane>> lanes_;
+  std::vector<bool> lost_;
+  LaneSink* sink_ = nullptr;
+  uint32_t lane_count_ = 0;
+  uint64_t next_check_us_ = 0;
+};
+
+}  // namespace sennit

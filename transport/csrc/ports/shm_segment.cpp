@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/shm_segment.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+#include <system_error>
+#include <utility>
+
+namespace sennit {
+namespace {
+
+constexpr uint64_t SEGMENT_MAGIC = 0x31'30'54'49'4E'4E'45'53;  // "SENNIT01": the layout's revision
+constexpr size_t PAGE_BYTES = 4'096;
+constexpr size_t LINE = 64;
+
+uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+uint64_t random_u64() {
+  uint64_t value = 0;
+  if (getrandom(&value, sizeof value, 0) != sizeof value)
+    throw std::system_error(errno, std::generic_category(), "getrandom");
+  return value;
+}
+
+std::string path_of(uint64_t nonce) {
+  char name[48];
+  std::snprintf(name, sizeof name, "/dev/shm/sennit-%016llx", static_cast<unsigned long long>(nonce));
+  return name;
+}
+
+[[noreturn]] void fail(const char* what, int error) { throw std::system_error(error, std::generic_category(), what); }
+
+}  // namespace
+
+uint64_t this_process_id() {
+  // A forked child must not pass for its parent: keyed by pid.
+  static pid_t owner = 0;
+  static uint64_t id = 0;
+  if (owner != getpid()) {
+    id = random_u64();
+    owner = getpid();
+  }
+  return id;
+}
+
+ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
+  const uint32_t peers = std::max(1u, world - 1);
+  const uint64_t bulk_bytes =
+      std::clamp(BULK_BUDGET_BYTES / peers / PAGE_BYTES * PAGE_BYTES, BULK_RING_MIN_BYTES, BULK_RING_MAX_BYTES);
+  const uint64_t stride = round_up(sizeof(ShmInboxHeader), LINE) + CONTROL_RING_BYTES + bulk_bytes;
+  ShmSegment segment;
+  segment.mine_ = true;
+  segment.size_bytes_ = round_up(round_up(sizeof(ShmSegmentHeader), LINE) + stride * world, PAGE_BYTES);
+  const std::string path = path_of(nonce);
+  segment.fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (segment.fd_ < 0) fail("cannot create a file in /dev/shm", errno);
+  segment.path_ = path;
+  if (ftruncate(segment.fd_, static_cast<off_t>(segment.size_bytes_)) != 0)
+    fail("cannot size the shared-memory segment", errno);
+  // Reserve the pages of all peers' inboxes now: running out later would be a SIGBUS. Our own slot stays a hole.
+  const uint64_t first = round_up(sizeof(ShmSegmentHeader), LINE);
+  for (uint32_t peer = 0; peer < world; ++peer) {
+    if (peer == rank && world > 1) continue;
+    const int error = posix_fallocate(segment.fd_, static_cast<off_t>(peer == 0 ? 0 : first + stride * peer),
+                                      static_cast<off_t>(stride + (peer == 0 ? first : 0)));
+    if (error != 0) fail("/dev/shm is too small for this rank's inboxes", error);
+  }
+  if (rank == 0 && posix_fallocate(segment.fd_, 0, static_cast<off_t>(first)) != 0) fail("/dev/shm is full", ENOSPC);
+  void* base = mmap(nullptr, segment.size_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, segment.fd_, 0);
+  if (base == MAP_FAILED) fail("cannot map the shared-memory segment", errno);
+  segment.base_ = static_cast<std::byte*>(base);
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  if (fcntl(segment.fd_, F_SETLK, &lock) != 0) fail("cannot lock the shared-memory segment", errno);
+  auto* header = new (segment.base_) ShmSegmentHeader{};
+  header->rank = rank;
+  header->world = world;
+  header->bulk_bytes = bulk_bytes;
+  header->inbox_stride = stride;
+  header->process_id = this_process_id();
+  header->nonce = nonce;
+  header->magic = SEGMENT_MAGIC;
+  return segment;
+}
+
+ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uint32_t world) {
+  uint64_t nonce = 0;
+  if (offer.size() != sizeof nonce) return {};
+  std::memcpy(&nonce, offer.data(), sizeof nonce);
+  ShmSegment segment;
+  segment.fd_ = ::open(path_of(nonce).c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (segment.fd_ < 0) return {};
+  struct stat info {};
+  if (fstat(segment.fd_, &info) != 0 || info.st_size < static_cast<off_t>(sizeof(ShmSegmentHeader))) return {};
+  segment.size_bytes_ = static_cast<size_t>(info.st_size);
+  void* base = mmap(nullptr, segment.size_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, segment.fd_, 0);
+  if (base == MAP_FAILED) return {};
+  segment.base_ = static_cast<std::byte*>(base);
+  const ShmSegmentHeader& header = segment.header();
+  const uint64_t needed = round_up(sizeof(ShmSegmentHeader), LINE) + header.inbox_stride * world;
+  if (header.magic != SEGMENT_MAGIC || header.nonce != nonce || header.rank != rank || header.world != world ||
+      header.bulk_bytes < BULK_RING_MIN_BYTES || header.bulk_bytes > BULK_RING_MAX_BYTES ||
+      header.inbox_stride != round_up(sizeof(ShmInboxHeader), LINE) + CONTROL_RING_BYTES + header.bulk_bytes ||
+      needed > segment.size_bytes_) {
+    return {};
+  }
+  return segment;
+}
+
+ShmSegment::ShmSegment(ShmSegment&& other) noexcept { *this = std::move(other); }
+
+ShmSegment& ShmSegment::operator=(ShmSegment&& other) noexcept {
+  if (this != &other) {
+    reset();
+    base_ = std::exchange(other.base_, nullptr);
+    size_bytes_ = std::exchange(other.size_bytes_, 0);
+    fd_ = std::exchange(other.fd_, -1);
+    path_ = std::exchange(other.path_, {});
+    mine_ = std::exchange(other.mine_, false);
+  }
+  return *this;
+}
+
+ShmSegment::~ShmSegment() { reset(); }
+
+void ShmSegment::reset() noexcept {
+  unlink();
+  if (base_ != nullptr) munmap(base_, size_bytes_);
+  if (fd_ >= 0) close(fd_);
+  base_ = nullptr;
+  fd_ = -1;
+}
+
+ShmInbox ShmSegment::inbox(uint32_t from_rank) const {
+  const ShmSegmentHeader& head = header();
+  std::byte* at = base_ + round_up(sizeof(ShmSegmentHeader), LINE) + head.inbox_stride * from_rank;
+  ShmInbox inbox;
+  inbox.header = reinterpret_cast<ShmInboxHeader*>(at);
+  inbox.control = at + round_up(sizeof(ShmInboxHeader), LINE);
+  inbox.bulk = inbox.control + CONTROL_RING_BYTES;
+  inbox.bulk_bytes = head.bulk_bytes;
+  return inbox;
+}
+
+std::vector<std::byte> ShmSegment::offer() const {
+  std::vector<std::byte> bytes(sizeof(uint64_t));
+  std::memcpy(bytes.data(), &header().nonce, sizeof(uint64_t));
+  return bytes;
+}
+
+void ShmSegment::unlink() {
+  if (!path_.empty()) ::unlink(path_.c_str());
+  path_.clear();
+}
+
+bool ShmSegment::owner_alive() const {
+  if (mine_ || header().process_id == this_process_id()) return true;
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  return fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
+}  // namespace sennit

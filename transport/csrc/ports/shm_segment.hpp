@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// One rank's shared-memory segment: its doorbell and one inbox for every peer of this host.
+//
+// A segment is a file in /dev/shm that only this user can open; its name and nonce go to the peers through
+// rendezvous, and it is unlinked once every peer has opened it, so that no crash leaves one behind. Opening
+// it and finding the nonce is the proof that two ranks share memory: containers with the same host name
+// or boot id, but another /dev/shm, fail it and use a network port.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace sennit {
+
+inline constexpr uint64_t CONTROL_RING_BYTES = 65'536;     // records: eager messages, adverts, fragments
+inline constexpr uint64_t BULK_RING_MAX_BYTES = 524'288;   // 4 loans; fits the second-level cache with room to spare
+inline constexpr uint64_t BULK_RING_MIN_BYTES = 262'144;   // 2 loans: one being read, one being written
+inline constexpr uint64_t BULK_BUDGET_BYTES = 16'777'216;  // of all inboxes of a rank
+
+// Written by two processes; every field that both touch sits on its own cache line.
+struct ShmSegmentHeader {
+  uint64_t magic;
+  uint64_t nonce;
+  uint64_t process_id;  // random per process: tells ranks of one process apart from others
+  uint32_t rank;
+  uint32_t world;
+  uint64_t bulk_bytes;
+  uint64_t inbox_stride;
+  alignas(64) std::atomic<uint32_t> doorbell;  // futex word: peers add one and wake
+  std::atomic<uint32_t> sleeping;              // the owner is about to wait on `doorbell`
+};
+
+// Single producer (the peer), single consumer (the owner). Positions only grow; the offset in a
+// ring is position % size.
+struct ShmInboxHeader {
+  alignas(64) std::atomic<uint64_t> control_head;  // producer
+  std::atomic<uint64_t> bulk_head;                 // producer
+  alignas(64) std::atomic<uint64_t> control_tail;  // consumer
+  alignas(64) std::atomic<uint64_t> bulk_tail;     // consumer
+};
+
+struct ShmInbox {
+  ShmInboxHeader* header = nullptr;
+  std::byte* control = nullptr;
+  std::byte* bulk = nullptr;
+  uint64_t bulk_bytes = 0;
+};
+
+class ShmSegment {
+ public:
+  // Makes this rank's segment with an inbox for each of `world` ranks. Throws std::system_error
+  // (ENOSPC when /dev/shm is too small).
+  static ShmSegment create(uint32_t rank, uint32_t world, uint64_t nonce);
+  // Opens a peer's segment from its offer; an empty object when it cannot be reached.
+  static ShmSegment open(std::span<const std::byte> offer, uint32_t rank, uint32_t world);
+
+  ShmSegment() = default;
+  ShmSegment(ShmSegment&& other) noexcept;
+  ShmSegment& operator=(ShmSegment&& other) noexcept;
+  ~ShmSegment();
+
+  explicit operator bool() const { return base_ != nullptr; }
+  ShmSegmentHeader& header() const { return *reinterpret_cast<ShmSegmentHeader*>(base_); }
+  ShmInbox inbox(uint32_t from_rank) const;
+  std::vector<std::byte> offer() const;  // what peers need to open it
+  void unlink();
+  // The owning process still lives. Holds across pid namespaces: the owner keeps a POSIX record lock
+  // (fcntl(2): gone when the process ends, not inherited by fork) on the file.
+  bool owner_alive() const;
+
+ private:
+  void reset() noexcept;
+
+  std::byte* base_ = nullptr;
+  size_t size_bytes_ = 0;
+  int fd_ = -1;
+  std::string path_;  // not empty while the name exists and is ours
+  bool mine_ = false;
+};
+
+// Random per process, fixed after the first call.
+uint64_t this_process_id();
+
+}  // namespace sennit

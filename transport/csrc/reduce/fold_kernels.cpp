@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fold kernels of one instruction set; CMake compiles this file once for each and names it by
+// SENNIT_FOLD_VARIANT. Plain loops that the compiler vectorises, over blocks that stay in the first-level cache.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+#include "reduce/fold.hpp"
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace sennit::SENNIT_FOLD_VARIANT {
+namespace {
+
+// IEEE 754 binary16 to binary32 and back, round to nearest even.
+struct Half {
+  uint16_t bits;
+  using Accumulator = float;
+  static float widen(Half value) {
+#if defined(__F16C__)
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(value.bits)));
+#else
+    const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000u) << 16;
+    const uint32_t magnitude = value.bits & 0x7FFFu;
+    if (magnitude >= 0x7C00u) return std::bit_cast<float>(sign | 0x7F800000u | ((magnitude & 0x3FFu) << 13));
+    if (magnitude >= 0x0400u) return std::bit_cast<float>(sign | ((magnitude + 0x1C000u) << 13));
+    const float subnormal = static_cast<float>(magnitude) * 0x1p-24f;
+    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(subnormal));
+#endif
+  }
+  static Half narrow(float value) {
+#if defined(__F16C__)
+    return {static_cast<uint16_t>(_mm_cvtsi128_si32(_mm_cvtps_ph(_mm_set_ss(value), _MM_FROUND_TO_NEAREST_INT)))};
+#else
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint16_t sign = static_cast<uint16_t>((bits >> 16) & 0x8000u);
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    if (magnitude > 0x7F800000u) return {static_cast<uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu))};
+    if (magnitude >= 0x477FF000u) return {static_cast<uint16_t>(sign | 0x7C00u)};
+    if (magnitude < 0x38800000u) {
+      // Subnormal result: adding 0.5 shifts the mantissa so that the hardware rounds for us.
+      const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+      return {static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(shifted) - 0x3F000000u))};
+    }
+    const uint32_t rounded = magnitude + 0xFFFu + ((magnitude >> 13) & 1u) - 0x38000000u;
+    return {static_cast<uint16_t>(sign | (rounded >> 13))};
+#endif
+  }
+};
+
+// bfloat16: the upper half of a binary32, round to nearest even, NaN stays NaN.
+struct BFloat {
+  uint16_t bits;
+  using Accumulator = float;
+  static float widen(BFloat value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+  static BFloat narrow(float value) {
+    const uint32_t bits = std::bit_cast<uint32_t>(value);
+    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return {static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded)};
+  }
+};
+
+struct Bool {
+  uint8_t bits;
+  using Accumulator = uint8_t;
+  static uint8_t widen(Bool value) { return value.bits != 0; }
+  static Bool narrow(uint8_t value) { return {value}; }
+};
+
+template <class Real>
+struct Complex {
+  Real re, im;
+};
+
+// Element<T>: the stored type, the type sums are kept in, and the way between them.
+template <class T>
+struct Element {
+  using Accumulator = T;
+  static T widen(T value) { return value; }
+  static T narrow(T value) { return value; }
+};
+template <class T>
+requires requires { typename T::Accumulator; }
+struct Element<T> : T {};
+template <>
+struct Element<Complex<Half>> {
+  using Accumulator = Complex<float>;
+  static Complex<float> widen(Complex<Half> value) { return {Half::widen(value.re), Half::widen(value.im)}; }
+  static Complex<Half> narrow(Complex<float> value) { return {Half::narrow(value.re), Half::narrow(value.im)}; }
+};
+
+template <class A>
+inline constexpr bool is_complex = false;
+template <class R>
+inline constexpr bool is_complex<Complex<R>> = true;
+
+// Signed overflow wraps like NumPy's and torch's: computed unsigned.
+template <class A>
+using Wrapping = std::make_unsigned_t<A>;
+
+struct Sum {
+  template <class A>
+  static A apply(A a, A b) {
+    if constexpr (is_complex<A>)
+      return {a.re + b.re, a.im + b.im};
+    else if constexpr (std::is_integral_v<A>)
+      return static_cast<A>(static_cast<Wrapping<A>>(a) + static_cast<Wrapping<A>>(b));
+    else
+      return a + b;
+  }
+};
+struct Product {
+  template <class A>
+  static A apply(A a, A b) {
+    if constexpr (is_complex<A>)
+      return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+    else if constexpr (std::is_integral_v<A>)
+      // Through 64 bits: 16-bit operands would promote to a signed int and overflow it.
+      return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+    else
+      return a * b;
+  }
+};
+struct Min {  // NaN wins, as in torch.minimum
+  template <class A>
+  static A apply(A a, A b) {
+    return (a < b || a != a) ? a : b;
+  }
+};
+struct Max {
+  template <class A>
+  static A apply(A a, A b) {
+    return (a > b || a != a) ? a : b;
+  }
+};
+struct And {
+  template <class A>
+  static A apply(A a, A b) {
+    return static_cast<A>(a & b);
+  }
+};
+struct Or {
+  template <class A>
+  static A apply(A a, A b) {
+    return static_cast<A>(a | b);
+  }
+};
+struct Xor {
+  template <class A>
+  static A apply(A a, A b) {
+    return static_cast<A>(a ^ b);
+  }
+};
+
+template <class A>
+A scaled(A value, double factor) {
+  if constexpr (is_complex<A>)
+    return {value.re * static_cast<decltype(value.re)>(factor), value.im * static_cast<decltype(value.re)>(factor)};
+  else if constexpr (std::is_integral_v<A>)
+    return static_cast<A>(static_cast<uint64_t>(value) * static_cast<uint64_t>(static_cast<int64_t>(factor)));
+  else
+    return value * static_cast<A>(factor);
+}
+
+template <class A>
+A divided(A value, uint32_t divisor) {
+  if constexpr (is_complex<A>) {
+    using Real = decltype(value.re);
+    return {value.re / static_cast<Real>(divisor), value.im / static_cast<Real>(divisor)};
+  } else if constexpr (std::is_integral_v<A>) {
+    // Truncates toward zero. 128 bits hold any value and any world size.
+    return static_cast<A>(static_cast<__int128>(value) / static_cast<__int128>(divisor));
+  } else {
+    return value / static_cast<A>(divisor);
+  }
+}
+
+enum class Finish { none, divide };
+enum class Prepare { none, scale };
+
+template <class T, class Op, Prepare prepare, Finish finish>
+void fold(const FoldArguments& arguments) {
+  using E = Element<T>;
+  using A = typename E::Accumulator;
+  // 16 KiB of accumulators: fits the first-level cache beside one block of every source.
+  constexpr uint64_t BLOCK = 16'384 / sizeof(A);
+  alignas(64) A accumulator[BLOCK];
+  T* destination = static_cast<T*>(arguments.destination);
+  const double factor = arguments.scalar;
+  const uint32_t divisor = arguments.world;
+  auto load = [factor](T value) {
+    A wide = E::widen(value);
+    if constexpr (prepare == Prepare::scale) wide = scaled(wide, factor);
+    return wide;
+  };
+  auto store = [divisor](A value) {
+    if constexpr (finish == Finish::divide) value = divided(value, divisor);
+    return E::narrow(value);
+  };
+  (void)factor;
+  (void)divisor;
+  // The destination may be one of the sources: reads and writes meet only at the same index, so the
+  // loops carry no dependence (ivdep), and the compiler need not test for overlap.
+  if (arguments.source_count == 1) {
+    const T* a = static_cast<const T*>(arguments.sources[0]);
+#pragma GCC ivdep
+    for (uint64_t i = 0; i < arguments.count; ++i) destination[i] = store(load(a[i]));
+    return;
+  }
+  if (arguments.source_count == 2) {
+    const T* a = static_cast<const T*>(arguments.sources[0]);
+    const T* b = static_cast<const T*>(arguments.sources[1]);
+#pragma GCC ivdep
+    for (uint64_t i = 0; i < arguments.count; ++i) destination[i] = store(Op::apply(load(a[i]), load(b[i])));
+    return;
+  }
+  for (uint64_t start = 0; start < arguments.count; start += BLOCK) {
+    const uint64_t length = std::min(BLOCK, arguments.count - start);
+    const T* a = static_cast<const T*>(arguments.sources[0]) + start;
+    const T* b = static_cast<const T*>(arguments.sources[1]) + start;
+    for (uint64_t i = 0; i < length; ++i) accumulator[i] = Op::apply(load(a[i]), load(b[i]));
+    for (uint32_t s = 2; s < arguments.source_count; ++s) {
+      const T* c = static_cast<const T*>(arguments.sources[s]) + start;
+      for (uint64_t i = 0; i < length; ++i) accumulator[i] = Op::apply(accumulator[i], load(c[i]));
+    }
+    for (uint64_t i = 0; i < length; ++i) destination[start + i] = store(accumulator[i]);
+  }
+}
+
+template <class T, class Op, Prepare prepare = Prepare::none, Finish finish = Finish::none>
+constexpr FoldKernel kernel = &fold<T, Op, prepare, finish>;
+
+template <class T>
+FoldKernel arithmetic(sennit_reduce reduce) {
+  switch (reduce) {
+    case SENNIT_SUM:
+      return kernel<T, Sum>;
+    case SENNIT_AVG:
+      return kernel<T, Sum, Prepare::none, Finish::divide>;
+    case SENNIT_PRODUCT:
+      return kernel<T, Product>;
+    case SENNIT_PREMUL_SUM:
+      return kernel<T, Sum, Prepare::scale>;
+    default:
+      return nullptr;
+  }
+}
+
+template <class T>
+FoldKernel ordered(sennit_reduce reduce) {
+  switch (reduce) {
+    case SENNIT_MIN:
+      return kernel<T, Min>;
+    case SENNIT_MAX:
+      return kernel<T, Max>;
+    default:
+      return arithmetic<T>(reduce);
+  }
+}
+
+template <class T>
+FoldKernel integer(sennit_reduce reduce) {
+  switch (reduce) {
+    case SENNIT_BAND:
+      return kernel<T, And>;
+    case SENNIT_BOR:
+      return kernel<T, Or>;
+    case SENNIT_BXOR:
+      return kernel<T, Xor>;
+    default:
+      return ordered<T>(reduce);
+  }
+}
+
+// Truth values: a sum is "any", a product is "all".
+FoldKernel logical(sennit_reduce reduce) {
+  switch (reduce) {
+    case SENNIT_SUM:
+    case SENNIT_MAX:
+    case SENNIT_BOR:
+      return kernel<Bool, Or>;
+    case SENNIT_PRODUCT:
+    case SENNIT_MIN:
+    case SENNIT_BAND:
+      return kernel<Bool, And>;
+    case SENNIT_BXOR:
+      return kernel<Bool, Xor>;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace
+
+FoldKernel find(sennit_dtype dtype, sennit_reduce reduce) {
+  switch (dtype) {
+    case SENNIT_U8:
+      return integer<uint8_t>(reduce);
+    case SENNIT_I8:
+      return integer<int8_t>(reduce);
+    case SENNIT_I16:
+      return integer<int16_t>(reduce);
+    case SENNIT_U16:
+      return integer<uint16_t>(reduce);
+    case SENNIT_I32:
+      return integer<int32_t>(reduce);
+    case SENNIT_U32:
+      return integer<uint32_t>(reduce);
+    case SENNIT_I64:
+      return integer<int64_t>(reduce);
+    case SENNIT_U64:
+      return integer<uint64_t>(reduce);
+    case SENNIT_F16:
+      return ordered<Half>(reduce);
+    case SENNIT_BF16:
+      return ordered<BFloat>(reduce);
+    case SENNIT_F32:
+      return ordered<float>(reduce);
+    case SENNIT_F64:
+      return ordered<double>(reduce);
+    case SENNIT_C32:
+      return arithmetic<Complex<Half>>(reduce);
+    case SENNIT_C64:
+      return arithmetic<Complex<float>>(reduce);
+    case SENNIT_C128:
+      return arithmetic<Complex<double>>(reduce);
+    case SENNIT_BOOL:
+      return logical(reduce);
+  }
+  return nullptr;
+}
+
+}  // namespace sennit::SENNIT_FOLD_VARIANT
