@@ -3,10 +3,13 @@
 
 import importlib.metadata
 import json
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 import sennit
 
@@ -17,6 +20,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A multi-path transport for torch.distributed, and a DLRM trainer that uses it.",
 )
+
+
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit beside its peers in one run.")
+app.add_typer(bench, name="bench")
+
+# A file or a pipe has no width of its own; the widest table here takes this much.
+PIPE_WIDTH = 160
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 @app.command()
@@ -30,9 +44,55 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(doctor.as_json(findings), indent=2, ensure_ascii=False))
     else:
-        doctor.render(findings, Console())
+        doctor.render(findings, _console())
     if not doctor.healthy(findings):
         raise typer.Exit(1)
+
+
+@bench.command()
+def collectives(
+    against: Annotated[list[str] | None, typer.Option(help="peer: gloo or openmpi; may be given twice")] = None,
+    transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
+    world: Annotated[int, typer.Option(help="ranks, all on this machine", min=2)] = 2,
+    sizes: Annotated[str, typer.Option(help="bytes of a rank's larger buffer")] = "4KiB,64KiB,1MiB,16MiB,64MiB",
+    only: Annotated[str | None, typer.Option(help="collectives, comma-separated; all without")] = None,
+    rounds: Annotated[int, typer.Option(help="samples of every case and peer", min=1)] = 15,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="draw the figure here (.png, .svg, .pdf)")] = None,
+) -> None:
+    """Time the four collectives of recommendation training; the ratio comes first."""
+    from sennit.testbed.bench import cases, collectives, report
+    from sennit.testbed.bench.conductor import WorkerError
+
+    try:
+        settings = collectives.Settings(
+            transport=transport,
+            world=world,
+            against=tuple(against or ("gloo",)),
+            collectives=tuple(
+                cases.Collective(name.strip()) for name in (only or ",".join(cases.Collective)).split(",")
+            ),
+            sizes_bytes=tuple(cases.parse_size(size) for size in sizes.split(",")),
+            rounds=rounds,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    console = _console()
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=None)
+            result = collectives.run(
+                settings,
+                lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+            )
+    except WorkerError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    report.render(result, console)
+    if json_path is not None:
+        json_path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+    if plot_path is not None:
+        report.plot(result, plot_path)
 
 
 @app.command()

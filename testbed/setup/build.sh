@@ -24,7 +24,7 @@ fail() { printf 'build: error: %s\n' "$*" >&2; exit 1; }
 # Runs a long command with its output in the log; on failure shows the end of it.
 quietly() {
   if ! "$@" >"$LOG" 2>&1; then
-    tail -n 60 "$LOG" >&2
+    tail -n 40 "$LOG" >&2
     fail "'$1 $2 ...' failed; the whole output is in $LOG"
   fi
 }
@@ -123,12 +123,12 @@ if [ $((memory_gib / 2)) -lt "$jobs" ]; then jobs=$((memory_gib / 2 > 0 ? memory
 export CMAKE_BUILD_PARALLEL_LEVEL=$jobs CMAKE_GENERATOR=Ninja
 if command -v ccache >/dev/null; then export CMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER-ccache}; fi
 
-packages_key="$(digest pyproject.toml) $EXTRAS $torch"
-if ! fresh packages "$packages_key"; then
+packages_key="$(digest pyproject.toml) $torch"
+if ! fresh "packages-$EXTRAS" "$packages_key"; then
   say "installing Python packages: $EXTRAS"
   "$VENV/bin/python" testbed/setup/requirements.py "$EXTRAS" >build/requirements.txt
   quietly "${pip[@]}" install -c build/constraints.txt -r build/requirements.txt
-  stamp packages "$packages_key"
+  stamp "packages-$EXTRAS" "$packages_key"
 fi
 
 mapfile -t cmake_files < <(find CMakeLists.txt transport runtime ebpf -name CMakeLists.txt | sort)

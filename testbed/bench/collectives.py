@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit bench collectives`: the four collectives of recommendation training, sennit beside its peers.
+
+A round measures every peer once, one after the other, in an order that turns from round to round; a sample is
+the time of the slowest rank. Small sizes run many times within one sample.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+from sennit.testbed.bench import machine
+from sennit.testbed.bench.cases import Case, Collective, format_size
+from sennit.testbed.bench.commands import Allocate, Join, Measure, ReadPeak, ResetPeak, Verify
+from sennit.testbed.bench.conductor import Workers
+from sennit.testbed.bench.results import OURS, Report, Row
+
+TORCH_PEERS = ("gloo",)
+PEERS = (*TORCH_PEERS, "openmpi")
+SAMPLE_S = 0.05  # how long one sample should take; long against a scheduler's time slice
+MAX_ITERATIONS = 2_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to run."""
+
+    transport: str = "auto"
+    """Value of SENNIT_TRANSPORT in the workers."""
+
+    world: int = 2
+    """Ranks, all on this machine."""
+
+    against: tuple[str, ...] = ("gloo",)
+    """Peers, from `PEERS`."""
+
+    collectives: tuple[Collective, ...] = tuple(Collective)
+
+    sizes_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
+    """As `Case.size_bytes`."""
+
+    rounds: int = 15
+    """Samples of every case and peer."""
+
+    def __post_init__(self) -> None:
+        if self.world < 2:
+            raise ValueError(f"world {self.world}: a collective takes at least 2 ranks")
+        if self.rounds < 1:
+            raise ValueError(f"rounds {self.rounds}: at least 1")
+        unknown = set(self.against) - set(PEERS)
+        if unknown:
+            raise ValueError(f"peers {sorted(unknown)}: known are {', '.join(PEERS)}")
+        for case in self.cases():
+            case.elements(self.world)
+
+    def cases(self) -> list[Case]:
+        return [Case(collective, size) for collective in self.collectives for size in self.sizes_bytes]
+
+    def environment(self) -> dict[str, str]:
+        """All ranks are here, so the traffic of sennit and of gloo stays on loopback unless the user says otherwise."""
+        environment = {"SENNIT_TRANSPORT": self.transport}
+        for name in ("SENNIT_INTERFACES", "GLOO_SOCKET_IFNAME"):
+            environment[name] = os.environ.get(name, "lo")
+        return environment
+
+
+def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report:
+    """Measures all cases; `progress(what, done, total)` is called before each."""
+    report = Report(settings=asdict(settings), machine=machine.describe())
+    cases = settings.cases()
+    with ExitStack() as stack:
+        torch_workers = stack.enter_context(
+            Workers(library="torch", world=settings.world, environment=settings.environment())
+        )
+        workers = dict.fromkeys((OURS, *TORCH_PEERS), torch_workers)
+        if "openmpi" in settings.against:
+            workers["openmpi"] = stack.enter_context(Workers(library="openmpi", world=settings.world, environment={}))
+        peers = [OURS, *settings.against]
+        for peer in peers:
+            workers[peer].ask(Join(peer))
+        for done, case in enumerate(cases):
+            progress(f"{case.collective} {format_size(case.size_bytes)}", done, len(cases))
+            report.rows.append(_measure_case(case, peers, workers, settings.rounds))
+    progress("memory", len(cases), len(cases))
+    report.memory_growth_bytes = memory_growth_bytes(settings)
+    return report
+
+
+def _measure_case(case: Case, peers: list[str], workers: dict[str, Workers], rounds: int) -> Row:
+    iterations = {}
+    for peer in peers:
+        workers[peer].ask(Verify(peer, case))
+        # The second estimate starts warm: caches of plans and buffers are filled by the first.
+        workers[peer].ask(Measure(peer, case, 1))
+        once_s = max(workers[peer].ask(Measure(peer, case, 3)))
+        iterations[peer] = max(1, min(MAX_ITERATIONS, round(SAMPLE_S / once_s)))
+    samples: dict[str, list[float]] = {peer: [] for peer in peers}
+    for order in _orders(peers, rounds):
+        for peer in order:
+            samples[peer].append(max(workers[peer].ask(Measure(peer, case, iterations[peer]))))
+    return Row(case, samples)
+
+
+def _orders(peers: list[str], rounds: int) -> Iterator[list[str]]:
+    """Every peer is first, second, … equally often."""
+    for turn in range(rounds):
+        first = turn % len(peers)
+        yield peers[first:] + peers[:first]
+
+
+def memory_growth_bytes(settings: Settings) -> int:
+    """Peak resident bytes a rank of sennit takes beyond the tensors, over all collectives at the largest size.
+
+    Counted from before the group is made, in fresh workers; shared memory that a rank touches is counted as its own.
+    """
+    growth = 0
+    for collective in settings.collectives:
+        case = Case(collective, max(settings.sizes_bytes))
+        with Workers(library="torch", world=settings.world, environment=settings.environment()) as workers:
+            workers.ask(Allocate(case))
+            before = workers.ask(ResetPeak())
+            workers.ask(Join(OURS))
+            workers.ask(Measure(OURS, case, 3))
+            after = workers.ask(ReadPeak())
+            growth = max(growth, *(int(high - low) for low, high in zip(before, after, strict=True)))
+    return growth

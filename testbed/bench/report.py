@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shows a benchmark's numbers: a table for the terminal, a figure for a page; the ratio comes first."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from sennit.testbed.bench.cases import format_size
+from sennit.testbed.bench.results import OURS, Report, Row
+
+# Okabe & Ito's palette: told apart also by those who see no red or no green.
+COLOURS = {OURS: "#0072B2", "gloo": "#E69F00", "openmpi": "#009E73"}
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits with a unit: '12.3 ms'."""
+    for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+        if seconds < limit:
+            return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:.0f} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def _cell(row: Row, peer: str) -> str:
+    low, high = row.spread_s(peer)
+    return f"{format_seconds(row.median_s(peer))}  ({format_seconds(low)} – {format_seconds(high)})"
+
+
+def render(report: Report, console: Console) -> None:
+    """One line a case: how many times faster than each peer, then the medians and spreads."""
+    peers = report.peers()
+    table = Table(title=_title(report), caption=_caption(report), caption_justify="left")
+    table.add_column("collective", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    for peer in peers:
+        table.add_column(f"{peer} / sennit", justify="right", no_wrap=True)
+    for peer in (OURS, *peers):
+        table.add_column(f"{peer}  (p10 – p90)", justify="right", no_wrap=True)
+    previous = None
+    for row in report.rows:
+        if previous is not None and row.case.collective != previous:
+            table.add_section()
+        ratios = [
+            Text(f"{row.ratio(peer):.2f}×", style="bold green" if row.ratio(peer) >= 1 else "bold red")
+            for peer in peers
+        ]
+        name = row.case.collective.value if row.case.collective != previous else ""
+        cells = [_cell(row, peer) for peer in (OURS, *peers)]
+        table.add_row(name, format_size(row.case.size_bytes), *ratios, *cells)
+        previous = row.case.collective
+    console.print(table)
+
+
+def _title(report: Report) -> str:
+    settings = report.settings
+    return f"{settings['world']} ranks on one machine, transport {settings['transport']}, {settings['rounds']} rounds"
+
+
+def _caption(report: Report) -> str:
+    lines = [
+        "ratio: median over rounds, more than 1 means that sennit is faster; times: slowest rank",
+        f"{report.machine['processor']}, {report.machine['cores']} cores, load "
+        + " ".join(f"{load:.1f}" for load in report.machine["load_average"]),  # type: ignore[attr-defined]
+    ]
+    if report.memory_growth_bytes is not None:
+        lines.append(
+            f"peak memory of a sennit rank beyond the user's tensors: {report.memory_growth_bytes / (1 << 20):.1f} MiB"
+        )
+    return "\n".join(lines)
+
+
+def plot(report: Report, path: Path) -> None:
+    """One panel a collective: time against size on logarithmic axes, with bands from p10 to p90."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    collectives = list(dict.fromkeys(row.case.collective for row in report.rows))
+    figure, axes = pyplot.subplots(
+        1,
+        len(collectives),
+        figsize=(3.4 * len(collectives) + 0.4, 3.6),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, collective in zip(axes[0], collectives, strict=True):
+        rows = sorted(
+            (row for row in report.rows if row.case.collective == collective), key=lambda row: row.case.size_bytes
+        )
+        sizes = [row.case.size_bytes for row in rows]
+        for peer in (OURS, *report.peers()):
+            spreads = [row.spread_s(peer) for row in rows]
+            axis.fill_between(
+                sizes, [low for low, _ in spreads], [high for _, high in spreads], color=COLOURS[peer], alpha=0.2, lw=0
+            )
+            axis.plot(sizes, [row.median_s(peer) for row in rows], marker="o", ms=4, color=COLOURS[peer], label=peer)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(sizes, [format_size(size) for size in sizes], rotation=45, ha="right")
+        axis.minorticks_off()
+        axis.set_title(collective.value.replace("_", " "))
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("time of an operation, slowest rank")
+    axes[0][0].yaxis.set_major_formatter(lambda seconds, _: format_seconds(seconds))
+    axes[0][-1].legend(frameon=False)
+    figure.suptitle(_title(report))
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

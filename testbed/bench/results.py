@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of one run: samples by peer, their median and spread, and the ratio to sennit."""
+
+import statistics
+from dataclasses import dataclass, field
+
+from sennit.testbed.bench.cases import Case
+
+OURS = "sennit"
+
+
+def quantile(samples: list[float], fraction: float) -> float:
+    """Linear interpolation between the nearest ranks; `fraction` in 0..1."""
+    ordered = sorted(samples)
+    position = fraction * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+@dataclass(frozen=True)
+class Row:
+    """All rounds of one case. A sample is seconds an operation took on the slowest rank of that round."""
+
+    case: Case
+    samples_s: dict[str, list[float]]
+
+    def median_s(self, peer: str) -> float:
+        return statistics.median(self.samples_s[peer])
+
+    def spread_s(self, peer: str) -> tuple[float, float]:
+        """The 10th and the 90th percentile."""
+        return quantile(self.samples_s[peer], 0.1), quantile(self.samples_s[peer], 0.9)
+
+    def ratio(self, peer: str) -> float:
+        """How many times faster sennit was: the median over rounds of peer / sennit.
+
+        Taken round by round, because the two of a round ran within a second of each other.
+        """
+        return statistics.median(
+            theirs / ours for theirs, ours in zip(self.samples_s[peer], self.samples_s[OURS], strict=True)
+        )
+
+
+@dataclass
+class Report:
+    """One run of the benchmark, with what is needed to read it later."""
+
+    settings: dict[str, object]
+    machine: dict[str, object]
+    rows: list[Row] = field(default_factory=list)
+    memory_growth_bytes: int | None = None
+    """Peak resident memory of sennit beyond the user's tensors, largest over ranks."""
+
+    def peers(self) -> list[str]:
+        return [peer for peer in self.rows[0].samples_s if peer != OURS] if self.rows else []
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "schema": 1,
+            "unit": "seconds per operation, slowest rank of the round",
+            "settings": self.settings,
+            "machine": self.machine,
+            "memory_growth_bytes": self.memory_growth_bytes,
+            "rows": [
+                {
+                    "collective": row.case.collective.value,
+                    "size_bytes": row.case.size_bytes,
+                    "ratio": {peer: row.ratio(peer) for peer in self.peers()},
+                    "median_s": {peer: row.median_s(peer) for peer in row.samples_s},
+                    "p10_p90_s": {peer: row.spread_s(peer) for peer in row.samples_s},
+                    "samples_s": row.samples_s,
+                }
+                for row in self.rows
+            ],
+        }

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.distributed backends in a benchmark worker: sennit and gloo, two groups over the same ranks."""
+
+import datetime
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import sennit  # noqa: F401  (registers the backend also where torch's autoload is switched off)
+from sennit.testbed.bench.cases import Case, Collective
+
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+class TorchPeer:
+    """One rank with a process group for each backend it was told to join."""
+
+    def __init__(self, *, rank: int, world: int, store_path: str) -> None:
+        torch.set_num_threads(1)
+        self.rank = rank
+        self.world = world
+        self._store_path = store_path
+        self._groups: dict[str, dist.ProcessGroup] = {}
+        self._tensors: dict[Case, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def join(self, peer: str) -> None:
+        if not dist.is_initialized():
+            url = f"file://{self._store_path}"
+            dist.init_process_group(peer, init_method=url, rank=self.rank, world_size=self.world, timeout=TIMEOUT)
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(backend=peer, timeout=TIMEOUT)
+        assert isinstance(group, dist.ProcessGroup)
+        self._groups[peer] = group
+
+    def barrier(self, peer: str) -> None:
+        dist.barrier(group=self._groups[peer])
+
+    def prepare(self, peer: str, case: Case) -> Callable[[], None]:
+        if case not in self._tensors:
+            # One case at a time: the benchmark's own memory stays two buffers.
+            self._tensors.clear()
+            given, got = case.elements(self.world)
+            # Zeros stay zeros however often they are summed; `fill_` touches every page.
+            self._tensors[case] = torch.empty(given).fill_(0.0), torch.empty(got).fill_(0.0)
+        return self._operation(peer, case, *self._tensors[case])
+
+    def _operation(self, peer: str, case: Case, given: torch.Tensor, got: torch.Tensor) -> Callable[[], None]:
+        group = self._groups.get(peer)
+        match case.collective:
+            case Collective.ALLREDUCE:
+                return functools.partial(dist.all_reduce, given, group=group)
+            case Collective.ALLTOALL:
+                return functools.partial(dist.all_to_all_single, got, given, group=group)
+            case Collective.REDUCE_SCATTER:
+                return functools.partial(dist.reduce_scatter_tensor, got, given, group=group)
+            case Collective.ALL_GATHER:
+                return functools.partial(dist.all_gather_into_tensor, got, given, group=group)
+
+    def verify(self, peer: str, case: Case) -> None:
+        given_count, got_count = case.elements(self.world)
+        # Small whole numbers: float32 sums them exactly, in any order.
+        position = torch.arange(given_count) % 1024
+        given = (position + self.rank).float()
+        got = torch.full((got_count,), -1.0)
+        self._operation(peer, case, given, got)()
+        part = got_count // self.world
+        ranks = range(self.world)
+        match case.collective:
+            case Collective.ALLREDUCE:
+                got, expected = given, (position * self.world + sum(ranks)).float()
+            case Collective.ALLTOALL:
+                mine = position[self.rank * part : (self.rank + 1) * part]
+                expected = torch.cat([(mine + rank).float() for rank in ranks])
+            case Collective.REDUCE_SCATTER:
+                mine = position[self.rank * got_count : (self.rank + 1) * got_count]
+                expected = (mine * self.world + sum(ranks)).float()
+            case Collective.ALL_GATHER:
+                expected = torch.cat([(position + rank).float() for rank in ranks])
+        if not torch.equal(got, expected):
+            wrong = int((got != expected).sum())
+            raise RuntimeError(f"{peer} {case.collective} of {case.size_bytes} bytes: {wrong} wrong elements")
+
+    def stop(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
