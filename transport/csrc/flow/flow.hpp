@@ -5,26 +5,42 @@
 // out. What drives it: the message layer (send_eager, advertise, transfer), a packet (locate, on_data,
 // on_control), a timer (next_timeout_us, on_timeout). The same object code runs under the udp, verbs and
 // sim ports. Protocol: docs/wire.md.
+//
+// How a port drives one:
+//   arrival   data: locate -> place the bytes -> on_data (also for Verdict::duplicate, which must be
+//             acknowledged again; nothing for a refused one). Control: on_control.
+//   then      poll_event until false
+//   then      poll_data until 0, poll_control until 0, on_timeout when now_us >= next_timeout_us()
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "messages/lane.hpp"
 
 namespace sennit::flow {
 
+// The most a control payload may take: poll_control wants this much room.
+inline constexpr size_t CONTROL_MAX_BYTES = 4'096;
+// In front of the data of an eager packet.
+inline constexpr uint32_t EAGER_HEADER_BYTES = 32;
+
 struct FlowConfig {
-  uint32_t path_count = 4;             // entropies sprayed over, 1..256
-  uint32_t payload_max_bytes = 4'096;  // data packet payload, multiple of 4
-  uint32_t eager_slot_count = 64;      // receive ring for eager packets, power of two
-  uint64_t seed = 0;
+  uint32_t path_count = 4;                // entropies sprayed over, 1..256
+  uint32_t payload_max_bytes = 4'096;     // data packet payload, multiple of 4; equal on both sides
+  uint32_t eager_slot_count = 64;         // receive ring for eager packets, power of two, 8..4,096; equal on both sides
+  uint32_t window_bytes = 1'048'576;      // most data in flight, counted in full packets
+  uint32_t ack_every_packets = 32;        // acknowledge at the latest after so many data packets ...
+  uint32_t ack_delay_us = 100;            // ... or after this time
+  uint64_t peer_timeout_us = 10'000'000;  // silence in the middle of a bulk message that means a dead peer
+  uint64_t seed = 0;                      // the first path
 };
 
 // One data packet to send: UC RDMA WRITE ONLY with immediate. The payload stays valid until the next
-// call that can complete its message (on_control).
+// call that can complete its message (on_control, abort).
 struct DataOut {
   uint64_t remote_address;
   uint32_t rkey;
@@ -37,7 +53,7 @@ struct DataOut {
 struct Placement {
   std::byte* destination;  // null: do not place (duplicate or refused)
   uint32_t immediate;
-  uint64_t address;        // expected RETH.va
+  uint64_t address;  // expected RETH.va
   uint32_t size_bytes;
 };
 
@@ -45,17 +61,18 @@ enum class Verdict : uint8_t { place, duplicate, bad_key, bad_range, bad_slot };
 
 struct Event {
   enum class Kind : uint8_t { eager, advert, received, sent, peer_lost } kind;
-  MessageHeader header;
+  MessageHeader header;   // eager, advert, received
   uint32_t flags;         // eager
   uint64_t id;            // advert: advert id; received: receive id; sent: send id
   const std::byte* data;  // eager: valid until the next poll_event; received: the destination
-  const char* reason;     // peer_lost
+  uint32_t data_bytes;    // eager: bytes at `data` (0 for EAGER_REQUEST, whatever header.size_bytes says)
+  const char* reason;     // peer_lost; valid as long as the flow
 };
 
-struct FlowCounters {     // one field a counter; names follow the RDMA hw_counters where one exists
+struct FlowCounters {  // one field a counter; names follow the RDMA hw_counters where one exists
   uint64_t data_packets_sent, data_packets_received, data_bytes_sent, data_bytes_received;
   uint64_t control_packets_sent, control_packets_received;
-  uint64_t retransmitted_packets, duplicate_packets, out_of_sequence, local_ack_timeout_err;
+  uint64_t retransmitted_packets, duplicate_packets, out_of_sequence, local_ack_timeout_err, tail_probe_packets;
   uint64_t bad_key_packets, bad_range_packets, bad_slot_packets, bad_control_packets;
   uint64_t rtt_us, rto_us;
 };
@@ -64,38 +81,47 @@ class Flow {
  public:
   // `eager_memory`: eager_slot_count * payload_max_bytes bytes that the peer writes eager packets into
   // (a registered region under verbs); its address and key go to the peer through rendezvous.
+  // Throws std::invalid_argument for a configuration out of range.
   Flow(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey);
   ~Flow();
   Flow(const Flow&) = delete;
   Flow& operator=(const Flow&) = delete;
-  // What the peer's rendezvous said of its eager ring.
+  // What the peer's rendezvous said of its eager ring. Before the first poll_data.
   void set_remote_eager(uint64_t address, uint32_t rkey);
 
-  // Message side (see messages/lane.hpp for the meaning).
+  // Message side (see messages/lane.hpp for the meaning). The peer's advertised address is `destination`
+  // itself. `destination` may be null for a message of size 0 only.
   uint64_t eager_max_bytes() const;
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data, uint64_t now_us);
-  void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint32_t rkey, uint64_t now_us);
+  void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint32_t rkey,
+                 uint64_t now_us);
   void transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes, uint64_t now_us);
   bool poll_event(Event& out);
-  // The last eager event could not be taken: hold it and offer it again at the next poll_event round.
+  // The last eager event could not be taken: no eager event until poll_event has returned false once,
+  // then the same one again.
   void defer_eager();
 
   // Wire side. poll_data fills up to out.size() packets that all go on one path (a GSO batch: all but the
-  // last have payload_max_bytes) and returns how many; poll_control writes one control payload and
-  // returns its size, 0 when none is due.
+  // last have payload_max_bytes) and returns how many; poll_control writes one control payload (`out` of
+  // CONTROL_MAX_BYTES) and returns its size, 0 when none is due.
   size_t poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path);
   size_t poll_control(uint64_t now_us, std::span<std::byte> out, uint32_t& path);
+  // Counts what it refuses; changes nothing else.
   Verdict locate(uint32_t immediate, uint64_t address, uint32_t rkey, uint32_t size_bytes, Placement& out) const;
-  // The packets most likely to arrive next, so that a port can receive straight into place.
+  // The packets most likely to arrive next, so that a port can receive straight into place. Only places
+  // without valid bytes: a wrong packet may land there before it is checked.
   size_t predict(std::span<Placement> out) const;
   void on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t size_bytes);
   void on_control(uint64_t now_us, uint32_t path, std::span<const std::byte> payload);
+  // 0: there is something to send now.
   uint64_t next_timeout_us() const;
   void on_timeout(uint64_t now_us);
+  // The port knows that the peer is gone (connection refused, device removed).
+  void on_peer_failed(std::string_view reason);
 
-  bool idle() const;                       // nothing sent is unacknowledged
-  void abort(std::string_view reason);     // forget all user memory; the next control says why
-  void close();                            // the next control says goodbye
+  bool idle() const;                    // nothing sent is unacknowledged
+  void abort(std::string_view reason);  // forget all user memory; the next controls say why
+  void close();                         // the next controls say goodbye
   const FlowCounters& counters() const;
   std::string describe() const;
 

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// The immediate of a data packet, and the sequence numbers behind it (docs/wire.md, Flow).
+//
+// A verbs completion shows immediate, length and queue pair, but not the RETH: so the immediate alone
+// names the packet. Sequence numbers are 64 bits wide inside and travel as their low bits.
+#pragma once
+#include <cstdint>
+
+namespace sennit::flow {
+
+inline constexpr uint32_t INDEX_BITS = 20;
+inline constexpr uint32_t INDEX_MASK = (1u << INDEX_BITS) - 1;
+inline constexpr uint32_t EAGER_SLOT = 0;
+inline constexpr uint32_t CREDIT_SLOTS = 4'095;
+// Credits open at a time. Far below CREDIT_SLOTS on purpose: the advert of credit s is only ever sent
+// beside completed_below > s - CREDIT_WINDOW, so a sender that works on s knows that the credit which had
+// the slot of s + CREDIT_WINDOW before is complete, and sends nothing for it any more.
+inline constexpr uint32_t CREDIT_WINDOW = 256;
+// Packets a credit; longer messages take several credits. 64 MiB of 4,096-byte packets: a bitmap of 2 KiB.
+inline constexpr uint32_t CREDIT_MAX_PACKETS = 16'384;
+// A SACK entry shows this many words of 64 packets from the word of the first missing packet on. A sender
+// stays one word inside it, so that every packet in flight can be acknowledged.
+inline constexpr uint32_t SACK_MAX_WORDS = 32;
+inline constexpr uint32_t SACK_REACH_PACKETS = (SACK_MAX_WORDS - 1) * 64;
+
+constexpr uint32_t make_immediate(uint32_t slot, uint32_t index) { return slot << INDEX_BITS | index; }
+constexpr uint32_t slot_of(uint32_t immediate) { return immediate >> INDEX_BITS; }
+constexpr uint32_t index_of(uint32_t immediate) { return immediate & INDEX_MASK; }
+constexpr uint32_t credit_slot(uint64_t credit) { return 1 + static_cast<uint32_t>(credit % CREDIT_SLOTS); }
+
+// Serial arithmetic (RFC 1982): the number nearest to `reference` whose low `BITS` bits are `low`. A number
+// below zero wraps to a huge one, which every range check then refuses.
+template <unsigned BITS>
+constexpr uint64_t nearest(uint32_t low, uint64_t reference) {
+  const uint32_t shift = 32 - BITS;
+  const auto difference = static_cast<int32_t>((low - static_cast<uint32_t>(reference)) << shift) >> shift;
+  return reference + static_cast<uint64_t>(static_cast<int64_t>(difference));
+}
+
+}  // namespace sennit::flow

@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// The receiving side of bulk messages: credits, their bitmaps, and what the control payload says of them.
+//
+// A message is cut into parts of at most CREDIT_MAX_PACKETS packets; each part is one credit. At most
+// CREDIT_WINDOW credits are open, counted from the oldest incomplete one; the rest wait in call order.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "flow/bitmap.hpp"
+#include "flow/control.hpp"
+#include "flow/flow.hpp"
+#include "flow/immediate.hpp"
+#include "flow/sequence_ring.hpp"
+
+namespace sennit::flow {
+
+class Receiver {
+ public:
+  explicit Receiver(const FlowConfig& config);
+
+  void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint32_t rkey);
+
+  Verdict locate(uint32_t immediate, uint64_t address, uint32_t rkey, uint32_t size_bytes, Placement& out) const;
+  // What a completion without RETH can be checked for.
+  Verdict classify(uint32_t immediate, uint32_t size_bytes) const;
+  struct Arrival {
+    bool in_order;
+    bool message_complete;
+    uint64_t credit;
+  };
+  // After classify said `place`. A complete message adds its event to `events`.
+  Arrival on_data(uint32_t immediate, SequenceRing<Event>& events);
+  // The sender repeats itself: its credit's state goes into the next control again.
+  void on_duplicate(uint32_t immediate);
+  size_t predict(std::span<Placement> out) const;
+
+  // Adverts the peer has seen, by its own word or by its data. False: more than there are.
+  bool check_seen(const ControlHeader& header) const;
+  // True when the peer has seen more than before.
+  bool on_seen(const ControlHeader& header) { return on_seen_below(nearest<32>(header.credits_seen, seen_below_)); }
+  void resend_adverts() { unsent_advert_ = seen_below_; }
+  bool has_unsent_adverts() const { return unsent_advert_ < next_credit_; }
+  bool has_unseen_adverts() const { return seen_below_ < next_credit_; }
+  // A bulk message stopped in the middle, or arrives right now.
+  bool has_partial() const { return partial_credits_ != 0; }
+  bool has_open() const { return completed_below_ < next_credit_ || !waiting_.empty(); }
+
+  // In the order of the byte table: done words, then (after the eager part) SACKs, then adverts.
+  void write_done(ControlWriter& writer) const;
+  void write_sacks(ControlWriter& writer);
+  bool has_unsent_sacks() const { return !touched_.empty(); }
+  void write_adverts(ControlWriter& writer);
+  void clear();
+  uint64_t open_credits() const { return next_credit_ - completed_below_; }
+
+ private:
+  struct Message {
+    uint64_t receive_id;
+    MessageHeader header;
+    std::byte* destination;
+    uint32_t rkey;
+    uint64_t bytes_opened, bytes_complete;
+  };
+  struct Credit {
+    uint64_t message;
+    uint64_t offset;  // of the part in its message
+    std::byte* destination;
+    uint32_t rkey, part_bytes, packet_count;
+    uint32_t received, first_missing, received_end;
+    bool touched;  // in touched_
+    Bitmap present;
+  };
+
+  Credit& credit(uint64_t number) { return credits_[number % CREDIT_WINDOW]; }
+  const Credit& credit(uint64_t number) const { return credits_[number % CREDIT_WINDOW]; }
+  uint64_t credit_of(uint32_t immediate) const;
+  bool complete(const Credit& credit) const { return credit.received == credit.packet_count; }
+  uint32_t packet_bytes(const Credit& credit, uint32_t index) const;
+  Placement place(uint64_t number, uint32_t index) const;
+  void open_credits_in_window();
+  bool on_seen_below(uint64_t number);
+  void touch(uint64_t number);
+
+  const uint32_t payload_max_bytes_;
+  SequenceRing<Message> messages_;
+  SequenceRing<uint64_t> waiting_;  // messages with parts that have no credit yet
+  std::vector<Credit> credits_;     // by number % CREDIT_WINDOW
+  uint64_t completed_below_ = 0, next_credit_ = 0;
+  uint64_t seen_below_ = 0, unsent_advert_ = 0;
+  uint32_t completed_slot_offset_ = 0;  // completed_below_ % CREDIT_SLOTS
+  uint32_t partial_credits_ = 0;
+  std::vector<uint64_t> touched_;  // credits whose state the peer should be told
+  uint64_t cursor_credit_ = 0;     // behind the newest arrival: where predict starts
+  uint32_t cursor_index_ = 0;
+};
+
+}  // namespace sennit::flow

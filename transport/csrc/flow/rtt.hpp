@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+// Round-trip time and retransmission timeout, RFC 6298, in microseconds.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+namespace sennit::flow {
+
+// RFC 6298 (2.4) asks for 1 s, which is for the Internet. Lost packets are found by SACK within a round trip
+// and by the tail probe within PTO_MIN_US: the timeout is for a dead path or a dead peer only. 5 ms is
+// above one scheduling slice of a peer that shares its core, so that such a peer is not sent everything twice.
+inline constexpr uint64_t RTO_MIN_US = 5'000;
+// Before the first sample (RFC 6298 (2.1): 1 s).
+inline constexpr uint64_t RTO_INITIAL_US = 20'000;
+// RFC 6298 (2.5) allows 60 s; a path that comes back must be found long before the peer is given up.
+inline constexpr uint64_t RTO_MAX_US = 1'000'000;
+// RFC 6298's G: ports are driven by a poll loop whose rounds take up to this long.
+inline constexpr uint64_t CLOCK_GRANULARITY_US = 100;
+// Tail probe after 2 * SRTT (RFC 8985, 7.2) plus the peer's acknowledgement delay, but not below this.
+inline constexpr uint64_t PTO_MIN_US = 1'000;
+// Smallest reorder window of the RACK check (RFC 8985, 6.2: a quarter of the round trip).
+inline constexpr uint64_t REORDER_MIN_US = 50;
+
+class RoundTrip {
+ public:
+  bool sampled() const { return min_us_ != UINT64_MAX; }
+  uint64_t smoothed_us() const { return smoothed_8_ / 8; }
+  uint64_t min_us() const { return sampled() ? min_us_ : 0; }
+
+  void add_sample(uint64_t sample_us) {
+    sample_us = std::min(std::max<uint64_t>(sample_us, 1), RTO_MAX_US);
+    if (!sampled()) {  // (2.2)
+      smoothed_8_ = 8 * sample_us;
+      variation_4_ = 2 * sample_us;
+    } else {  // (2.3): alpha 1/8, beta 1/4, kept scaled by their inverse as in Jacobson's appendix
+      const uint64_t smoothed = smoothed_8_ / 8;
+      const uint64_t error = smoothed > sample_us ? smoothed - sample_us : sample_us - smoothed;
+      variation_4_ = variation_4_ - variation_4_ / 4 + error;
+      smoothed_8_ = smoothed_8_ - smoothed + sample_us;
+    }
+    min_us_ = std::min(min_us_, sample_us);
+  }
+
+  uint64_t rto_us() const {
+    if (!sampled()) return RTO_INITIAL_US;
+    return std::clamp(smoothed_us() + std::max(variation_4_, CLOCK_GRANULARITY_US), RTO_MIN_US, RTO_MAX_US);
+  }
+  uint64_t pto_us(uint64_t ack_delay_us) const { return std::max(2 * smoothed_us() + ack_delay_us, PTO_MIN_US); }
+  // How long after sending a packet is lost once a later one of its path is there.
+  uint64_t reorder_deadline_us() const { return smoothed_us() + std::max(smoothed_us() / 4, REORDER_MIN_US); }
+
+ private:
+  uint64_t smoothed_8_ = 0, variation_4_ = 0, min_us_ = UINT64_MAX;
+};
+
+}  // namespace sennit::flow

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// The sending side of bulk messages: the peer's adverts, the transfers bound to them, what is acknowledged.
+//
+// Credits are sent in the order in which their transfers were called; within one, by packet index.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "flow/bitmap.hpp"
+#include "flow/control.hpp"
+#include "flow/flow.hpp"
+#include "flow/immediate.hpp"
+#include "flow/recovery.hpp"
+#include "flow/sequence_ring.hpp"
+
+namespace sennit::flow {
+
+class Sender {
+ public:
+  explicit Sender(const FlowConfig& config);
+
+  // `advert_id` is the event's. Empty on success, else what is wrong with the call.
+  const char* transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
+  bool has_unsent() const;
+  DataOut take_unsent();  // has_unsent() first
+  // Transfers not wholly acknowledged.
+  uint64_t open_transfers() const { return open_transfers_; }
+  // Data is on its way into credits of the peer.
+  bool has_unacknowledged() const { return partial_credits_ != 0; }
+
+  // Whether a control payload is possible at all; nothing is changed before it is.
+  bool check(const ControlReader& control) const;
+  // Acknowledgements, then adverts. Both add events.
+  void apply_acks(uint64_t now_us, const ControlReader& control, Recovery& recovery, SequenceRing<Event>& events);
+  // True when new adverts came.
+  bool apply_adverts(const ControlReader& control, SequenceRing<Event>& events);
+  bool has_advert_gap() const { return advert_gap_; }
+  uint64_t credits_seen() const { return credits_seen_; }
+  void clear();
+
+ private:
+  struct Message {
+    MessageHeader header;
+    uint64_t advertised_bytes, acknowledged_bytes;
+    uint64_t send_id;
+    const std::byte* data;
+    uint64_t first_credit, end_credit;  // its parts so far
+    bool bound;                         // transfer was called
+    bool sent;                          // all acknowledged
+  };
+  struct Credit {
+    uint64_t message, offset, address;
+    uint32_t rkey, part_bytes, packet_count;
+    uint32_t next_unsent, acked_below;
+    bool complete;
+    Bitmap acked;
+  };
+
+  Credit& credit(uint64_t number) { return credits_[number % CREDIT_WINDOW]; }
+  const Credit& credit(uint64_t number) const { return credits_[number % CREDIT_WINDOW]; }
+  void apply_sack(uint64_t now_us, const Sack& sack, Recovery& recovery);
+  void complete(uint64_t now_us, uint64_t number, Recovery& recovery, SequenceRing<Event>& events);
+  bool all_sent(uint64_t number) const {
+    return number < credits_seen_ && credit(number).next_unsent == credit(number).packet_count;
+  }
+
+  const uint32_t payload_max_bytes_;
+  SequenceRing<Message> messages_;  // by advert id
+  std::vector<Credit> credits_;     // by number % CREDIT_WINDOW
+  SequenceRing<uint64_t> to_send_;  // bound credits with packets never sent
+  uint64_t completed_below_ = 0, credits_seen_ = 0;
+  uint64_t open_transfers_ = 0;
+  uint32_t partial_credits_ = 0;
+  bool advert_gap_ = false;
+};
+
+}  // namespace sennit::flow
