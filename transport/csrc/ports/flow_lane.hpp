@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+// A lane over a flow: what udp, verbs and the simulator give the message layer.
+//
+// The port drives flow()'s wire side and calls pump() after arrivals and timers; the lane forwards what
+// happened to its sink and lends memory for receives without a destination. One per peer.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "flow/flow.hpp"
+#include "flow/sequence_ring.hpp"
+#include "messages/lane.hpp"
+
+namespace sennit {
+
+// Makes memory writable for the peer and returns the key. Called once a message; under udp a fresh random
+// key, under verbs the key of the cached registration.
+using RegisterRegion = std::function<uint32_t(std::byte* address, size_t size_bytes)>;
+
+class FlowLane final : public Lane {
+ public:
+  // Loans out at a time; the memory of each is made on first use.
+  static constexpr size_t LOAN_COUNT = 8;
+
+  // `eager_memory` and `eager_rkey` as in flow::Flow: the port owns that memory, since its address is in the
+  // offer that goes out before there is a lane.
+  FlowLane(uint32_t peer, const flow::FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey,
+           RegisterRegion register_region, LaneSink& sink);
+
+  flow::Flow& flow() { return flow_; }
+  const flow::Flow& flow() const { return flow_; }
+  // The time that the message side's calls happen at; at the start of every progress round.
+  void set_now(uint64_t now_us) { now_us_ = now_us; }
+  // Hands out what happened since; true when there was anything.
+  bool pump(uint64_t now_us);
+  // Everything sent is acknowledged.
+  bool idle() const { return flow_.idle(); }
+
+  uint64_t eager_max_bytes() const override { return flow_.eager_max_bytes(); }
+  [[nodiscard]] bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
+  void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
+  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
+  void release(uint64_t loan_id) override;
+  std::string describe() const override { return flow_.describe(); }
+
+ private:
+  // A loan's id is its index here plus one: 0 is "not a loan".
+  struct Loan {
+    std::unique_ptr<std::byte[]> memory;
+    bool is_out = false;
+  };
+  struct Wish {
+    uint64_t receive_id;
+    MessageHeader header;
+  };
+  // What the flow calls a receive id is a ticket here, so that `received` finds the loan again.
+  struct Ticket {
+    uint64_t receive_id;
+    uint64_t loan_id;
+    bool is_done;
+  };
+
+  void advertise_at(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint64_t loan_id);
+  void grant_loans();
+  // False: an eager message that the sink has no room for.
+  bool deliver(const flow::Event& event);
+
+  const uint32_t peer_;
+  LaneSink& sink_;
+  RegisterRegion register_region_;
+  flow::Flow flow_;
+  uint64_t now_us_ = 0;
+  std::array<Loan, LOAN_COUNT> loans_;
+  flow::SequenceRing<Wish> wishes_;  // loans that wait for memory, in call order
+  flow::SequenceRing<Ticket> tickets_;
+};
+
+}  // namespace sennit
