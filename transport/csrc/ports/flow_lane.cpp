@@ -77,6 +77,7 @@ bool FlowLane::deliver(const flow::Event& event) {
       sink_.on_peer_lost(peer_, event.reason);
       break;
   }
+  return true;
 }
 
 bool FlowLane::pump(uint64_t now_us) {
