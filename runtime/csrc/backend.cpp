@@ -1,0 +1,286 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backend's life and how a checked call is started; the calls themselves are in collectives.cpp.
+#include "backend.hpp"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "arguments.hpp"
+#include "interpreter.hpp"
+
+namespace sennit::runtime {
+namespace {
+
+// What destroy_process_group may wait for the last acknowledgements.
+constexpr uint64_t SHUTDOWN_US = 5'000'000;
+
+uint64_t to_us(std::chrono::milliseconds timeout) {
+  return static_cast<uint64_t>(std::max<int64_t>(timeout.count(), 1)) * 1000;
+}
+
+// Counts forks above this process, so that a child never touches its parent's connections.
+std::atomic<uint64_t> forks{0};
+
+uint64_t fork_generation() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  TORCH_CHECK(registered == 0, "sennit: pthread_atfork failed with ", registered);
+  return forks.load(std::memory_order_relaxed);
+}
+
+}  // namespace
+
+SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, c10::intrusive_ptr<Options> options)
+    : Backend(static_cast<int>(sennit_comm_rank(comm)), static_cast<int>(sennit_comm_size(comm))),
+      options_(std::move(options)),
+      group_(std::make_shared<GroupState>(comm)),
+      poster_(
+          std::make_shared<Poster>(group_, std::move(compile), options_->plan_cache_bytes, to_us(options_->timeout))),
+      staging_(poster_),
+      fork_generation_(fork_generation()) {
+  init();
+}
+
+SennitBackend::~SennitBackend() {
+  if (forks.load() != fork_generation_) {
+    // The threads and sockets are the parent's: leave them alone, down to the reference counts.
+    new std::shared_ptr<GroupState>(group_);
+    staging_.forget();
+    return;
+  }
+  shutdown();
+}
+
+void SennitBackend::check_usable() const {
+  TORCH_CHECK(forks.load(std::memory_order_relaxed) == fork_generation_,
+              "sennit: this process was forked after init_process_group; its connections belong to the parent. ",
+              "Start processes with spawn or forkserver, or initialise after the fork");
+}
+
+void SennitBackend::setTimeout(std::chrono::milliseconds timeout) {
+  TORCH_CHECK_VALUE(timeout.count() > 0, "timeout is ", timeout.count(), " ms; allowed: at least 1");
+  options_->timeout = timeout;
+  poster_->set_timeout_us(to_us(timeout));
+}
+
+uint64_t SennitBackend::getSequenceNumberForGroup() { return sennit_comm_sequence(group_->comm); }
+
+c10d::ErrorType SennitBackend::getError() { return group_->error.load(); }
+
+void SennitBackend::abort() {
+  check_usable();
+  const WithoutGil without_gil;
+  sennit_abort(group_->comm, "abort was called");
+  staging_.stop();
+}
+
+void SennitBackend::shutdown() {
+  if (forks.load() != fork_generation_ || is_shut_down_.exchange(true)) return;
+  const WithoutGil without_gil;
+  if (!staging_.drain(std::chrono::microseconds(SHUTDOWN_US))) {
+    sennit_abort(group_->comm, "shut down with calls still in flight");
+  }
+  staging_.stop();
+  sennit_shutdown(group_->comm, std::min(SHUTDOWN_US, poster_->timeout_us()));
+}
+
+void SennitBackend::startCoalescing() {
+  const std::lock_guard<std::mutex> lock(coalescing_mutex_);
+  TORCH_CHECK(!coalescing_, "sennit: startCoalescing was called twice without endCoalescing");
+  coalescing_ = true;
+}
+
+c10::intrusive_ptr<c10d::Work> SennitBackend::endCoalescing() {
+  std::vector<WorkPointer> parts;
+  {
+    const std::lock_guard<std::mutex> lock(coalescing_mutex_);
+    TORCH_CHECK(coalescing_, "sennit: endCoalescing was called without startCoalescing");
+    coalescing_ = false;
+    parts.swap(coalesced_);
+  }
+  Tensors outputs;
+  for (const auto& part : parts) {
+    for (const at::Tensor& tensor : part->result()) outputs.push_back(tensor);
+  }
+  return c10::make_intrusive<JointWork>(rank_, c10d::OpType::COALESCED, std::move(parts), std::move(outputs));
+}
+
+Call SennitBackend::new_call(const char* title, c10d::OpType type, Collective collective, const at::Tensor& like,
+                             std::chrono::milliseconds timeout, bool async) const {
+  Call call;
+  call.title = title;
+  call.type = type;
+  call.collective = collective;
+  call.type_code = type_code(like.scalar_type());
+  call.item_bytes = static_cast<uint32_t>(like.element_size());
+  call.device = like.device();
+  call.options.timeout_us = timeout.count() > 0 ? to_us(timeout) : 0;
+  call.options.async = async;
+  return call;
+}
+
+SennitBackend::WorkPointer SennitBackend::start(Call call) {
+  check_usable();
+  // Collectives are matched by their order, so nothing may overtake one that waits in a lane.
+  const bool follows = call.collective != Collective::P2P && staging_.busy();
+  const bool is_staged = !call.device.is_cpu() || options_->stage_host_tensors || follows;
+  if (coalescing_) call.options.async = true;
+  WorkPointer work = is_staged ? staging_.submit(stage(call)) : post(std::move(call));
+  if (coalescing_) {
+    const std::lock_guard<std::mutex> lock(coalescing_mutex_);
+    coalesced_.push_back(work);
+  }
+  return work;
+}
+
+SennitBackend::WorkPointer SennitBackend::start_all(c10d::OpType type, std::vector<Call> calls) {
+  std::vector<WorkPointer> parts;
+  Tensors outputs;
+  for (Call& call : calls) {
+    outputs.insert(outputs.end(), call.outputs.begin(), call.outputs.end());
+    parts.push_back(start(std::move(call)));
+  }
+  if (parts.size() == 1) return parts[0];
+  return c10::make_intrusive<JointWork>(rank_, type, std::move(parts), std::move(outputs));
+}
+
+SennitBackend::WorkPointer SennitBackend::post(Call call) {
+  Buffers buffers;
+  for (const at::Tensor& tensor : call.inputs) {
+    buffers.push_back({const_cast<void*>(tensor.const_data_ptr()), data_bytes(tensor)});
+  }
+  for (const at::Tensor& tensor : call.outputs) buffers.push_back({tensor.mutable_data_ptr(), data_bytes(tensor)});
+  if (call.in_place) buffers.erase(buffers.begin());
+  sennit_op* op = poster_->post(call.shape(), buffers, call.options);
+  return c10::make_intrusive<SennitWork>(
+      group_, call.type, call.title, op,
+      Tensors(std::make_move_iterator(call.outputs.begin()), std::make_move_iterator(call.outputs.end())),
+      Tensors(std::make_move_iterator(call.inputs.begin()), std::make_move_iterator(call.inputs.end())));
+}
+
+StagedCall SennitBackend::stage(const Call& call) const {
+  StagedCall staged;
+  staged.collective = call.collective;
+  staged.title = call.title;
+  staged.type = call.type;
+  staged.type_code = call.type_code;
+  staged.reduce = call.reduce;
+  staged.item_bytes = call.item_bytes;
+  staged.root = call.root;
+  staged.is_send = call.is_send;
+  staged.agree_on_rounds = call.sizes_are_local;
+  staged.options = call.options;
+  staged.device = call.device;
+  staged.result.assign(call.outputs.begin(), call.outputs.end());
+
+  const auto world = static_cast<size_t>(size_);
+  const auto cut = [&](const at::Tensor& tensor, const uint64_t* counts) {
+    std::vector<int64_t> sizes(world);
+    for (size_t rank = 0; rank < world; ++rank) sizes[rank] = static_cast<int64_t>(counts[rank] * call.item_bytes);
+    return sized_pieces(tensor, sizes);
+  };
+  const auto whole = [](const auto& tensors) {
+    Tensors pieces;
+    for (const at::Tensor& tensor : tensors) pieces.push_back(byte_view(tensor));
+    return pieces;
+  };
+  const bool cuts_input = call.collective == Collective::REDUCE_SCATTER || call.collective == Collective::SCATTER ||
+                          call.collective == Collective::ALLTOALL;
+  const bool cuts_output = call.collective == Collective::ALLGATHER || call.collective == Collective::GATHER ||
+                           call.collective == Collective::ALLTOALL;
+  const uint64_t* input_counts = call.counts.data();
+  const uint64_t* output_counts = call.collective == Collective::ALLTOALL ? input_counts + world : input_counts;
+  const bool flat = !call.separate;
+  staged.inputs = flat && cuts_input && !call.inputs.empty() ? cut(call.inputs[0], input_counts) : whole(call.inputs);
+  staged.outputs =
+      flat && cuts_output && !call.outputs.empty() ? cut(call.outputs[0], output_counts) : whole(call.outputs);
+  // One tensor for both directions: what leaves the device, and what comes back, depends on the rank's part.
+  const bool is_root = call.root == static_cast<uint32_t>(rank_);
+  switch (call.collective) {
+    case Collective::ALLREDUCE:
+      staged.inputs = staged.outputs;
+      break;
+    case Collective::REDUCE:
+      staged.inputs = staged.outputs;
+      if (!is_root) staged.outputs.clear();
+      break;
+    case Collective::BROADCAST:
+      if (is_root) staged.inputs.swap(staged.outputs);
+      break;
+    case Collective::P2P:
+      if (call.is_send) staged.inputs.swap(staged.outputs);
+      break;
+    default:
+      break;
+  }
+  return staged;
+}
+
+void SennitBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
+  // Tags of the user are below 2^31. Rank 0 hears from everyone, then lets everyone go.
+  constexpr uint32_t ARRIVED = 0xFFFF'FF00u;
+  constexpr uint32_t RELEASED = 0xFFFF'FF01u;
+  check_usable();
+  const uint64_t timeout_us = options.timeout.count() > 0 ? to_us(options.timeout) : poster_->timeout_us();
+  const WithoutGil without_gil;
+  const uint64_t zero = 0;
+  const auto post_empty = [&](uint32_t peer, bool is_send, uint32_t tag) {
+    PlanShape shape;
+    shape.collective = Collective::P2P;
+    shape.type_code = SENNIT_U8;
+    shape.is_send = is_send;
+    shape.root = peer;
+    shape.counts = {&zero, 1};
+    PostOptions post_options;
+    post_options.timeout_us = timeout_us;
+    post_options.async = false;
+    post_options.tag = tag;
+    sennit_op* op = poster_->post(shape, Buffers{{nullptr, 0}}, post_options);
+    return std::unique_ptr<sennit_op, decltype(&sennit_op_release)>(op, sennit_op_release);
+  };
+  const auto finish = [](sennit_op* op) {
+    sennit_status status = SENNIT_PENDING;
+    while ((status = sennit_wait(op, 100'000)) == SENNIT_PENDING) check_signals();
+    return status;
+  };
+  if (rank_ != 0) {
+    const auto arrived = post_empty(0, true, ARRIVED);
+    const auto released = post_empty(0, false, RELEASED);
+    for (sennit_op* op : {arrived.get(), released.get()}) {
+      const sennit_status status = finish(op);
+      if (status != SENNIT_OK) {
+        group_->note_failure(status);
+        std::rethrow_exception(make_error(
+            status,
+            c10::str("sennit monitored_barrier: rank ", rank_, " was not released by rank 0 within ", timeout_us / 1000,
+                     " ms; rank 0's error names the ranks that did not come. ", sennit_op_error(op))));
+      }
+    }
+    return;
+  }
+  std::vector<std::unique_ptr<sennit_op, decltype(&sennit_op_release)>> arrivals;
+  for (int rank = 1; rank < size_; ++rank) arrivals.push_back(post_empty(static_cast<uint32_t>(rank), false, ARRIVED));
+  std::vector<int> missing;
+  std::string reasons;
+  for (int rank = 1; rank < size_; ++rank) {
+    sennit_op* op = arrivals[static_cast<size_t>(rank) - 1].get();
+    const sennit_status status = finish(op);
+    if (status == SENNIT_OK) continue;
+    group_->note_failure(status);
+    missing.push_back(rank);
+    reasons += c10::str(reasons.empty() ? "" : "; ", sennit_op_error(op));
+    if (!wait_all_ranks) break;
+  }
+  TORCH_CHECK_WITH(DistBackendError, missing.empty(),
+                   "sennit monitored_barrier: ", missing.size() == 1 ? "rank " : "ranks ", c10::Join(", ", missing),
+                   " did not come within ", timeout_us / 1000, " ms (", reasons, ")");
+  std::vector<std::unique_ptr<sennit_op, decltype(&sennit_op_release)>> releases;
+  for (int rank = 1; rank < size_; ++rank) releases.push_back(post_empty(static_cast<uint32_t>(rank), true, RELEASED));
+  for (const auto& op : releases) {
+    const sennit_status status = finish(op.get());
+    if (status != SENNIT_OK) std::rethrow_exception(make_error(status, sennit_op_error(op.get())));
+  }
+}
+
+}  // namespace sennit::runtime

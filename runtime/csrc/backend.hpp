@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// sennit as a backend of torch.distributed: each call is checked, shaped into a plan and posted.
+//
+// Host tensors go straight to the core. Tensors of an accelerator, and whatever must keep its place behind them,
+// go through a staging lane.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "call.hpp"
+#include "poster.hpp"
+#include "staging.hpp"
+
+namespace sennit::runtime {
+
+class SennitBackend final : public c10d::Backend {
+ public:
+  struct Options final : c10d::Backend::Options {
+    explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("sennit", timeout) {}
+    size_t plan_cache_bytes = 16 * 1024 * 1024;
+    bool stage_host_tensors = false;  // send host tensors through the staging lane too, to test it
+  };
+
+  SennitBackend(sennit_comm* comm, CompilePlan compile, c10::intrusive_ptr<Options> options);
+  ~SennitBackend() override;
+
+  const std::string getBackendName() const override { return "sennit"; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  bool supportsCoalescing() const override { return true; }
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return false; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+  void startCoalescing() override;
+  c10::intrusive_ptr<c10d::Work> endCoalescing() override;
+
+  using WorkPointer = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+
+  WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPointer allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPointer reduce(Tensors& tensors, const c10d::ReduceOptions& options) override;
+  WorkPointer allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override;
+  WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override;
+  WorkPointer allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                  const c10d::AllgatherOptions& options) override;
+  WorkPointer allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::AllgatherOptions& options) override;
+  WorkPointer gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override;
+  WorkPointer scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override;
+  WorkPointer reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override;
+  WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                   const c10d::ReduceScatterOptions& options) override;
+  WorkPointer reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                              const c10d::ReduceScatterOptions& options) override;
+  WorkPointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                            std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override;
+  WorkPointer alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override;
+  WorkPointer send(Tensors& tensors, int peer, int tag) override;
+  WorkPointer recv(Tensors& tensors, int peer, int tag) override;
+  WorkPointer recvAnysource(Tensors& tensors, int tag) override;
+  WorkPointer barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) override;
+
+ private:
+  WorkPointer start(Call call);
+  WorkPointer start_all(c10d::OpType type, std::vector<Call> calls);
+  WorkPointer post(Call call);
+  StagedCall stage(const Call& call) const;
+  Call new_call(const char* title, c10d::OpType type, Collective collective, const at::Tensor& like,
+                std::chrono::milliseconds timeout, bool async) const;
+  Call allreduce_call(const char* what, at::Tensor& tensor, const c10d::AllreduceOptions& options) const;
+  Call allgather_call(const char* what, at::Tensor& output, at::Tensor& input,
+                      const c10d::AllgatherOptions& options) const;
+  Call allgather_list_call(Tensors& outputs, at::Tensor& input, const c10d::AllgatherOptions& options) const;
+  Call reduce_scatter_call(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) const;
+  WorkPointer point_to_point(const char* title, c10d::OpType type, Tensors& tensors, uint32_t peer, int tag,
+                             bool is_send);
+  void check_usable() const;
+
+  const c10::intrusive_ptr<Options> options_;
+  const std::shared_ptr<GroupState> group_;
+  const std::shared_ptr<Poster> poster_;
+  Staging staging_;
+  std::mutex coalescing_mutex_;
+  bool coalescing_ = false;
+  std::vector<WorkPointer> coalesced_;
+  std::atomic<bool> is_shut_down_{false};
+  const uint64_t fork_generation_;
+};
+
+}  // namespace sennit::runtime

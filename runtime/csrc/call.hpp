@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// One collective after its arguments have been checked: everything needed to post it, or to stage it.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "plan_cache.hpp"
+#include "poster.hpp"
+
+namespace sennit::runtime {
+
+struct Call {
+  const char* title = "";
+  c10d::OpType type = c10d::OpType::UNKNOWN;
+  Collective collective = Collective::BARRIER;
+  PostOptions options;
+  uint8_t type_code = 0;
+  uint8_t reduce = 0;
+  uint32_t item_bytes = 1;
+  uint32_t root = 0;
+  bool separate = false;
+  bool in_place = false;
+  bool is_send = false;
+  bool sizes_are_local = false;  // other ranks' sizes are unknown here (AlltoAll with splits)
+  c10::SmallVector<uint64_t, 8> counts;
+  // As the algorithms list their buffers. One tensor that is both stands in `outputs` only.
+  c10::SmallVector<at::Tensor, 2> inputs;
+  c10::SmallVector<at::Tensor, 2> outputs;
+  c10::Device device{c10::kCPU};
+
+  PlanShape shape() const {
+    PlanShape shape;
+    shape.collective = collective;
+    shape.type_code = type_code;
+    shape.reduce = reduce;
+    shape.separate = separate;
+    shape.in_place = in_place;
+    shape.is_send = is_send;
+    shape.item_bytes = item_bytes;
+    shape.root = root;
+    shape.counts = {counts.data(), counts.size()};
+    return shape;
+  }
+};
+
+}  // namespace sennit::runtime

@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+// sennit.runtime._c10d: the backend class, for runtime/backend.py. Types: runtime/_c10d.pyi.
+#include <pybind11/chrono.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
+
+#include "backend.hpp"
+#include "interpreter.hpp"
+
+namespace py = pybind11;
+
+namespace sennit::runtime {
+namespace {
+
+// Holds a Python callable beyond the interpreter's end without touching it then.
+class Compiler {
+ public:
+  explicit Compiler(py::function function) : function_(std::move(function)) {}
+  ~Compiler() {
+    if (!interpreter_is_usable()) {
+      function_.release();
+      return;
+    }
+    const py::gil_scoped_acquire gil;
+    function_ = py::function();
+  }
+
+  std::string operator()(const PlanShape& shape) const {
+    const py::gil_scoped_acquire gil;
+    py::tuple counts(shape.counts.size());
+    for (size_t index = 0; index < shape.counts.size(); ++index) counts[index] = py::int_(shape.counts[index]);
+    const py::bytes plan =
+        function_(static_cast<unsigned>(shape.collective), shape.type_code, shape.reduce, shape.item_bytes, shape.root,
+                  shape.separate, shape.in_place, shape.is_send, counts);
+    return plan;
+  }
+
+ private:
+  py::function function_;
+};
+
+c10::intrusive_ptr<SennitBackend> make_backend(uintptr_t communicator, py::function compile_plan,
+                                               std::chrono::milliseconds timeout, const std::string& group_name,
+                                               std::vector<uint64_t> global_ranks, size_t plan_cache_bytes,
+                                               bool stage_host_tensors) {
+  auto options = c10::make_intrusive<SennitBackend::Options>(timeout);
+  options->group_name = group_name;
+  options->global_ranks_in_group = std::move(global_ranks);
+  options->plan_cache_bytes = plan_cache_bytes;
+  options->stage_host_tensors = stage_host_tensors;
+  // A copy of std::function copies what it holds; the callable is shared instead.
+  const auto compiler = std::make_shared<Compiler>(std::move(compile_plan));
+  return c10::make_intrusive<SennitBackend>(
+      reinterpret_cast<sennit_comm*>(communicator), [compiler](const PlanShape& shape) { return (*compiler)(shape); },
+      std::move(options));
+}
+
+}  // namespace
+}  // namespace sennit::runtime
+
+PYBIND11_MODULE(_c10d, module) {
+  using sennit::runtime::SennitBackend;
+  module.doc() = "The torch.distributed backend over libsennit_core.";
+  module.attr("BUILT_FOR_TORCH") = TORCH_VERSION;
+  // Its base class is registered by torch itself.
+  py::module_::import("torch.distributed");
+  py::class_<SennitBackend, c10::intrusive_ptr<SennitBackend>, c10d::Backend>(module, "SennitBackend")
+      .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("communicator"), py::arg("compile_plan"),
+           py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"), py::arg("plan_cache_bytes"),
+           py::arg("stage_host_tensors"));
+}

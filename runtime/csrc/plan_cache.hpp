@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Compiled plans by what shapes them, so that a repeated call costs one hash and no interpreter.
+//
+// Python compiles a plan on the first call of its shape; this cache keeps the loaded plans, at most
+// `max_bytes` of them, and drops the least recently used.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "sennit/core.h"
+
+namespace sennit::runtime {
+
+// docs/plan.md, "Signature".
+enum class Collective : uint8_t {
+  ALLREDUCE = 1,
+  REDUCE = 2,
+  BROADCAST = 3,
+  ALLGATHER = 4,
+  GATHER = 5,
+  SCATTER = 6,
+  REDUCE_SCATTER = 7,
+  ALLTOALL = 8,
+  P2P = 9,
+  BARRIER = 10,
+};
+
+// Everything a plan depends on besides the group's rank and size, which are fixed. Buffers are posted in the order
+// that transport/algorithms documents: inputs, then outputs; one buffer where both are the same.
+struct PlanShape {
+  Collective collective = Collective::BARRIER;
+  uint8_t type_code = 0;  // sennit_dtype, or 0x80 + torch's ScalarType for types without arithmetic
+  uint8_t reduce = 0;     // sennit_reduce
+  bool separate = false;  // every rank's piece is a buffer of its own
+  bool in_place = false;  // ALLGATHER: the own part is already in the output
+  bool is_send = false;   // P2P only
+  uint32_t item_bytes = 1;
+  uint32_t root = 0;                 // root or peer; SENNIT_ANY_PEER for a receive from anyone
+  std::span<const uint64_t> counts;  // elements: one, one a rank, or (ALLTOALL) sent then received ones
+};
+
+using PlanPointer = std::shared_ptr<sennit_plan>;
+using CompilePlan = std::function<std::string(const PlanShape&)>;
+
+class PlanCache {
+ public:
+  PlanCache(CompilePlan compile, size_t max_bytes);
+  // Throws what the compiler throws, or std::runtime_error when the core refuses the plan's bytes.
+  PlanPointer get(const PlanShape& shape);
+
+ private:
+  struct Entry {
+    uint64_t hash;
+    std::vector<uint64_t> key;
+    PlanPointer plan;
+    size_t size_bytes;
+  };
+  using Entries = std::list<Entry>;
+
+  Entries::iterator find(uint64_t hash, std::span<const uint64_t> head, std::span<const uint64_t> counts);
+  void drop_oldest();
+
+  const CompilePlan compile_;
+  const size_t max_bytes_;
+  std::mutex mutex_;
+  Entries entries_;  // most recently used first
+  std::unordered_multimap<uint64_t, Entries::iterator> by_hash_;
+  size_t held_bytes_ = 0;
+};
+
+}  // namespace sennit::runtime

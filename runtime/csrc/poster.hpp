@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+// Posts one operation of a plan's shape on the group's communicator: cache, deadline, error text.
+#pragma once
+
+#include <c10/util/SmallVector.h>
+
+#include <atomic>
+#include <memory>
+
+#include "plan_cache.hpp"
+#include "work.hpp"
+
+namespace sennit::runtime {
+
+struct PostOptions {
+  uint64_t timeout_us = 0;  // 0: the group's default
+  bool async = true;        // nobody waits at once: the core's thread must drive it
+  uint32_t tag = 0;         // P2P only
+  double scalar = 1.0;      // PREMUL_SUM only
+};
+
+using Buffers = c10::SmallVector<sennit_buffer, 4>;
+
+class Poster {
+ public:
+  Poster(std::shared_ptr<GroupState> group, CompilePlan compile, size_t plan_cache_bytes, uint64_t timeout_us);
+
+  // A new operation (the caller owns the reference), or an exception that says why nothing was sent.
+  sennit_op* post(const PlanShape& shape, const Buffers& buffers, const PostOptions& options);
+
+  void set_timeout_us(uint64_t timeout_us) { timeout_us_ = timeout_us; }
+  uint64_t timeout_us() const { return timeout_us_; }
+  const std::shared_ptr<GroupState>& group() const { return group_; }
+  uint32_t rank() const { return sennit_comm_rank(group_->comm); }
+  uint32_t world() const { return sennit_comm_size(group_->comm); }
+
+ private:
+  const std::shared_ptr<GroupState> group_;
+  PlanCache plans_;
+  std::atomic<uint64_t> timeout_us_;
+};
+
+}  // namespace sennit::runtime
