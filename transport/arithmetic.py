@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from sennit.transport.elements import COMPLEXES, Dtype, ReduceOp, check_reducible
 
-Array = npt.NDArray[Any]
+Array: TypeAlias = npt.NDArray[Any]
 
 # How elements lie in memory; complex numbers are pairs, bfloat16 is its bits.
 _STORED: Final[dict[Dtype, str]] = {
@@ -21,10 +21,20 @@ _STORED: Final[dict[Dtype, str]] = {
     Dtype.U16: "u2", Dtype.U32: "u4", Dtype.U64: "u8", Dtype.C32: "f2",
 }  # fmt: skip
 
+_FUNCTIONS: Final[dict[ReduceOp, np.ufunc]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVG: np.add,
+    ReduceOp.PREMUL_SUM: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+
 
 def widen(data: Array, dtype: Dtype) -> Array:
     """Stored bytes as accumulators; complex numbers as rows of (real, imaginary)."""
-    stored = data.view(_STORED[dtype])
+    stored: Array = data.view(_STORED[dtype])
     if dtype is Dtype.BF16:
         return (stored.astype(np.uint32) << 16).view(np.float32)
     if dtype is Dtype.BOOL:
@@ -62,11 +72,10 @@ def _prepare(operand: Array, dtype: Dtype, op: ReduceOp, scalar: float) -> Array
     values = widen(operand, dtype)
     if op is not ReduceOp.PREMUL_SUM:
         return values
-    if values.dtype.kind == "f":
-        return values * values.dtype.type(scalar)
-    # Wraps as two's complement does.
-    factor = np.array(int(scalar), np.int64).astype(values.dtype)
-    return values * factor
+    # Integers: by way of 64 bits, so that the factor wraps as two's complement does.
+    factor = np.array(scalar if values.dtype.kind == "f" else int(scalar)).astype(values.dtype)
+    scaled: Array = values * factor
+    return scaled
 
 
 def _apply(total: Array, x: Array, dtype: Dtype, op: ReduceOp) -> Array:
@@ -74,26 +83,22 @@ def _apply(total: Array, x: Array, dtype: Dtype, op: ReduceOp) -> Array:
         return np.where((total < x) | (total != total), total, x)
     if op is ReduceOp.MAX:
         return np.where((total > x) | (total != total), total, x)
-    if op is ReduceOp.BOR or (dtype is Dtype.BOOL and op is ReduceOp.SUM):
-        return total | x
-    if op is ReduceOp.BAND:
-        return total & x
-    if op is ReduceOp.BXOR:
-        return total ^ x
-    if op is not ReduceOp.PRODUCT:
-        return total + x
-    if dtype not in COMPLEXES:
-        return total * x
-    (a, b), (c, d) = total.T, x.T
-    return np.stack([a * c - b * d, a * d + b * c], axis=1)
+    if op is ReduceOp.PRODUCT and dtype in COMPLEXES:
+        (a, b), (c, d) = total.T, x.T
+        return np.stack([a * c - b * d, a * d + b * c], axis=1)
+    function = _FUNCTIONS[ReduceOp.BOR if dtype is Dtype.BOOL and op is ReduceOp.SUM else op]
+    result: Array = function(total, x)
+    return result
 
 
 def _divide(total: Array, world: int) -> Array:
+    quotient: Array
     if total.dtype.kind == "f":
-        return total / total.dtype.type(world)
-    if total.dtype.kind == "u":
-        return (total.astype(np.uint64) // np.uint64(world)).astype(total.dtype)
-    wide = total.astype(np.int64)
-    # Floor division rounds down; towards zero is wanted.
-    quotient = wide // world
-    return (quotient + ((wide < 0) & (wide % world != 0))).astype(total.dtype)
+        quotient = total / np.array(world).astype(total.dtype)
+    elif total.dtype.kind == "u":
+        quotient = total.astype(np.uint64) // np.uint64(world)
+    else:
+        wide = total.astype(np.int64)
+        # Floor division rounds down; towards zero is wanted.
+        quotient = wide // world + ((wide < 0) & (wide % world != 0))
+    return quotient.astype(total.dtype)

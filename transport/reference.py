@@ -234,8 +234,8 @@ class Interpreter:
         assert isinstance(recv, Recv)
         if sender.plan.signature != receiver.plan.signature or send.size_bytes != recv.size_bytes:
             raise MismatchError(
-                f"rank {sender.plan.rank} sends {describe_signature(sender.plan.signature)} of {send.size_bytes} bytes, "
-                f"rank {receiver.plan.rank} expects {describe_signature(receiver.plan.signature)} of {recv.size_bytes}"
+                f"rank {sender.plan.rank} sends {describe_signature(sender.plan.signature)}, {send.size_bytes} bytes; "
+                f"rank {receiver.plan.rank} expects {describe_signature(receiver.plan.signature)}, {recv.size_bytes}"
             )
         data = sender.bytes_at(send.source.index, send.source.offset, send.size_bytes)
         if recv.buffer is None:

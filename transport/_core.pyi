@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native data plane: plans run over shared memory and RoCEv2 on UDP (csrc/bindings/module.cpp)."""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+@final
+class Plan:
+    """A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes."""
+
+    def __init__(self, data: bytes) -> None: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def step_count(self) -> int: ...
+
+@final
+class Op:
+    """One run of a plan."""
+
+    def wait(self, timeout_s: float = 0.0) -> None:
+        """Blocks until done (0: until the operation's own deadline); raises the error it ended with."""
+
+    def done(self) -> bool: ...
+    @property
+    def source(self) -> int:
+        """The rank that a receive from any rank matched."""
+
+@final
+class Communicator:
+    """This rank's channels to all ranks of a group."""
+
+    def __init__(self, rank: int, size: int, *, timeout_s: float, seed: int, ranks_here: int = 1) -> None: ...
+    def shm_offer(self) -> bytes:
+        """Makes this rank's shared-memory segment; what peers need to open it."""
+
+    def shm_accept(self, rank: int, offer: bytes) -> bool:
+        """Opens a peer's segment; False when it cannot be reached."""
+
+    def udp_open(self, rails: Sequence[tuple[str, int]], path_count: int, seed: int = 0) -> bytes:
+        """Opens the sockets on (address, port) rails; what peers need to connect."""
+
+    def connect(self, routes: Sequence[tuple[str, bytes]]) -> None:
+        """Per rank: ('self'|'shm'|'udp', the peer's blob)."""
+
+    def post(
+        self,
+        plan: Plan,
+        buffers: Sequence[Any],
+        *,
+        timeout_s: float = 0.0,
+        background: bool = False,
+        tag: int | None = None,
+        scalar: float = 1.0,
+    ) -> Op: ...
+    def time_plan(self, plan: Plan, buffers: Sequence[Any], iterations: int) -> list[float]:
+        """Runs a plan many times without Python in between; returns seconds a run."""
+
+    @property
+    def handle(self) -> int:
+        """sennit_comm* of the C interface, as an integer."""
+
+    @property
+    def sequence(self) -> int: ...
+    def counters(self) -> dict[str, int]: ...
+    def describe(self) -> str: ...
+    def abort(self, reason: str) -> None: ...
+    def shutdown(self, timeout_s: float = 5.0) -> None: ...
+
+@final
+class UdpBare:
+    """The bare both-ways UDP transfer that benchmarks compare with."""
+
+    def __init__(self, local_address: str) -> None: ...
+    @property
+    def port(self) -> int: ...
+    def exchange(self, peer_address: str, peer_port: int, size_bytes: int, timeout_s: float) -> float: ...

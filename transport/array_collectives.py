@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives over NumPy arrays: the short way to use the transport without torch.
+
+Blocking, and deliberately plain: arrays in, new arrays out. Ranks pass arrays of one shape and type where the
+operation needs that; a disagreement is found by the core and raised as MismatchError.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.transport import algorithms
+from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.errors import ArgumentError
+from sennit.transport.plan import ANY_PEER, Plan
+
+Array: TypeAlias = npt.NDArray[Any]
+
+_DTYPES: Final[dict[str, Dtype]] = {
+    "uint8": Dtype.U8, "int8": Dtype.I8, "int16": Dtype.I16, "int32": Dtype.I32, "int64": Dtype.I64,
+    "float16": Dtype.F16, "float32": Dtype.F32, "float64": Dtype.F64,
+    "complex64": Dtype.C64, "complex128": Dtype.C128, "bool": Dtype.BOOL,
+    "uint16": Dtype.U16, "uint32": Dtype.U32, "uint64": Dtype.U64,
+}  # fmt: skip
+
+
+# The type code of what has no arithmetic; codes from 0x80 up are torch's (runtime/csrc).
+OTHER_TYPE: Final = 0x7F
+
+
+def dtype_of(array: Array) -> Dtype:
+    """The element type of `array`, which must be one that the core knows and in native byte order."""
+    dtype = _DTYPES.get(array.dtype.name)
+    if dtype is None or not array.dtype.isnative:
+        raise ArgumentError(f"dtype {array.dtype.str}; allowed: {', '.join(_DTYPES)}, in native byte order")
+    return dtype
+
+
+class Operation(Protocol):
+    """A posted operation (`_core.Op`)."""
+
+    def wait(self, timeout_s: float = ...) -> None: ...
+
+    @property
+    def source(self) -> int: ...
+
+
+class ArrayCollectives(ABC):
+    """Mixed into `Communicator`, which posts the plans."""
+
+    rank: int
+    world: int
+
+    @abstractmethod
+    def post(
+        self,
+        key: Hashable,
+        compile_plan: Callable[[], Plan],
+        buffers: Sequence[Any],
+        *,
+        timeout_s: float = 0.0,
+        tag: int | None = None,
+        scalar: float = 1.0,
+        background: bool = False,
+    ) -> Operation: ...
+
+    def allreduce(self, array: Array, op: ReduceOp = ReduceOp.SUM, *, scalar: float = 1.0) -> Array:
+        """The fold of all ranks' arrays, in rank order. `scalar` multiplies each first, with PREMUL_SUM."""
+        given, dtype = _contiguous(array), dtype_of(array)
+        output = np.empty_like(given)
+        plan = _Call(algorithms.allreduce, self, elements=given.size, dtype=dtype, op=op, in_place=False)
+        self._run(plan, [given, output], scalar=scalar)
+        return output
+
+    def reduce(self, array: Array, root: int, op: ReduceOp = ReduceOp.SUM, *, scalar: float = 1.0) -> Array | None:
+        """The fold at `root`, None elsewhere."""
+        given, dtype = _contiguous(array), dtype_of(array)
+        output = np.empty_like(given) if self.rank == root else None
+        plan = _Call(algorithms.reduce, self, elements=given.size, dtype=dtype, op=op, root=root, in_place=False)
+        self._run(plan, [given] if output is None else [given, output], scalar=scalar)
+        return output
+
+    def reduce_scatter(
+        self, array: Array, op: ReduceOp = ReduceOp.SUM, *, counts: Sequence[int] | None = None, scalar: float = 1.0
+    ) -> Array:
+        """This rank's share of the fold along the first axis: `counts[rank]` rows, by default equal shares."""
+        given, dtype = _contiguous(array), dtype_of(array)
+        rows = _splits("counts", counts, given, self.world)
+        output = np.empty((rows[self.rank], *given.shape[1:]), given.dtype)
+        row_elements = _row_elements(given)
+        elements = tuple(count * row_elements for count in rows)
+        self._run(
+            _Call(algorithms.reduce_scatter, self, counts=elements, dtype=dtype, op=op), [given, output], scalar=scalar
+        )
+        return output
+
+    def broadcast(self, array: Array, root: int) -> Array:
+        """The root's array; the others' give shape and type."""
+        data = array.copy(order="C")
+        plan = _Call(algorithms.broadcast, self, elements=data.size, root=root, **_movement(data))
+        self._run(plan, [data])
+        return data
+
+    def allgather(self, array: Array, *, counts: Sequence[int] | None = None) -> Array:
+        """All ranks' arrays along the first axis; `counts` are their rows where they differ."""
+        given = _contiguous(array)
+        rows = tuple(counts) if counts is not None else (given.shape[0],) * self.world
+        if len(rows) != self.world or rows[self.rank] != given.shape[0]:
+            raise ArgumentError(f"counts {list(rows)} do not give rank {self.rank} its {given.shape[0]} rows")
+        output = np.empty((sum(rows), *given.shape[1:]), given.dtype)
+        row_elements = _row_elements(given)
+        elements = tuple(count * row_elements for count in rows)
+        self._run(_Call(algorithms.allgather, self, counts=elements, **_movement(given)), [given, output])
+        return output
+
+    def gather(self, array: Array, root: int) -> Array | None:
+        """At `root` all ranks' equally shaped arrays, stacked along a new first axis; None elsewhere."""
+        given = _contiguous(array)
+        output = np.empty((self.world, *given.shape), given.dtype) if self.rank == root else None
+        plan = _Call(algorithms.gather, self, counts=(given.size,) * self.world, root=root, **_movement(given))
+        self._run(plan, [given] if output is None else [given, output])
+        return output
+
+    def scatter(self, array: Array, root: int) -> Array:
+        """Row `rank` of the root's array; elsewhere `array` gives the row's shape and type."""
+        given = _contiguous(array)
+        if self.rank == root and given.shape[:1] != (self.world,):
+            raise ArgumentError(f"the root's array has shape {given.shape}; allowed: {self.world} rows")
+        output = np.empty(given.shape[1:] if self.rank == root else given.shape, given.dtype)
+        plan = _Call(algorithms.scatter, self, counts=(output.size,) * self.world, root=root, **_movement(output))
+        self._run(plan, [given, output] if self.rank == root else [output])
+        return output
+
+    def alltoall(
+        self, array: Array, *, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
+    ) -> Array:
+        """Rows of the first axis to and from every rank: `send_counts[j]` to rank j, by default equal shares."""
+        given = _contiguous(array)
+        sent = _splits("send_counts", send_counts, given, self.world)
+        received = tuple(recv_counts) if recv_counts is not None else sent
+        output = np.empty((sum(received), *given.shape[1:]), given.dtype)
+        row_elements = _row_elements(given)
+        plan = _Call(
+            algorithms.alltoall,
+            self,
+            send_counts=tuple(count * row_elements for count in sent),
+            recv_counts=tuple(count * row_elements for count in received),
+            **_movement(given),
+        )
+        self._run(plan, [given, output])
+        return output
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._run(_Call(algorithms.barrier, self), [])
+
+    def send(self, array: Array, peer: int, *, tag: int = 0) -> None:
+        """Returns when `array` may be changed."""
+        given = _contiguous(array)
+        self._run(_Call(algorithms.send, self, peer=peer, elements=given.size, **_movement(given)), [given], tag=tag)
+
+    def recv(self, output: Array, peer: int | None = None, *, tag: int = 0) -> int:
+        """Fills `output` from `peer` (None: whoever sends first) and returns the sender's rank."""
+        if not output.flags.c_contiguous:
+            raise ArgumentError("the array to receive into is not contiguous")
+        sender = ANY_PEER if peer is None else peer
+        plan = _Call(algorithms.recv, self, peer=sender, elements=output.size, **_movement(output))
+        operation = self._run(plan, [output], tag=tag)
+        return operation.source if peer is None else peer
+
+    def _run(self, call: _Call, buffers: Sequence[Array], *, tag: int | None = None, scalar: float = 1.0) -> Operation:
+        # As bytes: not every NumPy type has the buffer protocol.
+        flat = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
+        operation = self.post(call.key, call.compile, flat, tag=tag, scalar=scalar)
+        operation.wait()
+        return operation
+
+
+class _Call:
+    """An algorithm with its arguments, which are also the key of its plan."""
+
+    def __init__(self, algorithm: Callable[..., Plan], group: ArrayCollectives, **arguments: Any) -> None:
+        self._algorithm = algorithm
+        self._arguments = {"world": group.world, "rank": group.rank, **arguments}
+        self.key: Hashable = (algorithm.__name__, *self._arguments.values())
+
+    def compile(self) -> Plan:
+        return self._algorithm(**self._arguments)
+
+
+def _contiguous(array: Array) -> Array:
+    # Not ascontiguousarray: that makes a scalar a vector.
+    return array if array.flags.c_contiguous else array.copy(order="C")
+
+
+def _movement(array: Array) -> dict[str, int]:
+    """What data movement knows of elements; types without arithmetic share a code, and differ by size only."""
+    if array.dtype.hasobject:
+        raise ArgumentError(f"dtype {array.dtype.str}; allowed: any without Python objects")
+    dtype = _DTYPES.get(array.dtype.name)
+    return {"item_bytes": array.dtype.itemsize, "type_code": OTHER_TYPE if dtype is None else int(dtype)}
+
+
+def _row_elements(array: Array) -> int:
+    return int(np.prod(array.shape[1:], dtype=np.int64))
+
+
+def _splits(name: str, counts: Sequence[int] | None, array: Array, world: int) -> tuple[int, ...]:
+    """Rows for each rank: as given, or equal shares of the first axis."""
+    rows = array.shape[0] if array.ndim else 0
+    if counts is None:
+        if array.ndim == 0 or rows % world:
+            raise ArgumentError(f"{rows} rows for {world} ranks; allowed: a multiple, or explicit {name}")
+        return (rows // world,) * world
+    if len(counts) != world or sum(counts) != rows or min(counts) < 0:
+        raise ArgumentError(f"{name} {list(counts)}; allowed: {world} numbers, not negative, that sum to {rows}")
+    return tuple(counts)

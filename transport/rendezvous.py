@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rendezvous: ranks that share nothing but a key-value store agree how each pair of them will talk.
+
+    round "hello"   version, world, host identity
+    round "offer"   this rank's shared-memory segment, or why there is none
+    round "opened"  whose offers this rank could open: two ranks use shared memory when both opened the other's
+    round "udp"     addresses, keys and paths; only where some pair has no shared memory
+
+Records are JSON. A rank that cannot go on says so in its next record, so that nobody waits for it in vain.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
+
+from sennit.transport.config import Config, TransportKind
+from sennit.transport.errors import ConfigError, MismatchError, PeerError, TimeoutError, Unsupported
+from sennit.transport.host import host_identity, machine_identity
+from sennit.transport.store import Store
+
+# Of everything that ranks must have in common: these records, the wire (docs/wire.md), plans (docs/plan.md),
+# the shared-memory layout. Raised when any of them changes.
+PROTOCOL_VERSION: Final = 1
+
+Record: TypeAlias = dict[str, Any]
+Route: TypeAlias = tuple[str, bytes]
+
+
+class Endpoint(Protocol):
+    """The native communicator's part in rendezvous (`_core.Communicator`)."""
+
+    def shm_offer(self) -> bytes: ...
+
+    def shm_accept(self, rank: int, offer: bytes, /) -> bool: ...
+
+    def udp_open(self, rails: list[tuple[str, int]], path_count: int, /) -> bytes: ...
+
+    def connect(self, routes: list[Route], /) -> None: ...
+
+
+AnyEndpoint = TypeVar("AnyEndpoint", bound=Endpoint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection(Generic[AnyEndpoint]):
+    """A connected endpoint, and how it reaches each rank: "self", "shm" or "udp"."""
+
+    endpoint: AnyEndpoint
+    routes: tuple[str, ...]
+
+
+class _Rounds:
+    """Exchanges one record of every rank at a time, all before one deadline."""
+
+    def __init__(self, store: Store, *, name: str, rank: int, world: int, timeout_s: float) -> None:
+        self._store = store
+        self._name = name
+        self._rank = rank
+        self._world = world
+        self._timeout_s = timeout_s
+        self._deadline_s = time.monotonic() + timeout_s
+
+    def exchange(self, round_name: str, make: Callable[[], Record]) -> list[Record]:
+        """Publishes what `make` returns and waits for everybody's. If `make` raises, the others hear why."""
+        key = self._key(round_name, self._rank)
+        try:
+            record = make()
+        except Exception as error:
+            self._publish(key, {"failed": f"{type(error).__name__}: {error}"})
+            raise
+        self._publish(key, record)
+        return [self._collect(round_name, peer) for peer in range(self._world)]
+
+    def _publish(self, key: str, record: Record) -> None:
+        self._store.set(key, json.dumps({"version": PROTOCOL_VERSION, **record}))
+
+    def _collect(self, round_name: str, peer: int) -> Record:
+        key = self._key(round_name, peer)
+        left_s = max(self._deadline_s - time.monotonic(), 0.001)
+        try:
+            self._store.wait([key], timedelta(seconds=left_s))
+            data = self._store.get(key)
+        except Exception as error:
+            if time.monotonic() < self._deadline_s:
+                raise PeerError(f"rendezvous of {self._name}: the store failed: {error}") from error
+            raise TimeoutError(
+                f"rendezvous of {self._name}, round {round_name}: no word from {self._missing(round_name, peer)} "
+                f"of {self._world} after {self._timeout_s:g} s"
+            ) from error
+        return self._decode(data, peer)
+
+    def _decode(self, data: bytes, peer: int) -> Record:
+        try:
+            record = json.loads(data)
+            version = record["version"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise MismatchError(f"rank {peer} published a record that is none of ours: {data[:80]!r}") from error
+        if version != PROTOCOL_VERSION:
+            raise MismatchError(
+                f"rank {peer} speaks protocol version {version}, rank {self._rank} version {PROTOCOL_VERSION}: "
+                "install one version of sennit on all hosts"
+            )
+        if "failed" in record:
+            raise PeerError(f"rank {peer} could not join {self._name}: {record['failed']}", rank=peer)
+        assert isinstance(record, dict)
+        return record
+
+    def _missing(self, round_name: str, first: int) -> str:
+        missing = [peer for peer in range(first, self._world) if not self._is_there(self._key(round_name, peer))]
+        ranks = ", ".join(map(str, missing or [first]))
+        return f"rank {ranks}" if len(missing) < 2 else f"ranks {ranks}"
+
+    def _is_there(self, key: str) -> bool:
+        try:
+            return self._store.check([key])
+        except Exception:
+            # The store is gone as well: then nobody is there.
+            return False
+
+    def _key(self, round_name: str, rank: int) -> str:
+        return f"sennit/{self._name}/{round_name}/{rank}"
+
+
+def connect(
+    make_endpoint: Callable[[int], AnyEndpoint],
+    *,
+    config: Config,
+    store: Store | None,
+    rank: int,
+    world: int,
+    rails: Callable[[], list[tuple[str, int]]],
+    name: str = "world",
+    timeout_s: float | None = None,
+) -> Connection[AnyEndpoint]:
+    """Makes an endpoint, agrees on its route to every rank, and connects it.
+
+    `make_endpoint` is told how many ranks share this machine's cores, this one included; `rails` is asked for local
+    addresses only if some pair needs udp. `name` keeps groups that share a store apart.
+    """
+    if world == 1:
+        if config.transport is TransportKind.VERBS:
+            _refuse_verbs()
+        alone = make_endpoint(1)
+        alone.connect([("self", b"")])
+        return Connection(endpoint=alone, routes=("self",))
+    if store is None:
+        raise ConfigError(f"world of {world} ranks without a store; allowed: world 1, or a store that all ranks share")
+    rounds = _Rounds(
+        store, name=name, rank=rank, world=world, timeout_s=config.timeout_s if timeout_s is None else timeout_s
+    )
+    hello = rounds.exchange("hello", lambda: _hello(config, world))
+    endpoint: AnyEndpoint | None = None
+
+    def offer() -> Record:
+        nonlocal endpoint
+        _check_worlds(hello, rank)
+        endpoint = make_endpoint(sum(record["machine"] == hello[rank]["machine"] for record in hello))
+        return _offer(endpoint, config)
+
+    offers = rounds.exchange("offer", offer)
+    assert endpoint is not None
+    opened = rounds.exchange("opened", lambda: _opened(endpoint, hello, offers, rank))
+    by_shm = [[j in opened[i]["ranks"] and i in opened[j]["ranks"] for j in range(world)] for i in range(world)]
+    needs_udp = [any(not by_shm[i][j] for j in range(world) if j != i) for i in range(world)]
+    blobs: list[bytes] = [b""] * world
+    if any(needs_udp):
+
+        def open_udp() -> Record:
+            _refuse_strangers(config, hello, offers, by_shm[rank], rank)
+            if not needs_udp[rank]:
+                return {"blob": ""}
+            return {"blob": _text(endpoint.udp_open(rails(), config.paths))}
+
+        blobs = [base64.b64decode(record["blob"]) for record in rounds.exchange("udp", open_udp)]
+    routes: list[Route] = [("shm", b"") if by_shm[rank][peer] else ("udp", blobs[peer]) for peer in range(world)]
+    routes[rank] = ("self", b"")
+    endpoint.connect(routes)
+    return Connection(endpoint=endpoint, routes=tuple(kind for kind, _ in routes))
+
+
+def _hello(config: Config, world: int) -> Record:
+    if config.transport is TransportKind.VERBS:
+        _refuse_verbs()
+    return {"world": world, "host": host_identity(config.host_id), "machine": machine_identity()}
+
+
+def _check_worlds(hello: Sequence[Record], rank: int) -> None:
+    for peer, record in enumerate(hello):
+        if record["world"] != hello[rank]["world"]:
+            raise MismatchError(
+                f"rank {peer} is in a world of {record['world']} ranks, rank {rank} in one of {hello[rank]['world']}"
+            )
+
+
+def _offer(endpoint: Endpoint, config: Config) -> Record:
+    if config.transport is TransportKind.UDP:
+        return {"shm": "", "why_not": "its SENNIT_TRANSPORT is udp"}
+    try:
+        return {"shm": _text(endpoint.shm_offer()), "why_not": ""}
+    except OSError as error:
+        if config.transport is TransportKind.SHM:
+            raise
+        return {"shm": "", "why_not": f"it has no shared memory: {error}"}
+
+
+def _opened(endpoint: Endpoint, hello: Sequence[Record], offers: Sequence[Record], rank: int) -> Record:
+    """Which peers' segments this rank could open; none where it has none itself."""
+    opened: list[int] = []
+    for peer, record in enumerate(offers):
+        near = peer != rank and hello[peer]["host"] == hello[rank]["host"]
+        both = bool(record["shm"] and offers[rank]["shm"])
+        if near and both and endpoint.shm_accept(peer, base64.b64decode(record["shm"])):
+            opened.append(peer)
+    return {"ranks": opened}
+
+
+def _refuse_strangers(
+    config: Config, hello: Sequence[Record], offers: Sequence[Record], by_shm: Sequence[bool], rank: int
+) -> None:
+    """With SENNIT_TRANSPORT=shm, a peer out of its reach is an error that says why."""
+    if config.transport is not TransportKind.SHM:
+        return
+    for peer, record in enumerate(hello):
+        if peer == rank or by_shm[peer]:
+            continue
+        if offers[peer]["why_not"]:
+            reason = offers[peer]["why_not"]
+        elif record["host"] != hello[rank]["host"]:
+            reason = f"it is on another host ({record['host']}; here {hello[rank]['host']})"
+        else:
+            reason = "one of both could not open the other's segment (containers with a /dev/shm of their own?)"
+        raise Unsupported("shared memory", f"SENNIT_TRANSPORT=shm, but rank {peer} is out of reach: {reason}")
+
+
+def _refuse_verbs() -> None:
+    raise Unsupported(
+        "verbs", "SENNIT_TRANSPORT=verbs is not in this version; allowed: auto, shm, udp (the same wire format)"
+    )
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

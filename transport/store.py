@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rendezvous needs of a key-value store, and a small one over a shared folder.
+
+Any `torch.distributed` store fits `Store`; `FileStore` serves programs without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Final, Protocol
+from urllib.parse import quote
+
+from sennit.transport.errors import DeviceError, TimeoutError
+
+# First and longest pause between two looks at the folder.
+POLL_FIRST_S: Final = 0.001
+POLL_LAST_S: Final = 0.05
+
+
+class Store(Protocol):
+    """The part of torch's Store that is used; `wait` raises (anything) when its time is over."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class FileStore:
+    """Keys are files in `folder`, which all ranks see. Use a fresh folder for each run."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DeviceError(f"cannot make the store's folder {self._folder}", error.errno) from error
+
+    def set(self, key: str, value: str, /) -> None:
+        # Renamed into place, so that nobody reads half a value.
+        temporary = self._folder / f".{secrets.token_hex(8)}"
+        temporary.write_text(value)
+        temporary.replace(self._path(key))
+
+    def get(self, key: str, /) -> bytes:
+        return self._path(key).read_bytes()
+
+    def check(self, keys: Sequence[str], /) -> bool:
+        return all(self._path(key).exists() for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
+        deadline_s = time.monotonic() + timeout.total_seconds()
+        pause_s = POLL_FIRST_S
+        while not self.check(keys):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"{list(keys)} not in {self._folder} after {timeout.total_seconds():g} s")
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, POLL_LAST_S)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")
