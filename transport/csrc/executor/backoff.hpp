@@ -15,7 +15,7 @@ struct BackoffPolicy {
   uint64_t yield_us;
 
   static constexpr BackoffPolicy choose(uint32_t ranks_here, uint32_t cores) {
-    return ranks_here <= cores ? BackoffPolicy{100, 400} : BackoffPolicy{1, 500};
+    return ranks_here <= cores ? BackoffPolicy{10, 490} : BackoffPolicy{1, 500};
   }
 };
 
