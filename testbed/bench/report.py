@@ -16,10 +16,12 @@ COLOURS = {OURS: "#0072B2", "gloo": "#E69F00", "openmpi": "#009E73"}
 
 def format_seconds(seconds: float) -> str:
     """Three digits with a unit: '12.3 ms'."""
-    for limit, scale, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
-        if seconds < limit:
-            return f"{seconds * scale:.3g} {unit}" if seconds * scale < 1000 else f"{seconds * scale:.0f} {unit}"
-    return f"{seconds:.3g} s"
+    rounded = float(f"{seconds:.3g}")
+    if rounded < 1e-3:
+        return f"{rounded * 1e6:.3g} µs"
+    if rounded < 1.0:
+        return f"{rounded * 1e3:.3g} ms"
+    return f"{rounded:.3g} s"
 
 
 def _cell(row: Row, peer: str) -> str:

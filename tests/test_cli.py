@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `sennit` as a user meets it: help, versions, wrong options."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import sennit
+from sennit.cli import app
+
+runner = CliRunner()
+
+
+def test_help_names_all_commands() -> None:
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    for command in ("doctor", "train", "bench", "version"):
+        assert command in result.output
+
+
+def test_version_names_sennit_and_torch() -> None:
+    result = runner.invoke(app, ["version"])
+    assert result.exit_code == 0
+    assert f"sennit {sennit.__version__}" in result.output
+    assert "torch" in result.output
+
+
+def test_doctor_prints_json_that_agrees_with_its_status() -> None:
+    result = runner.invoke(app, ["doctor", "--json"])
+    assert json.loads(result.stdout)["healthy"] == (result.exit_code == 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sizes", "12XB"], "KiB"),
+        (["--world", "1"], "world"),
+        (["--against", "nccl"], "openmpi"),
+        (["--only", "sort"], "sort"),
+    ],
+)
+def test_wrong_benchmark_options_are_explained(options: list[str], message: str) -> None:
+    result = runner.invoke(app, ["bench", "collectives", *options])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_help_does_not_import_torch() -> None:
+    program = (
+        "import sys\n"
+        "from sennit.cli import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_module_and_command_are_the_same() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "sennit", "version"], check=True, timeout=60, capture_output=True, text=True
+    )
+    assert done.stdout == runner.invoke(app, ["version"]).output

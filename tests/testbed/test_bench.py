@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark's own arithmetic, and a small run of it from end to end. No timing is judged here."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sennit.testbed.bench import collectives, report, results
+from sennit.testbed.bench.cases import Case, Collective, format_size, parse_size
+from sennit.testbed.bench.collectives import Settings
+from sennit.testbed.bench.commands import Join
+from sennit.testbed.bench.conductor import WorkerError, Workers
+
+
+@pytest.mark.parametrize(("text", "size_bytes"), [("4096", 4096), ("4KiB", 4096), (" 64 MiB ", 64 << 20), ("7B", 7)])
+def test_sizes_are_read(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "KiB", "-4", "4KB", "4.5MiB", "4 KiB 3"])
+def test_wrong_sizes_name_the_units(text: str) -> None:
+    with pytest.raises(ValueError, match="KiB, MiB, GiB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(("size_bytes", "text"), [(4096, "4 KiB"), (64 << 20, "64 MiB"), (4100, "4100 B"), (0, "0 B")])
+def test_sizes_are_written(size_bytes: int, text: str) -> None:
+    assert format_size(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("collective", "elements"),
+    [
+        (Collective.ALLREDUCE, (1023, 1023)),
+        (Collective.ALLTOALL, (1023, 1023)),
+        (Collective.REDUCE_SCATTER, (1023, 341)),
+        (Collective.ALL_GATHER, (341, 1023)),
+    ],
+)
+def test_size_is_that_of_the_larger_buffer(collective: Collective, elements: tuple[int, int]) -> None:
+    assert Case(collective, 4096).elements(3) == elements
+
+
+def test_ratio_is_taken_round_by_round() -> None:
+    # The machine slowed down threefold in the second round: the ratio of the medians would say 6.
+    row = results.Row(
+        Case(Collective.ALLREDUCE, 4096), {"sennit": [1.0, 3.0, 1.0, 1.0], "gloo": [4.0, 12.0, 4.0, 12.0]}
+    )
+    assert row.ratio("gloo") == 4.0
+    assert row.median_s("sennit") == 1.0
+
+
+def test_quantiles_interpolate() -> None:
+    assert results.quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert results.quantile([0.0, 10.0], 0.1) == 1.0
+    assert results.quantile([5.0], 0.9) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"world": 1}, "at least 2"),
+        ({"rounds": 0}, "at least 1"),
+        ({"against": ("nccl",)}, "gloo, openmpi"),
+        ({"sizes_bytes": (4,)}, "at least 8 B"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1.234e-6, "1.23 µs"), (0.9996e-3, "1 ms"), (0.9994e-3, "999 µs"), (0.0123, "12.3 ms"), (2, "2 s")],
+)
+def test_times_have_three_digits(seconds: float, text: str) -> None:
+    assert report.format_seconds(seconds) == text
+
+
+def sample_report() -> results.Report:
+    rows = [
+        results.Row(Case(collective, size), {"sennit": [1e-3, 2e-3], "gloo": [4e-3, 6e-3]})
+        for collective in (Collective.ALLREDUCE, Collective.ALLTOALL)
+        for size in (4096, 1 << 20)
+    ]
+    machine = {"processor": "a processor", "cores": 2, "load_average": [0.1, 0.2, 0.3]}
+    return results.Report({"world": 2, "transport": "shm", "rounds": 2}, machine, rows, 12 << 20)
+
+
+def test_table_has_the_ratio_and_the_memory() -> None:
+    out = io.StringIO()
+    report.render(sample_report(), Console(file=out, width=160))
+    assert "3.50×" in out.getvalue()
+    assert "12.0 MiB" in out.getvalue()
+
+
+def test_figure_is_drawn(tmp_path: Path) -> None:
+    report.plot(sample_report(), tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failing_worker_is_named_and_ends_the_run() -> None:
+    with (
+        pytest.raises(WorkerError, match="torch rank 0 failed at Join"),
+        Workers(library="torch", world=1, environment={}) as workers,
+    ):
+        workers.ask(Join("no_such_backend"))
+
+
+@pytest.mark.slow
+@pytest.mark.needs("backend", "shm")
+def test_small_run_from_end_to_end() -> None:
+    settings = Settings(world=2, sizes_bytes=(4096, 1 << 20), rounds=2)
+    seen: list[str] = []
+    result = collectives.run(settings, lambda what, done, total: seen.append(what))
+    assert len(result.rows) == 8
+    assert seen[-1] == "memory"
+    assert result.memory_growth_bytes is not None
+    for row in result.rows:
+        assert {peer: len(samples) for peer, samples in row.samples_s.items()} == {"sennit": 2, "gloo": 2}
+    assert json.loads(json.dumps(result.as_json()))["rows"][0]["collective"] == "allreduce"
