@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// The simulator port: flows on links of virtual time. A run is a pure function of its seed.
+//
+// Packets are encoded as on the wire and decoded again, ICRC included, so that corruption is met as by a
+// real port. Event-driven: step() jumps to the next arrival or timer. Links are one-way and may be shared
+// by any number of flows; path p of a flow uses the p-th of its links, modulo their number.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <queue>
+#include <span>
+#include <vector>
+
+#include "flow/flow.hpp"
+#include "wire/icrc.hpp"
+
+namespace sennit {
+
+// SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
+class SimRandom {
+ public:
+  explicit SimRandom(uint64_t seed) : state_(seed) {}
+  uint64_t next() {
+    uint64_t mixed = state_ += 0x9E37'79B9'7F4A'7C15;
+    mixed = (mixed ^ mixed >> 30) * 0xBF58'476D'1CE4'E5B9;
+    mixed = (mixed ^ mixed >> 27) * 0x94D0'49BB'1331'11EB;
+    return mixed ^ mixed >> 31;
+  }
+  uint64_t below(uint64_t bound) { return bound == 0 ? 0 : next() % bound; }
+  bool chance(double fraction) { return static_cast<double>(next() >> 11) * 0x1p-53 < fraction; }
+
+ private:
+  uint64_t state_;
+};
+
+struct SimWindow {
+  uint64_t from_us, until_us;
+};
+
+struct SimLinkConfig {
+  uint64_t delay_us = 10;
+  uint64_t jitter_us = 0;          // uniform extra delay: reorders within the link
+  uint64_t rate_bytes_per_s = 0;   // 0: no limit
+  uint64_t queue_limit_bytes = 0;  // packets beyond are dropped; 0: no limit. Needs a rate
+  double loss_fraction = 0;
+  double duplicate_fraction = 0;
+  double corrupt_fraction = 0;         // one flipped bit
+  std::vector<SimWindow> black_holes;  // everything is lost
+};
+
+struct SimCounters {
+  uint64_t sent, lost, queue_drops, duplicated, corrupted, delivered, refused;
+};
+
+class SimNetwork {
+ public:
+  // Called after everything that happened to a flow: poll its events, give it new work.
+  using Progress = std::function<void(uint64_t now_us)>;
+
+  explicit SimNetwork(uint64_t seed) : random_(seed) {}
+  // As a port that receives straight into predicted places: before every arrival some of them are
+  // overwritten with garbage.
+  void set_scribbling(bool is_on) { scribbling_ = is_on; }
+
+  uint32_t add_link(const SimLinkConfig& config);
+  // Two flows; the first to the second over `there`, back over `back`. They outlive the network's last step.
+  void connect(flow::Flow& first, flow::Flow& second, std::span<const uint32_t> there, std::span<const uint32_t> back,
+               Progress progress_first, Progress progress_second);
+
+  uint64_t now_us() const { return now_us_; }
+  // Lets every flow send what it has. After work was given to one from outside of its Progress.
+  void kick();
+  // The next event. False: nothing will ever happen again.
+  bool step();
+  // Steps until `done`; false when virtual time passes `deadline_us` or nothing is left to happen before.
+  bool run(uint64_t deadline_us, const std::function<bool()>& done);
+
+  // Over every packet's time, way, kind and fate: equal for equal seeds.
+  uint64_t trace_hash() const { return trace_hash_; }
+  const SimCounters& counters() const { return counters_; }
+
+ private:
+  struct Link {
+    SimLinkConfig config;
+    uint64_t busy_until_ns = 0;
+  };
+  struct Endpoint {
+    flow::Flow* flow;
+    Progress progress;
+    std::vector<uint32_t> links;
+    uint32_t peer;
+    wire::NetworkCrc crc;  // of what it sends
+    uint32_t next_psn;
+    uint64_t wake_us;
+  };
+  struct Happening {
+    uint64_t at_ns, order;
+    uint32_t endpoint;
+    uint32_t packet;  // index into packets_; NO_PACKET: a timer
+    bool operator>(const Happening& other) const {
+      return at_ns != other.at_ns ? at_ns > other.at_ns : order > other.order;
+    }
+  };
+  static constexpr uint32_t NO_PACKET = UINT32_MAX;
+
+  void service(uint32_t endpoint);
+  void send_data(uint32_t endpoint, uint32_t path, const flow::DataOut& data);
+  void send_control(uint32_t endpoint, uint32_t path, std::span<const std::byte> payload);
+  void finish_packet(const Endpoint& endpoint, std::vector<std::byte>& packet, size_t header_bytes);
+  void transmit(uint32_t endpoint, uint32_t path, uint32_t packet);
+  void receive(uint32_t endpoint, std::vector<std::byte>& bytes);
+  void scribble(flow::Flow& flow);
+  uint32_t new_packet();
+  void schedule(uint64_t at_ns, uint32_t endpoint, uint32_t packet);
+  void trace(uint64_t value);
+
+  SimRandom random_;
+  std::vector<Link> links_;
+  std::vector<Endpoint> endpoints_;
+  std::priority_queue<Happening, std::vector<Happening>, std::greater<>> happenings_;
+  std::vector<std::vector<std::byte>> packets_;
+  std::vector<uint32_t> free_packets_;
+  uint64_t now_us_ = 0, order_ = 0;
+  uint64_t trace_hash_ = 0xCBF2'9CE4'8422'2325;  // FNV-1a, 64 bits
+  SimCounters counters_{};
+  bool scribbling_ = false;
+};
+
+}  // namespace sennit
