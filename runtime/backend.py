@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The name "sennit" for `torch.distributed`: registration, and the Python half of making a process group.
+
+`register` is called when torch or sennit is imported (`sennit/__init__.py`), so nothing heavy is imported up here.
+A group's rendezvous and plans are Python (sennit.transport); every call on it is C++ (runtime/csrc).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch.distributed as dist
+
+    from sennit.transport.communicator import Communicator
+    from sennit.transport.plan import Plan
+
+BACKEND_NAME: Final = "sennit"
+DEVICES: Final = ("cpu", "cuda")
+
+# How often this process has made a group of one name: a group made again must not read the first one's records.
+_made: Counter[str] = Counter()
+# Of all groups so far, the most ranks of one that run on this machine; later groups share the cores with them.
+_ranks_here = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `init_process_group(..., pg_options=...)` and `new_group` take for this backend."""
+
+    plan_cache_bytes: int = 16 << 20
+    """Compiled plans a group keeps, in bytes; the least recently used go first. Room for thousands of shapes."""
+
+    stage_host_tensors: bool = False
+    """Send host tensors down the path of accelerator tensors (staging buffers, a thread): for tests of that path."""
+
+    def __post_init__(self) -> None:
+        if self.plan_cache_bytes < 0:
+            raise ValueError(f"plan_cache_bytes {self.plan_cache_bytes}; allowed: 0 or more")
+
+
+def register() -> None:
+    """Makes "sennit" a backend of `torch.distributed`; more calls do nothing."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.Backend, BACKEND_NAME.upper()):
+        return
+    dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(DEVICES))
+    _name_groups(dist.ProcessGroup)
+
+
+def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
+    """Lets a group of this backend say so, where torch calls every backend from outside "custom".
+
+    TorchRec takes "custom" for a stand-in without peers and replaces AlltoAll by a local copy: silently wrong data
+    (docs/torch.md). Groups of any other backend answer as before.
+    """
+
+    def named(original: Callable[[dist.ProcessGroup], str]) -> Callable[[dist.ProcessGroup], str]:
+        @functools.wraps(original)
+        def name(self: dist.ProcessGroup) -> str:
+            text = original(self)
+            if text != "custom":
+                return text
+            backends = {self._get_backend(device).name() for device in self._device_types}
+            return BACKEND_NAME if BACKEND_NAME in backends else text
+
+        return name
+
+    for method in ("_get_backend_name", "name"):
+        setattr(process_group, method, named(getattr(process_group, method)))
+
+
+def _create(group: Any, options: Options | None) -> dist.Backend:
+    """Torch's creator function: `group` is its `_DistributedBackendOptions`."""
+    global _ranks_here
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(f"pg_options is a {type(options).__name__}; allowed: sennit.runtime.backend.Options or None")
+    options = options or Options()
+    extension = _load_extension()
+    from sennit.transport.communicator import Communicator
+
+    name = str(group.group_id)
+    _made[name] += 1
+    communicator = Communicator(
+        rank=group.group_rank,
+        world=group.group_size,
+        store=group.store,
+        name=f"{name}.{_made[name]}",
+        timeout_s=group.timeout.total_seconds(),
+        ranks_here_min=_ranks_here,
+    )
+    _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))
+    backend: dist.Backend = extension.SennitBackend(
+        communicator=communicator.handle,
+        compile_plan=PlanCompiler(communicator),
+        timeout=group.timeout,
+        group_name=name,
+        global_ranks=list(group.global_ranks_in_group),
+        plan_cache_bytes=options.plan_cache_bytes,
+        stage_host_tensors=options.stage_host_tensors,
+    )
+    return backend
+
+
+@functools.cache
+def _load_extension() -> ModuleType:
+    """`sennit.runtime._c10d`, or an ImportError that says what to do about a torch that it was not built for."""
+    import torch
+
+    found = torch.__version__.partition("+")[0]
+    built = _built_for()
+    if built is not None and built != found:
+        raise ImportError(f"sennit.runtime._c10d was built for torch {built}, found {found}: run make build")
+    try:
+        from sennit.runtime import _c10d
+    except ImportError as error:
+        raise ImportError(f"sennit.runtime._c10d cannot be loaded with torch {found} ({error}): run make build") from error
+    if found != _c10d.BUILT_FOR_TORCH:
+        raise ImportError(f"sennit.runtime._c10d was built for torch {_c10d.BUILT_FOR_TORCH}, found {found}: run make build")
+    if not torch.distributed.is_available():
+        warnings.warn("this torch was built without torch.distributed", RuntimeWarning, stacklevel=2)
+    return _c10d
+
+
+def _built_for() -> str | None:
+    """The torch version that the build wrote down, known before its libraries are loaded; None where it is not."""
+    from importlib.util import find_spec
+
+    spec = find_spec("sennit.runtime._c10d")
+    if spec is None or spec.origin is None:
+        return None
+    note = Path(spec.origin).with_name("build_info.json")
+    if not note.exists():
+        return None
+    version: str = json.loads(note.read_text())["torch"]
+    return version.partition("+")[0]
+
+
+class PlanCompiler:
+    """Compiles the plans that the C++ plan cache misses. Also keeps the communicator alive as long as the backend."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    def __call__(
+        self,
+        kind: int,
+        type_code: int,
+        reduce_op: int,
+        item_bytes: int,
+        root: int,
+        separate: bool,
+        in_place: bool,
+        is_send: bool,
+        counts: tuple[int, ...],
+    ) -> bytes:
+        """The encoded plan; the arguments are the fields of `PlanShape` (runtime/csrc/plan_cache.hpp)."""
+        from sennit.transport import algorithms
+        from sennit.transport.elements import Dtype, ReduceOp
+        from sennit.transport.signature import Kind
+
+        ends = {"world": self.communicator.world, "rank": self.communicator.rank}
+        moved = {**ends, "item_bytes": item_bytes, "type_code": type_code}
+        plan: Plan
+        match Kind(kind):
+            case Kind.ALLREDUCE:
+                plan = algorithms.allreduce(
+                    **ends, elements=counts[0], dtype=Dtype(type_code), op=ReduceOp(reduce_op)
+                )
+            case Kind.REDUCE:
+                plan = algorithms.reduce(
+                    **ends, elements=counts[0], dtype=Dtype(type_code), op=ReduceOp(reduce_op), root=root
+                )
+            case Kind.BROADCAST:
+                plan = algorithms.broadcast(**moved, elements=counts[0], root=root)
+            case Kind.ALLGATHER:
+                plan = algorithms.allgather(**moved, counts=counts, in_place=in_place, list_output=separate)
+            case Kind.GATHER:
+                plan = algorithms.gather(**moved, counts=counts, root=root, list_output=separate)
+            case Kind.SCATTER:
+                plan = algorithms.scatter(**moved, counts=counts, root=root, list_input=separate)
+            case Kind.REDUCE_SCATTER:
+                plan = algorithms.reduce_scatter(
+                    **ends, counts=counts, dtype=Dtype(type_code), op=ReduceOp(reduce_op), list_input=separate
+                )
+            case Kind.ALLTOALL:
+                world = self.communicator.world
+                plan = algorithms.alltoall(
+                    **moved,
+                    send_counts=counts[:world],
+                    recv_counts=counts[world:],
+                    list_input=separate,
+                    list_output=separate,
+                )
+            case Kind.P2P:
+                one_way = algorithms.send if is_send else algorithms.recv
+                plan = one_way(**moved, peer=root, elements=counts[0])
+            case Kind.BARRIER:
+                plan = algorithms.barrier(**ends)
+        return plan.encode()
