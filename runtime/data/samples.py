@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole data set in memory, encoded once: dense features, labels and one id column a table.
+
+A batch is then a handful of tensor gathers, with no Python per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sennit.runtime.data.combined import CombinedBatch
+from sennit.runtime.data.errors import DataError
+
+IntArray = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """The ids of one table for all samples."""
+
+    name: str
+    """Name of the feature and of its table."""
+
+    row_count: int
+    """Rows of the table; every id is in [0, row_count)."""
+
+    values: Tensor
+    """Ids of sample 0, then of sample 1, …; int32 where the rows allow it."""
+
+    offsets: Tensor | None = None
+    """Int64 [N + 1]: where each sample's ids begin. None: exactly one id a sample."""
+
+    @classmethod
+    def single(cls, name: str, row_count: int, ids: IntArray) -> Column:
+        """One id a sample."""
+        return cls(name=name, row_count=row_count, values=_ids(name, row_count, ids))
+
+    @classmethod
+    def bags(cls, name: str, row_count: int, ids: IntArray, lengths: IntArray) -> Column:
+        """`lengths[i]` ids for sample i."""
+        offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+        torch.cumsum(torch.from_numpy(lengths.astype(np.int64)), 0, out=offsets[1:])
+        if int(offsets[-1]) != len(ids):
+            raise DataError(f"table {name}: lengths add up to {int(offsets[-1])}, but there are {len(ids)} ids")
+        return cls(name=name, row_count=row_count, values=_ids(name, row_count, ids), offsets=offsets)
+
+    @property
+    def sample_count(self) -> int:
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def mean_length(self) -> float:
+        """Ids a sample, on average: the pooling factor."""
+        return len(self.values) / max(1, self.sample_count)
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """(lengths int32 [B], ids int64) of the samples `rows`, in that order."""
+        if self.offsets is None:
+            return torch.ones(len(rows), dtype=torch.int32), self.values[rows].to(torch.int64)
+        begin = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - begin
+        # Position of every id = begin of its bag + its place in the bag.
+        bag_start = torch.cumsum(lengths, 0) - lengths
+        position = torch.arange(int(lengths.sum())) + torch.repeat_interleave(begin - bag_start, lengths)
+        return lengths.to(torch.int32), self.values[position].to(torch.int64)
+
+
+def _ids(name: str, row_count: int, ids: IntArray) -> Tensor:
+    if row_count < 1:
+        raise DataError(f"table {name}: {row_count} rows; at least 1 is needed")
+    if len(ids):
+        wrong = np.flatnonzero((ids < 0) | (ids >= row_count))
+        if len(wrong):
+            raise DataError(
+                f"table {name}: row id {int(ids[wrong[0]])} (value number {int(wrong[0])}) is outside [0, {row_count})"
+            )
+    narrow = np.int32 if row_count <= 2**31 - 1 else np.int64
+    return torch.from_numpy(ids.astype(narrow))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """N labelled samples, in the order of time where the source has one."""
+
+    name: str
+    """What the report calls it."""
+
+    dense: Tensor
+    """Float32 [N, D], D >= 1."""
+
+    labels: Tensor
+    """Float32 [N], each 0 or 1."""
+
+    columns: tuple[Column, ...]
+    """One a table."""
+
+    dense_names: tuple[str, ...] = field(default=())
+    """D names, for messages."""
+
+    def __post_init__(self) -> None:
+        count = self.labels.shape[0]
+        if not self.columns:
+            raise DataError(f"{self.name}: no sparse column; a DLRM needs at least one table")
+        if self.dense.ndim != 2 or self.dense.shape[0] != count or self.dense.shape[1] < 1:
+            raise DataError(f"{self.name}: dense is {tuple(self.dense.shape)}, expected ({count}, at least 1)")
+        for column in self.columns:
+            if column.sample_count != count:
+                raise DataError(f"table {column.name}: {column.sample_count} samples, but there are {count} labels")
+        finite = torch.isfinite(self.dense).all(0)
+        if not bool(finite.all()):
+            wrong = int((~finite).nonzero()[0])
+            name = self.dense_names[wrong] if self.dense_names else str(wrong)
+            raise DataError(f"{self.name}: dense column {name} has values that are not finite")
+        strange = (self.labels != 0) & (self.labels != 1)
+        if bool(strange.any()):
+            row = int(strange.nonzero()[0])
+            raise DataError(f"{self.name}: label {float(self.labels[row])} of sample {row}; allowed: 0 and 1")
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    def standardised(self, train_rows: Tensor) -> Samples:
+        """Dense features with mean 0 and variance 1 over `train_rows`; constant ones are left as they are.
+
+        Only training rows count, so that nothing of the evaluation rows enters the model.
+        """
+        part = self.dense[train_rows].to(torch.float64)
+        mean, deviation = part.mean(0), part.std(0, unbiased=False)
+        varies = deviation > 1e-12
+        mean = torch.where(varies, mean, torch.zeros_like(mean))
+        deviation = torch.where(varies, deviation, torch.ones_like(deviation))
+        return replace(self, dense=((self.dense.to(torch.float64) - mean) / deviation).to(torch.float32))
+
+    def batch(self, rows: Tensor, table_order: Sequence[int]) -> CombinedBatch:
+        """The samples `rows`, with the tables in the order given (the exchange wants its own)."""
+        gathered = [self.columns[table].gather(rows) for table in table_order]
+        return CombinedBatch(
+            dense=self.dense[rows],
+            labels=self.labels[rows],
+            lengths=torch.stack([lengths for lengths, _ in gathered]),
+            values=torch.cat([values for _, values in gathered]),
+        )
+
+
+def split(
+    sample_count: int, *, eval_fraction: float, order: str, generator: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """(training rows, evaluation rows): a random part, or with order "last" the end of the data set."""
+    if order not in ("random", "last"):
+        raise DataError(f"split {order!r}; allowed: random, last")
+    eval_count = round(sample_count * eval_fraction)
+    if not 0 < eval_count < sample_count:
+        raise DataError(f"evaluation part {eval_fraction} of {sample_count} samples leaves {eval_count} for evaluation")
+    rows = generator.permutation(sample_count) if order == "random" else np.arange(sample_count)
+    return torch.from_numpy(rows[:-eval_count].copy()), torch.from_numpy(rows[-eval_count:].copy())
+
+
+def vocabulary(values: npt.NDArray[np.generic] | Sequence[str]) -> tuple[int, IntArray]:
+    """(row count, ids): each distinct value gets the row of its place in sorted order."""
+    distinct, ids = np.unique(np.asarray(values), return_inverse=True)
+    return len(distinct), ids.reshape(-1)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a step's time goes: named phases, on the wall clock, each moment counted once.
+
+A phase entered inside another one pauses it, so the phases of a run add up to its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class PhaseClock:
+    """Seconds by phase. Not for several threads."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time inside to `name`, less what inner phases take."""
+        self._credit()
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._credit()
+            self._open.pop()
+
+    def _credit(self) -> None:
+        now = time.perf_counter()
+        if self._open:
+            current = self._open[-1]
+            self.seconds[current] = self.seconds.get(current, 0.0) + now - self._since
+        self._since = now

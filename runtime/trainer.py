@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part of a training run: the step, the evaluation, the state that a checkpoint holds.
+
+A step: cut this rank's part of the global batch -> ids to the owners -> lookup -> pooled vectors back ->
+dense model and loss -> backward (DDP sums dense gradients, pooled gradients go to the owners) -> update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.samples import Samples, split
+from sennit.runtime.dlrm.embedding import EmbeddingShard
+from sennit.runtime.dlrm.exchange import Exchange
+from sennit.runtime.dlrm.model import DenseModel
+from sennit.runtime.dlrm.optimizer import RowWiseAdagrad, dense_optimizer, rate_factor
+from sennit.runtime.dlrm.sharding import Placement, Table, place
+from sennit.runtime.metrics import Quality, quality
+from sennit.runtime.phases import PhaseClock
+from sennit.runtime.seeds import numpy_stream
+from sennit.runtime.training_config import TrainingConfig
+from sennit.transport.errors import ConfigError, SennitError
+
+# The flattened form has one entry a parameter name and kind, which DCP can read at any world size.
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class TrainingError(SennitError):
+    """Training cannot go on; the message names the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What the display gets after each step."""
+
+    step: int
+    """Steps done."""
+
+    step_count: int
+    epoch: int
+    loss: float
+    """Mean of this rank's part of the batch."""
+
+
+class Trainer:
+    """Owns model, tables, optimizers and the position in the data. Every method is collective."""
+
+    def __init__(self, config: TrainingConfig, samples: Samples) -> None:
+        self.config = config
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        config.check_world(self.world_size)
+        self.clock = PhaseClock()
+        self.train_rows, self.eval_rows = split(
+            len(samples),
+            eval_fraction=config.eval_fraction,
+            order=config.split,
+            generator=numpy_stream(config.seed, "split"),
+        )
+        self.samples = samples.standardised(self.train_rows)
+        self.steps_per_epoch = len(self.train_rows) // config.batch_size
+        if not self.steps_per_epoch:
+            raise DataError(
+                f"{samples.name}: {len(self.train_rows)} training samples do not fill one batch of {config.batch_size}"
+            )
+        self.step_count = self.steps_per_epoch * config.epochs
+        if config.max_steps is not None:
+            self.step_count = min(self.step_count, config.max_steps)
+        self.step = 0
+
+        self.tables = tuple(
+            Table(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
+            for column in samples.columns
+        )
+        self.placement: Placement = place(self.tables, world_size=self.world_size, dim=config.embedding_dim)
+        own = [self.tables[table] for table in self.placement.tables_of[self.rank]]
+        self.shard = EmbeddingShard(own, dim=config.embedding_dim, seed=config.seed)
+        self.row_state = RowWiseAdagrad(len(self.shard.weight))
+        self.exchange = Exchange(self.placement, dim=config.embedding_dim, clock=self.clock)
+        self.dense = DenseModel(
+            dense_count=samples.dense.shape[1],
+            table_count=len(self.tables),
+            dim=config.embedding_dim,
+            bottom=config.bottom,
+            top=config.top,
+            seed=config.seed,
+        )
+        self.replicated = DistributedDataParallel(self.dense, gradient_as_bucket_view=True)
+        self.optimizer = dense_optimizer(config.dense_optimizer, self.replicated.parameters(), rate=config.dense_rate)
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    def run(
+        self,
+        on_step: Callable[[StepReport], None],
+        on_epoch: Callable[[int, Quality], None],
+        on_checkpoint: Callable[[int], None],
+    ) -> Quality:
+        """Trains to the end, evaluates after each epoch, and returns the last evaluation."""
+        result: Quality | None = None
+        while self.step < self.step_count:
+            loss = self.train_step()
+            done = self.step == self.step_count
+            epoch = (self.step - 1) // self.steps_per_epoch
+            on_step(StepReport(step=self.step, step_count=self.step_count, epoch=epoch, loss=loss))
+            every = self.config.checkpoint_every
+            if self.config.checkpoint is not None and (done or (every is not None and self.step % every == 0)):
+                with self.clock.phase("checkpoint"):
+                    on_checkpoint(self.step)
+            if done or self.step % self.steps_per_epoch == 0:
+                result = self.evaluate()
+                on_epoch(epoch, result)
+        return result if result is not None else self.evaluate()
+
+    def train_step(self) -> float:
+        """One step on the next global batch; the loss of this rank's part."""
+        factor = rate_factor(self.config.decay, self.step, self.step_count)
+        local = self.config.batch_size // self.world_size
+        counts = [local] * self.world_size
+        with self.clock.phase("input"):
+            rows = self._batch_rows()[self.rank * local : (self.rank + 1) * local]
+            batch = self.samples.batch(rows, self.placement.wire_order)
+        bags = self.exchange.send_ids(batch, counts)
+        with self.clock.phase("lookup"):
+            pooled = self.shard.lookup(bags.lengths, bags.values, bags.table_of_bag).requires_grad_()
+        with self.clock.phase("dense forward"):
+            vectors = self.exchange.return_pooled(pooled, counts)
+            logits = self.replicated(batch.dense, vectors)
+            loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
+            value = loss.item()
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"loss is {value} at step {self.step + 1} on rank {self.rank}; try lower learning rates "
+                f"(now {self.config.dense_rate} dense, {self.config.sparse_rate} sparse)"
+            )
+        with self.clock.phase("backward and AllReduce"):
+            self.optimizer.zero_grad()
+            loss.backward()
+        with self.clock.phase("dense update"):
+            for part in self.optimizer.param_groups:
+                part["lr"] = self.config.dense_rate * factor
+            self.optimizer.step()
+        with self.clock.phase("sparse update"):
+            assert pooled.grad is not None
+            self.shard.update(self.row_state, pooled.grad, rate=self.config.sparse_rate * factor)
+        self.step += 1
+        return value
+
+    @torch.no_grad()
+    def evaluate(self) -> Quality:
+        """Exact metrics over all evaluation rows; the same on every rank."""
+        with self.clock.phase("evaluation"):
+            logits, labels = [], []
+            for rows in self.eval_rows.split(self.config.batch_size):
+                parts = torch.tensor_split(rows, self.world_size)
+                counts = [len(part) for part in parts]
+                batch = self.samples.batch(parts[self.rank], self.placement.wire_order)
+                bags = self.exchange.send_ids(batch, counts)
+                pooled = self.shard.lookup(bags.lengths, bags.values, bags.table_of_bag)
+                logits.append(self.dense(batch.dense, self.exchange.return_pooled(pooled, counts)))
+                labels.append(batch.labels)
+            both = gather_rows(torch.stack((torch.cat(logits), torch.cat(labels)), 1))
+            return quality(both[:, 0].numpy(), both[:, 1].numpy())
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights this rank holds, under global names."""
+        named = {f"dense.{name}": parameter.detach() for name, parameter in self.dense.named_parameters()}
+        for table, part in zip(self.shard.tables, self.shard.parts(self.shard.weight), strict=True):
+            named[f"table.{table.name}"] = part
+        return named
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint holds; tensors are the trainer's own memory, so that loading fills them."""
+        state: dict[str, Any] = dict(self.weights())
+        for table, part in zip(self.shard.tables, self.shard.parts(self.row_state.state), strict=True):
+            state[f"row_state.{table.name}"] = part
+        dense = get_optimizer_state_dict(self.replicated, self.optimizer, options=_FLAT)
+        state.update({f"optimizer.{name}": value for name, value in dense.items()})
+        # Order of samples and initial weights are functions of seed and position, so no generator is saved.
+        state["position"] = {"step": self.step, "seed": self.config.seed, "batch_size": self.config.batch_size}
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what is not the trainer's own memory in a loaded `state`."""
+        position = state["position"]
+        for name, ours in (("seed", self.config.seed), ("batch_size", self.config.batch_size)):
+            if position[name] != ours:
+                raise ConfigError(f"the checkpoint has {name} {position[name]}, but this run has {ours}")
+        prefix = "optimizer."
+        dense = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        set_optimizer_state_dict(self.replicated, self.optimizer, dense, options=_FLAT)
+        self.step = int(position["step"])
+
+    def _batch_rows(self) -> Tensor:
+        """The global batch of the next step: a range of the epoch's own permutation."""
+        epoch, place_in_epoch = divmod(self.step, self.steps_per_epoch)
+        if self._order[0] != epoch:
+            shuffle = numpy_stream(self.config.seed, "order", epoch).permutation(len(self.train_rows))
+            self._order = (epoch, self.train_rows[torch.from_numpy(shuffle)])
+        begin = place_in_epoch * self.config.batch_size
+        return self._order[1][begin : begin + self.config.batch_size]
+
+
+def gather_rows(part: Tensor) -> Tensor:
+    """All ranks' rows in the order of ranks, on every rank; ranks may have different numbers of rows."""
+    world_size = dist.get_world_size()
+    counts = torch.zeros(world_size, dtype=torch.int64)
+    dist.all_gather_into_tensor(counts, torch.tensor([len(part)]))
+    longest = int(counts.max())
+    padded = F.pad(part, (0, 0, 0, longest - len(part))).contiguous()
+    gathered = part.new_empty(world_size * longest, part.shape[1])
+    dist.all_gather_into_tensor(gathered, padded)
+    pieces = gathered.split(longest) if longest else []
+    return torch.cat([piece[: int(count)] for piece, count in zip(pieces, counts, strict=False)] or [part])

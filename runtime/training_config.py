@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that decides a training run. The command line fills it; every rank gets the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sennit.runtime.data.sources import Source
+from sennit.runtime.dlrm.optimizer import DECAYS, DENSE_OPTIMIZERS
+from sennit.transport.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """Checked once, when made; `check_world` checks what depends on the number of ranks."""
+
+    source: Source = field(default_factory=Source)
+    """The data set."""
+
+    split: str = "random"
+    """Evaluation rows: "random", or "last" for the end of the data set (flights and movielens: the latest)."""
+
+    eval_fraction: float = 0.1
+    """Share of the samples held back for evaluation."""
+
+    seed: int = 1
+    """Controls initial weights, split, order of samples and synthetic data."""
+
+    epochs: int = 3
+    """Passes over the training rows."""
+
+    max_steps: int | None = None
+    """Stop after this many steps; the learning rate then decays to zero over these. None: all epochs."""
+
+    batch_size: int = 2048
+    """Samples a step over all ranks together, so that the run is the same at any world size."""
+
+    embedding_dim: int = 16
+    """Width of every table, of the bottom MLP's output and of the interaction."""
+
+    bottom: tuple[int, ...] = (64,)
+    """Hidden widths of the bottom MLP."""
+
+    top: tuple[int, ...] = (128, 64)
+    """Hidden widths of the top MLP."""
+
+    sparse_rate: float = 0.1
+    """Learning rate of the embeddings (row-wise AdaGrad)."""
+
+    dense_rate: float = 0.02
+    """Learning rate of the MLPs."""
+
+    dense_optimizer: str = "adagrad"
+    """adagrad, adam or sgd."""
+
+    decay: str = "linear"
+    """Both rates over the run: "linear" to zero, or "none"."""
+
+    backend: str = "sennit"
+    """Name of the torch.distributed backend; "gloo" for comparison."""
+
+    timeout_s: float = 300.0
+    """Deadline of each collective and of finding the other ranks."""
+
+    checkpoint: Path | None = None
+    """Folder for checkpoints."""
+
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; None: one at the end."""
+
+    resume: bool = False
+    """Go on from the latest checkpoint, if there is one."""
+
+    tensorboard: Path | None = None
+    """Folder for TensorBoard events, written by rank 0."""
+
+    json_path: Path | None = None
+    """File for the report, written by rank 0."""
+
+    def __post_init__(self) -> None:
+        _in_range("seed", self.seed, 0, 2**63 - 1)
+        _in_range("epochs", self.epochs, 1, 100_000)
+        _in_range("batch size", self.batch_size, 1, 2**24)
+        _in_range("embedding dimension", self.embedding_dim, 1, 4096)
+        for name, widths in (("bottom", self.bottom), ("top", self.top)):
+            for width in widths:
+                _in_range(f"width in the {name} MLP", width, 1, 65_536)
+        for name, steps in (("steps", self.max_steps), ("checkpoint interval", self.checkpoint_every)):
+            if steps is not None:
+                _in_range(name, steps, 1, 2**40)
+        for name, rate in (("sparse rate", self.sparse_rate), ("dense rate", self.dense_rate)):
+            if not 0 < rate < 1000:
+                raise ConfigError(f"{name} {rate}; allowed: above 0, below 1000")
+        if not 0 < self.timeout_s <= 86_400:
+            raise ConfigError(f"timeout {self.timeout_s} s; allowed: above 0, at most 86,400")
+        _one_of("split", self.split, ("random", "last"))
+        _one_of("decay", self.decay, DECAYS)
+        _one_of("dense optimizer", self.dense_optimizer, DENSE_OPTIMIZERS)
+        if not 0 < self.eval_fraction < 1:
+            raise ConfigError(f"evaluation part {self.eval_fraction}; allowed: between 0 and 1")
+        if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):
+            raise ConfigError("resuming and a checkpoint interval need a checkpoint folder (--checkpoint DIR)")
+
+    def check_world(self, world_size: int) -> None:
+        """The global batch must be cut evenly: every rank's mean loss then weighs the same."""
+        _in_range("number of ranks", world_size, 1, 4096)
+        if self.batch_size % world_size:
+            raise ConfigError(
+                f"batch size {self.batch_size} cannot be cut into {world_size} equal parts; "
+                f"allowed: multiples of {world_size}"
+            )
+
+
+def _in_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} {value}; allowed: {low} to {high}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} {value!r}; allowed: {', '.join(allowed)}")
