@@ -51,7 +51,12 @@ def doctor(
 
 @bench.command()
 def collectives(
-    against: Annotated[list[str] | None, typer.Option(help="peer: gloo or openmpi; may be given twice")] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help="gloo, openmpi, sennit-core or udp-bare; may be repeated")
+    ] = None,
+    core: Annotated[
+        bool, typer.Option("--core", help="compare the native core alone instead of sennit in torch")
+    ] = False,
     transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
     world: Annotated[int, typer.Option(help="ranks, all on this machine", min=2)] = 2,
     sizes: Annotated[str, typer.Option(help="bytes of a rank's larger buffer")] = "4KiB,64KiB,1MiB,16MiB,64MiB",
@@ -68,6 +73,7 @@ def collectives(
         settings = collectives.Settings(
             transport=transport,
             world=world,
+            ours="sennit-core" if core else "sennit",
             against=tuple(against or ("gloo",)),
             collectives=tuple(
                 cases.Collective(name.strip()) for name in (only or ",".join(cases.Collective)).split(",")

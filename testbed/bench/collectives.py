@@ -14,10 +14,9 @@ from sennit.testbed.bench import machine
 from sennit.testbed.bench.cases import Case, Collective, format_size
 from sennit.testbed.bench.commands import Allocate, Join, Measure, ReadPeak, ResetPeak, Verify
 from sennit.testbed.bench.conductor import Workers
-from sennit.testbed.bench.results import OURS, Report, Row
+from sennit.testbed.bench.library import LIBRARIES
+from sennit.testbed.bench.results import Report, Row
 
-TORCH_PEERS = ("gloo",)
-PEERS = (*TORCH_PEERS, "openmpi")
 SAMPLE_S = 0.05  # how long one sample should take; long against a scheduler's time slice
 MAX_ITERATIONS = 2_000
 
@@ -33,7 +32,10 @@ class Settings:
     """Ranks, all on this machine."""
 
     against: tuple[str, ...] = ("gloo",)
-    """Peers, from `PEERS`."""
+    """Peers, from `LIBRARIES`."""
+
+    ours: str = "sennit"
+    """What is compared with them: sennit through torch, or "sennit-core", the native core alone."""
 
     collectives: tuple[Collective, ...] = tuple(Collective)
 
@@ -48,9 +50,11 @@ class Settings:
             raise ValueError(f"world {self.world}: a collective takes at least 2 ranks")
         if self.rounds < 1:
             raise ValueError(f"rounds {self.rounds}: at least 1")
-        unknown = set(self.against) - set(PEERS)
-        if unknown:
-            raise ValueError(f"peers {sorted(unknown)}: known are {', '.join(PEERS)}")
+        for peer in (self.ours, *self.against):
+            if peer not in LIBRARIES:
+                raise ValueError(f"peer {peer!r}: known are {', '.join(LIBRARIES)}")
+        if "udp-bare" in self.against and self.world != 2:
+            raise ValueError(f"udp-bare is an exchange of 2 ranks, not of {self.world}")
         for case in self.cases():
             case.elements(self.world)
 
@@ -67,21 +71,21 @@ class Settings:
 
 def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report:
     """Measures all cases; `progress(what, done, total)` is called before each."""
-    report = Report(settings=asdict(settings), machine=machine.describe())
+    report = Report(ours=settings.ours, settings=asdict(settings), machine=machine.describe())
     cases = settings.cases()
+    peers = list(dict.fromkeys((settings.ours, *settings.against)))
     with ExitStack() as stack:
-        torch_workers = stack.enter_context(
-            Workers(library="torch", world=settings.world, environment=settings.environment())
-        )
-        workers = dict.fromkeys((OURS, *TORCH_PEERS), torch_workers)
-        if "openmpi" in settings.against:
-            workers["openmpi"] = stack.enter_context(Workers(library="openmpi", world=settings.world, environment={}))
-        peers = [OURS, *settings.against]
+        by_library: dict[str, Workers] = {}
+        for library in (LIBRARIES[peer] for peer in peers):
+            if library not in by_library:
+                workers = Workers(library=library, world=settings.world, environment=settings.environment())
+                by_library[library] = stack.enter_context(workers)
+        by_peer = {peer: by_library[LIBRARIES[peer]] for peer in peers}
         for peer in peers:
-            workers[peer].ask(Join(peer))
+            by_peer[peer].ask(Join(peer))
         for done, case in enumerate(cases):
             progress(f"{case.collective} {format_size(case.size_bytes)}", done, len(cases))
-            report.rows.append(_measure_case(case, peers, workers, settings.rounds))
+            report.rows.append(_measure_case(case, peers, by_peer, settings.rounds))
     progress("memory", len(cases), len(cases))
     report.memory_growth_bytes = memory_growth_bytes(settings)
     return report
@@ -117,11 +121,13 @@ def memory_growth_bytes(settings: Settings) -> int:
     growth = 0
     for collective in settings.collectives:
         case = Case(collective, max(settings.sizes_bytes))
-        with Workers(library="torch", world=settings.world, environment=settings.environment()) as workers:
+        with Workers(
+            library=LIBRARIES[settings.ours], world=settings.world, environment=settings.environment()
+        ) as workers:
             workers.ask(Allocate(case))
             before = workers.ask(ResetPeak())
-            workers.ask(Join(OURS))
-            workers.ask(Measure(OURS, case, 3))
+            workers.ask(Join(settings.ours))
+            workers.ask(Measure(settings.ours, case, 3))
             after = workers.ask(ReadPeak())
             growth = max(growth, *(int(high - low) for low, high in zip(before, after, strict=True)))
     return growth

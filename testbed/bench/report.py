@@ -8,10 +8,16 @@ from rich.table import Table
 from rich.text import Text
 
 from sennit.testbed.bench.cases import format_size
-from sennit.testbed.bench.results import OURS, Report, Row
+from sennit.testbed.bench.results import Report, Row
 
 # Okabe & Ito's palette: told apart also by those who see no red or no green.
-COLOURS = {OURS: "#0072B2", "gloo": "#E69F00", "openmpi": "#009E73"}
+COLOURS = {
+    "sennit": "#0072B2",
+    "sennit-core": "#56B4E9",
+    "gloo": "#E69F00",
+    "openmpi": "#009E73",
+    "udp-bare": "#CC79A7",
+}
 
 
 def format_seconds(seconds: float) -> str:
@@ -36,19 +42,22 @@ def render(report: Report, console: Console) -> None:
     table.add_column("collective", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
     for peer in peers:
-        table.add_column(f"{peer} / sennit", justify="right", no_wrap=True)
-    for peer in (OURS, *peers):
+        table.add_column(f"{peer} / {report.ours}", justify="right", no_wrap=True)
+    for peer in (report.ours, *peers):
         table.add_column(f"{peer}  (p10 – p90)", justify="right", no_wrap=True)
     previous = None
     for row in report.rows:
         if previous is not None and row.case.collective != previous:
             table.add_section()
         ratios = [
-            Text(f"{row.ratio(peer):.2f}×", style="bold green" if row.ratio(peer) >= 1 else "bold red")
+            Text(
+                f"{row.ratio(peer, report.ours):.2f}×",
+                style="bold green" if row.ratio(peer, report.ours) >= 1 else "bold red",
+            )
             for peer in peers
         ]
         name = row.case.collective.value if row.case.collective != previous else ""
-        cells = [_cell(row, peer) for peer in (OURS, *peers)]
+        cells = [_cell(row, peer) for peer in (report.ours, *peers)]
         table.add_row(name, format_size(row.case.size_bytes), *ratios, *cells)
         previous = row.case.collective
     console.print(table)
@@ -61,13 +70,13 @@ def _title(report: Report) -> str:
 
 def _caption(report: Report) -> str:
     lines = [
-        "ratio: median over rounds, more than 1 means that sennit is faster; times: slowest rank",
+        f"ratio: median over rounds, more than 1 means that {report.ours} is faster; times: slowest rank",
         f"{report.machine['processor']}, {report.machine['cores']} cores, load "
         + " ".join(f"{load:.1f}" for load in report.machine["load_average"]),  # type: ignore[attr-defined]
     ]
     if report.memory_growth_bytes is not None:
         lines.append(
-            f"peak memory of a sennit rank beyond the user's tensors: {report.memory_growth_bytes / (1 << 20):.1f} MiB"
+            f"peak memory of a rank beyond the user's tensors: {report.memory_growth_bytes / (1 << 20):.1f} MiB"
         )
     return "\n".join(lines)
 
@@ -93,7 +102,7 @@ def plot(report: Report, path: Path) -> None:
             (row for row in report.rows if row.case.collective == collective), key=lambda row: row.case.size_bytes
         )
         sizes = [row.case.size_bytes for row in rows]
-        for peer in (OURS, *report.peers()):
+        for peer in (report.ours, *report.peers()):
             spreads = [row.spread_s(peer) for row in rows]
             axis.fill_between(
                 sizes, [low for low, _ in spreads], [high for _, high in spreads], color=COLOURS[peer], alpha=0.2, lw=0

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from sennit.testbed.bench.cases import Case
 
-OURS = "sennit"
-
 
 def quantile(samples: list[float], fraction: float) -> float:
     """Linear interpolation between the nearest ranks; `fraction` in 0..1."""
@@ -32,19 +30,22 @@ class Row:
         """The 10th and the 90th percentile."""
         return quantile(self.samples_s[peer], 0.1), quantile(self.samples_s[peer], 0.9)
 
-    def ratio(self, peer: str) -> float:
-        """How many times faster sennit was: the median over rounds of peer / sennit.
+    def ratio(self, peer: str, ours: str) -> float:
+        """How many times faster ours was: the median over rounds of peer / ours.
 
         Taken round by round, because the two of a round ran within a second of each other.
         """
         return statistics.median(
-            theirs / ours for theirs, ours in zip(self.samples_s[peer], self.samples_s[OURS], strict=True)
+            theirs / ours for theirs, ours in zip(self.samples_s[peer], self.samples_s[ours], strict=True)
         )
 
 
 @dataclass
 class Report:
     """One run of the benchmark, with what is needed to read it later."""
+
+    ours: str
+    """The peer that all others are compared with."""
 
     settings: dict[str, object]
     machine: dict[str, object]
@@ -53,12 +54,13 @@ class Report:
     """Peak resident memory of sennit beyond the user's tensors, largest over ranks."""
 
     def peers(self) -> list[str]:
-        return [peer for peer in self.rows[0].samples_s if peer != OURS] if self.rows else []
+        return [peer for peer in self.rows[0].samples_s if peer != self.ours] if self.rows else []
 
     def as_json(self) -> dict[str, object]:
         return {
             "schema": 1,
             "unit": "seconds per operation, slowest rank of the round",
+            "ours": self.ours,
             "settings": self.settings,
             "machine": self.machine,
             "memory_growth_bytes": self.memory_growth_bytes,
@@ -66,7 +68,7 @@ class Report:
                 {
                     "collective": row.case.collective.value,
                     "size_bytes": row.case.size_bytes,
-                    "ratio": {peer: row.ratio(peer) for peer in self.peers()},
+                    "ratio": {peer: row.ratio(peer, self.ours) for peer in self.peers()},
                     "median_s": {peer: row.median_s(peer) for peer in row.samples_s},
                     "p10_p90_s": {peer: row.spread_s(peer) for peer in row.samples_s},
                     "samples_s": row.samples_s,

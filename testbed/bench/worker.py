@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's side of the benchmark: obeys the conductor's commands, one at a time.
 
-`python -m sennit.testbed.bench.worker torch|openmpi SOCKET [RANK WORLD STORE]`. Between commands a worker sleeps in
-a socket read, whatever its peer library does while it waits.
+`python -m sennit.testbed.bench.worker LIBRARY SOCKET [RANK WORLD STORE]`. Between commands a worker sleeps in a
+socket read, whatever its peer library does while it waits.
 """
 
 import sys
-import time
-from collections.abc import Callable
 from multiprocessing.connection import Client
 from pathlib import Path
-from typing import Protocol
 
-from sennit.testbed.bench.cases import Case
 from sennit.testbed.bench.commands import (
     Allocate,
     Command,
@@ -24,21 +20,7 @@ from sennit.testbed.bench.commands import (
     Stop,
     Verify,
 )
-
-
-class Peer(Protocol):
-    """A collective library, on one rank."""
-
-    def join(self, peer: str) -> None: ...
-
-    def prepare(self, peer: str, case: Case) -> Callable[[], None]:
-        """The operation, ready to run any number of times on tensors that are kept for the case."""
-
-    def barrier(self, peer: str) -> None: ...
-
-    def verify(self, peer: str, case: Case) -> None: ...
-
-    def stop(self) -> None: ...
+from sennit.testbed.bench.library import Library, make_library
 
 
 def _status_bytes(field: str) -> int:
@@ -48,17 +30,12 @@ def _status_bytes(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def _measure(library: Peer, command: Measure) -> float:
-    operation = library.prepare(command.peer, command.case)
-    library.barrier(command.peer)
-    operation()  # untimed: brings the ranks into step
-    begin = time.perf_counter()
-    for _ in range(command.iterations):
-        operation()
-    return (time.perf_counter() - begin) / command.iterations
+def _measure(library: Library, command: Measure) -> float:
+    library.run(command.peer, command.case, 1)  # untimed: brings the ranks into step
+    return library.run(command.peer, command.case, command.iterations)
 
 
-def _obey(library: Peer, command: Command) -> float | int | None:
+def _obey(library: Library, command: Command) -> float | int | None:
     match command:
         case Join(peer):
             library.join(peer)
@@ -67,7 +44,7 @@ def _obey(library: Peer, command: Command) -> float | int | None:
         case Measure():
             return _measure(library, command)
         case Allocate(case):
-            library.prepare("", case)
+            library.allocate(case)
         case ResetPeak():
             # proc(5), clear_refs: 5 resets the peak resident set size.
             Path("/proc/self/clear_refs").write_text("5")
@@ -81,19 +58,9 @@ def _obey(library: Peer, command: Command) -> float | int | None:
 
 def main(arguments: list[str]) -> None:
     """Connects to the conductor, says who it is, and obeys until told to stop."""
-    library: Peer
-    if arguments[0] == "torch":
-        from sennit.testbed.bench.torch_peer import TorchPeer
-
-        rank, world = int(arguments[2]), int(arguments[3])
-        library = TorchPeer(rank=rank, world=world, store_path=arguments[4])
-    else:
-        from sennit.testbed.bench.openmpi_peer import OpenMpiPeer
-
-        library = OpenMpiPeer()
-        rank = library.rank
+    library = make_library(arguments[0], arguments[2:])
     with Client(arguments[1], family="AF_UNIX") as conductor:
-        conductor.send(rank)
+        conductor.send(library.rank)
         while True:
             command = conductor.recv()
             try:

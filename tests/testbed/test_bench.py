@@ -49,7 +49,7 @@ def test_ratio_is_taken_round_by_round() -> None:
     row = results.Row(
         Case(Collective.ALLREDUCE, 4096), {"sennit": [1.0, 3.0, 1.0, 1.0], "gloo": [4.0, 12.0, 4.0, 12.0]}
     )
-    assert row.ratio("gloo") == 4.0
+    assert row.ratio("gloo", "sennit") == 4.0
     assert row.median_s("sennit") == 1.0
 
 
@@ -64,7 +64,8 @@ def test_quantiles_interpolate() -> None:
     [
         ({"world": 1}, "at least 2"),
         ({"rounds": 0}, "at least 1"),
-        ({"against": ("nccl",)}, "gloo, openmpi"),
+        ({"against": ("nccl",)}, "gloo, sennit-core, openmpi"),
+        ({"against": ("udp-bare",), "world": 3}, "of 2 ranks"),
         ({"sizes_bytes": (4,)}, "at least 8 B"),
     ],
 )
@@ -88,7 +89,7 @@ def sample_report() -> results.Report:
         for size in (4096, 1 << 20)
     ]
     machine = {"processor": "a processor", "cores": 2, "load_average": [0.1, 0.2, 0.3]}
-    return results.Report({"world": 2, "transport": "shm", "rounds": 2}, machine, rows, 12 << 20)
+    return results.Report("sennit", {"world": 2, "transport": "shm", "rounds": 2}, machine, rows, 12 << 20)
 
 
 def test_table_has_the_ratio_and_the_memory() -> None:

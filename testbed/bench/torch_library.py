@@ -10,17 +10,18 @@ import torch.distributed as dist
 
 import sennit  # noqa: F401  (registers the backend also where torch's autoload is switched off)
 from sennit.testbed.bench.cases import Case, Collective
+from sennit.testbed.bench.library import mean_seconds
 
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
-class TorchPeer:
+class TorchLibrary:
     """One rank with a process group for each backend it was told to join."""
 
-    def __init__(self, *, rank: int, world: int, store_path: str) -> None:
+    def __init__(self, rank: str, world: str, store_path: str) -> None:
         torch.set_num_threads(1)
-        self.rank = rank
-        self.world = world
+        self.rank = int(rank)
+        self.world = int(world)
         self._store_path = store_path
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._tensors: dict[Case, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -35,20 +36,20 @@ class TorchPeer:
         assert isinstance(group, dist.ProcessGroup)
         self._groups[peer] = group
 
-    def barrier(self, peer: str) -> None:
-        dist.barrier(group=self._groups[peer])
-
-    def prepare(self, peer: str, case: Case) -> Callable[[], None]:
+    def allocate(self, case: Case) -> None:
         if case not in self._tensors:
             # One case at a time: the benchmark's own memory stays two buffers.
             self._tensors.clear()
             given, got = case.elements(self.world)
             # Zeros stay zeros however often they are summed; `fill_` touches every page.
             self._tensors[case] = torch.empty(given).fill_(0.0), torch.empty(got).fill_(0.0)
-        return self._operation(peer, case, *self._tensors[case])
+
+    def run(self, peer: str, case: Case, iterations: int) -> float:
+        self.allocate(case)
+        return mean_seconds(self._operation(peer, case, *self._tensors[case]), iterations)
 
     def _operation(self, peer: str, case: Case, given: torch.Tensor, got: torch.Tensor) -> Callable[[], None]:
-        group = self._groups.get(peer)
+        group = self._groups[peer]
         match case.collective:
             case Collective.ALLREDUCE:
                 return functools.partial(dist.all_reduce, given, group=group)

@@ -8,11 +8,12 @@ import numpy as np
 from mpi4py import MPI
 
 from sennit.testbed.bench.cases import Case, Collective
+from sennit.testbed.bench.library import mean_seconds
 
 Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
-class OpenMpiPeer:
+class OpenMpiLibrary:
     """One MPI rank; `peer` is always "openmpi" and the group is COMM_WORLD."""
 
     def __init__(self) -> None:
@@ -23,15 +24,15 @@ class OpenMpiPeer:
     def join(self, peer: str) -> None:
         """COMM_WORLD exists since MPI_Init."""
 
-    def barrier(self, peer: str) -> None:
-        self._world.Barrier()
-
-    def prepare(self, peer: str, case: Case) -> Callable[[], None]:
+    def allocate(self, case: Case) -> None:
         if case not in self._buffers:
             self._buffers.clear()
             given, got = case.elements(self._world.Get_size())
             self._buffers[case] = np.full(given, 0.0, np.float32), np.full(got, 0.0, np.float32)
-        return self._operation(case, *self._buffers[case])
+
+    def run(self, peer: str, case: Case, iterations: int) -> float:
+        self.allocate(case)
+        return mean_seconds(self._operation(case, *self._buffers[case]), iterations)
 
     def _operation(self, case: Case, given: Array, got: Array) -> Callable[[], None]:
         match case.collective:

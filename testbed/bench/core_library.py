@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native core in a benchmark worker, without torch: plans run back to back with no Python in between."""
+
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+
+from sennit.testbed.bench.cases import ELEMENT_BYTES, Case, Collective
+from sennit.transport import algorithms
+from sennit.transport.communicator import Communicator
+from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.plan import Plan
+from sennit.transport.store import FileStore
+
+Array = np.ndarray[tuple[int], np.dtype[np.float32]]
+
+
+class CoreLibrary:
+    """One rank of a group that is made over a folder instead of a torch store."""
+
+    def __init__(self, rank: str, world: str, store_path: str) -> None:
+        self.rank = int(rank)
+        self.world = int(world)
+        self._store_path = store_path
+        self._group: Communicator | None = None
+        self._buffers: dict[Case, tuple[Array, Array]] = {}
+
+    @property
+    def _joined(self) -> Communicator:
+        if self._group is None:
+            raise RuntimeError("the group was not joined")
+        return self._group
+
+    def join(self, peer: str) -> None:
+        self._group = Communicator(rank=self.rank, world=self.world, store=FileStore(self._store_path), timeout_s=60.0)
+
+    def allocate(self, case: Case) -> None:
+        if case not in self._buffers:
+            self._buffers.clear()
+            given, got = case.elements(self.world)
+            self._buffers[case] = np.full(given, 0.0, np.float32), np.full(got, 0.0, np.float32)
+
+    def run(self, peer: str, case: Case, iterations: int) -> float:
+        self.allocate(case)
+        return statistics.fmean(self._time(case, *self._buffers[case], iterations))
+
+    def _time(self, case: Case, given: Array, got: Array, iterations: int) -> list[float]:
+        in_place = case.collective is Collective.ALLREDUCE
+        buffers = [given] if in_place else [given, got]
+        return self._joined.time_plan(case, self._compile(case), [b.view(np.uint8) for b in buffers], iterations)
+
+    def _compile(self, case: Case) -> Callable[[], Plan]:
+        given, got = case.elements(self.world)
+        world, rank, parts = self.world, self.rank, (max(given, got) // self.world,) * self.world
+        match case.collective:
+            case Collective.ALLREDUCE:
+                return lambda: algorithms.allreduce(
+                    world=world, rank=rank, elements=given, dtype=Dtype.F32, op=ReduceOp.SUM
+                )
+            case Collective.ALLTOALL:
+                return lambda: algorithms.alltoall(
+                    world=world, rank=rank, send_counts=parts, recv_counts=parts, item_bytes=ELEMENT_BYTES
+                )
+            case Collective.REDUCE_SCATTER:
+                return lambda: algorithms.reduce_scatter(
+                    world=world, rank=rank, counts=parts, dtype=Dtype.F32, op=ReduceOp.SUM
+                )
+            case Collective.ALL_GATHER:
+                return lambda: algorithms.allgather(world=world, rank=rank, counts=parts, item_bytes=ELEMENT_BYTES)
+
+    def verify(self, peer: str, case: Case) -> None:
+        """Only the last element: the core has tests of its own."""
+        given_count, got_count = case.elements(self.world)
+        given = np.full(given_count, float(self.rank), np.float32)
+        got = np.full(got_count, -1.0, np.float32)
+        self._time(case, given, got, 1)
+        last = float(given[-1] if case.collective is Collective.ALLREDUCE else got[-1])
+        reduces = case.collective in (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
+        expected = float(sum(range(self.world)) if reduces else self.world - 1)
+        if last != expected:
+            raise RuntimeError(f"{peer} {case.collective} of {case.size_bytes} bytes: got {last}, expected {expected}")
+
+    def stop(self) -> None:
+        self._joined.shutdown()

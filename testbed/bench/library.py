@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a library must offer to be measured, and which library serves which peer."""
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from sennit.testbed.bench.cases import Case
+
+# Peer -> library. Peers of one library share its workers.
+LIBRARIES = {
+    "sennit": "torch",
+    "gloo": "torch",
+    "sennit-core": "core",
+    "openmpi": "openmpi",
+    "udp-bare": "udp_bare",
+}
+# Library -> module and class; a module imports its library at its top, so only a worker of it imports the module.
+_CLASSES = {
+    "torch": ("torch_library", "TorchLibrary"),
+    "core": ("core_library", "CoreLibrary"),
+    "openmpi": ("openmpi_library", "OpenMpiLibrary"),
+    "udp_bare": ("udp_bare_library", "UdpBareLibrary"),
+}
+
+
+class Library(Protocol):
+    """A collective library on one rank. `peer` names one of the backends it offers."""
+
+    rank: int
+
+    def join(self, peer: str) -> None:
+        """Makes the group; every rank calls it."""
+
+    def allocate(self, case: Case) -> None:
+        """Makes and touches the tensors of a case, and forgets those of other cases."""
+
+    def run(self, peer: str, case: Case, iterations: int) -> float:
+        """Runs the case back to back; the mean seconds of one."""
+
+    def verify(self, peer: str, case: Case) -> None:
+        """Runs the case once and raises where the result is wrong."""
+
+    def stop(self) -> None:
+        """Leaves the groups."""
+
+
+def make_library(name: str, arguments: Sequence[str]) -> Library:
+    """The library of this worker; `arguments` are what its workers are started with."""
+    module, class_name = _CLASSES[name]
+    made = getattr(importlib.import_module(f"sennit.testbed.bench.{module}"), class_name)(*arguments)
+    return cast(Library, made)
+
+
+def mean_seconds(operation: Callable[[], object], iterations: int) -> float:
+    """Calls the operation back to back."""
+    begin = time.perf_counter()
+    for _ in range(iterations):
+        operation()
+    return (time.perf_counter() - begin) / iterations
