@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// The ceiling of the udp port: the same bytes both ways with the same calls, and nothing else.
+//
+// No flow, no ICRC, no acknowledgements: benchmarks run it beside the port and print the ratio.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ports/udp_socket.hpp"
+
+namespace sennit {
+
+class UdpBare {
+ public:
+  explicit UdpBare(const std::string& local_address);
+  uint16_t port() const { return socket_.local().port; }
+  // Both sides call it at about the same time with each other's port. Sends `size_bytes` and receives as
+  // many; returns the seconds from the moment both were there. Throws std::runtime_error at the deadline
+  // (a packet was lost: there is nothing that sends it again).
+  double exchange(const std::string& peer_address, uint16_t peer_port, uint64_t size_bytes, double timeout_s);
+
+ private:
+  UdpSocket socket_;
+  uint64_t window_bytes_;
+  std::vector<std::byte> source_, destination_;
+};
+
+}  // namespace sennit

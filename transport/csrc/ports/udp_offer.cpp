@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/udp_offer.hpp"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+namespace sennit {
+namespace {
+
+constexpr uint32_t MAGIC = 0x31554E53;  // "SNU1"
+constexpr uint32_t RAIL_MAX_COUNT = 64, PATH_MAX_COUNT = 256, RANK_MAX_COUNT = 65'536;
+
+class Writer {
+ public:
+  template <class T>
+  void put(T value) {
+    static_assert(std::is_integral_v<T>);
+    const auto* from = reinterpret_cast<const std::byte*>(&value);
+    bytes_.insert(bytes_.end(), from, from + sizeof value);
+  }
+  void put_bytes(std::span<const std::byte> value) { bytes_.insert(bytes_.end(), value.begin(), value.end()); }
+  std::vector<std::byte> take() { return std::move(bytes_); }
+
+ private:
+  std::vector<std::byte> bytes_;
+};
+
+class Reader {
+ public:
+  explicit Reader(std::span<const std::byte> bytes) : rest_(bytes) {}
+  template <class T>
+  T get() {
+    T value;
+    get_bytes(std::as_writable_bytes(std::span(&value, 1)));
+    return value;
+  }
+  void get_bytes(std::span<std::byte> out) {
+    if (out.size() > rest_.size()) throw std::invalid_argument("udp: the peer's offer is cut short");
+    std::memcpy(out.data(), rest_.data(), out.size());
+    rest_ = rest_.subspan(out.size());
+  }
+  uint32_t get_count(uint32_t max, const char* what) {
+    const auto count = get<uint32_t>();
+    if (count < 1 || count > max)
+      throw std::invalid_argument("udp: the peer's offer has " + std::to_string(count) + " " + what +
+                                  ", allowed are 1 to " + std::to_string(max));
+    return count;
+  }
+  bool empty() const { return rest_.empty(); }
+
+ private:
+  std::span<const std::byte> rest_;
+};
+
+}  // namespace
+
+std::vector<std::byte> UdpOffer::encode() const {
+  Writer out;
+  out.put(MAGIC);
+  out.put(VERSION);
+  out.put(rank);
+  out.put(size);
+  out.put(path_count);
+  out.put(eager_slot_count);
+  out.put(receive_window_bytes);
+  out.put(static_cast<uint32_t>(rails.size()));
+  for (const Rail& rail : rails) {
+    out.put(static_cast<uint16_t>(rail.listen.is_ipv6 ? 6 : 4));
+    out.put(rail.listen.port);
+    out.put(rail.payload_max_bytes);
+    out.put_bytes(rail.listen.address);
+    for (uint16_t entropy : rail.entropies) out.put(entropy);
+  }
+  for (const Peer& peer : peers) {
+    out.put(peer.eager_address);
+    out.put(peer.eager_rkey);
+    for (uint32_t qpn : peer.qpns) out.put(qpn);
+  }
+  return out.take();
+}
+
+UdpOffer UdpOffer::decode(std::span<const std::byte> bytes) {
+  Reader in(bytes);
+  if (in.get<uint32_t>() != MAGIC) throw std::invalid_argument("udp: the peer's offer is not one of the udp port");
+  if (const auto version = in.get<uint32_t>(); version != VERSION)
+    throw std::invalid_argument("udp: the peer's offer has version " + std::to_string(version) +
+                                ", this rank has version " + std::to_string(VERSION) +
+                                "; install the same sennit on all hosts");
+  UdpOffer offer;
+  offer.rank = in.get<uint32_t>();
+  offer.size = in.get_count(RANK_MAX_COUNT, "ranks");
+  offer.path_count = in.get_count(PATH_MAX_COUNT, "paths");
+  offer.eager_slot_count = in.get<uint32_t>();
+  offer.receive_window_bytes = in.get<uint64_t>();
+  offer.rails.resize(in.get_count(RAIL_MAX_COUNT, "rails"));
+  for (Rail& rail : offer.rails) {
+    rail.listen.is_ipv6 = in.get<uint16_t>() == 6;
+    rail.listen.port = in.get<uint16_t>();
+    rail.payload_max_bytes = in.get<uint32_t>();
+    in.get_bytes(rail.listen.address);
+    rail.entropies.resize(offer.path_count);
+    for (uint16_t& entropy : rail.entropies) entropy = in.get<uint16_t>();
+  }
+  const size_t qpn_count = offer.rails.size() * offer.path_count;
+  // Checked before memory is taken for it: what follows has a fixed size.
+  for (uint32_t peer = 0; peer < offer.size; ++peer) {
+    Peer& entry = offer.peers.emplace_back();
+    entry.eager_address = in.get<uint64_t>();
+    entry.eager_rkey = in.get<uint32_t>();
+    entry.qpns.resize(qpn_count);
+    for (uint32_t& qpn : entry.qpns) qpn = in.get<uint32_t>();
+  }
+  if (!in.empty()) throw std::invalid_argument("udp: the peer's offer has bytes behind its end");
+  return offer;
+}
+
+}  // namespace sennit

@@ -1,0 +1,42 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a rank tells its peers so that they can send to it: addresses, ports, queue pairs, keys.
+//
+// One offer goes to all peers through rendezvous, little-endian (docs/wire.md, "Offer").
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "wire/icrc.hpp"
+
+namespace sennit {
+
+struct UdpOffer {
+  static constexpr uint32_t VERSION = 1;
+
+  struct Rail {
+    wire::Endpoint listen;            // where all packets for this rank go
+    uint32_t payload_max_bytes = 0;   // what fits the interface's MTU
+    std::vector<uint16_t> entropies;  // source ports of its sending sockets: one a path
+  };
+  struct Peer {                  // what one peer needs
+    std::vector<uint32_t> qpns;  // [rail * path_count + path]
+    uint64_t eager_address = 0;
+    uint32_t eager_rkey = 0;
+  };
+
+  uint32_t rank = 0, size = 0;
+  uint32_t path_count = 0;  // entropies a rail
+  uint32_t eager_slot_count = 0;
+  uint64_t receive_window_bytes = 0;  // most that one peer may have on the way to this rank
+  std::vector<Rail> rails;
+  std::vector<Peer> peers;  // by rank; this rank's own entry is empty of meaning
+
+  std::vector<std::byte> encode() const;
+  // Throws std::invalid_argument; another version is refused naming both.
+  static UdpOffer decode(std::span<const std::byte> bytes);
+};
+
+}  // namespace sennit

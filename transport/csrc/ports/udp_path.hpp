@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// One path between two ranks: a source port of ours, an address of theirs, and a queue pair at each end.
+#pragma once
+
+#include <cstdint>
+
+#include "flow/flow.hpp"
+#include "ports/udp_socket.hpp"
+#include "wire/icrc.hpp"
+#include "wire/packet.hpp"
+
+namespace sennit {
+
+class UdpSender;
+
+struct UdpPath {
+  UdpPath(const wire::Endpoint& remote_listen) : remote(remote_listen) {}
+
+  flow::Flow* flow = nullptr;
+  uint32_t peer = 0;
+  uint32_t index = 0;           // the flow's name for it
+  UdpSender* sender = nullptr;  // owns the socket with this path's source port
+  SocketAddress remote;
+  uint32_t remote_qpn = 0;
+  uint32_t next_psn = 0;
+  wire::NetworkCrc outgoing, incoming;
+};
+
+}  // namespace sennit

@@ -1,0 +1,422 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/udp_port.hpp"
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <chrono>
+#include <stdexcept>
+#include <system_error>
+
+namespace sennit {
+namespace {
+
+constexpr uint32_t EAGER_SLOT_COUNT = 64;
+constexpr uint32_t PATH_MAX_COUNT = 256;
+// Receive memory of a rail asked of the kernel: so much a peer, within these bounds.
+constexpr size_t RECEIVE_BUFFER_PER_PEER_BYTES = 4 << 20;
+constexpr size_t RECEIVE_BUFFER_MIN_BYTES = 8 << 20, RECEIVE_BUFFER_MAX_BYTES = 32 << 20;
+constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
+// More in flight than fits the processor's second-level cache only makes copies slower.
+constexpr uint64_t WINDOW_MAX_BYTES = 2 << 20;
+constexpr uint64_t WINDOW_MIN_PACKETS = 4;
+// Send batches and receive batches a round, and rounds a progress call.
+constexpr int ROUND_MAX_COUNT = 4;
+constexpr int RECEIVE_MAX_PER_ROUND = 4;
+constexpr uint64_t BLOCKED_RETRY_US = 50;
+constexpr size_t KEY_POOL_COUNT = 64;  // 256 bytes: one getrandom never blocks nor falls short
+constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_BYTES;  // IPv6, UDP, ours
+
+template <class T>
+T random_value() {
+  T value;
+  if (getrandom(&value, sizeof value, 0) != static_cast<ssize_t>(sizeof value))
+    throw std::system_error(errno, std::generic_category(), "udp: getrandom");
+  return value;
+}
+
+// IBTA path MTUs.
+uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local) {
+  if (mtu_bytes < 256 + HEADERS_BYTES)
+    throw std::invalid_argument("udp: the interface of " + text_of(local) + " has an MTU of " +
+                                std::to_string(mtu_bytes) + " bytes; at least " + std::to_string(256 + HEADERS_BYTES) +
+                                " are needed");
+  return static_cast<uint32_t>(std::min(std::bit_floor(mtu_bytes - HEADERS_BYTES), wire::PAYLOAD_MAX_BYTES));
+}
+
+// The kernel charges a socket for whole buffers, not for payload: a 62 KB batch costs little more than its
+// size, single packets twice to four times theirs. And it gives charged memory back only by quarters.
+uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count) {
+  const uint64_t overhead = payload_max_bytes >= 4'096 ? 2 : 4;
+  return granted_bytes / 4 * 3 / overhead / std::max(peer_count, 1u);
+}
+
+UdpSocket open_listener(const UdpRailConfig& config) {
+  if (config.port != 0) return UdpSocket(parse_endpoint(config.address, config.port));
+  try {
+    return UdpSocket(parse_endpoint(config.address, wire::ROCE_UDP_PORT));
+  } catch (const std::system_error& error) {
+    if (error.code().value() != EADDRINUSE) throw;
+    return UdpSocket(parse_endpoint(config.address, 0));  // several ranks share this address
+  }
+}
+
+UdpSocket open_sender(const std::string& address) {
+  constexpr int ATTEMPT_COUNT = 64;
+  for (int attempt = 1;; ++attempt) {
+    const auto port = static_cast<uint16_t>(wire::ENTROPY_PORT_MIN | random_value<uint16_t>());
+    try {
+      return UdpSocket(parse_endpoint(address, port));
+    } catch (const std::system_error& error) {
+      if (error.code().value() != EADDRINUSE || attempt == ATTEMPT_COUNT) throw;
+    }
+  }
+}
+
+// Rails of both ends in pairs: the first IPv6 address with the first, and so on; then IPv4. Both ends come
+// to the same pairs in the same order.
+std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<UdpOffer::Rail>& ours,
+                                                  const std::vector<UdpOffer::Rail>& theirs) {
+  std::vector<std::pair<size_t, size_t>> pairs;
+  for (const bool is_ipv6 : {true, false}) {
+    for (size_t mine = 0, other = 0;; ++mine, ++other) {
+      while (mine < ours.size() && ours[mine].listen.is_ipv6 != is_ipv6) ++mine;
+      while (other < theirs.size() && theirs[other].listen.is_ipv6 != is_ipv6) ++other;
+      if (mine >= ours.size() || other >= theirs.size()) break;
+      pairs.emplace_back(mine, other);
+    }
+  }
+  return pairs;
+}
+
+}  // namespace
+
+struct UdpPort::Rail {
+  std::unique_ptr<UdpReceiver> receiver;
+  std::vector<std::unique_ptr<UdpSender>> senders;  // by path
+  flow::Flow* expected = nullptr;                   // whose data came last
+};
+
+struct UdpPort::Peer {
+  uint32_t rank;
+  std::vector<UdpPath> paths;
+  size_t batch_packets;
+  std::unique_ptr<FlowLane> lane;
+};
+
+UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config) : rank_(rank), seed_(config.seed) {
+  if (size < 1 || rank >= size)
+    throw std::invalid_argument("udp: rank " + std::to_string(rank) + " is not below the size " + std::to_string(size));
+  if (config.rails.empty()) throw std::invalid_argument("udp: no rail given; name at least one local address");
+  if (config.path_count < 1 || config.path_count * config.rails.size() > PATH_MAX_COUNT)
+    throw std::invalid_argument("udp: " + std::to_string(config.path_count) + " paths over " +
+                                std::to_string(config.rails.size()) + " rails; 1 to " + std::to_string(PATH_MAX_COUNT) +
+                                " in all are allowed");
+  offer_.rank = rank;
+  offer_.size = size;
+  offer_.path_count = config.path_count;
+  offer_.eager_slot_count = EAGER_SLOT_COUNT;
+  offer_.receive_window_bytes = UINT64_MAX;
+  const size_t by_peers =
+      std::clamp(RECEIVE_BUFFER_PER_PEER_BYTES * (size - 1), RECEIVE_BUFFER_MIN_BYTES, RECEIVE_BUFFER_MAX_BYTES);
+  for (const UdpRailConfig& rail : config.rails)
+    open_rail(rail, config.receive_buffer_bytes != 0 ? config.receive_buffer_bytes : by_peers);
+
+  eager_memory_bytes_ = size_t{EAGER_SLOT_COUNT} * wire::PAYLOAD_MAX_BYTES;
+  eager_memory_.resize(size, nullptr);
+  peers_.resize(size);
+  offer_.peers.resize(size);
+  for (uint32_t peer = 0; peer < size; ++peer) {
+    UdpOffer::Peer& entry = offer_.peers[peer];
+    entry.qpns.resize(rails_.size() * config.path_count);
+    if (peer == rank) continue;
+    for (uint32_t& qpn : entry.qpns) {
+      do {
+        qpn = random_value<uint32_t>() & wire::QPN_MASK;
+      } while (qpn < 2 || !paths_by_qpn_.emplace(qpn, nullptr).second);  // 0 and 1 are InfiniBand's management
+    }
+    // Address space only: pages come with the first packet, so peers on other ports cost nothing.
+    void* memory =
+        mmap(nullptr, eager_memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED)
+      throw std::system_error(errno, std::generic_category(), "udp: no memory for eager messages");
+    eager_memory_[peer] = static_cast<std::byte*>(memory);
+    entry.eager_address = reinterpret_cast<uintptr_t>(memory);
+    entry.eager_rkey = random_value<uint32_t>();
+  }
+}
+
+UdpPort::~UdpPort() {
+  for (std::byte* memory : eager_memory_)
+    if (memory != nullptr) munmap(memory, eager_memory_bytes_);
+}
+
+void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes) {
+  auto rail = std::make_unique<Rail>();
+  UdpSocket listener = open_listener(config);
+  UdpOffer::Rail& offered = offer_.rails.emplace_back();
+  offered.listen = listener.local();
+  offered.payload_max_bytes = payload_for_mtu(interface_mtu_bytes(listener.local()), listener.local());
+  const size_t granted_bytes = listener.set_receive_buffer(receive_buffer_bytes);
+  offer_.receive_window_bytes =
+      std::min(offer_.receive_window_bytes, window_for(granted_bytes, offered.payload_max_bytes, offer_.size - 1));
+  listener.enable_receive_offload();  // without it packets come one by one
+  rail->receiver = std::make_unique<UdpReceiver>(std::move(listener), paths_by_qpn_, receive_counters_);
+  for (uint32_t path = 0; path < offer_.path_count; ++path) {
+    UdpSocket socket = open_sender(config.address);
+    socket.set_send_buffer(SEND_BUFFER_BYTES);
+    offered.entropies.push_back(socket.local().port);
+    rail->senders.push_back(std::make_unique<UdpSender>(std::move(socket), send_counters_));
+  }
+  rails_.push_back(std::move(rail));
+}
+
+std::vector<std::byte> UdpPort::local_info() const { return offer_.encode(); }
+
+void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
+  const UdpOffer theirs = UdpOffer::decode(info);
+  const std::string who = "udp: rank " + std::to_string(peer);
+  if (peer >= offer_.size || peer == rank_ || peers_[peer] != nullptr)
+    throw std::invalid_argument(who + " cannot be connected: this is rank " + std::to_string(rank_) + " of " +
+                                std::to_string(offer_.size) + ", and each peer is connected once");
+  if (theirs.rank != peer || theirs.size != offer_.size)
+    throw std::invalid_argument(who + " of " + std::to_string(offer_.size) + " is expected, the offer is of rank " +
+                                std::to_string(theirs.rank) + " of " + std::to_string(theirs.size));
+  if (theirs.eager_slot_count != offer_.eager_slot_count)
+    throw std::invalid_argument(who + " has " + std::to_string(theirs.eager_slot_count) + " eager slots, this rank " +
+                                std::to_string(offer_.eager_slot_count));
+  const auto pairs = pair_rails(offer_.rails, theirs.rails);
+  if (pairs.empty())
+    throw std::invalid_argument(who + " listens at " + text_of(theirs.rails[0].listen) + ", this rank at " +
+                                text_of(offer_.rails[0].listen) + ": choose interfaces with addresses of one family");
+
+  const uint32_t path_count = std::min(offer_.path_count, theirs.path_count);
+  auto made = std::make_unique<Peer>();
+  made->rank = peer;
+  flow::FlowConfig config;
+  config.payload_max_bytes = wire::PAYLOAD_MAX_BYTES;
+  for (const auto& [mine, other] : pairs)
+    config.payload_max_bytes = std::min(
+        {config.payload_max_bytes, offer_.rails[mine].payload_max_bytes, theirs.rails[other].payload_max_bytes});
+  if (config.payload_max_bytes < 256 || !std::has_single_bit(config.payload_max_bytes))
+    throw std::invalid_argument(who + " offers a payload of " + std::to_string(config.payload_max_bytes) +
+                                " bytes a packet; powers of two from 256 to 4096 are allowed");
+  config.path_count = static_cast<uint32_t>(path_count * pairs.size());
+  config.eager_slot_count = EAGER_SLOT_COUNT;
+  config.window_bytes = static_cast<uint32_t>(std::clamp<uint64_t>(
+      theirs.receive_window_bytes, WINDOW_MIN_PACKETS * config.payload_max_bytes, WINDOW_MAX_BYTES));
+  config.seed = seed_ + peer;
+
+  const UdpOffer::Peer& for_peer = offer_.peers[peer];
+  const UdpOffer::Peer& for_us = theirs.peers[rank_];
+  const std::span<std::byte> eager_memory(eager_memory_[peer], size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
+  made->lane = std::make_unique<FlowLane>(
+      peer, config, eager_memory, for_peer.eager_rkey, [this](std::byte*, size_t) { return next_key(); }, sink);
+  made->lane->flow().set_remote_eager(for_us.eager_address, for_us.eager_rkey);
+  made->batch_packets = UdpSender::batch_packets(config.payload_max_bytes);
+
+  const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
+  made->paths.reserve(config.path_count);
+  for (uint32_t path = 0; path < path_count; ++path) {
+    for (const auto& [mine, other] : pairs) {
+      const UdpOffer::Rail &our_rail = offer_.rails[mine], &their_rail = theirs.rails[other];
+      UdpPath& entry = made->paths.emplace_back(their_rail.listen);
+      entry.flow = &made->lane->flow();
+      entry.peer = peer;
+      entry.index = static_cast<uint32_t>(made->paths.size() - 1);
+      entry.sender = rails_[mine]->senders[path].get();
+      entry.remote_qpn = for_us.qpns[other * theirs.path_count + path];
+      entry.next_psn = random_value<uint32_t>() & wire::PSN_MASK;
+      wire::Endpoint our_source = our_rail.listen, their_source = their_rail.listen;
+      our_source.port = our_rail.entropies[path];
+      their_source.port = their_rail.entropies[path];
+      entry.outgoing = wire::NetworkCrc(our_source, their_rail.listen, common_packet_bytes);
+      entry.incoming = wire::NetworkCrc(their_source, our_rail.listen, common_packet_bytes);
+      paths_by_qpn_[for_peer.qpns[mine * offer_.path_count + path]] = &entry;
+    }
+  }
+  connected_.push_back(made.get());
+  peers_[peer] = std::move(made);
+}
+
+uint32_t UdpPort::next_key() {
+  if (keys_.empty()) {
+    const auto fresh = random_value<std::array<uint32_t, KEY_POOL_COUNT>>();
+    keys_.assign(fresh.begin(), fresh.end());
+  }
+  const uint32_t key = keys_.back();
+  keys_.pop_back();
+  return key;
+}
+
+UdpPort::Peer& UdpPort::connected(uint32_t peer) {
+  if (peer >= peers_.size() || peers_[peer] == nullptr)
+    throw std::out_of_range("udp: rank " + std::to_string(peer) + " is not connected");
+  return *peers_[peer];
+}
+
+Lane& UdpPort::lane(uint32_t peer) { return *connected(peer).lane; }
+
+bool UdpPort::progress(uint64_t now_us) {
+  // Acknowledgements are timed, so each batch gets the time at which it came, in the caller's clock.
+  const auto start = std::chrono::steady_clock::now();
+  const auto now = [&] {
+    const auto passed = std::chrono::steady_clock::now() - start;
+    return now_us + static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(passed).count());
+  };
+  for (Peer* peer : connected_) peer->lane->set_now(now_us);
+  bool moved = false;
+  for (int round = 0; round < ROUND_MAX_COUNT; ++round) {
+    bool received = false;
+    for (const auto& rail : rails_) {
+      for (int batch = 0; batch < RECEIVE_MAX_PER_ROUND; ++batch) {
+        if (!rail->receiver->receive(now(), rail->expected)) break;
+        received = true;
+      }
+    }
+    bool delivered = false;
+    for (Peer* peer : connected_) delivered |= peer->lane->pump(now());
+    const bool sent = send_round(now());
+    if (!received && !delivered && !sent) break;
+    moved = true;
+  }
+  last_now_us_ = now();
+  return moved;
+}
+
+bool UdpPort::send_round(uint64_t now_us) {
+  for (const auto& rail : rails_)
+    for (const auto& sender : rail->senders)
+      if (!sender->flush()) return false;
+  bool sent = false;
+  for (size_t turn = 0; turn < connected_.size(); ++turn)
+    sent |= send_from(*connected_[(next_peer_ + turn) % connected_.size()], now_us);
+  if (!connected_.empty()) next_peer_ = (next_peer_ + 1) % connected_.size();
+  return sent;
+}
+
+bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
+  flow::Flow& flow = peer.lane->flow();
+  if (now_us >= flow.next_timeout_us()) flow.on_timeout(now_us);
+  bool sent = false;
+  uint32_t path = 0;
+  std::array<std::byte, flow::CONTROL_MAX_BYTES> control;
+  while (const size_t size_bytes = flow.poll_control(now_us, control, path)) {
+    UdpPath& way = peer.paths[path];
+    way.sender->send_control(way, std::span(control).first(size_bytes));
+    sent = true;
+    if (way.sender->is_blocked()) return true;
+  }
+  std::array<flow::DataOut, UdpSender::BATCH_MAX_PACKETS> packets;
+  const auto batch = std::span(packets).first(peer.batch_packets);
+  if (const size_t count = flow.poll_data(now_us, batch, path)) {
+    UdpPath& way = peer.paths[path];
+    way.sender->send_data(way, batch.first(count));
+    sent = true;
+  }
+  return sent;
+}
+
+uint64_t UdpPort::next_timeout_us() const {
+  uint64_t earliest_us = UINT64_MAX;
+  for (const Peer* peer : connected_) earliest_us = std::min(earliest_us, peer->lane->flow().next_timeout_us());
+  for (const auto& rail : rails_)
+    for (const auto& sender : rail->senders)
+      if (sender->is_blocked()) return std::max(earliest_us, last_now_us_ + BLOCKED_RETRY_US);
+  return earliest_us;
+}
+
+void UdpPort::append_poll_fds(std::vector<pollfd>& out) const {
+  for (const auto& rail : rails_) out.push_back({rail->receiver->socket().fd(), POLLIN, 0});
+}
+
+bool UdpPort::idle() const {
+  return std::all_of(connected_.begin(), connected_.end(), [](const Peer* peer) { return peer->lane->flow().idle(); });
+}
+
+void UdpPort::abort(std::string_view reason) {
+  for (Peer* peer : connected_) peer->lane->flow().abort(reason);
+  send_farewells(last_now_us_);
+}
+
+void UdpPort::close() {
+  for (Peer* peer : connected_) peer->lane->flow().close();
+  send_farewells(last_now_us_);
+}
+
+void UdpPort::send_farewells(uint64_t now_us) {
+  // Nobody acknowledges these. The flow says how many there are; a few rounds bring them all out.
+  constexpr int FAREWELL_ROUND_COUNT = 8;
+  for (int round = 0; round < FAREWELL_ROUND_COUNT && send_round(now_us); ++round) {
+  }
+}
+
+std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
+  std::vector<std::pair<std::string, uint64_t>> out = {
+      {"send_calls", send_counters_.send_calls},
+      {"send_blocked", send_counters_.send_blocked},
+      {"send_errors", send_counters_.send_errors},
+      {"segmentation_refused", send_counters_.segmentation_refused},
+      {"receive_calls", receive_counters_.receive_calls},
+      {"receive_errors", receive_counters_.receive_errors},
+      {"placed_in_place", receive_counters_.placed_in_place},
+      {"placed_by_copy", receive_counters_.placed_by_copy},
+  };
+  flow::FlowCounters sum{};
+  for (const Peer* peer : connected_) {
+    const flow::FlowCounters& one = peer->lane->flow().counters();
+    sum.data_packets_sent += one.data_packets_sent;
+    sum.data_packets_received += one.data_packets_received;
+    sum.data_bytes_sent += one.data_bytes_sent;
+    sum.data_bytes_received += one.data_bytes_received;
+    sum.control_packets_sent += one.control_packets_sent;
+    sum.control_packets_received += one.control_packets_received;
+    sum.retransmitted_packets += one.retransmitted_packets;
+    sum.duplicate_packets += one.duplicate_packets;
+    sum.out_of_sequence += one.out_of_sequence;
+    sum.local_ack_timeout_err += one.local_ack_timeout_err;
+    sum.tail_probe_packets += one.tail_probe_packets;
+    sum.bad_key_packets += one.bad_key_packets;
+    sum.bad_range_packets += one.bad_range_packets;
+    sum.bad_slot_packets += one.bad_slot_packets;
+    sum.bad_control_packets += one.bad_control_packets;
+    sum.rtt_us = std::max(sum.rtt_us, one.rtt_us);
+    sum.rto_us = std::max(sum.rto_us, one.rto_us);
+  }
+  out.insert(out.end(), {{"data_packets_sent", sum.data_packets_sent},
+                         {"data_packets_received", sum.data_packets_received},
+                         {"data_bytes_sent", sum.data_bytes_sent},
+                         {"data_bytes_received", sum.data_bytes_received},
+                         {"control_packets_sent", sum.control_packets_sent},
+                         {"control_packets_received", sum.control_packets_received},
+                         {"retransmitted_packets", sum.retransmitted_packets},
+                         {"duplicate_packets", sum.duplicate_packets},
+                         {"out_of_sequence", sum.out_of_sequence},
+                         {"local_ack_timeout_err", sum.local_ack_timeout_err},
+                         {"tail_probe_packets", sum.tail_probe_packets},
+                         {"bad_control", sum.bad_control_packets},
+                         {"rtt_us", sum.rtt_us},
+                         {"rto_us", sum.rto_us}});
+  auto refused = receive_counters_.refused;
+  refused[static_cast<size_t>(wire::Refusal::bad_key)] += sum.bad_key_packets;
+  refused[static_cast<size_t>(wire::Refusal::bad_range)] += sum.bad_range_packets;
+  refused[static_cast<size_t>(wire::Refusal::bad_slot)] += sum.bad_slot_packets;
+  for (size_t i = 1; i < refused.size(); ++i) out.emplace_back(wire::name(static_cast<wire::Refusal>(i)), refused[i]);
+  return out;
+}
+
+std::string UdpPort::describe() const {
+  std::string out = "udp";
+  for (const UdpOffer::Rail& rail : offer_.rails) {
+    out.append(" ").append(text_of(rail.listen));
+    out.append(" (").append(std::to_string(rail.payload_max_bytes)).append(" bytes a packet)");
+  }
+  out.append(", ").append(std::to_string(offer_.path_count)).append(" paths a rail, ");
+  return out.append(std::to_string(connected_.size())).append(" peers");
+}
+
+}  // namespace sennit

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// The port that runs anywhere: RoCEv2 packets on plain UDP sockets, without a NIC that knows RDMA.
+//
+// A rail is one local address: a listening socket (UDP port 4791 where it is free) and `path_count` sending
+// sockets, whose source ports are the entropies that routers hash. Rails of two ranks are paired in order
+// within each address family; a flow has `path_count` paths over each pair. Driven by progress().
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "messages/lane.hpp"
+#include "ports/flow_lane.hpp"
+#include "ports/udp_offer.hpp"
+#include "ports/udp_receiver.hpp"
+#include "ports/udp_sender.hpp"
+
+namespace sennit {
+
+struct UdpRailConfig {
+  std::string address;  // IPv4 or IPv6, of this machine
+  uint16_t port = 0;    // of the listening socket; 0: 4791, or any if that is taken
+};
+
+struct UdpConfig {
+  std::vector<UdpRailConfig> rails;
+  uint32_t path_count = 4;          // entropies a peer and rail
+  uint64_t seed = 0;                // of choices that tests repeat; keys and queue pairs are always random
+  size_t receive_buffer_bytes = 0;  // of each listening socket; 0: by the number of peers
+};
+
+class UdpPort final : public Port {
+ public:
+  // Opens the sockets. Throws std::system_error or std::invalid_argument, saying what to do.
+  UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config);
+  ~UdpPort() override;
+
+  // What peers hand to their connect(), by way of rendezvous.
+  std::vector<std::byte> local_info() const;
+  // Throws std::invalid_argument when the peer's information does not fit to ours.
+  void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
+  Lane& lane(uint32_t peer);
+
+  std::string_view name() const override { return "udp"; }
+  bool progress(uint64_t now_us) override;
+  uint64_t next_timeout_us() const override;
+  void append_poll_fds(std::vector<pollfd>& out) const override;
+  bool idle() const override;
+  void abort(std::string_view reason) override;
+  void close() override;
+
+  std::vector<std::pair<std::string, uint64_t>> counters() const;
+  std::string describe() const;
+
+ private:
+  struct Rail;
+  struct Peer;
+
+  void open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes);
+  Peer& connected(uint32_t peer);
+  bool send_round(uint64_t now_us);
+  bool send_from(Peer& peer, uint64_t now_us);
+  void send_farewells(uint64_t now_us);
+  uint32_t next_key();
+
+  uint32_t rank_;
+  UdpOffer offer_;  // ours
+  uint64_t seed_;
+  UdpSendCounters send_counters_;
+  UdpReceiveCounters receive_counters_;
+  UdpPathByQpn paths_by_qpn_;
+  std::vector<std::unique_ptr<Rail>> rails_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
+  std::vector<Peer*> connected_;
+  size_t next_peer_ = 0;  // who sends first in the next round
+  std::vector<std::byte*> eager_memory_;
+  size_t eager_memory_bytes_ = 0;
+  uint64_t last_now_us_ = 0;
+  std::vector<uint32_t> keys_;  // random, not used yet
+};
+
+}  // namespace sennit

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/udp_receiver.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace sennit {
+
+UdpReceiver::UdpReceiver(UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters)
+    : socket_(std::move(socket)),
+      paths_(paths),
+      counters_(counters),
+      rest_(std::make_unique<std::byte[]>(RECEIVE_MAX_BYTES)),
+      bounce_(std::make_unique<std::byte[]>(RECEIVE_MAX_BYTES)) {
+  pieces_.reserve(2 * PLACE_MAX_COUNT + 2);
+  arrivals_.reserve(PLACE_MAX_COUNT);
+}
+
+bool UdpReceiver::receive(uint64_t now_us, flow::Flow*& expected) {
+  lay_out(expected);
+  ++counters_.receive_calls;
+  const ReceivedBatch batch = receive_segments(socket_.fd(), pieces_);
+  if (batch.error != 0) {
+    if (batch.error != EAGAIN && batch.error != EWOULDBLOCK) ++counters_.receive_errors;
+    return false;
+  }
+  sort(batch, expected);
+  // Places are filled only now: until here every packet was read where recvmsg had left it.
+  uint32_t identification = 0;
+  for (Arrival& arrival : arrivals_) {
+    judge(arrival, now_us, identification);
+    if (arrival.packet.opcode == wire::Opcode::uc_write_only_immediate) expected = arrival.path->flow;
+  }
+  return true;
+}
+
+void UdpReceiver::lay_out(const flow::Flow* expected) {
+  pieces_.clear();
+  place_count_ = expected != nullptr ? expected->predict(places_) : 0;
+  std::byte* frame = frame_bytes_.data();
+  std::byte* piece_start = frame;
+  size_t offset = 0;
+  for (size_t i = 0; i < place_count_; ++i) {
+    const flow::Placement& place = places_[i];
+    const size_t packet_bytes = wire::data_packet_bytes(place.size_bytes);
+    // A shorter packet ends a batch, and what would come behind it is another recvmsg.
+    if (offset + packet_bytes > RECEIVE_MAX_BYTES || (i > 0 && place.size_bytes > places_[i - 1].size_bytes)) {
+      place_count_ = i;
+      break;
+    }
+    place_offsets_[i] = offset;
+    frames_[i] = frame;
+    offset += packet_bytes;
+    frame += wire::DATA_HEADER_BYTES;
+    pieces_.push_back({piece_start, static_cast<size_t>(frame - piece_start)});
+    pieces_.push_back({place.destination, place.size_bytes});
+    piece_start = frame;
+    frame += wire::pad_of(place.size_bytes) + wire::ICRC_BYTES;
+    if (i > 0 && place.size_bytes < places_[i - 1].size_bytes) place_count_ = i + 1;
+  }
+  if (frame != piece_start) pieces_.push_back({piece_start, static_cast<size_t>(frame - piece_start)});
+  rest_offset_ = offset;
+  pieces_.push_back({rest_.get(), RECEIVE_MAX_BYTES});
+}
+
+// Finds out what each packet is and, unless it lies where it belongs, moves it out of the predicted places.
+void UdpReceiver::sort(const ReceivedBatch& batch, const flow::Flow* expected) {
+  arrivals_.clear();
+  bounced_bytes_ = 0;
+  if (batch.is_truncated || batch.segment_bytes == 0) {
+    refuse(wire::Refusal::truncated);
+    return;
+  }
+  size_t index = 0;
+  for (size_t offset = 0; offset < batch.size_bytes; offset += batch.segment_bytes, ++index) {
+    const size_t packet_bytes = std::min(batch.segment_bytes, batch.size_bytes - offset);
+    Arrival arrival{};
+    arrival.packet_bytes = packet_bytes;
+    const bool is_aligned = index < place_count_ && place_offsets_[index] == offset &&
+                            wire::data_packet_bytes(places_[index].size_bytes) == packet_bytes;
+    std::array<std::byte, wire::DATA_HEADER_BYTES> head;
+    std::span<const std::byte> header(head);
+    if (is_aligned) {
+      header = {frames_[index], wire::DATA_HEADER_BYTES};
+    } else {
+      gather(offset, std::span(head).first(std::min(head.size(), packet_bytes)));
+    }
+    wire::Refusal refusal = wire::parse(header, packet_bytes, arrival.packet);
+    if (refusal == wire::Refusal::none) {
+      const auto known = paths_.find(arrival.packet.qpn);
+      if (known == paths_.end()) {
+        refusal = wire::Refusal::unknown_qpn;
+      } else {
+        arrival.path = known->second;
+      }
+    }
+    if (refusal != wire::Refusal::none) {
+      refuse(refusal);
+      continue;
+    }
+    const wire::Packet& packet = arrival.packet;
+    arrival.is_in_place = is_aligned && packet.opcode == wire::Opcode::uc_write_only_immediate &&
+                          arrival.path->flow == expected && packet.immediate == places_[index].immediate &&
+                          packet.remote_address == places_[index].address &&
+                          packet.payload_bytes == places_[index].size_bytes;
+    if (arrival.is_in_place) {
+      arrival.header = frames_[index];
+      arrival.payload = places_[index].destination;
+      arrival.trailer = frames_[index] + wire::DATA_HEADER_BYTES;
+    } else {
+      arrival.header = contiguous(offset, packet_bytes);
+      arrival.payload = arrival.header + packet.payload_offset;
+      arrival.trailer = arrival.payload + packet.payload_bytes;
+    }
+    arrivals_.push_back(arrival);
+  }
+}
+
+const std::byte* UdpReceiver::contiguous(size_t offset, size_t size_bytes) {
+  if (offset >= rest_offset_) return rest_.get() + (offset - rest_offset_);
+  std::byte* copy = bounce_.get() + bounced_bytes_;  // a batch is at most as long as the bounce buffer
+  gather(offset, {copy, size_bytes});
+  bounced_bytes_ += size_bytes;
+  return copy;
+}
+
+void UdpReceiver::gather(size_t offset, std::span<std::byte> out) const {
+  for (const iovec& piece : pieces_) {
+    if (out.empty()) return;
+    if (offset >= piece.iov_len) {
+      offset -= piece.iov_len;
+      continue;
+    }
+    const size_t part_bytes = std::min(out.size(), piece.iov_len - offset);
+    std::memcpy(out.data(), static_cast<const std::byte*>(piece.iov_base) + offset, part_bytes);
+    out = out.subspan(part_bytes);
+    offset = 0;
+  }
+}
+
+void UdpReceiver::judge(Arrival& arrival, uint64_t now_us, uint32_t& identification) {
+  const wire::Packet& packet = arrival.packet;
+  flow::Flow& flow = *arrival.path->flow;
+  if (packet.opcode == wire::Opcode::uc_send_only) {
+    if (!has_right_icrc(arrival, identification)) return refuse(wire::Refusal::bad_icrc);
+    flow.on_control(now_us, arrival.path->index, {arrival.payload, packet.payload_bytes});
+    return;
+  }
+  flow::Placement place{};
+  const flow::Verdict verdict =
+      flow.locate(packet.immediate, packet.remote_address, packet.rkey, packet.payload_bytes, place);
+  if (verdict != flow::Verdict::place && verdict != flow::Verdict::duplicate) return;  // the flow has counted it
+  if (!has_right_icrc(arrival, identification)) return refuse(wire::Refusal::bad_icrc);
+  if (verdict == flow::Verdict::place && place.destination != nullptr) {
+    if (arrival.is_in_place) {
+      ++counters_.placed_in_place;
+    } else {
+      ++counters_.placed_by_copy;
+      std::memcpy(place.destination, arrival.payload, packet.payload_bytes);
+    }
+  }
+  flow.on_data(now_us, arrival.path->index, packet.immediate, packet.payload_bytes);
+}
+
+bool UdpReceiver::has_right_icrc(const Arrival& arrival, uint32_t& identification) const {
+  const wire::Packet& packet = arrival.packet;
+  uint32_t found;
+  std::memcpy(&found, arrival.trailer + packet.pad_bytes, sizeof found);
+  const auto matches = [&](uint32_t id) {
+    uint32_t crc = arrival.path->incoming.of(arrival.packet_bytes, id);
+    crc = wire::extend_with_header(crc, {arrival.header, packet.header_bytes()});
+    crc = wire::extend(crc, {arrival.payload, packet.payload_bytes});
+    return wire::extend(crc, {arrival.trailer, packet.pad_bytes}) == found;
+  };
+  if (arrival.path->incoming.is_ipv6()) return matches(0);
+  // The number is under the IPv4 ICRC but not visible here: most likely it follows the last one's.
+  constexpr uint32_t COUNT = wire::NetworkCrc::IDENTIFICATION_COUNT;
+  for (uint32_t tried = 0; tried < COUNT; ++tried) {
+    const uint32_t id = (identification + tried) % COUNT;
+    if (!matches(id)) continue;
+    identification = id + 1;
+    return true;
+  }
+  return false;
+}
+
+}  // namespace sennit

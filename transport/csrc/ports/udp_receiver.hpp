@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// Receives on a rail's listening socket: scatters into the predicted places, judges, places the rest.
+//
+// One recvmsg takes up to 64 KiB of packets that one send made. The places where the flow expects its
+// next payloads are part of the scatter list, so that a packet that comes as predicted is where it belongs
+// when the call returns. All others are copied once. Nothing reaches the flow, and nothing is copied into
+// place, before its ICRC is right; what lands in a predicted place before that is overwritten later,
+// because only places without valid bytes are predicted.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "flow/flow.hpp"
+#include "ports/udp_path.hpp"
+#include "ports/udp_socket.hpp"
+
+namespace sennit {
+
+using UdpPathByQpn = std::unordered_map<uint32_t, UdpPath*>;
+
+struct UdpReceiveCounters {
+  uint64_t receive_calls = 0;
+  uint64_t receive_errors = 0;
+  uint64_t placed_in_place = 0;  // packets received straight to where they belong
+  uint64_t placed_by_copy = 0;
+  std::array<uint64_t, static_cast<size_t>(wire::Refusal::count)> refused{};  // less what the flow counts
+};
+
+class UdpReceiver {
+ public:
+  UdpReceiver(UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters);
+
+  const UdpSocket& socket() const { return socket_; }
+  // One batch; false when nothing was there. `expected` (may be null) is the flow most likely to be
+  // meant, and is set to the one whose data came.
+  bool receive(uint64_t now_us, flow::Flow*& expected);
+
+ private:
+  static constexpr size_t PLACE_MAX_COUNT = 64;
+
+  struct Arrival {
+    wire::Packet packet;
+    UdpPath* path;
+    const std::byte* header;
+    const std::byte* payload;
+    const std::byte* trailer;  // pad and ICRC
+    size_t packet_bytes;
+    bool is_in_place;
+  };
+
+  void lay_out(const flow::Flow* expected);
+  void sort(const ReceivedBatch& batch, const flow::Flow* expected);
+  const std::byte* contiguous(size_t offset, size_t size_bytes);
+  void gather(size_t offset, std::span<std::byte> out) const;
+  void judge(Arrival& arrival, uint64_t now_us, uint32_t& identification);
+  bool has_right_icrc(const Arrival& arrival, uint32_t& identification) const;
+  void refuse(wire::Refusal refusal) { ++counters_.refused[static_cast<size_t>(refusal)]; }
+
+  UdpSocket socket_;
+  const UdpPathByQpn& paths_;
+  UdpReceiveCounters& counters_;
+  // What one recvmsg fills, in stream order: frame bytes and predicted places in turn, then `rest_`.
+  std::vector<iovec> pieces_;
+  std::array<flow::Placement, PLACE_MAX_COUNT> places_;
+  std::array<size_t, PLACE_MAX_COUNT> place_offsets_;     // of each predicted packet in the stream
+  std::array<const std::byte*, PLACE_MAX_COUNT> frames_;  // its header, with the trailer right behind
+  size_t place_count_ = 0;
+  size_t rest_offset_ = 0;  // where in the stream `rest_` begins
+  std::array<std::byte, PLACE_MAX_COUNT*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
+  std::unique_ptr<std::byte[]> rest_, bounce_;
+  size_t bounced_bytes_ = 0;
+  std::vector<Arrival> arrivals_;
+};
+
+}  // namespace sennit

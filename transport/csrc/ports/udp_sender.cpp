@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/udp_sender.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace sennit {
+
+UdpSender::UdpSender(UdpSocket socket, UdpSendCounters& counters)
+    : socket_(std::move(socket)), counters_(counters), can_segment_(socket_.can_segment()) {}
+
+size_t UdpSender::batch_packets(size_t payload_bytes) {
+  return std::clamp<size_t>(SEND_MAX_BYTES / wire::data_packet_bytes(payload_bytes), 1, BATCH_MAX_PACKETS);
+}
+
+void UdpSender::send_data(UdpPath& path, std::span<const flow::DataOut> packets) {
+  const uint32_t first_psn = path.next_psn;
+  path.next_psn = (first_psn + static_cast<uint32_t>(packets.size())) & wire::PSN_MASK;
+  lay_out(path, packets, first_psn);
+  transmit(path.remote, std::span(pieces_).first(piece_count_), wire::data_packet_bytes(packets[0].size_bytes));
+}
+
+void UdpSender::send_control(UdpPath& path, std::span<const std::byte> payload) {
+  std::array<std::byte, wire::CONTROL_HEADER_BYTES> header;
+  const auto payload_bytes = static_cast<uint32_t>(payload.size());
+  wire::write_control_header(header, path.remote_qpn, path.next_psn, payload_bytes);
+  path.next_psn = (path.next_psn + 1) & wire::PSN_MASK;
+  const size_t packet_bytes = wire::control_packet_bytes(payload_bytes);
+  uint32_t crc = wire::extend_with_header(path.outgoing.of(packet_bytes, 0), header);
+  crc = wire::extend(crc, payload);
+  std::array<std::byte, 7> trailer;
+  const size_t trailer_bytes = wire::write_trailer(trailer, crc, wire::pad_of(payload_bytes));
+  const std::array<iovec, 3> pieces = {iovec{header.data(), header.size()},
+                                       iovec{const_cast<std::byte*>(payload.data()), payload.size()},
+                                       iovec{trailer.data(), trailer_bytes}};
+  transmit(path.remote, pieces, packet_bytes);
+}
+
+// Trailer and next header lie side by side, so that a packet costs two pieces: this frame and its payload.
+void UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn) {
+  std::byte* frame = frame_bytes_.data();
+  std::byte* piece_start = frame;
+  piece_count_ = 0;
+  for (size_t i = 0; i < packets.size(); ++i) {
+    const flow::DataOut& packet = packets[i];
+    const std::span<std::byte, wire::DATA_HEADER_BYTES> header(frame, wire::DATA_HEADER_BYTES);
+    wire::write_data_header(header, path.remote_qpn, first_psn + static_cast<uint32_t>(i), packet.remote_address,
+                            packet.rkey, packet.immediate, packet.size_bytes);
+    // Sent one by one, every packet is the first of its send.
+    const uint32_t identification = can_segment_ ? static_cast<uint32_t>(i) : 0;
+    uint32_t crc = path.outgoing.of(wire::data_packet_bytes(packet.size_bytes), identification);
+    crc = wire::extend(wire::extend_with_header(crc, header), {packet.payload, packet.size_bytes});
+    frame += wire::DATA_HEADER_BYTES;
+    pieces_[piece_count_++] = {piece_start, static_cast<size_t>(frame - piece_start)};
+    pieces_[piece_count_++] = {const_cast<std::byte*>(packet.payload), packet.size_bytes};
+    piece_start = frame;
+    frame += wire::write_trailer(std::span<std::byte, 7>(frame, 7), crc, wire::pad_of(packet.size_bytes));
+  }
+  pieces_[piece_count_++] = {piece_start, static_cast<size_t>(frame - piece_start)};
+}
+
+void UdpSender::transmit(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
+  size_t size_bytes = 0;
+  for (const iovec& piece : pieces) size_bytes += piece.iov_len;
+  const bool is_batch = size_bytes > segment_bytes;
+  if (is_blocked()) {  // a caller that does not look at is_blocked() loses the packet, as a full queue would
+    ++counters_.send_errors;
+    return;
+  }
+  if (is_batch && !can_segment_) {
+    keep(to, pieces, segment_bytes);
+    flush();
+    return;
+  }
+  ++counters_.send_calls;
+  const int error = send_segments(socket_.fd(), to, pieces, is_batch ? segment_bytes : 0);
+  if (error == 0) return;
+  if (error == EAGAIN || error == ENOBUFS) {
+    ++counters_.send_blocked;
+    keep(to, pieces, segment_bytes);
+  } else if (is_batch && (error == EIO || error == EINVAL)) {
+    // No checksum offload on this device (EIO), or a kernel that knows the option but not this use of it.
+    // The ICRCs of an IPv4 batch hold identifications 0, 1, 2, …: this batch is lost, the next ones are right.
+    ++counters_.segmentation_refused;
+    can_segment_ = false;
+    if (to.storage.ss_family == AF_INET6) {
+      keep(to, pieces, segment_bytes);
+      flush();
+    }
+  } else {
+    ++counters_.send_errors;
+  }
+}
+
+void UdpSender::keep(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
+  kept_.to = to;
+  kept_.segment_bytes = segment_bytes;
+  for (const iovec& piece : pieces) {
+    const auto* from = static_cast<const std::byte*>(piece.iov_base);
+    kept_.bytes.insert(kept_.bytes.end(), from, from + piece.iov_len);
+  }
+}
+
+bool UdpSender::flush() {
+  if (!is_blocked()) return true;
+  size_t done_bytes = 0;
+  int error = 0;
+  if (can_segment_ && kept_.bytes.size() > kept_.segment_bytes) {
+    iovec piece{kept_.bytes.data(), kept_.bytes.size()};
+    ++counters_.send_calls;
+    error = send_segments(socket_.fd(), kept_.to, std::span(&piece, 1), kept_.segment_bytes);
+    if (error == 0) done_bytes = kept_.bytes.size();
+  } else {
+    error = send_one_by_one(kept_.to, kept_.bytes, kept_.segment_bytes, done_bytes);
+  }
+  if (error == EAGAIN || error == ENOBUFS) {
+    kept_.bytes.erase(kept_.bytes.begin(), kept_.bytes.begin() + static_cast<std::ptrdiff_t>(done_bytes));
+    return false;
+  }
+  if (error != 0) ++counters_.send_errors;
+  kept_.bytes.clear();
+  return true;
+}
+
+int UdpSender::send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes,
+                               size_t& done_bytes) {
+  // One call for all of them: sendmmsg stops at the first that does not go.
+  std::array<mmsghdr, BATCH_MAX_PACKETS> messages{};
+  std::array<iovec, BATCH_MAX_PACKETS> pieces;
+  size_t count = 0;
+  for (size_t offset = 0; offset < bytes.size() && count < messages.size(); offset += segment_bytes, ++count) {
+    pieces[count] = {const_cast<std::byte*>(bytes.data()) + offset, std::min(segment_bytes, bytes.size() - offset)};
+    msghdr& message = messages[count].msg_hdr;
+    message.msg_name = const_cast<sockaddr_storage*>(&to.storage);
+    message.msg_namelen = to.size_bytes;
+    message.msg_iov = &pieces[count];
+    message.msg_iovlen = 1;
+  }
+  size_t sent = 0;
+  while (sent < count) {
+    ++counters_.send_calls;
+    const int result = sendmmsg(socket_.fd(), messages.data() + sent, static_cast<unsigned>(count - sent),
+                                MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (result < 0 && errno == EINTR) continue;
+    if (result < 0) {
+      const int error = errno;
+      done_bytes = sent * segment_bytes;
+      return error;
+    }
+    sent += static_cast<size_t>(result);
+  }
+  done_bytes = bytes.size();
+  return 0;
+}
+
+}  // namespace sennit

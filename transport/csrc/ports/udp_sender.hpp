@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sends packets from one source port: headers and ICRCs here, payloads gathered from where they lie.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "flow/flow.hpp"
+#include "ports/udp_path.hpp"
+#include "ports/udp_socket.hpp"
+
+namespace sennit {
+
+struct UdpSendCounters {
+  uint64_t send_calls = 0;
+  uint64_t send_blocked = 0;          // the device's queue was full; the batch was kept
+  uint64_t send_errors = 0;           // the kernel refused a packet, which counts as lost
+  uint64_t segmentation_refused = 0;  // the device has no UDP_SEGMENT; packets go one by one
+};
+
+class UdpSender {
+ public:
+  // Segments of one send: Linux's limit before 6.9, and the identifications that a receiver tries.
+  static constexpr size_t BATCH_MAX_PACKETS = 64;
+
+  UdpSender(UdpSocket socket, UdpSendCounters& counters);
+
+  const wire::Endpoint& local() const { return socket_.local(); }
+  // How many packets of this payload one send takes.
+  static size_t batch_packets(size_t payload_bytes);
+  // All but the last of `packets` have one size. The payloads are read before the call returns.
+  void send_data(UdpPath& path, std::span<const flow::DataOut> packets);
+  void send_control(UdpPath& path, std::span<const std::byte> payload);
+  // A batch waits for room in the device's queue; nothing else may be sent before flush() is true.
+  bool is_blocked() const { return !kept_.bytes.empty(); }
+  bool flush();
+
+ private:
+  // A batch the device had no room for, copied: its payloads may be freed by an acknowledgement.
+  struct Kept {
+    std::vector<std::byte> bytes;
+    size_t segment_bytes = 0;
+    SocketAddress to{wire::Endpoint{}};
+  };
+
+  void lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn);
+  void transmit(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
+  int send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes, size_t& done);
+  void keep(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
+
+  UdpSocket socket_;
+  UdpSendCounters& counters_;
+  bool can_segment_;
+  Kept kept_;
+  std::array<std::byte, BATCH_MAX_PACKETS*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
+  std::array<iovec, 2 * BATCH_MAX_PACKETS + 1> pieces_;
+  size_t piece_count_ = 0;
+};
+
+}  // namespace sennit

@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/udp_socket.hpp"
+
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <netinet/udp.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+// Linux's uapi numbers, for C libraries that lack them.
+#ifndef UDP_SEGMENT
+#define UDP_SEGMENT 103
+#endif
+#ifndef UDP_GRO
+#define UDP_GRO 104
+#endif
+#ifndef UDP_NO_CHECK6_RX
+#define UDP_NO_CHECK6_RX 102
+#endif
+
+namespace sennit {
+namespace {
+
+[[noreturn]] void raise(int error, const std::string& what) {
+  throw std::system_error(error, std::generic_category(), what);
+}
+
+std::string advice(int error, const wire::Endpoint& local) {
+  const std::string end = text_of(local);
+  switch (error) {
+    case EADDRNOTAVAIL:
+      return "udp: " + end + " is not an address of this machine; list its addresses with `ip address`";
+    case EADDRINUSE:
+      return "udp: " + end + " is taken by another process; choose another port, or 0 for any";
+    case EACCES:
+    case EPERM:
+      return "udp: no permission to bind " + end + "; choose a port above 1023";
+    case EAFNOSUPPORT:
+      return std::string("udp: this kernel has no ") + (local.is_ipv6 ? "IPv6" : "IPv4") + " for " + end +
+             "; choose an address of the other family";
+    default:
+      return "udp: cannot bind " + end;
+  }
+}
+
+void set_option(int fd, int level, int option, int value, const char* what) {
+  if (setsockopt(fd, level, option, &value, sizeof value) != 0) raise(errno, std::string("udp: cannot set ") + what);
+}
+
+wire::Endpoint endpoint_of(const sockaddr* address) {
+  wire::Endpoint end;
+  end.is_ipv6 = address->sa_family == AF_INET6;
+  if (end.is_ipv6) {
+    const auto* in6 = reinterpret_cast<const sockaddr_in6*>(address);
+    std::memcpy(end.address.data(), &in6->sin6_addr, 16);
+    end.port = ntohs(in6->sin6_port);
+  } else {
+    const auto* in4 = reinterpret_cast<const sockaddr_in*>(address);
+    std::memcpy(end.address.data(), &in4->sin_addr, 4);
+    end.port = ntohs(in4->sin_port);
+  }
+  return end;
+}
+
+size_t set_buffer(int fd, int forced, int plain, size_t size_bytes) {
+  const int wanted = static_cast<int>(size_bytes);
+  if (setsockopt(fd, SOL_SOCKET, forced, &wanted, sizeof wanted) != 0)
+    setsockopt(fd, SOL_SOCKET, plain, &wanted, sizeof wanted);  // clamped by the kernel, never refused
+  int granted = 0;
+  socklen_t granted_size = sizeof granted;
+  getsockopt(fd, SOL_SOCKET, plain, &granted, &granted_size);
+  return static_cast<size_t>(granted);
+}
+
+}  // namespace
+
+wire::Endpoint parse_endpoint(const std::string& address, uint16_t port) {
+  wire::Endpoint end;
+  end.port = port;
+  end.is_ipv6 = address.find(':') != std::string::npos;
+  if (inet_pton(end.is_ipv6 ? AF_INET6 : AF_INET, address.c_str(), end.address.data()) != 1)
+    throw std::invalid_argument("udp: \"" + address +
+                                "\" is not an IPv4 or IPv6 address (write 192.0.2.1 or 2001:db8::1)");
+  return end;
+}
+
+std::string text_of(const wire::Endpoint& endpoint) {
+  char text[INET6_ADDRSTRLEN] = "";
+  inet_ntop(endpoint.is_ipv6 ? AF_INET6 : AF_INET, endpoint.address.data(), text, sizeof text);
+  std::string out = endpoint.is_ipv6 ? "[" : "";
+  out += text;
+  out += endpoint.is_ipv6 ? "]:" : ":";
+  return out += std::to_string(endpoint.port);
+}
+
+SocketAddress::SocketAddress(const wire::Endpoint& endpoint) {
+  if (endpoint.is_ipv6) {
+    sockaddr_in6 in6{};
+    in6.sin6_family = AF_INET6;
+    in6.sin6_port = htons(endpoint.port);
+    std::memcpy(&in6.sin6_addr, endpoint.address.data(), 16);
+    std::memcpy(&storage, &in6, size_bytes = sizeof in6);
+  } else {
+    sockaddr_in in4{};
+    in4.sin_family = AF_INET;
+    in4.sin_port = htons(endpoint.port);
+    std::memcpy(&in4.sin_addr, endpoint.address.data(), 4);
+    std::memcpy(&storage, &in4, size_bytes = sizeof in4);
+  }
+}
+
+UdpSocket::UdpSocket(const wire::Endpoint& local) : local_(local) {
+  const int family = local.is_ipv6 ? AF_INET6 : AF_INET;
+  fd_ = socket(family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_UDP);
+  if (fd_ < 0) raise(errno, advice(errno, local));
+  try {
+    // No fragments: RoCE forbids them, and IPv4's identification is then predictable (docs/wire.md).
+    if (local.is_ipv6) {
+      set_option(fd_, IPPROTO_IPV6, IPV6_V6ONLY, 1, "IPV6_V6ONLY");
+      set_option(fd_, IPPROTO_IPV6, IPV6_MTU_DISCOVER, IPV6_PMTUDISC_DO, "IPV6_MTU_DISCOVER");
+      // RoCE devices send no UDP checksum; the ICRC covers the packet (RFC 6935). Ours is sent all the same:
+      // with UDP_SEGMENT the kernel demands it, and the device computes it.
+      set_option(fd_, IPPROTO_UDP, UDP_NO_CHECK6_RX, 1, "UDP_NO_CHECK6_RX");
+    } else {
+      set_option(fd_, IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO, "IP_MTU_DISCOVER");
+    }
+    const SocketAddress address(local);
+    if (bind(fd_, reinterpret_cast<const sockaddr*>(&address.storage), address.size_bytes) != 0)
+      raise(errno, advice(errno, local));
+    sockaddr_storage bound{};
+    socklen_t bound_size = sizeof bound;
+    if (getsockname(fd_, reinterpret_cast<sockaddr*>(&bound), &bound_size) != 0) raise(errno, "udp: getsockname");
+    local_ = endpoint_of(reinterpret_cast<const sockaddr*>(&bound));
+  } catch (...) {
+    ::close(fd_);
+    throw;
+  }
+}
+
+UdpSocket::~UdpSocket() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+UdpSocket::UdpSocket(UdpSocket&& other) noexcept : fd_(std::exchange(other.fd_, -1)), local_(other.local_) {}
+
+size_t UdpSocket::set_receive_buffer(size_t size_bytes) {
+  return set_buffer(fd_, SO_RCVBUFFORCE, SO_RCVBUF, size_bytes);
+}
+
+size_t UdpSocket::set_send_buffer(size_t size_bytes) { return set_buffer(fd_, SO_SNDBUFFORCE, SO_SNDBUF, size_bytes); }
+
+bool UdpSocket::enable_receive_offload() {
+  const int on = 1;
+  return setsockopt(fd_, IPPROTO_UDP, UDP_GRO, &on, sizeof on) == 0;
+}
+
+bool UdpSocket::can_segment() const {
+  int value = 0;
+  socklen_t size = sizeof value;
+  return getsockopt(fd_, IPPROTO_UDP, UDP_SEGMENT, &value, &size) == 0;
+}
+
+int send_segments(int fd, const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
+  msghdr message{};
+  message.msg_name = const_cast<sockaddr_storage*>(&to.storage);
+  message.msg_namelen = to.size_bytes;
+  message.msg_iov = const_cast<iovec*>(pieces.data());
+  message.msg_iovlen = pieces.size();
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(uint16_t))];
+  if (segment_bytes != 0) {
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    cmsghdr* option = CMSG_FIRSTHDR(&message);
+    option->cmsg_level = IPPROTO_UDP;
+    option->cmsg_type = UDP_SEGMENT;
+    option->cmsg_len = CMSG_LEN(sizeof(uint16_t));
+    const auto value = static_cast<uint16_t>(segment_bytes);
+    std::memcpy(CMSG_DATA(option), &value, sizeof value);
+  }
+  ssize_t sent;
+  do {
+    sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+  } while (sent < 0 && errno == EINTR);
+  return sent < 0 ? errno : 0;
+}
+
+ReceivedBatch receive_segments(int fd, std::span<iovec> places) {
+  ReceivedBatch batch;
+  msghdr message{};
+  message.msg_iov = places.data();
+  message.msg_iovlen = places.size();
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
+  message.msg_control = control;
+  message.msg_controllen = sizeof control;
+  ssize_t received;
+  do {
+    received = recvmsg(fd, &message, MSG_DONTWAIT);
+  } while (received < 0 && errno == EINTR);
+  if (received < 0) {
+    batch.error = errno;
+    return batch;
+  }
+  batch.size_bytes = batch.segment_bytes = static_cast<size_t>(received);
+  batch.is_truncated = (message.msg_flags & MSG_TRUNC) != 0;
+  for (cmsghdr* option = CMSG_FIRSTHDR(&message); option != nullptr; option = CMSG_NXTHDR(&message, option)) {
+    if (option->cmsg_level != IPPROTO_UDP || option->cmsg_type != UDP_GRO) continue;
+    int value;
+    std::memcpy(&value, CMSG_DATA(option), sizeof value);
+    if (value > 0) batch.segment_bytes = static_cast<size_t>(value);
+  }
+  return batch;
+}
+
+size_t interface_mtu_bytes(const wire::Endpoint& local) {
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return 0;
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != (local.is_ipv6 ? AF_INET6 : AF_INET)) continue;
+    wire::Endpoint end = endpoint_of(entry->ifa_addr);
+    end.port = local.port;
+    // All of 127.0.0.0/8 is on the loopback interface, which lists only 127.0.0.1.
+    const bool is_loopback4 = !local.is_ipv6 && local.address[0] == std::byte{127} && end.address[0] == std::byte{127};
+    if (end != local && !is_loopback4) continue;
+    ifreq request{};
+    std::strncpy(request.ifr_name, entry->ifa_name, IFNAMSIZ - 1);
+    const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (fd < 0) return 0;
+    const bool known = ioctl(fd, SIOCGIFMTU, &request) == 0;
+    ::close(fd);
+    return known ? static_cast<size_t>(request.ifr_mtu) : 0;
+  }
+  return 0;
+}
+
+}  // namespace sennit

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// UDP sockets as the udp port needs them: bound to one address, with segmentation offload both ways.
+//
+// Linux: UDP_SEGMENT (4.18) sends up to 64 packets in one call, UDP_GRO (5.0) receives them in one.
+// Set-up throws std::system_error (errno) with what to do; the calls of the data path return.
+#pragma once
+
+#include <sys/socket.h>
+#include <sys/uio.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+
+#include "wire/icrc.hpp"
+
+namespace sennit {
+
+// A send must fit one IPv6 datagram of 65,535 bytes; the kernel takes at most 64 segments (128 from 6.9 on).
+inline constexpr size_t SEND_MAX_BYTES = 65'000;
+inline constexpr size_t RECEIVE_MAX_BYTES = 65'535;
+
+// A literal IPv4 or IPv6 address, without scope. Throws std::invalid_argument.
+wire::Endpoint parse_endpoint(const std::string& address, uint16_t port);
+std::string text_of(const wire::Endpoint& endpoint);
+
+struct SocketAddress {
+  sockaddr_storage storage{};
+  socklen_t size_bytes = 0;
+  explicit SocketAddress(const wire::Endpoint& endpoint);
+};
+
+class UdpSocket {
+ public:
+  // Binds; port 0 takes any.
+  explicit UdpSocket(const wire::Endpoint& local);
+  ~UdpSocket();
+  UdpSocket(UdpSocket&& other) noexcept;
+  UdpSocket& operator=(UdpSocket&&) = delete;
+
+  int fd() const { return fd_; }
+  const wire::Endpoint& local() const { return local_; }  // with the port that bind chose
+  // Asks for room; as root beyond the system's limit. Returns the bytes of kernel memory granted.
+  size_t set_receive_buffer(size_t size_bytes);
+  size_t set_send_buffer(size_t size_bytes);
+  // Several packets in one recvmsg. False where the kernel cannot.
+  bool enable_receive_offload();
+  // The kernel takes UDP_SEGMENT on this socket. (The device may still refuse at send: EIO.)
+  bool can_segment() const;
+
+ private:
+  int fd_ = -1;
+  wire::Endpoint local_;
+};
+
+// Sends `pieces` as packets of `segment_bytes` (the last may be shorter) in one call; 0: as one packet.
+// Returns 0 or errno.
+int send_segments(int fd, const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
+
+struct ReceivedBatch {
+  size_t size_bytes = 0;     // of all packets together
+  size_t segment_bytes = 0;  // of each packet but the last
+  bool is_truncated = false;
+  int error = 0;  // errno; EAGAIN when nothing is there
+};
+ReceivedBatch receive_segments(int fd, std::span<iovec> places);
+
+// The MTU of the interface that has this address; 0 when none has.
+size_t interface_mtu_bytes(const wire::Endpoint& local);
+
+}  // namespace sennit

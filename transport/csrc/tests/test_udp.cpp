@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+// Two udp ports in one process over the loopback: bytes, losses, strangers' packets, wrong set-up.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <system_error>
+#include <vector>
+
+#include "ports/udp_bare.hpp"
+#include "ports/udp_port.hpp"
+
+using namespace sennit;
+
+namespace {
+
+uint64_t now_us() {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
+}
+
+std::vector<std::byte> noise(std::mt19937_64& random, size_t size_bytes) {
+  std::vector<std::byte> out(size_bytes + 8);
+  for (size_t i = 0; i < out.size() - 7; i += 8) {
+    const uint64_t value = random();
+    std::memcpy(out.data() + i, &value, 8);
+  }
+  out.resize(size_bytes);
+  return out;
+}
+
+// One rank's message layer: adverts are answered with the message of the same key.
+class Rank final : public LaneSink {
+ public:
+  Rank(uint32_t rank, const UdpConfig& config) : rank_(rank), port(rank, 2, config) {}
+
+  bool on_eager(uint32_t, const MessageHeader& header, uint32_t, const std::byte* data) override {
+    if (refusals_left-- > 0) return false;
+    eager_received.emplace_back(header.key, std::vector(data, data + header.size_bytes));
+    return true;
+  }
+  void on_advert(uint32_t, const MessageHeader& header, uint64_t advert_id) override {
+    const auto found = outgoing.find(header.key);
+    if (found == outgoing.end()) return;  // wanted, but never sent
+    const auto& message = found->second;
+    CHECK(message.size() == header.size_bytes);
+    port.lane(1 - rank_).transfer(header.key, advert_id, message.data(), message.size());
+  }
+  void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override {
+    if (loan_id != 0) {
+      const uint64_t size_bytes = incoming_sizes.at(receive_id);
+      incoming[receive_id].assign(view, view + size_bytes);
+      port.lane(1 - rank_).release(loan_id);
+    }
+    CHECK(received.insert(receive_id).second);
+  }
+  void on_sent(uint64_t send_id) override { CHECK(sent.insert(send_id).second); }
+  void on_peer_lost(uint32_t, std::string reason) override { lost_reason = std::move(reason); }
+
+  void expect(uint64_t key, uint64_t size_bytes, bool as_loan) {
+    incoming_sizes[key] = size_bytes;
+    if (!as_loan) incoming[key].resize(size_bytes + 1);  // never null, also for an empty message
+    port.lane(1 - rank_).advertise(key, {key, 7, size_bytes}, as_loan ? nullptr : incoming[key].data());
+  }
+  uint64_t counter(const std::string& name) const {
+    for (const auto& [known, value] : port.counters())
+      if (known == name) return value;
+    FAIL("no counter " << name);
+    return 0;
+  }
+
+ private:
+  uint32_t rank_;
+
+ public:
+  UdpPort port;
+  std::map<uint64_t, std::vector<std::byte>> outgoing, incoming;
+  std::map<uint64_t, uint64_t> incoming_sizes;
+  std::set<uint64_t> received, sent;
+  std::vector<std::pair<uint64_t, std::vector<std::byte>>> eager_received;
+  int refusals_left = 0;
+  std::string lost_reason;
+};
+
+struct Pair {
+  Rank a, b;
+  explicit Pair(const UdpConfig& config) : Pair(config, [](UdpOffer&) {}) {}
+  template <class Change>
+  Pair(const UdpConfig& config, Change change) : a(0, config), b(1, config) {
+    for (auto [from, to, rank] : {std::tuple{&a, &b, 0u}, std::tuple{&b, &a, 1u}}) {
+      UdpOffer offer = UdpOffer::decode(from->port.local_info());
+      change(offer);
+      to->port.connect(rank, offer.encode(), *to);
+    }
+  }
+  template <class Done>
+  void run_until(Done done) {
+    const uint64_t deadline_us = now_us() + 30'000'000;
+    while (!done()) {
+      const bool moved = a.port.progress(now_us()) | b.port.progress(now_us());
+      if (!moved) {
+        std::vector<pollfd> readable;
+        a.port.append_poll_fds(readable);
+        b.port.append_poll_fds(readable);
+        poll(readable.data(), readable.size(), 1);
+      }
+      REQUIRE_MESSAGE(now_us() < deadline_us, a.port.lane(1).describe() << "\n" << b.port.lane(0).describe());
+    }
+  }
+};
+
+void exchange(Pair& pair, uint64_t seed, const std::vector<uint64_t>& sizes, bool as_loan) {
+  std::mt19937_64 random(seed);
+  const uint64_t first_key = seed << 20;
+  for (Rank* rank : {&pair.a, &pair.b})
+    for (size_t i = 0; i < sizes.size(); ++i) rank->outgoing[first_key + i] = noise(random, sizes[i]);
+  for (Rank* rank : {&pair.a, &pair.b})
+    for (size_t i = 0; i < sizes.size(); ++i) rank->expect(first_key + i, sizes[i], as_loan);
+  const auto done = [&](const Rank& rank) {
+    return rank.received.size() == rank.incoming_sizes.size() && rank.sent.size() == rank.outgoing.size();
+  };
+  pair.run_until([&] { return done(pair.a) && done(pair.b) && pair.a.port.idle() && pair.b.port.idle(); });
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const uint64_t key = first_key + i;
+    CAPTURE(sizes[i]);
+    REQUIRE(std::memcmp(pair.a.incoming[key].data(), pair.b.outgoing[key].data(), sizes[i]) == 0);
+    REQUIRE(std::memcmp(pair.b.incoming[key].data(), pair.a.outgoing[key].data(), sizes[i]) == 0);
+  }
+}
+
+UdpConfig config_for(const std::string& address, uint32_t path_count = 4) {
+  UdpConfig config;
+  config.rails = {{address, 0}};
+  config.path_count = path_count;
+  config.seed = 1;
+  return config;
+}
+
+}  // namespace
+
+TEST_CASE("messages of all sizes arrive unchanged both ways") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    CAPTURE(address);
+    Pair pair(config_for(address));
+    exchange(pair, 1, {0, 1, 2, 3, 4, 5, 100, 4'095, 4'096, 4'097, 8'192, 61'440, 61'441, 1'000'003}, false);
+    exchange(pair, 2, {0, 1, 4'096, 65'537, 131'072, 131'072, 131'071, 3}, true);
+    exchange(pair, 3, {24 << 20, 5, 8 << 20}, false);
+    for (const Rank* rank : {&pair.a, &pair.b}) {
+      CHECK(rank->counter("bad_icrc") == 0);
+      CHECK(rank->counter("send_errors") == 0);
+      CHECK(rank->counter("placed_in_place") > 10 * rank->counter("placed_by_copy"));
+    }
+  }
+}
+
+TEST_CASE("two rails of two families carry one flow") {
+  UdpConfig config = config_for("::1", 3);
+  config.rails.push_back({"127.0.0.1", 0});
+  Pair pair(config);
+  exchange(pair, 4, {10 << 20, 77, 123'457}, false);
+  CHECK(pair.a.counter("bad_icrc") == 0);
+}
+
+TEST_CASE("eager messages keep their order, also when the receiver has no room at first") {
+  Pair pair(config_for("::1"));
+  std::mt19937_64 random(5);
+  Lane& lane = pair.a.port.lane(1);
+  std::vector<std::vector<std::byte>> messages;
+  for (int i = 0; i < 500; ++i) messages.push_back(noise(random, random() % (lane.eager_max_bytes() + 1)));
+  pair.b.refusals_left = 20;
+  size_t next = 0;
+  pair.run_until([&] {
+    while (next < messages.size() &&
+           lane.send_eager({next, 9, messages[next].size()}, EAGER_DATA, messages[next].data()))
+      ++next;
+    return pair.b.eager_received.size() == messages.size() && pair.a.port.idle();
+  });
+  for (size_t i = 0; i < messages.size(); ++i) {
+    REQUIRE(pair.b.eager_received[i].first == i);
+    REQUIRE(pair.b.eager_received[i].second == messages[i]);
+  }
+}
+
+TEST_CASE("what overflows a small socket buffer is sent again") {
+  UdpConfig config = config_for("::1");
+  config.receive_buffer_bytes = 96 << 10;
+  Pair pair(config, [](UdpOffer& offer) { offer.receive_window_bytes = 2 << 20; });  // a lie
+  exchange(pair, 6, {6 << 20, 1'000, 3 << 20}, false);
+  CHECK(pair.a.counter("retransmitted_packets") + pair.b.counter("retransmitted_packets") > 0);
+}
+
+TEST_CASE("a stranger's packets change counters and nothing else") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    CAPTURE(address);
+    Pair pair(config_for(address));
+    const UdpOffer offer = UdpOffer::decode(pair.b.port.local_info());
+    const wire::Endpoint target = offer.rails[0].listen;
+    UdpSocket stranger(parse_endpoint(address, 0));
+    const SocketAddress to(target);
+    std::mt19937_64 random(7);
+    const auto send = [&](std::vector<std::byte> bytes) {
+      iovec piece{bytes.data(), bytes.size()};
+      REQUIRE(send_segments(stranger.fd(), to, std::span(&piece, 1), 0) == 0);
+    };
+    // A forger who knows queue pair and eager key, but not how to be at the peer's address.
+    const auto forge = [&](uint32_t qpn, uint32_t rkey, uint64_t remote_address, uint32_t immediate,
+                           size_t size_bytes) {
+      std::vector<std::byte> bytes(wire::data_packet_bytes(size_bytes));
+      wire::write_data_header(std::span<std::byte, wire::DATA_HEADER_BYTES>(bytes.data(), wire::DATA_HEADER_BYTES), qpn,
+                              0, remote_address, rkey, immediate, static_cast<uint32_t>(size_bytes));
+      const wire::NetworkCrc network(stranger.local(), target, 0);
+      uint32_t crc =
+          wire::extend_with_header(network.of(bytes.size(), 0), std::span(bytes).first(wire::DATA_HEADER_BYTES));
+      crc = wire::extend(crc, std::span(bytes).subspan(wire::DATA_HEADER_BYTES, size_bytes));
+      std::array<std::byte, 7> trailer;
+      const size_t trailer_bytes = wire::write_trailer(trailer, crc, wire::pad_of(size_bytes));
+      std::copy_n(trailer.begin(), trailer_bytes,
+                  bytes.begin() + static_cast<std::ptrdiff_t>(wire::DATA_HEADER_BYTES + size_bytes));
+      return bytes;
+    };
+    const UdpOffer::Peer& known = offer.peers[0];
+    const uint32_t qpn = known.qpns[0];
+    std::vector<std::byte> tiny(3), junk = noise(random, 2'000);
+    const auto flood = [&] {
+      send(tiny);
+      send(junk);
+      for (int i = 0; i < 20; ++i) send(noise(random, 1 + random() % 5'000));
+      send(forge(qpn ^ 1, known.eager_rkey, known.eager_address, 0, 64));
+      send(forge(qpn, known.eager_rkey ^ 1, known.eager_address, 0, 64));
+      send(forge(qpn, known.eager_rkey, known.eager_address + (1 << 30), 0, 64));
+      send(forge(qpn, known.eager_rkey, known.eager_address, 0, 64));
+      auto control = std::vector<std::byte>(wire::control_packet_bytes(40));
+      wire::write_control_header(std::span<std::byte, 12>(control.data(), 12), qpn, 1, 40);
+      send(control);
+      auto versioned = forge(qpn, known.eager_rkey, known.eager_address, 0, 64);
+      versioned[1] |= std::byte{1};
+      send(versioned);
+    };
+    // Before, during and after real messages.
+    flood();
+    for (int round = 0; round < 5; ++round) {
+      exchange(pair, 9 + static_cast<uint64_t>(round), {300'000, 17, 2 << 20}, false);
+      flood();
+    }
+    pair.run_until([&] {
+      const std::array<std::string, 5> named = {"bad_version", "unknown_qpn", "bad_key", "bad_range", "bad_icrc"};
+      return std::all_of(named.begin(), named.end(), [&](const auto& name) { return pair.b.counter(name) >= 6; });
+    });
+    CHECK(pair.b.counter("truncated") >= 6);
+    CHECK(pair.b.counter("bad_opcode") > 0);
+    CHECK(pair.b.lost_reason == "");
+    CHECK(pair.b.eager_received.empty());
+  }
+}
+
+TEST_CASE("goodbye and abort reach the peer") {
+  Pair pair(config_for("::1"));
+  pair.b.expect(1, 1'000, false);
+  pair.run_until([&] { return !pair.b.port.progress(now_us()); });
+  pair.a.port.abort("rank 0 was stopped");
+  pair.run_until([&] { return !pair.b.lost_reason.empty(); });
+  CHECK(pair.b.lost_reason.find("rank 0 was stopped") != std::string::npos);
+}
+
+TEST_CASE("set-up mistakes are named") {
+  const auto open = [](const std::string& address, uint16_t port, uint32_t paths = 4) {
+    UdpConfig config;
+    config.rails = {{address, port}};
+    config.path_count = paths;
+    return UdpPort(0, 2, config);
+  };
+  CHECK_THROWS_WITH_AS(open("not an address", 0), doctest::Contains("not an address"), std::invalid_argument);
+  CHECK_THROWS_WITH_AS(open("203.0.113.77", 0), doctest::Contains("not an address of this machine"), std::system_error);
+  CHECK_THROWS_WITH_AS(open("::1", 0, 257), doctest::Contains("1 to 256"), std::invalid_argument);
+  CHECK_THROWS_WITH_AS(UdpPort(0, 2, UdpConfig{}), doctest::Contains("no rail"), std::invalid_argument);
+  const UdpSocket taken(parse_endpoint("::1", 0));
+  CHECK_THROWS_WITH_AS(open("::1", taken.local().port), doctest::Contains("taken by another process"),
+                       std::system_error);
+}
+
+TEST_CASE("an offer that does not fit is refused with both sides") {
+  Rank a(0, config_for("::1")), b(1, config_for("127.0.0.1"));
+  auto info = b.port.local_info();
+  CHECK_THROWS_WITH_AS(a.port.connect(1, info, a), doctest::Contains("one family"), std::invalid_argument);
+  for (size_t size_bytes = 0; size_bytes < info.size(); ++size_bytes)
+    CHECK_THROWS_AS(a.port.connect(1, std::span(info).first(size_bytes), a), std::invalid_argument);
+  info[4] = std::byte{9};
+  CHECK_THROWS_WITH_AS(a.port.connect(1, info, a), doctest::Contains("version 9, this rank has version 1"),
+                       std::invalid_argument);
+  CHECK_THROWS_WITH_AS(a.port.connect(1, a.port.local_info(), a), doctest::Contains("rank 0 of 2"),
+                       std::invalid_argument);
+}
