@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective, run by the reference on all ranks, against the plain definition: bit for bit, in any legal order."""
+"""Every collective, run by the reference on all ranks, against its definition: bit for bit, in any legal order."""
 
 from __future__ import annotations
 

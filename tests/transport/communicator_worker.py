@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of the tests in test_communicator.py, in a process of its own: `python FILE SCENARIO RANK WORLD STORE SEED`.
+
+Every rank makes all ranks' inputs from the seed, so it can check its own results against the definition.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from sennit.transport import errors
+from sennit.transport.algorithms import allreduce
+from sennit.transport.arithmetic import fold
+from sennit.transport.communicator import Communicator
+from sennit.transport.config import from_environment
+from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.store import FileStore
+
+Array = npt.NDArray[Any]
+SCALAR = 0.75
+# Around the borders between eager and advertised messages, one and several chunks, with odd ends.
+ELEMENTS = (0, 1, 5, 1_023, 40_001, 300_007)
+
+
+class Case:
+    def __init__(self, group: Communicator, seed: int) -> None:
+        self.group = group
+        self.rank = group.rank
+        self.world = group.world
+        self.rng = np.random.default_rng(seed)
+
+    def arrays(self, shapes: list[tuple[int, ...]], dtype: Any) -> list[Array]:
+        """One random array a rank, the same in all processes."""
+        dtype = np.dtype(dtype)
+        if dtype.kind in "fc":
+            return [self.rng.standard_normal(shape).astype(dtype) for shape in shapes]
+        if dtype.kind == "b":
+            return [self.rng.integers(0, 2, shape).astype(bool) for shape in shapes]
+        info = np.iinfo(dtype)
+        return [self.rng.integers(info.min, info.max, shape, dtype, endpoint=True) for shape in shapes]
+
+
+def check_fold(result: Array, arrays: list[Array], dtype: Dtype, op: ReduceOp) -> None:
+    expected = fold([a.reshape(-1).view(np.uint8) for a in arrays], dtype, op, world=len(arrays), scalar=SCALAR)
+    np.testing.assert_array_equal(result.reshape(-1).view(np.uint8), expected)
+
+
+def reductions(group: Communicator, seed: int) -> None:
+    case = Case(group, seed)
+    for elements in ELEMENTS:
+        arrays = case.arrays([(elements,)] * case.world, np.float32)
+        check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
+        again = group.allreduce(arrays[case.rank])
+        check_fold(again, arrays, Dtype.F32, ReduceOp.SUM)
+        for root in {0, case.world - 1}:
+            result = group.reduce(arrays[case.rank], root)
+            if result is not None:
+                check_fold(result, arrays, Dtype.F32, ReduceOp.SUM)
+            assert (result is None) == (case.rank != root)
+        counts = case.rng.multinomial(elements, np.ones(case.world) / case.world).tolist()
+        low = sum(counts[: case.rank])
+        share = slice(low, low + counts[case.rank])
+        result = group.reduce_scatter(arrays[case.rank], ReduceOp.MAX, counts=counts)
+        check_fold(result, [a[share] for a in arrays], Dtype.F32, ReduceOp.MAX)
+
+
+def arithmetic(group: Communicator, seed: int) -> None:
+    """Every dtype and operation, straight through plans, so that types NumPy lacks are there too."""
+    case = Case(group, seed)
+    for dtype in Dtype:
+        for op in sorted(reduce_ops(dtype)):
+            for elements in (3, 37, 20_011):
+                size_bytes = elements * dtype.item_bytes
+                arrays = [case.rng.integers(0, 256, size_bytes, np.uint8) for _ in range(case.world)]
+                if dtype in (Dtype.F16, Dtype.BF16, Dtype.F32, Dtype.F64, Dtype.C32, Dtype.C64, Dtype.C128):
+                    arrays = [finite(a, dtype) for a in arrays]
+                mine = arrays[case.rank].copy()
+                arguments: dict[str, Any] = {"elements": elements, "dtype": dtype, "op": op}
+
+                def compile_plan(arguments: dict[str, Any] = arguments) -> Any:
+                    return allreduce(world=case.world, rank=case.rank, **arguments)
+
+                key = (dtype, op, elements)
+                group.post(key, compile_plan, [mine], scalar=SCALAR).wait()
+                expected = fold(arrays, dtype, op, world=case.world, scalar=SCALAR)
+                np.testing.assert_array_equal(mine, expected, err_msg=f"{dtype.name} {op.name} {elements}")
+
+
+def finite(data: Array, dtype: Dtype) -> Array:
+    """Random bits with the top exponent bits cleared: any magnitude, no NaN, no infinity in sums."""
+    part_bytes = dtype.item_bytes // (2 if dtype in (Dtype.C32, Dtype.C64, Dtype.C128) else 1)
+    parts = data.view(f"u{part_bytes}")
+    bits = 8 * part_bytes
+    return (parts & ~np.array(1 << (bits - 2), parts.dtype)).view(np.uint8)
+
+
+def movement(group: Communicator, seed: int) -> None:
+    case = Case(group, seed)
+    world, rank = case.world, case.rank
+    for elements in ELEMENTS:
+        arrays = case.arrays([(elements, 2)] * world, np.int16)
+        for root in range(world):
+            np.testing.assert_array_equal(group.broadcast(arrays[rank], root), arrays[root])
+        np.testing.assert_array_equal(group.allgather(arrays[rank]), np.concatenate(arrays))
+        gathered = group.gather(arrays[rank], world - 1)
+        if gathered is not None:
+            np.testing.assert_array_equal(gathered, np.stack(arrays))
+        stacked = np.stack(arrays)
+        np.testing.assert_array_equal(group.scatter(stacked if rank == 0 else arrays[rank], 0), arrays[rank])
+        counts = case.rng.integers(0, elements + 1, (world, world)) * case.rng.integers(0, 2, (world, world))
+        rows = case.arrays([(int(n.sum()), 3) for n in counts], np.float64)
+        bounds = np.concatenate([np.zeros((world, 1), np.int64), np.cumsum(counts, axis=1)], axis=1)
+        expected = np.concatenate([rows[i][bounds[i, rank] : bounds[i, rank + 1]] for i in range(world)])
+        result = group.alltoall(rows[rank], send_counts=counts[rank].tolist(), recv_counts=counts[:, rank].tolist())
+        np.testing.assert_array_equal(result, expected)
+        uneven = case.arrays([(elements // (r + 1),) for r in range(world)], np.uint8)
+        result = group.allgather(uneven[rank], counts=[len(u) for u in uneven])
+        np.testing.assert_array_equal(result, np.concatenate(uneven))
+        group.barrier()
+    times = np.arange(7 * world, dtype="datetime64[s]")
+    np.testing.assert_array_equal(group.alltoall(times), np.tile(times.reshape(world, 7)[rank], world))
+
+
+def point_to_point(group: Communicator, seed: int) -> None:
+    case = Case(group, seed)
+    world, rank = case.world, case.rank
+    for elements in ELEMENTS:
+        arrays = case.arrays([(elements,)] * world, np.int32)
+        if world == 1:
+            continue
+        # A ring, the even ranks sending first; then everyone to rank 0, in whatever order they come.
+        after, before = (rank + 1) % world, (rank - 1) % world
+        output = np.empty_like(arrays[0])
+        if rank % 2 == 0 and not (world % 2 and rank == world - 1):
+            group.send(arrays[rank], after, tag=elements)
+            assert group.recv(output, before, tag=elements) == before
+        else:
+            assert group.recv(output, before, tag=elements) == before
+            group.send(arrays[rank], after, tag=elements)
+        np.testing.assert_array_equal(output, arrays[before])
+        if rank:
+            group.send(arrays[rank], 0, tag=7)
+        else:
+            sources = set()
+            for _ in range(1, world):
+                source = group.recv(output, tag=7)
+                np.testing.assert_array_equal(output, arrays[source])
+                sources.add(source)
+            assert sources == set(range(1, world))
+        group.barrier()
+
+
+def overlapping(group: Communicator, seed: int) -> None:
+    """Several operations in flight, waited for in another order."""
+    case = Case(group, seed)
+    sizes = [1, 70_000, 300, 250_000, 0, 9_000]
+    given = [case.arrays([(n,)] * case.world, np.float32) for n in sizes]
+    buffers = [arrays[case.rank].copy() for arrays in given]
+    operations = []
+    for n, buffer in zip(sizes, buffers, strict=True):
+
+        def compile_plan(n: int = n) -> Any:
+            return allreduce(world=case.world, rank=case.rank, elements=n, dtype=Dtype.F32, op=ReduceOp.SUM)
+
+        operations.append(group.post(n, compile_plan, [buffer], background=True))
+    for operation in reversed(operations):
+        operation.wait()
+        assert operation.done()
+    for arrays, buffer in zip(given, buffers, strict=True):
+        check_fold(buffer, arrays, Dtype.F32, ReduceOp.SUM)
+    assert group.sequence == len(sizes)
+
+
+def mismatch(group: Communicator, seed: int) -> None:
+    """Every rank of a pair that disagrees raises, and says what about."""
+    array = np.zeros(5 if group.rank else 4, np.float32)
+    with pytest.raises((errors.MismatchError, errors.PeerError), match="allreduce"):
+        group.allreduce(array)
+
+
+def late(group: Communicator, seed: int) -> None:
+    """A rank that does not come in time: the deadline's error names it."""
+    if group.rank == 0:
+        # Alive, but posts nothing until the others have given up.
+        threading.Event().wait(1.0)
+        return
+    operation = group.post(
+        "late",
+        lambda: allreduce(world=group.world, rank=group.rank, elements=1, dtype=Dtype.F32, op=ReduceOp.SUM),
+        [np.zeros(1, np.float32)],
+        timeout_s=0.3,
+    )
+    # With three ranks, another one's deadline may pass first, and it says so.
+    with pytest.raises((errors.TimeoutError, errors.PeerError), match=r"ranks? 0\b") as caught:
+        operation.wait()
+    assert group.world > 2 or caught.type is errors.TimeoutError
+
+
+def killed(group: Communicator, seed: int) -> None:
+    """The last rank dies without a word; the others raise an error that names it, and do not hang."""
+    group.barrier()
+    if group.rank == group.world - 1:
+        os._exit(0)
+    array = np.zeros(100_000, np.float32)
+    with pytest.raises((errors.PeerError, errors.TimeoutError), match=f"rank {group.world - 1}"):
+        group.allreduce(array)
+
+
+SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
+    scenario.__name__: scenario
+    for scenario in (reductions, arithmetic, movement, point_to_point, overlapping, mismatch, late, killed)
+}
+
+
+def main() -> None:
+    names, rank, world, store, seed = sys.argv[1:]
+    with Communicator(rank=int(rank), world=int(world), store=FileStore(store), config=from_environment()) as group:
+        wanted = os.environ.get("SENNIT_TRANSPORT", "auto")
+        kinds = set(group.routes) - {"self"}
+        assert kinds <= ({"shm"} if wanted in ("auto", "shm") else {wanted}), group.routes
+        for name in names.split(","):
+            SCENARIOS[name](group, int(seed))
+
+
+if __name__ == "__main__":
+    main()

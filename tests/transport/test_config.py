@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration: every variable, its default, its range, and errors that carry value and range."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.transport import errors
+from sennit.transport.config import Config, TransportKind, from_environment
+from sennit.transport.errors import ConfigError, DeviceError, SennitError, Unsupported, from_status
+from sennit.transport.host import host_identity, machine_identity
+
+
+def test_defaults_without_any_variable() -> None:
+    assert from_environment({}) == Config()
+    assert from_environment({"SENNIT_TRANSPORT": "", "SENNIT_PATHS": " ", "HOME": "/root"}) == Config()
+
+
+def test_every_variable() -> None:
+    assert from_environment(
+        {
+            "SENNIT_TRANSPORT": "UDP",
+            "SENNIT_INTERFACES": "eth0, eth1,",
+            "SENNIT_PATHS": "256",
+            "SENNIT_HOST_ID": "left",
+            "SENNIT_TIMEOUT_S": "2.5",
+        }
+    ) == Config(transport=TransportKind.UDP, interfaces=("eth0", "eth1"), paths=256, host_id="left", timeout_s=2.5)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("SENNIT_TRANSPORT", "tcp", "SENNIT_TRANSPORT=tcp; allowed: auto, shm, udp, verbs"),
+        ("SENNIT_PATHS", "0", r"paths 0; allowed: 1\.\.256"),
+        ("SENNIT_PATHS", "257", r"paths 257; allowed: 1\.\.256"),
+        ("SENNIT_PATHS", "many", "SENNIT_PATHS=many; allowed: a whole number"),
+        ("SENNIT_INTERFACES", "eth0,eth0", "each name once"),
+        ("SENNIT_INTERFACES", "a-name-of-sixteen", "interface 'a-name-of-sixteen'; allowed: 1..15"),
+        ("SENNIT_INTERFACES", "../eth0", "without space or slash"),
+        ("SENNIT_HOST_ID", "x" * 129, "129 characters"),
+        ("SENNIT_TIMEOUT_S", "0", "timeout_s 0.0; allowed: finite and above 0"),
+        ("SENNIT_TIMEOUT_S", "nan", "timeout_s nan"),
+        ("SENNIT_TIMEOUT_S", "soon", "SENNIT_TIMEOUT_S=soon; allowed: a number of seconds"),
+    ],
+)
+def test_wrong_values_name_value_and_range(variable: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        from_environment({variable: value})
+
+
+def test_a_configuration_cannot_change_and_takes_names_only() -> None:
+    config = Config(transport="shm")  # type: ignore[arg-type]
+    assert config.transport is TransportKind.SHM
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.paths = 3  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Config(TransportKind.SHM)  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="transport 'tcp'"):
+        Config(transport="tcp")  # type: ignore[arg-type]
+
+
+def test_identities(tmp_path: Path) -> None:
+    boot_id = tmp_path / "boot_id"
+    boot_id.write_text("0f3c\n")
+    assert host_identity(boot_id=boot_id) == machine_identity(boot_id=boot_id) == "boot:0f3c"
+    assert host_identity("left", boot_id=boot_id) == "named:left"
+    with pytest.raises(DeviceError, match="No such file") as caught:
+        machine_identity(boot_id=tmp_path / "none")
+    assert caught.value.errno == errno.ENOENT
+    assert host_identity() == host_identity()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "builtin"),
+    [
+        (2, errors.TimeoutError, TimeoutError),
+        (3, errors.AbortedError, RuntimeError),
+        (4, errors.PeerError, RuntimeError),
+        (5, errors.MismatchError, RuntimeError),
+        (6, errors.ArgumentError, ValueError),
+        (7, errors.DeviceError, OSError),
+        (99, SennitError, RuntimeError),
+    ],
+)
+def test_each_status_of_the_core_is_an_error_class(status: int, kind: type[SennitError], builtin: Any) -> None:
+    error = from_status(status, "rank 3 left")
+    assert type(error) is kind
+    assert isinstance(error, SennitError)
+    assert isinstance(error, builtin)
+    assert str(error) == "rank 3 left"
+
+
+def test_errors_keep_who_and_what() -> None:
+    assert errors.PeerError("gone", rank=2).rank == 2
+    assert Unsupported("verbs", "no device").capability == "verbs"
+    assert str(Unsupported("verbs", "no device")) == "verbs: no device"
+    refused = DeviceError("bind 10.0.0.1", errno.EADDRINUSE)
+    assert refused.errno == errno.EADDRINUSE
+    assert "Address already in use" in str(refused)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans: every rule of docs/plan.md refused by name, and the binary form byte by byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sennit.transport.algorithms import allreduce, alltoall, barrier, broadcast, recv
+from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.errors import ArgumentError
+from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, SLOT_LIMIT, Copy, Operand, Plan, PlanBuilder, Recv, Send
+from sennit.transport.plan_check import check
+from sennit.transport.plan_codec import HEADER, OPERAND, STEP, decode
+from sennit.transport.signature import Kind, describe_signature, signature
+
+
+def builder(*buffers: int, rank: int = 0, kind: Kind = Kind.ALLREDUCE) -> PlanBuilder:
+    return PlanBuilder(
+        "sample", world=3, rank=rank, signature=signature(kind), buffer_bytes=buffers or (64,), scratch_bytes=32
+    )
+
+
+def fold_into_buffer(b: PlanBuilder, *operands: Operand, size_bytes: int = 8, offset: int = 0) -> int:
+    return b.reduce(operands, 0, offset, size_bytes, dtype=Dtype.F32, op=ReduceOp.SUM)
+
+
+def breaks(*steps: Callable[[PlanBuilder], object]) -> PlanBuilder:
+    b = builder()
+    for step in steps:
+        step(b)
+    return b
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (breaks(lambda b: b.send(0, 0, Operand(0), 4)), "peer 0 is not another rank of 0..2"),
+        (breaks(lambda b: b.send(3, 0, Operand(0), 4)), "peer 3 is not another rank"),
+        (breaks(lambda b: b.recv(ANY_PEER, 0, 0, 0, 4)), "only a send/recv plan may"),
+        (breaks(lambda b: b.send(1, SLOT_LIMIT, Operand(0), 4)), "slot 1048576 is not in 0..1048575"),
+        (breaks(*[lambda b: b.send(1, 5, Operand(0), 4)] * 2), "step 1 .SEND. uses slot 5 with peer 1 twice"),
+        (breaks(*[lambda b: b.recv(1, 5, 0, 0, 4)] * 2), "step 1 .RECV. uses slot 5 with peer 1 twice"),
+        (breaks(lambda b: b.send(1, 0, Operand(0, 61), 4)), "bytes 61.4 are outside buffer 0 of 64"),
+        (breaks(lambda b: b.send(1, 0, Operand(2), 4)), "buffer 2 is not in 0..1"),
+        (breaks(lambda b: b.recv(1, 0, 1, 30, 4)), "bytes 30.4 are outside buffer 1 of 32"),
+        (breaks(lambda b: b.recv(1, 0, 0, -1, 4)), "bytes -1.4 are outside"),
+        (breaks(lambda b: b.recv(1, 0, 0, 0, -4)), "size -4 is negative"),
+        (breaks(lambda b: b.loan(1, 0, MAX_LOAN_BYTES + 1)), "borrows 131073 bytes; allowed: 1..131072"),
+        (breaks(lambda b: b.loan(1, 0, 0)), "borrows 0 bytes"),
+        (breaks(lambda b: b.loan(1, 0, 8)), "nobody reads the loan of step 0"),
+        (breaks(lambda b: b.send(1, 0, Operand(0), 4, after=[0])), "waits for step 0"),
+        (breaks(lambda b: b.loan(1, 0, 8), lambda b: b.send(2, 0, Operand(0, 0, True), 8)), "sends a loan"),
+        (
+            breaks(lambda b: b.loan(1, 0, 8), *[lambda b: b.copy(Operand(0, 0, True), 0, 0, 8)] * 2),
+            "step 2 .COPY. reads the loan of step 0, which step 1 reads",
+        ),
+        (breaks(lambda b: b.recv(1, 0, 0, 0, 8), lambda b: b.copy(Operand(0, 0, True), 0, 0, 8)), "which is none"),
+        (breaks(lambda b: b.loan(1, 0, 8), lambda b: b.copy(Operand(0, 4, True), 0, 0, 8)), "of a loan of 8"),
+        (breaks(lambda b: fold_into_buffer(b)), "reduces nothing"),
+        (breaks(lambda b: fold_into_buffer(b, Operand(0), size_bytes=6)), "reduces 6 bytes of 4-byte F32"),
+        (breaks(lambda b: fold_into_buffer(b, Operand(0, 4))), "writes over part of an operand"),
+    ],
+)
+def test_rules(plan: PlanBuilder, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        plan.build()
+
+
+def test_loans_are_awaited_even_in_plans_built_by_hand() -> None:
+    b = builder()
+    b.copy(Operand(b.loan(1, 0, 8), 0, True), 0, 0, 8)
+    plan = b.build()
+    hasty = dataclasses.replace(plan.steps[1], after=())
+    with pytest.raises(ArgumentError, match="without waiting for it"):
+        check(dataclasses.replace(plan, steps=(plan.steps[0], hasty)))
+    with pytest.raises(ArgumentError, match=r"rank 3 is not in 0\.\.2"):
+        check(dataclasses.replace(plan, rank=3))
+
+
+def test_binary_form_byte_by_byte() -> None:
+    b = builder(16, rank=1)
+    sent = b.send(2, 7, Operand(0, 8), 8)
+    loan = b.loan(0, 9, 8)
+    b.reduce([Operand(0, 8), Operand(loan, 0, True)], 0, 8, 8, dtype=Dtype.F64, op=ReduceOp.MAX, after=[sent])
+    b.copy(Operand(0, 0), 1, 4, 8)
+    data = b.build().encode()
+    assert (HEADER.size, STEP.itemsize, OPERAND.itemsize) == (64, 48, 16)
+    none = 0
+    steps = [
+        # kind dtype op flags  peer slot operands(first, count) edges(first, count) buffer offset size
+        (0, 0, 0, 0, 2, 7, 0, 1, 0, 1, none, none, 8),
+        (1, 0, 0, 1, 0, 9, 1, 0, 1, 1, none, none, 8),
+        (3, 8, 4, 0, 0, 0, 1, 2, 2, 0, 0, 8, 8),
+        (2, 0, 0, 0, 0, 0, 3, 1, 2, 0, 1, 4, 8),
+    ]
+    operands = [(0, 0, 8), (0, 0, 8), (1, 1, 0), (0, 0, 0)]
+    expected = b"".join(
+        [
+            struct.pack("<IHHIIQIIIIQQQ", 0x31504E53, 1, 1, 3, 1, 1 << 56, 4, 4, 2, 6, 32, 0, 0),
+            *(struct.pack("<4B7I2Q", *step) for step in steps),
+            *(struct.pack("<IIQ", *operand) for operand in operands),
+            struct.pack("<2I", 2, 2),
+            b"sample",
+        ]
+    )
+    assert data == expected
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        allreduce(world=3, rank=1, elements=100_000, dtype=Dtype.BF16, op=ReduceOp.AVG),
+        alltoall(world=3, rank=0, send_counts=[1, 0, 5], recv_counts=[1, 2, 3], item_bytes=4),
+        broadcast(world=5, rank=3, elements=10 << 20, item_bytes=1, root=2),
+        barrier(world=7, rank=2),
+        recv(world=2, rank=0, peer=ANY_PEER, elements=3, item_bytes=8),
+    ],
+    ids=lambda plan: plan.name,
+)
+def test_decode_gives_the_plan_back(plan: Plan) -> None:
+    assert decode(plan.encode()) == plan
+
+
+def test_decode_refuses_what_is_no_plan() -> None:
+    data = barrier(world=2, rank=0).encode()
+    for length in range(len(data)):
+        with pytest.raises(ArgumentError):
+            decode(data[:length])
+    with pytest.raises(ArgumentError, match="version 2"):
+        decode(data[:4] + b"\x02" + data[5:])
+    with pytest.raises(ArgumentError, match="kind 9"):
+        decode(data[:64] + b"\x09" + data[65:])
+
+
+def test_a_plan_of_one_hundred_thousand_steps_encodes() -> None:
+    b = builder(64)
+    last = b.recv(1, 0, 0, 0, 8)
+    for slot in range(100_000):
+        last = b.send(1, slot, Operand(0, 8), 8, after=[last])
+    data = b.build().encode()
+    assert len(data) == 64 + 100_001 * 48 + 100_000 * 16 + 100_000 * 4 + len("sample")
+
+
+def test_builder_reports_scratch_and_sorts_waits() -> None:
+    b = builder()
+    first, second = b.recv(1, 0, 0, 0, 4), b.recv(2, 0, 0, 8, 4)
+    b.send(1, 0, Operand(0), 4, after=[second, first, second])
+    plan = b.build()
+    assert plan.scratch == 1
+    assert plan.steps == (Recv(1, 0, 4, 0), Recv(2, 0, 4, 0, 8), Send(1, 0, Operand(0), 4, (0, 1)))
+    assert isinstance(Copy(Operand(0), 0, 0, 1), Copy)
+
+
+@given(
+    kind=st.sampled_from(list(Kind)),
+    code=st.integers(0, 255),
+    op=st.integers(0, 255),
+    root=st.integers(0, 1 << 20),
+    elements=st.integers(0, 1 << 40),
+)
+def test_signature_keeps_fields_apart(kind: Kind, code: int, op: int, root: int, elements: int) -> None:
+    value = signature(kind, type_code=code, op=op, root=root, elements=elements)
+    assert value < 1 << 64
+    assert struct.pack(">Q", value) == struct.pack(">BBBBI", kind, code, op, root & 0xFF, elements & 0xFFFFFFFF)
+    assert describe_signature(value).startswith(kind.name.lower())
+
+
+def test_signatures_in_words() -> None:
+    describe = describe_signature
+    value = signature(Kind.ALLREDUCE, type_code=Dtype.F32, op=ReduceOp.SUM, elements=1024)
+    assert describe(value) == "allreduce(f32, sum, elements=1024)"
+    assert describe(signature(Kind.BROADCAST, type_code=0x97, root=3)) == "broadcast(0x97, root=3, elements=any)"
+    assert describe(signature(Kind.BARRIER)) == "barrier()"
+    assert describe(0xFE << 56) == "0xfe(u8, elements=any)"

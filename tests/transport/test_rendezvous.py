@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rendezvous: ranks as threads over an in-memory store, with endpoints that only remember."""
+
+from __future__ import annotations
+
+import errno
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.transport import errors, rendezvous
+from sennit.transport.config import Config, TransportKind
+from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, SennitError, Unsupported
+from sennit.transport.store import FileStore, Store
+
+
+class MemoryStore:
+    """A torch-like store in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str, /) -> None:
+        with self._changed:
+            self.values[key] = value.encode()
+            self._changed.notify_all()
+
+    def get(self, key: str, /) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: Sequence[str], /) -> bool:
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError("wait timeout")
+
+
+class Recorder:
+    """An endpoint on a machine `room`: it can open the segments of its own room."""
+
+    def __init__(self, rank: int, room: str, *, shm_errno: int | None = None) -> None:
+        self.rank, self.room, self.shm_errno = rank, room, shm_errno
+        self.ranks_here = 0
+        self.routes: list[tuple[str, bytes]] = []
+        self.udp: tuple[list[tuple[str, int]], int] | None = None
+
+    def shm_offer(self) -> bytes:
+        if self.shm_errno is not None:
+            raise DeviceError("shm_open", self.shm_errno)
+        return f"{self.room}/{self.rank}".encode()
+
+    def shm_accept(self, rank: int, offer: bytes, /) -> bool:
+        assert offer.endswith(f"/{rank}".encode())
+        return offer.decode().split("/")[0] == self.room
+
+    def udp_open(self, rails: list[tuple[str, int]], path_count: int, /) -> bytes:
+        self.udp = (rails, path_count)
+        return f"udp{self.rank}\x00\xff".encode("latin-1")
+
+    def connect(self, routes: list[tuple[str, bytes]], /) -> None:
+        self.routes = routes
+
+
+def meet(
+    endpoints: Sequence[Recorder],
+    configs: Sequence[Config] | None = None,
+    *,
+    store: Store | None = None,
+    timeout_s: float = 20.0,
+    absent: Sequence[int] = (),
+) -> list[tuple[str, ...] | SennitError]:
+    """What each rank gets: its routes, or the error it raised."""
+    world = len(endpoints)
+    shared = MemoryStore() if store is None else store
+
+    def join(rank: int) -> tuple[str, ...] | SennitError:
+        def make(ranks_here: int) -> Recorder:
+            endpoints[rank].ranks_here = ranks_here
+            return endpoints[rank]
+
+        try:
+            connection = rendezvous.connect(
+                make,
+                config=configs[rank] if configs else Config(),
+                store=shared,
+                rank=rank,
+                world=world,
+                rails=lambda: [(f"10.0.0.{rank}", 0)],
+                timeout_s=timeout_s,
+            )
+        except SennitError as error:
+            return error
+        assert connection.endpoint is endpoints[rank]
+        return connection.routes
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(join, [rank for rank in range(world) if rank not in absent]))
+
+
+def test_neighbours_use_shared_memory_and_open_no_sockets() -> None:
+    endpoints = [Recorder(rank, "a") for rank in range(3)]
+    assert meet(endpoints) == [("self", "shm", "shm"), ("shm", "self", "shm"), ("shm", "shm", "self")]
+    assert all(endpoint.udp is None for endpoint in endpoints)
+    assert [endpoint.ranks_here for endpoint in endpoints] == [3, 3, 3]
+    assert endpoints[0].routes == [("self", b""), ("shm", b""), ("shm", b"")]
+
+
+def test_containers_with_their_own_memory_fall_back_to_udp() -> None:
+    endpoints = [Recorder(0, "a"), Recorder(1, "a"), Recorder(2, "b")]
+    assert meet(endpoints) == [("self", "shm", "udp"), ("shm", "self", "udp"), ("udp", "udp", "self")]
+    assert endpoints[0].routes[2] == ("udp", b"udp2\x00\xff")
+    assert endpoints[2].udp == ([("10.0.0.2", 0)], Config().paths)
+
+
+def test_only_ranks_that_need_udp_open_it() -> None:
+    # Ranks 0 and 1 share memory with everybody; 2 and 3 cannot open each other.
+    class Picky(Recorder):
+        def shm_accept(self, rank: int, offer: bytes, /) -> bool:
+            return {self.rank, rank} != {2, 3}
+
+    endpoints = [Picky(rank, "a") for rank in range(4)]
+    routes = meet(endpoints)
+    assert routes[2] == ("shm", "shm", "self", "udp")
+    assert routes[0] == ("self", "shm", "shm", "shm")
+    assert [endpoint.udp is not None for endpoint in endpoints] == [False, False, True, True]
+
+
+def test_one_sided_reach_is_not_enough() -> None:
+    class Blind(Recorder):
+        def shm_accept(self, rank: int, offer: bytes, /) -> bool:
+            return False
+
+    assert meet([Recorder(0, "a"), Blind(1, "a")]) == [("self", "udp"), ("udp", "self")]
+
+
+def test_host_ids_keep_neighbours_apart_but_count_cores_together() -> None:
+    endpoints = [Recorder(0, "a"), Recorder(1, "a")]
+    assert meet(endpoints, [Config(host_id="left"), Config(host_id="right")]) == [("self", "udp"), ("udp", "self")]
+    assert [endpoint.ranks_here for endpoint in endpoints] == [2, 2]
+
+
+def test_a_full_shared_memory_is_no_reason_to_stop() -> None:
+    endpoints = [Recorder(0, "a"), Recorder(1, "a", shm_errno=errno.ENOSPC), Recorder(2, "a")]
+    assert meet(endpoints) == [("self", "udp", "shm"), ("udp", "self", "udp"), ("shm", "udp", "self")]
+
+
+def test_udp_alone_makes_no_segment() -> None:
+    endpoints = [Recorder(rank, "a", shm_errno=errno.EACCES) for rank in range(2)]
+    config = Config(transport=TransportKind.UDP, paths=3)
+    assert meet(endpoints, [config, config]) == [("self", "udp"), ("udp", "self")]
+    assert endpoints[0].udp == ([("10.0.0.0", 0)], 3)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "configs", "reason"),
+    [
+        ([Recorder(0, "a"), Recorder(1, "b")], [Config(), Config()], "open the other's segment"),
+        ([Recorder(0, "a"), Recorder(1, "a")], [Config(), Config(host_id="far")], "on another host .named:far"),
+        (
+            [Recorder(0, "a"), Recorder(1, "a")],
+            [Config(), Config(transport=TransportKind.UDP)],
+            "its SENNIT_TRANSPORT is udp",
+        ),
+        ([Recorder(0, "a"), Recorder(1, "a", shm_errno=errno.ENOSPC)], [Config(), Config()], "No space left"),
+    ],
+)
+def test_shm_demanded_but_out_of_reach_names_rank_and_reason(
+    endpoints: list[Recorder], configs: list[Config], reason: str
+) -> None:
+    demanding = Config(transport=TransportKind.SHM)
+    first, second = meet(endpoints, [demanding, configs[1]])
+    assert isinstance(first, Unsupported)
+    with pytest.raises(Unsupported, match=f"SENNIT_TRANSPORT=shm, but rank 1 is out of reach: .*{reason}"):
+        raise first
+    # The other rank hears of it at once instead of waiting.
+    assert isinstance(second, PeerError)
+    assert second.rank == 0
+    assert "rank 0 could not join" in str(second)
+
+
+def test_shm_demanded_but_impossible_here() -> None:
+    config = Config(transport=TransportKind.SHM)
+    results = meet([Recorder(0, "a", shm_errno=errno.ENOSPC), Recorder(1, "a")], [config, config])
+    assert isinstance(results[0], DeviceError)
+    assert isinstance(results[1], PeerError)
+    assert "No space left" in str(results[1])
+
+
+def test_verbs_is_refused_everywhere_with_what_is_allowed() -> None:
+    config = Config(transport=TransportKind.VERBS)
+    refused, told = meet([Recorder(0, "a"), Recorder(1, "a")], [config, Config()])
+    assert isinstance(refused, Unsupported)
+    assert "allowed: auto, shm, udp" in str(refused)
+    assert isinstance(told, PeerError)
+
+
+def test_ranks_that_never_arrive_are_named() -> None:
+    results = meet([Recorder(rank, "a") for rank in range(5)], timeout_s=0.3, absent=[1, 3, 4])
+    for result in results:
+        assert isinstance(result, errors.TimeoutError)
+        assert "round hello: no word from ranks 1, 3, 4 of 5 after 0.3 s" in str(result)
+
+
+def test_another_version_names_both() -> None:
+    store = MemoryStore()
+    store.set("sennit/world/hello/1", json.dumps({"version": 99}))
+    (result,) = meet([Recorder(rank, "a") for rank in range(2)], store=store, absent=[1])
+    assert isinstance(result, MismatchError)
+    assert "rank 1 speaks protocol version 99, rank 0 version 1" in str(result)
+
+
+@pytest.mark.parametrize("value", ["", "{}", "[1]", "\x00\x01", "null"])
+def test_foreign_records_are_refused(value: str) -> None:
+    store = MemoryStore()
+    store.set("sennit/world/hello/1", value)
+    (result,) = meet([Recorder(rank, "a") for rank in range(2)], store=store, absent=[1])
+    assert isinstance(result, MismatchError)
+    assert "rank 1 published a record that is none of ours" in str(result)
+
+
+def test_worlds_of_other_sizes_are_told_apart() -> None:
+    store = MemoryStore()
+    store.set("sennit/world/hello/1", json.dumps({"version": 1, "world": 3, "host": "boot:x", "machine": "boot:x"}))
+    (result,) = meet([Recorder(rank, "a") for rank in range(2)], store=store, absent=[1])
+    assert isinstance(result, MismatchError)
+    assert "rank 1 is in a world of 3 ranks, rank 0 in one of 2" in str(result)
+
+
+def test_a_broken_store_is_not_a_timeout() -> None:
+    class Broken(MemoryStore):
+        def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
+            raise ConnectionResetError("server gone")
+
+    for result in meet([Recorder(0, "a"), Recorder(1, "a")], store=Broken()):
+        assert isinstance(result, PeerError)
+        assert "the store failed: server gone" in str(result)
+
+
+def test_one_rank_needs_nothing() -> None:
+    endpoint = Recorder(0, "a")
+    make: Callable[[int], Any] = lambda _: endpoint  # noqa: E731
+    connection = rendezvous.connect(make, config=Config(), store=None, rank=0, world=1, rails=list)
+    assert connection.routes == ("self",)
+    assert endpoint.routes == [("self", b"")]
+    with pytest.raises(ConfigError, match="world of 2 ranks without a store"):
+        rendezvous.connect(make, config=Config(), store=None, rank=0, world=2, rails=list)
+    verbs = Config(transport=TransportKind.VERBS)
+    with pytest.raises(Unsupported):
+        rendezvous.connect(make, config=verbs, store=None, rank=0, world=1, rails=list)
+
+
+def test_over_a_folder(tmp_path: Path) -> None:
+    assert meet([Recorder(0, "a"), Recorder(1, "a")], store=FileStore(tmp_path / "new" / "store")) == [
+        ("self", "shm"),
+        ("shm", "self"),
+    ]
+
+
+def test_file_store(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    store.set("a/../b", "one")
+    store.set("a/../b", "two")
+    assert store.get("a/../b") == b"two"
+    assert store.check(["a/../b"])
+    assert not store.check(["a/../b", "c"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a%2F..%2Fb"]
+    with pytest.raises(errors.TimeoutError, match="'c'"):
+        store.wait(["c"], timedelta(milliseconds=20))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DeviceError, match="cannot make the store's folder"):
+        FileStore(tmp_path / "file" / "below")
+
+
+def test_over_torch_stores() -> None:
+    distributed = pytest.importorskip("torch.distributed")
+    store = distributed.PrefixStore("group", distributed.HashStore())
+    assert meet([Recorder(0, "a"), Recorder(1, "b")], store=store) == [("self", "udp"), ("udp", "self")]
+    (result,) = meet([Recorder(0, "a"), Recorder(1, "a")], store=distributed.HashStore(), timeout_s=0.2, absent=[1])
+    assert isinstance(result, errors.TimeoutError)
+    assert "no word from rank 1 of 2" in str(result)
