@@ -103,6 +103,18 @@ inline constexpr bool is_complex<Complex<R>> = true;
 template <class A>
 using Wrapping = std::make_unsigned_t<A>;
 
+// A product that is rounded before it is used. GCC 12 makes VFMADDSUB of complex products in spite of
+// -ffp-contract=off, which then differ from the definition in their last bit.
+template <class Real>
+Real rounded(Real product) {
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(product);
+#endif
+#endif
+  return product;
+}
+
 struct Sum {
   template <class A>
   static A apply(A a, A b) {
@@ -118,7 +130,7 @@ struct Product {
   template <class A>
   static A apply(A a, A b) {
     if constexpr (is_complex<A>)
-      return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+      return {rounded(a.re * b.re) - rounded(a.im * b.im), rounded(a.re * b.im) + rounded(a.im * b.re)};
     else if constexpr (std::is_integral_v<A>)
       // Through 64 bits: 16-bit operands would promote to a signed int and overflow it.
       return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
