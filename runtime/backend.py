@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ DEVICES: Final = ("cpu", "cuda")
 _made: Counter[str] = Counter()
 # Of all groups so far, the most ranks of one that run on this machine; later groups share the cores with them.
 _ranks_here = 1
+# The communicator of each group that is alive, for `counters`.
+_communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +103,7 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
         ranks_here_min=_ranks_here,
     )
     _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))
+    _communicators[name] = communicator
     backend: dist.Backend = extension.SennitBackend(
         communicator=communicator.handle,
         compile_plan=PlanCompiler(communicator),
@@ -110,6 +114,17 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
         stage_host_tensors=options.stage_host_tensors,
     )
     return backend
+
+
+def counters(group: dist.ProcessGroup | None = None) -> dict[str, int]:
+    """What the group's transport counted so far on this rank (docs/wire.md has the names); None: the default group."""
+    import torch.distributed as dist
+
+    name = (group or dist.group.WORLD).group_name
+    communicator = _communicators.get(name)
+    if communicator is None:
+        raise ValueError(f"group {name!r} is not one of backend {BACKEND_NAME!r}, or it was destroyed")
+    return communicator.counters()
 
 
 @functools.cache

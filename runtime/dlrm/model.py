@@ -6,6 +6,7 @@ It is replicated on every rank (DDP); the embedding tables are not part of this 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -52,7 +53,7 @@ class DenseModel(nn.Module):
 
 def _mlp(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for place, (inputs, outputs) in enumerate(zip(widths, widths[1:], strict=False)):
+    for place, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
         layers.append(nn.Linear(inputs, outputs))
         if last_relu or place < len(widths) - 2:
             layers.append(nn.ReLU())

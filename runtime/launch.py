@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the ranks of one machine, and brings back what they return or the reason why they failed.
+
+torchrun does the same over several machines; this is for `sennit train --ranks N`, where one process should
+be enough to start a run and one message enough to understand its failure.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch.distributed as dist
+
+from sennit.transport.errors import AbortedError, PeerError, SennitError, TimeoutError
+
+# When one rank fails, how long the others may take to say why they did, and any rank to leave at the end.
+GRACE_S = 5.0
+
+RankFunction = Callable[[Any, int, int, dist.Store], Any]
+
+
+class RankFailure(SennitError):
+    """A rank failed; the message is its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    rank: int
+    result: Any = None
+    error: str | None = None
+    consequence: bool = False
+    """The rank only reports that another one is gone."""
+
+
+def run_ranks(function: RankFunction, argument: Any, world_size: int, *, store_timeout_s: float) -> list[Any]:
+    """Calls `function(argument, rank, world_size, store)` in `world_size` new processes; results by rank.
+
+    The store lives here, on a free port that the system chose. Raises `RankFailure` with the first cause.
+    """
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=store_timeout_s)
+    )
+    context = multiprocessing.get_context("spawn")
+    ends: list[Connection] = []
+    processes: list[BaseProcess] = []
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        for rank in range(world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main, args=(function, argument, rank, world_size, store.port, store_timeout_s, theirs)
+            )
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+        outcomes = _collect(ends, processes)
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+        _end(processes)
+        for end in ends:
+            end.close()
+    failed = sorted((item for item in outcomes if item.error is not None), key=lambda item: item.consequence)
+    if failed:
+        raise RankFailure(f"rank {failed[0].rank}: {failed[0].error}")
+    return [item.result for item in sorted(outcomes, key=lambda item: item.rank)]
+
+
+def _rank_main(
+    function: RankFunction, argument: Any, rank: int, world_size: int, port: int, timeout_s: float, end: Connection
+) -> None:
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        outcome = _Outcome(rank=rank, result=function(argument, rank, world_size, store))
+    except KeyboardInterrupt:
+        outcome = _Outcome(rank=rank, error="interrupted", consequence=True)
+    except SennitError as error:
+        consequence = isinstance(error, (PeerError, AbortedError, TimeoutError))
+        outcome = _Outcome(rank=rank, error=str(error), consequence=consequence)
+    except Exception as error:
+        # Other backends report a lost peer as a plain RuntimeError.
+        consequence = isinstance(error, RuntimeError)
+        outcome = _Outcome(rank=rank, error=traceback.format_exc().rstrip(), consequence=consequence)
+    end.send(outcome)
+    end.close()
+
+
+def _collect(ends: list[Connection], processes: list[BaseProcess]) -> list[_Outcome]:
+    """Waits for all outcomes; after a failure only `GRACE_S` longer."""
+    outcomes: list[_Outcome] = []
+    waiting = dict(zip(ends, range(len(ends)), strict=True))
+    deadline: float | None = None
+    while waiting:
+        remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(list(waiting), remaining)
+        if not ready:
+            break
+        for end in ready:
+            assert isinstance(end, Connection)
+            rank = waiting.pop(end)
+            try:
+                outcome = end.recv()
+            except EOFError:
+                processes[rank].join(GRACE_S)
+                outcome = _Outcome(rank=rank, error=f"process ended with {_exit_text(processes[rank].exitcode)}")
+            outcomes.append(outcome)
+            if outcome.error is not None and deadline is None:
+                deadline = time.monotonic() + GRACE_S
+    return outcomes
+
+
+def _exit_text(code: int | None) -> str:
+    return f"signal {-code}" if code is not None and code < 0 else f"status {code}"
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    deadline = time.monotonic() + GRACE_S
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()

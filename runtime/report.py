@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run ends with: one record, printed for people and written as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from sennit.runtime.metrics import Quality
+from sennit.runtime.training_config import TrainingConfig
+from sennit.transport.errors import SennitError
+
+# The part of a run in which samples are trained on; evaluation and checkpoints are counted apart.
+NOT_TRAINING = ("evaluation", "checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """One rank's share."""
+
+    tables: list[str]
+    """Names of the tables it owns."""
+
+    phases_s: dict[str, float]
+    """Seconds in each phase of this process."""
+
+    counters: dict[str, int]
+    """The backend's counters over the run; empty for a backend that has none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """A finished run."""
+
+    config: TrainingConfig
+    ranks: list[RankReport]
+    sample_count: int
+    """Samples trained on in this process, over all ranks; a resumed run counts its own part."""
+
+    first_step: int
+    step: int
+    final_loss: float | None
+    """Rank 0's loss in the last step."""
+
+    quality: Quality
+    weights_sha256: str
+
+    @property
+    def train_s(self) -> float:
+        """Rank 0's seconds of training."""
+        return sum(part for name, part in self.ranks[0].phases_s.items() if name not in NOT_TRAINING)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.sample_count / self.train_s if self.train_s else 0.0
+
+    def phases_s(self) -> dict[str, float]:
+        """Mean over ranks, longest first."""
+        names = {name for rank in self.ranks for name in rank.phases_s}
+        mean = {name: sum(rank.phases_s.get(name, 0.0) for rank in self.ranks) / len(self.ranks) for name in names}
+        return dict(sorted(mean.items(), key=lambda item: -item[1]))
+
+    def bytes_moved(self) -> dict[str, int]:
+        """The counters whose name speaks of bytes, summed over ranks."""
+        total: dict[str, int] = {}
+        for rank in self.ranks:
+            for name, count in rank.counters.items():
+                if "bytes" in name and count:
+                    total[name] = total.get(name, 0) + count
+        return dict(sorted(total.items()))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "config": asdict(self.config),
+            "world_size": len(self.ranks),
+            "torch": torch.__version__,
+            "machine": f"{platform.machine()} {platform.system()}",
+            "steps": {"first": self.first_step, "last": self.step},
+            "samples": self.sample_count,
+            "train_s": self.train_s,
+            "samples_per_s": self.samples_per_s,
+            "final_loss": self.final_loss,
+            "quality": asdict(self.quality),
+            "phases_s": self.phases_s(),
+            "bytes_moved": self.bytes_moved(),
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "weights_sha256": self.weights_sha256,
+        }
+
+
+def write_json(report: RunReport, path: Path) -> None:
+    """Whole or not at all: written beside its place, then renamed."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(report.as_json(), indent=2, default=str) + "\n", encoding="utf-8")
+        partial.rename(path)
+    except OSError as error:
+        raise SennitError(f"report {path} was not written: {error}") from error
+
+
+def render(report: RunReport, console: Console) -> None:
+    """The summary of a run."""
+    quality = report.quality
+    summary = Table(show_header=False, box=None, pad_edge=False)
+    summary.add_column(style="bold")
+    summary.add_column()
+    for name, value in (
+        ("data", f"{report.config.source.data}, seed {report.config.seed}, {report.config.split} split"),
+        ("ranks", f"{len(report.ranks)} over {report.config.backend}"),
+        ("steps", f"{report.first_step + 1} to {report.step}, {report.config.batch_size:,} samples each"),
+        ("speed", f"{report.samples_per_s:,.0f} samples/s, {report.train_s:.1f} s of training"),
+        ("AUC", f"{quality.auc:.4f} on {quality.sample_count:,} held-back samples"),
+        ("normalised entropy", f"{quality.normalised_entropy:.4f} (log loss {quality.log_loss:.4f}, "
+         f"base rate {quality.base_rate:.4f})"),
+        ("weights SHA-256", report.weights_sha256),
+    ):  # fmt: skip
+        summary.add_row(name, value)
+    console.print(summary)
+
+    phases = report.phases_s()
+    total = sum(phases.values()) or 1.0
+    times = Table(title="time by phase, mean over ranks", title_justify="left", box=None, pad_edge=False)
+    times.add_column("phase")
+    times.add_column("s", justify="right")
+    times.add_column("share", justify="right")
+    for name, seconds in phases.items():
+        times.add_row(name, f"{seconds:.2f}", f"{seconds / total:.0%}")
+    console.print(times)
+
+    moved = report.bytes_moved()
+    if moved:
+        traffic = Table(title="bytes moved, all ranks", title_justify="left", box=None, pad_edge=False)
+        traffic.add_column("counter")
+        traffic.add_column("MiB", justify="right")
+        for name, count in moved.items():
+            traffic.add_row(name, f"{count / 2**20:,.2f}")
+        console.print(traffic)
+    else:
+        console.print(f"bytes moved: not counted ({report.config.backend}, world size {len(report.ranks)})")

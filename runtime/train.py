@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit train`, and the same under torchrun: `torchrun … -m sennit.runtime.train --data flights`.
+
+Alone it starts its ranks itself; under torchrun (RANK and WORLD_SIZE are set) it is one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch.distributed as dist
+import typer
+
+from sennit.runtime.data import sources
+from sennit.runtime.data.packages import require
+from sennit.runtime.data.sources import Source
+from sennit.runtime.launch import run_ranks
+from sennit.runtime.training_config import TrainingConfig
+from sennit.runtime.training_run import Place, run_rank
+from sennit.transport.errors import ConfigError, SennitError
+
+_DEFAULT = TrainingConfig()
+_SOURCE = _DEFAULT.source
+
+
+def command(
+    data: Annotated[str, typer.Option(help=f"{', '.join(sources.NAMES)}, or a Parquet file")] = _SOURCE.data,
+    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet file, TOML or JSON")] = None,
+    ranks: Annotated[int | None, typer.Option(help="processes to start here; 1 without; not under torchrun")] = None,
+    backend: Annotated[str, typer.Option(help="torch.distributed backend")] = _DEFAULT.backend,
+    seed: Annotated[int, typer.Option(help="controls everything that is random")] = _DEFAULT.seed,
+    epochs: Annotated[int, typer.Option(help="passes over the training samples")] = _DEFAULT.epochs,
+    steps: Annotated[int | None, typer.Option(help="stop after this many steps")] = None,
+    batch_size: Annotated[int, typer.Option(help="samples a step, all ranks together")] = _DEFAULT.batch_size,
+    dim: Annotated[int, typer.Option(help="embedding dimension")] = _DEFAULT.embedding_dim,
+    bottom: Annotated[str, typer.Option(help="hidden widths of the bottom MLP")] = "64",
+    top: Annotated[str, typer.Option(help="hidden widths of the top MLP")] = "128,64",
+    sparse_rate: Annotated[float, typer.Option(help="learning rate of the embeddings")] = _DEFAULT.sparse_rate,
+    dense_rate: Annotated[float, typer.Option(help="learning rate of the MLPs")] = _DEFAULT.dense_rate,
+    dense_optimizer: Annotated[str, typer.Option(help="adagrad, adam or sgd")] = _DEFAULT.dense_optimizer,
+    decay: Annotated[str, typer.Option(help="learning rates over the run: linear or none")] = _DEFAULT.decay,
+    split: Annotated[str, typer.Option(help="evaluation samples: random, or last")] = _DEFAULT.split,
+    eval_fraction: Annotated[float, typer.Option(help="share of the samples held back")] = _DEFAULT.eval_fraction,
+    checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the latest checkpoint")] = False,
+    tensorboard: Annotated[Path | None, typer.Option(help="folder for TensorBoard events")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    timeout: Annotated[float, typer.Option(help="deadline of a collective, seconds")] = _DEFAULT.timeout_s,
+    samples: Annotated[int, typer.Option(help="synthetic: number of samples")] = _SOURCE.samples,
+    row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = _SOURCE.row_limit,
+    zipf: Annotated[float, typer.Option(help="synthetic: skew of the rows")] = _SOURCE.zipf_exponent,
+) -> None:
+    """Train a DLRM and report speed, quality, time by phase, bytes moved and the weights' SHA-256."""
+    try:
+        config = TrainingConfig(
+            source=Source(data=data, schema=schema, samples=samples, row_limit=row_limit, zipf_exponent=zipf),
+            split=split,
+            eval_fraction=eval_fraction,
+            seed=seed,
+            epochs=epochs,
+            max_steps=steps,
+            batch_size=batch_size,
+            embedding_dim=dim,
+            bottom=_widths("bottom", bottom),
+            top=_widths("top", top),
+            sparse_rate=sparse_rate,
+            dense_rate=dense_rate,
+            dense_optimizer=dense_optimizer,
+            decay=decay,
+            backend=backend,
+            timeout_s=timeout,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            tensorboard=tensorboard,
+            json_path=json_path,
+        )
+        start(config, ranks)
+    except SennitError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def start(config: TrainingConfig, ranks: int | None) -> None:
+    """Runs this process's rank under torchrun, else starts the ranks. What can be checked early is."""
+    sources.check(config.source)
+    if config.tensorboard is not None:
+        require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        world_size = int(os.environ["WORLD_SIZE"])
+        if ranks is not None and ranks != world_size:
+            raise ConfigError(f"--ranks {ranks}, but torchrun started {world_size}; leave it out under torchrun")
+        config.check_world(world_size)
+        run_rank(config, Place(rank=int(os.environ["RANK"]), world_size=world_size))
+        return
+    world_size = ranks if ranks is not None else 1
+    config.check_world(world_size)
+    run_ranks(_run_here, config, world_size, store_timeout_s=config.timeout_s)
+
+
+def _run_here(config: TrainingConfig, rank: int, world_size: int, store: dist.Store) -> Any:
+    return run_rank(config, Place(rank=rank, world_size=world_size, store=store)).weights_sha256
+
+
+def _widths(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"--{name} {text!r}; allowed: widths separated by commas, like 128,64") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line of `python -m sennit.runtime.train`."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(command)
+    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="sennit train")
+
+
+if __name__ == "__main__":
+    main()
