@@ -36,9 +36,9 @@ def widen(data: Array, dtype: Dtype) -> Array:
     """Stored bytes as accumulators; complex numbers as rows of (real, imaginary)."""
     stored: Array = data.view(_STORED[dtype])
     if dtype is Dtype.BF16:
-        return (stored.astype(np.uint32) << 16).view(np.float32)
+        return np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
     if dtype is Dtype.BOOL:
-        return (stored != 0).astype(np.uint8)
+        return np.not_equal(stored, 0).astype(np.uint8)
     if dtype in (Dtype.F16, Dtype.C32):
         stored = stored.astype(np.float32)
     return stored.reshape(-1, 2) if dtype in COMPLEXES else stored

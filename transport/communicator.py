@@ -87,6 +87,7 @@ class Communicator(ArrayCollectives):
         )
         self._core = connection.endpoint
         self.routes = connection.routes
+        self.ranks_here = connection.ranks_here
         self._plans: PlanCache[_core.Plan] = PlanCache(_core.Plan)
 
     @property

@@ -53,6 +53,8 @@ class Connection(Generic[AnyEndpoint]):
 
     endpoint: AnyEndpoint
     routes: tuple[str, ...]
+    ranks_here: int
+    """Ranks of the group that share this machine's cores, this one included."""
 
 
 class _Rounds:
@@ -148,7 +150,7 @@ def connect(
             _refuse_verbs()
         alone = make_endpoint(1)
         alone.connect([("self", b"")])
-        return Connection(endpoint=alone, routes=("self",))
+        return Connection(endpoint=alone, routes=("self",), ranks_here=1)
     if store is None:
         raise ConfigError(f"world of {world} ranks without a store; allowed: world 1, or a store that all ranks share")
     rounds = _Rounds(
@@ -157,10 +159,12 @@ def connect(
     hello = rounds.exchange("hello", lambda: _hello(config, world))
     endpoint: AnyEndpoint | None = None
 
+    ranks_here = sum(record.get("machine") == hello[rank]["machine"] for record in hello)
+
     def offer() -> Record:
         nonlocal endpoint
         _check_worlds(hello, rank)
-        endpoint = make_endpoint(sum(record["machine"] == hello[rank]["machine"] for record in hello))
+        endpoint = make_endpoint(ranks_here)
         return _offer(endpoint, config)
 
     offers = rounds.exchange("offer", offer)
@@ -181,7 +185,7 @@ def connect(
     routes: list[Route] = [("shm", b"") if by_shm[rank][peer] else ("udp", blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")
     endpoint.connect(routes)
-    return Connection(endpoint=endpoint, routes=tuple(kind for kind, _ in routes))
+    return Connection(endpoint=endpoint, routes=tuple(kind for kind, _ in routes), ranks_here=ranks_here)
 
 
 def _hello(config: Config, world: int) -> Record:

@@ -99,7 +99,8 @@ def finite(data: Array, dtype: Dtype) -> Array:
     part_bytes = dtype.item_bytes // (2 if dtype in (Dtype.C32, Dtype.C64, Dtype.C128) else 1)
     parts = data.view(f"u{part_bytes}")
     bits = 8 * part_bytes
-    return (parts & ~np.array(1 << (bits - 2), parts.dtype)).view(np.uint8)
+    cleared: Array = parts & ~np.array(1 << (bits - 2), parts.dtype)
+    return cleared.view(np.uint8)
 
 
 def movement(group: Communicator, seed: int) -> None:
@@ -125,7 +126,7 @@ def movement(group: Communicator, seed: int) -> None:
         result = group.allgather(uneven[rank], counts=[len(u) for u in uneven])
         np.testing.assert_array_equal(result, np.concatenate(uneven))
         group.barrier()
-    times = np.arange(7 * world, dtype="datetime64[s]")
+    times = np.arange(7 * world).astype("datetime64[s]")
     np.testing.assert_array_equal(group.alltoall(times), np.tile(times.reshape(world, 7)[rank], world))
 
 

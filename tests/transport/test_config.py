@@ -60,7 +60,7 @@ def test_a_configuration_cannot_change_and_takes_names_only() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.paths = 3  # type: ignore[misc]
     with pytest.raises(TypeError):
-        Config(TransportKind.SHM)  # type: ignore[misc]
+        Config(TransportKind.SHM)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="transport 'tcp'"):
         Config(transport="tcp")  # type: ignore[arg-type]
 

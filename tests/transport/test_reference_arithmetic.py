@@ -14,7 +14,7 @@ from sennit.transport.arithmetic import fold, narrow, widen
 from sennit.transport.elements import COMPLEXES, FLOATS, INTEGERS, Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError
 
-NUMPY = {
+NUMPY: dict[Dtype, Any] = {
     Dtype.U8: np.uint8, Dtype.I8: np.int8, Dtype.I16: np.int16, Dtype.I32: np.int32, Dtype.I64: np.int64,
     Dtype.U16: np.uint16, Dtype.U32: np.uint32, Dtype.U64: np.uint64,
     Dtype.F32: np.float32, Dtype.F64: np.float64, Dtype.F16: np.float16,
@@ -90,7 +90,7 @@ def nearest_bfloat16(value: float) -> int:
     low, high = bits >> 16, (bits >> 16) + 1
 
     def exact(half: int) -> Fraction:
-        number = float(np.uint32((half & 0xFFFF) << 16).view(np.float32))
+        number = float(np.array([(half & 0xFFFF) << 16], np.uint32).view(np.float32)[0])
         # The step beyond the largest number counts as the next power of two, as IEEE 754 rounds.
         return Fraction(number) if math.isfinite(number) else Fraction(2) ** 128 * (-1 if bits >> 31 else 1)
 
@@ -128,7 +128,7 @@ def test_half_floats_are_folded_in_fp32_and_rounded_once(dtype: Dtype) -> None:
 @pytest.mark.parametrize("dtype", [Dtype.C64, Dtype.C128])
 def test_complex_numbers_multiply_by_parts(dtype: Dtype) -> None:
     rng = np.random.default_rng(5)
-    real = np.float32 if dtype is Dtype.C64 else np.float64
+    real: Any = np.float32 if dtype is Dtype.C64 else np.float64
     x, y = (rng.standard_normal((300, 2)).astype(real) for _ in range(2))
     result = fold([x.reshape(-1).view(np.uint8), y.reshape(-1).view(np.uint8)], dtype, ReduceOp.PRODUCT, world=2)
     parts = result.view(real).reshape(-1, 2)
