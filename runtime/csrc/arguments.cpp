@@ -35,7 +35,7 @@ uint32_t allowed_reduces(uint8_t code) {
     case SENNIT_BOOL:
       return bit(SENNIT_SUM) | bit(SENNIT_PRODUCT) | ORDERED | BITWISE;
     default:
-      return code >= MOVED_ONLY ? 0u : FIELD | ORDERED | BITWISE;
+      return code >= MOVED_ONLY ? 0u : FIELD | ORDERED | BITWISE | bit(SENNIT_PREMUL_SUM);
   }
 }
 
@@ -93,17 +93,7 @@ uint8_t type_code(at::ScalarType type) {
   }
 }
 
-uint64_t data_bytes(const at::Tensor& tensor) {
-  const auto elements = static_cast<uint64_t>(tensor.numel());
-  switch (tensor.scalar_type()) {
-    case at::kQUInt4x2:
-      return (elements + 1) / 2;
-    case at::kQUInt2x4:
-      return (elements + 3) / 4;
-    default:
-      return elements * tensor.element_size();
-  }
-}
+uint64_t data_bytes(const at::Tensor& tensor) { return static_cast<uint64_t>(tensor.numel()) * tensor.element_size(); }
 
 void check_tensor(std::string_view what, const at::Tensor& tensor, int64_t index) {
   TORCH_CHECK_VALUE(tensor.defined(), place(what, index), " is undefined; a tensor is needed");

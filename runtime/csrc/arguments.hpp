@@ -15,10 +15,9 @@
 
 namespace sennit::runtime {
 
-// The core's element type, or 0x80 + torch's number for types that are only moved (fp8, quantised, bits).
+// The core's element type, or 0x80 + torch's number for types that are only moved (fp8, fp4, bits).
 uint8_t type_code(at::ScalarType type);
 
-// Bytes of the data of `tensor`; sub-byte quantised types pack several elements into one byte.
 uint64_t data_bytes(const at::Tensor& tensor);
 
 // Dense, contiguous, resolved, on `device_type`'s memory; `what` names the argument and `index` its place.

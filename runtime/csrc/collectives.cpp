@@ -8,8 +8,7 @@
 namespace sennit::runtime {
 namespace {
 
-// In units of the plan: elements, or bytes for types that pack several elements in one.
-uint64_t count_of(const at::Tensor& tensor) { return data_bytes(tensor) / tensor.element_size(); }
+uint64_t count_of(const at::Tensor& tensor) { return static_cast<uint64_t>(tensor.numel()); }
 
 void check_tensor_count(const char* what, const at::Tensor& tensor, uint64_t expected, const std::string& why) {
   TORCH_CHECK_VALUE(count_of(tensor) == expected, what, " has ", count_of(tensor), " elements; needed: ", expected,

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every collective with every type and operation, over every local transport, in worlds of 2 to 4."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+
+TRANSPORTS = ("shm", "udp")
+WORLDS = (2, 3, 4)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "reductions",
+        "uneven_reduce_scatter",
+        "movements",
+        "uneven_alltoall",
+        "uneven_allgather",
+        "in_place",
+        "coalesced",
+        "point_to_point",
+        "sparse",
+        "objects",
+        "many_in_flight",
+    ],
+)
+def test_collective(kept_world: Callable[..., Any], transport: str, size: int, case: str, seed: int) -> None:
+    kept_world(size, transport).run("collective_cases.py", case, seed=seed)
