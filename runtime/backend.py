@@ -120,7 +120,7 @@ def counters(group: dist.ProcessGroup | None = None) -> dict[str, int]:
     """What the group's transport counted so far on this rank (docs/wire.md has the names); None: the default group."""
     import torch.distributed as dist
 
-    name = (group or dist.group.WORLD).group_name
+    name = (group or dist.distributed_c10d._get_default_group()).group_name
     communicator = _communicators.get(name)
     if communicator is None:
         raise ValueError(f"group {name!r} is not one of backend {BACKEND_NAME!r}, or it was destroyed")

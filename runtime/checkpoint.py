@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from sennit.transport.errors import SennitError
 
@@ -53,7 +54,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     _agree(failure, f"checkpoint {final}")
     try:
         with _quiet():
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(partial, single_file_per_rank=True, sync_files=True))
+            state_dict_saver.save(state, storage_writer=FileSystemWriter(partial, single_file_per_rank=True, sync_files=True))
     except CheckpointException as error:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -73,7 +74,7 @@ def load(path: Path, state: dict[str, Any]) -> None:
     """Reads into the tensors of `state`, and replaces its other values. Collective."""
     try:
         with _quiet():
-            dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+            state_dict_loader.load(state, storage_reader=FileSystemReader(path))
     except CheckpointException as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {_reasons(error)}") from error
 

@@ -19,14 +19,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from sennit.transport.errors import AbortedError, PeerError, SennitError, TimeoutError
 
 # When one rank fails, how long the others may take to say why they did, and any rank to leave at the end.
 GRACE_S = 5.0
 
-RankFunction = Callable[[Any, int, int, dist.Store], Any]
+RankFunction = Callable[[Any, int, int, Store], Any]
 
 
 class RankFailure(SennitError):
@@ -47,7 +47,7 @@ def run_ranks(function: RankFunction, argument: Any, world_size: int, *, store_t
 
     The store lives here, on a free port that the system chose. Raises `RankFailure` with the first cause.
     """
-    store = dist.TCPStore(
+    store = TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=store_timeout_s)
     )
     context = multiprocessing.get_context("spawn")
@@ -84,7 +84,7 @@ def _rank_main(
     function: RankFunction, argument: Any, rank: int, world_size: int, port: int, timeout_s: float, end: Connection
 ) -> None:
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
         outcome = _Outcome(rank=rank, result=function(argument, rank, world_size, store))
     except KeyboardInterrupt:
         outcome = _Outcome(rank=rank, error="interrupted", consequence=True)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch.distributed as dist
 import typer
+from torch._C._distributed_c10d import Store
 
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
@@ -103,7 +103,7 @@ def start(config: TrainingConfig, ranks: int | None) -> None:
     run_ranks(_run_here, config, world_size, store_timeout_s=config.timeout_s)
 
 
-def _run_here(config: TrainingConfig, rank: int, world_size: int, store: dist.Store) -> Any:
+def _run_here(config: TrainingConfig, rank: int, world_size: int, store: Store) -> Any:
     return run_rank(config, Place(rank=rank, world_size=world_size, store=store)).weights_sha256
 
 

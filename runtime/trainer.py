@@ -148,7 +148,7 @@ class Trainer:
             )
         with self.clock.phase("backward and AllReduce"):
             self.optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
         with self.clock.phase("dense update"):
             for part in self.optimizer.param_groups:
                 part["lr"] = self.config.dense_rate * factor
@@ -164,7 +164,7 @@ class Trainer:
         """Exact metrics over all evaluation rows; the same on every rank."""
         with self.clock.phase("evaluation"):
             logits, labels = [], []
-            for rows in self.eval_rows.split(self.config.batch_size):
+            for rows in torch.split(self.eval_rows, self.config.batch_size):
                 parts = torch.tensor_split(rows, self.world_size)
                 counts = [len(part) for part in parts]
                 batch = self.samples.batch(parts[self.rank], self.placement.wire_order)

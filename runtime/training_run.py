@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from sennit.runtime import checkpoint
 from sennit.runtime.data import sources
@@ -26,7 +27,7 @@ class Place:
 
     rank: int
     world_size: int
-    store: dist.Store | None = None
+    store: Store | None = None
 
 
 def run_rank(config: TrainingConfig, place: Place) -> RunReport:

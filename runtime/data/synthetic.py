@@ -68,4 +68,5 @@ def zipf_rows(uniform: npt.NDArray[np.float64], row_count: int, exponent: float)
     else:
         power = 1 - exponent
         place = (1 + uniform * (end**power - 1)) ** (1 / power)
-    return np.clip(place.astype(np.int64) - 1, 0, row_count - 1)
+    rows: npt.NDArray[np.int64] = np.clip(place.astype(np.int64) - 1, 0, row_count - 1)
+    return rows

@@ -60,8 +60,8 @@ class Exchange:
             receive_bags = [mine * count for count in sample_counts]
             lengths = batch.lengths.new_empty(sum(receive_bags))
             self._all_to_all(lengths, batch.lengths.flatten(), receive_bags, send_bags)
-            send_ids = [int(part.sum()) for part in batch.lengths.split(self._table_counts)]
-            receive_ids = [int(part.sum()) for part in lengths.split(receive_bags)]
+            send_ids = [int(part.sum()) for part in torch.split(batch.lengths, self._table_counts)]
+            receive_ids = [int(part.sum()) for part in torch.split(lengths, receive_bags)]
             values = batch.values.new_empty(sum(receive_ids))
             self._all_to_all(values, batch.values, receive_ids, send_ids)
             return OwnedBags(lengths=lengths, values=values, table_of_bag=self._numbers(tuple(sample_counts)))

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Parquet file and its schema: what is read, and what every kind of bad input is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.runtime.data import sources
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.schema import parse_schema, read_schema
+from sennit.runtime.data.sources import Source
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+SCHEMA = """
+label = "clicked"
+dense = ["price"]
+[sparse.user]
+rows = 10
+[sparse.tags]
+rows = 4
+[sparse.city]
+encode = "dictionary"
+"""
+COLUMNS: dict[str, Any] = {
+    "clicked": [0, 1, 1, 0],
+    "price": [1.5, 2.5, 3.5, 4.5],
+    "user": [0, 9, 3, 4],
+    "tags": [[0, 1], [], [3], [2, 2, 2]],
+    "city": ["Ulm", "Bonn", "Ulm", "Kiel"],
+    "ignored": ["x", "y", "z", None],
+}
+
+
+def source(folder: Path, *, schema: str = SCHEMA, **changed: Any) -> Source:
+    """A file of two row groups, two rows each."""
+    parquet.write_table(arrow.table({**COLUMNS, **changed}), folder / "data.parquet", row_group_size=2)
+    (folder / "schema.toml").write_text(schema)
+    return Source(data=str(folder / "data.parquet"), schema=folder / "schema.toml")
+
+
+def test_reads_ids_bags_and_dictionaries(tmp_path: Path) -> None:
+    samples = sources.load(source(tmp_path), seed=1)
+    user, tags, city = samples.columns
+    assert samples.dense.tolist() == [[1.5], [2.5], [3.5], [4.5]]
+    assert samples.labels.tolist() == [0, 1, 1, 0]
+    assert user.values.tolist() == [0, 9, 3, 4]
+    assert tags.offsets is not None
+    assert tags.offsets.tolist() == [0, 2, 2, 3, 6]
+    assert tags.values.tolist() == [0, 1, 3, 2, 2, 2]
+    assert (city.row_count, city.values.tolist()) == (3, [2, 0, 2, 1])
+
+
+def test_json_schema_and_no_dense_column(tmp_path: Path) -> None:
+    origin = source(tmp_path)
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"label": "clicked", "sparse": {"user": {"rows": 10}}}))
+    samples = sources.load(Source(data=origin.data, schema=schema), seed=1)
+    assert samples.dense.tolist() == [[1.0]] * 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"user": [0, 9, 10, 4]}, r"column user, row group 1: row id 10; allowed in table user: \[0, 10\)"),
+        ({"user": [0, -1, 3, 4]}, r"column user, row group 0: row id -1; allowed in table user: \[0, 10\)"),
+        ({"tags": [[0], [], [3, 4], []]}, r"column tags, row group 1: row id 4; allowed in table tags: \[0, 4\)"),
+        ({"user": ["a", "b", "c", "d"]}, "column user is string; allowed with encode = 'id': integer or list"),
+        ({"city": [1.5, 2.5, 3.5, 4.5]}, "column city is double; allowed .*: integer, string, or list of these"),
+        ({"price": ["a", "b", "c", "d"]}, "column price is string; allowed: integer, floating-point or boolean"),
+        ({"price": [1.0, 2.0, 3.0, None]}, "column price, row group 1: 1 nulls; allowed: none"),
+        ({"price": [1.0, 2.0, float("inf"), 3.0]}, "column price, row group 1: value inf; allowed: finite"),
+        ({"user": [0, None, 3, 4]}, "column user, row group 0: 1 nulls"),
+        ({"tags": [[0], [None], [3], []]}, "column tags, row group 0: 1 nulls inside lists"),
+        ({"clicked": [0, 1, 7, 0]}, "column clicked, row group 1: label 7.0; allowed: 0 and 1"),
+    ],
+)
+def test_wrong_values_name_column_row_group_and_what_is_allowed(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        sources.load(source(tmp_path, **changed), seed=1)
+
+
+def test_missing_column_lists_those_present(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no column cost; there are: city, clicked, ignored, price, tags, user"):
+        sources.load(source(tmp_path, schema=SCHEMA.replace('"price"', '"cost"')), seed=1)
+
+
+@pytest.mark.parametrize("damage", ["not parquet", "truncated", "flipped"])
+def test_damaged_file_is_an_error_not_a_crash(tmp_path: Path, damage: str) -> None:
+    origin = source(tmp_path)
+    path = Path(origin.data)
+    content = bytearray(path.read_bytes())
+    if damage == "not parquet":
+        content = bytearray(b"hello")
+    elif damage == "truncated":
+        del content[len(content) // 2 :]
+    else:
+        # The pages' headers lie right behind the magic number.
+        content[4:64] = bytes(value ^ 0xFF for value in content[4:64])
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"data\.parquet: (not a readable|row group 0 cannot)"):
+        sources.load(origin, seed=1)
+
+
+def test_empty_file_has_no_rows(tmp_path: Path) -> None:
+    empty = arrow.table(COLUMNS).slice(0, 0)
+    origin = source(tmp_path)
+    parquet.write_table(empty, origin.data)
+    with pytest.raises(DataError, match="no rows"):
+        sources.load(origin, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "is a list; allowed: a table"),
+        ({"label": "y"}, "sparse is None; allowed: a table"),
+        ({"label": 3, "sparse": {"a": {"rows": 1}}}, "label is 3; allowed: the name of a column"),
+        ({"label": "y", "dense": "x", "sparse": {"a": {"rows": 1}}}, "dense is 'x'; allowed: a list"),
+        ({"label": "y", "sparse": {"a": {}}}, r"sparse\.a\.rows is None; allowed: an integer from 1"),
+        ({"label": "y", "sparse": {"a": {"rows": 0}}}, r"sparse\.a\.rows is 0; allowed: an integer from 1"),
+        ({"label": "y", "sparse": {"a": {"encode": "md5"}}}, r"encode is 'md5'; allowed: id, dictionary"),
+        ({"label": "y", "sparse": {"a": {"row": 1}}}, r"sparse\.a has the unknown key 'row'"),
+        ({"label": "y", "sparse": {"a": 5}}, r"sparse\.a is 5; allowed: a table"),
+        ({"label": "y", "lable": "z", "sparse": {}}, "unknown key 'lable'; allowed: label, dense, sparse"),
+        ({"label": "a", "sparse": {"a": {"rows": 1}}}, "column 'a' is named twice"),
+        ({"label": "y", "sparse": {"a": {"encode": "dictionary", "rows": 3}}}, "counts its rows itself"),
+    ],
+)
+def test_schema_errors_name_the_key(content: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        parse_schema(content)
+
+
+def test_schema_that_is_not_toml_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text("label = ")
+    with pytest.raises(DataError, match=r"schema .*broken\.toml: "):
+        read_schema(path)
+    with pytest.raises(DataError, match=r"schema .*absent\.toml: "):
+        read_schema(tmp_path / "absent.toml")
+
+
+def test_parquet_needs_a_schema_and_nothing_else_takes_one(tmp_path: Path) -> None:
+    origin = source(tmp_path)
+    with pytest.raises(DataError, match="needs --schema FILE"):
+        sources.check(Source(data=origin.data))
+    with pytest.raises(DataError, match="--schema belongs to a Parquet file"):
+        sources.check(Source(data="synthetic", schema=origin.schema))
+    with pytest.raises(DataError, match="no such file"):
+        sources.check(Source(data=str(tmp_path / "absent.parquet"), schema=origin.schema))
