@@ -49,6 +49,18 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    help="Train a DLRM over sennit; 'sennit train --help' lists the options.",
+)
+def train(context: typer.Context) -> None:
+    # Its options are its own, so that `python -m sennit.runtime.train` under torchrun has the same.
+    from sennit.runtime.train import main
+
+    main(context.args)
+
+
 @bench.command()
 def collectives(
     against: Annotated[
