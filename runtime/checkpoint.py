@@ -54,7 +54,9 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     _agree(failure, f"checkpoint {final}")
     try:
         with _quiet():
-            state_dict_saver.save(state, storage_writer=FileSystemWriter(partial, single_file_per_rank=True, sync_files=True))
+            state_dict_saver.save(
+                state, storage_writer=FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
+            )
     except CheckpointException as error:
         if first:
             shutil.rmtree(partial, ignore_errors=True)

@@ -47,9 +47,7 @@ def run_ranks(function: RankFunction, argument: Any, world_size: int, *, store_t
 
     The store lives here, on a free port that the system chose. Raises `RankFailure` with the first cause.
     """
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=store_timeout_s)
-    )
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=store_timeout_s))
     context = multiprocessing.get_context("spawn")
     ends: list[Connection] = []
     processes: list[BaseProcess] = []

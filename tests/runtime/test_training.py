@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with ranks: against a plain torch loop, bit for bit against itself, and over checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from sennit.runtime import checkpoint
+
+CASES = "training_cases.py"
+
+
+def load_cases() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("training_cases", Path(__file__).with_name(CASES))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = load_cases()
+
+
+@pytest.fixture(params=["sennit-1", "sennit-2", "gloo-2"])
+def world(request: pytest.FixtureRequest, kept_world: Any, new_world: Any) -> Any:
+    """A world of each kind; those over sennit are shared with other tests."""
+    backend, size = request.param.split("-")
+    return kept_world(int(size)) if backend == "sennit" else new_world(int(size), backend=backend)
+
+
+def reference(seed: int, steps: int) -> dict[str, torch.Tensor]:
+    """The same training in one process: `nn.EmbeddingBag`-like lookups by autograd, dense gradients, no exchange."""
+    from sennit.runtime.data.samples import split
+    from sennit.runtime.dlrm.embedding import EmbeddingShard
+    from sennit.runtime.dlrm.model import DenseModel
+    from sennit.runtime.dlrm.sharding import Table
+    from sennit.runtime.seeds import numpy_stream
+
+    whole = cases.samples(seed)
+    train_rows, _ = split(len(whole), eval_fraction=0.1, order="random", generator=numpy_stream(seed, "split"))
+    whole = whole.standardised(train_rows)
+    batch_size, dim = cases.SMALL["batch_size"], cases.SMALL["embedding_dim"]
+    step_count = len(train_rows) // batch_size * cases.SMALL["epochs"]
+    model = DenseModel(dense_count=3, table_count=3, dim=dim, bottom=(8,), top=(8,), seed=seed)
+    tables = {}
+    for column in whole.columns:
+        shard = EmbeddingShard([Table(name=column.name, row_count=column.row_count, mean_length=1)], dim=dim, seed=seed)
+        tables[column.name] = shard.weight.requires_grad_()
+    state = {name: torch.zeros(len(weight)) for name, weight in tables.items()}
+    dense_state = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    order = train_rows[torch.from_numpy(numpy_stream(seed, "order", 0).permutation(len(train_rows)))]
+    for step in range(steps):
+        rows = order[step * batch_size : (step + 1) * batch_size]
+        factor = 1 - step / step_count
+        pooled, touched = [], {}
+        for column in whole.columns:
+            lengths, ids = column.gather(rows)
+            bags = torch.repeat_interleave(torch.arange(batch_size), lengths.long())
+            pooled.append(torch.zeros(batch_size, dim).index_add(0, bags, tables[column.name][ids]))
+            touched[column.name] = ids.unique()
+        loss = F.binary_cross_entropy_with_logits(model(whole.dense[rows], torch.stack(pooled)), whole.labels[rows])
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad(loss, [*parameters, *tables.values()])
+        with torch.no_grad():
+            for parameter, total, gradient in zip(parameters, dense_state, gradients, strict=False):
+                total += gradient.square()
+                parameter -= 0.02 * factor * gradient / (total.sqrt() + 1e-8)
+            for (name, weight), gradient in zip(tables.items(), gradients[len(parameters) :], strict=True):
+                part = touched[name]
+                state[name][part] += gradient[part].square().mean(1)
+                weight[part] -= 0.15 * factor * gradient[part] / (state[name][part].sqrt() + 1e-8)[:, None]
+    named = {f"dense.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    return {**named, **{f"table.{name}": weight.detach() for name, weight in tables.items()}}
+
+
+def test_equals_plain_torch(world: Any, seed: int) -> None:
+    """The same weights as one process without any exchange, up to the rounding of sums in another order."""
+    answers = world.run(CASES, "train", seed=seed, steps=8)
+    found: dict[str, Any] = {}
+    for answer in answers:
+        found.update(answer["weights"])
+    expected = reference(seed, 8)
+    assert set(found) == set(expected)
+    for name, weight in expected.items():
+        torch.testing.assert_close(torch.tensor(found[name]), weight, rtol=2e-4, atol=2e-5, msg=name)
+    # 331 samples, a tenth held back: every rank has the metrics over all of them.
+    assert [answer["evaluated"] for answer in answers] == [33] * world.size
+    assert len({answer["auc"] for answer in answers}) == 1
+
+
+def test_two_runs_have_the_same_bits(world: Any, seed: int) -> None:
+    one, two = (world.run(CASES, "train", seed=seed, steps=20) for _ in range(2))
+    assert len({answer["sha256"] for answer in one + two}) == 1
+    other = world.run(CASES, "train", seed=seed + 1, steps=20)
+    assert other[0]["sha256"] != one[0]["sha256"]
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "adam", "sgd"])
+def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
+    kept_world: Any, seed: int, tmp_path: Path, optimizer: str
+) -> None:
+    """Saved in the middle of the second epoch, so that the order of samples has to be found again."""
+    world = kept_world(2)
+    arguments = {"seed": seed, "folder": str(tmp_path), "after": 9, "dense_optimizer": optimizer}
+    whole = world.run(CASES, "save_then_train_on", before=15, **arguments)
+    resumed = world.run(CASES, "resume_and_train_on", **arguments)
+    assert resumed == whole
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2)])
+def test_checkpoint_is_read_at_another_world_size(
+    kept_world: Any, seed: int, tmp_path: Path, writers: int, readers: int
+) -> None:
+    arguments = {"seed": seed, "folder": str(tmp_path), "after": 3}
+    written = kept_world(writers).run(CASES, "save_then_train_on", before=7, **arguments)
+    read = kept_world(readers).run(CASES, "resume_and_train_on", **arguments)
+    assert read[0][0] == written[0][0]
+
+
+def test_checkpoint_of_another_seed_is_refused(kept_world: Any, seed: int, tmp_path: Path) -> None:
+    world = kept_world(1)
+    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
+    (message,) = world.run(CASES, "restore_error", seed=seed + 1, folder=str(tmp_path))
+    assert message == f"the checkpoint has seed {seed}, but this run has {seed + 1}"
+
+
+def test_full_disk_leaves_the_last_whole_checkpoint(new_world: Any, seed: int, tmp_path: Path) -> None:
+    """Every rank is told, also those that could write."""
+    messages = new_world(2).run(CASES, "save_on_a_full_disk", seed=seed, folder=str(tmp_path))
+    for message in messages:
+        assert "step-000000002 was not written: rank 1:" in message
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-000000001"]
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000000001"
+
+
+def test_unfinished_checkpoint_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "step-000000007.partial").mkdir()
+    (tmp_path / "step-000000007.partial" / ".metadata").touch()
+    (tmp_path / "step-000000003").mkdir()
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.latest(tmp_path / "absent") is None
+
+
+def test_loss_that_is_not_a_number_names_the_step(kept_world: Any, seed: int) -> None:
+    messages = kept_world(2).run(CASES, "loss_that_is_not_a_number", seed=seed)
+    for rank, message in enumerate(messages):
+        assert message.startswith(f"loss is nan at step 2 on rank {rank}")
+
+
+def test_quality_does_not_depend_on_the_world_size(kept_world: Any, seed: int) -> None:
+    one, two = (kept_world(size).run(CASES, "train", seed=seed, steps=30)[0]["auc"] for size in (1, 2))
+    assert one == pytest.approx(two, abs=0.01)
