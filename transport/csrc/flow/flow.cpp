@@ -21,15 +21,12 @@ namespace {
 constexpr uint64_t NEVER = UINT64_MAX;
 // Out of order or repeated data is acknowledged sooner than the rest, by this factor; not at once, since
 // packets of several paths are out of order all the time.
-constexpr uint64_t HURRY = 4;
-// An eager message's sender waits for nothing, so its acknowledgement may wait for company. Still well
-// below PTO_MIN_US, so that it comes before a tail probe.
-constexpr uint64_t EAGER_PATIENCE = 4;
+constexpr uint64_t HURRY = 16;
 // Goodbye and abort are not acknowledged; three copies get through where one may not.
 constexpr uint32_t LAST_WORD_COPIES = 3;
 constexpr uint32_t ECHOES_MAX = 16;
 constexpr uint32_t PATH_NUMBERS = 256;
-constexpr uint32_t ADVERT_BACKOFF_MAX = 8;
+constexpr uint32_t BACKOFF_MAX = 8;
 
 const FlowConfig& checked(const FlowConfig& config, std::span<std::byte> eager_memory) {
   const auto require = [](bool condition, const char* what) {
@@ -53,6 +50,7 @@ const FlowConfig& checked(const FlowConfig& config, std::span<std::byte> eager_m
 struct Flow::State {
   State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey)
       : config(checked(config, eager_memory)),
+        ack_every_packets(std::clamp(config.window_bytes / config.payload_max_bytes / 4, 1u, config.ack_every_packets)),
         recovery(config, counters),
         eager_sender(config),
         eager_receiver(config, eager_memory, eager_rkey),
@@ -66,14 +64,18 @@ struct Flow::State {
   bool idle() const;
   bool has_outstanding() const { return !idle() || receiver.has_open(); }
   uint64_t advert_retry_us() const;
+  uint64_t nudge_at_us() const;
   uint64_t peer_lost_at_us() const;
   void forget();
   void lose_peer(std::string_view why);
+  void repeat_last_word(uint64_t now_us);
   size_t write_control(uint64_t now_us, std::span<std::byte> out);
   size_t write_last_word(std::span<std::byte> out) const;
   void apply_control(uint64_t now_us, const ControlReader& control);
 
   const FlowConfig config;
+  // Four times in a window at least (both sides have the same one), or its sender would wait for the timer.
+  const uint32_t ack_every_packets;
   FlowCounters counters{};
   Recovery recovery;
   EagerSender eager_sender;
@@ -98,6 +100,8 @@ struct Flow::State {
   uint32_t advert_retries = 0;
   uint64_t ask_at_us = NEVER;
   uint32_t asks = 0;
+  uint64_t nudged_us = 0;
+  uint32_t nudges = 0;
   uint64_t last_heard_us = 0, waiting_since_us = 0;
 
   struct Heard {
@@ -144,8 +148,16 @@ bool Flow::State::idle() const {
 
 uint64_t Flow::State::advert_retry_us() const {
   if (!receiver.has_unseen_adverts() || receiver.has_unsent_adverts()) return NEVER;
-  const uint64_t wait_us = recovery.round_trip().rto_us() << std::min(advert_retries, ADVERT_BACKOFF_MAX);
+  const uint64_t wait_us = recovery.round_trip().rto_us() << std::min(advert_retries, BACKOFF_MAX);
   return advert_sent_us + std::min(wait_us, RTO_MAX_US);
+}
+
+// The middle of a message, and nothing comes: the peer waits for an acknowledgement that was lost, or it is
+// gone and will say so when asked.
+uint64_t Flow::State::nudge_at_us() const {
+  if (!receiver.has_partial()) return NEVER;
+  const uint64_t wait_us = recovery.round_trip().rto_us() << std::min(nudges, BACKOFF_MAX);
+  return std::max(last_heard_us, nudged_us) + std::min(wait_us, RTO_MAX_US);
 }
 
 uint64_t Flow::State::peer_lost_at_us() const {
@@ -169,6 +181,13 @@ void Flow::State::lose_peer(std::string_view why) {
   forget();
   reason = why;
   lost_pending = true;
+}
+
+// The peer goes on: it has not heard of the end yet.
+void Flow::State::repeat_last_word(uint64_t now_us) {
+  if (last_words != 0 || now_us - last_heard_us < RTO_MIN_US) return;
+  last_heard_us = now_us;
+  last_words = LAST_WORD_COPIES;
 }
 
 size_t Flow::State::write_last_word(std::span<std::byte> out) const {
@@ -201,7 +220,7 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
   unacknowledged_packets = 0;
   consumed_told = eager_receiver.consumed_below();
   if (last_words != 0) --last_words;
-  const bool more = receiver.has_unsent_adverts() || receiver.has_unsent_sacks() || last_words != 0;
+  const bool more = receiver.has_unsent_adverts() || receiver.has_postponed_sacks() || last_words != 0;
   control_due_us = more ? now_us : NEVER;
   return writer.finish();
 }
@@ -359,7 +378,7 @@ size_t Flow::predict(std::span<Placement> out) const { return state_->dead ? 0 :
 
 void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t size_bytes) {
   State& state = *state_;
-  if (state.dead) return;
+  if (state.dead) return state.repeat_last_word(now_us);
   const bool eager = slot_of(immediate) == EAGER_SLOT;
   const Verdict verdict = eager ? state.eager_receiver.classify(index_of(immediate), size_bytes)
                                 : state.receiver.classify(immediate, size_bytes);
@@ -374,6 +393,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   if (verdict != Verdict::place) return state.count_refusal(verdict);
 
   state.last_heard_us = now_us;
+  state.nudges = 0;
   ++state.counters.data_packets_received;
   state.counters.data_bytes_received += size_bytes;
   state.note_echo(now_us, path, immediate);
@@ -386,11 +406,10 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
     message_complete = arrival.message_complete;
   }
   if (!in_order) ++state.counters.out_of_sequence;
-  if (++state.unacknowledged_packets >= state.config.ack_every_packets || message_complete) {
+  if (++state.unacknowledged_packets >= state.ack_every_packets || message_complete) {
     state.request_control(now_us);
   } else {
-    state.request_control(now_us +
-                          (in_order ? (eager ? ack_delay_us * EAGER_PATIENCE : ack_delay_us) : ack_delay_us / HURRY));
+    state.request_control(now_us + (in_order ? ack_delay_us : ack_delay_us / HURRY));
   }
 }
 
@@ -404,12 +423,8 @@ void Flow::on_control(uint64_t now_us, uint32_t, std::span<const std::byte> payl
   }
   const bool aborts = (control.header().flags & CONTROL_ABORT) != 0;
   if (state.dead) {
-    // The peer has not heard our abort yet. (Two dead sides do not answer each other.)
-    const bool peer_lives = !aborts && (control.header().flags & CONTROL_GOODBYE) == 0;
-    if (peer_lives && state.last_words == 0 && now_us - state.last_heard_us >= RTO_MIN_US) {
-      state.last_heard_us = now_us;
-      state.last_words = 1;
-    }
+    // Two dead sides do not answer each other.
+    if (!aborts && (control.header().flags & CONTROL_GOODBYE) == 0) state.repeat_last_word(now_us);
     return;
   }
   if (aborts) return state.lose_peer("aborted: " + std::string(control.reason()));
@@ -426,7 +441,7 @@ uint64_t Flow::next_timeout_us() const {
   if (state.dead) return state.last_words != 0 ? 0 : NEVER;
   if (state.can_send()) return 0;
   return std::min({state.control_due_us, state.recovery.next_timeout_us(), state.advert_retry_us(), state.ask_at_us,
-                   state.peer_lost_at_us()});
+                   state.nudge_at_us(), state.peer_lost_at_us()});
 }
 
 void Flow::on_timeout(uint64_t now_us) {
@@ -439,13 +454,19 @@ void Flow::on_timeout(uint64_t now_us) {
   state.recovery.on_timeout(now_us);
   if (state.advert_retry_us() <= now_us) {
     state.receiver.resend_adverts();
-    state.advert_retries = std::min(state.advert_retries + 1, ADVERT_BACKOFF_MAX);
+    state.advert_retries = std::min(state.advert_retries + 1, BACKOFF_MAX);
+    state.request_control(now_us);
+  }
+  if (state.nudge_at_us() <= now_us) {
+    state.nudged_us = now_us;
+    state.nudges = std::min(state.nudges + 1, BACKOFF_MAX);
+    state.ask = true;
     state.request_control(now_us);
   }
   if (state.ask_at_us <= now_us) {
     if (state.eager_sender.is_waiting()) {
-      state.ask = state.eager_sender.all_received();
-      state.asks = std::min(state.asks + 1, ADVERT_BACKOFF_MAX);
+      state.ask |= state.eager_sender.all_received();
+      state.asks = std::min(state.asks + 1, BACKOFF_MAX);
       state.ask_at_us = now_us + std::min(state.recovery.round_trip().rto_us() << state.asks, RTO_MAX_US);
       if (state.ask) state.request_control(now_us);
     } else {

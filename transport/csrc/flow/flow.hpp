@@ -34,7 +34,7 @@ struct FlowConfig {
   uint32_t eager_slot_count = 64;         // receive ring for eager packets, power of two, 8..4,096; equal on both sides
   uint32_t window_bytes = 1'048'576;      // most data in flight, counted in full packets
   uint32_t ack_every_packets = 32;        // acknowledge at the latest after so many data packets ...
-  uint32_t ack_delay_us = 100;            // ... or after this time
+  uint32_t ack_delay_us = 400;            // ... or after this time; below the tail probe's 1 ms
   uint64_t peer_timeout_us = 10'000'000;  // silence in the middle of a bulk message that means a dead peer
   uint64_t seed = 0;                      // the first path
 };

@@ -4,6 +4,13 @@
 #include <algorithm>
 
 namespace sennit::flow {
+namespace {
+
+// A control may be lost. Would the next one keep silent about a credit in which nothing happened since, its
+// packets would look lost beside younger ones of their path.
+constexpr uint8_t SACK_REPORTS = 3;
+
+}  // namespace
 
 Receiver::Receiver(const FlowConfig& config) : payload_max_bytes_(config.payload_max_bytes), credits_(CREDIT_WINDOW) {
   touched_.reserve(CREDIT_WINDOW);
@@ -30,7 +37,7 @@ void Receiver::open_credits_in_window() {
     // A message of size 0 is one packet of size 0.
     credit.packet_count = std::max(1u, (part_bytes + payload_max_bytes_ - 1) / payload_max_bytes_);
     credit.received = credit.first_missing = credit.received_end = 0;
-    credit.touched = false;
+    credit.reports_left = 0;
     credit.present.reset(credit.packet_count);
     message.bytes_opened += part_bytes;
     if (message.bytes_opened == message.header.size_bytes) waiting_.pop();
@@ -89,9 +96,8 @@ Verdict Receiver::locate(uint32_t immediate, uint64_t address, uint32_t rkey, ui
 
 void Receiver::touch(uint64_t number) {
   Credit& credit = this->credit(number);
-  if (credit.touched) return;
-  credit.touched = true;
-  touched_.push_back(number);
+  if (credit.reports_left == 0) touched_.push_back(number);
+  credit.reports_left = SACK_REPORTS;
 }
 
 Receiver::Arrival Receiver::on_data(uint32_t immediate, SequenceRing<Event>& events) {
@@ -179,23 +185,25 @@ void Receiver::write_done(ControlWriter& writer) const {
 
 void Receiver::write_sacks(ControlWriter& writer) {
   size_t kept = 0;
+  sacks_postponed_ = false;
   for (const uint64_t number : touched_) {
+    if (number < completed_below_) continue;
     Credit& credit = this->credit(number);
-    if (number < completed_below_ || complete(credit)) {
-      // A newer credit in the same place has its own flag.
-      if (number >= completed_below_) credit.touched = false;
+    if (complete(credit)) {
+      credit.reports_left = 0;
       continue;
     }
     const uint32_t first_word = credit.first_missing / 64;
     const uint32_t end_word = (credit.received_end + 63) / 64;
     const uint32_t words =
         credit.received_end > credit.first_missing ? std::min(end_word - first_word, SACK_MAX_WORDS) : 0;
-    if (!writer.begin_sack(static_cast<uint32_t>(number), credit.first_missing, words)) {
-      touched_[kept++] = number;
-      continue;
+    if (writer.begin_sack(static_cast<uint32_t>(number), credit.first_missing, words)) {
+      for (uint32_t index = 0; index < words; ++index) writer.add_sack_word(credit.present.word(first_word + index));
+      if (--credit.reports_left == 0) continue;
+    } else {
+      sacks_postponed_ |= credit.reports_left == SACK_REPORTS;
     }
-    for (uint32_t index = 0; index < words; ++index) writer.add_sack_word(credit.present.word(first_word + index));
-    credit.touched = false;
+    touched_[kept++] = number;
   }
   touched_.resize(kept);
 }

@@ -51,7 +51,8 @@ class Receiver {
   // In the order of the byte table: done words, then (after the eager part) SACKs, then adverts.
   void write_done(ControlWriter& writer) const;
   void write_sacks(ControlWriter& writer);
-  bool has_unsent_sacks() const { return !touched_.empty(); }
+  // Some did not fit: another control at once.
+  bool has_postponed_sacks() const { return sacks_postponed_; }
   void write_adverts(ControlWriter& writer);
   void clear();
   uint64_t open_credits() const { return next_credit_ - completed_below_; }
@@ -70,7 +71,7 @@ class Receiver {
     std::byte* destination;
     uint32_t rkey, part_bytes, packet_count;
     uint32_t received, first_missing, received_end;
-    bool touched;  // in touched_
+    uint8_t reports_left;  // in so many further controls; in touched_ while not 0
     Bitmap present;
   };
 
@@ -93,7 +94,8 @@ class Receiver {
   uint32_t completed_slot_offset_ = 0;  // completed_below_ % CREDIT_SLOTS
   uint32_t partial_credits_ = 0;
   std::vector<uint64_t> touched_;  // credits whose state the peer should be told
-  uint64_t cursor_credit_ = 0;     // behind the newest arrival: where predict starts
+  bool sacks_postponed_ = false;
+  uint64_t cursor_credit_ = 0;  // behind the newest arrival: where predict starts
   uint32_t cursor_index_ = 0;
 };
 

@@ -123,6 +123,7 @@ void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
     }
   }
   unanswered_timeouts_ = 0;
+  last_ack_us_ = now_us;
   outstanding_.erase(id);
 }
 
@@ -149,9 +150,18 @@ void Recovery::detect_losses(uint64_t now_us, Path& path) {
 
 uint64_t Recovery::timeout_at_us(const Path& path) const {
   if (path.in_flight.empty()) return UINT64_MAX;
+  const RoundTrip& round_trip = this->round_trip(path);
   // RFC 6298 (5.3): restarted by every acknowledgement of the path.
   const uint64_t since_us = std::max(outstanding_[path.in_flight.head].sent_us, path.last_ack_us);
-  return since_us + backed_off_us(round_trip(path), path.timeouts);
+  if (paths_.count() > 1 && round_trip.sampled()) {
+    // A peer that answers elsewhere is not slow, so this path is dead: no reason to wait for RTO_MIN_US. What
+    // tries out a path known to be dead must not hold up its message for long either.
+    const uint64_t probe_us = round_trip.pto_us(peer_ack_delay_us_);
+    if (path.timeouts != 0 && unanswered_timeouts_ == 0) return since_us + probe_us;
+    if (last_ack_us_ > since_us + probe_us) return since_us + 2 * probe_us;
+  }
+  // Backed off only while the peer is silent on all paths.
+  return since_us + backed_off_us(round_trip, std::min(path.timeouts, unanswered_timeouts_));
 }
 
 uint64_t Recovery::probe_at_us(const Path& path) const {
@@ -178,10 +188,7 @@ uint64_t Recovery::next_timeout_us() const {
 }
 
 void Recovery::time_out(uint64_t now_us, Path& path) {
-  const uint64_t rto_us = backed_off_us(round_trip(path), path.timeouts);
-  do {
-    mark_lost(path, path.in_flight.head);
-  } while (!path.in_flight.empty() && outstanding_[path.in_flight.head].sent_us + rto_us <= now_us);
+  while (!path.in_flight.empty()) mark_lost(path, path.in_flight.head);
   path.timeouts = std::min(path.timeouts + 1, BACKOFF_MAX);
   path.suspended_until_us = now_us + backed_off_us(round_trip(path), path.timeouts);
   path.probe_due = false;

@@ -7,7 +7,7 @@
 //             (RFC 8985's RACK, per path: spraying alone causes no retransmission)
 //   probe     no acknowledgement for 2 round trips: the newest packet of the path is sent again on it, and
 //             its acknowledgement shows what was lost before it (RFC 8985, 7)
-//   timeout   RFC 6298 with back-off: all that is overdue on the path is lost, the path is suspended
+//   timeout   RFC 6298 with back-off: all on the path is lost, the path is suspended
 #pragma once
 #include <cstdint>
 
@@ -67,6 +67,7 @@ class Recovery {
   RecordList lost_;
   uint32_t in_flight_ = 0;
   uint32_t unanswered_timeouts_ = 0;  // on any path, since the last acknowledgement on any path
+  uint64_t last_ack_us_ = 0;          // on any path
   RoundTrip round_trip_;              // over all paths: for those without a sample
 };
 

@@ -46,8 +46,8 @@ struct SimLinkConfig {
   uint64_t queue_limit_bytes = 0;  // packets beyond are dropped; 0: no limit. Needs a rate
   double loss_fraction = 0;
   double duplicate_fraction = 0;
-  double corrupt_fraction = 0;         // one flipped bit
-  std::vector<SimWindow> black_holes;  // everything is lost
+  double corrupt_fraction = 0;           // one flipped bit
+  std::vector<SimWindow> black_holes{};  // everything is lost
 };
 
 struct SimCounters {

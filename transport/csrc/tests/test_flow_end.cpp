@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a flow ends: goodbye, abort, a peer that is gone, and one that is only slow.
+#include <doctest/doctest.h>
+
+#include "sim_peer.hpp"
+
+using namespace sennit;
+using namespace sennit::test;
+
+namespace {
+
+const flow::FlowConfig CONFIG{.payload_max_bytes = 512, .window_bytes = 32'768, .peer_timeout_us = 2'000'000};
+const SimLinkConfig LINK{.delay_us = 20, .rate_bytes_per_s = 100'000'000};
+constexpr uint64_t SECOND_US = 1'000'000;
+
+const std::vector<TestMessage> LARGE{{1, 400'000, false}, {2, 400'000, false}};
+
+}  // namespace
+
+TEST_CASE("Goodbye after the work is done is no loss, until more is asked for") {
+  SimPair pair(1, CONFIG, LINK, LINK);
+  pair.exchange(LARGE, LARGE);
+  REQUIRE(pair.run(10 * SECOND_US));
+  pair.a.flow().close();
+  pair.network.run(pair.network.now_us() + SECOND_US, [] { return false; });
+  CHECK(pair.b.lost.empty());
+  CHECK(pair.b.flow().idle());
+  CHECK_FALSE(pair.b.flow().send_eager({7, 7, 0}, 0, nullptr, pair.network.now_us()));
+  pair.b.progress(pair.network.now_us());
+  CHECK(pair.b.lost == "said goodbye before this message");
+}
+
+TEST_CASE("Goodbye in the middle of the work is a loss") {
+  SimPair pair(2, CONFIG, LINK, LINK);
+  pair.exchange(LARGE, {});
+  pair.network.run(2'000, [] { return false; });
+  pair.b.flow().close();
+  pair.network.run(10 * SECOND_US, [&] { return !pair.a.lost.empty(); });
+  CHECK(pair.a.lost == "said goodbye while messages were outstanding");
+  CHECK(pair.a.flow().idle());
+}
+
+TEST_CASE("Abort reaches the peer with its reason, through loss, and no user memory is touched afterwards") {
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    CAPTURE(seed);
+    SimLinkConfig lossy = LINK;
+    lossy.loss_fraction = 0.4;
+    SimPair pair(seed, CONFIG, lossy, lossy);
+    pair.exchange(LARGE, LARGE);
+    pair.network.run(3'000, [] { return false; });
+    pair.a.flow().abort("rank 3 raised ValueError");
+    CHECK(pair.a.flow().idle());
+    std::array<flow::DataOut, 15> batch;
+    uint32_t path;
+    CHECK(pair.a.flow().poll_data(pair.network.now_us(), batch, path) == 0);
+    std::array<flow::Placement, 16> places;
+    CHECK(pair.a.flow().predict(places) == 0);
+    pair.network.run(60 * SECOND_US, [&] { return !pair.b.lost.empty(); });
+    CHECK(pair.b.lost == "aborted: rank 3 raised ValueError");
+    CHECK(pair.b.flow().predict(places) == 0);
+  }
+}
+
+TEST_CASE("A peer that falls silent in the middle of a message is lost, on both sides") {
+  SimLinkConfig cut = LINK;
+  cut.black_holes.push_back({2'000, UINT64_MAX});
+  SimPair pair(3, CONFIG, cut, cut);
+  pair.exchange(LARGE, {});
+  pair.network.run(10 * SECOND_US, [&] { return !pair.a.lost.empty() && !pair.b.lost.empty(); });
+  CHECK(pair.a.lost == "sent nothing for 2000 ms in the middle of a message");
+  CHECK(pair.b.lost == "sent nothing for 2000 ms in the middle of a message");
+  CHECK(pair.network.now_us() < 3 * SECOND_US);
+}
+
+TEST_CASE("A peer that is slow to answer adverts and eager messages is not lost") {
+  SimLinkConfig late = LINK;
+  late.black_holes.push_back({0, 8 * SECOND_US});
+  SimPair pair(4, CONFIG, late, late);
+  pair.exchange({{1, 100, true}, {2, 100'000, false}}, {{3, 100, true}, {4, 100'000, false}});
+  REQUIRE(pair.run(20 * SECOND_US));
+  CHECK(pair.a.lost.empty());
+  CHECK(pair.b.lost.empty());
+  // Backed off: a slow peer is not flooded.
+  CHECK(pair.a.flow().counters().control_packets_sent < 60);
+  CHECK(pair.a.flow().counters().retransmitted_packets < 60);
+}
+
+TEST_CASE("What the port knows of a dead peer is passed on") {
+  SimPair pair(5, CONFIG, LINK, LINK);
+  pair.exchange(LARGE, {});
+  pair.network.run(1'000, [] { return false; });
+  pair.a.flow().on_peer_failed("connection refused");
+  pair.a.progress(pair.network.now_us());
+  CHECK(pair.a.lost == "connection refused");
+}
+
+TEST_CASE("A transfer that does not fit its advert loses the peer instead of writing past it") {
+  SimPair pair(6, CONFIG, LINK, LINK);
+  std::byte memory[64]{};
+  pair.b.flow().advertise(1, {9, 9, 64}, memory, 5, 0);
+  flow::Event event{};
+  pair.network.kick();
+  std::array<std::byte, flow::CONTROL_MAX_BYTES> control;
+  uint32_t path;
+  pair.b.flow().advertise(2, {10, 10, 32}, memory, 6, 0);
+  const size_t size_bytes = pair.b.flow().poll_control(0, control, path);
+  REQUIRE(size_bytes > 0);
+  // Without the first advert the second is a gap; nothing is offered.
+  pair.a.flow().on_control(0, 0, std::span(control).first(size_bytes));
+  CHECK_FALSE(pair.a.flow().poll_event(event));
+}
