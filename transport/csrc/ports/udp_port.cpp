@@ -24,6 +24,7 @@ constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
 // More in flight than fits the processor's second-level cache only makes copies slower.
 constexpr uint64_t WINDOW_MAX_BYTES = 2 << 20;
 constexpr uint64_t WINDOW_MIN_PACKETS = 4;
+constexpr uint32_t ACKS_PER_WINDOW = 8, ACK_MAX_PACKETS = 64;
 // Send batches and receive batches a round, and rounds a progress call.
 constexpr int ROUND_MAX_COUNT = 4;
 constexpr int RECEIVE_MAX_PER_ROUND = 4;
@@ -209,6 +210,9 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
   config.eager_slot_count = EAGER_SLOT_COUNT;
   config.window_bytes = static_cast<uint32_t>(std::clamp<uint64_t>(
       theirs.receive_window_bytes, WINDOW_MIN_PACKETS * config.payload_max_bytes, WINDOW_MAX_BYTES));
+  // Several acknowledgements a window, but each is a packet to send and to receive.
+  config.ack_every_packets =
+      std::clamp(config.window_bytes / config.payload_max_bytes / ACKS_PER_WINDOW, 1u, ACK_MAX_PACKETS);
   config.seed = seed_ + peer;
 
   const UdpOffer::Peer& for_peer = offer_.peers[peer];
@@ -218,6 +222,8 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
       peer, config, eager_memory, for_peer.eager_rkey, [this](std::byte*, size_t) { return next_key(); }, sink);
   made->lane->flow().set_remote_eager(for_us.eager_address, for_us.eager_rkey);
   made->batch_packets = UdpSender::batch_packets(config.payload_max_bytes);
+
+  for (const auto& rail : rails_) rail->receiver->expect_batches_of(made->batch_packets);
 
   const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
   made->paths.reserve(config.path_count);

@@ -37,7 +37,7 @@ bool UdpReceiver::receive(uint64_t now_us, flow::Flow*& expected) {
 
 void UdpReceiver::lay_out(const flow::Flow* expected) {
   pieces_.clear();
-  place_count_ = expected != nullptr ? expected->predict(places_) : 0;
+  place_count_ = expected != nullptr ? expected->predict(std::span(places_).first(place_limit_)) : 0;
   std::byte* frame = frame_bytes_.data();
   std::byte* piece_start = frame;
   size_t offset = 0;

@@ -8,6 +8,7 @@
 // because only places without valid bytes are predicted.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -37,6 +38,10 @@ class UdpReceiver {
   UdpReceiver(UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters);
 
   const UdpSocket& socket() const { return socket_; }
+  // The most packets that a peer sends in one call: more places are not worth asking for.
+  void expect_batches_of(size_t packet_count) {
+    place_limit_ = std::clamp(packet_count, place_limit_, PLACE_MAX_COUNT);
+  }
   // One batch; false when nothing was there. `expected` (may be null) is the flow most likely to be
   // meant, and is set to the one whose data came.
   bool receive(uint64_t now_us, flow::Flow*& expected);
@@ -70,7 +75,7 @@ class UdpReceiver {
   std::array<flow::Placement, PLACE_MAX_COUNT> places_;
   std::array<size_t, PLACE_MAX_COUNT> place_offsets_;     // of each predicted packet in the stream
   std::array<const std::byte*, PLACE_MAX_COUNT> frames_;  // its header, with the trailer right behind
-  size_t place_count_ = 0;
+  size_t place_count_ = 0, place_limit_ = 1;
   size_t rest_offset_ = 0;  // where in the stream `rest_` begins
   std::array<std::byte, PLACE_MAX_COUNT*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
   std::unique_ptr<std::byte[]> rest_, bounce_;

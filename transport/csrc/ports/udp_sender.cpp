@@ -6,6 +6,17 @@
 #include <cstring>
 
 namespace sennit {
+namespace {
+
+// The processor's own prefetching stops at each page, and a payload is about a page: a fifth of the time of
+// the ICRC of memory that is not in cache.
+void prefetch(const flow::DataOut& packet) {
+  constexpr uint32_t CACHE_LINE_BYTES = 64;
+  for (uint32_t offset = 0; offset < packet.size_bytes; offset += CACHE_LINE_BYTES)
+    __builtin_prefetch(packet.payload + offset);
+}
+
+}  // namespace
 
 UdpSender::UdpSender(UdpSocket socket, UdpSendCounters& counters)
     : socket_(std::move(socket)), counters_(counters), can_segment_(socket_.can_segment()) {}
@@ -44,6 +55,7 @@ void UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets, u
   piece_count_ = 0;
   for (size_t i = 0; i < packets.size(); ++i) {
     const flow::DataOut& packet = packets[i];
+    if (i + 1 < packets.size()) prefetch(packets[i + 1]);
     const std::span<std::byte, wire::DATA_HEADER_BYTES> header(frame, wire::DATA_HEADER_BYTES);
     wire::write_data_header(header, path.remote_qpn, first_psn + static_cast<uint32_t>(i), packet.remote_address,
                             packet.rkey, packet.immediate, packet.size_bytes);
