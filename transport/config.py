@@ -36,8 +36,8 @@ class Config:
     """`SENNIT_TRANSPORT`. auto: shared memory inside a host, else udp. shm, udp, verbs: that one or an error."""
 
     interfaces: tuple[str, ...] = ()
-    """`SENNIT_INTERFACES`, names separated by commas: the network interfaces (rails) that udp uses. Empty: the
-    interfaces that are up and have an address, loopback only where there is no other."""
+    """`SENNIT_INTERFACES`, names separated by commas: the network interfaces (rails) that udp uses. Empty: those
+    of default routes, else any that are up with an address, else loopback (`rails.py`)."""
 
     paths: int = 8
     """`SENNIT_PATHS`, 1 to 256: UDP source ports (ECMP entropies) for each peer and rail. Eight spread over four

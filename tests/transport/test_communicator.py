@@ -31,14 +31,11 @@ def run_ranks(scenario: str, world: int, transport: str, folder: Path, seed: int
         "SENNIT_INTERFACES": "lo",
         "SENNIT_TIMEOUT_S": f"{timeout_s}",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, WORKER, scenario, str(rank), str(world), folder / "store", str(seed)],
-            env=environment,
-            stderr=(folder / f"rank{rank}").open("wb"),
-        )
-        for rank in range(world)
-    ]
+    ranks: list[subprocess.Popen[bytes]] = []
+    for rank in range(world):
+        command = [sys.executable, WORKER, scenario, str(rank), str(world), folder / "store", str(seed)]
+        with (folder / f"rank{rank}").open("wb") as log:
+            ranks.append(subprocess.Popen(command, env=environment, stderr=log))
     deadline_s = time.monotonic() + DEADLINE_S
     codes: list[int | None] = []
     try:

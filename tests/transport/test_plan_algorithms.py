@@ -79,7 +79,7 @@ def check_pair_order(plans: Sequence[Plan]) -> None:
         assert sends == recvs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     st.data(), worlds, st.integers(0, 700), arithmetic, st.booleans(), st.sampled_from([64, 192, 1024, 131_072]), seeds
 )
@@ -118,7 +118,7 @@ def expected_fold(given_inputs: Sequence[Array], dtype: Dtype, op: ReduceOp, wor
 counts_of = st.lists(st.one_of(st.just(0), st.integers(0, 300)), min_size=6, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     st.data(),
     worlds,
@@ -160,7 +160,7 @@ def test_reduce_scatter(
         np.testing.assert_array_equal(buffers[rank][-1], expected[bounds[rank] : bounds[rank + 1]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), worlds, st.integers(0, 700), arithmetic, st.booleans(), seeds)
 def test_reduce(
     data: DataObject, world: int, elements: int, kind: tuple[Dtype, ReduceOp], in_place: bool, seed: int
@@ -184,8 +184,8 @@ def test_reduce(
         np.testing.assert_array_equal(buffers[rank][0], given_inputs[rank])
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.data(), worlds, st.integers(0, 500), item_sizes, st.integers(1, 400), seeds)
+@settings(max_examples=150, deadline=None)
+@given(st.data(), worlds, st.integers(0, 500), item_sizes, st.integers(64, 4_000), seeds)
 def test_broadcast(data: DataObject, world: int, elements: int, item_bytes: int, segment_bytes: int, seed: int) -> None:
     root = data.draw(st.integers(0, world - 1), "root")
     plans = [
@@ -214,7 +214,7 @@ def test_broadcast_tree_reaches_everyone_once() -> None:
             assert len(from_root) == (world - 1).bit_length()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), worlds, counts_of, item_sizes, st.booleans(), st.booleans(), seeds)
 def test_allgather(
     data: DataObject,
@@ -248,7 +248,7 @@ def test_allgather(
         np.testing.assert_array_equal(output, content)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data(), worlds, counts_of, item_sizes, st.booleans(), seeds)
 def test_gather_and_scatter(
     data: DataObject, world: int, counts: list[int], item_bytes: int, in_list: bool, seed: int

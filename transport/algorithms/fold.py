@@ -105,9 +105,9 @@ def _add_gather(
 
 
 def _add_alone(builder: PlanBuilder, fold: Fold) -> None:
-    """One rank: the result is the contribution, scaled where the operation scales."""
+    """One rank: the result is the contribution, scaled where the operation scales, and truth values 0 or 1."""
     share, offset = fold.shares[0], fold.result_offsets[0]
-    if fold.op is ReduceOp.PREMUL_SUM:
+    if fold.op is ReduceOp.PREMUL_SUM or fold.dtype is Dtype.BOOL:
         for chunk in share.chunks:
             place = offset + chunk.offset
             builder.reduce([share.at(chunk)], fold.result_buffer, place, chunk.size_bytes, dtype=fold.dtype, op=fold.op)
