@@ -31,12 +31,12 @@ test-python: build  ## Python tests, all rings that can run here
 lint: build  ## ruff and clang-format, changing nothing
 	@$(PY) -m ruff check .
 	@$(PY) -m ruff format --check .
-	@clang-format --dry-run -Werror $(CXX_FILES)
+	@.venv/bin/clang-format --dry-run -Werror $(CXX_FILES)
 
 fmt: build  ## let ruff and clang-format rewrite the sources
 	@$(PY) -m ruff check --fix .
 	@$(PY) -m ruff format .
-	@clang-format -i $(CXX_FILES)
+	@.venv/bin/clang-format -i $(CXX_FILES)
 
 types: build  ## mypy --strict
 	@$(PY) -m mypy

@@ -153,6 +153,20 @@ def _udp_gro() -> Capability:
     return _available(name, "UDP receive offload (one call takes many packets)")
 
 
+def _settings() -> Capability:
+    """Whether the SENNIT_* variables can be read, and what they ask for."""
+    from sennit.transport import config
+    from sennit.transport.errors import ConfigError
+
+    try:
+        found = config.from_environment()
+    except ConfigError as error:
+        return _missing("settings", str(error), "correct or unset the variable")
+    interfaces = ",".join(found.interfaces) or "all that are up"
+    detail = f"transport {found.transport}, interfaces {interfaces}, {found.paths} paths a peer and rail"
+    return _available("settings", detail)
+
+
 def _core() -> Capability:
     name = "core"
     try:
@@ -291,6 +305,7 @@ def _openmpi() -> Capability:
 
 PROBES: dict[str, Callable[[], Capability]] = {
     "cores": _cores,
+    "settings": _settings,
     "shm": _shm,
     "loopback-ipv4": _loopback_ipv4,
     "loopback-ipv6": _loopback_ipv6,
