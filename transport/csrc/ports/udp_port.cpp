@@ -94,6 +94,15 @@ std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<UdpOffer::Ra
   return pairs;
 }
 
+// Between two addresses of one machine packets take the loopback interface, whatever the addresses' own
+// interfaces are. Both ends see the same: an address that is ours is where our packets to it would stay.
+uint32_t pair_payload(const UdpOffer::Rail& ours, const UdpOffer::Rail& theirs) {
+  if (interface_mtu_bytes(theirs.listen) != 0)
+    if (const size_t mtu_bytes = loopback_mtu_bytes(theirs.listen.is_ipv6))
+      return payload_for_mtu(mtu_bytes, theirs.listen);
+  return std::min(ours.payload_max_bytes, theirs.payload_max_bytes);
+}
+
 }  // namespace
 
 struct UdpPort::Rail {
@@ -201,8 +210,8 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
   flow::FlowConfig config;
   config.payload_max_bytes = wire::PAYLOAD_MAX_BYTES;
   for (const auto& [mine, other] : pairs)
-    config.payload_max_bytes = std::min(
-        {config.payload_max_bytes, offer_.rails[mine].payload_max_bytes, theirs.rails[other].payload_max_bytes});
+    config.payload_max_bytes =
+        std::min(config.payload_max_bytes, pair_payload(offer_.rails[mine], theirs.rails[other]));
   if (config.payload_max_bytes < 256 || !std::has_single_bit(config.payload_max_bytes))
     throw std::invalid_argument(who + " offers a payload of " + std::to_string(config.payload_max_bytes) +
                                 " bytes a packet; powers of two from 256 to 4096 are allowed");

@@ -242,4 +242,8 @@ size_t interface_mtu_bytes(const wire::Endpoint& local) {
   return 0;
 }
 
+size_t loopback_mtu_bytes(bool is_ipv6) {
+  return interface_mtu_bytes(parse_endpoint(is_ipv6 ? "::1" : "127.0.0.1", 0));
+}
+
 }  // namespace sennit

@@ -66,7 +66,9 @@ struct ReceivedBatch {
 };
 ReceivedBatch receive_segments(int fd, std::span<iovec> places);
 
-// The MTU of the interface that has this address; 0 when none has.
+// The MTU of the interface that has this address; 0 when none has: the address is another machine's.
 size_t interface_mtu_bytes(const wire::Endpoint& local);
+// The MTU between two addresses of this machine, whichever interfaces have them; 0 without that family.
+size_t loopback_mtu_bytes(bool is_ipv6);
 
 }  // namespace sennit
