@@ -24,6 +24,9 @@ constexpr uint64_t NEVER = UINT64_MAX;
 constexpr uint64_t HURRY = 16;
 // Goodbye and abort are not acknowledged; three copies get through where one may not.
 constexpr uint32_t LAST_WORD_COPIES = 3;
+// A control packet must not be larger than a data packet, or the path would fragment it; but this much always
+// fits (IPv6's smallest MTU is 1,280) and holds all fixed parts and one SACK entry of full length.
+constexpr size_t CONTROL_MIN_BYTES = 1'024;
 constexpr uint32_t ECHOES_MAX = 16;
 constexpr uint32_t PATH_NUMBERS = 256;
 constexpr uint32_t BACKOFF_MAX = 8;
@@ -51,6 +54,7 @@ struct Flow::State {
   State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey)
       : config(checked(config, eager_memory)),
         ack_every_packets(std::clamp(config.window_bytes / config.payload_max_bytes / 4, 1u, config.ack_every_packets)),
+        control_max_bytes(std::clamp<size_t>(config.payload_max_bytes, CONTROL_MIN_BYTES, CONTROL_MAX_BYTES)),
         recovery(config, counters),
         eager_sender(config),
         eager_receiver(config, eager_memory, eager_rkey),
@@ -76,6 +80,7 @@ struct Flow::State {
   const FlowConfig config;
   // Four times in a window at least (both sides have the same one), or its sender would wait for the timer.
   const uint32_t ack_every_packets;
+  const size_t control_max_bytes;
   FlowCounters counters{};
   Recovery recovery;
   EagerSender eager_sender;
@@ -198,7 +203,7 @@ size_t Flow::State::write_last_word(std::span<std::byte> out) const {
 }
 
 size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
-  ControlWriter writer(out);
+  ControlWriter writer(out.first(control_max_bytes));
   ControlHeader& header = writer.header;
   header.credits_seen = static_cast<uint32_t>(sender.credits_seen());
   header.flags = static_cast<uint8_t>((ask ? CONTROL_ASK : 0) | (sender.has_advert_gap() ? CONTROL_ADVERT_GAP : 0) |

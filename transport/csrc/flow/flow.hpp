@@ -23,7 +23,8 @@
 
 namespace sennit::flow {
 
-// The most a control payload may take: poll_control wants this much room.
+// The most a control payload may take: poll_control wants this much room. With payload_max_bytes below it, a
+// control payload stays within max(payload_max_bytes, 1,024).
 inline constexpr size_t CONTROL_MAX_BYTES = 4'096;
 // In front of the data of an eager packet.
 inline constexpr uint32_t EAGER_HEADER_BYTES = 32;
@@ -31,7 +32,7 @@ inline constexpr uint32_t EAGER_HEADER_BYTES = 32;
 struct FlowConfig {
   uint32_t path_count = 4;                // entropies sprayed over, 1..256
   uint32_t payload_max_bytes = 4'096;     // data packet payload, multiple of 4; equal on both sides
-  uint32_t eager_slot_count = 64;         // receive ring for eager packets, power of two, 8..4,096; equal on both sides
+  uint32_t eager_slot_count = 64;         // receive ring for eager packets, power of two, 8..1,024; equal on both sides
   uint32_t window_bytes = 1'048'576;      // most data in flight, counted in full packets
   uint32_t ack_every_packets = 32;        // acknowledge at the latest after so many data packets ...
   uint32_t ack_delay_us = 400;            // ... or after this time; below the tail probe's 1 ms
