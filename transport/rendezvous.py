@@ -69,7 +69,10 @@ class _Rounds:
         self._deadline_s = time.monotonic() + timeout_s
 
     def exchange(self, round_name: str, make: Callable[[], Record]) -> list[Record]:
-        """Publishes what `make` returns and waits for everybody's. If `make` raises, the others hear why."""
+        """Publishes what `make` returns and waits for everybody's. If `make` raises, the others hear why.
+
+        Everybody's record has the fields that `make`'s has, of the same types.
+        """
         key = self._key(round_name, self._rank)
         try:
             record = make()
@@ -77,12 +80,12 @@ class _Rounds:
             self._publish(key, {"failed": f"{type(error).__name__}: {error}"})
             raise
         self._publish(key, record)
-        return [self._collect(round_name, peer) for peer in range(self._world)]
+        return [self._collect(round_name, peer, record) for peer in range(self._world)]
 
     def _publish(self, key: str, record: Record) -> None:
         self._store.set(key, json.dumps({"version": PROTOCOL_VERSION, **record}))
 
-    def _collect(self, round_name: str, peer: int) -> Record:
+    def _collect(self, round_name: str, peer: int, like: Record) -> Record:
         key = self._key(round_name, peer)
         left_s = max(self._deadline_s - time.monotonic(), 0.001)
         try:
@@ -95,9 +98,9 @@ class _Rounds:
                 f"rendezvous of {self._name}, round {round_name}: no word from {self._missing(round_name, peer)} "
                 f"of {self._world} after {self._timeout_s:g} s"
             ) from error
-        return self._decode(data, peer)
+        return self._decode(data, peer, like)
 
-    def _decode(self, data: bytes, peer: int) -> Record:
+    def _decode(self, data: bytes, peer: int, like: Record) -> Record:
         try:
             record = json.loads(data)
             version = record["version"]
@@ -110,8 +113,11 @@ class _Rounds:
             )
         if "failed" in record:
             raise PeerError(f"rank {peer} could not join {self._name}: {record['failed']}", rank=peer)
-        assert isinstance(record, dict)
-        return record
+        fields: Record = record
+        strange = [name for name, value in like.items() if type(fields.get(name)) is not type(value)]
+        if strange:
+            raise MismatchError(f"rank {peer} published a record that is none of ours: no valid {', '.join(strange)}")
+        return fields
 
     def _missing(self, round_name: str, first: int) -> str:
         missing = [peer for peer in range(first, self._world) if not self._is_there(self._key(round_name, peer))]
@@ -159,7 +165,7 @@ def connect(
     hello = rounds.exchange("hello", lambda: _hello(config, world))
     endpoint: AnyEndpoint | None = None
 
-    ranks_here = sum(record.get("machine") == hello[rank]["machine"] for record in hello)
+    ranks_here = sum(record["machine"] == hello[rank]["machine"] for record in hello)
 
     def offer() -> Record:
         nonlocal endpoint

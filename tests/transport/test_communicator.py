@@ -33,7 +33,7 @@ def run_ranks(scenario: str, world: int, transport: str, folder: Path, seed: int
     }
     ranks: list[subprocess.Popen[bytes]] = []
     for rank in range(world):
-        command = [sys.executable, WORKER, scenario, str(rank), str(world), folder / "store", str(seed)]
+        command = [sys.executable, str(WORKER), scenario, f"{rank}", f"{world}", str(folder / "store"), f"{seed}"]
         with (folder / f"rank{rank}").open("wb") as log:
             ranks.append(subprocess.Popen(command, env=environment, stderr=log))
     deadline_s = time.monotonic() + DEADLINE_S

@@ -218,7 +218,9 @@ def test_another_version_names_both() -> None:
     assert "rank 1 speaks protocol version 99, rank 0 version 1" in str(result)
 
 
-@pytest.mark.parametrize("value", ["", "{}", "[1]", "\x00\x01", "null"])
+@pytest.mark.parametrize(
+    "value", ["", "{}", "[1]", "\x00\x01", "null", '{"version": 1}', '{"version": 1, "world": "2", "host": "a"}']
+)
 def test_foreign_records_are_refused(value: str) -> None:
     store = MemoryStore()
     store.set("sennit/world/hello/1", value)
