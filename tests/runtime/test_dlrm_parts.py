@@ -53,11 +53,11 @@ def test_lookup_equals_embedding_bag(seed: int) -> None:
     lengths = torch.from_numpy(stream.integers(0, 5, 40).astype(np.int32))
     ids = [
         torch.from_numpy(stream.integers(0, tables[int(t)].row_count, int(n)))
-        for t, n in zip(table_of_bag, lengths, strict=False)
+        for t, n in zip(table_of_bag, lengths, strict=True)
     ]
     found = shard.lookup(lengths, torch.cat(ids), table_of_bag)
     parts = shard.parts(shard.weight)
-    expected = torch.stack([parts[int(t)][bag].sum(0) for t, bag in zip(table_of_bag, ids, strict=False)])
+    expected = torch.stack([parts[int(t)][bag].sum(0) for t, bag in zip(table_of_bag, ids, strict=True)])
     torch.testing.assert_close(found, expected)
     assert EmbeddingShard([], dim=6, seed=seed).lookup(lengths[:0], ids[0][:0], lengths[:0]).shape == (0, 6)
 
@@ -81,7 +81,7 @@ def test_row_wise_adagrad_equals_its_definition(seed: int) -> None:
         ids = torch.cat(
             [
                 torch.from_numpy(stream.integers(0, (9, 4)[int(t)], int(n)))
-                for t, n in zip(table_of_bag, lengths, strict=False)
+                for t, n in zip(table_of_bag, lengths, strict=True)
             ]
         )
         gradient = torch.from_numpy(stream.standard_normal((12, 5)).astype(np.float32))

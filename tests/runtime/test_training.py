@@ -72,7 +72,7 @@ def reference(seed: int, steps: int) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             for parameter, total, gradient in zip(parameters, dense_state, gradients, strict=False):
                 total += gradient.square()
-                parameter -= 0.02 * factor * gradient / (total.sqrt() + 1e-8)
+                parameter.sub_(0.02 * factor * gradient / (total.sqrt() + 1e-8))
             for (name, weight), gradient in zip(tables.items(), gradients[len(parameters) :], strict=True):
                 part = touched[name]
                 state[name][part] += gradient[part].square().mean(1)
