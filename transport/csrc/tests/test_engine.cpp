@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0
+// Engines of several ranks as threads over shared memory: plans, deadlines, mismatches, ends.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <barrier>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include "executor/engine.hpp"
+#include "executor/plan.hpp"
+
+using namespace sennit;
+
+namespace {
+
+// Writes the binary form of docs/plan.md, step by step.
+class PlanWriter {
+ public:
+  PlanWriter(uint32_t world, uint32_t rank, uint16_t buffer_count, uint64_t signature)
+      : world_(world), rank_(rank), buffer_count_(buffer_count), signature_(signature) {}
+
+  uint32_t add(StepKind kind, uint32_t peer, uint32_t slot, uint32_t buffer, uint64_t offset, uint64_t size_bytes,
+               std::vector<Operand> operands = {}, uint8_t flags = 0) {
+    Step step{};
+    step.kind = kind;
+    step.dtype = SENNIT_F32;
+    step.reduce = SENNIT_SUM;
+    step.flags = flags;
+    step.peer = peer;
+    step.slot = slot;
+    step.operand_first = static_cast<uint32_t>(operands_.size());
+    step.operand_count = static_cast<uint32_t>(operands.size());
+    step.destination_buffer = buffer;
+    step.destination_offset = offset;
+    step.size_bytes = size_bytes;
+    operands_.insert(operands_.end(), operands.begin(), operands.end());
+    steps_.push_back(step);
+    edges_.emplace_back();
+    return static_cast<uint32_t>(steps_.size() - 1);
+  }
+  void edge(uint32_t from, uint32_t to) { edges_[from].push_back(to); }
+
+  std::vector<std::byte> bytes() const {
+    std::vector<uint32_t> flat;
+    std::vector<Step> steps = steps_;
+    for (size_t i = 0; i < steps.size(); ++i) {
+      steps[i].edge_first = static_cast<uint32_t>(flat.size());
+      steps[i].edge_count = static_cast<uint32_t>(edges_[i].size());
+      flat.insert(flat.end(), edges_[i].begin(), edges_[i].end());
+    }
+    std::vector<std::byte> out(64);
+    auto put = [&](size_t at, auto value) { std::memcpy(out.data() + at, &value, sizeof value); };
+    put(0, uint32_t{0x31504E53});
+    put(4, uint16_t{1});
+    put(6, buffer_count_);
+    put(8, world_);
+    put(12, rank_);
+    put(16, signature_);
+    put(24, static_cast<uint32_t>(steps.size()));
+    put(28, static_cast<uint32_t>(operands_.size()));
+    put(32, static_cast<uint32_t>(flat.size()));
+    auto append = [&](const auto& records) {
+      const auto* begin = reinterpret_cast<const std::byte*>(records.data());
+      out.insert(out.end(), begin, begin + records.size() * sizeof(records[0]));
+    };
+    append(steps);
+    append(operands_);
+    append(flat);
+    return out;
+  }
+
+  // Every rank sends its vector to all and folds all in rank order.
+  static std::vector<std::byte> allreduce(uint32_t world, uint32_t rank, uint64_t size_bytes) {
+    PlanWriter writer(world, rank, 2, uint64_t{1} << 56 | uint64_t{SENNIT_F32} << 48 | size_bytes / 4);
+    for (uint32_t at = 0; at < size_bytes; at += MAX_LOAN_BYTES) {
+      const uint64_t part = std::min<uint64_t>(MAX_LOAN_BYTES, size_bytes - at);
+      const auto slot = static_cast<uint32_t>(at / MAX_LOAN_BYTES);
+      for (uint32_t i = 1; i < world; ++i)
+        writer.add(StepKind::send, (rank + i) % world, slot, 0, 0, part, {{0, 0, at}});
+      std::vector<Operand> operands(world);
+      std::vector<uint32_t> receives;
+      for (uint32_t i = 1; i < world; ++i) {
+        const uint32_t peer = (rank + world - i) % world;
+        receives.push_back(writer.add(StepKind::receive, peer, slot, 0, 0, part, {}, STEP_LOAN));
+        operands[peer] = {1, receives.back(), 0};
+      }
+      operands[rank] = {0, 0, at};
+      const uint32_t fold = writer.add(StepKind::reduce, 0, 0, 1, at, part, operands);
+      for (uint32_t receive : receives) writer.edge(receive, fold);
+    }
+    return writer.bytes();
+  }
+
+ private:
+  uint32_t world_, rank_;
+  uint16_t buffer_count_;
+  uint64_t signature_;
+  std::vector<Step> steps_;
+  std::vector<Operand> operands_;
+  std::vector<std::vector<uint32_t>> edges_;
+};
+
+// One thread a rank, connected through shared memory; `body` runs on each.
+void run_ranks(uint32_t world, uint64_t timeout_us, const std::function<void(Engine&, uint32_t)>& body) {
+  std::vector<Engine*> engines;
+  std::vector<std::vector<std::byte>> offers;
+  for (uint32_t rank = 0; rank < world; ++rank) {
+    engines.push_back(new Engine({rank, world, timeout_us, rank, world}));
+    offers.push_back(engines.back()->shm_offer());
+  }
+  // All open all segments before any is connected, which unlinks its name.
+  for (uint32_t rank = 0; rank < world; ++rank) {
+    for (uint32_t peer = 0; peer < world; ++peer) {
+      if (peer != rank) REQUIRE(engines[rank]->shm_accept(peer, offers[peer]));
+    }
+  }
+  for (uint32_t rank = 0; rank < world; ++rank) {
+    std::vector<Route> routes;
+    for (uint32_t peer = 0; peer < world; ++peer) {
+      routes.push_back({peer == rank ? Route::Kind::self : Route::Kind::shm, {}});
+    }
+    engines[rank]->connect(routes);
+  }
+  std::vector<std::thread> threads;
+  for (uint32_t rank = 0; rank < world; ++rank) threads.emplace_back([&, rank] { body(*engines[rank], rank); });
+  for (auto& thread : threads) thread.join();
+  for (Engine* engine : engines) {
+    engine->shutdown(1'000'000);
+    engine->release();
+  }
+}
+
+struct LoadedPlan {
+  explicit LoadedPlan(const std::vector<std::byte>& bytes) {
+    char error[256] = "";
+    handle = sennit_plan_load(bytes.data(), bytes.size(), error, sizeof error);
+    REQUIRE_MESSAGE(handle != nullptr, error);
+  }
+  ~LoadedPlan() { sennit_plan_release(handle); }
+  sennit_plan* handle;
+};
+
+struct Result {
+  sennit_status status = SENNIT_PENDING;
+  std::string error;
+};
+
+Result run(Engine& engine, const LoadedPlan& plan, std::vector<float>& in, std::vector<float>& out,
+           uint32_t flags = 0) {
+  const sennit_buffer buffers[] = {{in.data(), in.size() * 4}, {out.data(), out.size() * 4}};
+  const sennit_post_options options{0, flags, 0, 1.0};
+  sennit_op* op = nullptr;
+  char error[1024] = "";
+  auto* comm = reinterpret_cast<sennit_comm*>(&engine);
+  Result result;
+  result.status = sennit_post(comm, plan.handle, buffers, 2, &options, &op, error, sizeof error);
+  result.error = error;
+  if (result.status != SENNIT_OK) return result;
+  result.status = sennit_wait(op, 0);
+  result.error = sennit_op_error(op);
+  sennit_op_release(op);
+  return result;
+}
+
+}  // namespace
+
+TEST_CASE("an allreduce over three ranks, many sizes, many times") {
+  for (uint64_t count : {1u, 100u, 2'048u, 40'000u, 300'000u}) {
+    run_ranks(3, 20'000'000, [&](Engine& engine, uint32_t rank) {
+      LoadedPlan plan(PlanWriter::allreduce(3, rank, count * 4));
+      std::vector<float> in(count), out(count), expected(count);
+      for (int round = 0; round < 8; ++round) {
+        for (size_t i = 0; i < count; ++i) {
+          expected[i] = 6 * static_cast<float>(i % 97 + round);
+          in[i] = static_cast<float>(rank + 1) * static_cast<float>(i % 97 + round);
+        }
+        const Result result = run(engine, plan, in, out, round % 2 == 0 ? 0 : SENNIT_POST_ASYNC);
+        REQUIRE_MESSAGE(result.status == SENNIT_OK, result.error);
+        CHECK((out == expected));
+      }
+    });
+  }
+}
+
+TEST_CASE("operations in flight together, finished by the background thread, call back once") {
+  run_ranks(2, 20'000'000, [&](Engine& engine, uint32_t rank) {
+    constexpr size_t COUNT = 50'000, OPERATIONS = 12;
+    LoadedPlan plan(PlanWriter::allreduce(2, rank, COUNT * 4));
+    std::vector<std::vector<float>> in(OPERATIONS, std::vector<float>(COUNT, static_cast<float>(rank + 1)));
+    std::vector<std::vector<float>> out(OPERATIONS, std::vector<float>(COUNT));
+    std::atomic<uint32_t> called{0};
+    std::vector<sennit_op*> operations;
+    for (size_t i = 0; i < OPERATIONS; ++i) {
+      const sennit_buffer buffers[] = {{in[i].data(), COUNT * 4}, {out[i].data(), COUNT * 4}};
+      const sennit_post_options options{0, SENNIT_POST_ASYNC, 0, 1.0};
+      sennit_op* op = nullptr;
+      REQUIRE(sennit_post(reinterpret_cast<sennit_comm*>(&engine), plan.handle, buffers, 2, &options, &op, nullptr,
+                          0) == SENNIT_OK);
+      sennit_op_on_done(
+          op, [](void* counter) { static_cast<std::atomic<uint32_t>*>(counter)->fetch_add(1); }, &called);
+      operations.push_back(op);
+    }
+    const uint64_t deadline_us = clock_us() + 20'000'000;
+    while (called != OPERATIONS && clock_us() < deadline_us) std::this_thread::yield();
+    CHECK(called == OPERATIONS);
+    for (size_t i = 0; i < OPERATIONS; ++i) {
+      CHECK(sennit_op_status(operations[i]) == SENNIT_OK);
+      CHECK((out[i] == std::vector<float>(COUNT, 3.0f)));
+      sennit_op_release(operations[i]);
+    }
+  });
+}
+
+TEST_CASE("several threads of one rank wait for operations of their own") {
+  run_ranks(2, 20'000'000, [&](Engine& engine, uint32_t rank) {
+    PlanWriter sender(2, rank, 2, uint64_t{9} << 56);
+    if (rank == 0) sender.add(StepKind::send, 1, 0, 0, 0, 40'000, {{0, 0, 0}});
+    if (rank == 1) sender.add(StepKind::receive, 0, 0, 1, 0, 40'000);
+    LoadedPlan plan(sender.bytes());
+    std::vector<std::thread> threads;
+    for (uint32_t tag = 0; tag < 3; ++tag) {
+      threads.emplace_back([&, tag] {
+        std::vector<float> in(10'000, static_cast<float>(tag)), out(10'000);
+        for (int round = 0; round < 30; ++round) {
+          const sennit_buffer buffers[] = {{in.data(), 40'000}, {out.data(), 40'000}};
+          const sennit_post_options options{0, SENNIT_POST_P2P, tag, 1.0};
+          sennit_op* op = nullptr;
+          REQUIRE(sennit_post(reinterpret_cast<sennit_comm*>(&engine), plan.handle, buffers, 2, &options, &op, nullptr,
+                              0) == SENNIT_OK);
+          CHECK(sennit_wait(op, 0) == SENNIT_OK);
+          sennit_op_release(op);
+        }
+        if (rank == 1) CHECK((out == in));
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  });
+}
+
+TEST_CASE("a rank that does not come: the deadline names it, later posts fail at once") {
+  run_ranks(2, 100'000, [&](Engine& engine, uint32_t rank) {
+    if (rank == 1) return;
+    LoadedPlan plan(PlanWriter::allreduce(2, rank, 4'096));
+    std::vector<float> in(1'024), out(1'024);
+    Result result = run(engine, plan, in, out);
+    CHECK(result.status == SENNIT_TIMEOUT);
+    CHECK(result.error.find("rank 1") != std::string::npos);
+    CHECK(result.error.find("0.1 s") != std::string::npos);
+    result = run(engine, plan, in, out);
+    CHECK(result.status == SENNIT_TIMEOUT);
+  });
+}
+
+TEST_CASE("different sizes on two ranks fail on both, with both sizes") {
+  std::string errors[2];
+  run_ranks(2, 20'000'000, [&](Engine& engine, uint32_t rank) {
+    const uint64_t count = rank == 0 ? 1'000 : 1'200;
+    LoadedPlan plan(PlanWriter::allreduce(2, rank, count * 4));
+    std::vector<float> in(count), out(count);
+    const Result result = run(engine, plan, in, out);
+    CHECK((result.status == SENNIT_MISMATCH || result.status == SENNIT_PEER));
+    errors[rank] = result.error;
+  });
+  for (const std::string& error : errors) {
+    CAPTURE(error);
+    CHECK(error.find("1000 elements") != std::string::npos);
+    CHECK(error.find("1200 elements") != std::string::npos);
+  }
+}
+
+TEST_CASE("an abort ends the operations of all ranks and says why") {
+  std::string errors[3];
+  run_ranks(3, 20'000'000, [&](Engine& engine, uint32_t rank) {
+    if (rank == 2) {
+      engine.abort("out of coffee");
+      return;
+    }
+    LoadedPlan plan(PlanWriter::allreduce(3, rank, 4'096));
+    std::vector<float> in(1'024), out(1'024);
+    const Result result = run(engine, plan, in, out);
+    CHECK(result.status == SENNIT_PEER);
+    errors[rank] = result.error;
+  });
+  for (int rank : {0, 1}) {
+    CAPTURE(errors[rank]);
+    CHECK(errors[rank].find("rank 2 aborted: out of coffee") != std::string::npos);
+  }
+}
+
+TEST_CASE("a rank that leaves early is named") {
+  run_ranks(2, 20'000'000, [&](Engine& engine, uint32_t rank) {
+    if (rank == 1) {
+      engine.shutdown(1'000);
+      return;
+    }
+    LoadedPlan plan(PlanWriter::allreduce(2, rank, 4'096));
+    std::vector<float> in(1'024), out(1'024);
+    const Result result = run(engine, plan, in, out);
+    CHECK(result.status == SENNIT_PEER);
+    CHECK(result.error.find("rank 1 left the group") != std::string::npos);
+  });
+}
+
+TEST_CASE("buffers and plans that do not fit are refused before anything is sent") {
+  run_ranks(2, 1'000'000, [&](Engine& engine, uint32_t rank) {
+    LoadedPlan plan(PlanWriter::allreduce(2, rank, 4'096));
+    LoadedPlan foreign(PlanWriter::allreduce(3, rank, 4'096));
+    std::vector<float> in(1'024), small(10);
+    Result result = run(engine, plan, in, small);
+    CHECK(result.status == SENNIT_ARGUMENT);
+    CHECK(result.error.find("buffer 1 has 40 bytes, the plan needs 4096") != std::string::npos);
+    CHECK(run(engine, foreign, in, in).status == SENNIT_ARGUMENT);
+    CHECK(engine.sequence() == 0);
+  });
+}
+
+TEST_CASE("no damaged plan is accepted silently or crashes the decoder") {
+  const std::vector<std::byte> good = PlanWriter::allreduce(3, 1, 300'000);
+  for (size_t size = 0; size < good.size(); size += 1 + size / 16)
+    CHECK_THROWS_AS(Plan::decode(good.data(), size), PlanError);
+  std::mt19937 random(5);
+  for (int round = 0; round < 20'000; ++round) {
+    std::vector<std::byte> bad = good;
+    for (uint32_t flips = random() % 4 + 1; flips != 0; --flips) {
+      bad[random() % bad.size()] = static_cast<std::byte>(random());
+    }
+    try {
+      Plan::decode(bad.data(), bad.size());
+    } catch (const PlanError&) {
+    }
+  }
+  PlanWriter circle(2, 0, 1, 0);
+  const uint32_t a = circle.add(StepKind::copy, 0, 0, 0, 0, 8, {{0, 0, 8}});
+  const uint32_t b = circle.add(StepKind::copy, 0, 0, 0, 8, 8, {{0, 0, 0}});
+  circle.edge(a, b);
+  circle.edge(b, a);
+  const std::vector<std::byte> bytes = circle.bytes();
+  CHECK_THROWS_WITH_AS(Plan::decode(bytes.data(), bytes.size()), doctest::Contains("circle"), PlanError);
+}

@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: Apache-2.0
+// The mailbox over lanes of plain memory: every order in which sends, receives and adverts can meet.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <numeric>
+#include <random>
+
+#include "messages/key_index.hpp"
+#include "messages/mailbox.hpp"
+#include "sennit/core.h"
+
+using namespace sennit;
+
+namespace {
+
+constexpr uint64_t SIGNATURE = uint64_t{9} << 56;
+
+// A lane whose other end is a mailbox of this process; what it carries is delivered by pump().
+class MemoryLane final : public Lane {
+ public:
+  MemoryLane(uint32_t own_rank, Mailbox& peer_mailbox) : own_rank_(own_rank), peer_mailbox_(peer_mailbox) {}
+  MemoryLane* reverse = nullptr;
+  Mailbox* own_mailbox = nullptr;
+  bool full = false;
+
+  uint64_t eager_max_bytes() const override { return 64; }
+  bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override {
+    if (full) return false;
+    const auto* bytes = static_cast<const std::byte*>(data);
+    const size_t size = flags == EAGER_REQUEST ? 0 : header.size_bytes;
+    std::vector<std::byte> copy(bytes, bytes + size);
+    queue_.push_back(
+        [this, header, flags, copy] { return peer_mailbox_.on_eager(own_rank_, header, flags, copy.data()); });
+    return true;
+  }
+  void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override {
+    const uint64_t advert = adverts_.size() + 1;
+    adverts_.push_back({receive_id, header, static_cast<std::byte*>(destination)});
+    queue_.push_back([this, header, advert] {
+      peer_mailbox_.on_advert(own_rank_, header, advert);
+      return true;
+    });
+  }
+  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override {
+    const auto* bytes = static_cast<const std::byte*>(data);
+    std::vector<std::byte> copy(bytes, bytes + size_bytes);
+    queue_.push_back([this, advert_id, copy] { return reverse->place(advert_id, copy); });
+    own_mailbox->on_sent(send_id);
+  }
+  void release(uint64_t loan_id) override { loans_.erase(loan_id); }
+  std::string describe() const override { return "memory"; }
+
+  bool pump() {
+    bool moved = false;
+    while (!queue_.empty() && queue_.front()()) {
+      queue_.pop_front();
+      moved = true;
+    }
+    return moved;
+  }
+  size_t loan_count() const { return loans_.size(); }
+
+ private:
+  struct Advert {
+    uint64_t receive_id;
+    MessageHeader header;
+    std::byte* destination;
+  };
+  bool place(uint64_t advert_id, const std::vector<std::byte>& bytes) {
+    const Advert advert = adverts_[advert_id - 1];
+    if (advert.destination != nullptr) {
+      std::memcpy(advert.destination, bytes.data(), bytes.size());
+      own_mailbox->on_received(advert.receive_id, advert.destination, 0);
+    } else {
+      loans_[advert_id] = bytes;
+      own_mailbox->on_received(advert.receive_id, loans_[advert_id].data(), advert_id);
+    }
+    return true;
+  }
+
+  const uint32_t own_rank_;
+  Mailbox& peer_mailbox_;
+  std::deque<std::function<bool()>> queue_;
+  std::deque<Advert> adverts_;
+  std::map<uint64_t, std::vector<std::byte>> loans_;
+};
+
+class Recorder final : public MailboxClient {
+ public:
+  void on_message_sent(uint32_t step) override { sent.push_back(step); }
+  void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) override {
+    received.push_back({step, peer, view, loan});
+  }
+  struct Received {
+    uint32_t step, peer;
+    const std::byte* view;
+    uint64_t loan;
+  };
+  std::vector<uint32_t> sent;
+  std::vector<Received> received;
+};
+
+// Three ranks, fully connected.
+struct Triangle {
+  std::vector<std::unique_ptr<Mailbox>> mailboxes;
+  std::map<std::pair<int, int>, std::unique_ptr<MemoryLane>> lanes;
+  std::vector<Recorder> clients{3};
+  std::deque<std::vector<char>> held;
+
+  Triangle() {
+    for (uint32_t rank = 0; rank < 3; ++rank) mailboxes.push_back(std::make_unique<Mailbox>(rank, 3));
+    for (int from = 0; from < 3; ++from) {
+      for (int to = 0; to < 3; ++to) {
+        if (from != to) lanes[{from, to}] = std::make_unique<MemoryLane>(from, *mailboxes[to]);
+      }
+    }
+    for (auto& [ends, lane] : lanes) {
+      lane->reverse = lanes[{ends.second, ends.first}].get();
+      lane->own_mailbox = mailboxes[ends.first].get();
+      mailboxes[ends.first]->set_lane(ends.second, lane.get());
+    }
+  }
+  void pump() {
+    bool moved = true;
+    while (moved) {
+      moved = false;
+      for (auto& [ends, lane] : lanes) moved |= lane->pump();
+      for (auto& mailbox : mailboxes) moved |= mailbox->progress(1);
+    }
+  }
+  void send(uint32_t from, uint32_t step, uint32_t to, uint64_t key, const std::vector<char>& data,
+            uint64_t signature = SIGNATURE) {
+    held.push_back(data);  // a sender's buffer lives until it is taken
+    mailboxes[from]->send(clients[from], step, to, {key, signature, data.size()}, held.back().data());
+  }
+  void receive(uint32_t at, uint32_t step, uint32_t from, uint64_t key, std::vector<char>& data) {
+    mailboxes[at]->receive(clients[at], step, from, {key, SIGNATURE, data.size()}, data.data());
+  }
+};
+
+std::vector<char> pattern(size_t size, int seed) {
+  std::vector<char> bytes(size);
+  std::iota(bytes.begin(), bytes.end(), static_cast<char>(seed));
+  return bytes;
+}
+
+}  // namespace
+
+TEST_CASE("KeyIndex behaves like a map of queues") {
+  std::mt19937 random(11);
+  KeyIndex index;
+  std::map<std::pair<uint32_t, uint64_t>, std::deque<uint32_t>> model;
+  std::vector<uint32_t> free(500);
+  std::iota(free.begin(), free.end(), 0u);
+  for (int round = 0; round < 50'000; ++round) {
+    const uint32_t peer = random() % 3;
+    const uint64_t key = (random() % 4 == 0 ? P2P_KEY : 0) | (random() % 40) << 20 | random() % 4;
+    auto& queue = model[{peer, key}];
+    CHECK(index.front(peer, key) == (queue.empty() ? KeyIndex::NONE : queue.front()));
+    if (random() % 2 == 0 && !free.empty()) {
+      const size_t pick = random() % free.size();
+      queue.push_back(free[pick]);
+      index.push(peer, key, free[pick]);
+      free[pick] = free.back();
+      free.pop_back();
+    } else {
+      const uint32_t got = index.pop(peer, key);
+      CHECK(got == (queue.empty() ? KeyIndex::NONE : queue.front()));
+      if (!queue.empty()) {
+        free.push_back(queue.front());
+        queue.pop_front();
+      }
+    }
+  }
+}
+
+TEST_CASE("a message arrives whichever side comes first, small or large") {
+  for (size_t size : {size_t{0}, size_t{10}, size_t{64}, size_t{65}, size_t{5'000}}) {
+    for (uint64_t key : {uint64_t{5} << 20, P2P_KEY | 7}) {
+      for (bool send_first : {false, true}) {
+        CAPTURE(size);
+        CAPTURE(send_first);
+        Triangle net;
+        const std::vector<char> data = pattern(size, 3);
+        std::vector<char> got(size, 0);
+        if (send_first) net.send(0, 1, 1, key, data);
+        if (send_first) net.pump();
+        net.receive(1, 2, 0, key, got);
+        if (!send_first) net.pump();
+        if (!send_first) net.send(0, 1, 1, key, data);
+        net.pump();
+        CHECK(got == data);
+        REQUIRE(net.clients[1].received.size() == 1);
+        CHECK(net.clients[1].received[0].step == 2);
+        CHECK(net.clients[0].sent == std::vector<uint32_t>{1});
+        CHECK(net.mailboxes[0]->failure() == nullptr);
+        CHECK(net.mailboxes[0]->describe_outstanding().empty());
+        CHECK(net.mailboxes[1]->describe_outstanding().empty());
+      }
+    }
+  }
+}
+
+TEST_CASE("messages of one tag keep their order, small and large mixed") {
+  Triangle net;
+  std::vector<std::vector<char>> sent, got;
+  for (int i = 0; i < 12; ++i) {
+    sent.push_back(pattern(i % 3 == 0 ? 500 : 20, i));
+    got.emplace_back(sent.back().size());
+  }
+  for (int i = 0; i < 12; ++i) {
+    net.send(0, i, 1, P2P_KEY | 4, sent[i]);
+    if (i % 4 == 0) net.pump();
+  }
+  for (int i = 0; i < 12; ++i) net.receive(1, i, 0, P2P_KEY | 4, got[i]);
+  net.pump();
+  CHECK(got == sent);
+}
+
+TEST_CASE("a receive from any rank takes what comes, and says from whom") {
+  for (size_t size : {size_t{8}, size_t{900}}) {
+    Triangle net;
+    std::vector<char> first(size), second(size);
+    net.receive(0, 1, SENNIT_ANY_PEER, P2P_KEY | 1, first);
+    net.send(2, 1, 0, P2P_KEY | 1, pattern(size, 22));
+    net.pump();
+    net.send(1, 1, 0, P2P_KEY | 1, pattern(size, 11));
+    net.pump();
+    net.receive(0, 2, SENNIT_ANY_PEER, P2P_KEY | 1, second);
+    net.pump();
+    REQUIRE(net.clients[0].received.size() == 2);
+    CHECK(net.clients[0].received[0].peer == 2);
+    CHECK(net.clients[0].received[1].peer == 1);
+    CHECK(first == pattern(size, 22));
+    CHECK(second == pattern(size, 11));
+  }
+}
+
+TEST_CASE("loans keep the bytes until they are released") {
+  Triangle net;
+  for (size_t size : {size_t{40}, size_t{4'000}}) {
+    net.clients[1].received.clear();
+    net.mailboxes[1]->receive(net.clients[1], 9, 0, {size, SIGNATURE, size}, nullptr);
+    net.send(0, 1, 1, size, pattern(size, 5));
+    net.pump();
+    REQUIRE(net.clients[1].received.size() == 1);
+    const auto loan = net.clients[1].received[0];
+    CHECK(std::memcmp(loan.view, pattern(size, 5).data(), size) == 0);
+    CHECK(loan.loan != 0);
+    net.mailboxes[1]->release(loan.loan);
+    CHECK(net.lanes[{1, 0}]->loan_count() == 0);
+  }
+}
+
+TEST_CASE("a full lane delays, and keeps the order") {
+  Triangle net;
+  net.lanes[{0, 1}]->full = true;
+  std::vector<std::vector<char>> got(5, std::vector<char>(6));
+  for (int i = 0; i < 5; ++i) net.send(0, i, 1, P2P_KEY | 2, pattern(6, i));
+  net.pump();
+  CHECK(net.clients[0].sent.empty());
+  CHECK_FALSE(net.mailboxes[0]->idle());
+  net.lanes[{0, 1}]->full = false;
+  for (int i = 0; i < 5; ++i) net.receive(1, i, 0, P2P_KEY | 2, got[i]);
+  net.pump();
+  for (int i = 0; i < 5; ++i) CHECK(got[i] == pattern(6, i));
+  CHECK(net.clients[0].sent == std::vector<uint32_t>{0, 1, 2, 3, 4});
+}
+
+TEST_CASE("too many early messages are held in the lane, not in memory without end") {
+  Triangle net;
+  const std::vector<char> data = pattern(64, 1);
+  const size_t count = 300'000;  // 19 MB: more than is kept
+  for (size_t i = 0; i < count; ++i) net.send(0, 1, 1, P2P_KEY | i, data);
+  net.pump();
+  size_t matched = 0;
+  std::vector<char> got(64);
+  for (size_t i = 0; i < count; ++i) {
+    net.receive(1, 1, 0, P2P_KEY | i, got);
+    net.pump();
+    ++matched;
+  }
+  CHECK(net.clients[1].received.size() == matched);
+}
+
+TEST_CASE("ranks that disagree get an error that says how") {
+  const uint64_t allreduce_f32 = uint64_t{1} << 56 | uint64_t{SENNIT_F32} << 48 | 10;
+  const uint64_t allreduce_i64 = uint64_t{1} << 56 | uint64_t{SENNIT_I64} << 48 | 10;
+  for (auto [send_size, receive_size] : {std::pair{40, 48}, {40, 400}, {400, 40}, {400, 480}}) {
+    for (bool send_first : {false, true}) {
+      CAPTURE(send_size);
+      CAPTURE(receive_size);
+      Triangle net;
+      std::vector<char> got(receive_size);
+      const std::vector<char> data = pattern(send_size, 1);
+      auto post_send = [&] { net.send(0, 1, 1, 77, data); };
+      if (send_first) post_send();
+      net.receive(1, 1, 0, 77, got);
+      if (!send_first) post_send();
+      net.pump();
+      for (uint64_t later : {300'000u, 600'000u}) {  // the sender's probe
+        for (auto& mailbox : net.mailboxes) mailbox->progress(later);
+        net.pump();
+      }
+      const MailboxFailure* failure =
+          net.mailboxes[1]->failure() ? net.mailboxes[1]->failure() : net.mailboxes[0]->failure();
+      REQUIRE(failure != nullptr);
+      CHECK(failure->kind == MailboxFailure::Kind::mismatch);
+      CHECK(failure->reason.find(std::to_string(send_size)) != std::string::npos);
+      CHECK(failure->reason.find(std::to_string(receive_size)) != std::string::npos);
+    }
+  }
+  Triangle net;
+  std::vector<char> got(40);
+  net.mailboxes[1]->receive(net.clients[1], 1, 0, {77, allreduce_f32, 40}, got.data());
+  net.send(0, 1, 1, 77, pattern(40, 1), allreduce_i64);
+  net.pump();
+  REQUIRE(net.mailboxes[1]->failure() != nullptr);
+  CHECK(net.mailboxes[1]->failure()->reason.find("rank 0 runs allreduce of int64") != std::string::npos);
+  CHECK(net.mailboxes[1]->failure()->reason.find("rank 1 runs allreduce of float32") != std::string::npos);
+}
+
+TEST_CASE("a lost peer fails what waits for it, and only that") {
+  Triangle net;
+  std::vector<char> got(8);
+  net.receive(0, 1, 2, 5, got);
+  net.mailboxes[0]->on_peer_lost(1, "process ended");
+  CHECK(net.mailboxes[0]->failure() == nullptr);
+  net.send(2, 1, 0, 5, pattern(8, 1));
+  net.pump();
+  CHECK(net.clients[0].received.size() == 1);
+  net.receive(0, 2, 1, 6, got);
+  REQUIRE(net.mailboxes[0]->failure() != nullptr);
+  CHECK(net.mailboxes[0]->failure()->peer == 1);
+}
+
+TEST_CASE("a failure reaches the other ranks as words") {
+  Triangle net;
+  net.mailboxes[2]->broadcast_failure("the disk is full");
+  net.pump();
+  for (int rank : {0, 1}) {
+    REQUIRE(net.mailboxes[rank]->failure() != nullptr);
+    CHECK(net.mailboxes[rank]->failure()->peer == 2);
+    CHECK(net.mailboxes[rank]->failure()->reason == "the disk is full");
+  }
+}

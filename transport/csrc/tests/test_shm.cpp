@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shared-memory port: what it carries, how it wakes, and what a broken peer can do to it.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "executor/engine.hpp"
+#include "ports/shm_port.hpp"
+
+using namespace sennit;
+
+namespace {
+
+class Sink final : public LaneSink {
+ public:
+  bool on_eager(uint32_t, const MessageHeader& header, uint32_t, const std::byte* data) override {
+    if (refuse_eager) return false;
+    eager.emplace_back(header.key, std::vector<std::byte>(data, data + header.size_bytes));
+    return true;
+  }
+  void on_advert(uint32_t, const MessageHeader& header, uint64_t advert_id) override {
+    adverts[header.key] = advert_id;
+  }
+  void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override {
+    received[receive_id] = {view, loan_id};
+  }
+  void on_sent(uint64_t send_id) override { sent.push_back(send_id); }
+  void on_peer_lost(uint32_t, std::string reason) override { lost.push_back(std::move(reason)); }
+
+  bool refuse_eager = false;
+  std::vector<std::pair<uint64_t, std::vector<std::byte>>> eager;
+  std::map<uint64_t, uint64_t> adverts;
+  std::map<uint64_t, std::pair<const std::byte*, uint64_t>> received;
+  std::vector<uint64_t> sent;
+  std::vector<std::string> lost;
+};
+
+struct Pair {
+  ShmPort a{0, 2}, b{1, 2};
+  Sink sink_a, sink_b;
+  Pair() {
+    REQUIRE(a.accept(1, b.offer()));
+    REQUIRE(b.accept(0, a.offer()));
+    a.connect(1, sink_a);
+    b.connect(0, sink_b);
+  }
+  void pump() {
+    while (a.progress(1) | b.progress(1)) {
+    }
+  }
+};
+
+std::vector<std::byte> noise(size_t size, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<std::byte> bytes(size);
+  for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+  return bytes;
+}
+
+}  // namespace
+
+TEST_CASE("eager messages of all sizes wrap round the ring in order") {
+  Pair pair;
+  std::mt19937 random(1);
+  uint64_t key = 0, pending = 0;
+  std::map<uint64_t, std::vector<std::byte>> expected;
+  for (int round = 0; round < 5'000; ++round) {
+    const std::vector<std::byte> data = noise(random() % 8'193, round);
+    if (pair.a.lane(1).send_eager({key, 0, data.size()}, EAGER_DATA, data.data())) {
+      expected[key++] = data;
+      ++pending;
+    } else {
+      CHECK(pending > 0);
+      pair.pump();
+      pending = 0;
+    }
+  }
+  pair.pump();
+  REQUIRE(pair.sink_b.eager.size() == key);
+  for (uint64_t i = 0; i < key; ++i) {
+    CHECK(pair.sink_b.eager[i].first == i);
+    CHECK(pair.sink_b.eager[i].second == expected[i]);
+  }
+}
+
+TEST_CASE("transfers land where they were advertised, larger than the ring, both ways at once") {
+  Pair pair;
+  const std::vector<size_t> sizes = {1, 63, 64, 4'097, 131'072, 131'073, 3'000'001};
+  std::vector<std::vector<std::byte>> from_a, from_b, to_a, to_b;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    from_a.push_back(noise(sizes[i], 100 + i));
+    from_b.push_back(noise(sizes[i], 200 + i));
+    to_a.emplace_back(sizes[i]);
+    to_b.emplace_back(sizes[i]);
+    pair.a.lane(1).advertise(i, {i, 0, sizes[i]}, to_a[i].data());
+    pair.b.lane(0).advertise(i, {i, 0, sizes[i]}, to_b[i].data());
+  }
+  pair.pump();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    pair.a.lane(1).transfer(i, pair.sink_a.adverts.at(i), from_a[i].data(), sizes[i]);
+    pair.b.lane(0).transfer(i, pair.sink_b.adverts.at(i), from_b[i].data(), sizes[i]);
+  }
+  pair.pump();
+  CHECK(to_b == from_a);
+  CHECK(to_a == from_b);
+  CHECK(pair.sink_a.sent.size() == sizes.size());
+  CHECK(pair.a.idle());
+}
+
+TEST_CASE("loans are views of the ring, granted as others come back, in any order") {
+  Pair pair;
+  constexpr size_t COUNT = 40;
+  std::vector<std::vector<std::byte>> data;
+  for (size_t i = 0; i < COUNT; ++i) {
+    data.push_back(noise(MAX_LOAN_BYTES - i, i));
+    pair.b.lane(0).advertise(i, {i, 0, data[i].size()}, nullptr);
+  }
+  std::mt19937 random(2);
+  std::vector<uint64_t> held;
+  size_t transferred = 0, checked = 0;
+  while (checked < COUNT) {
+    pair.pump();
+    for (; pair.sink_a.adverts.count(transferred) != 0; ++transferred) {
+      pair.a.lane(1).transfer(transferred, pair.sink_a.adverts.at(transferred), data[transferred].data(),
+                              data[transferred].size());
+    }
+    pair.pump();
+    for (auto& [id, place] : pair.sink_b.received) {
+      CHECK(std::memcmp(place.first, data[id].data(), data[id].size()) == 0);
+      held.push_back(place.second);
+      ++checked;
+    }
+    pair.sink_b.received.clear();
+    REQUIRE_FALSE(held.empty());
+    const size_t pick = random() % held.size();
+    pair.b.lane(0).release(held[pick]);
+    held.erase(held.begin() + static_cast<std::ptrdiff_t>(pick));
+  }
+}
+
+TEST_CASE("a message that finds no room above stays in the ring and comes again") {
+  Pair pair;
+  pair.sink_b.refuse_eager = true;
+  const std::vector<std::byte> data = noise(100, 1);
+  REQUIRE(pair.a.lane(1).send_eager({1, 0, 100}, EAGER_DATA, data.data()));
+  pair.pump();
+  CHECK(pair.sink_b.eager.empty());
+  pair.sink_b.refuse_eager = false;
+  pair.pump();
+  CHECK(pair.sink_b.eager.size() == 1);
+}
+
+TEST_CASE("a sleeping rank is woken by a publication, and does not sleep through one") {
+  Pair pair;
+  std::thread sleeper([&] {
+    const uint64_t deadline_us = clock_us() + 10'000'000;
+    while (pair.sink_b.eager.size() < 200 && clock_us() < deadline_us) {
+      const uint32_t ticket = pair.b.prepare_sleep();
+      if (pair.b.progress(1)) {
+        pair.b.cancel_sleep();
+      } else {
+        pair.b.sleep(ticket, 5'000'000);
+      }
+    }
+  });
+  std::mt19937 random(4);
+  for (uint64_t i = 0; i < 200; ++i) {
+    while (!pair.a.lane(1).send_eager({i, 0, 0}, EAGER_DATA, nullptr)) std::this_thread::yield();
+    pair.a.progress(1);
+    if (random() % 4 == 0) std::this_thread::yield();
+  }
+  sleeper.join();
+  CHECK(pair.sink_b.eager.size() == 200);
+}
+
+TEST_CASE("garbage in the ring loses the peer, not the process") {
+  for (uint32_t seed = 0; seed < 2'000; ++seed) {
+    Sink sink;
+    std::vector<std::byte> memory(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BULK_RING_MIN_BYTES + 128);
+    auto* base = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    ShmInbox inbox{reinterpret_cast<ShmInboxHeader*>(base), base + sizeof(ShmInboxHeader),
+                   base + sizeof(ShmInboxHeader) + CONTROL_RING_BYTES, BULK_RING_MIN_BYTES};
+    std::mt19937 random(seed);
+    for (size_t i = 0; i < 4'096; ++i) {
+      // Small numbers: valid types and sizes are common.
+      inbox.control[i] = static_cast<std::byte>(i % 4 == 0 ? random() % 8 * (random() % 3 == 0 ? 32 : 1) : 0);
+    }
+    inbox.header->control_head = 64 * (1 + random() % 64);
+    ShmLane lane(0, inbox, inbox, sink);
+    std::vector<std::byte> destination(64);
+    lane.drain();
+    CHECK(sink.lost.size() <= 1);
+  }
+}
+
+TEST_CASE("a foreign, stale or short offer is no common memory") {
+  ShmPort a(0, 2), b(1, 2);
+  std::vector<std::byte> offer = b.offer();
+  CHECK_FALSE(a.accept(1, std::span(offer).first(4)));
+  offer[0] ^= std::byte{1};
+  CHECK_FALSE(a.accept(1, offer));
+  CHECK_FALSE(a.accept(1, ShmPort(0, 2).offer()));  // unlinked with its owner
+  ShmPort other(0, 2);
+  CHECK_FALSE(a.accept(1, other.offer()));  // a segment of rank 0, not of rank 1
+  CHECK(a.accept(1, b.offer()));
+}
+
+TEST_CASE("a process that dies is noticed, a process that lives is not") {
+  int pipe_fds[2];
+  REQUIRE(pipe(pipe_fds) == 0);
+  int hold[2];
+  REQUIRE(pipe(hold) == 0);
+  const pid_t child = fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    close(hold[1]);
+    ShmSegment segment = ShmSegment::create(1, 2, 0xABCD0000u + static_cast<uint64_t>(getpid()));
+    const std::vector<std::byte> offer = segment.offer();
+    if (write(pipe_fds[1], offer.data(), offer.size()) != static_cast<ssize_t>(offer.size())) _exit(1);
+    char byte;
+    if (read(hold[0], &byte, 1) < 0) _exit(1);  // until the parent has looked
+    _exit(0);
+  }
+  close(hold[0]);
+  std::vector<std::byte> offer(8);
+  REQUIRE(read(pipe_fds[0], offer.data(), 8) == 8);
+  ShmSegment segment = ShmSegment::open(offer, 1, 2);
+  REQUIRE(static_cast<bool>(segment));
+  CHECK(segment.owner_alive());
+  close(hold[1]);
+  int status = 0;
+  REQUIRE(waitpid(child, &status, 0) == child);
+  CHECK_FALSE(segment.owner_alive());
+  // The child ended without clean-up: its name is left. In a group every rank unlinks once all are connected.
+  uint64_t nonce = 0;
+  std::memcpy(&nonce, offer.data(), 8);
+  char path[64];
+  std::snprintf(path, sizeof path, "/dev/shm/sennit-%016llx", static_cast<unsigned long long>(nonce));
+  unlink(path);
+}
