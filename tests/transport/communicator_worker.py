@@ -225,9 +225,12 @@ SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
 def main() -> None:
     names, rank, world, store, seed = sys.argv[1:]
     with Communicator(rank=int(rank), world=int(world), store=FileStore(store), config=from_environment()) as group:
-        wanted = os.environ.get("SENNIT_TRANSPORT", "auto")
-        kinds = set(group.routes) - {"self"}
-        assert kinds <= ({"shm"} if wanted in ("auto", "shm") else {wanted}), group.routes
+        # Ranks with one SENNIT_HOST_ID are neighbours; HOSTS has those of all ranks.
+        hosts = os.environ["HOSTS"].split(",")
+        near = "udp" if os.environ["SENNIT_TRANSPORT"] == "udp" else "shm"
+        expected = [near if host == hosts[group.rank] else "udp" for host in hosts]
+        expected[group.rank] = "self"
+        assert list(group.routes) == expected, group.routes
         for name in names.split(","):
             SCENARIOS[name](group, int(seed))
 

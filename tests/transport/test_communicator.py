@@ -23,10 +23,17 @@ WORKER = Path(__file__).with_name("communicator_worker.py")
 DEADLINE_S = 90.0
 
 
-def run_ranks(scenario: str, world: int, transport: str, folder: Path, seed: int, timeout_s: float = 60.0) -> None:
-    """Runs one process a rank; fails with what the failing ranks wrote. Leaves no process behind."""
+def run_ranks(
+    scenario: str, world: int, transport: str, folder: Path, seed: int, timeout_s: float = 60.0, hosts: str = ""
+) -> None:
+    """Runs one process a rank; fails with what the failing ranks wrote. Leaves no process behind.
+
+    `hosts`: a letter for each rank, its pretended host; by default they share one.
+    """
+    hosts = hosts or "a" * world
     environment = {
         **os.environ,
+        "HOSTS": ",".join(hosts),
         "SENNIT_TRANSPORT": transport,
         "SENNIT_INTERFACES": "lo",
         "SENNIT_TIMEOUT_S": f"{timeout_s}",
@@ -35,7 +42,8 @@ def run_ranks(scenario: str, world: int, transport: str, folder: Path, seed: int
     for rank in range(world):
         command = [sys.executable, str(WORKER), scenario, f"{rank}", f"{world}", str(folder / "store"), f"{seed}"]
         with (folder / f"rank{rank}").open("wb") as log:
-            ranks.append(subprocess.Popen(command, env=environment, stderr=log))
+            mine = environment | {"SENNIT_HOST_ID": hosts[rank]}
+            ranks.append(subprocess.Popen(command, env=mine, stderr=log))
     deadline_s = time.monotonic() + DEADLINE_S
     codes: list[int | None] = []
     try:
@@ -60,6 +68,12 @@ def run_ranks(scenario: str, world: int, transport: str, folder: Path, seed: int
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_collectives(transport: str, world: int, tmp_path: Path) -> None:
     run_ranks("reductions,movement,point_to_point,overlapping", world, transport, tmp_path, seed=world)
+
+
+@pytest.mark.parametrize("hosts", ["aab", "abab"])
+def test_neighbours_by_shm_and_strangers_by_udp(hosts: str, tmp_path: Path) -> None:
+    scenarios = "reductions,movement,point_to_point,overlapping"
+    run_ranks(scenarios, len(hosts), "auto", tmp_path, seed=len(hosts), hosts=hosts)
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
