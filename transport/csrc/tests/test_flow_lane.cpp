@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0
+// The lane over a flow: loans, held eager messages, ids handed through.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "ports/flow_lane.hpp"
+#include "ports/sim.hpp"
+
+using namespace sennit;
+
+namespace {
+
+struct RecordingSink final : LaneSink {
+  bool on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) override {
+    CHECK(peer == 7);
+    if (eager_refusals > 0) return --eager_refusals, false;
+    eager.emplace_back(
+        std::to_string(header.key) + ":" + std::to_string(flags) + ":" +
+        std::string(reinterpret_cast<const char*>(data), flags == EAGER_REQUEST ? 0 : header.size_bytes));
+    return true;
+  }
+  void on_advert(uint32_t, const MessageHeader& header, uint64_t advert_id) override {
+    adverts.push_back(header.key);
+    lane->transfer(header.key, advert_id, source.data(), header.size_bytes);
+  }
+  void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override {
+    received.push_back(receive_id);
+    views.push_back(view);
+    loans.push_back(loan_id);
+  }
+  void on_sent(uint64_t send_id) override { sent.push_back(send_id); }
+  void on_peer_lost(uint32_t, std::string reason) override { lost = std::move(reason); }
+
+  FlowLane* lane = nullptr;
+  int eager_refusals = 0;
+  std::vector<std::byte> source = std::vector<std::byte>(MAX_LOAN_BYTES, std::byte{0x42});
+  std::vector<std::string> eager;
+  std::vector<uint64_t> adverts, received, loans, sent;
+  std::vector<const std::byte*> views;
+  std::string lost;
+};
+
+struct LanePair {
+  LanePair() {
+    const uint32_t link = network.add_link({.delay_us = 10, .loss_fraction = 0.02});
+    const auto eager_address = [](auto& memory) { return reinterpret_cast<uint64_t>(memory.data()); };
+    sender.lane = &a;
+    receiver.lane = &b;
+    a.flow().set_remote_eager(eager_address(memory_b), 2);
+    b.flow().set_remote_eager(eager_address(memory_a), 1);
+    network.connect(
+        a.flow(), b.flow(), std::array{link}, std::array{link}, [this](uint64_t now_us) { a.pump(now_us); },
+        [this](uint64_t now_us) { b.pump(now_us); });
+  }
+  void settle() {
+    network.run(network.now_us() + 100'000, [] { return false; });
+  }
+  uint32_t key(std::byte*, size_t) { return ++last_key; }
+
+  flow::FlowConfig config{.payload_max_bytes = 1'024, .window_bytes = 262'144};
+  std::vector<std::byte> memory_a = std::vector<std::byte>(64 * 1'024), memory_b = memory_a;
+  RecordingSink sender, receiver;
+  uint32_t last_key = 100;
+  RegisterRegion register_region = [this](std::byte* at, size_t size) { return key(at, size); };
+  FlowLane a{7, config, memory_a, 1, register_region, sender};
+  FlowLane b{7, config, memory_b, 2, register_region, receiver};
+  SimNetwork network{1};
+};
+
+}  // namespace
+
+TEST_CASE("Loans beyond the pool wait in order and are granted as others are released") {
+  LanePair pair;
+  constexpr uint64_t WISHES = 20;
+  for (uint64_t i = 0; i < WISHES; ++i) pair.b.advertise(1'000 + i, {i, 0, MAX_LOAN_BYTES}, nullptr);
+  std::vector<std::byte> own(5'000);
+  pair.b.advertise(5'000, {500, 0, own.size()}, own.data());  // has its own memory: needs no loan
+  pair.settle();
+  CHECK(pair.receiver.received.size() == FlowLane::LOAN_COUNT + 1);
+  CHECK(own == std::vector<std::byte>(own.size(), std::byte{0x42}));
+  size_t released = 0;
+  while (pair.receiver.received.size() < WISHES + 1) {
+    const size_t before = pair.receiver.received.size();
+    for (; released < before; ++released) {
+      if (pair.receiver.loans[released] != 0) {
+        CHECK(pair.receiver.views[released][MAX_LOAN_BYTES - 1] == std::byte{0x42});
+      }
+      pair.b.release(pair.receiver.loans[released]);
+    }
+    pair.settle();
+    REQUIRE(pair.receiver.received.size() > before);
+  }
+  std::vector<uint64_t> granted;
+  for (const uint64_t key : pair.sender.adverts)
+    if (key != 500) granted.push_back(key);
+  CHECK(std::ranges::is_sorted(granted));
+  CHECK(pair.sender.sent.size() == WISHES + 1);
+  CHECK(std::set<uint64_t>(pair.receiver.received.begin(), pair.receiver.received.end()).size() == WISHES + 1);
+  CHECK(pair.a.idle());
+  CHECK(pair.b.idle());
+}
+
+TEST_CASE("An eager message without room is offered again, in order, and a request carries no data") {
+  LanePair pair;
+  pair.receiver.eager_refusals = 3;
+  REQUIRE(pair.a.send_eager({1, 0, 5}, EAGER_DATA, "first"));
+  REQUIRE(pair.a.send_eager({2, 0, 1ull << 33}, EAGER_REQUEST, nullptr));
+  REQUIRE(pair.a.send_eager({3, 0, 4}, EAGER_FAILURE, "fail"));
+  pair.settle();
+  for (int round = 0; round < 5; ++round) pair.b.pump(pair.network.now_us());
+  CHECK(pair.receiver.eager == std::vector<std::string>{"1:0:first", "2:1:", "3:2:fail"});
+}
+
+TEST_CASE("A message of size zero needs no memory") {
+  LanePair pair;
+  pair.b.advertise(1, {1, 0, 0}, nullptr);
+  pair.settle();
+  CHECK(pair.receiver.received == std::vector<uint64_t>{1});
+  CHECK(pair.receiver.loans == std::vector<uint64_t>{0});
+  CHECK(pair.sender.sent == std::vector<uint64_t>{1});
+  pair.b.release(0);
+}
+
+TEST_CASE("An abort ends the peer's lane with its reason") {
+  LanePair pair;
+  std::vector<std::byte> own(500'000);
+  pair.b.advertise(1, {1, 0, MAX_LOAN_BYTES}, own.data());
+  pair.a.flow().abort("because");
+  pair.settle();
+  CHECK(pair.receiver.lost == "aborted: because");
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of a flow by themselves: sequence numbers, round-trip time, the record index, the control codec.
+#include <doctest/doctest.h>
+
+#include <array>
+#include <cstring>
+#include <map>
+
+#include "flow/control.hpp"
+#include "flow/immediate.hpp"
+#include "flow/outstanding.hpp"
+#include "flow/rtt.hpp"
+#include "flow/sequence_ring.hpp"
+#include "ports/sim.hpp"
+
+using namespace sennit;
+using namespace sennit::flow;
+
+TEST_CASE("Sequence numbers are found again from their low bits, across every wrap") {
+  for (const uint64_t reference : {0ull, 5ull, 0xF'FFFFull, 0x10'0000ull, 0xFFFF'FFF0ull, 0x1'0000'0004ull}) {
+    for (int64_t offset = -1'000; offset <= 1'000; ++offset) {
+      const uint64_t number = reference + static_cast<uint64_t>(offset);
+      CHECK(nearest<32>(static_cast<uint32_t>(number), reference) == number);
+      CHECK(nearest<20>(static_cast<uint32_t>(number) & INDEX_MASK, reference) == number);
+    }
+  }
+  CHECK(credit_slot(0) == 1);
+  CHECK(credit_slot(4'094) == 4'095);
+  CHECK(credit_slot(4'095) == 1);
+}
+
+TEST_CASE("Round-trip estimates follow RFC 6298") {
+  RoundTrip round_trip;
+  CHECK(round_trip.rto_us() == RTO_INITIAL_US);
+  round_trip.add_sample(40'000);
+  CHECK(round_trip.smoothed_us() == 40'000);
+  CHECK(round_trip.rto_us() == 40'000 + 4 * 20'000);
+  round_trip.add_sample(48'000);  // rttvar = 3/4 * 20,000 + 1/4 * 8,000; srtt = 7/8 * 40,000 + 1/8 * 48,000
+  CHECK(round_trip.smoothed_us() == 41'000);
+  CHECK(round_trip.rto_us() == 41'000 + 4 * 17'000);
+  CHECK(round_trip.min_us() == 40'000);
+  for (int i = 0; i < 200; ++i) round_trip.add_sample(50);
+  CHECK(round_trip.rto_us() == RTO_MIN_US);
+  CHECK(round_trip.pto_us(400) == PTO_MIN_US);
+  for (int i = 0; i < 200; ++i) round_trip.add_sample(UINT64_MAX);
+  CHECK(round_trip.rto_us() == RTO_MAX_US);
+}
+
+TEST_CASE("The record index agrees with a map under random insertions and removals") {
+  SimRandom random(1);
+  Outstanding outstanding(256);
+  RecordList list;
+  std::map<uint32_t, uint32_t> expected;  // immediate -> id
+  for (int step = 0; step < 200'000; ++step) {
+    // Few distinct immediates, close together: collisions and long probes are frequent.
+    const uint32_t immediate =
+        make_immediate(static_cast<uint32_t>(random.below(4)), static_cast<uint32_t>(random.below(120)));
+    const uint32_t found = outstanding.find(immediate);
+    if (const auto known = expected.find(immediate); known != expected.end()) {
+      REQUIRE(found == known->second);
+      outstanding.unlink(list, found);
+      outstanding.erase(found);
+      expected.erase(known);
+    } else {
+      REQUIRE(found == NO_RECORD);
+      if (outstanding.full()) continue;
+      const uint32_t id = outstanding.insert(DataOut{0, 0, immediate, nullptr, 0});
+      outstanding.push_back(list, id);
+      expected[immediate] = id;
+    }
+    REQUIRE(outstanding.size() == expected.size());
+  }
+  size_t listed = 0;
+  for (uint32_t id = list.head; id != NO_RECORD; id = outstanding[id].next) ++listed;
+  CHECK(listed == expected.size());
+}
+
+TEST_CASE("A sequence ring keeps numbers across growth") {
+  SequenceRing<uint64_t> ring;
+  SimRandom random(2);
+  for (int step = 0; step < 10'000; ++step) {
+    if (ring.empty() || random.chance(0.52)) {
+      const uint64_t number = ring.end();
+      CHECK(ring.push(number * 3) == number);
+    } else {
+      CHECK(ring.front() == ring.first() * 3);
+      ring.pop();
+    }
+    if (!ring.empty()) CHECK(ring[ring.end() - 1] == (ring.end() - 1) * 3);
+  }
+}
+
+TEST_CASE("A control payload has the bytes of docs/wire.md") {
+  std::array<std::byte, 256> out{};
+  ControlWriter writer(out);
+  writer.header.flags = CONTROL_ASK;
+  writer.header.completed_below = 0x0403'0201;
+  writer.header.credits_seen = 0x1413'1211;
+  writer.header.eager_received = 7;
+  writer.header.eager_consumed = 6;
+  writer.header.advert_first = 9;
+  writer.add_done_word(0x5);
+  writer.add_eager_word(0x8000'0000'0000'0001);
+  REQUIRE(writer.add_echo({0x0010'0002, 33}));
+  REQUIRE(writer.begin_sack(12, 70, 1));
+  writer.add_sack_word(0x80);
+  REQUIRE(writer.add_advert({0x1122'3344'5566'7788, 0xAABB'CCDD, 4'096, true, 1, 2, 3}));
+  REQUIRE(writer.add_advert({0x10, 0x20, 0x30, false, 0, 0, 0}));
+  const size_t size_bytes = writer.finish();
+  const std::array<uint8_t, 132>
+      expected{1,    1,    1,    1,    1,    0,    1,    0,    2,    0,    0,    0,  // version to reason bytes
+               1,    2,    3,    4,    0x11, 0x12, 0x13, 0x14, 7,    0,    0,    0,    6,    0,    0, 0,    9,
+               0,    0,    0,  // cumulative fields
+               5,    0,    0,    0,    0,    0,    0,    0,    1,    0,    0,    0,    0,    0,    0, 0x80,  // done,
+                                                                                                             // eager
+               2,    0,    0x10, 0,    33,   0,    0,    0,                                                  // echo
+               12,   0,    0,    0,    70,   0,    0,    0,    1,    0,    0,    0,    0x80, 0,    0, 0,    0,
+               0,    0,    0,  // SACK
+               0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 0xDD, 0xCC, 0xBB, 0xAA, 0,    0x10, 0, 0x80, 1,
+               0,    0,    0,    0,    0,    0,    0,    2,    0,    0,    0,    0,    0,    0,    0, 3,    0,
+               0,    0,    0,    0,    0,    0,  // first part of a message
+               0x10, 0,    0,    0,    0,    0,    0,    0,    0x20, 0,    0,    0,    0x30, 0,    0, 0};  // a later
+                                                                                                           // part
+  REQUIRE(size_bytes == expected.size());
+  CHECK(std::memcmp(out.data(), expected.data(), expected.size()) == 0);
+
+  ControlReader reader;
+  REQUIRE(reader.parse(std::span(out).first(size_bytes)));
+  CHECK(reader.header().eager_received == 7);
+  CHECK(reader.done()[0] == 5);
+  CHECK(reader.echo(0).delay_us == 33);
+  CHECK(reader.each_sack(
+      [](const Sack& sack) { return sack.credit == 12 && sack.first_missing == 70 && sack.words[0] == 0x80; }));
+  CHECK(reader.each_advert([](uint32_t index, const Advert& advert) {
+    return index == 0 ? advert.first_part && advert.message_bytes == 3
+                      : advert.part_bytes == 0x30 && !advert.first_part;
+  }));
+  CHECK_FALSE(reader.parse(std::span(out).first(size_bytes + 1)));
+}
