@@ -87,7 +87,7 @@ def test_arithmetic(transport: str, world: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_failures(transport: str, world: int, scenario: str, tmp_path: Path) -> None:
     # A dead udp peer is noticed at the deadline at the latest.
-    run_ranks(scenario, world, transport, tmp_path, seed=1, timeout_s=8.0)
+    run_ranks(scenario, world, transport, tmp_path, seed=1, timeout_s=5.0)
 
 
 def test_one_rank_needs_no_store_and_no_ports() -> None:
