@@ -46,6 +46,9 @@ class RunReport:
 
     first_step: int
     step: int
+    run_s: float
+    """Wall clock of the loop on this rank: training, evaluations, checkpoints."""
+
     final_loss: float | None
     """Rank 0's loss in the last step."""
 
@@ -54,8 +57,8 @@ class RunReport:
 
     @property
     def train_s(self) -> float:
-        """Rank 0's seconds of training."""
-        return sum(part for name, part in self.ranks[0].phases_s.items() if name not in NOT_TRAINING)
+        """Seconds of training: the run without evaluations and checkpoints."""
+        return self.run_s - sum(self.ranks[0].phases_s.get(name, 0.0) for name in NOT_TRAINING)
 
     @property
     def samples_per_s(self) -> float:
@@ -84,6 +87,7 @@ class RunReport:
             "machine": f"{platform.machine()} {platform.system()}",
             "steps": {"first": self.first_step, "last": self.step},
             "samples": self.sample_count,
+            "run_s": self.run_s,
             "train_s": self.train_s,
             "samples_per_s": self.samples_per_s,
             "final_loss": self.final_loss,

@@ -89,6 +89,13 @@ def command(
 def start(config: TrainingConfig, ranks: int | None) -> None:
     """Runs this process's rank under torchrun, else starts the ranks. What can be checked early is."""
     sources.check(config.source)
+    for name, folder in (
+        ("--checkpoint", config.checkpoint),
+        ("--tensorboard", config.tensorboard),
+        ("--json", config.json_path.absolute().parent if config.json_path is not None else None),
+    ):
+        if folder is not None:
+            _make_folder(name, folder)
     if config.tensorboard is not None:
         require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -105,6 +112,16 @@ def start(config: TrainingConfig, ranks: int | None) -> None:
 
 def _run_here(config: TrainingConfig, rank: int, world_size: int, store: Store) -> Any:
     return run_rank(config, Place(rank=rank, world_size=world_size, store=store)).weights_sha256
+
+
+def _make_folder(name: str, folder: Path) -> None:
+    """Before training, not after hours of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{name}: no permission to write in {folder}")
 
 
 def _widths(name: str, text: str) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import time
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sennit.runtime import checkpoint
+from sennit.runtime.backend import BACKEND_NAME, counters, register
 from sennit.runtime.data import sources
 from sennit.runtime.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.fingerprint import fingerprint
@@ -34,6 +36,8 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
     """The whole run of one rank. Makes and destroys the default process group."""
     # One thread a rank: ranks share the cores, and more threads would make sums depend on their number.
     torch.set_num_threads(1)
+    # Also where neither torch's entry point nor `import sennit` has done it.
+    register()
     timeout = datetime.timedelta(seconds=config.timeout_s)
     if place.store is None:
         dist.init_process_group(config.backend, timeout=timeout)
@@ -41,14 +45,13 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
         dist.init_process_group(
             config.backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
-    try:
-        report = train(config)
-        # Nobody leaves while another still needs an answer.
-        dist.barrier()
-    finally:
-        # DDP's hooks hold the group; they have to go first.
-        gc.collect()
-        dist.destroy_process_group()
+    # After a failure the group is left to the end of the process: taking it down may wait for peers that are gone.
+    report = train(config)
+    # Nobody leaves while another still needs an answer.
+    dist.barrier()
+    # DDP's hooks hold the group; they have to go first.
+    gc.collect()
+    dist.destroy_process_group()
     return report
 
 
@@ -80,7 +83,9 @@ def train(config: TrainingConfig) -> RunReport:
             assert config.checkpoint is not None
             checkpoint.save(config.checkpoint, step, trainer.state())
 
+        began = time.perf_counter()
         result = trainer.run(on_step, on_epoch, on_checkpoint)
+        run_s = time.perf_counter() - began
 
     after = transport_counters(config.backend)
     mine = RankReport(
@@ -95,6 +100,7 @@ def train(config: TrainingConfig) -> RunReport:
         ranks=[rank for rank in gathered if rank is not None],
         sample_count=(trainer.step - first_step) * config.batch_size,
         first_step=first_step,
+        run_s=run_s,
         step=trainer.step,
         final_loss=last_loss[0] if last_loss else None,
         quality=result,
@@ -109,11 +115,7 @@ def train(config: TrainingConfig) -> RunReport:
 
 def transport_counters(backend: str) -> dict[str, int]:
     """The counters of sennit's default group; other backends have none."""
-    if backend != "sennit":
-        return {}
-    from sennit.runtime.backend import counters
-
-    return counters()
+    return counters() if backend == BACKEND_NAME else {}
 
 
 def _resume(trainer: Trainer, config: TrainingConfig) -> None:

@@ -62,6 +62,7 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
     [
         (["--data", "criteo"], "error: data set 'criteo'; allowed: flights, movielens, adult, synthetic"),
         ([*TINY, "--ranks", "3"], "error: batch size 64 cannot be cut into 3 equal parts; allowed: multiples of 3"),
+        ([*TINY, "--json", "/dev/null/report.json"], "error: --json: [Errno"),
         ([*TINY, "--top", "8,x"], "error: --top '8,x'; allowed: widths separated by commas"),
     ],
 )
