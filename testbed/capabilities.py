@@ -167,6 +167,18 @@ def _settings() -> Capability:
     return _available("settings", detail)
 
 
+def _rails() -> Capability:
+    """The local addresses that udp would use under the present settings."""
+    from sennit.transport import config, rails
+    from sennit.transport.errors import ConfigError
+
+    try:
+        found = rails.find_rails(config.from_environment().interfaces)
+    except ConfigError as error:
+        return _missing("rails", str(error), "set SENNIT_INTERFACES to an interface that is up and has an address")
+    return _available("rails", ", ".join(f"{rail.interface} {rail.address}" for rail in found))
+
+
 def _core() -> Capability:
     name = "core"
     try:
@@ -309,6 +321,7 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "shm": _shm,
     "loopback-ipv4": _loopback_ipv4,
     "loopback-ipv6": _loopback_ipv6,
+    "rails": _rails,
     "udp-gso": _udp_gso,
     "udp-gro": _udp_gro,
     "core": _core,

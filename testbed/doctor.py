@@ -31,7 +31,9 @@ QUESTIONS = (
     Question(title="the native core runs", needs=("cores", "core", "settings"), required=True),
     Question(title="torch.distributed backend", needs=("torch", "backend"), required=True),
     Question(title="ranks of one host share memory (shm)", needs=("shm",)),
-    Question(title="RoCEv2 over UDP sockets (udp)", needs=("loopback-ipv6", "loopback-ipv4", "udp-gso", "udp-gro")),
+    Question(
+        title="RoCEv2 over UDP sockets (udp)", needs=("loopback-ipv6", "loopback-ipv4", "rails", "udp-gso", "udp-gro")
+    ),
     Question(title="RDMA devices (verbs)", needs=("rdma",)),
     Question(title="CUDA tensors", needs=("gpu",)),
     Question(
