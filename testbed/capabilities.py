@@ -162,8 +162,7 @@ def _settings() -> Capability:
         found = config.from_environment()
     except ConfigError as error:
         return _missing("settings", str(error), "correct or unset the variable")
-    interfaces = ",".join(found.interfaces) or "all that are up"
-    detail = f"transport {found.transport}, interfaces {interfaces}, {found.paths} paths a peer and rail"
+    detail = f"transport {found.transport}, {found.paths} paths a peer and rail"
     return _available("settings", detail)
 
 
