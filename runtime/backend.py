@@ -7,9 +7,9 @@ A group's rendezvous and plans are Python (sennit.transport); every call on it i
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -83,6 +83,28 @@ def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
         setattr(process_group, method, named(getattr(process_group, method)))
 
 
+def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+    """The transport's end of a group (default: the default group): routes, counters, `describe()`."""
+    import torch
+    import torch.distributed as dist
+
+    chosen = dist.group.WORLD if group is None else group
+    if chosen is None:
+        raise RuntimeError("there is no default process group; call init_process_group first")
+    names = []
+    for device in (torch.device(name) for name in DEVICES):
+        if device not in chosen._device_types:
+            continue
+        backend: Any = chosen._get_backend(device)
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around the backend.
+        backend = getattr(backend, "wrapped_pg", backend)
+        if hasattr(backend, "compile_plan"):
+            found: Communicator = backend.compile_plan.communicator
+            return found
+        names.append(backend.name())
+    raise ValueError(f"the group's backends are {names}; allowed: groups of backend {BACKEND_NAME!r}")
+
+
 def _create(group: Any, options: Options | None) -> dist.Backend:
     """Torch's creator function: `group` is its `_DistributedBackendOptions`."""
     global _ranks_here
@@ -146,8 +168,8 @@ def _load_extension() -> ModuleType:
         raise ImportError(
             f"sennit.runtime._c10d was built for torch {_c10d.BUILT_FOR_TORCH}, found {found}: run make build"
         )
-    if not torch.distributed.is_available():
-        warnings.warn("this torch was built without torch.distributed", RuntimeWarning, stacklevel=2)
+    # Peers hear a goodbye also from programs that never call destroy_process_group.
+    atexit.register(_c10d.close_all)
     return _c10d
 
 

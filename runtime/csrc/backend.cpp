@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <set>
 
 #include "arguments.hpp"
 #include "interpreter.hpp"
@@ -19,6 +20,9 @@ constexpr uint64_t SHUTDOWN_US = 5'000'000;
 uint64_t to_us(std::chrono::milliseconds timeout) {
   return static_cast<uint64_t>(std::max<int64_t>(timeout.count(), 1)) * 1000;
 }
+
+std::mutex open_mutex;
+std::set<SennitBackend*> open_backends;
 
 // Counts forks above this process, so that a child never touches its parent's connections.
 std::atomic<uint64_t> forks{0};
@@ -43,6 +47,10 @@ SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, c10::intrus
 }
 
 SennitBackend::~SennitBackend() {
+  {
+    const std::lock_guard<std::mutex> lock(open_mutex);
+    open_backends.erase(this);
+  }
   if (forks.load() != fork_generation_) {
     // The threads and sockets are the parent's: leave them alone, down to the reference counts.
     new std::shared_ptr<GroupState>(group_);
@@ -50,6 +58,15 @@ SennitBackend::~SennitBackend() {
     return;
   }
   shutdown();
+}
+
+void SennitBackend::close_all() {
+  std::vector<SennitBackend*> backends;
+  {
+    const std::lock_guard<std::mutex> lock(open_mutex);
+    backends.assign(open_backends.begin(), open_backends.end());
+  }
+  for (SennitBackend* backend : backends) backend->shutdown();
 }
 
 void SennitBackend::check_usable() const {
@@ -83,6 +100,7 @@ void SennitBackend::shutdown() {
   }
   staging_.stop();
   sennit_shutdown(group_->comm, std::min(SHUTDOWN_US, poster_->timeout_us()));
+  group_->wait_for_futures(std::chrono::microseconds(SHUTDOWN_US));
 }
 
 void SennitBackend::startCoalescing() {

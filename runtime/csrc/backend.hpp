@@ -27,6 +27,11 @@ class SennitBackend final : public c10d::Backend {
   SennitBackend(sennit_comm* comm, CompilePlan compile, c10::intrusive_ptr<Options> options);
   ~SennitBackend() override;
 
+  c10::intrusive_ptr<Options> options() const { return options_; }
+  const CompilePlan& compiler() const { return compile_; }
+  // Ends every backend of this process that is still open: at the interpreter's exit, while threads still run.
+  static void close_all();
+
   const std::string getBackendName() const override { return "sennit"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   bool supportsCoalescing() const override { return true; }
@@ -88,6 +93,7 @@ class SennitBackend final : public c10d::Backend {
   void check_usable() const;
 
   const c10::intrusive_ptr<Options> options_;
+  const CompilePlan compile_;
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Poster> poster_;
   Staging staging_;

@@ -18,17 +18,24 @@ namespace {
 class Compiler {
  public:
   explicit Compiler(py::function function) : function_(std::move(function)) {}
+  Compiler(const Compiler&) = delete;
+  Compiler& operator=(const Compiler&) = delete;
   ~Compiler() {
     if (!interpreter_is_usable()) {
       function_.release();
       return;
     }
     const py::gil_scoped_acquire gil;
-    function_ = py::function();
+    let_go();
   }
+
+  const py::function& function() const { return function_; }
+  // At the interpreter's exit: nothing is compiled any more, and Python objects must not outlive it.
+  void let_go() { function_ = py::function(); }
 
   std::string operator()(const PlanShape& shape) const {
     const py::gil_scoped_acquire gil;
+    TORCH_CHECK(function_.ptr() != nullptr, "sennit: the interpreter is exiting; no new operation can start");
     py::tuple counts(shape.counts.size());
     for (size_t index = 0; index < shape.counts.size(); ++index) counts[index] = py::int_(shape.counts[index]);
     const py::bytes plan =
@@ -41,6 +48,28 @@ class Compiler {
   py::function function_;
 };
 
+std::vector<std::weak_ptr<Compiler>>& compilers() {
+  static std::vector<std::weak_ptr<Compiler>> made;  // guarded by the GIL
+  return made;
+}
+
+void close_all() {
+  {
+    const py::gil_scoped_release without_gil;
+    SennitBackend::close_all();
+  }
+  for (const std::weak_ptr<Compiler>& weak : compilers()) {
+    if (const auto compiler = weak.lock()) compiler->let_go();
+  }
+  compilers().clear();
+}
+
+// Keeps the Python callable with the backend's C++ side, and lets Python ask for it.
+struct SharedCompiler {
+  std::shared_ptr<Compiler> compiler;
+  std::string operator()(const PlanShape& shape) const { return (*compiler)(shape); }
+};
+
 c10::intrusive_ptr<SennitBackend> make_backend(uintptr_t communicator, py::function compile_plan,
                                                std::chrono::milliseconds timeout, const std::string& group_name,
                                                std::vector<uint64_t> global_ranks, size_t plan_cache_bytes,
@@ -51,10 +80,15 @@ c10::intrusive_ptr<SennitBackend> make_backend(uintptr_t communicator, py::funct
   options->plan_cache_bytes = plan_cache_bytes;
   options->stage_host_tensors = stage_host_tensors;
   // A copy of std::function copies what it holds; the callable is shared instead.
-  const auto compiler = std::make_shared<Compiler>(std::move(compile_plan));
-  return c10::make_intrusive<SennitBackend>(
-      reinterpret_cast<sennit_comm*>(communicator), [compiler](const PlanShape& shape) { return (*compiler)(shape); },
-      std::move(options));
+  SharedCompiler compiler{std::make_shared<Compiler>(std::move(compile_plan))};
+  std::erase_if(compilers(), [](const auto& weak) { return weak.expired(); });
+  compilers().push_back(compiler.compiler);
+  return c10::make_intrusive<SennitBackend>(reinterpret_cast<sennit_comm*>(communicator), std::move(compiler),
+                                            std::move(options));
+}
+
+py::object compiler_of(const SennitBackend& backend) {
+  return backend.compiler().target<SharedCompiler>()->compiler->function();
 }
 
 }  // namespace
@@ -66,8 +100,15 @@ PYBIND11_MODULE(_c10d, module) {
   module.attr("BUILT_FOR_TORCH") = TORCH_VERSION;
   // Its base class is registered by torch itself.
   py::module_::import("torch.distributed");
+  py::class_<SennitBackend::Options, c10::intrusive_ptr<SennitBackend::Options>, c10d::Backend::Options>(module,
+                                                                                                         "Options")
+      .def_readonly("plan_cache_bytes", &SennitBackend::Options::plan_cache_bytes)
+      .def_readonly("stage_host_tensors", &SennitBackend::Options::stage_host_tensors);
   py::class_<SennitBackend, c10::intrusive_ptr<SennitBackend>, c10d::Backend>(module, "SennitBackend")
       .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("communicator"), py::arg("compile_plan"),
            py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"), py::arg("plan_cache_bytes"),
-           py::arg("stage_host_tensors"));
+           py::arg("stage_host_tensors"))
+      .def_property_readonly("options", &SennitBackend::options)
+      .def_property_readonly("compile_plan", &sennit::runtime::compiler_of);
+  module.def("close_all", &sennit::runtime::close_all);
 }

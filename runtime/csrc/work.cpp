@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 #include "interpreter.hpp"
 
@@ -34,6 +35,13 @@ void GroupState::note_failure(sennit_status status) {
                                                   : ErrorType::COMM_ERROR;
   ErrorType none = ErrorType::SUCCESS;
   error.compare_exchange_strong(none, kind);
+}
+
+void GroupState::wait_for_futures(std::chrono::microseconds limit) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  while (open_futures.load() != 0 && std::chrono::steady_clock::now() < deadline) {
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
 }
 
 std::exception_ptr make_error(sennit_status status, const std::string& message) {
@@ -134,18 +142,22 @@ c10::intrusive_ptr<c10::ivalue::Future> SennitWork::getFuture() {
   // The callback may run Python (`then`), here or in the core's thread: not under the caller's GIL.
   const WithoutGil without_gil;
   c10::raw::intrusive_ptr::incref(this);
+  group_->open_futures.fetch_add(1);
   sennit_op_on_done(op_, &SennitWork::on_done, this);
   return future;
 }
 
 void SennitWork::on_done(void* self) {
-  const auto work = c10::intrusive_ptr<SennitWork>::reclaim(static_cast<SennitWork*>(self));
+  auto work = c10::intrusive_ptr<SennitWork>::reclaim(static_cast<SennitWork*>(self));
+  const auto group = work->group_;
   work->end_profile();
   if (const std::exception_ptr error = work->failure()) {
     work->future_->setErrorIfNeeded(error);
   } else {
     work->future_->markCompleted(c10::IValue(work->outputs_));
   }
+  work.reset();
+  group->open_futures.fetch_sub(1);
 }
 
 uint64_t SennitWork::getSequencenumber() const { return sennit_op_sequence(op_); }

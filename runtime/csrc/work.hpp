@@ -8,6 +8,7 @@
 #include <ATen/core/ivalue.h>
 
 #include <atomic>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -26,9 +27,12 @@ struct GroupState {
   GroupState& operator=(const GroupState&) = delete;
 
   void note_failure(sennit_status status);
+  // Waits until no future is being completed any more; such a thread may need the GIL.
+  void wait_for_futures(std::chrono::microseconds limit);
 
   sennit_comm* const comm;
   std::atomic<c10d::ErrorType> error{c10d::ErrorType::SUCCESS};
+  std::atomic<uint32_t> open_futures{0};
 };
 
 // The torch exception for a failed operation: ValueError for the caller's mistakes, DistNetworkError for devices,

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong, and how it is told: run on each rank by test_backend_faults.py."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def raised(call: Any, *arguments: Any, **options: Any) -> str:
+    """The text of the error that `call` raises, with its class in front; empty if it raises none."""
+    try:
+        result = call(*arguments, **options)
+        if result is not None and hasattr(result, "wait"):
+            result.wait()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def group() -> Any:
+    return dist.group.WORLD
+
+
+def bad_arguments(rank: int, world: int) -> dict[str, str]:
+    """One error text for each mistake; nothing may have been sent, so the group works afterwards."""
+    ones = torch.ones(6, 4)
+    pair = torch.ones(world * 3)
+    # Below torch's dispatcher, which resolves some of these by itself.
+    backend = group()._get_backend(torch.device("cpu"))
+    scatter = dist.ScatterOptions()
+    scatter.rootRank = rank
+    errors = {
+        "non_contiguous": raised(dist.all_reduce, ones.t()),
+        "meta": raised(backend.allreduce, [torch.ones(3, device="meta")]),
+        "band_of_float": raised(dist.all_reduce, ones, dist.ReduceOp.BAND),
+        "avg_of_bool": raised(dist.all_reduce, torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG),
+        "sum_of_fp8": raised(dist.all_reduce, torch.ones(3).to(torch.float8_e4m3fn)),
+        "root": raised(group().broadcast, torch.ones(3), world),
+        "self_send": raised(group().send, [torch.ones(3)], rank, 0),
+        "peer": raised(group().recv, [torch.ones(3)], world + 2, 0),
+        "tag": raised(group().send, [torch.ones(3)], (rank + 1) % world, -1),
+        "gather_size": raised(dist.all_gather_single, torch.empty(world * 3 + 1), torch.ones(3)),
+        "gather_list": raised(group().allgather, [[torch.empty(3)] * (world + 1)], [torch.ones(3)]),
+        "gather_dtype": raised(group()._allgather_base, pair.double(), torch.ones(3)),
+        "overlap": raised(dist.all_to_all_single, pair, pair),
+        "split_sum": raised(dist.all_to_all_single, torch.empty(world * 3), pair, None, [1] * world),
+        "split_negative": raised(dist.all_to_all_single, torch.empty(world * 3), pair, None, [-1] + [3] * (world - 1)),
+        "split_count": raised(dist.all_to_all_single, torch.empty(world * 3), pair, None, [world * 3]),
+        "rows": raised(dist.all_to_all_single, torch.empty(world * 3 + 1), torch.ones(world * 3 + 1)),
+        "conjugate": raised(backend.allreduce, [torch.ones(3, dtype=torch.complex64).conj()]),
+        "scatter_list": raised(group().scatter, [torch.empty(3)], [[torch.empty(3)]], scatter),
+        "sparse_max": raised(dist.all_reduce, torch.eye(3).to_sparse(), dist.ReduceOp.MAX),
+    }
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert total.tolist() == [world] * 2
+    return errors
+
+
+def mismatch(rank: int, world: int, what: str) -> str:
+    """Rank 0 calls something else than the others. A rank that only sends may be done before anyone can tell it, so
+    all ranks then meet: whoever saw the mismatch tells the others, and each rank has an error in the end."""
+    return raised(mismatched_call, rank, world, what) or raised(dist.barrier)
+
+
+def mismatched_call(rank: int, world: int, what: str) -> None:
+    odd = rank == 0
+    ones = torch.ones(100)
+    if what == "elements":
+        dist.all_reduce(torch.ones(100 if odd else 101))
+    elif what == "dtype":
+        dist.all_reduce(torch.ones(100, dtype=torch.float32 if odd else torch.int32))
+    elif what == "op":
+        dist.all_reduce(ones, dist.ReduceOp.SUM if odd else dist.ReduceOp.MAX)
+    elif what == "collective" and odd:
+        dist.broadcast(ones, 0)
+    elif what == "collective":
+        dist.all_reduce(ones)
+    elif what == "moved dtype":
+        dist.broadcast(ones.to(torch.float8_e5m2 if odd else torch.float8_e4m3fn), 0)
+    elif what == "splits":
+        # Rank 0 expects 2 rows of everyone; the others send it 1.
+        sent = [2 if odd else 1, *[2] * (world - 1)]
+        dist.all_to_all_single(torch.empty(2 * world), torch.ones(sum(sent)), None, sent)
+    else:
+        raise AssertionError(what)
+
+
+def killed(rank: int, world: int, victim: int, large: bool) -> tuple[str, float] | None:
+    """The victim dies while the others wait for it; each of them must say who, long before the deadline."""
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start_s = time.monotonic()
+    return raised(dist.all_reduce, torch.ones(5_000_000 if large else 5)), time.monotonic() - start_s
+
+
+def absent(rank: int, world: int) -> str:
+    """The last rank never calls; the others' deadline is short."""
+    small = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == world - 1:
+        time.sleep(2.5)
+        return ""
+    return raised(dist.all_reduce, torch.ones(3), group=small)
+
+
+def monitored(rank: int, world: int) -> str:
+    """All come, then all but the last one."""
+    group().monitored_barrier(timedelta(seconds=20))
+    if rank == world - 1:
+        return ""
+    return raised(group().monitored_barrier, timedelta(seconds=1), True)
+
+
+def aborted(rank: int, world: int) -> str:
+    """Rank 0 waits for an operation that nobody joins; its own abort ends the wait."""
+    mine = dist.new_group()
+    if rank != 0:
+        return raised(dist.all_reduce, torch.ones(3), group=mine)
+    work = dist.all_reduce(torch.ones(3), group=mine, async_op=True) if world == 1 else None
+    receive = dist.irecv(torch.ones(3), 1, group=mine, tag=5)
+    threading.Timer(0.2, lambda: mine._get_backend(torch.device("cpu")).abort()).start()
+    text = raised(receive.wait)
+    assert work is None
+    assert not receive.is_success()
+    assert raised(dist.all_reduce, torch.ones(3), group=mine) != ""
+    return text
+
+
+def short_wait(rank: int, world: int) -> None:
+    """A wait with a limit of its own ends at the limit; the operation goes on and completes."""
+    tensor = torch.ones(3)
+    if rank == 0:
+        work = dist.irecv(tensor, 1, tag=3)
+        text = raised(work.wait, timedelta(milliseconds=100))
+        assert "100 ms" in text, text
+        assert not work.is_completed()
+        dist.barrier()
+        work.wait()
+        assert tensor.tolist() == [7.0] * 3
+    else:
+        dist.barrier()
+        if rank == 1:
+            dist.send(torch.full((3,), 7.0), 0, tag=3)
+
+
+def futures(rank: int, world: int) -> None:
+    """`then` runs without anybody waiting on the Work; results and errors arrive in futures."""
+    done = threading.Event()
+    tensor = torch.full((50_000,), 1.0)
+    work = dist.all_reduce(tensor, async_op=True)
+    chained = work.get_future().then(lambda future: (done.set(), future.value()[0] * 2)[1])
+    assert done.wait(20)
+    assert torch.equal(chained.wait(), torch.full((50_000,), 2.0 * world))
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.result()[0].data_ptr() == tensor.data_ptr()
+    # A Work that is dropped at once: the operation must not lose its memory.
+    for _ in range(20):
+        dist.all_reduce(torch.ones(30_000), async_op=True)
+    gc.collect()
+    dist.barrier()
+    sequence = group()._get_backend(torch.device("cpu"))._get_sequence_number_for_group()
+    numbers: list[object] = [None] * world
+    dist.all_gather_object(numbers, sequence)
+    assert len(set(numbers)) == 1
+
+
+def failed_future(rank: int, world: int) -> str:
+    mine = dist.new_group(timeout=timedelta(seconds=1))
+    if rank != 0:
+        time.sleep(2.0)
+        return ""
+    work = dist.all_reduce(torch.ones(3), group=mine, async_op=True)
+    future = work.get_future()
+    text = raised(future.wait)
+    assert work.exception() is not None
+    assert not work.is_success()
+    return text
+
+
+def forked(rank: int, world: int) -> str:
+    """A child made by fork says that it may not use the group; the parent's group goes on."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, raised(dist.all_reduce, torch.ones(3)).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    dist.barrier()
+    return text
+
+
+def interrupted(rank: int, world: int) -> str:
+    """Ctrl-C ends a wait; the group goes on."""
+    if rank == 0:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        tensor = torch.zeros(3)
+        work = dist.irecv(tensor, 1, tag=4)
+        try:
+            work.wait()
+            text = ""
+        except KeyboardInterrupt:
+            text = "KeyboardInterrupt"
+        dist.barrier()
+        work.wait()
+        assert tensor.tolist() == [1.0] * 3
+        return text
+    dist.barrier()
+    if rank == 1:
+        dist.send(torch.ones(3), 0, tag=4)
+    return ""
+
+
+def destroyed_in_any_order(rank: int, world: int) -> None:
+    """Groups end in another order than they began, with operations in flight, and begin again."""
+    for _ in range(2):
+        groups = [dist.new_group() for _ in range(4)]
+        works = [dist.all_reduce(torch.ones(10), group=one, async_op=True) for one in groups]
+        for index in (2, 0, 3, 1):
+            works[index].wait()
+            dist.destroy_process_group(groups[index])
+        gc.collect()
+    dist.barrier()
