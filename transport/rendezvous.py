@@ -28,6 +28,9 @@ from sennit.transport.store import Store
 # the shared-memory layout. Raised when any of them changes.
 PROTOCOL_VERSION: Final = 1
 
+# Stores count in milliseconds or by another clock: one that gives up this little early has timed out, not failed.
+STORE_CLOCK_SLACK_S: Final = 0.05
+
 Record: TypeAlias = dict[str, Any]
 Route: TypeAlias = tuple[str, bytes]
 
@@ -92,7 +95,7 @@ class _Rounds:
             self._store.wait([key], timedelta(seconds=left_s))
             data = self._store.get(key)
         except Exception as error:
-            if time.monotonic() < self._deadline_s:
+            if time.monotonic() < self._deadline_s - STORE_CLOCK_SLACK_S:
                 raise PeerError(f"rendezvous of {self._name}: the store failed: {error}") from error
             raise TimeoutError(
                 f"rendezvous of {self._name}, round {round_name}: no word from {self._missing(round_name, peer)} "
