@@ -22,8 +22,9 @@ test: test-cpp test-python  ## every test that can run on this machine
 test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
 	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
+	@echo "test: building the C++ tests under sanitizers"
 	@cmake --build build/asan -- --quiet
-	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300
+	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300 --parallel 2
 
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m pytest

@@ -2,6 +2,7 @@
 """The layout that docs/architecture.md promises: who imports whom, names, links, file sizes, documented variables."""
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -69,6 +70,13 @@ def test_links_for_type_checkers_match_the_table() -> None:
     for name, path in links.items():
         assert not os.readlink(path).startswith("/")
         assert path.resolve() == expected[name].resolve()
+
+
+def test_nothing_requires_torch() -> None:
+    """docs/decisions/0001: a requirement would let an installer replace the torch that the extension fits."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
+    assert not [requirement for requirement in required if re.match(r"torch\b", requirement)]
 
 
 def test_every_folder_is_typed() -> None:
