@@ -45,11 +45,11 @@ def test_id_out_of_range_names_table_id_and_range(wrong: int) -> None:
 
 def test_samples_refuse_what_cannot_be_trained_on() -> None:
     good = two_tables()
-    with pytest.raises(DataError, match="label 2.0 of sample 1"):
+    with pytest.raises(DataError, match=r"label 2\.0 of sample 1"):
         Samples(name="x", dense=good.dense, labels=torch.tensor([0.0, 2.0, 1.0, 0.0]), columns=good.columns)
+    bad = good.dense.clone()
+    bad[3, 1] = torch.nan
     with pytest.raises(DataError, match="dense column b has values that are not finite"):
-        bad = good.dense.clone()
-        bad[3, 1] = torch.nan
         Samples(name="x", dense=bad, labels=good.labels, columns=good.columns, dense_names=("a", "b"))
     with pytest.raises(DataError, match="no sparse column"):
         Samples(name="x", dense=good.dense, labels=good.labels, columns=())
