@@ -5,6 +5,8 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <stdexcept>
+#include <vector>
 
 #include "flow/control.hpp"
 #include "flow/immediate.hpp"
@@ -107,20 +109,17 @@ TEST_CASE("A control payload has the bytes of docs/wire.md") {
   REQUIRE(writer.add_advert({0x1122'3344'5566'7788, 0xAABB'CCDD, 4'096, true, 1, 2, 3}));
   REQUIRE(writer.add_advert({0x10, 0x20, 0x30, false, 0, 0, 0}));
   const size_t size_bytes = writer.finish();
-  const std::array<uint8_t, 132>
-      expected{1,    1,    1,    1,    1,    0,    1,    0,    2,    0,    0,    0,  // version to reason bytes
-               1,    2,    3,    4,    0x11, 0x12, 0x13, 0x14, 7,    0,    0,    0,    6,    0,    0, 0,    9,
-               0,    0,    0,  // cumulative fields
-               5,    0,    0,    0,    0,    0,    0,    0,    1,    0,    0,    0,    0,    0,    0, 0x80,  // done,
-                                                                                                             // eager
-               2,    0,    0x10, 0,    33,   0,    0,    0,                                                  // echo
-               12,   0,    0,    0,    70,   0,    0,    0,    1,    0,    0,    0,    0x80, 0,    0, 0,    0,
-               0,    0,    0,  // SACK
-               0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 0xDD, 0xCC, 0xBB, 0xAA, 0,    0x10, 0, 0x80, 1,
-               0,    0,    0,    0,    0,    0,    0,    2,    0,    0,    0,    0,    0,    0,    0, 3,    0,
-               0,    0,    0,    0,    0,    0,  // first part of a message
-               0x10, 0,    0,    0,    0,    0,    0,    0,    0x20, 0,    0,    0,    0x30, 0,    0, 0};  // a later
-                                                                                                           // part
+  const std::array<uint8_t, 132> expected{
+      1, 1, 1, 1, 1, 0, 1, 0, 2, 0, 0, 0,                                      // version to reason bytes
+      1, 2, 3, 4, 0x11, 0x12, 0x13, 0x14, 7, 0, 0, 0, 6, 0, 0, 0, 9, 0, 0, 0,  // cumulative fields
+      5, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0x80,                       // done,
+                                                                               // eager
+      2, 0, 0x10, 0, 33, 0, 0, 0,                                              // echo
+      12, 0, 0, 0, 70, 0, 0, 0, 1, 0, 0, 0, 0x80, 0, 0, 0, 0, 0, 0, 0,         // SACK
+      0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 0xDD, 0xCC, 0xBB, 0xAA, 0, 0x10, 0, 0x80, 1, 0, 0, 0, 0, 0, 0, 0,
+      2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0,            // first part of a message
+      0x10, 0, 0, 0, 0, 0, 0, 0, 0x20, 0, 0, 0, 0x30, 0, 0, 0};  // a later
+                                                                 // part
   REQUIRE(size_bytes == expected.size());
   CHECK(std::memcmp(out.data(), expected.data(), expected.size()) == 0);
 
@@ -136,4 +135,15 @@ TEST_CASE("A control payload has the bytes of docs/wire.md") {
                       : advert.part_bytes == 0x30 && !advert.first_part;
   }));
   CHECK_FALSE(reader.parse(std::span(out).first(size_bytes + 1)));
+}
+
+TEST_CASE("A configuration out of range is refused before anything is sent") {
+  std::vector<std::byte> memory(64 * 4'096);
+  const auto make = [&](const FlowConfig& config) { Flow(config, memory, 1); };
+  CHECK_NOTHROW(make({}));
+  CHECK_THROWS_AS(make({.path_count = 0}), std::invalid_argument);
+  CHECK_THROWS_AS(make({.path_count = 257}), std::invalid_argument);
+  CHECK_THROWS_AS(make({.payload_max_bytes = 1'022}), std::invalid_argument);
+  CHECK_THROWS_AS(make({.eager_slot_count = 48}), std::invalid_argument);
+  CHECK_THROWS_AS(make({.eager_slot_count = 128}), std::invalid_argument);  // more than the memory holds
 }

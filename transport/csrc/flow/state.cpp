@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "flow/state.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+
+#include "flow/immediate.hpp"
+
+namespace sennit::flow {
+namespace {
+
+// A control packet must not be larger than a data packet, or the path would fragment it; but this much always
+// fits (IPv6's smallest MTU is 1,280) and holds all fixed parts and one SACK entry of full length.
+constexpr size_t CONTROL_MIN_BYTES = 1'024;
+constexpr uint32_t ECHOES_MAX = 16;
+
+const FlowConfig& checked(const FlowConfig& config, std::span<std::byte> eager_memory) {
+  const auto require = [](bool condition, const char* what) {
+    if (!condition) throw std::invalid_argument(what);
+  };
+  require(config.path_count >= 1 && config.path_count <= PATH_NUMBERS, "path_count must be 1..256");
+  require(config.payload_max_bytes % 4 == 0 && config.payload_max_bytes >= 64 && config.payload_max_bytes <= 65'536,
+          "payload_max_bytes must be a multiple of 4 in 64..65536");
+  require(
+      std::has_single_bit(config.eager_slot_count) && config.eager_slot_count >= 8 && config.eager_slot_count <= 1'024,
+      "eager_slot_count must be a power of two in 8..1024");
+  require(config.ack_every_packets >= 1 && config.ack_delay_us >= 1, "acknowledgement limits must be positive");
+  require(config.peer_timeout_us >= 1, "peer_timeout_us must be positive");
+  require(eager_memory.size() >= size_t{config.eager_slot_count} * config.payload_max_bytes,
+          "eager_memory must hold eager_slot_count * payload_max_bytes bytes");
+  return config;
+}
+
+}  // namespace
+
+Flow::State::State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey)
+    : config(checked(config, eager_memory)),
+      ack_every_packets(std::clamp(config.window_bytes / config.payload_max_bytes / 4, 1u, config.ack_every_packets)),
+      control_max_bytes(std::clamp<size_t>(config.payload_max_bytes, CONTROL_MIN_BYTES, CONTROL_MAX_BYTES)),
+      recovery(config, counters),
+      eager_sender(config),
+      eager_receiver(config, eager_memory, eager_rkey),
+      sender(config),
+      receiver(config) {}
+
+void Flow::State::note_echo(uint64_t now_us, uint32_t path, uint32_t immediate) {
+  const auto number = static_cast<uint8_t>(path);
+  if (!heard[number].listed) heard_paths[heard_count++] = number;
+  heard[number] = Heard{now_us, immediate, true};
+}
+
+void Flow::State::count_refusal(Verdict verdict) {
+  switch (verdict) {
+    case Verdict::bad_key:
+      ++counters.bad_key_packets;
+      break;
+    case Verdict::bad_range:
+      ++counters.bad_range_packets;
+      break;
+    case Verdict::bad_slot:
+      ++counters.bad_slot_packets;
+      break;
+    case Verdict::place:
+    case Verdict::duplicate:
+      break;
+  }
+}
+
+bool Flow::State::can_send() const {
+  if (recovery.allowance() == 0) return false;
+  return recovery.has_lost() || (!recovery.full() && (eager_sender.has_unsent() || sender.has_unsent()));
+}
+
+bool Flow::State::idle() const {
+  return recovery.outstanding() == 0 && eager_sender.all_received() && sender.open_transfers() == 0;
+}
+
+uint64_t Flow::State::advert_retry_us() const {
+  if (!receiver.has_unseen_adverts() || receiver.has_unsent_adverts()) return NEVER;
+  const uint64_t wait_us = recovery.round_trip().rto_us() << std::min(advert_retries, BACKOFF_MAX);
+  return advert_sent_us + std::min(wait_us, RTO_MAX_US);
+}
+
+// The middle of a message, and nothing comes: the peer waits for an acknowledgement that was lost, or it is
+// gone and will say so when asked.
+uint64_t Flow::State::nudge_at_us() const {
+  if (!receiver.has_partial()) return NEVER;
+  const uint64_t wait_us = recovery.round_trip().rto_us() << std::min(nudges, BACKOFF_MAX);
+  return std::max(last_heard_us, nudged_us) + std::min(wait_us, RTO_MAX_US);
+}
+
+uint64_t Flow::State::peer_lost_at_us() const {
+  // A peer that computes between operations answers nothing, eager messages and adverts included, and is
+  // well. In the middle of a bulk message both sides are in an operation, so one of them must hear the other.
+  if (!sender.has_unacknowledged() && !receiver.has_partial()) return NEVER;
+  return std::max(last_heard_us, waiting_since_us) + config.peer_timeout_us;
+}
+
+void Flow::State::forget() {
+  recovery.clear();
+  eager_sender.clear();
+  sender.clear();
+  receiver.clear();
+  control_due_us = ask_at_us = NEVER;
+  dead = true;
+}
+
+void Flow::State::lose_peer(std::string_view why) {
+  if (dead) return;
+  forget();
+  reason = why;
+  lost_pending = true;
+}
+
+// The peer goes on: it has not heard of the end yet.
+void Flow::State::repeat_last_word(uint64_t now_us) {
+  if (last_words != 0 || now_us - last_heard_us < RTO_MIN_US) return;
+  last_heard_us = now_us;
+  last_words = LAST_WORD_COPIES;
+}
+
+size_t Flow::State::write_last_word(std::span<std::byte> out) const {
+  ControlWriter writer(out);
+  writer.header.flags = CONTROL_ABORT;
+  writer.add_reason(std::string_view(reason).substr(0, REASON_MAX_BYTES));
+  return writer.finish();
+}
+
+size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
+  ControlWriter writer(out.first(control_max_bytes));
+  ControlHeader& header = writer.header;
+  header.credits_seen = static_cast<uint32_t>(sender.credits_seen());
+  header.flags = static_cast<uint8_t>((ask ? CONTROL_ASK : 0) | (sender.has_advert_gap() ? CONTROL_ADVERT_GAP : 0) |
+                                      (closing ? CONTROL_GOODBYE : 0));
+  receiver.write_done(writer);
+  eager_receiver.write_state(writer);
+  for (uint32_t index = 0; index < heard_count; ++index) {
+    Heard& newest = heard[heard_paths[index]];
+    newest.listed = false;
+    if (index < ECHOES_MAX) writer.add_echo(Echo{newest.immediate, static_cast<uint32_t>(now_us - newest.at_us)});
+  }
+  heard_count = 0;
+  receiver.write_sacks(writer);
+  if (receiver.has_unsent_adverts()) {
+    receiver.write_adverts(writer);
+    advert_sent_us = now_us;
+  }
+  ask = false;
+  unacknowledged_packets = 0;
+  consumed_told = eager_receiver.consumed_below();
+  if (last_words != 0) --last_words;
+  const bool more = receiver.has_unsent_adverts() || receiver.has_postponed_sacks() || last_words != 0;
+  control_due_us = more ? now_us : NEVER;
+  return writer.finish();
+}
+
+void Flow::State::apply_control(uint64_t now_us, const ControlReader& control) {
+  const ControlHeader& header = control.header();
+  last_heard_us = now_us;
+  for (uint32_t index = 0; index < header.echo_count; ++index) {
+    const Echo echo = control.echo(index);
+    recovery.on_echo(now_us, echo.immediate, echo.delay_us);
+  }
+  eager_sender.apply(header, control.eager(), [&](uint64_t packet) {
+    recovery.on_acked(now_us, make_immediate(EAGER_SLOT, static_cast<uint32_t>(packet) & INDEX_MASK));
+  });
+  sender.apply_acks(now_us, control, recovery, events);
+  recovery.end_of_acks(now_us);
+
+  if (receiver.on_seen(header)) advert_retries = 0;
+  const bool gap = (header.flags & CONTROL_ADVERT_GAP) != 0 && receiver.has_unseen_adverts();
+  // Not sooner than one round trip after the last sending, which may have filled the gap.
+  if (gap && now_us - advert_sent_us >= recovery.round_trip().smoothed_us()) {
+    receiver.resend_adverts();
+    request_control(now_us);
+  }
+  if (sender.apply_adverts(control, events)) request_control(now_us + config.ack_delay_us);
+  if ((header.flags & CONTROL_ASK) != 0) request_control(now_us);
+  if ((header.flags & CONTROL_GOODBYE) != 0 && !peer_closed) {
+    peer_closed = true;
+    if (has_outstanding()) lose_peer("said goodbye while messages were outstanding");
+  }
+}
+
+}  // namespace sennit::flow

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a flow consists of, and what its parts need of each other: control payloads, timers, the end.
+//
+// flow.cpp maps the public calls onto this; each part knows only its own half of the protocol.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "flow/control.hpp"
+#include "flow/eager.hpp"
+#include "flow/flow.hpp"
+#include "flow/receiver.hpp"
+#include "flow/recovery.hpp"
+#include "flow/sender.hpp"
+#include "flow/sequence_ring.hpp"
+
+namespace sennit::flow {
+
+inline constexpr uint64_t NEVER = UINT64_MAX;
+// Goodbye and abort are not acknowledged; three copies get through where one may not.
+inline constexpr uint32_t LAST_WORD_COPIES = 3;
+// Adverts, questions and nudges are repeated after the retransmission timeout, doubled at most so often.
+inline constexpr uint32_t BACKOFF_MAX = 8;
+inline constexpr uint32_t PATH_NUMBERS = 256;
+
+struct Flow::State {
+  // Throws std::invalid_argument for a configuration out of range.
+  State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey);
+
+  void request_control(uint64_t at_us) { control_due_us = std::min(control_due_us, at_us); }
+  void note_echo(uint64_t now_us, uint32_t path, uint32_t immediate);
+  void count_refusal(Verdict verdict);
+  bool can_send() const;
+  bool idle() const;
+  bool has_outstanding() const { return !idle() || receiver.has_open(); }
+  uint64_t advert_retry_us() const;
+  uint64_t nudge_at_us() const;
+  uint64_t peer_lost_at_us() const;
+  void forget();
+  void lose_peer(std::string_view why);
+  void repeat_last_word(uint64_t now_us);
+  size_t write_control(uint64_t now_us, std::span<std::byte> out);
+  size_t write_last_word(std::span<std::byte> out) const;
+  void apply_control(uint64_t now_us, const ControlReader& control);
+
+  const FlowConfig config;
+  // Four times in a window at least (both sides have the same one), or its sender would wait for the timer.
+  const uint32_t ack_every_packets;
+  const size_t control_max_bytes;
+  FlowCounters counters{};
+  Recovery recovery;
+  EagerSender eager_sender;
+  EagerReceiver eager_receiver;
+  Sender sender;
+  Receiver receiver;
+  SequenceRing<Event> events;
+  std::string reason;
+
+  bool dead = false;          // aborted here, or the peer is lost
+  bool lost_pending = false;  // the peer_lost event is still to be given out
+  bool closing = false;       // close() was called
+  bool peer_closed = false;   // the peer said goodbye
+  bool eager_deferred = false;
+  bool ask = false;
+  uint32_t last_words = 0;  // copies of goodbye or abort still to send
+
+  uint64_t control_due_us = NEVER;
+  uint32_t unacknowledged_packets = 0;
+  uint64_t consumed_told = 0;
+  uint64_t advert_sent_us = 0;
+  uint32_t advert_retries = 0;
+  uint64_t ask_at_us = NEVER;
+  uint32_t asks = 0;
+  uint64_t nudged_us = 0;
+  uint32_t nudges = 0;
+  uint64_t last_heard_us = 0, waiting_since_us = 0;
+
+  struct Heard {
+    uint64_t at_us;
+    uint32_t immediate;
+    bool listed;
+  };
+  std::array<Heard, PATH_NUMBERS> heard{};
+  std::array<uint8_t, PATH_NUMBERS> heard_paths{};
+  uint32_t heard_count = 0;
+};
+
+}  // namespace sennit::flow
