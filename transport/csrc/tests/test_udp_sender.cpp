@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+// A device without segmentation offload, and one whose queue is full: what the sender makes of them.
+#include <doctest/doctest.h>
+#include <netinet/in.h>
+#include <netinet/udp.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "ports/udp_sender.hpp"
+
+using namespace sennit;
+
+namespace {
+
+// Linux refuses UDP_SEGMENT on a socket that sends no checksum, as it does on a device that computes none.
+void forbid_checksums(const UdpSocket& socket, bool is_ipv6) {
+  const int on = 1;
+  constexpr int NO_CHECK6_TX = 101;  // linux/udp.h
+  REQUIRE((is_ipv6 ? setsockopt(socket.fd(), IPPROTO_UDP, NO_CHECK6_TX, &on, sizeof on)
+                   : setsockopt(socket.fd(), SOL_SOCKET, SO_NO_CHECK, &on, sizeof on)) == 0);
+}
+
+struct Received {
+  std::vector<std::vector<std::byte>> payloads;
+  uint32_t wrong_icrcs = 0;
+};
+
+Received drain(const UdpSocket& socket, const wire::NetworkCrc& network) {
+  Received out;
+  std::vector<std::byte> buffer(RECEIVE_MAX_BYTES);
+  for (;;) {
+    pollfd readable{socket.fd(), POLLIN, 0};
+    if (poll(&readable, 1, 20) == 0) return out;
+    iovec place{buffer.data(), buffer.size()};
+    const ReceivedBatch batch = receive_segments(socket.fd(), std::span(&place, 1));
+    if (batch.error != 0) return out;
+    uint32_t index = 0;
+    for (size_t offset = 0; offset < batch.size_bytes; offset += batch.segment_bytes, ++index) {
+      const auto bytes = std::span(buffer).subspan(offset, std::min(batch.segment_bytes, batch.size_bytes - offset));
+      wire::Packet packet;
+      REQUIRE(wire::parse(bytes, bytes.size(), packet) == wire::Refusal::none);
+      uint32_t crc = wire::extend_with_header(network.of(bytes.size(), index), bytes.first(packet.header_bytes()));
+      crc = wire::extend(crc, bytes.subspan(packet.payload_offset, packet.payload_bytes + packet.pad_bytes));
+      out.wrong_icrcs += std::memcmp(&crc, bytes.data() + packet.icrc_offset(), sizeof crc) != 0;
+      const auto payload = bytes.subspan(packet.payload_offset, packet.payload_bytes);
+      out.payloads.emplace_back(payload.begin(), payload.end());
+    }
+  }
+}
+
+}  // namespace
+
+TEST_CASE("packets go one by one where the device cannot segment") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    CAPTURE(address);
+    UdpSocket receiver(parse_endpoint(address, 0));
+    UdpSocket socket(parse_endpoint(address, 0));
+    const bool is_ipv6 = socket.local().is_ipv6;
+    forbid_checksums(socket, is_ipv6);
+    const wire::NetworkCrc network(socket.local(), receiver.local(), wire::data_packet_bytes(1'024));
+    UdpSendCounters counters;
+    UdpSender sender(std::move(socket), counters);
+    UdpPath path(receiver.local());
+    path.remote_qpn = 77;
+    path.outgoing = network;
+    std::vector<std::byte> payload(1'024 * 20 + 13);
+    for (size_t i = 0; i < payload.size(); ++i) payload[i] = static_cast<std::byte>(i * 7 >> 3);
+    std::vector<flow::DataOut> packets;
+    for (size_t offset = 0; offset < payload.size(); offset += 1'024)
+      packets.push_back({offset, 5, static_cast<uint32_t>(offset), payload.data() + offset,
+                         static_cast<uint32_t>(std::min<size_t>(1'024, payload.size() - offset))});
+
+    sender.send_data(path, packets);
+    CHECK(counters.segmentation_refused == 1);
+    // IPv4's identifications were those of a batch: it counts as lost, and is sent again by the flow.
+    const Received first = drain(receiver, network);
+    CHECK(first.payloads.size() == (is_ipv6 ? packets.size() : 0));
+    CHECK(first.wrong_icrcs == 0);
+
+    sender.send_data(path, packets);
+    CHECK(counters.segmentation_refused == 1);
+    const Received second = drain(receiver, network);
+    CHECK(second.wrong_icrcs == 0);
+    REQUIRE(second.payloads.size() == packets.size());
+    for (size_t i = 0; i < packets.size(); ++i)
+      CHECK(std::memcmp(second.payloads[i].data(), packets[i].payload, packets[i].size_bytes) == 0);
+    CHECK(path.next_psn == 2 * packets.size());
+    CHECK(counters.send_errors == 0);
+    CHECK_FALSE(sender.is_blocked());
+  }
+}
+
+TEST_CASE("a batch fits one send, whatever the payload") {
+  CHECK(UdpSender::batch_packets(4'096) == 15);
+  CHECK(UdpSender::batch_packets(1'024) == 61);
+  CHECK(UdpSender::batch_packets(256) == UdpSender::BATCH_MAX_PACKETS);
+}
