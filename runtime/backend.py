@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     import torch.distributed as dist
 
     from sennit.transport.communicator import Communicator
@@ -150,7 +148,7 @@ def counters(group: dist.ProcessGroup | None = None) -> dict[str, int]:
 
 
 @functools.cache
-def _load_extension() -> ModuleType:
+def _load_extension() -> Any:
     """`sennit.runtime._c10d`, or an ImportError that says what to do about a torch that it was not built for."""
     import torch
 
@@ -210,16 +208,18 @@ class PlanCompiler:
         from sennit.transport.elements import Dtype, ReduceOp
         from sennit.transport.signature import Kind
 
-        ends = {"world": self.communicator.world, "rank": self.communicator.rank}
-        moved = {**ends, "item_bytes": item_bytes, "type_code": type_code}
+        world, rank = self.communicator.world, self.communicator.rank
+        moved: dict[str, Any] = {"world": world, "rank": rank, "item_bytes": item_bytes, "type_code": type_code}
+
+        def reduced() -> dict[str, Any]:
+            return {"world": world, "rank": rank, "dtype": Dtype(type_code), "op": ReduceOp(reduce_op)}
+
         plan: Plan
         match Kind(kind):
             case Kind.ALLREDUCE:
-                plan = algorithms.allreduce(**ends, elements=counts[0], dtype=Dtype(type_code), op=ReduceOp(reduce_op))
+                plan = algorithms.allreduce(**reduced(), elements=counts[0])
             case Kind.REDUCE:
-                plan = algorithms.reduce(
-                    **ends, elements=counts[0], dtype=Dtype(type_code), op=ReduceOp(reduce_op), root=root
-                )
+                plan = algorithms.reduce(**reduced(), elements=counts[0], root=root)
             case Kind.BROADCAST:
                 plan = algorithms.broadcast(**moved, elements=counts[0], root=root)
             case Kind.ALLGATHER:
@@ -229,21 +229,15 @@ class PlanCompiler:
             case Kind.SCATTER:
                 plan = algorithms.scatter(**moved, counts=counts, root=root, list_input=separate)
             case Kind.REDUCE_SCATTER:
-                plan = algorithms.reduce_scatter(
-                    **ends, counts=counts, dtype=Dtype(type_code), op=ReduceOp(reduce_op), list_input=separate
-                )
+                plan = algorithms.reduce_scatter(**reduced(), counts=counts, list_input=separate)
             case Kind.ALLTOALL:
-                world = self.communicator.world
+                sent, received = counts[:world], counts[world:]
                 plan = algorithms.alltoall(
-                    **moved,
-                    send_counts=counts[:world],
-                    recv_counts=counts[world:],
-                    list_input=separate,
-                    list_output=separate,
+                    **moved, send_counts=sent, recv_counts=received, list_input=separate, list_output=separate
                 )
             case Kind.P2P:
                 one_way = algorithms.send if is_send else algorithms.recv
                 plan = one_way(**moved, peer=root, elements=counts[0])
             case Kind.BARRIER:
-                plan = algorithms.barrier(**ends)
+                plan = algorithms.barrier(world=world, rank=rank)
         return plan.encode()

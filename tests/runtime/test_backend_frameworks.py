@@ -59,7 +59,7 @@ def has_entry_point() -> bool:
     return any(point.name == "sennit" for point in importlib.metadata.entry_points(group="torch.backends"))
 
 
-@pytest.mark.skipif(not has_entry_point(), reason="sennit is not installed as a package: torch cannot find its entry point")
+@pytest.mark.skipif(not has_entry_point(), reason="sennit is not installed: torch finds no entry point")
 def test_unmodified_script_under_torchrun(tmp_path: Path) -> None:
     """No import of sennit; groups made twice over one store; no destroy_process_group before the end."""
     script = tmp_path / "script.py"

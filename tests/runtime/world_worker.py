@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
 """One rank of a World (conftest.py): runs functions of case files on request, in a process of its own.
 
 `python world_worker.py RANK WORLD STORE INIT TIMEOUT_S`; requests and answers are JSON, a line each.

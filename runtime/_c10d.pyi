@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `torch.distributed` backend over libsennit_core (runtime/csrc/module.cpp)."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import final
+
+import torch.distributed
+
+BUILT_FOR_TORCH: str
+"""The torch release that this extension was compiled for; it fits no other."""
+
+@final
+class Options(torch.distributed.Backend.Options):
+    @property
+    def plan_cache_bytes(self) -> int: ...
+    @property
+    def stage_host_tensors(self) -> bool: ...
+
+@final
+class SennitBackend(torch.distributed.Backend):
+    def __init__(
+        self,
+        *,
+        communicator: int,
+        compile_plan: Callable[[int, int, int, int, int, bool, bool, bool, tuple[int, ...]], bytes],
+        timeout: timedelta,
+        group_name: str,
+        global_ranks: Sequence[int],
+        plan_cache_bytes: int,
+        stage_host_tensors: bool,
+    ) -> None:
+        """`communicator` is a `sennit_comm*`; `compile_plan` makes the plans that the cache misses."""
+
+    @property
+    def options(self) -> Options: ...
+    @property
+    def compile_plan(self) -> object: ...
+
+def close_all() -> None:
+    """Ends every backend that is still open and lets go of Python objects: once, at the interpreter's exit."""

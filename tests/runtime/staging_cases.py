@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+"""Collectives through a staging lane: run on each rank by test_backend_staging.py."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from sennit.runtime.backend import Options
+
+# More elements than the slots of a lane hold together, so that every slot is used again.
+MANY = 3_000_001
+
+
+@contextmanager
+def staged_group(device: str) -> Iterator[dist.ProcessGroup]:
+    group = dist.new_group(backend="sennit", pg_options=Options(stage_host_tensors=device == "cpu"))
+    yield group
+    dist.destroy_process_group(group)
+
+
+def numbers(rank: int, elements: int, device: str) -> torch.Tensor:
+    """Small whole numbers: exact in any order, different on each rank and at each place."""
+    return ((torch.arange(elements, device=device) * 7 + rank * 3) % 1_001).float()
+
+
+def every_collective(rank: int, world: int, device: str) -> None:
+    with staged_group(device) as group:
+        for elements in (0, 5, 4_099):
+            parts = [numbers(peer, elements, device) for peer in range(world)]
+            total = torch.stack(parts).sum(0)
+            root = elements % world
+
+            tensor = parts[rank].clone()
+            dist.all_reduce(tensor, group=group)
+            assert torch.equal(tensor, total)
+
+            tensor = parts[rank].clone()
+            dist.reduce(tensor, root, group=group)
+            assert torch.equal(tensor, total if rank == root else parts[rank])
+
+            tensor = parts[rank].clone()
+            dist.broadcast(tensor, root, group=group)
+            assert torch.equal(tensor, parts[root])
+
+            outputs = [torch.empty_like(part) for part in parts]
+            dist.all_gather(outputs, parts[rank], group=group)
+            assert all(torch.equal(*pair) for pair in zip(outputs, parts, strict=True))
+
+            whole = torch.zeros(world, elements, device=device)
+            whole[rank] = parts[rank]
+            dist.all_gather_single(whole.view(-1), whole[rank], group=group)
+            assert torch.equal(whole, torch.stack(parts))
+
+            outputs = [torch.empty_like(part) for part in parts]
+            dist.gather(parts[rank], outputs if rank == root else None, root, group=group)
+            assert rank != root or all(torch.equal(*pair) for pair in zip(outputs, parts, strict=True))
+
+            tensor = torch.empty(elements, device=device)
+            dist.scatter(tensor, parts if rank == root else None, root, group=group)
+            assert torch.equal(tensor, parts[rank])
+
+            rows = [numbers(peer, elements * world, device) for peer in range(world)]
+            dist.reduce_scatter_single(tensor, rows[rank], group=group)
+            assert torch.equal(tensor, torch.stack(rows).sum(0).view(world, elements)[rank])
+
+            exchanged = torch.empty(elements * world, device=device)
+            dist.all_to_all_single(exchanged, rows[rank], group=group)
+            assert torch.equal(exchanged, torch.cat([row.view(world, elements)[rank] for row in rows]))
+
+            right, left = (rank + 1) % world, (rank - 1) % world
+            receive = dist.irecv(tensor, left, group=group)
+            send = dist.isend(parts[rank], right, group=group)
+            assert send is not None
+            assert receive is not None
+            send.wait()
+            receive.wait()
+            assert torch.equal(tensor, parts[left])
+        dist.barrier(group=group)
+
+
+def several_rounds(rank: int, world: int, device: str) -> None:
+    """Tensors larger than all slots; uneven splits, so that ranks need unlike numbers of rounds."""
+    with staged_group(device) as group:
+        parts = [numbers(peer, MANY, device) for peer in range(world)]
+        works = []
+        tensors = []
+        for _ in range(3):
+            tensors.append(parts[rank].clone())
+            works.append(dist.all_reduce(tensors[-1], group=group, async_op=True))
+        for work, tensor in zip(works, tensors, strict=True):
+            work.wait()
+            assert torch.equal(tensor, torch.stack(parts).sum(0))
+
+        # Rank r sends (r + peer) * step elements to each peer: nothing from rank 0 to itself.
+        step = MANY // (4 * world)
+        splits = [[(one + other) * step for other in range(world)] for one in range(world)]
+        rows = [numbers(peer, sum(splits[peer]), device) for peer in range(world)]
+        expected = torch.cat([rows[peer].split(splits[peer])[rank] for peer in range(world)])
+        output = torch.empty_like(expected)
+        dist.all_to_all_single(output, rows[rank], [splits[peer][rank] for peer in range(world)], splits[rank], group)
+        assert torch.equal(output, expected)
+
+        received = torch.empty(MANY, device=device)
+        if rank == 0:
+            # From anyone, in several rounds: all of a message comes from one rank.
+            for _ in range(world - 1):
+                source = dist.recv(received, None, group, tag=2)
+                assert torch.equal(received, parts[source])
+        else:
+            dist.send(parts[rank], 0, group, tag=2)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.irecv, received, (rank - 1) % world, group),
+                dist.P2POp(dist.isend, parts[rank], (rank + 1) % world, group),
+            ]
+        )
+        for work in works:
+            work.wait()
+        assert torch.equal(received, parts[(rank - 1) % world])
+
+
+def order_with_host_tensors(rank: int, world: int, device: str) -> None:
+    """A host tensor's collective posted behind a staged one keeps its place in the order of the group."""
+    with staged_group(device) as group:
+        for trial in range(5):
+            large = numbers(rank, MANY // 4, device)
+            small = torch.full((3,), float(trial))
+            works = [
+                dist.all_reduce(large, group=group, async_op=True),
+                dist.all_reduce(small, group=group, async_op=True),
+                dist.barrier(group=group, async_op=True),
+            ]
+            for work in reversed(works):
+                work.wait()
+            assert small.tolist() == [trial * world] * 3
+
+
+def futures(rank: int, world: int, device: str) -> None:
+    with staged_group(device) as group:
+        done = threading.Event()
+        tensor = torch.ones(1_000, device=device)
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        chained = work.get_future().then(lambda future: (future.value()[0] * 2, done.set())[0])
+        assert done.wait(20)
+        assert torch.equal(chained.wait().cpu(), torch.full((1_000,), 2.0 * world))
+        work.wait()
+        assert work.is_completed()
+        assert torch.equal(work.get_future().value()[0].cpu(), torch.full((1_000,), float(world)))
+
+
+def streams(rank: int, world: int, device: str) -> None:
+    """The collective reads what the caller's stream is still writing, and the caller's stream waits for its result."""
+    with staged_group(device) as group:
+        side = torch.cuda.Stream(device)
+        with torch.cuda.stream(side):
+            a = torch.randn(2_048, 2_048, device=device)
+            for _ in range(20):
+                a = a @ a / 50
+            tensor = torch.ones(MANY, device=device) + rank
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            work.wait()
+            result = tensor * 2
+        side.synchronize()
+        assert torch.equal(result, torch.full_like(result, float(2 * sum(range(1, world + 1)))))
+
+
+def failure(rank: int, world: int, device: str) -> str:
+    """Ranks that disagree: the error comes out of the lane, and ends it for both."""
+    options = Options(stage_host_tensors=True)
+    group = dist.new_group(backend="sennit", pg_options=options, timeout=timedelta(seconds=5))
+    work = dist.all_reduce(torch.ones(10 + rank), group=group, async_op=True)
+    try:
+        work.wait()
+    except RuntimeError as error:
+        assert not work.is_success()
+        return str(error)
+    return ""
