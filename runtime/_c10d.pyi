@@ -5,20 +5,20 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import final
 
-import torch.distributed
+from torch._C._distributed_c10d import Backend
 
 BUILT_FOR_TORCH: str
 """The torch release that this extension was compiled for; it fits no other."""
 
 @final
-class Options(torch.distributed.Backend.Options):
+class Options(Backend.Options):
     @property
     def plan_cache_bytes(self) -> int: ...
     @property
     def stage_host_tensors(self) -> bool: ...
 
 @final
-class SennitBackend(torch.distributed.Backend):
+class SennitBackend(Backend):
     def __init__(
         self,
         *,
