@@ -27,23 +27,27 @@ std::set<SennitBackend*> open_backends;
 // Counts forks above this process, so that a child never touches its parent's connections.
 std::atomic<uint64_t> forks{0};
 
-uint64_t fork_generation() {
+}  // namespace
+
+uint64_t SennitBackend::forks_so_far() {
   static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
   TORCH_CHECK(registered == 0, "sennit: pthread_atfork failed with ", registered);
   return forks.load(std::memory_order_relaxed);
 }
 
-}  // namespace
-
-SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, c10::intrusive_ptr<Options> options)
+SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, std::shared_ptr<void> owner,
+                             c10::intrusive_ptr<Options> options)
     : Backend(static_cast<int>(sennit_comm_rank(comm)), static_cast<int>(sennit_comm_size(comm))),
       options_(std::move(options)),
+      owner_(std::move(owner)),
       group_(std::make_shared<GroupState>(comm)),
       poster_(
           std::make_shared<Poster>(group_, std::move(compile), options_->plan_cache_bytes, to_us(options_->timeout))),
       staging_(poster_),
-      fork_generation_(fork_generation()) {
+      forks_(forks_so_far()) {
   init();
+  const std::lock_guard<std::mutex> lock(open_mutex);
+  open_backends.insert(this);
 }
 
 SennitBackend::~SennitBackend() {
@@ -51,9 +55,9 @@ SennitBackend::~SennitBackend() {
     const std::lock_guard<std::mutex> lock(open_mutex);
     open_backends.erase(this);
   }
-  if (forks.load() != fork_generation_) {
+  if (forks.load() != forks_) {
     // The threads and sockets are the parent's: leave them alone, down to the reference counts.
-    new std::shared_ptr<GroupState>(group_);
+    new std::shared_ptr<Poster>(poster_);
     staging_.forget();
     return;
   }
@@ -70,7 +74,7 @@ void SennitBackend::close_all() {
 }
 
 void SennitBackend::check_usable() const {
-  TORCH_CHECK(forks.load(std::memory_order_relaxed) == fork_generation_,
+  TORCH_CHECK(forks.load(std::memory_order_relaxed) == forks_,
               "sennit: this process was forked after init_process_group; its connections belong to the parent. ",
               "Start processes with spawn or forkserver, or initialise after the fork");
 }
@@ -93,7 +97,7 @@ void SennitBackend::abort() {
 }
 
 void SennitBackend::shutdown() {
-  if (forks.load() != fork_generation_ || is_shut_down_.exchange(true)) return;
+  if (forks.load() != forks_ || is_shut_down_.exchange(true)) return;
   const WithoutGil without_gil;
   if (!staging_.drain(std::chrono::microseconds(SHUTDOWN_US))) {
     sennit_abort(group_->comm, "shut down with calls still in flight");

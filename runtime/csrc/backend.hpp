@@ -24,13 +24,17 @@ class SennitBackend final : public c10d::Backend {
     bool stage_host_tensors = false;  // send host tensors through the staging lane too, to test it
   };
 
-  SennitBackend(sennit_comm* comm, CompilePlan compile, c10::intrusive_ptr<Options> options);
+  // `owner` is what must live as long as the backend; it is handed out again and not looked at.
+  SennitBackend(sennit_comm* comm, CompilePlan compile, std::shared_ptr<void> owner,
+                c10::intrusive_ptr<Options> options);
   ~SennitBackend() override;
 
   c10::intrusive_ptr<Options> options() const { return options_; }
-  const CompilePlan& compiler() const { return compile_; }
+  const std::shared_ptr<void>& owner() const { return owner_; }
   // Ends every backend of this process that is still open: at the interpreter's exit, while threads still run.
   static void close_all();
+  // How often this process and its parents have forked since the first backend.
+  static uint64_t forks_so_far();
 
   const std::string getBackendName() const override { return "sennit"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
@@ -93,7 +97,7 @@ class SennitBackend final : public c10d::Backend {
   void check_usable() const;
 
   const c10::intrusive_ptr<Options> options_;
-  const CompilePlan compile_;
+  const std::shared_ptr<void> owner_;
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Poster> poster_;
   Staging staging_;
@@ -101,7 +105,7 @@ class SennitBackend final : public c10d::Backend {
   bool coalescing_ = false;
   std::vector<WorkPointer> coalesced_;
   std::atomic<bool> is_shut_down_{false};
-  const uint64_t fork_generation_;
+  const uint64_t forks_;  // when this backend was made
 };
 
 }  // namespace sennit::runtime

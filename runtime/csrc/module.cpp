@@ -31,7 +31,14 @@ class Compiler {
 
   const py::function& function() const { return function_; }
   // At the interpreter's exit: nothing is compiled any more, and Python objects must not outlive it.
-  void let_go() { function_ = py::function(); }
+  void let_go() {
+    // In a child made by fork it would end the parent's connections.
+    if (SennitBackend::forks_so_far() != forks_) {
+      function_.release();
+    } else {
+      function_ = py::function();
+    }
+  }
 
   std::string operator()(const PlanShape& shape) const {
     const py::gil_scoped_acquire gil;
@@ -46,6 +53,7 @@ class Compiler {
 
  private:
   py::function function_;
+  const uint64_t forks_ = SennitBackend::forks_so_far();
 };
 
 std::vector<std::weak_ptr<Compiler>>& compilers() {
@@ -64,12 +72,6 @@ void close_all() {
   compilers().clear();
 }
 
-// Keeps the Python callable with the backend's C++ side, and lets Python ask for it.
-struct SharedCompiler {
-  std::shared_ptr<Compiler> compiler;
-  std::string operator()(const PlanShape& shape) const { return (*compiler)(shape); }
-};
-
 c10::intrusive_ptr<SennitBackend> make_backend(uintptr_t communicator, py::function compile_plan,
                                                std::chrono::milliseconds timeout, const std::string& group_name,
                                                std::vector<uint64_t> global_ranks, size_t plan_cache_bytes,
@@ -80,15 +82,16 @@ c10::intrusive_ptr<SennitBackend> make_backend(uintptr_t communicator, py::funct
   options->plan_cache_bytes = plan_cache_bytes;
   options->stage_host_tensors = stage_host_tensors;
   // A copy of std::function copies what it holds; the callable is shared instead.
-  SharedCompiler compiler{std::make_shared<Compiler>(std::move(compile_plan))};
+  auto compiler = std::make_shared<Compiler>(std::move(compile_plan));
   std::erase_if(compilers(), [](const auto& weak) { return weak.expired(); });
-  compilers().push_back(compiler.compiler);
-  return c10::make_intrusive<SennitBackend>(reinterpret_cast<sennit_comm*>(communicator), std::move(compiler),
-                                            std::move(options));
+  compilers().push_back(compiler);
+  return c10::make_intrusive<SennitBackend>(
+      reinterpret_cast<sennit_comm*>(communicator), [compiler](const PlanShape& shape) { return (*compiler)(shape); },
+      compiler, std::move(options));
 }
 
 py::object compiler_of(const SennitBackend& backend) {
-  return backend.compiler().target<SharedCompiler>()->compiler->function();
+  return static_cast<const Compiler*>(backend.owner().get())->function();
 }
 
 }  // namespace
