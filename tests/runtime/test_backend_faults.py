@@ -64,9 +64,10 @@ def test_killed_rank(new_world: World, transport: str, large: bool) -> None:
     answers = world.run(CASES, "killed", victim=1, large=large)
     assert answers[1] is None
     for rank in (0, 2):
-        text, _ = answers[rank]
+        text, elapsed_s = answers[rank]
         assert "DistBackendError" in text
         assert "rank 1" in text, text
+        assert elapsed_s < 10, "found by its deadline, not by its death"
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])

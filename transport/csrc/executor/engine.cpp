@@ -322,6 +322,9 @@ void Engine::drive_once(Lock& lock, Backoff& backoff) {
 }
 
 void Engine::sleep(Lock& lock, uint64_t now_us) {
+  if (!active_.empty()) {
+    for (Port* port : ports_) port->check_on_peers(now_us);
+  }
   uint64_t until_us = std::min(now_us + SLEEP_MAX_US, next_deadline_us_);
   for (const Port* port : ports_) until_us = std::min(until_us, port->next_timeout_us());
   if (until_us <= now_us) return;

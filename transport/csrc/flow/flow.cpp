@@ -239,7 +239,20 @@ void Flow::on_timeout(uint64_t now_us) {
   }
 }
 
-void Flow::on_peer_failed(std::string_view reason) { state_->lose_peer(reason); }
+void Flow::ask_if_silent(uint64_t now_us, uint64_t silence_us) {
+  State& state = *state_;
+  if (state.dead || state.peer_closed) return;
+  if (now_us < std::max(state.last_heard_us, state.probed_us) + silence_us) return;
+  state.probed_us = now_us;
+  state.ask = true;
+  state.request_control(now_us);
+}
+
+void Flow::on_peer_failed(std::string_view reason) {
+  State& state = *state_;
+  if (state.peer_closed && !state.has_outstanding()) return;
+  state.lose_peer(reason);
+}
 
 bool Flow::idle() const { return state_->dead || state_->idle(); }
 

@@ -117,7 +117,10 @@ class Flow {
   // 0: there is something to send now.
   uint64_t next_timeout_us() const;
   void on_timeout(uint64_t now_us);
-  // The port knows that the peer is gone (connection refused, device removed).
+  // Somebody waits: if the peer was not heard for `silence_us`, the next control asks it to answer. Nothing follows
+  // from silence alone, but a port may learn from the attempt that nobody is there.
+  void ask_if_silent(uint64_t now_us, uint64_t silence_us);
+  // The port knows that the peer is gone (connection refused, device removed). Ignored after a goodbye.
   void on_peer_failed(std::string_view reason);
 
   bool idle() const;                    // nothing sent is unacknowledged

@@ -78,6 +78,7 @@ struct Flow::State {
   uint64_t nudged_us = 0;
   uint32_t nudges = 0;
   uint64_t last_heard_us = 0, waiting_since_us = 0;
+  uint64_t probed_us = 0;
 
   struct Heard {
     uint64_t at_us;

@@ -70,6 +70,8 @@ class Port {
   virtual std::string_view name() const = 0;
   // One bounded round (tens of microseconds to a few hundred); true when anything moved.
   virtual bool progress(uint64_t now_us) = 0;
+  // Operations wait and nothing comes: find out whether the peers are there. Called now and then.
+  virtual void check_on_peers(uint64_t /*now_us*/) {}
   // Earliest time at which progress must be called although nothing arrived; UINT64_MAX for never.
   virtual uint64_t next_timeout_us() const = 0;
   // File descriptors whose readability means work (udp sockets).

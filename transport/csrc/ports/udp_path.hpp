@@ -14,13 +14,14 @@ namespace sennit {
 class UdpSender;
 
 struct UdpPath {
-  UdpPath(const wire::Endpoint& remote_listen) : remote(remote_listen) {}
+  UdpPath(const wire::Endpoint& remote_listen) : remote_listen(remote_listen), remote(remote_listen) {}
 
   flow::Flow* flow = nullptr;
   uint32_t peer = 0;
   uint32_t index = 0;           // the flow's name for it
   UdpSender* sender = nullptr;  // owns the socket with this path's source port
-  SocketAddress remote;
+  wire::Endpoint remote_listen;
+  SocketAddress remote;  // the same
   uint32_t remote_qpn = 0;
   uint32_t next_psn = 0;
   wire::NetworkCrc outgoing, incoming;

@@ -29,6 +29,8 @@ constexpr uint32_t ACKS_PER_WINDOW = 8, ACK_MAX_PACKETS = 64;
 constexpr int ROUND_MAX_COUNT = 4;
 constexpr int RECEIVE_MAX_PER_ROUND = 4;
 constexpr uint64_t BLOCKED_RETRY_US = 50;
+// A peer that an operation waits for is asked whether it is there after so much silence.
+constexpr uint64_t SILENCE_US = 100'000;
 constexpr size_t KEY_POOL_COUNT = 64;  // 256 bytes: one getrandom never blocks nor falls short
 constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_BYTES;  // IPv6, UDP, ours
 
@@ -179,6 +181,7 @@ void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes
   for (uint32_t path = 0; path < offer_.path_count; ++path) {
     UdpSocket socket = open_sender(config.address);
     socket.set_send_buffer(SEND_BUFFER_BYTES);
+    socket.report_refusals();
     offered.entropies.push_back(socket.local().port);
     rail->senders.push_back(std::make_unique<UdpSender>(std::move(socket), send_counters_));
   }
@@ -311,7 +314,22 @@ bool UdpPort::send_round(uint64_t now_us) {
   for (size_t turn = 0; turn < connected_.size(); ++turn)
     sent |= send_from(*connected_[(next_peer_ + turn) % connected_.size()], now_us);
   if (!connected_.empty()) next_peer_ = (next_peer_ + 1) % connected_.size();
+  for (const auto& rail : rails_)
+    for (const auto& sender : rail->senders)
+      if (sender->has_refused()) note_refused(*sender);
   return sent;
+}
+
+void UdpPort::note_refused(UdpSender& sender) {
+  for (const wire::Endpoint& destination : sender.take_refused()) {
+    for (Peer* peer : connected_) {
+      const bool is_there = std::any_of(peer->paths.begin(), peer->paths.end(),
+                                        [&](const UdpPath& path) { return path.remote_listen == destination; });
+      // Its socket was open before this rank heard of it, and stays so until its process ends.
+      if (is_there)
+        peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(destination) + " any more");
+    }
+  }
 }
 
 bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
@@ -334,6 +352,10 @@ bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
     sent = true;
   }
   return sent;
+}
+
+void UdpPort::check_on_peers(uint64_t now_us) {
+  for (Peer* peer : connected_) peer->lane->flow().ask_if_silent(now_us, SILENCE_US);
 }
 
 uint64_t UdpPort::next_timeout_us() const {

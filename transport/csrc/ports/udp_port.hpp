@@ -48,6 +48,7 @@ class UdpPort final : public Port {
 
   std::string_view name() const override { return "udp"; }
   bool progress(uint64_t now_us) override;
+  void check_on_peers(uint64_t now_us) override;
   uint64_t next_timeout_us() const override;
   void append_poll_fds(std::vector<pollfd>& out) const override;
   bool idle() const override;
@@ -65,6 +66,7 @@ class UdpPort final : public Port {
   Peer& connected(uint32_t peer);
   bool send_round(uint64_t now_us);
   bool send_from(Peer& peer, uint64_t now_us);
+  void note_refused(UdpSender& sender);
   void send_farewells(uint64_t now_us);
   uint32_t next_key();
 

@@ -72,6 +72,19 @@ void UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets, u
   pieces_[piece_count_++] = {piece_start, static_cast<size_t>(frame - piece_start)};
 }
 
+int UdpSender::send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
+  ++counters_.send_calls;
+  const int error = send_segments(socket_.fd(), to, pieces, segment_bytes);
+  if (error != ECONNREFUSED) return error;
+  note_refusals();
+  ++counters_.send_calls;
+  return send_segments(socket_.fd(), to, pieces, segment_bytes);
+}
+
+void UdpSender::note_refusals() {
+  for (const wire::Endpoint& destination : refused_destinations(socket_.fd())) refused_.push_back(destination);
+}
+
 void UdpSender::transmit(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
   size_t size_bytes = 0;
   for (const iovec& piece : pieces) size_bytes += piece.iov_len;
@@ -85,8 +98,7 @@ void UdpSender::transmit(const SocketAddress& to, std::span<const iovec> pieces,
     flush();
     return;
   }
-  ++counters_.send_calls;
-  const int error = send_segments(socket_.fd(), to, pieces, is_batch ? segment_bytes : 0);
+  const int error = send(to, pieces, is_batch ? segment_bytes : 0);
   if (error == 0) return;
   if (error == EAGAIN || error == ENOBUFS) {
     ++counters_.send_blocked;
@@ -120,8 +132,7 @@ bool UdpSender::flush() {
   int error = 0;
   if (can_segment_ && kept_.bytes.size() > kept_.segment_bytes) {
     iovec piece{kept_.bytes.data(), kept_.bytes.size()};
-    ++counters_.send_calls;
-    error = send_segments(socket_.fd(), kept_.to, std::span(&piece, 1), kept_.segment_bytes);
+    error = send(kept_.to, std::span(&piece, 1), kept_.segment_bytes);
     if (error == 0) done_bytes = kept_.bytes.size();
   } else {
     error = send_one_by_one(kept_.to, kept_.bytes, kept_.segment_bytes, done_bytes);
@@ -150,11 +161,16 @@ int UdpSender::send_one_by_one(const SocketAddress& to, std::span<const std::byt
     message.msg_iovlen = 1;
   }
   size_t sent = 0;
+  bool is_retried = false;
   while (sent < count) {
     ++counters_.send_calls;
     const int result = sendmmsg(socket_.fd(), messages.data() + sent, static_cast<unsigned>(count - sent),
                                 MSG_DONTWAIT | MSG_NOSIGNAL);
     if (result < 0 && errno == EINTR) continue;
+    if (result < 0 && errno == ECONNREFUSED && !std::exchange(is_retried, true)) {
+      note_refusals();
+      continue;
+    }
     if (result < 0) {
       const int error = errno;
       done_bytes = sent * segment_bytes;

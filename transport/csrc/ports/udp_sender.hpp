@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "flow/flow.hpp"
@@ -37,6 +38,9 @@ class UdpSender {
   // A batch waits for room in the device's queue; nothing else may be sent before flush() is true.
   bool is_blocked() const { return !kept_.bytes.empty(); }
   bool flush();
+  bool has_refused() const { return !refused_.empty(); }
+  // Where packets came back from since the last call: nobody listens there.
+  std::vector<wire::Endpoint> take_refused() { return std::exchange(refused_, {}); }
 
  private:
   // A batch the device had no room for, copied: its payloads may be freed by an acknowledgement.
@@ -51,8 +55,14 @@ class UdpSender {
   int send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes, size_t& done);
   void keep(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
 
+  // One send; an earlier packet that came back is noted, and does not keep this one from going.
+  int send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
+
+  void note_refusals();
+
   UdpSocket socket_;
   UdpSendCounters& counters_;
+  std::vector<wire::Endpoint> refused_;
   bool can_segment_;
   Kept kept_;
   std::array<std::byte, BATCH_MAX_PACKETS*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;

@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <ifaddrs.h>
+#include <linux/errqueue.h>
 #include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/udp.h>
@@ -163,6 +164,14 @@ bool UdpSocket::enable_receive_offload() {
   return setsockopt(fd_, IPPROTO_UDP, UDP_GRO, &on, sizeof on) == 0;
 }
 
+void UdpSocket::report_refusals() {
+  if (local_.is_ipv6) {
+    set_option(fd_, IPPROTO_IPV6, IPV6_RECVERR, 1, "IPV6_RECVERR");
+  } else {
+    set_option(fd_, IPPROTO_IP, IP_RECVERR, 1, "IP_RECVERR");
+  }
+}
+
 bool UdpSocket::can_segment() const {
   int value = 0;
   socklen_t size = sizeof value;
@@ -191,6 +200,29 @@ int send_segments(int fd, const SocketAddress& to, std::span<const iovec> pieces
     sent = sendmsg(fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
   } while (sent < 0 && errno == EINTR);
   return sent < 0 ? errno : 0;
+}
+
+std::vector<wire::Endpoint> refused_destinations(int fd) {
+  std::vector<wire::Endpoint> refused;
+  for (;;) {
+    sockaddr_storage destination{};
+    alignas(cmsghdr) char control[512];
+    msghdr message{};
+    message.msg_name = &destination;
+    message.msg_namelen = sizeof destination;
+    message.msg_control = control;
+    message.msg_controllen = sizeof control;
+    if (recvmsg(fd, &message, MSG_ERRQUEUE | MSG_DONTWAIT) < 0) return refused;
+    for (cmsghdr* option = CMSG_FIRSTHDR(&message); option != nullptr; option = CMSG_NXTHDR(&message, option)) {
+      const bool is_report = (option->cmsg_level == IPPROTO_IP && option->cmsg_type == IP_RECVERR) ||
+                             (option->cmsg_level == IPPROTO_IPV6 && option->cmsg_type == IPV6_RECVERR);
+      if (!is_report || option->cmsg_len < CMSG_LEN(sizeof(sock_extended_err))) continue;
+      sock_extended_err report;
+      std::memcpy(&report, CMSG_DATA(option), sizeof report);
+      if (report.ee_errno == ECONNREFUSED)
+        refused.push_back(endpoint_of(reinterpret_cast<const sockaddr*>(&destination)));
+    }
+  }
 }
 
 ReceivedBatch receive_segments(int fd, std::span<iovec> places) {

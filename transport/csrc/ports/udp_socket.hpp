@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "wire/icrc.hpp"
 
@@ -46,6 +47,8 @@ class UdpSocket {
   size_t set_send_buffer(size_t size_bytes);
   // Several packets in one recvmsg. False where the kernel cannot.
   bool enable_receive_offload();
+  // A destination that refuses makes the next send fail with ECONNREFUSED; see refused_destinations().
+  void report_refusals();
   // The kernel takes UDP_SEGMENT on this socket. (The device may still refuse at send: EIO.)
   bool can_segment() const;
 
@@ -57,6 +60,10 @@ class UdpSocket {
 // Sends `pieces` as packets of `segment_bytes` (the last may be shorter) in one call; 0: as one packet.
 // Returns 0 or errno.
 int send_segments(int fd, const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
+
+// Reports of this socket's packets that came back (ICMP port unreachable), since the last call: where nobody listens
+// any more. Wants report_refusals().
+std::vector<wire::Endpoint> refused_destinations(int fd);
 
 struct ReceivedBatch {
   size_t size_bytes = 0;     // of all packets together

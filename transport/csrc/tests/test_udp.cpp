@@ -275,6 +275,24 @@ TEST_CASE("goodbye and abort reach the peer") {
   CHECK(pair.b.lost_reason.find("rank 0 was stopped") != std::string::npos);
 }
 
+TEST_CASE("a peer whose process ended is noticed by the one that waits for it") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    CAPTURE(address);
+    const UdpConfig config{{{address}}};
+    Rank waiting(0, config);
+    waiting.port.connect(1, Rank(1, config).port.local_info(), waiting);  // gone at once, its sockets with it
+    const uint64_t deadline_us = now_us() + 30'000'000;
+    while (waiting.lost_reason.empty()) {
+      waiting.port.check_on_peers(now_us());
+      waiting.port.progress(now_us());
+      poll(nullptr, 0, 1);
+      REQUIRE(now_us() < deadline_us);
+    }
+    CHECK(waiting.lost_reason.find("nobody listens at") != std::string::npos);
+    CHECK(waiting.lost_reason.find(address) != std::string::npos);
+  }
+}
+
 TEST_CASE("set-up mistakes are named") {
   const auto open = [](const std::string& address, uint16_t port, uint32_t paths = 4) {
     UdpConfig config;
