@@ -121,7 +121,7 @@ bool ControlReader::parse(std::span<const std::byte> payload) {
     return fits;
   };
   const std::byte* section = at;
-  if (header_.done_words > CREDIT_WINDOW / 64 || !take(size_t{header_.done_words} * 8)) return false;
+  if (header_.done_words > CREDIT_WINDOW_WORDS || !take(size_t{header_.done_words} * 8)) return false;
   done_ = WordView(section, header_.done_words);
   section = at;
   if (!take(size_t{header_.eager_words} * 8)) return false;

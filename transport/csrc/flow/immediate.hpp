@@ -6,21 +6,13 @@
 #pragma once
 #include <cstdint>
 
+#include "flow/numbers.hpp"
+
 namespace sennit::flow {
 
-inline constexpr uint32_t INDEX_BITS = 20;
 inline constexpr uint32_t INDEX_MASK = (1u << INDEX_BITS) - 1;
 inline constexpr uint32_t EAGER_SLOT = 0;
-inline constexpr uint32_t CREDIT_SLOTS = 4'095;
-// Credits open at a time. Far below CREDIT_SLOTS on purpose: the advert of credit s is only ever sent
-// beside completed_below > s - CREDIT_WINDOW, so a sender that works on s knows that the credit which had
-// the slot of s + CREDIT_WINDOW before is complete, and sends nothing for it any more.
-inline constexpr uint32_t CREDIT_WINDOW = 256;
-// Packets a credit; longer messages take several credits. 64 MiB of 4,096-byte packets: a bitmap of 2 KiB.
-inline constexpr uint32_t CREDIT_MAX_PACKETS = 16'384;
-// A SACK entry shows this many words of 64 packets from the word of the first missing packet on. A sender
-// stays one word inside it, so that every packet in flight can be acknowledged.
-inline constexpr uint32_t SACK_MAX_WORDS = 32;
+inline constexpr uint32_t CREDIT_WINDOW_WORDS = (CREDIT_WINDOW + 63) / 64;
 inline constexpr uint32_t SACK_REACH_PACKETS = (SACK_MAX_WORDS - 1) * 64;
 
 constexpr uint32_t make_immediate(uint32_t slot, uint32_t index) { return slot << INDEX_BITS | index; }

@@ -172,7 +172,7 @@ bool Receiver::on_seen_below(uint64_t number) {
 
 void Receiver::write_done(ControlWriter& writer) const {
   writer.header.completed_below = static_cast<uint32_t>(completed_below_);
-  uint64_t words[CREDIT_WINDOW / 64] = {};
+  uint64_t words[CREDIT_WINDOW_WORDS] = {};
   uint32_t word_count = 0;
   for (uint64_t number = completed_below_ + 1; number < next_credit_; ++number) {
     if (!complete(credit(number))) continue;
