@@ -296,6 +296,41 @@ def _bpf() -> Capability:
     return _available(name, "maps can be made")
 
 
+def _tc_bpf() -> Capability:
+    """Whether the programs of sennit.ebpf can be compiled, and what reads netlink is there."""
+    name = "tc-bpf"
+    if importlib.util.find_spec("pyroute2") is None:
+        return _missing(name, "pyroute2 is not installed", "pip install 'sennit[testbed]', or make build")
+    for need in ("bpf", "clang"):
+        found = probe(need)
+        if not found.available:
+            return _missing(name, f"{need}: {found.detail}", found.remedy)
+    from sennit.ebpf import compiler, loader
+
+    try:
+        with loader.BpfObject(compiler.compile_program("fabric")):
+            return _available(name, "BPF programs can be compiled and loaded")
+    except (compiler.CompileError, loader.BpfError) as error:
+        return _missing(name, str(error).splitlines()[0], "install clang, libbpf1 and libbpf-dev; Linux 5.12 or later")
+
+
+def _netem() -> Capability:
+    name = "netem"
+    found = probe("netns")
+    if not found.available or not probe("tc").available:
+        return _missing(name, "needs root, network namespaces and tc", "run as root")
+    made = subprocess.run(
+        ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"],
+        capture_output=True,
+        text=True,
+        timeout=PROBE_TIMEOUT_S,
+        check=False,
+    )
+    if made.returncode != 0:
+        return _missing(name, "this kernel has no sch_netem; delays go through a process", "modprobe sch_netem")
+    return _available(name, "the kernel's own delays")
+
+
 def _command(name: str, package: str) -> Capability:
     path = shutil.which(name)
     if path is None:
@@ -332,6 +367,11 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "netns": _netns,
     "bpf": _bpf,
     "tc": functools.partial(_command, "tc", "iproute2"),
+    "nsenter": functools.partial(_command, "nsenter", "util-linux"),
+    "clang": functools.partial(_command, "clang", "clang"),
+    "tc-bpf": _tc_bpf,
+    "netem": _netem,
+    "dumpcap": functools.partial(_command, "dumpcap", "tshark"),
     "tshark": functools.partial(_command, "tshark", "tshark"),
     "openmpi": _openmpi,
 }

