@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "flow/control.hpp"
 
+#include <algorithm>
 #include <bit>
 
 #include "flow/immediate.hpp"
@@ -41,8 +42,14 @@ void ControlWriter::add_eager_word(uint64_t word) {
 
 bool ControlWriter::add_echo(const Echo& echo) {
   if (room() < ECHO_BYTES) return false;
+  const uint32_t delay = std::min(echo.delay_us, ECHO_DELAY_MAX_US) | uint32_t{echo.path} << 24;
+  constexpr uint16_t RESERVED = 0;
   put(&echo.immediate, 4);
-  put(&echo.delay_us, 4);
+  put(&delay, 4);
+  put(&echo.received, 2);
+  put(&echo.marked, 2);
+  put(&echo.waited_us, 2);
+  put(&RESERVED, 2);
   ++header.echo_count;
   return true;
 }
@@ -93,6 +100,9 @@ size_t ControlWriter::finish() {
   store<uint32_t>(at + 20, header.eager_received);
   store<uint32_t>(at + 24, header.eager_consumed);
   store<uint32_t>(at + 28, header.advert_first);
+  store<uint32_t>(at + 32, header.granted);
+  store<uint16_t>(at + 36, header.queue_us);
+  store<uint16_t>(at + 38, 0);
   return used_;
 }
 
@@ -113,6 +123,8 @@ bool ControlReader::parse(std::span<const std::byte> payload) {
   header_.eager_received = load<uint32_t>(at + 20);
   header_.eager_consumed = load<uint32_t>(at + 24);
   header_.advert_first = load<uint32_t>(at + 28);
+  header_.granted = load<uint32_t>(at + 32);
+  header_.queue_us = load<uint16_t>(at + 36);
   at += CONTROL_HEADER_BYTES;
 
   const auto take = [&](size_t size) {
@@ -149,7 +161,9 @@ bool ControlReader::parse(std::span<const std::byte> payload) {
 
 Echo ControlReader::echo(uint32_t index) const {
   const std::byte* at = echoes_ + index * ECHO_BYTES;
-  return Echo{load<uint32_t>(at), load<uint32_t>(at + 4)};
+  const auto delay = load<uint32_t>(at + 4);
+  return Echo{load<uint32_t>(at),     delay & ECHO_DELAY_MAX_US, static_cast<uint8_t>(delay >> 24),
+              load<uint16_t>(at + 8), load<uint16_t>(at + 10),   load<uint16_t>(at + 12)};
 }
 
 Sack ControlReader::read_sack(const std::byte*& at) {

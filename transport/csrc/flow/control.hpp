@@ -12,10 +12,10 @@
 
 namespace sennit::flow {
 
-inline constexpr uint8_t CONTROL_VERSION = 1;
-inline constexpr size_t CONTROL_HEADER_BYTES = 32;
+inline constexpr uint8_t CONTROL_VERSION = 2;
+inline constexpr size_t CONTROL_HEADER_BYTES = 40;
 inline constexpr size_t SACK_HEADER_BYTES = 12;
-inline constexpr size_t ECHO_BYTES = 8;
+inline constexpr size_t ECHO_BYTES = 16;
 inline constexpr size_t ADVERT_BYTES = 16;
 inline constexpr size_t ADVERT_MESSAGE_BYTES = 24;
 inline constexpr uint32_t ADVERT_FIRST_PART = 0x8000'0000;
@@ -26,6 +26,7 @@ enum ControlFlags : uint8_t {
   CONTROL_ADVERT_GAP = 0x02,  // adverts behind `credits_seen` arrived, but not the next one: send again
   CONTROL_GOODBYE = 0x04,     // orderly end; nothing follows
   CONTROL_ABORT = 0x08,       // the end; `reason` says why
+  CONTROL_PROBE = 0x10,       // is this path alive? Its echo is the answer
 };
 
 struct ControlHeader {
@@ -41,13 +42,23 @@ struct ControlHeader {
   uint32_t eager_received = 0;   // all eager packets below have arrived
   uint32_t eager_consumed = 0;   // all eager packets below have been taken by the message layer
   uint32_t advert_first = 0;     // credit number of the first advert here
+  uint32_t granted = 0;          // so many bulk packets may have been sent, from the start
+  uint16_t queue_us = 0;         // least queueing in the fabric that the paths to the peer showed lately
 };
 
-// The newest data packet of a path and how long it was held back: one round-trip sample.
+// Of one path: its newest data packet, how long that was held back (one round-trip sample), and what came over it
+// so far, modulo 2^16, so that a lost echo is made good by the next.
 struct Echo {
-  uint32_t immediate;
-  uint32_t delay_us;
+  uint32_t immediate;  // ECHO_NO_DATA: only probes came
+  uint32_t delay_us;   // 24 bits
+  uint8_t path;
+  uint16_t received;   // packets, probes and duplicates included
+  uint16_t marked;     // of them with the ECN codepoint "congestion experienced"
+  uint16_t waited_us;  // the part of the round trip that the packet spent inside the receiving host
 };
+// Index behind the last packet of any credit.
+inline constexpr uint32_t ECHO_NO_DATA = UINT32_MAX;
+inline constexpr uint32_t ECHO_DELAY_MAX_US = 0xFF'FFFF;
 
 struct Advert {
   uint64_t address;

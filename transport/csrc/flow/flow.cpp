@@ -3,6 +3,7 @@
 #include "flow/flow.hpp"
 
 #include <algorithm>
+#include <array>
 
 #include "flow/immediate.hpp"
 #include "flow/state.hpp"
@@ -39,6 +40,7 @@ void Flow::advertise(uint64_t receive_id, const MessageHeader& header, std::byte
   if (state.peer_closed) state.lose_peer("said goodbye before this message");
   if (state.dead) return;
   state.receiver.advertise(receive_id, header, destination, rkey);
+  state.grants.on_advertised(state.receiver.opened_packets());
   if (state.receiver.has_unsent_adverts()) state.request_control(now_us);
 }
 
@@ -91,7 +93,14 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
   Recovery& recovery = state.recovery;
   if (state.dead || out.empty()) return 0;
   if (recovery.take_probe(now_us, out[0], path)) return 1;
-  if (!state.can_send()) return 0;
+  if (!state.can_send()) {
+    if (!state.credit_stalled && recovery.allowance() != 0 && state.sender.is_out_of_grant()) {
+      state.credit_stalled = true;
+      ++state.counters.credit_stalls;
+    }
+    return 0;
+  }
+  if (recovery.paced_until_us() > now_us) return 0;
   path = recovery.choose_path(now_us);
   const size_t limit = recovery.is_suspect(path) ? 1 : out.size();
   size_t count = 0;
@@ -106,20 +115,27 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
     }
     if (packet.size_bytes != state.config.payload_max_bytes) break;
   }
+  recovery.end_of_batch(now_us, static_cast<uint32_t>(count));
   return count;
 }
 
 size_t Flow::poll_control(uint64_t now_us, std::span<std::byte> out, uint32_t& path) {
   State& state = *state_;
   size_t size_bytes = 0;
+  if (!state.dead && state.recovery.take_path_probe(now_us, path)) {
+    ++state.counters.control_packets_sent;
+    return state.write_probe(out);
+  }
   if (!state.dead && state.control_due_us <= now_us) {
+    // Before the echoes are taken.
+    path = state.control_path(now_us);
     size_bytes = state.write_control(now_us, out);
   } else if (state.dead && state.last_words != 0) {
     --state.last_words;
+    path = state.recovery.choose_path(now_us);
     size_bytes = state.write_last_word(out);
   }
   if (size_bytes == 0) return 0;
-  path = state.recovery.choose_path(now_us);
   ++state.counters.control_packets_sent;
   return size_bytes;
 }
@@ -139,7 +155,8 @@ Verdict Flow::locate(uint32_t immediate, uint64_t address, uint32_t rkey, uint32
 
 size_t Flow::predict(std::span<Placement> out) const { return state_->dead ? 0 : state_->receiver.predict(out); }
 
-void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t size_bytes) {
+void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t size_bytes, bool ecn_marked,
+                   uint64_t waited_us) {
   State& state = *state_;
   if (state.dead) return state.repeat_last_word(now_us);
   const bool eager = slot_of(immediate) == EAGER_SLOT;
@@ -149,6 +166,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   if (verdict == Verdict::duplicate) {
     state.last_heard_us = now_us;
     ++state.counters.duplicate_packets;
+    state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
     if (!eager) state.receiver.on_duplicate(immediate);
     state.request_control(now_us + ack_delay_us / HURRY);
     return;
@@ -159,24 +177,28 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   state.nudges = 0;
   ++state.counters.data_packets_received;
   state.counters.data_bytes_received += size_bytes;
-  state.note_echo(now_us, path, immediate);
+  state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
+  state.repeats = 0;
+  state.repeat_at_us = NEVER;
   bool in_order, message_complete = false;
   if (eager) {
     in_order = state.eager_receiver.on_data(index_of(immediate), size_bytes);
   } else {
     const Receiver::Arrival arrival = state.receiver.on_data(immediate, state.events);
+    state.grants.on_arrival(ecn_marked);
+    state.grants.on_advertised(state.receiver.opened_packets());
     in_order = arrival.in_order;
     message_complete = arrival.message_complete;
   }
   if (!in_order) ++state.counters.out_of_sequence;
-  if (++state.unacknowledged_packets >= state.ack_every_packets || message_complete) {
+  if (++state.unacknowledged_packets >= state.ack_every_packets || message_complete || state.grants.is_due()) {
     state.request_control(now_us);
   } else {
     state.request_control(now_us + (in_order ? ack_delay_us : ack_delay_us / HURRY));
   }
 }
 
-void Flow::on_control(uint64_t now_us, uint32_t, std::span<const std::byte> payload) {
+void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte> payload, uint64_t waited_us) {
   State& state = *state_;
   ++state.counters.control_packets_received;
   ControlReader control;
@@ -196,15 +218,20 @@ void Flow::on_control(uint64_t now_us, uint32_t, std::span<const std::byte> payl
     ++state.counters.bad_control_packets;
     return;
   }
-  state.apply_control(now_us, control);
+  if ((control.header().flags & CONTROL_PROBE) != 0) {
+    state.note_arrival(now_us, path, ECHO_NO_DATA, false, 0);
+    state.request_control(now_us);
+  }
+  state.apply_control(now_us, waited_us, control);
 }
 
 uint64_t Flow::next_timeout_us() const {
   const State& state = *state_;
   if (state.dead) return state.last_words != 0 ? 0 : NEVER;
-  if (state.can_send()) return 0;
-  return std::min({state.control_due_us, state.recovery.next_timeout_us(), state.advert_retry_us(), state.ask_at_us,
-                   state.nudge_at_us(), state.peer_lost_at_us()});
+  const uint64_t send_at_us = state.can_send() ? state.recovery.paced_until_us() : NEVER;
+  if (send_at_us == 0) return 0;
+  return std::min({send_at_us, state.control_due_us, state.repeat_at_us, state.recovery.next_timeout_us(),
+                   state.advert_retry_us(), state.ask_at_us, state.nudge_at_us(), state.peer_lost_at_us()});
 }
 
 void Flow::on_timeout(uint64_t now_us) {
@@ -218,6 +245,11 @@ void Flow::on_timeout(uint64_t now_us) {
   if (state.advert_retry_us() <= now_us) {
     state.receiver.resend_adverts();
     state.advert_retries = std::min(state.advert_retries + 1, BACKOFF_MAX);
+    state.request_control(now_us);
+  }
+  if (state.repeat_at_us <= now_us) {
+    state.repeat_at_us = NEVER;
+    ++state.repeats;
     state.request_control(now_us);
   }
   if (state.nudge_at_us() <= now_us) {
@@ -280,10 +312,14 @@ const FlowCounters& Flow::counters() const { return state_->counters; }
 std::string Flow::describe() const {
   const State& state = *state_;
   const Paths& paths = state.recovery.paths();
-  uint32_t suspended = 0;
-  for (uint32_t index = 0; index < paths.count(); ++index) suspended += paths[index].timeouts != 0;
+  std::array<uint32_t, 4> in_state{};
+  for (uint32_t index = 0; index < paths.count(); ++index) ++in_state[static_cast<size_t>(paths[index].state)];
+  const auto count = [&](PathState path_state) { return std::to_string(in_state[static_cast<size_t>(path_state)]); };
   std::string text = state.dead ? "dead (" + state.reason + "), " : "";
-  text += std::to_string(paths.count()) + " paths (" + std::to_string(suspended) + " not answering), rtt " +
+  text += std::to_string(paths.count()) + " paths (" + count(PathState::good) + " good, " + count(PathState::skip) +
+          " skip, " + count(PathState::bad) + " bad, " + count(PathState::probing) + " probing; " +
+          std::string(state.recovery.policy().name()) + "), window " + std::to_string(state.counters.window_packets) +
+          " packets (" + std::string(state.recovery.congestion().name()) + "), rtt " +
           std::to_string(state.counters.rtt_us) + " us, " + std::to_string(state.recovery.outstanding()) +
           " packets unacknowledged, " + std::to_string(state.sender.open_transfers()) + " transfers and " +
           std::to_string(state.receiver.open_credits()) + " credits open, " +

@@ -29,6 +29,8 @@ inline constexpr size_t CONTROL_MAX_BYTES = 4'096;
 // In front of the data of an eager packet.
 inline constexpr uint32_t EAGER_HEADER_BYTES = 32;
 
+class ReceiveBudget;
+
 struct FlowConfig {
   uint32_t path_count = 4;                // entropies sprayed over, 1..256
   uint32_t payload_max_bytes = 4'096;     // data packet payload, multiple of 4; equal on both sides
@@ -38,6 +40,11 @@ struct FlowConfig {
   uint32_t ack_delay_us = 400;            // ... or after this time; below the tail probe's 1 ms
   uint64_t peer_timeout_us = 10'000'000;  // silence in the middle of a bulk message that means a dead peer
   uint64_t seed = 0;                      // the first path
+  uint32_t rail_count = 1;                // interfaces below the paths: path p uses rail p mod rail_count
+  std::string_view path_policy = "round_robin";  // or "reps"; path_policy.hpp
+  std::string_view congestion = "fixed";         // or "swift"; congestion.hpp
+  uint64_t target_queue_us = 100;                // "swift": the queueing delay in the fabric to aim at
+  ReceiveBudget* receive_budget = nullptr;       // shared by the flows of a port, outlives them; null: no limit
 };
 
 // One data packet to send: UC RDMA WRITE ONLY with immediate. The payload stays valid until the next
@@ -75,6 +82,10 @@ struct FlowCounters {  // one field a counter; names follow the RDMA hw_counters
   uint64_t control_packets_sent, control_packets_received;
   uint64_t retransmitted_packets, duplicate_packets, out_of_sequence, local_ack_timeout_err, tail_probe_packets;
   uint64_t bad_key_packets, bad_range_packets, bad_slot_packets, bad_control_packets;
+  uint64_t np_ecn_marked_roce_packets;                                // received with a congestion mark
+  uint64_t path_state_changes, path_probe_packets, paths_readmitted;  // paths.hpp
+  uint64_t credit_stalls;                                             // waits for a larger grant of the receiver
+  uint64_t window_packets;                                            // of the congestion control, now
   uint64_t rtt_us, rto_us;
 };
 
@@ -112,8 +123,11 @@ class Flow {
   // The packets most likely to arrive next, so that a port can receive straight into place. Only places
   // without valid bytes: a wrong packet may land there before it is checked.
   size_t predict(std::span<Placement> out) const;
-  void on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t size_bytes);
-  void on_control(uint64_t now_us, uint32_t path, std::span<const std::byte> payload);
+  // `ecn_marked`: the IP header said "congestion experienced". `waited_us`: how long the packet had been inside this
+  // host already (now less the kernel's receive timestamp), which is no queueing in the fabric.
+  void on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t size_bytes, bool ecn_marked = false,
+               uint64_t waited_us = 0);
+  void on_control(uint64_t now_us, uint32_t path, std::span<const std::byte> payload, uint64_t waited_us = 0);
   // 0: there is something to send now.
   uint64_t next_timeout_us() const;
   void on_timeout(uint64_t now_us);

@@ -36,6 +36,7 @@ void Receiver::open_credits_in_window() {
     credit.part_bytes = part_bytes;
     // A message of size 0 is one packet of size 0.
     credit.packet_count = std::max(1u, (part_bytes + payload_max_bytes_ - 1) / payload_max_bytes_);
+    opened_packets_ += credit.packet_count;
     credit.received = credit.first_missing = credit.received_end = 0;
     credit.reports_left = 0;
     credit.present.reset(credit.packet_count);
@@ -106,6 +107,7 @@ Receiver::Arrival Receiver::on_data(uint32_t immediate, SequenceRing<Event>& eve
   Credit& credit = this->credit(number);
   credit.present.set(index);
   Arrival arrival{index == credit.received_end, false, number};
+  ++received_packets_;
   if (++credit.received == 1) ++partial_credits_;
   if (index >= credit.received_end) credit.received_end = index + 1;
   while (credit.first_missing < credit.received_end && credit.present.test(credit.first_missing))

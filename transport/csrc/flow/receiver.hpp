@@ -55,6 +55,9 @@ class Receiver {
   bool has_postponed_sacks() const { return sacks_postponed_; }
   void write_adverts(ControlWriter& writer);
   void clear();
+  // Since the start: packets of all credits opened so far, and those of them that are here.
+  uint64_t opened_packets() const { return opened_packets_; }
+  uint64_t received_packets() const { return received_packets_; }
   uint64_t open_credits() const { return next_credit_ - completed_below_; }
 
  private:
@@ -93,6 +96,7 @@ class Receiver {
   uint64_t seen_below_ = 0, unsent_advert_ = 0;
   uint32_t completed_slot_offset_ = 0;  // completed_below_ % CREDIT_SLOTS
   uint32_t partial_credits_ = 0;
+  uint64_t opened_packets_ = 0, received_packets_ = 0;
   std::vector<uint64_t> touched_;  // credits whose state the peer should be told
   bool sacks_postponed_ = false;
   uint64_t cursor_credit_ = 0;  // behind the newest arrival: where predict starts

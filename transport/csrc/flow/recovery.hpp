@@ -1,42 +1,57 @@
 // SPDX-License-Identifier: Apache-2.0
-// Loss recovery: which packets are in flight, which of them are lost, when to look again.
+// Loss recovery: which packets are in flight, which of them are lost, when to look again; and from it, how the
+// paths do.
 //
 // Driven by transmissions (on_sent, resend), acknowledgements (on_echo, on_acked, end_of_acks) and the
-// timer. Three ways to find a loss, from fast to last resort:
+// timer. Ways to find a loss, from fast to last resort:
 //   order     a later packet of the same path was acknowledged, by 3 packets or by the reorder window
 //             (RFC 8985's RACK, per path: spraying alone causes no retransmission)
-//   probe     no acknowledgement for 2 round trips: the newest packet of the path is sent again on it, and
-//             its acknowledgement shows what was lost before it (RFC 8985, 7)
-//   timeout   RFC 6298 with back-off: all on the path is lost, the path is suspended
+//   silence   a packet sent a whole round trip of this path later, on another path, was acknowledged. If nothing
+//             was, of all that was on the path: the path is bad, and with it its rail if that answers nowhere
+//   probe     no acknowledgement for 2 round trips: the newest packet of the path is sent again on another path,
+//             and its acknowledgement shows what was lost before it (RFC 8985, 7)
+//   timeout   RFC 6298 with back-off: all on the path is lost, the peer may be slow
+// A bad path carries no data; control packets probe it until one is answered.
 #pragma once
 #include <cstdint>
+#include <memory>
 
+#include "flow/congestion.hpp"
+#include "flow/control.hpp"
 #include "flow/outstanding.hpp"
+#include "flow/path_policy.hpp"
 #include "flow/paths.hpp"
 
 namespace sennit::flow {
 
 class Recovery {
  public:
+  // Throws std::invalid_argument for an unknown policy or congestion control.
   Recovery(const FlowConfig& config, FlowCounters& counters);
 
-  // How many more packets may be sent now. The one place that decides how much is in flight: a fixed
+  // How many more packets may be sent now. The one place that decides how much is in flight: the congestion
   // window, and a few packets only after a timeout until the peer is heard again.
   uint32_t allowance() const;
+  // Not before this time: the batch before is spread over its part of the round trip. 0: no pacing.
+  uint64_t paced_until_us() const { return paced_until_us_; }
   bool full() const { return outstanding_.full(); }
   bool has_lost() const { return !lost_.empty(); }
   uint32_t outstanding() const { return outstanding_.size(); }
 
   uint32_t choose_path(uint64_t now_us);
-  // Most packets of the next batch on `path`: one while the path has not answered since its timeout.
-  bool is_suspect(uint32_t path) const { return paths_[path].timeouts != 0; }
+  // Most packets of the next batch on `path`: one on a path that is tried because there is no better one.
+  bool is_suspect(uint32_t path) const { return paths_[path].is_bad(); }
   void on_sent(uint64_t now_us, uint32_t path, const DataOut& packet);
   // The oldest lost packet, sent again on `path`.
   DataOut resend(uint64_t now_us, uint32_t path);
+  void end_of_batch(uint64_t now_us, uint32_t packets);
   // The tail probe of some path, if one is due.
   bool take_probe(uint64_t now_us, DataOut& out, uint32_t& path);
+  // A bad path to be probed by a control packet now.
+  bool take_path_probe(uint64_t now_us, uint32_t& path);
 
-  void on_echo(uint64_t now_us, uint32_t immediate, uint64_t delay_us);
+  // `control_waited_us`: how long the control that brought it had been inside this host.
+  void on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waited_us);
   void on_acked(uint64_t now_us, uint32_t immediate);
   void end_of_acks(uint64_t now_us);
 
@@ -46,6 +61,11 @@ class Recovery {
 
   const RoundTrip& round_trip() const { return round_trip_; }
   const Paths& paths() const { return paths_; }
+  const PathPolicy& policy() const { return *policy_; }
+  const CongestionControl& congestion() const { return *congestion_; }
+  // The least queueing that any path showed since it was taken; 0: none is known.
+  uint64_t least_queue_us() const { return least_queue_us_ == UINT64_MAX ? 0 : least_queue_us_; }
+  uint64_t take_queue_us();
 
  private:
   const RoundTrip& round_trip(const Path& path) const {
@@ -56,19 +76,38 @@ class Recovery {
   uint64_t reorder_at_us(const Path& path) const;
   void launch(uint64_t now_us, uint32_t path, uint32_t id);
   void mark_lost(Path& path, uint32_t id);
-  void detect_losses(uint64_t now_us, Path& path);
-  void time_out(uint64_t now_us, Path& path);
+  void detect_losses(uint64_t now_us, uint32_t index);
+  void detect_silence(uint64_t now_us, uint32_t index);
+  void note_window();
+  void time_out(uint64_t now_us, uint32_t index);
+
+  // recovery_paths.cpp: the states.
+  void set_state(Path& path, PathState state);
+  void note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_us);
+  void on_answer(uint64_t now_us, Path& path);
+  void make_bad(uint64_t now_us, uint32_t index);
+  void make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since_us);
+  bool may_probe() const;
+  uint64_t next_path_probe_us() const;
 
   const uint32_t window_packets_;
   const uint64_t peer_ack_delay_us_;
   FlowCounters& counters_;
   Outstanding outstanding_;
   Paths paths_;
+  std::unique_ptr<PathPolicy> policy_;
+  std::unique_ptr<CongestionControl> congestion_;
   RecordList lost_;
+  uint32_t window_ = 0;  // of the congestion control
   uint32_t in_flight_ = 0;
-  uint32_t unanswered_timeouts_ = 0;  // on any path, since the last acknowledgement on any path
-  uint64_t last_ack_us_ = 0;          // on any path
-  RoundTrip round_trip_;              // over all paths: for those without a sample
+  uint32_t bad_paths_ = 0;
+  uint32_t unanswered_timeouts_ = 0;   // on any path, since the last acknowledgement on any path
+  uint64_t last_ack_us_ = 0;           // on any path
+  uint64_t newest_acked_sent_us_ = 0;  // when the newest acknowledged packet was sent, on any path
+  uint64_t paced_until_us_ = 0;
+  uint64_t path_probed_us_ = 0;
+  uint64_t least_queue_us_ = UINT64_MAX;
+  RoundTrip round_trip_;  // over all paths: for those without a sample
 };
 
 }  // namespace sennit::flow

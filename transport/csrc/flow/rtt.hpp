@@ -20,6 +20,8 @@ inline constexpr uint64_t CLOCK_GRANULARITY_US = 100;
 inline constexpr uint64_t PTO_MIN_US = 1'000;
 // Smallest reorder window of the RACK check (RFC 8985, 6.2: a quarter of the round trip).
 inline constexpr uint64_t REORDER_MIN_US = 50;
+// Paths end in different sockets, which one loop empties in turn: so far apart may packets come for that alone.
+inline constexpr uint64_t SILENCE_MIN_US = 500;
 
 class RoundTrip {
  public:
@@ -45,7 +47,14 @@ class RoundTrip {
     if (!sampled()) return RTO_INITIAL_US;
     return std::clamp(smoothed_us() + std::max(variation_4_, CLOCK_GRANULARITY_US), RTO_MIN_US, RTO_MAX_US);
   }
-  uint64_t pto_us(uint64_t ack_delay_us) const { return std::max(2 * smoothed_us() + ack_delay_us, PTO_MIN_US); }
+  // Longer than silence_us(), so that an answer to the probe shows all that was sent before it.
+  uint64_t pto_us(uint64_t ack_delay_us) const {
+    return std::max({2 * smoothed_us() + ack_delay_us, PTO_MIN_US, silence_us() + 1});
+  }
+  // A packet is lost when one that was sent so much later on another path is there.
+  uint64_t silence_us() const {
+    return std::max(smoothed_us() + std::max(variation_4_, CLOCK_GRANULARITY_US), SILENCE_MIN_US);
+  }
   // How long after sending a packet is lost once a later one of its path is there.
   uint64_t reorder_deadline_us() const { return smoothed_us() + std::max(smoothed_us() / 4, REORDER_MIN_US); }
 

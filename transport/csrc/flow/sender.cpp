@@ -21,7 +21,9 @@ const char* Sender::transfer(uint64_t send_id, uint64_t advert_id, const std::by
   return nullptr;
 }
 
-bool Sender::has_unsent() const {
+bool Sender::has_unsent() const { return sent_packets_ < granted_packets_ && is_within_reach(); }
+
+bool Sender::is_within_reach() const {
   if (to_send_.empty()) return false;
   const Credit& credit = this->credit(to_send_.front());
   return credit.next_unsent < credit.acked_below + SACK_REACH_PACKETS;
@@ -32,6 +34,7 @@ DataOut Sender::take_unsent() {
   Credit& credit = this->credit(number);
   const uint32_t index = credit.next_unsent++;
   const uint32_t offset = index * payload_max_bytes_;
+  ++sent_packets_;
   if (index == 0) ++partial_credits_;
   if (credit.next_unsent == credit.packet_count) to_send_.pop();
   return DataOut{credit.address + offset, credit.rkey, make_immediate(credit_slot(number), index),

@@ -3,6 +3,7 @@
 //
 // Credits are sent in the order in which their transfers were called; within one, by packet index.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "flow/bitmap.hpp"
 #include "flow/control.hpp"
 #include "flow/flow.hpp"
+#include "flow/grants.hpp"
 #include "flow/immediate.hpp"
 #include "flow/recovery.hpp"
 #include "flow/sequence_ring.hpp"
@@ -24,6 +26,14 @@ class Sender {
   const char* transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
   bool has_unsent() const;
   DataOut take_unsent();  // has_unsent() first
+  // There is more to send, and only the receiver's grant stands against it.
+  bool is_out_of_grant() const { return is_within_reach() && sent_packets_ >= granted_packets_; }
+  // The receiver limits what is on the way to it at all.
+  bool is_granted_narrowly() const { return granted_packets_ - sent_packets_ < GRANT_UNLIMITED_PACKETS / 2; }
+  uint64_t granted_packets() const { return granted_packets_; }
+  void on_granted(uint32_t granted) {
+    granted_packets_ = std::max(granted_packets_, nearest<32>(granted, granted_packets_));
+  }
   // Transfers not wholly acknowledged.
   uint64_t open_transfers() const { return open_transfers_; }
   // Data is on its way into credits of the peer.
@@ -57,6 +67,7 @@ class Sender {
     Bitmap acked;
   };
 
+  bool is_within_reach() const;
   Credit& credit(uint64_t number) { return credits_[number % CREDIT_WINDOW]; }
   const Credit& credit(uint64_t number) const { return credits_[number % CREDIT_WINDOW]; }
   void apply_sack(uint64_t now_us, const Sack& sack, Recovery& recovery);
@@ -70,6 +81,7 @@ class Sender {
   std::vector<Credit> credits_;     // by number % CREDIT_WINDOW
   SequenceRing<uint64_t> to_send_;  // bound credits with packets never sent
   uint64_t completed_below_ = 0, credits_seen_ = 0;
+  uint64_t sent_packets_ = 0, granted_packets_ = 0;  // for the first time; since the start
   uint64_t open_transfers_ = 0;
   uint32_t partial_credits_ = 0;
   bool advert_gap_ = false;

@@ -14,6 +14,9 @@ namespace {
 // fits (IPv6's smallest MTU is 1,280) and holds all fixed parts and one SACK entry of full length.
 constexpr size_t CONTROL_MIN_BYTES = 1'024;
 constexpr uint32_t ECHOES_MAX = 16;
+// A control is repeated so often, and after so many acknowledgement delays, while nothing comes.
+constexpr uint32_t REPEATS_MAX = 2;
+constexpr uint64_t REPEAT_DELAYS = 2;
 
 const FlowConfig& checked(const FlowConfig& config, std::span<std::byte> eager_memory) {
   const auto require = [](bool condition, const char* what) {
@@ -25,6 +28,7 @@ const FlowConfig& checked(const FlowConfig& config, std::span<std::byte> eager_m
   require(
       std::has_single_bit(config.eager_slot_count) && config.eager_slot_count >= 8 && config.eager_slot_count <= 1'024,
       "eager_slot_count must be a power of two in 8..1024");
+  require(config.rail_count >= 1 && config.rail_count <= config.path_count, "rail_count must be 1..path_count");
   require(config.ack_every_packets >= 1 && config.ack_delay_us >= 1, "acknowledgement limits must be positive");
   require(config.peer_timeout_us >= 1, "peer_timeout_us must be positive");
   require(eager_memory.size() >= size_t{config.eager_slot_count} * config.payload_max_bytes,
@@ -42,12 +46,30 @@ Flow::State::State(const FlowConfig& config, std::span<std::byte> eager_memory, 
       eager_sender(config),
       eager_receiver(config, eager_memory, eager_rkey),
       sender(config),
-      receiver(config) {}
+      receiver(config),
+      grants(config.receive_budget, config.payload_max_bytes) {}
 
-void Flow::State::note_echo(uint64_t now_us, uint32_t path, uint32_t immediate) {
+void Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked,
+                               uint64_t waited_us) {
   const auto number = static_cast<uint8_t>(path);
-  if (!heard[number].listed) heard_paths[heard_count++] = number;
-  heard[number] = Heard{now_us, immediate, true};
+  Heard& newest = heard[number];
+  if (!newest.listed) heard_paths[heard_count++] = number;
+  newest.listed = true;
+  newest.at_us = now_us;
+  newest.immediate = immediate;
+  newest.waited_us = static_cast<uint16_t>(std::min<uint64_t>(waited_us, UINT16_MAX));
+  ++newest.received;
+  newest.marked += ecn_marked;
+  counters.np_ecn_marked_roce_packets += ecn_marked;
+  newest_heard_path = number;
+}
+
+// Where the peer was heard last is likely to work the other way too; a receiver has no data of its own on the
+// way that would tell it which paths are dead.
+uint32_t Flow::State::control_path(uint64_t now_us) {
+  if (heard_count != 0 && newest_heard_path < config.path_count && !recovery.paths()[newest_heard_path].is_bad())
+    return newest_heard_path;
+  return recovery.choose_path(now_us);
 }
 
 void Flow::State::count_refusal(Verdict verdict) {
@@ -102,7 +124,8 @@ void Flow::State::forget() {
   eager_sender.clear();
   sender.clear();
   receiver.clear();
-  control_due_us = ask_at_us = NEVER;
+  grants.clear();
+  control_due_us = ask_at_us = repeat_at_us = NEVER;
   dead = true;
 }
 
@@ -127,18 +150,34 @@ size_t Flow::State::write_last_word(std::span<std::byte> out) const {
   return writer.finish();
 }
 
-size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
-  ControlWriter writer(out.first(control_max_bytes));
-  ControlHeader& header = writer.header;
-  header.credits_seen = static_cast<uint32_t>(sender.credits_seen());
-  header.flags = static_cast<uint8_t>((ask ? CONTROL_ASK : 0) | (sender.has_advert_gap() ? CONTROL_ADVERT_GAP : 0) |
-                                      (closing ? CONTROL_GOODBYE : 0));
+// What every control says, and what a probe may say as well: it is likely to be lost.
+void Flow::State::write_cumulative(ControlWriter& writer, uint8_t flags) {
+  writer.header.flags = flags;
+  writer.header.credits_seen = static_cast<uint32_t>(sender.credits_seen());
+  writer.header.granted = grants.issue(receiver.received_packets());
   receiver.write_done(writer);
   eager_receiver.write_state(writer);
+}
+
+size_t Flow::State::write_probe(std::span<std::byte> out) {
+  ControlWriter writer(out.first(control_max_bytes));
+  write_cumulative(writer, CONTROL_PROBE);
+  return writer.finish();
+}
+
+size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
+  ControlWriter writer(out.first(control_max_bytes));
+  write_cumulative(writer,
+                   static_cast<uint8_t>((ask ? CONTROL_ASK : 0) | (sender.has_advert_gap() ? CONTROL_ADVERT_GAP : 0) |
+                                        (closing ? CONTROL_GOODBYE : 0)));
+  writer.header.queue_us = static_cast<uint16_t>(std::min<uint64_t>(recovery.take_queue_us(), UINT16_MAX));
+  queue_reported_us = now_us;
   for (uint32_t index = 0; index < heard_count; ++index) {
     Heard& newest = heard[heard_paths[index]];
     newest.listed = false;
-    if (index < ECHOES_MAX) writer.add_echo(Echo{newest.immediate, static_cast<uint32_t>(now_us - newest.at_us)});
+    if (index >= ECHOES_MAX) continue;
+    const auto delay_us = static_cast<uint32_t>(std::min<uint64_t>(now_us - newest.at_us, ECHO_DELAY_MAX_US));
+    writer.add_echo({newest.immediate, delay_us, heard_paths[index], newest.received, newest.marked, newest.waited_us});
   }
   heard_count = 0;
   receiver.write_sacks(writer);
@@ -152,21 +191,29 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
   if (last_words != 0) --last_words;
   const bool more = receiver.has_unsent_adverts() || receiver.has_postponed_sacks() || last_words != 0;
   control_due_us = more ? now_us : NEVER;
+  // In the middle of a message the sender waits for this: were it lost, a grant or the state of the tail with it.
+  repeat_at_us = receiver.has_partial() && repeats < REPEATS_MAX ? now_us + REPEAT_DELAYS * config.ack_delay_us : NEVER;
   return writer.finish();
 }
 
-void Flow::State::apply_control(uint64_t now_us, const ControlReader& control) {
+void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const ControlReader& control) {
   const ControlHeader& header = control.header();
   last_heard_us = now_us;
-  for (uint32_t index = 0; index < header.echo_count; ++index) {
-    const Echo echo = control.echo(index);
-    recovery.on_echo(now_us, echo.immediate, echo.delay_us);
-  }
+  const uint64_t granted_before = sender.granted_packets();
+  for (uint32_t index = 0; index < header.echo_count; ++index) recovery.on_echo(now_us, control.echo(index), waited_us);
   eager_sender.apply(header, control.eager(), [&](uint64_t packet) {
     recovery.on_acked(now_us, make_immediate(EAGER_SLOT, static_cast<uint32_t>(packet) & INDEX_MASK));
   });
   sender.apply_acks(now_us, control, recovery, events);
   recovery.end_of_acks(now_us);
+  sender.on_granted(header.granted);
+  if (sender.granted_packets() != granted_before) credit_stalled = false;
+  if (header.queue_us != 0) grants.on_queue_report(header.queue_us);
+  // A receiver that limits us cannot see the queue before it: tell it, once a round trip.
+  if (sender.has_unacknowledged() && sender.is_granted_narrowly() &&
+      recovery.least_queue_us() > config.target_queue_us &&
+      now_us >= queue_reported_us + recovery.round_trip().smoothed_us())
+    request_control(now_us);
 
   if (receiver.on_seen(header)) advert_retries = 0;
   const bool gap = (header.flags & CONTROL_ADVERT_GAP) != 0 && receiver.has_unseen_adverts();

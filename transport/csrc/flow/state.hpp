@@ -13,6 +13,7 @@
 #include "flow/control.hpp"
 #include "flow/eager.hpp"
 #include "flow/flow.hpp"
+#include "flow/grants.hpp"
 #include "flow/receiver.hpp"
 #include "flow/recovery.hpp"
 #include "flow/sender.hpp"
@@ -32,7 +33,8 @@ struct Flow::State {
   State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey);
 
   void request_control(uint64_t at_us) { control_due_us = std::min(control_due_us, at_us); }
-  void note_echo(uint64_t now_us, uint32_t path, uint32_t immediate);
+  void note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked, uint64_t waited_us);
+  uint32_t control_path(uint64_t now_us);
   void count_refusal(Verdict verdict);
   bool can_send() const;
   bool idle() const;
@@ -45,7 +47,9 @@ struct Flow::State {
   void repeat_last_word(uint64_t now_us);
   size_t write_control(uint64_t now_us, std::span<std::byte> out);
   size_t write_last_word(std::span<std::byte> out) const;
-  void apply_control(uint64_t now_us, const ControlReader& control);
+  size_t write_probe(std::span<std::byte> out);
+  void write_cumulative(ControlWriter& writer, uint8_t flags);
+  void apply_control(uint64_t now_us, uint64_t waited_us, const ControlReader& control);
 
   const FlowConfig config;
   // Four times in a window at least (both sides have the same one), or its sender would wait for the timer.
@@ -57,6 +61,7 @@ struct Flow::State {
   EagerReceiver eager_receiver;
   Sender sender;
   Receiver receiver;
+  Grants grants;
   SequenceRing<Event> events;
   std::string reason;
 
@@ -79,15 +84,21 @@ struct Flow::State {
   uint32_t nudges = 0;
   uint64_t last_heard_us = 0, waiting_since_us = 0;
   uint64_t probed_us = 0;
+  uint64_t repeat_at_us = NEVER;  // the state once more if nothing comes until then
+  uint32_t repeats = 0;
+  uint64_t queue_reported_us = 0;
+  bool credit_stalled = false;
 
   struct Heard {
     uint64_t at_us;
     uint32_t immediate;
+    uint16_t received, marked, waited_us;
     bool listed;
   };
   std::array<Heard, PATH_NUMBERS> heard{};
   std::array<uint8_t, PATH_NUMBERS> heard_paths{};
   uint32_t heard_count = 0;
+  uint32_t newest_heard_path = 0;
 };
 
 }  // namespace sennit::flow

@@ -50,10 +50,12 @@ void SimNetwork::trace(uint64_t value) { trace_hash_ = (trace_hash_ ^ value) * 0
 uint32_t SimNetwork::new_packet() {
   if (free_packets_.empty()) {
     packets_.emplace_back();
+    is_marked_.push_back(false);
     return static_cast<uint32_t>(packets_.size() - 1);
   }
   const uint32_t packet = free_packets_.back();
   free_packets_.pop_back();
+  is_marked_[packet] = false;
   return packet;
 }
 
@@ -119,6 +121,10 @@ void SimNetwork::transmit(uint32_t number, uint32_t path, uint32_t index) {
     const uint64_t queued_bytes = (start_ns - now_ns) * config.rate_bytes_per_s / 1'000'000'000;
     if (config.queue_limit_bytes != 0 && queued_bytes + packet.size() > config.queue_limit_bytes)
       return drop(counters_.queue_drops);
+    if (config.ecn_threshold_bytes != 0 && queued_bytes > config.ecn_threshold_bytes) {
+      ++counters_.marked;
+      is_marked_[index] = true;
+    }
     leaves_ns = link.busy_until_ns = start_ns + packet.size() * 1'000'000'000 / config.rate_bytes_per_s;
   }
   const bool black_hole = std::ranges::any_of(config.black_holes, [&](const SimWindow& window) {
@@ -131,6 +137,7 @@ void SimNetwork::transmit(uint32_t number, uint32_t path, uint32_t index) {
     ++counters_.duplicated;
     const uint32_t copy = new_packet();
     packets_[copy] = packets_[index];
+    is_marked_[copy] = is_marked_[index];
     schedule(arrival_ns(), endpoint.peer, copy);
   }
   if (random_.chance(config.corrupt_fraction)) {
@@ -151,10 +158,10 @@ void SimNetwork::scribble(flow::Flow& flow) {
       std::memset(places[i].destination, static_cast<int>(random_.below(256)), places[i].size_bytes);
 }
 
-void SimNetwork::receive(uint32_t number, std::vector<std::byte>& bytes) {
+void SimNetwork::receive(uint32_t number, uint32_t index) {
   Endpoint& endpoint = endpoints_[number];
   flow::Flow& flow = *endpoint.flow;
-  const std::span<const std::byte> packet(bytes);
+  const std::span<const std::byte> packet(packets_[index]);
   if (scribbling_ && random_.chance(0.25)) scribble(flow);
 
   wire::Packet header;
@@ -176,7 +183,7 @@ void SimNetwork::receive(uint32_t number, std::vector<std::byte>& bytes) {
       flow.locate(header.immediate, header.remote_address, header.rkey, header.payload_bytes, place);
   if (verdict != flow::Verdict::place && verdict != flow::Verdict::duplicate) return;
   if (place.destination != nullptr && !payload.empty()) std::memcpy(place.destination, payload.data(), payload.size());
-  flow.on_data(now_us_, path, header.immediate, header.payload_bytes);
+  flow.on_data(now_us_, path, header.immediate, header.payload_bytes, is_marked_[index]);
 }
 
 void SimNetwork::service(uint32_t number) {
@@ -219,7 +226,7 @@ bool SimNetwork::step() {
     if (is_timer) {
       endpoints_[next.endpoint].wake_us = NEVER;
     } else {
-      receive(next.endpoint, packets_[next.packet]);
+      receive(next.endpoint, next.packet);
       free_packets_.push_back(next.packet);
     }
     service(next.endpoint);

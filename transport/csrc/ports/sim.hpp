@@ -41,9 +41,10 @@ struct SimWindow {
 
 struct SimLinkConfig {
   uint64_t delay_us = 10;
-  uint64_t jitter_us = 0;          // uniform extra delay: reorders within the link
-  uint64_t rate_bytes_per_s = 0;   // 0: no limit
-  uint64_t queue_limit_bytes = 0;  // packets beyond are dropped; 0: no limit. Needs a rate
+  uint64_t jitter_us = 0;            // uniform extra delay: reorders within the link
+  uint64_t rate_bytes_per_s = 0;     // 0: no limit
+  uint64_t queue_limit_bytes = 0;    // packets beyond are dropped; 0: no limit. Needs a rate
+  uint64_t ecn_threshold_bytes = 0;  // packets that find more than this in the queue are marked; 0: none. Needs a rate
   double loss_fraction = 0;
   double duplicate_fraction = 0;
   double corrupt_fraction = 0;           // one flipped bit
@@ -51,7 +52,7 @@ struct SimLinkConfig {
 };
 
 struct SimCounters {
-  uint64_t sent, lost, queue_drops, duplicated, corrupted, delivered, refused;
+  uint64_t sent, lost, queue_drops, marked, duplicated, corrupted, delivered, refused;
 };
 
 class SimNetwork {
@@ -110,7 +111,7 @@ class SimNetwork {
   void send_control(uint32_t endpoint, uint32_t path, std::span<const std::byte> payload);
   void finish_packet(const Endpoint& endpoint, std::vector<std::byte>& packet, size_t header_bytes);
   void transmit(uint32_t endpoint, uint32_t path, uint32_t packet);
-  void receive(uint32_t endpoint, std::vector<std::byte>& bytes);
+  void receive(uint32_t endpoint, uint32_t packet);
   void scribble(flow::Flow& flow);
   uint32_t new_packet();
   void schedule(uint64_t at_ns, uint32_t endpoint, uint32_t packet);
@@ -121,6 +122,7 @@ class SimNetwork {
   std::vector<Endpoint> endpoints_;
   std::priority_queue<Happening, std::vector<Happening>, std::greater<>> happenings_;
   std::vector<std::vector<std::byte>> packets_;
+  std::vector<bool> is_marked_;  // by packet: the IP header that it has no room for
   std::vector<uint32_t> free_packets_;
   uint64_t now_us_ = 0, order_ = 0;
   uint64_t trace_hash_ = 0xCBF2'9CE4'8422'2325;  // FNV-1a, 64 bits

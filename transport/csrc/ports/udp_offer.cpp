@@ -6,6 +6,8 @@
 #include <string>
 #include <type_traits>
 
+#include "flow/control.hpp"
+
 namespace sennit {
 namespace {
 
@@ -54,12 +56,19 @@ class Reader {
   std::span<const std::byte> rest_;
 };
 
+[[noreturn]] void refuse(const std::string& thing, const std::string& what, uint32_t theirs, uint32_t ours) {
+  throw std::invalid_argument("udp: the peer's " + thing + " has " + what + " " + std::to_string(theirs) +
+                              ", this rank has " + what + " " + std::to_string(ours) +
+                              "; install the same sennit on all hosts");
+}
+
 }  // namespace
 
 std::vector<std::byte> UdpOffer::encode() const {
   Writer out;
   out.put(MAGIC);
   out.put(VERSION);
+  out.put(uint32_t{flow::CONTROL_VERSION});
   out.put(rank);
   out.put(size);
   out.put(path_count);
@@ -84,10 +93,9 @@ std::vector<std::byte> UdpOffer::encode() const {
 UdpOffer UdpOffer::decode(std::span<const std::byte> bytes) {
   Reader in(bytes);
   if (in.get<uint32_t>() != MAGIC) throw std::invalid_argument("udp: the peer's offer is not one of the udp port");
-  if (const auto version = in.get<uint32_t>(); version != VERSION)
-    throw std::invalid_argument("udp: the peer's offer has version " + std::to_string(version) +
-                                ", this rank has version " + std::to_string(VERSION) +
-                                "; install the same sennit on all hosts");
+  if (const auto version = in.get<uint32_t>(); version != VERSION) refuse("offer", "version", version, VERSION);
+  if (const auto revision = in.get<uint32_t>(); revision != flow::CONTROL_VERSION)
+    refuse("packets", "wire revision", revision, flow::CONTROL_VERSION);
   UdpOffer offer;
   offer.rank = in.get<uint32_t>();
   offer.size = in.get_count(RANK_MAX_COUNT, "ranks");

@@ -14,7 +14,7 @@
 namespace sennit {
 
 struct UdpOffer {
-  static constexpr uint32_t VERSION = 1;
+  static constexpr uint32_t VERSION = 2;
 
   struct Rail {
     wire::Endpoint listen;            // where all packets for this rank go
@@ -35,7 +35,7 @@ struct UdpOffer {
   std::vector<Peer> peers;  // by rank; this rank's own entry is empty of meaning
 
   std::vector<std::byte> encode() const;
-  // Throws std::invalid_argument; another version is refused naming both.
+  // Throws std::invalid_argument; another version or wire revision is refused naming both.
   static UdpOffer decode(std::span<const std::byte> bytes);
 };
 

@@ -421,6 +421,11 @@ std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
     sum.bad_range_packets += one.bad_range_packets;
     sum.bad_slot_packets += one.bad_slot_packets;
     sum.bad_control_packets += one.bad_control_packets;
+    sum.np_ecn_marked_roce_packets += one.np_ecn_marked_roce_packets;
+    sum.path_state_changes += one.path_state_changes;
+    sum.path_probe_packets += one.path_probe_packets;
+    sum.paths_readmitted += one.paths_readmitted;
+    sum.credit_stalls += one.credit_stalls;
     sum.rtt_us = std::max(sum.rtt_us, one.rtt_us);
     sum.rto_us = std::max(sum.rto_us, one.rto_us);
   }
@@ -436,6 +441,11 @@ std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
                          {"local_ack_timeout_err", sum.local_ack_timeout_err},
                          {"tail_probe_packets", sum.tail_probe_packets},
                          {"bad_control", sum.bad_control_packets},
+                         {"np_ecn_marked_roce_packets", sum.np_ecn_marked_roce_packets},
+                         {"path_state_changes", sum.path_state_changes},
+                         {"path_probe_packets", sum.path_probe_packets},
+                         {"paths_readmitted", sum.paths_readmitted},
+                         {"credit_stalls", sum.credit_stalls},
                          {"rtt_us", sum.rtt_us},
                          {"rto_us", sum.rto_us}});
   auto refused = receive_counters_.refused;

@@ -103,18 +103,21 @@ TEST_CASE("A control payload has the bytes of docs/wire.md") {
   writer.header.advert_first = 9;
   writer.add_done_word(0x5);
   writer.add_eager_word(0x8000'0000'0000'0001);
-  REQUIRE(writer.add_echo({0x0010'0002, 33}));
+  writer.header.granted = 0x0102'0304;
+  writer.header.queue_us = 0x0506;
+  REQUIRE(writer.add_echo({0x0010'0002, 33, 5, 0x1234, 0x0102, 7}));
   REQUIRE(writer.begin_sack(12, 70, 1));
   writer.add_sack_word(0x80);
   REQUIRE(writer.add_advert({0x1122'3344'5566'7788, 0xAABB'CCDD, 4'096, true, 1, 2, 3}));
   REQUIRE(writer.add_advert({0x10, 0x20, 0x30, false, 0, 0, 0}));
   const size_t size_bytes = writer.finish();
-  const std::array<uint8_t, 132> expected{
-      1, 1, 1, 1, 1, 0, 1, 0, 2, 0, 0, 0,                                      // version to reason bytes
+  const std::array<uint8_t, 148> expected{
+      2, 1, 1, 1, 1, 0, 1, 0, 2, 0, 0, 0,                                      // version to reason bytes
       1, 2, 3, 4, 0x11, 0x12, 0x13, 0x14, 7, 0, 0, 0, 6, 0, 0, 0, 9, 0, 0, 0,  // cumulative fields
+      4, 3, 2, 1, 6, 5, 0, 0,                                                  // grant, queueing
       5, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0x80,                       // done,
                                                                                // eager
-      2, 0, 0x10, 0, 33, 0, 0, 0,                                              // echo
+      2, 0, 0x10, 0, 33, 0, 0, 5, 0x34, 0x12, 2, 1, 7, 0, 0, 0,                // echo
       12, 0, 0, 0, 70, 0, 0, 0, 1, 0, 0, 0, 0x80, 0, 0, 0, 0, 0, 0, 0,         // SACK
       0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 0xDD, 0xCC, 0xBB, 0xAA, 0, 0x10, 0, 0x80, 1, 0, 0, 0, 0, 0, 0, 0,
       2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0,            // first part of a message
@@ -127,7 +130,13 @@ TEST_CASE("A control payload has the bytes of docs/wire.md") {
   REQUIRE(reader.parse(std::span(out).first(size_bytes)));
   CHECK(reader.header().eager_received == 7);
   CHECK(reader.done()[0] == 5);
+  CHECK(reader.header().granted == 0x0102'0304);
+  CHECK(reader.header().queue_us == 0x0506);
   CHECK(reader.echo(0).delay_us == 33);
+  CHECK(reader.echo(0).path == 5);
+  CHECK(reader.echo(0).received == 0x1234);
+  CHECK(reader.echo(0).marked == 0x0102);
+  CHECK(reader.echo(0).waited_us == 7);
   CHECK(reader.each_sack(
       [](const Sack& sack) { return sack.credit == 12 && sack.first_missing == 70 && sack.words[0] == 0x80; }));
   CHECK(reader.each_advert([](uint32_t index, const Advert& advert) {
@@ -144,6 +153,12 @@ TEST_CASE("A configuration out of range is refused before anything is sent") {
   CHECK_THROWS_AS(make({.path_count = 0}), std::invalid_argument);
   CHECK_THROWS_AS(make({.path_count = 257}), std::invalid_argument);
   CHECK_THROWS_AS(make({.payload_max_bytes = 1'022}), std::invalid_argument);
+  CHECK_THROWS_AS(make({.path_count = 4, .rail_count = 5}), std::invalid_argument);
+  CHECK_THROWS_WITH_AS(make({.path_policy = "random"}),
+                       "path_policy must be \"round_robin\" or \"reps\", not \"random\"", std::invalid_argument);
+  CHECK_THROWS_WITH_AS(make({.congestion = "cubic"}), "congestion must be \"fixed\" or \"swift\", not \"cubic\"",
+                       std::invalid_argument);
+  CHECK_NOTHROW(make({.path_policy = "reps", .congestion = "swift"}));
   CHECK_THROWS_AS(make({.eager_slot_count = 48}), std::invalid_argument);
   CHECK_THROWS_AS(make({.eager_slot_count = 128}), std::invalid_argument);  // more than the memory holds
 }

@@ -315,9 +315,13 @@ TEST_CASE("an offer that does not fit is refused with both sides") {
   CHECK_THROWS_WITH_AS(a.port.connect(1, info, a), doctest::Contains("one family"), std::invalid_argument);
   for (size_t size_bytes = 0; size_bytes < info.size(); ++size_bytes)
     CHECK_THROWS_AS(a.port.connect(1, std::span(info).first(size_bytes), a), std::invalid_argument);
-  info[4] = std::byte{9};
-  CHECK_THROWS_WITH_AS(a.port.connect(1, info, a), doctest::Contains("version 9, this rank has version 1"),
+  auto other_version = info, other_wire = info;
+  other_version[4] = std::byte{9};
+  CHECK_THROWS_WITH_AS(a.port.connect(1, other_version, a), doctest::Contains("version 9, this rank has version 2"),
                        std::invalid_argument);
+  other_wire[8] = std::byte{1};
+  CHECK_THROWS_WITH_AS(a.port.connect(1, other_wire, a),
+                       doctest::Contains("wire revision 1, this rank has wire revision 2"), std::invalid_argument);
   CHECK_THROWS_WITH_AS(a.port.connect(1, a.port.local_info(), a), doctest::Contains("rank 0 of 2"),
                        std::invalid_argument);
 }

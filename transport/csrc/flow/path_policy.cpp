@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "flow/path_policy.hpp"
+
+#include <stdexcept>
+#include <string>
+
+namespace sennit::flow {
+
+bool is_elsewhere(const Paths& paths, uint32_t path, uint32_t avoided) {
+  if (avoided == Paths::NONE) return true;
+  return path != avoided && (paths.rail_count() == 1 || paths.rail_of(path) != paths.rail_of(avoided));
+}
+
+uint32_t next_offered(const Paths& paths, uint32_t cursor, uint64_t now_us, uint32_t avoided) {
+  uint32_t fallback = Paths::NONE;
+  for (uint32_t step = 1; step <= paths.count(); ++step) {
+    const uint32_t candidate = (cursor + step) % paths.count();
+    if (!paths.offers(candidate, now_us)) continue;
+    if (is_elsewhere(paths, candidate, avoided)) return candidate;
+    if (fallback == Paths::NONE || fallback == avoided) fallback = candidate;
+  }
+  return fallback;
+}
+
+std::unique_ptr<PathPolicy> make_path_policy(std::string_view name, uint32_t path_count, uint64_t seed) {
+  if (name == "round_robin") return make_round_robin(path_count, seed);
+  if (name == "reps") return make_reps(path_count, seed);
+  throw std::invalid_argument("path_policy must be \"round_robin\" or \"reps\", not \"" + std::string(name) + "\"");
+}
+
+}  // namespace sennit::flow

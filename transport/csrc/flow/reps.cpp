@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Recycled entropies: what just delivered without a mark is used again (Bonato et al., REPS: Recycled Entropy
+// Packet Spraying for Adaptive Load Balancing and Failure Mitigation, arXiv 2407.21625).
+//
+// Arrivals without a mark put their path into a small ring; a batch takes the oldest of the ring, or of the two
+// oldest the one that is faster by measured delay. So a slow path, which returns fewer entropies, gets fewer
+// batches. With an empty ring, and for each eighth batch, the paths are explored in turn: a path that is not
+// used returns nothing, and would stay forgotten after it recovers.
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "flow/path_policy.hpp"
+
+namespace sennit::flow {
+namespace {
+
+constexpr uint32_t RING_COUNT = 64;
+constexpr uint32_t EXPLORE_EVERY = 8;
+// Arrivals that stand for a batch: what one GSO send of 64 KiB holds.
+constexpr uint32_t BATCH_PACKETS = 15;
+
+class Reps final : public PathPolicy {
+ public:
+  Reps(uint32_t path_count, uint64_t seed) : returned_(path_count), cursor_(static_cast<uint32_t>(seed % path_count)) {}
+  std::string_view name() const override { return "reps"; }
+
+  uint32_t choose(uint64_t now_us, const Paths& paths, uint32_t avoided) override {
+    if (++choices_ % EXPLORE_EVERY != 0) {
+      const uint32_t first = take(now_us, paths, avoided);
+      if (first != Paths::NONE) {
+        const uint32_t second = take(now_us, paths, avoided);
+        if (second == Paths::NONE) return first;
+        // Both go back in order of age but for the one that is used.
+        const bool is_second_faster = paths[second].round_trip.smoothed_us() < paths[first].round_trip.smoothed_us();
+        put_back(is_second_faster ? first : second);
+        return is_second_faster ? second : first;
+      }
+    }
+    return cursor_ = next_offered(paths, cursor_, now_us, avoided);
+  }
+
+  void on_feedback(const PathFeedback& feedback) override {
+    if (feedback.marked_packets != 0) {
+      returned_[feedback.path] = 0;
+      return;
+    }
+    uint32_t& returned = returned_[feedback.path];
+    for (returned += feedback.received_packets; returned >= BATCH_PACKETS; returned -= BATCH_PACKETS)
+      put(feedback.path);
+  }
+
+ private:
+  void put(uint32_t path) {
+    if (end_ - first_ == RING_COUNT) ++first_;
+    ring_[end_++ % RING_COUNT] = path;
+  }
+  void put_back(uint32_t path) { ring_[--first_ % RING_COUNT] = path; }
+  // Entropies that went bad, are to be skipped or are full meanwhile are forgotten on the way.
+  uint32_t take(uint64_t now_us, const Paths& paths, uint32_t avoided) {
+    while (first_ != end_) {
+      const uint32_t path = ring_[first_++ % RING_COUNT];
+      if (paths.offers(path, now_us) && is_elsewhere(paths, path, avoided)) return path;
+    }
+    return Paths::NONE;
+  }
+  std::array<uint32_t, RING_COUNT> ring_{};
+  uint64_t first_ = RING_COUNT, end_ = RING_COUNT;  // never below 0 by put_back
+  std::vector<uint32_t> returned_;                  // arrivals not worth a batch yet, by path
+  uint32_t cursor_;
+  uint64_t choices_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<PathPolicy> make_reps(uint32_t path_count, uint64_t seed) {
+  return std::make_unique<Reps>(path_count, seed);
+}
+
+}  // namespace sennit::flow
