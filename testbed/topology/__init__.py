@@ -3,7 +3,20 @@
 delays and limits what they send, from a seed. docs/testbed.md shows the topology and what is exact.
 """
 
+from sennit.testbed.topology.capture import Capture
 from sennit.testbed.topology.impairment import Draw, Impairment, ImpairmentCounters, dice
 from sennit.testbed.topology.planes import Planes
+from sennit.testbed.topology.rate_limit import Direction, QueueCounters
+from sennit.testbed.topology.relay_table import RelayCounters
 
-__all__ = ["Draw", "Impairment", "ImpairmentCounters", "Planes", "dice"]
+__all__ = [
+    "Capture",
+    "Direction",
+    "Draw",
+    "Impairment",
+    "ImpairmentCounters",
+    "Planes",
+    "QueueCounters",
+    "RelayCounters",
+    "dice",
+]

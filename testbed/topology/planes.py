@@ -18,8 +18,11 @@ from pyroute2 import IPRoute
 
 from sennit.testbed import capabilities
 from sennit.testbed.topology import namespace
+from sennit.testbed.topology.capture import SNAP_BYTES, Capture
+from sennit.testbed.topology.delay import DELAY_MAX_US, INLET_IFINDEX, Delay
 from sennit.testbed.topology.fabric import (
     FLAG_BLACKHOLE,
+    FLAG_ORPHAN,
     HOSTS_MAX,
     PLANES_MAX,
     Fabric,
@@ -27,6 +30,16 @@ from sennit.testbed.topology.fabric import (
     port_ifindex,
 )
 from sennit.testbed.topology.impairment import Impairment, ImpairmentCounters
+from sennit.testbed.topology.rate_limit import (
+    ETHERNET_HEADER_BYTES,
+    RATE_MAX_BITS_PER_S,
+    RATE_MIN_BITS_PER_S,
+    Direction,
+    QueueCounters,
+    read_queue,
+    set_limit,
+)
+from sennit.testbed.topology.relay_table import RelayCounters
 
 NEEDS: Final = ("root", "netns", "tc-bpf", "nsenter")
 MTU_MIN_BYTES: Final = 1280  # RFC 8200, section 5
@@ -69,6 +82,8 @@ class Planes:
         self.hosts, self.planes, self.mtu, self.per_packet = hosts, planes, mtu, per_packet
         self._prefix = namespace.unique_prefix(next(_serials))
         self._fabric: Fabric | None = None
+        self._delay: Delay | None = None
+        self._limited: set[tuple[int, int]] = set()
         self._children: list[subprocess.Popen[Any]] = []
         self._stack = contextlib.ExitStack()
 
@@ -100,6 +115,8 @@ class Planes:
     ) -> None:
         self._fabric = None
         self._stack.close()
+        self._delay = None
+        self._limited.clear()
 
     @property
     def switch_name(self) -> str:
@@ -135,8 +152,7 @@ class Planes:
 
     def popen(self, host: int, command: list[str], **popen_args: Any) -> subprocess.Popen[Any]:
         """Starts a command on a host. Whatever still runs at the end of the planes is killed."""
-        entry = ["nsenter", f"--net={namespace.path_of(self.netns_name(host))}", "--", *command]
-        child = subprocess.Popen(entry, **popen_args)
+        child = subprocess.Popen([*self._entry(host), *command], **popen_args)
         self._children.append(child)
         return child
 
@@ -163,6 +179,82 @@ class Planes:
             namespace.within(self.switch_name, _set_links, [port_ifindex(*port) for port in ports], up)
         else:
             raise ValueError(f"how {how!r}; allowed: blackhole, link")
+
+    def limit_rate(
+        self,
+        bits_per_s: int | None,
+        *,
+        queue_bytes: int = 0,
+        hosts: Ports = None,
+        planes: Ports = None,
+        direction: Direction = Direction.SEND,
+    ) -> None:
+        """Limits what these hosts send, or receive, on each of these planes; None: no limit any more. A queue of
+        `queue_bytes` takes what is too much, and drops what does not fit."""
+        if bits_per_s is not None:
+            if not RATE_MIN_BITS_PER_S <= bits_per_s <= RATE_MAX_BITS_PER_S:
+                raise ValueError(f"bits_per_s {bits_per_s}; allowed: {RATE_MIN_BITS_PER_S}..{RATE_MAX_BITS_PER_S}")
+            if not self.mtu + ETHERNET_HEADER_BYTES <= queue_bytes < 1 << 32:
+                raise ValueError(f"queue_bytes {queue_bytes}; allowed: a frame ({self.mtu} and header) to 2^32-1")
+        for host, plane in self._ports(hosts, planes):
+            name, interface = self._queue(host, plane, Direction(direction))
+            namespace.within(name, set_limit, interface, bits_per_s, queue_bytes, self.mtu)
+            if direction == Direction.RECEIVE:
+                (self._limited.add if bits_per_s is not None else self._limited.discard)((host, plane))
+                # What waits in the switch must not fill the sender's socket buffer.
+                queued = any(limited_plane == plane for _, limited_plane in self._limited)
+                self._switch.set_flag(FLAG_ORPHAN, queued, self._ports(None, [plane]))
+
+    def queue_counters(self, host: int, plane: int, direction: Direction = Direction.SEND) -> QueueCounters:
+        """What the queue of a rate limit did since `limit_rate` made it."""
+        self._ports([host], [plane])
+        name, interface = self._queue(host, plane, Direction(direction))
+        found = namespace.within(name, read_queue, interface)
+        if found is None:
+            raise ValueError(f"host {host} has no rate limit on plane {plane} for what it {Direction(direction)}s")
+        return found
+
+    def delay(self, delay_us: int, *, hosts: Ports = None, planes: Ports = None) -> None:
+        """Packets that these hosts send on these planes arrive so much later; 0: at once, and those still on their
+        way are overtaken."""
+        if not 0 <= delay_us <= DELAY_MAX_US:
+            raise ValueError(f"delay_us {delay_us}; allowed: 0..{DELAY_MAX_US}")
+        ports = self._ports(hosts, planes)
+        if delay_us and self._delay is None:
+            self._delay = Delay(self.switch_name, self.mtu)
+            self._stack.callback(self._delay.close)
+        if self._delay is not None:
+            for port in ports:
+                self._delay.set_delay_us(*port, delay_us)
+            self._switch.set_relay(INLET_IFINDEX if delay_us else 0, ports)
+
+    def delay_counters(self) -> RelayCounters:
+        """What the delaying process has handled; all zero where nothing was ever delayed."""
+        if self._delay is None:
+            return RelayCounters(received=0, sent=0, lost=0, overrun=0)
+        return self._delay.counters()
+
+    @contextlib.contextmanager
+    def capture(self, host: int, plane: int, path: Path | str, *, snap_bytes: int = SNAP_BYTES) -> Iterator[Capture]:
+        """Writes to a pcap file what a host sends, before any impairment, and receives, after it."""
+        self._ports([host], [plane])
+        reason = capabilities.missing("dumpcap")
+        if reason is not None:
+            raise RuntimeError(f"no capture: {reason}")
+        running = Capture(self._entry(host), f"plane{plane}", Path(path), snap_bytes)
+        try:
+            yield running
+        finally:
+            running.stop()
+
+    def _entry(self, host: int) -> list[str]:
+        return ["nsenter", f"--net={namespace.path_of(self.netns_name(host))}", "--"]
+
+    def _queue(self, host: int, plane: int, direction: Direction) -> tuple[str, str]:
+        """Namespace and interface of the queue towards the switch, or from it."""
+        if direction == Direction.SEND:
+            return self.netns_name(host), f"plane{plane}"
+        return self.switch_name, f"p{plane}h{host}"
 
     @property
     def _switch(self) -> Fabric:
