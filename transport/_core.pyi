@@ -60,6 +60,20 @@ class Communicator:
     def handle(self) -> int:
         """sennit_comm* of the C interface, as an integer."""
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """The default deadline of operations from now on."""
+
+    @property
+    def failure(self) -> str:
+        """Why the group ended; empty while it works."""
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """Ranks that the failure blames."""
+
+    def find_gone_ranks(self) -> list[int]:
+        """Peers whose processes have ended or that left, looked up now."""
+
     @property
     def sequence(self) -> int: ...
     def counters(self) -> dict[str, int]: ...

@@ -10,14 +10,14 @@ The torch backend uses the same class up to `handle`, and posts its own plans in
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from sennit.transport import config as configuration
-from sennit.transport import rendezvous
+from sennit.transport import membership, rendezvous
 from sennit.transport.array_collectives import ArrayCollectives
-from sennit.transport.errors import ArgumentError
+from sennit.transport.errors import ArgumentError, ConfigError
 from sennit.transport.plan import Plan
 from sennit.transport.plan_cache import PlanCache
 from sennit.transport.store import Store
@@ -36,6 +36,57 @@ def _rails(interfaces: Sequence[str]) -> list[tuple[str, int]]:
     return [(rail.address, 0) for rail in find_rails(interfaces)]
 
 
+class _Witness:
+    """What a communicator knows of its own ranks, for the agreement on the next epoch."""
+
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+
+    def find_gone(self) -> Collection[int]:
+        return self._group.find_gone_ranks()
+
+    def suspects(self) -> Collection[int]:
+        return self._group.lost_ranks
+
+
+def _connect_next(
+    own: membership.Membership,
+    terms: membership.Terms,
+    evidence: membership.Evidence,
+    *,
+    store: Store,
+    config: configuration.Config,
+    name: str,
+    timeout_s: float,
+) -> Communicator:
+    """Agrees on the next epoch and connects it."""
+
+    def connect(view: membership.View, watch: Callable[[], None], limit_s: float) -> Communicator:
+        group = Communicator(
+            rank=view.rank,
+            world=view.world,
+            store=store,
+            config=config,
+            name=f"{name}/epoch-{view.epoch}",
+            timeout_s=limit_s,
+            watch=watch,
+        )
+        try:
+            # Everybody is connected when the first of us uses it.
+            group.barrier()
+        except BaseException:
+            group.shutdown(0.0)
+            raise
+        return group
+
+    _, group = own.reform(terms, evidence, connect)
+    group._core.set_timeout(timeout_s)
+    group.timeout_s = timeout_s
+    group._base_name = name
+    group._membership = own
+    return group
+
+
 class Communicator(ArrayCollectives):
     """This rank's end of a group of `world` ranks. Safe to use from several threads; a context manager."""
 
@@ -49,11 +100,13 @@ class Communicator(ArrayCollectives):
         name: str = "world",
         timeout_s: float | None = None,
         ranks_here_min: int = 1,
+        watch: Callable[[], None] | None = None,
     ) -> None:
         """Returns when every rank has come, at the latest after `timeout_s` (default: the configuration's).
 
         `store` is shared by all ranks (not needed for a world of 1); `name` tells groups of one store apart.
         `ranks_here_min`: how many ranks share this machine's cores for certain, if the group is part of more.
+        `watch` is called now and then until every rank has come, and may raise to end the wait.
         """
         if world < 1 or not 0 <= rank < world:
             raise ArgumentError(f"rank {rank} of {world}; allowed: world 1 or more, rank 0..world-1")
@@ -84,11 +137,15 @@ class Communicator(ArrayCollectives):
             rails=lambda: _rails(self.config.interfaces),
             name=name,
             timeout_s=self.timeout_s,
+            watch=watch,
         )
         self._core = connection.endpoint
         self.routes = connection.routes
         self.ranks_here = connection.ranks_here
         self._plans: PlanCache[_core.Plan] = PlanCache(_core.Plan)
+        self._store = store
+        self._base_name = name
+        self._membership: membership.Membership | None = None
 
     @property
     def handle(self) -> int:
@@ -99,6 +156,25 @@ class Communicator(ArrayCollectives):
     def sequence(self) -> int:
         """Collectives posted so far; equal on all ranks when they are in step."""
         return self._core.sequence
+
+    @property
+    def failure(self) -> str:
+        """Why the group cannot be used any more; empty while it can."""
+        return self._core.failure
+
+    @property
+    def lost_ranks(self) -> tuple[int, ...]:
+        """The ranks that the failure blames: dead ones, and those that gave no sign of life until a deadline."""
+        return tuple(self._core.lost_ranks)
+
+    def find_gone_ranks(self) -> tuple[int, ...]:
+        """Ranks whose processes have ended or that left, looked up now."""
+        return tuple(self._core.find_gone_ranks())
+
+    @property
+    def epoch(self) -> int:
+        """How often the group was reconfigured before this one."""
+        return 0 if self._membership is None else self._membership.epoch
 
     def counters(self) -> dict[str, int]:
         return self._core.counters()
@@ -131,6 +207,56 @@ class Communicator(ArrayCollectives):
     def abort(self, reason: str) -> None:
         """Fails every operation in flight, here and on the peers."""
         self._core.abort(reason)
+
+    def reconfigure(self, terms: membership.Terms | None = None) -> Communicator:
+        """The communicator of those who live and want to go on, newcomers included; this one ends.
+
+        Every rank that is to be in it calls this, after a failure or when all have agreed to. Ranks keep their order
+        and are numbered anew. Raises TimeoutError if no group comes about in time, PeerError if the others went on
+        without this rank. docs/reconfigure.md has the protocol.
+        """
+        if self._membership is None:
+            self._membership = membership.Membership.of_founder(
+                self._shared_store(), name=self._base_name, rank=self.rank, world=self.world
+            )
+        successor = _connect_next(
+            self._membership,
+            terms or membership.Terms(),
+            _Witness(self),
+            store=self._shared_store(),
+            config=self.config,
+            name=self._base_name,
+            timeout_s=self.timeout_s,
+        )
+        self.shutdown(0.0)
+        return successor
+
+    @classmethod
+    def join(
+        cls,
+        *,
+        store: Store,
+        config: configuration.Config | None = None,
+        name: str = "world",
+        timeout_s: float | None = None,
+        terms: membership.Terms | None = None,
+    ) -> Communicator:
+        """Joins a group that exists, with its members' next `reconfigure`. `store` and `name` are the group's own."""
+        config = configuration.from_environment() if config is None else config
+        return _connect_next(
+            membership.Membership.of_newcomer(store, name=name),
+            terms or membership.Terms(),
+            membership.NoEvidence(),
+            store=store,
+            config=config,
+            name=name,
+            timeout_s=config.timeout_s if timeout_s is None else timeout_s,
+        )
+
+    def _shared_store(self) -> Store:
+        if self._store is None:
+            raise ConfigError(f"{self.name} was made without a store, so nobody can join it")
+        return self._store
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
         """Lets what was sent arrive, says goodbye, and ends; more calls do nothing."""

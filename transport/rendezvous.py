@@ -20,16 +20,15 @@ from datetime import timedelta
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from sennit.transport.config import Config, TransportKind
-from sennit.transport.errors import ConfigError, MismatchError, PeerError, TimeoutError, Unsupported
+from sennit.transport.errors import ConfigError, MismatchError, PeerError, SennitError, TimeoutError, Unsupported
 from sennit.transport.host import host_identity, machine_identity
 from sennit.transport.store import Store
-
-# Of everything that ranks must have in common: these records, the wire (docs/wire.md), plans (docs/plan.md),
-# the shared-memory layout. Raised when any of them changes.
-PROTOCOL_VERSION: Final = 1
+from sennit.transport.version import Versions
 
 # Stores count in milliseconds or by another clock: one that gives up this little early has timed out, not failed.
 STORE_CLOCK_SLACK_S: Final = 0.05
+# Between two looks at the store and at what `watch` watches.
+WATCH_POLL_S: Final = 0.01
 
 Record: TypeAlias = dict[str, Any]
 Route: TypeAlias = tuple[str, bytes]
@@ -63,12 +62,16 @@ class Connection(Generic[AnyEndpoint]):
 class _Rounds:
     """Exchanges one record of every rank at a time, all before one deadline."""
 
-    def __init__(self, store: Store, *, name: str, rank: int, world: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, *, name: str, rank: int, world: int, timeout_s: float, watch: Callable[[], None] | None
+    ) -> None:
         self._store = store
         self._name = name
         self._rank = rank
         self._world = world
         self._timeout_s = timeout_s
+        self._watch = watch
+        self._versions = Versions.ours()
         self._deadline_s = time.monotonic() + timeout_s
 
     def exchange(self, round_name: str, make: Callable[[], Record]) -> list[Record]:
@@ -86,14 +89,19 @@ class _Rounds:
         return [self._collect(round_name, peer, record) for peer in range(self._world)]
 
     def _publish(self, key: str, record: Record) -> None:
-        self._store.set(key, json.dumps({"version": PROTOCOL_VERSION, **record}))
+        self._store.set(key, json.dumps({**self._versions.as_record(), **record}))
 
     def _collect(self, round_name: str, peer: int, like: Record) -> Record:
         key = self._key(round_name, peer)
         left_s = max(self._deadline_s - time.monotonic(), 0.001)
         try:
+            if self._watch is not None:
+                self._wait_watching(key, self._watch)
+                left_s = STORE_CLOCK_SLACK_S
             self._store.wait([key], timedelta(seconds=left_s))
             data = self._store.get(key)
+        except SennitError:
+            raise
         except Exception as error:
             if time.monotonic() < self._deadline_s - STORE_CLOCK_SLACK_S:
                 raise PeerError(f"rendezvous of {self._name}: the store failed: {error}") from error
@@ -103,17 +111,19 @@ class _Rounds:
             ) from error
         return self._decode(data, peer, like)
 
+    def _wait_watching(self, key: str, watch: Callable[[], None]) -> None:
+        while not self._store.check([key]) and time.monotonic() < self._deadline_s:
+            watch()
+            time.sleep(WATCH_POLL_S)
+
     def _decode(self, data: bytes, peer: int, like: Record) -> Record:
         try:
             record = json.loads(data)
-            version = record["version"]
+            mismatch = self._versions.mismatch(record)
         except (ValueError, TypeError, KeyError) as error:
             raise MismatchError(f"rank {peer} published a record that is none of ours: {data[:80]!r}") from error
-        if version != PROTOCOL_VERSION:
-            raise MismatchError(
-                f"rank {peer} speaks protocol version {version}, rank {self._rank} version {PROTOCOL_VERSION}: "
-                "install one version of sennit on all hosts"
-            )
+        if mismatch is not None:
+            raise MismatchError(f"rank {peer} {mismatch}")
         if "failed" in record:
             raise PeerError(f"rank {peer} could not join {self._name}: {record['failed']}", rank=peer)
         fields: Record = record
@@ -148,11 +158,13 @@ def connect(
     rails: Callable[[], list[tuple[str, int]]],
     name: str = "world",
     timeout_s: float | None = None,
+    watch: Callable[[], None] | None = None,
 ) -> Connection[AnyEndpoint]:
     """Makes an endpoint, agrees on its route to every rank, and connects it.
 
     `make_endpoint` is told how many ranks share this machine's cores, this one included; `rails` is asked for local
-    addresses only if some pair needs udp. `name` keeps groups that share a store apart.
+    addresses only if some pair needs udp. `name` keeps groups that share a store apart. `watch` is called while this
+    rank waits, and may raise what ends the wait.
     """
     if world == 1:
         if config.transport is TransportKind.VERBS:
@@ -162,9 +174,8 @@ def connect(
         return Connection(endpoint=alone, routes=("self",), ranks_here=1)
     if store is None:
         raise ConfigError(f"world of {world} ranks without a store; allowed: world 1, or a store that all ranks share")
-    rounds = _Rounds(
-        store, name=name, rank=rank, world=world, timeout_s=config.timeout_s if timeout_s is None else timeout_s
-    )
+    limit_s = config.timeout_s if timeout_s is None else timeout_s
+    rounds = _Rounds(store, name=name, rank=rank, world=world, timeout_s=limit_s, watch=watch)
     hello = rounds.exchange("hello", lambda: _hello(config, world))
     endpoint: AnyEndpoint | None = None
 

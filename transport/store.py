@@ -6,10 +6,12 @@ Any `torch.distributed` store fits `Store`; `FileStore` serves programs without 
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, Protocol
@@ -33,6 +35,14 @@ class Store(Protocol):
 
     def check(self, keys: list[str], /) -> bool: ...
 
+    def add(self, key: str, amount: int, /) -> int:
+        """Adds to the number at `key`, which begins at 0; the sum."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Sets `key` if its value is `expected` (empty: if it has none). The value afterwards."""
+        ...
+
 
 class FileStore:
     """Keys are files in `folder`, which all ranks see. Use a fresh folder for each run."""
@@ -55,6 +65,28 @@ class FileStore:
 
     def check(self, keys: Sequence[str], /) -> bool:
         return all(self._path(key).exists() for key in keys)
+
+    def add(self, key: str, amount: int, /) -> int:
+        with self._locked():
+            total = (int(self.get(key)) if self.check([key]) else 0) + amount
+            if amount:
+                self.set(key, str(total))
+            return total
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        with self._locked():
+            current = self.get(key) if self.check([key]) else b""
+            if current != expected.encode():
+                return current
+            self.set(key, desired)
+            return desired.encode()
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One process at a time. The kernel lets go of the lock of one that dies."""
+        with (self._folder / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
         deadline_s = time.monotonic() + timeout.total_seconds()

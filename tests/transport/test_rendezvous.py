@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+import sennit
 from sennit.transport import errors, rendezvous
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, SennitError, Unsupported
 from sennit.transport.store import FileStore, Store
+from sennit.transport.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
 
 
 class MemoryStore:
@@ -34,6 +36,18 @@ class MemoryStore:
 
     def get(self, key: str, /) -> bytes:
         return self.values[key]
+
+    def add(self, key: str, amount: int, /) -> int:
+        with self._changed:
+            total = int(self.values.get(key, b"0")) + amount
+            self.values[key] = str(total).encode()
+            return total
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        with self._changed:
+            if self.values.get(key, b"") == expected.encode():
+                self.values[key] = desired.encode()
+            return self.values[key]
 
     def check(self, keys: Sequence[str], /) -> bool:
         return all(key in self.values for key in keys)
@@ -210,16 +224,38 @@ def test_ranks_that_never_arrive_are_named() -> None:
         assert "round hello: no word from ranks 1, 3, 4 of 5 after 0.3 s" in str(result)
 
 
-def test_another_version_names_both() -> None:
+@pytest.mark.parametrize(
+    ("record", "theirs"),
+    [
+        ({"version": 99}, "protocol version 99, wire revision unknown (sennit unknown)"),
+        ({"version": 99, "wire": 1, "package": "9.9"}, "protocol version 99, wire revision 1 (sennit 9.9)"),
+        (
+            {"version": PROTOCOL_VERSION, "wire": 77, "package": "0.7"},
+            f"protocol version {PROTOCOL_VERSION}, wire revision 77 (sennit 0.7)",
+        ),
+    ],
+)
+def test_another_version_or_wire_revision_is_refused_with_both_named(record: dict[str, Any], theirs: str) -> None:
     store = MemoryStore()
-    store.set("sennit/world/hello/1", json.dumps({"version": 99}))
+    store.set("sennit/world/hello/1", json.dumps(record))
     (result,) = meet([Recorder(rank, "a") for rank in range(2)], store=store, absent=[1])
     assert isinstance(result, MismatchError)
-    assert "rank 1 speaks protocol version 99, rank 0 version 1" in str(result)
+    assert f"rank 1 speaks {theirs}, this process protocol version {PROTOCOL_VERSION}" in str(result)
+    assert f"wire revision {WIRE_REVISION} (sennit {sennit.__version__})" in str(result)
 
 
 @pytest.mark.parametrize(
-    "value", ["", "{}", "[1]", "\x00\x01", "null", '{"version": 1}', '{"version": 1, "world": "2", "host": "a"}']
+    "value",
+    [
+        "",
+        "{}",
+        "[1]",
+        "\x00\x01",
+        "null",
+        f'{{"version": {PROTOCOL_VERSION}}}',
+        f'{{"version": {PROTOCOL_VERSION}, "wire": {WIRE_REVISION}}}',
+        f'{{"version": {PROTOCOL_VERSION}, "wire": {WIRE_REVISION}, "world": "2", "host": "a"}}',
+    ],
 )
 def test_foreign_records_are_refused(value: str) -> None:
     store = MemoryStore()
@@ -231,7 +267,10 @@ def test_foreign_records_are_refused(value: str) -> None:
 
 def test_worlds_of_other_sizes_are_told_apart() -> None:
     store = MemoryStore()
-    store.set("sennit/world/hello/1", json.dumps({"version": 1, "world": 3, "host": "boot:x", "machine": "boot:x"}))
+    store.set(
+        "sennit/world/hello/1",
+        json.dumps({**Versions.ours().as_record(), "world": 3, "host": "boot:x", "machine": "boot:x"}),
+    )
     (result,) = meet([Recorder(rank, "a") for rank in range(2)], store=store, absent=[1])
     assert isinstance(result, MismatchError)
     assert "rank 1 is in a world of 3 ranks, rank 0 in one of 2" in str(result)
@@ -275,6 +314,10 @@ def test_file_store(tmp_path: Path) -> None:
     assert store.check(["a/../b"])
     assert not store.check(["a/../b", "c"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a%2F..%2Fb"]
+    assert store.compare_set("d", "", "first") == b"first"
+    assert store.compare_set("d", "", "second") == b"first"
+    assert store.compare_set("d", "first", "third") == b"third"
+    assert [store.add("n", 1), store.add("n", 2), store.add("n", 0)] == [1, 3, 3]
     with pytest.raises(errors.TimeoutError, match="'c'"):
         store.wait(["c"], timedelta(milliseconds=20))
     (tmp_path / "file").write_text("")

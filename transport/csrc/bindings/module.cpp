@@ -252,6 +252,13 @@ class PyCommunicator {
   }
   std::string describe() const { return engine_->describe(); }
   uint64_t sequence() const { return engine_->sequence(); }
+  void set_timeout(double timeout_s) { engine_->set_timeout(std::max<uint64_t>(1, to_us(timeout_s))); }
+  std::string failure() const { return engine_->failure(); }
+  std::vector<uint32_t> lost_ranks() const { return engine_->lost_ranks(); }
+  std::vector<uint32_t> find_gone_ranks() const {
+    nb::gil_scoped_release release;
+    return engine_->find_gone_ranks();
+  }
   void abort(const std::string& reason) {
     nb::gil_scoped_release release;
     engine_->abort(reason);
@@ -297,6 +304,11 @@ NB_MODULE(_core, m) {
       .def("time_plan", &PyCommunicator::time_plan, "plan"_a, "buffers"_a, "iterations"_a,
            "Runs a plan many times without Python in between; returns seconds a run.")
       .def_prop_ro("handle", &PyCommunicator::address, "sennit_comm* of the C interface, as an integer.")
+      .def("set_timeout", &PyCommunicator::set_timeout, "timeout_s"_a,
+           "The default deadline of operations from now on.")
+      .def_prop_ro("failure", &PyCommunicator::failure, "Why the group ended; empty while it works.")
+      .def_prop_ro("lost_ranks", &PyCommunicator::lost_ranks, "Ranks that the failure blames.")
+      .def("find_gone_ranks", &PyCommunicator::find_gone_ranks, "Peers whose processes have ended or that left.")
       .def_prop_ro("sequence", &PyCommunicator::sequence)
       .def("counters", &PyCommunicator::counters)
       .def("describe", &PyCommunicator::describe)

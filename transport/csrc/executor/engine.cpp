@@ -27,12 +27,6 @@ uint32_t usable_cores() {
   return sched_getaffinity(0, sizeof set, &set) == 0 ? static_cast<uint32_t>(CPU_COUNT(&set)) : 1u;
 }
 
-std::string seconds(uint64_t time_us) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(time_us) / 1e6);
-  return text;
-}
-
 void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -216,56 +210,6 @@ void Engine::run_callbacks(Lock& lock) {
   lock.lock();
 }
 
-void Engine::check_failures(uint64_t now_us) {
-  if (ended_ != SENNIT_OK) return;
-  if (const MailboxFailure* failure = mailbox_.failure()) {
-    const std::string rank = "rank " + std::to_string(failure->peer);
-    switch (failure->kind) {
-      case MailboxFailure::Kind::mismatch:
-        fail_all(SENNIT_MISMATCH, failure->reason, failure->reason);
-        return;
-      case MailboxFailure::Kind::peer_lost: {
-        const std::string reason = rank + " " + failure->reason;
-        fail_all(SENNIT_PEER, reason, reason);
-        return;
-      }
-      case MailboxFailure::Kind::peer_failed:
-        fail_all(SENNIT_PEER, rank + " reported: " + failure->reason, failure->reason);
-        return;
-    }
-  }
-  next_deadline_us_ = UINT64_MAX;
-  for (Operation* operation : active_) {
-    if (operation->deadline_us_ > now_us) {
-      next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
-      continue;
-    }
-    const std::string awaited = mailbox_.describe_outstanding();
-    const std::string reason = operation->describe() + " did not finish on rank " + std::to_string(config_.rank) +
-                               " within its deadline of " + seconds(operation->timeout_us_) +
-                               (awaited.empty() ? "" : "; " + awaited);
-    fail_all(SENNIT_TIMEOUT, reason, reason);
-    return;
-  }
-}
-
-void Engine::fail_all(sennit_status status, const std::string& reason, const std::string& told_to_peers) {
-  if (ended_ != SENNIT_OK) return;
-  ended_ = status;
-  end_reason_ = reason;
-  mailbox_.broadcast_failure(told_to_peers);
-  mailbox_.abandon();
-  const uint64_t now_us = clock_us();
-  for (Port* port : ports_) {
-    port->abort(told_to_peers);
-    port->progress(now_us);  // lets the last words out
-  }
-  while (!active_.empty()) {
-    Operation* operation = active_.back();
-    finish(operation, status, operation->describe() + ": " + reason);
-  }
-}
-
 sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
   if (operation.status() != SENNIT_PENDING) return operation.status();
   Lock lock = enter();
@@ -408,11 +352,9 @@ void Engine::on_done(Operation& operation, Operation::Callback callback) {
   callback.function(callback.argument);
 }
 
-void Engine::abort(const std::string& reason) {
+void Engine::set_timeout(uint64_t timeout_us) {
   Lock lock = enter();
-  fail_all(SENNIT_ABORTED, reason, "rank " + std::to_string(config_.rank) + " aborted: " + reason);
-  if (sleeping_) wake();
-  run_callbacks(lock);
+  config_.timeout_us = timeout_us;
 }
 
 void Engine::shutdown(uint64_t timeout_us) {

@@ -19,6 +19,7 @@
 
 #include "executor/backoff.hpp"
 #include "executor/operation.hpp"
+#include "messages/failure.hpp"
 #include "messages/mailbox.hpp"
 #include "ports/shm_port.hpp"
 #include "ports/udp_port.hpp"
@@ -54,7 +55,14 @@ class Engine {
                      const sennit_post_options& options, Operation** out, std::string& error);
   sennit_status wait(Operation& operation, uint64_t timeout_us);
   void on_done(Operation& operation, Operation::Callback callback);
+  void set_timeout(uint64_t timeout_us);  // the default deadline of operations posted from now on
   void abort(const std::string& reason);
+  // Why the group ended; empty while it works.
+  std::string failure();
+  // The ranks that the failure blames: dead, or without a sign of life until a deadline. Empty if it blames none.
+  std::vector<uint32_t> lost_ranks();
+  // Peers whose processes have ended or that left, looked up now: proof, where lost_ranks() may be suspicion.
+  std::vector<uint32_t> find_gone_ranks();
   void shutdown(uint64_t timeout_us);
 
   Mailbox& mailbox() { return mailbox_; }
@@ -79,12 +87,14 @@ class Engine {
   void wake();
   void finish(Operation* operation, sennit_status status, std::string reason);
   void run_callbacks(Lock& lock);
-  void fail_all(sennit_status status, const std::string& reason, const std::string& told_to_peers);
+  void fail_all(sennit_status status, const std::string& reason, const FailureNotice& notice);
+  void fail_as_told(uint32_t reporter, const FailureNotice& notice);
+  void fail_late(const Operation& operation, uint64_t now_us);
   void check_failures(uint64_t now_us);
   void background();
   void start_background();
 
-  const EngineConfig config_;
+  EngineConfig config_;
   Mailbox mailbox_;
   std::unique_ptr<ShmPort> shm_;
   std::unique_ptr<UdpPort> udp_;
@@ -105,6 +115,7 @@ class Engine {
   uint64_t next_deadline_us_ = UINT64_MAX;
   sennit_status ended_ = SENNIT_OK;
   std::string end_reason_;
+  std::vector<uint32_t> lost_;  // whom the failure blames
   bool stopping_ = false;
   int wake_fd_ = -1;
   std::thread thread_;

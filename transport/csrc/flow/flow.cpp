@@ -79,7 +79,8 @@ bool Flow::poll_event(Event& out) {
   state.eager_deferred = false;
   if (!state.lost_pending) return false;
   state.lost_pending = false;
-  out = Event{Event::Kind::peer_lost, {}, 0, 0, nullptr, 0, state.reason.c_str()};
+  const auto kind = state.peer_aborted ? Event::Kind::peer_aborted : Event::Kind::peer_lost;
+  out = Event{kind, {}, 0, 0, nullptr, 0, state.reason.c_str()};
   return true;
 }
 
@@ -212,7 +213,10 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
     if (!aborts && (control.header().flags & CONTROL_GOODBYE) == 0) state.repeat_last_word(now_us);
     return;
   }
-  if (aborts) return state.lose_peer("aborted: " + std::string(control.reason()));
+  if (aborts) {
+    state.peer_aborted = true;
+    return state.lose_peer(control.reason());
+  }
   if (!state.eager_sender.check(control.header()) || !state.receiver.check_seen(control.header()) ||
       !state.sender.check(control)) {
     ++state.counters.bad_control_packets;
@@ -285,6 +289,10 @@ void Flow::on_peer_failed(std::string_view reason) {
   if (state.peer_closed && !state.has_outstanding()) return;
   state.lose_peer(reason);
 }
+
+uint64_t Flow::last_heard_us() const { return state_->last_heard_us; }
+
+bool Flow::ended() const { return state_->dead; }
 
 bool Flow::idle() const { return state_->dead || state_->idle(); }
 

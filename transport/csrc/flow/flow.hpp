@@ -68,13 +68,13 @@ struct Placement {
 enum class Verdict : uint8_t { place, duplicate, bad_key, bad_range, bad_slot };
 
 struct Event {
-  enum class Kind : uint8_t { eager, advert, received, sent, peer_lost } kind;
+  enum class Kind : uint8_t { eager, advert, received, sent, peer_lost, peer_aborted } kind;
   MessageHeader header;   // eager, advert, received
   uint32_t flags;         // eager
   uint64_t id;            // advert: advert id; received: receive id; sent: send id
   const std::byte* data;  // eager: valid until the next poll_event; received: the destination
   uint32_t data_bytes;    // eager: bytes at `data` (0 for EAGER_REQUEST, whatever header.size_bytes says)
-  const char* reason;     // peer_lost; valid as long as the flow
+  const char* reason;     // peer_lost, peer_aborted; valid as long as the flow
 };
 
 struct FlowCounters {  // one field a counter; names follow the RDMA hw_counters where one exists
@@ -137,6 +137,9 @@ class Flow {
   // The port knows that the peer is gone (connection refused, device removed). Ignored after a goodbye.
   void on_peer_failed(std::string_view reason);
 
+  // When the last valid packet of the peer came; 0 before the first.
+  uint64_t last_heard_us() const;
+  bool ended() const;                   // aborted by either side, or the peer is lost
   bool idle() const;                    // nothing sent is unacknowledged
   void abort(std::string_view reason);  // forget all user memory; the next controls say why
   void close();                         // the next controls say goodbye

@@ -66,7 +66,8 @@ struct Flow::State {
   std::string reason;
 
   bool dead = false;          // aborted here, or the peer is lost
-  bool lost_pending = false;  // the peer_lost event is still to be given out
+  bool lost_pending = false;  // the peer_lost or peer_aborted event is still to be given out
+  bool peer_aborted = false;  // which of them
   bool closing = false;       // close() was called
   bool peer_closed = false;   // the peer said goodbye
   bool eager_deferred = false;

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 struct pollfd;
@@ -30,7 +31,6 @@ struct MessageHeader {
 enum EagerFlags : uint32_t {
   EAGER_DATA = 0,     // header + size_bytes of data
   EAGER_REQUEST = 1,  // header only: "I have this message, advertise memory for it" (large P2P)
-  EAGER_FAILURE = 2,  // data = UTF-8 reason: the sender's rank failed or was aborted
 };
 
 class LaneSink {
@@ -47,6 +47,10 @@ class LaneSink {
   virtual void on_sent(uint64_t send_id) = 0;
   // The peer is gone or broke the protocol. Called once; the lane is dead afterwards.
   virtual void on_peer_lost(uint32_t peer, std::string reason) = 0;
+  // The peer ended the group and says why (FailureNotice, messages/failure.hpp). Called once; the lane is dead.
+  virtual void on_peer_aborted(uint32_t peer, std::string reason) {
+    on_peer_lost(peer, "aborted: " + std::move(reason));
+  }
 };
 
 class Lane {
@@ -60,6 +64,9 @@ class Lane {
   virtual void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) = 0;
   virtual void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) = 0;
   virtual void release(uint64_t loan_id) = 0;
+  // When the peer last gave a sign of life, in the port's time. A rank that waits in an operation gives one now and
+  // then; one that computes may not.
+  virtual uint64_t heard_us() const = 0;
   // One line for error messages: paths, states, what is outstanding.
   virtual std::string describe() const = 0;
 };
@@ -72,6 +79,8 @@ class Port {
   virtual bool progress(uint64_t now_us) = 0;
   // Operations wait and nothing comes: find out whether the peers are there. Called now and then.
   virtual void check_on_peers(uint64_t /*now_us*/) {}
+  // Peers whose process is known to have ended, or that left. Looks now; may learn more from one call to the next.
+  virtual std::vector<uint32_t> find_gone(uint64_t now_us) = 0;
   // Earliest time at which progress must be called although nothing arrived; UINT64_MAX for never.
   virtual uint64_t next_timeout_us() const = 0;
   // File descriptors whose readability means work (udp sockets).

@@ -182,11 +182,6 @@ uint32_t Mailbox::match_receive(uint32_t peer, uint64_t key) {
 }
 
 bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) {
-  if (flags == EAGER_FAILURE) {
-    fail({MailboxFailure::Kind::peer_failed, peer,
-          std::string(reinterpret_cast<const char*>(data), static_cast<size_t>(header.size_bytes))});
-    return true;
-  }
   const uint32_t waiting = posted_.front(peer, header.key);
   if (flags == EAGER_REQUEST && !is_p2p(header.key)) {
     // A collective's probe: the advert is on its way, unless the two sides disagree.
@@ -250,6 +245,11 @@ void Mailbox::on_peer_lost(uint32_t peer, std::string reason) {
   if (awaited) fail({MailboxFailure::Kind::peer_lost, peer, lost_[peer]});
 }
 
+// The whole group has ended, whether or not anything here waits for that peer.
+void Mailbox::on_peer_aborted(uint32_t peer, std::string reason) {
+  fail({MailboxFailure::Kind::peer_aborted, peer, std::move(reason)});
+}
+
 bool Mailbox::progress(uint64_t now_us) {
   now_us_ = now_us;
   bool moved = false;
@@ -289,16 +289,6 @@ void Mailbox::fail(MailboxFailure failure) {
   if (!failure_) failure_ = std::make_unique<MailboxFailure>(std::move(failure));
 }
 
-void Mailbox::broadcast_failure(const std::string& reason) {
-  for (uint32_t peer = 0; peer < world_; ++peer) {
-    if (lanes_[peer] == nullptr || lost(peer)) continue;
-    const std::string text = reason.substr(0, std::min<size_t>(reason.size(), lanes_[peer]->eager_max_bytes()));
-    const MessageHeader header{0, 0, text.size()};
-    // Best effort: with no room the peer learns of it from its deadline or from our end.
-    if (!lanes_[peer]->send_eager(header, EAGER_FAILURE, text.data())) continue;
-  }
-}
-
 void Mailbox::abandon() {
   posted_.clear();
   arrived_.clear();
@@ -309,6 +299,19 @@ void Mailbox::abandon() {
   waiting_eager_count_ = 0;
   receives_.clear();
   sends_.clear();
+}
+
+std::vector<uint32_t> Mailbox::awaited() {
+  std::vector<bool> is_awaited(world_, false);
+  receives_.for_each([&](const Receive& receive) {
+    if (receive.peer != SENNIT_ANY_PEER) is_awaited[receive.peer] = true;
+  });
+  sends_.for_each([&](const Send& send) { is_awaited[send.peer] = true; });
+  std::vector<uint32_t> ranks;
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    if (is_awaited[peer]) ranks.push_back(peer);
+  }
+  return ranks;
 }
 
 std::string Mailbox::describe_outstanding() {

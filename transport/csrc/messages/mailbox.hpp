@@ -28,9 +28,9 @@ class MailboxClient {
 };
 
 struct MailboxFailure {
-  enum class Kind { mismatch, peer_lost, peer_failed } kind;
+  enum class Kind { mismatch, peer_lost, peer_aborted } kind;
   uint32_t peer;
-  std::string reason;
+  std::string reason;  // peer_aborted: a FailureNotice
 };
 
 class Mailbox final : public LaneSink {
@@ -52,10 +52,11 @@ class Mailbox final : public LaneSink {
   bool idle() const { return waiting_eager_count_ == 0; }
   bool lost(uint32_t peer) const { return !lost_[peer].empty(); }
   const std::string& lost_reason(uint32_t peer) const { return lost_[peer]; }
-  // Tells every peer that this rank failed (best effort).
-  void broadcast_failure(const std::string& reason);
   // Drops everything posted: no user memory is touched any more.
   void abandon();
+  // Peers that something posted here waits for, ascending.
+  std::vector<uint32_t> awaited();
+  const Lane* lane(uint32_t peer) const { return lanes_[peer]; }
   // "rank 2: 3 receives, 1 send" for peers with anything outstanding.
   std::string describe_outstanding();
 
@@ -64,6 +65,7 @@ class Mailbox final : public LaneSink {
   void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override;
   void on_sent(uint64_t send_id) override;
   void on_peer_lost(uint32_t peer, std::string reason) override;
+  void on_peer_aborted(uint32_t peer, std::string reason) override;
 
  private:
   struct Receive {

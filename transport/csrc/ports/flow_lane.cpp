@@ -76,6 +76,9 @@ bool FlowLane::deliver(const flow::Event& event) {
     case Kind::peer_lost:
       sink_.on_peer_lost(peer_, event.reason);
       break;
+    case Kind::peer_aborted:
+      sink_.on_peer_aborted(peer_, event.reason);
+      break;
   }
   return true;
 }

@@ -47,6 +47,7 @@ class FlowLane final : public Lane {
   void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
   void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
   void release(uint64_t loan_id) override;
+  uint64_t heard_us() const override { return flow_.last_heard_us(); }
   std::string describe() const override { return flow_.describe(); }
 
  private:

@@ -108,8 +108,9 @@ void ShmLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, u
   transfers_.push_back({send_id, static_cast<uint32_t>(advert_id), static_cast<const std::byte*>(data), size_bytes, 0});
 }
 
-bool ShmLane::progress() {
+bool ShmLane::progress(uint64_t now_us) {
   bool moved = consume(RECORDS_A_ROUND);
+  if (moved) heard_us_ = now_us;
   while (!waiting_records_.empty() && publish(waiting_records_.front(), nullptr, 0)) {
     waiting_records_.pop_front();
     moved = true;
@@ -287,6 +288,28 @@ void ShmLane::say_goodbye() {
   Record record{};
   record.type = Record::goodbye;
   publish_or_queue(record);
+}
+
+void ShmLane::say_last_word(std::string_view reason) {
+  forget_user_memory();
+  if (dead_ || peer_left_ || out_.header->last_word_bytes.load(std::memory_order_relaxed) != 0) return;
+  const size_t size_bytes = std::min(reason.size(), LAST_WORD_MAX_BYTES);
+  std::memcpy(out_.header->last_word, reason.data(), size_bytes);
+  out_.header->last_word_bytes.store(static_cast<uint32_t>(size_bytes), std::memory_order_release);
+  dirty_ = true;
+}
+
+void ShmLane::look_for_last_word() {
+  const uint32_t size_bytes = in_.header->last_word_bytes.load(std::memory_order_acquire);
+  if (dead_ || size_bytes == 0) return;
+  dead_ = true;
+  forget_user_memory();
+  sink_.on_peer_aborted(peer_, std::string(in_.header->last_word, std::min<size_t>(size_bytes, LAST_WORD_MAX_BYTES)));
+}
+
+void ShmLane::note_beats(uint32_t beats, uint64_t now_us) {
+  if (beats != beats_seen_) heard_us_ = now_us;
+  beats_seen_ = beats;
 }
 
 bool ShmLane::take_dirty() { return std::exchange(dirty_, false); }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <deque>
+#include <string_view>
 #include <vector>
 
 #include "messages/lane.hpp"
@@ -24,15 +25,23 @@ class ShmLane final : public Lane {
   void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
   void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
   void release(uint64_t loan_id) override;
+  uint64_t heard_us() const override { return heard_us_; }
   std::string describe() const override;
 
   // One bounded round: reads what the peer published, then copies pending transfers in.
-  bool progress();
+  bool progress(uint64_t now_us);
   // Reads without writing: the last look before a dead peer is reported.
   bool drain();
   bool idle() const { return transfers_.empty() && waiting_records_.empty(); }
   void forget_user_memory();
   void say_goodbye();
+  // Ends the lane with a reason that the peer finds even if the rings are full.
+  void say_last_word(std::string_view reason);
+  // Takes the peer's, if it is there. What the rings hold comes first.
+  void look_for_last_word();
+  // Compares the peer's beats with those of the last call.
+  void note_beats(uint32_t beats, uint64_t now_us);
+  bool is_dead() const { return dead_; }
   // The peer must be told of something since the last call.
   bool take_dirty();
   bool peer_said_goodbye() const { return peer_left_; }
@@ -103,6 +112,8 @@ class ShmLane final : public Lane {
   bool peer_left_ = false;
   bool dead_ = false;
   bool memory_forgotten_ = false;
+  uint32_t beats_seen_ = 0;
+  uint64_t heard_us_ = 0;
   Counters counters_{};
 };
 

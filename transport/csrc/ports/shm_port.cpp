@@ -58,7 +58,7 @@ void ShmPort::connect(uint32_t peer, LaneSink& sink) {
 bool ShmPort::progress(uint64_t now_us) {
   bool moved = false;
   for (uint32_t peer = 0; peer < world_; ++peer) {
-    if (lanes_[peer] && !lost_[peer]) moved |= lanes_[peer]->progress();
+    if (lanes_[peer] && !lost_[peer]) moved |= lanes_[peer]->progress(now_us);
   }
   // One fence for all doorbells: our publications before it, the peers' announcement of sleep after it.
   bool fenced = false;
@@ -68,6 +68,11 @@ bool ShmPort::progress(uint64_t now_us) {
     fenced = true;
     ring(peer);
   }
+  // The rings are read: nothing that a peer sent is overtaken by its end.
+  for (uint32_t peer = 0; !moved && peer < world_; ++peer) {
+    if (lanes_[peer]) lanes_[peer]->look_for_last_word();
+  }
+  if (now_us >= next_beat_us_) beat(now_us);
   if (!moved && now_us >= next_check_us_) check_peers(now_us);
   return moved;
 }
@@ -79,14 +84,24 @@ void ShmPort::ring(uint32_t peer) {
   futex_wake(header.doorbell);
 }
 
+void ShmPort::beat(uint64_t now_us) {
+  next_beat_us_ = now_us + PEER_CHECK_US;
+  segment_.header().beats.fetch_add(1, std::memory_order_relaxed);
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    if (lanes_[peer]) lanes_[peer]->note_beats(peers_[peer].header().beats.load(std::memory_order_relaxed), now_us);
+  }
+}
+
 void ShmPort::check_peers(uint64_t now_us) {
   if (next_check_us_ != 0) {
     for (uint32_t peer = 0; peer < world_; ++peer) {
       if (!lanes_[peer] || lost_[peer]) continue;
       const bool left = lanes_[peer]->peer_said_goodbye();
       if (!left && peers_[peer].owner_alive()) continue;
-      lanes_[peer]->drain();  // its last words, written between our look and its end
+      lanes_[peer]->drain();  // what it wrote between our look and its end
+      lanes_[peer]->look_for_last_word();
       lost_[peer] = true;
+      if (lanes_[peer]->is_dead()) continue;
       sink_->on_peer_lost(peer, left || lanes_[peer]->peer_said_goodbye() ? "left the group" : "process ended");
     }
   }
@@ -122,9 +137,17 @@ bool ShmPort::idle() const {
   return true;
 }
 
-void ShmPort::abort(std::string_view) {
+std::vector<uint32_t> ShmPort::find_gone(uint64_t) {
+  std::vector<uint32_t> gone;
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    if (lanes_[peer] && (lanes_[peer]->peer_said_goodbye() || !peers_[peer].owner_alive())) gone.push_back(peer);
+  }
+  return gone;
+}
+
+void ShmPort::abort(std::string_view reason) {
   for (auto& lane : lanes_) {
-    if (lane) lane->forget_user_memory();
+    if (lane) lane->say_last_word(reason);
   }
 }
 

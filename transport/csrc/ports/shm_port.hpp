@@ -39,6 +39,7 @@ class ShmPort final : public Port {
   bool progress(uint64_t now_us) override;
   uint64_t next_timeout_us() const override { return UINT64_MAX; }
   void append_poll_fds(std::vector<pollfd>&) const override {}
+  std::vector<uint32_t> find_gone(uint64_t now_us) override;
   bool idle() const override;
   void abort(std::string_view reason) override;
   void close() override;
@@ -47,6 +48,7 @@ class ShmPort final : public Port {
  private:
   void ring(uint32_t peer);
   void check_peers(uint64_t now_us);
+  void beat(uint64_t now_us);
 
   const uint32_t rank_;
   const uint32_t world_;
@@ -56,7 +58,7 @@ class ShmPort final : public Port {
   std::vector<bool> lost_;
   LaneSink* sink_ = nullptr;
   uint32_t lane_count_ = 0;
-  uint64_t next_check_us_ = 0;
+  uint64_t next_check_us_ = 0, next_beat_us_ = 0;
 };
 
 }  // namespace sennit

@@ -17,7 +17,7 @@
 namespace sennit {
 namespace {
 
-constexpr uint64_t SEGMENT_MAGIC = 0x31'30'54'49'4E'4E'45'53;  // "SENNIT01": the layout's revision
+constexpr uint64_t SEGMENT_MAGIC = 0x32'30'54'49'4E'4E'45'53;  // "SENNIT02": the layout's revision
 constexpr size_t PAGE_BYTES = 4'096;
 constexpr size_t LINE = 64;
 

@@ -16,9 +16,10 @@
 
 namespace sennit {
 
-inline constexpr uint64_t CONTROL_RING_BYTES = 65'536;     // records: eager messages, adverts, fragments
-inline constexpr uint64_t BULK_RING_MAX_BYTES = 524'288;   // 4 loans; fits the second-level cache with room to spare
-inline constexpr uint64_t BULK_RING_MIN_BYTES = 262'144;   // 2 loans: one being read, one being written
+inline constexpr uint64_t CONTROL_RING_BYTES = 65'536;    // records: eager messages, adverts, fragments
+inline constexpr uint64_t BULK_RING_MAX_BYTES = 524'288;  // 4 loans; fits the second-level cache with room to spare
+inline constexpr uint64_t BULK_RING_MIN_BYTES = 262'144;  // 2 loans: one being read, one being written
+inline constexpr size_t LAST_WORD_MAX_BYTES = 1'020;
 inline constexpr uint64_t BULK_BUDGET_BYTES = 16'777'216;  // of all inboxes of a rank
 
 // Written by two processes; every field that both touch sits on its own cache line.
@@ -32,6 +33,7 @@ struct ShmSegmentHeader {
   uint64_t inbox_stride;
   alignas(64) std::atomic<uint32_t> doorbell;  // futex word: peers add one and wake
   std::atomic<uint32_t> sleeping;              // the owner is about to wait on `doorbell`
+  alignas(64) std::atomic<uint32_t> beats;     // grows while the owner waits in an operation: it lives and runs
 };
 
 // Single producer (the peer), single consumer (the owner). Positions only grow; the offset in a
@@ -41,6 +43,9 @@ struct ShmInboxHeader {
   std::atomic<uint64_t> bulk_head;                 // producer
   alignas(64) std::atomic<uint64_t> control_tail;  // consumer
   alignas(64) std::atomic<uint64_t> bulk_tail;     // consumer
+  // Why the producer ended the group: apart from the rings, which may be full just then. Written once.
+  alignas(64) std::atomic<uint32_t> last_word_bytes;
+  char last_word[LAST_WORD_MAX_BYTES];
 };
 
 struct ShmInbox {

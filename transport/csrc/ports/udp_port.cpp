@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "flow/control.hpp"
+
 namespace sennit {
 namespace {
 
@@ -118,6 +120,7 @@ struct UdpPort::Peer {
   std::vector<UdpPath> paths;
   size_t batch_packets;
   std::unique_ptr<FlowLane> lane;
+  bool is_gone = false;  // nobody listens at its address any more
 };
 
 UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config) : rank_(rank), seed_(config.seed) {
@@ -326,8 +329,9 @@ void UdpPort::note_refused(UdpSender& sender) {
       const bool is_there = std::any_of(peer->paths.begin(), peer->paths.end(),
                                         [&](const UdpPath& path) { return path.remote_listen == destination; });
       // Its socket was open before this rank heard of it, and stays so until its process ends.
-      if (is_there)
-        peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(destination) + " any more");
+      if (!is_there) continue;
+      peer->is_gone = true;
+      peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(destination) + " any more");
     }
   }
 }
@@ -358,6 +362,26 @@ void UdpPort::check_on_peers(uint64_t now_us) {
   for (Peer* peer : connected_) peer->lane->flow().ask_if_silent(now_us, SILENCE_US);
 }
 
+// Flows that have ended send nothing of their own, so this repeats the last word: a peer that lives and has not heard
+// of the end does so now, and the kernel says who is not there any more.
+std::vector<uint32_t> UdpPort::find_gone(uint64_t now_us) {
+  std::array<std::byte, flow::CONTROL_MAX_BYTES> payload;
+  flow::ControlWriter writer(payload);
+  writer.header.flags = flow::CONTROL_ABORT;
+  writer.add_reason(std::string_view(farewell_).substr(0, flow::REASON_MAX_BYTES));
+  const auto abort = std::span(payload).first(writer.finish());
+  std::vector<uint32_t> gone;
+  for (Peer* peer : connected_) {
+    if (!peer->is_gone && peer->lane->flow().ended() && !peer->paths.empty())
+      peer->paths[0].sender->send_control(peer->paths[0], abort);
+  }
+  send_round(now_us);
+  for (const Peer* peer : connected_) {
+    if (peer->is_gone) gone.push_back(peer->rank);
+  }
+  return gone;
+}
+
 uint64_t UdpPort::next_timeout_us() const {
   uint64_t earliest_us = UINT64_MAX;
   for (const Peer* peer : connected_) earliest_us = std::min(earliest_us, peer->lane->flow().next_timeout_us());
@@ -376,6 +400,7 @@ bool UdpPort::idle() const {
 }
 
 void UdpPort::abort(std::string_view reason) {
+  farewell_ = reason;
   for (Peer* peer : connected_) peer->lane->flow().abort(reason);
   send_farewells(last_now_us_);
 }

@@ -49,6 +49,7 @@ class UdpPort final : public Port {
   std::string_view name() const override { return "udp"; }
   bool progress(uint64_t now_us) override;
   void check_on_peers(uint64_t now_us) override;
+  std::vector<uint32_t> find_gone(uint64_t now_us) override;
   uint64_t next_timeout_us() const override;
   void append_poll_fds(std::vector<pollfd>& out) const override;
   bool idle() const override;
@@ -83,6 +84,7 @@ class UdpPort final : public Port {
   std::vector<std::byte*> eager_memory_;
   size_t eager_memory_bytes_ = 0;
   uint64_t last_now_us_ = 0;
+  std::string farewell_;        // why the group ended
   std::vector<uint32_t> keys_;  // random, not used yet
 };
 

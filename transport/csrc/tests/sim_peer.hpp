@@ -143,6 +143,9 @@ class SimPeer {
       case Kind::peer_lost:
         lost = event.reason;
         return;
+      case Kind::peer_aborted:
+        lost = std::string("aborted: ") + event.reason;
+        return;
     }
   }
 

@@ -10,6 +10,7 @@
 #include <numeric>
 #include <random>
 
+#include "messages/failure.hpp"
 #include "messages/key_index.hpp"
 #include "messages/mailbox.hpp"
 #include "sennit/core.h"
@@ -53,6 +54,7 @@ class MemoryLane final : public Lane {
     own_mailbox->on_sent(send_id);
   }
   void release(uint64_t loan_id) override { loans_.erase(loan_id); }
+  uint64_t heard_us() const override { return 0; }
   std::string describe() const override { return "memory"; }
 
   bool pump() {
@@ -339,13 +341,39 @@ TEST_CASE("a lost peer fails what waits for it, and only that") {
   CHECK(net.mailboxes[0]->failure()->peer == 1);
 }
 
-TEST_CASE("a failure reaches the other ranks as words") {
+TEST_CASE("a peer that ends the group fails it, whether or not anything waits for that peer") {
   Triangle net;
-  net.mailboxes[2]->broadcast_failure("the disk is full");
-  net.pump();
-  for (int rank : {0, 1}) {
-    REQUIRE(net.mailboxes[rank]->failure() != nullptr);
-    CHECK(net.mailboxes[rank]->failure()->peer == 2);
-    CHECK(net.mailboxes[rank]->failure()->reason == "the disk is full");
+  net.mailboxes[0]->on_peer_aborted(2, "lost 1: rank 1 process ended");
+  REQUIRE(net.mailboxes[0]->failure() != nullptr);
+  CHECK(net.mailboxes[0]->failure()->kind == MailboxFailure::Kind::peer_aborted);
+  CHECK(net.mailboxes[0]->failure()->peer == 2);
+}
+
+TEST_CASE("who is awaited") {
+  Triangle net;
+  std::vector<char> got(8);
+  CHECK(net.mailboxes[0]->awaited().empty());
+  net.receive(0, 1, 2, 5, got);
+  net.receive(0, 2, SENNIT_ANY_PEER, P2P_KEY | 3, got);
+  CHECK(net.mailboxes[0]->awaited() == std::vector<uint32_t>{2});
+  net.lanes[{0, 1}]->full = true;
+  net.send(0, 3, 1, 6, pattern(8, 1));
+  CHECK(net.mailboxes[0]->awaited() == std::vector<uint32_t>{1, 2});
+}
+
+TEST_CASE("a notice of failure keeps its ranks, and whatever is malformed is only words") {
+  for (const FailureNotice& notice : {FailureNotice{{}, "the disk is full"}, FailureNotice{{3}, "rank 3 process ended"},
+                                      FailureNotice{{0, 2, 7}, ""}}) {
+    const FailureNotice read = FailureNotice::decode(notice.encode(), 8);
+    CHECK(read.lost == notice.lost);
+    CHECK(read.reason == notice.reason);
+  }
+  CHECK(FailureNotice{{2, 5}, "gone"}.encode() == "lost 2,5: gone");
+  CHECK(FailureNotice::decode("lost 9,2,2,1: x", 8).lost == std::vector<uint32_t>{1, 2});
+  for (const char* text : {"lost", "lost ", "lost 1", "lost 1,", "lost 1,: x", "lost x: y", "lost 99999999999: x"}) {
+    CAPTURE(text);
+    const FailureNotice read = FailureNotice::decode(text, 8);
+    CHECK(read.lost.empty());
+    CHECK(read.reason == text);
   }
 }

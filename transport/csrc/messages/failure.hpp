@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a rank tells the others when it ends the group: why, and which ranks are to blame.
+//
+// As text, so that a packet capture can be read: "lost 2,5: rank 2 process ended", or the reason alone where no rank is
+// to blame. Whoever hears it tells the same on, so every survivor's error names the rank that is gone, not the one that
+// reported it.
+#pragma once
+
+#include <algorithm>
+#include <charconv>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace sennit {
+
+struct FailureNotice {
+  std::vector<uint32_t> lost;  // ascending
+  std::string reason;
+
+  std::string encode() const {
+    if (lost.empty()) return reason;
+    std::string text(PREFIX);
+    for (const uint32_t rank : lost) text.append(text.size() == PREFIX.size() ? "" : ",").append(std::to_string(rank));
+    return text.append(": ").append(reason);
+  }
+
+  // Ranks outside the world are left out: the text came from the network.
+  static FailureNotice decode(std::string_view text, uint32_t world) {
+    FailureNotice notice;
+    std::string_view rest = text;
+    if (rest.starts_with(PREFIX)) {
+      rest.remove_prefix(PREFIX.size());
+      for (;;) {
+        uint32_t rank = 0;
+        const auto [end, error] = std::from_chars(rest.data(), rest.data() + rest.size(), rank);
+        if (error != std::errc()) return {{}, std::string(text)};
+        if (rank < world) notice.lost.push_back(rank);
+        rest.remove_prefix(static_cast<size_t>(end - rest.data()));
+        if (!rest.starts_with(',')) break;
+        rest.remove_prefix(1);
+      }
+      if (!rest.starts_with(": ")) return {{}, std::string(text)};
+      rest.remove_prefix(2);
+      std::sort(notice.lost.begin(), notice.lost.end());
+      notice.lost.erase(std::unique(notice.lost.begin(), notice.lost.end()), notice.lost.end());
+    }
+    notice.reason = rest;
+    return notice;
+  }
+
+ private:
+  static constexpr std::string_view PREFIX = "lost ";
+};
+
+}  // namespace sennit

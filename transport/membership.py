@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Membership: the processes of a group agree, through its store alone, who makes up the group from now on.
+
+A group's life is a chain of *epochs*. Epoch 0 is the group as it was made. Whoever wants to be in the next one
+announces itself there and beats; a member that sees everybody it expects (or knows why not) proposes the list of those
+present; the store's compare-and-set makes one proposal the decision, which nobody can change. Nobody who is gone takes
+part, and one store means one decision. The protocol, its timers and its limits: docs/reconfigure.md.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
+
+from sennit.transport.errors import ArgumentError, MismatchError, PeerError, SennitError, TimeoutError
+from sennit.transport.store import Store
+from sennit.transport.version import Versions
+
+# A candidate rewrites its record this often, and reads the others'; slower with many, as each reads all.
+BEAT_S: Final = 0.05
+BEAT_S_PER_CANDIDATE: Final = 0.001
+# A candidate whose beats stop for so long has died or given up.
+STALE_S: Final = 1.0
+# How long a rank that fell silent (not known to be dead) may take to turn up all the same.
+SUSPECT_S: Final = 0.5
+# One attempt to connect an epoch that was agreed upon; then the next epoch.
+CONNECT_S: Final = 15.0
+
+Connected = TypeVar("Connected")
+Watch = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """An epoch that was agreed upon, as one of its members sees it."""
+
+    epoch: int
+    members: tuple[str, ...]
+    """Tokens in the order of ranks: survivors in their old order, then newcomers in the order in which they came."""
+
+    rank: int
+    """This process's."""
+
+    previous_ranks: tuple[int | None, ...]
+    """By new rank: the rank in the group that this process was in; None for those that were not."""
+
+    @property
+    def world(self) -> int:
+        return len(self.members)
+
+
+class Evidence(Protocol):
+    """What the old communicator knows of its ranks; both may change from call to call."""
+
+    def find_gone(self) -> Collection[int]:
+        """Ranks whose processes have ended, or that left."""
+
+    def suspects(self) -> Collection[int]:
+        """Ranks that a failure blames."""
+
+
+class NoEvidence:
+    """A newcomer's."""
+
+    def find_gone(self) -> Collection[int]:
+        return ()
+
+    def suspects(self) -> Collection[int]:
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What a member asks of the next epoch."""
+
+    timeout_s: float = 60.0
+    """For all of it: agreement, connection, further attempts."""
+
+    wait_s: float = 10.0
+    """How long to wait for ranks that are not here and not known to be gone, and for `expect`."""
+
+    min_world: int = 1
+    """With fewer ranks there is no next epoch but an error."""
+
+    expect: int | None = None
+    """Wait for so many ranks, newcomers included (at most `wait_s`)."""
+
+    exclude: tuple[int, ...] = ()
+    """Old ranks that are not to be in it, alive or not."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("timeout_s", self.timeout_s), ("wait_s", self.wait_s)):
+            if not 0 <= value < float("inf"):
+                raise ArgumentError(f"{name} {value}; allowed: 0 or more seconds")
+        if self.min_world < 1:
+            raise ArgumentError(f"min_world {self.min_world}; allowed: 1 or more")
+        if self.expect is not None and self.expect < self.min_world:
+            raise ArgumentError(f"expect {self.expect}; allowed: min_world ({self.min_world}) or more")
+
+
+@dataclass
+class _Candidate:
+    ticket: int
+    record: dict[str, Any]
+    first_s: float
+    changed_s: float
+    is_confirmed: bool = False
+    """It has beaten since we first saw it."""
+
+
+class Membership:
+    """This process's place in the chain of epochs of one group. Not for several threads."""
+
+    def __init__(self, store: Store, *, name: str, token: str, members: tuple[str, ...], versions: Versions) -> None:
+        self._store = store
+        self._base = f"sennit/{name}/membership"
+        self._name = name
+        self._token = token
+        self._members = members
+        self._versions = versions
+        self._epoch = 0
+
+    @classmethod
+    def of_founder(cls, store: Store, *, name: str, rank: int, world: int) -> Membership:
+        """Of a rank that is in the group from its beginning."""
+        members = tuple(f"rank-{founder}" for founder in range(world))
+        return cls(store, name=name, token=members[rank], members=members, versions=Versions.ours())
+
+    @classmethod
+    def of_newcomer(cls, store: Store, *, name: str) -> Membership:
+        """Of a process that is not in the group yet."""
+        number = store.add(f"sennit/{name}/membership/newcomers", 1)
+        return cls(store, name=name, token=f"newcomer-{number}", members=(), versions=Versions.ours())
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def is_newcomer(self) -> bool:
+        return not self._members
+
+    def waiting_count(self) -> int:
+        """How many processes have announced themselves for the next epoch so far."""
+        return self._store.add(self._key(self._epoch + 1, "tickets"), 0)
+
+    def reform(
+        self, terms: Terms, evidence: Evidence, connect: Callable[[View, Watch, float], Connected]
+    ) -> tuple[View, Connected]:
+        """Agrees on an epoch and connects it; as many epochs as it takes, all before the deadline.
+
+        `connect(view, watch, timeout_s)` joins the ranks of `view`; while it waits it calls `watch`, which raises when
+        the attempt is in vain.
+        """
+        deadline_s = time.monotonic() + terms.timeout_s
+        epoch = self._epoch
+        failure = ""
+        while True:
+            try:
+                view = self._agree(epoch + 1, terms, evidence, deadline_s, failure)
+            except SennitError:
+                raise
+            except Exception as error:
+                raise PeerError(
+                    f"{self._name}: the store failed ({error}); a new epoch needs a store that outlives the ranks, so "
+                    "no rank that may die should serve it"
+                ) from error
+            epoch = view.epoch
+            left_s = max(deadline_s - time.monotonic(), 0.001)
+            try:
+                connected = connect(view, self._watch_of(view, evidence), min(CONNECT_S, left_s))
+            except Exception as error:
+                self._store.set(self._key(epoch, "abandoned"), f"{type(error).__name__}: {error}")
+                # Only what another rank caused is worth another attempt.
+                is_theirs = isinstance(error, (PeerError, TimeoutError)) or not isinstance(error, SennitError)
+                if not isinstance(error, RuntimeError) or not is_theirs:
+                    raise
+                failure = f"; epoch {epoch} was not connected: {error}"
+                if time.monotonic() >= deadline_s:
+                    raise TimeoutError(f"{self._name}: no new epoch within {terms.timeout_s:g} s{failure}") from error
+                continue
+            self._members, self._epoch = view.members, epoch
+            return view, connected
+
+    def _agree(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> View:
+        """The first decision from `epoch` on that has this process in it (a member's must be `epoch` itself)."""
+        while True:
+            members = self._decide(epoch, terms, evidence, deadline_s, failure)
+            if self._token in members:
+                old = {token: rank for rank, token in enumerate(self._members)}
+                return View(
+                    epoch=epoch,
+                    members=members,
+                    rank=members.index(self._token),
+                    previous_ranks=tuple(old.get(token) for token in members),
+                )
+            if not self.is_newcomer:
+                raise PeerError(
+                    f"{self._name}: the others went on without this rank ({self._members.index(self._token)} of "
+                    f"{len(self._members)}): epoch {epoch} has {len(members)} ranks and it is none of them; it may "
+                    "join as a newcomer"
+                )
+            epoch += 1
+
+    def _decide(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> tuple[str, ...]:
+        """Takes part in `epoch` until it is decided: by us, as soon as it may, or by another."""
+        key = self._key(epoch, "decision")
+        if (decided := self._read_decision(epoch)) is not None:
+            return decided
+        ticket = self._store.add(self._key(epoch, "tickets"), 1)
+        seen: dict[str, _Candidate] = {}
+        started_s = time.monotonic()
+        beat = 0
+        while True:
+            beat += 1
+            gone = {self._members[rank] for rank in evidence.find_gone()}
+            mine = {
+                "token": self._token,
+                "beat": beat,
+                "gone": sorted(gone),
+                "suspects": sorted(self._members[rank] for rank in evidence.suspects()),
+                "exclude": sorted(self._members[rank] for rank in terms.exclude),
+                **self._versions.as_record(),
+            }
+            self._store.set(self._key(epoch, f"candidate/{ticket}"), json.dumps(mine))
+            if (decided := self._read_decision(epoch)) is not None:
+                return decided
+            now_s = time.monotonic()
+            self._look_at_candidates(epoch, seen, now_s)
+            present, missing, is_settled = self._judge(seen, terms, now_s, now_s - started_s)
+            if is_settled and len(present) >= terms.min_world and not self.is_newcomer:
+                chosen = self._store.compare_set(key, "", json.dumps(self._in_order(epoch, present, seen)))
+                return tuple(json.loads(chosen))
+            if now_s >= deadline_s:
+                raise TimeoutError(self._complaint(epoch, terms, present, missing) + failure)
+            time.sleep(min(BEAT_S + BEAT_S_PER_CANDIDATE * len(seen), max(deadline_s - now_s, 0.001)))
+
+    def _look_at_candidates(self, epoch: int, seen: dict[str, _Candidate], now_s: float) -> None:
+        """Brings `seen` (by token) up to date."""
+        for ticket in range(1, self._store.add(self._key(epoch, "tickets"), 0) + 1):
+            key = self._key(epoch, f"candidate/{ticket}")
+            if not self._store.check([key]):
+                continue
+            try:
+                record = json.loads(self._store.get(key))
+                token = str(record["token"])
+            except (ValueError, TypeError, KeyError):
+                continue
+            if (reason := self._versions.mismatch(record)) is not None:
+                # Members go on without it; it learns why from theirs.
+                if self.is_newcomer:
+                    raise MismatchError(f"{self._name}: {token} {reason}")
+                continue
+            known = seen.get(token)
+            if known is None or known.ticket < ticket:
+                seen[token] = _Candidate(ticket, record, now_s, now_s, is_confirmed=token == self._token)
+            elif known.record["beat"] != record["beat"]:
+                known.record, known.changed_s, known.is_confirmed = record, now_s, True
+
+    def _judge(
+        self, seen: dict[str, _Candidate], terms: Terms, now_s: float, waited_s: float
+    ) -> tuple[set[str], set[str], bool]:
+        """(who is here, whom we wait for, whether nobody more is worth waiting for)."""
+        fresh = {token: one for token, one in seen.items() if now_s - one.changed_s < STALE_S}
+
+        def told(field: str) -> set[str]:
+            return {token for one in fresh.values() if one.is_confirmed for token in one.record[field]}
+
+        excluded = told("exclude")
+        present = {token for token, one in fresh.items() if one.is_confirmed and token not in excluded}
+        unclear = {token for token, one in fresh.items() if not one.is_confirmed and token not in excluded}
+        missing = set(self._members) - present - excluded
+        # One that announced itself lives, whatever is said of it.
+        doubtful = told("suspects") & missing - unclear
+        missing -= told("gone") - unclear
+        if waited_s >= SUSPECT_S:
+            missing -= doubtful
+        is_settled = not unclear and not missing and (terms.expect is None or len(present) >= terms.expect)
+        return present, missing, is_settled or (waited_s >= terms.wait_s and not unclear)
+
+    def _in_order(self, epoch: int, present: set[str], seen: dict[str, _Candidate]) -> list[str]:
+        before = self._members if epoch == 1 else self._read_decision(epoch - 1) or self._members
+        survivors = [token for token in before if token in present]
+        newcomers = sorted(present - set(survivors), key=lambda token: seen[token].ticket)
+        return survivors + newcomers
+
+    def _watch_of(self, view: View, evidence: Evidence) -> Watch:
+        abandoned = self._key(view.epoch, "abandoned")
+
+        def watch() -> None:
+            for rank in evidence.find_gone():
+                if self._members[rank] in view.members:
+                    raise PeerError(f"rank {rank} died while epoch {view.epoch} was being connected", rank)
+            if self._store.check([abandoned]):
+                reason = self._store.get(abandoned).decode(errors="replace")
+                raise PeerError(f"another rank gave up epoch {view.epoch}: {reason}")
+
+        return watch
+
+    def _complaint(self, epoch: int, terms: Terms, present: set[str], missing: set[str]) -> str:
+        text = f"{self._name}: epoch {epoch} was not agreed upon within {terms.timeout_s:g} s: "
+        if self.is_newcomer:
+            return text + "no member of the group reconfigures it"
+        text += f"{len(present)} ranks are here"
+        if len(present) < terms.min_world:
+            text += f", at least {terms.min_world} are wanted"
+        ranks = [str(rank) for rank, token in enumerate(self._members) if token in missing]
+        return text + (f"; no word from old rank {', '.join(ranks)}" if ranks else "")
+
+    def _read_decision(self, epoch: int) -> tuple[str, ...] | None:
+        key = self._key(epoch, "decision")
+        return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else None
+
+    def _key(self, epoch: int, what: str) -> str:
+        return f"{self._base}/{epoch}/{what}"

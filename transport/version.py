@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which versions two processes must share before they exchange anything, and what is said when they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+# What ranks say to each other through the store: rendezvous and membership records, plans (docs/plan.md), the
+# shared-memory layout. Raised when any of them changes.
+PROTOCOL_VERSION: Final = 2
+# What ranks send to each other: packets, control payloads, the udp offer (docs/wire.md). Raised when any of them
+# changes.
+WIRE_REVISION: Final = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """Of one process. The package's version is for people; the other two decide."""
+
+    package: str
+    protocol: int
+    wire: int
+
+    @classmethod
+    def ours(cls) -> Self:
+        # Late: the package's root imports from here.
+        import sennit
+
+        return cls(package=sennit.__version__, protocol=PROTOCOL_VERSION, wire=WIRE_REVISION)
+
+    def as_record(self) -> dict[str, Any]:
+        """The fields of a record in a store."""
+        return {"version": self.protocol, "wire": self.wire, "package": self.package}
+
+    def mismatch(self, record: Mapping[str, Any]) -> str | None:
+        """Why the writer of `record` cannot talk to us, or None. Raises KeyError for a record without versions.
+
+        A version of the protocol may change everything else in a record, so it is compared first.
+        """
+        if record["version"] == self.protocol and record["wire"] == self.wire:
+            return None
+        theirs = f"protocol version {record['version']}, wire revision {record.get('wire', 'unknown')}"
+        return (
+            f"speaks {theirs} (sennit {record.get('package', 'unknown')}), this process protocol version "
+            f"{self.protocol}, wire revision {self.wire} (sennit {self.package}): install one version of sennit on "
+            "all hosts"
+        )
