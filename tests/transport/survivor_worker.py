@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from sennit.transport import rendezvous
 from sennit.transport.communicator import Communicator
 from sennit.transport.errors import PeerError, SennitError
 from sennit.transport.membership import Terms
@@ -171,13 +172,8 @@ def dies_while_reconfiguring(me: Rank) -> None:
         me.die()
     failed_call(group, lambda: group.allreduce(np.ones(10)))
     if me.rank == 1:
-        from sennit.transport import communicator
-
-        def die(*_: Any, **__: Any) -> Any:
-            me.die()
-
-        # The next communicator is made when the decision is there.
-        communicator.rendezvous.connect = die  # type: ignore[assignment]
+        # The next communicator meets the others when the decision is there.
+        rendezvous.connect = lambda *_, **__: me.die()  # type: ignore[assignment]
     go_on(me, group)
 
 

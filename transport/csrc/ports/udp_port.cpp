@@ -32,7 +32,7 @@ constexpr int ROUND_MAX_COUNT = 4;
 constexpr int RECEIVE_MAX_PER_ROUND = 4;
 constexpr uint64_t BLOCKED_RETRY_US = 50;
 // A peer that an operation waits for is asked whether it is there after so much silence.
-constexpr uint64_t SILENCE_US = 100'000;
+constexpr uint64_t SILENCE_US = 100'000, REFUSALS_US = 20'000;
 constexpr size_t KEY_POOL_COUNT = 64;  // 256 bytes: one getrandom never blocks nor falls short
 constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_BYTES;  // IPv6, UDP, ours
 
@@ -360,25 +360,31 @@ bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
 
 void UdpPort::check_on_peers(uint64_t now_us) {
   for (Peer* peer : connected_) peer->lane->flow().ask_if_silent(now_us, SILENCE_US);
+  if (now_us >= look_at_us_) look_for_refusals();
+  look_at_us_ = std::max(look_at_us_, now_us + REFUSALS_US);
+}
+
+// The next question may take another path, so the answer to the last one is fetched, not met.
+void UdpPort::look_for_refusals() {
+  for (const auto& rail : rails_)
+    for (const auto& sender : rail->senders)
+      if (sender->look_for_refusals()) note_refused(*sender);
 }
 
 // Flows that have ended send nothing of their own, so this repeats the last word: a peer that lives and has not heard
 // of the end does so now, and the kernel says who is not there any more.
-std::vector<uint32_t> UdpPort::find_gone(uint64_t now_us) {
+std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
   std::array<std::byte, flow::CONTROL_MAX_BYTES> payload;
   flow::ControlWriter writer(payload);
   writer.header.flags = flow::CONTROL_ABORT;
   writer.add_reason(std::string_view(farewell_).substr(0, flow::REASON_MAX_BYTES));
   const auto abort = std::span(payload).first(writer.finish());
   std::vector<uint32_t> gone;
-  for (Peer* peer : connected_) {
-    if (!peer->is_gone && peer->lane->flow().ended() && !peer->paths.empty())
-      peer->paths[0].sender->send_control(peer->paths[0], abort);
-  }
-  send_round(now_us);
-  for (const Peer* peer : connected_) {
+  for (Peer* peer : connected_)
+    if (!peer->is_gone && peer->lane->flow().ended()) peer->paths[0].sender->send_control(peer->paths[0], abort);
+  look_for_refusals();
+  for (const Peer* peer : connected_)
     if (peer->is_gone) gone.push_back(peer->rank);
-  }
   return gone;
 }
 

@@ -68,6 +68,7 @@ class UdpPort final : public Port {
   bool send_round(uint64_t now_us);
   bool send_from(Peer& peer, uint64_t now_us);
   void note_refused(UdpSender& sender);
+  void look_for_refusals();
   void send_farewells(uint64_t now_us);
   uint32_t next_key();
 
@@ -83,7 +84,7 @@ class UdpPort final : public Port {
   size_t next_peer_ = 0;  // who sends first in the next round
   std::vector<std::byte*> eager_memory_;
   size_t eager_memory_bytes_ = 0;
-  uint64_t last_now_us_ = 0;
+  uint64_t last_now_us_ = 0, look_at_us_ = 0;
   std::string farewell_;        // why the group ended
   std::vector<uint32_t> keys_;  // random, not used yet
 };

@@ -39,6 +39,11 @@ class UdpSender {
   bool is_blocked() const { return !kept_.bytes.empty(); }
   bool flush();
   bool has_refused() const { return !refused_.empty(); }
+  // Asks the kernel for them now; they are else met by the next send.
+  bool look_for_refusals() {
+    note_refusals();
+    return has_refused();
+  }
   // Where packets came back from since the last call: nobody listens there.
   std::vector<wire::Endpoint> take_refused() { return std::exchange(refused_, {}); }
 
