@@ -24,13 +24,15 @@ class SennitBackend(Backend):
         *,
         communicator: int,
         compile_plan: Callable[[int, int, int, int, int, bool, bool, bool, tuple[int, ...]], bytes],
+        shrink: Callable[[list[int], bool], Backend],
         timeout: timedelta,
         group_name: str,
         global_ranks: Sequence[int],
         plan_cache_bytes: int,
         stage_host_tensors: bool,
     ) -> None:
-        """`communicator` is a `sennit_comm*`; `compile_plan` makes the plans that the cache misses."""
+        """`communicator` is a `sennit_comm*`; `compile_plan` makes the plans that the cache misses, `shrink` the
+        backend of a smaller group (ranks to exclude, whether to abort what is in flight)."""
 
     @property
     def options(self) -> Options: ...

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +31,8 @@ DEVICES: Final = ("cpu", "cuda")
 _made: Counter[str] = Counter()
 # Of all groups so far, the most ranks of one that run on this machine; later groups share the cores with them.
 _ranks_here = 1
+# Made and connected ahead of the next default group, which takes it (elastic.py).
+_prepared: Communicator | None = None
 # The communicator of each group that is alive, for `counters`.
 _communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 
@@ -105,35 +108,69 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
 
 def _create(group: Any, options: Options | None) -> dist.Backend:
     """Torch's creator function: `group` is its `_DistributedBackendOptions`."""
-    global _ranks_here
+    global _prepared, _ranks_here
     if options is not None and not isinstance(options, Options):
         raise TypeError(f"pg_options is a {type(options).__name__}; allowed: sennit.runtime.backend.Options or None")
     options = options or Options()
-    extension = _load_extension()
+    _load_extension()
     from sennit.transport.communicator import Communicator
 
     name = str(group.group_id)
-    _made[name] += 1
-    communicator = Communicator(
-        rank=group.group_rank,
-        world=group.group_size,
-        store=group.store,
-        name=f"{name}.{_made[name]}",
-        timeout_s=group.timeout.total_seconds(),
-        ranks_here_min=_ranks_here,
-    )
+    if _prepared is not None:
+        communicator, _prepared = _prepared, None
+    else:
+        _made[name] += 1
+        communicator = Communicator(
+            rank=group.group_rank,
+            world=group.group_size,
+            store=group.store,
+            name=f"{name}.{_made[name]}",
+            timeout_s=group.timeout.total_seconds(),
+            ranks_here_min=_ranks_here,
+        )
+    return _backend_of(communicator, name, list(group.global_ranks_in_group), group.timeout, options)
+
+
+def _backend_of(
+    communicator: Communicator, name: str, global_ranks: list[int], timeout: timedelta, options: Options
+) -> dist.Backend:
+    global _ranks_here
     _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))
     _communicators[name] = communicator
-    backend: dist.Backend = extension.SennitBackend(
+
+    def shrink(excluded: list[int], abort: bool) -> dist.Backend:
+        """`torch.distributed.shrink_group`: a backend of the ranks that remain, which all call this."""
+        from sennit.transport.membership import Terms
+
+        if abort:
+            communicator.abort("shrink_group was called with SHRINK_ABORT")
+        smaller = communicator.reconfigure(Terms(timeout_s=timeout.total_seconds(), exclude=tuple(excluded)))
+        remaining = [rank for place, rank in enumerate(global_ranks) if place not in excluded]
+        return _backend_of(smaller, f"{name}:shrunk", remaining, timeout, options)
+
+    backend: dist.Backend = _load_extension().SennitBackend(
         communicator=communicator.handle,
         compile_plan=PlanCompiler(communicator),
-        timeout=group.timeout,
+        shrink=shrink,
+        timeout=timeout,
         group_name=name,
-        global_ranks=list(group.global_ranks_in_group),
+        global_ranks=global_ranks,
         plan_cache_bytes=options.plan_cache_bytes,
         stage_host_tensors=options.stage_host_tensors,
     )
     return backend
+
+
+def prepare(communicator: Communicator) -> None:
+    """The next group takes `communicator` instead of making its own. Names of groups begin anew with it."""
+    global _prepared
+    _prepared = communicator
+    _made.clear()
+
+
+def ranks_here() -> int:
+    """Of all groups so far, the most ranks of one that run on this machine."""
+    return _ranks_here
 
 
 def counters(group: dist.ProcessGroup | None = None) -> dict[str, int]:

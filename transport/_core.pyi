@@ -72,7 +72,7 @@ class Communicator:
         """Ranks that the failure blames."""
 
     def find_gone_ranks(self) -> list[int]:
-        """Peers whose processes have ended or that left, looked up now."""
+        """Peers whose processes, or whose ends of this group, are gone, looked up now."""
 
     @property
     def sequence(self) -> int: ...

@@ -36,7 +36,7 @@ def _rails(interfaces: Sequence[str]) -> list[tuple[str, int]]:
     return [(rail.address, 0) for rail in find_rails(interfaces)]
 
 
-class _Witness:
+class Witness:
     """What a communicator knows of its own ranks, for the agreement on the next epoch."""
 
     def __init__(self, group: Communicator) -> None:
@@ -49,7 +49,7 @@ class _Witness:
         return self._group.lost_ranks
 
 
-def _connect_next(
+def connect_next(
     own: membership.Membership,
     terms: membership.Terms,
     evidence: membership.Evidence,
@@ -58,8 +58,9 @@ def _connect_next(
     config: configuration.Config,
     name: str,
     timeout_s: float,
-) -> Communicator:
-    """Agrees on the next epoch and connects it."""
+    ranks_here_min: int = 1,
+) -> tuple[membership.View, Communicator]:
+    """Agrees on the next epoch and connects it; `timeout_s` is what operations get then."""
 
     def connect(view: membership.View, watch: Callable[[], None], limit_s: float) -> Communicator:
         group = Communicator(
@@ -69,6 +70,7 @@ def _connect_next(
             config=config,
             name=f"{name}/epoch-{view.epoch}",
             timeout_s=limit_s,
+            ranks_here_min=ranks_here_min,
             watch=watch,
         )
         try:
@@ -79,12 +81,12 @@ def _connect_next(
             raise
         return group
 
-    _, group = own.reform(terms, evidence, connect)
+    view, group = own.reform(terms, evidence, connect)
     group._core.set_timeout(timeout_s)
     group.timeout_s = timeout_s
     group._base_name = name
     group._membership = own
-    return group
+    return view, group
 
 
 class Communicator(ArrayCollectives):
@@ -168,7 +170,7 @@ class Communicator(ArrayCollectives):
         return tuple(self._core.lost_ranks)
 
     def find_gone_ranks(self) -> tuple[int, ...]:
-        """Ranks whose processes have ended or that left, looked up now."""
+        """Ranks whose processes, or whose ends of this group, are gone, looked up now."""
         return tuple(self._core.find_gone_ranks())
 
     @property
@@ -219,10 +221,10 @@ class Communicator(ArrayCollectives):
             self._membership = membership.Membership.of_founder(
                 self._shared_store(), name=self._base_name, rank=self.rank, world=self.world
             )
-        successor = _connect_next(
+        _, successor = connect_next(
             self._membership,
             terms or membership.Terms(),
-            _Witness(self),
+            Witness(self),
             store=self._shared_store(),
             config=self.config,
             name=self._base_name,
@@ -243,7 +245,7 @@ class Communicator(ArrayCollectives):
     ) -> Communicator:
         """Joins a group that exists, with its members' next `reconfigure`. `store` and `name` are the group's own."""
         config = configuration.from_environment() if config is None else config
-        return _connect_next(
+        _, group = connect_next(
             membership.Membership.of_newcomer(store, name=name),
             terms or membership.Terms(),
             membership.NoEvidence(),
@@ -252,6 +254,7 @@ class Communicator(ArrayCollectives):
             name=name,
             timeout_s=config.timeout_s if timeout_s is None else timeout_s,
         )
+        return group
 
     def _shared_store(self) -> Store:
         if self._store is None:

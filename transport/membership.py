@@ -56,7 +56,7 @@ class Evidence(Protocol):
     """What the old communicator knows of its ranks; both may change from call to call."""
 
     def find_gone(self) -> Collection[int]:
-        """Ranks whose processes have ended, or that left."""
+        """Ranks whose processes, or whose ends of the group, are gone."""
 
     def suspects(self) -> Collection[int]:
         """Ranks that a failure blames."""

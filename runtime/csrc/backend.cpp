@@ -35,11 +35,12 @@ uint64_t SennitBackend::forks_so_far() {
   return forks.load(std::memory_order_relaxed);
 }
 
-SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, std::shared_ptr<void> owner,
+SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, Shrink shrink, std::shared_ptr<void> owner,
                              c10::intrusive_ptr<Options> options)
     : Backend(static_cast<int>(sennit_comm_rank(comm)), static_cast<int>(sennit_comm_size(comm))),
       options_(std::move(options)),
       owner_(std::move(owner)),
+      shrink_(std::move(shrink)),
       group_(std::make_shared<GroupState>(comm)),
       poster_(
           std::make_shared<Poster>(group_, std::move(compile), options_->plan_cache_bytes, to_us(options_->timeout))),
@@ -105,6 +106,18 @@ void SennitBackend::shutdown() {
   staging_.stop();
   sennit_shutdown(group_->comm, std::min(SHUTDOWN_US, poster_->timeout_us()));
   group_->wait_for_futures(std::chrono::microseconds(SHUTDOWN_US));
+}
+
+c10::intrusive_ptr<c10d::Backend> SennitBackend::shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                                                        const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+  constexpr int SHRINK_ABORT = 1;  // torch.distributed.distributed_c10d
+  check_usable();
+  TORCH_CHECK_VALUE(options == nullptr, "sennit shrink_group: pg_options is given; allowed: None (the group's own)");
+  for (const int64_t rank : ranks_to_exclude) {
+    TORCH_CHECK_VALUE(rank >= 0 && rank < size_ && rank != rank_, "sennit shrink: rank ", rank,
+                      " is to be excluded; allowed: 0 to ", size_ - 1, " but this rank ", rank_);
+  }
+  return shrink_(ranks_to_exclude, (shrink_flags & SHRINK_ABORT) != 0);
 }
 
 void SennitBackend::startCoalescing() {

@@ -24,8 +24,11 @@ class SennitBackend final : public c10d::Backend {
     bool stage_host_tensors = false;  // send host tensors through the staging lane too, to test it
   };
 
+  // Makes the backend of this group without some of its ranks; true: abort what is in flight.
+  using Shrink = std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int64_t>& excluded, bool abort)>;
+
   // `owner` is what must live as long as the backend; it is handed out again and not looked at.
-  SennitBackend(sennit_comm* comm, CompilePlan compile, std::shared_ptr<void> owner,
+  SennitBackend(sennit_comm* comm, CompilePlan compile, Shrink shrink, std::shared_ptr<void> owner,
                 c10::intrusive_ptr<Options> options);
   ~SennitBackend() override;
 
@@ -39,6 +42,9 @@ class SennitBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return "sennit"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
   bool supportsCoalescing() const override { return true; }
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                                           const c10::intrusive_ptr<c10d::Backend::Options>& options) override;
   bool supportsTensorAlloc(c10::DeviceIndex) override { return false; }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void setSequenceNumberForGroup() override {}
@@ -98,6 +104,7 @@ class SennitBackend final : public c10d::Backend {
 
   const c10::intrusive_ptr<Options> options_;
   const std::shared_ptr<void> owner_;
+  const Shrink shrink_;
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Poster> poster_;
   Staging staging_;

@@ -14,15 +14,16 @@ namespace py = pybind11;
 namespace sennit::runtime {
 namespace {
 
-// Holds a Python callable beyond the interpreter's end without touching it then.
+// Holds Python callables beyond the interpreter's end without touching it then.
 class Compiler {
  public:
-  explicit Compiler(py::function function) : function_(std::move(function)) {}
+  Compiler(py::function function, py::function shrink) : function_(std::move(function)), shrink_(std::move(shrink)) {}
   Compiler(const Compiler&) = delete;
   Compiler& operator=(const Compiler&) = delete;
   ~Compiler() {
     if (!interpreter_is_usable()) {
       function_.release();
+      shrink_.release();
       return;
     }
     const py::gil_scoped_acquire gil;
@@ -35,8 +36,10 @@ class Compiler {
     // In a child made by fork it would end the parent's connections.
     if (SennitBackend::forks_so_far() != forks_) {
       function_.release();
+      shrink_.release();
     } else {
       function_ = py::function();
+      shrink_ = py::function();
     }
   }
 
@@ -51,8 +54,14 @@ class Compiler {
     return plan;
   }
 
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& excluded, bool abort) const {
+    const py::gil_scoped_acquire gil;
+    TORCH_CHECK(shrink_.ptr() != nullptr, "sennit: the interpreter is exiting; no group can be made");
+    return py::cast<c10::intrusive_ptr<SennitBackend>>(shrink_(excluded, abort));
+  }
+
  private:
-  py::function function_;
+  py::function function_, shrink_;
   const uint64_t forks_ = SennitBackend::forks_so_far();
 };
 
@@ -72,7 +81,7 @@ void close_all() {
   compilers().clear();
 }
 
-c10::intrusive_ptr<SennitBackend> make_backend(uintptr_t communicator, py::function compile_plan,
+c10::intrusive_ptr<SennitBackend> make_backend(uintptr_t communicator, py::function compile_plan, py::function shrink,
                                                std::chrono::milliseconds timeout, const std::string& group_name,
                                                std::vector<uint64_t> global_ranks, size_t plan_cache_bytes,
                                                bool stage_host_tensors) {
@@ -82,11 +91,12 @@ c10::intrusive_ptr<SennitBackend> make_backend(uintptr_t communicator, py::funct
   options->plan_cache_bytes = plan_cache_bytes;
   options->stage_host_tensors = stage_host_tensors;
   // A copy of std::function copies what it holds; the callable is shared instead.
-  auto compiler = std::make_shared<Compiler>(std::move(compile_plan));
+  auto compiler = std::make_shared<Compiler>(std::move(compile_plan), std::move(shrink));
   std::erase_if(compilers(), [](const auto& weak) { return weak.expired(); });
   compilers().push_back(compiler);
   return c10::make_intrusive<SennitBackend>(
       reinterpret_cast<sennit_comm*>(communicator), [compiler](const PlanShape& shape) { return (*compiler)(shape); },
+      [compiler](const std::vector<int64_t>& excluded, bool abort) { return compiler->shrink(excluded, abort); },
       compiler, std::move(options));
 }
 
@@ -109,8 +119,8 @@ PYBIND11_MODULE(_c10d, module) {
       .def_readonly("stage_host_tensors", &SennitBackend::Options::stage_host_tensors);
   py::class_<SennitBackend, c10::intrusive_ptr<SennitBackend>, c10d::Backend>(module, "SennitBackend")
       .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("communicator"), py::arg("compile_plan"),
-           py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"), py::arg("plan_cache_bytes"),
-           py::arg("stage_host_tensors"))
+           py::arg("shrink"), py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"),
+           py::arg("plan_cache_bytes"), py::arg("stage_host_tensors"))
       .def_property_readonly("options", &SennitBackend::options)
       .def_property_readonly("compile_plan", &sennit::runtime::compiler_of);
   module.def("close_all", &sennit::runtime::close_all);

@@ -47,11 +47,19 @@ class World:
         self.size = size
         self.alive = True
         self._folder = tempfile.TemporaryDirectory(prefix="sennit-test-")
-        store = str(Path(self._folder.name) / "store")
+        self.store = str(Path(self._folder.name) / "store")
         variables = {**os.environ, "SENNIT_INTERFACES": "lo", "OMP_NUM_THREADS": "1", **(environment or {})}
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, str(HERE / "world_worker.py"), str(rank), str(size), store, backend, str(timeout_s)],
+                [
+                    sys.executable,
+                    str(HERE / "world_worker.py"),
+                    str(rank),
+                    str(size),
+                    self.store,
+                    backend,
+                    str(timeout_s),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=variables,

@@ -140,7 +140,7 @@ bool ShmPort::idle() const {
 std::vector<uint32_t> ShmPort::find_gone(uint64_t) {
   std::vector<uint32_t> gone;
   for (uint32_t peer = 0; peer < world_; ++peer) {
-    if (lanes_[peer] && (lanes_[peer]->peer_said_goodbye() || !peers_[peer].owner_alive())) gone.push_back(peer);
+    if (lanes_[peer] && !peers_[peer].owner_alive()) gone.push_back(peer);
   }
   return gone;
 }

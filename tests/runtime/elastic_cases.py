@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+"""A default process group that loses and gains ranks: run on each rank by test_elastic.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+from torch.nn.parallel import DistributedDataParallel
+
+from sennit.runtime import elastic
+from sennit.runtime.backend import communicator
+from sennit.transport.errors import SennitError
+from sennit.transport.membership import Terms
+
+
+def check_group() -> None:
+    """Collectives, a group of its own, and DDP work in the default group as it is now."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    total = torch.full((1_000,), float(rank + 1))
+    dist.all_reduce(total)
+    assert total.tolist() == [world * (world + 1) / 2] * 1_000
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, rank)
+    assert objects == list(range(world))
+    pair = dist.new_group([0, world - 1]) if world > 1 else None
+    if pair is not None and rank in (0, world - 1):
+        ones = torch.ones(3)
+        dist.all_reduce(ones, group=pair)
+        assert ones.tolist() == [2.0] * 3
+    model = DistributedDataParallel(torch.nn.Linear(3, 1))
+    model(torch.full((2, 3), float(rank))).sum().backward()
+    gradient = model.module.weight.grad
+    assert gradient is not None
+    assert torch.allclose(gradient, torch.full((1, 3), (world - 1.0)))
+
+
+def failure(call: Any) -> str:
+    try:
+        call()
+    except dist.DistBackendError as error:
+        return str(error)
+    raise AssertionError("the call did not fail")
+
+
+def meet_twice() -> None:
+    """A rank that dies after the first barrier may be missed in either: a quick rank tells one that is still in it."""
+    dist.barrier()
+    dist.barrier()
+
+
+def survive(rank: int, world: int, *, victims: list[int]) -> dict[str, Any] | None:
+    """Ranks die one after the other; after each death the others go on."""
+    view = None
+    me = rank
+    for victim in victims:
+        model = DistributedDataParallel(torch.nn.Linear(50, 50))
+        if rank == victim:
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def train(model: Any = model) -> None:
+            dist.barrier()
+            while True:
+                model(torch.ones(4, 50)).sum().backward()
+
+        failure(train)
+        lost = communicator().lost_ranks
+        view = elastic.reconfigure(Terms(timeout_s=40))
+        assert view.previous_ranks[view.rank] == me
+        assert not set(lost) & set(view.previous_ranks)
+        me = view.rank
+        assert (dist.get_rank(), dist.get_world_size()) == (view.rank, view.world)
+        check_group()
+    assert view is not None
+    return {"rank": view.rank, "world": view.world, "epoch": view.epoch}
+
+
+def grow(rank: int, world: int, *, newcomers: int) -> dict[str, Any]:
+    """A group that works waits for newcomers."""
+    check_group()
+    view = elastic.reconfigure(Terms(timeout_s=60, wait_s=60, expect=world + newcomers))
+    check_group()
+    return {"rank": view.rank, "world": view.world, "previous": list(view.previous_ranks)}
+
+
+def come(rank: int, world: int, *, store: str) -> dict[str, Any]:
+    """A newcomer."""
+    view = elastic.join(FileStore(store, -1), terms=Terms(timeout_s=60))
+    check_group()
+    return {"rank": view.rank, "world": view.world, "previous": list(view.previous_ranks)}
+
+
+def shrink(rank: int, world: int, *, excluded: list[int], die: bool, abort: bool) -> dict[str, Any] | None:
+    """`torch.distributed.shrink_group` of the default group, of ranks that died or are only left out."""
+    if rank in excluded:
+        dist.barrier()
+        if die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+    if die:
+        failure(meet_twice)
+    else:
+        dist.barrier()
+    flags = dist.distributed_c10d.SHRINK_ABORT if abort else dist.distributed_c10d.SHRINK_DEFAULT
+    group = dist.shrink_group(excluded, shrink_flags=flags)
+    total = torch.full((10,), float(group.rank() + 1))
+    dist.all_reduce(total)
+    assert total.tolist() == [group.size() * (group.size() + 1) / 2] * 10
+    return {"rank": dist.get_rank(), "world": dist.get_world_size(), "routes": list(communicator().routes)}
+
+
+def too_few(rank: int, world: int) -> str:
+    """Fewer survivors than are wanted: an error, and the old group's end stays what it was."""
+    if rank == 0:
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+    failure(meet_twice)
+    try:
+        elastic.reconfigure(Terms(timeout_s=1, wait_s=0.2, min_world=world))
+    except SennitError as error:
+        failure(lambda: dist.all_reduce(torch.ones(3)))
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("it went on")
