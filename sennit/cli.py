@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import sennit
+from sennit.testbed.commands import app as testbed
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,6 +25,7 @@ app = typer.Typer(
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit beside its peers in one run.")
 app.add_typer(bench, name="bench")
+app.add_typer(testbed, name="testbed")
 
 # A file or a pipe has no width of its own; the widest table here takes this much.
 PIPE_WIDTH = 160

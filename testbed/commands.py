@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit testbed`: scenarios on this machine's own networks. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sennit.testbed.scenarios.results import Case
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Put sennit on networks that lose, reorder, fail; see that it holds.",
+)
+
+DEFAULT_FOLDER = Path("build/testbed")
+RESULTS_NAME = "results.json"
+PAGE_NAME = "report.html"
+# A file or a pipe has no width of its own.
+PIPE_WIDTH = 160
+COLOURS = {"passed": "green", "failed": "bold red", "unsupported": "yellow"}
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+@app.command("list")
+def list_() -> None:
+    """Name every scenario and what it shows."""
+    from rich.table import Table
+
+    from sennit.testbed import capabilities
+    from sennit.testbed.scenarios.catalogue import SCENARIOS
+
+    table = Table("scenario", "what happens", "here", box=None, pad_edge=False)
+    for scenario in SCENARIOS.values():
+        table.add_row(scenario.name, scenario.title, capabilities.missing(*scenario.needs()) or "can run")
+    _console().print(table)
+
+
+@app.command()
+def run(
+    names: Annotated[list[str], typer.Argument(help="scenarios of 'sennit testbed list', or all")],
+    short: Annotated[bool, typer.Option("--short", help="less data and fewer rounds: seconds a scenario")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="goals about speed also decide whether a case passes")] = False,
+    seed: Annotated[int, typer.Option(help="of the payload; losses have theirs in the scenario", min=0)] = 1,
+    folder: Annotated[Path, typer.Option(help="logs, captures, results and report go here")] = DEFAULT_FOLDER,
+    json_path: Annotated[Path | None, typer.Option("--json", help="also write the results here")] = None,
+) -> None:
+    """Run scenarios; exit 0 if none failed, 1 if one did, 2 if the command was wrong."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from sennit.testbed.scenarios import catalogue, page, runner
+    from sennit.testbed.scenarios.verdicts import Status
+
+    try:
+        scenarios = catalogue.choose(names)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    console = _console()
+    columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(scenarios))
+
+        def finished(case: Case) -> None:
+            progress.advance(task)
+            show(case, console)
+
+        def say(what: str) -> None:
+            progress.update(task, description=what)
+
+        outcome = runner.run(
+            scenarios, short=short, strict=strict, seed=seed, folder=folder, say=say, finished=finished
+        )
+    for path in (folder / RESULTS_NAME, *([json_path] if json_path else [])):
+        outcome.write(path)
+    page.write(outcome, folder / PAGE_NAME)
+    counts = ", ".join(f"{outcome.count(status)} {status}" for status in Status)
+    console.print(f"{counts}; report: {folder / PAGE_NAME}", highlight=False)
+    if outcome.count(Status.FAILED):
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Option(help="where 'sennit testbed run' left its results")] = DEFAULT_FOLDER,
+    html: Annotated[Path | None, typer.Option(help="the page to write; default: report.html in the folder")] = None,
+) -> None:
+    """Write the HTML report of the last run again, and show its cases."""
+    from sennit.testbed.scenarios import page, results
+
+    try:
+        outcome = results.read(folder / RESULTS_NAME)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{error}; run 'sennit testbed run' first") from None
+    console = _console()
+    for case in outcome.cases:
+        show(case, console)
+    target = html or folder / PAGE_NAME
+    page.write(outcome, target)
+    console.print(f"report: {target}", highlight=False)
+
+
+def show(case: Case, console: Console) -> None:
+    """A line a case, and one for each goal that was not met."""
+    from rich.text import Text
+
+    line = Text.assemble((f"{case.status:12}", COLOURS[case.status]), f"{case.name:24}", f"{case.seconds:6.1f} s  ")
+    numbers = [f"{goal['measure']} {goal['value']:.4g}" for goal in case.goals if goal["value"] is not None]
+    line.append(case.reason or ", ".join(number for number in numbers if not number.startswith(QUIET)))
+    console.print(line, soft_wrap=True)
+    for goal in case.goals:
+        if goal["word"] == "short":
+            value = "not measured" if goal["value"] is None else f"{goal['value']:.4g}"
+            console.print(f"{'':12}short of its goal: {goal['measure']} {value}, goal {goal['text']}", highlight=False)
+
+
+# Measures that say nothing when all is well.
+QUIET = ("results ", "wrong_results ", "failed_ranks ", "distinct_digests ")

@@ -1,0 +1,227 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scenarios there are. Each states its goals; `docs/testbed.md` says how they are measured."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from sennit.testbed.scenarios.model import (
+    Goal,
+    Hostile,
+    KillRank,
+    Library,
+    Operation,
+    Scenario,
+    SuspendRank,
+    SwitchPlane,
+    Topology,
+    Variant,
+    Workload,
+)
+from sennit.testbed.topology import Impairment
+
+MIB: Final = 1 << 20
+BOTH: Final = (Library.SENNIT, Library.GLOO)
+
+EXACT: Final = (
+    Goal(measure="results", at_least=1, must=True),
+    Goal(measure="wrong_results", at_most=0, must=True),
+    Goal(measure="failed_ranks", at_most=0, must=True),
+)
+SAME_BITS: Final = Goal(measure="distinct_digests", at_least=1, at_most=1, must=True)
+
+SHORT_WORKLOAD: Final[dict[str, Any]] = {"size_bytes": 2 * MIB, "repetitions": 2, "rounds": 2}
+
+# Loss of packets -> (goodput kept, ratio to gloo over TCP), as issue 3 asks.
+LOSS_GOALS: Final = {0.001: (0.97, None), 0.01: (0.92, 3.0), 0.05: (0.75, 5.0)}
+
+
+def _exact(operation: Operation) -> tuple[Goal, ...]:
+    return (*EXACT, SAME_BITS) if operation is Operation.ALLREDUCE else EXACT
+
+
+def _lossless(operation: Operation, ratio: float) -> Scenario:
+    return Scenario(
+        name=f"lossless-{operation}",
+        title=f"nothing lost, {operation}, batches by segmentation offload, beside gloo over TCP",
+        topology=Topology(per_packet=False),
+        workload=Workload(operation=operation),
+        libraries=BOTH,
+        goals=(*_exact(operation), Goal(measure="ratio_to_gloo", at_least=ratio)),
+        short={"workload": SHORT_WORKLOAD},
+    )
+
+
+def _loss(operation: Operation, loss_fraction: float) -> Scenario:
+    kept, ratio = LOSS_GOALS[loss_fraction]
+    return Scenario(
+        name=f"loss-{100 * loss_fraction:g}-{operation}",
+        title=f"{100 * loss_fraction:g} % of packets lost at random on each of 4 planes, {operation}, beside gloo over TCP",
+        impairment=Impairment(loss_fraction=loss_fraction),
+        beside_calm=True,
+        workload=Workload(operation=operation, repetitions=3),
+        libraries=BOTH,
+        goals=(
+            *_exact(operation),
+            Goal(measure="impairment.dropped", at_least=1, must=True),
+            Goal(measure="goodput_kept", at_least=kept),
+            *([] if ratio is None else [Goal(measure="ratio_to_gloo", at_least=ratio)]),
+        ),
+        # Enough packets that some are lost.
+        short={"workload": {**SHORT_WORKLOAD, "size_bytes": (2 if loss_fraction >= 0.01 else 8) * MIB}},
+    )
+
+
+def _planes() -> list[Scenario]:
+    return [
+        Scenario(
+            name="plane-off",
+            title="one of 4 planes swallows everything in mid-AllReduce, and heals",
+            workload=Workload(duration_s=3.0, rounds=1, timeline=True, timeout_s=20.0),
+            faults=(SwitchPlane(plane=1, up=False, at_s=1.0), SwitchPlane(plane=1, up=True, at_s=2.0)),
+            goals=(
+                *_exact(Operation.ALLREDUCE),
+                Goal(measure="longest_stall_ms", at_most=5.0),
+                Goal(measure="goodput_after", at_least=0.70),
+                Goal(measure="plane_back_ms", at_most=200.0),
+            ),
+            short={
+                "workload": {"size_bytes": 4 * MIB, "duration_s": 1.2},
+                "faults": (SwitchPlane(plane=1, up=False, at_s=0.4), SwitchPlane(plane=1, up=True, at_s=0.8)),
+            },
+        ),
+        Scenario(
+            name="planes-dead",
+            title="three of 4 planes die for good in mid-AllReduce",
+            workload=Workload(duration_s=2.0, rounds=1, timeline=True, timeout_s=30.0),
+            faults=tuple(SwitchPlane(plane=plane, up=False, at_s=0.6) for plane in (1, 2, 3)),
+            goals=_exact(Operation.ALLREDUCE),
+            short={
+                "workload": {"size_bytes": 4 * MIB, "duration_s": 0.8},
+                "faults": tuple(SwitchPlane(plane=plane, up=False, at_s=0.3) for plane in (1, 2, 3)),
+            },
+        ),
+    ]
+
+
+def _peers() -> list[Scenario]:
+    died = (
+        Goal(measure="wrong_results", at_most=0, must=True),
+        Goal(measure="errors_naming_rank", at_least=1, must=True),
+    )
+    short = {"workload": {"size_bytes": 1 * MIB}}
+    return [
+        Scenario(
+            name="peer-killed",
+            title="one of 4 ranks is killed in mid-AllReduce",
+            topology=Topology(hosts=4),
+            workload=Workload(size_bytes=16 * MIB, duration_s=30.0, rounds=1, timeout_s=20.0),
+            faults=(KillRank(rank=2, at_s=0.5),),
+            goals=(*died, Goal(measure="error_within_s", at_most=1.0, must=True)),
+            short=short,
+        ),
+        Scenario(
+            name="peer-silent",
+            title="one of 4 ranks is suspended in mid-AllReduce; an operation's deadline is 2 s",
+            topology=Topology(hosts=4),
+            workload=Workload(size_bytes=16 * MIB, duration_s=30.0, rounds=1, timeout_s=2.0),
+            faults=(SuspendRank(rank=2, at_s=0.5),),
+            # The deadline, and what it takes a busy machine to say so.
+            goals=(*died, Goal(measure="error_within_s", at_most=3.0, must=True)),
+            short=short,
+        ),
+    ]
+
+
+def _others() -> list[Scenario]:
+    return [
+        Scenario(
+            name="incast",
+            title="7 ranks send to one at once, through a port of 1 Gbit/s with a queue of 512 KiB",
+            topology=Topology(hosts=8, planes=1, rate_bits_per_s=1e9, queue_bytes=512 << 10),
+            workload=Workload(operation=Operation.INCAST, size_bytes=1 * MIB, repetitions=30, rounds=2),
+            goals=(
+                *EXACT,
+                Goal(measure="queue_drops", at_most=0),
+                Goal(measure="p99_over_p50", at_most=1.5),
+            ),
+            short={"workload": {"size_bytes": 128 << 10, "repetitions": 5}},
+        ),
+        Scenario(
+            name="disorder",
+            title="reordering 64 packets deep, 2 % duplicates, 1 % corrupt packets",
+            impairment=Impairment(
+                reorder_fraction=0.02,
+                reorder_depth=64,
+                duplicate_fraction=0.02,
+                corrupt_fraction=0.01,
+                # The fifth byte is for switches to change (congestion marks), and so outside the ICRC.
+                corrupt_skip_bytes=5,
+            ),
+            beside_calm=True,
+            goals=(
+                *_exact(Operation.ALLREDUCE),
+                Goal(measure="impairment.corrupted", at_least=1, must=True),
+                Goal(measure="corrupt_counted", at_least=1, at_most=1, must=True),
+            ),
+            short={"workload": SHORT_WORKLOAD},
+        ),
+        Scenario(
+            name="same-bits",
+            title="an AllReduce of 4 ranks at 1 % loss: other seeds, path counts, ports, the same bits",
+            topology=Topology(hosts=4),
+            impairment=Impairment(loss_fraction=0.01),
+            workload=Workload(size_bytes=16 * MIB, repetitions=2, rounds=1),
+            variants=(
+                Variant(),
+                Variant(impairment_seed=2),
+                Variant(paths=1),
+                Variant(paths=16),
+                Variant(transport="shm"),
+            ),
+            goals=_exact(Operation.ALLREDUCE),
+            short={"workload": {"size_bytes": 1 * MIB}},
+        ),
+        Scenario(
+            name="hostile",
+            title="a stranger sends 200,000 packets of junk a second at rank 0 during an AllReduce",
+            topology=Topology(strangers=1),
+            hostile=Hostile(packets_per_s=200_000),
+            beside_calm=True,
+            workload=Workload(size_bytes=16 * MIB, duration_s=2.0),
+            goals=(
+                *_exact(Operation.ALLREDUCE),
+                Goal(measure="hostile_sent", at_least=1, must=True),
+                Goal(measure="refused_packets", at_least=1, must=True),
+            ),
+            short={
+                "workload": {**SHORT_WORKLOAD, "rounds": 1, "duration_s": 0.3},
+                "hostile": Hostile(packets_per_s=20_000),
+            },
+        ),
+    ]
+
+
+def _all() -> dict[str, Scenario]:
+    scenarios = [
+        _lossless(Operation.ALLREDUCE, 2.5),
+        _lossless(Operation.ALLTOALL, 1.5),
+        *(_loss(operation, loss) for operation in (Operation.ALLREDUCE, Operation.ALLTOALL) for loss in LOSS_GOALS),
+        *_planes(),
+        *_peers(),
+        *_others(),
+    ]
+    return {scenario.name: scenario for scenario in scenarios}
+
+
+SCENARIOS: Final = _all()
+
+
+def choose(names: list[str]) -> list[Scenario]:
+    """Those of the names given; "all" is all of them. A ValueError lists what there is."""
+    if "all" in names:
+        return list(SCENARIOS.values())
+    unknown = [name for name in names if name not in SCENARIOS]
+    if unknown:
+        raise ValueError(f"no scenario {', '.join(unknown)}; there are: all, {', '.join(SCENARIOS)}")
+    return [SCENARIOS[name] for name in dict.fromkeys(names)]

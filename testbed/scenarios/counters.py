@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic of counters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+
+def total(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Sums by name."""
+    sums: dict[str, int] = {}
+    for one in counters:
+        for name, value in one.items():
+            sums[name] = sums.get(name, 0) + value
+    return sums
+
+
+def difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    """What was counted in between; a counter that is new began at 0."""
+    return {name: value - before.get(name, 0) for name, value in after.items()}

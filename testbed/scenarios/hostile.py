@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stranger that sends junk at a rank's RoCE ports until it is told to stop.
+
+    python -m sennit.testbed.scenarios.hostile OWN_ADDRESSES TARGET_ADDRESSES PACKETS_PER_S SEED
+
+Writes a line when it begins, and in the end how many packets of each kind it sent, as a line of JSON. Batches go by UDP segmentation, since one call a
+packet would be slower than the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import select
+import socket
+import sys
+import time
+from typing import Final
+
+from sennit.testbed.capabilities import UDP_SEGMENT
+from sennit.transport import wire
+
+ROCE_UDP_PORT: Final = 4791  # IBTA annex A17
+BATCH_PACKETS: Final = 32
+VARIETIES: Final = 16
+PACKET_BYTES: Final = 64
+TRUNCATED_BYTES: Final = 9
+TICK_S: Final = 0.001
+SOURCE_PORT: Final = 50_000
+
+
+def _random(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
+    return rng.randbytes(PACKET_BYTES)
+
+
+def _truncated(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
+    return _unknown_data(rng, source, target)[:TRUNCATED_BYTES]
+
+
+def _unknown_data(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
+    """Right in everything, also its ICRC, but for a queue pair and a key that nobody gave out."""
+    payload_bytes = PACKET_BYTES - 36
+    packet = wire.Packet.data(
+        qpn=rng.getrandbits(24),
+        psn=rng.getrandbits(24),
+        remote_address=rng.getrandbits(64),
+        rkey=rng.getrandbits(32),
+        immediate=rng.getrandbits(32),
+        payload=rng.randbytes(payload_bytes),
+    )
+    return wire.seal(packet, source, target)
+
+
+def _unknown_control(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
+    payload = rng.randbytes(PACKET_BYTES - 16)
+    packet = wire.Packet.control(qpn=rng.getrandbits(24), psn=rng.getrandbits(24), payload=payload)
+    return wire.seal(packet, source, target)
+
+
+KINDS: Final = {
+    "random": _random,
+    "truncated": _truncated,
+    "unknown_data": _unknown_data,
+    "unknown_control": _unknown_control,
+}
+
+
+class Attack:
+    """One socket, connected to one port of the target, and batches made in advance."""
+
+    def __init__(self, source: str, target: str, seed: int) -> None:
+        family = socket.AF_INET6 if ":" in source else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_DGRAM)
+        self._socket.bind((source, SOURCE_PORT))
+        self._socket.connect((target, ROCE_UDP_PORT))
+        rng = random.Random(seed)
+        ends = (source, SOURCE_PORT), (target, ROCE_UDP_PORT)
+        self._batches = {
+            kind: [b"".join(make(rng, *ends) for _ in range(BATCH_PACKETS)) for _ in range(VARIETIES)]
+            for kind, make in KINDS.items()
+        }
+
+    def send(self, kind: str, number: int) -> bool:
+        """A batch; False where the target's port is closed by now or the way is full."""
+        batch = self._batches[kind][number % VARIETIES]
+        self._socket.setsockopt(socket.IPPROTO_UDP, UDP_SEGMENT, len(batch) // BATCH_PACKETS)
+        try:
+            self._socket.send(batch)
+        except (ConnectionRefusedError, BlockingIOError):
+            return False
+        return True
+
+
+def main() -> None:
+    sources, targets, packets_per_s, seed = sys.argv[1:]
+    attacks = [
+        Attack(source, target, int(seed) + index)
+        for index, (source, target) in enumerate(zip(sources.split(","), targets.split(","), strict=True))
+    ]
+    sent = dict.fromkeys(KINDS, 0)
+    kinds = list(KINDS)
+    batches = 0
+    print("sending", flush=True)
+    started_s = time.monotonic()
+    # Our end is the end of stdin: the conductor closed it, or is gone.
+    while not select.select([sys.stdin], [], [], TICK_S)[0]:
+        due = int((time.monotonic() - started_s) * int(packets_per_s)) // BATCH_PACKETS
+        # What a busy machine did not let us send in time is not made up for in one burst.
+        batches = max(batches, due - int(packets_per_s) // BATCH_PACKETS // 100 - 1)
+        while batches < due:
+            kind = kinds[batches % len(kinds)]
+            if attacks[batches // len(kinds) % len(attacks)].send(kind, batches):
+                sent[kind] += BATCH_PACKETS
+            batches += 1
+    print(json.dumps(sent))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two libraries of a scenario behind one face: sennit's native core without torch, and torch's gloo over TCP.
+
+Both suffer the same planes. Rendezvous goes over files, since TCP between the namespaces would suffer with them.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from sennit.testbed.scenarios.model import Library, Operation
+from sennit.testbed.scenarios.payload import Payload
+
+
+class Group(Protocol):
+    """A joined group of ranks."""
+
+    def run(self, payload: Payload) -> None:
+        """One repetition, blocking; raises what the library raises."""
+
+    def counters(self) -> dict[str, int]: ...
+
+    def describe(self) -> str: ...
+
+    def bytes_received(self) -> int:
+        """Payload that has arrived so far."""
+
+    def close(self) -> None: ...
+
+
+def join(library: Library, *, rank: int, world: int, store: Path, timeout_s: float) -> Group:
+    """The group of all ranks that share `store`."""
+    make = {Library.SENNIT: SennitGroup, Library.GLOO: GlooGroup}[library]
+    return make(rank=rank, world=world, store=store, timeout_s=timeout_s)
+
+
+class SennitGroup:
+    """Configured by the `SENNIT_*` variables that the conductor has set."""
+
+    def __init__(self, *, rank: int, world: int, store: Path, timeout_s: float) -> None:
+        from sennit.transport.communicator import Communicator
+        from sennit.transport.store import FileStore
+
+        self._group = Communicator(rank=rank, world=world, store=FileStore(store), timeout_s=timeout_s)
+
+    def run(self, payload: Payload) -> None:
+        from sennit.transport import algorithms
+        from sennit.transport.elements import Dtype, ReduceOp
+        from sennit.transport.plan import Plan
+
+        world, rank, elements = self._group.world, self._group.rank, payload.elements
+        movement = {"item_bytes": 4, "type_code": int(Dtype.F32)}
+
+        def compile_plan() -> Plan:
+            match payload.operation:
+                case Operation.ALLREDUCE:
+                    return algorithms.allreduce(
+                        world=world, rank=rank, elements=elements + 1, dtype=Dtype.F32, op=ReduceOp.SUM, in_place=True
+                    )
+                case Operation.ALLTOALL:
+                    shares = (elements // world,) * world
+                    return algorithms.alltoall(
+                        world=world, rank=rank, send_counts=shares, recv_counts=shares, **movement
+                    )
+                case Operation.INCAST:
+                    return algorithms.gather(world=world, rank=rank, counts=(elements,) * world, root=0, **movement)
+
+        buffers = [payload.given]
+        if payload.got is not payload.given and payload.got.size:
+            buffers.append(payload.got)
+        flat = [buffer.view(np.uint8) for buffer in buffers]
+        self._group.post((payload.operation, elements), compile_plan, flat).wait()
+
+    def counters(self) -> dict[str, int]:
+        return self._group.counters()
+
+    def describe(self) -> str:
+        return self._group.describe()
+
+    def bytes_received(self) -> int:
+        counters = self._group.counters()
+        return counters.get("data_bytes_received", 0)
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+
+class GlooGroup:
+    """One process group; `GLOO_SOCKET_IFNAME` names all planes."""
+
+    def __init__(self, *, rank: int, world: int, store: Path, timeout_s: float) -> None:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        self._torch = torch
+        self._dist = dist
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(f"{store}.torch", world),
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+
+    def run(self, payload: Payload) -> None:
+        given, got = self._torch.from_numpy(payload.given), self._torch.from_numpy(payload.got)
+        match payload.operation:
+            case Operation.ALLREDUCE:
+                self._dist.all_reduce(got)
+            case Operation.ALLTOALL:
+                self._dist.all_to_all_single(got, given)
+            case Operation.INCAST:
+                at_root = self._dist.get_rank() == 0
+                self._dist.gather(given, list(got.chunk(self._dist.get_world_size())) if at_root else None)
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def describe(self) -> str:
+        return f"gloo of torch {self._torch.__version__}"
+
+    def bytes_received(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers from observations. A measure that the scenario does not give is absent; goals name them.
+
+    results, wrong_results          results compared byte for byte, and those that differ anywhere
+    distinct_digests                different bits of one AllReduce over ranks, rounds, variants (1 is right)
+    failed_ranks                    ranks whose operation raised
+    goodput.<library>.<condition>   bytes/s of one rank's input over the time of a repetition, median; a repetition
+                                    lasts from the moment when all ranks are in it to the moment when all are done
+    goodput_kept                    sennit disturbed / calm, median over rounds
+    ratio_to_gloo[_calm]            sennit / gloo under the same condition, median over rounds
+    impairment.<counter>            what the impairment did to sennit's packets (`ImpairmentCounters`)
+    corrupt_counted                 corrupt packets that sennit counted / those that were made
+    refused_packets, hostile_sent   junk that was counted by name, and junk that was sent
+    longest_stall_ms[_before]       longest time in which no rank received payload while all were in one collective:
+                                    after the first fault, and before it
+    goodput_after                   goodput while the plane is off / before
+    plane_back_ms                   from the plane's healing until it carries a quarter of what it did before
+    error_within_s                  from the rank's death to the last survivor's error
+    errors_naming_rank              share of survivors whose error names it
+    p99_over_p50                    of the times of repetitions
+    queue_drops_first, queue_drops  at the limited port: in the first run, and in the later ones
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from sennit.testbed.bench.results import quantile
+from sennit.testbed.scenarios import timeline
+from sennit.testbed.scenarios.counters import total
+from sennit.testbed.scenarios.model import Library, Operation, Scenario
+from sennit.testbed.scenarios.stage import Observations, Run
+
+Measures = dict[str, float]
+
+# Of sennit's counters, those of packets that it refused (docs/wire.md).
+REFUSALS: Final = (
+    "truncated", "oversized", "bad_opcode", "bad_version", "bad_partition", "bad_pad", "bad_length",
+    "unknown_qpn", "bad_key", "bad_range", "bad_slot", "bad_icrc", "bad_control",
+)  # fmt: skip
+
+
+def repetition_times_s(run: Run) -> list[float]:
+    """From when all ranks are in to when all are done, one a completed repetition."""
+    alive = [answer for answer in run.answers if answer]
+    begins = zip(*(answer["begins_s"] for answer in alive), strict=False)
+    ends = zip(*(answer["ends_s"] for answer in alive), strict=False)
+    return [max(end) - max(begin) for begin, end in zip(begins, ends, strict=False)]
+
+
+def goodput_bytes_per_s(scenario: Scenario, run: Run) -> float | None:
+    times_s = repetition_times_s(run)
+    return scenario.workload.size_bytes / statistics.median(times_s) if times_s else None
+
+
+def measure(seen: Observations) -> Measures:
+    """Everything that these observations can say."""
+    measures = _correctness(seen) | _speed(seen) | _impairment(seen)
+    if seen.scenario.victims():
+        measures |= _deaths(seen)
+    elif seen.scenario.faults:
+        measures |= timeline.measure(seen.scenario, seen.runs[-1])
+    return measures
+
+
+def _correctness(seen: Observations) -> Measures:
+    answers = [answer for run in seen.runs for answer in run.answers if answer]
+    wrong = [count for answer in answers for count in answer["wrong_elements"]]
+    measures: Measures = {
+        "results": len(wrong),
+        "wrong_results": sum(count > 0 for count in wrong),
+        "failed_ranks": sum("error" in answer for answer in answers),
+    }
+    digests = {
+        answer["digest"]
+        for run in seen.runs
+        if run.library is Library.SENNIT
+        for answer in run.answers
+        if "digest" in answer
+    }
+    if digests and seen.scenario.workload.operation is Operation.ALLREDUCE:
+        measures["distinct_digests"] = len(digests)
+    return measures
+
+
+def _speed(seen: Observations) -> Measures:
+    measures: Measures = {}
+    by_condition: dict[tuple[Library, bool], list[float]] = {}
+    for run in seen.runs:
+        goodput = goodput_bytes_per_s(seen.scenario, run)
+        if goodput is not None:
+            by_condition.setdefault((run.library, run.disturbed), []).append(goodput)
+    for (library, disturbed), goodputs in by_condition.items():
+        measures[f"goodput.{library}.{'disturbed' if disturbed else 'calm'}"] = statistics.median(goodputs)
+    ours, ours_calm = by_condition.get((Library.SENNIT, True)), by_condition.get((Library.SENNIT, False))
+    theirs, theirs_calm = by_condition.get((Library.GLOO, True)), by_condition.get((Library.GLOO, False))
+    for name, top, bottom in (
+        ("goodput_kept", ours, ours_calm),
+        ("gloo_goodput_kept", theirs, theirs_calm),
+        ("ratio_to_gloo", ours, theirs),
+        ("ratio_to_gloo_calm", ours_calm, theirs_calm),
+    ):
+        # Of one round each, since a machine that slows down for a minute slows both.
+        if top and bottom and len(top) == len(bottom):
+            measures[name] = statistics.median(a / b for a, b in zip(top, bottom, strict=True))
+    times_s = [
+        time_s for run in seen.runs if run.library is Library.SENNIT and run.disturbed
+        for time_s in repetition_times_s(run)
+    ]  # fmt: skip
+    if times_s:
+        measures["p50_ms"] = 1e3 * quantile(times_s, 0.5)
+        measures["p99_ms"] = 1e3 * quantile(times_s, 0.99)
+        measures["p99_over_p50"] = measures["p99_ms"] / measures["p50_ms"]
+    return measures
+
+
+def _impairment(seen: Observations) -> Measures:
+    ours = [run for run in seen.runs if run.disturbed and run.library is Library.SENNIT]
+    done = total(run.impairment_counters for run in ours)
+    measures: Measures = {f"impairment.{name}": value for name, value in done.items()}
+    counted = total(counters for run in ours for counters in run.rank_counters)
+    measures["retransmitted_packets"] = counted.get("retransmitted_packets", 0)
+    measures["duplicate_packets"] = counted.get("duplicate_packets", 0)
+    measures["refused_packets"] = sum(counted.get(name, 0) for name in REFUSALS)
+    if done.get("corrupted"):
+        measures["corrupt_counted"] = measures["refused_packets"] / done["corrupted"]
+    if seen.hostile_sent:
+        measures["hostile_sent"] = sum(seen.hostile_sent.values())
+    return measures
+
+
+def _deaths(seen: Observations) -> Measures:
+    run = seen.runs[-1]
+    victims = seen.scenario.victims()
+    survivors = [answer for rank, answer in enumerate(run.answers) if rank not in victims]
+    errors = [answer["error"] for answer in survivors if "error" in answer]
+    measures: Measures = {"survivors": len(survivors), "survivors_with_error": len(errors)}
+    if errors:
+        died_s = min(at_s for _, at_s in run.events)
+        measures["error_within_s"] = max(error["at_s"] for error in errors) - died_s
+    naming = sum(_names(error["message"], victims) for error in errors)
+    measures["errors_naming_rank"] = naming / len(survivors)
+    return measures
+
+
+def _names(message: str, ranks: Iterable[int]) -> bool:
+    return all(re.search(rf"\branks? (\d+, )*{rank}\b", message) for rank in ranks)
+
+
+def path_shares(runs: Sequence[Run]) -> dict[str, float]:
+    """What part of all bytes that ranks received came over each interface (a plane)."""
+    received: dict[str, Any] = total(
+        {name: counters["rx_bytes"] for name, counters in answer.get("interfaces", {}).items()}
+        for run in runs
+        for answer in run.answers
+        if answer
+    )
+    whole = sum(received.values())
+    return {name: value / whole for name, value in received.items()} if whole else {}

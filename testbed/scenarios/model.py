@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scenario as data: where it runs, what goes wrong, what is run, and what must come out.
+
+Frozen dataclasses instead of a file format: the catalogue generates families (loss × collective), mypy and
+`__post_init__` check every field before anything is set up, and `as_json` writes the whole scenario beside its results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, TypeAlias
+
+from sennit.testbed.topology import Impairment
+
+NO_IMPAIRMENT: Final = Impairment()
+ELEMENT_BYTES: Final = 4  # float32, whose sum depends on the order of its operands
+
+
+class Operation(StrEnum):
+    """The collectives that a workload can repeat."""
+
+    ALLREDUCE = "allreduce"
+    ALLTOALL = "alltoall"
+    INCAST = "incast"
+    """A gather at rank 0: everyone sends to it at once."""
+
+
+class Library(StrEnum):
+    """Who carries out the collective."""
+
+    SENNIT = "sennit"
+    """The native core through `sennit.transport.communicator`, without torch."""
+    GLOO = "gloo"
+    """torch's gloo over TCP, given every plane's interface: it takes them in turn, one an operation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """Hosts, each with one rank and one interface in every plane; a plane is a switch of its own."""
+
+    hosts: int = 2
+    """Ranks."""
+    planes: int = 4
+    """Disjoint networks between the hosts, which the ranks use as rails."""
+    mtu_bytes: int = 9000
+    per_packet: bool = True
+    """No segmentation offload (`gso_max_segs 1`), so that one loss is one packet. False: faster, but a loss would take a
+    batch of up to 64 KiB; only for scenarios that lose nothing at random."""
+    rate_bits_per_s: float | None = None
+    """Of the switch port towards host 0. None: as fast as the machine."""
+    queue_bytes: int = 0
+    """Of that port; with a rate only."""
+    strangers: int = 0
+    """Further hosts without a rank, for hostile senders."""
+
+    def __post_init__(self) -> None:
+        _require(2 <= self.hosts <= 64, f"hosts {self.hosts}; allowed: 2..64")
+        _require(1 <= self.planes <= 16, f"planes {self.planes}; allowed: 1..16")
+        _require(1280 <= self.mtu_bytes <= 65_535, f"mtu_bytes {self.mtu_bytes}; allowed: 1280..65535 (RFC 8200)")
+        _require(
+            (self.rate_bits_per_s is None) == (self.queue_bytes == 0),
+            f"rate {self.rate_bits_per_s} with a queue of {self.queue_bytes} bytes; allowed: both or neither",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwitchPlane:
+    """A plane goes off (every packet on it vanishes, links stay up: what a router does that forwards into nothing)."""
+
+    plane: int
+    up: bool
+    at_s: float
+    """After the beginning of the run, as for every fault."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KillRank:
+    """The process ends without a word (SIGKILL)."""
+
+    rank: int
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuspendRank:
+    """The process is silent, but its sockets stay open (SIGSTOP)."""
+
+    rank: int
+    at_s: float
+
+
+Fault: TypeAlias = SwitchPlane | KillRank | SuspendRank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A collective, repeated; every result of every rank is compared byte for byte."""
+
+    operation: Operation = Operation.ALLREDUCE
+    size_bytes: int = 64 << 20
+    """Of one rank's input."""
+    repetitions: int = 5
+    """At least so many in a run."""
+    duration_s: float = 0.0
+    """A run goes on so long; only AllReduce, whose payload can carry rank 0's word to stop."""
+    rounds: int = 3
+    """How often every library and condition has its turn: A, B, A, B, …"""
+    timeout_s: float = 60.0
+    """Deadline of one operation."""
+    timeline: bool = False
+    """Sample progress and planes every millisecond, for stalls and plots. Costs some speed."""
+
+    def __post_init__(self) -> None:
+        _require(self.size_bytes >= 4096, f"size_bytes {self.size_bytes}; allowed: 4096 or more")
+        _require(self.repetitions >= 1, f"repetitions {self.repetitions}; allowed: 1 or more")
+        _require(self.rounds >= 1, f"rounds {self.rounds}; allowed: 1 or more")
+        _require(
+            self.duration_s == 0 or self.operation is Operation.ALLREDUCE,
+            f"duration_s {self.duration_s} with {self.operation}; allowed: with allreduce",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One configuration of sennit under which the workload runs; all variants must give the same bits."""
+
+    transport: str = "udp"
+    paths: int = 8
+    impairment_seed: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A bound on one measure (`measures.py` has their names and meanings)."""
+
+    measure: str
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    must: bool = False
+    """Correctness or bounded time: missed, the case has failed. Other goals are about speed, reported as met or
+    short, and fail a case only with `--strict`."""
+
+    def met_by(self, value: float | None) -> bool:
+        return value is not None and self.at_least <= value <= self.at_most
+
+    def text(self) -> str:
+        if self.at_least == self.at_most:
+            return f"= {self.at_least:g}"
+        bounds = [f"≥ {self.at_least:g}"] if self.at_least > -math.inf else []
+        return " and ".join([*bounds, *([f"≤ {self.at_most:g}"] if self.at_most < math.inf else [])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hostile:
+    """A stranger's packets at rank 0's ports while the workload runs (`hostile.py`)."""
+
+    packets_per_s: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """One case of the testbed."""
+
+    name: str
+    title: str
+    """What is shown, in one line."""
+    topology: Topology = dataclasses.field(default_factory=Topology)
+    impairment: Impairment = NO_IMPAIRMENT
+    """On every host's way out, on every plane."""
+    beside_calm: bool = False
+    """Every round also runs without impairment and hostile packets, for `goodput_kept`."""
+    faults: tuple[Fault, ...] = ()
+    hostile: Hostile | None = None
+    workload: Workload = dataclasses.field(default_factory=Workload)
+    libraries: tuple[Library, ...] = (Library.SENNIT,)
+    variants: tuple[Variant, ...] = (Variant(),)
+    goals: tuple[Goal, ...] = ()
+    short: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of topology, workload or scenario that the short form replaces: {"workload": {"size_bytes": …}}."""
+
+    def __post_init__(self) -> None:
+        last = self.topology.hosts - 1
+        _require(
+            not self.faults or self.workload.rounds == 1,
+            f"{self.name}: {self.workload.rounds} rounds with faults; allowed: 1",
+        )
+        for fault in self.faults:
+            if isinstance(fault, SwitchPlane):
+                _require(fault.plane < self.topology.planes, f"{self.name}: no plane {fault.plane}")
+            else:
+                _require(0 < fault.rank <= last, f"{self.name}: fault at rank {fault.rank}; allowed: 1..{last}")
+        _require(
+            Library.GLOO not in self.libraries or self.topology.hosts == 2,
+            f"{self.name}: gloo with {self.topology.hosts} hosts; allowed: 2, where a sum has one order",
+        )
+        _require(
+            self.hostile is None or self.topology.strangers > 0, f"{self.name}: hostile packets need a stranger's host"
+        )
+
+    def victims(self) -> frozenset[int]:
+        """Ranks that do not live to answer."""
+        return frozenset(fault.rank for fault in self.faults if not isinstance(fault, SwitchPlane))
+
+    def shortened(self) -> Scenario:
+        """The form that takes seconds: less data, fewer rounds, the same faults and the same goals."""
+        changes: dict[str, Any] = {}
+        for name, value in self.short.items():
+            part = getattr(self, name)
+            changes[name] = dataclasses.replace(part, **value) if isinstance(value, dict) else value
+        return dataclasses.replace(self, **changes)
+
+    def needs(self) -> tuple[str, ...]:
+        """Capabilities (`testbed/capabilities.py`) without which the case is unsupported."""
+        return ("root", "netns", "bpf", "tc", "core", *(("torch",) if Library.GLOO in self.libraries else ()))
+
+    def as_json(self) -> dict[str, Any]:
+        plain = dataclasses.asdict(self)
+        plain["faults"] = [
+            {"kind": type(fault).__name__, **values} for fault, values in zip(self.faults, plain["faults"], strict=True)
+        ]
+        plain["goals"] = [goal_as_json(goal) for goal in self.goals]
+        plain.pop("short")
+        result: dict[str, Any] = json.loads(json.dumps(plain))
+        return result
+
+
+def goal_as_json(goal: Goal) -> dict[str, Any]:
+    """Bounds that are not there are null: JSON has no infinity."""
+    return {
+        "measure": goal.measure,
+        "at_least": goal.at_least if math.isfinite(goal.at_least) else None,
+        "at_most": goal.at_most if math.isfinite(goal.at_most) else None,
+        "must": goal.must,
+    }
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ValueError(otherwise)

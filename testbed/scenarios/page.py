@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTML report: one file without links to anywhere but its own logs and captures. The table first, then plots."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any, Final
+
+from sennit.testbed.bench.cases import format_size
+from sennit.testbed.scenarios import plots
+from sennit.testbed.scenarios.results import Case, Results
+from sennit.testbed.scenarios.verdicts import Status
+
+STYLE: Final = Path(__file__).with_name("page.css")
+GIGA: Final = 1e9
+# Goals of every case: that all results came, and were right.
+EXACT: Final = ("results", "wrong_results", "failed_ranks", "distinct_digests")
+
+
+def write(outcome: Results, path: Path) -> None:
+    path.write_text(render(outcome))
+
+
+def render(outcome: Results) -> str:
+    """The whole page."""
+    body = "\n".join([_head(outcome), _table(outcome.cases), _figures(outcome), _details(outcome.cases)])
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>sennit testbed</title>\n<style>\n{STYLE.read_text()}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _head(outcome: Results) -> str:
+    machine = outcome.machine
+    counts = ", ".join(
+        f'<span class="{status}">{outcome.count(status)} {status}</span>' for status in Status if outcome.count(status)
+    )
+    versions = machine.get("versions")
+    facts = [
+        f"{outcome.form} form",
+        f"seed {outcome.seed}",
+        f"{machine['processor']}, {machine['cores']} cores",
+        f"Linux {machine['kernel']}",
+        ", ".join(f"{name} {version}" for name, version in versions.items()) if isinstance(versions, dict) else "",
+        "load at the start " + " ".join(f"{load:.1f}" for load in _floats(machine["load_average"])),
+        str(machine["time_utc"]),
+    ]
+    note = (
+        "Goals of correctness and bounded time decide whether a case passes."
+        + (" Goals about speed do as well (--strict)." if outcome.strict else
+           " Goals about speed are met or <span class='short'>short</span> beside them: a busy machine fails no case.")
+        + (" This is the short form: its figures show that everything runs, not how fast." if outcome.form == "short"
+           else "")
+    )  # fmt: skip
+    return (
+        f"<h1>sennit testbed: {counts or 'no case'}</h1>\n"
+        f'<p class="soft">{escape(" · ".join(fact for fact in facts if fact))}</p>\n<p>{note}</p>'
+    )
+
+
+def _floats(value: object) -> Iterable[float]:
+    return value if isinstance(value, list) else []
+
+
+def _table(cases: list[Case]) -> str:
+    rows = []
+    for case in cases:
+        goals = "".join(f"<li>{text}</li>" for text in _goals(case.goals))
+        reason = f'<div class="{case.status}">{escape(case.reason)}</div>' if case.reason else ""
+        rows.append(
+            f'<tr><td class="name"><a href="#{escape(case.name)}">{escape(case.name)}</a></td>'
+            f'<td class="{case.status}">{case.status}</td>'
+            f'<td>{escape(case.title)}<div class="soft">{escape(conditions(case.scenario))}</div>{reason}</td>'
+            f'<td><ul class="goals">{goals}</ul></td><td class="number">{case.seconds:.1f}</td></tr>'
+        )
+    return (
+        '<div class="wide"><table>\n<thead><tr><th>case</th><th>outcome</th><th>what happens</th>'
+        '<th>measured, goal</th><th class="number">seconds</th></tr></thead>\n<tbody>\n'
+        + "\n".join(rows)
+        + "\n</tbody></table></div>"
+    )
+
+
+def conditions(scenario: dict[str, Any]) -> str:
+    """Size, ranks, planes and how packets are cut, in a line: figures mean little without."""
+    topology, workload = scenario["topology"], scenario["workload"]
+    words = [
+        f"{workload['operation']} of {format_size(workload['size_bytes'])}",
+        f"{topology['hosts']} ranks",
+        f"{topology['planes']} plane{'' if topology['planes'] == 1 else 's'}, MTU {topology['mtu_bytes']}",
+        "no segmentation offload: one loss is one packet" if topology["per_packet"] else "segmentation offload",
+    ]
+    return ", ".join(words)
+
+
+def _goals(goals: list[dict[str, Any]]) -> list[str]:
+    """A line a goal; those of correctness share one as long as they are met."""
+    exact = [goal for goal in goals if goal["measure"] in EXACT]
+    if not exact or not all(goal["met"] for goal in exact):
+        return [_goal(goal) for goal in goals]
+    counts = [f"{goal['value']:.0f} " for goal in exact if goal["measure"] == "results"]
+    summary = f'<span class="met">{"".join(counts)}results right to the bit</span>'
+    return [summary, *(_goal(goal) for goal in goals if goal["measure"] not in EXACT)]
+
+
+def _goal(goal: dict[str, Any]) -> str:
+    value = "not measured" if goal["value"] is None else f"{goal['value']:.4g}"
+    return f'{escape(goal["measure"])} <span class="{goal["word"]}">{value}</span> ({escape(goal["text"])})'
+
+
+def _figures(outcome: Results) -> str:
+    parts = []
+    for name, figure, caption in (
+        (
+            "loss",
+            plots.loss_figure(outcome.cases),
+            "Goodput against random loss on every plane, both libraries in the same rounds under the same losses, "
+            "without segmentation offload, so that one loss is one packet. A dot is the median of a round, the line "
+            "joins medians of rounds. gloo has every plane's interface and takes one for each operation.",
+        ),
+        *(
+            (
+                case.name,
+                plots.timeline_figure(case),
+                f"{case.title}. Windows of {1e3 * case.series.get('period_s', 0.01):g} ms, bytes of all ranks added; "
+                "in the grey bands some rank checks its result and nothing is sent.",
+            )
+            for case in outcome.cases
+        ),
+        (
+            "shares",
+            plots.shares_figure(outcome.cases),
+            "What part of the bytes that sennit's ranks received came over each plane.",
+        ),
+    ):
+        if figure is not None:
+            svg = plots.as_svg(figure, name)
+            parts.append(f"<figure>\n{svg}\n<figcaption>{escape(caption)}</figcaption>\n</figure>")
+    return "<h2>Plots</h2>\n" + "\n".join(parts) if parts else ""
+
+
+def _details(cases: list[Case]) -> str:
+    return "<h2>Cases</h2>\n" + "\n".join(_detail(case) for case in cases)
+
+
+def _detail(case: Case) -> str:
+    parts = [
+        f'<details id="{escape(case.name)}"><summary><b>{escape(case.name)}</b> '
+        f'<span class="{case.status}">{case.status}</span></summary>',
+        f"<h3>Repeat</h3><pre>{escape(case.command)}</pre>",
+        f"<h3>Scenario</h3><pre>{escape(json.dumps(case.scenario, indent=1))}</pre>",
+    ]
+    if case.measures:
+        lines = "\n".join(f"{name:34}{_number(name, value)}" for name, value in sorted(case.measures.items()))
+        parts.append(f"<h3>Measures</h3><pre>{escape(lines)}</pre>")
+    if case.runs:
+        parts.append(f"<h3>Runs</h3><pre>{escape(_runs(case.runs))}</pre>")
+        last = case.runs[-1]
+        counters = "\n".join(
+            f"{name:28}" + "".join(f"{rank.get(name, 0):>14,}" for rank in last["rank_counters"])
+            for name in (last["rank_counters"] or [{}])[0]
+        )
+        if counters:
+            parts.append(f"<h3>Counters of the last run, by rank</h3><pre>{escape(counters)}</pre>")
+    if case.descriptions:
+        parts.append(f"<h3>Ranks at the end</h3><pre>{escape(chr(10).join(case.descriptions))}</pre>")
+    parts += [f"<h3>{escape(name)}</h3><pre>{escape(tail)}</pre>" for name, tail in case.log_tails.items()]
+    if case.files:
+        links = " · ".join(f'<a href="{escape(file)}">{escape(file)}</a>' for file in case.files)
+        parts.append(f"<h3>Files</h3><p>{links}</p>")
+    return "\n".join([*parts, "</details>"])
+
+
+def _number(name: str, value: float) -> str:
+    return f"{value / GIGA:.3f} GB/s" if name.startswith("goodput.") else f"{value:.6g}"
+
+
+def _runs(runs: list[dict[str, Any]]) -> str:
+    lines = []
+    for run in runs:
+        times = run["repetition_times_s"]
+        spread = f"{1e3 * min(times):.1f} to {1e3 * max(times):.1f} ms" if times else "none completed"
+        variant = run["variant"]
+        shares = " ".join(f"{name} {100 * share:.0f} %" for name, share in run["path_shares"].items())
+        lines.append(
+            f"{run['library']:7} {'disturbed' if run['disturbed'] else 'calm':10}round {run['round']}  "
+            f"{variant['transport']}, {variant['paths']} paths, seed {variant['impairment_seed'] + run['round']}: "
+            f"{len(times)} repetitions, {spread}; {shares}"
+        )
+        injected = ", ".join(f"{name} {value}" for name, value in run["impairment_counters"].items() if value)
+        if injected:
+            lines.append(f"        {injected}")
+        lines += [f"        rank {rank}: {message}" for rank, message in run["errors"].items()]
+    return "\n".join(lines)

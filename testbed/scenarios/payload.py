@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a workload sends, and the check of every byte that comes back.
+
+Every repetition sends other bytes (the same random numbers, rotated), so that a late packet of the repetition before
+cannot pass for the right one. All ranks can compute all ranks' inputs, and so the expected result, on their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.testbed.scenarios.model import ELEMENT_BYTES, Operation
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+# By how many elements a repetition is rotated against the one before: odd, and longer than a cache line.
+ROTATION_ELEMENTS: Final = 131
+
+
+def random_input(seed: int, rank: int, elements: int) -> Floats:
+    """Between -0.5 and 0.5, so that rounding of sums depends on their order."""
+    return np.random.default_rng([seed, rank]).random(elements, np.float32) - np.float32(0.5)
+
+
+class Payload:
+    """The buffers of one rank, laid out as blocks by rank; `given` and `got` are one array in AllReduce (in place)."""
+
+    def __init__(self, operation: Operation, *, rank: int, world: int, size_bytes: int, seed: int) -> None:
+        self.operation = operation
+        self.elements = size_bytes // ELEMENT_BYTES // world * world
+        part = self.elements // world
+        match operation:
+            case Operation.ALLREDUCE:
+                self._base = random_input(seed, rank, self.elements).reshape(1, -1)
+                # The left fold in rank order, which is what the transport promises.
+                total = random_input(seed, 0, self.elements)
+                for peer in range(1, world):
+                    total += random_input(seed, peer, self.elements)
+                self._expected = total.reshape(1, -1)
+                # One element more carries rank 0's word that this repetition is the last.
+                self.got = self.given = np.zeros(self.elements + 1, np.float32)
+            case Operation.ALLTOALL:
+                self._base = random_input(seed, rank, self.elements).reshape(world, part)
+                blocks = [random_input(seed, peer, self.elements).reshape(world, part)[rank] for peer in range(world)]
+                self._expected = np.stack(blocks)
+                self.given, self.got = np.zeros(self.elements, np.float32), np.zeros(self.elements, np.float32)
+            case Operation.INCAST:
+                self._base = random_input(seed, rank, self.elements).reshape(1, -1)
+                receives = world if rank == 0 else 0
+                blocks = [random_input(seed, peer, self.elements) for peer in range(receives)]
+                self._expected = np.stack(blocks) if blocks else np.zeros((0, self.elements), np.float32)
+                self.given = np.zeros(self.elements, np.float32)
+                self.got = np.zeros(receives * self.elements, np.float32)
+
+    def fill(self, repetition: int, *, last: bool) -> None:
+        """Before a repetition; `last` is rank 0's to say, in AllReduce."""
+        if self.operation is not Operation.ALLREDUCE:
+            self.got.fill(np.nan)
+        given = self.given[: self._base.size].reshape(self._base.shape)
+        turn = self._turn(repetition, self._base.shape[1])
+        given[:, : given.shape[1] - turn] = self._base[:, turn:]
+        given[:, given.shape[1] - turn :] = self._base[:, :turn]
+        if self.operation is Operation.ALLREDUCE:
+            self.given[-1] = last
+
+    def was_last(self) -> bool:
+        """After a repetition: what rank 0 said."""
+        return bool(self.got[-1] != 0)
+
+    def wrong_elements(self, repetition: int) -> int:
+        """How many elements of the result differ in any bit from what they must be."""
+        got = self.got[: self._expected.size].reshape(self._expected.shape).view(np.uint32)
+        expected = self._expected.view(np.uint32)
+        turn = self._turn(repetition, expected.shape[1])
+        split = expected.shape[1] - turn
+        if np.array_equal(got[:, :split], expected[:, turn:]) and np.array_equal(got[:, split:], expected[:, :turn]):
+            return 0
+        return int((got != np.roll(expected, -turn, axis=1)).sum())
+
+    def digest(self) -> str:
+        """SHA-256 of the result as it lies."""
+        return hashlib.sha256(self.got[: self._expected.size].view(np.uint8).data).hexdigest()
+
+    @staticmethod
+    def _turn(repetition: int, elements: int) -> int:
+        return repetition * ROTATION_ELEMENTS % elements

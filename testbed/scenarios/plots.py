@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of the report, as SVG that takes its ink from the page around it, so that it is read in light and dark."""
+
+from __future__ import annotations
+
+import io
+import re
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from sennit.testbed.scenarios.counters import total
+from sennit.testbed.scenarios.results import Case
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe & Ito's palette, of which these stand out on white and on black: told apart also by those who see no red or green.
+COLOURS: Final = {"sennit": "#0072B2", "gloo": "#D55E00"}
+PLANES: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+# Written by matplotlib, replaced by the page's text colour.
+INK: Final = "#010203"
+MEGA: Final = 1e6
+WIDTH_INCHES: Final = 9.0
+TOGETHER_S: Final = 0.02
+
+
+def loss_figure(cases: Sequence[Case]) -> Figure | None:
+    """Goodput against the fraction of packets lost, one panel a collective, a dot a round, a line of medians."""
+    points = _loss_points(cases)
+    if not points:
+        return None
+    operations = sorted({operation for operation, _ in points})
+    figure, axes = _subplots(1, len(operations), height=3.2, sharey=True)
+    for axis, operation in zip(axes[0], operations, strict=True):
+        libraries = [library for library in COLOURS if (operation, library) in points]
+        losses = sorted({loss for library in libraries for loss in points[operation, library]})
+        for library in libraries:
+            by_loss = points[operation, library]
+            places = [losses.index(loss) for loss in sorted(by_loss)]
+            medians = [statistics.median(by_loss[loss]) for loss in sorted(by_loss)]
+            for place, loss in zip(places, sorted(by_loss), strict=True):
+                axis.plot([place] * len(by_loss[loss]), by_loss[loss], ".", ms=4, alpha=0.45, color=COLOURS[library])
+            axis.plot(places, medians, marker="o", ms=5, color=COLOURS[library], label=library)
+        axis.set_xticks(range(len(losses)), [f"{100 * loss:g}" for loss in losses])
+        axis.set_yscale("log")
+        axis.set_title(operation)
+        axis.set_xlabel("packets lost, %")
+        axis.legend(frameon=False)
+    axes[0][0].set_ylabel("goodput, MB/s")
+    axes[0][0].yaxis.set_major_formatter(_plain_number)
+    axes[0][0].yaxis.set_minor_formatter(_plain_number)
+    return figure
+
+
+def _loss_points(cases: Sequence[Case]) -> dict[tuple[str, str], dict[float, list[float]]]:
+    """(collective, library) -> loss -> MB/s of every round; the calm rounds of all cases are those without loss."""
+    points: dict[tuple[str, str], dict[float, list[float]]] = {}
+    for case in cases:
+        if not case.name.startswith("loss-"):
+            continue
+        workload = case.scenario["workload"]
+        for run in case.runs:
+            if not run["repetition_times_s"]:
+                continue
+            loss = case.scenario["impairment"]["loss_fraction"] if run["disturbed"] else 0.0
+            goodput = workload["size_bytes"] / statistics.median(run["repetition_times_s"]) / MEGA
+            points.setdefault((workload["operation"], run["library"]), {}).setdefault(loss, []).append(goodput)
+    return points
+
+
+def timeline_figure(case: Case) -> Figure | None:
+    """Payload over time above, bytes by plane below, a line for every fault; grey where ranks check results."""
+    series = case.series
+    if not series or not series["times_s"]:
+        return None
+    figure, axes = _subplots(2, 1, height=4.6, sharex=True)
+    upper, lower = axes[0][0], axes[1][0]
+    times_s = series["times_s"]
+    upper.plot(times_s, [value / MEGA for value in series["goodput_bytes_per_s"]], color=COLOURS["sennit"], lw=1.2)
+    upper.set_ylabel("payload, MB/s")
+    for plane, values in enumerate(series["plane_bytes_per_s"]):
+        colour = PLANES[plane % len(PLANES)]
+        lower.plot(times_s, [value / MEGA for value in values], color=colour, lw=1.2, label=f"plane {plane}")
+    lower.set_ylabel("on the planes, MB/s")
+    lower.set_xlabel("seconds")
+    lower.legend(frameon=False, ncols=4, loc="upper right", fontsize="small")
+    for axis in (upper, lower):
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(0, times_s[-1])
+        for low, high in series["between"]:
+            axis.axvspan(low, high, color="#808080", alpha=0.18, lw=0)
+        for at_s, _ in _together(series["events"]):
+            axis.axvline(at_s, color=INK, lw=1.0, ls="--")
+    for at_s, names in _together(series["events"]):
+        upper.annotate(
+            "\n".join(names), (at_s, 1.0), (3, -3), xycoords=("data", "axes fraction"),
+            textcoords="offset points", va="top", fontsize="small",
+        )  # fmt: skip
+    return figure
+
+
+def _together(events: Sequence[tuple[str, float]]) -> list[tuple[float, list[str]]]:
+    """Events too near to each other to be told apart share a line."""
+    groups: list[tuple[float, list[str]]] = []
+    for name, at_s in sorted(events, key=lambda event: event[1]):
+        if groups and at_s - groups[-1][0] < TOGETHER_S:
+            groups[-1][1].append(name)
+        else:
+            groups.append((at_s, [name]))
+    return groups
+
+
+def _plain_number(value: float, _: object) -> str:
+    return f"{value:g}"
+
+
+def shares_figure(cases: Sequence[Case]) -> Figure | None:
+    """What part of the bytes came over each plane, a bar a case, of sennit's disturbed runs."""
+    rows = [(case.name, shares) for case in cases if len(shares := disturbed_shares(case)) > 1]
+    if not rows:
+        return None
+    figure, axes = _subplots(1, 1, height=0.9 + 0.27 * len(rows))
+    axis = axes[0][0]
+    for row, (_, shares) in enumerate(rows):
+        left = 0.0
+        for plane, (_, share) in enumerate(sorted(shares.items())):
+            colour = PLANES[plane % len(PLANES)]
+            axis.barh(row, 100 * share, left=left, color=colour, height=0.72, label=f"plane {plane}")
+            left += 100 * share
+    axis.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axis.invert_yaxis()
+    axis.set_xlim(0, 100)
+    axis.set_xlabel("share of received bytes, %")
+    axis.grid(False)
+    handles = dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    axis.legend(handles.values(), handles.keys(), frameon=False, ncols=len(handles), loc="lower left",
+                bbox_to_anchor=(0, 1), fontsize="small")  # fmt: skip
+    return figure
+
+
+def disturbed_shares(case: Case) -> dict[str, float]:
+    """By interface, over all disturbed runs of sennit; empty where nothing went over interfaces."""
+    runs = [run for run in case.runs if run["library"] == "sennit" and run["disturbed"] and run["path_shares"]]
+    sums = total(run["path_shares"] for run in runs)
+    return {name: value / len(runs) for name, value in sums.items()}
+
+
+def as_svg(figure: Figure, name: str) -> str:
+    """The SVG element, for a page with its own style; `name` keeps the identifiers of several figures apart."""
+    import matplotlib
+    from matplotlib import pyplot
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    # The page scales it; the view box keeps its proportions.
+    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1), count=1)
+
+
+def _subplots(rows: int, columns: int, *, height: float, **options: Any) -> tuple[Figure, list[list[Axes]]]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    style = {
+        "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#808080",
+        "grid.alpha": 0.3, "font.size": 10.0,
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        figure, axes = pyplot.subplots(
+            rows, columns, figsize=(WIDTH_INCHES, height), squeeze=False, layout="constrained", **options
+        )
+    return figure, axes.tolist()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conductor's end of the ranks of one library: starts them in their namespaces, asks, waits, ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from sennit.testbed.scenarios.model import Library, Variant
+from sennit.testbed.topology import Planes
+
+Answer = dict[str, Any]
+
+# Importing torch on a busy machine is what takes long.
+JOIN_TIMEOUT_S: Final = 90.0
+STOP_TIMEOUT_S: Final = 15.0
+LOG_TAIL_LINES: Final = 30
+READ_BYTES: Final = 1 << 20
+
+
+class RankError(RuntimeError):
+    """A rank ended, failed or was silent where it should not have been; the message has its last words."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something the conductor does while it waits."""
+
+    at_s: float
+    """After the question was asked."""
+    name: str
+    do: Callable[[], None]
+
+
+class Ranks:
+    """One process a host. A context manager: on leaving it nothing of them is left."""
+
+    def __init__(
+        self,
+        planes: Planes,
+        *,
+        library: Library,
+        world: int,
+        variant: Variant,
+        timeout_s: float,
+        folder: Path,
+    ) -> None:
+        self.library = library
+        self.happened: list[tuple[str, float]] = []
+        """Name and monotonic time of every event so far."""
+        self._pids: list[int] = []
+        self._logs = [folder / f"{library}-rank{rank}.log" for rank in range(world)]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        store = folder / f"{library}-store"
+        try:
+            for rank, log in enumerate(self._logs):
+                interfaces = ",".join(planes.interfaces(rank))
+                command = [sys.executable, "-m", "sennit.testbed.scenarios.rank", library, str(rank), str(world)]
+                with log.open("ab") as stderr:
+                    process = planes.popen(
+                        rank,
+                        [*command, str(store), str(timeout_s), interfaces],
+                        env=_environment(interfaces, variant, timeout_s),
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=stderr,
+                        # A terminal's interrupt is for the conductor, which then ends them in order.
+                        start_new_session=True,
+                    )
+                self._processes.append(process)
+            self._pids = [answer["pid"] for answer in self.ask({"do": "join"}, timeout_s=JOIN_TIMEOUT_S)]
+        except BaseException:
+            self._end()
+            raise
+
+    def ask(
+        self,
+        command: dict[str, Any],
+        *,
+        timeout_s: float,
+        events: Sequence[Event] = (),
+        silent: Collection[int] = (),
+    ) -> list[Answer]:
+        """Every rank's answer, in rank order; an empty one for those that are `silent`, which nobody waits for.
+
+        Fires `events` meanwhile, however soon the answers are there.
+        """
+        line = json.dumps(command).encode() + b"\n"
+        for rank, process in enumerate(self._processes):
+            assert process.stdin is not None
+            if process.poll() is None:
+                with contextlib.suppress(BrokenPipeError):  # it died just now: found out below
+                    process.stdin.write(line)
+                    process.stdin.flush()
+            elif rank not in silent:
+                raise self._error(rank, f"had ended with status {process.returncode} before {command['do']}")
+        asked_s = time.monotonic()
+        waiting = sorted(events, key=lambda event: event.at_s)
+        answers: dict[int, Answer] = {rank: {} for rank in silent}
+        partial: dict[int, bytes] = {rank: b"" for rank in range(len(self._processes)) if rank not in answers}
+        with selectors.DefaultSelector() as selector:
+            for rank in partial:
+                selector.register(_stdout(self._processes[rank]), selectors.EVENT_READ, rank)
+            while len(answers) < len(self._processes) or waiting:
+                now_s = time.monotonic() - asked_s
+                while waiting and waiting[0].at_s <= now_s:
+                    event = waiting.pop(0)
+                    self.happened.append((event.name, time.monotonic()))
+                    event.do()
+                if now_s > timeout_s:
+                    missing = sorted(rank for rank in partial if rank not in answers)
+                    raise self._error(missing[0], f"gave no answer to {command['do']} in {timeout_s:g} s")
+                pause_s = min([timeout_s - now_s, *(event.at_s - now_s for event in waiting[:1])])
+                for key, _ in selector.select(max(pause_s, 0.0)):
+                    data = os.read(key.fd, READ_BYTES)
+                    if not data:
+                        raise self._error(key.data, f"ended at {command['do']}")
+                    partial[key.data] += data
+                    if data.endswith(b"\n"):
+                        answers[key.data] = self._answer(key.data, partial[key.data])
+                        selector.unregister(key.fd)
+        return [answers[rank] for rank in range(len(self._processes))]
+
+    def kill(self, rank: int) -> None:
+        os.kill(self._pids[rank], signal.SIGKILL)
+
+    def suspend(self, rank: int) -> None:
+        os.kill(self._pids[rank], signal.SIGSTOP)
+
+    def stop(self, silent: Collection[int] = ()) -> None:
+        """The orderly end of all that are not `silent`."""
+        self.ask({"do": "stop"}, timeout_s=STOP_TIMEOUT_S, silent=silent)
+
+    def log_tails(self) -> dict[str, str]:
+        return {log.name: _tail(log) for log in self._logs}
+
+    def _answer(self, rank: int, line: bytes) -> Answer:
+        answer: Answer = json.loads(line)
+        if "failure" in answer:
+            raise self._error(rank, answer["failure"])
+        return answer
+
+    def _error(self, rank: int, what: str) -> RankError:
+        tail = _tail(self._logs[rank])
+        return RankError(f"{self.library} rank {rank} {what}" + (f"\n{tail}" if tail else ""))
+
+    def _end(self) -> None:
+        for process in self._processes:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        pipe.close()
+        for process in self._processes:
+            process.kill()  # a suspended process dies of it as well
+            process.wait(STOP_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+
+def _environment(interfaces: str, variant: Variant, timeout_s: float) -> dict[str, str]:
+    return {
+        **os.environ,
+        "SENNIT_TRANSPORT": variant.transport,
+        "SENNIT_PATHS": str(variant.paths),
+        "SENNIT_INTERFACES": interfaces,
+        "SENNIT_TIMEOUT_S": str(timeout_s),
+        "GLOO_SOCKET_IFNAME": interfaces,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+
+
+def _stdout(process: subprocess.Popen[bytes]) -> int:
+    assert process.stdout is not None
+    return process.stdout.fileno()
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])

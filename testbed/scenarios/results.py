@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All cases of one run as plain data: what the page is made of, and what other programs read.
+
+`results.json` has the fields of `Results.as_json`; a change of their meaning raises SCHEMA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from sennit.testbed.scenarios import measures, timeline
+from sennit.testbed.scenarios.model import Library, Scenario, goal_as_json
+from sennit.testbed.scenarios.stage import Observations, Run
+from sennit.testbed.scenarios.verdicts import Judged, Status
+
+SCHEMA: Final = 1
+SERIES_PERIOD_S: Final = 0.01
+
+
+@dataclass(kw_only=True)
+class Case:
+    """One scenario's outcome."""
+
+    name: str
+    title: str
+    status: str
+    reason: str = ""
+    """Why it failed, or the missing capability."""
+    seconds: float = 0.0
+    command: str = ""
+    """Repeats it."""
+    scenario: dict[str, Any] = field(default_factory=dict)
+    goals: list[dict[str, Any]] = field(default_factory=list)
+    """Each with `value`, `met` and `word`: met, short (a goal about speed was missed) or failed."""
+    measures: dict[str, float] = field(default_factory=dict)
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    """Times of repetitions, path shares and counters, one a library, condition and round."""
+    series: dict[str, Any] = field(default_factory=dict)
+    """Of runs with faults: goodput and bytes of each plane over time, and the faults."""
+    descriptions: list[str] = field(default_factory=list)
+    log_tails: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
+    """Logs and captures, relative to the results."""
+
+
+@dataclass(kw_only=True)
+class Results:
+    """One `sennit testbed run`."""
+
+    form: str
+    """full or short."""
+    strict: bool
+    seed: int
+    machine: dict[str, object]
+    cases: list[Case] = field(default_factory=list)
+
+    def count(self, status: Status) -> int:
+        return sum(case.status == status for case in self.cases)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.as_json(), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read(path: Path) -> Results:
+    """What `write` wrote; a ValueError for anything else."""
+    try:
+        data = json.loads(path.read_text())
+        if data.pop("schema") != SCHEMA:
+            raise ValueError("another schema")
+        return Results(**{**data, "cases": [Case(**case) for case in data["cases"]]})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} holds no results of schema {SCHEMA}: {error}") from error
+
+
+def judged_as_json(judged: Sequence[Judged], *, strict: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            **goal_as_json(one.goal),
+            "text": one.goal.text(),
+            "value": one.value,
+            "met": one.met,
+            "word": one.word(strict=strict),
+        }
+        for one in judged
+    ]
+
+
+def runs_as_json(seen: Observations) -> list[dict[str, Any]]:
+    return [
+        {
+            "library": run.library,
+            "disturbed": run.disturbed,
+            "round": run.round,
+            "variant": dataclasses.asdict(run.variant),
+            "repetition_times_s": measures.repetition_times_s(run),
+            "path_shares": measures.path_shares([run]),
+            "impairment_counters": run.impairment_counters,
+            "rank_counters": run.rank_counters,
+            "errors": {
+                str(rank): answer["error"]["message"] for rank, answer in enumerate(run.answers) if "error" in answer
+            },
+        }
+        for run in seen.runs
+    ]
+
+
+def series(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
+    """Of the last run of sennit that has samples; empty without one."""
+    sampled = [run for run in runs if run.library is Library.SENNIT and any(a.get("samples") for a in run.answers)]
+    if not sampled:
+        return {}
+    run = sampled[-1]
+    times_s, goodput = timeline.rates(run, 1, SERIES_PERIOD_S)
+    zero_s = timeline.first_sample_s(run)
+    return {
+        "period_s": SERIES_PERIOD_S,
+        "times_s": times_s,
+        "goodput_bytes_per_s": goodput,
+        "plane_bytes_per_s": [
+            timeline.rates(run, timeline.FIRST_PLANE + plane, SERIES_PERIOD_S)[1]
+            for plane in range(scenario.topology.planes)
+        ],
+        "events": [[name, at_s - zero_s] for name, at_s in run.events],
+        "between": [[end - zero_s, begin - zero_s] for end, begin in timeline.pauses(run)],
+    }

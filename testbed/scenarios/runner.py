@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs scenarios one after the other: whether each can run here, its observations, its verdict, its files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from sennit.testbed import capabilities
+from sennit.testbed.bench import machine
+from sennit.testbed.scenarios import measures, results, stage, verdicts
+from sennit.testbed.scenarios.model import Scenario
+from sennit.testbed.scenarios.ranks import RankError
+from sennit.testbed.scenarios.results import Case, Results
+from sennit.testbed.scenarios.verdicts import Status
+
+Say = Callable[[str], None]
+
+
+def run(
+    scenarios: Sequence[Scenario],
+    *,
+    short: bool,
+    strict: bool,
+    seed: int,
+    folder: Path,
+    say: Say,
+    finished: Callable[[Case], None],
+) -> Results:
+    """Every case has its folder below `folder`; `finished` hears of each as soon as it is done."""
+    outcome = Results(form="short" if short else "full", strict=strict, seed=seed, machine=machine.describe())
+    for scenario in scenarios:
+        case = run_case(
+            scenario.shortened() if short else scenario, short=short, strict=strict, seed=seed, folder=folder, say=say
+        )
+        outcome.cases.append(case)
+        finished(case)
+    return outcome
+
+
+def run_case(scenario: Scenario, *, short: bool, strict: bool, seed: int, folder: Path, say: Say) -> Case:
+    case = Case(
+        name=scenario.name,
+        title=scenario.title,
+        status=Status.UNSUPPORTED,
+        command=f"sennit testbed run {scenario.name}{' --short' if short else ''} --seed {seed}",
+        scenario=scenario.as_json(),
+    )
+    missing = capabilities.missing(*scenario.needs())
+    if missing is not None:
+        case.reason = missing
+        return case
+    place = folder / scenario.name
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(parents=True)
+    began_s = time.monotonic()
+    try:
+        seen = stage.play(
+            scenario, seed=seed, folder=place, say=lambda what: say(f"{scenario.name}: {what}")
+        )
+    except (RankError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        # A case that breaks is a failed case; the others go on.
+        case.status = Status.FAILED
+        case.reason = f"{type(error).__name__}: {error}"
+        case.log_tails = {log.name: log.read_text(errors="replace")[-2000:] for log in sorted(place.glob("*.log"))}
+    else:
+        _judge(case, scenario, seen, strict=strict)
+    case.seconds = time.monotonic() - began_s
+    case.files = [str(path.relative_to(folder)) for path in _kept(place)]
+    return case
+
+
+def _judge(case: Case, scenario: Scenario, seen: stage.Observations, *, strict: bool) -> None:
+    case.measures = measures.measure(seen)
+    judged = verdicts.judge(scenario.goals, case.measures)
+    case.status = verdicts.status_of(judged, strict=strict)
+    case.goals = results.judged_as_json(judged, strict=strict)
+    case.runs = results.runs_as_json(seen)
+    case.series = results.series(scenario, seen.runs)
+    case.descriptions = seen.descriptions
+    case.log_tails = seen.log_tails
+    missed = [one for one in case.goals if one["word"] == "failed"]
+    if missed:
+        case.reason = "; ".join(f"{one['measure']} is {_number(one['value'])}, must be {one['text']}" for one in missed)
+        errors = [message for run in case.runs for message in run["errors"].values()]
+        if errors and not scenario.victims():
+            case.reason += f"; {errors[0]}"
+
+
+def _kept(place: Path) -> list[Path]:
+    """Logs with something in them, and captures; the stores of rendezvous are of no more use."""
+    for store in place.rglob("*-store*"):
+        if store.is_dir():
+            shutil.rmtree(store)
+        else:
+            store.unlink(missing_ok=True)
+    found = [path for path in sorted(place.rglob("*")) if path.suffix in {".log", ".pcap"}]
+    return [path for path in found if os.path.getsize(path)]
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.6g}"

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plays one scenario: topology, ranks, impairments and faults in their turn; what comes out are observations."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from sennit.testbed.scenarios.counters import difference, total
+from sennit.testbed.scenarios.model import NO_IMPAIRMENT, KillRank, Library, Scenario, SuspendRank, SwitchPlane, Variant
+from sennit.testbed.scenarios.ranks import Answer, Event, RankError, Ranks
+from sennit.testbed.topology import Planes
+
+# A payload is generated, or a result checked, within this time on a busy machine.
+PREPARE_TIMEOUT_S: Final = 60.0
+COUNTERS_TIMEOUT_S: Final = 10.0
+HOSTILE_TIMEOUT_S: Final = 10.0
+SETTLE_TIMEOUT_S: Final = 1.0
+# What goes into the capture: enough to see the protocol, little enough to open.
+CAPTURE_SIZE_BYTES: Final = 256 << 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One library's repetitions under one condition."""
+
+    library: Library
+    disturbed: bool
+    variant: Variant
+    round: int
+    answers: list[Answer]
+    """By rank; empty for one that was not to live."""
+    events: list[tuple[str, float]]
+    """Faults with their monotonic time."""
+    impairment_counters: dict[str, int]
+    """What the impairment did during the run, summed over hosts and planes."""
+    rank_counters: list[dict[str, int]]
+    """What each rank of sennit counted during the run."""
+
+
+@dataclass(kw_only=True)
+class Observations:
+    """All that was seen of one case."""
+
+    scenario: Scenario
+    seed: int
+    runs: list[Run] = field(default_factory=list)
+    hostile_sent: dict[str, int] = field(default_factory=dict)
+    descriptions: list[str] = field(default_factory=list)
+    """What every rank says of itself at the end."""
+    log_tails: dict[str, str] = field(default_factory=dict)
+    captures: list[Path] = field(default_factory=list)
+
+
+def play(scenario: Scenario, *, seed: int, folder: Path, say: Callable[[str], None]) -> Observations:
+    """Runs the scenario with its logs below `folder`, which is empty. `say` hears what is going on."""
+    seen = Observations(scenario=scenario, seed=seed)
+    topology = scenario.topology
+    say("topology")
+    with Planes(
+        hosts=topology.hosts + topology.strangers,
+        planes=topology.planes,
+        mtu=topology.mtu_bytes,
+        per_packet=topology.per_packet,
+    ) as planes:
+        if topology.rate_bits_per_s is not None:
+            planes.limit_rate(topology.rate_bits_per_s, hosts=[0], queue_bytes=topology.queue_bytes)
+        for index, variant in enumerate(scenario.variants):
+            place = folder / f"variant{index}" if len(scenario.variants) > 1 else folder
+            place.mkdir(exist_ok=True)
+            # Peers that are no part of what varies run once.
+            libraries = scenario.libraries if index == 0 else (Library.SENNIT,)
+            _Stage(scenario, seen, planes, variant, libraries, place, say).play(capture=index == 0)
+    return seen
+
+
+class _Stage:
+    """One variant of a scenario on planes that are up."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        seen: Observations,
+        planes: Planes,
+        variant: Variant,
+        libraries: Sequence[Library],
+        folder: Path,
+        say: Callable[[str], None],
+    ) -> None:
+        self._scenario = scenario
+        self._seen = seen
+        self._planes = planes
+        self._variant = variant
+        self._libraries = libraries
+        self._folder = folder
+        self._say = say
+
+    def play(self, *, capture: bool) -> None:
+        with contextlib.ExitStack() as stack:
+            crews: dict[Library, Ranks] = {}
+            for library in self._libraries:
+                self._say(f"{library}: starting ranks")
+                crews[library] = stack.enter_context(
+                    Ranks(
+                        self._planes,
+                        library=library,
+                        world=self._scenario.topology.hosts,
+                        variant=self._variant,
+                        timeout_s=self._scenario.workload.timeout_s,
+                        folder=self._folder,
+                    )
+                )
+            try:
+                self._rehearse(crews, capture)
+                self._rounds(crews)
+                victims = self._scenario.victims()
+                for crew in crews.values():
+                    answers = crew.ask({"do": "counters"}, timeout_s=COUNTERS_TIMEOUT_S, silent=victims)
+                    self._seen.descriptions += [answer["describe"] for answer in answers if answer]
+                if not victims:
+                    for crew in crews.values():
+                        crew.stop()
+            finally:
+                for crew in crews.values():
+                    self._seen.log_tails |= {
+                        f"{self._folder.name}/{name}": tail for name, tail in crew.log_tails().items() if tail
+                    }
+
+    def _rehearse(self, crews: dict[Library, Ranks], capture: bool) -> None:
+        """One small repetition of each library, with the impairment, into the capture; then the true payload once."""
+        workload = self._scenario.workload
+        with self._impaired(self._variant.impairment_seed) if capture else contextlib.nullcontext():
+            for library, crew in crews.items():
+                path = self._folder / f"{library}.pcap"
+                self._say(f"{library}: capture")
+                self._prepare(crew, min(CAPTURE_SIZE_BYTES, workload.size_bytes))
+                with self._planes.capture(0, 0, path) if capture else contextlib.nullcontext():
+                    self._repeat(crew, repetitions=1)
+                if capture:
+                    self._seen.captures.append(path)
+        for library, crew in crews.items():
+            self._say(f"{library}: warm-up")
+            self._prepare(crew, workload.size_bytes)
+            self._repeat(crew, repetitions=1)
+
+    def _rounds(self, crews: dict[Library, Ranks]) -> None:
+        workload = self._scenario.workload
+        conditions = [False, True] if self._scenario.beside_calm else [True]
+        for round_ in range(workload.rounds):
+            for disturbed in conditions:
+                seed = self._variant.impairment_seed + round_
+                with self._disturbance(seed) if disturbed else contextlib.nullcontext():
+                    for library, crew in crews.items():
+                        condition = "disturbed" if disturbed else "calm"
+                        self._say(f"{library}: {condition}, round {round_ + 1} of {workload.rounds}")
+                        self._measure(crew, round_, disturbed)
+
+    def _measure(self, crew: Ranks, round_: int, disturbed: bool) -> None:
+        workload = self._scenario.workload
+        before, counted_before = self._settled_counters(crew)
+        answers = self._repeat(
+            crew,
+            repetitions=workload.repetitions,
+            duration_s=workload.duration_s,
+            timeline=workload.timeline,
+            events=self._events(crew) if disturbed else (),
+        )
+        after, counted_after = self._settled_counters(crew)
+        self._seen.runs.append(
+            Run(
+                library=crew.library,
+                disturbed=disturbed,
+                variant=self._variant,
+                round=round_,
+                answers=answers,
+                events=list(crew.happened),
+                impairment_counters=difference(after, before),
+                rank_counters=[
+                    difference(*counters) for counters in zip(counted_after, counted_before, strict=True)
+                ],
+            )
+        )
+
+    def _repeat(
+        self,
+        crew: Ranks,
+        *,
+        repetitions: int,
+        duration_s: float = 0.0,
+        timeline: bool = False,
+        events: Sequence[Event] = (),
+    ) -> list[Answer]:
+        # Every repetition may use up its deadline, and is checked.
+        limit_s = repetitions * self._scenario.workload.timeout_s + duration_s + PREPARE_TIMEOUT_S
+        command = {"do": "run", "repetitions": repetitions, "duration_s": duration_s, "timeline": timeline}
+        silent = self._scenario.victims() if events else ()
+        return crew.ask(command, timeout_s=limit_s, events=events, silent=silent)
+
+    def _prepare(self, crew: Ranks, size_bytes: int) -> None:
+        operation = self._scenario.workload.operation
+        command = {"do": "prepare", "operation": operation, "size_bytes": size_bytes, "seed": self._seen.seed}
+        crew.ask(command, timeout_s=PREPARE_TIMEOUT_S)
+
+    def _events(self, crew: Ranks) -> list[Event]:
+        events: list[Event] = []
+        for fault in self._scenario.faults:
+            match fault:
+                case SwitchPlane(plane=plane, up=up, at_s=at_s):
+                    name = f"plane {plane} {'up' if up else 'down'}"
+
+                    def switch(plane: int = plane, up: bool = up) -> None:
+                        self._planes.switch(plane, up=up, how="blackhole")
+
+                    events.append(Event(at_s, name, switch))
+                case KillRank(rank=rank, at_s=at_s):
+                    events.append(Event(at_s, f"rank {rank} killed", lambda rank=rank: crew.kill(rank)))
+                case SuspendRank(rank=rank, at_s=at_s):
+                    events.append(Event(at_s, f"rank {rank} silent", lambda rank=rank: crew.suspend(rank)))
+        return events
+
+    @contextlib.contextmanager
+    def _disturbance(self, seed: int) -> Iterator[None]:
+        """The impairment and the hostile sender, for as long as the block runs."""
+        hostile = self._scenario.hostile
+        with (
+            self._impaired(seed),
+            contextlib.nullcontext() if hostile is None else self._hostile_sender(hostile.packets_per_s, seed),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def _impaired(self, seed: int) -> Iterator[None]:
+        impairment = self._scenario.impairment
+        if impairment != NO_IMPAIRMENT:
+            self._planes.impair(dataclasses.replace(impairment, seed=seed))
+        try:
+            yield
+        finally:
+            if impairment != NO_IMPAIRMENT:
+                self._planes.impair(NO_IMPAIRMENT)
+
+    @contextlib.contextmanager
+    def _hostile_sender(self, packets_per_s: int, seed: int) -> Iterator[None]:
+        stranger = self._scenario.topology.hosts
+        command = [sys.executable, "-m", "sennit.testbed.scenarios.hostile"]
+        ends = [",".join(map(str, self._planes.addresses(host))) for host in (stranger, 0)]
+        with (self._folder / "hostile.log").open("ab") as log:
+            process = self._planes.popen(
+                stranger,
+                [*command, *ends, str(packets_per_s), str(seed)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            assert process.stdout is not None
+            if not select.select([process.stdout], [], [], HOSTILE_TIMEOUT_S)[0] or not process.stdout.readline():
+                raise RankError(f"the hostile sender does not begin; see {log.name}")
+            yield
+            # Closes its stdin, which is its sign to stop.
+            output, _ = process.communicate(timeout=HOSTILE_TIMEOUT_S)
+        finally:
+            process.kill()
+            process.wait()
+        for kind, count in json.loads(output).items():
+            self._seen.hostile_sent[kind] = self._seen.hostile_sent.get(kind, 0) + count
+
+    def _settled_counters(self, crew: Ranks) -> tuple[dict[str, int], list[dict[str, int]]]:
+        """What the impairment and the ranks have counted, once nothing is under way any more.
+
+        The last acknowledgements are still on their way when a collective is done: what one end has counted and the
+        other has not yet would be missing between two runs.
+        """
+        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        now = self._impairment_counters(), self._rank_counters(crew)
+        while time.monotonic() < deadline_s:
+            previous = now
+            now = self._impairment_counters(), self._rank_counters(crew)
+            if now == previous:
+                break
+        return now
+
+    def _impairment_counters(self) -> dict[str, int]:
+        topology = self._scenario.topology
+        return total(
+            dataclasses.asdict(self._planes.counters(host, plane))
+            for host in range(topology.hosts)
+            for plane in range(topology.planes)
+        )
+
+    def _rank_counters(self, crew: Ranks) -> list[dict[str, int]]:
+        dead = self._scenario.victims() if crew.happened else ()
+        answers = crew.ask({"do": "counters"}, timeout_s=COUNTERS_TIMEOUT_S, silent=dead)
+        return [answer.get("counters", {}) for answer in answers]

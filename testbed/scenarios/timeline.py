@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's samples say about a fault in the middle of it: stalls, goodput before and after, a plane's return.
+
+Every rank's samples have times of one clock. Between collectives ranks check results, which is no stall: only the
+times when all ranks are inside the same collective count.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from sennit.testbed.scenarios.model import Scenario, SwitchPlane
+from sennit.testbed.scenarios.stage import Run
+
+# A sample row is (time, payload bytes received, bytes of plane 0, plane 1, …).
+FIRST_PLANE = 2
+# Over this much a plane's rate is taken when its return is looked for.
+RETURN_WINDOW_S = 0.01
+# The plane is used again when it carries this part of its rate before the fault.
+RETURN_FRACTION = 0.25
+
+Interval = tuple[float, float]
+
+
+def common_intervals(run: Run) -> list[Interval]:
+    """When all ranks were inside the same repetition."""
+    begins = zip(*(answer["begins_s"] for answer in run.answers), strict=False)
+    ends = zip(*(answer["ends_s"] for answer in run.answers), strict=False)
+    common = [(max(begin), min(end)) for begin, end in zip(begins, ends, strict=False)]
+    return [(begin, end) for begin, end in common if end > begin]
+
+
+def pauses(run: Run) -> list[Interval]:
+    """Between collectives: from when the first rank left one until the last rank entered the next."""
+    common = common_intervals(run)
+    return [(end, begin) for (_, end), (begin, _) in zip(common, common[1:], strict=False)]
+
+
+def progress_times_s(run: Run) -> list[float]:
+    """When some rank was seen to have received more payload than at its sample before."""
+    moments = []
+    for answer in run.answers:
+        rows = answer["samples"]
+        moments += [row[0] for previous, row in zip(rows, rows[1:], strict=False) if row[1] > previous[1]]
+    return sorted(moments)
+
+
+def longest_stall_s(run: Run, since_s: float, until_s: float) -> float | None:
+    """The longest time without progress inside a collective; right to a sampling period."""
+    moments = progress_times_s(run)
+    longest: float | None = None
+    for begin, end in common_intervals(run):
+        low, high = max(begin, since_s), min(end, until_s)
+        if high <= low:
+            continue
+        inside = [low, *(moment for moment in moments if low < moment < high), high]
+        gap = max(b - a for a, b in zip(inside, inside[1:], strict=False))
+        longest = gap if longest is None else max(longest, gap)
+    return longest
+
+
+def rates(run: Run, column: int, period_s: float) -> tuple[list[float], list[float]]:
+    """Times since the first sample, and bytes/s summed over ranks, of a column of the samples."""
+    series = [answer["samples"] for answer in run.answers if answer and len(answer["samples"]) > 1]
+    if not series:
+        return [], []
+    begin, end = max(rows[0][0] for rows in series), min(rows[-1][0] for rows in series)
+    times, values = [], []
+    steps = max(int((end - begin) / period_s), 1)
+    totals = [
+        sum(_at(rows, column, begin + step * period_s) for rows in series)
+        for step in range(steps + 1)
+    ]  # fmt: skip
+    for step in range(steps):
+        times.append((step + 0.5) * period_s)
+        values.append((totals[step + 1] - totals[step]) / period_s)
+    return times, values
+
+
+def first_sample_s(run: Run) -> float:
+    """The zero of `rates`."""
+    return max(answer["samples"][0][0] for answer in run.answers if answer and answer["samples"])
+
+
+def _at(rows: Sequence[Sequence[float]], column: int, at_s: float) -> float:
+    """The column at a time, between two samples by interpolation."""
+    low, high = 0, len(rows) - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if rows[middle][0] <= at_s else (low, middle)
+    (t0, v0), (t1, v1) = ((rows[i][0], rows[i][column]) for i in (low, high))
+    return v0 if t1 <= t0 else v0 + (v1 - v0) * min(max((at_s - t0) / (t1 - t0), 0.0), 1.0)
+
+
+def _median_time_s(run: Run, since_s: float, until_s: float) -> float | None:
+    """Of repetitions that lie wholly inside."""
+    begins = zip(*(answer["begins_s"] for answer in run.answers), strict=False)
+    ends = zip(*(answer["ends_s"] for answer in run.answers), strict=False)
+    spans = [(max(begin), max(end)) for begin, end in zip(begins, ends, strict=False)]
+    inside = [end - begin for begin, end in spans if begin >= since_s and end <= until_s]
+    return statistics.median(inside) if inside else None
+
+
+def measure(scenario: Scenario, run: Run) -> dict[str, float]:
+    """The measures of planes switched off (and on again) during the run; see `measures`."""
+    found: dict[str, float] = {}
+    off = [
+        at_s for (_, at_s), fault in _matched(scenario, run)
+        if isinstance(fault, SwitchPlane) and not fault.up
+    ]  # fmt: skip
+    healed = [(at_s, fault.plane) for (_, at_s), fault in _matched(scenario, run) if fault.up]
+    if not off:
+        return found
+    began_s, ended_s = min(a["begins_s"][0] for a in run.answers), max(a["ends_s"][-1] for a in run.answers)
+    fault_s = min(off)
+    heal_s = min((at_s for at_s, _ in healed), default=ended_s)
+    before, after = _median_time_s(run, began_s, fault_s), _median_time_s(run, max(off), heal_s)
+    if before and after:
+        found["goodput_after"] = before / after
+    stalls = {
+        "longest_stall_ms": longest_stall_s(run, fault_s, ended_s),
+        "longest_stall_ms_before": longest_stall_s(run, began_s, fault_s),
+    }
+    found |= {name: 1e3 * stall for name, stall in stalls.items() if stall is not None}
+    if healed:
+        back = _return_s(run, healed[0][1], fault_s, healed[0][0])
+        if back is not None:
+            found["plane_back_ms"] = 1e3 * back
+    return found
+
+
+def _matched(scenario: Scenario, run: Run) -> list[tuple[tuple[str, float], SwitchPlane]]:
+    ordered = sorted((fault for fault in scenario.faults if isinstance(fault, SwitchPlane)), key=lambda fault: fault.at_s)
+    return list(zip(run.events, ordered, strict=True))
+
+
+def _return_s(run: Run, plane: int, fault_s: float, heal_s: float) -> float | None:
+    zero_s = first_sample_s(run)
+    times, values = rates(run, FIRST_PLANE + plane, RETURN_WINDOW_S)
+    before = [value for time, value in zip(times, values, strict=True) if zero_s + time < fault_s]
+    if not before:
+        return None
+    enough = RETURN_FRACTION * statistics.mean(before)
+    for time, value in zip(times, values, strict=True):
+        if zero_s + time - RETURN_WINDOW_S / 2 >= heal_s and value >= enough:
+            return zero_s + time + RETURN_WINDOW_S / 2 - heal_s
+    return None
