@@ -52,7 +52,9 @@ def list_() -> None:
 def run(
     names: Annotated[list[str], typer.Argument(help="scenarios of 'sennit testbed list', or all")],
     short: Annotated[bool, typer.Option("--short", help="less data and fewer rounds: seconds a scenario")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="goals about speed also decide whether a case passes")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="goals about speed also decide whether a case passes")
+    ] = False,
     seed: Annotated[int, typer.Option(help="of the payload; losses have theirs in the scenario", min=0)] = 1,
     folder: Annotated[Path, typer.Option(help="logs, captures, results and report go here")] = DEFAULT_FOLDER,
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the results here")] = None,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scenarios of the testbed: what `sennit testbed list|run|report` knows.
 
-    model       a scenario as data: topology, impairment, faults, workload, goals
-    catalogue   the scenarios there are
-    rank        one rank's process; `libraries` is what it measures, `payload` checks every byte, `sampler` takes the
-                timeline
-    ranks       the conductor's end of those processes
-    stage       one case from set-up to observations; `faults` fires its faults, `hostile` sends junk
-    measures    numbers from observations
-    verdicts    numbers against goals: passed, failed or unsupported
-    results     all cases of one run, as JSON
-    plots, page the HTML report
+model       a scenario as data: topology, impairment, faults, workload, goals
+catalogue   the scenarios there are
+rank        one rank's process; `libraries` is what it measures, `payload` checks every byte, `sampler` takes the
+            timeline
+ranks       the conductor's end of those processes
+stage       one case from set-up to observations; `faults` fires its faults, `hostile` sends junk
+measures    numbers from observations
+verdicts    numbers against goals: passed, failed or unsupported
+results     all cases of one run, as JSON
+plots, page the HTML report
 """

@@ -56,7 +56,7 @@ def _loss(operation: Operation, loss_fraction: float) -> Scenario:
     kept, ratio = LOSS_GOALS[loss_fraction]
     return Scenario(
         name=f"loss-{100 * loss_fraction:g}-{operation}",
-        title=f"{100 * loss_fraction:g} % of packets lost at random on each of 4 planes, {operation}, beside gloo over TCP",
+        title=f"{100 * loss_fraction:g} % of packets lost at random on 4 planes, {operation}, beside gloo over TCP",
         impairment=Impairment(loss_fraction=loss_fraction),
         beside_calm=True,
         workload=Workload(operation=operation, repetitions=3),
@@ -106,6 +106,7 @@ def _planes() -> list[Scenario]:
 
 def _peers() -> list[Scenario]:
     died = (
+        Goal(measure="results", at_least=1, must=True),
         Goal(measure="wrong_results", at_most=0, must=True),
         Goal(measure="errors_naming_rank", at_least=1, must=True),
     )

@@ -3,8 +3,8 @@
 
     python -m sennit.testbed.scenarios.hostile OWN_ADDRESSES TARGET_ADDRESSES PACKETS_PER_S SEED
 
-Writes a line when it begins, and in the end how many packets of each kind it sent, as a line of JSON. Batches go by UDP segmentation, since one call a
-packet would be slower than the ranks.
+Writes a line when it begins, and in the end how many packets of each kind it sent, as a line of JSON. Batches go by UDP
+segmentation, since one call a packet would be slower than the ranks.
 """
 
 from __future__ import annotations

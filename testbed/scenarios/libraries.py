@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sennit.testbed.scenarios.model import Library, Operation
+from sennit.testbed.scenarios.model import ELEMENT_BYTES, Library, Operation
 from sennit.testbed.scenarios.payload import Payload
 
 
@@ -34,8 +34,11 @@ class Group(Protocol):
 
 def join(library: Library, *, rank: int, world: int, store: Path, timeout_s: float) -> Group:
     """The group of all ranks that share `store`."""
-    make = {Library.SENNIT: SennitGroup, Library.GLOO: GlooGroup}[library]
-    return make(rank=rank, world=world, store=store, timeout_s=timeout_s)
+    match library:
+        case Library.SENNIT:
+            return SennitGroup(rank=rank, world=world, store=store, timeout_s=timeout_s)
+        case Library.GLOO:
+            return GlooGroup(rank=rank, world=world, store=store, timeout_s=timeout_s)
 
 
 class SennitGroup:
@@ -53,7 +56,6 @@ class SennitGroup:
         from sennit.transport.plan import Plan
 
         world, rank, elements = self._group.world, self._group.rank, payload.elements
-        movement = {"item_bytes": 4, "type_code": int(Dtype.F32)}
 
         def compile_plan() -> Plan:
             match payload.operation:
@@ -64,10 +66,12 @@ class SennitGroup:
                 case Operation.ALLTOALL:
                     shares = (elements // world,) * world
                     return algorithms.alltoall(
-                        world=world, rank=rank, send_counts=shares, recv_counts=shares, **movement
+                        world=world, rank=rank, send_counts=shares, recv_counts=shares, item_bytes=ELEMENT_BYTES
                     )
                 case Operation.INCAST:
-                    return algorithms.gather(world=world, rank=rank, counts=(elements,) * world, root=0, **movement)
+                    return algorithms.gather(
+                        world=world, rank=rank, counts=(elements,) * world, root=0, item_bytes=ELEMENT_BYTES
+                    )
 
         buffers = [payload.given]
         if payload.got is not payload.given and payload.got.size:
@@ -101,7 +105,7 @@ class GlooGroup:
         self._dist = dist
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(f"{store}.torch", world),
+            init_method=f"file://{store}.torch",
             rank=rank,
             world_size=world,
             timeout=datetime.timedelta(seconds=timeout_s),

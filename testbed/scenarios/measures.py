@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers from observations. A measure that the scenario does not give is absent; goals name them.
 
-    results, wrong_results          results compared byte for byte, and those that differ anywhere
-    distinct_digests                different bits of one AllReduce over ranks, rounds, variants (1 is right)
-    failed_ranks                    ranks whose operation raised
-    goodput.<library>.<condition>   bytes/s of one rank's input over the time of a repetition, median; a repetition
-                                    lasts from the moment when all ranks are in it to the moment when all are done
-    goodput_kept                    sennit disturbed / calm, median over rounds
-    ratio_to_gloo[_calm]            sennit / gloo under the same condition, median over rounds
-    impairment.<counter>            what the impairment did to sennit's packets (`ImpairmentCounters`)
-    corrupt_counted                 corrupt packets that sennit counted / those that were made
-    refused_packets, hostile_sent   junk that was counted by name, and junk that was sent
-    longest_stall_ms[_before]       longest time in which no rank received payload while all were in one collective:
-                                    after the first fault, and before it
-    goodput_after                   goodput while the plane is off / before
-    plane_back_ms                   from the plane's healing until it carries a quarter of what it did before
-    error_within_s                  from the rank's death to the last survivor's error
-    errors_naming_rank              share of survivors whose error names it
-    p99_over_p50                    of the times of repetitions
-    queue_drops_first, queue_drops  at the limited port: in the first run, and in the later ones
+results, wrong_results          results compared byte for byte, and those that differ anywhere
+distinct_digests                different bits of one AllReduce over ranks, rounds, variants (1 is right)
+failed_ranks                    ranks whose operation raised
+goodput.<library>.<condition>   bytes/s of one rank's input over the time of a repetition, median; a repetition
+                                lasts from the moment when all ranks are in it to the moment when all are done
+goodput_kept                    sennit disturbed / calm, median over rounds
+ratio_to_gloo[_calm]            sennit / gloo under the same condition, median over rounds
+impairment.<counter>            what the impairment did to sennit's packets (`ImpairmentCounters`)
+corrupt_counted                 corrupt packets that sennit counted / those that were made
+refused_packets, hostile_sent   junk that was counted by name, and junk that was sent
+longest_stall_ms[_before]       longest time in which no rank received payload while all were in one collective:
+                                after the first fault, and before it
+goodput_after                   goodput while the plane is off / before
+plane_back_ms                   from the plane's healing until it carries a quarter of what it did before
+error_within_s                  from the rank's death to the last survivor's error
+errors_naming_rank              share of survivors whose error names it
+p99_over_p50                    of the times of repetitions
+queue_drops_first, queue_drops  at the limited port: in the first run, and in the later ones
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
 from sennit.testbed.topology import Impairment
+from sennit.testbed.topology.planes import NEEDS as TOPOLOGY_NEEDS
 
 NO_IMPAIRMENT: Final = Impairment()
 ELEMENT_BYTES: Final = 4  # float32, whose sum depends on the order of its operands
@@ -48,8 +49,8 @@ class Topology:
     """Disjoint networks between the hosts, which the ranks use as rails."""
     mtu_bytes: int = 9000
     per_packet: bool = True
-    """No segmentation offload (`gso_max_segs 1`), so that one loss is one packet. False: faster, but a loss would take a
-    batch of up to 64 KiB; only for scenarios that lose nothing at random."""
+    """No segmentation offload (`gso_max_segs 1`), so that one loss is one packet. False: faster, but a loss would
+    take a batch of up to 64 KiB; only for scenarios that lose nothing at random."""
     rate_bits_per_s: float | None = None
     """Of the switch port towards host 0. None: as fast as the machine."""
     queue_bytes: int = 0
@@ -215,7 +216,7 @@ class Scenario:
 
     def needs(self) -> tuple[str, ...]:
         """Capabilities (`testbed/capabilities.py`) without which the case is unsupported."""
-        return ("root", "netns", "bpf", "tc", "core", *(("torch",) if Library.GLOO in self.libraries else ()))
+        return (*TOPOLOGY_NEEDS, "core", *(("torch",) if Library.GLOO in self.libraries else ()))
 
     def as_json(self) -> dict[str, Any]:
         plain = dataclasses.asdict(self)

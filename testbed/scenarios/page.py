@@ -30,7 +30,8 @@ def render(outcome: Results) -> str:
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>sennit testbed</title>\n<style>\n{STYLE.read_text()}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
+        f"<title>sennit testbed</title>\n<style>\n{STYLE.read_text()}</style>\n</head>\n"
+        f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 

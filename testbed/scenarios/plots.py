@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the report, as SVG that takes its ink from the page around it, so that it is read in light and dark."""
+"""The figures of the report, as SVG that takes its ink from the page around it: read in light and in dark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe & Ito's palette, of which these stand out on white and on black: told apart also by those who see no red or green.
+# Okabe & Ito's palette, told apart also by those who see no red or green; these stand out on white and on black.
 COLOURS: Final = {"sennit": "#0072B2", "gloo": "#D55E00"}
 PLANES: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 # Written by matplotlib, replaced by the page's text colour.
@@ -28,6 +28,8 @@ TOGETHER_S: Final = 0.02
 
 def loss_figure(cases: Sequence[Case]) -> Figure | None:
     """Goodput against the fraction of packets lost, one panel a collective, a dot a round, a line of medians."""
+    from matplotlib.ticker import LogLocator
+
     points = _loss_points(cases)
     if not points:
         return None
@@ -49,8 +51,9 @@ def loss_figure(cases: Sequence[Case]) -> Figure | None:
         axis.set_xlabel("packets lost, %")
         axis.legend(frameon=False)
     axes[0][0].set_ylabel("goodput, MB/s")
-    axes[0][0].yaxis.set_major_formatter(_plain_number)
-    axes[0][0].yaxis.set_minor_formatter(_plain_number)
+    axes[0][0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes[0][0].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes[0][0].minorticks_off()
     return figure
 
 
@@ -85,7 +88,7 @@ def timeline_figure(case: Case) -> Figure | None:
         lower.plot(times_s, [value / MEGA for value in values], color=colour, lw=1.2, label=f"plane {plane}")
     lower.set_ylabel("on the planes, MB/s")
     lower.set_xlabel("seconds")
-    lower.legend(frameon=False, ncols=4, loc="upper right", fontsize="small")
+    lower.legend(frameon=False, ncols=8, loc="lower left", bbox_to_anchor=(0, 1), fontsize="small")
     for axis in (upper, lower):
         axis.set_ylim(bottom=0)
         axis.set_xlim(0, times_s[-1])
@@ -110,10 +113,6 @@ def _together(events: Sequence[tuple[str, float]]) -> list[tuple[float, list[str
         else:
             groups.append((at_s, [name]))
     return groups
-
-
-def _plain_number(value: float, _: object) -> str:
-    return f"{value:g}"
 
 
 def shares_figure(cases: Sequence[Case]) -> Figure | None:
@@ -159,7 +158,9 @@ def as_svg(figure: Figure, name: str) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     # The page scales it; the view box keeps its proportions.
-    return re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1), count=1)
+    return re.sub(
+        r'(<svg[^>]*?) height="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1), count=1
+    )
 
 
 def _subplots(rows: int, columns: int, *, height: float, **options: Any) -> tuple[Figure, list[list[Axes]]]:

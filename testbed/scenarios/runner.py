@@ -59,9 +59,7 @@ def run_case(scenario: Scenario, *, short: bool, strict: bool, seed: int, folder
     place.mkdir(parents=True)
     began_s = time.monotonic()
     try:
-        seen = stage.play(
-            scenario, seed=seed, folder=place, say=lambda what: say(f"{scenario.name}: {what}")
-        )
+        seen = stage.play(scenario, seed=seed, folder=place, say=lambda what: say(f"{scenario.name}: {what}"))
     except (RankError, OSError, RuntimeError, subprocess.SubprocessError) as error:
         # A case that breaks is a failed case; the others go on.
         case.status = Status.FAILED

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import select
 import subprocess
@@ -184,9 +185,7 @@ class _Stage:
                 answers=answers,
                 events=list(crew.happened),
                 impairment_counters=difference(after, before),
-                rank_counters=[
-                    difference(*counters) for counters in zip(counted_after, counted_before, strict=True)
-                ],
+                rank_counters=[difference(*counters) for counters in zip(counted_after, counted_before, strict=True)],
             )
         )
 
@@ -216,15 +215,11 @@ class _Stage:
             match fault:
                 case SwitchPlane(plane=plane, up=up, at_s=at_s):
                     name = f"plane {plane} {'up' if up else 'down'}"
-
-                    def switch(plane: int = plane, up: bool = up) -> None:
-                        self._planes.switch(plane, up=up, how="blackhole")
-
-                    events.append(Event(at_s, name, switch))
+                    events.append(Event(at_s, name, functools.partial(self._planes.switch, plane, up=up)))
                 case KillRank(rank=rank, at_s=at_s):
-                    events.append(Event(at_s, f"rank {rank} killed", lambda rank=rank: crew.kill(rank)))
+                    events.append(Event(at_s, f"rank {rank} killed", functools.partial(crew.kill, rank)))
                 case SuspendRank(rank=rank, at_s=at_s):
-                    events.append(Event(at_s, f"rank {rank} silent", lambda rank=rank: crew.suspend(rank)))
+                    events.append(Event(at_s, f"rank {rank} silent", functools.partial(crew.suspend, rank)))
         return events
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ times when all ranks are inside the same collective count.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -34,7 +35,7 @@ def common_intervals(run: Run) -> list[Interval]:
 def pauses(run: Run) -> list[Interval]:
     """Between collectives: from when the first rank left one until the last rank entered the next."""
     common = common_intervals(run)
-    return [(end, begin) for (_, end), (begin, _) in zip(common, common[1:], strict=False)]
+    return [(end, begin) for (_, end), (begin, _) in itertools.pairwise(common)]
 
 
 def progress_times_s(run: Run) -> list[float]:
@@ -42,7 +43,7 @@ def progress_times_s(run: Run) -> list[float]:
     moments = []
     for answer in run.answers:
         rows = answer["samples"]
-        moments += [row[0] for previous, row in zip(rows, rows[1:], strict=False) if row[1] > previous[1]]
+        moments += [row[0] for previous, row in itertools.pairwise(rows) if row[1] > previous[1]]
     return sorted(moments)
 
 
@@ -55,7 +56,7 @@ def longest_stall_s(run: Run, since_s: float, until_s: float) -> float | None:
         if high <= low:
             continue
         inside = [low, *(moment for moment in moments if low < moment < high), high]
-        gap = max(b - a for a, b in zip(inside, inside[1:], strict=False))
+        gap = max(b - a for a, b in itertools.pairwise(inside))
         longest = gap if longest is None else max(longest, gap)
     return longest
 
@@ -89,7 +90,7 @@ def _at(rows: Sequence[Sequence[float]], column: int, at_s: float) -> float:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if rows[middle][0] <= at_s else (low, middle)
-    (t0, v0), (t1, v1) = ((rows[i][0], rows[i][column]) for i in (low, high))
+    t0, t1, v0, v1 = rows[low][0], rows[high][0], rows[low][column], rows[high][column]
     return v0 if t1 <= t0 else v0 + (v1 - v0) * min(max((at_s - t0) / (t1 - t0), 0.0), 1.0)
 
 
@@ -131,7 +132,9 @@ def measure(scenario: Scenario, run: Run) -> dict[str, float]:
 
 
 def _matched(scenario: Scenario, run: Run) -> list[tuple[tuple[str, float], SwitchPlane]]:
-    ordered = sorted((fault for fault in scenario.faults if isinstance(fault, SwitchPlane)), key=lambda fault: fault.at_s)
+    ordered = sorted(
+        (fault for fault in scenario.faults if isinstance(fault, SwitchPlane)), key=lambda fault: fault.at_s
+    )
     return list(zip(run.events, ordered, strict=True))
 
 
