@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build demo test test-cpp test-python lint fmt types bench clean
+.PHONY: help build demo test test-cpp test-python lint fmt types bench testbed clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 	    --json build/bench-$$1-$$2.json --plot build/bench-$$1-$$2.png; done
 	@$(BENCH) --core --against openmpi --transport shm --sizes 4KiB --json build/bench-core-shm.json
 	@$(BENCH) --core --against udp-bare --transport udp --sizes 64MiB --json build/bench-core-udp.json
+
+testbed: build  ## every scenario of loss and failure at full size, as root; report in build/testbed/report.html
+	@$(PY) -m sennit testbed run all
 
 clean:  ## remove everything that the other targets made
 	rm -rf build .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -139,7 +139,7 @@ def _others() -> list[Scenario]:
         Scenario(
             name="incast",
             title="7 ranks send to one at once, through a port of 1 Gbit/s with a queue of 512 KiB",
-            topology=Topology(hosts=8, planes=1, rate_bits_per_s=1e9, queue_bytes=512 << 10),
+            topology=Topology(hosts=8, planes=1, rate_bits_per_s=10**9, queue_bytes=512 << 10),
             workload=Workload(operation=Operation.INCAST, size_bytes=1 * MIB, repetitions=30, rounds=2),
             goals=(
                 *EXACT,

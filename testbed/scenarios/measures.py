@@ -127,6 +127,10 @@ def _impairment(seen: Observations) -> Measures:
     measures["refused_packets"] = sum(counted.get(name, 0) for name in REFUSALS)
     if done.get("corrupted"):
         measures["corrupt_counted"] = measures["refused_packets"] / done["corrupted"]
+    queued = total(run.queue_counters for run in ours)
+    if queued:
+        measures["queue_drops"] = queued["dropped"]
+        measures["queue_packets"] = queued["packets"]
     if seen.hostile_sent:
         measures["hostile_sent"] = sum(seen.hostile_sent.values())
     return measures

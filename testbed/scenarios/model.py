@@ -51,7 +51,7 @@ class Topology:
     per_packet: bool = True
     """No segmentation offload (`gso_max_segs 1`), so that one loss is one packet. False: faster, but a loss would
     take a batch of up to 64 KiB; only for scenarios that lose nothing at random."""
-    rate_bits_per_s: float | None = None
+    rate_bits_per_s: int | None = None
     """Of the switch port towards host 0. None: as fast as the machine."""
     queue_bytes: int = 0
     """Of that port; with a rate only."""

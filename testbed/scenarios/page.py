@@ -192,8 +192,9 @@ def _runs(runs: list[dict[str, Any]]) -> str:
             f"{variant['transport']}, {variant['paths']} paths, seed {variant['impairment_seed'] + run['round']}: "
             f"{len(times)} repetitions, {spread}; {shares}"
         )
-        injected = ", ".join(f"{name} {value}" for name, value in run["impairment_counters"].items() if value)
-        if injected:
-            lines.append(f"        {injected}")
+        for what in ("impairment", "queue"):
+            done = ", ".join(f"{name} {value}" for name, value in run[f"{what}_counters"].items() if value)
+            if done:
+                lines.append(f"        {what}: {done}")
         lines += [f"        rank {rank}: {message}" for rank, message in run["errors"].items()]
     return "\n".join(lines)

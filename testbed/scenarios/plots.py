@@ -169,7 +169,7 @@ def _subplots(rows: int, columns: int, *, height: float, **options: Any) -> tupl
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    style = {
+    style: dict[Any, Any] = {
         "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#808080",
         "grid.alpha": 0.3, "font.size": 10.0,

@@ -103,6 +103,7 @@ def runs_as_json(seen: Observations) -> list[dict[str, Any]]:
             "repetition_times_s": measures.repetition_times_s(run),
             "path_shares": measures.path_shares([run]),
             "impairment_counters": run.impairment_counters,
+            "queue_counters": run.queue_counters,
             "rank_counters": run.rank_counters,
             "errors": {
                 str(rank): answer["error"]["message"] for rank, answer in enumerate(run.answers) if "error" in answer

@@ -54,7 +54,8 @@ def run_case(scenario: Scenario, *, short: bool, strict: bool, seed: int, folder
     if missing is not None:
         case.reason = missing
         return case
-    place = folder / scenario.name
+    # Absolute: the store of torch is named by a URL.
+    place = folder.resolve() / scenario.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
     began_s = time.monotonic()
@@ -68,7 +69,7 @@ def run_case(scenario: Scenario, *, short: bool, strict: bool, seed: int, folder
     else:
         _judge(case, scenario, seen, strict=strict)
     case.seconds = time.monotonic() - began_s
-    case.files = [str(path.relative_to(folder)) for path in _kept(place)]
+    case.files = [str(path.relative_to(folder.resolve())) for path in _kept(place)]
     return case
 
 

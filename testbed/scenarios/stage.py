@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from sennit.testbed import capabilities
 from sennit.testbed.scenarios.counters import difference, total
 from sennit.testbed.scenarios.model import NO_IMPAIRMENT, KillRank, Library, Scenario, SuspendRank, SwitchPlane, Variant
 from sennit.testbed.scenarios.ranks import Answer, Event, RankError, Ranks
-from sennit.testbed.topology import Planes
+from sennit.testbed.topology import Direction, Planes
 
 # A payload is generated, or a result checked, within this time on a busy machine.
 PREPARE_TIMEOUT_S: Final = 60.0
@@ -44,6 +45,8 @@ class Run:
     """Faults with their monotonic time."""
     impairment_counters: dict[str, int]
     """What the impairment did during the run, summed over hosts and planes."""
+    queue_counters: dict[str, int]
+    """What the queues of the limited ports did during the run; empty without a limit."""
     rank_counters: list[dict[str, int]]
     """What each rank of sennit counted during the run."""
 
@@ -74,7 +77,9 @@ def play(scenario: Scenario, *, seed: int, folder: Path, say: Callable[[str], No
         per_packet=topology.per_packet,
     ) as planes:
         if topology.rate_bits_per_s is not None:
-            planes.limit_rate(topology.rate_bits_per_s, hosts=[0], queue_bytes=topology.queue_bytes)
+            planes.limit_rate(
+                topology.rate_bits_per_s, queue_bytes=topology.queue_bytes, hosts=[0], direction=Direction.RECEIVE
+            )
         for index, variant in enumerate(scenario.variants):
             place = folder / f"variant{index}" if len(scenario.variants) > 1 else folder
             place.mkdir(exist_ok=True)
@@ -139,6 +144,7 @@ class _Stage:
     def _rehearse(self, crews: dict[Library, Ranks], capture: bool) -> None:
         """One small repetition of each library, with the impairment, into the capture; then the true payload once."""
         workload = self._scenario.workload
+        capture = capture and capabilities.missing("dumpcap") is None
         with self._impaired(self._variant.impairment_seed) if capture else contextlib.nullcontext():
             for library, crew in crews.items():
                 path = self._folder / f"{library}.pcap"
@@ -167,7 +173,7 @@ class _Stage:
 
     def _measure(self, crew: Ranks, round_: int, disturbed: bool) -> None:
         workload = self._scenario.workload
-        before, counted_before = self._settled_counters(crew)
+        before, queued_before, counted_before = self._settled_counters(crew)
         answers = self._repeat(
             crew,
             repetitions=workload.repetitions,
@@ -175,7 +181,7 @@ class _Stage:
             timeline=workload.timeline,
             events=self._events(crew) if disturbed else (),
         )
-        after, counted_after = self._settled_counters(crew)
+        after, queued_after, counted_after = self._settled_counters(crew)
         self._seen.runs.append(
             Run(
                 library=crew.library,
@@ -185,6 +191,7 @@ class _Stage:
                 answers=answers,
                 events=list(crew.happened),
                 impairment_counters=difference(after, before),
+                queue_counters=difference(queued_after, queued_before),
                 rank_counters=[difference(*counters) for counters in zip(counted_after, counted_before, strict=True)],
             )
         )
@@ -270,20 +277,29 @@ class _Stage:
         for kind, count in json.loads(output).items():
             self._seen.hostile_sent[kind] = self._seen.hostile_sent.get(kind, 0) + count
 
-    def _settled_counters(self, crew: Ranks) -> tuple[dict[str, int], list[dict[str, int]]]:
-        """What the impairment and the ranks have counted, once nothing is under way any more.
+    def _settled_counters(self, crew: Ranks) -> tuple[dict[str, int], dict[str, int], list[dict[str, int]]]:
+        """What the impairment, the limited queues and the ranks have counted, once nothing is under way any more.
 
         The last acknowledgements are still on their way when a collective is done: what one end has counted and the
         other has not yet would be missing between two runs.
         """
         deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
-        now = self._impairment_counters(), self._rank_counters(crew)
+        now = self._impairment_counters(), self._queue_counters(), self._rank_counters(crew)
         while time.monotonic() < deadline_s:
             previous = now
-            now = self._impairment_counters(), self._rank_counters(crew)
+            now = self._impairment_counters(), self._queue_counters(), self._rank_counters(crew)
             if now == previous:
                 break
         return now
+
+    def _queue_counters(self) -> dict[str, int]:
+        topology = self._scenario.topology
+        if topology.rate_bits_per_s is None:
+            return {}
+        return total(
+            dataclasses.asdict(self._planes.queue_counters(0, plane, Direction.RECEIVE))
+            for plane in range(topology.planes)
+        )
 
     def _impairment_counters(self) -> dict[str, int]:
         topology = self._scenario.topology

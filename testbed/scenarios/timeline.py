@@ -91,7 +91,8 @@ def _at(rows: Sequence[Sequence[float]], column: int, at_s: float) -> float:
         middle = (low + high) // 2
         low, high = (middle, high) if rows[middle][0] <= at_s else (low, middle)
     t0, t1, v0, v1 = rows[low][0], rows[high][0], rows[low][column], rows[high][column]
-    return v0 if t1 <= t0 else v0 + (v1 - v0) * min(max((at_s - t0) / (t1 - t0), 0.0), 1.0)
+    part = 0.0 if t1 <= t0 else min(max((at_s - t0) / (t1 - t0), 0.0), 1.0)
+    return v0 + (v1 - v0) * part
 
 
 def _median_time_s(run: Run, since_s: float, until_s: float) -> float | None:

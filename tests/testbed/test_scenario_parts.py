@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What scenarios are made of, without a network: data and its limits, checks of bytes, measures, verdicts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
+
+from sennit.testbed.scenarios import hostile, measures, timeline, verdicts
+from sennit.testbed.scenarios.catalogue import SCENARIOS, choose
+from sennit.testbed.scenarios.model import (
+    Goal,
+    KillRank,
+    Library,
+    Operation,
+    Scenario,
+    SwitchPlane,
+    Topology,
+    Variant,
+    Workload,
+)
+from sennit.testbed.scenarios.payload import Payload
+from sennit.testbed.scenarios.stage import Observations, Run
+from sennit.transport import wire
+
+SIZE_BYTES = 4096
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Topology(hosts=1), r"hosts 1; allowed: 2\.\.64"),
+        (lambda: Topology(planes=17), r"planes 17; allowed: 1\.\.16"),
+        (lambda: Topology(rate_bits_per_s=10**9), "queue of 0 bytes; allowed: both or neither"),
+        (lambda: Workload(size_bytes=4), "size_bytes 4; allowed: 4096 or more"),
+        (lambda: Workload(operation=Operation.ALLTOALL, duration_s=1.0), "allowed: with allreduce"),
+        (lambda: Scenario(name="s", title="", faults=(KillRank(rank=0, at_s=1.0),)), "1 with faults|3 rounds"),
+        (
+            lambda: Scenario(name="s", title="", workload=Workload(rounds=1), faults=(KillRank(rank=2, at_s=1.0),)),
+            r"s: fault at rank 2; allowed: 1\.\.1",
+        ),
+        (
+            lambda: Scenario(name="s", title="", topology=Topology(hosts=3), libraries=(Library.GLOO,)),
+            "gloo with 3 hosts",
+        ),
+    ],
+)
+def test_impossible_scenarios_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_is_data_with_goals_that_are_measured(name: str) -> None:
+    scenario = SCENARIOS[name]
+    assert scenario.name == name
+    assert measures.__doc__ is not None
+    for form in (scenario, scenario.shortened()):
+        assert form.goals == scenario.goals
+        assert any(goal.must for goal in form.goals)
+        for goal in form.goals:
+            # "impairment.<counter>" stands for all of a family.
+            assert goal.measure.partition(".")[0] in measures.__doc__, goal.measure
+        plain = json.loads(json.dumps(form.as_json(), allow_nan=False))
+        assert plain["workload"]["size_bytes"] == form.workload.size_bytes
+        assert len(plain["faults"]) == len(form.faults)
+    assert scenario.shortened().workload.size_bytes <= scenario.workload.size_bytes
+
+
+def test_unknown_scenarios_are_named_with_what_there_is() -> None:
+    assert [scenario.name for scenario in choose(["plane-off", "plane-off"])] == ["plane-off"]
+    assert len(choose(["plane-off", "all"])) == len(SCENARIOS)
+    with pytest.raises(ValueError, match=r"no scenario nothing; there are: all, .*plane-off"):
+        choose(["plane-off", "nothing"])
+
+
+def exchange(operation: Operation, payloads: list[Payload]) -> None:
+    """What the collective does, by NumPy."""
+    given = [payload.given.copy() for payload in payloads]
+    world = len(payloads)
+    for rank, payload in enumerate(payloads):
+        match operation:
+            case Operation.ALLREDUCE:
+                total = given[0].copy()
+                for other in given[1:]:
+                    total += other
+                payload.got[:] = total
+            case Operation.ALLTOALL:
+                blocks = [other.reshape(world, -1)[rank] for other in given]
+                payload.got[:] = np.concatenate(blocks)
+            case Operation.INCAST:
+                payload.got[:] = np.concatenate(given) if rank == 0 else 0
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_payload_accepts_the_right_bytes_only(operation: Operation, seed: int) -> None:
+    payloads = [Payload(operation, rank=rank, world=3, size_bytes=SIZE_BYTES, seed=seed) for rank in range(3)]
+    for repetition in range(3):
+        for rank, payload in enumerate(payloads):
+            payload.fill(repetition, last=rank == 0 and repetition == 2)
+        exchange(operation, payloads)
+        assert [payload.wrong_elements(repetition) for payload in payloads] == [0, 0, 0]
+        if operation is Operation.ALLREDUCE:
+            assert [payload.was_last() for payload in payloads] == [repetition == 2] * 3
+            assert len({payload.digest() for payload in payloads}) == 1
+    root = payloads[0]
+    root.got[7:8].view(np.uint32)[0] ^= 1
+    assert root.wrong_elements(2) == 1
+    root.got[7:8].view(np.uint32)[0] ^= 1
+    assert root.wrong_elements(2) == 0
+    # The right result of the repetition before is a wrong one.
+    assert root.wrong_elements(1) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("random", None), ("truncated", "truncated"), ("unknown_data", None), ("unknown_control", None)],
+)
+def test_hostile_packets_are_what_they_are_called(kind: str, reason: str | None, seed: int) -> None:
+    ends = ("fd00::1", 50_000), ("fd00::2", 4791)
+    data = hostile.KINDS[kind](random.Random(seed), *ends)
+    if kind.startswith("unknown"):
+        packet = wire.Packet.pull(data)
+        assert packet.icrc == wire.icrc(data[:-4], *ends)
+    elif reason is not None:
+        with pytest.raises(wire.WireError) as caught:
+            wire.Packet.pull(data)
+        assert caught.value.reason == reason
+    else:
+        assert len(data) == hostile.PACKET_BYTES
+
+
+def answer(begins_s: list[float], ends_s: list[float], **fields: Any) -> dict[str, Any]:
+    return {"begins_s": begins_s, "ends_s": ends_s, "wrong_elements": [0] * len(ends_s), "samples": [], **fields}
+
+
+def run(answers: list[dict[str, Any]], **fields: Any) -> Run:
+    values: dict[str, Any] = {
+        "library": Library.SENNIT,
+        "disturbed": True,
+        "variant": Variant(),
+        "round": 0,
+        "answers": answers,
+        "events": [],
+        "impairment_counters": {},
+        "queue_counters": {},
+        "rank_counters": [],
+    }
+    return Run(**{**values, **fields})
+
+
+def observe(scenario: Scenario, *runs: Run) -> dict[str, float]:
+    return measures.measure(Observations(scenario=scenario, seed=1, runs=list(runs)))
+
+
+def test_a_repetition_lasts_from_the_last_to_come_to_the_last_to_leave() -> None:
+    both = run([answer([0.0, 10.0], [2.0, 12.0]), answer([1.0, 9.0], [3.0, 11.5])])
+    assert measures.repetition_times_s(both) == [2.0, 2.0]
+
+
+def test_goodput_is_compared_within_rounds() -> None:
+    scenario = Scenario(name="s", title="", workload=Workload(size_bytes=SIZE_BYTES))
+    # The machine is ten times slower in the second round; the library loses half of its goodput in both.
+    runs = [
+        run([answer([0.0], [seconds * slow])], disturbed=disturbed, round=round_, library=library)
+        for round_, slow in enumerate((1.0, 10.0))
+        for disturbed, library, seconds in (
+            (False, Library.SENNIT, 1.0),
+            (True, Library.SENNIT, 2.0),
+            (True, Library.GLOO, 8.0),
+        )
+    ]
+    found = observe(scenario, *runs)
+    assert found["goodput_kept"] == 0.5
+    assert found["ratio_to_gloo"] == 4.0
+    assert "ratio_to_gloo_calm" not in found
+    assert found["results"] == 6
+
+
+def test_wrong_results_failures_and_other_bits_are_counted() -> None:
+    scenario = Scenario(name="s", title="")
+    good = answer([0.0], [1.0], digest="a")
+    bad = answer([0.0], [1.0], digest="b") | {"wrong_elements": [3]}
+    failed = answer([0.0], [], error={"kind": "PeerError", "message": "gone", "at_s": 1.0})
+    found = observe(scenario, run([good, bad]), run([good, failed]))
+    assert found["results"] == 3
+    assert found["wrong_results"] == 1
+    assert found["failed_ranks"] == 1
+    assert found["distinct_digests"] == 2
+
+
+def test_corrupt_packets_are_compared_with_those_counted() -> None:
+    one = run(
+        [answer([0.0], [1.0])] * 2,
+        impairment_counters={"corrupted": 8, "dropped": 3},
+        rank_counters=[{"bad_icrc": 5, "unknown_qpn": 1}, {"bad_icrc": 1}],
+    )
+    found = observe(Scenario(name="s", title=""), one)
+    assert found["corrupt_counted"] == 7 / 8
+    assert found["impairment.dropped"] == 3
+
+
+@pytest.mark.parametrize(
+    ("messages", "naming"),
+    [
+        (["rank 2 is gone", "waits for ranks 1, 2 of 4"], 1.0),
+        (["rank 21 is gone", "rank 2 is gone"], 0.5),
+        (["something is wrong"], 0.0),
+    ],
+)
+def test_survivors_must_name_the_dead_rank(messages: list[str], naming: float) -> None:
+    scenario = Scenario(
+        name="s",
+        title="",
+        topology=Topology(hosts=len(messages) + 1 if len(messages) > 1 else 3),
+        workload=Workload(rounds=1),
+        faults=(KillRank(rank=2, at_s=1.0),),
+    )
+    survivors = [
+        answer([0.0], [], error={"kind": "PeerError", "message": message, "at_s": 11.0 + rank})
+        for rank, message in enumerate(messages)
+    ]
+    survivors += [answer([0.0], [1.0])] * (2 - len(survivors))
+    found = observe(scenario, run([*survivors, {}], events=[("rank 2 killed", 10.5)]))
+    assert found["errors_naming_rank"] == naming
+    assert found["error_within_s"] == 0.5 + len(messages) - 1
+
+
+def sampled(progress: list[tuple[float, float]], plane: float = 0.0) -> list[tuple[float, ...]]:
+    return [(at_s, received, plane) for at_s, received in progress]
+
+
+def test_a_stall_is_a_time_without_progress_on_any_rank_inside_a_collective() -> None:
+    # Nothing moves from 3 to 7: but from 5 on rank 1 is between two collectives.
+    rows = sampled([(0.0, 0), (1.0, 10), (2.0, 20), (3.0, 30), (4.0, 30), (7.0, 30), (8.0, 40), (9.0, 50)])
+    ranks = [
+        answer([0.0, 6.0], [5.0, 9.0]) | {"samples": rows},
+        answer([0.0, 6.5], [5.0, 9.0]) | {"samples": sampled([(0.0, 0), (3.5, 5), (9.0, 5)])},
+    ]
+    one = run(ranks)
+    assert timeline.common_intervals(one) == [(0.0, 5.0), (6.5, 9.0)]
+    # Rank 1 was seen to move at 3.5; then nothing until the end of the collective at 5.
+    assert timeline.longest_stall_s(one, 0.0, 9.0) == 1.5
+    assert timeline.longest_stall_s(one, 0.0, 3.0) == 1.0
+    assert timeline.longest_stall_s(one, 5.0, 6.0) is None
+
+
+def test_return_of_a_plane_and_goodput_without_it() -> None:
+    faults = (SwitchPlane(plane=0, up=False, at_s=1.0), SwitchPlane(plane=0, up=True, at_s=2.0))
+    scenario = Scenario(
+        name="s", title="", topology=Topology(planes=1), workload=Workload(rounds=1, timeline=True), faults=faults
+    )
+    # 1000 bytes/s on the plane until 1 s, none until 2.1 s, then again; a repetition takes 0.25 s, 0.5 s without it.
+    ends = [0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.25, 2.5]
+    begins = [0.0, *ends[:-1]]
+    rows = [(ms / 1000, float(ms), float(ms if ms < 1000 else 1000 if ms < 2100 else ms - 1100)) for ms in range(2501)]
+    ranks = [answer(begins, ends) | {"samples": rows}] * 2
+    one = run(ranks, events=[("plane 0 down", 1.0), ("plane 0 up", 2.0)])
+    found = timeline.measure(scenario, one)
+    assert found["goodput_after"] == pytest.approx(0.5)
+    assert found["plane_back_ms"] == pytest.approx(110, abs=1.0)
+    assert found["longest_stall_ms"] == pytest.approx(1.0)
+
+
+def test_path_shares_sum_to_one() -> None:
+    interfaces = {"plane0": {"rx_bytes": 30}, "plane1": {"rx_bytes": 10}}
+    assert measures.path_shares([run([answer([0.0], [1.0], interfaces=interfaces)] * 2)]) == {
+        "plane0": 0.75,
+        "plane1": 0.25,
+    }
+
+
+def test_goals_of_speed_fail_a_case_only_when_strict() -> None:
+    goals = (Goal(measure="wrong_results", at_most=0, must=True), Goal(measure="goodput_kept", at_least=0.9))
+    slow = verdicts.judge(goals, {"wrong_results": 0, "goodput_kept": 0.5})
+    assert verdicts.status_of(slow, strict=False) is verdicts.Status.PASSED
+    assert verdicts.status_of(slow, strict=True) is verdicts.Status.FAILED
+    assert [one.word(strict=False) for one in slow] == ["met", "short"]
+    wrong = verdicts.judge(goals, {"wrong_results": 1, "goodput_kept": 1.0})
+    assert verdicts.status_of(wrong, strict=False) is verdicts.Status.FAILED
+    # What was not measured is not met.
+    assert verdicts.status_of(verdicts.judge(goals, {"goodput_kept": 1.0}), strict=False) is verdicts.Status.FAILED
+    assert dataclasses.replace(goals[1], at_most=0.95).text() == "≥ 0.9 and ≤ 0.95"

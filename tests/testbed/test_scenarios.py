@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every scenario of the testbed in its short form, in namespaces of this machine. Goals about speed decide nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
+
+from sennit.testbed.scenarios import runner
+from sennit.testbed.scenarios.catalogue import SCENARIOS
+from sennit.testbed.scenarios.model import Library
+from sennit.testbed.scenarios.verdicts import Status
+from sennit.testbed.topology.planes import NEEDS
+
+
+@pytest.mark.root
+@pytest.mark.slow
+@pytest.mark.needs(*NEEDS, "core")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_short_form_passes(name: str, seed: int, tmp_path: Path) -> None:
+    case = runner.run_case(
+        SCENARIOS[name].shortened(), short=True, strict=False, seed=seed, folder=tmp_path, say=lambda what: None
+    )
+    if case.status == Status.UNSUPPORTED and Library.GLOO in SCENARIOS[name].libraries:
+        pytest.skip(case.reason)
+    assert case.status == Status.PASSED, f"{case.reason}\n{case.log_tails}"
