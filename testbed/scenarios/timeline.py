@@ -7,6 +7,7 @@ times when all ranks are inside the same collective count.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
 from collections.abc import Sequence
@@ -81,18 +82,21 @@ def rates(run: Run, column: int, period_s: float) -> tuple[list[float], list[flo
 
 def first_sample_s(run: Run) -> float:
     """The zero of `rates`."""
-    return max(answer["samples"][0][0] for answer in run.answers if answer and answer["samples"])
+    firsts: list[float] = [answer["samples"][0][0] for answer in run.answers if answer and answer["samples"]]
+    return max(firsts)
 
 
 def _at(rows: Sequence[Sequence[float]], column: int, at_s: float) -> float:
     """The column at a time, between two samples by interpolation."""
-    low, high = 0, len(rows) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if rows[middle][0] <= at_s else (low, middle)
-    t0, t1, v0, v1 = rows[low][0], rows[high][0], rows[low][column], rows[high][column]
-    part = 0.0 if t1 <= t0 else min(max((at_s - t0) / (t1 - t0), 0.0), 1.0)
-    return v0 + (v1 - v0) * part
+    high = min(max(bisect.bisect_right(rows, at_s, key=_time_s), 1), len(rows) - 1)
+    before, after = rows[high - 1], rows[high]
+    span_s = after[0] - before[0]
+    part = min(max((at_s - before[0]) / span_s, 0.0), 1.0) if span_s > 0 else 0.0
+    return before[column] + (after[column] - before[column]) * part
+
+
+def _time_s(row: Sequence[float]) -> float:
+    return row[0]
 
 
 def _median_time_s(run: Run, since_s: float, until_s: float) -> float | None:
