@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,6 +29,14 @@ PIPE_WIDTH = 160
 COLOURS = {"passed": "green", "failed": "bold red", "unsupported": "yellow"}
 
 
+def _check_packages() -> None:
+    """Ends the command where what every scenario needs is not installed."""
+    for package in ("pyroute2", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            typer.echo(f"error: {package} is not installed: pip install 'sennit[testbed]', or make build", err=True)
+            raise typer.Exit(2)
+
+
 def _console() -> Console:
     from rich.console import Console
 
@@ -37,6 +46,7 @@ def _console() -> Console:
 @app.command("list")
 def list_() -> None:
     """Name every scenario and what it shows."""
+    _check_packages()
     from rich.table import Table
 
     from sennit.testbed import capabilities
@@ -60,6 +70,7 @@ def run(
     json_path: Annotated[Path | None, typer.Option("--json", help="also write the results here")] = None,
 ) -> None:
     """Run scenarios; exit 0 if none failed, 1 if one did, 2 if the command was wrong."""
+    _check_packages()
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -101,6 +112,7 @@ def report(
     html: Annotated[Path | None, typer.Option(help="the page to write; default: report.html in the folder")] = None,
 ) -> None:
     """Write the HTML report of the last run again, and show its cases."""
+    _check_packages()
     from sennit.testbed.scenarios import page, results
 
     try:

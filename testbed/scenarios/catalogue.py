@@ -68,7 +68,7 @@ def _loss(operation: Operation, loss_fraction: float) -> Scenario:
             *([] if ratio is None else [Goal(measure="ratio_to_gloo", at_least=ratio)]),
         ),
         # Enough packets that some are lost.
-        short={"workload": {**SHORT_WORKLOAD, "size_bytes": (2 if loss_fraction >= 0.01 else 8) * MIB}},
+        short={"workload": SHORT_WORKLOAD if loss_fraction >= 0.01 else {"size_bytes": 8 * MIB, "repetitions": 4}},
     )
 
 
@@ -109,24 +109,28 @@ def _peers() -> list[Scenario]:
         Goal(measure="results", at_least=1, must=True),
         Goal(measure="wrong_results", at_most=0, must=True),
         Goal(measure="errors_naming_rank", at_least=1, must=True),
+        Goal(measure="recovered_ranks", at_least=3, must=True),
+        Goal(measure="recovered_within_s", at_most=2.0),
     )
     short = {"workload": {"size_bytes": 1 * MIB}}
     return [
         Scenario(
             name="peer-killed",
-            title="one of 4 ranks is killed in mid-AllReduce",
+            title="one of 4 ranks is killed in mid-AllReduce; the others go on without it",
             topology=Topology(hosts=4),
             workload=Workload(size_bytes=16 * MIB, duration_s=30.0, rounds=1, timeout_s=20.0),
             faults=(KillRank(rank=2, at_s=0.5),),
+            recovers=True,
             goals=(*died, Goal(measure="error_within_s", at_most=1.0, must=True)),
             short=short,
         ),
         Scenario(
             name="peer-silent",
-            title="one of 4 ranks is suspended in mid-AllReduce; an operation's deadline is 2 s",
+            title="one of 4 ranks is suspended in mid-AllReduce; the others give it up after 2 s and go on",
             topology=Topology(hosts=4),
             workload=Workload(size_bytes=16 * MIB, duration_s=30.0, rounds=1, timeout_s=2.0),
             faults=(SuspendRank(rank=2, at_s=0.5),),
+            recovers=True,
             # The deadline, and what it takes a busy machine to say so.
             goals=(*died, Goal(measure="error_within_s", at_most=3.0, must=True)),
             short=short,

@@ -29,6 +29,12 @@ class Group(Protocol):
     def bytes_received(self) -> int:
         """Payload that has arrived so far."""
 
+    def lost_ranks(self) -> list[int]:
+        """Ranks that the library gave up."""
+
+    def reconfigure(self, timeout_s: float) -> tuple[int, int]:
+        """Goes on as a group of those who live; this rank and the world in it."""
+
     def close(self) -> None: ...
 
 
@@ -89,6 +95,15 @@ class SennitGroup:
         counters = self._group.counters()
         return counters.get("data_bytes_received", 0)
 
+    def lost_ranks(self) -> list[int]:
+        return list(self._group.lost_ranks)
+
+    def reconfigure(self, timeout_s: float) -> tuple[int, int]:
+        from sennit.transport.membership import Terms
+
+        self._group = self._group.reconfigure(Terms(timeout_s=timeout_s))
+        return self._group.rank, self._group.world
+
     def close(self) -> None:
         self._group.shutdown()
 
@@ -130,6 +145,12 @@ class GlooGroup:
 
     def bytes_received(self) -> int:
         return 0
+
+    def lost_ranks(self) -> list[int]:
+        return []
+
+    def reconfigure(self, timeout_s: float) -> tuple[int, int]:
+        raise RuntimeError("gloo does not go on without a rank")
 
     def close(self) -> None:
         self._dist.destroy_process_group()

@@ -16,9 +16,12 @@ longest_stall_ms[_before]       longest time in which no rank received payload w
 goodput_after                   goodput while the plane is off / before
 plane_back_ms                   from the plane's healing until it carries a quarter of what it did before
 error_within_s                  from the rank's death to the last survivor's error
-errors_naming_rank              share of survivors whose error names it
+errors_naming_rank              share of survivors whose error names it, and that list it and no other as lost
+recovered_within_s              from the first survivor's call of reconfigure until all have a new group, and the time
+                                of the AllReduce that followed
+recovered_ranks                 survivors in the new group whose result was right
 p99_over_p50                    of the times of repetitions
-queue_drops_first, queue_drops  at the limited port: in the first run, and in the later ones
+queue_drops, queue_packets      at the limited port, in all repetitions after a warm-up
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from sennit.testbed.bench.results import quantile
 from sennit.testbed.scenarios import timeline
 from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import Library, Operation, Scenario
-from sennit.testbed.scenarios.stage import Observations, Run
+from sennit.testbed.scenarios.stage import Observations, Recovery, Run
 
 Measures = dict[str, float]
 
@@ -61,6 +64,8 @@ def measure(seen: Observations) -> Measures:
     measures = _correctness(seen) | _speed(seen) | _impairment(seen)
     if seen.scenario.victims():
         measures |= _deaths(seen)
+        if seen.recovery is not None:
+            measures |= _recovery(seen.recovery)
     elif seen.scenario.faults:
         measures |= timeline.measure(seen.scenario, seen.runs[-1])
     return measures
@@ -145,8 +150,19 @@ def _deaths(seen: Observations) -> Measures:
     if errors:
         died_s = min(at_s for _, at_s in run.events)
         measures["error_within_s"] = max(error["at_s"] for error in errors) - died_s
-    naming = sum(_names(error["message"], victims) for error in errors)
+    naming = sum(_names(error["message"], victims) and set(error["lost_ranks"]) == victims for error in errors)
     measures["errors_naming_rank"] = naming / len(survivors)
+    return measures
+
+
+def _recovery(recovery: Recovery) -> Measures:
+    begun_s = min(answer["began_s"] for answer in recovery.reconfigured)
+    ready_s = max(answer["ended_s"] for answer in recovery.reconfigured)
+    right = [answer for answer in recovery.answers if answer["wrong_elements"] == [0]]
+    measures: Measures = {"recovered_ranks": len(right)}
+    if len(right) == len(recovery.answers):
+        collective_s = max(answer["ends_s"][0] for answer in right) - max(answer["begins_s"][0] for answer in right)
+        measures["recovered_within_s"] = ready_s - begun_s + collective_s
     return measures
 
 

@@ -175,6 +175,8 @@ class Scenario:
     beside_calm: bool = False
     """Every round also runs without impairment and hostile packets, for `goodput_kept`."""
     faults: tuple[Fault, ...] = ()
+    recovers: bool = False
+    """After a rank's death the survivors reconfigure and run the collective once more among themselves."""
     hostile: Hostile | None = None
     workload: Workload = dataclasses.field(default_factory=Workload)
     libraries: tuple[Library, ...] = (Library.SENNIT,)
@@ -194,6 +196,10 @@ class Scenario:
                 _require(fault.plane < self.topology.planes, f"{self.name}: no plane {fault.plane}")
             else:
                 _require(0 < fault.rank <= last, f"{self.name}: fault at rank {fault.rank}; allowed: 1..{last}")
+        _require(
+            not self.recovers or bool(self.victims()),
+            f"{self.name}: nothing to recover from; allowed: with a dead rank",
+        )
         _require(
             Library.GLOO not in self.libraries or self.topology.hosts == 2,
             f"{self.name}: gloo with {self.topology.hosts} hosts; allowed: 2, where a sum has one order",

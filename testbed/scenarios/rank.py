@@ -3,8 +3,8 @@
 
     python -m sennit.testbed.scenarios.rank LIBRARY RANK WORLD STORE TIMEOUT_S INTERFACES
 
-A command is a line of JSON on stdin, its answer a line on stdout: join, prepare, run, counters, stop. What a
-library prints goes to stderr, which is the case's log. Times are of CLOCK_MONOTONIC, which all ranks share.
+A command is a line of JSON on stdin, its answer a line on stdout: join, prepare, run, counters, reconfigure, stop.
+What a library prints goes to stderr, which is the case's log. Times are of CLOCK_MONOTONIC, which all ranks share.
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ class Rank:
                 return self._run(**command)
             case "counters":
                 return {"counters": self._joined().counters(), "describe": self._joined().describe()}
+            case "reconfigure":
+                began_s = time.monotonic()
+                self._rank, self._world = self._joined().reconfigure(**command)
+                return {"began_s": began_s, "ended_s": time.monotonic(), "rank": self._rank, "world": self._world}
             case "stop":
                 self._joined().close()
                 return {}
             case other:
-                raise ValueError(f"command {other!r}; allowed: join, prepare, run, counters, stop")
+                raise ValueError(f"command {other!r}; allowed: join, prepare, run, counters, reconfigure, stop")
 
     def _joined(self) -> libraries.Group:
         if self._group is None:
@@ -89,6 +93,7 @@ class Rank:
                     answer["error"] = {
                         "kind": type(error).__name__,
                         "message": str(error),
+                        "lost_ranks": group.lost_ranks(),
                         "at_s": time.monotonic(),
                     }
                     break

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from sennit.testbed import capabilities
 from sennit.testbed.scenarios.counters import difference, total
@@ -27,6 +27,7 @@ PREPARE_TIMEOUT_S: Final = 60.0
 COUNTERS_TIMEOUT_S: Final = 10.0
 HOSTILE_TIMEOUT_S: Final = 10.0
 SETTLE_TIMEOUT_S: Final = 1.0
+RECONFIGURE_TIMEOUT_S: Final = 20.0
 # What goes into the capture: enough to see the protocol, little enough to open.
 CAPTURE_SIZE_BYTES: Final = 256 << 10
 
@@ -51,6 +52,16 @@ class Run:
     """What each rank of sennit counted during the run."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """How the survivors of a death went on."""
+
+    reconfigured: list[Answer]
+    """Of each survivor: when it began and ended to reconfigure, its new rank and world."""
+    answers: list[Answer]
+    """Of the collective that followed."""
+
+
 @dataclass(kw_only=True)
 class Observations:
     """All that was seen of one case."""
@@ -58,6 +69,7 @@ class Observations:
     scenario: Scenario
     seed: int
     runs: list[Run] = field(default_factory=list)
+    recovery: Recovery | None = None
     hostile_sent: dict[str, int] = field(default_factory=dict)
     descriptions: list[str] = field(default_factory=list)
     """What every rank says of itself at the end."""
@@ -128,6 +140,8 @@ class _Stage:
             try:
                 self._rehearse(crews, capture)
                 self._rounds(crews)
+                if self._scenario.recovers:
+                    self._recover(crews[Library.SENNIT])
                 victims = self._scenario.victims()
                 for crew in crews.values():
                     answers = crew.ask({"do": "counters"}, timeout_s=COUNTERS_TIMEOUT_S, silent=victims)
@@ -196,6 +210,18 @@ class _Stage:
             )
         )
 
+    def _recover(self, crew: Ranks) -> None:
+        """The survivors make a new group, and each checks a result of it."""
+        workload, victims = self._scenario.workload, self._scenario.victims()
+        self._say(f"{crew.library}: reconfigure")
+        command: dict[str, Any] = {"do": "reconfigure", "timeout_s": RECONFIGURE_TIMEOUT_S}
+        reconfigured = crew.ask(command, timeout_s=2 * RECONFIGURE_TIMEOUT_S, silent=victims)
+        self._prepare(crew, workload.size_bytes)
+        answers = self._repeat(crew, repetitions=1)
+        self._seen.recovery = Recovery(
+            reconfigured=[answer for answer in reconfigured if answer], answers=[answer for answer in answers if answer]
+        )
+
     def _repeat(
         self,
         crew: Ranks,
@@ -208,13 +234,14 @@ class _Stage:
         # Every repetition may use up its deadline, and is checked.
         limit_s = repetitions * self._scenario.workload.timeout_s + duration_s + PREPARE_TIMEOUT_S
         command = {"do": "run", "repetitions": repetitions, "duration_s": duration_s, "timeline": timeline}
-        silent = self._scenario.victims() if events else ()
+        silent = self._scenario.victims() if events or crew.happened else ()
         return crew.ask(command, timeout_s=limit_s, events=events, silent=silent)
 
     def _prepare(self, crew: Ranks, size_bytes: int) -> None:
         operation = self._scenario.workload.operation
         command = {"do": "prepare", "operation": operation, "size_bytes": size_bytes, "seed": self._seen.seed}
-        crew.ask(command, timeout_s=PREPARE_TIMEOUT_S)
+        silent = self._scenario.victims() if crew.happened else ()
+        crew.ask(command, timeout_s=PREPARE_TIMEOUT_S, silent=silent)
 
     def _events(self, crew: Ranks) -> list[Event]:
         events: list[Event] = []

@@ -27,7 +27,7 @@ from sennit.testbed.scenarios.model import (
     Workload,
 )
 from sennit.testbed.scenarios.payload import Payload
-from sennit.testbed.scenarios.stage import Observations, Run
+from sennit.testbed.scenarios.stage import Observations, Recovery, Run
 from sennit.transport import wire
 
 SIZE_BYTES = 4096
@@ -224,13 +224,41 @@ def test_survivors_must_name_the_dead_rank(messages: list[str], naming: float) -
         faults=(KillRank(rank=2, at_s=1.0),),
     )
     survivors = [
-        answer([0.0], [], error={"kind": "PeerError", "message": message, "at_s": 11.0 + rank})
+        answer([0.0], [], error={"kind": "PeerError", "message": message, "lost_ranks": [2], "at_s": 11.0 + rank})
         for rank, message in enumerate(messages)
     ]
     survivors += [answer([0.0], [1.0])] * (2 - len(survivors))
     found = observe(scenario, run([*survivors, {}], events=[("rank 2 killed", 10.5)]))
     assert found["errors_naming_rank"] == naming
     assert found["error_within_s"] == 0.5 + len(messages) - 1
+
+
+def test_recovery_takes_agreement_and_the_next_collective() -> None:
+    scenario = Scenario(
+        name="s",
+        title="",
+        topology=Topology(hosts=3),
+        workload=Workload(rounds=1),
+        faults=(KillRank(rank=2, at_s=1.0),),
+        recovers=True,
+    )
+    error = {"kind": "PeerError", "message": "rank 2 is gone", "lost_ranks": [2], "at_s": 11.0}
+    seen = Observations(
+        scenario=scenario,
+        seed=1,
+        runs=[run([answer([0.0], [], error=error)] * 2 + [{}], events=[("rank 2 killed", 10.5)])],
+        recovery=Recovery(
+            reconfigured=[{"began_s": 11.0, "ended_s": 11.5}, {"began_s": 11.25, "ended_s": 11.75}],
+            answers=[answer([20.0], [20.5]), answer([20.25], [20.5])],
+        ),
+    )
+    found = measures.measure(seen)
+    assert found["errors_naming_rank"] == 1.0
+    assert found["recovered_ranks"] == 2
+    assert found["recovered_within_s"] == 0.75 + 0.25
+    # A survivor that took another for dead has not named the right one.
+    error["lost_ranks"] = [0, 2]
+    assert measures.measure(seen)["errors_naming_rank"] == 0.0
 
 
 def sampled(progress: list[tuple[float, float]], plane: float = 0.0) -> list[tuple[float, ...]]:

@@ -157,6 +157,13 @@ def test_wrong_commands_exit_with_2(arguments: list[str], message: str) -> None:
     assert message in re.sub(r"\s+", " ", done.output)
 
 
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    done = invoke("list")
+    assert done.exit_code == 2
+    assert "pyroute2 is not installed: pip install 'sennit[testbed]'" in done.output
+
+
 def test_results_of_another_schema_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     outcome = results.Results(form="short", strict=False, seed=1, machine={})
