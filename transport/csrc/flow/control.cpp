@@ -102,7 +102,7 @@ size_t ControlWriter::finish() {
   store<uint32_t>(at + 28, header.advert_first);
   store<uint32_t>(at + 32, header.granted);
   store<uint16_t>(at + 36, header.queue_us);
-  store<uint16_t>(at + 38, 0);
+  store<uint16_t>(at + 38, header.probe_number);
   return used_;
 }
 
@@ -125,6 +125,7 @@ bool ControlReader::parse(std::span<const std::byte> payload) {
   header_.advert_first = load<uint32_t>(at + 28);
   header_.granted = load<uint32_t>(at + 32);
   header_.queue_us = load<uint16_t>(at + 36);
+  header_.probe_number = load<uint16_t>(at + 38);
   at += CONTROL_HEADER_BYTES;
 
   const auto take = [&](size_t size) {

@@ -43,21 +43,25 @@ struct ControlHeader {
   uint32_t eager_consumed = 0;   // all eager packets below have been taken by the message layer
   uint32_t advert_first = 0;     // credit number of the first advert here
   uint32_t granted = 0;          // so many bulk packets may have been sent, from the start
-  uint16_t queue_us = 0;         // least queueing in the fabric that the paths to the peer showed lately
+  uint16_t probe_number = 0;     // with CONTROL_PROBE
+  uint16_t queue_us =
+      0;  // QUEUE_OVERFLOWED, or the least queueing in the fabric that the paths to the peer showed lately
 };
 
 // Of one path: its newest data packet, how long that was held back (one round-trip sample), and what came over it
 // so far, modulo 2^16, so that a lost echo is made good by the next.
 struct Echo {
-  uint32_t immediate;  // ECHO_NO_DATA: only probes came
+  uint32_t immediate;  // or of a probe: ECHO_PROBE
   uint32_t delay_us;   // 24 bits
   uint8_t path;
   uint16_t received;   // packets, probes and duplicates included
   uint16_t marked;     // of them with the ECN codepoint "congestion experienced"
   uint16_t waited_us;  // the part of the round trip that the packet spent inside the receiving host
 };
-// Index behind the last packet of any credit.
-inline constexpr uint32_t ECHO_NO_DATA = UINT32_MAX;
+inline constexpr uint16_t QUEUE_OVERFLOWED_US = UINT16_MAX;
+// The newest on the path was a probe: its number is in the low half. The index is behind the last packet of any
+// credit, so no data packet has such an immediate.
+inline constexpr uint32_t ECHO_PROBE = 0xFFFF'0000;
 inline constexpr uint32_t ECHO_DELAY_MAX_US = 0xFF'FFFF;
 
 struct Advert {

@@ -95,6 +95,7 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
   if (state.dead || out.empty()) return 0;
   if (recovery.take_probe(now_us, out[0], path)) return 1;
   if (!state.can_send()) {
+    recovery.set_tail(state.is_tail());
     if (!state.credit_stalled && recovery.allowance() != 0 && state.sender.is_out_of_grant()) {
       state.credit_stalled = true;
       ++state.counters.credit_stalls;
@@ -117,13 +118,14 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
     if (packet.size_bytes != state.config.payload_max_bytes) break;
   }
   recovery.end_of_batch(now_us, static_cast<uint32_t>(count));
+  recovery.set_tail(state.is_tail());
   return count;
 }
 
 size_t Flow::poll_control(uint64_t now_us, std::span<std::byte> out, uint32_t& path) {
   State& state = *state_;
   size_t size_bytes = 0;
-  if (!state.dead && state.recovery.take_path_probe(now_us, path)) {
+  if (!state.dead && (state.recovery.take_tail_mark(path) || state.recovery.take_path_probe(now_us, path))) {
     ++state.counters.control_packets_sent;
     return state.write_probe(out);
   }
@@ -178,10 +180,11 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   state.nudges = 0;
   ++state.counters.data_packets_received;
   state.counters.data_bytes_received += size_bytes;
-  state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
+  // The first packet over a path shows its round trip before a queue has grown.
+  const bool is_first_on_path = state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
   state.repeats = 0;
   state.repeat_at_us = NEVER;
-  bool in_order, message_complete = false;
+  bool in_order, message_complete = false, ends_short = false;
   if (eager) {
     in_order = state.eager_receiver.on_data(index_of(immediate), size_bytes);
   } else {
@@ -190,12 +193,14 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
     state.grants.on_advertised(state.receiver.opened_packets());
     in_order = arrival.in_order;
     message_complete = arrival.message_complete;
+    ends_short = arrival.is_last_packet && !message_complete;
   }
   if (!in_order) ++state.counters.out_of_sequence;
   if (++state.unacknowledged_packets >= state.ack_every_packets || message_complete || state.grants.is_due()) {
     state.request_control(now_us);
   } else {
-    state.request_control(now_us + (in_order ? ack_delay_us : ack_delay_us / HURRY));
+    state.request_control(now_us +
+                          (in_order && !ends_short && !is_first_on_path ? ack_delay_us : ack_delay_us / HURRY));
   }
 }
 
@@ -223,7 +228,7 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
     return;
   }
   if ((control.header().flags & CONTROL_PROBE) != 0) {
-    state.note_arrival(now_us, path, ECHO_NO_DATA, false, 0);
+    state.note_arrival(now_us, path, ECHO_PROBE | control.header().probe_number, false, 0);
     state.request_control(now_us);
   }
   state.apply_control(now_us, waited_us, control);
@@ -248,7 +253,7 @@ void Flow::on_timeout(uint64_t now_us) {
   state.recovery.on_timeout(now_us);
   if (state.advert_retry_us() <= now_us) {
     state.receiver.resend_adverts();
-    state.advert_retries = std::min(state.advert_retries + 1, BACKOFF_MAX);
+    state.advert_retries = std::min(state.advert_retries + 1, ADVERT_BACKOFF_MAX);
     state.request_control(now_us);
   }
   if (state.repeat_at_us <= now_us) {

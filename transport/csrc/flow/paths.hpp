@@ -34,6 +34,9 @@ struct Path {
   uint32_t probes = 0;                // since it is bad
   bool probe_due = false;             // tail probe wanted
   bool probe_sent = false;            // at most one between acknowledgements
+  uint64_t mark_order = 0;            // of the newest tail mark (Recovery::take_tail_mark)
+  uint16_t mark_number = 0;           // its probe number
+  bool is_mark_open = false;          // not answered
   uint16_t received = 0, marked = 0;  // the peer's counts of arrivals over it, modulo 2^16
   uint64_t fabric_min_us = UINT64_MAX;
   RoundTrip round_trip;

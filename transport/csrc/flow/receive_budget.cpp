@@ -31,7 +31,10 @@ void ReceiveBudget::on_arrival(uint32_t bytes, bool ecn_marked) {
   if (round_bytes_ >= this->bytes()) end_round();
 }
 
-void ReceiveBudget::on_queue_report(uint64_t queue_us) { round_queue_us_ = std::max(round_queue_us_, queue_us); }
+void ReceiveBudget::on_queue_report(uint64_t queue_us) {
+  round_queue_us_ = std::max(round_queue_us_, queue_us);
+  is_reported_ = true;
+}
 
 void ReceiveBudget::end_round() {
   const double marked = static_cast<double>(round_marked_bytes_) / static_cast<double>(round_bytes_);
@@ -45,11 +48,12 @@ void ReceiveBudget::end_round() {
   if (decrease > 0) {
     is_starting_ = false;
     bytes_ *= 1 - std::min(decrease, DECREASE_MAX);
-  } else {
+  } else if (is_reported_) {
     bytes_ = is_starting_ ? 2 * bytes_ : bytes_ + INCREASE_BYTES;
   }
   bytes_ = std::clamp(bytes_, static_cast<double>(config_.min_bytes), static_cast<double>(config_.max_bytes));
   round_bytes_ = round_marked_bytes_ = round_queue_us_ = 0;
+  is_reported_ = false;
 }
 
 }  // namespace sennit::flow

@@ -106,7 +106,7 @@ Receiver::Arrival Receiver::on_data(uint32_t immediate, SequenceRing<Event>& eve
   const uint32_t index = index_of(immediate);
   Credit& credit = this->credit(number);
   credit.present.set(index);
-  Arrival arrival{index == credit.received_end, false, number};
+  Arrival arrival{index == credit.received_end, false, index + 1 == credit.packet_count, number};
   ++received_packets_;
   if (++credit.received == 1) ++partial_credits_;
   if (index >= credit.received_end) credit.received_end = index + 1;

@@ -29,6 +29,7 @@ class Receiver {
   struct Arrival {
     bool in_order;
     bool message_complete;
+    bool is_last_packet;  // of its credit: what is missing now was lost, or is on another path
     uint64_t credit;
   };
   // After classify said `place`. A complete message adds its event to `events`.

@@ -14,6 +14,10 @@ constexpr uint32_t SILENT_WINDOW_PACKETS = 8;
 constexpr uint32_t BACKOFF_MAX = 10;
 // All of so many packets lost in a row: no accident even where every fifth packet is lost.
 constexpr uint32_t SILENT_PACKETS = 4;
+// Lost at a time on a path that goes on answering: a queue overflowed.
+constexpr uint32_t OVERFLOW_PACKETS = 8;
+// A loss makes the next so many packets suspect.
+constexpr uint32_t LOSSY_PACKETS = 65'536;
 // Sent ahead of the pace, so that a late timer costs nothing.
 constexpr uint64_t PACING_PERCENT = 80;
 // Below this a batch takes longer to send than to wait for.
@@ -75,6 +79,7 @@ void Recovery::launch(uint64_t now_us, uint32_t path_index, uint32_t id) {
   record.lost = false;
   if (record.transmissions < UINT8_MAX) ++record.transmissions;
   path.last_sent_us = now_us;
+  if (lossy_packets_ != 0) --lossy_packets_;
   ++path.in_flight_packets;
   ++in_flight_;
   ++counters_.data_packets_sent;
@@ -100,6 +105,25 @@ void Recovery::end_of_batch(uint64_t now_us, uint32_t packets) {
   }
   const uint64_t gap_us = round_trip_.smoothed_us() * packets * PACING_PERCENT / 100 / window_;
   paced_until_us_ = gap_us < PACING_MIN_US ? 0 : now_us + gap_us;
+}
+
+bool Recovery::is_mark_due(const Path& path) const {
+  return is_tail_ && lossy_packets_ != 0 && !path.in_flight.empty() && !path.is_bad() && !path.is_mark_open &&
+         outstanding_[path.in_flight.tail].order > path.mark_order;
+}
+
+bool Recovery::take_tail_mark(uint32_t& index) {
+  for (index = 0; index < paths_.count(); ++index) {
+    Path& path = paths_[index];
+    if (!is_mark_due(path)) continue;
+    // Far enough behind all data to condemn it without a wait.
+    path.mark_order = path.next_order + REORDER_PACKETS;
+    path.next_order = path.mark_order + 1;
+    path.mark_number = ++probe_number_;
+    path.is_mark_open = true;
+    return true;
+  }
+  return false;
 }
 
 bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
@@ -145,6 +169,11 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
     const uint64_t waited_us = echo.waited_us + control_waited_us;
     fabric_us = sample_us > waited_us ? sample_us - waited_us : 1;
   }
+  Path& path = paths_[echo.path];
+  if (path.is_mark_open && echo.immediate == (ECHO_PROBE | path.mark_number)) {
+    path.is_mark_open = false;
+    path.newest_acked_order = std::max(path.newest_acked_order, path.mark_order);
+  }
   note_arrivals(now_us, echo, fabric_us);
 }
 
@@ -165,6 +194,7 @@ void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
       path.newest_acked_order = std::max(path.newest_acked_order, record.order);
       path.last_ack_us = now_us;
       path.probe_sent = path.probe_due = false;
+      path.is_mark_open &= path.newest_acked_order < path.mark_order;
       newest_acked_sent_us_ = std::max(newest_acked_sent_us_, record.sent_us);
       on_answer(now_us, path);
     }
@@ -186,6 +216,12 @@ void Recovery::mark_lost(Path& path, uint32_t id) {
   --in_flight_;
 }
 
+void Recovery::note_losses(uint64_t now_us, uint32_t index, uint32_t packets) {
+  congestion_->on_losses(now_us, index, packets);
+  lossy_packets_ = LOSSY_PACKETS;
+  is_overflowing_ |= packets >= OVERFLOW_PACKETS;
+}
+
 void Recovery::detect_losses(uint64_t now_us, uint32_t index) {
   Path& path = paths_[index];
   uint32_t lost = 0;
@@ -197,7 +233,7 @@ void Recovery::detect_losses(uint64_t now_us, uint32_t index) {
     mark_lost(path, path.in_flight.head);
     ++lost;
   }
-  if (lost != 0) congestion_->on_losses(now_us, index, lost);
+  if (lost != 0) note_losses(now_us, index, lost);
   if (!path.in_flight.empty()) detect_silence(now_us, index);
 }
 
@@ -215,7 +251,7 @@ void Recovery::detect_silence(uint64_t now_us, uint32_t index) {
   }
   // (Later ones of this path are there: then it is as alive as any.)
   if (is_alive) {
-    congestion_->on_losses(now_us, index, lost);
+    note_losses(now_us, index, lost);
   } else if (lost >= SILENT_PACKETS || ++path.silences >= 2) {
     make_rail_bad(now_us, index, oldest_us);
   }
@@ -233,7 +269,7 @@ uint64_t Recovery::probe_at_us(const Path& path) const {
   const RoundTrip& round_trip = this->round_trip(path);
   if (path.in_flight.empty() || path.probe_sent || unanswered_timeouts_ != 0 || !round_trip.sampled())
     return UINT64_MAX;
-  return std::max(path.last_sent_us, path.last_ack_us) + round_trip.pto_us(peer_ack_delay_us_);
+  return std::max(path.last_sent_us, path.last_ack_us) + round_trip.pto_us(is_tail_ ? 0 : peer_ack_delay_us_);
 }
 
 uint64_t Recovery::reorder_at_us(const Path& path) const {
@@ -247,7 +283,7 @@ uint64_t Recovery::next_timeout_us() const {
   uint64_t next_us = next_path_probe_us();
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     const Path& path = paths_[index];
-    if (path.probe_due) return 0;
+    if (path.probe_due || is_mark_due(path)) return 0;
     next_us = std::min({next_us, timeout_at_us(path), probe_at_us(path), reorder_at_us(path)});
   }
   return next_us;

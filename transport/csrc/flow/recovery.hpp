@@ -44,11 +44,20 @@ class Recovery {
   void on_sent(uint64_t now_us, uint32_t path, const DataOut& packet);
   // The oldest lost packet, sent again on `path`.
   DataOut resend(uint64_t now_us, uint32_t path);
+  // Nothing waits to be sent: the receiver acknowledges a message's end at once, so the probe need not wait for
+  // its acknowledgement delay.
+  void set_tail(bool is_tail) { is_tail_ = is_tail; }
   void end_of_batch(uint64_t now_us, uint32_t packets);
   // The tail probe of some path, if one is due.
   bool take_probe(uint64_t now_us, DataOut& out, uint32_t& path);
+  // A path whose tail is to be marked by a control packet now: being the last, its echo shows at once which data
+  // before it was lost. Only where losses were found lately; elsewhere the tail probe suffices.
+  bool take_tail_mark(uint32_t& path);
   // A bad path to be probed by a control packet now.
   bool take_path_probe(uint64_t now_us, uint32_t& path);
+
+  // Of the probe or mark taken last.
+  uint16_t probe_number() const { return probe_number_; }
 
   // `control_waited_us`: how long the control that brought it had been inside this host.
   void on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waited_us);
@@ -64,7 +73,10 @@ class Recovery {
   const PathPolicy& policy() const { return *policy_; }
   const CongestionControl& congestion() const { return *congestion_; }
   // The least queueing that any path showed since it was taken; 0: none is known.
-  uint64_t least_queue_us() const { return least_queue_us_ == UINT64_MAX ? 0 : least_queue_us_; }
+  uint64_t least_queue_us() const {
+    if (is_overflowing_) return QUEUE_OVERFLOWED_US;
+    return least_queue_us_ == UINT64_MAX ? 0 : least_queue_us_;
+  }
   uint64_t take_queue_us();
 
  private:
@@ -79,6 +91,7 @@ class Recovery {
   void detect_losses(uint64_t now_us, uint32_t index);
   void detect_silence(uint64_t now_us, uint32_t index);
   void note_window();
+  void note_losses(uint64_t now_us, uint32_t index, uint32_t packets);
   void time_out(uint64_t now_us, uint32_t index);
 
   // recovery_paths.cpp: the states.
@@ -87,6 +100,7 @@ class Recovery {
   void on_answer(uint64_t now_us, Path& path);
   void make_bad(uint64_t now_us, uint32_t index);
   void make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since_us);
+  bool is_mark_due(const Path& path) const;
   bool may_probe() const;
   uint64_t next_path_probe_us() const;
 
@@ -105,6 +119,9 @@ class Recovery {
   uint64_t last_ack_us_ = 0;           // on any path
   uint64_t newest_acked_sent_us_ = 0;  // when the newest acknowledged packet was sent, on any path
   uint64_t paced_until_us_ = 0;
+  bool is_tail_ = false, is_overflowing_ = false;
+  uint32_t lossy_packets_ = 0;  // packets to be sent until losses are forgotten
+  uint16_t probe_number_ = 0;
   uint64_t path_probed_us_ = 0;
   uint64_t least_queue_us_ = UINT64_MAX;
   RoundTrip round_trip_;  // over all paths: for those without a sample

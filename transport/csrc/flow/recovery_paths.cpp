@@ -51,7 +51,7 @@ void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_
   on_answer(now_us, path);
   if (fabric_us != 0) path.fabric_min_us = std::min(path.fabric_min_us, fabric_us);
   const PathFeedback feedback{now_us, echo.path, received, std::min(marked, received), fabric_us, path.fabric_min_us};
-  if (fabric_us != 0) least_queue_us_ = std::min(least_queue_us_, feedback.queue_us());
+  if (fabric_us != 0) least_queue_us_ = std::min(least_queue_us_, std::max<uint64_t>(feedback.queue_us(), 1));
   policy_->on_feedback(feedback);
   congestion_->on_feedback(feedback, paths_.count() - bad_paths_, in_flight_);
   note_window();
@@ -66,6 +66,7 @@ void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_
 uint64_t Recovery::take_queue_us() {
   const uint64_t queue_us = least_queue_us();
   least_queue_us_ = UINT64_MAX;
+  is_overflowing_ = false;
   return queue_us;
 }
 
@@ -115,6 +116,7 @@ bool Recovery::take_path_probe(uint64_t now_us, uint32_t& index) {
   path.probes = std::min(path.probes + 1, PATH_PROBE_DOUBLINGS);
   path.until_us = now_us + std::min(wait_us, PATH_PROBE_MAX_US);
   path_probed_us_ = now_us;
+  ++probe_number_;
   ++counters_.path_probe_packets;
   return true;
 }

@@ -7,7 +7,7 @@
 namespace sennit::flow {
 
 // RFC 6298 (2.4) asks for 1 s, which is for the Internet. Lost packets are found by SACK within a round trip
-// and by the tail probe within PTO_MIN_US: the timeout is for a dead path or a dead peer only. 5 ms is
+// and by the tail probe within a few: the timeout is for a dead path or a dead peer only. 5 ms is
 // above one scheduling slice of a peer that shares its core, so that such a peer is not sent everything twice.
 inline constexpr uint64_t RTO_MIN_US = 5'000;
 // Before the first sample (RFC 6298 (2.1): 1 s).
@@ -16,12 +16,12 @@ inline constexpr uint64_t RTO_INITIAL_US = 20'000;
 inline constexpr uint64_t RTO_MAX_US = 1'000'000;
 // RFC 6298's G: ports are driven by a poll loop whose rounds take up to this long.
 inline constexpr uint64_t CLOCK_GRANULARITY_US = 100;
-// Tail probe after 2 * SRTT (RFC 8985, 7.2) plus the peer's acknowledgement delay, but not below this.
-inline constexpr uint64_t PTO_MIN_US = 1'000;
+// Tail probe after 2 * SRTT (RFC 8985, 7.2) but not below this; it costs a packet.
+inline constexpr uint64_t PTO_MIN_US = 350;
 // Smallest reorder window of the RACK check (RFC 8985, 6.2: a quarter of the round trip).
 inline constexpr uint64_t REORDER_MIN_US = 50;
 // Paths end in different sockets, which one loop empties in turn: so far apart may packets come for that alone.
-inline constexpr uint64_t SILENCE_MIN_US = 500;
+inline constexpr uint64_t SILENCE_MIN_US = 300;
 
 class RoundTrip {
  public:

@@ -26,6 +26,7 @@ class Sender {
   const char* transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
   bool has_unsent() const;
   DataOut take_unsent();  // has_unsent() first
+  bool has_backlog() const { return !to_send_.empty(); }
   // There is more to send, and only the receiver's grant stands against it.
   bool is_out_of_grant() const { return is_within_reach() && sent_packets_ >= granted_packets_; }
   // The receiver limits what is on the way to it at all.

@@ -49,7 +49,7 @@ Flow::State::State(const FlowConfig& config, std::span<std::byte> eager_memory, 
       receiver(config),
       grants(config.receive_budget, config.payload_max_bytes) {}
 
-void Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked,
+bool Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked,
                                uint64_t waited_us) {
   const auto number = static_cast<uint8_t>(path);
   Heard& newest = heard[number];
@@ -62,6 +62,7 @@ void Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediat
   newest.marked += ecn_marked;
   counters.np_ecn_marked_roce_packets += ecn_marked;
   newest_heard_path = number;
+  return newest.received == 1;
 }
 
 // Where the peer was heard last is likely to work the other way too; a receiver has no data of its own on the
@@ -100,7 +101,8 @@ bool Flow::State::idle() const {
 
 uint64_t Flow::State::advert_retry_us() const {
   if (!receiver.has_unseen_adverts() || receiver.has_unsent_adverts()) return NEVER;
-  const uint64_t wait_us = recovery.round_trip().rto_us() << std::min(advert_retries, BACKOFF_MAX);
+  // A sender that has something for it answers within a round trip; one that computes is asked ever more rarely.
+  const uint64_t wait_us = recovery.round_trip().pto_us(config.ack_delay_us) << std::min(advert_retries, ADVERT_BACKOFF_MAX);
   return advert_sent_us + std::min(wait_us, RTO_MAX_US);
 }
 
@@ -162,6 +164,7 @@ void Flow::State::write_cumulative(ControlWriter& writer, uint8_t flags) {
 size_t Flow::State::write_probe(std::span<std::byte> out) {
   ControlWriter writer(out.first(control_max_bytes));
   write_cumulative(writer, CONTROL_PROBE);
+  writer.header.probe_number = recovery.probe_number();
   return writer.finish();
 }
 
@@ -210,8 +213,7 @@ void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const Contr
   if (sender.granted_packets() != granted_before) credit_stalled = false;
   if (header.queue_us != 0) grants.on_queue_report(header.queue_us);
   // A receiver that limits us cannot see the queue before it: tell it, once a round trip.
-  if (sender.has_unacknowledged() && sender.is_granted_narrowly() &&
-      recovery.least_queue_us() > config.target_queue_us &&
+  if (sender.has_unacknowledged() && sender.is_granted_narrowly() && recovery.least_queue_us() != 0 &&
       now_us >= queue_reported_us + recovery.round_trip().smoothed_us())
     request_control(now_us);
 

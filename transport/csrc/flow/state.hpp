@@ -26,6 +26,8 @@ inline constexpr uint64_t NEVER = UINT64_MAX;
 inline constexpr uint32_t LAST_WORD_COPIES = 3;
 // Adverts, questions and nudges are repeated after the retransmission timeout, doubled at most so often.
 inline constexpr uint32_t BACKOFF_MAX = 8;
+// From the probe timeout, which is shorter.
+inline constexpr uint32_t ADVERT_BACKOFF_MAX = 12;
 inline constexpr uint32_t PATH_NUMBERS = 256;
 
 struct Flow::State {
@@ -33,10 +35,13 @@ struct Flow::State {
   State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey);
 
   void request_control(uint64_t at_us) { control_due_us = std::min(control_due_us, at_us); }
-  void note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked, uint64_t waited_us);
+  // True for the first packet over the path.
+  bool note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked, uint64_t waited_us);
   uint32_t control_path(uint64_t now_us);
   void count_refusal(Verdict verdict);
   bool can_send() const;
+  // Eager packets are not acknowledged at once, bulk messages are.
+  bool is_tail() const { return eager_sender.all_received() && !sender.has_backlog(); }
   bool idle() const;
   bool has_outstanding() const { return !idle() || receiver.has_open(); }
   uint64_t advert_retry_us() const;

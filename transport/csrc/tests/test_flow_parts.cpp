@@ -43,7 +43,8 @@ TEST_CASE("Round-trip estimates follow RFC 6298") {
   CHECK(round_trip.min_us() == 40'000);
   for (int i = 0; i < 200; ++i) round_trip.add_sample(50);
   CHECK(round_trip.rto_us() == RTO_MIN_US);
-  CHECK(round_trip.pto_us(400) == PTO_MIN_US);
+  CHECK(round_trip.pto_us(400) == 2 * round_trip.smoothed_us() + 400);
+  CHECK(round_trip.pto_us(0) == PTO_MIN_US);
   for (int i = 0; i < 200; ++i) round_trip.add_sample(UINT64_MAX);
   CHECK(round_trip.rto_us() == RTO_MAX_US);
 }
