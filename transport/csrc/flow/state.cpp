@@ -102,7 +102,8 @@ bool Flow::State::idle() const {
 uint64_t Flow::State::advert_retry_us() const {
   if (!receiver.has_unseen_adverts() || receiver.has_unsent_adverts()) return NEVER;
   // A sender that has something for it answers within a round trip; one that computes is asked ever more rarely.
-  const uint64_t wait_us = recovery.round_trip().pto_us(config.ack_delay_us) << std::min(advert_retries, ADVERT_BACKOFF_MAX);
+  const uint64_t wait_us = recovery.round_trip().pto_us(config.ack_delay_us)
+                           << std::min(advert_retries, ADVERT_BACKOFF_MAX);
   return advert_sent_us + std::min(wait_us, RTO_MAX_US);
 }
 

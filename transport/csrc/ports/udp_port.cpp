@@ -123,7 +123,8 @@ struct UdpPort::Peer {
   bool is_gone = false;  // nobody listens at its address any more
 };
 
-UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config) : rank_(rank), seed_(config.seed) {
+UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
+    : rank_(rank), seed_(config.seed), path_policy_(config.path_policy), congestion_(config.congestion) {
   if (size < 1 || rank >= size)
     throw std::invalid_argument("udp: rank " + std::to_string(rank) + " is not below the size " + std::to_string(size));
   if (config.rails.empty()) throw std::invalid_argument("udp: no rail given; name at least one local address");
@@ -179,12 +180,14 @@ void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes
   const size_t granted_bytes = listener.set_receive_buffer(receive_buffer_bytes);
   offer_.receive_window_bytes =
       std::min(offer_.receive_window_bytes, window_for(granted_bytes, offered.payload_max_bytes, offer_.size - 1));
+  listener.report_arrivals();
   listener.enable_receive_offload();  // without it packets come one by one
   rail->receiver = std::make_unique<UdpReceiver>(std::move(listener), paths_by_qpn_, receive_counters_);
   for (uint32_t path = 0; path < offer_.path_count; ++path) {
     UdpSocket socket = open_sender(config.address);
     socket.set_send_buffer(SEND_BUFFER_BYTES);
     socket.report_refusals();
+    socket.announce_ecn();
     offered.entropies.push_back(socket.local().port);
     rail->senders.push_back(std::make_unique<UdpSender>(std::move(socket), send_counters_));
   }
@@ -229,6 +232,10 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
   config.ack_every_packets =
       std::clamp(config.window_bytes / config.payload_max_bytes / ACKS_PER_WINDOW, 1u, ACK_MAX_PACKETS);
   config.seed = seed_ + peer;
+  config.rail_count = static_cast<uint32_t>(pairs.size());
+  config.path_policy = path_policy_;
+  config.congestion = congestion_;
+  config.receive_budget = &receive_budget_;
 
   const UdpOffer::Peer& for_peer = offer_.peers[peer];
   const UdpOffer::Peer& for_us = theirs.peers[rank_];

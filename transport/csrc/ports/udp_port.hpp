@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "flow/receive_budget.hpp"
 #include "messages/lane.hpp"
 #include "ports/flow_lane.hpp"
 #include "ports/udp_offer.hpp"
@@ -29,9 +30,10 @@ struct UdpRailConfig {
 
 struct UdpConfig {
   std::vector<UdpRailConfig> rails;
-  uint32_t path_count = 4;          // entropies a peer and rail
-  uint64_t seed = 0;                // of choices that tests repeat; keys and queue pairs are always random
-  size_t receive_buffer_bytes = 0;  // of each listening socket; 0: by the number of peers
+  uint32_t path_count = 4;  // entropies a peer and rail
+  uint64_t seed = 0;        // of choices that tests repeat; keys and queue pairs are always random
+  std::string path_policy = "round_robin", congestion = "fixed";  // flow/path_policy.hpp, flow/congestion.hpp
+  size_t receive_buffer_bytes = 0;                                // of each listening socket; 0: by the number of peers
 };
 
 class UdpPort final : public Port {
@@ -75,6 +77,8 @@ class UdpPort final : public Port {
   uint32_t rank_;
   UdpOffer offer_;  // ours
   uint64_t seed_;
+  std::string path_policy_, congestion_;
+  flow::ReceiveBudget receive_budget_;  // before peers_, whose flows give back their grants at the end
   UdpSendCounters send_counters_;
   UdpReceiveCounters receive_counters_;
   UdpPathByQpn paths_by_qpn_;

@@ -29,7 +29,7 @@ bool UdpReceiver::receive(uint64_t now_us, flow::Flow*& expected) {
   // Places are filled only now: until here every packet was read where recvmsg had left it.
   uint32_t identification = 0;
   for (Arrival& arrival : arrivals_) {
-    judge(arrival, now_us, identification);
+    judge(arrival, batch, now_us, identification);
     if (arrival.packet.opcode == wire::Opcode::uc_write_only_immediate) expected = arrival.path->flow;
   }
   return true;
@@ -139,12 +139,12 @@ void UdpReceiver::gather(size_t offset, std::span<std::byte> out) const {
   }
 }
 
-void UdpReceiver::judge(Arrival& arrival, uint64_t now_us, uint32_t& identification) {
+void UdpReceiver::judge(Arrival& arrival, const ReceivedBatch& batch, uint64_t now_us, uint32_t& identification) {
   const wire::Packet& packet = arrival.packet;
   flow::Flow& flow = *arrival.path->flow;
   if (packet.opcode == wire::Opcode::uc_send_only) {
     if (!has_right_icrc(arrival, identification)) return refuse(wire::Refusal::bad_icrc);
-    flow.on_control(now_us, arrival.path->index, {arrival.payload, packet.payload_bytes});
+    flow.on_control(now_us, arrival.path->index, {arrival.payload, packet.payload_bytes}, batch.waited_us);
     return;
   }
   flow::Placement place{};
@@ -160,7 +160,8 @@ void UdpReceiver::judge(Arrival& arrival, uint64_t now_us, uint32_t& identificat
       std::memcpy(place.destination, arrival.payload, packet.payload_bytes);
     }
   }
-  flow.on_data(now_us, arrival.path->index, packet.immediate, packet.payload_bytes);
+  flow.on_data(now_us, arrival.path->index, packet.immediate, packet.payload_bytes, batch.is_ecn_marked,
+               batch.waited_us);
 }
 
 bool UdpReceiver::has_right_icrc(const Arrival& arrival, uint32_t& identification) const {

@@ -63,7 +63,7 @@ class UdpReceiver {
   void sort(const ReceivedBatch& batch, const flow::Flow* expected);
   const std::byte* contiguous(size_t offset, size_t size_bytes);
   void gather(size_t offset, std::span<std::byte> out) const;
-  void judge(Arrival& arrival, uint64_t now_us, uint32_t& identification);
+  void judge(Arrival& arrival, const ReceivedBatch& batch, uint64_t now_us, uint32_t& identification);
   bool has_right_icrc(const Arrival& arrival, uint32_t& identification) const;
   void refuse(wire::Refusal refusal) { ++counters_.refused[static_cast<size_t>(refusal)]; }
 

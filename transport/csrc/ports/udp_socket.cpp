@@ -10,8 +10,10 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <stdexcept>
 #include <system_error>
@@ -24,12 +26,26 @@
 #ifndef UDP_GRO
 #define UDP_GRO 104
 #endif
+#ifndef SCM_TIMESTAMPNS
+#define SCM_TIMESTAMPNS SO_TIMESTAMPNS
+#endif
 #ifndef UDP_NO_CHECK6_RX
 #define UDP_NO_CHECK6_RX 102
 #endif
 
 namespace sennit {
 namespace {
+
+// RFC 3168, 5: the two low bits of the type of service or traffic class.
+constexpr int ECN_MASK = 3, ECN_CAPABLE = 2, ECN_EXPERIENCED = 3;
+
+uint64_t microseconds_since(const timespec& then) {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);  // what the kernel stamps with
+  const int64_t passed_us =
+      int64_t{now.tv_sec - then.tv_sec} * 1'000'000 + (int64_t{now.tv_nsec} - int64_t{then.tv_nsec}) / 1'000;
+  return static_cast<uint64_t>(std::max<int64_t>(passed_us, 0));  // the clock may be set back
+}
 
 [[noreturn]] void raise(int error, const std::string& what) {
   throw std::system_error(error, std::generic_category(), what);
@@ -172,6 +188,23 @@ void UdpSocket::report_refusals() {
   }
 }
 
+void UdpSocket::announce_ecn() {
+  if (local_.is_ipv6) {
+    set_option(fd_, IPPROTO_IPV6, IPV6_TCLASS, ECN_CAPABLE, "IPV6_TCLASS");
+  } else {
+    set_option(fd_, IPPROTO_IP, IP_TOS, ECN_CAPABLE, "IP_TOS");
+  }
+}
+
+void UdpSocket::report_arrivals() {
+  if (local_.is_ipv6) {
+    set_option(fd_, IPPROTO_IPV6, IPV6_RECVTCLASS, 1, "IPV6_RECVTCLASS");
+  } else {
+    set_option(fd_, IPPROTO_IP, IP_RECVTOS, 1, "IP_RECVTOS");
+  }
+  set_option(fd_, SOL_SOCKET, SO_TIMESTAMPNS, 1, "SO_TIMESTAMPNS");
+}
+
 bool UdpSocket::can_segment() const {
   int value = 0;
   socklen_t size = sizeof value;
@@ -230,7 +263,7 @@ ReceivedBatch receive_segments(int fd, std::span<iovec> places) {
   msghdr message{};
   message.msg_iov = places.data();
   message.msg_iovlen = places.size();
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))];
+  alignas(cmsghdr) char control[2 * CMSG_SPACE(sizeof(int)) + CMSG_SPACE(sizeof(timespec))];
   message.msg_control = control;
   message.msg_controllen = sizeof control;
   ssize_t received;
@@ -244,10 +277,24 @@ ReceivedBatch receive_segments(int fd, std::span<iovec> places) {
   batch.size_bytes = batch.segment_bytes = static_cast<size_t>(received);
   batch.is_truncated = (message.msg_flags & MSG_TRUNC) != 0;
   for (cmsghdr* option = CMSG_FIRSTHDR(&message); option != nullptr; option = CMSG_NXTHDR(&message, option)) {
-    if (option->cmsg_level != IPPROTO_UDP || option->cmsg_type != UDP_GRO) continue;
-    int value;
-    std::memcpy(&value, CMSG_DATA(option), sizeof value);
-    if (value > 0) batch.segment_bytes = static_cast<size_t>(value);
+    const auto is = [&](int level, int type) { return option->cmsg_level == level && option->cmsg_type == type; };
+    if (is(IPPROTO_UDP, UDP_GRO)) {
+      int value;
+      std::memcpy(&value, CMSG_DATA(option), sizeof value);
+      if (value > 0) batch.segment_bytes = static_cast<size_t>(value);
+    } else if (is(IPPROTO_IPV6, IPV6_TCLASS)) {
+      int value;
+      std::memcpy(&value, CMSG_DATA(option), sizeof value);
+      batch.is_ecn_marked = (value & ECN_MASK) == ECN_EXPERIENCED;
+    } else if (is(IPPROTO_IP, IP_TOS)) {
+      uint8_t value;
+      std::memcpy(&value, CMSG_DATA(option), sizeof value);
+      batch.is_ecn_marked = (value & ECN_MASK) == ECN_EXPERIENCED;
+    } else if (is(SOL_SOCKET, SCM_TIMESTAMPNS)) {
+      timespec value;
+      std::memcpy(&value, CMSG_DATA(option), sizeof value);
+      batch.waited_us = microseconds_since(value);
+    }
   }
   return batch;
 }

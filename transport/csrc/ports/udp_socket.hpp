@@ -49,6 +49,10 @@ class UdpSocket {
   bool enable_receive_offload();
   // A destination that refuses makes the next send fail with ECONNREFUSED; see refused_destinations().
   void report_refusals();
+  // Packets carry ECT(0): routers may mark them instead of dropping them (RFC 3168).
+  void announce_ecn();
+  // receive_segments() then tells whether a batch was marked, and how long it waited in this host.
+  void report_arrivals();
   // The kernel takes UDP_SEGMENT on this socket. (The device may still refuse at send: EIO.)
   bool can_segment() const;
 
@@ -69,7 +73,9 @@ struct ReceivedBatch {
   size_t size_bytes = 0;     // of all packets together
   size_t segment_bytes = 0;  // of each packet but the last
   bool is_truncated = false;
-  int error = 0;  // errno; EAGAIN when nothing is there
+  bool is_ecn_marked = false;  // the kernel joins packets of one mark only
+  uint64_t waited_us = 0;      // since the kernel had it
+  int error = 0;               // errno; EAGAIN when nothing is there
 };
 ReceivedBatch receive_segments(int fd, std::span<iovec> places);
 
