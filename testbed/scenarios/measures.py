@@ -13,7 +13,7 @@ corrupt_counted                 corrupt packets that sennit counted / those that
 refused_packets, hostile_sent   junk that was counted by name, and junk that was sent
 longest_stall_ms[_before]       longest time in which no rank received payload while all were in one collective:
                                 after the first fault, and before it
-goodput_after                   goodput while the plane is off / before
+goodput_after                   payload a second while the plane is off, stall included / before, inside collectives
 plane_back_ms                   from the plane's healing until it carries a quarter of what it did before
 error_within_s                  from the rank's death to the last survivor's error
 errors_naming_rank              share of survivors whose error names it, and that list it and no other as lost

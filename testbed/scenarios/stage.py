@@ -30,6 +30,10 @@ SETTLE_TIMEOUT_S: Final = 1.0
 RECONFIGURE_TIMEOUT_S: Final = 20.0
 # What goes into the capture: enough to see the protocol, little enough to open.
 CAPTURE_SIZE_BYTES: Final = 256 << 10
+# It writes what it has seen twice a second; what it is told to stop before that is lost.
+CAPTURE_TIMEOUT_S: Final = 3.0
+CAPTURE_LOOK_S: Final = 0.02
+CAPTURE_HEADER_BYTES: Final = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,6 @@ class Observations:
     descriptions: list[str] = field(default_factory=list)
     """What every rank says of itself at the end."""
     log_tails: dict[str, str] = field(default_factory=dict)
-    captures: list[Path] = field(default_factory=list)
 
 
 def play(scenario: Scenario, *, seed: int, folder: Path, say: Callable[[str], None]) -> Observations:
@@ -166,8 +169,8 @@ class _Stage:
                 self._prepare(crew, min(CAPTURE_SIZE_BYTES, workload.size_bytes))
                 with self._planes.capture(0, 0, path) if capture else contextlib.nullcontext():
                     self._repeat(crew, repetitions=1)
-                if capture:
-                    self._seen.captures.append(path)
+                    if capture:
+                        _wait_for_packets(path)
         for library, crew in crews.items():
             self._say(f"{library}: warm-up")
             self._prepare(crew, workload.size_bytes)
@@ -340,3 +343,10 @@ class _Stage:
         dead = self._scenario.victims() if crew.happened else ()
         answers = crew.ask({"do": "counters"}, timeout_s=COUNTERS_TIMEOUT_S, silent=dead)
         return [answer.get("counters", {}) for answer in answers]
+
+
+def _wait_for_packets(capture: Path) -> None:
+    """Until the file has packets. A capture is for people to look at: that it is empty is no reason to fail."""
+    deadline_s = time.monotonic() + CAPTURE_TIMEOUT_S
+    while capture.stat().st_size <= CAPTURE_HEADER_BYTES and time.monotonic() < deadline_s:
+        time.sleep(CAPTURE_LOOK_S)

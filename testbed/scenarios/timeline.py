@@ -99,13 +99,17 @@ def _time_s(row: Sequence[float]) -> float:
     return row[0]
 
 
-def _median_time_s(run: Run, since_s: float, until_s: float) -> float | None:
-    """Of repetitions that lie wholly inside."""
-    begins = zip(*(answer["begins_s"] for answer in run.answers), strict=False)
-    ends = zip(*(answer["ends_s"] for answer in run.answers), strict=False)
-    spans = [(max(begin), max(end)) for begin, end in zip(begins, ends, strict=False)]
-    inside = [end - begin for begin, end in spans if begin >= since_s and end <= until_s]
-    return statistics.median(inside) if inside else None
+def goodput_within(run: Run, since_s: float, until_s: float) -> float | None:
+    """Payload a second, all ranks added, of the time in which all were inside one collective."""
+    received, seconds = 0.0, 0.0
+    for begin, end in common_intervals(run):
+        low, high = max(begin, since_s), min(end, until_s)
+        if high > low:
+            seconds += high - low
+            for answer in run.answers:
+                rows = answer["samples"]
+                received += _at(rows, 1, high) - _at(rows, 1, low) if len(rows) > 1 else 0.0
+    return received / seconds if seconds else None
 
 
 def measure(scenario: Scenario, run: Run) -> dict[str, float]:
@@ -121,9 +125,9 @@ def measure(scenario: Scenario, run: Run) -> dict[str, float]:
     began_s, ended_s = min(a["begins_s"][0] for a in run.answers), max(a["ends_s"][-1] for a in run.answers)
     fault_s = min(off)
     heal_s = min((at_s for at_s, _ in healed), default=ended_s)
-    before, after = _median_time_s(run, began_s, fault_s), _median_time_s(run, max(off), heal_s)
-    if before and after:
-        found["goodput_after"] = before / after
+    before, after = goodput_within(run, began_s, fault_s), goodput_within(run, max(off), heal_s)
+    if before and after is not None:
+        found["goodput_after"] = after / before
     stalls = {
         "longest_stall_ms": longest_stall_s(run, fault_s, ended_s),
         "longest_stall_ms_before": longest_stall_s(run, began_s, fault_s),
