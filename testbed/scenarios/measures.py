@@ -11,8 +11,8 @@ ratio_to_gloo[_calm]            sennit / gloo under the same condition, median o
 impairment.<counter>            what the impairment did to sennit's packets (`ImpairmentCounters`)
 corrupt_counted                 corrupt packets that sennit counted / those that were made
 refused_packets, hostile_sent   junk that was counted by name, and junk that was sent
-longest_stall_ms[_before]       longest time in which no rank received payload while all were in one collective:
-                                after the first fault, and before it
+longest_stall_ms                longest time without payload on any rank while all were in one collective, after the
+                                first fault; longest_stall_ms_before: before it
 goodput_after                   payload a second while the plane is off, stall included / before, inside collectives
 plane_back_ms                   from the plane's healing until it carries a quarter of what it did before
 error_within_s                  from the rank's death to the last survivor's error

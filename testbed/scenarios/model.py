@@ -136,7 +136,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A bound on one measure (`measures.py` has their names and meanings)."""
+    """A bound on one measure; without bounds it is shown for comparison. `measures.py` has names and meanings."""
 
     measure: str
     at_least: float = -math.inf
@@ -152,7 +152,8 @@ class Goal:
         if self.at_least == self.at_most:
             return f"= {self.at_least:g}"
         bounds = [f"≥ {self.at_least:g}"] if self.at_least > -math.inf else []
-        return " and ".join([*bounds, *([f"≤ {self.at_most:g}"] if self.at_most < math.inf else [])])
+        bounds += [f"≤ {self.at_most:g}"] if self.at_most < math.inf else []
+        return " and ".join(bounds) or "to compare with"
 
 
 @dataclass(frozen=True, kw_only=True)
