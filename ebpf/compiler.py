@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -19,7 +20,11 @@ INSTRUCTION_SET: Final = "v3"
 
 
 class CompileError(RuntimeError):
-    """clang is missing or refused; the message has its output."""
+    """clang refused; the message has its output."""
+
+
+class ToolMissing(CompileError):
+    """There is no clang, or there are no headers."""
 
 
 @functools.cache
@@ -27,7 +32,7 @@ def compile_program(name: str) -> bytes:
     """The object file of `programs/<name>.bpf.c`, once a process."""
     clang = shutil.which("clang")
     if clang is None:
-        raise CompileError("no clang: install clang and libbpf-dev (sennit doctor)")
+        raise ToolMissing("clang: command not found")
     source = PROGRAMS / f"{name}.bpf.c"
     # asm/types.h is where the host's compiler has it, which clang does not look at for the target bpf.
     multiarch = Path("/usr/include") / (sysconfig.get_config_var("MULTIARCH") or "")
@@ -37,5 +42,8 @@ def compile_program(name: str) -> bytes:
         command += [f"-I{multiarch}", "-c", os.fspath(source), "-o", os.fspath(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
         if done.returncode != 0:
+            missing = re.search(r"fatal error: '(.*)' file not found", done.stderr)
+            if missing:
+                raise ToolMissing(f"clang: no header {missing[1]}")
             raise CompileError(f"{' '.join(command)}:\n{done.stderr[-4000:]}")
         return target.read_bytes()

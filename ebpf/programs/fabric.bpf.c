@@ -214,11 +214,15 @@ static __always_inline struct held_frame* claim(const struct port_config* config
   if (!state || !entry) return 0;
   *state_out = state;
   __u64 before = *(volatile __u64*)state;
-  if (before != STATE(n, FULL)) {
-    // Not held, or not yet: tell it not to be. If that is too late it is FULL by now.
-    if ((before & 3) != FULL) before = CAS(state, before, STATE(n, OVERTAKEN));
-    if (before != STATE(n, FULL)) return 0;
+  // Where n is not held, or not yet, tell it not to be. The entry may change meanwhile: an older packet leaves it, n
+  // takes it, n is all written; never more often than that.
+  for (int attempt = 0; attempt < 4; ++attempt) {
+    if ((before & 3) == FULL) break;
+    __u64 seen = CAS(state, before, STATE(n, OVERTAKEN));
+    if (seen == before) return 0;
+    before = seen;
   }
+  if (before != STATE(n, FULL)) return 0;
   return CAS(state, STATE(n, FULL), STATE(n, WRITING)) == STATE(n, FULL) ? entry : 0;
 }
 
@@ -283,8 +287,16 @@ int fabric(struct __sk_buff* skb) {
       else
         COUNT(duplicated, segments);
     }
-    if (hit(config, n, DRAW_MARK, config->mark_below) && bpf_skb_ecn_set_ce(skb)) COUNT(marked, segments);
-    if (hit(config, n, DRAW_CORRUPT, config->corrupt_below)) {
+    if (hit(config, n, DRAW_HOLD, config->hold_below)) {
+      gone = hold(skb, config, n);
+      if (gone)
+        COUNT(held, 1);
+      else
+        COUNT(unheld, segments);
+    }
+    // What is held back may never come, so it is not counted as marked or corrupt too.
+    if (!gone && hit(config, n, DRAW_MARK, config->mark_below) && bpf_skb_ecn_set_ce(skb)) COUNT(marked, segments);
+    if (!gone && hit(config, n, DRAW_CORRUPT, config->corrupt_below)) {
       if (packet.protocol == IPPROTO_TCP) {
         // TCP's checksum, which virtual interfaces do not compute, would find it.
         COUNT(corrupted, segments);
@@ -294,13 +306,6 @@ int fabric(struct __sk_buff* skb) {
         if (done > 0) COUNT(corrupted, 1);
         if (done < 0) COUNT(failed, 1);
       }
-    }
-    if (!gone && hit(config, n, DRAW_HOLD, config->hold_below)) {
-      gone = hold(skb, config, n);
-      if (gone)
-        COUNT(held, 1);
-      else
-        COUNT(unheld, segments);
     }
   }
 

@@ -57,7 +57,7 @@ class Impairment:
 
     reorder_fraction: float = 0
     """Held back until `reorder_depth` later packets have passed. Needs those: at the end of the traffic, up to so many
-    stay behind. Super-packets are not held, nor are frames below 80 bytes."""
+    stay behind. Super-packets are not held, nor are frames below 80 bytes; a held one is not marked or corrupted."""
 
     reorder_depth: int = 0
     """1 to 127 where reorder_fraction is not 0."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from ipaddress import IPv6Address
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
@@ -206,7 +207,7 @@ class Planes:
                 self._switch.set_flag(FLAG_ORPHAN, queued, self._ports(None, [plane]))
 
     def queue_counters(self, host: int, plane: int, direction: Direction = Direction.SEND) -> QueueCounters:
-        """What the queue of a rate limit did since `limit_rate` made it."""
+        """What the queue of a rate limit did since it was made; changing the limit keeps it."""
         self._ports([host], [plane])
         name, interface = self._queue(host, plane, Direction(direction))
         found = namespace.within(name, read_queue, interface)
@@ -324,17 +325,21 @@ class Planes:
                             )
 
     def _stop_children(self) -> None:
-        for child in self._children:
-            if child.poll() is None:
-                child.kill()
-        for child in self._children:
-            child.wait(CHILD_TIMEOUT_S)
+        running = [child for child in self._children if child.poll() is None]
         self._children.clear()
+        for child in running:
+            child.kill()
+        for child in running:
+            child.wait(CHILD_TIMEOUT_S)
+            # Nobody waits for what these had to say.
+            for stream in (child.stdin, child.stdout, child.stderr):
+                if stream is not None:
+                    stream.close()
 
 
 def _ipv6(host: int, plane: int) -> str:
     """A unique local address (RFC 4193); namespaces keep it apart from everyone's."""
-    return f"fd5e:4e17:0:{plane:x}::{host + 1:x}"
+    return str(IPv6Address(f"fd5e:4e17:0:{plane:x}::{host + 1:x}"))
 
 
 def _ipv4(host: int, plane: int) -> str:

@@ -31,12 +31,12 @@ class Direction(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class QueueCounters:
-    """What a rate-limited queue did since the limit was set."""
+    """What a rate-limited queue did since it was made."""
 
     packets: int
     bytes: int
     dropped: int
-    """For want of room in the queue. A super-packet (GSO) that does not fit counts once, one that does as its packets."""
+    """For want of room in the queue. A super-packet (GSO) without room counts once, one with room as its packets."""
 
     backlog_bytes: int
     """In it now."""

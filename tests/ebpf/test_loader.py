@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiling and loading BPF programs, and what is said when that cannot be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sennit.ebpf import compiler
+from sennit.ebpf.loader import BpfError, BpfObject
+
+root = pytest.mark.root
+needs_clang = pytest.mark.needs("clang")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where programs are looked for."""
+    monkeypatch.setattr(compiler, "PROGRAMS", tmp_path)
+    return tmp_path
+
+
+@root
+@needs_clang
+@pytest.mark.parametrize("path", sorted(compiler.PROGRAMS.glob("*.bpf.c")), ids=lambda path: path.name)
+def test_every_program_compiles_and_passes_the_verifier(path: Path) -> None:
+    """The capability tc-bpf cannot say this: a program that is refused would only make tests skip."""
+    with BpfObject(compiler.compile_program(path.name.removesuffix(".bpf.c"))) as loaded:
+        assert loaded.program_descriptor("fabric") > 0
+
+
+@root
+@needs_clang
+def test_maps_are_read_and_written() -> None:
+    with BpfObject(compiler.compile_program("fabric"), max_entries={"hold_states": 7}) as loaded:
+        states = loaded.map("hold_states")
+        assert (states.entries, states.value_bytes) == (7, 8)
+        states.write(6, b"12345678")
+        assert states.read(6) == b"12345678"
+        assert states.read(5) == bytes(8)
+        with pytest.raises(BpfError, match="entry 7 of 7"):
+            states.read(7)
+        with pytest.raises(BpfError, match="3 bytes; allowed: 8"):
+            states.write(0, b"123")
+        with pytest.raises(BpfError, match="no map 'nothing'"):
+            loaded.map("nothing")
+        with pytest.raises(BpfError, match="no program 'nothing'"):
+            loaded.program_descriptor("nothing")
+    with pytest.raises(BpfError, match="closed"):
+        loaded.program_descriptor("fabric")
+
+
+@root
+@needs_clang
+def test_the_verifier_is_quoted(folder: Path) -> None:
+    (folder / "wild.bpf.c").write_text(
+        '__attribute__((section("tc"), used)) int wild(void *skb) { return *(int *)(long)skb == *(int *)8; }\n'
+        'char licence[] __attribute__((section("license"), used)) = "Apache-2.0";\n'
+    )
+    with pytest.raises(BpfError, match="invalid mem access"):
+        BpfObject(compiler.compile_program("wild"))
+
+
+@root
+def test_what_is_no_object_is_refused() -> None:
+    with pytest.raises(BpfError, match="cannot be opened"):
+        BpfObject(b"not an ELF file")
+
+
+@needs_clang
+def test_the_compiler_is_quoted(folder: Path) -> None:
+    (folder / "broken.bpf.c").write_text("int broken(void) { return }\n")
+    with pytest.raises(compiler.CompileError, match="expected expression"):
+        compiler.compile_program("broken")
+    (folder / "poor.bpf.c").write_text('#include "no/such.h"\n')
+    with pytest.raises(compiler.ToolMissing, match=r"no header no/such\.h"):
+        compiler.compile_program("poor")
+
+
+def test_a_missing_compiler_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(compiler.ToolMissing, match="clang: command not found"):
+        compiler.compile_program("any")

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of test_lossy_collectives.py: `python FILE RANK WORLD STORE SEED`. Runs its collectives, then answers every
+line on standard input with a barrier and its counters as JSON, until there are no more.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+
+from sennit.transport.arithmetic import fold
+from sennit.transport.communicator import Communicator
+from sennit.transport.config import from_environment
+from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.store import FileStore
+
+ELEMENTS = (1, 40_001, 2_000_003)
+ROUNDS = 3
+
+
+def main() -> None:
+    rank, world, seed = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
+    rng = np.random.default_rng(seed)
+    with Communicator(rank=rank, world=world, store=FileStore(sys.argv[3]), config=from_environment()) as group:
+        assert all(route == "udp" for peer, route in enumerate(group.routes) if peer != rank), group.routes
+        for elements in ELEMENTS * ROUNDS:
+            arrays = [rng.standard_normal(elements).astype(np.float32) for _ in range(world)]
+            expected = fold([a.view(np.uint8) for a in arrays], Dtype.F32, ReduceOp.SUM, world=world)
+            assert group.allreduce(arrays[rank]).tobytes() == expected.tobytes()
+            rows = [rng.integers(0, 256, (world, elements), np.uint8) for _ in range(world)]
+            received = group.alltoall(rows[rank].reshape(-1))
+            assert received.tobytes() == b"".join(row[rank].tobytes() for row in rows)
+        print("done", flush=True)
+        for _ in sys.stdin:
+            group.barrier()
+            print(json.dumps(group.counters()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
