@@ -24,7 +24,7 @@ uint32_t eager_immediate(uint64_t packet) {
 EagerSender::EagerSender(const FlowConfig& config)
     : payload_max_bytes_(config.payload_max_bytes),
       slot_count_(config.eager_slot_count),
-      ring_(size_t{config.eager_slot_count} * config.payload_max_bytes),
+      ring_(std::make_unique_for_overwrite<std::byte[]>(size_t{config.eager_slot_count} * config.payload_max_bytes)),
       sizes_(config.eager_slot_count) {}
 
 void EagerSender::set_remote(uint64_t address, uint32_t rkey) {
@@ -40,7 +40,7 @@ bool EagerSender::push(const MessageHeader& header, uint32_t flags, const void* 
   const uint32_t data_bytes = flags == EAGER_REQUEST ? 0 : static_cast<uint32_t>(header.size_bytes);
   const EagerHeader head{header.key, header.signature, header.size_bytes, flags, data_bytes};
   const uint32_t slot = static_cast<uint32_t>(next_) & (slot_count_ - 1);
-  std::byte* at = ring_.data() + size_t{slot} * payload_max_bytes_;
+  std::byte* at = ring_.get() + size_t{slot} * payload_max_bytes_;
   std::memcpy(at, &head, sizeof head);
   if (data_bytes != 0) std::memcpy(at + sizeof head, data, data_bytes);
   sizes_[slot] = EAGER_HEADER_BYTES + data_bytes;
@@ -51,7 +51,7 @@ bool EagerSender::push(const MessageHeader& header, uint32_t flags, const void* 
 DataOut EagerSender::take_unsent() {
   const uint32_t slot = static_cast<uint32_t>(sent_) & (slot_count_ - 1);
   const size_t offset = size_t{slot} * payload_max_bytes_;
-  const DataOut packet{remote_address_ + offset, rkey_, eager_immediate(sent_), ring_.data() + offset, sizes_[slot]};
+  const DataOut packet{remote_address_ + offset, rkey_, eager_immediate(sent_), ring_.get() + offset, sizes_[slot]};
   ++sent_;
   return packet;
 }

@@ -6,6 +6,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -39,7 +40,7 @@ class EagerSender {
   uint64_t received_by(const ControlHeader& header) const;
   uint64_t consumed_by(const ControlHeader& header) const;
   const uint32_t payload_max_bytes_, slot_count_;
-  std::vector<std::byte> ring_;
+  const std::unique_ptr<std::byte[]> ring_;  // not zeroed: a flow that sends nothing eagerly does not touch it
   std::vector<uint32_t> sizes_;
   uint64_t remote_address_ = 0;
   uint32_t rkey_ = 0;

@@ -12,9 +12,7 @@ constexpr uint8_t SACK_REPORTS = 3;
 
 }  // namespace
 
-Receiver::Receiver(const FlowConfig& config) : payload_max_bytes_(config.payload_max_bytes), credits_(CREDIT_WINDOW) {
-  touched_.reserve(CREDIT_WINDOW);
-}
+Receiver::Receiver(const FlowConfig& config) : payload_max_bytes_(config.payload_max_bytes) {}
 
 void Receiver::advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint32_t rkey) {
   waiting_.push(messages_.push(Message{receive_id, header, destination, rkey, 0, 0}));
@@ -28,6 +26,7 @@ void Receiver::open_credits_in_window() {
     Message& message = messages_[number];
     const uint64_t left_bytes = message.header.size_bytes - message.bytes_opened;
     const auto part_bytes = static_cast<uint32_t>(std::min(left_bytes, part_max_bytes));
+    credits_.cover(completed_below_, next_credit_ + 1);
     Credit& credit = this->credit(next_credit_++);
     credit.message = number;
     credit.offset = message.bytes_opened;

@@ -14,6 +14,7 @@
 #include "flow/flow.hpp"
 #include "flow/immediate.hpp"
 #include "flow/sequence_ring.hpp"
+#include "flow/window_ring.hpp"
 
 namespace sennit::flow {
 
@@ -79,8 +80,8 @@ class Receiver {
     Bitmap present;
   };
 
-  Credit& credit(uint64_t number) { return credits_[number % CREDIT_WINDOW]; }
-  const Credit& credit(uint64_t number) const { return credits_[number % CREDIT_WINDOW]; }
+  Credit& credit(uint64_t number) { return credits_[number]; }
+  const Credit& credit(uint64_t number) const { return credits_[number]; }
   uint64_t credit_of(uint32_t immediate) const;
   bool complete(const Credit& credit) const { return credit.received == credit.packet_count; }
   uint32_t packet_bytes(const Credit& credit, uint32_t index) const;
@@ -92,7 +93,7 @@ class Receiver {
   const uint32_t payload_max_bytes_;
   SequenceRing<Message> messages_;
   SequenceRing<uint64_t> waiting_;  // messages with parts that have no credit yet
-  std::vector<Credit> credits_;     // by number % CREDIT_WINDOW
+  WindowRing<Credit> credits_;
   uint64_t completed_below_ = 0, next_credit_ = 0;
   uint64_t seen_below_ = 0, unsent_advert_ = 0;
   uint32_t completed_slot_offset_ = 0;  // completed_below_ % CREDIT_SLOTS

@@ -127,6 +127,7 @@ bool Recovery::take_tail_mark(uint32_t& index) {
 }
 
 bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
+  if (outstanding_.size() == 0) return false;
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     Path& path = paths_[index];
     if (!path.probe_due) continue;
@@ -205,6 +206,7 @@ void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
 }
 
 void Recovery::end_of_acks(uint64_t now_us) {
+  if (outstanding_.size() == 0) return;
   for (uint32_t index = 0; index < paths_.count(); ++index) detect_losses(now_us, index);
 }
 
@@ -280,6 +282,7 @@ uint64_t Recovery::reorder_at_us(const Path& path) const {
 }
 
 uint64_t Recovery::next_timeout_us() const {
+  if (outstanding_.size() == 0) return UINT64_MAX;
   uint64_t next_us = next_path_probe_us();
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     const Path& path = paths_[index];
@@ -299,6 +302,7 @@ void Recovery::time_out(uint64_t now_us, uint32_t index) {
 }
 
 void Recovery::on_timeout(uint64_t now_us) {
+  if (outstanding_.size() == 0) return;
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     Path& path = paths_[index];
     detect_losses(now_us, index);

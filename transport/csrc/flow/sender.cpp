@@ -6,7 +6,7 @@
 
 namespace sennit::flow {
 
-Sender::Sender(const FlowConfig& config) : payload_max_bytes_(config.payload_max_bytes), credits_(CREDIT_WINDOW) {}
+Sender::Sender(const FlowConfig& config) : payload_max_bytes_(config.payload_max_bytes) {}
 
 const char* Sender::transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes) {
   if (!messages_.holds(advert_id)) return "transfer into an advert that does not exist";
@@ -139,14 +139,12 @@ void Sender::apply_acks(uint64_t now_us, const ControlReader& control, Recovery&
 bool Sender::apply_adverts(const ControlReader& control, SequenceRing<Event>& events) {
   if (control.header().advert_count == 0) return false;
   const uint64_t first = nearest<32>(control.header().advert_first, credits_seen_);
-  if (first > credits_seen_) {
-    advert_gap_ = true;
-    return true;
-  }
-  const uint64_t seen_before = credits_seen_;
+  adverts_end_ = std::max(adverts_end_, first + control.header().advert_count);
+  if (first > credits_seen_) return true;
   control.each_advert([&](uint32_t index, const Advert& advert) {
     if (first + index < credits_seen_) return true;
     const uint64_t number = credits_seen_++;
+    credits_.cover(completed_below_, credits_seen_);
     if (advert.first_part) {
       const MessageHeader header{advert.key, advert.signature, advert.message_bytes};
       const uint64_t id = messages_.push(Message{header, 0, 0, 0, nullptr, number, number, false, false});
@@ -169,7 +167,6 @@ bool Sender::apply_adverts(const ControlReader& control, SequenceRing<Event>& ev
     if (message.bound) to_send_.push(number);
     return true;
   });
-  if (credits_seen_ != seen_before) advert_gap_ = false;
   return true;
 }
 
@@ -179,7 +176,7 @@ void Sender::clear() {
   completed_below_ = credits_seen_;
   open_transfers_ = 0;
   partial_credits_ = 0;
-  advert_gap_ = false;
+  adverts_end_ = credits_seen_;
 }
 
 }  // namespace sennit::flow

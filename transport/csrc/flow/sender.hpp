@@ -15,6 +15,7 @@
 #include "flow/immediate.hpp"
 #include "flow/recovery.hpp"
 #include "flow/sequence_ring.hpp"
+#include "flow/window_ring.hpp"
 
 namespace sennit::flow {
 
@@ -46,7 +47,8 @@ class Sender {
   void apply_acks(uint64_t now_us, const ControlReader& control, Recovery& recovery, SequenceRing<Event>& events);
   // True when new adverts came.
   bool apply_adverts(const ControlReader& control, SequenceRing<Event>& events);
-  bool has_advert_gap() const { return advert_gap_; }
+  // Adverts arrived whose predecessors did not.
+  bool has_advert_gap() const { return credits_seen_ < adverts_end_; }
   uint64_t credits_seen() const { return credits_seen_; }
   void clear();
 
@@ -69,8 +71,8 @@ class Sender {
   };
 
   bool is_within_reach() const;
-  Credit& credit(uint64_t number) { return credits_[number % CREDIT_WINDOW]; }
-  const Credit& credit(uint64_t number) const { return credits_[number % CREDIT_WINDOW]; }
+  Credit& credit(uint64_t number) { return credits_[number]; }
+  const Credit& credit(uint64_t number) const { return credits_[number]; }
   void apply_sack(uint64_t now_us, const Sack& sack, Recovery& recovery);
   void complete(uint64_t now_us, uint64_t number, Recovery& recovery, SequenceRing<Event>& events);
   bool all_sent(uint64_t number) const {
@@ -79,13 +81,13 @@ class Sender {
 
   const uint32_t payload_max_bytes_;
   SequenceRing<Message> messages_;  // by advert id
-  std::vector<Credit> credits_;     // by number % CREDIT_WINDOW
+  WindowRing<Credit> credits_;
   SequenceRing<uint64_t> to_send_;  // bound credits with packets never sent
   uint64_t completed_below_ = 0, credits_seen_ = 0;
   uint64_t sent_packets_ = 0, granted_packets_ = 0;  // for the first time; since the start
   uint64_t open_transfers_ = 0;
   uint32_t partial_credits_ = 0;
-  bool advert_gap_ = false;
+  uint64_t adverts_end_ = 0;  // behind the newest advert that arrived, in order or not
 };
 
 }  // namespace sennit::flow

@@ -109,3 +109,30 @@ TEST_CASE("A transfer that does not fit its advert loses the peer instead of wri
   pair.a.flow().on_control(0, 0, std::span(control).first(size_bytes));
   CHECK_FALSE(pair.a.flow().poll_event(event));
 }
+
+TEST_CASE("Adverts that overtake each other on two paths are asked for again at once") {
+  SimPair pair(7, CONFIG, LINK, LINK);
+  flow::Flow &receiver = pair.b.flow(), &sender = pair.a.flow();
+  std::byte memory[64]{};
+  std::array<std::byte, flow::CONTROL_MAX_BYTES> first, second, control;
+  uint32_t path;
+  receiver.advertise(1, {9, 9, 64}, memory, 5, 0);
+  const size_t first_bytes = receiver.poll_control(0, first, path);
+  receiver.advertise(2, {10, 10, 32}, memory, 6, 0);
+  const size_t second_bytes = receiver.poll_control(0, second, path);
+  sender.on_control(100, 0, std::span(second).first(second_bytes));
+  sender.on_control(100, 1, std::span(first).first(first_bytes));
+  flow::Event event{};
+  REQUIRE(sender.poll_event(event));
+  CHECK(event.header.key == 9);
+  CHECK_FALSE(sender.poll_event(event));
+  // The first advert alone does not close the gap: the answer asks for the second.
+  const size_t answer_bytes = sender.poll_control(100 + CONFIG.ack_delay_us, control, path);
+  REQUIRE(answer_bytes > 0);
+  receiver.on_control(600, 0, std::span(control).first(answer_bytes));
+  const size_t again_bytes = receiver.poll_control(600, control, path);
+  REQUIRE(again_bytes > 0);
+  sender.on_control(620, 0, std::span(control).first(again_bytes));
+  REQUIRE(sender.poll_event(event));
+  CHECK(event.header.key == 10);
+}

@@ -13,6 +13,7 @@
 #include "flow/outstanding.hpp"
 #include "flow/rtt.hpp"
 #include "flow/sequence_ring.hpp"
+#include "flow/window_ring.hpp"
 #include "ports/sim.hpp"
 
 using namespace sennit;
@@ -162,4 +163,21 @@ TEST_CASE("A configuration out of range is refused before anything is sent") {
   CHECK_NOTHROW(make({.path_policy = "reps", .congestion = "swift"}));
   CHECK_THROWS_AS(make({.eager_slot_count = 48}), std::invalid_argument);
   CHECK_THROWS_AS(make({.eager_slot_count = 128}), std::invalid_argument);  // more than the memory holds
+}
+
+TEST_CASE("A window ring keeps what it holds while its window slides and widens") {
+  SimRandom random(2);
+  WindowRing<uint64_t> ring;
+  uint64_t first = 0, end = 0;
+  for (int step = 0; step < 20'000; ++step) {
+    const uint64_t limit = 1 + static_cast<uint64_t>(step) / 100;
+    if (end - first < limit && random.chance(0.6)) {
+      ring.cover(first, end + 1);
+      ring[end] = end * 7;
+      ++end;
+    } else if (first != end) {
+      ++first;
+    }
+    for (uint64_t number = first; number != end; ++number) REQUIRE(ring[number] == number * 7);
+  }
 }
