@@ -11,6 +11,7 @@
 #include <cmath>
 #include <system_error>
 
+#include "bindings/fabric.hpp"
 #include "executor/engine.hpp"
 #include "ports/udp_bare.hpp"
 
@@ -320,4 +321,6 @@ NB_MODULE(_core, m) {
       .def_prop_ro("port", &sennit::UdpBare::port)
       .def("exchange", &sennit::UdpBare::exchange, "peer_address"_a, "peer_port"_a, "size_bytes"_a, "timeout_s"_a,
            nb::call_guard<nb::gil_scoped_release>());
+
+  bind_fabric(m);
 }

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// sennit.transport._core.FabricSimulation: one simulated run, for sennit.testbed.simulation.
+#include "bindings/fabric.hpp"
+
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "fabric/simulation.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace sennit::fabric;
+
+namespace {
+
+// Between two looks at Python's signal handlers: some tens of milliseconds.
+constexpr uint64_t EVENTS_A_SLICE = 50'000;
+
+template <class Enum, size_t COUNT>
+Enum enum_of(const std::string& name, const char* what, const std::array<const char*, COUNT>& names) {
+  std::string allowed;
+  for (size_t i = 0; i < COUNT; ++i) {
+    if (name == names[i]) return static_cast<Enum>(i);
+    allowed += (i == 0 ? "" : ", ") + std::string(names[i]);
+  }
+  throw std::invalid_argument(std::string(what) + " is " + name + "; allowed: " + allowed);
+}
+
+constexpr std::array KINDS{"alltoall", "allreduce_direct", "allreduce_ring", "permutation", "incast"};
+constexpr std::array SPREADS{"sprayed", "per_message"};
+constexpr std::array TIERS{"host_up", "leaf_up", "spine_up", "spine_down", "leaf_down", "host_down"};
+
+class PyFabricSimulation {
+ public:
+  explicit PyFabricSimulation(const nb::dict& values) {
+    SimulationConfig config;
+    const auto read = [&](const char* name, auto& field) {
+      field = nb::cast<std::remove_reference_t<decltype(field)>>(values[name]);
+    };
+    read("hosts", config.topology.hosts);
+    read("hosts_per_leaf", config.topology.hosts_per_leaf);
+    read("spines", config.topology.spines);
+    read("leaves_per_pod", config.topology.leaves_per_pod);
+    read("cores_per_spine", config.topology.cores_per_spine);
+    read("rate_gbps", config.link.rate_gbps);
+    read("delay_ns", config.link.delay_ns);
+    read("queue_limit_bytes", config.link.queue_limit_bytes);
+    read("mark_min_bytes", config.link.mark_min_bytes);
+    read("mark_max_bytes", config.link.mark_max_bytes);
+    read("failed_fraction", config.failure.fraction);
+    read("fail_at_us", config.failure.at_us);
+    read("convergence_us", config.failure.convergence_us);
+    read("path_count", config.transport.flow.path_count);
+    read("payload_bytes", config.transport.flow.payload_max_bytes);
+    read("window_bytes", config.transport.flow.window_bytes);
+    read("ack_every_packets", config.transport.flow.ack_every_packets);
+    read("ack_delay_us", config.transport.flow.ack_delay_us);
+    read("target_queue_us", config.transport.flow.target_queue_us);
+    read("batch_packets", config.transport.batch_packets);
+    read("ticks_per_us", config.transport.ticks_per_us);
+    read("size_bytes", config.workload.size_bytes);
+    read("message_max_bytes", config.workload.message_max_bytes);
+    read("peers_at_a_time", config.workload.peers_at_a_time);
+    read("is_shuffled", config.workload.is_shuffled);
+    read("seed", config.seed);
+    read("deadline_us", config.deadline_us);
+    read("sample_us", config.sample_us);
+    read("path_policy", path_policy_);
+    read("congestion", congestion_);
+    config.transport.flow.path_policy = path_policy_;
+    config.transport.flow.congestion = congestion_;
+    config.transport.spread = enum_of<Spread>(nb::cast<std::string>(values["spread"]), "spread", SPREADS);
+    config.workload.kind = enum_of<WorkloadConfig::Kind>(nb::cast<std::string>(values["kind"]), "kind", KINDS);
+    nb::gil_scoped_release release;
+    simulation_ = std::make_unique<Simulation>(config);
+  }
+
+  void run() {
+    for (bool goes_on = true; goes_on;) {
+      {
+        nb::gil_scoped_release release;
+        goes_on = simulation_->advance(EVENTS_A_SLICE);
+      }
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    }
+  }
+
+  nb::dict result() const {
+    const SimulationResult result = simulation_->result();
+    nb::dict out;
+    out["is_complete"] = result.is_complete;
+    out["failure"] = result.failure;
+    out["completion_us"] = result.completion_us;
+    out["ideal_us"] = result.ideal_us;
+    out["trace_hash"] = result.trace_hash;
+    out["events"] = result.events;
+    out["connections"] = result.connections;
+    out["messages"] = result.messages;
+    out["message_bytes"] = result.message_bytes;
+    out["sent_packets"] = result.sent_packets;
+    out["delivered_packets"] = result.delivered_packets;
+    out["queue_dropped_packets"] = result.queue_dropped_packets;
+    out["black_holed_packets"] = result.black_holed_packets;
+    out["marked_packets"] = result.marked_packets;
+    out["in_flight_packets"] = result.in_flight_packets;
+    out["control_packets"] = result.flow.control_packets_sent;
+    out["retransmitted_packets"] = result.flow.retransmitted_packets;
+    out["duplicate_packets"] = result.flow.duplicate_packets;
+    out["local_ack_timeout_err"] = result.flow.local_ack_timeout_err;
+    out["tail_probe_packets"] = result.flow.tail_probe_packets;
+    out["message_us"] = nb::bytes(result.message_us.data(), result.message_us.size() * sizeof(float));
+    nb::list arrived;
+    for (const uint64_t bytes : result.arrived_bytes) arrived.append(bytes);
+    out["arrived_bytes"] = arrived;
+    nb::list links;
+    for (const LinkUse& link : result.links)
+      links.append(nb::make_tuple(TIERS[static_cast<size_t>(link.tier)], link.has_failed, link.fraction,
+                                  link.peak_queue_bytes, link.dropped_packets));
+    out["links"] = links;
+    return out;
+  }
+
+ private:
+  std::string path_policy_, congestion_;
+  std::unique_ptr<Simulation> simulation_;
+};
+
+}  // namespace
+
+void bind_fabric(nb::module_& m) {
+  nb::class_<PyFabricSimulation>(m, "FabricSimulation", "One simulated run of flows over a Clos fabric.")
+      .def(nb::init<const nb::dict&>(), "config"_a,
+           "Every field of sennit.testbed.simulation's Scenario by name. Raises KeyError for a missing one, ValueError "
+           "for one out of range.")
+      .def("run", &PyFabricSimulation::run, "Until everything has arrived or the deadline has passed.")
+      .def("result", &PyFabricSimulation::result);
+}

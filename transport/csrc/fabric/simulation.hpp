@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// One run: the parts put together, the event loop, the result.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "fabric/config.hpp"
+#include "flow/flow.hpp"
+
+namespace sennit::fabric {
+
+struct LinkUse {
+  enum class Tier : uint8_t { host_up, leaf_up, spine_up, spine_down, leaf_down, host_down } tier;
+  bool has_failed;
+  double fraction;  // of the run's time at the link's rate
+  uint64_t peak_queue_bytes, dropped_packets;
+};
+
+struct SimulationResult {
+  bool is_complete;     // everything arrived before the deadline
+  std::string failure;  // a flow gave its peer up; else empty
+  double completion_us, ideal_us;
+  uint64_t trace_hash;  // over every delivered packet: equal for equal configurations
+  uint64_t events, connections, messages, message_bytes;
+  uint64_t sent_packets, delivered_packets, queue_dropped_packets, black_holed_packets, marked_packets, hops;
+  uint64_t in_flight_packets, stale_packets;
+  flow::FlowCounters flow;
+  std::vector<float> message_us;
+  std::vector<uint64_t> arrived_bytes;  // per sample
+  std::vector<LinkUse> links;
+};
+
+class Simulation {
+ public:
+  // Throws std::invalid_argument for a configuration out of range.
+  explicit Simulation(const SimulationConfig& config);
+  ~Simulation();
+  Simulation(const Simulation&) = delete;
+  Simulation& operator=(const Simulation&) = delete;
+
+  // At most so many events. False: the run is over.
+  bool advance(uint64_t events_max);
+  uint64_t now_us() const;
+  SimulationResult result() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace sennit::fabric
