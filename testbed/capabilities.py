@@ -327,7 +327,7 @@ def _netem() -> Capability:
         check=False,
     )
     if made.returncode != 0:
-        return _missing(name, "this kernel has no sch_netem; delays go through a process", "modprobe sch_netem")
+        return _missing(name, "this kernel has no sch_netem", "modprobe sch_netem")
     return _available(name, "the kernel's own delays")
 
 

@@ -251,3 +251,35 @@ def test_small_and_empty_payloads_are_left_alone_or_counted(clear_planes: Planes
     account = send_datagrams(clear_planes, 100, size_bytes=NUMBER_BYTES)
     assert account.order == list(range(100))
     assert (account.switch.held, account.switch.unheld) == (0, 100)
+
+
+def test_ipv4_is_impaired_too_and_fragments_pass(clear_planes: Planes) -> None:
+    source, target = clear_planes.ipv4_addresses(0)[0], clear_planes.ipv4_addresses(1)[0]
+
+    def open_ipv4(address: str) -> socket.socket:
+        made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        made.bind((address, 0))
+        made.settimeout(30)
+        return made
+
+    body = bytes(1_000)
+    before = clear_planes.counters(0, 0)
+    with (
+        clear_planes.within(0, open_ipv4, source) as sender,
+        clear_planes.within(1, open_ipv4, target) as receiver,
+    ):
+        clear_planes.impair(Impairment(corrupt_fraction=1, duplicate_fraction=1))
+        sender.sendto(body, receiver.getsockname())
+        clean, damaged = receiver.recv(2_000), receiver.recv(2_000)
+        assert clean == body
+        # One byte.
+        assert sorted(damaged)[:-1] == list(body[1:])
+        assert max(damaged) > 0
+        clear_planes.impair(Impairment(loss_fraction=1))
+        sender.sendto(body, receiver.getsockname())
+        # Above the MTU: two fragments, which have no whole header to know them by.
+        sender.sendto(b"x" * 12_000, receiver.getsockname())
+        assert receiver.recv(20_000) == b"x" * 12_000
+    switch = clear_planes.counters(0, 0) - before
+    assert (switch.packets, switch.corrupted, switch.duplicated, switch.dropped) == (2, 1, 1, 1)
+    assert switch.other >= 2
