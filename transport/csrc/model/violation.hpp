@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a schedule must not show. Thrown by the model only, never through the flow.
+#pragma once
+#include <stdexcept>
+#include <string>
+
+namespace sennit::model {
+
+struct Violation : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// The text is made only when it is needed: this stands in the innermost loops.
+template <typename Text>
+inline void require(bool holds, const Text& text) {
+  if (holds) [[likely]]
+    return;
+  if constexpr (std::is_invocable_v<Text>) {
+    throw Violation(text());
+  } else {
+    throw Violation(text);
+  }
+}
+
+}  // namespace sennit::model
