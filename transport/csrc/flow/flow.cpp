@@ -169,6 +169,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   if (verdict == Verdict::duplicate) {
     state.last_heard_us = now_us;
     ++state.counters.duplicate_packets;
+    state.repeats_itself = true;
     state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
     if (!eager) state.receiver.on_duplicate(immediate);
     state.request_control(now_us + ack_delay_us / HURRY);
@@ -189,6 +190,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
     in_order = state.eager_receiver.on_data(index_of(immediate), size_bytes);
   } else {
     const Receiver::Arrival arrival = state.receiver.on_data(immediate, state.events);
+    state.advert_retries = 0;  // data is an answer to adverts, too
     state.grants.on_arrival(ecn_marked);
     state.grants.on_advertised(state.receiver.opened_packets());
     in_order = arrival.in_order;
@@ -254,6 +256,7 @@ void Flow::on_timeout(uint64_t now_us) {
   if (state.advert_retry_us() <= now_us) {
     state.receiver.resend_adverts();
     state.advert_retries = std::min(state.advert_retries + 1, ADVERT_BACKOFF_MAX);
+    state.repeats_itself = true;
     state.request_control(now_us);
   }
   if (state.repeat_at_us <= now_us) {
@@ -264,6 +267,7 @@ void Flow::on_timeout(uint64_t now_us) {
   if (state.nudge_at_us() <= now_us) {
     state.nudged_us = now_us;
     state.nudges = std::min(state.nudges + 1, BACKOFF_MAX);
+    state.repeats_itself = true;
     state.ask = true;
     state.request_control(now_us);
   }
@@ -272,6 +276,7 @@ void Flow::on_timeout(uint64_t now_us) {
       state.ask |= state.eager_sender.all_received();
       state.asks = std::min(state.asks + 1, BACKOFF_MAX);
       state.ask_at_us = now_us + std::min(state.recovery.round_trip().rto_us() << state.asks, RTO_MAX_US);
+      state.repeats_itself |= state.ask;
       if (state.ask) state.request_control(now_us);
     } else {
       state.ask_at_us = NEVER;
@@ -285,7 +290,7 @@ void Flow::ask_if_silent(uint64_t now_us, uint64_t silence_us) {
   if (state.dead || state.peer_closed) return;
   if (now_us < std::max(state.last_heard_us, state.probed_us) + silence_us) return;
   state.probed_us = now_us;
-  state.ask = true;
+  state.ask = state.repeats_itself = true;
   state.request_control(now_us);
 }
 
@@ -303,13 +308,14 @@ bool Flow::idle() const { return state_->dead || state_->idle(); }
 
 void Flow::abort(std::string_view reason) {
   State& state = *state_;
-  const bool tell = !state.dead && !state.peer_closed;
+  const bool was_dead = state.dead;
   state.forget();
   state.events.clear();
   state.lost_pending = false;
-  if (!tell) return;
+  if (was_dead) return;
   state.reason = reason;
-  state.last_words = LAST_WORD_COPIES;
+  // Who said goodbye wants to hear no more; if it goes on all the same, the reason is its answer.
+  if (!state.peer_closed) state.last_words = LAST_WORD_COPIES;
 }
 
 void Flow::close() {

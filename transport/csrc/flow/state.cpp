@@ -68,8 +68,14 @@ bool Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediat
 // Where the peer was heard last is likely to work the other way too; a receiver has no data of its own on the
 // way that would tell it which paths are dead.
 uint32_t Flow::State::control_path(uint64_t now_us) {
-  if (heard_count != 0 && newest_heard_path < config.path_count && !recovery.paths()[newest_heard_path].is_bad())
-    return newest_heard_path;
+  // Something is said again, by the peer or by us: every other time try the next of all paths, whatever is believed
+  // of it. Only data finds out that a path is dead, and a path may be dead one way only.
+  if (repeats_itself) {
+    repeats_itself = false;
+    if (++repetitions % 2 == 0) return repetitions / 2 % config.path_count;
+  }
+  // (Also when our own packets got no answer on it: were it dead this way, the peer would leave it.)
+  if (heard_count != 0 && newest_heard_path < config.path_count) return newest_heard_path;
   return recovery.choose_path(now_us);
 }
 

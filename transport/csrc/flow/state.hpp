@@ -105,6 +105,8 @@ struct Flow::State {
   std::array<uint8_t, PATH_NUMBERS> heard_paths{};
   uint32_t heard_count = 0;
   uint32_t newest_heard_path = 0;
+  bool repeats_itself = false;  // the next control follows duplicates, or is one itself
+  uint32_t repetitions = 0;
 };
 
 }  // namespace sennit::flow

@@ -66,10 +66,13 @@ void Network::transmit(uint32_t rank, Packet& packet) {
   ++counters_.sent;
   const uint64_t now_ns = now_us_ * 1'000;
   uint64_t leaves_ns = now_ns;
+  packet.is_marked = false;
   if (link.packet_ns != 0) {
     const uint64_t start_ns = std::max(state.busy_until_ns, now_ns);
     const uint64_t queued_packets = (start_ns - now_ns) / link.packet_ns;
     if (queued_packets >= link.queue_packets) return drop(counters_.queue_drops);
+    packet.is_marked = queued_packets >= link.mark_packets;
+    counters_.marked += packet.is_marked;
     leaves_ns = state.busy_until_ns = start_ns + link.packet_ns;
   }
   if (state.burst_left == 0 && happens(link.loss)) state.burst_left = link.burst_packets;
@@ -94,6 +97,7 @@ void Network::transmit(uint32_t rank, Packet& packet) {
       copy->message = packet.message;
       copy->part = packet.part;
       copy->is_control = packet.is_control;
+      copy->is_marked = packet.is_marked;
       copy->order = packet.order;
       std::memcpy(copy->body.data(), packet.body.data(), packet.data.size_bytes);
       push(arrival_ns(), 1 - rank, static_cast<uint16_t>(copy - packets_.get()));

@@ -23,8 +23,8 @@ struct Packet {
   flow::DataOut data;  // without the payload's address; control: only its size
   uint32_t path;
   uint16_t message, part;  // data: of the sender's messages, which packet of it
-  bool is_control;
-  uint64_t order;  // running number among the data packets of its sender
+  bool is_control, is_marked;
+  uint64_t order;  // data: running number among its kind (eager or bulk)
   std::array<std::byte, BODY_MAX_BYTES> body;
 };
 
@@ -39,7 +39,7 @@ struct Happening {
 };
 
 struct NetworkCounters {
-  uint64_t sent, lost, queue_drops, corrupted, duplicated, delivered;
+  uint64_t sent, lost, queue_drops, marked, corrupted, duplicated, delivered;
 };
 
 class Network {

@@ -18,9 +18,12 @@ constexpr uint32_t MOST_PACKETS_A_ROUND = 2'000;
 constexpr uint32_t MOST_IDLE_WAKES = 64;
 // A deferred eager message is offered again at the program's next round.
 constexpr uint64_t DEFERRED_US = 20;
-// Numbers on the wire have finite width, so every protocol bounds a packet's life (RFC 9293, 3.4.2): here half
-// the numbers of the eager stream. Only the small numbers of fault_model_small ever reach it.
-constexpr uint64_t LIFE_PACKETS = uint64_t{1} << (flow::INDEX_BITS - 1);
+// Numbers on the wire have finite width, so every protocol bounds a packet's life (RFC 9293, 3.4.2): that of an
+// eager packet must end before half of the numbers behind the ring are used. Only fault_model_small gets there.
+constexpr uint64_t EAGER_LIFE_PACKETS = (uint64_t{1} << (flow::INDEX_BITS - 1)) - 32;
+// A bulk packet this old may belong to a credit whose slot is used again: the flow then refuses it by number,
+// key or address.
+constexpr uint64_t KNOWN_PACKETS = flow::CREDIT_SLOTS / 2 - flow::CREDIT_WINDOW;
 
 uint32_t next_of(const Direction& direction, uint32_t from, bool is_eager) {
   while (from < direction.count() && direction.draw(from).is_eager != is_eager) ++from;
@@ -43,11 +46,16 @@ void Rank::begin(const Schedule& schedule, Network& network, Direction& outgoing
   random_ = SimRandom(SimRandom(schedule.seed ^ (uint64_t{index_ + 1} << 62)).next());
   const auto memory = std::span(eager_memory_)
                           .first(size_t{schedule.config.eager_slot_count} * schedule.config.payload_max_bytes);
-  flow_.emplace(schedule.config, memory, eager_rkey());
+  budget_.emplace(draw_->budget);
+  flow::FlowConfig config = schedule.config;
+  config.path_policy = draw_->path_policy;
+  config.congestion = draw_->congestion;
+  config.receive_budget = draw_->has_budget ? &*budget_ : nullptr;
+  flow_.emplace(config, memory, eager_rkey());
   wake_us_ = NEVER;
   idle_wakes_ = 0;
   end_reason_.clear();
-  is_lost_ = is_dead_ = is_closed_ = has_deferred_ = false;
+  has_ended_ = is_lost_ = is_told_ = is_dead_ = is_closed_ = has_deferred_ = false;
   last_heard_us_ = last_excuse_us_ = 0;
   next_eager_out_ = next_of(outgoing, 0, true);
   next_eager_in_ = next_of(incoming, 0, true);
@@ -55,6 +63,7 @@ void Rank::begin(const Schedule& schedule, Network& network, Direction& outgoing
   next_bulk_out_ = next_of(outgoing, 0, false);
   open_receives_ = sent_ = received_ = eager_out_ = eager_in_ = waiting_transfers_ = 0;
   transferred_.fill(false);
+  orders_.fill(0);
   seen_ = {};
 }
 
@@ -62,7 +71,11 @@ void Rank::introduce(const Rank& peer) {
   flow_->set_remote_eager(reinterpret_cast<uint64_t>(peer.eager_memory_.data()), peer.eager_rkey());
 }
 
-void Rank::end() { flow_.reset(); }
+void Rank::end() {
+  flow_.reset();
+  require(budget_->granted_bytes() == 0 && budget_->expecting_flows() == 0,
+          "the flow is gone and a part of the receive budget with it");
+}
 
 void Rank::say(const char* format, ...) const {
   if (!is_verbose_) [[likely]]
@@ -76,7 +89,8 @@ void Rank::say(const char* format, ...) const {
 }
 
 void Rank::deliver(const Packet& packet, uint64_t age_packets) {
-  if (!packet.is_control && age_packets > LIFE_PACKETS) return;
+  const bool is_eager = !packet.is_control && flow::slot_of(packet.data.immediate) == flow::EAGER_SLOT;
+  if (is_eager && age_packets > EAGER_LIFE_PACKETS) return;
   last_heard_us_ = network_->now_us();
   excuse();
   idle_wakes_ = 0;
@@ -97,15 +111,13 @@ void Rank::place(const Packet& packet, uint64_t age_packets) {
   say("packet %u of message %u on path %u: verdict %d", packet.part, packet.message, packet.path,
       static_cast<int>(verdict));
   // A flow may know of its end before its event is taken.
-  if (has_ended() || (verdict == Verdict::bad_slot && is_flow_dead())) {
+  if (has_ended() || (verdict == Verdict::bad_slot && flow_->ended())) {
     require(verdict == Verdict::bad_slot && place.destination == nullptr, "a flow that has ended takes data");
     ++seen_.after_end;
     return;
   }
   if (incoming_->is_delivered(packet)) {
-    // So old that its credit's slot has another credit: refused by number, key or address instead.
-    const bool may_be_unknown = age_packets >= flow::CREDIT_SLOTS / 2;
-    require(verdict == Verdict::duplicate || (may_be_unknown && verdict != Verdict::place),
+    require(verdict == Verdict::duplicate || (age_packets > KNOWN_PACKETS && verdict != Verdict::place),
             "a packet that is there already is not a duplicate");
     require(place.destination == nullptr, "a duplicate has a place");
     if (verdict != Verdict::duplicate) {
@@ -122,7 +134,9 @@ void Rank::place(const Packet& packet, uint64_t age_packets) {
     incoming_->on_delivered(packet);
     ++seen_.placed;
   }
-  flow_->on_data(clock_us(), packet.path, data.immediate, data.size_bytes);
+  seen_.marked += packet.is_marked;
+  flow_->on_data(clock_us(), packet.path, data.immediate, data.size_bytes, packet.is_marked,
+                 random_.below(draw().tick_us));
 }
 
 // A port that receives straight into predicted places leaves there what it then refuses.
@@ -196,18 +210,19 @@ void Rank::on_event(const flow::Event& event) {
       ++sent_;
       return;
     case Kind::peer_lost:
-      on_lost(event.reason);
-      return;
+    case Kind::peer_aborted:
+      return on_end(event);
   }
 }
 
-void Rank::on_lost(const char* reason) {
-  say("lost its peer: %s", reason);
-  end_reason_ = reason;
-  is_lost_ = true;
+void Rank::on_end(const flow::Event& event) {
+  say("lost its peer: %s", event.reason);
+  end_reason_ = event.reason;
+  has_ended_ = is_lost_ = true;
+  is_told_ = event.kind == flow::Event::Kind::peer_aborted;
   incoming_->close_destinations();
   outgoing_->close_sources();
-  if (end_reason_.ends_with(" ms in the middle of a message")) {
+  if (!is_told_ && end_reason_.starts_with("sent nothing for ")) {
     require(network_->now_us() - last_heard_us_ >= schedule_->config.peer_timeout_us,
             "a peer that was heard was lost for its silence");
   }
@@ -250,6 +265,10 @@ void Rank::transfer() {
   }
 }
 
+uint64_t& Rank::order_of(const Packet& packet) {
+  return orders_[flow::slot_of(packet.data.immediate) == flow::EAGER_SLOT];
+}
+
 bool Rank::send_packets() {
   uint32_t packets = 0, path = 0;
   std::array<flow::DataOut, 15> batch;
@@ -264,7 +283,7 @@ bool Rank::send_packets() {
       packet->data = batch[at];
       packet->path = path;
       packet->is_control = false;
-      packet->order = seen_.data_order++;
+      packet->order = order_of(*packet)++;
       outgoing_->on_packet_out(batch[at], *packet);
       std::memcpy(packet->body.data(), batch[at].payload, batch[at].size_bytes);
       say("gives out packet %u of message %u on path %u", packet->part, packet->message, path);
@@ -329,6 +348,7 @@ void Rank::abort(const char* reason) {
   say("aborts: %s", reason);
   flow_->abort(reason);
   end_reason_ = reason;
+  has_ended_ = true;
   incoming_->close_destinations();
   outgoing_->close_sources();
 }
@@ -351,8 +371,6 @@ bool Rank::is_complete() const {
          sent_ + eager_out_ == outgoing_->count() && received_ + eager_in_ == incoming_->count() && flow_->idle();
 }
 
-bool Rank::is_flow_dead() const { return flow_->describe().starts_with("dead"); }
-
 bool Rank::is_in_message() const { return outgoing_->is_sending() || incoming_->is_receiving(); }
 
 void Rank::check_counters(const Rank& peer) const {
@@ -368,6 +386,7 @@ void Rank::check_counters(const Rank& peer) const {
   equal("control packets sent", counters.control_packets_sent, seen_.control_out);
   equal("control packets received", counters.control_packets_received, seen_.control_in);
   equal("data packets received", counters.data_packets_received, seen_.placed);
+  equal("congestion marks", counters.np_ecn_marked_roce_packets, seen_.marked);
   equal("duplicates", counters.duplicate_packets, seen_.duplicate);
   equal("bad controls", counters.bad_control_packets, 0);
   const uint64_t refused = counters.bad_key_packets + counters.bad_range_packets + counters.bad_slot_packets;

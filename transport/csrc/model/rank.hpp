@@ -21,13 +21,15 @@ class Rank {
   // `outgoing` is what it sends, `incoming` what it receives.
   void begin(const Schedule& schedule, Network& network, Direction& outgoing, Direction& incoming, bool is_verbose);
   void introduce(const Rank& peer);
+  // Of the flow. What it took from the receive budget must be back.
   void end();
   std::byte* eager_memory() { return eager_memory_.data(); }
   uint32_t eager_rkey() const;
 
-  // `age_packets`: so many data packets its sender gave out since.
+  // `age_packets`: so many data packets of its kind (eager or bulk) its sender gave out since.
   void deliver(const Packet& packet, uint64_t age_packets);
-  uint64_t data_order() const { return seen_.data_order; }
+  // The running number that the next packet of this one's kind gets.
+  uint64_t& order_of(const Packet& packet);
   // One round of the port: timer, events, the program's next calls, packets.
   void round();
   uint64_t wake_us() const { return wake_us_; }
@@ -40,8 +42,9 @@ class Rank {
 
   // All messages of both directions are through for this side.
   bool is_complete() const;
-  bool has_ended() const { return !end_reason_.empty(); }
-  bool is_lost() const { return is_lost_; }
+  bool has_ended() const { return has_ended_; }
+  bool is_lost() const { return is_lost_; }  // or told by its peer
+  bool is_told() const { return is_told_; }
   bool is_aborted() const { return has_ended() && !is_lost_; }
   bool is_dead() const { return is_dead_; }
   bool is_closed() const { return is_closed_; }
@@ -60,10 +63,9 @@ class Rank {
   bool happens(uint32_t chance) { return (random_.next() & 0xFFFF) < chance; }
   void place(const Packet& packet, uint64_t age_packets);
   void scribble();
-  bool is_flow_dead() const;
   void poll_events();
   void on_event(const flow::Event& event);
-  void on_lost(const char* reason);
+  void on_end(const flow::Event& event);
   void send_eager_messages();
   void advertise();
   void transfer();
@@ -81,12 +83,13 @@ class Rank {
   bool is_verbose_ = false;
   SimRandom random_{0};
   std::vector<std::byte> eager_memory_;
+  std::optional<flow::ReceiveBudget> budget_;
   std::optional<flow::Flow> flow_;
 
   uint64_t wake_us_ = NEVER;
   uint32_t idle_wakes_ = 0;
   std::string end_reason_;
-  bool is_lost_ = false, is_dead_ = false, is_closed_ = false, has_deferred_ = false;
+  bool has_ended_ = false, is_lost_ = false, is_told_ = false, is_dead_ = false, is_closed_ = false, has_deferred_ = false;
   uint64_t last_heard_us_ = 0, last_excuse_us_ = 0;
 
   // The program: the next message of each kind, both ways, and the adverts by message.
@@ -96,8 +99,9 @@ class Rank {
   std::array<uint64_t, MESSAGES_MAX> advert_ids_{};
   std::array<bool, MESSAGES_MAX> transferred_{};
 
+  std::array<uint64_t, 2> orders_{};  // bulk, eager
   struct {
-    uint64_t data_out, control_out, control_in, placed, duplicate, unknown, after_end, data_order;
+    uint64_t data_out, control_out, control_in, placed, duplicate, marked, unknown, after_end;
   } seen_{};
 };
 

@@ -11,6 +11,8 @@ namespace {
 constexpr uint64_t SECOND_US = 1'000'000;
 // Beyond this loss a peer may be silent for its whole timeout by chance.
 constexpr uint32_t MAX_SAFE_LOSS = 65'536 / 4;
+// The same where paths are dead for ever: those that are left get their turn less often.
+constexpr uint32_t MAX_SAFE_LOSS_OF_FEW = 65'536 / 64;
 // An outage as long as this is forgiven by every peer timeout from PATIENT_TIMEOUT_US on, back-off included.
 constexpr uint64_t LONG_OUTAGE_US = 1 * SECOND_US;
 constexpr uint64_t PATIENT_TIMEOUT_US = 5 * SECOND_US;
@@ -37,6 +39,8 @@ flow::FlowConfig draw_config(SimRandom& random) {
   config.ack_delay_us = 1 + spread(random, 10);
   config.peer_timeout_us = pick(random, {50'000ul, 300'000ul, 1 * SECOND_US, 5 * SECOND_US, 10 * SECOND_US});
   config.seed = random.next();
+  config.rail_count = static_cast<uint32_t>(1 + random.below(config.path_count));
+  config.target_queue_us = 1 + spread(random, 9);
   return config;
 }
 
@@ -46,6 +50,7 @@ LinkDraw draw_link(SimRandom& random, bool is_calm, uint32_t common_delay_us) {
   if (chance(random, 30)) {
     link.packet_ns = 100 + spread(random, 15);
     link.queue_packets = chance(random, 50) ? 4 + spread(random, 6) : UINT32_MAX;
+    link.mark_packets = chance(random, 40) ? 1 + spread(random, 4) : UINT32_MAX;
   }
   if (is_calm) return link;
   if (chance(random, 40)) link.jitter_us = spread(random, 10);
@@ -99,6 +104,13 @@ void draw_rank(SimRandom& random, const flow::FlowConfig& config, bool is_calm, 
   rank.deferral = chance(random, 15) ? 20'000 : 0;
   rank.scribble = chance(random, 30) ? 16'384 : 0;
   rank.ask_silence_us = chance(random, 50) ? config.peer_timeout_us / 4 : 0;
+  rank.path_policy = pick<std::string_view>(random, {"round_robin", "reps"});
+  rank.congestion = pick<std::string_view>(random, {"fixed", "fixed", "swift"});
+  rank.has_budget = chance(random, 40);
+  rank.budget.min_bytes = (1 + spread(random, 4)) * config.payload_max_bytes;
+  rank.budget.start_bytes = rank.budget.min_bytes + spread(random, 12);
+  rank.budget.max_bytes = rank.budget.start_bytes + spread(random, 14);
+  rank.budget.target_queue_us = config.target_queue_us;
   rank.is_restless = chance(random, 20);
   rank.closes = chance(random, 30);
   draw_messages(random, config, rank);
@@ -136,10 +148,12 @@ bool must_complete(const Schedule& schedule) {
       if ((fault.directions >> rank & 1) != 0) open_paths[rank] &= ~fault.paths;
   }
   if (open_paths[0] == 0 || open_paths[1] == 0) return false;
+  const uint32_t all_paths = (1u << config.path_count) - 1;
+  const bool are_few = open_paths[0] != all_paths || open_paths[1] != all_paths;
   for (const RankDraw& rank : schedule.ranks)
     for (uint32_t path = 0; path < config.path_count; ++path) {
       const LinkDraw& link = rank.links[path];
-      if ((link.loss + link.corruption) * link.burst_packets > MAX_SAFE_LOSS) return false;
+      if ((link.loss + link.corruption) * link.burst_packets > (are_few ? MAX_SAFE_LOSS_OF_FEW : MAX_SAFE_LOSS)) return false;
     }
   return outage_us <= LONG_OUTAGE_US && config.peer_timeout_us >= PATIENT_TIMEOUT_US;
 }
@@ -178,7 +192,8 @@ std::string describe(const Schedule& schedule) {
     const RankDraw& rank = schedule.ranks[side];
     text += "rank " + number(side) + ": clock " + number(rank.clock_us) + ", tick " + number(rank.tick_us) +
             " us, batch " + number(rank.batch_packets) + ", open receives " + number(rank.open_receives) +
-            ", asks after " + number(rank.ask_silence_us) + " us" + (rank.deferral != 0 ? ", defers" : "") +
+            ", asks after " + number(rank.ask_silence_us) + " us" + std::string(", ").append(rank.path_policy).append(", ") + std::string(rank.congestion) +
+            (rank.has_budget ? ", budget from " + number(rank.budget.start_bytes) : "") + (rank.deferral != 0 ? ", defers" : "") +
             (rank.scribble != 0 ? ", scribbles" : "") + (rank.is_restless ? ", restless" : "") +
             (rank.closes ? ", closes" : "") + "\n";
     for (uint32_t index = 0; index < rank.message_count; ++index) {
@@ -189,7 +204,8 @@ std::string describe(const Schedule& schedule) {
     for (uint32_t path = 0; path < config.path_count; ++path) {
       const LinkDraw& link = rank.links[path];
       text += "  path " + number(path) + ": delay " + number(link.delay_us) + " us, jitter " + number(link.jitter_us) +
-              " us, packet " + number(link.packet_ns) + " ns, queue " + number(link.queue_packets) + ", of 65536 lost " +
+              " us, packet " + number(link.packet_ns) + " ns, queue " + number(link.queue_packets) + ", marks from " +
+              number(link.mark_packets) + ", of 65536 lost " +
               number(link.loss) + " in bursts of " + number(link.burst_packets) + ", corrupt " +
               number(link.corruption) + ", twice " + number(link.duplication) + "\n";
     }

@@ -5,8 +5,10 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "flow/flow.hpp"
+#include "flow/receive_budget.hpp"
 
 namespace sennit::model {
 
@@ -28,7 +30,8 @@ struct LinkDraw {
   uint32_t delay_us;
   uint32_t jitter_us;      // uniform: reorders within the path
   uint32_t packet_ns;      // 0: no limit of rate
-  uint32_t queue_packets;  // with a rate: what does not fit is dropped
+  uint32_t queue_packets;  // with a rate: what does not fit is dropped ...
+  uint32_t mark_packets;   // ... and beyond so many the congestion mark is set
   uint32_t loss, corruption, duplication;
   uint32_t burst_packets;  // lost in a row
 };
@@ -40,6 +43,9 @@ struct RankDraw {
   uint32_t open_receives;      // most receives advertised at a time
   uint32_t deferral, scribble;  // chances of 65,536
   uint64_t ask_silence_us;     // 0: never asks
+  std::string_view path_policy, congestion;
+  bool has_budget;             // limits what its sender may have on the way
+  flow::ReceiveBudgetConfig budget;
   bool is_restless;            // calls on_timeout in every round
   bool closes;                 // says goodbye when its own work is done
   uint32_t message_count;
@@ -65,7 +71,7 @@ struct Fault {
 
 struct Schedule {
   uint64_t seed;
-  flow::FlowConfig config;
+  flow::FlowConfig config;  // but for what each rank chooses for itself
   std::array<RankDraw, 2> ranks;
   uint32_t fault_count;
   std::array<Fault, FAULTS_MAX> faults;

@@ -61,6 +61,17 @@ TEST_CASE("Abort reaches the peer with its reason, through loss, and no user mem
   }
 }
 
+TEST_CASE("Who goes on after its goodbye is told why the other side aborted") {
+  SimPair pair(6, CONFIG, LINK, LINK);
+  pair.a.flow().close();
+  pair.network.run(1'000, [] { return false; });
+  pair.b.flow().abort("rank 3 raised ValueError");
+  // An advert that nobody answers is repeated: a control, which a flow that has ended answers.
+  pair.exchange({}, LARGE);
+  pair.network.run(10 * SECOND_US, [&] { return !pair.a.lost.empty(); });
+  CHECK(pair.a.lost == "aborted: rank 3 raised ValueError");
+}
+
 TEST_CASE("A peer that falls silent in the middle of a message is lost, on both sides") {
   SimLinkConfig cut = LINK;
   cut.black_holes.push_back({2'000, UINT64_MAX});
