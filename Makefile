@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build demo test test-cpp test-python lint fmt types bench testbed clean
+.PHONY: help build demo test test-cpp test-model test-fuzz test-python fuzz lint fmt types bench testbed clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,7 +17,7 @@ build:  ## make .venv, install what is missing, build the native extensions
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit train --data flights --ranks 2
 
-test: test-cpp test-python  ## every test that can run on this machine
+test: test-cpp test-model test-fuzz test-python  ## every test that can run on this machine
 
 test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
 	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \
@@ -25,6 +25,19 @@ test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
 	@echo "test: building the C++ tests under sanitizers"
 	@cmake --build build/asan -- --quiet
 	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300 --parallel 2
+
+test-model: build  ## a million schedules of faults against the real flow, without sanitizers
+	@cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	  -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
+	@cmake --build build/model --target fault_model fault_model_small -- --quiet
+	@ctest --test-dir build/model -L model --output-on-failure --no-tests=error
+
+test-fuzz: build  # a few seconds of each fuzzer
+	@transport/csrc/fuzz/run.sh 8
+
+SECONDS ?= 600
+fuzz: build  ## libFuzzer on the packet parser and the flow, SECONDS=600 each
+	@transport/csrc/fuzz/run.sh $(SECONDS)
 
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m pytest

@@ -39,7 +39,8 @@ void Direction::begin(const Schedule& schedule, uint32_t sender, std::byte* eage
   for (uint32_t message = 0; message < count(); ++message) {
     const uint32_t bytes = size_bytes(message);
     const uint32_t packets = std::max(1u, (bytes + payload_max_bytes_ - 1) / payload_max_bytes_);
-    states_[message] = State{at, draw(message).is_eager ? 1 : packets, 0, false, false, false, false, false, false, {}, {}};
+    states_[message] =
+        State{at, draw(message).is_eager ? 1 : packets, 0, false, false, false, false, false, false, {}, {}};
     put_guard(at - GUARD_BYTES);
     at += (bytes + 7) / 8 * 8 + GUARD_BYTES;
   }
@@ -113,9 +114,9 @@ void Direction::on_advert(uint32_t message, const MessageHeader& header) {
   State& state = states_[message];
   const MessageHeader expected = this->header(message);
   require(state.advertised && !state.advert_seen, "an advert of what was not advertised, or a second one");
-  require(header.key == expected.key && header.signature == expected.signature &&
-              header.size_bytes == expected.size_bytes,
-          [&] { return "the advert of " + name(sender_, message) + " is another one"; });
+  require(
+      header.key == expected.key && header.signature == expected.signature && header.size_bytes == expected.size_bytes,
+      [&] { return "the advert of " + name(sender_, message) + " is another one"; });
   state.advert_seen = true;
 }
 
@@ -150,8 +151,8 @@ void Direction::on_packet_out(const flow::DataOut& data, Packet& packet) {
     const uint64_t number = states_[message].eager_number;
     require(flow::index_of(data.immediate) == (number & flow::INDEX_MASK) && data.rkey == eager_rkey_ &&
                 data.size_bytes == flow::EAGER_HEADER_BYTES + size_bytes(message) &&
-                data.remote_address == reinterpret_cast<uint64_t>(eager_memory_) +
-                                           number % eager_slot_count_ * payload_max_bytes_,
+                data.remote_address ==
+                    reinterpret_cast<uint64_t>(eager_memory_) + number % eager_slot_count_ * payload_max_bytes_,
             [&] { return "eager " + name(sender_, message) + " was given out for a wrong place"; });
   } else {
     message = message_at(source_.data(), data.payload);

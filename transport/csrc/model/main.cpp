@@ -5,6 +5,7 @@
 //   fault_model --schedules 1000000      seeds 1 to 1,000,000
 //   fault_model --first N --schedules M  seeds N to N + M - 1
 //   fault_model --seed N --verbose       one schedule, every packet and event printed
+#include <unistd.h>
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -19,7 +20,6 @@
 #include <mutex>
 #include <string>
 #include <thread>
-#include <unistd.h>
 #include <vector>
 
 #include "model/violation.hpp"
@@ -123,8 +123,8 @@ class Runner {
 Options parse(int count, char** arguments) {
   Options options;
   const auto fail = [&](const char* what) {
-    std::fprintf(stderr, "%s: %s\nusage: %s [--schedules M] [--first N] [--threads T] [--seed N] [--verbose]\n", program,
-                 what, program);
+    std::fprintf(stderr, "%s: %s\nusage: %s [--schedules M] [--first N] [--threads T] [--seed N] [--verbose]\n",
+                 program, what, program);
     std::exit(2);
   };
   for (int at = 1; at < count; ++at) {
@@ -165,13 +165,14 @@ int main(int count, char** arguments) {
   const auto began = std::chrono::steady_clock::now();
   const bool is_good = Runner(options).run(tally);
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
-  std::printf("%s: %llu schedules from seed %llu in %.1f s on %u threads: %llu complete, %llu peers lost, %llu aborts; "
-              "%llu packets, %llu dropped, %llu duplicated, %.0f s of virtual time\n",
-              is_good ? "ok" : "FAILED", static_cast<unsigned long long>(tally.schedules),
-              static_cast<unsigned long long>(options.first), seconds, options.threads,
-              static_cast<unsigned long long>(tally.completed), static_cast<unsigned long long>(tally.lost),
-              static_cast<unsigned long long>(tally.aborted), static_cast<unsigned long long>(tally.packets),
-              static_cast<unsigned long long>(tally.dropped), static_cast<unsigned long long>(tally.duplicated),
-              static_cast<double>(tally.virtual_us) / 1e6);
+  std::printf(
+      "%s: %llu schedules from seed %llu in %.1f s on %u threads: %llu complete, %llu peers lost, %llu aborts; "
+      "%llu packets, %llu dropped, %llu duplicated, %.0f s of virtual time\n",
+      is_good ? "ok" : "FAILED", static_cast<unsigned long long>(tally.schedules),
+      static_cast<unsigned long long>(options.first), seconds, options.threads,
+      static_cast<unsigned long long>(tally.completed), static_cast<unsigned long long>(tally.lost),
+      static_cast<unsigned long long>(tally.aborted), static_cast<unsigned long long>(tally.packets),
+      static_cast<unsigned long long>(tally.dropped), static_cast<unsigned long long>(tally.duplicated),
+      static_cast<double>(tally.virtual_us) / 1e6);
   return is_good ? 0 : 1;
 }

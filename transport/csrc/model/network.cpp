@@ -48,8 +48,8 @@ Packet* Network::new_packet() {
 bool Network::is_black_hole(uint32_t rank, uint32_t path) const {
   for (uint32_t index = 0; index < schedule_->fault_count; ++index) {
     const Fault& fault = schedule_->faults[index];
-    if (fault.kind == Fault::Kind::black_hole && (fault.paths >> path & 1) != 0 && (fault.directions >> rank & 1) != 0 &&
-        now_us_ >= fault.from_us && now_us_ < fault.until_us)
+    if (fault.kind == Fault::Kind::black_hole && (fault.paths >> path & 1) != 0 &&
+        (fault.directions >> rank & 1) != 0 && now_us_ >= fault.from_us && now_us_ < fault.until_us)
       return true;
   }
   return false;

@@ -58,7 +58,9 @@ class Network {
   void wake(uint64_t at_us, uint32_t rank) { push(at_us * 1'000, rank, NO_PACKET); }
   void summon(uint64_t at_us, uint32_t rank) { push(at_us * 1'000, rank, SUMMONS); }
   // The rank cannot look yet.
-  void postpone(const Happening& happening, uint64_t until_us) { push(until_us * 1'000, happening.rank, happening.packet); }
+  void postpone(const Happening& happening, uint64_t until_us) {
+    push(until_us * 1'000, happening.rank, happening.packet);
+  }
 
   bool empty() const { return happenings_.empty(); }
   const Happening& peek() const { return happenings_.front(); }

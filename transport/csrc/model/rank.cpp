@@ -36,7 +36,8 @@ Rank::Rank(uint32_t index) : index_(index), eager_memory_(EAGER_MEMORY_BYTES) {}
 
 uint32_t Rank::eager_rkey() const { return 0xEA6E'0001 + index_; }
 
-void Rank::begin(const Schedule& schedule, Network& network, Direction& outgoing, Direction& incoming, bool is_verbose) {
+void Rank::begin(const Schedule& schedule, Network& network, Direction& outgoing, Direction& incoming,
+                 bool is_verbose) {
   schedule_ = &schedule;
   draw_ = &schedule.ranks[index_];
   network_ = &network;
@@ -44,8 +45,8 @@ void Rank::begin(const Schedule& schedule, Network& network, Direction& outgoing
   incoming_ = &incoming;
   is_verbose_ = is_verbose;
   random_ = SimRandom(SimRandom(schedule.seed ^ (uint64_t{index_ + 1} << 62)).next());
-  const auto memory = std::span(eager_memory_)
-                          .first(size_t{schedule.config.eager_slot_count} * schedule.config.payload_max_bytes);
+  const auto memory =
+      std::span(eager_memory_).first(size_t{schedule.config.eager_slot_count} * schedule.config.payload_max_bytes);
   budget_.emplace(draw_->budget);
   flow::FlowConfig config = schedule.config;
   config.path_policy = draw_->path_policy;
@@ -398,8 +399,9 @@ void Rank::check_counters(const Rank& peer) const {
 }
 
 std::string Rank::describe() const {
-  return "rank " + std::to_string(index_) + (is_dead_ ? " (gone)" : "") + (is_complete() ? " complete" : " incomplete") +
-         (has_ended() ? ", ended: " + end_reason_ : "") + ", " + flow_->describe();
+  return "rank " + std::to_string(index_) + (is_dead_ ? " (gone)" : "") +
+         (is_complete() ? " complete" : " incomplete") + (has_ended() ? ", ended: " + end_reason_ : "") + ", " +
+         flow_->describe();
 }
 
 }  // namespace sennit::model

@@ -89,7 +89,8 @@ class Rank {
   uint64_t wake_us_ = NEVER;
   uint32_t idle_wakes_ = 0;
   std::string end_reason_;
-  bool has_ended_ = false, is_lost_ = false, is_told_ = false, is_dead_ = false, is_closed_ = false, has_deferred_ = false;
+  bool has_ended_ = false, is_lost_ = false, is_told_ = false, is_dead_ = false, is_closed_ = false,
+       has_deferred_ = false;
   uint64_t last_heard_us_ = 0, last_excuse_us_ = 0;
 
   // The program: the next message of each kind, both ways, and the adverts by message.

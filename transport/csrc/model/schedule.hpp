@@ -37,17 +37,17 @@ struct LinkDraw {
 };
 
 struct RankDraw {
-  uint64_t clock_us;           // what its clock shows when the schedule begins
-  uint32_t tick_us;            // its port looks at the socket and the clock so often only
-  uint32_t batch_packets;      // most packets of one poll_data
-  uint32_t open_receives;      // most receives advertised at a time
+  uint64_t clock_us;            // what its clock shows when the schedule begins
+  uint32_t tick_us;             // its port looks at the socket and the clock so often only
+  uint32_t batch_packets;       // most packets of one poll_data
+  uint32_t open_receives;       // most receives advertised at a time
   uint32_t deferral, scribble;  // chances of 65,536
-  uint64_t ask_silence_us;     // 0: never asks
+  uint64_t ask_silence_us;      // 0: never asks
   std::string_view path_policy, congestion;
-  bool has_budget;             // limits what its sender may have on the way
+  bool has_budget;  // limits what its sender may have on the way
   flow::ReceiveBudgetConfig budget;
-  bool is_restless;            // calls on_timeout in every round
-  bool closes;                 // says goodbye when its own work is done
+  bool is_restless;  // calls on_timeout in every round
+  bool closes;       // says goodbye when its own work is done
   uint32_t message_count;
   std::array<MessageDraw, MESSAGES_MAX> messages;  // what it sends
   std::array<LinkDraw, PATHS_MAX> links;           // by path, from it to the other
@@ -61,12 +61,12 @@ struct Fault {
     abort,       // the rank's program fails and says so
     close,       // the rank says goodbye in the middle
   } kind;
-  uint32_t rank;            // freeze, death, abort, close
-  uint32_t paths;           // black_hole: a bit a path
-  uint32_t directions;      // black_hole: bit 0 from rank 0, bit 1 from rank 1
+  uint32_t rank;        // freeze, death, abort, close
+  uint32_t paths;       // black_hole: a bit a path
+  uint32_t directions;  // black_hole: bit 0 from rank 0, bit 1 from rank 1
   uint64_t from_us;
-  uint64_t until_us;        // black_hole, freeze; NEVER: for ever
-  uint64_t noticed_us;      // death: the survivor's port notices then; NEVER: it does not
+  uint64_t until_us;    // black_hole, freeze; NEVER: for ever
+  uint64_t noticed_us;  // death: the survivor's port notices then; NEVER: it does not
 };
 
 struct Schedule {

@@ -153,7 +153,8 @@ void World::judge_lost(const Rank& rank, const Rank& peer) const {
   const std::string& reason = rank.end_reason();
   if (rank.is_told()) {
     // (The peer's flow may have ended before its program did.)
-    const bool is_its_reason = reason == peer.end_reason() || peer.describe().find("(" + reason + ")") != std::string::npos;
+    const bool is_its_reason =
+        reason == peer.end_reason() || peer.describe().find("(" + reason + ")") != std::string::npos;
     return require(is_its_reason, [&] { return "no peer aborted with: " + reason; });
   }
   if (reason.starts_with("sent nothing for ")) return;  // judged when it happened
