@@ -82,6 +82,7 @@ struct Side {
   size_t eager_taken = 0, adverts = 0;
   std::deque<Packet> to_it;
   bool ended = false;
+  int immediate_rounds = 0;
   Side* peer = nullptr;
   bool was_told_lies = false;  // a control that its peer did not write reached it
 };
@@ -293,7 +294,8 @@ class Duel {
       Packet packet{true, path, {}, {control.begin(), control.begin() + static_cast<std::ptrdiff_t>(size_bytes)}};
       if (side.peer->to_it.size() < IN_FLIGHT_MAX) side.peer->to_it.push_back(std::move(packet));
     }
-    require(flow.next_timeout_us() > now_us_);
+    side.immediate_rounds = flow.next_timeout_us() > now_us_ ? 0 : side.immediate_rounds + 1;
+    require(side.immediate_rounds < 8);
   }
 
   void on_event(Side& side, const flow::Event& event) {

@@ -15,7 +15,7 @@ namespace {
 constexpr size_t EAGER_MEMORY_BYTES = 32 * size_t{PAYLOAD_MAX_BYTES};
 // A round sends at most a window and some controls; timers of eight paths may fire one after the other.
 constexpr uint32_t MOST_PACKETS_A_ROUND = 2'000;
-constexpr uint32_t MOST_IDLE_WAKES = 64;
+constexpr uint32_t MOST_IDLE_WAKES = 64, MOST_IMMEDIATE_ROUNDS = 4;
 // A deferred eager message is offered again at the program's next round.
 constexpr uint64_t DEFERRED_US = 20;
 // Numbers on the wire have finite width, so every protocol bounds a packet's life (RFC 9293, 3.4.2): that of an
@@ -54,7 +54,7 @@ void Rank::begin(const Schedule& schedule, Network& network, Direction& outgoing
   config.receive_budget = draw_->has_budget ? &*budget_ : nullptr;
   flow_.emplace(config, memory, eager_rkey());
   wake_us_ = NEVER;
-  idle_wakes_ = 0;
+  idle_wakes_ = immediate_rounds_ = 0;
   end_reason_.clear();
   has_ended_ = is_lost_ = is_told_ = is_dead_ = is_closed_ = has_deferred_ = false;
   last_heard_us_ = last_excuse_us_ = 0;
@@ -329,11 +329,12 @@ uint64_t Rank::next_post_us() const {
 
 void Rank::set_wake() {
   const uint64_t timeout_us = flow_->next_timeout_us();
-  // All packets are out, so a timer that is due now would be due for ever.
-  require(timeout_us > clock_us(), [&] { return "the timer spins: " + flow_->describe(); });
+  // All packets are out, so a timer that stays due would be due for ever. (Sending may bring one forward once.)
+  immediate_rounds_ = timeout_us <= clock_us() ? immediate_rounds_ + 1 : 0;
+  require(immediate_rounds_ <= MOST_IMMEDIATE_ROUNDS, [&] { return "the timer spins: " + flow_->describe(); });
   require(idle_wakes_ <= MOST_IDLE_WAKES,
           [&] { return "the timer fires again and again for nothing: " + flow_->describe(); });
-  uint64_t wake_us = timeout_us == NEVER ? NEVER : timeout_us - draw().clock_us;
+  uint64_t wake_us = timeout_us == NEVER ? NEVER : std::max(timeout_us, clock_us()) - draw().clock_us;
   if (!has_ended()) wake_us = std::min(wake_us, next_post_us());
   if (wake_us == NEVER || wake_us == wake_us_) {
     wake_us_ = wake_us;

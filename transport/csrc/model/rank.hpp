@@ -87,7 +87,7 @@ class Rank {
   std::optional<flow::Flow> flow_;
 
   uint64_t wake_us_ = NEVER;
-  uint32_t idle_wakes_ = 0;
+  uint32_t idle_wakes_ = 0, immediate_rounds_ = 0;
   std::string end_reason_;
   bool has_ended_ = false, is_lost_ = false, is_told_ = false, is_dead_ = false, is_closed_ = false,
        has_deferred_ = false;
