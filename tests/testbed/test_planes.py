@@ -28,8 +28,9 @@ pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 DEADLINE_S = 60.0
 
 
-def names() -> set[str]:
-    return {path.name for path in namespace.FOLDER.glob("sennit-*")}
+def names(pid: int) -> set[str]:
+    """The namespaces that a process has made: others may make some at the same time."""
+    return {path.name for path in namespace.FOLDER.glob(f"sennit-{pid}-*")}
 
 
 def test_every_host_reaches_every_other_on_every_plane_and_only_it() -> None:
@@ -218,12 +219,12 @@ def test_captures_show_what_was_sent_and_what_came(clear_planes: Planes, tmp_pat
 
 
 def test_nothing_stays_behind() -> None:
-    before = names()
+    before = names(os.getpid())
     planes = Planes(hosts=3, planes=1)
 
     def fail_inside() -> None:
         with planes:
-            assert names() - before == {planes.switch_name, *(planes.netns_name(host) for host in range(3))}
+            assert names(os.getpid()) - before == {planes.switch_name, *(planes.netns_name(host) for host in range(3))}
             planes.delay(1_000)
             children.append(planes.popen(0, ["sleep", "1000"]))
             raise KeyError("inside")
@@ -231,13 +232,13 @@ def test_nothing_stays_behind() -> None:
     children: list[subprocess.Popen[bytes]] = []
     with pytest.raises(KeyError, match="inside"):
         fail_inside()
-    assert names() == before
+    assert names(os.getpid()) == before
     (child,) = children
     assert child.returncode == -signal.SIGKILL
 
 
 def test_planes_that_cannot_be_finished_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = names()
+    before = names(os.getpid())
 
     def refuse(self: Planes, host: int) -> None:
         raise OSError("no more")
@@ -245,7 +246,7 @@ def test_planes_that_cannot_be_finished_leave_nothing_behind(monkeypatch: pytest
     monkeypatch.setattr(Planes, "_build_host", refuse)
     with pytest.raises(OSError, match="no more"), Planes():
         pass
-    assert names() == before
+    assert names(os.getpid()) == before
 
 
 def test_two_at_once_do_not_meet(planes: Planes) -> None:
@@ -258,7 +259,6 @@ def test_two_at_once_do_not_meet(planes: Planes) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_leaves_nothing_for_long(number: signal.Signals) -> None:
     """SIGTERM cleans up; what SIGKILL leaves, the next planes remove."""
-    before = names()
     program = textwrap.dedent("""
         import signal
         from sennit.testbed.topology import Planes
@@ -271,14 +271,13 @@ def test_a_killed_process_leaves_nothing_for_long(number: signal.Signals) -> Non
     assert child.stdout is not None
     with child.stdout:
         name, relay = child.stdout.readline().split()
-        assert name in names()
+        assert name in names(child.pid)
         child.send_signal(number)
         assert child.wait(DEADLINE_S) == (128 + number if number == signal.SIGTERM else -number)
     if number == signal.SIGKILL:
-        assert name in names()
         with Planes(hosts=2, planes=1):
-            assert name not in names()
-    assert names() == before
+            assert names(child.pid) == set()
+    assert names(child.pid) == set()
     deadline_s = time.monotonic() + DEADLINE_S
     while Path(f"/proc/{relay}").exists():
         assert time.monotonic() < deadline_s
