@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 from sennit.testbed import capabilities
 from sennit.testbed.bench import machine
 from sennit.testbed.scenarios import measures, results, stage, verdicts
 from sennit.testbed.scenarios.model import Scenario
-from sennit.testbed.scenarios.ranks import RankError
 from sennit.testbed.scenarios.results import Case, Results
 from sennit.testbed.scenarios.verdicts import Status
 
 Say = Callable[[str], None]
+
+LOG_TAIL_CHARACTERS: Final = 2_000
 
 
 def run(
@@ -61,13 +63,14 @@ def run_case(scenario: Scenario, *, short: bool, strict: bool, seed: int, folder
     began_s = time.monotonic()
     try:
         seen = stage.play(scenario, seed=seed, folder=place, say=lambda what: say(f"{scenario.name}: {what}"))
-    except (RankError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        # A case that breaks is a failed case; the others go on.
+        _judge(case, scenario, seen, strict=strict)
+    except Exception as error:  # whatever breaks one case must not cost the others: it is failed, with its trace
         case.status = Status.FAILED
         case.reason = f"{type(error).__name__}: {error}"
-        case.log_tails = {log.name: log.read_text(errors="replace")[-2000:] for log in sorted(place.glob("*.log"))}
-    else:
-        _judge(case, scenario, seen, strict=strict)
+        (place / "conductor.log").write_text(traceback.format_exc())
+        case.log_tails = {
+            log.name: log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] for log in sorted(place.glob("*.log"))
+        }
     case.seconds = time.monotonic() - began_s
     case.files = [str(path.relative_to(folder.resolve())) for path in _kept(place)]
     return case

@@ -301,6 +301,8 @@ class _Stage:
             yield
             # Closes its stdin, which is its sign to stop.
             output, _ = process.communicate(timeout=HOSTILE_TIMEOUT_S)
+            if process.returncode:
+                raise RankError(f"the hostile sender ended with status {process.returncode}; see {log.name}")
         finally:
             process.kill()
             process.wait()

@@ -113,14 +113,14 @@ def goodput_within(run: Run, since_s: float, until_s: float) -> float | None:
 
 
 def measure(scenario: Scenario, run: Run) -> dict[str, float]:
-    """The measures of planes switched off (and on again) during the run; see `measures`."""
+    """The measures of planes switched off (and on again) during the run (`measures`); none of a run that failed."""
     found: dict[str, float] = {}
     off = [
         at_s for (_, at_s), fault in _matched(scenario, run)
         if isinstance(fault, SwitchPlane) and not fault.up
     ]  # fmt: skip
     healed = [(at_s, fault.plane) for (_, at_s), fault in _matched(scenario, run) if fault.up]
-    if not off:
+    if not off or any("error" in answer for answer in run.answers):
         return found
     began_s, ended_s = min(a["begins_s"][0] for a in run.answers), max(a["ends_s"][-1] for a in run.answers)
     fault_s = min(off)
@@ -148,8 +148,10 @@ def _matched(scenario: Scenario, run: Run) -> list[tuple[tuple[str, float], Swit
 
 
 def _return_s(run: Run, plane: int, fault_s: float, heal_s: float) -> float | None:
-    zero_s = first_sample_s(run)
     times, values = rates(run, FIRST_PLANE + plane, RETURN_WINDOW_S)
+    if not times:
+        return None
+    zero_s = first_sample_s(run)
     before = [value for time, value in zip(times, values, strict=True) if zero_s + time < fault_s]
     if not before:
         return None

@@ -303,6 +303,15 @@ def test_return_of_a_plane_and_goodput_without_it() -> None:
     assert found["longest_stall_ms"] == pytest.approx(1.0)
 
 
+def test_a_run_that_failed_has_no_timeline_measures() -> None:
+    scenario = SCENARIOS["planes-dead"]
+    events = [(f"plane {plane} down", 1.0) for plane in (1, 2, 3)]
+    failed = answer([0.0], [], error={"kind": "TimeoutError", "message": "…", "lost_ranks": [], "at_s": 9.0})
+    found = observe(scenario, run([failed, failed], events=events))
+    assert found["failed_ranks"] == 2
+    assert "longest_stall_ms" not in found
+
+
 def test_path_shares_sum_to_one() -> None:
     interfaces = {"plane0": {"rx_bytes": 30}, "plane1": {"rx_bytes": 10}}
     assert measures.path_shares([run([answer([0.0], [1.0], interfaces=interfaces)] * 2)]) == {

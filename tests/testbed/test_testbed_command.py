@@ -133,6 +133,7 @@ def test_a_case_that_breaks_fails_and_the_next_runs(
     assert done.exit_code == 1
     assert "RankError: sennit rank 1 ended at join" in done.stdout
     assert "1 passed, 1 failed" in done.stdout
+    assert "Traceback" in (tmp_path / "same-bits" / "conductor.log").read_text()
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
