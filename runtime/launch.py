@@ -42,10 +42,19 @@ class _Outcome:
     """The rank only reports that another one is gone."""
 
 
-def run_ranks(function: RankFunction, argument: Any, world_size: int, *, store_timeout_s: float) -> list[Any]:
+def run_ranks(
+    function: RankFunction,
+    argument: Any,
+    world_size: int,
+    *,
+    store_timeout_s: float,
+    on_loss: Callable[[int, str], None] | None = None,
+) -> list[Any]:
     """Calls `function(argument, rank, world_size, store)` in `world_size` new processes; results by rank.
 
-    The store lives here, on a free port that the system chose. Raises `RankFailure` with the first cause.
+    The store lives here, on a free port that the system chose. Raises `RankFailure` with the first cause. With
+    `on_loss` a rank's failure is told to it instead, and is one of the run only if no rank comes to the end; the
+    results are then those of the ranks that did.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=store_timeout_s))
     context = multiprocessing.get_context("spawn")
@@ -63,7 +72,7 @@ def run_ranks(function: RankFunction, argument: Any, world_size: int, *, store_t
             theirs.close()
             ends.append(ours)
             processes.append(process)
-        outcomes = _collect(ends, processes)
+        outcomes = _collect(ends, processes, are_independent=on_loss is not None)
     finally:
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
@@ -73,9 +82,12 @@ def run_ranks(function: RankFunction, argument: Any, world_size: int, *, store_t
         for end in ends:
             end.close()
     failed = sorted((item for item in outcomes if item.error is not None), key=lambda item: item.consequence)
-    if failed:
+    if on_loss is not None and len(failed) < len(outcomes):
+        for item in failed:
+            on_loss(item.rank, str(item.error))
+    elif failed:
         raise RankFailure(f"rank {failed[0].rank}: {failed[0].error}")
-    return [item.result for item in sorted(outcomes, key=lambda item: item.rank)]
+    return [item.result for item in sorted(outcomes, key=lambda item: item.rank) if item.error is None]
 
 
 def _rank_main(
@@ -97,8 +109,8 @@ def _rank_main(
     end.close()
 
 
-def _collect(ends: list[Connection], processes: list[BaseProcess]) -> list[_Outcome]:
-    """Waits for all outcomes; after a failure only `GRACE_S` longer."""
+def _collect(ends: list[Connection], processes: list[BaseProcess], *, are_independent: bool) -> list[_Outcome]:
+    """Waits for all outcomes; after a failure only `GRACE_S` longer, unless the others go on without that rank."""
     outcomes: list[_Outcome] = []
     waiting = dict(zip(ends, range(len(ends)), strict=True))
     deadline: float | None = None
@@ -116,7 +128,7 @@ def _collect(ends: list[Connection], processes: list[BaseProcess]) -> list[_Outc
                 processes[rank].join(GRACE_S)
                 outcome = _Outcome(rank=rank, error=f"process ended with {_exit_text(processes[rank].exitcode)}")
             outcomes.append(outcome)
-            if outcome.error is not None and deadline is None:
+            if outcome.error is not None and deadline is None and not are_independent:
                 deadline = time.monotonic() + GRACE_S
     return outcomes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,28 @@ class RankReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """How an elastic run went on without ranks that it lost."""
+
+    lost: list[int]
+    """Their ranks before it."""
+
+    world_size: int
+    """Ranks afterwards."""
+
+    reason: str
+    """The transport's."""
+
+    step: int | None = None
+    """Where training went on: that of the last checkpoint, or 0; None until it is loaded."""
+
+    def __str__(self) -> str:
+        ranks = f"rank {self.lost[0]}" if len(self.lost) == 1 else f"ranks {', '.join(map(str, self.lost))}"
+        start = "" if self.step is None else f" from step {self.step + 1}"
+        return f"lost {ranks}, went on with {self.world_size}{start}: {self.reason}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
     """A finished run."""
 
@@ -54,6 +76,8 @@ class RunReport:
 
     quality: Quality
     weights_sha256: str
+    changes: list[Change] = field(default_factory=list)
+    """Of an elastic run, in order."""
 
     @property
     def train_s(self) -> float:
@@ -85,6 +109,7 @@ class RunReport:
             "world_size": len(self.ranks),
             "torch": torch.__version__,
             "machine": f"{platform.machine()} {platform.system()}",
+            "changes": [asdict(change) for change in self.changes],
             "steps": {"first": self.first_step, "last": self.step},
             "samples": self.sample_count,
             "run_s": self.run_s,
@@ -127,6 +152,8 @@ def render(report: RunReport, console: Console) -> None:
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)
+    for change in report.changes:
+        summary.add_row("changed", str(change))
     console.print(summary)
 
     phases = report.phases_s()

@@ -48,6 +48,8 @@ def command(
     checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the latest checkpoint")] = False,
+    elastic: Annotated[bool, typer.Option("--elastic", help="go on without ranks that die")] = False,
+    min_ranks: Annotated[int, typer.Option(help="elastic: fail with fewer ranks left")] = _DEFAULT.min_ranks,
     tensorboard: Annotated[Path | None, typer.Option(help="folder for TensorBoard events")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
     timeout: Annotated[float, typer.Option(help="deadline of a collective, seconds")] = _DEFAULT.timeout_s,
@@ -77,6 +79,8 @@ def command(
             checkpoint=checkpoint,
             checkpoint_every=checkpoint_every,
             resume=resume,
+            elastic=elastic,
+            min_ranks=min_ranks,
             tensorboard=tensorboard,
             json_path=json_path,
         )
@@ -107,11 +111,21 @@ def start(config: TrainingConfig, ranks: int | None) -> None:
         return
     world_size = ranks if ranks is not None else 1
     config.check_world(world_size)
-    run_ranks(_run_here, config, world_size, store_timeout_s=config.timeout_s)
+    run_ranks(
+        _run_here,
+        config,
+        world_size,
+        store_timeout_s=config.timeout_s,
+        on_loss=_tell_loss if config.elastic else None,
+    )
 
 
 def _run_here(config: TrainingConfig, rank: int, world_size: int, store: Store) -> Any:
     return run_rank(config, Place(rank=rank, world_size=world_size, store=store)).weights_sha256
+
+
+def _tell_loss(rank: int, error: str) -> None:
+    typer.echo(f"rank {rank} did not come to the end: {error}", err=True)
 
 
 def _make_folder(name: str, folder: Path) -> None:

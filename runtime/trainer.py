@@ -128,11 +128,10 @@ class Trainer:
     def train_step(self) -> float:
         """One step on the next global batch; the loss of this rank's part."""
         factor = rate_factor(self.config.decay, self.step, self.step_count)
-        local = self.config.batch_size // self.world_size
-        counts = [local] * self.world_size
         with self.clock.phase("input"):
-            rows = self._batch_rows()[self.rank * local : (self.rank + 1) * local]
-            batch = self.samples.batch(rows, self.placement.wire_order)
+            parts = torch.tensor_split(self._batch_rows(), self.world_size)
+            counts = [len(part) for part in parts]
+            batch = self.samples.batch(parts[self.rank], self.placement.wire_order)
         bags = self.exchange.send_ids(batch, counts)
         with self.clock.phase("lookup"):
             pooled = self.shard.lookup(bags.lengths, bags.values, bags.table_of_bag).requires_grad_()
@@ -148,7 +147,9 @@ class Trainer:
             )
         with self.clock.phase("backward and AllReduce"):
             self.optimizer.zero_grad()
-            torch.autograd.backward(loss)
+            # Gradients are averaged over ranks: a rank with more samples than the mean counts for more.
+            share = counts[self.rank] * self.world_size / self.config.batch_size
+            torch.autograd.backward(loss if share == 1 else loss * share)
         with self.clock.phase("dense update"):
             for part in self.optimizer.param_groups:
                 part["lr"] = self.config.dense_rate * factor

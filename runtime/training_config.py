@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sennit.runtime.backend import BACKEND_NAME
 from sennit.runtime.data.sources import Source
 from sennit.runtime.dlrm.optimizer import DECAYS, DENSE_OPTIMIZERS
 from sennit.transport.errors import ConfigError
@@ -72,6 +73,12 @@ class TrainingConfig:
     resume: bool = False
     """Go on from the latest checkpoint, if there is one."""
 
+    elastic: bool = False
+    """When a rank dies the others go on without it, from the last checkpoint (without one: from the start)."""
+
+    min_ranks: int = 1
+    """With fewer ranks left an elastic run fails."""
+
     tensorboard: Path | None = None
     """Folder for TensorBoard events, written by rank 0."""
 
@@ -99,13 +106,18 @@ class TrainingConfig:
         _one_of("dense optimizer", self.dense_optimizer, DENSE_OPTIMIZERS)
         if not 0 < self.eval_fraction < 1:
             raise ConfigError(f"evaluation part {self.eval_fraction}; allowed: between 0 and 1")
+        _in_range("least number of ranks", self.min_ranks, 1, 4096)
+        if self.elastic and self.backend != BACKEND_NAME:
+            raise ConfigError(f"an elastic run over {self.backend!r}; allowed: {BACKEND_NAME!r}")
         if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):
             raise ConfigError("resuming and a checkpoint interval need a checkpoint folder (--checkpoint DIR)")
 
     def check_world(self, world_size: int) -> None:
-        """The global batch must be cut evenly: every rank's mean loss then weighs the same."""
-        _in_range("number of ranks", world_size, 1, 4096)
-        if self.batch_size % world_size:
+        """The global batch is cut evenly, or up to one sample in an elastic run, which may come to any world size."""
+        _in_range("number of ranks", world_size, 1, min(4096, self.batch_size))
+        if self.elastic:
+            _in_range("number of ranks", world_size, self.min_ranks, 4096)
+        elif self.batch_size % world_size:
             raise ConfigError(
                 f"batch size {self.batch_size} cannot be cut into {world_size} equal parts; "
                 f"allowed: multiples of {world_size}"

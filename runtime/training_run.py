@@ -6,21 +6,24 @@ from __future__ import annotations
 import datetime
 import gc
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sennit.runtime import checkpoint
-from sennit.runtime.backend import BACKEND_NAME, counters, register
+from sennit.runtime.backend import BACKEND_NAME, communicator, counters, register
 from sennit.runtime.data import sources
 from sennit.runtime.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
+from sennit.runtime.elastic import reconfigure
 from sennit.runtime.fingerprint import fingerprint
 from sennit.runtime.metrics import Quality
-from sennit.runtime.report import RankReport, RunReport, render, write_json
+from sennit.runtime.report import Change, RankReport, RunReport, render, write_json
 from sennit.runtime.trainer import StepReport, Trainer
 from sennit.runtime.training_config import TrainingConfig
+from sennit.transport.errors import PeerError
+from sennit.transport.membership import Terms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,23 +49,57 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
             config.backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
     # After a failure the group is left to the end of the process: taking it down may wait for peers that are gone.
-    report = train(config)
-    # Nobody leaves while another still needs an answer.
-    dist.barrier()
+    report = _train_elastically(config) if config.elastic else _train_to_the_end(config, [])
     # DDP's hooks hold the group; they have to go first.
     gc.collect()
     dist.destroy_process_group()
     return report
 
 
-def train(config: TrainingConfig) -> RunReport:
-    """Trains in the default process group, prints and writes what rank 0 should. Collective."""
+def _train_to_the_end(config: TrainingConfig, changes: list[Change]) -> RunReport:
+    report = train(config, changes)
+    # Nobody leaves while another still needs an answer.
+    dist.barrier()
+    return report
+
+
+def _train_elastically(config: TrainingConfig) -> RunReport:
+    """Trains until a run over the ranks that are left comes to its end."""
+    changes: list[Change] = []
+    while True:
+        try:
+            return _train_to_the_end(config, changes)
+        except Exception:
+            # An error of this rank's own is not cured by going on.
+            reason = communicator().failure
+            if not reason:
+                raise
+        # The error's frames held the trainer, with the old group in it.
+        gc.collect()
+        before = dist.get_world_size()
+        view = reconfigure(Terms(timeout_s=config.timeout_s, min_world=config.min_ranks))
+        lost = sorted(set(range(before)) - set(view.previous_ranks))
+        if not lost:
+            raise PeerError(f"all ranks live, so going on would end like this again: {reason}")
+        changes.append(Change(lost=lost, world_size=view.world, reason=reason))
+        config = replace(config, resume=config.checkpoint is not None)
+
+
+def train(config: TrainingConfig, changes: list[Change]) -> RunReport:
+    """Trains in the default process group, prints and writes what rank 0 should. Collective.
+
+    `changes`: how an elastic run came to its present ranks; the last one learns here where training goes on.
+    """
     before = transport_counters(config.backend)
     trainer = Trainer(config, sources.load(config.source, seed=config.seed))
     first = trainer.rank == 0
     if config.resume and config.checkpoint is not None:
         _resume(trainer, config)
     first_step = trainer.step
+    if changes:
+        changes[-1] = replace(changes[-1], step=first_step)
+        if first:
+            stdout_console().print(str(changes[-1]))
     last_loss: list[float] = []
 
     listeners: list[Listener] = []
@@ -105,6 +142,7 @@ def train(config: TrainingConfig) -> RunReport:
         final_loss=last_loss[0] if last_loss else None,
         quality=result,
         weights_sha256=fingerprint(trainer.weights()),
+        changes=changes,
     )
     if first:
         render(report, stdout_console())

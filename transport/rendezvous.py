@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rendezvous: ranks that share nothing but a key-value store agree how each pair of them will talk.
 
-    round "hello"   version, world, host identity
+    round "hello"   version, world, host identity, a nonce
+    "run"           rank 0 lists the nonces it read; the keys of all that follows hold the run's number
     round "offer"   this rank's shared-memory segment, or why there is none
     round "opened"  whose offers this rank could open: two ranks use shared memory when both opened the other's
     round "udp"     addresses, keys and paths; only where some pair has no shared memory
+
+A store may outlive a run and hold its records: torchrun restarts ranks over the same one. So a record counts only in
+the run whose list has its writer's nonce (`_Rounds.settle`).
 
 Records are JSON. A rank that cannot go on says so in its next record, so that nobody waits for it in vain.
 """
@@ -13,10 +17,12 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 
 from sennit.transport.config import Config, TransportKind
@@ -28,6 +34,10 @@ from sennit.transport.version import Versions
 # Stores count in milliseconds or by another clock: one that gives up this little early has timed out, not failed.
 STORE_CLOCK_SLACK_S: Final = 0.05
 # Between two looks at the store and at what `watch` watches.
+POLL_FIRST_S: Final = 0.0005
+# How often old records are looked at again, and how long one that fits no run of ours may be one of an earlier run.
+REREAD_S: Final = 0.1
+OLD_RECORD_S: Final = 10.0
 WATCH_POLL_S: Final = 0.01
 
 Record: TypeAlias = dict[str, Any]
@@ -72,6 +82,9 @@ class _Rounds:
         self._timeout_s = timeout_s
         self._watch = watch
         self._versions = Versions.ours()
+        self._nonce = secrets.token_hex(8)
+        self._run = ""
+        self._reread_s = 0.0
         self._deadline_s = time.monotonic() + timeout_s
 
     def exchange(self, round_name: str, make: Callable[[], Record]) -> list[Record]:
@@ -87,6 +100,94 @@ class _Rounds:
             raise
         self._publish(key, record)
         return [self._collect(round_name, peer, record) for peer in range(self._world)]
+
+    def meet(self, make: Callable[[], Record]) -> list[Record]:
+        """The first round. One of another world is refused, unless an earlier run left it."""
+        hello = self.exchange("hello", make)
+        wait_until_s = min(time.monotonic() + OLD_RECORD_S, self._deadline_s)
+        while strange := [peer for peer, record in enumerate(hello) if record["world"] != self._world]:
+            if time.monotonic() >= wait_until_s:
+                raise MismatchError(
+                    f"rank {strange[0]} is in a world of {hello[strange[0]]['world']} ranks, rank {self._rank} in one "
+                    f"of {self._world}"
+                )
+            if self._watch is not None:
+                self._watch()
+            time.sleep(REREAD_S)
+            hello = [self._collect("hello", peer, record) for peer, record in enumerate(hello)]
+        return hello
+
+    def settle(self, hello: list[Record]) -> list[Record]:
+        """Makes sure that all ranks are in one run: `hello`, less what an earlier run left in the store."""
+        while True:
+            if self._rank == 0:
+                self._run = secrets.token_hex(8)
+                nonces = [record["nonce"] for record in hello]
+                self._publish(self._run_key(), {"run": self._run, "nonces": nonces})
+            else:
+                self._poll("run", self._is_listed)
+            self._publish(self._key("here", self._rank), {})
+            everybody = [self._key("here", peer) for peer in range(self._world)]
+            # Whoever it is that is not here yet may have left an old record: rank 0 reads again, and lists again.
+            self._poll("here", partial(self._are_here_or_gone_on, everybody, hello))
+            if self._store.check(everybody):
+                return [self._collect_of_run(peer, hello[peer]) for peer in range(self._world)]
+            hello = [self._collect("hello", peer, record) for peer, record in enumerate(hello)]
+
+    def own_nonce(self) -> str:
+        """Tells this process from an earlier one of the same rank."""
+        return self._nonce
+
+    def _is_listed(self) -> bool:
+        """The newest run has this process in it; then it is ours."""
+        listed = self._read_run()
+        if listed is None or listed["nonces"][self._rank : self._rank + 1] != [self._nonce]:
+            return False
+        self._run = str(listed["run"])
+        return True
+
+    def _are_here_or_gone_on(self, keys: list[str], hello: Sequence[Record]) -> bool:
+        if self._store.check(keys):
+            return True
+        if time.monotonic() < self._reread_s:
+            return False
+        self._reread_s = time.monotonic() + REREAD_S
+        return self._has_moved_on(hello)
+
+    def _has_moved_on(self, hello: Sequence[Record]) -> bool:
+        if self._rank != 0:
+            listed = self._read_run()
+            return listed is not None and listed["run"] != self._run
+        return any(
+            self._collect("hello", peer, record)["nonce"] != record["nonce"] for peer, record in enumerate(hello)
+        )
+
+    def _read_run(self) -> Record | None:
+        if not self._store.check([self._run_key()]):
+            return None
+        return self._decode(self._store.get(self._run_key()), 0, {"run": "", "nonces": []})
+
+    def _collect_of_run(self, peer: int, hello: Record) -> Record:
+        listed = self._read_run()
+        if listed is None or listed["run"] != self._run:
+            raise PeerError(f"rendezvous of {self._name}: rank 0 was started again", rank=0)
+        if hello["nonce"] == listed["nonces"][peer]:
+            return hello
+        return self._collect("hello", peer, hello)
+
+    def _poll(self, what: str, is_done: Callable[[], bool]) -> None:
+        pause_s = POLL_FIRST_S
+        while not is_done():
+            if self._watch is not None:
+                self._watch()
+            if time.monotonic() >= self._deadline_s:
+                who = "rank 0" if what == "run" else self._missing(what, 0)
+                raise TimeoutError(
+                    f"rendezvous of {self._name}, {what}: no word from {who} of {self._world} after "
+                    f"{self._timeout_s:g} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, WATCH_POLL_S)
 
     def _publish(self, key: str, record: Record) -> None:
         self._store.set(key, json.dumps({**self._versions.as_record(), **record}))
@@ -144,8 +245,12 @@ class _Rounds:
             # The store is gone as well: then nobody is there.
             return False
 
+    def _run_key(self) -> str:
+        return f"sennit/{self._name}/run"
+
     def _key(self, round_name: str, rank: int) -> str:
-        return f"sennit/{self._name}/{round_name}/{rank}"
+        run = "" if round_name == "hello" else f"{self._run}/"
+        return f"sennit/{self._name}/{run}{round_name}/{rank}"
 
 
 def connect(
@@ -176,14 +281,13 @@ def connect(
         raise ConfigError(f"world of {world} ranks without a store; allowed: world 1, or a store that all ranks share")
     limit_s = config.timeout_s if timeout_s is None else timeout_s
     rounds = _Rounds(store, name=name, rank=rank, world=world, timeout_s=limit_s, watch=watch)
-    hello = rounds.exchange("hello", lambda: _hello(config, world))
+    hello = rounds.settle(rounds.meet(lambda: _hello(config, world, rounds.own_nonce())))
     endpoint: AnyEndpoint | None = None
 
     ranks_here = sum(record["machine"] == hello[rank]["machine"] for record in hello)
 
     def offer() -> Record:
         nonlocal endpoint
-        _check_worlds(hello, rank)
         endpoint = make_endpoint(ranks_here)
         return _offer(endpoint, config)
 
@@ -208,18 +312,10 @@ def connect(
     return Connection(endpoint=endpoint, routes=tuple(kind for kind, _ in routes), ranks_here=ranks_here)
 
 
-def _hello(config: Config, world: int) -> Record:
+def _hello(config: Config, world: int, nonce: str) -> Record:
     if config.transport is TransportKind.VERBS:
         _refuse_verbs()
-    return {"world": world, "host": host_identity(config.host_id), "machine": machine_identity()}
-
-
-def _check_worlds(hello: Sequence[Record], rank: int) -> None:
-    for peer, record in enumerate(hello):
-        if record["world"] != hello[rank]["world"]:
-            raise MismatchError(
-                f"rank {peer} is in a world of {record['world']} ranks, rank {rank} in one of {hello[rank]['world']}"
-            )
+    return {"nonce": nonce, "world": world, "host": host_identity(config.host_id), "machine": machine_identity()}
 
 
 def _offer(endpoint: Endpoint, config: Config) -> Record:

@@ -269,11 +269,35 @@ def test_worlds_of_other_sizes_are_told_apart() -> None:
     store = MemoryStore()
     store.set(
         "sennit/world/hello/1",
-        json.dumps({**Versions.ours().as_record(), "world": 3, "host": "boot:x", "machine": "boot:x"}),
+        json.dumps({**Versions.ours().as_record(), "nonce": "n", "world": 3, "host": "boot:x", "machine": "boot:x"}),
     )
-    (result,) = meet([Recorder(rank, "a") for rank in range(2)], store=store, absent=[1])
+    (result,) = meet([Recorder(rank, "a") for rank in range(2)], store=store, absent=[1], timeout_s=0.5)
     assert isinstance(result, MismatchError)
     assert "rank 1 is in a world of 3 ranks, rank 0 in one of 2" in str(result)
+
+
+@pytest.mark.parametrize("old_world", [2, 3])
+def test_records_of_an_earlier_run_in_the_same_store_do_not_count(old_world: int) -> None:
+    """As after a restart by torchrun: each rank finds the old ones' records, and some ranks come late."""
+    store = MemoryStore()
+    old = meet([Recorder(rank, "old") for rank in range(old_world)], store=store)
+    assert all(isinstance(routes, tuple) for routes in old)
+    for late in range(2):
+        come = threading.Event()
+
+        endpoints = [Recorder(rank, "new") for rank in range(2)]
+
+        def join(rank: int, late: int = late, come: threading.Event = come, endpoints: Any = endpoints) -> Any:
+            if rank == late:
+                # The other one has read the old records by then.
+                assert come.wait(20)
+            watch = None if rank == late else come.set
+            return rendezvous.connect(
+                lambda _: endpoints[rank], config=Config(), store=store, rank=rank, world=2, rails=list, watch=watch
+            ).routes
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(join, range(2))) == [("self", "shm"), ("shm", "self")]
 
 
 def test_a_broken_store_is_not_a_timeout() -> None:

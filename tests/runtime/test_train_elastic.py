@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training that loses ranks: going on without them in the same processes, and torchrun's restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.runtime.train import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+PROGRAM = Path(__file__).with_name("mortal_trainer.py")
+TINY = [
+    "--data", "synthetic", "--samples", "700", "--row-limit", "200", "--batch-size", "60", "--dim", "4",
+    "--bottom", "8", "--top", "8", "--epochs", "1", "--timeout", "60",
+]  # fmt: skip
+STEP_COUNT = 10
+
+
+def run(
+    folder: Path, name: str, *arguments: str, deaths: Sequence[tuple[int, int]] = (), launcher: Sequence[str] = ()
+) -> tuple[dict[str, Any], str]:
+    """The report and the output of a run that must come to its end."""
+    markers = {f"{rank}-{step}": folder / f"{name}-died-{rank}-{step}" for rank, step in deaths}
+    plan = [[rank, step, str(markers[f"{rank}-{step}"])] for rank, step in deaths]
+    report = folder / f"{name}.json"
+    done = subprocess.run(
+        [sys.executable, *launcher, str(PROGRAM), *TINY, *arguments, "--json", str(report)],
+        env={**os.environ, "DEATHS": json.dumps(plan)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(marker.exists() for marker in markers.values())
+    result: dict[str, Any] = json.loads(report.read_text())
+    assert result["steps"]["last"] == STEP_COUNT
+    return result, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("transport", ["shm", "udp"])
+def test_survivors_go_on_from_the_checkpoint(tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are those of a run with two ranks from the same checkpoint: nothing of the lost steps is in them."""
+    monkeypatch.setenv("SENNIT_TRANSPORT", transport)
+    saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "4"]
+    report, output = run(tmp_path, "lossy", "--ranks", "3", "--elastic", *saved, deaths=[(1, 6)])
+    assert report["world_size"] == 2
+    assert report["steps"]["first"] == 4
+    (change,) = report["changes"]
+    assert (change["lost"], change["world_size"], change["step"]) == ([1], 2, 4)
+    assert "rank 1" in change["reason"]
+    assert "lost rank 1, went on with 2 from step 5" in output
+    assert "rank 1 did not come to the end: process ended with signal 9" in output
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "saved" / "step-000000004", other / "step-000000004")
+    expected, _ = run(tmp_path, "rest", "--ranks", "2", "--elastic", "--checkpoint", str(other), "--resume")
+    assert report["weights_sha256"] == expected["weights_sha256"]
+
+
+def test_one_after_the_other_until_one_is_left_without_a_checkpoint(tmp_path: Path) -> None:
+    """Also a batch that two ranks share evenly and three do, and rank 0, which reports."""
+    report, _ = run(tmp_path, "last", "--ranks", "3", "--elastic", deaths=[(0, 2), (1, 3)])
+    assert [change["lost"] for change in report["changes"]] == [[0], [1]]
+    assert [change["step"] for change in report["changes"]] == [0, 0]
+    expected, _ = run(tmp_path, "alone", "--ranks", "1")
+    assert report["weights_sha256"] == expected["weights_sha256"]
+
+
+def test_uneven_parts_give_the_mean_over_the_batch(tmp_path: Path) -> None:
+    """62 samples over 3 ranks are not equal parts; the result is that of one rank, but for rounding."""
+    uneven, _ = run(tmp_path, "uneven", "--ranks", "3", "--elastic", "--batch-size", "62")
+    alone, _ = run(tmp_path, "alone", "--ranks", "1", "--batch-size", "62")
+    assert uneven["quality"]["log_loss"] == pytest.approx(alone["quality"]["log_loss"], rel=1e-4)
+
+
+def test_torchrun_restarts_the_group_and_it_resumes(tmp_path: Path) -> None:
+    saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3", "--resume"]
+    torchrun = [
+        "-m", "torch.distributed.run", "--standalone", "--nnodes", "1", "--nproc-per-node", "3", "--max-restarts", "2",
+    ]  # fmt: skip
+    report, _ = run(tmp_path, "restarted", *saved, deaths=[(2, 5), (0, 8)], launcher=torchrun)
+    assert report["world_size"] == 3
+    assert report["steps"]["first"] == 6
+    expected, _ = run(tmp_path, "undisturbed", "--ranks", "3")
+    assert report["weights_sha256"] == expected["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--elastic", "--backend", "gloo"], "error: an elastic run over 'gloo'; allowed: 'sennit'"),
+        (["--elastic", "--min-ranks", "3", "--ranks", "2"], "error: number of ranks 2; allowed: 3 to 4096"),
+        (["--elastic", "--batch-size", "4", "--ranks", "5"], "error: number of ranks 5; allowed: 1 to 4"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="1"):
+        main(["--data", "synthetic", *arguments])
+    assert capsys.readouterr().err.startswith(message)
