@@ -309,7 +309,8 @@ NB_MODULE(_core, m) {
            "The default deadline of operations from now on.")
       .def_prop_ro("failure", &PyCommunicator::failure, "Why the group ended; empty while it works.")
       .def_prop_ro("lost_ranks", &PyCommunicator::lost_ranks, "Ranks that the failure blames.")
-      .def("find_gone_ranks", &PyCommunicator::find_gone_ranks, "Peers whose processes, or whose ends of this group, are gone.")
+      .def("find_gone_ranks", &PyCommunicator::find_gone_ranks,
+           "Peers whose processes, or whose ends of this group, are gone.")
       .def_prop_ro("sequence", &PyCommunicator::sequence)
       .def("counters", &PyCommunicator::counters)
       .def("describe", &PyCommunicator::describe)

@@ -61,7 +61,8 @@ class Engine {
   std::string failure();
   // The ranks that the failure blames: dead, or without a sign of life until a deadline. Empty if it blames none.
   std::vector<uint32_t> lost_ranks();
-  // Peers whose processes, or whose ends of this group, are gone, looked up now: proof, where lost_ranks() may be suspicion.
+  // Peers whose processes, or whose ends of this group, are gone, looked up now: proof, where lost_ranks() may be
+  // suspicion.
   std::vector<uint32_t> find_gone_ranks();
   void shutdown(uint64_t timeout_us);
 

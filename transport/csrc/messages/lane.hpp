@@ -79,7 +79,8 @@ class Port {
   virtual bool progress(uint64_t now_us) = 0;
   // Operations wait and nothing comes: find out whether the peers are there. Called now and then.
   virtual void check_on_peers(uint64_t /*now_us*/) {}
-  // Peers known to have ended: their process, or their end of this group. Looks now; may learn more from one call to the next.
+  // Peers known to have ended: their process, or their end of this group. Looks now; may learn more from one call to
+  // the next.
   virtual std::vector<uint32_t> find_gone(uint64_t now_us) = 0;
   // Earliest time at which progress must be called although nothing arrived; UINT64_MAX for never.
   virtual uint64_t next_timeout_us() const = 0;

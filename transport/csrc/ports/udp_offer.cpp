@@ -124,4 +124,18 @@ UdpOffer UdpOffer::decode(std::span<const std::byte> bytes) {
   return offer;
 }
 
+std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<UdpOffer::Rail>& ours,
+                                                  const std::vector<UdpOffer::Rail>& theirs) {
+  std::vector<std::pair<size_t, size_t>> pairs;
+  for (const bool is_ipv6 : {true, false}) {
+    for (size_t mine = 0, other = 0;; ++mine, ++other) {
+      while (mine < ours.size() && ours[mine].listen.is_ipv6 != is_ipv6) ++mine;
+      while (other < theirs.size() && theirs[other].listen.is_ipv6 != is_ipv6) ++other;
+      if (mine >= ours.size() || other >= theirs.size()) break;
+      pairs.emplace_back(mine, other);
+    }
+  }
+  return pairs;
+}
+
 }  // namespace sennit

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "wire/icrc.hpp"
@@ -38,5 +39,10 @@ struct UdpOffer {
   // Throws std::invalid_argument; another version or wire revision is refused naming both.
   static UdpOffer decode(std::span<const std::byte> bytes);
 };
+
+// Rails of both ends in pairs: the first IPv6 address with the first, and so on; then IPv4. Both ends come
+// to the same pairs in the same order.
+std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<UdpOffer::Rail>& ours,
+                                                  const std::vector<UdpOffer::Rail>& theirs);
 
 }  // namespace sennit

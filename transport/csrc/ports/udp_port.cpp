@@ -82,22 +82,6 @@ UdpSocket open_sender(const std::string& address) {
   }
 }
 
-// Rails of both ends in pairs: the first IPv6 address with the first, and so on; then IPv4. Both ends come
-// to the same pairs in the same order.
-std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<UdpOffer::Rail>& ours,
-                                                  const std::vector<UdpOffer::Rail>& theirs) {
-  std::vector<std::pair<size_t, size_t>> pairs;
-  for (const bool is_ipv6 : {true, false}) {
-    for (size_t mine = 0, other = 0;; ++mine, ++other) {
-      while (mine < ours.size() && ours[mine].listen.is_ipv6 != is_ipv6) ++mine;
-      while (other < theirs.size() && theirs[other].listen.is_ipv6 != is_ipv6) ++other;
-      if (mine >= ours.size() || other >= theirs.size()) break;
-      pairs.emplace_back(mine, other);
-    }
-  }
-  return pairs;
-}
-
 // Between two addresses of one machine packets take the loopback interface, whatever the addresses' own
 // interfaces are. Both ends see the same: an address that is ours is where our packets to it would stay.
 uint32_t pair_payload(const UdpOffer::Rail& ours, const UdpOffer::Rail& theirs) {
