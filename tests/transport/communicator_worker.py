@@ -6,10 +6,13 @@ Every rank makes all ranks' inputs from the seed, so it can check its own result
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,21 @@ Array = npt.NDArray[Any]
 SCALAR = 0.75
 # Around the borders between eager and advertised messages, one and several chunks, with odd ends.
 ELEMENTS = (0, 1, 5, 1_023, 40_001, 300_007)
+
+REFUSALS = [
+    "truncated",
+    "oversized",
+    "bad_opcode",
+    "bad_version",
+    "bad_partition",
+    "bad_pad",
+    "bad_length",
+    "unknown_qpn",
+    "bad_key",
+    "bad_range",
+    "bad_slot",
+    "bad_icrc",
+]
 
 
 class Case:
@@ -221,9 +239,55 @@ def killed(group: Communicator, seed: int) -> None:
         until_it_fails()
 
 
+def own_udp_ports() -> list[str]:
+    """ADDRESS/PORT of every UDP socket of this process that is bound, by /proc."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for table, loopback in (("udp", "127.0.0.1"), ("udp6", "::1")):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[9] in inodes:
+                found.append(f"{loopback}/{int(fields[1].rsplit(':', 1)[1], 16)}")
+    return found
+
+
+def flooded(group: Communicator, seed: int) -> None:
+    """A stranger floods this rank's ports: results are the same, what he sent is counted by name and nothing else."""
+    case = Case(group, seed)
+    arrays = case.arrays([(300_007,)] * case.world, np.float32)
+    check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
+    before = group.counters()
+    assert not any(before[name] for name in REFUSALS), before
+    ports = own_udp_ports()
+    assert ports
+    command = [sys.executable, str(Path(__file__).with_name("flooder.py")), f"{seed + group.rank}", *ports]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as flooder:
+        assert flooder.stdin is not None
+        refused = rounds = 0
+        # Until the flood was in full flow for some rounds on every rank.
+        while group.allreduce(np.array([refused < 50_000 or rounds < 20], np.int32))[0]:
+            check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
+            refused = sum(group.counters()[name] for name in REFUSALS)
+            rounds += 1
+        flooder.stdin.close()
+        assert flooder.stdout is not None
+        sent = int(flooder.stdout.read())
+    group.barrier()
+    after = group.counters()
+    seen = {name: after[name] for name in REFUSALS if after[name]}
+    assert refused <= sum(seen.values()) <= sent, (seen, sent)
+    assert after["bad_control"] == 0, after
+    # Random bytes have no known opcode; well-formed ones name no queue pair of ours.
+    assert {"bad_opcode", "unknown_qpn"} <= seen.keys(), seen
+    check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
+
+
 SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
     scenario.__name__: scenario
-    for scenario in (reductions, arithmetic, movement, point_to_point, overlapping, mismatch, late, killed)
+    for scenario in (reductions, arithmetic, movement, point_to_point, overlapping, mismatch, late, killed, flooded)
 }
 
 

@@ -90,6 +90,11 @@ def test_failures(transport: str, world: int, scenario: str, tmp_path: Path) -> 
     run_ranks(scenario, world, transport, tmp_path, seed=1, timeout_s=5.0)
 
 
+@pytest.mark.parametrize("world", [2, 3])
+def test_flood_of_fuzzed_packets(world: int, seed: int, tmp_path: Path) -> None:
+    run_ranks("flooded", world, "udp", tmp_path, seed=seed)
+
+
 def test_one_rank_needs_no_store_and_no_ports() -> None:
     with Communicator(rank=0, world=1, config=Config()) as group:
         assert group.routes == ("self",)

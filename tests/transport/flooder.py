@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floods UDP ports with random and mutated RoCEv2 packets: `python FILE SEED ADDRESS/PORT...`.
+
+Until its stdin ends; then it writes how many packets it sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import select
+import socket
+import sys
+
+from sennit.testbed.capabilities import UDP_SEGMENT
+from sennit.transport import wire
+
+BATCH_PACKETS = 40
+BATCHES = 64
+PACKET_BYTES = 96
+HEADER_BYTES = 36  # BTH, RETH, immediate, ICRC
+
+
+def packet(rng: random.Random) -> bytes:
+    """Anything; or a well-formed packet of no connection, whole or with bytes changed (and so with a wrong ICRC)."""
+    if rng.random() < 0.25:
+        return rng.randbytes(PACKET_BYTES)
+    # Low bits as a receiver would give them out, so that each check behind the first is met.
+    made = wire.Packet.data(
+        qpn=rng.getrandbits(rng.choice([4, 24])),
+        psn=rng.getrandbits(24),
+        remote_address=rng.getrandbits(47) & ~63,
+        rkey=rng.getrandbits(32),
+        immediate=rng.getrandbits(rng.choice([4, 21, 32])),
+        payload=rng.randbytes(PACKET_BYTES - HEADER_BYTES),
+    )
+    data = bytearray(wire.seal(made, ("127.0.0.1", 50_000), ("127.0.0.1", 4_791)))
+    for _ in range(rng.randrange(4)):
+        data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+def main() -> None:
+    rng = random.Random(int(sys.argv[1]))
+    batches = [b"".join(packet(rng) for _ in range(BATCH_PACKETS)) for _ in range(BATCHES)]
+    sockets = []
+    for target in sys.argv[2:]:
+        address, port = target.rsplit("/", 1)
+        out = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
+        out.setsockopt(socket.IPPROTO_UDP, UDP_SEGMENT, PACKET_BYTES)
+        out.connect((address, int(port)))
+        sockets.append(out)
+    sent = 0
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        for out in sockets:
+            # The target is gone, or the way is full.
+            with contextlib.suppress(ConnectionRefusedError, BlockingIOError):
+                out.send(rng.choice(batches))
+                sent += BATCH_PACKETS
+    print(sent)
+
+
+if __name__ == "__main__":
+    main()
