@@ -400,6 +400,7 @@ void Rank::check_counters(const Rank& peer) const {
 }
 
 std::string Rank::describe() const {
+  if (!flow_) return "rank " + std::to_string(index_) + ", its flow gone";
   return "rank " + std::to_string(index_) + (is_dead_ ? " (gone)" : "") +
          (is_complete() ? " complete" : " incomplete") + (has_ended() ? ", ended: " + end_reason_ : "") + ", " +
          flow_->describe();
