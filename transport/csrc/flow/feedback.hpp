@@ -12,7 +12,7 @@ struct PathFeedback {
   uint32_t received_packets;
   uint32_t marked_packets;  // of them, with the ECN codepoint "congestion experienced" (RFC 3168)
   uint64_t fabric_us;       // round trip without the waits inside both hosts; 0: no sample
-  uint64_t fabric_min_us;   // the least of the path so far
+  uint64_t fabric_min_us;   // the least of its rail so far
   uint64_t queue_us() const { return fabric_us > fabric_min_us ? fabric_us - fabric_min_us : 0; }
 };
 

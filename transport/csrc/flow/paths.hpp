@@ -38,7 +38,6 @@ struct Path {
   uint16_t mark_number = 0;           // its probe number
   bool is_mark_open = false;          // not answered
   uint16_t received = 0, marked = 0;  // the peer's counts of arrivals over it, modulo 2^16
-  uint64_t fabric_min_us = UINT64_MAX;
   RoundTrip round_trip;
 
   bool is_bad() const { return state == PathState::bad || state == PathState::probing; }
@@ -48,12 +47,21 @@ class Paths {
  public:
   static constexpr uint32_t NONE = UINT32_MAX;
 
-  Paths(uint32_t count, uint32_t rail_count) : paths_(count), rail_count_(rail_count) {}
+  Paths(uint32_t count, uint32_t rail_count)
+      : paths_(count), rail_count_(rail_count), fabric_min_us_(rail_count, UINT64_MAX) {}
   uint32_t count() const { return static_cast<uint32_t>(paths_.size()); }
   Path& operator[](uint32_t index) { return paths_[index]; }
   const Path& operator[](uint32_t index) const { return paths_[index]; }
   uint32_t rail_count() const { return rail_count_; }
   uint32_t rail_of(uint32_t path) const { return path % rail_count_; }
+
+  // The least round trip in the fabric that any path of the rail showed. Paths of one rail join the same two
+  // interfaces; one that was first used when a queue stood already could not tell the queue from the way.
+  uint64_t fabric_min_us(uint32_t path) const { return fabric_min_us_[rail_of(path)]; }
+  void note_fabric_us(uint32_t path, uint64_t fabric_us) {
+    uint64_t& min_us = fabric_min_us_[rail_of(path)];
+    min_us = std::min(min_us, fabric_us);
+  }
 
   // A path that holds more than its share does not get the rest as well: were it dead, all would wait for it.
   void set_in_flight_limit(uint32_t packets) { in_flight_limit_ = packets; }
@@ -83,6 +91,7 @@ class Paths {
  private:
   std::vector<Path> paths_;
   const uint32_t rail_count_;
+  std::vector<uint64_t> fabric_min_us_;  // by rail
   uint32_t in_flight_limit_ = UINT32_MAX;
 };
 

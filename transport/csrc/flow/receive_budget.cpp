@@ -8,9 +8,12 @@
 namespace sennit::flow {
 namespace {
 
-constexpr double MARKED_GAIN = 1.0 / 16;   // RFC 8257, 3.3: g
-constexpr double DELAY_GAIN = 0.8;         // Swift's beta
-constexpr double DECREASE_MAX = 0.5;       // a round
+constexpr double MARKED_GAIN = 1.0 / 16;  // RFC 8257, 3.3: g
+constexpr double DELAY_GAIN = 0.8;        // Swift's beta
+constexpr double DECREASE_MAX = 0.5;      // a round
+// A quarter: what the last hop's queue must be able to take before its delay is noticed.
+constexpr double FAST_GROWTH = 1.25;
+constexpr uint32_t GOOD_ROUNDS = 2;
 constexpr double INCREASE_BYTES = 16'384;  // a round, after the start
 
 }  // namespace
@@ -46,10 +49,14 @@ void ReceiveBudget::end_round() {
     decrease = std::max(decrease, DELAY_GAIN * (queue_us - static_cast<double>(config_.target_queue_us)) / queue_us);
   }
   if (decrease > 0) {
+    good_rounds_ = 0;
     is_starting_ = false;
     bytes_ *= 1 - std::min(decrease, DECREASE_MAX);
-  } else if (is_reported_) {
-    bytes_ = is_starting_ ? 2 * bytes_ : bytes_ + INCREASE_BYTES;
+  } else if (is_reported_ && ++good_rounds_ >= GOOD_ROUNDS) {
+    good_rounds_ = 0;
+    // Far from the target: what shrank us is gone, or was a host that paused.
+    const bool is_empty = round_queue_us_ <= config_.target_queue_us / 4;
+    bytes_ = is_starting_ || is_empty ? FAST_GROWTH * bytes_ : bytes_ + INCREASE_BYTES;
   }
   bytes_ = std::clamp(bytes_, static_cast<double>(config_.min_bytes), static_cast<double>(config_.max_bytes));
   round_bytes_ = round_marked_bytes_ = round_queue_us_ = 0;

@@ -14,7 +14,7 @@ namespace sennit::flow {
 
 struct ReceiveBudgetConfig {
   uint64_t max_bytes = 2'097'152;  // with one sender as good as no limit
-  uint64_t start_bytes = 262'144;  // doubled by each round of good news until the first bad
+  uint64_t start_bytes = 262'144;  // a quarter more by each two rounds of good news, until the first bad
   uint64_t min_bytes = 32'768;     // however long the queue is
   uint64_t target_queue_us = 100;  // queueing that the senders may see
 };
@@ -53,6 +53,7 @@ class ReceiveBudget {
   // A round is one budget's worth of arrivals: about a round trip, without a clock.
   uint64_t round_bytes_ = 0, round_marked_bytes_ = 0;
   uint64_t round_queue_us_ = 0;
+  uint32_t good_rounds_ = 0;    // in a row; a round's reports are of the one before
   bool is_reported_ = false;    // some sender said in this round what it sees
   double marked_fraction_ = 0;  // smoothed, RFC 8257
 };

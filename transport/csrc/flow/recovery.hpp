@@ -72,11 +72,8 @@ class Recovery {
   const Paths& paths() const { return paths_; }
   const PathPolicy& policy() const { return *policy_; }
   const CongestionControl& congestion() const { return *congestion_; }
-  // The least queueing that any path showed since it was taken; 0: none is known.
-  uint64_t least_queue_us() const {
-    if (is_overflowing_) return QUEUE_OVERFLOWED_US;
-    return least_queue_us_ == UINT64_MAX ? 0 : least_queue_us_;
-  }
+  // The queueing that an echo showed last, since it was taken; 0: none did.
+  uint64_t newest_queue_us() const { return is_overflowing_ ? QUEUE_OVERFLOWED_US : newest_queue_us_; }
   uint64_t take_queue_us();
 
  private:
@@ -123,7 +120,7 @@ class Recovery {
   uint32_t lossy_packets_ = 0;  // packets to be sent until losses are forgotten
   uint16_t probe_number_ = 0;
   uint64_t path_probed_us_ = 0;
-  uint64_t least_queue_us_ = UINT64_MAX;
+  uint64_t newest_queue_us_ = 0;
   RoundTrip round_trip_;  // over all paths: for those without a sample
 };
 

@@ -31,8 +31,6 @@ void Recovery::on_answer(uint64_t now_us, Path& path) {
   if (!path.is_bad()) return;
   set_state(path, PathState::good);
   ++counters_.paths_readmitted;
-  // It may be another way now.
-  path.fabric_min_us = UINT64_MAX;
   path.probes = 0;
   // Its rail answers, so its neighbours are worth a probe at once.
   const uint32_t rail = paths_.rail_of(static_cast<uint32_t>(&path - &paths_[0]));
@@ -49,9 +47,10 @@ void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_
   path.received = echo.received;
   path.marked = echo.marked;
   on_answer(now_us, path);
-  if (fabric_us != 0) path.fabric_min_us = std::min(path.fabric_min_us, fabric_us);
-  const PathFeedback feedback{now_us, echo.path, received, std::min(marked, received), fabric_us, path.fabric_min_us};
-  if (fabric_us != 0) least_queue_us_ = std::min(least_queue_us_, std::max<uint64_t>(feedback.queue_us(), 1));
+  if (fabric_us != 0) paths_.note_fabric_us(echo.path, fabric_us);
+  const PathFeedback feedback{
+      now_us, echo.path, received, std::min(marked, received), fabric_us, paths_.fabric_min_us(echo.path)};
+  if (fabric_us != 0) newest_queue_us_ = std::max<uint64_t>(feedback.queue_us(), 1);
   policy_->on_feedback(feedback);
   congestion_->on_feedback(feedback, paths_.count() - bad_paths_, in_flight_);
   note_window();
@@ -64,8 +63,8 @@ void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_
 }
 
 uint64_t Recovery::take_queue_us() {
-  const uint64_t queue_us = least_queue_us();
-  least_queue_us_ = UINT64_MAX;
+  const uint64_t queue_us = newest_queue_us();
+  newest_queue_us_ = 0;
   is_overflowing_ = false;
   return queue_us;
 }

@@ -220,7 +220,7 @@ void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const Contr
   if (sender.granted_packets() != granted_before) credit_stalled = false;
   if (header.queue_us != 0) grants.on_queue_report(header.queue_us);
   // A receiver that limits us cannot see the queue before it: tell it, once a round trip.
-  if (sender.has_unacknowledged() && sender.is_granted_narrowly() && recovery.least_queue_us() != 0 &&
+  if (sender.has_unacknowledged() && sender.is_granted_narrowly() && recovery.newest_queue_us() != 0 &&
       now_us >= queue_reported_us + recovery.round_trip().smoothed_us())
     request_control(now_us);
 

@@ -305,8 +305,13 @@ bool UdpPort::send_round(uint64_t now_us) {
     for (const auto& sender : rail->senders)
       if (!sender->flush()) return false;
   bool sent = false;
-  for (size_t turn = 0; turn < connected_.size(); ++turn)
-    sent |= send_from(*connected_[(next_peer_ + turn) % connected_.size()], now_us);
+  // Each peer gets the time of its own turn: a round trip must not hold the turns of others.
+  const auto start = std::chrono::steady_clock::now();
+  for (size_t turn = 0; turn < connected_.size(); ++turn) {
+    const auto passed = std::chrono::steady_clock::now() - start;
+    const auto passed_us = std::chrono::duration_cast<std::chrono::microseconds>(passed).count();
+    sent |= send_from(*connected_[(next_peer_ + turn) % connected_.size()], now_us + static_cast<uint64_t>(passed_us));
+  }
   if (!connected_.empty()) next_peer_ = (next_peer_ + 1) % connected_.size();
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)

@@ -78,7 +78,8 @@ class UdpPort final : public Port {
   UdpOffer offer_;  // ours
   uint64_t seed_;
   std::string path_policy_, congestion_;
-  flow::ReceiveBudget receive_budget_;  // before peers_, whose flows give back their grants at the end
+  flow::ReceiveBudget receive_budget_{
+      {.min_bytes = 65'536, .target_queue_us = 250}};  // before peers_, whose flows give back their grants at the end
   UdpSendCounters send_counters_;
   UdpReceiveCounters receive_counters_;
   UdpPathByQpn paths_by_qpn_;

@@ -99,3 +99,33 @@ TEST_CASE("a batch fits one send, whatever the payload") {
   CHECK(UdpSender::batch_packets(1'024) == 61);
   CHECK(UdpSender::batch_packets(256) == UdpSender::BATCH_MAX_PACKETS);
 }
+
+TEST_CASE("The receiver sees a router's congestion mark, and how long a packet waited in the host") {
+  for (const bool is_ipv6 : {true, false}) {
+    CAPTURE(is_ipv6);
+    const std::string address = is_ipv6 ? "::1" : "127.0.0.1";
+    UdpSocket receiver(parse_endpoint(address, 0)), sender(parse_endpoint(address, 0));
+    receiver.report_arrivals();
+    REQUIRE(receiver.enable_receive_offload());
+    sender.announce_ecn();
+    const auto exchange = [&] {
+      std::array<std::byte, 64> bytes{};
+      iovec piece{bytes.data(), bytes.size()};
+      REQUIRE(send_segments(sender.fd(), SocketAddress(receiver.local()), std::span(&piece, 1), 0) == 0);
+      pollfd readable{receiver.fd(), POLLIN, 0};
+      REQUIRE(poll(&readable, 1, 5'000) == 1);
+      const ReceivedBatch batch = receive_segments(receiver.fd(), std::span(&piece, 1));
+      REQUIRE(batch.error == 0);
+      REQUIRE(batch.size_bytes == bytes.size());
+      return batch;
+    };
+    CHECK_FALSE(exchange().is_ecn_marked);
+    // What a router does to a packet of the socket above: ECT(0) becomes CE.
+    const int experienced = 3;
+    REQUIRE((is_ipv6 ? setsockopt(sender.fd(), IPPROTO_IPV6, IPV6_TCLASS, &experienced, sizeof experienced)
+                     : setsockopt(sender.fd(), IPPROTO_IP, IP_TOS, &experienced, sizeof experienced)) == 0);
+    const ReceivedBatch marked = exchange();
+    CHECK(marked.is_ecn_marked);
+    CHECK(marked.waited_us < 5'000'000);
+  }
+}
