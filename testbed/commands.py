@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from sennit.testbed.scenarios.results import Case
+    from sennit.testbed.simulation.outcome import Outcome
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -143,3 +144,41 @@ def show(case: Case, console: Console) -> None:
 
 # Measures that say nothing when all is well.
 QUIET = ("results ", "wrong_results ", "failed_ranks ", "distinct_digests ")
+
+
+@app.command()
+def simulate(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="64 hosts instead of 1,024: seconds instead of minutes")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="outcomes, table and figure go here; outcomes that fit are reused")] = Path(
+        "build/simulation"
+    ),
+    page: Annotated[Path | None, typer.Option(help="also put table and figure into this page")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 1,
+    jobs: Annotated[int, typer.Option(help="runs at a time; a full one takes up to 5 GiB", min=1)] = 1,
+    only: Annotated[str, typer.Option(help="cases whose name contains this")] = "",
+) -> None:
+    """Run the real flow in simulated fabrics; write the table and the figure of docs/simulation.md."""
+    from sennit.testbed.simulation import report, runner, suite
+
+    cases = [case for case in suite.cases(quick=quick, seed=seed) if only in case.name]
+    if not cases:
+        raise typer.BadParameter(f"no case has {only!r} in its name")
+    typer.echo(f"seed {seed}, {len(cases)} runs; outcomes in {out}")
+
+    def show(case: suite.Case, outcome: Outcome) -> None:
+        state = "" if outcome.is_complete else f" (did not end: {outcome.failure or 'deadline'})"
+        typer.echo(f"{case.name}: {outcome.ratio:.2f} x ideal{state}, {outcome.wall_s:.0f} s, {outcome.trace_hash}")
+
+    outcomes = runner.run_cases(cases, out, jobs=jobs, done=show)
+    text = f"{report.provenance(cases, outcomes)}\n\n{report.table(cases, outcomes)}"
+    (out / "table.md").write_text(text + "\n")
+    report.plot(cases, outcomes, out / "simulation.png")
+    if page is not None:
+        try:
+            report.write_page(page, text)
+        except (OSError, ValueError) as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(2) from None
+        report.plot(cases, outcomes, page.with_suffix(".png"))

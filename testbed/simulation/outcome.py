@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a simulated run gave, as far as the report needs it."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(kw_only=True)
+class TierUse:
+    """The links of one tier and direction, without those that failed."""
+
+    links: int
+    least: float
+    mean: float
+    most: float
+    """Share of the run's time in which a link sent."""
+
+    shares: list[float]
+    """The same of every link, ascending."""
+
+    peak_queue_bytes: int
+    dropped_packets: int
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What a run gave."""
+
+    scenario: dict[str, Any]
+    is_complete: bool
+    failure: str
+    completion_us: float
+    ideal_us: float
+    trace_hash: str
+    counters: dict[str, int]
+    message_us: list[float]
+    """Quantiles of the time from posting to arrival, evenly spaced from 0 to 1."""
+
+    arrived_bytes: list[int]
+    """Payload that arrived, a sample each."""
+
+    tiers: dict[str, TierUse] = field(default_factory=dict)
+    wall_s: float = 0.0
+    peak_memory_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Completion time over the ideal."""
+        return self.completion_us / self.ideal_us
+
+    def quantile_us(self, fraction: float) -> float:
+        return self.message_us[round(fraction * (len(self.message_us) - 1))] if self.message_us else 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Outcome":
+        tiers = {name: TierUse(**use) for name, use in values["tiers"].items()}
+        return cls(**{**values, "tiers": tiers})

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table and the figure of docs/simulation.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sennit.testbed.simulation.outcome import Outcome
+from sennit.testbed.simulation.suite import Case
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BEGIN, END = "<!-- results: written by sennit testbed simulate -->", "<!-- end of results -->"
+COLOURS = {"reps": "tab:blue", "round robin": "tab:cyan", "static ECMP": "tab:orange", "single path": "tab:red"}
+HEAD = (
+    "| workload | paths | time | ideal | time / ideal | busy leaf uplinks, least–mean–most "
+    "| largest queue | dropped | black-holed | sent again | message P50 / P99 |"
+)
+
+
+def table(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
+    """Markdown; a row for every case that has an outcome."""
+    lines = [HEAD, "| --- " * HEAD.count(" | ") + "| --- |"]
+    for case in cases:
+        if case.name not in outcomes:
+            continue
+        outcome = outcomes[case.name]
+        count = outcome.counters
+        uplinks = outcome.tiers["leaf_up"]
+        ratio = f"{outcome.ratio:.2f}" if outcome.is_complete else "did not end"
+        peak_bytes = max(tier.peak_queue_bytes for tier in outcome.tiers.values())
+        cells = (
+            case.group,
+            case.way,
+            milliseconds(outcome.completion_us),
+            milliseconds(outcome.ideal_us),
+            ratio,
+            f"{100 * uplinks.least:.0f}–{100 * uplinks.mean:.0f}–{100 * uplinks.most:.0f} %",
+            f"{peak_bytes / 1024:.0f} KiB",
+            f"{count['queue_dropped_packets']:,}",
+            f"{count['black_holed_packets']:,}",
+            f"{count['retransmitted_packets']:,}",
+            f"{outcome.quantile_us(0.5):.0f} / {outcome.quantile_us(0.99):.0f} µs",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def milliseconds(time_us: float) -> str:
+    return f"{time_us / 1000:.3g} ms"
+
+
+def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
+    """What was run: enough to run it again."""
+    known = [case for case in cases if case.name in outcomes]
+    first = known[0].scenario
+    events = sum(outcomes[case.name].counters["events"] for case in known)
+    wall_s = sum(outcomes[case.name].wall_s for case in known)
+    return (
+        f"{first.hosts:,} hosts, {first.hosts // first.hosts_per_leaf} leaves, {first.spines} spines, "
+        f"{first.rate_gbps} Gb/s, {first.delay_ns} ns a hop; seed {first.seed}; {len(known)} runs, "
+        f"{events / 1e6:,.0f} million events in {wall_s / 60:.0f} minutes of one core."
+    )
+
+
+def write_page(page: Path, text: str) -> None:
+    """Replaces what is between the page's two markers. Raises ValueError where it has none."""
+    content = page.read_text()
+    before, begin, rest = content.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no place for results: it takes the lines {BEGIN!r} and {END!r}")
+    page.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
+
+
+def plot(cases: Sequence[Case], outcomes: dict[str, Outcome], path: Path) -> None:
+    """Times over ideal, goodput while links die, and how evenly the uplinks are used."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    known = [case for case in cases if case.name in outcomes]
+    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained", width_ratios=(1.25, 1, 1))
+    _plot_ratios(axes[0], known, outcomes)
+    _plot_goodput(axes[1], [case for case in known if "die" in case.group], outcomes)
+    _plot_shares(axes[2], [case for case in known if "failed" in case.group], outcomes)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else {"Date": None})
+    pyplot.close(figure)
+
+
+def _plot_ratios(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]) -> None:
+    labelled: set[str] = set()
+    position = 0.0
+    ticks: list[float] = []
+    names: list[str] = []
+    for group in dict.fromkeys(case.group for case in cases):
+        members = [case for case in cases if case.group == group]
+        ticks.append(position + (len(members) - 1) / 2)
+        names.append(group.replace(", ", ",\n"))
+        for case in members:
+            ratio = outcomes[case.name].ratio
+            label = case.way if case.way not in labelled else None
+            labelled.add(case.way)
+            axis.barh(position, ratio, color=COLOURS[case.way], label=label)
+            axis.text(ratio * 1.04, position, f"{ratio:.2f}", va="center", fontsize=8)
+            position += 1
+        position += 0.7
+    axis.axvline(1, color="black", lw=1)
+    axis.set_yticks(ticks, names, fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xscale("log")
+    axis.set_xlim(0.9, 1.6 * max(outcomes[case.name].ratio for case in cases))
+    axis.set_xlabel("completion time / ideal")
+    axis.legend(frameon=False, fontsize=8, loc="lower right")
+
+
+def _plot_goodput(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]) -> None:
+    for case in cases:
+        scenario = case.scenario
+        capacity_bytes = scenario.hosts * scenario.rate_gbps * 125 * scenario.sample_us
+        arrived = outcomes[case.name].arrived_bytes
+        times_ms = [index * scenario.sample_us / 1000 for index in range(len(arrived))]
+        shares = [100 * arrived_bytes / capacity_bytes for arrived_bytes in arrived]
+        axis.plot(times_ms, shares, color=COLOURS[case.way], label=case.way, lw=1.2, drawstyle="steps-post")
+    if cases:
+        scenario = cases[0].scenario
+        fail_ms = scenario.fail_at_us / 1000
+        axis.axvline(fail_ms, color="grey", ls="--", lw=1)
+        axis.axvline(fail_ms + scenario.convergence_us / 1000, color="grey", ls=":", lw=1)
+        axis.legend(frameon=False, fontsize=8)
+    axis.set_ylim(0, 105)
+    axis.set_title("links die (dashed) until routes know (dotted)", fontsize=9)
+    axis.set_xlabel("time, ms")
+    axis.set_ylabel("goodput of all hosts, % of their links")
+
+
+def _plot_shares(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]) -> None:
+    for case in cases:
+        shares = outcomes[case.name].tiers["leaf_up"].shares
+        axis.plot([100 * share for share in shares], color=COLOURS[case.way], label=case.way)
+    axis.set_ylim(0, 105)
+    axis.set_title(cases[0].group if cases else "", fontsize=9)
+    axis.set_xlabel("living links from leaves to spines, least used first")
+    axis.set_ylabel("share of the run in which it sent, %")
+    if cases:
+        axis.legend(frameon=False, fontsize=8, loc="lower right")

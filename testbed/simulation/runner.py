@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs scenarios, several at a time in processes of their own, and keeps what the report needs of each result."""
+
+import concurrent.futures
+import json
+import multiprocessing
+import resource
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from sennit.testbed.simulation.outcome import Outcome, TierUse
+from sennit.testbed.simulation.scenario import Scenario
+from sennit.testbed.simulation.suite import Case
+
+QUANTILE_STEPS = 200
+
+
+COUNTERS = (
+    "events",
+    "connections",
+    "messages",
+    "message_bytes",
+    "sent_packets",
+    "delivered_packets",
+    "queue_dropped_packets",
+    "black_holed_packets",
+    "marked_packets",
+    "in_flight_packets",
+    "control_packets",
+    "retransmitted_packets",
+    "duplicate_packets",
+    "local_ack_timeout_err",
+    "tail_probe_packets",
+)
+
+
+def run(scenario: Scenario) -> Outcome:
+    """Runs one scenario here. Raises ValueError for one out of range."""
+    from sennit.transport._core import FabricSimulation
+
+    start_s = time.monotonic()
+    simulation = FabricSimulation(scenario.as_dict())
+    simulation.run()
+    result = simulation.result()
+    messages = np.frombuffer(result["message_us"], dtype=np.float32)
+    quantiles = np.quantile(messages, np.linspace(0, 1, QUANTILE_STEPS + 1)) if len(messages) else np.zeros(0)
+    return Outcome(
+        scenario=scenario.as_dict(),
+        is_complete=result["is_complete"],
+        failure=result["failure"],
+        completion_us=result["completion_us"],
+        ideal_us=result["ideal_us"],
+        trace_hash=f"{result['trace_hash']:016x}",
+        counters={name: result[name] for name in COUNTERS},
+        message_us=[round(float(value), 2) for value in quantiles],
+        arrived_bytes=result["arrived_bytes"],
+        tiers=_tiers(result["links"]),
+        wall_s=round(time.monotonic() - start_s, 1),
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    )
+
+
+def _tiers(links: list[tuple[str, bool, float, int, int]]) -> dict[str, TierUse]:
+    tiers: dict[str, TierUse] = {}
+    for name in dict.fromkeys(link[0] for link in links):
+        living = [link for link in links if link[0] == name and not link[1]]
+        if not living:
+            continue
+        shares = sorted(link[2] for link in living)
+        tiers[name] = TierUse(
+            links=len(living),
+            least=shares[0],
+            mean=sum(shares) / len(shares),
+            most=shares[-1],
+            shares=[round(share, 4) for share in shares],
+            peak_queue_bytes=max(link[3] for link in living),
+            dropped_packets=sum(link[4] for link in living),
+        )
+    return tiers
+
+
+def run_cases(
+    cases: Iterable[Case], folder: Path, *, jobs: int, done: Callable[[Case, Outcome], None]
+) -> dict[str, Outcome]:
+    """Runs all cases and writes each outcome to `folder`/NAME.json as soon as it is there.
+
+    An outcome that is there already and has the very same scenario is taken as it is: it would come out the same.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes: dict[str, Outcome] = {}
+    waiting = []
+    for case in cases:
+        kept = load(folder / f"{case.name}.json")
+        if kept is not None and kept.scenario == case.scenario.as_dict():
+            outcomes[case.name] = kept
+            done(case, kept)
+        else:
+            waiting.append(case)
+    # Fresh processes: a simulation's memory goes back when its process ends.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
+        futures = {pool.submit(run, case.scenario): case for case in waiting}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                case, outcome = futures[future], future.result()
+                (folder / f"{case.name}.json").write_text(json.dumps(outcome.as_json()) + "\n")
+                outcomes[case.name] = outcome
+                done(case, outcome)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return outcomes
+
+
+def load(path: Path) -> Outcome | None:
+    """The outcome in a file; None where there is none, or one of another version."""
+    try:
+        return Outcome.from_json(json.loads(path.read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

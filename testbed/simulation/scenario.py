@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One simulated run as data."""
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A fabric, what fails in it, a transport and a workload. The native core checks the ranges."""
+
+    hosts: int = 1024
+
+    hosts_per_leaf: int = 32
+
+    spines: int = 32
+    """Of the fabric; with three tiers, of each pod."""
+
+    leaves_per_pod: int = 0
+    """0: two tiers."""
+
+    cores_per_spine: int = 0
+    """Three tiers only."""
+
+    rate_gbps: int = 100
+    """Of every link."""
+
+    delay_ns: int = 1000
+    """Of a hop: cable and switch pipeline."""
+
+    queue_limit_bytes: int = 1 << 20
+    """Of a switch port; what does not fit is dropped."""
+
+    mark_min_bytes: int = 128 << 10
+    """A packet that finds less in the queue is not marked (ECN) ..."""
+
+    mark_max_bytes: int = 512 << 10
+    """... one that finds more always; linearly in between."""
+
+    failed_fraction: float = 0.0
+    """Of the cables between switches."""
+
+    fail_at_us: int = 0
+
+    convergence_us: int = 0
+    """From the failure until switches no longer hash packets onto dead links."""
+
+    path_count: int = 16
+    """Entropies (UDP source ports) of a flow."""
+
+    path_policy: str = "reps"
+    """How a flow chooses among them: round_robin or reps."""
+
+    spread: str = "sprayed"
+    """sprayed: packet by packet. per_message: static ECMP, every message hashed to one of the entropies."""
+
+    congestion: str = "swift"
+    """fixed or swift."""
+
+    payload_bytes: int = 4096
+
+    window_bytes: int = 128 << 10
+
+    ack_every_packets: int = 16
+
+    ack_delay_us: int = 60
+
+    target_queue_us: int = 25
+
+    batch_packets: int = 1
+    """Packets that follow each other on one path: 1 as a NIC does, 15 as a GSO send does."""
+
+    ticks_per_us: int = 10
+    """Of the flow's clock: its timers' floors, made for busy hosts, are so many times shorter, as on a NIC."""
+
+    kind: str = "alltoall"
+    """alltoall, allreduce_direct, allreduce_ring, permutation or incast."""
+
+    size_bytes: int = 64 << 10
+    """alltoall: what each host sends to each other one; allreduce: the vector; else what each host sends."""
+
+    message_max_bytes: int = 64 << 10
+    """Longer blocks are cut into several messages."""
+
+    peers_at_a_time: int = 16
+    """Pairs for which a host has posted receives."""
+
+    is_shuffled: bool = True
+    """Peers in one seeded order of distances instead of 1, 2, 3, ..."""
+
+    seed: int = 1
+
+    deadline_us: int = 10_000_000
+    """Of virtual time."""
+
+    sample_us: int = 100
+    """Resolution of the goodput over time."""
+
+    def with_(self, **changes: Any) -> Self:
+        return replace(self, **changes)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

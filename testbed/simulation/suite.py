@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cases of docs/simulation.md: workloads and failures, and each of them under several ways to use the paths."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sennit.testbed.simulation.scenario import Scenario
+
+# Way to use the paths -> what it changes.
+WAYS: dict[str, dict[str, Any]] = {
+    "reps": {"path_policy": "reps"},
+    "round robin": {"path_policy": "round_robin"},
+    "static ECMP": {"spread": "per_message"},
+    "single path": {"path_count": 1},
+}
+PERMUTATION_MESSAGES = 16
+
+QUICK = Scenario(hosts=64, hosts_per_leaf=8, spines=8, size_bytes=32 << 10, message_max_bytes=32 << 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A scenario and its place in the table."""
+
+    group: str
+    """What is done and what fails: a block of the table."""
+
+    way: str
+    """One of WAYS."""
+
+    scenario: Scenario
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}-{self.way}".replace(" ", "_").replace(",", "").replace("%", "pc")
+
+
+def cases(*, quick: bool, seed: int) -> list[Case]:
+    """All cases; `quick`: 64 hosts and small blocks, seconds in all."""
+    base = (QUICK if quick else Scenario()).with_(seed=seed)
+    mid_us = 100 if quick else 1000
+    failed = {"failed_fraction": 0.02 if quick else 0.01}
+    percent = f"{100 * failed['failed_fraction']:.0f} %"
+    dying = {**failed, "fail_at_us": mid_us, "convergence_us": 10 * mid_us}
+    vector_bytes = base.hosts * (base.size_bytes // 4)
+    found: list[Case] = []
+    # What a host sends to another is one message here, so that static ECMP is a single path; and a pair's flow ends
+    # before an entropy could come back to it, so that reps is round robin.
+    ways = ("reps", "static ECMP")
+    found += _group(f"alltoall, {percent} links failed", base.with_(**failed), ways)
+    found += _group("alltoall", base, ways)
+    found += _group(f"alltoall, {percent} links die in the middle", base.with_(**dying), ways)
+    found += _group("allreduce direct", base.with_(kind="allreduce_direct", size_bytes=vector_bytes), ways)
+    found += _group("allreduce ring", base.with_(kind="allreduce_ring", size_bytes=vector_bytes), ways)
+    block_bytes = 64 * base.size_bytes
+    permutation = base.with_(
+        kind="permutation",
+        size_bytes=block_bytes,
+        message_max_bytes=block_bytes // PERMUTATION_MESSAGES,
+        window_bytes=512 << 10,
+    )
+    found += _group("permutation", permutation, tuple(WAYS))
+    return found
+
+
+def _group(group: str, scenario: Scenario, ways: tuple[str, ...]) -> Iterator[Case]:
+    for way in ways:
+        yield Case(group=group, way=way, scenario=scenario.with_(**WAYS[way]))
