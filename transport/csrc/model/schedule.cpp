@@ -12,6 +12,7 @@ namespace {
 constexpr uint64_t SECOND_US = 1'000'000;
 // Beyond this loss a peer may be silent for its whole timeout by chance.
 constexpr uint32_t MAX_SAFE_LOSS = 65'536 / 4;
+constexpr uint32_t MAX_SAFE_BURST_PACKETS = 4;
 // The same where paths are dead for ever: those that are left get their turn less often.
 constexpr uint32_t MAX_SAFE_LOSS_OF_FEW = 65'536 / 64;
 // An outage as long as this is forgiven by every peer timeout from PATIENT_TIMEOUT_US on, back-off included.
@@ -156,6 +157,8 @@ bool must_complete(const Schedule& schedule) {
   for (const RankDraw& rank : schedule.ranks)
     for (uint32_t path = 0; path < config.path_count; ++path) {
       const LinkDraw& link = rank.links[path];
+      // With back-off, so many repetitions in a row take longer than any peer timeout.
+      if (link.loss != 0 && link.burst_packets > MAX_SAFE_BURST_PACKETS) return false;
       if ((link.loss + link.corruption) * link.burst_packets > (are_few ? MAX_SAFE_LOSS_OF_FEW : MAX_SAFE_LOSS))
         return false;
     }
