@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ports/shm_segment.hpp"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -10,6 +11,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <ctime>
+#include <memory>
+#include <mutex>
 #include <new>
 #include <system_error>
 #include <utility>
@@ -36,6 +40,28 @@ std::string path_of(uint64_t nonce) {
   return name;
 }
 
+// A rank killed before its peers had opened its segment leaves the name behind, and the memory with it. Only once a
+// process, before it has segments of its own: closing a file gives up the process's own lock on it. Young files are
+// left alone, since a segment has its name before its lock.
+void remove_orphans() {
+  constexpr time_t YOUNG_S = 60;
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/dev/shm"), &closedir);
+  if (!folder) return;
+  while (const dirent* entry = readdir(folder.get())) {
+    if (std::strncmp(entry->d_name, "sennit-", 7) != 0) continue;
+    const int fd = openat(dirfd(folder.get()), entry->d_name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0) continue;
+    struct stat info {};
+    struct flock lock {};
+    lock.l_type = F_WRLCK;
+    lock.l_whence = SEEK_SET;
+    if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode) && info.st_uid == geteuid() &&
+        info.st_mtime + YOUNG_S < time(nullptr) && fcntl(fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK)
+      unlinkat(dirfd(folder.get()), entry->d_name, 0);
+    close(fd);
+  }
+}
+
 [[noreturn]] void fail(const char* what, int error) { throw std::system_error(error, std::generic_category(), what); }
 
 }  // namespace
@@ -59,6 +85,8 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
   ShmSegment segment;
   segment.mine_ = true;
   segment.size_bytes_ = round_up(round_up(sizeof(ShmSegmentHeader), LINE) + stride * world, PAGE_BYTES);
+  static std::once_flag swept;
+  std::call_once(swept, remove_orphans);
   const std::string path = path_of(nonce);
   segment.fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (segment.fd_ < 0) fail("cannot create a file in /dev/shm", errno);
