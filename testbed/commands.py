@@ -156,7 +156,7 @@ def simulate(
     ),
     page: Annotated[Path | None, typer.Option(help="also put table and figure into this page")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 1,
-    jobs: Annotated[int, typer.Option(help="runs at a time; a full one takes up to 5 GiB", min=1)] = 1,
+    jobs: Annotated[int, typer.Option(help="runs at a time; a full one takes about 2 GiB", min=1)] = 1,
     only: Annotated[str, typer.Option(help="cases whose name contains this")] = "",
 ) -> None:
     """Run the real flow in simulated fabrics; write the table and the figure of docs/simulation.md."""

@@ -86,8 +86,10 @@ def plot(cases: Sequence[Case], outcomes: dict[str, Outcome], path: Path) -> Non
     known = [case for case in cases if case.name in outcomes]
     figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.2), layout="constrained", width_ratios=(1.25, 1, 1))
     _plot_ratios(axes[0], known, outcomes)
-    _plot_goodput(axes[1], [case for case in known if "die" in case.group], outcomes)
-    _plot_shares(axes[2], [case for case in known if "failed" in case.group], outcomes)
+    dying = [case for case in known if case.scenario.fail_at_us != 0]
+    failed = [case for case in known if case.scenario.failed_fraction != 0 and case not in dying]
+    _plot_goodput(axes[1], dying or failed or known, outcomes)
+    _plot_shares(axes[2], failed or known, outcomes)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
@@ -118,7 +120,7 @@ def _plot_ratios(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]
     axis.set_xscale("log")
     axis.set_xlim(0.9, 1.6 * max(outcomes[case.name].ratio for case in cases))
     axis.set_xlabel("completion time / ideal")
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
 
 
 def _plot_goodput(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]) -> None:
@@ -129,14 +131,15 @@ def _plot_goodput(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome
         times_ms = [index * scenario.sample_us / 1000 for index in range(len(arrived))]
         shares = [100 * arrived_bytes / capacity_bytes for arrived_bytes in arrived]
         axis.plot(times_ms, shares, color=COLOURS[case.way], label=case.way, lw=1.2, drawstyle="steps-post")
-    if cases:
-        scenario = cases[0].scenario
+    group, scenario = cases[0].group, cases[0].scenario
+    if scenario.fail_at_us != 0:
         fail_ms = scenario.fail_at_us / 1000
         axis.axvline(fail_ms, color="grey", ls="--", lw=1)
         axis.axvline(fail_ms + scenario.convergence_us / 1000, color="grey", ls=":", lw=1)
-        axis.legend(frameon=False, fontsize=8)
+        group += " (dashed) until routes know (dotted)"
+    axis.legend(frameon=False, fontsize=8)
     axis.set_ylim(0, 105)
-    axis.set_title("links die (dashed) until routes know (dotted)", fontsize=9)
+    axis.set_title(group, fontsize=8)
     axis.set_xlabel("time, ms")
     axis.set_ylabel("goodput of all hosts, % of their links")
 
@@ -146,8 +149,7 @@ def _plot_shares(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]
         shares = outcomes[case.name].tiers["leaf_up"].shares
         axis.plot([100 * share for share in shares], color=COLOURS[case.way], label=case.way)
     axis.set_ylim(0, 105)
-    axis.set_title(cases[0].group if cases else "", fontsize=9)
+    axis.set_title(cases[0].group, fontsize=9)
     axis.set_xlabel("living links from leaves to spines, least used first")
     axis.set_ylabel("share of the run in which it sent, %")
-    if cases:
-        axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.legend(frameon=False, fontsize=8, loc="lower right")

@@ -59,18 +59,20 @@ class Scenario:
 
     payload_bytes: int = 4096
 
-    window_bytes: int = 128 << 10
+    window_bytes: int = 32 << 10
+    """Half of a block: what a pair may have in flight. Sixteen of them are three times what a host's link holds in a
+    round trip of an empty fabric."""
 
     ack_every_packets: int = 16
 
-    ack_delay_us: int = 60
+    ack_delay_us: int = 200
 
     target_queue_us: int = 25
 
     batch_packets: int = 1
     """Packets that follow each other on one path: 1 as a NIC does, 15 as a GSO send does."""
 
-    ticks_per_us: int = 10
+    ticks_per_us: int = 5
     """Of the flow's clock: its timers' floors, made for busy hosts, are so many times shorter, as on a NIC."""
 
     kind: str = "alltoall"
