@@ -2,7 +2,10 @@
 """The native data plane: plans run over shared memory and RoCEv2 on UDP (csrc/bindings/module.cpp)."""
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
+
+WIRE_REVISION: Final[int]
+"""Of the control payload and of packets (docs/wire.md)."""
 
 @final
 class Plan:

@@ -11,8 +11,8 @@ from typing import Any, Final, Self
 # shared-memory layout. Raised when any of them changes.
 PROTOCOL_VERSION: Final = 2
 # What ranks send to each other: packets, control payloads, the udp offer (docs/wire.md). Raised when any of them
-# changes.
-WIRE_REVISION: Final = 1
+# changes, together with flow::CONTROL_VERSION.
+WIRE_REVISION: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)

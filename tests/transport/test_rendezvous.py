@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import sennit
-from sennit.transport import errors, rendezvous
+from sennit.transport import _core, errors, rendezvous
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, SennitError, Unsupported
 from sennit.transport.store import FileStore, Store
@@ -356,3 +356,7 @@ def test_over_torch_stores() -> None:
     (result,) = meet([Recorder(0, "a"), Recorder(1, "a")], store=distributed.HashStore(), timeout_s=0.2, absent=[1])
     assert isinstance(result, errors.TimeoutError)
     assert "no word from rank 1 of 2" in str(result)
+
+
+def test_python_and_the_core_speak_of_one_wire_revision() -> None:
+    assert WIRE_REVISION == _core.WIRE_REVISION

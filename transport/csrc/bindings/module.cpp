@@ -13,6 +13,7 @@
 
 #include "bindings/fabric.hpp"
 #include "executor/engine.hpp"
+#include "flow/control.hpp"
 #include "ports/udp_bare.hpp"
 
 namespace nb = nanobind;
@@ -279,6 +280,7 @@ class PyCommunicator {
 
 NB_MODULE(_core, m) {
   m.doc() = "The native data plane: plans run over shared memory and RoCEv2 on UDP.";
+  m.attr("WIRE_REVISION") = static_cast<int>(sennit::flow::CONTROL_VERSION);
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)
       .def_prop_ro("name", [](const PyPlan& self) { return self.plan().name; })
