@@ -252,17 +252,17 @@ def _root() -> Capability:
     return _missing("root", "no CAP_NET_ADMIN", "run as root, or add the capability to the container")
 
 
+def _in_new_namespace(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["unshare", "--net", *command], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False
+    )
+
+
 def _netns() -> Capability:
     name = "netns"
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return _missing(name, "no unshare or ip command", "install util-linux and iproute2")
-    made = subprocess.run(
-        ["unshare", "--net", "ip", "link", "add", "sennit0", "type", "veth", "peer", "name", "sennit1"],
-        capture_output=True,
-        text=True,
-        timeout=PROBE_TIMEOUT_S,
-        check=False,
-    )
+    made = _in_new_namespace("ip", "link", "add", "sennit0", "type", "veth", "peer", "name", "sennit1")
     if made.returncode != 0:
         return _missing(name, made.stderr.strip().splitlines()[-1] if made.stderr.strip() else "refused", "run as root")
     return _available(name, "network namespaces and veth links")
@@ -319,13 +319,7 @@ def _netem() -> Capability:
     found = probe("netns")
     if not found.available or not probe("tc").available:
         return _missing(name, "needs root, network namespaces and tc", "run as root")
-    made = subprocess.run(
-        ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"],
-        capture_output=True,
-        text=True,
-        timeout=PROBE_TIMEOUT_S,
-        check=False,
-    )
+    made = _in_new_namespace("tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
     if made.returncode != 0:
         return _missing(name, "this kernel has no sch_netem", "modprobe sch_netem")
     return _available(name, "the kernel's own delays")

@@ -44,8 +44,8 @@ struct ControlHeader {
   uint32_t advert_first = 0;     // credit number of the first advert here
   uint32_t granted = 0;          // so many bulk packets may have been sent, from the start
   uint16_t probe_number = 0;     // with CONTROL_PROBE
-  uint16_t queue_us =
-      0;  // in the fabric towards the peer, as last seen; 0: nothing new. QUEUE_OVERFLOWED_US: it lost packets
+  // In the fabric towards the peer, as last seen; 0: nothing new. QUEUE_OVERFLOWED_US: it lost packets.
+  uint16_t queue_us = 0;
 };
 
 // Of one path: its newest data packet, how long that was held back (one round-trip sample), and what came over it

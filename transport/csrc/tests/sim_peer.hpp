@@ -23,6 +23,14 @@ struct TestMessage {
   bool is_eager;
 };
 
+inline constexpr uint64_t SECOND_US = 1'000'000;
+
+inline std::vector<TestMessage> bulk(size_t count, uint64_t size_bytes) {
+  std::vector<TestMessage> messages;
+  for (size_t i = 0; i < count; ++i) messages.push_back({1'000 + i, size_bytes, false});
+  return messages;
+}
+
 inline std::vector<std::byte> contents(uint64_t key, uint64_t size_bytes) {
   std::vector<std::byte> bytes(size_bytes);
   SimRandom random(key);

@@ -14,14 +14,7 @@ using namespace sennit::test;
 
 namespace {
 
-constexpr uint64_t SECOND_US = 1'000'000;
 constexpr uint32_t PACKET_BYTES = 4'096;
-
-std::vector<TestMessage> bulk(size_t count, uint64_t size_bytes) {
-  std::vector<TestMessage> messages;
-  for (size_t i = 0; i < count; ++i) messages.push_back({1'000 + i, size_bytes, false});
-  return messages;
-}
 
 // Several senders to one receiver, whose last hop is a rate-limited port with a short queue.
 struct Incast {

@@ -11,7 +11,6 @@ namespace {
 
 const flow::FlowConfig CONFIG{.payload_max_bytes = 512, .window_bytes = 32'768, .peer_timeout_us = 2'000'000};
 const SimLinkConfig LINK{.delay_us = 20, .rate_bytes_per_s = 100'000'000};
-constexpr uint64_t SECOND_US = 1'000'000;
 
 const std::vector<TestMessage> LARGE{{1, 400'000, false}, {2, 400'000, false}};
 

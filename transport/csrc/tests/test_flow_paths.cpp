@@ -13,14 +13,6 @@ using namespace sennit::test;
 
 namespace {
 
-constexpr uint64_t SECOND_US = 1'000'000;
-
-std::vector<TestMessage> bulk(size_t count, uint64_t size_bytes) {
-  std::vector<TestMessage> messages;
-  for (size_t i = 0; i < count; ++i) messages.push_back({1'000 + i, size_bytes, false});
-  return messages;
-}
-
 flow::FlowConfig config_with(std::string_view policy, uint32_t path_count = 4, uint32_t rail_count = 1) {
   return {.path_count = path_count, .window_bytes = 2 << 20, .rail_count = rail_count, .path_policy = policy};
 }

@@ -11,14 +11,6 @@ using namespace sennit::test;
 
 namespace {
 
-constexpr uint64_t SECOND_US = 1'000'000;
-
-std::vector<TestMessage> bulk(size_t count, uint64_t size_bytes) {
-  std::vector<TestMessage> messages;
-  for (size_t i = 0; i < count; ++i) messages.push_back({1'000 + i, size_bytes, false});
-  return messages;
-}
-
 std::vector<TestMessage> eager(size_t count, uint64_t size_bytes) {
   std::vector<TestMessage> messages;
   for (size_t i = 0; i < count; ++i) messages.push_back({500'000 + i, size_bytes, true});
