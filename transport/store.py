@@ -10,7 +10,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +19,11 @@ from urllib.parse import quote
 
 from sennit.transport.errors import DeviceError, TimeoutError
 
-# First and longest pause between two looks at the folder.
+# First and longest pause between two looks at the folder, or at its lock.
 POLL_FIRST_S: Final = 0.001
 POLL_LAST_S: Final = 0.05
+# A lock is held for one small file. Who holds it for so long is stopped (SIGSTOP), or the folder's server is gone.
+LOCK_TIMEOUT_S: Final = 30.0
 
 
 class Store(Protocol):
@@ -45,10 +47,14 @@ class Store(Protocol):
 
 
 class FileStore:
-    """Keys are files in `folder`, which all ranks see. Use a fresh folder for each run."""
+    """Keys are files in `folder`, which all ranks see. Use a fresh folder for each run.
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    `add` and `compare_set` raise TimeoutError where another process keeps the folder locked for `lock_timeout_s`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
         self._folder = Path(folder)
+        self._lock_timeout_s = lock_timeout_s
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -81,22 +87,39 @@ class FileStore:
             self.set(key, desired)
             return desired.encode()
 
+    def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
+        if not _poll(lambda: self.check(keys), timeout.total_seconds()):
+            raise TimeoutError(f"{list(keys)} not in {self._folder} after {timeout.total_seconds():g} s")
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """One process at a time. The kernel lets go of the lock of one that dies."""
-        with (self._folder / ".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+        path = self._folder / ".lock"
+        with path.open("a") as lock:
 
-    def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
-        deadline_s = time.monotonic() + timeout.total_seconds()
-        pause_s = POLL_FIRST_S
-        while not self.check(keys):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError(f"{list(keys)} not in {self._folder} after {timeout.total_seconds():g} s")
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, POLL_LAST_S)
+            def take() -> bool:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return False
+                return True
+
+            if not _poll(take, self._lock_timeout_s):
+                raise TimeoutError(f"another process has kept {path} locked for {self._lock_timeout_s:g} s")
+            yield
 
     def _path(self, key: str) -> Path:
         return self._folder / quote(key, safe="")
+
+
+def _poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it was done in time; looks at least once."""
+    deadline_s = time.monotonic() + timeout_s
+    pause_s = POLL_FIRST_S
+    while not is_done():
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, POLL_LAST_S)
+    return True

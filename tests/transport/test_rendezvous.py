@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -344,6 +345,15 @@ def test_file_store(tmp_path: Path) -> None:
     assert [store.add("n", 1), store.add("n", 2), store.add("n", 0)] == [1, 3, 3]
     with pytest.raises(errors.TimeoutError, match="'c'"):
         store.wait(["c"], timedelta(milliseconds=20))
+    with (tmp_path / ".lock").open() as lock:
+        # As by a process that was stopped while it held the lock.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        impatient = FileStore(tmp_path, lock_timeout_s=0.02)
+        with pytest.raises(errors.TimeoutError, match=r"\.lock locked for 0.02 s"):
+            impatient.add("n", 1)
+        with pytest.raises(errors.TimeoutError, match=r"\.lock locked for 0.02 s"):
+            impatient.compare_set("d", "third", "fourth")
+    assert impatient.add("n", 1) == 4
     (tmp_path / "file").write_text("")
     with pytest.raises(DeviceError, match="cannot make the store's folder"):
         FileStore(tmp_path / "file" / "below")
