@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
@@ -89,7 +90,8 @@ class Terms:
     """Wait for so many ranks, newcomers included (at most `wait_s`)."""
 
     exclude: tuple[int, ...] = ()
-    """Old ranks that are not to be in it, alive or not."""
+    """Old ranks that are not to be in it, alive or not; they need not call. Checked against the group's size by
+    `reform`: 0 to world - 1, without the own rank."""
 
     def __post_init__(self) -> None:
         for name, value in (("timeout_s", self.timeout_s), ("wait_s", self.wait_s)):
@@ -155,25 +157,20 @@ class Membership:
         `connect(view, watch, timeout_s)` joins the ranks of `view`; while it waits it calls `watch`, which raises when
         the attempt is in vain.
         """
+        self._check_excluded(terms)
         deadline_s = time.monotonic() + terms.timeout_s
         epoch = self._epoch
         failure = ""
         while True:
-            try:
+            with self._store_failure_named():
                 view = self._agree(epoch + 1, terms, evidence, deadline_s, failure)
-            except SennitError:
-                raise
-            except Exception as error:
-                raise PeerError(
-                    f"{self._name}: the store failed ({error}); a new epoch needs a store that outlives the ranks, so "
-                    "no rank that may die should serve it"
-                ) from error
             epoch = view.epoch
             left_s = max(deadline_s - time.monotonic(), 0.001)
             try:
                 connected = connect(view, self._watch_of(view, evidence), min(CONNECT_S, left_s))
             except Exception as error:
-                self._store.set(self._key(epoch, "abandoned"), f"{type(error).__name__}: {error}")
+                with self._store_failure_named():
+                    self._store.set(self._key(epoch, "abandoned"), f"{type(error).__name__}: {error}")
                 # Only what another rank caused is worth another attempt.
                 is_theirs = isinstance(error, (PeerError, TimeoutError)) or not isinstance(error, SennitError)
                 if not isinstance(error, RuntimeError) or not is_theirs:
@@ -184,6 +181,30 @@ class Membership:
                 continue
             self._members, self._epoch = view.members, epoch
             return view, connected
+
+    def _check_excluded(self, terms: Terms) -> None:
+        if self.is_newcomer and terms.exclude:
+            raise ArgumentError(f"exclude {terms.exclude} by a newcomer; allowed: none, as it knows no ranks")
+        own = self._members.index(self._token) if self._members else None
+        for rank in terms.exclude:
+            if not 0 <= rank < len(self._members) or rank == own:
+                raise ArgumentError(
+                    f"exclude {rank} by rank {own}; allowed: 0..{len(self._members) - 1}, of the group before, and not "
+                    "the own rank"
+                )
+
+    @contextmanager
+    def _store_failure_named(self) -> Iterator[None]:
+        """Stores raise what they like: whatever is not an error of ours is taken for a failure of the store."""
+        try:
+            yield
+        except SennitError:
+            raise
+        except Exception as error:
+            raise PeerError(
+                f"{self._name}: the store failed ({error}); a new epoch needs a store that outlives the ranks, so "
+                "no rank that may die should serve it"
+            ) from error
 
     def _agree(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> View:
         """The first decision from `epoch` on that has this process in it (a member's must be `epoch` itself)."""
@@ -293,7 +314,7 @@ class Membership:
         def watch() -> None:
             for rank in evidence.find_gone():
                 if self._members[rank] in view.members:
-                    raise PeerError(f"rank {rank} died while epoch {view.epoch} was being connected", rank)
+                    raise PeerError(f"old rank {rank} died while epoch {view.epoch} was being connected", rank)
             if self._store.check([abandoned]):
                 reason = self._store.get(abandoned).decode(errors="replace")
                 raise PeerError(f"another rank gave up epoch {view.epoch}: {reason}")
