@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import functools
 import json
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,8 +32,6 @@ _made: Counter[str] = Counter()
 _ranks_here = 1
 # Made and connected ahead of the next default group, which takes it (elastic.py).
 _prepared: Communicator | None = None
-# The communicator of each group that is alive, for `counters`.
-_communicators: weakref.WeakValueDictionary[str, Communicator] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +133,6 @@ def _backend_of(
 ) -> dist.Backend:
     global _ranks_here
     _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))
-    _communicators[name] = communicator
 
     def shrink(excluded: list[int], abort: bool) -> dist.Backend:
         """`torch.distributed.shrink_group`: a backend of the ranks that remain, which all call this."""
@@ -171,17 +167,6 @@ def prepare(communicator: Communicator) -> None:
 def ranks_here() -> int:
     """Of all groups so far, the most ranks of one that run on this machine."""
     return _ranks_here
-
-
-def counters(group: dist.ProcessGroup | None = None) -> dict[str, int]:
-    """What the group's transport counted so far on this rank (docs/wire.md has the names); None: the default group."""
-    import torch.distributed as dist
-
-    name = (group or dist.distributed_c10d._get_default_group()).group_name
-    communicator = _communicators.get(name)
-    if communicator is None:
-        raise ValueError(f"group {name!r} is not one of backend {BACKEND_NAME!r}, or it was destroyed")
-    return communicator.counters()
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from sennit.runtime import checkpoint
-from sennit.runtime.backend import BACKEND_NAME, communicator, counters, register
+from sennit.runtime.backend import BACKEND_NAME, communicator, register
 from sennit.runtime.data import sources
 from sennit.runtime.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.elastic import reconfigure
@@ -153,7 +153,7 @@ def train(config: TrainingConfig, changes: list[Change]) -> RunReport:
 
 def transport_counters(backend: str) -> dict[str, int]:
     """The counters of sennit's default group; other backends have none."""
-    return counters() if backend == BACKEND_NAME else {}
+    return communicator().counters() if backend == BACKEND_NAME else {}
 
 
 def _resume(trainer: Trainer, config: TrainingConfig) -> None:
