@@ -5,8 +5,8 @@
 // a drop from one far away: TCP learns of a drop at its own egress at once, and would look better than it is.
 //
 // The dice of the n-th packet are draw number n * DRAWS + kind of SplitMix64 (Steele, Lea, Flood: "Fast splittable
-// pseudorandom number generators", OOPSLA 2014), so they depend on seed and n alone. testbed/topology/dice.py is the
-// same in Python.
+// pseudorandom number generators", OOPSLA 2014), so they depend on seed and n alone. testbed/topology/impairment.py
+// is the same in Python.
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
 #include <linux/in.h>
@@ -19,7 +19,7 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
-// All of these are also in testbed/topology/fabric.py.
+// testbed/topology has those of these that Python needs too (fabric.py, impairment.py); a test compares them.
 #define HOSTS_MAX 64    // a port's number is plane * HOSTS_MAX + host,
 #define PORTS_MAX 1024  // its interface has the index FIRST_PORT_IFINDEX + number
 #define FIRST_PORT_IFINDEX 1000
@@ -28,9 +28,8 @@
 #define FLAG_BLACKHOLE 1u     // nothing that comes in at this port gets out
 #define FLAG_ORPHAN 2u        // detach packets from their sockets: a queue inside the network is not the sender's
 
-// linux/if_ether.h has these, but not under these names in every release.
-#define MAC_PREFIX_0 0x02  // locally administered
-#define MAC_PREFIX_1 0x5e
+#define MAC_PREFIX_0 0x02      // hardware addresses begin so: locally administered (IEEE 802),
+#define MAC_PREFIX_1 0x5e      // and ours
 #define FRAME_MIN_HELD_BYTES 80  // shorter ones may not fit where a carrier's checksum is written
 
 enum draw { DRAW_DROP, DRAW_DUPLICATE, DRAW_MARK, DRAW_CORRUPT, DRAW_WHERE, DRAW_HOLD, DRAWS = 8 };

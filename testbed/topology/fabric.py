@@ -21,13 +21,12 @@ from sennit.testbed.topology.impairment import (
     unpack_counters,
 )
 
-# fabric.bpf.c has these too.
+# fabric.bpf.c has these too, by the same names; a test compares them.
 HOSTS_MAX: Final = 64
 PLANES_MAX: Final = 16
 FIRST_PORT_IFINDEX: Final = 1000
 FLAG_BLACKHOLE: Final = 1
 FLAG_ORPHAN: Final = 2
-FRAME_MAX_BYTES: Final = 9216
 
 # linux/pkt_sched.h: TC_H_CLSACT with TC_H_MIN_INGRESS
 INGRESS: Final = 0xFFFFFFF2

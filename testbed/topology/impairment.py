@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 from typing import Final
 
-# What fabric.bpf.c calls HELD_MAX: a ring of held packets, so the depth is one less.
+# As in fabric.bpf.c: the places in a ring of held packets, so the depth is one less.
 HELD_MAX: Final = 128
 REORDER_DEPTH_MAX: Final = HELD_MAX - 1
 _ALWAYS: Final = 1 << 32

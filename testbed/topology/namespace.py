@@ -12,7 +12,7 @@ import ctypes
 import os
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -72,6 +72,19 @@ def remove_stale() -> list[str]:
             remove(path.name)
             removed.append(path.name)
     return removed
+
+
+def processes_in(names: Iterable[str]) -> list[int]:
+    """Processes inside these namespaces, by what their main threads are in; this process is none of them."""
+    inodes = {path_of(name).stat().st_ino for name in names}
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "ns" / "net").stat().st_ino in inodes and int(folder.name) != os.getpid():
+                found.append(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or hides itself
+            continue
+    return found
 
 
 def within(name: str, function: Callable[..., Result], *arguments: Any) -> Result:

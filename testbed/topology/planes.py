@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from ipaddress import IPv6Address
 from pathlib import Path
@@ -105,7 +106,7 @@ class Planes:
                 namespace.within(self.netns_name(host), self._build_host, host)
             namespace.within(self.switch_name, fabric.attach)
             self._fabric = fabric
-            self._stack.callback(self._stop_children)
+            self._stack.callback(self._stop_processes)
         except BaseException:
             self._stack.close()
             raise
@@ -152,7 +153,7 @@ class Planes:
         }
 
     def popen(self, host: int, command: list[str], **popen_args: Any) -> subprocess.Popen[Any]:
-        """Starts a command on a host. Whatever still runs at the end of the planes is killed."""
+        """Starts a command on a host. What still runs at the end of the planes is killed, with all that it started."""
         child = subprocess.Popen([*self._entry(host), *command], **popen_args)
         self._children.append(child)
         return child
@@ -324,17 +325,28 @@ class Planes:
                                 state=NUD_PERMANENT,
                             )
 
-    def _stop_children(self) -> None:
-        running = [child for child in self._children if child.poll() is None]
-        self._children.clear()
-        for child in running:
-            child.kill()
-        for child in running:
+    def _stop_processes(self) -> None:
+        """Ends the children, and what they have started: none of it may keep the namespaces alive."""
+        for child in self._children:
+            if child.poll() is None:  # it may not even have entered its namespace
+                child.kill()
+        hosts = [self.netns_name(host) for host in range(self.hosts)]
+        deadline_s = time.monotonic() + CHILD_TIMEOUT_S
+        # More than one look: a process that is being killed may still fork.
+        while (running := namespace.processes_in(hosts)) and time.monotonic() < deadline_s:
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for child in self._children:
+                child.poll()
+            os.sched_yield()
+        for child in self._children:
             child.wait(CHILD_TIMEOUT_S)
             # Nobody waits for what these had to say.
             for stream in (child.stdin, child.stdout, child.stderr):
                 if stream is not None:
                     stream.close()
+        self._children.clear()
 
 
 def _ipv6(host: int, plane: int) -> str:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
-from sennit.testbed.topology import Draw, Impairment, dice
+from sennit.ebpf import compiler
+from sennit.testbed.topology import Draw, Impairment, dice, fabric, impairment, planes, rate_limit
 from sennit.testbed.topology.impairment import mix
 from sennit.testbed.topology.planes import Planes
 
@@ -30,6 +32,27 @@ def test_a_fraction_is_hit_as_often_as_it_says(fraction: float, seed: int) -> No
     hits = sum(throws(Impairment(loss_fraction=fraction, seed=seed), Draw.DROP))
     deviation = (THROWS * fraction * (1 - fraction)) ** 0.5
     assert abs(hits - THROWS * fraction) < 5 * deviation
+
+
+def test_the_switch_and_its_python_have_the_same_numbers() -> None:
+    source = (compiler.PROGRAMS / "fabric.bpf.c").read_text()
+    in_c = {
+        name: int(value, 0) for name, value in re.findall(r"#define (\w+) (\w+?)u?\b", source) if value[0].isdigit()
+    }
+    for module, names in (
+        (fabric, ("HOSTS_MAX", "FIRST_PORT_IFINDEX", "FLAG_BLACKHOLE", "FLAG_ORPHAN")),
+        (impairment, ("HELD_MAX",)),
+    ):
+        for name in names:
+            assert getattr(module, name) == in_c[name], name
+    assert fabric.HOSTS_MAX * fabric.PLANES_MAX == in_c["PORTS_MAX"]
+    assert planes.MTU_MAX_BYTES + rate_limit.ETHERNET_HEADER_BYTES <= in_c["FRAME_MAX_BYTES"]
+    kinds = re.search(r"enum draw \{ (.*), DRAWS = (\d+) \}", source)
+    assert kinds is not None
+    assert kinds[1].split(", ") == [f"DRAW_{draw.name}" for draw in Draw]
+    assert int(kinds[2]) == impairment.DRAWS
+    mac = fabric.mac_address(0, 0).split(":")
+    assert [int(part, 16) for part in mac[:2]] == [in_c["MAC_PREFIX_0"], in_c["MAC_PREFIX_1"]]
 
 
 def test_always_and_never() -> None:

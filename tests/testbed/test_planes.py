@@ -227,14 +227,26 @@ def test_nothing_stays_behind() -> None:
             assert names(os.getpid()) - before == {planes.switch_name, *(planes.netns_name(host) for host in range(3))}
             planes.delay(1_000)
             children.append(planes.popen(0, ["sleep", "1000"]))
+            # A command that leaves a process of its own behind, and has ended itself.
+            children.append(planes.popen(2, ["sh", "-c", "sleep 1000 >&2 & echo $!"], stdout=subprocess.PIPE))
+            assert children[1].stdout is not None
+            left.append(int(children[1].stdout.readline()))
+            assert children[1].wait(DEADLINE_S) == 0
+            assert left == namespace.processes_in([planes.netns_name(2)])
             raise KeyError("inside")
 
     children: list[subprocess.Popen[bytes]] = []
+    left: list[int] = []
     with pytest.raises(KeyError, match="inside"):
         fail_inside()
     assert names(os.getpid()) == before
-    (child,) = children
-    assert child.returncode == -signal.SIGKILL
+    assert children[0].returncode == -signal.SIGKILL
+    assert children[1].stdout is not None
+    assert children[1].stdout.closed
+    deadline_s = time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{left[0]}/ns/net").exists():  # killed, and then reaped by whoever adopted it
+        assert time.monotonic() < deadline_s
+        os.sched_yield()
 
 
 def test_planes_that_cannot_be_finished_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
