@@ -15,6 +15,8 @@ from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
 from sennit.testbed.topology import Impairment
+from sennit.testbed.topology.fabric import HOSTS_MAX, PLANES_MAX
+from sennit.testbed.topology.planes import MTU_MAX_BYTES, MTU_MIN_BYTES
 from sennit.testbed.topology.planes import NEEDS as TOPOLOGY_NEEDS
 
 NO_IMPAIRMENT: Final = Impairment()
@@ -59,9 +61,14 @@ class Topology:
     """Further hosts without a rank, for hostile senders."""
 
     def __post_init__(self) -> None:
-        _require(2 <= self.hosts <= 64, f"hosts {self.hosts}; allowed: 2..64")
-        _require(1 <= self.planes <= 16, f"planes {self.planes}; allowed: 1..16")
-        _require(1280 <= self.mtu_bytes <= 65_535, f"mtu_bytes {self.mtu_bytes}; allowed: 1280..65535 (RFC 8200)")
+        hosts_max = HOSTS_MAX - self.strangers
+        _require(self.strangers >= 0, f"strangers {self.strangers}; allowed: 0 or more")
+        _require(2 <= self.hosts <= hosts_max, f"hosts {self.hosts}; allowed: 2..{hosts_max}")
+        _require(1 <= self.planes <= PLANES_MAX, f"planes {self.planes}; allowed: 1..{PLANES_MAX}")
+        _require(
+            MTU_MIN_BYTES <= self.mtu_bytes <= MTU_MAX_BYTES,
+            f"mtu_bytes {self.mtu_bytes}; allowed: {MTU_MIN_BYTES}..{MTU_MAX_BYTES}",
+        )
         _require(
             (self.rate_bits_per_s is None) == (self.queue_bytes == 0),
             f"rate {self.rate_bits_per_s} with a queue of {self.queue_bytes} bytes; allowed: both or neither",
@@ -119,6 +126,7 @@ class Workload:
         _require(self.size_bytes >= 4096, f"size_bytes {self.size_bytes}; allowed: 4096 or more")
         _require(self.repetitions >= 1, f"repetitions {self.repetitions}; allowed: 1 or more")
         _require(self.rounds >= 1, f"rounds {self.rounds}; allowed: 1 or more")
+        _require(self.timeout_s > 0, f"timeout_s {self.timeout_s}; allowed: above 0")
         _require(
             self.duration_s == 0 or self.operation is Operation.ALLREDUCE,
             f"duration_s {self.duration_s} with {self.operation}; allowed: with allreduce",
@@ -194,7 +202,8 @@ class Scenario:
         )
         for fault in self.faults:
             if isinstance(fault, SwitchPlane):
-                _require(fault.plane < self.topology.planes, f"{self.name}: no plane {fault.plane}")
+                top = self.topology.planes - 1
+                _require(0 <= fault.plane <= top, f"{self.name}: fault of plane {fault.plane}; allowed: 0..{top}")
             else:
                 _require(0 < fault.rank <= last, f"{self.name}: fault at rank {fault.rank}; allowed: 1..{last}")
         _require(

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sennit.testbed.scenarios import libraries
+from sennit.testbed.scenarios.counters import difference
 from sennit.testbed.scenarios.model import Library, Operation
 from sennit.testbed.scenarios.payload import Payload
-from sennit.testbed.scenarios.sampler import Sampler, read_interfaces
+from sennit.testbed.scenarios.sampler import Sampler, received_bytes
 
 
 class Rank:
@@ -78,7 +79,7 @@ class Rank:
         wrong_elements: list[int] = []
         answer: dict[str, Any] = {"begins_s": begins_s, "ends_s": ends_s, "wrong_elements": wrong_elements}
         sampler = Sampler(group.bytes_received, self._interfaces) if timeline else None
-        before = read_interfaces(self._interfaces)
+        before = received_bytes(self._interfaces)
         started_s = time.monotonic()
         with sampler if sampler is not None else contextlib.nullcontext():
             last = False
@@ -103,11 +104,7 @@ class Rank:
                     answer["digest"] = payload.digest()
                 if duration_s > 0:
                     last = payload.was_last()
-        after = read_interfaces(self._interfaces)
-        answer["interfaces"] = {
-            name: {counter: after[name][counter] - value for counter, value in counters.items()}
-            for name, counters in before.items()
-        }
+        answer["received_bytes"] = difference(received_bytes(self._interfaces), before)
         answer["samples"] = [] if sampler is None else sampler.rows
         return answer
 

@@ -13,24 +13,14 @@ from typing import Final, Self
 PERIOD_S: Final = 0.001
 # Of this network namespace; /sys would show the namespace that it was mounted in.
 NET_DEV: Final = Path("/proc/self/net/dev")
-# Columns of NET_DEV after the interface's name (proc(5)).
-RX_BYTES, RX_PACKETS, TX_BYTES, TX_PACKETS = 0, 1, 8, 9
+# The column of received bytes after the interface's name (proc(5)).
+RX_BYTES: Final = 0
 
 
-def read_interfaces(names: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Bytes and packets of the named interfaces since they were made."""
-    found: dict[str, dict[str, int]] = {}
-    for line in NET_DEV.read_text().splitlines()[2:]:
-        name, _, columns = line.partition(":")
-        if name.strip() in names:
-            numbers = columns.split()
-            found[name.strip()] = {
-                "rx_bytes": int(numbers[RX_BYTES]),
-                "rx_packets": int(numbers[RX_PACKETS]),
-                "tx_bytes": int(numbers[TX_BYTES]),
-                "tx_packets": int(numbers[TX_PACKETS]),
-            }
-    return found
+def received_bytes(names: Sequence[str]) -> dict[str, int]:
+    """By name, what these interfaces have received since they were made."""
+    lines = (line.partition(":") for line in NET_DEV.read_text().splitlines()[2:])
+    return {name.strip(): int(columns.split()[RX_BYTES]) for name, _, columns in lines if name.strip() in names}
 
 
 class Sampler:
@@ -47,8 +37,8 @@ class Sampler:
         while not self._end.wait(PERIOD_S):
             received = self._bytes_received()
             now_s = time.monotonic()
-            by_interface = read_interfaces(self._interfaces)
-            self.rows.append((now_s, received, *(by_interface[name]["rx_bytes"] for name in self._interfaces)))
+            by_interface = received_bytes(self._interfaces)
+            self.rows.append((now_s, received, *(by_interface[name] for name in self._interfaces)))
 
     def __enter__(self) -> Self:
         self._thread.start()

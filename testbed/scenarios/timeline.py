@@ -26,9 +26,10 @@ Interval = tuple[float, float]
 
 
 def common_intervals(run: Run) -> list[Interval]:
-    """When all ranks were inside the same repetition."""
-    begins = zip(*(answer["begins_s"] for answer in run.answers), strict=False)
-    ends = zip(*(answer["ends_s"] for answer in run.answers), strict=False)
+    """When all ranks that lived to answer were inside the same repetition."""
+    alive = [answer for answer in run.answers if answer]
+    begins = zip(*(answer["begins_s"] for answer in alive), strict=False)
+    ends = zip(*(answer["ends_s"] for answer in alive), strict=False)
     common = [(max(begin), min(end)) for begin, end in zip(begins, ends, strict=False)]
     return [(begin, end) for begin, end in common if end > begin]
 
