@@ -75,8 +75,8 @@ class Candidate:
             time.sleep(0.001)
         return f"epoch-{view.epoch}"
 
-    def reform(self, last_epoch: int = 0) -> View | Exception:
-        """What came of it. Epochs before `last_epoch` are waited at until the watch ends them."""
+    def reform(self, last_epoch: int = 0) -> Any:
+        """The view, or the error that it raised. Epochs before `last_epoch` are waited at until the watch ends them."""
         self._last_epoch = last_epoch
         try:
             view, connected = self.own.reform(self.terms, self.evidence, self.connect)
@@ -248,14 +248,14 @@ def test_another_version_cannot_join_and_disturbs_nobody(tmp_path: Path) -> None
 def test_a_store_that_fails_is_named(tmp_path: Path, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     candidate = Candidate(tmp_path, 0, 1, fail_at=1)
 
-    def refuse(self: FileStore, key: str, *values: str) -> bytes:
+    original: Any = getattr(FileStore, operation)
+
+    def refuse(self: FileStore, key: str, *values: str) -> Any:
         # `set` works until there is something to abandon.
         if operation == "compare_set" or key.endswith("abandoned"):
             raise ConnectionResetError("server gone")
-        original: Any = _original_set
         return original(self, key, *values)
 
-    _original_set = FileStore.set
     monkeypatch.setattr(FileStore, operation, refuse)
     refused = candidate.reform()
     assert isinstance(refused, PeerError)
