@@ -3,7 +3,6 @@
 
 import importlib.metadata
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import sennit
+from sennit.testbed.command_line import figure_file, stdout_console, writable_file
 from sennit.testbed.commands import app as testbed
 
 app = typer.Typer(
@@ -27,13 +27,6 @@ bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure s
 app.add_typer(bench, name="bench")
 app.add_typer(testbed, name="testbed")
 
-# A file or a pipe has no width of its own; the widest table here takes this much.
-PIPE_WIDTH = 160
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
-
 
 @app.command()
 def doctor(
@@ -46,7 +39,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(doctor.as_json(findings), indent=2, ensure_ascii=False))
     else:
-        doctor.render(findings, _console())
+        doctor.render(findings, stdout_console())
     if not doctor.healthy(findings):
         raise typer.Exit(1)
 
@@ -76,8 +69,12 @@ def collectives(
     sizes: Annotated[str, typer.Option(help="bytes of a rank's larger buffer")] = "4KiB,64KiB,1MiB,16MiB,64MiB",
     only: Annotated[str | None, typer.Option(help="collectives, comma-separated; all without")] = None,
     rounds: Annotated[int, typer.Option(help="samples of every case and peer", min=1)] = 15,
-    json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="draw the figure here (.png, .svg, .pdf)")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write the report here", callback=writable_file)
+    ] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="draw the figure here (.png, .svg, .pdf)", callback=figure_file)
+    ] = None,
 ) -> None:
     """Time the four collectives of recommendation training; the ratio comes first."""
     from sennit.testbed.bench import cases, collectives, report
@@ -97,7 +94,7 @@ def collectives(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    console = _console()
+    console = stdout_console()
     try:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             task = progress.add_task("", total=None)

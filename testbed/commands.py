@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from sennit.testbed.command_line import stdout_console, writable_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,9 +26,9 @@ app = typer.Typer(
 DEFAULT_FOLDER = Path("build/testbed")
 RESULTS_NAME = "results.json"
 PAGE_NAME = "report.html"
-# A file or a pipe has no width of its own.
-PIPE_WIDTH = 160
 COLOURS = {"passed": "green", "failed": "bold red", "unsupported": "yellow"}
+# Measures that say nothing when all is well.
+QUIET = ("results", "wrong_results", "failed_ranks", "distinct_digests")
 
 
 def _check_packages() -> None:
@@ -36,12 +37,6 @@ def _check_packages() -> None:
         if importlib.util.find_spec(package) is None:
             typer.echo(f"error: {package} is not installed: pip install 'sennit[testbed]', or make build", err=True)
             raise typer.Exit(2)
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 @app.command("list")
@@ -56,7 +51,7 @@ def list_() -> None:
     table = Table("scenario", "what happens", "here", box=None, pad_edge=False)
     for scenario in SCENARIOS.values():
         table.add_row(scenario.name, scenario.title, capabilities.missing(*scenario.needs()) or "can run")
-    _console().print(table)
+    stdout_console().print(table)
 
 
 @app.command()
@@ -68,7 +63,9 @@ def run(
     ] = False,
     seed: Annotated[int, typer.Option(help="of the payload; losses have theirs in the scenario", min=0)] = 1,
     folder: Annotated[Path, typer.Option(help="logs, captures, results and report go here")] = DEFAULT_FOLDER,
-    json_path: Annotated[Path | None, typer.Option("--json", help="also write the results here")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="also write the results here", callback=writable_file)
+    ] = None,
 ) -> None:
     """Run scenarios; exit 0 if none failed, 1 if one did, 2 if the command was wrong."""
     _check_packages()
@@ -83,7 +80,7 @@ def run(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     folder.mkdir(parents=True, exist_ok=True)
-    console = _console()
+    console = stdout_console()
     columns = (SpinnerColumn(), TextColumn("{task.completed}/{task.total} {task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=len(scenarios))
@@ -95,12 +92,14 @@ def run(
         def say(what: str) -> None:
             progress.update(task, description=what)
 
-        outcome = runner.run(
-            scenarios, short=short, strict=strict, seed=seed, folder=folder, say=say, finished=finished
-        )
-    for path in (folder / RESULTS_NAME, *([json_path] if json_path else [])):
-        outcome.write(path)
-    page.write(outcome, folder / PAGE_NAME)
+        outcome = runner.begin(short=short, strict=strict, seed=seed)
+        try:
+            runner.run(outcome, scenarios, folder=folder, say=say, finished=finished)
+        finally:
+            # Also of a run that is interrupted: the cases that are done took minutes.
+            for path in (folder / RESULTS_NAME, *([json_path] if json_path else [])):
+                outcome.write(path)
+            page.write(outcome, folder / PAGE_NAME)
     counts = ", ".join(f"{outcome.count(status)} {status}" for status in Status)
     console.print(f"{counts}; report: {folder / PAGE_NAME}", highlight=False)
     if outcome.count(Status.FAILED):
@@ -110,7 +109,9 @@ def run(
 @app.command()
 def report(
     folder: Annotated[Path, typer.Option(help="where 'sennit testbed run' left its results")] = DEFAULT_FOLDER,
-    html: Annotated[Path | None, typer.Option(help="the page to write; default: report.html in the folder")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="the page to write; report.html in the folder without", callback=writable_file)
+    ] = None,
 ) -> None:
     """Write the HTML report of the last run again, and show its cases."""
     _check_packages()
@@ -120,7 +121,7 @@ def report(
         outcome = results.read(folder / RESULTS_NAME)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{error}; run 'sennit testbed run' first") from None
-    console = _console()
+    console = stdout_console()
     for case in outcome.cases:
         show(case, console)
     target = html or folder / PAGE_NAME
@@ -133,17 +134,13 @@ def show(case: Case, console: Console) -> None:
     from rich.text import Text
 
     line = Text.assemble((f"{case.status:12}", COLOURS[case.status]), f"{case.name:24}", f"{case.seconds:6.1f} s  ")
-    numbers = [f"{goal['measure']} {goal['value']:.4g}" for goal in case.goals if goal["value"] is not None]
-    line.append(case.reason or ", ".join(number for number in numbers if not number.startswith(QUIET)))
+    shown = [goal for goal in case.goals if goal["value"] is not None and goal["measure"] not in QUIET]
+    line.append(case.reason or ", ".join(f"{goal['measure']} {goal['value']:.4g}" for goal in shown))
     console.print(line, soft_wrap=True)
     for goal in case.goals:
         if goal["word"] == "short":
             value = "not measured" if goal["value"] is None else f"{goal['value']:.4g}"
             console.print(f"{'':12}short of its goal: {goal['measure']} {value}, goal {goal['text']}", highlight=False)
-
-
-# Measures that say nothing when all is well.
-QUIET = ("results ", "wrong_results ", "failed_ranks ", "distinct_digests ")
 
 
 @app.command()

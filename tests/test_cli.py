@@ -17,7 +17,7 @@ runner = CliRunner()
 def test_help_names_all_commands() -> None:
     result = runner.invoke(app, ["--help"])
     assert result.exit_code == 0
-    for command in ("doctor", "train", "bench", "version"):
+    for command in ("doctor", "train", "testbed", "bench", "version"):
         assert command in result.output
 
 
@@ -40,6 +40,9 @@ def test_doctor_prints_json_that_agrees_with_its_status() -> None:
         (["--world", "1"], "world"),
         (["--against", "nccl"], "openmpi"),
         (["--only", "sort"], "sort"),
+        (["--json", "/proc/none/report.json"], "cannot be written"),
+        (["--plot", "/proc/none/figure.png"], "cannot be written"),
+        (["--plot", "figure.txt"], ".png, .svg, .pdf"),
     ],
 )
 def test_wrong_benchmark_options_are_explained(options: list[str], message: str) -> None:

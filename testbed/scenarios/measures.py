@@ -1,27 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers from observations. A measure that the scenario does not give is absent; goals name them.
+"""Numbers from observations, by names that goals use; `MEANINGS` says what each is.
 
-results, wrong_results          results compared byte for byte, and those that differ anywhere
-distinct_digests                different bits of one AllReduce over ranks, rounds, variants (1 is right)
-failed_ranks                    ranks whose operation raised
-goodput.<library>.<condition>   bytes/s of one rank's input over the time of a repetition, median; a repetition
-                                lasts from the moment when all ranks are in it to the moment when all are done
-goodput_kept                    sennit disturbed / calm, median over rounds
-ratio_to_gloo[_calm]            sennit / gloo under the same condition, median over rounds
-impairment.<counter>            what the impairment did to sennit's packets (`ImpairmentCounters`)
-corrupt_counted                 corrupt packets that sennit counted / those that were made
-refused_packets, hostile_sent   junk that was counted by name, and junk that was sent
-longest_stall_ms                longest time without payload on any rank while all were in one collective, after the
-                                first fault; longest_stall_ms_before: before it
-goodput_after                   payload a second while the plane is off, stall included / before, inside collectives
-plane_back_ms                   from the plane's healing until it carries a quarter of what it did before
-error_within_s                  from the rank's death to the last survivor's error
-errors_naming_rank              share of survivors whose error names it, and that list it and no other as lost
-recovered_within_s              from the first survivor's call of reconfigure until all have a new group, and the time
-                                of the AllReduce that followed
-recovered_ranks                 survivors in the new group whose result was right
-p99_over_p50                    of the times of repetitions
-queue_drops, queue_packets      at the limited port, in all repetitions after a warm-up
+A measure that a scenario does not give is absent.
 """
 
 from __future__ import annotations
@@ -29,7 +9,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 from sennit.testbed.bench.results import quantile
 from sennit.testbed.scenarios import timeline
@@ -39,11 +19,57 @@ from sennit.testbed.scenarios.stage import Observations, Recovery, Run
 
 Measures = dict[str, float]
 
+# The report and docs/scenarios.md point here. A name that ends in a dot stands for all that begin with it.
+MEANINGS: Final = {
+    "results": "results compared byte for byte",
+    "wrong_results": "results that differ anywhere from what NumPy makes of the same inputs",
+    "failed_ranks": "ranks whose operation raised an error",
+    "distinct_digests": "different bits of one AllReduce over ranks, rounds and variants; 1 is right",
+    "goodput.": "bytes/s of one rank's input over the time of a repetition, median over rounds, by library and by "
+    "whether the impairment was on (disturbed) or off (calm); a repetition lasts from the moment when all ranks are "
+    "in it to the moment when all are done",
+    "goodput_kept": "sennit's goodput with the impairment / without it, median over rounds",
+    "gloo_goodput_kept": "the same for gloo",
+    "ratio_to_gloo": "goodput of sennit / of gloo with the impairment, median over rounds",
+    "ratio_to_gloo_calm": "the same without the impairment",
+    "p50_ms": "time of a repetition, median",
+    "p99_ms": "time of a repetition, 99th percentile",
+    "p99_over_p50": "p99_ms / p50_ms",
+    "impairment.": "what the impairment did to sennit's packets, in packets (in bytes: bytes)",
+    "retransmitted_packets": "packets that sennit sent again",
+    "duplicate_packets": "packets that sennit received twice",
+    "corrupt_counted": "corrupt packets that sennit counted / those that were made",
+    "refused_packets": "packets that sennit counted as malformed, unknown or corrupt",
+    "hostile_sent": "packets of junk that the stranger sent",
+    "queue_drops": "packets dropped in the queue of the limited port, in all repetitions after a warm-up",
+    "queue_packets": "packets that passed it",
+    "longest_stall_ms": "longest time without payload on any rank while all were in one collective, after the first "
+    "fault",
+    "longest_stall_ms_before": "the same before the first fault",
+    "goodput_after": "payload a second while the plane is off, stall included / before, inside collectives",
+    "plane_back_ms": "from the plane's healing until it carries a quarter of what it did before",
+    "survivors": "ranks that were to outlive the fault",
+    "survivors_with_error": "survivors whose operation raised an error",
+    "error_within_s": "from the rank's death to the last survivor's error",
+    "errors_naming_rank": "share of survivors whose error names the dead rank, and that list it and no other as lost",
+    "recovered_ranks": "survivors in the new group whose result was right",
+    "recovered_within_s": "from the first survivor's call of reconfigure until all have a new group, and the time of "
+    "the AllReduce that followed",
+}
+
 # Of sennit's counters, those of packets that it refused (docs/wire.md).
 REFUSALS: Final = (
     "truncated", "oversized", "bad_opcode", "bad_version", "bad_partition", "bad_pad", "bad_length",
     "unknown_qpn", "bad_key", "bad_range", "bad_slot", "bad_icrc", "bad_control",
 )  # fmt: skip
+
+
+def family(name: str) -> str:
+    """The key of `MEANINGS` for a measure."""
+    for key in (name, name.partition(".")[0] + "."):
+        if key in MEANINGS:
+            return key
+    raise KeyError(f"measure {name!r}; there are: {', '.join(MEANINGS)}")
 
 
 def repetition_times_s(run: Run) -> list[float]:
@@ -172,11 +198,6 @@ def _names(message: str, ranks: Iterable[int]) -> bool:
 
 def path_shares(runs: Sequence[Run]) -> dict[str, float]:
     """What part of all bytes that ranks received came over each interface (a plane)."""
-    received: dict[str, Any] = total(
-        {name: counters["rx_bytes"] for name, counters in answer.get("interfaces", {}).items()}
-        for run in runs
-        for answer in run.answers
-        if answer
-    )
+    received = total(answer.get("received_bytes", {}) for run in runs for answer in run.answers)
     whole = sum(received.values())
     return {name: value / whole for name, value in received.items()} if whole else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from sennit.testbed.bench.cases import format_size
-from sennit.testbed.scenarios import plots
+from sennit.testbed.scenarios import measures, plots
 from sennit.testbed.scenarios.results import Case, Results
 from sennit.testbed.scenarios.verdicts import Status
 
@@ -26,7 +26,14 @@ def write(outcome: Results, path: Path) -> None:
 
 def render(outcome: Results) -> str:
     """The whole page."""
-    body = "\n".join([_head(outcome), _table(outcome.cases), _figures(outcome), _details(outcome.cases)])
+    parts = [
+        _head(outcome),
+        _table(outcome.cases),
+        _figures(outcome),
+        _glossary(outcome.cases),
+        _details(outcome.cases),
+    ]
+    body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -40,6 +47,9 @@ def _head(outcome: Results) -> str:
     counts = ", ".join(
         f'<span class="{status}">{outcome.count(status)} {status}</span>' for status in Status if outcome.count(status)
     )
+    short = sum(_short_goals(case) > 0 for case in outcome.cases if case.status == Status.PASSED)
+    if short:
+        counts += f' (<span class="short">{short} short of a goal about speed</span>)'
     versions = machine.get("versions")
     facts = [
         f"{outcome.form} form",
@@ -67,6 +77,10 @@ def _floats(value: object) -> Iterable[float]:
     return value if isinstance(value, list) else []
 
 
+def _short_goals(case: Case) -> int:
+    return sum(goal["word"] == "short" for goal in case.goals)
+
+
 def _table(cases: list[Case]) -> str:
     rows = []
     for case in cases:
@@ -74,7 +88,7 @@ def _table(cases: list[Case]) -> str:
         reason = f'<div class="{case.status}">{escape(case.reason)}</div>' if case.reason else ""
         rows.append(
             f'<tr><td class="name"><a href="#{escape(case.name)}">{escape(case.name)}</a></td>'
-            f'<td class="{case.status}">{case.status}</td>'
+            f'<td class="{case.status}">{case.status}{_shortfall(case)}</td>'
             f'<td>{escape(case.title)}<div class="soft">{escape(conditions(case.scenario))}</div>{reason}</td>'
             f'<td><ul class="goals">{goals}</ul></td><td class="number">{case.seconds:.1f}</td></tr>'
         )
@@ -86,6 +100,11 @@ def _table(cases: list[Case]) -> str:
     )
 
 
+def _shortfall(case: Case) -> str:
+    count = _short_goals(case)
+    return f'<div class="short">{count} goal{"" if count == 1 else "s"} short</div>' if count else ""
+
+
 def conditions(scenario: dict[str, Any]) -> str:
     """Size, ranks, planes and how packets are cut, in a line: figures mean little without."""
     topology, workload = scenario["topology"], scenario["workload"]
@@ -95,6 +114,8 @@ def conditions(scenario: dict[str, Any]) -> str:
         f"{topology['planes']} plane{'' if topology['planes'] == 1 else 's'}, MTU {topology['mtu_bytes']}",
         "no segmentation offload: one loss is one packet" if topology["per_packet"] else "segmentation offload",
     ]
+    if scenario["hostile"] is not None:
+        words.append(f"{scenario['hostile']['packets_per_s']:,} packets of junk a second")
     return ", ".join(words)
 
 
@@ -110,7 +131,25 @@ def _goals(goals: list[dict[str, Any]]) -> list[str]:
 
 def _goal(goal: dict[str, Any]) -> str:
     value = "not measured" if goal["value"] is None else f"{goal['value']:.4g}"
-    return f'{escape(goal["measure"])} <span class="{goal["word"]}">{value}</span> ({escape(goal["text"])})'
+    word = "" if goal["met"] else f", {goal['word']}"
+    return f'{_measure(goal["measure"])} <span class="{goal["word"]}">{value}{word}</span> ({escape(goal["text"])})'
+
+
+def _measure(name: str) -> str:
+    """A measure's name, which leads to its meaning."""
+    return f'<a class="measure" href="#measure-{escape(measures.family(name))}">{escape(name)}</a>'
+
+
+def _glossary(cases: list[Case]) -> str:
+    """The meaning of every measure that the page shows, in the order of `MEANINGS`."""
+    named = [name for case in cases for name in (*case.measures, *(goal["measure"] for goal in case.goals))]
+    shown = {measures.family(name) for name in named}
+    rows = []
+    for name, text in measures.MEANINGS.items():
+        if name in shown:
+            label = f"{name}*" if name.endswith(".") else name
+            rows.append(f'<dt id="measure-{escape(name)}">{escape(label)}</dt><dd>{escape(text)}</dd>')
+    return "<h2>What the measures mean</h2>\n<dl>\n" + "\n".join(rows) + "\n</dl>" if rows else ""
 
 
 def _figures(outcome: Results) -> str:
@@ -140,7 +179,9 @@ def _figures(outcome: Results) -> str:
     ):
         if figure is not None:
             svg = plots.as_svg(figure, name)
-            parts.append(f"<figure>\n{svg}\n<figcaption>{escape(caption)}</figcaption>\n</figure>")
+            parts.append(
+                f"<figure>\n{svg}\n<figcaption><b>{escape(name)}</b>: {escape(caption)}</figcaption>\n</figure>"
+            )
     return "<h2>Plots</h2>\n" + "\n".join(parts) if parts else ""
 
 
@@ -150,10 +191,10 @@ def _details(cases: list[Case]) -> str:
 
 def _detail(case: Case) -> str:
     parts = [
-        f'<details id="{escape(case.name)}"><summary><b>{escape(case.name)}</b> '
-        f'<span class="{case.status}">{case.status}</span></summary>',
+        # The name leads to what is inside: a browser opens the fold around the place that it goes to.
+        f'<details><summary><b>{escape(case.name)}</b> <span class="{case.status}">{case.status}</span></summary>',
+        f'<div id="{escape(case.name)}" class="inside"></div>',
         f"<h3>Repeat</h3><pre>{escape(case.command)}</pre>",
-        f"<h3>Scenario</h3><pre>{escape(json.dumps(case.scenario, indent=1))}</pre>",
     ]
     if case.measures:
         lines = "\n".join(f"{name:34}{_number(name, value)}" for name, value in sorted(case.measures.items()))
@@ -173,6 +214,7 @@ def _detail(case: Case) -> str:
     if case.files:
         links = " · ".join(f'<a href="{escape(file)}">{escape(file)}</a>' for file in case.files)
         parts.append(f"<h3>Files</h3><p>{links}</p>")
+    parts.append(f"<h3>Scenario</h3><pre>{escape(json.dumps(case.scenario, indent=1))}</pre>")
     return "\n".join([*parts, "</details>"])
 
 

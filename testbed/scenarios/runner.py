@@ -23,25 +23,21 @@ Say = Callable[[str], None]
 LOG_TAIL_CHARACTERS: Final = 2_000
 
 
+def begin(*, short: bool, strict: bool, seed: int) -> Results:
+    """Results without a case yet, with the machine as it is now."""
+    return Results(form="short" if short else "full", strict=strict, seed=seed, machine=machine.describe())
+
+
 def run(
-    scenarios: Sequence[Scenario],
-    *,
-    short: bool,
-    strict: bool,
-    seed: int,
-    folder: Path,
-    say: Say,
-    finished: Callable[[Case], None],
-) -> Results:
-    """Every case has its folder below `folder`; `finished` hears of each as soon as it is done."""
-    outcome = Results(form="short" if short else "full", strict=strict, seed=seed, machine=machine.describe())
+    outcome: Results, scenarios: Sequence[Scenario], *, folder: Path, say: Say, finished: Callable[[Case], None]
+) -> None:
+    """Adds a case for each scenario, as soon as it is done; `finished` hears of it. Each has its folder in `folder`."""
+    short = outcome.form == "short"
     for scenario in scenarios:
-        case = run_case(
-            scenario.shortened() if short else scenario, short=short, strict=strict, seed=seed, folder=folder, say=say
-        )
+        form = scenario.shortened() if short else scenario
+        case = run_case(form, short=short, strict=outcome.strict, seed=outcome.seed, folder=folder, say=say)
         outcome.cases.append(case)
         finished(case)
-    return outcome
 
 
 def run_case(scenario: Scenario, *, short: bool, strict: bool, seed: int, folder: Path, say: Say) -> Case:

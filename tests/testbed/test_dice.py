@@ -45,8 +45,8 @@ def test_the_switch_and_its_python_have_the_same_numbers() -> None:
     ):
         for name in names:
             assert getattr(module, name) == in_c[name], name
-    assert fabric.HOSTS_MAX * fabric.PLANES_MAX == in_c["PORTS_MAX"]
-    assert planes.MTU_MAX_BYTES + rate_limit.ETHERNET_HEADER_BYTES <= in_c["FRAME_MAX_BYTES"]
+    assert in_c["PORTS_MAX"] == fabric.HOSTS_MAX * fabric.PLANES_MAX
+    assert in_c["FRAME_MAX_BYTES"] >= planes.MTU_MAX_BYTES + rate_limit.ETHERNET_HEADER_BYTES
     kinds = re.search(r"enum draw \{ (.*), DRAWS = (\d+) \}", source)
     assert kinds is not None
     assert kinds[1].split(", ") == [f"DRAW_{draw.name}" for draw in Draw]

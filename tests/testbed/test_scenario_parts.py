@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="the extra `testbed` is not installed")
 
-from sennit.testbed.scenarios import hostile, measures, timeline, verdicts
+from sennit.testbed.scenarios import hostile, measures, results, timeline, verdicts
 from sennit.testbed.scenarios.catalogue import SCENARIOS, choose
 from sennit.testbed.scenarios.model import (
     Goal,
@@ -38,6 +38,15 @@ SIZE_BYTES = 4096
     [
         (lambda: Topology(hosts=1), r"hosts 1; allowed: 2\.\.64"),
         (lambda: Topology(planes=17), r"planes 17; allowed: 1\.\.16"),
+        (lambda: Topology(hosts=64, strangers=1), r"hosts 64; allowed: 2\.\.63"),
+        (lambda: Topology(mtu_bytes=9001), r"mtu_bytes 9001; allowed: 1280\.\.9000"),
+        (lambda: Workload(timeout_s=0), "timeout_s 0; allowed: above 0"),
+        (
+            lambda: Scenario(
+                name="s", title="", workload=Workload(rounds=1), faults=(SwitchPlane(plane=4, up=False, at_s=1.0),)
+            ),
+            r"s: fault of plane 4; allowed: 0\.\.3",
+        ),
         (lambda: Topology(rate_bits_per_s=10**9), "queue of 0 bytes; allowed: both or neither"),
         (lambda: Workload(size_bytes=4), "size_bytes 4; allowed: 4096 or more"),
         (lambda: Workload(operation=Operation.ALLTOALL, duration_s=1.0), "allowed: with allreduce"),
@@ -61,13 +70,11 @@ def test_impossible_scenarios_are_refused(make: Any, message: str) -> None:
 def test_every_scenario_is_data_with_goals_that_are_measured(name: str) -> None:
     scenario = SCENARIOS[name]
     assert scenario.name == name
-    assert measures.__doc__ is not None
     for form in (scenario, scenario.shortened()):
         assert form.goals == scenario.goals
         assert any(goal.must for goal in form.goals)
         for goal in form.goals:
-            # "impairment.<counter>" stands for all of a family.
-            assert goal.measure.partition(".")[0] in measures.__doc__, goal.measure
+            assert measures.MEANINGS[measures.family(goal.measure)]
         plain = json.loads(json.dumps(form.as_json(), allow_nan=False))
         assert plain["workload"]["size_bytes"] == form.workload.size_bytes
         assert len(plain["faults"]) == len(form.faults)
@@ -157,7 +164,17 @@ def run(answers: list[dict[str, Any]], **fields: Any) -> Run:
 
 
 def observe(scenario: Scenario, *runs: Run) -> dict[str, float]:
-    return measures.measure(Observations(scenario=scenario, seed=1, runs=list(runs)))
+    found = measures.measure(Observations(scenario=scenario, seed=1, runs=list(runs)))
+    for name in found:
+        assert measures.MEANINGS[measures.family(name)]
+    return found
+
+
+def test_families_of_measures_have_a_meaning_and_others_must() -> None:
+    assert measures.family("goodput_kept") == "goodput_kept"
+    assert measures.family("goodput.sennit.calm") == "goodput."
+    with pytest.raises(KeyError, match="goodput_lost"):
+        measures.family("goodput_lost")
 
 
 def test_a_repetition_lasts_from_the_last_to_come_to_the_last_to_leave() -> None:
@@ -312,9 +329,25 @@ def test_a_run_that_failed_has_no_timeline_measures() -> None:
     assert "longest_stall_ms" not in found
 
 
+def test_a_timeline_can_lack_the_rank_that_was_killed() -> None:
+    scenario = Scenario(
+        name="s",
+        title="",
+        topology=Topology(hosts=3, planes=1),
+        workload=Workload(rounds=1, timeline=True),
+        faults=(KillRank(rank=2, at_s=1.0),),
+    )
+    rows = sampled([(step / 100, step * 10.0) for step in range(301)], plane=1.0)
+    alive = [answer([0.0, 1.5], [1.0, 3.0]) | {"samples": rows}] * 2
+    series = results.series(scenario, [run([*alive, {}], events=[("rank 2 killed", 1.25)])])
+    assert series["between"] == [[1.0, 1.5]]
+    assert series["events"] == [["rank 2 killed", 1.25]]
+    assert series["goodput_bytes_per_s"][0] == pytest.approx(2 * 1_000)
+
+
 def test_path_shares_sum_to_one() -> None:
-    interfaces = {"plane0": {"rx_bytes": 30}, "plane1": {"rx_bytes": 10}}
-    assert measures.path_shares([run([answer([0.0], [1.0], interfaces=interfaces)] * 2)]) == {
+    received = {"plane0": 30, "plane1": 10}
+    assert measures.path_shares([run([answer([0.0], [1.0], received_bytes=received)] * 2 + [{}])]) == {
         "plane0": 0.75,
         "plane1": 0.25,
     }

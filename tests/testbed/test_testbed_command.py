@@ -39,7 +39,7 @@ def play(wrong_elements: int = 0) -> Any:
                 "ends_s": [0.1, 0.2],
                 "wrong_elements": [0, wrong_elements],
                 "digest": "d",
-                "interfaces": {"plane0": {"rx_bytes": 3}, "plane1": {"rx_bytes": 1}},
+                "received_bytes": {"plane0": 3, "plane1": 1},
                 "samples": samples if scenario.workload.timeline else [],
             }
             for _ in range(scenario.topology.hosts)
@@ -99,9 +99,16 @@ def test_passed_cases_exit_with_0_and_leave_results_and_a_page(
     # It fetches nothing: what it refers to is in it, or the logs beside it.
     assert set(re.findall(r'(?:src|href)="([^#"][^"]*)"', html)) == {f"{name}/sennit-rank0.log" for name in names}
     assert "a line &lt;b&gt;of&lt;/b&gt; a log" in html
-    again = invoke("report", "--folder", str(tmp_path / "out"), "--html", str(tmp_path / "again.html"))
+    # What it points to is there, once each: every case and the meaning of every measure.
+    targets = re.findall(r'id="([^"]+)"', re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))
+    assert len(targets) == len(set(targets))
+    assert set(re.findall(r'href="#([^"]+)"', re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))) <= set(targets)
+    assert {*names, "measure-goodput_kept", "measure-impairment."} <= set(targets)
+    # As fast as gloo is short of its goal, and a reader of the first line is told so.
+    assert re.search(r"<h1>.*3 passed.*2 short of a goal about speed", html)
+    again = invoke("report", "--folder", str(tmp_path / "out"), "--html", str(tmp_path / "new" / "again.html"))
     assert again.exit_code == 0, again.output
-    assert (tmp_path / "again.html").read_text() == html
+    assert (tmp_path / "new" / "again.html").read_text() == html
 
 
 def test_a_wrong_result_exits_with_1(can_run: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -134,6 +141,38 @@ def test_a_case_that_breaks_fails_and_the_next_runs(
     assert "RankError: sennit rank 1 ended at join" in done.stdout
     assert "1 passed, 1 failed" in done.stdout
     assert "Traceback" in (tmp_path / "same-bits" / "conductor.log").read_text()
+
+
+def test_an_interrupted_run_leaves_what_is_done(can_run: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(scenario: Any, **rest: Any) -> Observations:
+        if scenario.name == "same-bits":
+            raise KeyboardInterrupt
+        result: Observations = play()(scenario, **rest)
+        return result
+
+    monkeypatch.setattr(stage, "play", interrupted)
+    done = invoke("run", "lossless-alltoall", "same-bits", "--folder", str(tmp_path))
+    assert done.exit_code != 0
+    assert [case.name for case in results.read(tmp_path / "results.json").cases] == ["lossless-alltoall"]
+    assert "lossless-alltoall" in (tmp_path / "report.html").read_text()
+
+
+def test_files_that_cannot_be_written_are_named_before_anything_runs(
+    can_run: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def must_not_run(scenario: Any, **rest: Any) -> Observations:
+        raise AssertionError("it ran")
+
+    monkeypatch.setattr(stage, "play", must_not_run)
+    (tmp_path / "file").write_text("")
+    wrong = str(tmp_path / "file" / "results.json")
+    for arguments in (
+        ["run", "same-bits", "--folder", str(tmp_path), "--json", wrong],
+        ["report", "--folder", str(tmp_path), "--html", wrong],
+    ):
+        done = invoke(*arguments)
+        assert done.exit_code == 2, done.output
+        assert "cannot be written" in re.sub(r"\s+", " ", done.output)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the commands share: how wide they print, and files that options name."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# A file or a pipe has no width of its own; the widest table takes this much.
+PIPE_WIDTH: Final = 160
+FIGURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
+
+
+def stdout_console() -> Console:
+    # Late, so that --help stays quick.
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def writable_file(path: Path | None) -> Path | None:
+    """The callback of an option that names a file: makes its folder now, not after minutes of measuring."""
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise typer.BadParameter(f"{path} cannot be written: {error.strerror}") from None
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise typer.BadParameter(f"{path} cannot be written: a folder, or no permission")
+    return path
+
+
+def figure_file(path: Path | None) -> Path | None:
+    """The callback of an option that names a figure."""
+    if path is not None and path.suffix not in FIGURE_SUFFIXES:
+        raise typer.BadParameter(f"{path}; allowed: names that end in {', '.join(FIGURE_SUFFIXES)}")
+    return writable_file(path)
