@@ -2,6 +2,7 @@
 """What this machine can do, and what sennit does on it: probes, `sennit doctor`, benchmarks, scenarios of failure.
 
 `capabilities` is the one probe module that tests and the doctor share, `bench` measures sennit beside its peers in one
-run, `topology` joins namespaces by planes that lose and fail, `scenarios` plays on them (`sennit testbed`), `setup`
-prepares a machine for `make build`.
+run, `topology` joins namespaces by planes that lose and fail, `scenarios` plays on them (`sennit testbed run`),
+`simulation` runs the flow in simulated fabrics (`sennit testbed simulate`), `setup` prepares a machine for
+`make build`.
 """
