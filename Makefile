@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build demo test test-cpp test-model test-fuzz test-python fuzz lint fmt types bench testbed simulate clean
+.PHONY: help build demo test test-cpp test-model test-fuzz test-rdma test-qemu test-python kernel fuzz lint fmt types bench testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -17,7 +17,7 @@ build:  ## make .venv, install what is missing, build the native extensions
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit train --data flights --ranks 2
 
-test: test-cpp test-model test-fuzz test-python  ## every test that can run on this machine
+test: test-cpp test-model test-fuzz test-rdma test-python  ## every test that can run on this machine
 
 test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
 	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \
@@ -38,6 +38,24 @@ test-fuzz: build  # a few seconds of each fuzzer
 SECONDS ?= 600
 fuzz: build  ## libFuzzer on the packet parser and the flow, SECONDS=600 each
 	@transport/csrc/fuzz/run.sh $(SECONDS)
+
+kernel: build  ## the kernel of the soft-RoCE VM, built into the cache: minutes once, then at once
+	@$(PY) -m sennit testbed kernel uml
+
+# sysexits.h: 69 says that the machine lacks something; what, it has said itself.
+ring = code=0; $(PY) -m sennit testbed kernel $(1) || code=$$?; \
+  case $$code in \
+    0) $(PY) -m sennit testbed vm --kernel $(1) --timeout $(2) --bring-back build/rdma -- \
+         $(PY) -m pytest -m rdma --timeout $(2) -o faulthandler_timeout=$(2) --junitxml build/rdma/$(1).xml tests/rdma ;; \
+    69) echo "test: the rdma ring is skipped: no $(1) kernel on this machine" ;; \
+    *) exit $$code ;; \
+  esac
+
+test-rdma: build  ## tests over RDMA verbs, in a VM (User-Mode Linux) with soft-RoCE
+	@$(call ring,uml,600)
+
+test-qemu: build  ## the same in QEMU with Debian's kernel and two processors: slow, finds races that one has not
+	@$(call ring,qemu,1800)
 
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m pytest

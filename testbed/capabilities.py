@@ -246,6 +246,16 @@ def _rdma() -> Capability:
     return _available(name, ", ".join(names))
 
 
+def _vm() -> Capability:
+    """Whether a VM with soft-RoCE can be started, here meaning that its kernel was built."""
+    from sennit.testbed.vm import kernels
+
+    try:
+        return _available("vm", kernels.find(kernels.Kind.UML).name)
+    except kernels.KernelMissing as error:
+        return _missing("vm", str(error).partition(":")[0], "make kernel")
+
+
 def _root() -> Capability:
     if os.geteuid() == 0 and _effective_capabilities() & 1 << CAP_NET_ADMIN:
         return _available("root", "CAP_NET_ADMIN")
@@ -356,6 +366,7 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "torch": _torch,
     "backend": _backend,
     "rdma": _rdma,
+    "vm": _vm,
     "gpu": _gpu,
     "root": _root,
     "netns": _netns,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sennit.testbed.command_line import stdout_console, writable_file
+from sennit.testbed.vm.commands import kernel, vm
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +23,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Put sennit on networks that lose, reorder, fail; see that it holds.",
 )
+
+app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})(vm)
+app.command()(kernel)
 
 DEFAULT_FOLDER = Path("build/testbed")
 RESULTS_NAME = "results.json"

@@ -35,6 +35,7 @@ QUESTIONS = (
         title="RoCEv2 over UDP sockets (udp)", needs=("loopback-ipv6", "loopback-ipv4", "rails", "udp-gso", "udp-gro")
     ),
     Question(title="RDMA devices (verbs)", needs=("rdma",)),
+    Question(title="soft-RoCE in a VM (sennit testbed vm, make test-rdma)", needs=("vm",)),
     Question(title="CUDA tensors", needs=("gpu",)),
     Question(
         title="network namespaces, traffic control and BPF (tests of the outer rings)",

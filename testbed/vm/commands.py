@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit testbed vm` and `sennit testbed kernel`. Imports what it needs when it runs: every VM waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import FrameType
+
+    from sennit.testbed.vm.runner import Outcome
+
+# sysexits.h, EX_UNAVAILABLE: what `make` takes as "cannot be had on this machine"
+EXIT_UNAVAILABLE = 69
+EXIT_SIGNALLED = 128
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Interrupted(BaseException):
+    """A signal that ends this process, and the VM before it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def vm(
+    command: Annotated[list[str], typer.Argument(help="what to run, best after --")],
+    kind: Annotated[str, typer.Option("--kernel", help="uml, or qemu: slow, but with two processors")] = "uml",
+    links: Annotated[int, typer.Option(help="RoCE links; link k joins the devices rxe(2k) and rxe(2k+1)")] = 1,
+    mtu: Annotated[int, typer.Option(help="of the links' interfaces, in bytes")] = 4200,
+    netem: Annotated[
+        list[str] | None,
+        typer.Option(help="settings of tc-netem(8) for every device, or rxe0='loss 1%' for one; may be repeated"),
+    ] = None,
+    memory: Annotated[str, typer.Option(help="of the VM, with the unit M or G; taken as it is used")] = "4G",
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds; then the VM is killed")] = 600.0,
+    env: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE beside the environment here; may be repeated")
+    ] = None,
+    bring_back: Annotated[
+        list[Path] | None,
+        typer.Option(help="folder that is written for real; may be repeated; the first is SENNIT_VM_OUT"),
+    ] = None,
+    show_console: Annotated[bool, typer.Option("--console", help="show what the VM's kernel says, on stderr")] = False,
+) -> None:
+    """Run a command in a VM with soft-RoCE. It sees this machine's files; what it writes is gone afterwards.
+
+    Exits as the command does; with 124 after the time limit, and 125 if the VM itself failed.
+    """
+    from sennit.testbed.vm import kernels, runner
+    from sennit.testbed.vm.debian import StepFailed, Unavailable
+    from sennit.testbed.vm.links import Links
+
+    try:
+        request = runner.Request(
+            command=tuple(command),
+            kind=kernels.Kind(kind),
+            environment={**os.environ, **dict(_pair(text) for text in env or [])},
+            links=Links(count=links, mtu=mtu, netem=tuple(netem or ())),
+            memory_bytes=_bytes(memory),
+            timeout_s=timeout_s,
+            keep=tuple(bring_back or ()),
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        with _interruptible():
+            outcome = runner.run(
+                request,
+                output=_writer(sys.stdout.buffer),
+                errors=_writer(sys.stderr.buffer),
+                console=_writer(sys.stderr.buffer) if show_console else lambda data: None,
+            )
+    except (kernels.KernelMissing, Unavailable, StepFailed) as error:
+        _fail(str(error), runner.EXIT_VM_FAILED)
+    except BrokenPipeError:
+        # Who read the output has gone, and must not be written to when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(EXIT_SIGNALLED + signal.SIGPIPE) from None
+    except Interrupted as signalled:
+        _fail(f"ended by {signal.Signals(signalled.number).name}", EXIT_SIGNALLED + signalled.number)
+    _explain(outcome)
+    raise typer.Exit(outcome.code)
+
+
+def kernel(
+    kind: Annotated[str, typer.Argument(help="uml or qemu")] = "uml",
+    newest: Annotated[
+        bool, typer.Option("--newest", help="also when there is one, but Debian has a newer one")
+    ] = False,
+) -> None:
+    """Build the VM's kernel into the cache, or download it; at once if it is there. Needs no root.
+
+    Exits with 69 where something has to be installed first.
+    """
+    from sennit.testbed.vm import debian, kernels
+
+    def say(what: str) -> None:
+        typer.echo(f"kernel: {what}", err=True)
+
+    try:
+        found = kernels.provide(kernels.Kind(kind), say, newest=newest)
+        kernels.guest_program()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except debian.Unavailable as error:
+        typer.echo(f"kernel: {error}", err=True)
+        raise typer.Exit(EXIT_UNAVAILABLE) from None
+    except (debian.StepFailed, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"kernel: ready: {found}")
+
+
+def _explain(outcome: Outcome) -> None:
+    if not outcome.reason:
+        return
+    lines = [line for line in outcome.console.splitlines() if line.strip()][-CONSOLE_LINES:]
+    if lines:
+        typer.echo("\n".join(["the end of the VM's console:", *(f"  {line}" for line in lines)]), err=True)
+    typer.echo(f"sennit testbed vm: {outcome.reason}", err=True)
+
+
+CONSOLE_LINES = 25
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"sennit testbed vm: {message}", err=True)
+    raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Turns the first signal that asks this process to end into `Interrupted`."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        del frame
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)  # the next one must not interrupt the clearing up
+        raise Interrupted(number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number in before:
+            signal.signal(number, interrupt)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _writer(stream: BinaryIO) -> Callable[[bytes], None]:
+    def write(data: bytes) -> None:
+        stream.write(data)
+        stream.flush()
+
+    return write
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not name or not separator:
+        raise ValueError(f"--env {text!r}, must be NAME=VALUE")
+    return name, value
+
+
+def _bytes(text: str) -> int:
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].isalpha() else (text, "")
+    if not number.isdecimal() or unit not in UNITS:
+        raise ValueError(f"--memory {text!r}, must be a number with the unit K, M or G")
+    return int(number) * UNITS[unit]

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packages of the distribution, downloaded and unpacked without being installed: no root needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+QUERY_TIMEOUT_S: Final = 60.0
+DOWNLOAD_TIMEOUT_S: Final = 1200.0
+OUTPUT_TAIL_LINES: Final = 30
+
+
+class Unavailable(RuntimeError):
+    """This machine lacks something that has to be installed first; the message says what, and how."""
+
+
+class StepFailed(RuntimeError):
+    """A program that should have worked did not; the message has the end of its output."""
+
+
+def require(commands: Iterable[tuple[str, str]], purpose: str) -> None:
+    """Raises unless every (command, package) is there, naming all that are not."""
+    missing = [(command, package) for command, package in commands if shutil.which(command) is None]
+    if missing:
+        names = ", ".join(command for command, _ in missing)
+        packages = " ".join(sorted({package for _, package in missing}))
+        raise Unavailable(f"{purpose} needs {names}: apt-get install {packages}")
+
+
+def execute(command: list[str], *, cwd: Path | None = None, timeout_s: float, log: Path | None = None) -> str:
+    """The output of a program that has to succeed; added to `log` as well."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "LC_ALL": "C"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+    )
+    if log is not None:
+        with log.open("a") as file:
+            file.write(f"$ {' '.join(command)}\n{done.stdout}")
+    if done.returncode != 0:
+        tail = "\n".join(done.stdout.splitlines()[-OUTPUT_TAIL_LINES:])
+        raise StepFailed(f"'{' '.join(command[:3])} ...' ended with status {done.returncode}:\n{tail}")
+    return done.stdout
+
+
+def candidate(package: str) -> str:
+    """The version that apt would install."""
+    require([("apt-get", "apt"), ("apt-cache", "apt"), ("dpkg", "dpkg")], f"the Debian package {package}")
+    policy = execute(["apt-cache", "policy", package], timeout_s=QUERY_TIMEOUT_S)
+    found = re.search(r"^ *Candidate: (\S+)$", policy, re.MULTILINE)
+    if found is None or found[1] == "(none)":
+        raise Unavailable(f"apt knows no package {package}: run 'apt-get update'; Debian 12 and 13 have it")
+    return found[1]
+
+
+def unpack(package: str, version: str, into: Path) -> None:
+    """Puts the files of a package below `into`."""
+    with tempfile.TemporaryDirectory(dir=into.parent) as downloads:
+        execute(["apt-get", "download", f"{package}={version}"], cwd=Path(downloads), timeout_s=DOWNLOAD_TIMEOUT_S)
+        (archive,) = Path(downloads).glob("*.deb")
+        execute(["dpkg", "-x", str(archive), str(into)], timeout_s=DOWNLOAD_TIMEOUT_S)

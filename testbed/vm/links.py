@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RoCE links inside a VM: pairs of rxe devices on the two ends of a veth cable, and netem on what they send.
+
+rxe works in the first network namespace only, so both ends are in one, where the kernel would take the short way
+through itself, past netem. Routing rules send what one end says to the other out through its cable; the local table,
+which knows the short way, is asked after them. Neighbours are known from the start: a first packet waits for nobody.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from sennit.testbed.vm.job import Record
+
+LINKS_MAX: Final = 64
+MTU_MIN: Final = 1280
+"""What IPv6 asks of a link (RFC 8200, 5)."""
+MTU_MAX: Final = 65535
+# rxe has 4,096-byte packets where the link has room for them and their headers.
+MTU_DEFAULT: Final = 4200
+# netem queues what it delays, and drops what is more; its own default of 1,000 is a few megabytes.
+NETEM_LIMIT_PACKETS: Final = 10_000
+LOCAL_TABLE_PREFERENCE: Final = 30_000
+FIRST_PREFERENCE: Final = 100
+FIRST_TABLE: Final = 1_000
+
+_ONE_DEVICE = re.compile(r"rxe(?P<number>\d+)=(?P<netem>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """What links a VM has. Link k joins the devices rxe(2k) and rxe(2k+1)."""
+
+    count: int = 1
+    mtu: int = MTU_DEFAULT
+    netem: tuple[str, ...] = ()
+    """Settings of tc-netem(8) for what every device sends, or `rxe3=loss 1%` for one; of two, the last counts."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.count <= LINKS_MAX:
+            raise ValueError(f"{self.count} links, must be 0 to {LINKS_MAX}")
+        if not MTU_MIN <= self.mtu <= MTU_MAX:
+            raise ValueError(f"mtu {self.mtu}, must be {MTU_MIN} to {MTU_MAX}")
+        self.netem_by_device()
+
+    @property
+    def devices(self) -> range:
+        return range(2 * self.count)
+
+    def netem_by_device(self) -> dict[int, str]:
+        settings: dict[int, str] = {}
+        for text in self.netem:
+            match = _ONE_DEVICE.fullmatch(text)
+            if "=" in text and match is None:
+                raise ValueError(f"netem {text!r}, must be settings of tc-netem(8), or rxeN=settings")
+            numbers = [int(match["number"])] if match else list(self.devices)
+            words = (match["netem"] if match else text).split()
+            for number in numbers:
+                if number not in self.devices:
+                    raise ValueError(
+                        f"netem {text!r}: {self.count} links have the devices rxe0 to rxe{len(self.devices) - 1}"
+                    )
+            if not words:
+                raise ValueError(f"netem {text!r} sets nothing; an example: 'loss 1%'")
+            limit = [] if "limit" in words else ["limit", str(NETEM_LIMIT_PACKETS)]
+            settings.update(dict.fromkeys(numbers, " ".join([*limit, *words])))
+        return settings
+
+    def records(self) -> list[Record]:
+        """What the guest does to make the links; their GIDs are there afterwards."""
+        steps: list[Record] = [
+            ("write", "/proc/sys/net/ipv4/conf/all/rp_filter", "0"),
+            ("write", "/proc/sys/net/ipv4/conf/default/rp_filter", "0"),
+            # What comes in through the cable has a source address of this same host.
+            ("write", "/proc/sys/net/ipv4/conf/default/accept_local", "1"),
+            ("write", "/proc/sys/net/ipv4/conf/default/arp_ignore", "1"),
+            # No second of waiting for somebody who has the address already.
+            ("write", "/proc/sys/net/ipv6/conf/default/accept_dad", "0"),
+            ("run", self._addresses(), "ip", "-batch", "-"),
+        ]
+        if self.count == 0:
+            return steps
+        steps += [
+            ("run", self._routes(4), "ip", "-4", "-batch", "-"),
+            ("run", self._routes(6), "ip", "-6", "-batch", "-"),
+            ("run", self._devices(), "rdma", "-b", "-"),
+        ]
+        netem = self.netem_by_device()
+        if netem:
+            commands = [f"qdisc add dev {netdev(number)} root netem {text}" for number, text in sorted(netem.items())]
+            steps.append(("run", _lines(commands), "tc", "-batch", "-"))
+        for number in self.devices:
+            pattern = f"/sys/class/infiniband/rxe{number}/ports/1/gids/*"
+            steps += [("await", pattern, gid(number, version)) for version in (4, 6)]
+        return steps
+
+    def _addresses(self) -> str:
+        commands = ["link set lo up"]
+        for number in self.devices[::2]:
+            near, far = (f"mtu {self.mtu} address {mac_address(device)}" for device in (number, number + 1))
+            commands.append(f"link add {netdev(number)} {near} type veth peer name {netdev(number + 1)} {far}")
+        for number in self.devices:
+            commands += [f"addr add {address(number, 4)}/24 dev {netdev(number)}"]
+            commands += [f"addr add {address(number, 6)}/64 dev {netdev(number)} nodad"]
+            commands += [f"link set {netdev(number)} up"]
+        return _lines(commands)
+
+    def _routes(self, version: int) -> str:
+        commands = []
+        for number in self.devices:
+            peer, table = address(number ^ 1, version), FIRST_TABLE + number
+            commands += [
+                f"neigh replace {peer} lladdr {mac_address(number ^ 1)} dev {netdev(number)} nud permanent",
+                f"route add {peer} dev {netdev(number)} src {address(number, version)} table {table}",
+                f"rule add pref {FIRST_PREFERENCE + number} iif lo to {peer} lookup {table}",
+            ]
+        return _lines([*commands, f"rule add pref {LOCAL_TABLE_PREFERENCE} lookup local", "rule del pref 0"])
+
+    def _devices(self) -> str:
+        return _lines([f"link add rxe{number} type rxe netdev {netdev(number)}" for number in self.devices])
+
+
+def netdev(number: int) -> str:
+    """The interface of the device rxe<number>."""
+    return f"roce{number}"
+
+
+def address(number: int, version: int) -> str:
+    """A device's address: a network for each link (RFC 1918; RFC 4193)."""
+    link, end = divmod(number, 2)
+    return f"10.77.{link}.{end + 1}" if version == 4 else f"fd5e:77:0:{link:x}::{end + 1}"
+
+
+def mac_address(number: int) -> str:
+    return f"02:5e:77:00:00:{number:02x}"
+
+
+def gid(number: int, version: int) -> str:
+    """A device's GID as sysfs writes it: its IPv6 address, or its IPv4 address mapped into one (RFC 4291, 2.5.5.2)."""
+    text = address(number, version)
+    return ipaddress.IPv6Address(f"::ffff:{text}" if version == 4 else text).exploded
+
+
+def _lines(commands: list[str]) -> str:
+    return "".join(f"{command}\n" for command in commands)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two ways to run a guest: as the process of a User-Mode Linux, and as a PC that QEMU emulates."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sennit.testbed.vm import debian, initramfs, stock_kernel, uml_kernel
+from sennit.testbed.vm.job import Channels, Mount
+from sennit.testbed.vm.kernels import Kind
+
+QEMU: Final = "qemu-system-x86_64"
+QEMU_PROCESSORS: Final = 2
+# Bytes a message between guest and file server; the default of 8 KiB costs twice the time at every start of Python.
+P9_MESSAGE_BYTES: Final = 512_000
+P9: Final = f"trans=virtio,version=9p2000.L,msize={P9_MESSAGE_BYTES}"
+SHM: Final = Path("/dev/shm")
+MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descriptors:
+    """The host's ends of what the guest writes: numbers that the process of the VM inherits."""
+
+    output: int
+    errors: int
+    control: int
+    console: int
+
+
+class Machine(ABC):
+    """What differs between the kinds."""
+
+    root: Mount
+    channels: Channels
+
+    def __init__(self, kernel: Path) -> None:
+        self.kernel = kernel
+
+    @abstractmethod
+    def command(
+        self, *, initrd: Path, folder: Path, memory_bytes: int, descriptors: Descriptors, kept: Sequence[Path]
+    ) -> list[str]:
+        """The process that is the VM; `folder` is for its own temporary files."""
+
+    @abstractmethod
+    def kept_mounts(self, kept: Sequence[Path]) -> dict[Path, Mount]:
+        """How the guest writes to folders of the host."""
+
+    def modules(self) -> list[initramfs.Entry]:
+        """Files of kernel modules, to be loaded in this order."""
+        return []
+
+    def environment(self, memory_bytes: int) -> Mapping[str, str]:
+        """Of the VM's own process."""
+        del memory_bytes
+        return os.environ
+
+    def processors(self) -> set[int] | None:
+        """Those that the VM must stay on; None for all."""
+        return None
+
+
+class Uml(Machine):
+    """The guest's kernel is a program. It sees the host's files through `hostfs`, with the rights of who started it."""
+
+    root = Mount(source="none", type="hostfs", options="/")
+    channels = Channels(output="/dev/tty1", errors="/dev/tty2", control="/dev/tty3")
+
+    def command(
+        self, *, initrd: Path, folder: Path, memory_bytes: int, descriptors: Descriptors, kept: Sequence[Path]
+    ) -> list[str]:
+        del kept
+        consoles = (descriptors.console, descriptors.output, descriptors.errors, descriptors.control)
+        return [
+            str(self.kernel / uml_kernel.BINARY),
+            f"mem={memory_bytes // MIB}M",
+            f"initrd={initrd}",
+            f"uml_dir={folder}",
+            "quiet",
+            "con=null",
+            *(f"con{number}=null,fd:{descriptor}" for number, descriptor in enumerate(consoles)),
+        ]
+
+    def kept_mounts(self, kept: Sequence[Path]) -> dict[Path, Mount]:
+        return {path: Mount(source="none", type="hostfs", options=str(path)) for path in kept}
+
+    def environment(self, memory_bytes: int) -> Mapping[str, str]:
+        return {**os.environ, "TMPDIR": str(memory_folder(memory_bytes))}
+
+    def processors(self) -> set[int] | None:
+        """One: kernel and programs of the guest take turns, and each turn costs a migration where there are two."""
+        usable = sorted(os.sched_getaffinity(0))
+        return {usable[os.getpid() % len(usable)]}
+
+
+class Qemu(Machine):
+    """A PC emulated in software (TCG), as nested virtualisation is nothing to rely on. Files come over 9p."""
+
+    root = Mount(source="root", type="9p", options=f"{P9},cache=loose")
+    channels = Channels(output="/dev/vport0p1", errors="/dev/vport0p2", control="/dev/vport0p3")
+
+    def __init__(self, kernel: Path) -> None:
+        debian.require([(QEMU, "qemu-system-x86")], "a VM of the kind qemu")
+        super().__init__(kernel)
+
+    def command(
+        self, *, initrd: Path, folder: Path, memory_bytes: int, descriptors: Descriptors, kept: Sequence[Path]
+    ) -> list[str]:
+        del folder
+        options = ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max", "-smp", str(QEMU_PROCESSORS)]
+        options += ["-m", f"{memory_bytes // MIB}M", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+        # The serial device first: its ports have the number of it among all virtio devices in their names.
+        options += ["-device", "virtio-serial-pci", "-device", "virtio-rng-pci"]
+        ports = (descriptors.output, descriptors.errors, descriptors.control)
+        for number, descriptor in enumerate((descriptors.console, *ports)):
+            options += ["-add-fd", f"fd={descriptor},set={number}"]
+            options += ["-chardev", f"file,id=c{number},path=/dev/fdset/{number},append=on"]
+        options += ["-serial", "chardev:c0"]
+        for number in range(1, len(ports) + 1):
+            options += ["-device", f"virtserialport,chardev=c{number},nr={number}"]
+        shared = [(self.root.source, "/", ",multidevs=remap,readonly=on")]
+        shared += [(mount.source, str(path), "") for path, mount in self.kept_mounts(kept).items()]
+        for tag, path, extra in shared:
+            options += ["-fsdev", f"local,id={tag},path={_quoted(path)},security_model=none{extra}"]
+            options += ["-device", f"virtio-9p-pci,fsdev={tag},mount_tag={tag}"]
+        boot = "console=ttyS0 panic=-1 quiet mitigations=off nokaslr no_timer_check audit=0"
+        return [
+            QEMU, *options,
+            "-kernel", str(self.kernel / stock_kernel.IMAGE), "-initrd", str(initrd), "-append", boot,
+        ]  # fmt: skip
+
+    def kept_mounts(self, kept: Sequence[Path]) -> dict[Path, Mount]:
+        # Nothing of these is cached: the host sees at once what the guest has written.
+        options = f"{P9},cache=mmap"
+        return {path: Mount(source=f"keep{number}", type="9p", options=options) for number, path in enumerate(kept)}
+
+    def modules(self) -> list[initramfs.Entry]:
+        paths = sorted((self.kernel / stock_kernel.MODULES).iterdir())
+        return [initramfs.file(f"modules/{path.name}", path.read_bytes()) for path in paths]
+
+
+MACHINES: Final[dict[Kind, type[Machine]]] = {Kind.UML: Uml, Kind.QEMU: Qemu}
+
+
+def memory_folder(memory_bytes: int) -> Path:
+    """Where a User-Mode Linux can keep its memory: a tmpfs with room for it that runs programs, else a disk."""
+    for path in (SHM, Path(tempfile.gettempdir())):
+        if (
+            path.is_dir()
+            and not os.statvfs(path).f_flag & os.ST_NOEXEC
+            and shutil.disk_usage(path).free >= memory_bytes
+        ):
+            return path
+    free_mib = shutil.disk_usage(SHM).free // MIB if SHM.is_dir() else 0
+    raise debian.Unavailable(
+        f"the VM is to have {memory_bytes // MIB} MiB of memory, but {SHM} has {free_mib} MiB free and "
+        f"{tempfile.gettempdir()} no more, or they are mounted noexec: ask for less with --memory, or set TMPDIR"
+    )
+
+
+def _quoted(path: str) -> str:
+    """A path inside an option of QEMU, where a comma ends it."""
+    return path.replace(",", ",,")

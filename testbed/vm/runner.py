@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one command in one VM, from the first byte of its output to the last process of the VM."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from sennit.testbed.vm import debian, initramfs, job, kernels
+from sennit.testbed.vm.links import Links
+from sennit.testbed.vm.machines import MACHINES, MIB, Descriptors, Machine
+
+# As timeout(1) has them.
+EXIT_TIME_LIMIT: Final = 124
+EXIT_VM_FAILED: Final = 125
+
+BOOT_TIMEOUT_S: Final = 120.0
+"""Until the command starts; emulation on a busy machine takes most of it."""
+SILENCE_S: Final = 10.0
+"""A guest that schedules says so every second (ALIVE_EVERY_MS in guest/init.c)."""
+END_TIMEOUT_S: Final = 20.0
+"""From the command's end to the machine's."""
+KILL_TIMEOUT_S: Final = 10.0
+TIMEOUT_DEFAULT_S: Final = 600.0
+MEMORY_DEFAULT_BYTES: Final = 4096 * MIB
+MEMORY_MIN_BYTES: Final = 64 * MIB
+CONSOLE_TAIL_BYTES: Final = 4096
+READ_BYTES: Final = 1 << 16
+OUTPUT_VARIABLE: Final = "SENNIT_VM_OUT"
+TOOLS: Final = (("ip", "iproute2"), ("rdma", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux"))
+
+Sink = Callable[[bytes], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to run, and in which machine."""
+
+    command: tuple[str, ...]
+    kind: kernels.Kind = kernels.Kind.UML
+    folder: Path = field(default_factory=Path.cwd)
+    """The command's working directory, at the same path in the guest as on the host."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    links: Links = field(default_factory=Links)
+    memory_bytes: int = MEMORY_DEFAULT_BYTES
+    timeout_s: float = TIMEOUT_DEFAULT_S
+    """From the start of the machine; then it is killed."""
+    keep: tuple[Path, ...] = ()
+    """Folders that the command writes to for real; made where missing. The first one is `$SENNIT_VM_OUT`."""
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ValueError("no command to run in the VM")
+        if self.memory_bytes < MEMORY_MIN_BYTES:
+            raise ValueError(f"memory of {self.memory_bytes // MIB} MiB, must be at least {MEMORY_MIN_BYTES // MIB}")
+        if self.timeout_s <= 0:
+            raise ValueError(f"timeout of {self.timeout_s:g} s, must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How it ended."""
+
+    code: int
+    """The command's exit code, 128 + the signal that ended it, EXIT_TIME_LIMIT or EXIT_VM_FAILED."""
+    reason: str = ""
+    """Why the code is not the command's own; empty where it is."""
+    console: str = ""
+    """The end of what the guest's kernel said, where the code is not the command's own."""
+
+
+def run(request: Request, *, output: Sink, errors: Sink, console: Sink = lambda data: None) -> Outcome:
+    """Runs the command; both of its streams go to the sinks while it runs. Leaves no process behind, however it ends.
+
+    Raises `KernelMissing` where `make kernel` was not run, and `Unavailable` where something has to be installed.
+    """
+    debian.require(TOOLS, "a VM with RoCE links")
+    machine = MACHINES[request.kind](kernels.find(request.kind))
+    with tempfile.TemporaryDirectory(prefix="sennit-vm-") as folder:
+        initrd = Path(folder) / "initrd"
+        initrd.write_bytes(_initramfs(request, machine))
+        return _Run(request, machine, output, errors, console).play(initrd, Path(folder))
+
+
+def _initramfs(request: Request, machine: Machine) -> bytes:
+    keep = _folders(request.keep)
+    environment = dict(request.environment)
+    if keep:
+        environment[OUTPUT_VARIABLE] = str(keep[0])
+    modules = machine.modules()
+    steps = job.records(
+        root=machine.root,
+        kept=machine.kept_mounts(keep),
+        channels=machine.channels,
+        modules=[f"/{module.path}" for module in modules],
+        setup=request.links.records(),
+        environment=environment,
+        folder=request.folder.resolve(),
+        command=request.command,
+    )
+    return initramfs.archive(
+        [
+            initramfs.folder("dev"),
+            initramfs.console(),
+            initramfs.file("init", kernels.guest_program().read_bytes(), 0o755),
+            initramfs.file("job", job.encode(steps)),
+            *([initramfs.folder("modules"), *modules] if modules else []),
+        ]
+    )
+
+
+def _folders(keep: tuple[Path, ...]) -> list[Path]:
+    for path in keep:
+        path.mkdir(parents=True, exist_ok=True)
+    return [path.resolve() for path in keep]
+
+
+class _Run:
+    """One machine's life, as its host sees it."""
+
+    def __init__(self, request: Request, machine: Machine, output: Sink, errors: Sink, console: Sink) -> None:
+        self._request = request
+        self._machine = machine
+        self._sinks: dict[str, Sink] = {
+            "output": output,
+            "errors": errors,
+            "control": self._hear,
+            "console": self._remember,
+        }
+        self._show_console = console
+        self._console = b""
+        self._heard = b""
+        self._code: int | None = None
+        self._failure = ""
+        self._started = False
+        self._alive_s = time.monotonic()
+        self._end_s = self._alive_s + request.timeout_s
+
+    def play(self, initrd: Path, folder: Path) -> Outcome:
+        with _pipes(tuple(self._sinks)) as (readers, writers), selectors.DefaultSelector() as selector:
+            for name, descriptor in readers.items():
+                selector.register(descriptor, selectors.EVENT_READ, name)
+            process = self._start(initrd, folder, Descriptors(**writers))
+            try:
+                for descriptor in writers.values():
+                    os.close(descriptor)
+                writers.clear()
+                expired = self._listen(selector)
+            finally:
+                _end(process)
+        return self._outcome(process.returncode, expired)
+
+    def _start(self, initrd: Path, folder: Path, descriptors: Descriptors) -> subprocess.Popen[bytes]:
+        command = self._machine.command(
+            initrd=initrd,
+            folder=folder,
+            memory_bytes=self._request.memory_bytes,
+            descriptors=descriptors,
+            kept=_folders(self._request.keep),
+        )
+        process = subprocess.Popen(
+            # The kernel ends the VM with this process, also when that is killed and can end nothing itself.
+            ["setpriv", "--pdeathsig", "KILL", "--", *command],
+            env=self._machine.environment(self._request.memory_bytes),
+            stdin=subprocess.DEVNULL,
+            stdout=descriptors.console,
+            stderr=descriptors.console,
+            pass_fds=(descriptors.output, descriptors.errors, descriptors.control, descriptors.console),
+            # A terminal's interrupt is for this process, and a group can be killed as a whole.
+            start_new_session=True,
+        )
+        processors = self._machine.processors()
+        if processors is not None:
+            os.sched_setaffinity(process.pid, processors)
+        return process
+
+    def _listen(self, selector: selectors.BaseSelector) -> bool:
+        """Passes on what comes until the machine is off; true if that took too long."""
+        boot_end_s = self._alive_s + BOOT_TIMEOUT_S
+        while selector.get_map():
+            limit_s = self._end_s if self._started else min(self._end_s, boot_end_s)
+            left_s = limit_s - time.monotonic()
+            if left_s <= 0:
+                return True
+            for key, _ in selector.select(left_s):
+                data = os.read(key.fd, READ_BYTES)
+                if data:
+                    self._sinks[key.data](data)
+                else:
+                    selector.unregister(key.fd)
+        return False
+
+    def _hear(self, data: bytes) -> None:
+        """Lines of the guest's first process (`report` in guest/init.c)."""
+        self._alive_s = time.monotonic()
+        *lines, self._heard = (self._heard + data).split(b"\n")
+        for line in lines:
+            verb, _, rest = line.decode(errors="replace").partition(" ")
+            if verb == "started":
+                self._started = True
+            elif verb == "exit":
+                self._code = int(rest)
+                self._end_s = self._alive_s + END_TIMEOUT_S
+            elif verb == "error":
+                self._failure = rest
+
+    def _remember(self, data: bytes) -> None:
+        self._console = (self._console + data)[-CONSOLE_TAIL_BYTES:]
+        self._show_console(data)
+
+    def _outcome(self, status: int, expired: bool) -> Outcome:
+        if self._code is not None and not expired:
+            return Outcome(code=self._code)
+        code, reason = self._verdict(status, expired)
+        return Outcome(code=code, reason=reason, console=self._console.decode(errors="replace").replace("\r\n", "\n"))
+
+    def _verdict(self, status: int, expired: bool) -> tuple[int, str]:
+        """The exit code and its reason, where the command did not end, or its machine did not."""
+        silent_s = time.monotonic() - self._alive_s
+        if self._failure:
+            return EXIT_VM_FAILED, f"setting up the VM failed: {self._failure}"
+        if not expired:
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            return EXIT_VM_FAILED, f"the VM ended before its command did ({how})"
+        if self._code is not None:
+            return EXIT_VM_FAILED, f"the VM was still there {END_TIMEOUT_S:.0f} s after its command's end"
+        if not self._started:
+            return EXIT_VM_FAILED, f"the VM was not up within {min(BOOT_TIMEOUT_S, self._request.timeout_s):g} s"
+        if silent_s > SILENCE_S:
+            return EXIT_VM_FAILED, f"the VM hung: silent for {silent_s:.0f} s when its time limit came"
+        return EXIT_TIME_LIMIT, f"the time limit of {self._request.timeout_s:g} s is over"
+
+
+@contextlib.contextmanager
+def _pipes(names: tuple[str, ...]) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+    """A pipe for each name; closes what is still in the two dictionaries at the end."""
+    readers: dict[str, int] = {}
+    writers: dict[str, int] = {}
+    try:
+        for name in names:
+            readers[name], writers[name] = os.pipe()
+        yield readers, writers
+    finally:
+        for descriptor in (*readers.values(), *writers.values()):
+            os.close(descriptor)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Nothing of the machine is left after this; one that has switched itself off is only waited for."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(KILL_TIMEOUT_S)

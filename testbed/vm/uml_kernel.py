@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the User-Mode Linux kernel from Debian's kernel source and uml.config."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from sennit.testbed.vm import debian
+
+CONFIGURATION: Final = Path(__file__).parent / "uml.config"
+PACKAGE: Final = "linux-source-6.12"
+BINARY: Final = "linux"
+TOOLS: Final = (
+    ("make", "make"),
+    ("gcc", "gcc"),
+    ("flex", "flex"),
+    ("bison", "bison"),
+    ("bc", "bc"),
+    ("tar", "tar"),
+    ("xz", "xz-utils"),
+)
+UNPACK_TIMEOUT_S: Final = 900.0
+CONFIGURE_TIMEOUT_S: Final = 600.0
+BUILD_TIMEOUT_S: Final = 3600.0
+# What this architecture never compiles, and is half of the source. The Kconfig files in there stay: all are read.
+UNUSED: Final = (
+    "*/drivers/gpu/*.[ch]",
+    "*/drivers/media/*.[ch]",
+    "*/drivers/net/ethernet/*.[ch]",
+    "*/drivers/net/wireless/*.[ch]",
+    "*/sound/*.[ch]",
+    "*/tools/testing/*",
+    "*.rst",
+    "*.dts",
+    "*.dtsi",
+)
+
+
+def build(entry: Path, version: str, say: Callable[[str], None]) -> None:
+    """Fills `entry` with the kernel, its whole configuration and the log of the build. Works beside `entry`."""
+    debian.require(TOOLS, "building the kernel")
+    log = entry / "build.log"
+    work = entry.parent
+    package = work / "package"
+    say(f"downloading {PACKAGE} {version}")
+    debian.unpack(PACKAGE, version, package)
+    say("unpacking the source")
+    (archive,) = package.glob("usr/src/linux-source-*.tar.*")
+    exclude = [f"--exclude={pattern}" for pattern in UNUSED]
+    debian.execute(["tar", "-xf", str(archive), *exclude, "-C", str(work)], timeout_s=UNPACK_TIMEOUT_S, log=log)
+    (source,) = work.glob("linux-source-*")
+    output = work / "output"
+    make = ["make", "-C", str(source), "ARCH=um", f"O={output}"]
+    # allnoconfig takes the answers that it does not choose itself from here (Documentation/kbuild/kconfig.rst).
+    debian.execute([*make, f"KCONFIG_ALLCONFIG={CONFIGURATION}", "allnoconfig"], timeout_s=CONFIGURE_TIMEOUT_S, log=log)
+    check_configuration(CONFIGURATION.read_text(), (output / ".config").read_text())
+    jobs = len(os.sched_getaffinity(0))
+    say(f"compiling, {jobs} at a time: some six minutes of processor time")
+    debian.execute([*make, f"-j{jobs}", BINARY], timeout_s=BUILD_TIMEOUT_S, log=log)
+    shutil.copy2(output / BINARY, entry / BINARY)
+    shutil.copy2(output / ".config", entry / "config")
+
+
+def check_configuration(wanted: str, found: str) -> None:
+    """Raises where the kernel's own rules overruled an answer: it would fail much later, and elsewhere."""
+    lines = set(found.splitlines())
+    refused = [line for line in wanted.splitlines() if line and not line.startswith("#") and line not in lines]
+    if refused:
+        raise debian.StepFailed(f"this kernel does not take these lines of {CONFIGURATION.name}: {', '.join(refused)}")

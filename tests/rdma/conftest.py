@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tests here run inside `sennit testbed vm` (`make test-rdma`), with the devices rxe0 and rxe1 on one link."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sennit.testbed.vm import links
+
+TC_TIMEOUT_S = 30.0
+MODULE = "rdma_endpoint"
+
+
+@pytest.fixture(scope="session")
+def endpoint() -> ModuleType:
+    """The module endpoint.py, which imports pyverbs: only a test that will run gets as far as this."""
+    spec = importlib.util.spec_from_file_location(MODULE, Path(__file__).with_name("endpoint.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE] = module  # where dataclasses look for their own module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def pair(endpoint: ModuleType) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """Makes two connected queue pairs, on rxe0 and on rxe1: `pair("RC", ip_version=6, size_bytes=4096)`."""
+    with contextlib.ExitStack() as stack:
+
+        def make(qp_type: str, *, ip_version: int = 4, size_bytes: int = 4096, first_psn: int = 0) -> tuple[Any, Any]:
+            near, far = (
+                stack.enter_context(
+                    endpoint.Endpoint(device, qp_type=qp_type, ip_version=ip_version, size_bytes=size_bytes)
+                )
+                for device in (0, 1)
+            )
+            near.connect(far, first_psn)
+            far.connect(near, first_psn)
+            return near, far
+
+        yield make
+
+
+@pytest.fixture
+def netem() -> Iterator[Callable[[int, str], None]]:
+    """Sets what happens to packets that a device sends, as tc-netem(8) writes it; all is as before after the test."""
+    changed: set[int] = set()
+
+    def tc(action: str, device: int, settings: str = "") -> None:
+        command = ["tc", "qdisc", action, "dev", links.netdev(device), "root", *settings.split()]
+        subprocess.run(command, check=True, capture_output=True, timeout=TC_TIMEOUT_S)
+
+    def change(device: int, settings: str) -> None:
+        tc("replace", device, f"netem {settings}")
+        changed.add(device)
+
+    yield change
+    for device in changed:
+        tc("del", device)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One end of a queue pair, through pyverbs alone: memory that the peer writes, and messages with an immediate."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import pyverbs.enums as ibv
+from pyverbs.addr import GID, AHAttr, GlobalRoute
+from pyverbs.cq import CQ, cqe_status_to_str
+from pyverbs.device import Context
+from pyverbs.mr import MR
+from pyverbs.pd import PD
+from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
+from pyverbs.wr import SGE, RecvWR, SendWR
+
+from sennit.testbed.vm import links
+
+PORT: Final = 1
+DEPTH: Final = 64
+COMPLETION_TIMEOUT_S: Final = 30.0
+ACCESS: Final = ibv.IBV_ACCESS_LOCAL_WRITE | ibv.IBV_ACCESS_REMOTE_WRITE
+# InfiniBand Architecture Specification 1.4, 9.7.5.2.8 and 11.2.4.2: 4.096 us * 2^14 = 67 ms; 7 is without end for RNR.
+ACK_TIMEOUT: Final = 14
+RETRIES: Final = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """What one work completion says."""
+
+    status: str
+    received: bool
+    """Of a message from the peer; else of one to it, which has no immediate."""
+    immediate: int
+    size_bytes: int
+
+
+def gid_index(context: Any, gid: str) -> int:
+    """Where a port's table has this GID, as sysfs writes it."""
+    wanted = socket.inet_pton(socket.AF_INET6, gid)
+    for index in range(context.query_port(PORT).gid_tbl_len):
+        if socket.inet_pton(socket.AF_INET6, str(context.query_gid(PORT, index))) == wanted:
+            return index
+    raise LookupError(f"{context.name} has no GID {gid}")
+
+
+def counter(device: int, name: str) -> int:
+    """A counter that the device keeps; rxe has them for its port."""
+    return int(Path(f"/sys/class/infiniband/rxe{device}/ports/{PORT}/hw_counters/{name}").read_text())
+
+
+class Endpoint:
+    """A queue pair of a device with `size_bytes` of memory, which the peer may write."""
+
+    def __init__(self, device: int, *, qp_type: int, ip_version: int, size_bytes: int) -> None:
+        self.device = device
+        self.gid = links.gid(device, ip_version)
+        self.context = Context(name=f"rxe{device}")
+        self.pd = PD(self.context)
+        self.cq = CQ(self.context, 2 * DEPTH)
+        self.memory = MR(self.pd, size_bytes, ACCESS)
+        capacity = QPCap(max_send_wr=DEPTH, max_recv_wr=DEPTH)
+        settings = QPInitAttr(qp_type=qp_type, scq=self.cq, rcq=self.cq, cap=capacity, sq_sig_all=1)
+        self.qp = QP(self.pd, settings, QPAttr(port_num=PORT, qp_access_flags=ACCESS))
+        self.qp.to_init(QPAttr(port_num=PORT, qp_access_flags=ACCESS))
+
+    def connect(self, peer: Endpoint, first_psn: int = 0) -> None:
+        """One direction's half: both ends do it."""
+        route = GlobalRoute(dgid=GID(peer.gid), sgid_index=gid_index(self.context, self.gid))
+        attributes = QPAttr(port_num=PORT, qp_access_flags=ACCESS)
+        attributes.ah_attr = AHAttr(port_num=PORT, is_global=1, gr=route)
+        attributes.dest_qp_num = peer.qp.qp_num
+        attributes.path_mtu = self.context.query_port(PORT).active_mtu
+        attributes.rq_psn = attributes.sq_psn = first_psn
+        attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
+        attributes.min_rnr_timer = 1
+        attributes.timeout = ACK_TIMEOUT
+        attributes.retry_cnt = attributes.rnr_retry = RETRIES
+        self.qp.to_rtr(attributes)
+        self.qp.to_rts(attributes)
+
+    def expect(self, messages: int = 1) -> None:
+        """Posts receives, which a write with immediate takes one of. pyverbs wants memory even for no bytes."""
+        for _ in range(messages):
+            self.qp.post_recv(RecvWR(num_sge=1, sg=[SGE(self.memory.buf, 1, self.memory.lkey)]))
+
+    def write(self, peer: Endpoint, size_bytes: int, immediate: int) -> None:
+        """The first bytes of this memory over the first bytes of the peer's."""
+        source = SGE(self.memory.buf, size_bytes, self.memory.lkey)
+        request = SendWR(
+            opcode=ibv.IBV_WR_RDMA_WRITE_WITH_IMM, num_sge=1, sg=[source], imm_data=socket.htonl(immediate)
+        )
+        request.set_wr_rdma(peer.memory.rkey, peer.memory.buf)
+        self.qp.post_send(request)
+
+    def completions(self, count: int) -> list[Completion]:
+        """The next `count` of both directions, in their order; fails when they take too long."""
+        found: list[Completion] = []
+
+        def poll() -> bool:
+            number, entries = self.cq.poll(count - len(found))
+            for entry in entries[:number]:
+                found.append(
+                    Completion(
+                        status=cqe_status_to_str(entry.status),
+                        received=bool(entry.opcode & ibv.IBV_WC_RECV),
+                        immediate=socket.ntohl(entry.imm_data),
+                        size_bytes=entry.byte_len,
+                    )
+                )
+            return len(found) == count
+
+        until(poll, lambda: f"{count} completions on rxe{self.device}, there are {found}")
+        return found
+
+    def idle(self) -> bool:
+        """Whether nothing has completed that was not asked for."""
+        number, _ = self.cq.poll(1)
+        return bool(number == 0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for part in (self.qp, self.memory, self.cq, self.pd, self.context):
+            part.close()
+
+
+def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
+    """Waits for a condition. Yields meanwhile: on one processor it is the kernel's threads that make it true."""
+    deadline_s = time.monotonic() + COMPLETION_TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"waited {COMPLETION_TIMEOUT_S:.0f} s for {what()}")
+        os.sched_yield()

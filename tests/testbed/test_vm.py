@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit testbed vm` as a user meets it, in User-Mode Linux: exit codes, output, what stays, and every way to fail."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.needs("vm"), pytest.mark.slow]
+
+TOOL = [sys.executable, "-m", "sennit", "testbed", "vm"]
+# A VM takes a second; a busy machine may make it many.
+DEADLINE_S = 90.0
+
+Vm = Callable[..., subprocess.CompletedProcess[bytes]]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Puts the VM's files below the test's own folder, whose name its processes then carry."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    return {**os.environ, "TMPDIR": str(scratch), "SENNIT_MARK": "from outside"}
+
+
+def processes(folder: Path) -> list[int]:
+    """Those with a file below the folder in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if os.fsencode(folder) in path.read_bytes():
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:.0f} s for {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def vm(environment: dict[str, str], tmp_path: Path) -> Iterator[Vm]:
+    """Runs a shell's command in a VM; afterwards nothing of it is left, on the disk and among the processes."""
+
+    def run(script: str, *options: str) -> subprocess.CompletedProcess[bytes]:
+        command = [*TOOL, "--links", "0", *options, "--", "sh", "-c", script]
+        return subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, timeout=DEADLINE_S, check=False
+        )
+
+    yield run
+    assert processes(tmp_path / "scratch") == []
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_exit_code_and_both_streams_are_the_commands(vm: Vm) -> None:
+    done = vm("printf 'out, no end of line'; printf err >&2; exit 7")
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"out, no end of line", b"err")
+
+
+def test_no_byte_of_the_output_is_changed_or_lost(vm: Vm) -> None:
+    size_bytes = 3_000_000
+    program = f"import random; random.seed(1); import sys; sys.stdout.buffer.write(random.randbytes({size_bytes}))"
+    expected = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=DEADLINE_S)
+    done = vm(f"{sys.executable} -c '{program}'")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout) == size_bytes
+    assert hashlib.sha256(done.stdout).digest() == hashlib.sha256(expected.stdout).digest()
+
+
+def test_output_of_what_outlives_the_command_is_not_waited_for(vm: Vm) -> None:
+    assert vm("sleep 1000 & echo done").stdout == b"done\n"
+
+
+def test_programs_folder_and_environment_are_those_outside(vm: Vm, tmp_path: Path) -> None:
+    done = vm("pwd; echo $SENNIT_MARK; echo $MORE; id -u", "--env", "MORE=a=b c")
+    assert done.stdout.decode().splitlines() == [str(tmp_path), "from outside", "a=b c", "0"]
+
+
+def test_signals_and_missing_programs_have_a_shells_exit_codes(vm: Vm, environment: dict[str, str]) -> None:
+    assert vm("kill -TERM $$").returncode == 128 + signal.SIGTERM
+    done = subprocess.run([*TOOL, "--links", "0", "no-such-program"], env=environment, capture_output=True, timeout=90)
+    assert (done.returncode, done.stderr) == (127, b"no-such-program: No such file or directory\n")
+
+
+def test_what_is_written_is_gone_but_for_folders_to_bring_back(vm: Vm, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("before")
+    script = "echo changed >file; rm -r /etc/passwd; echo kept >$SENNIT_VM_OUT/a; echo too >two/b; cat file"
+    done = vm(script, "--bring-back", "new/one", "--bring-back", "two")
+    assert (done.returncode, done.stdout) == (0, b"changed\n"), done.stderr
+    assert (tmp_path / "file").read_text() == "before"
+    assert Path("/etc/passwd").exists()
+    assert (tmp_path / "new/one/a").read_text() == "kept\n"
+    assert (tmp_path / "two/b").read_text() == "too\n"
+
+
+def test_links_have_devices_addresses_and_netem(vm: Vm) -> None:
+    done = vm(
+        "rdma link show; tc qdisc show dev roce0; tc qdisc show dev roce3",
+        "--links", "2", "--mtu", "1500", "--netem", "loss 1%", "--netem", "rxe3=delay 5ms",
+    )  # fmt: skip
+    lines = done.stdout.decode().splitlines()
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[1] for line in lines[:4]] == [f"rxe{number}/1" for number in range(4)]
+    assert all("state ACTIVE" in line for line in lines[:4])
+    assert "loss 1%" in lines[4]
+    assert "delay 5ms" in lines[5]
+    assert "loss" not in lines[5]
+
+
+def test_the_time_limit_has_an_exit_code_of_its_own(vm: Vm) -> None:
+    done = vm("echo begun; sleep 1000", "--timeout", "5")
+    assert (done.returncode, done.stdout) == (124, b"begun\n"), done.stderr
+    assert b"the time limit of 5 s is over" in done.stderr
+
+
+def test_a_panic_shows_the_end_of_the_console(vm: Vm) -> None:
+    done = vm("echo last words; echo c >/proc/sysrq-trigger; sleep 1000")
+    assert done.returncode == 125
+    assert done.stdout == b"last words\n"
+    assert b"Kernel panic - not syncing: sysrq triggered crash" in done.stderr
+    assert b"the VM ended before its command did" in done.stderr
+
+
+def test_running_out_of_memory_is_a_failure_of_the_vm(vm: Vm) -> None:
+    done = vm("tail /dev/zero", "--memory", "128M")
+    assert done.returncode == 125
+    assert b"Out of memory" in done.stderr
+
+
+def test_netem_settings_that_tc_refuses_are_named(vm: Vm) -> None:
+    done = vm("true", "--links", "1", "--netem", "lose 1%")
+    assert done.returncode == 125
+    assert b"setting up the VM failed: 'tc ... -' ended with status 1: What is \"lose\"?" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ending_the_tool_ends_the_vm(environment: dict[str, str], tmp_path: Path, number: signal.Signals) -> None:
+    scratch = Path(environment["TMPDIR"])
+    command = [*TOOL, "--links", "0", "--", "sh", "-c", "echo up; while :; do :; done"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as tool:
+        assert tool.stdout is not None
+        # It is here while the command still runs: output is passed on at once.
+        assert tool.stdout.readline() == b"up\n"
+        assert processes(scratch)
+        tool.send_signal(number)
+        code = tool.wait(DEADLINE_S)
+    if number == signal.SIGKILL:
+        assert code == -number
+        until(lambda: not processes(scratch), "the VM to end with its tool")
+        return
+    assert code == 128 + number
+    assert processes(scratch) == []
+    assert list(scratch.iterdir()) == []

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the VM that need no kernel: cache, settings of links, archive, order of modules, wrong options."""
+
+from __future__ import annotations
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sennit.cli import app
+from sennit.testbed.vm import cache, initramfs, job, kernels, links, stock_kernel, uml_kernel
+from sennit.testbed.vm.debian import StepFailed, Unavailable, require
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "sennit"
+
+
+def _make(entry: Path) -> None:
+    (entry / "made").touch()
+    with (entry.parent.parent / "makers").open("a") as makers:
+        makers.write("one\n")
+
+
+def test_an_entry_is_made_once_by_however_many(empty_cache: Path) -> None:
+    # Each opens the lock for itself, as processes do.
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda number: cache.provide("entry", _make), range(6), timeout=60))
+    assert found == [empty_cache / "entry"] * 6
+    assert (empty_cache / "makers").read_text() == "one\n"
+
+
+def test_a_failed_or_killed_maker_leaves_nothing_half_made(empty_cache: Path) -> None:
+    def fail(entry: Path) -> None:
+        (entry / "half").touch()
+        raise StepFailed("no")
+
+    with pytest.raises(StepFailed):
+        cache.provide("entry", fail)
+    (empty_cache / ".entry-killed").mkdir()
+    assert [path.name for path in cache.provide("entry", _make).iterdir()] == ["made"]
+    assert {path.name for path in empty_cache.iterdir()} == {"entry", ".entry.lock", "makers"}
+
+
+def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert cache.folder() == Path("/somewhere/.cache/sennit")
+
+
+def test_a_missing_kernel_says_how_to_make_it() -> None:
+    done = CliRunner().invoke(app, ["testbed", "vm", "--", "true"])
+    assert done.exit_code == 125
+    assert "run 'make kernel'" in done.output
+
+
+def test_the_newest_fitting_kernel_is_found(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fitting = empty_cache / kernels._name(kernels.Kind.UML, "6.12.1-1")
+    fitting.mkdir(parents=True)
+    assert kernels.find(kernels.Kind.UML) == fitting
+    assert kernels.provide(kernels.Kind.UML, print) == fitting  # with neither apt nor compiler
+    with pytest.raises(kernels.KernelMissing):
+        kernels.find(kernels.Kind.QEMU)
+    changed = tmp_path / "uml.config"
+    changed.write_text(uml_kernel.CONFIGURATION.read_text() + "CONFIG_BRIDGE=y\n")
+    monkeypatch.setattr(uml_kernel, "CONFIGURATION", changed)
+    with pytest.raises(kernels.KernelMissing):
+        kernels.find(kernels.Kind.UML)
+
+
+def test_missing_tools_are_named_with_their_packages() -> None:
+    with pytest.raises(Unavailable, match="needs no-such, nor-this: apt-get install one two"):
+        require([("sh", "dash"), ("no-such", "two"), ("nor-this", "one")], "it")
+
+
+def test_lines_that_a_kernel_does_not_take_are_named() -> None:
+    with pytest.raises(StepFailed, match=r"CONFIG_B=y, CONFIG_D=7$"):
+        uml_kernel.check_configuration(
+            "# c\n\nCONFIG_A=y\nCONFIG_B=y\nCONFIG_D=7\n", "CONFIG_A=y\n# CONFIG_B is not set\nCONFIG_D=70\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--links", "65"], "must be 0 to 64"),
+        (["--mtu", "576"], "must be 1280 to 65535"),
+        (["--netem", "rxe2=loss 1%"], "rxe0 to rxe1"),
+        (["--netem", "roce0=loss 1%"], "rxeN=settings"),
+        (["--netem", "rxe0="], "sets nothing"),
+        (["--memory", "much"], "K, M or G"),
+        (["--memory", "1M"], "at least 64"),
+        (["--timeout", "0"], "above 0"),
+        (["--env", "NAME"], "NAME=VALUE"),
+        (["--kernel", "xen"], "xen"),
+    ],
+)
+def test_wrong_options_exit_with_2(options: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["testbed", "vm", *options, "--", "true"])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+def test_netem_of_one_device_replaces_that_of_all() -> None:
+    made = links.Links(count=1, netem=("loss 1%", "rxe1=delay 5ms limit 3"))
+    assert made.netem_by_device() == {0: "limit 10000 loss 1%", 1: "delay 5ms limit 3"}
+    assert links.Links(count=0, netem=()).netem_by_device() == {}
+
+
+def test_gids_are_written_as_the_kernel_does() -> None:
+    assert links.gid(3, 4) == "0000:0000:0000:0000:0000:ffff:0a4d:0102"
+    assert links.gid(3, 6) == "fd5e:0077:0000:0001:0000:0000:0000:0002"
+
+
+def test_a_job_is_counted_strings() -> None:
+    assert job.encode([("mkdir", "/a b"), ("run", "", "ip", "\udcff")]) == (
+        b"2\0mkdir\0/a b\0" + b"4\0run\0" + b"\0" + b"ip\0" + b"\xff\0"
+    )
+    with pytest.raises(ValueError, match="NUL"):
+        job.encode([("env", "A", "b\0c")])
+
+
+def test_an_archive_is_what_the_kernel_reads() -> None:
+    """Field by field, as Documentation/driver-api/early-userspace/buffer-format.rst lists them."""
+    data = initramfs.archive([initramfs.folder("dev"), initramfs.console(), initramfs.file("init", b"12345", 0o755)])
+    found, at = [], 0
+    while not found or found[-1][0] != "TRAILER!!!":
+        assert data[at : at + 6] == b"070701"
+        fields = [int(data[at + 6 + 8 * field : at + 14 + 8 * field], 16) for field in range(13)]
+        name_end = at + 110 + fields[11]
+        start = -(-name_end // 4) * 4
+        content = data[start : start + fields[6]]
+        found.append((data[at + 110 : name_end - 1].decode(), fields[1], (fields[9], fields[10]), content))
+        at = -(-(start + fields[6]) // 4) * 4
+    assert at == len(data)
+    assert found[:3] == [
+        ("dev", stat.S_IFDIR | 0o755, (0, 0), b""),
+        ("dev/console", stat.S_IFCHR | 0o600, (5, 1), b""),
+        ("init", stat.S_IFREG | 0o755, (0, 0), b"12345"),
+    ]
+
+
+def test_modules_come_after_what_they_depend_on(tmp_path: Path) -> None:
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "modules.builtin").write_text("kernel/core/built-in.ko\n")
+    depends = {"rxe": "ib_core,udp-tunnel,built_in", "ib_core": "", "udp-tunnel": "ib_core", "netem": ""}
+    for name, names in depends.items():
+        (tmp_path / "kernel" / f"{name}.ko").write_bytes(b"\0license=GPL\0depends=" + names.encode() + b"\0name=x\0")
+    order = [path.stem for path in stock_kernel.loading_order(tmp_path, ("netem", "built-in", "rxe", "ib_core"))]
+    assert order == ["netem", "ib_core", "udp-tunnel", "rxe"]
+    with pytest.raises(StepFailed, match="no module siw"):
+        list(stock_kernel.loading_order(tmp_path, ("siw",)))
