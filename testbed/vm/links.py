@@ -131,7 +131,7 @@ def netdev(number: int) -> str:
 def address(number: int, version: int) -> str:
     """A device's address: a network for each link (RFC 1918; RFC 4193)."""
     link, end = divmod(number, 2)
-    return f"10.77.{link}.{end + 1}" if version == 4 else f"fd5e:77:0:{link:x}::{end + 1}"
+    return f"10.77.{link}.{end + 1}" if version == 4 else f"fd5e:77:{link + 1:x}::{end + 1}"
 
 
 def mac_address(number: int) -> str:

@@ -27,6 +27,7 @@ PORT: Final = 1
 DEPTH: Final = 64
 COMPLETION_TIMEOUT_S: Final = 30.0
 ACCESS: Final = ibv.IBV_ACCESS_LOCAL_WRITE | ibv.IBV_ACCESS_REMOTE_WRITE
+QP_TYPES: Final = {"RC": ibv.IBV_QPT_RC, "UC": ibv.IBV_QPT_UC}
 # InfiniBand Architecture Specification 1.4, 9.7.5.2.8 and 11.2.4.2: 4.096 us * 2^14 = 67 ms; 7 is without end for RNR.
 ACK_TIMEOUT: Final = 14
 RETRIES: Final = 7
@@ -60,7 +61,7 @@ def counter(device: int, name: str) -> int:
 class Endpoint:
     """A queue pair of a device with `size_bytes` of memory, which the peer may write."""
 
-    def __init__(self, device: int, *, qp_type: int, ip_version: int, size_bytes: int) -> None:
+    def __init__(self, device: int, *, qp_type: str, ip_version: int, size_bytes: int) -> None:
         self.device = device
         self.gid = links.gid(device, ip_version)
         self.context = Context(name=f"rxe{device}")
@@ -68,14 +69,13 @@ class Endpoint:
         self.cq = CQ(self.context, 2 * DEPTH)
         self.memory = MR(self.pd, size_bytes, ACCESS)
         capacity = QPCap(max_send_wr=DEPTH, max_recv_wr=DEPTH)
-        settings = QPInitAttr(qp_type=qp_type, scq=self.cq, rcq=self.cq, cap=capacity, sq_sig_all=1)
-        self.qp = QP(self.pd, settings, QPAttr(port_num=PORT, qp_access_flags=ACCESS))
-        self.qp.to_init(QPAttr(port_num=PORT, qp_access_flags=ACCESS))
+        settings = QPInitAttr(qp_type=QP_TYPES[qp_type], scq=self.cq, rcq=self.cq, cap=capacity, sq_sig_all=1)
+        self.qp = QP(self.pd, settings, self._attributes())  # in the state INIT
 
     def connect(self, peer: Endpoint, first_psn: int = 0) -> None:
         """One direction's half: both ends do it."""
         route = GlobalRoute(dgid=GID(peer.gid), sgid_index=gid_index(self.context, self.gid))
-        attributes = QPAttr(port_num=PORT, qp_access_flags=ACCESS)
+        attributes = self._attributes()
         attributes.ah_attr = AHAttr(port_num=PORT, is_global=1, gr=route)
         attributes.dest_qp_num = peer.qp.qp_num
         attributes.path_mtu = self.context.query_port(PORT).active_mtu
@@ -86,6 +86,11 @@ class Endpoint:
         attributes.retry_cnt = attributes.rnr_retry = RETRIES
         self.qp.to_rtr(attributes)
         self.qp.to_rts(attributes)
+
+    def _attributes(self) -> Any:
+        attributes = QPAttr(port_num=PORT)
+        attributes.qp_access_flags = ACCESS
+        return attributes
 
     def expect(self, messages: int = 1) -> None:
         """Posts receives, which a write with immediate takes one of. pyverbs wants memory even for no bytes."""

@@ -39,7 +39,7 @@ def test_an_unreliable_message_that_is_lost_stays_lost(pair: Pair, netem: Netem,
     for number in range(MESSAGES):
         near.write(far, 1024, number)
     # The sender cannot know.
-    assert [done.status for done in near.completions(MESSAGES)] == ["Success"] * MESSAGES
+    assert [done.status for done in near.completions(MESSAGES)] == ["success"] * MESSAGES
     endpoint.until(lambda: lost_packets(NEAR) == MESSAGES, lambda: f"{lost_packets(NEAR)} drops to be {MESSAGES}")
     assert endpoint.counter(NEAR, "sent_pkts") - sent == MESSAGES
     assert endpoint.counter(FAR, "rcvd_pkts") == received
@@ -58,7 +58,7 @@ def test_a_reliable_message_that_is_lost_is_sent_again(pair: Pair, netem: Netem,
     assert far.idle()
     netem(NEAR, "loss 0%")
     assert [done.immediate for done in far.completions(1)] == [7]
-    assert [done.status for done in near.completions(1)] == ["Success"]
+    assert [done.status for done in near.completions(1)] == ["success"]
 
 
 def test_a_repeated_packet_is_delivered_once(pair: Pair, netem: Netem, endpoint: ModuleType) -> None:
@@ -69,7 +69,7 @@ def test_a_repeated_packet_is_delivered_once(pair: Pair, netem: Netem, endpoint:
     for number in range(MESSAGES):
         near.write(far, 1024, number)
         assert [done.immediate for done in far.completions(1)] == [number]
-        assert [done.status for done in near.completions(1)] == ["Success"]
+        assert [done.status for done in near.completions(1)] == ["success"]
     endpoint.until(
         lambda: endpoint.counter(FAR, "duplicate_request") - repeated >= MESSAGES,
         lambda: "all duplicates to be counted",

@@ -29,9 +29,9 @@ def test_bytes_and_immediate_arrive(pair: Pair, rng: np.random.Generator, qp_typ
         far.expect()
         near.write(far, size_bytes, immediate)
         (done,) = near.completions(1)
-        assert done.status == "Success"
+        assert done.status == "success"
         (arrived,) = far.completions(1)
-        assert (arrived.status, arrived.immediate, arrived.size_bytes) == ("Success", immediate, size_bytes)
+        assert (arrived.status, arrived.immediate, arrived.size_bytes) == ("success", immediate, size_bytes)
         assert far.memory.read(max(SIZES), 0) == sent + untouched
 
 
@@ -39,8 +39,9 @@ def test_bytes_and_immediate_arrive(pair: Pair, rng: np.random.Generator, qp_typ
 def test_both_directions_at_once_keep_their_order(pair: Pair, qp_type: str) -> None:
     messages = 32
     near, far = pair(qp_type)
-    for end, peer in ((near, far), (far, near)):
+    for end in (near, far):  # an unreliable message finds a receive, or is lost
         end.expect(messages)
+    for end, peer in ((near, far), (far, near)):
         for number in range(messages):
             end.write(peer, 64, number)
     for end in (near, far):

@@ -114,7 +114,7 @@ def test_netem_of_one_device_replaces_that_of_all() -> None:
 
 def test_gids_are_written_as_the_kernel_does() -> None:
     assert links.gid(3, 4) == "0000:0000:0000:0000:0000:ffff:0a4d:0102"
-    assert links.gid(3, 6) == "fd5e:0077:0000:0001:0000:0000:0000:0002"
+    assert links.gid(3, 6) == "fd5e:0077:0002:0000:0000:0000:0000:0002"
 
 
 def test_a_job_is_counted_strings() -> None:
@@ -128,7 +128,8 @@ def test_a_job_is_counted_strings() -> None:
 def test_an_archive_is_what_the_kernel_reads() -> None:
     """Field by field, as Documentation/driver-api/early-userspace/buffer-format.rst lists them."""
     data = initramfs.archive([initramfs.folder("dev"), initramfs.console(), initramfs.file("init", b"12345", 0o755)])
-    found, at = [], 0
+    found: list[tuple[str, int, tuple[int, int], bytes]] = []
+    at = 0
     while not found or found[-1][0] != "TRAILER!!!":
         assert data[at : at + 6] == b"070701"
         fields = [int(data[at + 6 + 8 * field : at + 14 + 8 * field], 16) for field in range(13)]

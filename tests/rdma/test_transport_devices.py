@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit.transport.devices` on real devices: what it reads, and that it notices what is wrong with them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from sennit.testbed import capabilities
+from sennit.testbed.vm import links
+from sennit.transport import devices
+
+pytestmark = pytest.mark.rdma
+
+Pair = Callable[..., tuple[Any, Any]]
+
+
+def execute(command: str) -> None:
+    subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def unconnected() -> Iterator[str]:
+    """A device whose interface is down."""
+    execute("ip link add cold0 type dummy")
+    execute("rdma link add cold type rxe netdev cold0")
+    yield "cold"
+    execute("ip link del cold0")  # and the device with it
+
+
+def test_devices_of_the_link_are_read_and_usable() -> None:
+    found = devices.read_devices()
+    assert [device.name for device in found] == ["rxe0", "rxe1"]
+    for number, device in enumerate(found):
+        (port,) = device.ports
+        assert (port.state, port.is_ethernet, port.mtu_bytes, port.partitions) == ("active", True, 4096, (0x7FFF,))
+        addresses = {str(gid.address) for gid in port.gids if not gid.is_link_local}
+        assert addresses == {links.address(number, 4), links.address(number, 6)}
+        assert {gid.interface for gid in port.gids} == {links.netdev(number)}
+        assert min(device.queue_pairs, device.work_requests, device.shared_receive_queues) >= 1024
+    near, far = devices.usable_ports(found)
+    assert devices.pair_problems(near, far) == []
+    assert devices.machine_problems() == []
+
+
+def test_a_port_whose_interface_is_down_is_not_usable(unconnected: str) -> None:
+    (cold,) = [device for device in devices.read_devices() if device.name == unconnected]
+    problems = devices.port_problems(cold.ports[0])
+    assert "port 1 of cold is down" in [problem.what for problem in problems]
+    assert unconnected not in [port.device for port in devices.usable_ports([cold])]
+
+
+def test_interfaces_of_different_mtu_do_not_fit() -> None:
+    far_netdev = links.netdev(1)
+    execute(f"ip link set {far_netdev} mtu 1500")
+    try:
+        near, far = (device.ports[0] for device in devices.read_devices())
+        assert (near.mtu_bytes, far.mtu_bytes) == (4096, 1024)
+        assert "4096 bytes on rxe0 and of 1024 on rxe1" in devices.pair_problems(near, far)[0].what
+    finally:
+        execute(f"ip link set {far_netdev} mtu {links.MTU_DEFAULT}")
+
+
+def test_counters_move_with_the_packets(pair: Pair) -> None:
+    (port,) = devices.read_devices()[0].ports
+    before = devices.read_counters(port)["sent_pkts"]
+    near, far = pair("UC")
+    far.expect(3)
+    for number in range(3):
+        near.write(far, 4096, number)
+    far.completions(3)
+    assert devices.read_counters(port)["sent_pkts"] - before == 3
+
+
+def test_the_doctor_finds_them() -> None:
+    found = capabilities.probe("rdma")
+    assert found.available
+    assert "rxe0" in found.detail

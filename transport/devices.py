@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RDMA devices as the verbs port finds them: ports, GIDs, packet sizes, counters; and what keeps one from being used.
+
+Reads through pyverbs, the Python face of rdma-core, which is imported when it is first needed. Data is moved by native
+code; this is for choosing a device, for `sennit doctor` and for telling a user what is wrong before anything is tried.
+"""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import resource
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sennit.transport.errors import DeviceError, Unsupported
+
+SYSFS: Final = Path("/sys/class/infiniband")
+CRYPTO: Final = Path("/proc/crypto")
+PROCESS_STATUS: Final = Path("/proc/self/status")
+# uapi/linux/capability.h: registers memory beyond the limit
+CAP_IPC_LOCK: Final = 14
+# A registered ring for each of some ten peers, and the tensors of a small model.
+LOCKED_MEMORY_MIN_BYTES: Final = 64 << 20
+# InfiniBand Architecture Specification 1.4, 10.9.2: the upper bit of a partition key tells full members.
+PARTITION_MASK: Final = 0x7FFF
+# uapi/rdma/ib_user_verbs.h, enum ibv_mtu: 1 is 256 bytes, 5 is 4,096.
+MTU_BASE_BYTES: Final = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gid:
+    """An address of a port, of RoCE version 2: its packets are UDP."""
+
+    index: int
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address
+    interface: str
+    """The network interface that has it; empty where that is gone."""
+
+    @property
+    def is_link_local(self) -> bool:
+        return self.address.is_link_local
+
+
+@dataclass(frozen=True, kw_only=True)
+class Port:
+    """A port of a device."""
+
+    device: str
+    number: int
+    state: str
+    """As the specification names it: active, down, init, armed."""
+    is_ethernet: bool
+    mtu_bytes: int
+    """The greatest packet's payload at present, which the interface's MTU decides."""
+    gids: tuple[Gid, ...]
+    """Those of RoCE version 2."""
+    partitions: tuple[int, ...]
+    """Partition keys without the bit of full members; two ports talk where they share one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """An RDMA device with what the verbs port asks of it."""
+
+    name: str
+    firmware: str
+    ports: tuple[Port, ...]
+    queue_pairs: int
+    work_requests: int
+    """Of one queue."""
+    scatter_entries: int
+    completions: int
+    """Of one completion queue."""
+    shared_receive_queues: int
+    region_bytes: int
+    """The greatest registered region."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Why something cannot be used, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
+def read_devices() -> tuple[Device, ...]:
+    """Every device of this machine, by name; none is not an error."""
+    module = _pyverbs("device")
+    try:
+        names = sorted(entry.name.decode() for entry in module.get_device_list())
+    except _pyverbs("pyverbs_error").PyverbsRDMAError:
+        return ()  # a kernel without RDMA: pyverbs raises where it could return an empty list
+    devices = []
+    for name in names:
+        try:
+            with module.Context(name=name) as context:
+                devices.append(_device(name, context))
+        except _pyverbs("pyverbs_error").PyverbsError as error:
+            raise DeviceError(f"RDMA device {name} cannot be opened or read: {error}") from None
+    return tuple(devices)
+
+
+def read_counters(port: Port, sysfs: Path = SYSFS) -> dict[str, int]:
+    """What the device counts at a port (`hw_counters`), under the driver's names; empty where it counts nothing."""
+    folder = sysfs / port.device / "ports" / str(port.number) / "hw_counters"
+    if not folder.is_dir():
+        return {}
+    # `lifespan` is how often the driver asks the hardware, and is no counter.
+    paths = [path for path in sorted(folder.iterdir()) if path.name != "lifespan"]
+    return {path.name: int(path.read_text()) for path in paths}
+
+
+def usable_ports(devices: Sequence[Device]) -> list[Port]:
+    """Ports that the verbs port can use now."""
+    return [port for device in devices for port in device.ports if not port_problems(port)]
+
+
+def port_problems(port: Port) -> list[Problem]:
+    """What keeps a port from being used."""
+    name = f"port {port.number} of {port.device}"
+    if not port.is_ethernet:
+        return [Problem(what=f"{name} is InfiniBand; sennit speaks RoCE version 2", remedy="use an Ethernet port")]
+    found = []
+    interfaces = sorted({gid.interface for gid in port.gids if gid.interface}) or ["<its interface>"]
+    if port.state != "active":
+        found.append(Problem(what=f"{name} is {port.state}", remedy=f"ip link set {interfaces[0]} up; check the cable"))
+    if not port.gids:
+        remedy = "give its interface an address; set RoCE version 2 as the driver's default (cma_roce_mode)"
+        found.append(Problem(what=f"{name} has no GID of RoCE version 2", remedy=remedy))
+    return found
+
+
+def pair_problems(near: Port, far: Port) -> list[Problem]:
+    """What keeps two ports from understanding each other."""
+    found = []
+    if near.mtu_bytes != far.mtu_bytes:
+        what = f"packets of {near.mtu_bytes} bytes on {near.device} and of {far.mtu_bytes} on {far.device}"
+        found.append(Problem(what=what, remedy="give both interfaces, and what is between them, the same MTU"))
+    if not set(near.partitions) & set(far.partitions):
+        keys = " and ".join(", ".join(f"{key:#06x}" for key in port.partitions) or "none" for port in (near, far))
+        remedy = "join both ports to one partition"
+        found.append(Problem(what=f"{near.device} and {far.device} share no partition: {keys}", remedy=remedy))
+    versions = [{gid.address.version for gid in port.gids} for port in (near, far)]
+    if not versions[0] & versions[1]:
+        remedy = "give both interfaces addresses of one family"
+        found.append(Problem(what=f"{near.device} and {far.device} have no common IP version", remedy=remedy))
+    return found
+
+
+def machine_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module")) -> list[Problem]:
+    """What keeps any device of this machine from being used."""
+    found = []
+    limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit_bytes != resource.RLIM_INFINITY and limit_bytes < LOCKED_MEMORY_MIN_BYTES and not _may_lock_memory():
+        what = f"at most {limit_bytes >> 10} KiB of memory may be locked, {LOCKED_MEMORY_MIN_BYTES >> 10} are needed"
+        remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in systemd"
+        found.append(Problem(what=what, remedy=remedy))
+    # rxe asks the crypto layer by name, where no dependency of modules tells of it: adding a device then fails
+    # with "No such file or directory".
+    if (modules / "rdma_rxe").is_dir() and crypto.is_file() and not _has_crc32(crypto.read_text()):
+        what = "soft-RoCE (rdma_rxe) is loaded, but the kernel has no crc32 for it"
+        found.append(Problem(what=what, remedy="modprobe crc32_generic, then add the device again"))
+    return found
+
+
+def _has_crc32(text: str) -> bool:
+    return any(line.split() == ["name", ":", "crc32"] for line in text.splitlines())
+
+
+def _may_lock_memory() -> bool:
+    for line in PROCESS_STATUS.read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1)
+    return False
+
+
+def _pyverbs(name: str) -> Any:
+    try:
+        return importlib.import_module(f"pyverbs.{name}")
+    except ImportError as error:
+        reason = f"{error}: install it for this Python (Debian: python3-pyverbs, for /usr/bin/python3)"
+        raise Unsupported("pyverbs", reason) from None
+
+
+def _device(name: str, context: Any) -> Device:
+    attributes = context.query_device()
+    return Device(
+        name=name,
+        firmware=_text(attributes.fw_version),
+        ports=tuple(_port(name, number, context) for number in range(1, attributes.phys_port_cnt + 1)),
+        queue_pairs=attributes.max_qp,
+        work_requests=attributes.max_qp_wr,
+        scatter_entries=attributes.max_sge,
+        completions=attributes.max_cqe,
+        shared_receive_queues=attributes.max_srq,
+        region_bytes=attributes.max_mr_size,
+    )
+
+
+def _port(device: str, number: int, context: Any) -> Port:
+    ibv = _pyverbs("enums")
+    attributes = context.query_port(number)
+    states = {
+        ibv.IBV_PORT_DOWN: "down",
+        ibv.IBV_PORT_INIT: "init",
+        ibv.IBV_PORT_ARMED: "armed",
+        ibv.IBV_PORT_ACTIVE: "active",
+    }
+    gids = []
+    for index in range(attributes.gid_tbl_len):
+        try:
+            entry = context.query_gid_ex(number, index)
+        except _pyverbs("pyverbs_error").PyverbsRDMAError:
+            continue  # an empty place of the table
+        if entry.gid_type == ibv.IBV_GID_TYPE_ROCE_V2:
+            gids.append(_gid(index, entry))
+    return Port(
+        device=device,
+        number=number,
+        state=states.get(attributes.state, f"in state {attributes.state}"),
+        is_ethernet=attributes.link_layer == ibv.IBV_LINK_LAYER_ETHERNET,
+        mtu_bytes=MTU_BASE_BYTES << attributes.active_mtu,
+        gids=tuple(gids),
+        partitions=tuple(sorted(_partitions(number, attributes.pkey_tbl_len, context))),
+    )
+
+
+def _partitions(port: int, count: int, context: Any) -> set[int]:
+    keys = {socket.ntohs(context.query_pkey(port, index)) & PARTITION_MASK for index in range(count)}
+    return keys - {0}
+
+
+def _gid(index: int, entry: Any) -> Gid:
+    address = ipaddress.IPv6Address(_text(entry.gid_str()))
+    try:
+        interface = socket.if_indextoname(entry.ndev_ifindex)
+    except OSError:
+        interface = ""
+    return Gid(index=index, address=address.ipv4_mapped or address, interface=interface)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
