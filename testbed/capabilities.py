@@ -22,6 +22,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sennit.transport.devices import Port
 
 # uapi/linux/udp.h, socket options at level IPPROTO_UDP
 UDP_SEGMENT = 103
@@ -230,20 +234,44 @@ def _gpu() -> Capability:
 
 
 def _rdma() -> Capability:
-    """Imports pyverbs late: with no RDMA device `get_device_list` raises instead of returning an empty list."""
+    from sennit.transport import devices
+    from sennit.transport.errors import DeviceError, Unsupported
+
     name = "rdma"
-    remedy = "an RDMA NIC, or soft-RoCE: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev <interface>"
     try:
-        device = importlib.import_module("pyverbs.device")
-    except ImportError as error:
-        return _missing(name, f"pyverbs: {error}", "install pyverbs (Debian: python3-pyverbs)")
-    try:
-        names = [entry.name.decode() for entry in device.get_device_list()]
-    except Exception as error:  # PyverbsRDMAError; its module can only be imported where pyverbs is
-        return _missing(name, f"no device: {error}", remedy)
-    if not names:
+        found = devices.read_devices()
+    except Unsupported as error:
+        return _missing(name, str(error), "install pyverbs (Debian: python3-pyverbs)")
+    except DeviceError as error:
+        return _missing(name, str(error), "give this user access to /dev/infiniband/uverbs*")
+    if not found:
+        remedy = "an RDMA NIC, or soft-RoCE: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev <interface>"
         return _missing(name, "no device", remedy)
-    return _available(name, ", ".join(names))
+    return _available(name, ", ".join(device.name for device in found))
+
+
+def _roce() -> Capability:
+    """Whether a port of some device can be used, and memory be registered for it."""
+    from sennit.transport import devices
+
+    name = "roce"
+    if not probe("rdma").available:
+        return _missing(name, "needs an RDMA device", probe("rdma").remedy)
+    found = devices.read_devices()
+    usable = devices.usable_ports(found)
+    problems = devices.machine_problems()
+    if not usable:
+        problems += [problem for device in found for port in device.ports for problem in devices.port_problems(port)]
+    if problems:
+        return _missing(
+            name, "; ".join(problem.what for problem in problems), "; ".join(problem.remedy for problem in problems)
+        )
+    return _available(name, ", ".join(f"{port.device}/{port.number} {_gids(port)}" for port in usable))
+
+
+def _gids(port: "Port") -> str:
+    addresses = " ".join(f"{gid.address} (GID {gid.index})" for gid in port.gids if not gid.is_link_local)
+    return f"{port.mtu_bytes} bytes a packet, {addresses or 'link-local addresses only'}"
 
 
 def _vm() -> Capability:
@@ -366,6 +394,7 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "torch": _torch,
     "backend": _backend,
     "rdma": _rdma,
+    "roce": _roce,
     "vm": _vm,
     "gpu": _gpu,
     "root": _root,

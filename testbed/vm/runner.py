@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -35,6 +37,9 @@ MEMORY_DEFAULT_BYTES: Final = 4096 * MIB
 MEMORY_MIN_BYTES: Final = 64 * MIB
 CONSOLE_TAIL_BYTES: Final = 4096
 READ_BYTES: Final = 1 << 16
+SCRATCH_PREFIX: Final = "sennit-vm-"
+SCRATCH_STALE_S: Final = 60.0
+"""Younger folders may be about to be locked."""
 OUTPUT_VARIABLE: Final = "SENNIT_VM_OUT"
 TOOLS: Final = (("ip", "iproute2"), ("rdma", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux"))
 
@@ -85,10 +90,10 @@ def run(request: Request, *, output: Sink, errors: Sink, console: Sink = lambda 
     """
     debian.require(TOOLS, "a VM with RoCE links")
     machine = MACHINES[request.kind](kernels.find(request.kind))
-    with tempfile.TemporaryDirectory(prefix="sennit-vm-") as folder:
-        initrd = Path(folder) / "initrd"
+    with _scratch_folder() as folder:
+        initrd = folder / "initrd"
         initrd.write_bytes(_initramfs(request, machine))
-        return _Run(request, machine, output, errors, console).play(initrd, Path(folder))
+        return _Run(request, machine, output, errors, console).play(initrd, folder)
 
 
 def _initramfs(request: Request, machine: Machine) -> bytes:
@@ -238,6 +243,28 @@ class _Run:
         if silent_s > SILENCE_S:
             return EXIT_VM_FAILED, f"the VM hung: silent for {silent_s:.0f} s when its time limit came"
         return EXIT_TIME_LIMIT, f"the time limit of {self._request.timeout_s:g} s is over"
+
+
+@contextlib.contextmanager
+def _scratch_folder() -> Iterator[Path]:
+    """A folder for one run, locked while that lives: what a killed run left is known by it, and removed here."""
+    for remains in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(remains):
+            if time.time() - remains.stat().st_mtime > SCRATCH_STALE_S:
+                shutil.rmtree(remains)
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX) as folder, _locked(Path(folder)):
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises BlockingIOError where another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -76,6 +76,17 @@ def test_counters_move_with_the_packets(pair: Pair) -> None:
 
 
 def test_the_doctor_finds_them() -> None:
-    found = capabilities.probe("rdma")
+    found = capabilities.probe("roce")
     assert found.available
-    assert "rxe0" in found.detail
+    for number in (0, 1):
+        assert f"rxe{number}/1 4096 bytes a packet" in found.detail
+        assert links.address(number, 6) in found.detail
+
+
+def test_the_doctor_says_what_to_do_where_no_port_is_usable(unconnected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = [device for device in devices.read_devices() if device.name == unconnected]
+    monkeypatch.setattr(devices, "read_devices", lambda: only)
+    found = capabilities.PROBES["roce"]()
+    assert not found.available
+    assert "port 1 of cold is down" in found.detail
+    assert "ip link set" in found.remedy

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import stat
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from sennit.cli import app
-from sennit.testbed.vm import cache, initramfs, job, kernels, links, stock_kernel, uml_kernel
+from sennit.testbed.vm import cache, initramfs, job, kernels, links, runner, stock_kernel, uml_kernel
 from sennit.testbed.vm.debian import StepFailed, Unavailable, require
 
 
@@ -45,6 +48,21 @@ def test_a_failed_or_killed_maker_leaves_nothing_half_made(empty_cache: Path) ->
     (empty_cache / ".entry-killed").mkdir()
     assert [path.name for path in cache.provide("entry", _make).iterdir()] == ["made"]
     assert {path.name for path in empty_cache.iterdir()} == {"entry", ".entry.lock", "makers"}
+
+
+def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    young, old, lived_in = (scratch / f"{runner.SCRATCH_PREFIX}{name}" for name in ("young", "old", "lived_in"))
+    for folder in (young, old, lived_in):
+        folder.mkdir()
+    long_ago_s = time.time() - 2 * runner.SCRATCH_STALE_S
+    for folder in (old, lived_in):
+        os.utime(folder, (long_ago_s, long_ago_s))
+    with runner._locked(lived_in), runner._scratch_folder() as mine:
+        assert set(scratch.iterdir()) == {young, lived_in, mine}
+    assert set(scratch.iterdir()) == {young, lived_in}
 
 
 def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
