@@ -89,7 +89,8 @@ void UdpReceiver::sort(const ReceivedBatch& batch, const flow::Flow* expected) {
     wire::Refusal refusal = wire::parse(header, packet_bytes, arrival.packet);
     if (refusal == wire::Refusal::none) {
       const auto known = paths_.find(arrival.packet.qpn);
-      if (known == paths_.end()) {
+      // (Null: offered to a rank that took another port, or is not connected yet.)
+      if (known == paths_.end() || known->second == nullptr) {
         refusal = wire::Refusal::unknown_qpn;
       } else {
         arrival.path = known->second;

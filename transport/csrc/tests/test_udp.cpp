@@ -266,6 +266,40 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
   }
 }
 
+TEST_CASE("a queue pair that was offered to a rank of another port is as unknown as any other") {
+  UdpPort port(0, 3, config_for("::1"));
+  const UdpOffer offer = UdpOffer::decode(port.local_info());
+  const UdpSocket stranger(parse_endpoint("::1", 0));
+  const SocketAddress to(offer.rails[0].listen);
+  const auto send = [&](std::span<std::byte> bytes) {
+    iovec piece{bytes.data(), bytes.size()};
+    REQUIRE(send_segments(stranger.fd(), to, std::span(&piece, 1), 0) == 0);
+  };
+  for (const uint32_t peer : {1u, 2u}) {
+    std::array<std::byte, wire::control_packet_bytes(40)> control{};
+    wire::write_control_header(std::span(control).first<wire::CONTROL_HEADER_BYTES>(), offer.peers[peer].qpns[0], 1,
+                               40);
+    send(control);
+    std::array<std::byte, wire::data_packet_bytes(64)> data{};
+    wire::write_data_header(std::span(data).first<wire::DATA_HEADER_BYTES>(), offer.peers[peer].qpns[0], 1,
+                            offer.peers[peer].eager_address, offer.peers[peer].eager_rkey, 0, 64);
+    send(data);
+  }
+  const auto unknown = [&] {
+    for (const auto& [name, value] : port.counters())
+      if (name == "unknown_qpn") return value;
+    return uint64_t{0};
+  };
+  const uint64_t deadline_us = now_us() + 30'000'000;
+  while (unknown() != 4) {
+    port.progress(now_us());
+    std::vector<pollfd> readable;
+    port.append_poll_fds(readable);
+    poll(readable.data(), readable.size(), 1);
+    REQUIRE(now_us() < deadline_us);
+  }
+}
+
 TEST_CASE("goodbye and abort reach the peer") {
   Pair pair(config_for("::1"));
   pair.b.expect(1, 1'000, false);
