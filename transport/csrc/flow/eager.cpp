@@ -124,9 +124,10 @@ EagerReceiver::Taken EagerReceiver::take(Event& out) {
   const std::byte* at = memory_.data() + size_t{slot} * payload_max_bytes_;
   EagerHeader head;
   std::memcpy(&head, at, sizeof head);
+  const bool is_known = head.flags == EAGER_DATA || head.flags == EAGER_REQUEST;
   const bool size_agrees = head.data_bytes == sizes_[slot] - EAGER_HEADER_BYTES &&
                            head.data_bytes == (head.flags == EAGER_REQUEST ? 0 : head.size_bytes);
-  if (!size_agrees) return Taken::malformed;
+  if (!is_known || !size_agrees) return Taken::malformed;
   out = Event{Event::Kind::eager,
               {head.key, head.signature, head.size_bytes},
               head.flags,

@@ -36,8 +36,8 @@ enum EagerFlags : uint32_t {
 class LaneSink {
  public:
   virtual ~LaneSink() = default;
-  // A whole eager message; `data` is valid during the call only. False: no room to keep it now, the
-  // lane must hold it (and everything behind it) and offer it again at the next progress.
+  // A whole eager message, `flags` one of EagerFlags; `data` is valid during the call only. False: no room to keep it
+  // now, the lane must hold it (and everything behind it) and offer it again at the next progress.
   virtual bool on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) = 0;
   // The peer can take the message `header`; `advert_id` goes into Lane::transfer.
   virtual void on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) = 0;

@@ -160,13 +160,36 @@ TEST_CASE("Data outside of what is advertised is refused by name and changes cou
 }
 
 TEST_CASE("A malformed eager message loses the peer") {
-  SimPair pair(4, CONFIG, LINK, LINK);
-  flow::Placement place;
-  const uint32_t immediate = flow::make_immediate(0, 0);
-  REQUIRE(pair.b.flow().locate(immediate, pair.b.eager_address(), SimPeer::EAGER_RKEY, 64, place) ==
-          flow::Verdict::place);
-  std::memset(place.destination, 0xFF, 64);
-  pair.b.flow().on_data(0, 0, immediate, 64);
-  pair.b.progress(0);
-  CHECK(pair.b.lost == "sent a malformed eager message");
+  struct Header {
+    uint64_t key, signature, size_bytes;
+    uint32_t flags, data_bytes;
+  };
+  constexpr uint32_t DATA_BYTES = 64 - flow::EAGER_HEADER_BYTES;
+  constexpr Header GOOD{1, 2, DATA_BYTES, EAGER_DATA, DATA_BYTES};
+  const auto lost_by = [](const Header& header) {
+    SimPair pair(4, CONFIG, LINK, LINK);
+    flow::Placement place;
+    const uint32_t immediate = flow::make_immediate(0, 0);
+    REQUIRE(pair.b.flow().locate(immediate, pair.b.eager_address(), SimPeer::EAGER_RKEY, 64, place) ==
+            flow::Verdict::place);
+    std::memset(place.destination, 0, 64);
+    std::memcpy(place.destination, &header, sizeof header);
+    pair.b.flow().on_data(0, 0, immediate, 64);
+    flow::Event event;
+    REQUIRE(pair.b.flow().poll_event(event));
+    if (event.kind == flow::Event::Kind::eager) return std::string();
+    REQUIRE(event.kind == flow::Event::Kind::peer_lost);
+    return std::string(event.reason);
+  };
+  CHECK(lost_by(GOOD).empty());
+  for (const Header& bad : {Header{1, 2, DATA_BYTES + 1, EAGER_DATA, DATA_BYTES},      // more than its packet holds
+                            Header{1, 2, DATA_BYTES + 1, EAGER_DATA, DATA_BYTES + 1},  //
+                            Header{1, 2, UINT64_MAX, EAGER_DATA, UINT32_MAX},          //
+                            Header{1, 2, DATA_BYTES - 1, EAGER_DATA, DATA_BYTES - 1},  // or less
+                            Header{1, 2, 1'000'000, EAGER_REQUEST, DATA_BYTES},        // a request has no data
+                            Header{1, 2, DATA_BYTES, 2, DATA_BYTES}}) {                // neither of the two kinds
+    CAPTURE(bad.size_bytes);
+    CAPTURE(bad.flags);
+    CHECK(lost_by(bad) == "sent a malformed eager message");
+  }
 }
