@@ -2,11 +2,12 @@
 // The C interface: handles are the C++ objects themselves.
 #include "sennit/core.h"
 
-#include <cstdio>
-#include <new>
+#include <algorithm>
 #include <string>
+#include <string_view>
 
 #include "executor/engine.hpp"
+#include "messages/utf8.hpp"
 
 namespace {
 
@@ -19,7 +20,9 @@ Operation& operation(sennit_op* handle) { return *reinterpret_cast<Operation*>(h
 const Operation& operation(const sennit_op* handle) { return *reinterpret_cast<const Operation*>(handle); }
 
 void report(const std::string& text, char* error, size_t error_size) {
-  if (error != nullptr && error_size != 0) std::snprintf(error, error_size, "%s", text.c_str());
+  if (error == nullptr || error_size == 0) return;
+  const std::string_view fitting = sennit::utf8_prefix(text, error_size - 1);
+  *std::copy(fitting.begin(), fitting.end(), error) = '\0';
 }
 
 }  // namespace

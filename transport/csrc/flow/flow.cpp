@@ -7,6 +7,7 @@
 
 #include "flow/immediate.hpp"
 #include "flow/state.hpp"
+#include "messages/utf8.hpp"
 
 namespace sennit::flow {
 namespace {
@@ -222,7 +223,7 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
   }
   if (aborts) {
     state.peer_aborted = true;
-    return state.lose_peer(control.reason());
+    return state.lose_peer(repaired_utf8(control.reason()));
   }
   if (!state.eager_sender.check(control.header()) || !state.receiver.check_seen(control.header()) ||
       !state.sender.check(control)) {

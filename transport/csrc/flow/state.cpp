@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "flow/immediate.hpp"
+#include "messages/utf8.hpp"
 
 namespace sennit::flow {
 namespace {
@@ -155,7 +156,7 @@ void Flow::State::repeat_last_word(uint64_t now_us) {
 size_t Flow::State::write_last_word(std::span<std::byte> out) const {
   ControlWriter writer(out);
   writer.header.flags = CONTROL_ABORT;
-  writer.add_reason(std::string_view(reason).substr(0, REASON_MAX_BYTES));
+  writer.add_reason(utf8_prefix(reason, REASON_MAX_BYTES));
   return writer.finish();
 }
 

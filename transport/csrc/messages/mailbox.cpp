@@ -10,8 +10,8 @@
 namespace sennit {
 namespace {
 
-// Eager messages kept for receives that are not posted yet. Beyond it the lanes hold them, which in the
-// end holds their senders.
+// Eager messages kept for receives that are not posted yet, with what each costs beside its data. Beyond it the lanes
+// hold them, which in the end holds their senders.
 constexpr uint64_t ARRIVAL_BUDGET_BYTES = 16'777'216;
 // A send that waits this long for its advert shows its header to the receiver: a rank that runs another
 // operation, or expects another size, then says so instead of waiting for its deadline.
@@ -112,7 +112,7 @@ void Mailbox::receive(MailboxClient& client, uint32_t step, uint32_t peer, const
   if (arrival != KeyIndex::NONE) {
     const Arrival found = std::move(arrivals_[arrival]);
     arrivals_.remove(arrival);
-    arrival_bytes_ -= found.data.size();
+    arrival_bytes_ -= sizeof(Arrival) + found.data.size();
     if (!check(from, found.header, header, true)) return;
     receives_[receive].peer = from;
     if (found.flags == EAGER_REQUEST) {
@@ -189,15 +189,15 @@ bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flag
     return true;
   }
   if (waiting != KeyIndex::NONE && receives_[waiting].advertised) {
-    // Advertised as large, came small: the sizes differ.
-    check(peer, header, receives_[waiting].header, true);
+    // Advertised as large, came small: the sizes differ. (If not, the peer is of another mind about what is small.)
+    if (check(peer, header, receives_[waiting].header, true)) on_peer_lost(peer, "sent eagerly what was advertised");
     return true;
   }
   const uint32_t receive = match_receive(peer, header.key);
   if (receive == KeyIndex::NONE) {
     const uint64_t size_bytes = flags == EAGER_DATA ? header.size_bytes : 0;
-    if (arrival_bytes_ + size_bytes > ARRIVAL_BUDGET_BYTES) return false;
-    arrival_bytes_ += size_bytes;
+    if (arrival_bytes_ + sizeof(Arrival) + size_bytes > ARRIVAL_BUDGET_BYTES) return false;
+    arrival_bytes_ += sizeof(Arrival) + size_bytes;
     arrived_.push(peer, header.key, arrivals_.add({header, flags, std::vector<std::byte>(data, data + size_bytes)}));
     return true;
   }

@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "flow/control.hpp"
+#include "messages/utf8.hpp"
 
 namespace sennit {
 namespace {
@@ -373,7 +374,7 @@ std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
   std::array<std::byte, flow::CONTROL_MAX_BYTES> payload;
   flow::ControlWriter writer(payload);
   writer.header.flags = flow::CONTROL_ABORT;
-  writer.add_reason(std::string_view(farewell_).substr(0, flow::REASON_MAX_BYTES));
+  writer.add_reason(utf8_prefix(farewell_, flow::REASON_MAX_BYTES));
   const auto abort = std::span(payload).first(writer.finish());
   std::vector<uint32_t> gone;
   for (Peer* peer : connected_)

@@ -60,6 +60,23 @@ TEST_CASE("Abort reaches the peer with its reason, through loss, and no user mem
   }
 }
 
+TEST_CASE("A peer's reason is a text whatever its bytes, and is not cut within a character") {
+  for (const auto& [said, heard] : {std::pair<std::string, std::string>{"caf\xC3\xA9", "caf\xC3\xA9"},
+                                    {"caf\xC3", "caf?"},
+                                    {std::string("a\0b\xFF", 4), "a?b?"}}) {
+    SimPair pair(3, CONFIG, LINK, LINK);
+    pair.a.flow().abort(said);
+    pair.network.run(SECOND_US, [&] { return !pair.b.lost.empty(); });
+    CHECK(pair.b.lost == "aborted: " + heard);
+  }
+  std::string text;
+  while (text.size() < 600) text += "\xE2\x82\xAC";  // three bytes each, and 512 is no multiple of three
+  SimPair pair(3, CONFIG, LINK, LINK);
+  pair.a.flow().abort(text);
+  pair.network.run(SECOND_US, [&] { return !pair.b.lost.empty(); });
+  CHECK(pair.b.lost == "aborted: " + text.substr(0, 510));
+}
+
 TEST_CASE("Who goes on after its goodbye is told why the other side aborted") {
   SimPair pair(6, CONFIG, LINK, LINK);
   pair.a.flow().close();

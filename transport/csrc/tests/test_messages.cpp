@@ -13,6 +13,7 @@
 #include "messages/failure.hpp"
 #include "messages/key_index.hpp"
 #include "messages/mailbox.hpp"
+#include "messages/utf8.hpp"
 #include "sennit/core.h"
 
 using namespace sennit;
@@ -290,6 +291,31 @@ TEST_CASE("too many early messages are held in the lane, not in memory without e
   CHECK(net.clients[1].received.size() == matched);
 }
 
+TEST_CASE("early messages without data are not free") {
+  Triangle net;
+  uint64_t held = 0;
+  while (net.mailboxes[0]->on_eager(1, {P2P_KEY | 1, SIGNATURE, uint64_t{1} << 40}, EAGER_REQUEST, nullptr)) {
+    ++held;
+    REQUIRE(held < 1'000'000);
+  }
+  CHECK(held > 1'000);
+  // One is taken, so there is room for one.
+  std::vector<char> got(8);
+  net.receive(0, 1, 1, P2P_KEY | 1, got);
+  CHECK(net.mailboxes[0]->on_eager(1, {P2P_KEY | 1, SIGNATURE, 8}, EAGER_REQUEST, nullptr));
+  CHECK_FALSE(net.mailboxes[0]->on_eager(1, {P2P_KEY | 1, SIGNATURE, 8}, EAGER_REQUEST, nullptr));
+}
+
+TEST_CASE("a message that comes eagerly although memory was advertised for it is an error, not lost") {
+  Triangle net;
+  std::vector<char> got(1'000);
+  net.receive(0, 1, 1, 5, got);
+  CHECK(net.mailboxes[0]->on_eager(1, {5, SIGNATURE, 1'000}, EAGER_DATA, nullptr));
+  REQUIRE(net.mailboxes[0]->failure() != nullptr);
+  CHECK(net.mailboxes[0]->failure()->kind == MailboxFailure::Kind::peer_lost);
+  CHECK(net.mailboxes[0]->failure()->reason == "sent eagerly what was advertised");
+}
+
 TEST_CASE("ranks that disagree get an error that says how") {
   const uint64_t allreduce_f32 = uint64_t{1} << 56 | uint64_t{SENNIT_F32} << 48 | 10;
   const uint64_t allreduce_i64 = uint64_t{1} << 56 | uint64_t{SENNIT_I64} << 48 | 10;
@@ -375,5 +401,29 @@ TEST_CASE("a notice of failure keeps its ranks, and whatever is malformed is onl
     const FailureNotice read = FailureNotice::decode(text, 8);
     CHECK(read.lost.empty());
     CHECK(read.reason == text);
+  }
+}
+
+TEST_CASE("a text is cut between characters and repaired where it is none (RFC 3629)") {
+  const std::string text = "a\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80";  // 1, 2, 3 and 4 bytes
+  const std::vector<size_t> lengths = {0, 1, 1, 3, 3, 3, 6, 6, 6, 6, 10, 10};
+  for (size_t max_bytes = 0; max_bytes < lengths.size(); ++max_bytes) {
+    CAPTURE(max_bytes);
+    CHECK(utf8_prefix(text, max_bytes) == text.substr(0, lengths[max_bytes]));
+  }
+  CHECK(repaired_utf8(text) == text);
+  for (const auto& [broken, repaired] : std::initializer_list<std::pair<std::string, std::string>>{
+           {"\x80", "?"},                 // no lead
+           {"\xC3", "?"},                 // no end
+           {"\xE2\x82", "??"},            //
+           {"\xE2\x28\xA1", "?(?"},       // a lead without its followers
+           {"\xC0\x80", "??"},            // NUL in two bytes
+           {"\xE0\x80\xAF", "???"},       // '/' in three
+           {"\xED\xA0\x80", "???"},       // a surrogate
+           {"\xF4\x90\x80\x80", "????"},  // beyond Unicode
+           {"\xFF\xFE", "??"},            //
+           {std::string("x\0y", 3), "x?y"}}) {
+    CAPTURE(repaired);
+    CHECK(repaired_utf8(broken) == repaired);
   }
 }
