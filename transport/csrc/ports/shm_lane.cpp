@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "messages/utf8.hpp"
 #include "reduce/stream_copy.hpp"
 
 namespace sennit {
@@ -28,6 +29,10 @@ ShmLane::ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink)
 
 uint64_t ShmLane::eager_max_bytes() const { return EAGER_MAX_BYTES; }
 
+uint64_t ShmLane::data_bytes_of(const Record& eager) {
+  return eager.flags == EAGER_REQUEST ? 0 : eager.header.size_bytes;
+}
+
 bool ShmLane::send_eager(const MessageHeader& header, uint32_t flags, const void* data) {
   if (dead_) return true;
   if (!waiting_records_.empty()) return false;
@@ -35,7 +40,7 @@ bool ShmLane::send_eager(const MessageHeader& header, uint32_t flags, const void
   record.type = Record::eager;
   record.flags = flags;
   record.header = header;
-  const uint64_t data_bytes = flags == EAGER_REQUEST ? 0 : header.size_bytes;
+  const uint64_t data_bytes = data_bytes_of(record);
   if (!publish(record, data, data_bytes)) return false;
   ++counters_.eager_sent;
   counters_.bytes_sent += data_bytes;
@@ -95,7 +100,7 @@ void ShmLane::grant(uint64_t receive_id, const MessageHeader& header, std::byte*
     slot = free_slots_.back();
     free_slots_.pop_back();
   }
-  receives_[slot] = {receive_id, destination, header.size_bytes, 0};
+  receives_[slot] = {receive_id, destination, header.size_bytes, 0, true};
   Record record{};
   record.type = Record::advert;
   record.header = header;
@@ -143,13 +148,14 @@ bool ShmLane::consume(uint32_t record_limit) {
       case Record::skip:
         break;
       case Record::eager:
-        if (record.flags != EAGER_REQUEST && record.header.size_bytes > record.total_bytes - LINE) {
-          lose("wrote an eager message longer than its record");
+        if ((record.flags != EAGER_DATA && record.flags != EAGER_REQUEST) ||
+            data_bytes_of(record) > record.total_bytes - LINE) {
+          lose("wrote a malformed eager message into shared memory");
           return true;
         }
         if (!sink_.on_eager(peer_, record.header, record.flags, at + LINE)) return moved;
         ++counters_.eager_received;
-        counters_.bytes_received += record.total_bytes - LINE;
+        counters_.bytes_received += data_bytes_of(record);
         break;
       case Record::advert:
         sink_.on_advert(peer_, record.header, record.slot);
@@ -175,10 +181,17 @@ bool ShmLane::consume(uint32_t record_limit) {
   return moved;
 }
 
+bool ShmLane::fits(const Record& fragment, const Receive& receive) {
+  if (!receive.is_open) return false;
+  const uint64_t left_bytes = receive.size_bytes - receive.received_bytes;
+  // A loan is one range, so it comes whole.
+  return receive.destination == nullptr ? fragment.size_bytes == left_bytes : fragment.size_bytes <= left_bytes;
+}
+
 void ShmLane::take_fragment(const Record& record) {
   const uint64_t offset = record.position % in_.bulk_bytes;
-  if (record.slot >= receives_.size() || record.size_bytes > in_.bulk_bytes - offset ||
-      record.size_bytes > receives_[record.slot].size_bytes - receives_[record.slot].received_bytes) {
+  if (record.slot >= receives_.size() || !fits(record, receives_[record.slot]) ||
+      record.size_bytes > in_.bulk_bytes - offset) {
     lose("described a fragment that fits no advertised receive");
     return;
   }
@@ -194,6 +207,7 @@ void ShmLane::take_fragment(const Record& record) {
   }
   if (receive.destination == nullptr) {
     const uint64_t receive_id = receive.receive_id;
+    receive.is_open = false;
     free_slots_.push_back(record.slot);
     sink_.on_received(receive_id, source, sequence);
     return;
@@ -208,6 +222,7 @@ void ShmLane::take_fragment(const Record& record) {
   finish_fragment(sequence);
   if (receive.received_bytes == receive.size_bytes) {
     const Receive complete = receive;
+    receive.is_open = false;
     free_slots_.push_back(record.slot);
     sink_.on_received(complete.receive_id, complete.destination, 0);
   }
@@ -293,9 +308,9 @@ void ShmLane::say_goodbye() {
 void ShmLane::say_last_word(std::string_view reason) {
   forget_user_memory();
   if (dead_ || peer_left_ || out_.header->last_word_bytes.load(std::memory_order_relaxed) != 0) return;
-  const size_t size_bytes = std::min(reason.size(), LAST_WORD_MAX_BYTES);
-  std::memcpy(out_.header->last_word, reason.data(), size_bytes);
-  out_.header->last_word_bytes.store(static_cast<uint32_t>(size_bytes), std::memory_order_release);
+  const std::string_view word = utf8_prefix(reason, LAST_WORD_MAX_BYTES);
+  std::memcpy(out_.header->last_word, word.data(), word.size());
+  out_.header->last_word_bytes.store(static_cast<uint32_t>(word.size()), std::memory_order_release);
   dirty_ = true;
 }
 
@@ -304,7 +319,8 @@ void ShmLane::look_for_last_word() {
   if (dead_ || size_bytes == 0) return;
   dead_ = true;
   forget_user_memory();
-  sink_.on_peer_aborted(peer_, std::string(in_.header->last_word, std::min<size_t>(size_bytes, LAST_WORD_MAX_BYTES)));
+  const std::string_view word(in_.header->last_word, std::min<size_t>(size_bytes, LAST_WORD_MAX_BYTES));
+  sink_.on_peer_aborted(peer_, repaired_utf8(word));
 }
 
 void ShmLane::note_beats(uint32_t beats, uint64_t now_us) {

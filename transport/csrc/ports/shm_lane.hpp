@@ -68,6 +68,7 @@ class ShmLane final : public Lane {
     std::byte* destination;
     uint64_t size_bytes;
     uint64_t received_bytes;
+    bool is_open;  // advertised, and not complete
   };
   struct Transfer {
     uint64_t send_id;
@@ -85,6 +86,8 @@ class ShmLane final : public Lane {
     bool done;
   };
 
+  static uint64_t data_bytes_of(const Record& eager);
+  static bool fits(const Record& fragment, const Receive& receive);
   bool publish(const Record& record, const void* data, uint64_t data_bytes);
   void publish_or_queue(const Record& record);
   void grant(uint64_t receive_id, const MessageHeader& header, std::byte* destination);

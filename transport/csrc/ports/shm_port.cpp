@@ -111,7 +111,10 @@ void ShmPort::check_peers(uint64_t now_us) {
 uint32_t ShmPort::prepare_sleep() {
   ShmSegmentHeader& header = segment_.header();
   const uint32_t ticket = header.doorbell.load(std::memory_order_seq_cst);
-  header.sleeping.store(1, std::memory_order_seq_cst);
+  header.sleeping.store(1, std::memory_order_relaxed);
+  // Pairs with the fence in progress(): either the peer sees the announcement, or the caller's next look at the rings
+  // sees what the peer published. (A sequentially consistent store alone does not order the loads behind it.)
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   return ticket;
 }
 

@@ -68,8 +68,10 @@ void remove_orphans() {
 
 uint64_t this_process_id() {
   // A forked child must not pass for its parent: keyed by pid.
+  static std::mutex mutex;
   static pid_t owner = 0;
   static uint64_t id = 0;
+  const std::lock_guard lock(mutex);
   if (owner != getpid()) {
     id = random_u64();
     owner = getpid();

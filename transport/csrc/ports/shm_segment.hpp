@@ -40,7 +40,6 @@ struct ShmSegmentHeader {
 // ring is position % size.
 struct ShmInboxHeader {
   alignas(64) std::atomic<uint64_t> control_head;  // producer
-  std::atomic<uint64_t> bulk_head;                 // producer
   alignas(64) std::atomic<uint64_t> control_tail;  // consumer
   alignas(64) std::atomic<uint64_t> bulk_tail;     // consumer
   // Why the producer ended the group: apart from the rings, which may be full just then. Written once.

@@ -200,6 +200,71 @@ TEST_CASE("garbage in the ring loses the peer, not the process") {
   }
 }
 
+// An inbox in plain memory whose producer is the test.
+class ForgedInbox {
+ public:
+  ForgedInbox() : memory_(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BULK_RING_MIN_BYTES + 64) {
+    auto* base = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
+    inbox.header = reinterpret_cast<ShmInboxHeader*>(base);
+    inbox.control = base + sizeof(ShmInboxHeader);
+    inbox.bulk = inbox.control + CONTROL_RING_BYTES;
+    inbox.bulk_bytes = BULK_RING_MIN_BYTES;
+  }
+  struct Record {  // as in shm_lane.hpp
+    uint32_t type, flags;
+    uint64_t total_bytes;
+    MessageHeader header;
+    uint32_t slot, size_bytes;
+    uint64_t position, unused;
+  };
+  static_assert(sizeof(Record) == 64);
+  void write(const Record& record) {
+    std::memcpy(inbox.control + inbox.header->control_head % CONTROL_RING_BYTES, &record, sizeof record);
+    inbox.header->control_head += record.total_bytes;
+  }
+  ShmInbox inbox;
+
+ private:
+  std::vector<std::byte> memory_;
+};
+
+TEST_CASE("fragments and eager messages that fit nothing lose the peer before anything is touched") {
+  constexpr uint32_t EAGER = 2, FRAGMENT = 4;
+  const auto fragment = [](uint32_t slot, uint32_t size_bytes, uint64_t position) {
+    return ForgedInbox::Record{FRAGMENT, 0, 64, {}, slot, size_bytes, position, 0};
+  };
+  // Of a message of 100 bytes in slot 0, after `first` of them.
+  const auto lost_by = [&](const std::vector<ForgedInbox::Record>& records, bool is_loan) {
+    Sink sink;
+    ForgedInbox in, out;
+    ShmLane lane(0, in.inbox, out.inbox, sink);
+    std::vector<std::byte> destination(100 + 64, std::byte{0x5A});
+    lane.advertise(7, {1, 2, 100}, is_loan ? nullptr : destination.data());
+    for (const auto& record : records) in.write(record);
+    lane.drain();
+    for (size_t i = 100; i < destination.size(); ++i) REQUIRE(destination[i] == std::byte{0x5A});
+    REQUIRE(sink.received.size() <= 1);
+    REQUIRE(sink.lost.size() <= 1);
+    return sink.lost.empty() ? std::string() : sink.lost[0];
+  };
+  const std::string misfit = "described a fragment that fits no advertised receive";
+  CHECK(lost_by({fragment(0, 100, 0)}, false).empty());
+  CHECK(lost_by({fragment(0, 40, 0), fragment(0, 60, 64)}, false).empty());
+  CHECK(lost_by({fragment(0, 100, 0)}, true).empty());
+  CHECK(lost_by({fragment(1, 100, 0)}, false) == misfit);                         // no such slot
+  CHECK(lost_by({fragment(0, 101, 0)}, false) == misfit);                         // too long
+  CHECK(lost_by({fragment(0, 40, 0), fragment(0, 61, 64)}, false) == misfit);     // too long in all
+  CHECK(lost_by({fragment(0, 100, 0), fragment(0, 0, 128)}, false) == misfit);    // complete already
+  CHECK(lost_by({fragment(0, 100, BULK_RING_MIN_BYTES - 64)}, false) == misfit);  // beyond the ring's end
+  CHECK(lost_by({fragment(0, 99, 0)}, true) == misfit);                           // a loan comes whole
+  CHECK(lost_by({fragment(0, 100, 0), fragment(0, 100, 128)}, true) == misfit);   // and once
+  const std::string malformed = "wrote a malformed eager message into shared memory";
+  CHECK(lost_by({{EAGER, EAGER_DATA, 128, {1, 2, 64}, 0, 0, 0, 0}}, false).empty());
+  CHECK(lost_by({{EAGER, EAGER_DATA, 128, {1, 2, 65}, 0, 0, 0, 0}}, false) == malformed);
+  CHECK(lost_by({{EAGER, EAGER_DATA, 64, {1, 2, UINT64_MAX}, 0, 0, 0, 0}}, false) == malformed);
+  CHECK(lost_by({{EAGER, 2, 128, {1, 2, 64}, 0, 0, 0, 0}}, false) == malformed);
+}
+
 TEST_CASE("a foreign, stale or short offer is no common memory") {
   ShmPort a(0, 2), b(1, 2);
   std::vector<std::byte> offer = b.offer();
