@@ -33,8 +33,10 @@ class Sender {
   // The receiver limits what is on the way to it at all.
   bool is_granted_narrowly() const { return granted_packets_ - sent_packets_ < GRANT_UNLIMITED_PACKETS / 2; }
   uint64_t granted_packets() const { return granted_packets_; }
+  // (Not by nearest<32>: an old count from before the start would be a huge one.)
   void on_granted(uint32_t granted) {
-    granted_packets_ = std::max(granted_packets_, nearest<32>(granted, granted_packets_));
+    const auto more = static_cast<int32_t>(granted - static_cast<uint32_t>(granted_packets_));
+    if (more > 0) granted_packets_ += static_cast<uint32_t>(more);
   }
   // Transfers not wholly acknowledged.
   uint64_t open_transfers() const { return open_transfers_; }

@@ -9,9 +9,11 @@
 #include <vector>
 
 #include "flow/control.hpp"
+#include "flow/grants.hpp"
 #include "flow/immediate.hpp"
 #include "flow/outstanding.hpp"
 #include "flow/rtt.hpp"
+#include "flow/sender.hpp"
 #include "flow/sequence_ring.hpp"
 #include "flow/window_ring.hpp"
 #include "ports/sim.hpp"
@@ -30,6 +32,32 @@ TEST_CASE("Sequence numbers are found again from their low bits, across every wr
   CHECK(credit_slot(0) == 1);
   CHECK(credit_slot(4'094) == 4'095);
   CHECK(credit_slot(4'095) == 1);
+}
+
+TEST_CASE("Counts that travel as 32 bits go on over many wraps, and an old one changes nothing") {
+  // 2^32 packets are 16 TiB: a day of training.
+  SimRandom random(11);
+  Sender sender({});
+  sender.on_granted(static_cast<uint32_t>(-5));  // from before the start
+  CHECK(sender.granted_packets() == 0);
+  Grants grants(nullptr, 4'096);
+  uint64_t received = 0, number = 0, index = 0;
+  for (int wraps = 0; wraps < 9; wraps = static_cast<int>(received >> 32)) {
+    const uint64_t before = received;
+    received += random.below(uint64_t{1} << 30);
+    const uint32_t granted = grants.issue(received);
+    sender.on_granted(granted);
+    REQUIRE(sender.granted_packets() == received + GRANT_UNLIMITED_PACKETS);
+    sender.on_granted(grants.issue(before));  // overtaken on the way
+    REQUIRE(sender.granted_packets() == received + GRANT_UNLIMITED_PACKETS);
+    const uint64_t next = number + random.below(uint64_t{1} << 31);
+    REQUIRE(nearest<32>(static_cast<uint32_t>(next), number) == next);
+    REQUIRE(nearest<32>(static_cast<uint32_t>(number), next) == number);
+    number = next;
+    const uint64_t step = random.below(uint64_t{1} << (INDEX_BITS - 1));
+    REQUIRE(nearest<INDEX_BITS>(static_cast<uint32_t>(index + step) & INDEX_MASK, index) == index + step);
+    index += step;
+  }
 }
 
 TEST_CASE("Round-trip estimates follow RFC 6298") {

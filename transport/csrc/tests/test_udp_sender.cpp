@@ -26,6 +26,7 @@ void forbid_checksums(const UdpSocket& socket, bool is_ipv6) {
 
 struct Received {
   std::vector<std::vector<std::byte>> payloads;
+  std::vector<uint32_t> psns;
   uint32_t wrong_icrcs = 0;
 };
 
@@ -48,6 +49,7 @@ Received drain(const UdpSocket& socket, const wire::NetworkCrc& network) {
       out.wrong_icrcs += std::memcmp(&crc, bytes.data() + packet.icrc_offset(), sizeof crc) != 0;
       const auto payload = bytes.subspan(packet.payload_offset, packet.payload_bytes);
       out.payloads.emplace_back(payload.begin(), payload.end());
+      out.psns.push_back(packet.psn);
     }
   }
 }
@@ -91,6 +93,32 @@ TEST_CASE("packets go one by one where the device cannot segment") {
     CHECK(path.next_psn == 2 * packets.size());
     CHECK(counters.send_errors == 0);
     CHECK_FALSE(sender.is_blocked());
+  }
+}
+
+TEST_CASE("packet numbers of a path go on at 0 after 2^24 - 1, within a batch and between controls") {
+  UdpSocket receiver(parse_endpoint("::1", 0)), socket(parse_endpoint("::1", 0));
+  const wire::NetworkCrc network(socket.local(), receiver.local(), wire::data_packet_bytes(64));
+  UdpSendCounters counters;
+  UdpSender sender(std::move(socket), counters);
+  UdpPath path(receiver.local());
+  path.outgoing = network;
+  const std::array<std::byte, 64> payload{};
+  const std::array<flow::DataOut, 5> packets = [&] {
+    std::array<flow::DataOut, 5> out;
+    out.fill({0, 1, 2, payload.data(), 64});
+    return out;
+  }();
+  for (const uint32_t first : {0xFF'FFFBu, 0xFF'FFFDu, 0xFF'FFFFu}) {
+    CAPTURE(first);
+    path.next_psn = first;
+    sender.send_data(path, packets);
+    sender.send_control(path, payload);
+    const Received received = drain(receiver, network);
+    CHECK(received.wrong_icrcs == 0);
+    REQUIRE(received.psns.size() == packets.size() + 1);
+    for (uint32_t i = 0; i < received.psns.size(); ++i) CHECK(received.psns[i] == ((first + i) & wire::PSN_MASK));
+    CHECK(path.next_psn == ((first + packets.size() + 1) & wire::PSN_MASK));
   }
 }
 
