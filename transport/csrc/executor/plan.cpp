@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
+#include <tuple>
 
 #include "messages/lane.hpp"
 
@@ -13,6 +14,7 @@ namespace {
 constexpr uint32_t PLAN_MAGIC = 0x31504E53;
 constexpr uint16_t PLAN_VERSION = 1;
 constexpr uint32_t SLOT_LIMIT = 1u << 20;
+constexpr uint64_t SIGNATURE_P2P = 9;  // the kind in a signature
 
 struct FileHeader {
   uint32_t magic;
@@ -44,12 +46,15 @@ class Checker {
   explicit Checker(Plan& plan) : plan_(plan) {}
 
   void run() {
+    if (plan_.rank >= plan_.world) refuse("rank " + std::to_string(plan_.rank) + " of " + std::to_string(plan_.world));
     plan_.waits.assign(plan_.steps.size(), 0);
     plan_.kernels.assign(plan_.steps.size(), nullptr);
     plan_.buffer_extents.assign(plan_.buffer_count + 1, 0);
     plan_.buffer_extents[plan_.buffer_count] = plan_.scratch_bytes;
     for (uint32_t at = 0; at < plan_.steps.size(); ++at) check_step(at);
     if (plan_.buffer_extents[plan_.buffer_count] > plan_.scratch_bytes) refuse("a step reaches beyond the scratch");
+    check_loans();
+    check_messages();
     check_acyclic();
   }
 
@@ -78,8 +83,10 @@ class Checker {
       refuse(where + " has peer " + std::to_string(step.peer));
     }
     if (step.peer == SENNIT_ANY_PEER && step.kind == StepKind::send) refuse(where + " sends to any peer");
+    if (step.peer == SENNIT_ANY_PEER && step.kind == StepKind::receive && plan_.signature >> 56 != SIGNATURE_P2P)
+      refuse(where + " receives from any peer, but the plan is no send/recv");
     const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
-    if (loan && step.size_bytes > MAX_LOAN_BYTES)
+    if (loan && (step.size_bytes == 0 || step.size_bytes > MAX_LOAN_BYTES))
       refuse(where + " is a loan of " + std::to_string(step.size_bytes) + " bytes");
     plan_.has_loans |= loan;
     switch (step.kind) {
@@ -118,12 +125,38 @@ class Checker {
     const Step& loan = plan_.steps[operand.index];
     if (loan.kind != StepKind::receive || (loan.flags & STEP_LOAN) == 0)
       refuse(where + " reads a step that is no loan");
-    if (operand.offset + step.size_bytes > loan.size_bytes) refuse(where + " reads beyond a loan");
+    if (operand.offset > loan.size_bytes || step.size_bytes > loan.size_bytes - operand.offset)
+      refuse(where + " reads beyond a loan");
     if (step.kind == StepKind::send) refuse(where + " sends a loan");
-    if (loan_read_.size() != plan_.steps.size()) loan_read_.assign(plan_.steps.size(), UINT32_MAX);
-    if (loan_read_[operand.index] != UINT32_MAX && loan_read_[operand.index] != at)
-      refuse("a loan is read by two steps");
-    loan_read_[operand.index] = at;
+    if (readers_.empty()) readers_.assign(plan_.steps.size(), UINT32_MAX);
+    if (readers_[operand.index] != UINT32_MAX && readers_[operand.index] != at) refuse("a loan is read by two steps");
+    readers_[operand.index] = at;
+  }
+
+  // The reader hands a loan back, so each has one, which must not run before the bytes are there.
+  void check_loans() {
+    for (uint32_t at = 0; at < plan_.steps.size(); ++at) {
+      const Step& step = plan_.steps[at];
+      if (step.kind != StepKind::receive || (step.flags & STEP_LOAN) == 0) continue;
+      if (readers_.empty() || readers_[at] == UINT32_MAX) refuse("nobody reads the loan of step " + std::to_string(at));
+      const auto edges = plan_.edges.begin() + step.edge_first;
+      if (std::find(edges, edges + step.edge_count, readers_[at]) == edges + step.edge_count)
+        refuse("step " + std::to_string(readers_[at]) + " reads the loan of step " + std::to_string(at) +
+               " without waiting for it");
+    }
+  }
+
+  // Two messages of one slot between the same ranks could be taken for each other.
+  void check_messages() {
+    std::vector<std::tuple<StepKind, uint32_t, uint32_t>> messages;
+    for (const Step& step : plan_.steps)
+      if (step.kind == StepKind::send || step.kind == StepKind::receive)
+        messages.emplace_back(step.kind, step.peer, step.slot);
+    std::sort(messages.begin(), messages.end());
+    const auto twice = std::adjacent_find(messages.begin(), messages.end());
+    if (twice != messages.end())
+      refuse("slot " + std::to_string(std::get<2>(*twice)) + " is used twice with peer " +
+             std::to_string(std::get<1>(*twice)));
   }
 
   void check_acyclic() {
@@ -145,7 +178,7 @@ class Checker {
   }
 
   Plan& plan_;
-  std::vector<uint32_t> loan_read_;
+  std::vector<uint32_t> readers_;  // by loan's step; empty before the first
 };
 
 }  // namespace

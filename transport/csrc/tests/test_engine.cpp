@@ -341,3 +341,46 @@ TEST_CASE("no damaged plan is accepted silently or crashes the decoder") {
   const std::vector<std::byte> bytes = circle.bytes();
   CHECK_THROWS_WITH_AS(Plan::decode(bytes.data(), bytes.size()), doctest::Contains("circle"), PlanError);
 }
+
+TEST_CASE("a plan that breaks a rule of docs/plan.md is refused, and says which") {
+  constexpr uint64_t ALLREDUCE = uint64_t{1} << 56, P2P = uint64_t{9} << 56;
+  const auto refusal = [](const PlanWriter& writer) {
+    const std::vector<std::byte> bytes = writer.bytes();
+    try {
+      Plan::decode(bytes.data(), bytes.size());
+    } catch (const PlanError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  // A loan of 64 bytes, read from `offset` on, with or without an edge to its reader.
+  const auto loan = [](uint64_t size_bytes, uint64_t offset, bool waits, bool is_read) {
+    PlanWriter writer(2, 0, 1, ALLREDUCE);
+    const uint32_t receive = writer.add(StepKind::receive, 1, 0, 0, 0, size_bytes, {}, STEP_LOAN);
+    if (!is_read) return writer;
+    const uint32_t copy = writer.add(StepKind::copy, 0, 0, 0, 0, 16, {{1, receive, offset}});
+    if (waits) writer.edge(receive, copy);
+    return writer;
+  };
+  CHECK(refusal(loan(64, 48, true, true)).empty());
+  CHECK(refusal(loan(64, 49, true, true)).find("reads beyond a loan") != std::string::npos);
+  CHECK(refusal(loan(64, UINT64_MAX - 8, true, true)).find("reads beyond a loan") != std::string::npos);
+  CHECK(refusal(loan(64, 0, false, true)).find("without waiting for it") != std::string::npos);
+  CHECK(refusal(loan(64, 0, true, false)).find("nobody reads the loan of step 0") != std::string::npos);
+  CHECK(refusal(loan(0, 0, true, true)).find("is a loan of 0 bytes") != std::string::npos);
+  CHECK(refusal(loan(MAX_LOAN_BYTES + 1, 0, true, true)).find("is a loan of 131073 bytes") != std::string::npos);
+
+  for (const bool is_same_slot : {false, true}) {
+    PlanWriter twice(2, 0, 1, ALLREDUCE);
+    twice.add(StepKind::receive, 1, 3, 0, 0, 8);
+    twice.add(StepKind::send, 1, 3, 0, 0, 8, {{0, 0, 0}});  // the other direction is another message
+    twice.add(StepKind::receive, 1, is_same_slot ? 3 : 4, 0, 8, 8);
+    CHECK((refusal(twice).find("slot 3 is used twice with peer 1") != std::string::npos) == is_same_slot);
+  }
+  for (const uint64_t signature : {ALLREDUCE, P2P}) {
+    PlanWriter anyone(2, 0, 1, signature);
+    anyone.add(StepKind::receive, SENNIT_ANY_PEER, 0, 0, 0, 8);
+    CHECK(refusal(anyone).empty() == (signature == P2P));
+  }
+  CHECK(refusal(PlanWriter(2, 2, 1, ALLREDUCE)).find("rank 2 of 2") != std::string::npos);
+}
