@@ -144,8 +144,10 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
     return ended_;
   }
   const bool p2p = (options.flags & SENNIT_POST_P2P) != 0;
-  const uint64_t sequence = p2p ? 0 : sequence_.fetch_add(1, std::memory_order_relaxed) + 1;
+  const uint64_t sequence = p2p ? 0 : sequence_.load(std::memory_order_relaxed) + 1;
   auto* operation = new Operation(*this, plan, buffers, options, sequence);
+  // Not before its memory is there: a number that no operation has would put this rank out of step with the others.
+  if (!p2p) sequence_.store(sequence, std::memory_order_relaxed);
   const uint64_t now_us = clock_us();
   operation->timeout_us_ = options.timeout_us != 0 ? options.timeout_us : config_.timeout_us;
   operation->deadline_us_ = now_us + operation->timeout_us_;
@@ -186,7 +188,8 @@ bool Engine::round(uint64_t now_us) {
     }
   }
   if (mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
-  return moved;
+  // (Operations that just failed: nobody may sleep before their waiters and callbacks know.)
+  return moved || !settled_.empty();
 }
 
 void Engine::finish(Operation* operation, sennit_status status, std::string reason) {
