@@ -5,6 +5,8 @@
 // go through a staging lane.
 #pragma once
 
+#include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -109,7 +111,7 @@ class SennitBackend final : public c10d::Backend {
   const std::shared_ptr<Poster> poster_;
   Staging staging_;
   std::mutex coalescing_mutex_;
-  bool coalescing_ = false;
+  std::atomic<bool> coalescing_{false};  // changed under the mutex
   std::vector<WorkPointer> coalesced_;
   std::atomic<bool> is_shut_down_{false};
   const uint64_t forks_;  // when this backend was made

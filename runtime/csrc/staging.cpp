@@ -235,6 +235,11 @@ bool StagingLane::idle() {
   return queue_.empty() && !busy_;
 }
 
+bool StagingLane::is_closable() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return queue_.empty() && !busy_ && !telling_;
+}
+
 bool StagingLane::wait_idle(std::chrono::steady_clock::time_point deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   return changed_.wait_until(lock, deadline, [this] { return queue_.empty() && !busy_; });
@@ -263,11 +268,13 @@ void StagingLane::serve() {
     // Not busy before the work is seen as done: whoever waited for it may post directly from now on.
     lock.lock();
     busy_ = false;
+    telling_ = true;
     lock.unlock();
     changed_.notify_all();
     work->finish_call(error, stream, source);
     work.reset();
     lock.lock();
+    telling_ = false;
   }
 }
 
@@ -443,7 +450,7 @@ c10::intrusive_ptr<c10d::Work> Staging::submit(StagedCall call) {
   auto work = c10::make_intrusive<StagedWork>(poster_->group(), std::move(call));
   const std::lock_guard<std::mutex> lock(mutex_);
   if (lanes_.size() > KEPT_LANES) {
-    std::erase_if(lanes_, [](const auto& entry) { return entry.second->idle(); });
+    std::erase_if(lanes_, [](const auto& entry) { return entry.second->is_closable(); });
   }
   std::unique_ptr<StagingLane>& lane = lanes_[key];
   if (!lane) lane = std::make_unique<StagingLane>(poster_);

@@ -77,6 +77,9 @@ class StagingLane {
   ~StagingLane();
   void submit(c10::intrusive_ptr<StagedWork> work);
   bool idle();
+  // Idle, and its thread runs no callback either: one that submits a call, or waits for the GIL of a thread that does,
+  // could not be joined.
+  bool is_closable();
   bool wait_idle(std::chrono::steady_clock::time_point deadline);
 
  private:
@@ -111,6 +114,7 @@ class StagingLane {
   std::condition_variable changed_;
   std::deque<c10::intrusive_ptr<StagedWork>> queue_;
   bool busy_ = false;
+  bool telling_ = false;  // that a call is done
   bool stop_ = false;
   std::thread thread_;
 };
