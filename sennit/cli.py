@@ -47,7 +47,7 @@ def doctor(
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    help="Train a DLRM over sennit; 'sennit train --help' lists the options.",
+    help="Train a DLRM over sennit.",
 )
 def train(context: typer.Context) -> None:
     # Its options are its own, so that `python -m sennit.runtime.train` under torchrun has the same.
@@ -67,7 +67,10 @@ def collectives(
     transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
     world: Annotated[int, typer.Option(help="ranks, all on this machine", min=2)] = 2,
     sizes: Annotated[str, typer.Option(help="bytes of a rank's larger buffer")] = "4KiB,64KiB,1MiB,16MiB,64MiB",
-    only: Annotated[str | None, typer.Option(help="collectives, comma-separated; all without")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(help="of allreduce, alltoall, reduce_scatter, all_gather, comma-separated; all without"),
+    ] = None,
     rounds: Annotated[int, typer.Option(help="samples of every case and peer", min=1)] = 15,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the report here", callback=writable_file)
@@ -76,7 +79,10 @@ def collectives(
         Path | None, typer.Option("--plot", help="draw the figure here (.png, .svg, .pdf)", callback=figure_file)
     ] = None,
 ) -> None:
-    """Time the four collectives of recommendation training; the ratio comes first."""
+    """Time four collectives beside gloo, OpenMPI or bare UDP.
+
+    They are those of recommendation training. Peers take turns round by round; the ratio comes first.
+    """
     from sennit.testbed.bench import cases, collectives, report
     from sennit.testbed.bench.conductor import WorkerError
 

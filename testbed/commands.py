@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit testbed`: scenarios on this machine's own networks. Each command imports what it needs when it runs."""
+"""`sennit testbed`: scenarios on networks of this machine, and simulations. Each command imports what it needs late."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Put sennit on networks that lose, reorder, fail; see that it holds.",
+    help="Scenarios of loss and failure, and simulated fabrics.",
 )
 
 app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})(vm)
@@ -71,7 +71,10 @@ def run(
         Path | None, typer.Option("--json", help="also write the results here", callback=writable_file)
     ] = None,
 ) -> None:
-    """Run scenarios; exit 0 if none failed, 1 if one did, 2 if the command was wrong."""
+    """Run scenarios and write a report.
+
+    Ends with 0 if no case failed, with 1 if one did, with 2 if the command was wrong.
+    """
     _check_packages()
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -117,7 +120,7 @@ def report(
         Path | None, typer.Option(help="the page to write; report.html in the folder without", callback=writable_file)
     ] = None,
 ) -> None:
-    """Write the HTML report of the last run again, and show its cases."""
+    """Write the report of the last run again, and show its cases."""
     _check_packages()
     from sennit.testbed.scenarios import page, results
 
@@ -156,11 +159,14 @@ def simulate(
         "build/simulation"
     ),
     page: Annotated[Path | None, typer.Option(help="also put table and figure into this page")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 1,
+    seed: Annotated[int, typer.Option(help="of all that is random", min=0)] = 1,
     jobs: Annotated[int, typer.Option(help="runs at a time; a full one takes about 2 GiB", min=1)] = 1,
     only: Annotated[str, typer.Option(help="cases whose name contains this")] = "",
 ) -> None:
-    """Run the real flow in simulated fabrics; write the table and the figure of docs/simulation.md."""
+    """Run the real flow in simulated fabrics.
+
+    Writes the table and the figure of docs/simulation.md.
+    """
     from sennit.testbed.simulation import report, runner, suite
 
     cases = [case for case in suite.cases(quick=quick, seed=seed) if only in case.name]

@@ -86,6 +86,7 @@ def connect_next(
     group.timeout_s = timeout_s
     group._base_name = name
     group._membership = own
+    group.epoch = view.epoch
     return view, group
 
 
@@ -148,6 +149,8 @@ class Communicator(ArrayCollectives):
         self._store = store
         self._base_name = name
         self._membership: membership.Membership | None = None
+        self.epoch = 0
+        """How often the group was reconfigured before this one."""
 
     @property
     def handle(self) -> int:
@@ -173,16 +176,12 @@ class Communicator(ArrayCollectives):
         """Ranks whose processes, or whose ends of this group, are gone, looked up now."""
         return tuple(self._core.find_gone_ranks())
 
-    @property
-    def epoch(self) -> int:
-        """How often the group was reconfigured before this one."""
-        return 0 if self._membership is None else self._membership.epoch
-
     def counters(self) -> dict[str, int]:
+        """What this rank has counted since the group was made; docs/wire.md has the names of udp's."""
         return self._core.counters()
 
     def describe(self) -> str:
-        """Lanes, paths and what is outstanding, for people."""
+        """How many operations are in flight, and what is awaited from whom over which paths, for people."""
         return self._core.describe()
 
     def post(

@@ -293,12 +293,10 @@ class Membership:
         excluded = told("exclude")
         present = {token for token, one in fresh.items() if one.is_confirmed and token not in excluded}
         unclear = {token for token, one in fresh.items() if not one.is_confirmed and token not in excluded}
-        missing = set(self._members) - present - excluded
         # One that announced itself lives, whatever is said of it.
-        doubtful = told("suspects") & missing - unclear
-        missing -= told("gone") - unclear
+        missing = set(self._members) - fresh.keys() - excluded - told("gone")
         if waited_s >= SUSPECT_S:
-            missing -= doubtful
+            missing -= told("suspects")
         is_settled = not unclear and not missing and (terms.expect is None or len(present) >= terms.expect)
         return present, missing, is_settled or (waited_s >= terms.wait_s and not unclear)
 
@@ -328,6 +326,8 @@ class Membership:
         text += f"{len(present)} ranks are here"
         if len(present) < terms.min_world:
             text += f", at least {terms.min_world} are wanted"
+        if terms.expect is not None and len(present) < terms.expect:
+            text += f", {terms.expect} are expected"
         ranks = [str(rank) for rank, token in enumerate(self._members) if token in missing]
         return text + (f"; no word from old rank {', '.join(ranks)}" if ranks else "")
 

@@ -12,6 +12,7 @@ import ipaddress
 import struct
 import zlib
 from dataclasses import dataclass
+from typing import Final
 
 ROCE_UDP_PORT = 4791
 DEFAULT_PARTITION_KEY = 0xFFFF
@@ -28,6 +29,14 @@ class Opcode(enum.IntEnum):
 
     UC_SEND_ONLY = 0x24
     UC_WRITE_ONLY_IMMEDIATE = 0x2B
+
+
+# The checks that a packet passes on arrival, in their order: docs/wire.md. The core drops it at the first one that it
+# fails, and counts it under this name.
+REFUSALS: Final = (
+    "truncated", "bad_opcode", "bad_version", "bad_partition", "bad_pad", "oversized", "bad_length", "unknown_qpn",
+    "bad_key", "bad_range", "bad_slot", "bad_icrc",
+)  # fmt: skip
 
 
 class WireError(ValueError):

@@ -20,7 +20,6 @@ from typing import Final
 from sennit.testbed.capabilities import UDP_SEGMENT
 from sennit.transport import wire
 
-ROCE_UDP_PORT: Final = 4791  # IBTA annex A17
 BATCH_PACKETS: Final = 32
 VARIETIES: Final = 16
 PACKET_BYTES: Final = 64
@@ -72,9 +71,9 @@ class Attack:
         family = socket.AF_INET6 if ":" in source else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_DGRAM)
         self._socket.bind((source, SOURCE_PORT))
-        self._socket.connect((target, ROCE_UDP_PORT))
+        self._socket.connect((target, wire.ROCE_UDP_PORT))
         rng = random.Random(seed)
-        ends = (source, SOURCE_PORT), (target, ROCE_UDP_PORT)
+        ends = (source, SOURCE_PORT), (target, wire.ROCE_UDP_PORT)
         self._batches = {
             kind: [b"".join(make(rng, *ends) for _ in range(BATCH_PACKETS)) for _ in range(VARIETIES)]
             for kind, make in KINDS.items()

@@ -16,6 +16,7 @@ from sennit.testbed.scenarios import timeline
 from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.model import Library, Operation, Scenario
 from sennit.testbed.scenarios.stage import Observations, Recovery, Run
+from sennit.transport import wire
 
 Measures = dict[str, float]
 
@@ -57,11 +58,8 @@ MEANINGS: Final = {
     "the AllReduce that followed",
 }
 
-# Of sennit's counters, those of packets that it refused (docs/wire.md).
-REFUSALS: Final = (
-    "truncated", "oversized", "bad_opcode", "bad_version", "bad_partition", "bad_pad", "bad_length",
-    "unknown_qpn", "bad_key", "bad_range", "bad_slot", "bad_icrc", "bad_control",
-)  # fmt: skip
+# Of sennit's counters, those of packets that it refused: whole ones, and acknowledgements of what was never sent.
+REFUSALS: Final = (*wire.REFUSALS, "bad_control")
 
 
 def family(name: str) -> str:

@@ -16,17 +16,13 @@ pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is n
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
 from sennit.testbed.topology import Impairment, Planes
+from sennit.transport.wire import REFUSALS
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 
 WORKER = Path(__file__).with_name("lossy_worker.py")
 WORLD = 2
 DEADLINE_S = 60.0
-# docs/wire.md, refusals
-REFUSALS = (
-    *("truncated", "bad_opcode", "bad_version", "bad_partition", "bad_pad", "oversized", "bad_length"),
-    *("unknown_qpn", "bad_key", "bad_range", "bad_slot", "bad_icrc"),
-)
 # The ICRC leaves out the fifth byte of the transport header, which switches may write: a change there is none.
 # docs/wire.md
 CORRUPT_SKIP_BYTES = 5

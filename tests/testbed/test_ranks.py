@@ -84,6 +84,21 @@ def test_ranks_stop_together_after_a_duration_and_leave_a_timeline(ranks: Ranks,
     assert 0 < received <= counts.pop() * 3 * 3 * (1 << 18)
 
 
+def test_ranks_run_under_their_variant(tmp_path: Path) -> None:
+    """Else all variants of a scenario would be one, and agree."""
+    variant = Variant(transport="shm", paths=3)
+    planes = cast(Planes, Loopback())
+    with Ranks(planes, library=Library.SENNIT, world=2, variant=variant, timeout_s=TIMEOUT_S, folder=tmp_path) as crew:
+        for pid in crew._pids:
+            given = set(Path(f"/proc/{pid}/environ").read_text().split("\0"))
+            assert {"SENNIT_TRANSPORT=shm", "SENNIT_PATHS=3", f"SENNIT_TIMEOUT_S={TIMEOUT_S}"} <= given
+        prepare(crew, "allreduce", seed=1)
+        crew.ask(repeat(), timeout_s=TIMEOUT_S)
+        counters = [answer["counters"] for answer in crew.ask({"do": "counters"}, timeout_s=TIMEOUT_S)]
+        assert all(counter["shm_bytes_received"] > 0 for counter in counters)
+        crew.stop()
+
+
 def test_survivors_of_a_killed_rank_name_it_and_go_on(ranks: Ranks, seed: int) -> None:
     prepare(ranks, "allreduce", seed)
     kill = Event(0.05, "rank 1 killed", lambda: ranks.kill(1))

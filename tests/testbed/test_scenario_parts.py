@@ -302,16 +302,16 @@ def test_return_of_a_plane_and_goodput_without_it() -> None:
     scenario = Scenario(
         name="s", title="", topology=Topology(planes=1), workload=Workload(rounds=1, timeline=True), faults=faults
     )
-    # Payload comes at 1000 bytes/s, from 1 s to 2 s at half of it. The plane carries as much, from 1 s to 2.1 s none.
+    # Payload comes at 1000 bytes/s, from 1 s to 2 s at half of it, and not at all between the two collectives, from
+    # 0.5 s to 0.6 s, where nothing is measured. The plane carries 1000 bytes/s, from 1 s to 2.1 s none.
     rows = [
         (
             ms / 1000,
-            ms - max(min(ms, 2000) - 1000, 0) / 2,
+            ms - max(min(ms, 600) - 500, 0) - max(min(ms, 2000) - 1000, 0) / 2,
             float(ms if ms < 1000 else 1000 if ms < 2100 else ms - 1100),
         )
         for ms in range(2501)
     ]
-    # Between the two collectives, from 0.5 s to 0.6 s, nothing is measured.
     ranks = [answer([0.0, 0.6], [0.5, 2.5]) | {"samples": rows}] * 2
     one = run(ranks, events=[("plane 0 down", 1.0), ("plane 0 up", 2.0)])
     found = timeline.measure(scenario, one)

@@ -26,26 +26,12 @@ from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.store import FileStore
+from sennit.transport.wire import REFUSALS
 
 Array = npt.NDArray[Any]
 SCALAR = 0.75
 # Around the borders between eager and advertised messages, one and several chunks, with odd ends.
 ELEMENTS = (0, 1, 5, 1_023, 40_001, 300_007)
-
-REFUSALS = [
-    "truncated",
-    "oversized",
-    "bad_opcode",
-    "bad_version",
-    "bad_partition",
-    "bad_pad",
-    "bad_length",
-    "unknown_qpn",
-    "bad_key",
-    "bad_range",
-    "bad_slot",
-    "bad_icrc",
-]
 
 
 class Case:

@@ -159,19 +159,21 @@ def test_one_that_comes_too_late_is_told(tmp_path: Path) -> None:
 
 def test_newcomers_come_last_in_the_order_of_their_tickets(tmp_path: Path) -> None:
     terms = Terms(timeout_s=600, wait_s=600, expect=4)
-    newcomers = [Candidate(tmp_path, None) for _ in range(2)]
+    second, first = (
+        Candidate(tmp_path, None) for _ in range(2)
+    )  # neither the order of their tokens nor that of threads
     with ThreadPoolExecutor(4) as pool:
-        first = pool.submit(newcomers[0].reform)
+        came_first = pool.submit(first.reform)
         deadline_s = time.monotonic() + DEADLINE_S
-        while newcomers[0].own.waiting_count() < 1:
+        while first.own.waiting_count() < 1:
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
-        others = [pool.submit(candidate.reform) for candidate in (Candidate(tmp_path, 0, 2, terms=terms), newcomers[1])]
-        others.append(pool.submit(Candidate(tmp_path, 1, 2, terms=terms).reform))
-        came, founder, second, other = (future.result() for future in (first, *others))
-    assert previous([founder, other]) == [(0, (0, 1, None, None)), (1, (0, 1, None, None))]
-    assert previous([came, second]) == [(2, (None,) * 4), (3, (None,) * 4)]
-    assert founder.members == came.members
+        founders = [pool.submit(Candidate(tmp_path, rank, 2, terms=terms).reform) for rank in range(2)]
+        came_second = pool.submit(second.reform).result()
+        views = [future.result() for future in (*founders, came_first)]
+    assert previous(views[:2]) == [(0, (0, 1, None, None)), (1, (0, 1, None, None))]
+    assert previous([views[2], came_second]) == [(2, (None,) * 4), (3, (None,) * 4)]
+    assert {view.members for view in views} == {came_second.members}
 
 
 def test_a_newcomer_decides_nothing_by_itself(tmp_path: Path) -> None:
@@ -184,6 +186,13 @@ def test_too_few_are_no_group(tmp_path: Path) -> None:
     refused = Candidate(tmp_path, 0, 3, terms=Terms(timeout_s=0.3, wait_s=0, min_world=2)).reform()
     assert isinstance(refused, errors.TimeoutError)
     assert "1 ranks are here, at least 2 are wanted; no word from old rank 1, 2" in str(refused)
+
+
+def test_who_is_expected_is_waited_for(tmp_path: Path) -> None:
+    terms = Terms(timeout_s=0.5, wait_s=600, expect=3)
+    for refused in meet([Candidate(tmp_path, rank, 2, terms=terms) for rank in range(2)]):
+        assert isinstance(refused, errors.TimeoutError)
+        assert "2 ranks are here, 3 are expected" in str(refused)
 
 
 def test_an_attempt_that_fails_for_one_is_over_for_all_and_the_next_epoch_comes(tmp_path: Path) -> None:

@@ -293,8 +293,10 @@ def test_records_of_an_earlier_run_in_the_same_store_do_not_count(old_world: int
                 # The other one has read the old records by then.
                 assert come.wait(20)
             watch = None if rank == late else come.set
+            # Another host than in every run before: an old record taken for a new one would be that of a stranger.
+            config = Config(host_id=f"run-{late}")
             return rendezvous.connect(
-                lambda _: endpoints[rank], config=Config(), store=store, rank=rank, world=2, rails=list, watch=watch
+                lambda _: endpoints[rank], config=config, store=store, rank=rank, world=2, rails=list, watch=watch
             ).routes
 
         with ThreadPoolExecutor(2) as pool:
