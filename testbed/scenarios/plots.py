@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 import statistics
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, ParamSpec
 
 from sennit.testbed.scenarios.counters import total
 from sennit.testbed.scenarios.results import Case
@@ -24,8 +25,29 @@ INK: Final = "#010203"
 MEGA: Final = 1e6
 WIDTH_INCHES: Final = 9.0
 TOGETHER_S: Final = 0.02
+STYLE: Final[dict[Any, Any]] = {
+    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#808080",
+    "grid.alpha": 0.3, "font.size": 10.0,
+}  # fmt: skip
+
+Parameters = ParamSpec("Parameters")
 
 
+def _styled(draw: Callable[Parameters, Figure | None]) -> Callable[Parameters, Figure | None]:
+    """Draws all of a figure in the page's ink: matplotlib asks for the style whenever it makes a text."""
+
+    @functools.wraps(draw)
+    def drawn(*arguments: Parameters.args, **options: Parameters.kwargs) -> Figure | None:
+        import matplotlib
+
+        with matplotlib.rc_context(STYLE):
+            return draw(*arguments, **options)
+
+    return drawn
+
+
+@_styled
 def loss_figure(cases: Sequence[Case]) -> Figure | None:
     """Goodput against the fraction of packets lost, one panel a collective, a dot a round, a line of medians."""
     from matplotlib.ticker import LogLocator
@@ -73,6 +95,7 @@ def _loss_points(cases: Sequence[Case]) -> dict[tuple[str, str], dict[float, lis
     return points
 
 
+@_styled
 def timeline_figure(case: Case) -> Figure | None:
     """Payload over time above, bytes by plane below, a line for every fault; grey where ranks check results."""
     series = case.series
@@ -115,6 +138,7 @@ def _together(events: Sequence[tuple[str, float]]) -> list[tuple[float, list[str
     return groups
 
 
+@_styled
 def shares_figure(cases: Sequence[Case]) -> Figure | None:
     """What part of the bytes came over each plane, a bar a case, of sennit's disturbed runs."""
     rows = [(case.name, shares) for case in cases if len(shares := disturbed_shares(case)) > 1]
@@ -169,13 +193,7 @@ def _subplots(rows: int, columns: int, *, height: float, **options: Any) -> tupl
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    style: dict[Any, Any] = {
-        "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
-        "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#808080",
-        "grid.alpha": 0.3, "font.size": 10.0,
-    }  # fmt: skip
-    with matplotlib.rc_context(style):
-        figure, axes = pyplot.subplots(
-            rows, columns, figsize=(WIDTH_INCHES, height), squeeze=False, layout="constrained", **options
-        )
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(WIDTH_INCHES, height), squeeze=False, layout="constrained", **options
+    )
     return figure, axes.tolist()

@@ -96,6 +96,10 @@ def test_passed_cases_exit_with_0_and_leave_results_and_a_page(
 
     html = (tmp_path / "out" / "report.html").read_text()
     assert html.count("<svg") == 3  # loss, timeline, shares
+    # Readable on dark paper too: all text has the page's ink, as matplotlib's own black is left out of an SVG.
+    texts = re.findall(r"<text [^>]*>", html)
+    assert texts
+    assert not [text for text in texts if "fill: currentColor" not in text]
     # It fetches nothing: what it refers to is in it, or the logs beside it.
     assert set(re.findall(r'(?:src|href)="([^#"][^"]*)"', html)) == {f"{name}/sennit-rank0.log" for name in names}
     assert "a line &lt;b&gt;of&lt;/b&gt; a log" in html
