@@ -32,7 +32,7 @@ test-model: build  ## a million schedules of faults against the real flow, witho
 	@cmake --build build/model --target fault_model fault_model_small -- --quiet
 	@ctest --test-dir build/model -L model --output-on-failure --no-tests=error
 
-test-fuzz: build  # a few seconds of each fuzzer
+test-fuzz: build  ## a few seconds of each fuzzer
 	@transport/csrc/fuzz/run.sh 8
 
 SECONDS ?= 600
