@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TypeVar
 
 from sennit.transport.errors import ArgumentError, MismatchError, PeerError, SennitError, TimeoutError
-from sennit.transport.store import Store
+from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
 
 # A candidate rewrites its record this often, and reads the others'; slower with many, as each reads all.
@@ -117,7 +116,11 @@ class Membership:
     """This process's place in the chain of epochs of one group. Not for several threads."""
 
     def __init__(self, store: Store, *, name: str, token: str, members: tuple[str, ...], versions: Versions) -> None:
-        self._store = store
+        self._store = CheckedStore(
+            store,
+            purpose=name,
+            advice="; a new epoch needs a store that outlives the ranks, so no rank that may die should serve it",
+        )
         self._base = f"sennit/{name}/membership"
         self._name = name
         self._token = token
@@ -162,15 +165,13 @@ class Membership:
         epoch = self._epoch
         failure = ""
         while True:
-            with self._store_failure_named():
-                view = self._agree(epoch + 1, terms, evidence, deadline_s, failure)
+            view = self._agree(epoch + 1, terms, evidence, deadline_s, failure)
             epoch = view.epoch
             left_s = max(deadline_s - time.monotonic(), 0.001)
             try:
                 connected = connect(view, self._watch_of(view, evidence), min(CONNECT_S, left_s))
             except Exception as error:
-                with self._store_failure_named():
-                    self._store.set(self._key(epoch, "abandoned"), f"{type(error).__name__}: {error}")
+                self._store.set(self._key(epoch, "abandoned"), f"{type(error).__name__}: {error}")
                 # Only what another rank caused is worth another attempt.
                 is_theirs = isinstance(error, (PeerError, TimeoutError)) or not isinstance(error, SennitError)
                 if not isinstance(error, RuntimeError) or not is_theirs:
@@ -192,19 +193,6 @@ class Membership:
                     f"exclude {rank} by rank {own}; allowed: 0..{len(self._members) - 1}, of the group before, and not "
                     "the own rank"
                 )
-
-    @contextmanager
-    def _store_failure_named(self) -> Iterator[None]:
-        """Stores raise what they like: whatever is not an error of ours is taken for a failure of the store."""
-        try:
-            yield
-        except SennitError:
-            raise
-        except Exception as error:
-            raise PeerError(
-                f"{self._name}: the store failed ({error}); a new epoch needs a store that outlives the ranks, so "
-                "no rank that may die should serve it"
-            ) from error
 
     def _agree(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> View:
         """The first decision from `epoch` on that has this process in it (a member's must be `epoch` itself)."""
@@ -254,7 +242,7 @@ class Membership:
             present, missing, is_settled = self._judge(seen, terms, now_s, now_s - started_s)
             if is_settled and len(present) >= terms.min_world and not self.is_newcomer:
                 chosen = self._store.compare_set(key, "", json.dumps(self._in_order(epoch, present, seen)))
-                return tuple(json.loads(chosen))
+                return self._decode_decision(epoch, chosen)
             if now_s >= deadline_s:
                 raise TimeoutError(self._complaint(epoch, terms, present, missing) + failure)
             time.sleep(min(BEAT_S + BEAT_S_PER_CANDIDATE * len(seen), max(deadline_s - now_s, 0.001)))
@@ -333,7 +321,16 @@ class Membership:
 
     def _read_decision(self, epoch: int) -> tuple[str, ...] | None:
         key = self._key(epoch, "decision")
-        return tuple(json.loads(self._store.get(key))) if self._store.check([key]) else None
+        return self._decode_decision(epoch, self._store.get(key)) if self._store.check([key]) else None
+
+    def _decode_decision(self, epoch: int, data: bytes) -> tuple[str, ...]:
+        try:
+            members = json.loads(data)
+        except ValueError:
+            members = None
+        if not isinstance(members, list) or not all(isinstance(token, str) for token in members):
+            raise MismatchError(f"{self._name}: epoch {epoch} has a decision that is none of ours: {data[:80]!r}")
+        return tuple(members)
 
     def _key(self, epoch: int, what: str) -> str:
         return f"{self._base}/{epoch}/{what}"

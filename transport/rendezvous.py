@@ -28,7 +28,7 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, MismatchError, PeerError, SennitError, TimeoutError, Unsupported
 from sennit.transport.host import host_identity, machine_identity
-from sennit.transport.store import Store
+from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
 
 # Stores count in milliseconds or by another clock: one that gives up this little early has timed out, not failed.
@@ -75,7 +75,7 @@ class _Rounds:
     def __init__(
         self, store: Store, *, name: str, rank: int, world: int, timeout_s: float, watch: Callable[[], None] | None
     ) -> None:
-        self._store = store
+        self._store = CheckedStore(store, purpose=f"rendezvous of {name}")
         self._name = name
         self._rank = rank
         self._world = world
@@ -241,7 +241,7 @@ class _Rounds:
     def _is_there(self, key: str) -> bool:
         try:
             return self._store.check([key])
-        except Exception:
+        except SennitError:
             # The store is gone as well: then nobody is there.
             return False
 

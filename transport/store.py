@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import quote
 
-from sennit.transport.errors import DeviceError, TimeoutError
+from sennit.transport.errors import DeviceError, PeerError, SennitError, TimeoutError
 
 # First and longest pause between two looks at the folder, or at its lock.
 POLL_FIRST_S: Final = 0.001
 POLL_LAST_S: Final = 0.05
 # A lock is held for one small file. Who holds it for so long is stopped (SIGSTOP), or the folder's server is gone.
 LOCK_TIMEOUT_S: Final = 30.0
+
+Result = TypeVar("Result")
 
 
 class Store(Protocol):
@@ -44,6 +46,45 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Sets `key` if its value is `expected` (empty: if it has none). The value afterwards."""
         ...
+
+
+class CheckedStore:
+    """A store whose failures say what they are: stores raise what they like, this one PeerError with the reason.
+
+    Errors of ours pass, and so does whatever `wait` raises: only its caller knows whether time was over.
+    """
+
+    def __init__(self, store: Store, *, purpose: str, advice: str = "") -> None:
+        """`purpose` begins the message, `advice` ends it."""
+        self._store = store
+        self._purpose = purpose
+        self._advice = advice
+
+    def set(self, key: str, value: str, /) -> None:
+        self._try(self._store.set, key, value)
+
+    def get(self, key: str, /) -> bytes:
+        return self._try(self._store.get, key)
+
+    def check(self, keys: list[str], /) -> bool:
+        return self._try(self._store.check, keys)
+
+    def add(self, key: str, amount: int, /) -> int:
+        return self._try(self._store.add, key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        return self._try(self._store.compare_set, key, expected, desired)
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None:
+        self._store.wait(keys, timeout)
+
+    def _try(self, call: Callable[..., Result], *arguments: Any) -> Result:
+        try:
+            return call(*arguments)
+        except SennitError:
+            raise
+        except Exception as error:
+            raise PeerError(f"{self._purpose}: the store failed: {error}{self._advice}") from error
 
 
 class FileStore:

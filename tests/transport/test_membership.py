@@ -268,7 +268,15 @@ def test_a_store_that_fails_is_named(tmp_path: Path, operation: str, monkeypatch
     monkeypatch.setattr(FileStore, operation, refuse)
     refused = candidate.reform()
     assert isinstance(refused, PeerError)
-    assert "the store failed (server gone)" in str(refused)
+    assert "the store failed: server gone; a new epoch needs a store that outlives the ranks" in str(refused)
+
+
+@pytest.mark.parametrize("decision", ["", "{}", "[1]", "rubbish"])
+def test_a_foreign_decision_is_refused(tmp_path: Path, decision: str) -> None:
+    FileStore(tmp_path).set(f"sennit/{NAME}/membership/1/decision", decision)
+    refused = Candidate(tmp_path, 0, 1).reform()
+    assert isinstance(refused, MismatchError)
+    assert "epoch 1 has a decision that is none of ours" in str(refused)
 
 
 @pytest.mark.parametrize(

@@ -303,14 +303,15 @@ def test_records_of_an_earlier_run_in_the_same_store_do_not_count(old_world: int
             assert list(pool.map(join, range(2))) == [("self", "shm"), ("shm", "self")]
 
 
-def test_a_broken_store_is_not_a_timeout() -> None:
-    class Broken(MemoryStore):
-        def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
-            raise ConnectionResetError("server gone")
+@pytest.mark.parametrize("operation", ["wait", "get", "set", "check"])
+def test_a_broken_store_is_not_a_timeout(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: MemoryStore, *arguments: Any) -> Any:
+        raise ConnectionResetError("server gone")
 
-    for result in meet([Recorder(0, "a"), Recorder(1, "a")], store=Broken()):
+    monkeypatch.setattr(MemoryStore, operation, fail)
+    for result in meet([Recorder(0, "a"), Recorder(1, "a")]):
         assert isinstance(result, PeerError)
-        assert "the store failed: server gone" in str(result)
+        assert "rendezvous of world: the store failed: server gone" in str(result)
 
 
 def test_one_rank_needs_nothing() -> None:
