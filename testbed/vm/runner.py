@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -35,7 +36,8 @@ KILL_TIMEOUT_S: Final = 10.0
 TIMEOUT_DEFAULT_S: Final = 600.0
 MEMORY_DEFAULT_BYTES: Final = 4096 * MIB
 MEMORY_MIN_BYTES: Final = 64 * MIB
-CONSOLE_TAIL_BYTES: Final = 4096
+# A panic with the registers and stacks of all processors is some 100 lines.
+CONSOLE_TAIL_BYTES: Final = 16_384
 READ_BYTES: Final = 1 << 16
 SCRATCH_PREFIX: Final = "sennit-vm-"
 SCRATCH_STALE_S: Final = 60.0
@@ -234,8 +236,10 @@ class _Run:
         if self._failure:
             return EXIT_VM_FAILED, f"setting up the VM failed: {self._failure}"
         if not expired:
-            how = f"signal {-status}" if status < 0 else f"status {status}"
-            return EXIT_VM_FAILED, f"the VM ended before its command did ({how})"
+            panic = re.search(rb"Kernel panic[^\r\n]*", self._console)
+            how = f"its process by signal {-status}" if status < 0 else f"its process with status {status}"
+            how = panic[0].decode(errors="replace") if panic else how
+            return EXIT_VM_FAILED, f"the VM ended before its command did: {how}"
         if self._code is not None:
             return EXIT_VM_FAILED, f"the VM was still there {END_TIMEOUT_S:.0f} s after its command's end"
         if not self._started:
