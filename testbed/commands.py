@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Scenarios of loss and failure, and simulated fabrics.",
+    help="Scenarios of failure, soft-RoCE VMs, simulated fabrics.",
 )
 
 app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})(vm)
