@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 
-from sennit.transport import errors
+from sennit.transport import errors, rendezvous
 from sennit.transport.config import Config, TransportKind
-from sennit.transport.errors import ConfigError, SennitError
+from sennit.transport.errors import ConfigError, PeerError, SennitError
 from sennit.transport.membership import Terms
 from sennit.transport.store import FileStore
 
@@ -75,6 +75,24 @@ def test_operations_keep_the_deadline_of_the_old_group(pair: Pair) -> None:
     with pytest.raises(errors.TimeoutError, match=r"0\.25 s"):
         successor[0].allreduce(np.ones(3))
     on_both(lambda rank: successor[rank].shutdown(0.0))
+
+
+def test_an_epoch_that_one_rank_could_not_connect_is_nobodys(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the other one would go on in a group that fails in its first call."""
+    original = rendezvous.connect
+
+    def connect(make: Any, *, rank: int, name: str, **rest: Any) -> Any:
+        connection = original(make, rank=rank, name=name, **rest)
+        if rank == 1 and name.endswith("epoch-1"):
+            connection.endpoint.shutdown(0.0)
+            raise PeerError("rank 1 fails after it has told everybody how to reach it")
+        return connection
+
+    monkeypatch.setattr(rendezvous, "connect", connect)
+    successor = reconfigure(pair)
+    assert [group.epoch for group in successor] == [2, 2]
+    assert works(successor)
+    on_both(lambda rank: successor[rank].shutdown())
 
 
 def test_a_group_that_gets_no_successor_is_still_there(pair: Pair) -> None:
