@@ -3,6 +3,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <cstring>
@@ -302,6 +303,64 @@ TEST_CASE("a rank that leaves early is named") {
     const Result result = run(engine, plan, in, out);
     CHECK(result.status == SENNIT_PEER);
     CHECK(result.error.find("rank 1 left the group") != std::string::npos);
+  });
+}
+
+TEST_CASE("an operation keeps its deadline when one with a later deadline is posted behind it") {
+  run_ranks(2, 60'000'000, [&](Engine& engine, uint32_t rank) {
+    if (rank != 0) return;
+    PlanWriter receiver(2, 0, 1, uint64_t{9} << 56);
+    receiver.add(StepKind::receive, 1, 0, 0, 0, 8);
+    LoadedPlan plan(receiver.bytes());
+    std::array<uint64_t, 2> memory{};
+    std::array<sennit_op*, 2> ops{};
+    for (uint32_t i = 0; i < 2; ++i) {
+      const sennit_buffer buffer{&memory[i], 8};
+      const sennit_post_options options{i == 0 ? 50'000u : 60'000'000u, SENNIT_POST_P2P, i, 1.0};
+      REQUIRE(sennit_post(reinterpret_cast<sennit_comm*>(&engine), plan.handle, &buffer, 1, &options, &ops[i], nullptr,
+                          0) == SENNIT_OK);
+    }
+    CHECK(sennit_wait(ops[0], 30'000'000) == SENNIT_TIMEOUT);
+    for (sennit_op* op : ops) sennit_op_release(op);
+  });
+}
+
+TEST_CASE("loans that a copy reads are handed back, so that more messages than the ring holds pass through it") {
+  constexpr uint32_t COUNT = 12;
+  constexpr uint64_t FLOATS = MAX_LOAN_BYTES / 4;
+  run_ranks(2, 20'000'000, [&](Engine& engine, uint32_t rank) {
+    PlanWriter writer(2, rank, 2, uint64_t{4} << 56);
+    for (uint32_t slot = 0; slot < COUNT; ++slot) {
+      const uint64_t at = slot * MAX_LOAN_BYTES;
+      writer.add(StepKind::send, 1 - rank, slot, 0, 0, MAX_LOAN_BYTES, {{0, 0, at}});
+      const uint32_t receive = writer.add(StepKind::receive, 1 - rank, slot, 0, 0, MAX_LOAN_BYTES, {}, STEP_LOAN);
+      const uint32_t copy = writer.add(StepKind::copy, 0, 0, 1, at, MAX_LOAN_BYTES, {{1, receive, 0}});
+      writer.edge(receive, copy);
+    }
+    LoadedPlan plan(writer.bytes());
+    std::vector<float> in(COUNT * FLOATS), out(COUNT * FLOATS), expected(COUNT * FLOATS);
+    for (size_t i = 0; i < in.size(); ++i) {
+      in[i] = static_cast<float>(i * 2 + rank);
+      expected[i] = static_cast<float>(i * 2 + 1 - rank);
+    }
+    const Result result = run(engine, plan, in, out);
+    REQUIRE_MESSAGE(result.status == SENNIT_OK, result.error);
+    CHECK(out == expected);
+  });
+}
+
+TEST_CASE("all ranks that are gone are blamed, not only the first") {
+  std::barrier gone(3);
+  run_ranks(3, 20'000'000, [&](Engine& engine, uint32_t rank) {
+    if (rank != 0) engine.shutdown(0);
+    gone.arrive_and_wait();
+    if (rank != 0) return;
+    LoadedPlan plan(PlanWriter::allreduce(3, 0, 4'096));
+    std::vector<float> in(1'024), out(1'024);
+    const Result result = run(engine, plan, in, out);
+    CHECK(result.status == SENNIT_PEER);
+    CHECK(engine.lost_ranks() == std::vector<uint32_t>{1, 2});
+    CHECK(result.error.find("lost in all: ranks 1, 2") != std::string::npos);
   });
 }
 

@@ -244,6 +244,21 @@ TEST_CASE("a receive from any rank takes what comes, and says from whom") {
   }
 }
 
+TEST_CASE("receives from any rank and from one rank are served in the order in which they were posted") {
+  for (const bool is_any_first : {true, false}) {
+    CAPTURE(is_any_first);
+    Triangle net;
+    std::vector<char> first(8), second(8);
+    net.receive(0, 1, is_any_first ? SENNIT_ANY_PEER : 1, P2P_KEY | 3, first);
+    net.receive(0, 2, is_any_first ? 1 : SENNIT_ANY_PEER, P2P_KEY | 3, second);
+    net.send(1, 1, 0, P2P_KEY | 3, pattern(8, 1));
+    net.send(1, 2, 0, P2P_KEY | 3, pattern(8, 2));
+    net.pump();
+    CHECK(first == pattern(8, 1));
+    CHECK(second == pattern(8, 2));
+  }
+}
+
 TEST_CASE("loans keep the bytes until they are released") {
   Triangle net;
   for (size_t size : {size_t{40}, size_t{4'000}}) {
@@ -365,6 +380,15 @@ TEST_CASE("a lost peer fails what waits for it, and only that") {
   net.receive(0, 2, 1, 6, got);
   REQUIRE(net.mailboxes[0]->failure() != nullptr);
   CHECK(net.mailboxes[0]->failure()->peer == 1);
+}
+
+TEST_CASE("a lost peer fails what was to be sent to it") {
+  Triangle net;
+  net.lanes[{0, 1}]->full = true;
+  net.send(0, 1, 1, 5, pattern(8, 1));
+  net.mailboxes[0]->on_peer_lost(1, "process ended");
+  REQUIRE(net.mailboxes[0]->failure() != nullptr);
+  CHECK(net.mailboxes[0]->failure()->kind == MailboxFailure::Kind::peer_lost);
 }
 
 TEST_CASE("a peer that ends the group fails it, whether or not anything waits for that peer") {
