@@ -166,7 +166,10 @@ def _settings() -> Capability:
         found = config.from_environment()
     except ConfigError as error:
         return _missing("settings", str(error), "correct or unset the variable")
-    detail = f"transport {found.transport}, {found.paths} paths a peer and rail"
+    detail = (
+        f"transport {found.transport}, {found.paths} paths a peer and rail ({found.path_policy}), window "
+        f"{found.window_bytes} bytes ({found.congestion})"
+    )
     return _available("settings", detail)
 
 

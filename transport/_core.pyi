@@ -7,6 +7,12 @@ from typing import Any, Final, final
 WIRE_REVISION: Final[int]
 """Of the control payload and of packets (docs/wire.md)."""
 
+PATH_POLICIES: Final[tuple[str, ...]]
+"""How a flow may choose among its paths (csrc/flow/path_policy.hpp)."""
+
+CONGESTION_CONTROLS: Final[tuple[str, ...]]
+"""What may decide how much is in flight (csrc/flow/congestion.hpp)."""
+
 @final
 class Plan:
     """A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes."""
@@ -40,8 +46,20 @@ class Communicator:
     def shm_accept(self, rank: int, offer: bytes) -> bool:
         """Opens a peer's segment; False when it cannot be reached."""
 
-    def udp_open(self, rails: Sequence[tuple[str, int]], path_count: int, seed: int = 0) -> bytes:
-        """Opens the sockets on (address, port) rails; what peers need to connect."""
+    def udp_open(
+        self,
+        rails: Sequence[tuple[str, int]],
+        *,
+        path_count: int,
+        path_policy: str,
+        congestion: str,
+        window_bytes: int,
+        seed: int = 0,
+    ) -> bytes:
+        """Opens the sockets on (address, port) rails; what peers need to connect.
+
+        ArgumentError for a name that is unknown or a number out of range.
+        """
 
     def connect(self, routes: Sequence[tuple[str, bytes]]) -> None:
         """Per rank: ('self'|'shm'|'udp', the peer's blob)."""

@@ -8,15 +8,20 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final
+from typing import Final, TypeVar
 
 from sennit.transport.errors import ConfigError
 
 PATHS_MAX: Final = 256
+WINDOW_MIN_BYTES: Final = 64 << 10
+WINDOW_MAX_BYTES: Final = 64 << 20
 # Longer than any identity we make up ourselves, short enough for an error message.
 HOST_ID_MAX_CHARACTERS: Final = 128
 # Linux: IFNAMSIZ is 16 with the final zero (uapi/linux/if.h).
 INTERFACE_MAX_CHARACTERS: Final = 15
+
+
+AnyName = TypeVar("AnyName", bound=StrEnum)
 
 
 class TransportKind(StrEnum):
@@ -28,9 +33,25 @@ class TransportKind(StrEnum):
     VERBS = "verbs"
 
 
+class PathPolicy(StrEnum):
+    """Which path the next packets take. Names of csrc/flow/path_policy.cpp."""
+
+    ROUND_ROBIN = "round_robin"
+    REPS = "reps"
+
+
+class Congestion(StrEnum):
+    """What decides how much is in flight. Names of csrc/flow/congestion.cpp."""
+
+    FIXED = "fixed"
+    SWIFT = "swift"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Checked on creation; ranks of one group need not have equal ones, except that they must find a common way."""
+    """Checked on creation. Ranks of one group need not have equal ones, except that they must find a common way: path
+    policy, congestion control and window are the sender's own affair and change nothing on the wire, and of different
+    path counts a pair uses the smaller."""
 
     transport: TransportKind = TransportKind.AUTO
     """`SENNIT_TRANSPORT`. auto: shared memory inside a host, else udp. shm, udp, verbs: that one or an error."""
@@ -42,6 +63,19 @@ class Config:
     paths: int = 8
     """`SENNIT_PATHS`, 1 to 256: UDP source ports (ECMP entropies) for each peer and rail. Eight spread over four
     equal-cost planes with little left idle; more only cost state."""
+
+    path_policy: PathPolicy = PathPolicy.ROUND_ROBIN
+    """`SENNIT_PATH_POLICY`. round_robin: every path that works in turn, the best where paths are equal. reps: those
+    whose packets just arrived unmarked again, the faster first, for fabrics whose paths are loaded unequally."""
+
+    congestion: Congestion = Congestion.FIXED
+    """`SENNIT_CONGESTION`. fixed: the whole window, always; receivers' grants alone act against incast. swift: a
+    window by delay and ECN, with pacing, for fabrics that are shared (decision 25 has what it costs)."""
+
+    window_bytes: int = 2 << 20
+    """`SENNIT_WINDOW_BYTES`, 64 KiB to 64 MiB: most that this rank has in flight to one peer, whose socket buffer may
+    allow less. Rate times round trip is needed: 100 Gbit/s over 160 µs is the default. Where it is far below the
+    peer's own, acknowledgements come by the timer, 400 µs late."""
 
     host_id: str | None = None
     """`SENNIT_HOST_ID`: stands for this host when ranks look for neighbours. None: the kernel's boot id. Give
@@ -57,6 +91,13 @@ class Config:
         object.__setattr__(self, "transport", TransportKind(self.transport))
         if not 1 <= self.paths <= PATHS_MAX:
             raise ConfigError(f"paths {self.paths}; allowed: 1..{PATHS_MAX}")
+        for field, kind in (("path_policy", PathPolicy), ("congestion", Congestion)):
+            value = getattr(self, field)
+            if value not in tuple(kind):
+                raise ConfigError(f"{field} {value!r}; allowed: {', '.join(kind)}")
+            object.__setattr__(self, field, kind(value))
+        if not WINDOW_MIN_BYTES <= self.window_bytes <= WINDOW_MAX_BYTES:
+            raise ConfigError(f"window_bytes {self.window_bytes}; allowed: {WINDOW_MIN_BYTES}..{WINDOW_MAX_BYTES}")
         for name in self.interfaces:
             if not 1 <= len(name) <= INTERFACE_MAX_CHARACTERS or "/" in name or any(map(str.isspace, name)):
                 raise ConfigError(
@@ -78,6 +119,9 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         "SENNIT_TRANSPORT",
         "SENNIT_INTERFACES",
         "SENNIT_PATHS",
+        "SENNIT_PATH_POLICY",
+        "SENNIT_CONGESTION",
+        "SENNIT_WINDOW_BYTES",
         "SENNIT_HOST_ID",
         "SENNIT_TIMEOUT_S",
     ):
@@ -86,21 +130,25 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
             given[name] = text
     default = Config()
     return Config(
-        transport=_transport(given.get("SENNIT_TRANSPORT")),
+        transport=_name("SENNIT_TRANSPORT", given.get("SENNIT_TRANSPORT"), default.transport),
         interfaces=_names(given.get("SENNIT_INTERFACES")),
         paths=_integer("SENNIT_PATHS", given.get("SENNIT_PATHS"), default.paths),
+        path_policy=_name("SENNIT_PATH_POLICY", given.get("SENNIT_PATH_POLICY"), default.path_policy),
+        congestion=_name("SENNIT_CONGESTION", given.get("SENNIT_CONGESTION"), default.congestion),
+        window_bytes=_integer("SENNIT_WINDOW_BYTES", given.get("SENNIT_WINDOW_BYTES"), default.window_bytes),
         host_id=given.get("SENNIT_HOST_ID"),
         timeout_s=_seconds("SENNIT_TIMEOUT_S", given.get("SENNIT_TIMEOUT_S"), default.timeout_s),
     )
 
 
-def _transport(text: str | None) -> TransportKind:
+def _name(variable: str, text: str | None, default: AnyName) -> AnyName:
+    kind = type(default)
     if text is None:
-        return TransportKind.AUTO
+        return default
     try:
-        return TransportKind(text.lower())
+        return kind(text.lower())
     except ValueError:
-        raise ConfigError(f"SENNIT_TRANSPORT={text}; allowed: {', '.join(TransportKind)}") from None
+        raise ConfigError(f"{variable}={text}; allowed: {', '.join(kind)}") from None
 
 
 def _names(text: str | None) -> tuple[str, ...]:

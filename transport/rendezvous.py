@@ -51,7 +51,16 @@ class Endpoint(Protocol):
 
     def shm_accept(self, rank: int, offer: bytes, /) -> bool: ...
 
-    def udp_open(self, rails: list[tuple[str, int]], path_count: int, /) -> bytes: ...
+    def udp_open(
+        self,
+        rails: list[tuple[str, int]],
+        /,
+        *,
+        path_count: int,
+        path_policy: str,
+        congestion: str,
+        window_bytes: int,
+    ) -> bytes: ...
 
     def connect(self, routes: list[Route], /) -> None: ...
 
@@ -303,7 +312,14 @@ def connect(
             _refuse_strangers(config, hello, offers, by_shm[rank], rank)
             if not needs_udp[rank]:
                 return {"blob": ""}
-            return {"blob": _text(endpoint.udp_open(rails(), config.paths))}
+            opened = endpoint.udp_open(
+                rails(),
+                path_count=config.paths,
+                path_policy=config.path_policy,
+                congestion=config.congestion,
+                window_bytes=config.window_bytes,
+            )
+            return {"blob": _text(opened)}
 
         blobs = [base64.b64decode(record["blob"]) for record in rounds.exchange("udp", open_udp)]
     routes: list[Route] = [("shm", b"") if by_shm[rank][peer] else ("udp", blobs[peer]) for peer in range(world)]

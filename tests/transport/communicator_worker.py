@@ -271,9 +271,35 @@ def flooded(group: Communicator, seed: int) -> None:
     check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
 
 
+def described(group: Communicator, seed: int) -> None:
+    """What the settings ask for is what the transport says it uses."""
+    asked = group.config
+    text = group.describe()
+    assert f"{asked.paths} paths a rail ({asked.path_policy})" in text, text
+    assert f"window {asked.window_bytes} bytes ({asked.congestion})" in text, text
+    full_packets = asked.window_bytes // 4096
+    window_packets = group.counters()["window_packets"]
+    if asked.congestion == "fixed":
+        # Loopback's packets are full ones; the peer's socket buffer may allow less.
+        assert 8 <= window_packets <= full_packets, (window_packets, full_packets)
+    else:
+        assert 2 <= window_packets <= full_packets, (window_packets, full_packets)
+
+
 SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
     scenario.__name__: scenario
-    for scenario in (reductions, arithmetic, movement, point_to_point, overlapping, mismatch, late, killed, flooded)
+    for scenario in (
+        reductions,
+        arithmetic,
+        movement,
+        point_to_point,
+        overlapping,
+        mismatch,
+        late,
+        killed,
+        flooded,
+        described,
+    )
 }
 
 

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,19 +19,28 @@ from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
+from sennit.transport import _core
 from sennit.transport.communicator import Communicator
-from sennit.transport.config import Config
+from sennit.transport.config import Config, Congestion, PathPolicy
 
 WORKER = Path(__file__).with_name("communicator_worker.py")
 DEADLINE_S = 90.0
 
 
 def run_ranks(
-    scenario: str, world: int, transport: str, folder: Path, seed: int, timeout_s: float = 60.0, hosts: str = ""
+    scenario: str,
+    world: int,
+    transport: str,
+    folder: Path,
+    seed: int,
+    timeout_s: float = 60.0,
+    hosts: str = "",
+    variables: Sequence[dict[str, str]] = (),
 ) -> None:
     """Runs one process a rank; fails with what the failing ranks wrote. Leaves no process behind.
 
-    `hosts`: a letter for each rank, its pretended host; by default they share one.
+    `hosts`: a letter for each rank, its pretended host; by default they share one. `variables`: further ones of the
+    environment, taken in turn by the ranks.
     """
     hosts = hosts or "a" * world
     environment = {
@@ -43,6 +55,8 @@ def run_ranks(
         command = [sys.executable, str(WORKER), scenario, f"{rank}", f"{world}", str(folder / "store"), f"{seed}"]
         with (folder / f"rank{rank}").open("wb") as log:
             mine = environment | {"SENNIT_HOST_ID": hosts[rank]}
+            if variables:
+                mine |= variables[rank % len(variables)]
             ranks.append(subprocess.Popen(command, env=mine, stderr=log))
     deadline_s = time.monotonic() + DEADLINE_S
     codes: list[int | None] = []
@@ -88,6 +102,40 @@ def test_arithmetic(transport: str, world: int, tmp_path: Path) -> None:
 def test_failures(transport: str, world: int, scenario: str, tmp_path: Path) -> None:
     # A dead udp peer is noticed at the deadline at the latest.
     run_ranks(scenario, world, transport, tmp_path, seed=1, timeout_s=5.0)
+
+
+def test_names_of_settings_are_those_of_the_core() -> None:
+    assert tuple(PathPolicy) == _core.PATH_POLICIES
+    assert tuple(Congestion) == _core.CONGESTION_CONTROLS
+
+
+@pytest.mark.parametrize("congestion", list(Congestion))
+@pytest.mark.parametrize("path_policy", list(PathPolicy))
+def test_every_policy_and_control_gives_the_same_bits(path_policy: str, congestion: str, tmp_path: Path) -> None:
+    settings = {"SENNIT_PATH_POLICY": path_policy, "SENNIT_CONGESTION": congestion}
+    run_ranks("reductions,movement,described", 2, "udp", tmp_path, seed=5, variables=[settings])
+
+
+def test_ranks_need_not_agree_on_how_they_send(tmp_path: Path) -> None:
+    one = {"SENNIT_PATH_POLICY": "reps", "SENNIT_CONGESTION": "swift", "SENNIT_WINDOW_BYTES": "65536"}
+    another = {"SENNIT_PATHS": "3", "SENNIT_WINDOW_BYTES": f"{16 << 20}"}
+    run_ranks("reductions,movement,described", 3, "udp", tmp_path, seed=6, variables=[one, another])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"path_policy": "random"}, 'path_policy "random"; allowed: round_robin, reps'),
+        ({"congestion": "cubic"}, 'congestion "cubic"; allowed: fixed, swift'),
+        ({"window_bytes": 65_535}, "a window of 65535 bytes; 65536 to 67108864 are allowed"),
+        ({"path_count": 0}, "0 paths over 1 rails"),
+    ],
+)
+def test_the_core_refuses_unknown_settings_when_it_opens_its_sockets(changed: dict[str, Any], message: str) -> None:
+    settings: dict[str, Any] = {"path_count": 1, "path_policy": "reps", "congestion": "swift", "window_bytes": 1 << 20}
+    core = _core.Communicator(0, 2, timeout_s=1.0, seed=1)
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        core.udp_open([("127.0.0.1", 0)], **(settings | changed))
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sennit.transport import errors
-from sennit.transport.config import Config, TransportKind, from_environment
+from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind, from_environment
 from sennit.transport.errors import ConfigError, DeviceError, SennitError, Unsupported, from_status
 from sennit.transport.host import host_identity, machine_identity
 
@@ -27,10 +27,22 @@ def test_every_variable() -> None:
             "SENNIT_TRANSPORT": "UDP",
             "SENNIT_INTERFACES": "eth0, eth1,",
             "SENNIT_PATHS": "256",
+            "SENNIT_PATH_POLICY": "REPS",
+            "SENNIT_CONGESTION": "swift",
+            "SENNIT_WINDOW_BYTES": "65536",
             "SENNIT_HOST_ID": "left",
             "SENNIT_TIMEOUT_S": "2.5",
         }
-    ) == Config(transport=TransportKind.UDP, interfaces=("eth0", "eth1"), paths=256, host_id="left", timeout_s=2.5)
+    ) == Config(
+        transport=TransportKind.UDP,
+        interfaces=("eth0", "eth1"),
+        paths=256,
+        path_policy=PathPolicy.REPS,
+        congestion=Congestion.SWIFT,
+        window_bytes=65_536,
+        host_id="left",
+        timeout_s=2.5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,6 +52,11 @@ def test_every_variable() -> None:
         ("SENNIT_PATHS", "0", r"paths 0; allowed: 1\.\.256"),
         ("SENNIT_PATHS", "257", r"paths 257; allowed: 1\.\.256"),
         ("SENNIT_PATHS", "many", "SENNIT_PATHS=many; allowed: a whole number"),
+        ("SENNIT_PATH_POLICY", "random", "SENNIT_PATH_POLICY=random; allowed: round_robin, reps"),
+        ("SENNIT_CONGESTION", "cubic", "SENNIT_CONGESTION=cubic; allowed: fixed, swift"),
+        ("SENNIT_WINDOW_BYTES", "65535", r"window_bytes 65535; allowed: 65536\.\.67108864"),
+        ("SENNIT_WINDOW_BYTES", "67108865", "window_bytes 67108865"),
+        ("SENNIT_WINDOW_BYTES", "2MiB", "SENNIT_WINDOW_BYTES=2MiB; allowed: a whole number"),
         ("SENNIT_INTERFACES", "eth0,eth0", "each name once"),
         ("SENNIT_INTERFACES", "a-name-of-sixteen", "interface 'a-name-of-sixteen'; allowed: 1..15"),
         ("SENNIT_INTERFACES", "../eth0", "without space or slash"),
@@ -63,6 +80,10 @@ def test_a_configuration_cannot_change_and_takes_names_only() -> None:
         Config(TransportKind.SHM)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="transport 'tcp'"):
         Config(transport="tcp")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="path_policy 'random'; allowed: round_robin, reps"):
+        Config(path_policy="random")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="congestion 'cubic'; allowed: fixed, swift"):
+        Config(congestion="cubic")  # type: ignore[arg-type]
 
 
 def test_identities(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 import sennit
 from sennit.transport import _core, errors, rendezvous
-from sennit.transport.config import Config, TransportKind
+from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind
 from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, SennitError, Unsupported
 from sennit.transport.store import FileStore, Store
 from sennit.transport.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
@@ -66,7 +66,7 @@ class Recorder:
         self.rank, self.room, self.shm_errno = rank, room, shm_errno
         self.ranks_here = 0
         self.routes: list[tuple[str, bytes]] = []
-        self.udp: tuple[list[tuple[str, int]], int] | None = None
+        self.udp: tuple[list[tuple[str, int]], dict[str, Any]] | None = None
 
     def shm_offer(self) -> bytes:
         if self.shm_errno is not None:
@@ -77,8 +77,8 @@ class Recorder:
         assert offer.endswith(f"/{rank}".encode())
         return offer.decode().split("/")[0] == self.room
 
-    def udp_open(self, rails: list[tuple[str, int]], path_count: int, /) -> bytes:
-        self.udp = (rails, path_count)
+    def udp_open(self, rails: list[tuple[str, int]], /, **settings: Any) -> bytes:
+        self.udp = (rails, settings)
         return f"udp{self.rank}\x00\xff".encode("latin-1")
 
     def connect(self, routes: list[tuple[str, bytes]], /) -> None:
@@ -133,7 +133,10 @@ def test_containers_with_their_own_memory_fall_back_to_udp() -> None:
     endpoints = [Recorder(0, "a"), Recorder(1, "a"), Recorder(2, "b")]
     assert meet(endpoints) == [("self", "shm", "udp"), ("shm", "self", "udp"), ("udp", "udp", "self")]
     assert endpoints[0].routes[2] == ("udp", b"udp2\x00\xff")
-    assert endpoints[2].udp == ([("10.0.0.2", 0)], Config().paths)
+    assert endpoints[2].udp == (
+        [("10.0.0.2", 0)],
+        {"path_count": 8, "path_policy": "round_robin", "congestion": "fixed", "window_bytes": 2 << 20},
+    )
 
 
 def test_only_ranks_that_need_udp_open_it() -> None:
@@ -170,9 +173,19 @@ def test_a_full_shared_memory_is_no_reason_to_stop() -> None:
 
 def test_udp_alone_makes_no_segment() -> None:
     endpoints = [Recorder(rank, "a", shm_errno=errno.EACCES) for rank in range(2)]
-    config = Config(transport=TransportKind.UDP, paths=3)
-    assert meet(endpoints, [config, config]) == [("self", "udp"), ("udp", "self")]
-    assert endpoints[0].udp == ([("10.0.0.0", 0)], 3)
+    config = Config(
+        transport=TransportKind.UDP,
+        paths=3,
+        path_policy=PathPolicy.REPS,
+        congestion=Congestion.SWIFT,
+        window_bytes=1 << 20,
+    )
+    # What a rank asks of its own sending need not be what its peer asks.
+    assert meet(endpoints, [config, Config()]) == [("self", "udp"), ("udp", "self")]
+    assert endpoints[0].udp == (
+        [("10.0.0.0", 0)],
+        {"path_count": 3, "path_policy": "reps", "congestion": "swift", "window_bytes": 1 << 20},
+    )
 
 
 @pytest.mark.parametrize(

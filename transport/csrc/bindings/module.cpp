@@ -9,11 +9,15 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <span>
+#include <string_view>
 #include <system_error>
 
 #include "bindings/fabric.hpp"
 #include "executor/engine.hpp"
+#include "flow/congestion.hpp"
 #include "flow/control.hpp"
+#include "flow/path_policy.hpp"
 #include "ports/udp_bare.hpp"
 
 namespace nb = nanobind;
@@ -57,6 +61,12 @@ std::vector<std::byte> to_bytes(const nb::bytes& bytes) {
 }
 
 nb::bytes from_bytes(const std::vector<std::byte>& bytes) { return nb::bytes(bytes.data(), bytes.size()); }
+
+nb::tuple to_names(std::span<const std::string_view> names) {
+  nb::list out;
+  for (const std::string_view name : names) out.append(nb::str(name.data(), name.size()));
+  return nb::tuple(out);
+}
 
 class PyPlan {
  public:
@@ -179,10 +189,15 @@ class PyCommunicator {
     const std::vector<std::byte> bytes = to_bytes(offer);
     return guarded([&] { return engine_->shm_accept(rank, bytes); });
   }
-  nb::bytes udp_open(const std::vector<std::pair<std::string, uint16_t>>& rails, uint32_t path_count, uint64_t seed) {
+  nb::bytes udp_open(const std::vector<std::pair<std::string, uint16_t>>& rails, uint32_t path_count,
+                     const std::string& path_policy, const std::string& congestion, uint32_t window_bytes,
+                     uint64_t seed) {
     sennit::UdpConfig config;
     for (const auto& [address, port] : rails) config.rails.push_back({address, port});
     config.path_count = path_count;
+    config.path_policy = path_policy;
+    config.congestion = congestion;
+    config.window_bytes = window_bytes;
     config.seed = seed;
     return from_bytes(guarded([&] { return engine_->udp_open(config); }));
   }
@@ -281,6 +296,8 @@ class PyCommunicator {
 NB_MODULE(_core, m) {
   m.doc() = "The native data plane: plans run over shared memory and RoCEv2 on UDP.";
   m.attr("WIRE_REVISION") = static_cast<int>(sennit::flow::CONTROL_VERSION);
+  m.attr("PATH_POLICIES") = to_names(sennit::flow::path_policies());
+  m.attr("CONGESTION_CONTROLS") = to_names(sennit::flow::congestion_controls());
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)
       .def_prop_ro("name", [](const PyPlan& self) { return self.plan().name; })
@@ -299,7 +316,8 @@ NB_MODULE(_core, m) {
            "Makes this rank's shared-memory segment; what peers need to open it.")
       .def("shm_accept", &PyCommunicator::shm_accept, "rank"_a, "offer"_a,
            "Opens a peer's segment; False when it cannot be reached.")
-      .def("udp_open", &PyCommunicator::udp_open, "rails"_a, "path_count"_a, "seed"_a = 0,
+      .def("udp_open", &PyCommunicator::udp_open, "rails"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
+           "congestion"_a, "window_bytes"_a, "seed"_a = 0,
            "Opens the sockets on (address, port) rails; what peers need to connect.")
       .def("connect", &PyCommunicator::connect, "routes"_a, "Per rank: ('self'|'shm'|'udp', the peer's blob).")
       .def("post", &PyCommunicator::post, "plan"_a, "buffers"_a, nb::kw_only(), "timeout_s"_a = 0.0,

@@ -410,6 +410,7 @@ std::string Engine::describe() {
   Lock lock = enter();
   std::string text = "rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.world) + ", operation " +
                      std::to_string(sequence()) + ", " + std::to_string(active_.size()) + " in flight";
+  if (udp_) text += "; " + udp_->describe();
   const std::string outstanding = mailbox_.describe_outstanding();
   return outstanding.empty() ? text : text + "; " + outstanding;
 }

@@ -1,15 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "flow/congestion.hpp"
 
-#include <stdexcept>
-#include <string>
+#include "flow/registry.hpp"
 
 namespace sennit::flow {
+namespace {
+
+constexpr Registry REGISTRY(std::to_array<Named<decltype(&make_swift)>>({
+    {"fixed", make_fixed_window},
+    {"swift", make_swift},
+}));
+
+}  // namespace
+
+std::span<const std::string_view> congestion_controls() { return REGISTRY.names; }
 
 std::unique_ptr<CongestionControl> make_congestion_control(std::string_view name, const CongestionLimits& limits) {
-  if (name == "fixed") return make_fixed_window(limits);
-  if (name == "swift") return make_swift(limits);
-  throw std::invalid_argument("congestion must be \"fixed\" or \"swift\", not \"" + std::string(name) + "\"");
+  return REGISTRY.find("congestion", name)(limits);
 }
 
 }  // namespace sennit::flow

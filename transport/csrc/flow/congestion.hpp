@@ -6,6 +6,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string_view>
 
 #include "flow/feedback.hpp"
@@ -31,6 +32,8 @@ class CongestionControl {
   virtual void on_losses(uint64_t now_us, uint32_t path, uint32_t packets) = 0;
 };
 
+// The names there are.
+std::span<const std::string_view> congestion_controls();
 // Throws std::invalid_argument naming the allowed names.
 std::unique_ptr<CongestionControl> make_congestion_control(std::string_view name, const CongestionLimits& limits);
 

@@ -1,10 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "flow/path_policy.hpp"
 
-#include <stdexcept>
-#include <string>
+#include "flow/registry.hpp"
 
 namespace sennit::flow {
+namespace {
+
+constexpr Registry REGISTRY(std::to_array<Named<decltype(&make_reps)>>({
+    {"round_robin", make_round_robin},
+    {"reps", make_reps},
+}));
+
+}  // namespace
 
 bool is_elsewhere(const Paths& paths, uint32_t path, uint32_t avoided) {
   if (avoided == Paths::NONE) return true;
@@ -22,10 +29,10 @@ uint32_t next_offered(const Paths& paths, uint32_t cursor, uint64_t now_us, uint
   return fallback;
 }
 
+std::span<const std::string_view> path_policies() { return REGISTRY.names; }
+
 std::unique_ptr<PathPolicy> make_path_policy(std::string_view name, uint32_t path_count, uint64_t seed) {
-  if (name == "round_robin") return make_round_robin(path_count, seed);
-  if (name == "reps") return make_reps(path_count, seed);
-  throw std::invalid_argument("path_policy must be \"round_robin\" or \"reps\", not \"" + std::string(name) + "\"");
+  return REGISTRY.find("path_policy", name)(path_count, seed);
 }
 
 }  // namespace sennit::flow

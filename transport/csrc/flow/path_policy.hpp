@@ -6,6 +6,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string_view>
 
 #include "flow/feedback.hpp"
@@ -28,6 +29,8 @@ bool is_elsewhere(const Paths& paths, uint32_t path, uint32_t avoided);
 // The next path after `cursor` that offers itself, preferably elsewhere.
 uint32_t next_offered(const Paths& paths, uint32_t cursor, uint64_t now_us, uint32_t avoided);
 
+// The names there are.
+std::span<const std::string_view> path_policies();
 // Throws std::invalid_argument naming the allowed names.
 std::unique_ptr<PathPolicy> make_path_policy(std::string_view name, uint32_t path_count, uint64_t seed);
 

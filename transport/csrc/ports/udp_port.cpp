@@ -12,7 +12,9 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "flow/congestion.hpp"
 #include "flow/control.hpp"
+#include "flow/path_policy.hpp"
 #include "messages/utf8.hpp"
 
 namespace sennit {
@@ -24,8 +26,7 @@ constexpr uint32_t PATH_MAX_COUNT = 256;
 constexpr size_t RECEIVE_BUFFER_PER_PEER_BYTES = 4 << 20;
 constexpr size_t RECEIVE_BUFFER_MIN_BYTES = 8 << 20, RECEIVE_BUFFER_MAX_BYTES = 32 << 20;
 constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
-// More in flight than fits the processor's second-level cache only makes copies slower.
-constexpr uint64_t WINDOW_MAX_BYTES = 2 << 20;
+constexpr uint64_t WINDOW_MIN_BYTES = 64 << 10, WINDOW_MAX_BYTES = 64 << 20;
 constexpr uint64_t WINDOW_MIN_PACKETS = 4;
 constexpr uint32_t ACKS_PER_WINDOW = 8, ACK_MAX_PACKETS = 64;
 // Send batches and receive batches a round, and rounds a progress call.
@@ -109,7 +110,11 @@ struct UdpPort::Peer {
 };
 
 UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
-    : rank_(rank), seed_(config.seed), path_policy_(config.path_policy), congestion_(config.congestion) {
+    : rank_(rank),
+      seed_(config.seed),
+      path_policy_(config.path_policy),
+      congestion_(config.congestion),
+      window_bytes_(config.window_bytes) {
   if (size < 1 || rank >= size)
     throw std::invalid_argument("udp: rank " + std::to_string(rank) + " is not below the size " + std::to_string(size));
   if (config.rails.empty()) throw std::invalid_argument("udp: no rail given; name at least one local address");
@@ -117,6 +122,13 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
     throw std::invalid_argument("udp: " + std::to_string(config.path_count) + " paths over " +
                                 std::to_string(config.rails.size()) + " rails; 1 to " + std::to_string(PATH_MAX_COUNT) +
                                 " in all are allowed");
+  if (window_bytes_ < WINDOW_MIN_BYTES || window_bytes_ > WINDOW_MAX_BYTES)
+    throw std::invalid_argument("udp: a window of " + std::to_string(window_bytes_) + " bytes; " +
+                                std::to_string(WINDOW_MIN_BYTES) + " to " + std::to_string(WINDOW_MAX_BYTES) +
+                                " are allowed");
+  // Flows come with their peers; a wrong name shall not wait for them.
+  flow::make_path_policy(path_policy_, config.path_count, seed_);
+  flow::make_congestion_control(congestion_, {.window_max_packets = 1, .path_count = 1, .target_queue_us = 1});
   offer_.rank = rank;
   offer_.size = size;
   offer_.path_count = config.path_count;
@@ -211,8 +223,8 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
                                 " bytes a packet; powers of two from 256 to 4096 are allowed");
   config.path_count = static_cast<uint32_t>(path_count * pairs.size());
   config.eager_slot_count = EAGER_SLOT_COUNT;
-  config.window_bytes = static_cast<uint32_t>(std::clamp<uint64_t>(
-      theirs.receive_window_bytes, WINDOW_MIN_PACKETS * config.payload_max_bytes, WINDOW_MAX_BYTES));
+  config.window_bytes = static_cast<uint32_t>(
+      std::clamp<uint64_t>(theirs.receive_window_bytes, WINDOW_MIN_PACKETS * config.payload_max_bytes, window_bytes_));
   // Several acknowledgements a window, but each is a packet to send and to receive.
   config.ack_every_packets =
       std::clamp(config.window_bytes / config.payload_max_bytes / ACKS_PER_WINDOW, 1u, ACK_MAX_PACKETS);
@@ -454,6 +466,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
     sum.path_probe_packets += one.path_probe_packets;
     sum.paths_readmitted += one.paths_readmitted;
     sum.credit_stalls += one.credit_stalls;
+    sum.window_packets = std::max(sum.window_packets, one.window_packets);
     sum.rtt_us = std::max(sum.rtt_us, one.rtt_us);
     sum.rto_us = std::max(sum.rto_us, one.rto_us);
   }
@@ -474,6 +487,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
                          {"path_probe_packets", sum.path_probe_packets},
                          {"paths_readmitted", sum.paths_readmitted},
                          {"credit_stalls", sum.credit_stalls},
+                         {"window_packets", sum.window_packets},
                          {"rtt_us", sum.rtt_us},
                          {"rto_us", sum.rto_us}});
   auto refused = receive_counters_.refused;
@@ -490,7 +504,8 @@ std::string UdpPort::describe() const {
     out.append(" ").append(text_of(rail.listen));
     out.append(" (").append(std::to_string(rail.payload_max_bytes)).append(" bytes a packet)");
   }
-  out.append(", ").append(std::to_string(offer_.path_count)).append(" paths a rail, ");
+  out.append(", ").append(std::to_string(offer_.path_count)).append(" paths a rail (").append(path_policy_);
+  out.append("), window ").append(std::to_string(window_bytes_)).append(" bytes (").append(congestion_).append("), ");
   return out.append(std::to_string(connected_.size())).append(" peers");
 }
 

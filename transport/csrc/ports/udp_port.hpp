@@ -32,8 +32,12 @@ struct UdpConfig {
   std::vector<UdpRailConfig> rails;
   uint32_t path_count = 4;  // entropies a peer and rail
   uint64_t seed = 0;        // of choices that tests repeat; keys and queue pairs are always random
+  // Of what this rank sends; peers need not have the same ones.
   std::string path_policy = "round_robin", congestion = "fixed";  // flow/path_policy.hpp, flow/congestion.hpp
-  size_t receive_buffer_bytes = 0;                                // of each listening socket; 0: by the number of peers
+  // Most in flight to one peer, whose receive memory may allow less. More than fits the processor's second-level
+  // cache only makes copies slower, unless the network holds more in a round trip.
+  uint32_t window_bytes = 2 << 20;
+  size_t receive_buffer_bytes = 0;  // of each listening socket; 0: by the number of peers
 };
 
 class UdpPort final : public Port {
@@ -78,6 +82,7 @@ class UdpPort final : public Port {
   UdpOffer offer_;  // ours
   uint64_t seed_;
   std::string path_policy_, congestion_;
+  uint32_t window_bytes_;
   flow::ReceiveBudget receive_budget_{
       {.min_bytes = 65'536, .target_queue_us = 250}};  // before peers_, whose flows give back their grants at the end
   UdpSendCounters send_counters_;

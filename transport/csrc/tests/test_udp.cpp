@@ -11,10 +11,14 @@
 #include <map>
 #include <random>
 #include <set>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <vector>
 
+#include "flow/congestion.hpp"
+#include "flow/path_policy.hpp"
 #include "ports/udp_bare.hpp"
 #include "ports/udp_port.hpp"
 
@@ -163,6 +167,44 @@ TEST_CASE("messages of all sizes arrive unchanged both ways") {
       CHECK(rank->counter("send_errors") == 0);
       CHECK(rank->counter("placed_in_place") > 10 * rank->counter("placed_by_copy"));
     }
+  }
+}
+
+TEST_CASE("every path policy and congestion control carries the same bytes, and says what it is") {
+  for (const std::string_view policy : flow::path_policies()) {
+    for (const std::string_view congestion : flow::congestion_controls()) {
+      CAPTURE(policy);
+      CAPTURE(congestion);
+      UdpConfig config = config_for("::1", 3);
+      config.path_policy = policy;
+      config.congestion = congestion;
+      config.window_bytes = 256 << 10;
+      Pair pair(config);
+      exchange(pair, 8, {3 << 20, 77, 123'457}, false);
+      const std::string expected = std::string("3 paths a rail (")
+                                       .append(policy)
+                                       .append("), window 262144 bytes (")
+                                       .append(congestion)
+                                       .append(")");
+      CHECK(pair.a.port.describe().find(expected) != std::string::npos);
+      CHECK(pair.a.counter("window_packets") <= 64);
+      CHECK(pair.a.counter("window_packets") >= 2);
+    }
+  }
+}
+
+TEST_CASE("unknown names and windows out of range are refused before a socket is open") {
+  UdpConfig config = config_for("::1");
+  config.path_policy = "random";
+  CHECK_THROWS_WITH_AS(UdpPort(0, 2, config), "path_policy \"random\"; allowed: round_robin, reps",
+                       std::invalid_argument);
+  config = config_for("::1");
+  config.congestion = "cubic";
+  CHECK_THROWS_WITH_AS(UdpPort(0, 2, config), "congestion \"cubic\"; allowed: fixed, swift", std::invalid_argument);
+  for (const uint32_t window_bytes : {0u, 65'535u, (64u << 20) + 1}) {
+    config = config_for("::1");
+    config.window_bytes = window_bytes;
+    CHECK_THROWS_AS(UdpPort(0, 2, config), std::invalid_argument);
   }
 }
 
