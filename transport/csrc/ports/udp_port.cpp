@@ -12,7 +12,6 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "flow/congestion.hpp"
 #include "flow/control.hpp"
 #include "flow/path_policy.hpp"
 #include "messages/utf8.hpp"
@@ -21,12 +20,10 @@ namespace sennit {
 namespace {
 
 constexpr uint32_t EAGER_SLOT_COUNT = 64;
-constexpr uint32_t PATH_MAX_COUNT = 256;
 // Receive memory of a rail asked of the kernel: so much a peer, within these bounds.
 constexpr size_t RECEIVE_BUFFER_PER_PEER_BYTES = 4 << 20;
 constexpr size_t RECEIVE_BUFFER_MIN_BYTES = 8 << 20, RECEIVE_BUFFER_MAX_BYTES = 32 << 20;
 constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
-constexpr uint64_t WINDOW_MIN_BYTES = 64 << 10, WINDOW_MAX_BYTES = 64 << 20;
 constexpr uint64_t WINDOW_MIN_PACKETS = 4;
 constexpr uint32_t ACKS_PER_WINDOW = 8, ACK_MAX_PACKETS = 64;
 // Send batches and receive batches a round, and rounds a progress call.
@@ -117,18 +114,7 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
       window_bytes_(config.window_bytes) {
   if (size < 1 || rank >= size)
     throw std::invalid_argument("udp: rank " + std::to_string(rank) + " is not below the size " + std::to_string(size));
-  if (config.rails.empty()) throw std::invalid_argument("udp: no rail given; name at least one local address");
-  if (config.path_count < 1 || config.path_count * config.rails.size() > PATH_MAX_COUNT)
-    throw std::invalid_argument("udp: " + std::to_string(config.path_count) + " paths over " +
-                                std::to_string(config.rails.size()) + " rails; 1 to " + std::to_string(PATH_MAX_COUNT) +
-                                " in all are allowed");
-  if (window_bytes_ < WINDOW_MIN_BYTES || window_bytes_ > WINDOW_MAX_BYTES)
-    throw std::invalid_argument("udp: a window of " + std::to_string(window_bytes_) + " bytes; " +
-                                std::to_string(WINDOW_MIN_BYTES) + " to " + std::to_string(WINDOW_MAX_BYTES) +
-                                " are allowed");
-  // Flows come with their peers; a wrong name shall not wait for them.
-  flow::make_path_policy(path_policy_, config.path_count, seed_);
-  flow::make_congestion_control(congestion_, {.window_max_packets = 1, .path_count = 1, .target_queue_us = 1});
+  config.check();
   offer_.rank = rank;
   offer_.size = size;
   offer_.path_count = config.path_count;
