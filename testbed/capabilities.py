@@ -363,7 +363,30 @@ def _netem() -> Capability:
     made = _in_new_namespace("tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
     if made.returncode != 0:
         return _missing(name, "this kernel has no sch_netem", "modprobe sch_netem")
-    return _available(name, "the kernel's own delays")
+    return _available(name, "the kernel's own losses and delays")
+
+
+def _netem_seed() -> Capability:
+    """Whether the kernel's dice can be given a seed (Linux 6.6) by this tc."""
+    name = "netem-seed"
+    found = probe("netem")
+    if not found.available:
+        return _missing(name, found.detail, found.remedy)
+    made = _in_new_namespace("tc", "qdisc", "add", "dev", "lo", "root", "netem", "loss", "1%", "seed", "1")
+    if made.returncode != 0:
+        return _missing(name, "tc knows no seed of netem", "install iproute2 6.6 or later")
+    return _available(name, "the same seed loses the same packets")
+
+
+def _bridge() -> Capability:
+    name = "bridge"
+    found = probe("netns")
+    if not found.available or not probe("ip").available:
+        return _missing(name, "needs root, network namespaces and ip", "run as root")
+    made = _in_new_namespace("ip", "link", "add", "bridge0", "type", "bridge")
+    if made.returncode != 0:
+        return _missing(name, "this kernel has no bridges", "modprobe bridge")
+    return _available(name, "bridges between interfaces")
 
 
 def _command(name: str, package: str) -> Capability:
@@ -404,10 +427,13 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "netns": _netns,
     "bpf": _bpf,
     "tc": functools.partial(_command, "tc", "iproute2"),
+    "ip": functools.partial(_command, "ip", "iproute2"),
     "nsenter": functools.partial(_command, "nsenter", "util-linux"),
     "clang": functools.partial(_command, "clang", "clang"),
     "tc-bpf": _tc_bpf,
     "netem": _netem,
+    "netem-seed": _netem_seed,
+    "bridge": _bridge,
     "dumpcap": functools.partial(_command, "dumpcap", "tshark"),
     "tshark": functools.partial(_command, "tshark", "tshark"),
     "openmpi": _openmpi,

@@ -51,10 +51,12 @@ def list_() -> None:
 
     from sennit.testbed import capabilities
     from sennit.testbed.scenarios.catalogue import SCENARIOS
+    from sennit.testbed.topology.switch import Impairer, resolve
 
+    impairer = resolve(Impairer.AUTO)
     table = Table("scenario", "what happens", "here", box=None, pad_edge=False)
     for scenario in SCENARIOS.values():
-        table.add_row(scenario.name, scenario.title, capabilities.missing(*scenario.needs()) or "can run")
+        table.add_row(scenario.name, scenario.title, capabilities.missing(*scenario.needs(impairer)) or "can run")
     stdout_console().print(table)
 
 
@@ -66,6 +68,9 @@ def run(
         bool, typer.Option("--strict", help="goals about speed also decide whether a case passes")
     ] = False,
     seed: Annotated[int, typer.Option(help="of the payload; losses have theirs in the scenario", min=0)] = 1,
+    impairment: Annotated[
+        str, typer.Option(help="who loses, delays, reorders: bpf, netem; auto: bpf where it can be had")
+    ] = "auto",
     folder: Annotated[Path, typer.Option(help="logs, captures, results and report go here")] = DEFAULT_FOLDER,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="also write the results here", callback=writable_file)
@@ -81,7 +86,10 @@ def run(
 
     from sennit.testbed.scenarios import catalogue, page, runner
     from sennit.testbed.scenarios.verdicts import Status
+    from sennit.testbed.topology import Impairer
 
+    if impairment not in tuple(Impairer):
+        raise typer.BadParameter(f"--impairment {impairment}; allowed: {', '.join(Impairer)}")
     try:
         scenarios = catalogue.choose(names)
     except ValueError as error:
@@ -99,7 +107,7 @@ def run(
         def say(what: str) -> None:
             progress.update(task, description=what)
 
-        outcome = runner.begin(short=short, strict=strict, seed=seed)
+        outcome = runner.begin(short=short, strict=strict, seed=seed, impairer=Impairer(impairment))
         try:
             runner.run(outcome, scenarios, folder=folder, say=say, finished=finished)
         finally:

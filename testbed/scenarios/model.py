@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final, TypeAlias
 
-from sennit.testbed.topology import Impairment
+from sennit.testbed.topology import Impairer, Impairment
 from sennit.testbed.topology.fabric import HOSTS_MAX, PLANES_MAX
+from sennit.testbed.topology.netem import why_not
 from sennit.testbed.topology.planes import MTU_MAX_BYTES, MTU_MIN_BYTES
-from sennit.testbed.topology.planes import NEEDS as TOPOLOGY_NEEDS
+from sennit.testbed.topology.switch import NEEDS as TOPOLOGY_NEEDS
 
 NO_IMPAIRMENT: Final = Impairment()
+NOT_COUNTED_BY_NETEM: Final = frozenset(
+    {"corrupt_counted", *(f"impairment.{name}" for name in ("corrupted", "duplicated", "marked", "held", "released"))}
+)
 ELEMENT_BYTES: Final = 4  # float32, whose sum depends on the order of its operands
 
 
@@ -230,9 +234,18 @@ class Scenario:
             changes[name] = dataclasses.replace(part, **value) if isinstance(value, dict) else value
         return dataclasses.replace(self, **changes)
 
-    def needs(self) -> tuple[str, ...]:
+    def needs(self, impairer: Impairer) -> tuple[str, ...]:
         """Capabilities (`testbed/capabilities.py`) without which the case is unsupported."""
-        return (*TOPOLOGY_NEEDS, "core", *(("torch",) if Library.GLOO in self.libraries else ()))
+        return (*TOPOLOGY_NEEDS[impairer], "core", *(("torch",) if Library.GLOO in self.libraries else ()))
+
+    def why_not_by(self, impairer: Impairer) -> str | None:
+        """What this way of impairing cannot do of the scenario, on any machine."""
+        if impairer is not Impairer.NETEM:
+            return None
+        uncounted = [goal.measure for goal in self.goals if goal.measure in NOT_COUNTED_BY_NETEM]
+        if uncounted:
+            return f"netem does not count what {', '.join(uncounted)} is made of"
+        return why_not(self.impairment)
 
     def as_json(self) -> dict[str, Any]:
         plain = dataclasses.asdict(self)

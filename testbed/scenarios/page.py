@@ -89,7 +89,7 @@ def _table(cases: list[Case]) -> str:
         rows.append(
             f'<tr><td class="name"><a href="#{escape(case.name)}">{escape(case.name)}</a></td>'
             f'<td class="{case.status}">{case.status}{_shortfall(case)}</td>'
-            f'<td>{escape(case.title)}<div class="soft">{escape(conditions(case.scenario))}</div>{reason}</td>'
+            f'<td>{escape(case.title)}<div class="soft">{escape(conditions(case))}</div>{reason}</td>'
             f'<td><ul class="goals">{goals}</ul></td><td class="number">{case.seconds:.1f}</td></tr>'
         )
     return (
@@ -105,14 +105,16 @@ def _shortfall(case: Case) -> str:
     return f'<div class="short">{count} goal{"" if count == 1 else "s"} short</div>' if count else ""
 
 
-def conditions(scenario: dict[str, Any]) -> str:
-    """Size, ranks, planes and how packets are cut, in a line: figures mean little without."""
+def conditions(case: Case) -> str:
+    """Size, ranks, planes, how packets are cut and who impairs them, in a line: figures mean little without."""
+    scenario = case.scenario
     topology, workload = scenario["topology"], scenario["workload"]
     words = [
         f"{workload['operation']} of {format_size(workload['size_bytes'])}",
         f"{topology['hosts']} ranks",
         f"{topology['planes']} plane{'' if topology['planes'] == 1 else 's'}, MTU {topology['mtu_bytes']}",
         "no segmentation offload: one loss is one packet" if topology["per_packet"] else "segmentation offload",
+        *([f"impaired by {case.impairer}"] if case.impairer else []),
     ]
     if scenario["hostile"] is not None:
         words.append(f"{scenario['hostile']['packets_per_s']:,} packets of junk a second")

@@ -34,6 +34,8 @@ class Case:
     seconds: float = 0.0
     command: str = ""
     """Repeats it."""
+    impairer: str = ""
+    """Who impaired the packets: bpf or netem."""
     scenario: dict[str, Any] = field(default_factory=dict)
     goals: list[dict[str, Any]] = field(default_factory=list)
     """Each with `value`, `met` and `word`: met, short (a goal about speed was missed) or failed."""
@@ -57,6 +59,8 @@ class Results:
     strict: bool
     seed: int
     machine: dict[str, object]
+    impairer: str = "auto"
+    """What was asked for; every case says what it was."""
     cases: list[Case] = field(default_factory=list)
 
     def count(self, status: Status) -> int:

@@ -17,15 +17,18 @@ from sennit.testbed.scenarios import measures, results, stage, verdicts
 from sennit.testbed.scenarios.model import Scenario
 from sennit.testbed.scenarios.results import Case, Results
 from sennit.testbed.scenarios.verdicts import Status
+from sennit.testbed.topology import Impairer
+from sennit.testbed.topology.switch import resolve
 
 Say = Callable[[str], None]
 
 LOG_TAIL_CHARACTERS: Final = 2_000
 
 
-def begin(*, short: bool, strict: bool, seed: int) -> Results:
+def begin(*, short: bool, strict: bool, seed: int, impairer: Impairer = Impairer.AUTO) -> Results:
     """Results without a case yet, with the machine as it is now."""
-    return Results(form="short" if short else "full", strict=strict, seed=seed, machine=machine.describe())
+    form = "short" if short else "full"
+    return Results(form=form, strict=strict, seed=seed, impairer=impairer, machine=machine.describe())
 
 
 def run(
@@ -34,21 +37,40 @@ def run(
     """Adds a case for each scenario, as soon as it is done; `finished` hears of it. Each has its folder in `folder`."""
     short = outcome.form == "short"
     for scenario in scenarios:
-        form = scenario.shortened() if short else scenario
-        case = run_case(form, short=short, strict=outcome.strict, seed=outcome.seed, folder=folder, say=say)
+        case = run_case(
+            scenario.shortened() if short else scenario,
+            short=short,
+            strict=outcome.strict,
+            seed=outcome.seed,
+            folder=folder,
+            say=say,
+            impairer=Impairer(outcome.impairer),
+        )
         outcome.cases.append(case)
         finished(case)
 
 
-def run_case(scenario: Scenario, *, short: bool, strict: bool, seed: int, folder: Path, say: Say) -> Case:
+def run_case(
+    scenario: Scenario,
+    *,
+    short: bool,
+    strict: bool,
+    seed: int,
+    folder: Path,
+    say: Say,
+    impairer: Impairer = Impairer.AUTO,
+) -> Case:
+    chosen = resolve(impairer)
+    asked = "" if impairer is Impairer.AUTO else f" --impairment {impairer}"
     case = Case(
         name=scenario.name,
         title=scenario.title,
         status=Status.UNSUPPORTED,
-        command=f"sennit testbed run {scenario.name}{' --short' if short else ''} --seed {seed}",
+        command=f"sennit testbed run {scenario.name}{' --short' if short else ''} --seed {seed}{asked}",
+        impairer=chosen,
         scenario=scenario.as_json(),
     )
-    missing = capabilities.missing(*scenario.needs())
+    missing = capabilities.missing(*scenario.needs(chosen)) or scenario.why_not_by(chosen)
     if missing is not None:
         case.reason = missing
         return case
@@ -58,7 +80,9 @@ def run_case(scenario: Scenario, *, short: bool, strict: bool, seed: int, folder
     place.mkdir(parents=True)
     began_s = time.monotonic()
     try:
-        seen = stage.play(scenario, seed=seed, folder=place, say=lambda what: say(f"{scenario.name}: {what}"))
+        seen = stage.play(
+            scenario, impairer=chosen, seed=seed, folder=place, say=lambda what: say(f"{scenario.name}: {what}")
+        )
         _judge(case, scenario, seen, strict=strict)
     except Exception as error:  # whatever breaks one case must not cost the others: it is failed, with its trace
         case.status = Status.FAILED

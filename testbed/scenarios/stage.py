@@ -20,7 +20,7 @@ from sennit.testbed import capabilities
 from sennit.testbed.scenarios.counters import difference, total
 from sennit.testbed.scenarios.model import NO_IMPAIRMENT, KillRank, Library, Scenario, SuspendRank, SwitchPlane, Variant
 from sennit.testbed.scenarios.ranks import Answer, Event, RankError, Ranks
-from sennit.testbed.topology import Direction, Planes
+from sennit.testbed.topology import Direction, Impairer, Planes
 
 # A payload is generated, or a result checked, within this time on a busy machine.
 PREPARE_TIMEOUT_S: Final = 60.0
@@ -80,7 +80,9 @@ class Observations:
     log_tails: dict[str, str] = field(default_factory=dict)
 
 
-def play(scenario: Scenario, *, seed: int, folder: Path, say: Callable[[str], None]) -> Observations:
+def play(
+    scenario: Scenario, *, impairer: Impairer, seed: int, folder: Path, say: Callable[[str], None]
+) -> Observations:
     """Runs the scenario with its logs below `folder`, which is empty. `say` hears what is going on."""
     seen = Observations(scenario=scenario, seed=seed)
     topology = scenario.topology
@@ -90,6 +92,7 @@ def play(scenario: Scenario, *, seed: int, folder: Path, say: Callable[[str], No
         planes=topology.planes,
         mtu=topology.mtu_bytes,
         per_packet=topology.per_packet,
+        impairer=impairer,
     ) as planes:
         if topology.rate_bits_per_s is not None:
             planes.limit_rate(
@@ -335,10 +338,9 @@ class _Stage:
 
     def _impairment_counters(self) -> dict[str, int]:
         topology = self._scenario.topology
+        read = self._planes.counters if self._planes.impairer is Impairer.BPF else self._planes.netem_counters
         return total(
-            dataclasses.asdict(self._planes.counters(host, plane))
-            for host in range(topology.hosts)
-            for plane in range(topology.planes)
+            dataclasses.asdict(read(host, plane)) for host in range(topology.hosts) for plane in range(topology.planes)
         )
 
     def _rank_counters(self, crew: Ranks) -> list[dict[str, int]]:

@@ -8,11 +8,13 @@ from sennit.testbed.topology.impairment import Draw, Impairment, ImpairmentCount
 from sennit.testbed.topology.planes import Planes
 from sennit.testbed.topology.rate_limit import Direction, QueueCounters
 from sennit.testbed.topology.relay_table import RelayCounters
+from sennit.testbed.topology.switch import Impairer
 
 __all__ = [
     "Capture",
     "Direction",
     "Draw",
+    "Impairer",
     "Impairment",
     "ImpairmentCounters",
     "Planes",

@@ -20,18 +20,13 @@ from pyroute2 import IPRoute
 
 from sennit.testbed import capabilities
 from sennit.testbed.topology import namespace
+from sennit.testbed.topology.bpf_switch import BpfSwitch
 from sennit.testbed.topology.capture import SNAP_BYTES, Capture
-from sennit.testbed.topology.delay import DELAY_MAX_US, INLET_IFINDEX, Delay
-from sennit.testbed.topology.fabric import (
-    FLAG_BLACKHOLE,
-    FLAG_ORPHAN,
-    HOSTS_MAX,
-    PLANES_MAX,
-    Fabric,
-    mac_address,
-    port_ifindex,
-)
+from sennit.testbed.topology.delay import DELAY_MAX_US
+from sennit.testbed.topology.fabric import HOSTS_MAX, PLANES_MAX, mac_address, port_ifindex
 from sennit.testbed.topology.impairment import Impairment, ImpairmentCounters
+from sennit.testbed.topology.netem import NetemCounters
+from sennit.testbed.topology.netem_switch import NetemSwitch
 from sennit.testbed.topology.rate_limit import (
     ETHERNET_HEADER_BYTES,
     RATE_MAX_BITS_PER_S,
@@ -42,8 +37,8 @@ from sennit.testbed.topology.rate_limit import (
     set_limit,
 )
 from sennit.testbed.topology.relay_table import RelayCounters
+from sennit.testbed.topology.switch import NEEDS, Impairer, Switch, resolve
 
-NEEDS: Final = ("root", "netns", "tc-bpf", "nsenter")
 MTU_MIN_BYTES: Final = 1280  # RFC 8200, section 5
 MTU_MAX_BYTES: Final = 9000
 IPV6_PREFIX_BITS: Final = 64
@@ -65,15 +60,24 @@ class Planes:
     """`hosts` hosts, each with an interface on each of `planes` planes: a context manager; leaving it removes
     all, processes started in it included.
 
-    A plane is a switch with one veth cable to every host. All switches share one namespace, and one BPF program at
-    their ports forwards and impairs (fabric.bpf.c). Every host knows every other's hardware address, so there is
-    no neighbour discovery that could fail instead of the packets under test.
+    A plane is a switch with one veth cable to every host. All switches share one namespace. `impairer` says what
+    forwards and impairs there: one BPF program at their ports (fabric.bpf.c), or bridges and the kernel's netem. Every
+    host knows every other's hardware address, so there is no neighbour discovery that could fail instead of the packets
+    under test.
 
     `per_packet`: hosts give whole packets to the switch instead of super-packets (GSO) of up to 64 KiB, so that every
     packet rolls its own dice, as on a wire. It costs throughput: say which one a figure was taken with.
     """
 
-    def __init__(self, *, hosts: int = 2, planes: int = 4, mtu: int = MTU_MAX_BYTES, per_packet: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        hosts: int = 2,
+        planes: int = 4,
+        mtu: int = MTU_MAX_BYTES,
+        per_packet: bool = False,
+        impairer: Impairer = Impairer.BPF,
+    ) -> None:
         for name, value, low, high in (
             ("hosts", hosts, 2, HOSTS_MAX),
             ("planes", planes, 1, PLANES_MAX),
@@ -83,14 +87,15 @@ class Planes:
                 raise ValueError(f"{name} {value}; allowed: {low}..{high}")
         self.hosts, self.planes, self.mtu, self.per_packet = hosts, planes, mtu, per_packet
         self._prefix = namespace.unique_prefix(next(_serials))
-        self._fabric: Fabric | None = None
-        self._delay: Delay | None = None
+        self.impairer = resolve(impairer)
+        self._bpf: BpfSwitch | None = None
+        self._netem: NetemSwitch | None = None
         self._limited: set[tuple[int, int]] = set()
         self._children: list[subprocess.Popen[Any]] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        reason = capabilities.missing(*NEEDS)
+        reason = capabilities.missing(*NEEDS[self.impairer])
         if reason is not None:
             raise RuntimeError(f"planes cannot be made: {reason}")
         namespace.remove_stale()
@@ -99,13 +104,12 @@ class Planes:
             for name in [self.switch_name, *map(self.netns_name, range(self.hosts))]:
                 self._stack.callback(namespace.remove, name)
                 namespace.create(name)
-            fabric = Fabric(self.hosts, self.planes)
-            self._stack.callback(fabric.close)
+            switch = self._make_switch()
+            self._stack.callback(switch.close)
             namespace.within(self.switch_name, self._build_switch)
             for host in range(self.hosts):
                 namespace.within(self.netns_name(host), self._build_host, host)
-            namespace.within(self.switch_name, fabric.attach)
-            self._fabric = fabric
+            namespace.within(self.switch_name, switch.attach)
             self._stack.callback(self._stop_processes)
         except BaseException:
             self._stack.close()
@@ -115,9 +119,8 @@ class Planes:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._fabric = None
+        self._bpf = self._netem = None
         self._stack.close()
-        self._delay = None
         self._limited.clear()
 
     @property
@@ -167,16 +170,25 @@ class Planes:
         self._switch.impair(impairment, self._ports(hosts, planes))
 
     def counters(self, host: int, plane: int) -> ImpairmentCounters:
-        """What has happened so far to what `host` sent on `plane`."""
+        """What has happened so far to what `host` sent on `plane`. Only of planes impaired by bpf."""
         self._ports([host], [plane])
-        return self._switch.counters(host, plane)
+        if self._bpf is None:
+            raise RuntimeError(f"these planes have no counters of the switch: they are impaired by {self.impairer}")
+        return self._bpf.counters(host, plane)
+
+    def netem_counters(self, host: int, plane: int) -> NetemCounters:
+        """The same, of planes impaired by netem."""
+        self._ports([host], [plane])
+        if self._netem is None:
+            raise RuntimeError(f"these planes have no counters of netem: they are impaired by {self.impairer}")
+        return self._netem.counters(host, plane)
 
     def switch(self, plane: int, *, up: bool, how: Literal["blackhole", "link"] = "blackhole") -> None:
         """Switches a plane off or on for all hosts. blackhole: packets vanish and no host is told. link: the hosts
         lose the carrier too. Each way is switched on again by its own name."""
         ports = self._ports(None, [plane])
         if how == "blackhole":
-            self._switch.set_flag(FLAG_BLACKHOLE, not up, ports)
+            self._switch.set_blackhole(not up, ports)
         elif how == "link":
             namespace.within(self.switch_name, _set_links, [port_ifindex(*port) for port in ports], up)
         else:
@@ -198,14 +210,18 @@ class Planes:
                 raise ValueError(f"bits_per_s {bits_per_s}; allowed: {RATE_MIN_BITS_PER_S}..{RATE_MAX_BITS_PER_S}")
             if not self.mtu + ETHERNET_HEADER_BYTES <= queue_bytes < 1 << 32:
                 raise ValueError(f"queue_bytes {queue_bytes}; allowed: a frame ({self.mtu} and header) to 2^32-1")
-        for host, plane in self._ports(hosts, planes):
+        ports = self._ports(hosts, planes)
+        if self._netem is not None and Direction(direction) == Direction.SEND:
+            self._netem.limit_rate(bits_per_s, queue_bytes, ports)
+            return
+        for host, plane in ports:
             name, interface = self._queue(host, plane, Direction(direction))
             namespace.within(name, set_limit, interface, bits_per_s, queue_bytes, self.mtu)
             if direction == Direction.RECEIVE:
                 (self._limited.add if bits_per_s is not None else self._limited.discard)((host, plane))
                 # What waits in the switch must not fill the sender's socket buffer.
                 queued = any(limited_plane == plane for _, limited_plane in self._limited)
-                self._switch.set_flag(FLAG_ORPHAN, queued, self._ports(None, [plane]))
+                self._switch.set_queued(queued, self._ports(None, [plane]))
 
     def queue_counters(self, host: int, plane: int, direction: Direction = Direction.SEND) -> QueueCounters:
         """What the queue of a rate limit did since it was made; changing the limit keeps it."""
@@ -221,20 +237,11 @@ class Planes:
         way are overtaken."""
         if not 0 <= delay_us <= DELAY_MAX_US:
             raise ValueError(f"delay_us {delay_us}; allowed: 0..{DELAY_MAX_US}")
-        ports = self._ports(hosts, planes)
-        if delay_us and self._delay is None:
-            self._delay = Delay(self.switch_name, self.mtu)
-            self._stack.callback(self._delay.close)
-        if self._delay is not None:
-            for port in ports:
-                self._delay.set_delay_us(*port, delay_us)
-            self._switch.set_relay(INLET_IFINDEX if delay_us else 0, ports)
+        self._switch.delay(delay_us, self._ports(hosts, planes))
 
     def delay_counters(self) -> RelayCounters:
-        """What the delaying process has handled; all zero where nothing was ever delayed."""
-        if self._delay is None:
-            return RelayCounters(received=0, sent=0, lost=0, overrun=0)
-        return self._delay.counters()
+        """What the delaying process has handled; all zero where nothing was ever delayed, or netem delays."""
+        return self._switch.delay_counters()
 
     @contextlib.contextmanager
     def capture(self, host: int, plane: int, path: Path | str, *, snap_bytes: int = SNAP_BYTES) -> Iterator[Capture]:
@@ -258,11 +265,25 @@ class Planes:
             return self.netns_name(host), f"plane{plane}"
         return self.switch_name, f"p{plane}h{host}"
 
+    def _make_switch(self) -> Switch:
+        if self.impairer is Impairer.NETEM:
+            self._netem = NetemSwitch(
+                hosts=self.hosts,
+                planes=self.planes,
+                name=self.switch_name,
+                mtu=self.mtu,
+                netns_of=self.netns_name,
+            )
+            return self._netem
+        self._bpf = BpfSwitch(hosts=self.hosts, planes=self.planes, name=self.switch_name, mtu=self.mtu)
+        return self._bpf
+
     @property
-    def _switch(self) -> Fabric:
-        if self._fabric is None:
+    def _switch(self) -> Switch:
+        switch = self._bpf or self._netem
+        if switch is None:
             raise RuntimeError("these planes are not there: use them inside 'with Planes(...) as planes'")
-        return self._fabric
+        return switch
 
     def _ports(self, hosts: Ports, planes: Ports) -> list[tuple[int, int]]:
         wanted_hosts = range(self.hosts) if hosts is None else hosts

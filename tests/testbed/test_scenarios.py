@@ -13,12 +13,13 @@ from sennit.testbed.scenarios import runner
 from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.model import Library
 from sennit.testbed.scenarios.verdicts import Status
-from sennit.testbed.topology.planes import NEEDS
+from sennit.testbed.topology import Impairer
+from sennit.testbed.topology.switch import NEEDS
 
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.needs(*NEEDS, "core")
+@pytest.mark.needs(*NEEDS[Impairer.BPF], "core")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_short_form_passes(name: str, seed: int, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def invoke(*arguments: str) -> Any:
 def play(wrong_elements: int = 0) -> Any:
     """Stands in for `stage.play`: every rank gets its results, which are wrong in so many elements."""
 
-    def made(scenario: Any, *, seed: int, folder: Path, say: Any) -> Observations:
+    def made(scenario: Any, *, impairer: Any, seed: int, folder: Path, say: Any) -> Observations:
         say("topology")
         (folder / "sennit-rank0.log").write_text("a line <b>of</b> a log\n")
         samples = [(step / 1000, step * 1000.0, *[step * 250.0] * scenario.topology.planes) for step in range(200)]
