@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -21,10 +22,11 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from sennit.transport.errors import AbortedError, PeerError, SennitError, TimeoutError
+from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError
 
 # When one rank fails, how long the others may take to say why they did, and any rank to leave at the end.
 GRACE_S = 5.0
+CONNECT_S = 5.0
 
 RankFunction = Callable[[Any, int, int, Store], Any]
 
@@ -42,21 +44,57 @@ class _Outcome:
     """The rank only reports that another one is gone."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """Of a run's store."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:
+            raise ConfigError(f"address {text!r}; allowed: HOST:PORT, port 1 to 65535")
+        return cls(host=host.strip("[]"), port=int(port))
+
+    def check(self) -> None:
+        """The store's own client would try for as long as a collective may take."""
+        try:
+            socket.create_connection((self.host, self.port), CONNECT_S).close()
+        except OSError as error:
+            raise ConfigError(f"no run at {self}: {error.strerror or error}") from error
+
+
+def serve_store(port: int, *, timeout_s: float) -> tuple[Store, Address]:
+    """A store in this process, which is no rank and so outlives any of them; port 0: a free one."""
+    try:
+        store = TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as error:
+        raise ConfigError(f"port {port} cannot be had: {str(error).splitlines()[0]}") from error
+    return store, Address(host="127.0.0.1", port=store.port)
+
+
 def run_ranks(
     function: RankFunction,
     argument: Any,
     world_size: int,
     *,
+    address: Address,
     store_timeout_s: float,
     on_loss: Callable[[int, str], None] | None = None,
 ) -> list[Any]:
     """Calls `function(argument, rank, world_size, store)` in `world_size` new processes; results by rank.
 
-    The store lives here, on a free port that the system chose. Raises `RankFailure` with the first cause. With
-    `on_loss` a rank's failure is told to it instead, and is one of the run only if no rank comes to the end; the
-    results are then those of the ranks that did.
+    They reach the store by its `address`. Raises `RankFailure` with the first cause. With `on_loss` a rank's failure is
+    told to it instead, and is one of the run only if no rank comes to the end; the results are then those of the ranks
+    that did.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=store_timeout_s))
     context = multiprocessing.get_context("spawn")
     ends: list[Connection] = []
     processes: list[BaseProcess] = []
@@ -66,7 +104,7 @@ def run_ranks(
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(function, argument, rank, world_size, store.port, store_timeout_s, theirs)
+                target=_rank_main, args=(function, argument, rank, world_size, address, store_timeout_s, theirs)
             )
             process.start()
             theirs.close()
@@ -91,10 +129,16 @@ def run_ranks(
 
 
 def _rank_main(
-    function: RankFunction, argument: Any, rank: int, world_size: int, port: int, timeout_s: float, end: Connection
+    function: RankFunction,
+    argument: Any,
+    rank: int,
+    world_size: int,
+    address: Address,
+    timeout_s: float,
+    end: Connection,
 ) -> None:
     try:
-        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout_s))
         outcome = _Outcome(rank=rank, result=function(argument, rank, world_size, store))
     except KeyboardInterrupt:
         outcome = _Outcome(rank=rank, error="interrupted", consequence=True)

@@ -37,24 +37,36 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """How an elastic run went on without ranks that it lost."""
+    """How an elastic run went on without ranks that it lost, or with newcomers."""
 
     lost: list[int]
-    """Their ranks before it."""
+    """Ranks before it."""
 
-    world_size: int
+    joined: list[int]
     """Ranks afterwards."""
 
+    world_size: int
+    """Ranks afterwards, in all."""
+
     reason: str
-    """The transport's."""
+    """The transport's; empty where nothing was lost."""
 
     step: int | None = None
-    """Where training went on: that of the last checkpoint, or 0; None until it is loaded."""
+    """Where training went on: where it was if nobody was lost, else that of the last checkpoint, or 0; None until it
+    is there."""
 
     def __str__(self) -> str:
-        ranks = f"rank {self.lost[0]}" if len(self.lost) == 1 else f"ranks {', '.join(map(str, self.lost))}"
-        start = "" if self.step is None else f" from step {self.step + 1}"
-        return f"lost {ranks}, went on with {self.world_size}{start}: {self.reason}"
+        what = [f"lost {_ranks(self.lost)}"] if self.lost else []
+        what += [f"took in {_ranks(self.joined)}"] if self.joined else []
+        # A newcomer that was gone again when its turn came.
+        text = " and ".join(what or ["nobody came"]) + f", went on with {self.world_size}"
+        if self.step is not None:
+            text += f" from step {self.step + 1}"
+        return f"{text}: {self.reason}" if self.reason else text
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

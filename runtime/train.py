@@ -18,9 +18,9 @@ from torch._C._distributed_c10d import Store
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.sources import Source
-from sennit.runtime.launch import run_ranks
+from sennit.runtime.launch import Address, run_ranks, serve_store
 from sennit.runtime.training_config import TrainingConfig
-from sennit.runtime.training_run import Place, run_rank
+from sennit.runtime.training_run import Place, join_run, run_rank
 from sennit.transport.errors import ConfigError, SennitError
 
 _DEFAULT = TrainingConfig()
@@ -48,7 +48,13 @@ def command(
     checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the latest checkpoint")] = False,
-    elastic: Annotated[bool, typer.Option("--elastic", help="go on without ranks that die")] = False,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="go on without ranks that die, and take in those that join")
+    ] = False,
+    port: Annotated[int, typer.Option(help="elastic: where ranks can join; 0: a free port", min=0, max=65_535)] = 0,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="elastic: the run to join, with the same options")
+    ] = None,
     min_ranks: Annotated[int, typer.Option(help="elastic: fail with fewer ranks left")] = _DEFAULT.min_ranks,
     tensorboard: Annotated[Path | None, typer.Option(help="folder for TensorBoard events")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
@@ -84,14 +90,16 @@ def command(
             tensorboard=tensorboard,
             json_path=json_path,
         )
-        start(config, ranks)
+        start(config, ranks, port=port, join=None if join is None else Address.parse(join))
     except SennitError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
 
 
-def start(config: TrainingConfig, ranks: int | None) -> None:
+def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Address | None = None) -> None:
     """Runs this process's rank under torchrun, else starts the ranks. What can be checked early is."""
+    if (join is not None or port) and not config.elastic:
+        raise ConfigError("--port and --join are for elastic runs (--elastic)")
     sources.check(config.source)
     for name, folder in (
         ("--checkpoint", config.checkpoint),
@@ -103,6 +111,8 @@ def start(config: TrainingConfig, ranks: int | None) -> None:
     if config.tensorboard is not None:
         require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if join is not None or port:
+            raise ConfigError("--port and --join under torchrun, which ends all ranks of a group when one dies")
         world_size = int(os.environ["WORLD_SIZE"])
         if ranks is not None and ranks != world_size:
             raise ConfigError(f"--ranks {ranks}, but torchrun started {world_size}; leave it out under torchrun")
@@ -110,18 +120,38 @@ def start(config: TrainingConfig, ranks: int | None) -> None:
         run_rank(config, Place(rank=int(os.environ["RANK"]), world_size=world_size))
         return
     world_size = ranks if ranks is not None else 1
+    if join is not None:
+        join.check()
+        run_ranks(
+            _join_here, config, world_size, address=join, store_timeout_s=config.timeout_s, on_loss=_tell_newcomer
+        )
+        return
     config.check_world(world_size)
+    # Held until the last rank is done.
+    store, address = serve_store(port, timeout_s=config.timeout_s)
+    if config.elastic:
+        typer.echo(f"ranks can join with --join {address}")
     run_ranks(
         _run_here,
         config,
         world_size,
+        address=address,
         store_timeout_s=config.timeout_s,
         on_loss=_tell_loss if config.elastic else None,
     )
+    del store
 
 
 def _run_here(config: TrainingConfig, rank: int, world_size: int, store: Store) -> Any:
     return run_rank(config, Place(rank=rank, world_size=world_size, store=store)).weights_sha256
+
+
+def _join_here(config: TrainingConfig, number: int, count: int, store: Store) -> Any:
+    return join_run(config, store).weights_sha256
+
+
+def _tell_newcomer(number: int, error: str) -> None:
+    typer.echo(f"newcomer {number} did not come to the end: {error}", err=True)
 
 
 def _tell_loss(rank: int, error: str) -> None:

@@ -108,10 +108,16 @@ class Trainer:
         on_step: Callable[[StepReport], None],
         on_epoch: Callable[[int, Quality], None],
         on_checkpoint: Callable[[int], None],
-    ) -> Quality:
-        """Trains to the end, evaluates after each epoch, and returns the last evaluation."""
+        is_awaited: Callable[[], bool] | None = None,
+    ) -> Quality | None:
+        """Trains to the end, evaluates after each epoch, and returns the last evaluation.
+
+        `is_awaited` is asked before each step; once it is true training stops there, and the result is None.
+        """
         result: Quality | None = None
         while self.step < self.step_count:
+            if is_awaited is not None and is_awaited():
+                return None
             loss = self.train_step()
             done = self.step == self.step_count
             epoch = (self.step - 1) // self.steps_per_epoch

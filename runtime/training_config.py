@@ -74,7 +74,8 @@ class TrainingConfig:
     """Go on from the latest checkpoint, if there is one."""
 
     elastic: bool = False
-    """When a rank dies the others go on without it, from the last checkpoint (without one: from the start)."""
+    """When a rank dies the others go on without it, from the last checkpoint (without one: from the start); ranks that
+    join are taken in at the next step."""
 
     min_ranks: int = 1
     """With fewer ranks left an elastic run fails."""

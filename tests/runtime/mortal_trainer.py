@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit train` whose ranks die at given steps: DEATHS is JSON, [[rank, step, marker file], ...].
+"""`sennit train` whose ranks die and wait where a test says so. Also under torchrun.
 
-A death happens once: its marker file keeps it from happening again. Also under torchrun. The ranks that `sennit train`
-starts import this file, so they are mortal too.
+DEATHS: JSON, [[rank, step, marker file], ...]: that rank is killed at that step, once: its marker keeps it from
+happening again. HALTS: JSON, [[world size, step, marker file], ...]: all ranks wait there, once in a process, until
+somebody wants to join; rank 0 makes the marker first. DIES_IN_HANDOVER: this process is killed when it should take
+over a state. The ranks that `sennit train` starts import this file, so all of it holds for them too.
 """
 
 from __future__ import annotations
@@ -10,12 +12,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from pathlib import Path
+from typing import Any
 
+from sennit.runtime import elastic, elastic_run
+from sennit.runtime.handover import take_over
 from sennit.runtime.train import main
 from sennit.runtime.trainer import Trainer
 
+DEADLINE_S = 120.0
+LOOK_S = 0.02
+
 _train_step = Trainer.train_step
+_halted: set[str] = set()
 
 
 def mortal_step(self: Trainer) -> float:
@@ -23,10 +33,30 @@ def mortal_step(self: Trainer) -> float:
         if (self.rank, self.step) == (rank, step) and not Path(marker).exists():
             Path(marker).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+    for world_size, step, marker in json.loads(os.environ.get("HALTS", "[]")):
+        if (self.world_size, self.step) == (world_size, step) and marker not in _halted:
+            _halted.add(marker)
+            if self.rank == 0:
+                Path(marker).touch()
+            wait_for_newcomer()
     return _train_step(self)
 
 
+def wait_for_newcomer() -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while elastic.waiting_count() == 0:
+        assert time.monotonic() < deadline_s, "nobody wants to join"
+        time.sleep(LOOK_S)
+
+
+def mortal_take_over(*arguments: Any) -> None:
+    if "DIES_IN_HANDOVER" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    take_over(*arguments)
+
+
 Trainer.train_step = mortal_step  # type: ignore[method-assign]
+elastic_run.take_over = mortal_take_over  # type: ignore[attr-defined,assignment]
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that join a training run: after a death, as a further one, in vain; and where a state is handed over from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.runtime.handover import Claim, Source, find_source
+from sennit.runtime.train import main
+
+PROGRAM = Path(__file__).with_name("mortal_trainer.py")
+TINY = [
+    "--data", "synthetic", "--samples", "700", "--row-limit", "200", "--batch-size", "60", "--dim", "4",
+    "--bottom", "8", "--top", "8", "--epochs", "1", "--timeout", "60",
+]  # fmt: skip
+STEP_COUNT = 10
+DEADLINE_S = 120.0
+LOOK_S = 0.02
+
+
+class Run:
+    """A `sennit train --elastic` in the background."""
+
+    def __init__(self, folder: Path, name: str, *arguments: str, **variables: Any) -> None:
+        self._report = folder / f"{name}.json"
+        environment = {
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in variables.items()
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), *TINY, "--elastic", *arguments, "--json", str(self._report)],
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._said: list[str] = []
+
+    def address(self) -> str:
+        """Where ranks can join: the first that a run says."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        self._said.append(line)
+        before, _, address = line.rpartition("--join ")
+        assert before, self.end()
+        return address.strip()
+
+    def wait_for(self, marker: Path) -> None:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not marker.exists():
+            assert self._process.poll() is None, self.end()
+            assert time.monotonic() < deadline_s, f"no {marker.name}"
+            time.sleep(LOOK_S)
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output."""
+        rest, _ = self._process.communicate(timeout=DEADLINE_S)
+        return self._process.returncode, "".join(self._said) + rest
+
+    def report(self) -> dict[str, Any]:
+        code, output = self.end()
+        assert code == 0, output
+        result: dict[str, Any] = json.loads(self._report.read_text())
+        assert result["steps"]["last"] == STEP_COUNT
+        return result
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@contextmanager
+def started(folder: Path, name: str, *arguments: str, **variables: Any) -> Iterator[Run]:
+    run = Run(folder, name, *arguments, **variables)
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def whole_run(folder: Path, name: str, *arguments: str, **variables: Any) -> dict[str, Any]:
+    with started(folder, name, *arguments, **variables) as run:
+        return run.report()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("transport", "ranks", "victim", "optimizer"),
+    [("shm", 2, 1, "adagrad"), ("udp", 2, 0, "adagrad"), ("shm", 3, 0, "adam"), ("udp", 3, 1, "adagrad")],
+)
+def test_a_rank_dies_and_a_new_one_takes_its_place(
+    tmp_path: Path, transport: str, ranks: int, victim: int, optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the join on, losses and weights are those of a run resumed at that step with as many ranks."""
+    monkeypatch.setenv("SENNIT_TRANSPORT", transport)
+    common = ["--dense-optimizer", optimizer, "--checkpoint-every", "3"]
+    mine = [*common, "--checkpoint", str(tmp_path / "saved")]
+    halt = tmp_path / "halted"
+    deaths, halts = [[victim, 5, str(tmp_path / "died")]], [[ranks - 1, 5, str(halt)]]
+    with started(tmp_path, "run", "--ranks", f"{ranks}", *mine, DEATHS=deaths, HALTS=halts) as run:
+        address = run.address()
+        run.wait_for(halt)
+        with started(tmp_path, "newcomer", "--join", address, *mine) as newcomer:
+            assert newcomer.end()[0] == 0
+        report = run.report()
+    assert report["world_size"] == ranks
+    lost, joined = report["changes"]
+    assert (lost["lost"], lost["joined"], lost["world_size"], lost["step"]) == ([victim], [], ranks - 1, 3)
+    assert (joined["lost"], joined["joined"], joined["world_size"]) == ([], [ranks - 1], ranks)
+    # Where the smaller group had come to, not where its last checkpoint was loaded.
+    assert (joined["step"], report["steps"]["first"]) == (6, 6)
+    other = tmp_path / "other"
+    shutil.copytree(tmp_path / "saved" / "step-000000006", other / "step-000000006")
+    resumed = ["--checkpoint", str(other), "--resume", *common]
+    expected = whole_run(tmp_path, "resumed", "--ranks", f"{ranks}", *resumed)
+    assert expected["steps"]["first"] == 6
+    for name in ("weights_sha256", "final_loss", "quality"):
+        assert report[name] == expected[name]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_newcomers_are_taken_in_without_a_checkpoint(tmp_path: Path) -> None:
+    """One whose options differ is told so and changes nothing; two others make a run of one rank one of three."""
+    halt = tmp_path / "halted"
+    with started(tmp_path, "run", "--ranks", "1", HALTS=[[1, 4, str(halt)]]) as run:
+        address = run.address()
+        run.wait_for(halt)
+        with started(tmp_path, "stranger", "--join", address, "--dense-rate", "0.5") as stranger:
+            code, output = stranger.end()
+        assert code == 1
+        assert "needs the options of the run; dense_rate is 0.5 here and 0.02 there" in output
+        with started(tmp_path, "newcomers", "--join", address, "--ranks", "2") as newcomers:
+            assert newcomers.end()[0] == 0
+        report = run.report()
+    assert report["world_size"] == 3
+    # Together, or one a boundary.
+    assert [rank for change in report["changes"] for rank in change["joined"]] == [1, 2]
+    assert report["changes"][0]["step"] == 5
+    alone = whole_run(tmp_path, "alone", "--ranks", "1")
+    # Another number of ranks sums gradients in another order; it is the same mathematics.
+    assert report["quality"]["log_loss"] == pytest.approx(alone["quality"]["log_loss"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_newcomer_that_dies_in_the_handover_costs_no_step(tmp_path: Path) -> None:
+    halt = tmp_path / "halted"
+    with started(tmp_path, "run", "--ranks", "2", HALTS=[[2, 4, str(halt)]]) as run:
+        address = run.address()
+        run.wait_for(halt)
+        with started(tmp_path, "newcomer", "--join", address, DIES_IN_HANDOVER="1") as newcomer:
+            code, output = newcomer.end()
+        assert code == 1
+        assert "process ended with signal 9" in output
+        report = run.report()
+    joined, lost = report["changes"]
+    assert (joined["joined"], joined["world_size"]) == ([2], 3)
+    assert (lost["lost"], lost["world_size"], lost["step"]) == ([2], 2, 5)
+    undisturbed = whole_run(tmp_path, "undisturbed", "--ranks", "2")
+    assert report["weights_sha256"] == undisturbed["weights_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--join", "127.0.0.1:1"], "error: --port and --join are for elastic runs"),
+        (["--elastic", "--join", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
+        (["--elastic", "--join", "127.0.0.1:0"], "error: address '127.0.0.1:0'"),
+        (["--elastic", "--join", "127.0.0.1:1"], "error: no run at 127.0.0.1:1: Connection refused"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="1"):
+        main(["--data", "synthetic", *arguments])
+    assert capsys.readouterr().err.startswith(message)
+
+
+def test_the_newest_whole_state_is_handed_over() -> None:
+    def claim(step: int, *tables: str) -> Claim:
+        return Claim(step=step, tables=tables)
+
+    whole = Source(step=5, holder_of={"a": 0, "b": 1}, dense_holder=0)
+    assert find_source([claim(5, "a"), claim(5, "b"), None], ["a", "b"]) == whole
+    # A rank that owns nothing still has the dense part.
+    assert find_source([claim(5), claim(5, "a", "b")], ["a", "b"]) == Source(
+        step=5, holder_of={"a": 1, "b": 1}, dense_holder=0
+    )
+    # Parts of two steps make no state, and an older whole one is better than none.
+    assert find_source([claim(5, "a"), claim(6, "b")], ["a", "b"]) is None
+    assert find_source([claim(5, "a", "b"), claim(6, "b")], ["a", "b"]) == Source(
+        step=5, holder_of={"a": 0, "b": 0}, dense_holder=0
+    )
+    assert find_source([None, None], ["a"]) is None
