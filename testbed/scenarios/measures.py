@@ -41,7 +41,9 @@ MEANINGS: Final = {
     "duplicate_packets": "packets that sennit received twice",
     "corrupt_counted": "corrupt packets that sennit counted / those that were made",
     "refused_packets": "packets that sennit counted as malformed, unknown or corrupt",
+    "refused.": "the same by the name under which they were counted (docs/wire.md)",
     "hostile_sent": "packets of junk that the stranger sent",
+    "hostile_packets_per_s": "how many a second; the goal of the case is the most that it tries",
     "queue_drops": "packets dropped in the queue of the limited port, in all repetitions after a warm-up",
     "queue_packets": "packets that passed it",
     "longest_stall_ms": "longest time without payload on any rank while all were in one collective, after the first "
@@ -162,6 +164,8 @@ def _impairment(seen: Observations) -> Measures:
         measures["queue_packets"] = queued["packets"]
     if seen.hostile_sent:
         measures["hostile_sent"] = sum(seen.hostile_sent.values())
+        measures["hostile_packets_per_s"] = measures["hostile_sent"] / seen.hostile_s
+        measures |= {f"refused.{name}": counted[name] for name in REFUSALS if counted.get(name)}
     return measures
 
 

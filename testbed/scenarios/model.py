@@ -173,6 +173,7 @@ class Hostile:
     """A stranger's packets at rank 0's ports while the workload runs (`hostile.py`)."""
 
     packets_per_s: int
+    """At most: a sender that gets too little of the processors sends fewer, and the case says how many."""
 
 
 @dataclass(frozen=True, kw_only=True)

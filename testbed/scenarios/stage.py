@@ -75,6 +75,9 @@ class Observations:
     runs: list[Run] = field(default_factory=list)
     recovery: Recovery | None = None
     hostile_sent: dict[str, int] = field(default_factory=dict)
+    """Packets of junk by kind."""
+    hostile_s: float = 0.0
+    """In how much time."""
     descriptions: list[str] = field(default_factory=list)
     """What every rank says of itself at the end."""
     log_tails: dict[str, str] = field(default_factory=dict)
@@ -309,7 +312,9 @@ class _Stage:
         finally:
             process.kill()
             process.wait()
-        for kind, count in json.loads(output).items():
+        said = json.loads(output)
+        self._seen.hostile_s += said["seconds"]
+        for kind, count in said["sent"].items():
             self._seen.hostile_sent[kind] = self._seen.hostile_sent.get(kind, 0) + count
 
     def _settled_counters(self, crew: Ranks) -> tuple[dict[str, int], dict[str, int], list[dict[str, int]]]:

@@ -336,7 +336,7 @@ def test_a_killed_process_leaves_nothing_for_long(number: signal.Signals) -> Non
         from sennit.testbed.topology import Planes
         with Planes(hosts=2, planes=1) as planes:
             planes.delay(1_000)
-            print(planes.switch_name, planes._delay._process.pid, flush=True)
+            print(planes.switch_name, planes._bpf._delay._process.pid, flush=True)
             signal.pause()
     """)
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)

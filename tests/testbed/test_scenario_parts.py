@@ -128,7 +128,13 @@ def test_payload_accepts_the_right_bytes_only(operation: Operation, seed: int) -
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("random", None), ("truncated", "truncated"), ("unknown_data", None), ("unknown_control", None)],
+    [
+        ("random", None),
+        ("truncated", "truncated"),
+        ("mutated", None),
+        ("unknown_data", None),
+        ("unknown_control", None),
+    ],
 )
 def test_hostile_packets_are_what_they_are_called(kind: str, reason: str | None, seed: int) -> None:
     ends = ("fd00::1", 50_000), ("fd00::2", 4791)

@@ -260,10 +260,13 @@ def flooded(group: Communicator, seed: int) -> None:
             rounds += 1
         flooder.stdin.close()
         assert flooder.stdout is not None
-        sent = int(flooder.stdout.read())
+        count, seconds = flooder.stdout.read().split()
+    sent = int(count)
     group.barrier()
     after = group.counters()
     seen = {name: after[name] for name in REFUSALS if after[name]}
+    # For people: the test's folder keeps it.
+    print(f"{sent} packets, {sent / float(seconds):.0f} a second; counted: {seen}", file=sys.stderr)
     assert refused <= sum(seen.values()) <= sent, (seen, sent)
     assert after["bad_control"] == 0, after
     # Random bytes have no known opcode; well-formed ones name no queue pair of ours.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floods UDP ports with random and mutated RoCEv2 packets: `python FILE SEED ADDRESS/PORT...`.
 
-Until its stdin ends; then it writes how many packets it sent.
+Until its stdin ends; then it writes how many packets it sent, and in how many seconds. A call sends a batch of
+different packets by UDP segmentation, as a call a packet would be far from a million a second.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import random
 import select
 import socket
 import sys
+import time
 
 from sennit.testbed.capabilities import UDP_SEGMENT
 from sennit.transport import wire
 
-BATCH_PACKETS = 40
-BATCHES = 64
-PACKET_BYTES = 96
+BATCH_PACKETS = 64  # linux/udp.h before Linux 6.9: UDP_MAX_SEGMENTS
+BATCHES = 256
+PACKET_BYTES = 64
 HEADER_BYTES = 36  # BTH, RETH, immediate, ICRC
 
 
@@ -51,13 +53,15 @@ def main() -> None:
         out.connect((address, int(port)))
         sockets.append(out)
     sent = 0
+    started_s = time.monotonic()
     while not select.select([sys.stdin], [], [], 0)[0]:
-        for out in sockets:
-            # The target is gone, or the way is full.
-            with contextlib.suppress(ConnectionRefusedError, BlockingIOError):
-                out.send(rng.choice(batches))
-                sent += BATCH_PACKETS
-    print(sent)
+        for batch in batches:
+            for out in sockets:
+                # The target is gone, or the way is full.
+                with contextlib.suppress(ConnectionRefusedError, BlockingIOError):
+                    out.send(batch)
+                    sent += BATCH_PACKETS
+    print(sent, time.monotonic() - started_s)
 
 
 if __name__ == "__main__":
