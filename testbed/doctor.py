@@ -44,7 +44,7 @@ QUESTIONS = (
     Question(
         title="planes with loss, reordering and rate limits (testbed)", needs=("root", "netns", "tc-bpf", "nsenter")
     ),
-    Question(title="delays in the kernel (planes do without: a process delays)", needs=("netem",)),
+    Question(title="netem in place of the BPF program of the testbed", needs=("netem", "bridge")),
     Question(title="independent decoding of captures (tests)", needs=("tshark",)),
     Question(title="OpenMPI as a peer in benchmarks", needs=("openmpi",)),
 )
