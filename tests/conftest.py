@@ -16,7 +16,7 @@ os.environ.setdefault("SENNIT_INTERFACES", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Marker -> the capabilities that its ring takes.
-RINGS = {"root": ("root", "netns", "bpf"), "rdma": ("rdma",), "gpu": ("gpu",)}
+RINGS = {"root": ("root", "netns"), "rdma": ("rdma",), "gpu": ("gpu",)}
 DEFAULT_SEED = "1"
 
 hypothesis.settings.register_profile(
