@@ -12,6 +12,7 @@ from sennit.ebpf import compiler
 from sennit.ebpf.loader import BpfError, BpfObject
 
 root = pytest.mark.root
+needs_bpf = pytest.mark.needs("bpf")
 needs_clang = pytest.mark.needs("clang")
 
 
@@ -23,6 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @root
+@needs_bpf
 @needs_clang
 @pytest.mark.parametrize("path", sorted(compiler.PROGRAMS.glob("*.bpf.c")), ids=lambda path: path.name)
 def test_every_program_compiles_and_passes_the_verifier(path: Path) -> None:
@@ -32,6 +34,7 @@ def test_every_program_compiles_and_passes_the_verifier(path: Path) -> None:
 
 
 @root
+@needs_bpf
 @needs_clang
 def test_maps_are_read_and_written() -> None:
     with BpfObject(compiler.compile_program("fabric"), max_entries={"hold_states": 7}) as loaded:
@@ -53,6 +56,7 @@ def test_maps_are_read_and_written() -> None:
 
 
 @root
+@needs_bpf
 @needs_clang
 def test_the_verifier_is_quoted(folder: Path) -> None:
     (folder / "wild.bpf.c").write_text(
@@ -64,6 +68,7 @@ def test_the_verifier_is_quoted(folder: Path) -> None:
 
 
 @root
+@needs_bpf
 def test_what_is_no_object_is_refused() -> None:
     with pytest.raises(BpfError, match="cannot be opened"):
         BpfObject(b"not an ELF file")
