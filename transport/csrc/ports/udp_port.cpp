@@ -13,7 +13,6 @@
 #include <system_error>
 
 #include "flow/control.hpp"
-#include "flow/path_policy.hpp"
 #include "messages/utf8.hpp"
 
 namespace sennit {
