@@ -201,10 +201,12 @@ def test_a_delay_that_cannot_keep_up_says_how_many_it_lost() -> None:
     count, size_bytes = 20_000, 8_900
     with Planes(hosts=2, planes=1) as planes:
         planes.delay(1, hosts=[0])  # not the other host's answers that nobody listens
-        assert planes._delay is not None
-        os.kill(planes._delay._process.pid, signal.SIGSTOP)
+        assert planes._bpf is not None
+        relay_process = planes._bpf._delay
+        assert relay_process is not None
+        os.kill(relay_process._process.pid, signal.SIGSTOP)
         send_datagrams(planes, count, size_bytes=size_bytes, arrivals=0)
-        os.kill(planes._delay._process.pid, signal.SIGCONT)
+        os.kill(relay_process._process.pid, signal.SIGCONT)
         deadline_s = time.monotonic() + DEADLINE_S
         while (relay := planes.delay_counters()).received + relay.overrun < count:
             assert time.monotonic() < deadline_s, relay

@@ -23,7 +23,7 @@ from sennit.testbed.scenarios.model import (
     Workload,
 )
 from sennit.testbed.scenarios.ranks import Event
-from sennit.testbed.topology import Impairment, ImpairmentCounters, QueueCounters
+from sennit.testbed.topology import Impairer, Impairment, ImpairmentCounters, QueueCounters
 
 Played = list[tuple[str, int | None, int]]
 
@@ -36,6 +36,7 @@ class FakePlanes:
     def __init__(self, **options: Any) -> None:
         FakePlanes.made = self
         self.options = options
+        self.impairer = options["impairer"]
         self.impairment = NO_IMPAIRMENT
         self.runs = 0
         self.limits: list[dict[str, Any]] = []
@@ -108,7 +109,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def play(scenario: Scenario, folder: Path) -> stage.Observations:
-    return stage.play(scenario, seed=1, folder=folder, say=lambda what: None)
+    return stage.play(scenario, impairer=Impairer.BPF, seed=1, folder=folder, say=lambda what: None)
 
 
 def test_both_libraries_suffer_the_same_seed_and_every_round_another(tmp_path: Path) -> None:
