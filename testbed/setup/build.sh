@@ -105,6 +105,14 @@ if ! fresh venv "$venv_key"; then
   stamp venv "$venv_key"
 fi
 
+# Debian's pyverbs is seen by Debian's Python alone, but another one of the same version can use it as well.
+pyverbs=/usr/lib/python3/dist-packages/pyverbs
+if [ -d "$pyverbs" ] && ! "$VENV/bin/python" -c 'import pyverbs.device' 2>/dev/null; then
+  link=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/pyverbs
+  ln -sfn "$pyverbs" "$link"
+  "$VENV/bin/python" -c 'import pyverbs.device' 2>/dev/null || rm "$link"
+fi
+
 # The build must see torch as it is, not with our own backend half installed.
 export TORCH_DEVICE_BACKEND_AUTOLOAD=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 pip=("$VENV/bin/python" -m pip)

@@ -16,6 +16,8 @@ Record = tuple[str, ...]
 
 # Of the VM's memory, as far as it is needed; the rest is for the command.
 OVERLAY_SIZE: Final = "75%"
+# Below /dev, and where they lead to below /proc/self/fd: shells and programs expect them.
+DESCRIPTOR_LINKS: Final = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +80,6 @@ def records(
     steps += [("mount", mount.source, str(path), mount.type, "keep", mount.options) for path, mount in kept.items()]
     steps += [("env", name, value) for name, value in environment.items()]
     return [*steps, *setup, ("command", str(folder), *command)]
-
-
-DESCRIPTOR_LINKS: Final = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 
 
 def encode(steps: Iterable[Record]) -> bytes:
