@@ -106,11 +106,13 @@ def read_devices() -> tuple[Device, ...]:
 
 
 def read_counters(port: Port, sysfs: Path = SYSFS) -> dict[str, int]:
-    """What the device counts at a port (`hw_counters`), under the driver's names; empty where it counts nothing."""
+    """What the device counts at a port (`hw_counters`), under the driver's names; empty where it counts nothing.
+
+    The kernel asks the device again only after `lifespan` milliseconds, ten if nobody changed it.
+    """
     folder = sysfs / port.device / "ports" / str(port.number) / "hw_counters"
     if not folder.is_dir():
         return {}
-    # `lifespan` is how often the driver asks the hardware, and is no counter.
     paths = [path for path in sorted(folder.iterdir()) if path.name != "lifespan"]
     return {path.name: int(path.read_text()) for path in paths}
 

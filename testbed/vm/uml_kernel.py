@@ -59,7 +59,7 @@ def build(entry: Path, version: str, say: Callable[[str], None]) -> None:
     debian.execute([*make, f"KCONFIG_ALLCONFIG={CONFIGURATION}", "allnoconfig"], timeout_s=CONFIGURE_TIMEOUT_S, log=log)
     check_configuration(CONFIGURATION.read_text(), (output / ".config").read_text())
     jobs = len(os.sched_getaffinity(0))
-    say(f"compiling, {jobs} at a time: some six minutes of processor time")
+    say(f"compiling, {jobs} at a time: some eight minutes of processor time")
     debian.execute([*make, f"-j{jobs}", BINARY], timeout_s=BUILD_TIMEOUT_S, log=log)
     shutil.copy2(output / BINARY, entry / BINARY)
     shutil.copy2(output / ".config", entry / "config")

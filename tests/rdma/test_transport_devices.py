@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,7 +29,8 @@ def unconnected() -> Iterator[str]:
     execute("ip link add cold0 type dummy")
     execute("rdma link add cold type rxe netdev cold0")
     yield "cold"
-    execute("ip link del cold0")  # and the device with it
+    execute("rdma link delete cold")  # without its interface, it would be gone only some time later
+    execute("ip link del cold0")
 
 
 def test_devices_of_the_link_are_read_and_usable() -> None:
@@ -64,7 +66,7 @@ def test_interfaces_of_different_mtu_do_not_fit() -> None:
         execute(f"ip link set {far_netdev} mtu {links.MTU_DEFAULT}")
 
 
-def test_counters_move_with_the_packets(pair: Pair) -> None:
+def test_counters_move_with_the_packets(pair: Pair, endpoint: ModuleType) -> None:
     (port,) = devices.read_devices()[0].ports
     before = devices.read_counters(port)["sent_pkts"]
     near, far = pair("UC")
@@ -72,7 +74,7 @@ def test_counters_move_with_the_packets(pair: Pair) -> None:
     for number in range(3):
         near.write(far, 4096, number)
     far.completions(3)
-    assert devices.read_counters(port)["sent_pkts"] - before == 3
+    endpoint.until(lambda: devices.read_counters(port)["sent_pkts"] - before == 3, lambda: "3 packets to be counted")
 
 
 def test_the_doctor_finds_them() -> None:
