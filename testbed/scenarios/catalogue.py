@@ -126,6 +126,16 @@ def _peers() -> list[Scenario]:
             short=short,
         ),
         Scenario(
+            name="plane-and-peer",
+            title="a plane dies, then one of 4 ranks is killed; the others find out over the planes that live",
+            topology=Topology(hosts=4),
+            workload=Workload(size_bytes=16 * MIB, duration_s=30.0, rounds=1, timeout_s=20.0),
+            faults=(SwitchPlane(plane=0, up=False, at_s=0.3), KillRank(rank=2, at_s=0.6)),
+            recovers=True,
+            goals=(*died, Goal(measure="error_within_s", at_most=1.0, must=True)),
+            short=short,
+        ),
+        Scenario(
             name="peer-silent",
             title="one of 4 ranks is suspended in mid-AllReduce; the others give it up after 2 s and go on",
             topology=Topology(hosts=4),

@@ -16,6 +16,7 @@ pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is n
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
 from sennit.testbed.topology import Impairment, Planes
+from sennit.testbed.topology.rate_limit import RATE_MIN_BITS_PER_S
 from sennit.transport.wire import REFUSALS
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
@@ -42,11 +43,37 @@ def ask(rank: subprocess.Popen[str]) -> None:
     rank.stdin.flush()
 
 
+def end(ranks: list[subprocess.Popen[str]], logs: list[Path]) -> None:
+    for process, log in zip(ranks, logs, strict=True):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with process.stdout:
+            process.stdin.close()
+            assert process.wait(DEADLINE_S) == 0, log.read_text()[-4000:]
+
+
 def answer(rank: subprocess.Popen[str], log: Path) -> str:
     assert rank.stdout is not None
     line = rank.stdout.readline().strip()
     assert line, f"rank ended:\n{log.read_text()[-4000:]}"
     return line
+
+
+def test_a_stuck_interface_holds_up_no_other(tmp_path: Path, seed: int) -> None:
+    """Its queue is full for seconds on end, as a paused network card's is: the kernel takes nothing for it."""
+    with Planes(hosts=WORLD, planes=4) as planes:
+        planes.limit_rate(RATE_MIN_BITS_PER_S, queue_bytes=3 * planes.mtu, hosts=[0], planes=[1])
+        logs = [tmp_path / f"rank{rank}" for rank in range(WORLD)]
+        ranks = [start(planes, rank, tmp_path / "store", logs[rank], seed) for rank in range(WORLD)]
+        for process, log in zip(ranks, logs, strict=True):
+            assert answer(process, log) == "done"
+        for process in ranks:
+            ask(process)
+        counters = [json.loads(answer(process, log)) for process, log in zip(ranks, logs, strict=True)]
+        print(counters)
+        assert counters[0]["send_blocked"] > 0
+        assert counters[0]["send_errors"] > 0  # batches given up, so that the other planes went on
+        end(ranks, logs)
 
 
 @pytest.mark.parametrize("per_packet", [True, False])
@@ -88,9 +115,4 @@ def test_collectives_are_exact_and_every_corrupt_packet_is_counted(per_packet: b
         assert sum(counter["duplicate_packets"] for counter in counters) > 0
         if per_packet:  # enough throws that every plane has lost, doubled and held back some
             assert all(switch.dropped and switch.duplicated and switch.released for switch in flat)
-        for process, log in zip(ranks, logs, strict=True):
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with process.stdout:
-                process.stdin.close()
-                assert process.wait(DEADLINE_S) == 0, log.read_text()[-4000:]
+        end(ranks, logs)

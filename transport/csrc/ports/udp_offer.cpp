@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "flow/control.hpp"
+#include "wire/packet.hpp"
 
 namespace sennit {
 namespace {
@@ -104,7 +105,11 @@ UdpOffer UdpOffer::decode(std::span<const std::byte> bytes) {
   offer.receive_window_bytes = in.get<uint64_t>();
   offer.rails.resize(in.get_count(RAIL_MAX_COUNT, "rails"));
   for (Rail& rail : offer.rails) {
-    rail.listen.is_ipv6 = in.get<uint16_t>() == 6;
+    const auto ip_version = in.get<uint16_t>();
+    if (ip_version != 4 && ip_version != 6)
+      throw std::invalid_argument("udp: the peer's offer has a rail of IP version " + std::to_string(ip_version) +
+                                  "; 4 and 6 are allowed");
+    rail.listen.is_ipv6 = ip_version == 6;
     rail.listen.port = in.get<uint16_t>();
     rail.payload_max_bytes = in.get<uint32_t>();
     in.get_bytes(rail.listen.address);
@@ -118,7 +123,12 @@ UdpOffer UdpOffer::decode(std::span<const std::byte> bytes) {
     entry.eager_address = in.get<uint64_t>();
     entry.eager_rkey = in.get<uint32_t>();
     entry.qpns.resize(qpn_count);
-    for (uint32_t& qpn : entry.qpns) qpn = in.get<uint32_t>();
+    for (uint32_t& qpn : entry.qpns) {
+      qpn = in.get<uint32_t>();
+      if (qpn > wire::QPN_MASK)
+        throw std::invalid_argument("udp: the peer's offer has the queue pair number " + std::to_string(qpn) +
+                                    "; 24 bits are allowed");
+    }
   }
   if (!in.empty()) throw std::invalid_argument("udp: the peer's offer has bytes behind its end");
   return offer;

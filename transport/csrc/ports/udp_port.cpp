@@ -100,6 +100,7 @@ struct UdpPort::Rail {
 struct UdpPort::Peer {
   uint32_t rank;
   std::vector<UdpPath> paths;
+  size_t rail_count;  // path p uses rail p mod rail_count
   size_t batch_packets;
   std::unique_ptr<FlowLane> lane;
   bool is_gone = false;  // nobody listens at its address any more
@@ -225,6 +226,7 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
   made->lane = std::make_unique<FlowLane>(
       peer, config, eager_memory, for_peer.eager_rkey, [this](std::byte*, size_t) { return next_key(); }, sink);
   made->lane->flow().set_remote_eager(for_us.eager_address, for_us.eager_rkey);
+  made->rail_count = pairs.size();
   made->batch_packets = UdpSender::batch_packets(config.payload_max_bytes);
 
   for (const auto& rail : rails_) rail->receiver->expect_batches_of(made->batch_packets);
@@ -301,7 +303,7 @@ bool UdpPort::progress(uint64_t now_us) {
 bool UdpPort::send_round(uint64_t now_us) {
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)
-      if (!sender->flush()) return false;
+      if (!sender->flush(now_us)) return false;
   bool sent = false;
   // Each peer gets the time of its own turn: a round trip must not hold the turns of others.
   const auto start = std::chrono::steady_clock::now();
@@ -318,14 +320,15 @@ bool UdpPort::send_round(uint64_t now_us) {
 }
 
 void UdpPort::note_refused(UdpSender& sender) {
-  for (const wire::Endpoint& destination : sender.take_refused()) {
+  for (const RefusedPacket& packet : sender.take_refused()) {
     for (Peer* peer : connected_) {
-      const bool is_there = std::any_of(peer->paths.begin(), peer->paths.end(),
-                                        [&](const UdpPath& path) { return path.remote_listen == destination; });
+      const bool is_its = std::any_of(peer->paths.begin(), peer->paths.end(), [&](const UdpPath& path) {
+        return path.remote_listen == packet.destination && path.remote_qpn == packet.qpn;
+      });
       // Its socket was open before this rank heard of it, and stays so until its process ends.
-      if (!is_there) continue;
+      if (!is_its) continue;
       peer->is_gone = true;
-      peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(destination) + " any more");
+      peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(packet.destination) + " any more");
     }
   }
 }
@@ -366,7 +369,7 @@ void UdpPort::look_for_refusals() {
 }
 
 // Flows that have ended send nothing of their own, so this repeats the last word: a peer that lives and has not heard
-// of the end does so now, and the kernel says who is not there any more.
+// of the end does so now, and the kernel says who is not there any more. Over every rail, as some may be dead.
 std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
   std::array<std::byte, flow::CONTROL_MAX_BYTES> payload;
   flow::ControlWriter writer(payload);
@@ -375,7 +378,8 @@ std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
   const auto abort = std::span(payload).first(writer.finish());
   std::vector<uint32_t> gone;
   for (Peer* peer : connected_)
-    if (!peer->is_gone && peer->lane->flow().ended()) peer->paths[0].sender->send_control(peer->paths[0], abort);
+    if (!peer->is_gone && peer->lane->flow().ended())
+      for (UdpPath& path : std::span(peer->paths).first(peer->rail_count)) path.sender->send_control(path, abort);
   look_for_refusals();
   for (const Peer* peer : connected_)
     if (peer->is_gone) gone.push_back(peer->rank);
@@ -387,7 +391,7 @@ uint64_t UdpPort::next_timeout_us() const {
   for (const Peer* peer : connected_) earliest_us = std::min(earliest_us, peer->lane->flow().next_timeout_us());
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)
-      if (sender->is_blocked()) return std::max(earliest_us, last_now_us_ + BLOCKED_RETRY_US);
+      if (sender->is_blocked()) return last_now_us_ + BLOCKED_RETRY_US;
   return earliest_us;
 }
 
@@ -422,6 +426,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
       {"send_calls", send_counters_.send_calls},
       {"send_blocked", send_counters_.send_blocked},
       {"send_errors", send_counters_.send_errors},
+      {"send_over_mtu", send_counters_.send_over_mtu},
       {"segmentation_refused", send_counters_.segmentation_refused},
       {"receive_calls", receive_counters_.receive_calls},
       {"receive_errors", receive_counters_.receive_errors},

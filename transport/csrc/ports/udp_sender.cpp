@@ -82,7 +82,7 @@ int UdpSender::send(const SocketAddress& to, std::span<const iovec> pieces, size
 }
 
 void UdpSender::note_refusals() {
-  for (const wire::Endpoint& destination : refused_destinations(socket_.fd())) refused_.push_back(destination);
+  for (const RefusedPacket& packet : take_refused_packets(socket_.fd())) refused_.push_back(packet);
 }
 
 void UdpSender::transmit(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
@@ -90,19 +90,23 @@ void UdpSender::transmit(const SocketAddress& to, std::span<const iovec> pieces,
   for (const iovec& piece : pieces) size_bytes += piece.iov_len;
   const bool is_batch = size_bytes > segment_bytes;
   if (is_blocked()) {  // a caller that does not look at is_blocked() loses the packet, as a full queue would
-    ++counters_.send_errors;
+    lose(EAGAIN);
     return;
   }
   if (is_batch && !can_segment_) {
     keep(to, pieces, segment_bytes);
-    flush();
+    send_kept();
     return;
   }
   const int error = send(to, pieces, is_batch ? segment_bytes : 0);
-  if (error == 0) return;
-  if (error == EAGAIN || error == ENOBUFS) {
+  if (error == 0) {
+    is_stuck_ = false;
+  } else if (error == EAGAIN || error == ENOBUFS) {
     ++counters_.send_blocked;
-    keep(to, pieces, segment_bytes);
+    if (is_stuck_)
+      lose(error);
+    else
+      keep(to, pieces, segment_bytes);
   } else if (is_batch && (error == EIO || error == EINVAL)) {
     // No checksum offload on this device (EIO), or a kernel that knows the option but not this use of it.
     // The ICRCs of an IPv4 batch hold identifications 0, 1, 2, …: this batch is lost, the next ones are right.
@@ -110,24 +114,39 @@ void UdpSender::transmit(const SocketAddress& to, std::span<const iovec> pieces,
     can_segment_ = false;
     if (to.storage.ss_family == AF_INET6) {
       keep(to, pieces, segment_bytes);
-      flush();
+      send_kept();
     }
   } else {
-    ++counters_.send_errors;
+    lose(error);
   }
+}
+
+void UdpSender::lose(int error) {
+  ++counters_.send_errors;
+  if (error == EMSGSIZE) ++counters_.send_over_mtu;
 }
 
 void UdpSender::keep(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
   kept_.to = to;
   kept_.segment_bytes = segment_bytes;
+  kept_.since_us = 0;
   for (const iovec& piece : pieces) {
     const auto* from = static_cast<const std::byte*>(piece.iov_base);
     kept_.bytes.insert(kept_.bytes.end(), from, from + piece.iov_len);
   }
 }
 
-bool UdpSender::flush() {
-  if (!is_blocked()) return true;
+bool UdpSender::flush(uint64_t now_us) {
+  if (!is_blocked() || send_kept()) return true;
+  if (kept_.since_us == 0) kept_.since_us = now_us;
+  if (now_us - kept_.since_us < STUCK_US) return false;
+  is_stuck_ = true;
+  lose(EAGAIN);
+  kept_.bytes.clear();
+  return true;
+}
+
+bool UdpSender::send_kept() {
   size_t done_bytes = 0;
   int error = 0;
   if (can_segment_ && kept_.bytes.size() > kept_.segment_bytes) {
@@ -138,10 +157,11 @@ bool UdpSender::flush() {
     error = send_one_by_one(kept_.to, kept_.bytes, kept_.segment_bytes, done_bytes);
   }
   if (error == EAGAIN || error == ENOBUFS) {
+    if (done_bytes != 0) kept_.since_us = 0;  // slow, not stuck
     kept_.bytes.erase(kept_.bytes.begin(), kept_.bytes.begin() + static_cast<std::ptrdiff_t>(done_bytes));
     return false;
   }
-  if (error != 0) ++counters_.send_errors;
+  if (error != 0) lose(error);
   kept_.bytes.clear();
   return true;
 }

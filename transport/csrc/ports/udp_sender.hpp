@@ -18,7 +18,8 @@ namespace sennit {
 struct UdpSendCounters {
   uint64_t send_calls = 0;
   uint64_t send_blocked = 0;          // the device's queue was full; the batch was kept
-  uint64_t send_errors = 0;           // the kernel refused a packet, which counts as lost
+  uint64_t send_errors = 0;           // batches given up, which count as lost: refused by the kernel, or stuck
+  uint64_t send_over_mtu = 0;         // of these: larger than the path takes by now (EMSGSIZE)
   uint64_t segmentation_refused = 0;  // the device has no UDP_SEGMENT; packets go one by one
 };
 
@@ -37,7 +38,10 @@ class UdpSender {
   void send_control(UdpPath& path, std::span<const std::byte> payload);
   // A batch waits for room in the device's queue; nothing else may be sent before flush() is true.
   bool is_blocked() const { return !kept_.bytes.empty(); }
-  bool flush();
+  // A queue that stays full for STUCK_US (a paused or broken device) must not hold up the other rails for ever: its
+  // batch is lost, as is what follows until the kernel takes something again, and the flow finds another path.
+  static constexpr uint64_t STUCK_US = 5'000;
+  bool flush(uint64_t now_us);
   bool has_refused() const { return !refused_.empty(); }
   // Asks the kernel for them now; they are else met by the next send.
   bool look_for_refusals() {
@@ -45,7 +49,7 @@ class UdpSender {
     return has_refused();
   }
   // Where packets came back from since the last call: nobody listens there.
-  std::vector<wire::Endpoint> take_refused() { return std::exchange(refused_, {}); }
+  std::vector<RefusedPacket> take_refused() { return std::exchange(refused_, {}); }
 
  private:
   // A batch the device had no room for, copied: its payloads may be freed by an acknowledgement.
@@ -53,12 +57,16 @@ class UdpSender {
     std::vector<std::byte> bytes;
     size_t segment_bytes = 0;
     SocketAddress to{wire::Endpoint{}};
+    uint64_t since_us = 0;  // of the first flush() that found it; 0: none yet
   };
 
   void lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn);
   void transmit(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
   int send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes, size_t& done);
   void keep(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
+  // True when nothing is kept any more: it was sent, or the kernel will never take it.
+  bool send_kept();
+  void lose(int error);
 
   // One send; an earlier packet that came back is noted, and does not keep this one from going.
   int send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
@@ -67,8 +75,9 @@ class UdpSender {
 
   UdpSocket socket_;
   UdpSendCounters& counters_;
-  std::vector<wire::Endpoint> refused_;
+  std::vector<RefusedPacket> refused_;
   bool can_segment_;
+  bool is_stuck_ = false;
   Kept kept_;
   std::array<std::byte, BATCH_MAX_PACKETS*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
   std::array<iovec, 2 * BATCH_MAX_PACKETS + 1> pieces_;

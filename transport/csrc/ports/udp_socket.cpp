@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
@@ -235,17 +236,24 @@ int send_segments(int fd, const SocketAddress& to, std::span<const iovec> pieces
   return sent < 0 ? errno : 0;
 }
 
-std::vector<wire::Endpoint> refused_destinations(int fd) {
-  std::vector<wire::Endpoint> refused;
+std::vector<RefusedPacket> take_refused_packets(int fd) {
+  std::vector<RefusedPacket> refused;
   for (;;) {
     sockaddr_storage destination{};
     alignas(cmsghdr) char control[512];
+    // What the report quotes of our packet, from behind the UDP header on.
+    std::array<std::byte, wire::BTH_BYTES> quoted;
+    iovec piece{quoted.data(), quoted.size()};
     msghdr message{};
     message.msg_name = &destination;
     message.msg_namelen = sizeof destination;
     message.msg_control = control;
     message.msg_controllen = sizeof control;
-    if (recvmsg(fd, &message, MSG_ERRQUEUE | MSG_DONTWAIT) < 0) return refused;
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    const ssize_t quoted_bytes = recvmsg(fd, &message, MSG_ERRQUEUE | MSG_DONTWAIT);
+    if (quoted_bytes < 0) return refused;
+    if (static_cast<size_t>(quoted_bytes) < quoted.size()) continue;
     for (cmsghdr* option = CMSG_FIRSTHDR(&message); option != nullptr; option = CMSG_NXTHDR(&message, option)) {
       const bool is_report = (option->cmsg_level == IPPROTO_IP && option->cmsg_type == IP_RECVERR) ||
                              (option->cmsg_level == IPPROTO_IPV6 && option->cmsg_type == IPV6_RECVERR);
@@ -253,7 +261,7 @@ std::vector<wire::Endpoint> refused_destinations(int fd) {
       sock_extended_err report;
       std::memcpy(&report, CMSG_DATA(option), sizeof report);
       if (report.ee_errno == ECONNREFUSED)
-        refused.push_back(endpoint_of(reinterpret_cast<const sockaddr*>(&destination)));
+        refused.push_back({endpoint_of(reinterpret_cast<const sockaddr*>(&destination)), wire::read_qpn(quoted)});
     }
   }
 }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "wire/icrc.hpp"
+#include "wire/packet.hpp"
 
 namespace sennit {
 
@@ -47,7 +48,7 @@ class UdpSocket {
   size_t set_send_buffer(size_t size_bytes);
   // Several packets in one recvmsg. False where the kernel cannot.
   bool enable_receive_offload();
-  // A destination that refuses makes the next send fail with ECONNREFUSED; see refused_destinations().
+  // A destination that refuses makes the next send fail with ECONNREFUSED; see take_refused_packets().
   void report_refusals();
   // Packets carry ECT(0): routers may mark them instead of dropping them (RFC 3168).
   void announce_ecn();
@@ -65,9 +66,16 @@ class UdpSocket {
 // Returns 0 or errno.
 int send_segments(int fd, const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
 
-// Reports of this socket's packets that came back (ICMP port unreachable), since the last call: where nobody listens
-// any more. Wants report_refusals().
-std::vector<wire::Endpoint> refused_destinations(int fd);
+// A packet of ours that came back, as the ICMP report quotes it.
+struct RefusedPacket {
+  wire::Endpoint destination;
+  uint32_t qpn;
+};
+
+// This socket's packets that came back since the last call (ICMP port unreachable): nobody listens there any more.
+// Wants report_refusals(). The kernel has matched the report with the socket's addresses and ports, which a stranger
+// may guess; the queue pair that it quotes is random and known to the two ends alone (RFC 5927, 4.1 and 4.2).
+std::vector<RefusedPacket> take_refused_packets(int fd);
 
 struct ReceivedBatch {
   size_t size_bytes = 0;     // of all packets together

@@ -122,6 +122,36 @@ TEST_CASE("packet numbers of a path go on at 0 after 2^24 - 1, within a batch an
   }
 }
 
+TEST_CASE("a packet that came back is known by its destination and queue pair") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    CAPTURE(address);
+    const wire::Endpoint closed = UdpSocket(parse_endpoint(address, 0)).local();
+    UdpSocket socket(parse_endpoint(address, 0));
+    socket.report_refusals();
+    UdpSendCounters counters;
+    UdpSender sender(std::move(socket), counters);
+    UdpPath path(closed);
+    path.remote_qpn = 0xABCDE;
+    path.outgoing = wire::NetworkCrc(sender.local(), closed, wire::data_packet_bytes(1'024));
+    const std::array<std::byte, 40> payload{};
+    sender.send_control(path, payload);
+    REQUIRE(sender.look_for_refusals());
+    const std::vector<RefusedPacket> refused = sender.take_refused();
+    REQUIRE(refused.size() == 1);
+    CHECK(refused[0].destination == closed);
+    CHECK(refused[0].qpn == 0xABCDE);
+    CHECK_FALSE(sender.look_for_refusals());
+
+    // A report that quotes too little of a packet to know it by says nothing.
+    const std::array<std::byte, 4> stub{};
+    iovec piece{const_cast<std::byte*>(stub.data()), stub.size()};
+    UdpSocket other(parse_endpoint(address, 0));
+    other.report_refusals();
+    REQUIRE(send_segments(other.fd(), SocketAddress(closed), std::span(&piece, 1), 0) == 0);
+    CHECK(take_refused_packets(other.fd()).empty());
+  }
+}
+
 TEST_CASE("a batch fits one send, whatever the payload") {
   CHECK(UdpSender::batch_packets(4'096) == 15);
   CHECK(UdpSender::batch_packets(1'024) == 61);

@@ -43,6 +43,8 @@ void write_control_header(std::span<std::byte, CONTROL_HEADER_BYTES> out, uint32
   write_bth(out.data(), Opcode::uc_send_only, pad_of(payload_bytes), qpn, psn);
 }
 
+uint32_t read_qpn(std::span<const std::byte, BTH_BYTES> bth) { return load_be32(bth.data() + 4) & QPN_MASK; }
+
 Refusal parse(std::span<const std::byte> head, size_t packet_bytes, Packet& out) {
   const size_t known_bytes = std::min(head.size(), packet_bytes);
   if (known_bytes < BTH_BYTES || packet_bytes < BTH_BYTES + ICRC_BYTES) return Refusal::truncated;
@@ -66,7 +68,7 @@ Refusal parse(std::span<const std::byte> head, size_t packet_bytes, Packet& out)
   out.opcode = opcode;
   out.pad_bytes = pad_bytes;
   out.congestion_seen = (static_cast<uint8_t>(bth[4]) & 0x80) != 0;
-  out.qpn = load_be32(bth + 4) & QPN_MASK;
+  out.qpn = read_qpn(head.first<BTH_BYTES>());
   out.psn = load_be32(bth + 8) & PSN_MASK;
   out.payload_offset = static_cast<uint32_t>(header_bytes);
   out.payload_bytes = static_cast<uint32_t>(payload_bytes);

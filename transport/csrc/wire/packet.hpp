@@ -86,6 +86,9 @@ void write_data_header(std::span<std::byte, DATA_HEADER_BYTES> out, uint32_t qpn
 void write_control_header(std::span<std::byte, CONTROL_HEADER_BYTES> out, uint32_t qpn, uint32_t psn,
                           uint32_t payload_bytes);
 
+// The destination queue pair of a header that may be invalid otherwise.
+uint32_t read_qpn(std::span<const std::byte, BTH_BYTES> bth);
+
 // Reads the headers of a packet of `packet_bytes` bytes (UDP payload, ICRC included) whose first bytes are
 // `head`: at least min(packet_bytes, DATA_HEADER_BYTES) of them. Does not look at the ICRC.
 [[nodiscard]] Refusal parse(std::span<const std::byte> head, size_t packet_bytes, Packet& out);
