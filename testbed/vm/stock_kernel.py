@@ -21,9 +21,9 @@ IMAGE: Final = "vmlinux"
 MODULES: Final = "modules"
 # rxe asks the crypto layer for "crc32" by name, of which no file tells.
 WANTED: Final = (
-    "virtio_pci", "virtio_console", "virtio_rng", "9pnet_virtio", "9p", "overlay", "veth", "dummy", "bridge", "sch_netem",
-    "sch_tbf", "sch_prio", "sch_ingress", "cls_u32", "cls_flower", "cls_matchall", "act_gact", "act_mirred",
-    "af_packet", "ib_uverbs", "ib_umad", "rdma_ucm", "crc32_generic", "rdma_rxe",
+    "virtio_pci", "virtio_console", "virtio_rng", "9pnet_virtio", "9p", "overlay", "veth", "dummy", "bridge",
+    "sch_netem", "sch_tbf", "sch_prio", "sch_ingress", "cls_u32", "cls_flower", "cls_matchall", "act_gact",
+    "act_mirred", "af_packet", "ib_uverbs", "ib_umad", "rdma_ucm", "crc32_generic", "rdma_rxe",
 )  # fmt: skip
 EXTRACT_TIMEOUT_S: Final = 120.0
 
