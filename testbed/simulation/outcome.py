@@ -40,6 +40,9 @@ class Outcome:
     """Payload that arrived, a sample each."""
 
     tiers: dict[str, TierUse] = field(default_factory=dict)
+    fingerprint: str = ""
+    """runner.fingerprint() of the core that ran it."""
+
     wall_s: float = 0.0
     peak_memory_bytes: int = 0
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from sennit.testbed.simulation.outcome import Outcome, TierUse
 from sennit.testbed.simulation.scenario import Scenario
-from sennit.testbed.simulation.suite import Case
+from sennit.testbed.simulation.suite import QUICK, Case
 
 QUANTILE_STEPS = 200
 
@@ -37,6 +37,19 @@ COUNTERS = (
 )
 
 
+# Failures, marks, losses and both policies' code are in it.
+FINGERPRINTED = QUICK.with_(failed_fraction=0.05, fail_at_us=50, convergence_us=500, queue_limit_bytes=128 << 10)
+
+
+def fingerprint() -> str:
+    """Tells cores whose flows or fabrics behave differently apart: the trace of one small run, in a second."""
+    from sennit.transport._core import FabricSimulation
+
+    simulation = FabricSimulation(FINGERPRINTED.as_dict())
+    simulation.run()
+    return f"{simulation.result()['trace_hash']:016x}"
+
+
 def run(scenario: Scenario) -> Outcome:
     """Runs one scenario here. Raises ValueError for one out of range."""
     from sennit.transport._core import FabricSimulation
@@ -58,6 +71,7 @@ def run(scenario: Scenario) -> Outcome:
         message_us=[round(float(value), 2) for value in quantiles],
         arrived_bytes=result["arrived_bytes"],
         tiers=_tiers(result["links"]),
+        fingerprint=fingerprint(),
         wall_s=round(time.monotonic() - start_s, 1),
         peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
@@ -87,14 +101,16 @@ def run_cases(
 ) -> dict[str, Outcome]:
     """Runs all cases and writes each outcome to `folder`/NAME.json as soon as it is there.
 
-    An outcome that is there already and has the very same scenario is taken as it is: it would come out the same.
+    An outcome that is there already, of the very same scenario and of a core that behaves the same, is taken as it is:
+    it would come out the same.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    core = fingerprint()
     outcomes: dict[str, Outcome] = {}
     waiting = []
     for case in cases:
         kept = load(folder / f"{case.name}.json")
-        if kept is not None and kept.scenario == case.scenario.as_dict():
+        if kept is not None and kept.scenario == case.scenario.as_dict() and kept.fingerprint == core:
             outcomes[case.name] = kept
             done(case, kept)
         else:

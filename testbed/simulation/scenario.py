@@ -59,9 +59,8 @@ class Scenario:
 
     payload_bytes: int = 4096
 
-    window_bytes: int = 32 << 10
-    """Half of a block: what a pair may have in flight. Sixteen of them are three times what a host's link holds in a
-    round trip of an empty fabric."""
+    window_bytes: int = 64 << 10
+    """What a pair may have in flight: a block."""
 
     ack_every_packets: int = 16
 
@@ -84,7 +83,7 @@ class Scenario:
     message_max_bytes: int = 64 << 10
     """Longer blocks are cut into several messages."""
 
-    peers_at_a_time: int = 16
+    peers_at_a_time: int = 24
     """Pairs for which a host has posted receives."""
 
     is_shuffled: bool = True

@@ -93,6 +93,23 @@ def test_command_writes_table_figure_and_page(tmp_path: Path) -> None:
     assert Outcome.from_json(json.loads((tmp_path / "out" / "permutation-reps.json").read_text())) == outcome
 
 
+def test_outcome_of_a_core_that_behaves_otherwise_is_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = suite.Case(group="small", way="reps", scenario=SMALL)
+
+    def run_case() -> Outcome:
+        return runner.run_cases([case], tmp_path, jobs=1, done=lambda case, outcome: None)[case.name]
+
+    first = run_case()
+    assert first.fingerprint == runner.fingerprint()
+    stored = tmp_path / f"{case.name}.json"
+    stored.write_text(json.dumps(first.as_json() | {"wall_s": 1234.5}))
+    assert run_case().wall_s == 1234.5
+    monkeypatch.setattr(runner, "fingerprint", lambda: "another core")
+    assert run_case().wall_s != 1234.5
+
+
 def test_unknown_case_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["testbed", "simulate", "--only", "sorting", "--out", str(tmp_path)])
     assert result.exit_code == 2

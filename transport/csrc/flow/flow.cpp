@@ -10,13 +10,6 @@
 #include "messages/utf8.hpp"
 
 namespace sennit::flow {
-namespace {
-
-// Out of order or repeated data is acknowledged sooner than the rest, by this factor; not at once, since
-// packets of several paths are out of order all the time.
-constexpr uint64_t HURRY = 16;
-
-}  // namespace
 
 Flow::Flow(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey)
     : state_(std::make_unique<State>(config, eager_memory, eager_rkey)) {}
@@ -96,7 +89,7 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
   if (state.dead || out.empty()) return 0;
   if (recovery.take_probe(now_us, out[0], path)) return 1;
   if (!state.can_send()) {
-    recovery.set_tail(state.is_tail());
+    recovery.set_tail(now_us, state.is_tail());
     if (!state.credit_stalled && recovery.allowance() != 0 && state.sender.is_out_of_grant()) {
       state.credit_stalled = true;
       ++state.counters.credit_stalls;
@@ -119,7 +112,7 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
     if (packet.size_bytes != state.config.payload_max_bytes) break;
   }
   recovery.end_of_batch(now_us, static_cast<uint32_t>(count));
-  recovery.set_tail(state.is_tail());
+  recovery.set_tail(now_us, state.is_tail());
   return count;
 }
 
@@ -166,14 +159,13 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   const bool eager = slot_of(immediate) == EAGER_SLOT;
   const Verdict verdict = eager ? state.eager_receiver.classify(index_of(immediate), size_bytes)
                                 : state.receiver.classify(immediate, size_bytes);
-  const uint64_t ack_delay_us = state.config.ack_delay_us;
   if (verdict == Verdict::duplicate) {
     state.last_heard_us = now_us;
     ++state.counters.duplicate_packets;
     state.repeats_itself = true;
     state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
     if (!eager) state.receiver.on_duplicate(immediate);
-    state.request_control(now_us + ack_delay_us / HURRY);
+    state.request_control(now_us + state.ack_pacing.hurried_us());
     return;
   }
   if (verdict != Verdict::place) return state.count_refusal(verdict);
@@ -182,8 +174,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   state.nudges = 0;
   ++state.counters.data_packets_received;
   state.counters.data_bytes_received += size_bytes;
-  // The first packet over a path shows its round trip before a queue has grown.
-  const bool is_first_on_path = state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
+  state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
   state.repeats = 0;
   state.repeat_at_us = NEVER;
   bool in_order, message_complete = false, ends_short = false;
@@ -199,12 +190,8 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
     ends_short = arrival.is_last_packet && !message_complete;
   }
   if (!in_order) ++state.counters.out_of_sequence;
-  if (++state.unacknowledged_packets >= state.ack_every_packets || message_complete || state.grants.is_due()) {
-    state.request_control(now_us);
-  } else {
-    state.request_control(now_us +
-                          (in_order && !ends_short && !is_first_on_path ? ack_delay_us : ack_delay_us / HURRY));
-  }
+  const uint64_t wait_us = state.ack_pacing.wait_us({path, in_order, message_complete, ends_short});
+  state.request_control(state.grants.is_due() ? now_us : now_us + wait_us);
 }
 
 void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte> payload, uint64_t waited_us) {

@@ -28,12 +28,13 @@ struct Path {
   uint64_t last_sent_us = 0, last_ack_us = 0;
   uint64_t answered_us = 0;  // when the peer last proved that something arrived over it
   PathState state = PathState::good;
-  uint64_t until_us = 0;              // skip: its end. Bad: next try. Probing: next probe
-  uint32_t timeouts = 0;              // in a row, of the retransmission timer
-  uint32_t silences = 0;              // in a row: losses of all that was on it, without an acknowledgement
-  uint32_t probes = 0;                // since it is bad
-  bool probe_due = false;             // tail probe wanted
-  bool probe_sent = false;            // at most one between acknowledgements
+  uint64_t until_us = 0;     // skip: its end. Bad: next try. Probing: next probe
+  uint32_t timeouts = 0;     // in a row, of the retransmission timer
+  uint32_t silences = 0;     // in a row: losses of all that was on it, without an acknowledgement
+  uint32_t probes = 0;       // since it is bad
+  bool probe_due = false;    // tail probe wanted
+  uint32_t tail_probes = 0;  // since its last acknowledgement, the newest at probed_us
+  uint64_t probed_us = 0;
   uint64_t mark_order = 0;            // of the newest tail mark (Recovery::take_tail_mark)
   uint16_t mark_number = 0;           // its probe number
   bool is_mark_open = false;          // not answered

@@ -194,7 +194,8 @@ void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
     if (record.transmissions == 1 || now_us - record.sent_us >= round_trip(path).min_us()) {
       path.newest_acked_order = std::max(path.newest_acked_order, record.order);
       path.last_ack_us = now_us;
-      path.probe_sent = path.probe_due = false;
+      path.probe_due = false;
+      path.tail_probes = 0;
       path.is_mark_open &= path.newest_acked_order < path.mark_order;
       newest_acked_sent_us_ = std::max(newest_acked_sent_us_, record.sent_us);
       on_answer(now_us, path);
@@ -269,9 +270,15 @@ uint64_t Recovery::timeout_at_us(const Path& path) const {
 
 uint64_t Recovery::probe_at_us(const Path& path) const {
   const RoundTrip& round_trip = this->round_trip(path);
-  if (path.in_flight.empty() || path.probe_sent || unanswered_timeouts_ != 0 || !round_trip.sampled())
-    return UINT64_MAX;
-  return std::max(path.last_sent_us, path.last_ack_us) + round_trip.pto_us(is_tail_ ? 0 : peer_ack_delay_us_);
+  if (path.in_flight.empty() || unanswered_timeouts_ != 0 || !round_trip.sampled()) return UINT64_MAX;
+  // Again after twice the time (RFC 9002, 6.2): the first may be lost, or be acknowledged by the copy before it, which
+  // says nothing of what else is on the path.
+  const auto wait_us = [&](uint64_t ack_delay_us) {
+    return std::min(round_trip.pto_us(ack_delay_us) << std::min(path.tail_probes, BACKOFF_MAX), RTO_MAX_US);
+  };
+  const uint64_t since_us = std::max({path.last_sent_us, path.last_ack_us, path.probed_us});
+  const uint64_t delayed_us = since_us + wait_us(peer_ack_delay_us_);
+  return is_tail_ ? std::min(delayed_us, std::max(since_us, tail_since_us_) + wait_us(0)) : delayed_us;
 }
 
 uint64_t Recovery::reorder_at_us(const Path& path) const {
@@ -309,7 +316,9 @@ void Recovery::on_timeout(uint64_t now_us) {
     if (timeout_at_us(path) <= now_us) {
       time_out(now_us, index);
     } else if (probe_at_us(path) <= now_us) {
-      path.probe_due = path.probe_sent = true;
+      path.probe_due = true;
+      path.probed_us = now_us;
+      path.tail_probes = std::min(path.tail_probes + 1, BACKOFF_MAX);
     }
   }
 }

@@ -45,8 +45,11 @@ class Recovery {
   // The oldest lost packet, sent again on `path`.
   DataOut resend(uint64_t now_us, uint32_t path);
   // Nothing waits to be sent: the receiver acknowledges a message's end at once, so the probe need not wait for
-  // its acknowledgement delay.
-  void set_tail(bool is_tail) { is_tail_ = is_tail; }
+  // its acknowledgement delay. (That end may just have left: what was sent long before it is not overdue for that.)
+  void set_tail(uint64_t now_us, bool is_tail) {
+    if (is_tail && !is_tail_) tail_since_us_ = now_us;
+    is_tail_ = is_tail;
+  }
   void end_of_batch(uint64_t now_us, uint32_t packets);
   // The tail probe of some path, if one is due.
   bool take_probe(uint64_t now_us, DataOut& out, uint32_t& path);
@@ -117,6 +120,7 @@ class Recovery {
   uint64_t newest_acked_sent_us_ = 0;  // when the newest acknowledged packet was sent, on any path
   uint64_t paced_until_us_ = 0;
   bool is_tail_ = false, is_overflowing_ = false;
+  uint64_t tail_since_us_ = 0;
   uint32_t lossy_packets_ = 0;  // packets to be sent until losses are forgotten
   uint16_t probe_number_ = 0;
   uint64_t path_probed_us_ = 0;

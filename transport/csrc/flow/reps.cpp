@@ -17,8 +17,8 @@ namespace {
 
 constexpr uint32_t RING_COUNT = 64;
 constexpr uint32_t EXPLORE_EVERY = 8;
-// Arrivals that stand for a batch: what one GSO send of 64 KiB holds.
-constexpr uint32_t BATCH_PACKETS = 15;
+// The mean batch is taken over so many of the last ones.
+constexpr uint64_t BATCHES_REMEMBERED = 1'024;
 
 class Reps final : public PathPolicy {
  public:
@@ -26,6 +26,7 @@ class Reps final : public PathPolicy {
   std::string_view name() const override { return "reps"; }
 
   uint32_t choose(uint64_t now_us, const Paths& paths, uint32_t avoided) override {
+    ++batches_;
     if (++choices_ % EXPLORE_EVERY != 0) {
       const uint32_t first = take(now_us, paths, avoided);
       if (first != Paths::NONE) {
@@ -41,16 +42,27 @@ class Reps final : public PathPolicy {
   }
 
   void on_feedback(const PathFeedback& feedback) override {
+    arrived_packets_ += feedback.received_packets;
     if (feedback.marked_packets != 0) {
       returned_[feedback.path] = 0;
       return;
     }
     uint32_t& returned = returned_[feedback.path];
-    for (returned += feedback.received_packets; returned >= BATCH_PACKETS; returned -= BATCH_PACKETS)
+    const uint32_t batch_packets = mean_batch_packets();
+    for (returned += feedback.received_packets; returned >= batch_packets; returned -= batch_packets)
       put(feedback.path);
   }
 
  private:
+  // A NIC sends packets one by one, a GSO send carries 64 KiB. What is still on its way counts as a batch that brought
+  // nothing, so entropies return rather too early than never.
+  uint32_t mean_batch_packets() {
+    if (batches_ >= BATCHES_REMEMBERED) {
+      batches_ /= 2;
+      arrived_packets_ /= 2;
+    }
+    return static_cast<uint32_t>(std::max<uint64_t>(arrived_packets_ / std::max<uint64_t>(batches_, 1), 1));
+  }
   void put(uint32_t path) {
     if (end_ - first_ == RING_COUNT) ++first_;
     ring_[end_++ % RING_COUNT] = path;
@@ -69,6 +81,7 @@ class Reps final : public PathPolicy {
   std::vector<uint32_t> returned_;                  // arrivals not worth a batch yet, by path
   uint32_t cursor_;
   uint64_t choices_ = 0;
+  uint64_t batches_ = 0, arrived_packets_ = 0;
 };
 
 }  // namespace

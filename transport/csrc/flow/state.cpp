@@ -41,16 +41,16 @@ const FlowConfig& checked(const FlowConfig& config, std::span<std::byte> eager_m
 
 Flow::State::State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey)
     : config(checked(config, eager_memory)),
-      ack_every_packets(std::clamp(config.window_bytes / config.payload_max_bytes / 4, 1u, config.ack_every_packets)),
       control_max_bytes(std::clamp<size_t>(config.payload_max_bytes, CONTROL_MIN_BYTES, CONTROL_MAX_BYTES)),
       recovery(config, counters),
       eager_sender(config),
       eager_receiver(config, eager_memory, eager_rkey),
       sender(config),
       receiver(config),
-      grants(config.receive_budget, config.payload_max_bytes) {}
+      grants(config.receive_budget, config.payload_max_bytes),
+      ack_pacing(config) {}
 
-bool Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked,
+void Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked,
                                uint64_t waited_us) {
   const auto number = static_cast<uint8_t>(path);
   Heard& newest = heard[number];
@@ -63,7 +63,6 @@ bool Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediat
   newest.marked += ecn_marked;
   counters.np_ecn_marked_roce_packets += ecn_marked;
   newest_heard_path = number;
-  return newest.received == 1;
 }
 
 // Where the peer was heard last is likely to work the other way too; a receiver has no data of its own on the
@@ -197,7 +196,7 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
     advert_sent_us = now_us;
   }
   ask = false;
-  unacknowledged_packets = 0;
+  ack_pacing.on_acknowledged();
   consumed_told = eager_receiver.consumed_below();
   if (last_words != 0) --last_words;
   const bool more = receiver.has_unsent_adverts() || receiver.has_postponed_sacks() || last_words != 0;

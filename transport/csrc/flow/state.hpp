@@ -10,6 +10,7 @@
 #include <string>
 #include <string_view>
 
+#include "flow/ack_pacing.hpp"
 #include "flow/control.hpp"
 #include "flow/eager.hpp"
 #include "flow/flow.hpp"
@@ -35,8 +36,7 @@ struct Flow::State {
   State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey);
 
   void request_control(uint64_t at_us) { control_due_us = std::min(control_due_us, at_us); }
-  // True for the first packet over the path.
-  bool note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked, uint64_t waited_us);
+  void note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked, uint64_t waited_us);
   uint32_t control_path(uint64_t now_us);
   void count_refusal(Verdict verdict);
   bool can_send() const;
@@ -57,8 +57,6 @@ struct Flow::State {
   void apply_control(uint64_t now_us, uint64_t waited_us, const ControlReader& control);
 
   const FlowConfig config;
-  // Four times in a window at least (both sides have the same one), or its sender would wait for the timer.
-  const uint32_t ack_every_packets;
   const size_t control_max_bytes;
   FlowCounters counters{};
   Recovery recovery;
@@ -67,6 +65,7 @@ struct Flow::State {
   Sender sender;
   Receiver receiver;
   Grants grants;
+  AckPacing ack_pacing;
   SequenceRing<Event> events;
   std::string reason;
 
@@ -80,7 +79,6 @@ struct Flow::State {
   uint32_t last_words = 0;  // copies of goodbye or abort still to send
 
   uint64_t control_due_us = NEVER;
-  uint32_t unacknowledged_packets = 0;
   uint64_t consumed_told = 0;
   uint64_t advert_sent_us = 0;
   uint32_t advert_retries = 0;

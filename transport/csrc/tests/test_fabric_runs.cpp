@@ -139,6 +139,32 @@ TEST_CASE("Links that died before the start cost their share, links that die in 
   CHECK(single.completion_us > 5'050);
 }
 
+TEST_CASE("Spraying costs neither acknowledgements nor tail probes") {
+  // Each block is sent in one window, and from all hosts at once: long after its first packet comes its last.
+  SimulationConfig config = small(Kind::alltoall, 65'536);
+  config.transport.ticks_per_us = 5;
+  config.transport.flow.window_bytes = 65'536;
+  config.transport.flow.ack_delay_us = 200;
+  config.workload.peers_at_a_time = 31;
+  const SimulationResult result = run(config);
+  REQUIRE(result.is_complete);
+  // An advert, and acknowledgements of the first packet, of half the window and of the end, for 16 packets.
+  CHECK(result.flow.control_packets_sent < 0.27 * static_cast<double>(result.flow.data_packets_sent));
+  CHECK(result.flow.retransmitted_packets == 0);
+  CHECK(ratio(result) < 1.15);
+}
+
+TEST_CASE("In a ring a window of several blocks makes as many paths as fast as one") {
+  SimulationConfig config = small(Kind::allreduce_ring, 32 * 16'384);
+  config.transport.flow.window_bytes = 131'072;
+  const SimulationResult sprayed = run(config);
+  config.transport.flow.path_count = 1;
+  const SimulationResult single = run(config);
+  REQUIRE(sprayed.is_complete);
+  REQUIRE(single.is_complete);
+  CHECK(sprayed.completion_us < 1.02 * single.completion_us);
+}
+
 TEST_CASE("The ideal is the narrowest cut's") {
   // Half as many uplinks as hosts: the leaf's links are the bottleneck.
   SimulationConfig config = small(Kind::permutation, 1'000'000);

@@ -164,6 +164,22 @@ TEST_CASE("REPS gives a slow path less, and comes back to it when it is fast aga
   CHECK(chosen[1] < chosen[0] / 2);
 }
 
+TEST_CASE("REPS recycles by the batches that a flow really sends, down to single packets") {
+  flow::Paths paths(16, 1);
+  const auto policy = flow::make_path_policy("reps", 16, 0);
+  std::array<uint32_t, 16> chosen{};
+  // As a NIC sends: one packet a choice. Half of the paths are marked all the time.
+  for (uint64_t now_us = 0; now_us < 400; ++now_us) {
+    const uint32_t path = policy->choose(now_us, paths, flow::Paths::NONE);
+    ++chosen[path];
+    policy->on_feedback({now_us, path, 1, path % 2, 100, 100});
+  }
+  uint32_t marked = 0;
+  for (uint32_t path = 1; path < 16; path += 2) marked += chosen[path];
+  // Exploring alone finds them, every eighth time and half of those; at first all are explored.
+  CHECK(marked < 400 / 16 + 16);
+}
+
 TEST_CASE("No policy offers a bad path, and a retransmission takes another rail") {
   for (const std::string_view name : {"round_robin", "reps"}) {
     CAPTURE(name);

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// The timers of loss recovery by themselves: what they wait for, step by step.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+
+#include "flow/recovery.hpp"
+
+using namespace sennit::flow;
+
+namespace {
+
+// A sender's recovery with a round trip of 100 us on path 0, so a probe timeout of 350, and the peer's
+// acknowledgement delay 2,000.
+struct Sampled {
+  FlowCounters counters{};
+  Recovery recovery{{.path_count = 2, .ack_delay_us = 2'000}, counters};
+  Sampled() {
+    recovery.on_sent(0, 0, packet(1));
+    recovery.on_echo(100, {.immediate = 1, .delay_us = 0, .path = 0, .received = 1, .marked = 0, .waited_us = 0}, 0);
+    recovery.on_acked(100, 1);
+  }
+  static DataOut packet(uint32_t immediate) { return {0, 0, immediate, nullptr, 4'096}; }
+  // Lets the timers run; the immediate of the next probe.
+  uint32_t next_probe(uint64_t& now_us) {
+    DataOut out{};
+    uint32_t path = 0;
+    for (int steps = 0; steps < 100; ++steps) {
+      now_us = std::max(now_us, recovery.next_timeout_us());
+      recovery.on_timeout(now_us);
+      if (recovery.take_probe(now_us, out, path)) return out.immediate;
+      if (counters.local_ack_timeout_err != 0) return 0;
+    }
+    return 0;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("What was sent long before a tail is not overdue because the tail is there") {
+  Sampled sender;
+  sender.recovery.set_tail(1'000, false);
+  sender.recovery.on_sent(1'000, 0, Sampled::packet(2));
+  sender.recovery.on_sent(1'900, 1, Sampled::packet(3));
+  sender.recovery.set_tail(1'900, true);
+  CHECK(sender.recovery.next_timeout_us() == 1'900 + 350);
+}
+
+TEST_CASE("A tail probe whose answer says nothing is followed by another, long before the timeout") {
+  Sampled sender;
+  for (const uint32_t immediate : {2, 3}) sender.recovery.on_sent(1'000, 0, Sampled::packet(immediate));
+  sender.recovery.set_tail(1'000, true);
+  uint64_t now_us = 1'000;
+  CHECK(sender.next_probe(now_us) == 3);
+  CHECK(now_us == 1'000 + 350);
+  // Too soon to be the probe's: the first copy was only late, and nothing is known of packet 2.
+  sender.recovery.on_acked(now_us + 10, 3);
+  sender.recovery.end_of_acks(now_us + 10);
+  CHECK(sender.next_probe(now_us) == 2);
+  CHECK(now_us <= 1'000 + 350 + 2 * 350);
+  CHECK(sender.counters.local_ack_timeout_err == 0);
+}
