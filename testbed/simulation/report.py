@@ -61,7 +61,8 @@ def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
     wall_s = sum(outcomes[case.name].wall_s for case in known)
     return (
         f"{first.hosts:,} hosts, {first.hosts // first.hosts_per_leaf} leaves, {first.spines} spines, "
-        f"{first.rate_gbps} Gb/s, {first.delay_ns} ns a hop; seed {first.seed}; {len(known)} runs, "
+        f"{first.rate_gbps} Gb/s, {first.delay_ns} ns a hop; seed {first.seed}; "
+        f"flow and fabric of fingerprint {outcomes[known[0].name].fingerprint}; {len(known)} of {len(cases)} runs, "
         f"{events / 1e6:,.0f} million events in {wall_s / 60:.0f} minutes of one core."
     )
 

@@ -93,9 +93,7 @@ def test_command_writes_table_figure_and_page(tmp_path: Path) -> None:
     assert Outcome.from_json(json.loads((tmp_path / "out" / "permutation-reps.json").read_text())) == outcome
 
 
-def test_outcome_of_a_core_that_behaves_otherwise_is_not_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outcome_of_another_core_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = suite.Case(group="small", way="reps", scenario=SMALL)
 
     def run_case() -> Outcome:
