@@ -89,8 +89,9 @@ def plot(cases: Sequence[Case], outcomes: dict[str, Outcome], path: Path) -> Non
     _plot_ratios(axes[0], known, outcomes)
     dying = [case for case in known if case.scenario.fail_at_us != 0]
     failed = [case for case in known if case.scenario.failed_fraction != 0 and case not in dying]
-    _plot_goodput(axes[1], dying or failed or known, outcomes)
-    _plot_shares(axes[2], failed or known, outcomes)
+    one_group = [case for case in known if case.group == known[-1].group]
+    _plot_goodput(axes[1], dying or failed or one_group, outcomes)
+    _plot_shares(axes[2], failed or one_group, outcomes)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.3)
@@ -119,8 +120,11 @@ def _plot_ratios(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]
     axis.set_yticks(ticks, names, fontsize=8)
     axis.invert_yaxis()
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("{x:g}")
     axis.set_xlim(0.9, 1.6 * max(outcomes[case.name].ratio for case in cases))
     axis.set_xlabel("completion time / ideal")
+    # For all three: the colours are the same.
     axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
 
 
@@ -138,7 +142,6 @@ def _plot_goodput(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome
         axis.axvline(fail_ms, color="grey", ls="--", lw=1)
         axis.axvline(fail_ms + scenario.convergence_us / 1000, color="grey", ls=":", lw=1)
         group += " (dashed) until routes know (dotted)"
-    axis.legend(frameon=False, fontsize=8)
     axis.set_ylim(0, 105)
     axis.set_title(group, fontsize=8)
     axis.set_xlabel("time, ms")
@@ -153,4 +156,3 @@ def _plot_shares(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]
     axis.set_title(cases[0].group, fontsize=9)
     axis.set_xlabel("living links from leaves to spines, least used first")
     axis.set_ylabel("share of the run in which it sent, %")
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
