@@ -152,6 +152,10 @@ Verdict Flow::locate(uint32_t immediate, uint64_t address, uint32_t rkey, uint32
 
 size_t Flow::predict(std::span<Placement> out) const { return state_->dead ? 0 : state_->receiver.predict(out); }
 
+size_t Flow::predict_from(uint32_t immediate, std::span<Placement> out) const {
+  return state_->dead ? 0 : state_->receiver.predict_from(immediate, out);
+}
+
 void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t size_bytes, bool ecn_marked,
                    uint64_t waited_us) {
   State& state = *state_;

@@ -123,6 +123,8 @@ class Flow {
   // The packets most likely to arrive next, so that a port can receive straight into place. Only places
   // without valid bytes: a wrong packet may land there before it is checked.
   size_t predict(std::span<Placement> out) const;
+  // The same for a port that has seen the immediate of the packet that comes next.
+  size_t predict_from(uint32_t immediate, std::span<Placement> out) const;
   // `ecn_marked`: the IP header said "congestion experienced". `waited_us`: how long the packet had been inside this
   // host already (now less the kernel's receive timestamp), which is no queueing in the fabric.
   void on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t size_bytes, bool ecn_marked = false,

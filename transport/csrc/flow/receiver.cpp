@@ -144,8 +144,19 @@ void Receiver::on_duplicate(uint32_t immediate) {
 }
 
 size_t Receiver::predict(std::span<Placement> out) const {
-  uint64_t number = std::max(cursor_credit_, completed_below_);
-  uint32_t index = number == cursor_credit_ ? cursor_index_ : 0;
+  const uint64_t number = std::max(cursor_credit_, completed_below_);
+  return missing_from(number, number == cursor_credit_ ? cursor_index_ : 0, out);
+}
+
+size_t Receiver::predict_from(uint32_t immediate, std::span<Placement> out) const {
+  if (slot_of(immediate) == EAGER_SLOT) return 0;
+  const uint64_t number = credit_of(immediate);
+  // (Before the first credit `number` may have wrapped to a huge one.)
+  if (number < completed_below_ || number >= next_credit_) return 0;
+  return missing_from(number, index_of(immediate), out);
+}
+
+size_t Receiver::missing_from(uint64_t number, uint32_t index, std::span<Placement> out) const {
   size_t count = 0;
   // Steps over what is there already, but not for long: after a retransmission the guess is poor anyway.
   size_t looks = out.size() + 64;

@@ -37,7 +37,9 @@ class Receiver {
   Arrival on_data(uint32_t immediate, SequenceRing<Event>& events);
   // The sender repeats itself: its credit's state goes into the next control again.
   void on_duplicate(uint32_t immediate);
+  // Places of the next packets: behind the newest arrival, or from the packet that `immediate` names on.
   size_t predict(std::span<Placement> out) const;
+  size_t predict_from(uint32_t immediate, std::span<Placement> out) const;
 
   // Adverts the peer has seen, by its own word or by its data. False: more than there are.
   bool check_seen(const ControlHeader& header) const;
@@ -86,6 +88,7 @@ class Receiver {
   bool complete(const Credit& credit) const { return credit.received == credit.packet_count; }
   uint32_t packet_bytes(const Credit& credit, uint32_t index) const;
   Placement place(uint64_t number, uint32_t index) const;
+  size_t missing_from(uint64_t number, uint32_t index, std::span<Placement> out) const;
   void open_credits_in_window();
   bool on_seen_below(uint64_t number);
   void touch(uint64_t number);

@@ -21,7 +21,7 @@ struct UdpPath {
   uint32_t index = 0;           // the flow's name for it
   UdpSender* sender = nullptr;  // owns the socket with this path's source port
   wire::Endpoint remote_listen;
-  SocketAddress remote;  // the same
+  SocketAddress remote;  // the same, for sends
   uint32_t remote_qpn = 0;
   uint32_t next_psn = 0;
   wire::NetworkCrc outgoing, incoming;

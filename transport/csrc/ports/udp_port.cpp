@@ -3,7 +3,6 @@
 
 #include <poll.h>
 #include <sys/mman.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <bit>
@@ -14,6 +13,7 @@
 
 #include "flow/control.hpp"
 #include "messages/utf8.hpp"
+#include "ports/udp_setup.hpp"
 
 namespace sennit {
 namespace {
@@ -25,76 +25,19 @@ constexpr size_t RECEIVE_BUFFER_MIN_BYTES = 8 << 20, RECEIVE_BUFFER_MAX_BYTES = 
 constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
 constexpr uint64_t WINDOW_MIN_PACKETS = 4;
 constexpr uint32_t ACKS_PER_WINDOW = 8, ACK_MAX_PACKETS = 64;
-// Send batches and receive batches a round, and rounds a progress call.
+// Rounds a progress call, and batches that a rail receives in one: of data, and with control packets.
 constexpr int ROUND_MAX_COUNT = 4;
-constexpr int RECEIVE_MAX_PER_ROUND = 4;
+constexpr uint32_t DATA_MAX_PER_ROUND = 4, RECEIVE_MAX_PER_ROUND = 8;
 constexpr uint64_t BLOCKED_RETRY_US = 50;
 // A peer that an operation waits for is asked whether it is there after so much silence.
 constexpr uint64_t SILENCE_US = 100'000, REFUSALS_US = 20'000;
 constexpr size_t KEY_POOL_COUNT = 64;  // 256 bytes: one getrandom never blocks nor falls short
-constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_BYTES;  // IPv6, UDP, ours
-
-template <class T>
-T random_value() {
-  T value;
-  if (getrandom(&value, sizeof value, 0) != static_cast<ssize_t>(sizeof value))
-    throw std::system_error(errno, std::generic_category(), "udp: getrandom");
-  return value;
-}
-
-// IBTA path MTUs.
-uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local) {
-  if (mtu_bytes < 256 + HEADERS_BYTES)
-    throw std::invalid_argument("udp: the interface of " + text_of(local) + " has an MTU of " +
-                                std::to_string(mtu_bytes) + " bytes; at least " + std::to_string(256 + HEADERS_BYTES) +
-                                " are needed");
-  return static_cast<uint32_t>(std::min(std::bit_floor(mtu_bytes - HEADERS_BYTES), wire::PAYLOAD_MAX_BYTES));
-}
-
-// The kernel charges a socket for whole buffers, not for payload: a 62 KB batch costs little more than its
-// size, single packets twice to four times theirs. And it gives charged memory back only by quarters.
-uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count) {
-  const uint64_t overhead = payload_max_bytes >= 4'096 ? 2 : 4;
-  return granted_bytes / 4 * 3 / overhead / std::max(peer_count, 1u);
-}
-
-UdpSocket open_listener(const UdpRailConfig& config) {
-  if (config.port != 0) return UdpSocket(parse_endpoint(config.address, config.port));
-  try {
-    return UdpSocket(parse_endpoint(config.address, wire::ROCE_UDP_PORT));
-  } catch (const std::system_error& error) {
-    if (error.code().value() != EADDRINUSE) throw;
-    return UdpSocket(parse_endpoint(config.address, 0));  // several ranks share this address
-  }
-}
-
-UdpSocket open_sender(const std::string& address) {
-  constexpr int ATTEMPT_COUNT = 64;
-  for (int attempt = 1;; ++attempt) {
-    const auto port = static_cast<uint16_t>(wire::ENTROPY_PORT_MIN | random_value<uint16_t>());
-    try {
-      return UdpSocket(parse_endpoint(address, port));
-    } catch (const std::system_error& error) {
-      if (error.code().value() != EADDRINUSE || attempt == ATTEMPT_COUNT) throw;
-    }
-  }
-}
-
-// Between two addresses of one machine packets take the loopback interface, whatever the addresses' own
-// interfaces are. Both ends see the same: an address that is ours is where our packets to it would stay.
-uint32_t pair_payload(const UdpOffer::Rail& ours, const UdpOffer::Rail& theirs) {
-  if (interface_mtu_bytes(theirs.listen) != 0)
-    if (const size_t mtu_bytes = loopback_mtu_bytes(theirs.listen.is_ipv6))
-      return payload_for_mtu(mtu_bytes, theirs.listen);
-  return std::min(ours.payload_max_bytes, theirs.payload_max_bytes);
-}
 
 }  // namespace
 
 struct UdpPort::Rail {
   std::unique_ptr<UdpReceiver> receiver;
   std::vector<std::unique_ptr<UdpSender>> senders;  // by path
-  flow::Flow* expected = nullptr;                   // whose data came last
 };
 
 struct UdpPort::Peer {
@@ -156,7 +99,7 @@ UdpPort::~UdpPort() {
 
 void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes) {
   auto rail = std::make_unique<Rail>();
-  UdpSocket listener = open_listener(config);
+  UdpSocket listener = open_listener(config.address, config.port);
   UdpOffer::Rail& offered = offer_.rails.emplace_back();
   offered.listen = listener.local();
   offered.payload_max_bytes = payload_for_mtu(interface_mtu_bytes(listener.local()), listener.local());
@@ -246,6 +189,8 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
       wire::Endpoint our_source = our_rail.listen, their_source = their_rail.listen;
       our_source.port = our_rail.entropies[path];
       their_source.port = their_rail.entropies[path];
+      // With one peer, as between two ranks, a socket has one destination.
+      if (offer_.size == 2 && entry.sender->connect(entry.remote)) entry.remote = entry.remote.of_connected();
       entry.outgoing = wire::NetworkCrc(our_source, their_rail.listen, common_packet_bytes);
       entry.incoming = wire::NetworkCrc(their_source, our_rail.listen, common_packet_bytes);
       paths_by_qpn_[for_peer.qpns[mine * offer_.path_count + path]] = &entry;
@@ -284,12 +229,7 @@ bool UdpPort::progress(uint64_t now_us) {
   bool moved = false;
   for (int round = 0; round < ROUND_MAX_COUNT; ++round) {
     bool received = false;
-    for (const auto& rail : rails_) {
-      for (int batch = 0; batch < RECEIVE_MAX_PER_ROUND; ++batch) {
-        if (!rail->receiver->receive(now(), rail->expected)) break;
-        received = true;
-      }
-    }
+    for (const auto& rail : rails_) received |= receive_from(*rail->receiver, now());
     bool delivered = false;
     for (Peer* peer : connected_) delivered |= peer->lane->pump(now());
     const bool sent = send_round(now());
@@ -300,6 +240,20 @@ bool UdpPort::progress(uint64_t now_us) {
   return moved;
 }
 
+// As many batches of data as this rank may send in the meantime, and what control packets lie between. To find the
+// socket empty costs a system call, so there is no asking for more.
+bool UdpPort::receive_from(UdpReceiver& receiver, uint64_t now_us) {
+  const auto wanted = std::clamp(static_cast<uint32_t>(connected_.size()), 1u, DATA_MAX_PER_ROUND);
+  uint32_t data = 0, batches = 0;
+  while (data < wanted && batches < RECEIVE_MAX_PER_ROUND) {
+    const auto received = receiver.receive(now_us);
+    if (received == UdpReceiver::Received::nothing) break;
+    ++batches;
+    if (received == UdpReceiver::Received::data) ++data;
+  }
+  return batches != 0;
+}
+
 bool UdpPort::send_round(uint64_t now_us) {
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)
@@ -308,7 +262,7 @@ bool UdpPort::send_round(uint64_t now_us) {
   // Each peer gets the time of its own turn: a round trip must not hold the turns of others.
   const auto start = std::chrono::steady_clock::now();
   for (size_t turn = 0; turn < connected_.size(); ++turn) {
-    const auto passed = std::chrono::steady_clock::now() - start;
+    const auto passed = turn != 0 ? std::chrono::steady_clock::now() - start : std::chrono::steady_clock::duration(0);
     const auto passed_us = std::chrono::duration_cast<std::chrono::microseconds>(passed).count();
     sent |= send_from(*connected_[(next_peer_ + turn) % connected_.size()], now_us + static_cast<uint64_t>(passed_us));
   }
@@ -429,6 +383,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
       {"send_over_mtu", send_counters_.send_over_mtu},
       {"segmentation_refused", send_counters_.segmentation_refused},
       {"receive_calls", receive_counters_.receive_calls},
+      {"receive_peeks", receive_counters_.receive_peeks},
       {"receive_errors", receive_counters_.receive_errors},
       {"placed_in_place", receive_counters_.placed_in_place},
       {"placed_by_copy", receive_counters_.placed_by_copy},

@@ -55,6 +55,7 @@ class UdpPort final : public Port {
 
   void open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes);
   Peer& connected(uint32_t peer);
+  bool receive_from(UdpReceiver& receiver, uint64_t now_us);
   bool send_round(uint64_t now_us);
   bool send_from(Peer& peer, uint64_t now_us);
   void note_refused(UdpSender& sender);

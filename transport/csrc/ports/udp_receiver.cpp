@@ -5,6 +5,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "flow/immediate.hpp"
+
 namespace sennit {
 
 UdpReceiver::UdpReceiver(UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters)
@@ -17,27 +19,69 @@ UdpReceiver::UdpReceiver(UdpSocket socket, const UdpPathByQpn& paths, UdpReceive
   arrivals_.reserve(PLACE_MAX_COUNT);
 }
 
-bool UdpReceiver::receive(uint64_t now_us, flow::Flow*& expected) {
-  lay_out(expected);
+UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
+  if (!predict()) return Received::nothing;
+  lay_out();
   ++counters_.receive_calls;
   const ReceivedBatch batch = receive_segments(socket_.fd(), pieces_);
   if (batch.error != 0) {
     if (batch.error != EAGAIN && batch.error != EWOULDBLOCK) ++counters_.receive_errors;
-    return false;
+    return Received::nothing;
   }
-  sort(batch, expected);
+  sort(batch);
   // Places are filled only now: until here every packet was read where recvmsg had left it.
   uint32_t identification = 0;
+  Received received = Received::control;
   for (Arrival& arrival : arrivals_) {
     judge(arrival, batch, now_us, identification);
-    if (arrival.packet.opcode == wire::Opcode::uc_write_only_immediate) expected = arrival.path->flow;
+    if (arrival.packet.opcode != wire::Opcode::uc_write_only_immediate) continue;
+    if (received == Received::control && !has_looked_ && !arrival.is_in_place &&
+        flow::slot_of(arrival.packet.immediate) != flow::EAGER_SLOT)
+      right_guesses_ = 0;
+    received = Received::data;
+    expected_ = arrival.path->flow;
   }
+  return received;
+}
+
+// Where the next batch belongs. False when it is known that there is none.
+bool UdpReceiver::predict() {
+  has_looked_ = right_guesses_ < TRUSTED_GUESSES;
+  if (has_looked_) return look();
+  place_count_ = expected_ != nullptr ? expected_->predict(std::span(places_).first(place_limit_)) : 0;
   return true;
 }
 
-void UdpReceiver::lay_out(const flow::Flow* expected) {
+bool UdpReceiver::look() {
+  place_count_ = 0;
+  std::array<std::byte, wire::DATA_HEADER_BYTES> head;
+  size_t head_bytes = 0;
+  ++counters_.receive_peeks;
+  const int error = peek_segments(socket_.fd(), head, head_bytes);
+  if (error != 0) {
+    if (error != EAGAIN && error != EWOULDBLOCK) ++counters_.receive_errors;
+    return false;
+  }
+  const auto target = wire::peek_target(std::span(head).first(head_bytes));
+  const UdpPath* path = target ? find_path(target->qpn) : nullptr;
+  if (path == nullptr) return true;
+  flow::Placement guess{};
+  const bool is_right =
+      path->flow == expected_ && path->flow->predict(std::span(&guess, 1)) == 1 && guess.immediate == target->immediate;
+  expected_ = path->flow;
+  place_count_ = expected_->predict_from(target->immediate, std::span(places_).first(place_limit_));
+  // (Eager messages have no place, so that looking gains nothing.)
+  right_guesses_ = is_right || place_count_ == 0 ? right_guesses_ + 1 : 0;
+  return true;
+}
+
+UdpPath* UdpReceiver::find_path(uint32_t qpn) const {
+  const auto known = paths_.find(qpn);
+  return known != paths_.end() ? known->second : nullptr;  // null too where the peer is not connected
+}
+
+void UdpReceiver::lay_out() {
   pieces_.clear();
-  place_count_ = expected != nullptr ? expected->predict(std::span(places_).first(place_limit_)) : 0;
   std::byte* frame = frame_bytes_.data();
   std::byte* piece_start = frame;
   size_t offset = 0;
@@ -65,7 +109,7 @@ void UdpReceiver::lay_out(const flow::Flow* expected) {
 }
 
 // Finds out what each packet is and, unless it lies where it belongs, moves it out of the predicted places.
-void UdpReceiver::sort(const ReceivedBatch& batch, const flow::Flow* expected) {
+void UdpReceiver::sort(const ReceivedBatch& batch) {
   arrivals_.clear();
   bounced_bytes_ = 0;
   if (batch.is_truncated || batch.segment_bytes == 0) {
@@ -73,6 +117,8 @@ void UdpReceiver::sort(const ReceivedBatch& batch, const flow::Flow* expected) {
     return;
   }
   size_t index = 0;
+  uint32_t qpn = 0;  // InfiniBand's management: never a path's
+  UdpPath* path = nullptr;
   for (size_t offset = 0; offset < batch.size_bytes; offset += batch.segment_bytes, ++index) {
     const size_t packet_bytes = std::min(batch.segment_bytes, batch.size_bytes - offset);
     Arrival arrival{};
@@ -88,13 +134,10 @@ void UdpReceiver::sort(const ReceivedBatch& batch, const flow::Flow* expected) {
     }
     wire::Refusal refusal = wire::parse(header, packet_bytes, arrival.packet);
     if (refusal == wire::Refusal::none) {
-      const auto known = paths_.find(arrival.packet.qpn);
-      // (Null: offered to a rank that took another port, or is not connected yet.)
-      if (known == paths_.end() || known->second == nullptr) {
-        refusal = wire::Refusal::unknown_qpn;
-      } else {
-        arrival.path = known->second;
-      }
+      // Mostly that of the packet before.
+      if (arrival.packet.qpn != qpn) path = find_path(qpn = arrival.packet.qpn);
+      arrival.path = path;
+      if (path == nullptr) refusal = wire::Refusal::unknown_qpn;
     }
     if (refusal != wire::Refusal::none) {
       refuse(refusal);
@@ -102,7 +145,7 @@ void UdpReceiver::sort(const ReceivedBatch& batch, const flow::Flow* expected) {
     }
     const wire::Packet& packet = arrival.packet;
     arrival.is_in_place = is_aligned && packet.opcode == wire::Opcode::uc_write_only_immediate &&
-                          arrival.path->flow == expected && packet.immediate == places_[index].immediate &&
+                          arrival.path->flow == expected_ && packet.immediate == places_[index].immediate &&
                           packet.remote_address == places_[index].address &&
                           packet.payload_bytes == places_[index].size_bytes;
     if (arrival.is_in_place) {

@@ -31,6 +31,8 @@ class UdpSender {
   UdpSender(UdpSocket socket, UdpSendCounters& counters);
 
   const wire::Endpoint& local() const { return socket_.local(); }
+  // For a sender that has this one destination.
+  bool connect(const SocketAddress& to) { return socket_.connect(to); }
   // How many packets of this payload one send takes.
   static size_t batch_packets(size_t payload_bytes);
   // All but the last of `packets` have one size. The payloads are read before the call returns.

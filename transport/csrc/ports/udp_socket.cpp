@@ -170,6 +170,10 @@ UdpSocket::~UdpSocket() {
 
 UdpSocket::UdpSocket(UdpSocket&& other) noexcept : fd_(std::exchange(other.fd_, -1)), local_(other.local_) {}
 
+bool UdpSocket::connect(const SocketAddress& to) {
+  return ::connect(fd_, reinterpret_cast<const sockaddr*>(&to.storage), to.size_bytes) == 0;
+}
+
 size_t UdpSocket::set_receive_buffer(size_t size_bytes) {
   return set_buffer(fd_, SO_RCVBUFFORCE, SO_RCVBUF, size_bytes);
 }
@@ -305,6 +309,16 @@ ReceivedBatch receive_segments(int fd, std::span<iovec> places) {
     }
   }
   return batch;
+}
+
+int peek_segments(int fd, std::span<std::byte> head, size_t& size_bytes) {
+  ssize_t received;
+  do {
+    received = recv(fd, head.data(), head.size(), MSG_PEEK | MSG_DONTWAIT);
+  } while (received < 0 && errno == EINTR);
+  if (received < 0) return errno;
+  size_bytes = static_cast<size_t>(received);
+  return 0;
 }
 
 size_t interface_mtu_bytes(const wire::Endpoint& local) {

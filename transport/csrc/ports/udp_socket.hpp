@@ -31,6 +31,12 @@ struct SocketAddress {
   sockaddr_storage storage{};
   socklen_t size_bytes = 0;
   explicit SocketAddress(const wire::Endpoint& endpoint);
+  // "Where the socket is connected to": of the same family, and no address for the kernel to look at.
+  SocketAddress of_connected() const {
+    SocketAddress connected = *this;
+    connected.size_bytes = 0;
+    return connected;
+  }
 };
 
 class UdpSocket {
@@ -48,6 +54,8 @@ class UdpSocket {
   size_t set_send_buffer(size_t size_bytes);
   // Several packets in one recvmsg. False where the kernel cannot.
   bool enable_receive_offload();
+  // All packets will go there: the kernel looks the route up once and not for every send. False where it has none now.
+  bool connect(const SocketAddress& to);
   // A destination that refuses makes the next send fail with ECONNREFUSED; see take_refused_packets().
   void report_refusals();
   // Packets carry ECT(0): routers may mark them instead of dropping them (RFC 3168).
@@ -86,6 +94,8 @@ struct ReceivedBatch {
   int error = 0;               // errno; EAGAIN when nothing is there
 };
 ReceivedBatch receive_segments(int fd, std::span<iovec> places);
+// Copies the first bytes of the batch that comes next, and leaves it there. Returns 0 or errno.
+int peek_segments(int fd, std::span<std::byte> head, size_t& size_bytes);
 
 // The MTU of the interface that has this address; 0 when none has: the address is another machine's.
 size_t interface_mtu_bytes(const wire::Endpoint& local);

@@ -273,3 +273,32 @@ TEST_CASE("Credits whose state did not fit into a control are first in the next"
   told.erase(std::ranges::unique(told).begin(), told.end());
   CHECK(told.size() == MESSAGES);
 }
+
+TEST_CASE("Places are predicted behind the newest arrival, or from a packet that was seen coming") {
+  FlowConfig config;
+  config.payload_max_bytes = 64;
+  Receiver receiver(config);
+  std::array<std::byte, 640> memory;  // two messages of five packets
+  receiver.advertise(1, {1, 7, 320}, memory.data(), 9);
+  receiver.advertise(2, {2, 7, 320}, memory.data() + 320, 9);
+  SequenceRing<Event> events;
+  const auto indices = [](std::span<const Placement> places) {
+    std::vector<size_t> out;
+    for (const Placement& place : places) out.push_back((slot_of(place.immediate) - 1) * 5 + index_of(place.immediate));
+    return out;
+  };
+  std::array<Placement, 4> places;
+  const auto from = [&](uint32_t slot, uint32_t index) {
+    return indices(std::span(places).first(receiver.predict_from(make_immediate(slot, index), places)));
+  };
+  receiver.on_data(make_immediate(1, 1), events);
+  CHECK(indices(std::span(places).first(receiver.predict(places))) == std::vector<size_t>{2, 3, 4, 5});
+  CHECK(from(1, 0) == std::vector<size_t>{0, 2, 3, 4});  // what is there already is stepped over
+  CHECK(from(2, 3) == std::vector<size_t>{8, 9});
+  CHECK(places[0].destination == memory.data() + 8 * 64);
+  CHECK(from(2, 5).empty());           // behind the end of the last
+  CHECK(from(3, 0).empty());           // not advertised
+  CHECK(from(EAGER_SLOT, 0).empty());  // elsewhere
+  for (const uint32_t index : {0u, 2u, 3u, 4u}) receiver.on_data(make_immediate(1, index), events);
+  CHECK(from(1, 0).empty());  // complete
+}

@@ -109,6 +109,12 @@ TEST_CASE("golden packets are read field by field") {
     CHECK(packet.icrc_offset() + ICRC_BYTES == datagram.size());
     CHECK(std::equal(payload.begin(), payload.end(), datagram.begin() + packet.payload_offset));
     CHECK_FALSE(packet.congestion_seen);
+    const auto target = peek_target(datagram);
+    REQUIRE(target.has_value() == (packet.opcode == Opcode::uc_write_only_immediate));
+    if (!target) continue;
+    CHECK(target->qpn == packet.qpn);
+    CHECK(target->immediate == packet.immediate);
+    CHECK_FALSE(peek_target(std::span(datagram).first(DATA_HEADER_BYTES - 1)).has_value());
   }
 }
 

@@ -79,4 +79,9 @@ Refusal parse(std::span<const std::byte> head, size_t packet_bytes, Packet& out)
   return Refusal::none;
 }
 
+std::optional<DataTarget> peek_target(std::span<const std::byte> head) {
+  if (head.size() < DATA_HEADER_BYTES || static_cast<Opcode>(head[0]) != Opcode::uc_write_only_immediate) return {};
+  return DataTarget{load_be32(head.data() + 4) & QPN_MASK, load_be32(head.data() + 28)};
+}
+
 }  // namespace sennit::wire

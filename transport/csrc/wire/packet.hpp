@@ -12,6 +12,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -92,5 +93,12 @@ uint32_t read_qpn(std::span<const std::byte, BTH_BYTES> bth);
 // Reads the headers of a packet of `packet_bytes` bytes (UDP payload, ICRC included) whose first bytes are
 // `head`: at least min(packet_bytes, DATA_HEADER_BYTES) of them. Does not look at the ICRC.
 [[nodiscard]] Refusal parse(std::span<const std::byte> head, size_t packet_bytes, Packet& out);
+
+// For which queue pair and place a data packet is, from its first bytes alone: a hint, nothing is checked. None for
+// other packets.
+struct DataTarget {
+  uint32_t qpn, immediate;
+};
+std::optional<DataTarget> peek_target(std::span<const std::byte> head);
 
 }  // namespace sennit::wire

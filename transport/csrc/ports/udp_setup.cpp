@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/udp_setup.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+
+#include "wire/packet.hpp"
+
+namespace sennit {
+namespace {
+
+constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_BYTES;  // IPv6, UDP, ours
+
+}  // namespace
+
+UdpSocket open_listener(const std::string& address, uint16_t port) {
+  if (port != 0) return UdpSocket(parse_endpoint(address, port));
+  try {
+    return UdpSocket(parse_endpoint(address, wire::ROCE_UDP_PORT));
+  } catch (const std::system_error& error) {
+    if (error.code().value() != EADDRINUSE) throw;
+    return UdpSocket(parse_endpoint(address, 0));  // several ranks share this address
+  }
+}
+
+UdpSocket open_sender(const std::string& address) {
+  constexpr int ATTEMPT_COUNT = 64;
+  for (int attempt = 1;; ++attempt) {
+    const auto port = static_cast<uint16_t>(wire::ENTROPY_PORT_MIN | random_value<uint16_t>());
+    try {
+      return UdpSocket(parse_endpoint(address, port));
+    } catch (const std::system_error& error) {
+      if (error.code().value() != EADDRINUSE || attempt == ATTEMPT_COUNT) throw;
+    }
+  }
+}
+
+uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local) {
+  if (mtu_bytes < 256 + HEADERS_BYTES)
+    throw std::invalid_argument("udp: the interface of " + text_of(local) + " has an MTU of " +
+                                std::to_string(mtu_bytes) + " bytes; at least " + std::to_string(256 + HEADERS_BYTES) +
+                                " are needed");
+  return static_cast<uint32_t>(std::min(std::bit_floor(mtu_bytes - HEADERS_BYTES), wire::PAYLOAD_MAX_BYTES));
+}
+
+// Between two addresses of one machine packets take the loopback interface, whatever the addresses' own
+// interfaces are. Both ends see the same: an address that is ours is where our packets to it would stay.
+uint32_t pair_payload(const UdpOffer::Rail& ours, const UdpOffer::Rail& theirs) {
+  if (interface_mtu_bytes(theirs.listen) != 0)
+    if (const size_t mtu_bytes = loopback_mtu_bytes(theirs.listen.is_ipv6))
+      return payload_for_mtu(mtu_bytes, theirs.listen);
+  return std::min(ours.payload_max_bytes, theirs.payload_max_bytes);
+}
+
+// The kernel charges a socket for whole buffers, not for payload: a 62 KB batch costs little more than its
+// size, single packets twice to four times theirs. And it gives charged memory back only by quarters.
+uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count) {
+  const uint64_t overhead = payload_max_bytes >= 4'096 ? 2 : 4;
+  return granted_bytes / 4 * 3 / overhead / std::max(peer_count, 1u);
+}
+
+}  // namespace sennit

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+// Set-up of the udp port: which sockets a rail opens, how large its packets and windows may be.
+//
+// All of it throws: std::system_error or std::invalid_argument, saying what to do.
+#pragma once
+
+#include <sys/random.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <system_error>
+
+#include "ports/udp_offer.hpp"
+#include "ports/udp_socket.hpp"
+
+namespace sennit {
+
+template <class T>
+T random_value() {
+  T value;
+  if (getrandom(&value, sizeof value, 0) != static_cast<ssize_t>(sizeof value))
+    throw std::system_error(errno, std::generic_category(), "udp: getrandom");
+  return value;
+}
+
+// Port 0: RoCE's, or any if that is taken.
+UdpSocket open_listener(const std::string& address, uint16_t port);
+// From a random port of RoCE's range: the entropy of a path.
+UdpSocket open_sender(const std::string& address);
+
+// The largest path MTU of IBTA that fits the interface of `local`.
+uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local);
+// The payload between two rails of two ranks.
+uint32_t pair_payload(const UdpOffer::Rail& ours, const UdpOffer::Rail& theirs);
+// What each peer may have on the way into a receive buffer.
+uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count);
+
+}  // namespace sennit

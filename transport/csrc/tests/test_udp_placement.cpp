@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where a rank with several peers puts what comes: receives straight into place, whoever sends next.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ports/udp_port.hpp"
+
+using namespace sennit;
+
+namespace {
+
+uint64_t now_us() {
+  return static_cast<uint64_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
+          .count());
+}
+
+// Sends its message to whoever advertises, and has a place for the message of each other rank.
+struct Rank final : LaneSink {
+  Rank(uint32_t rank, uint32_t size, size_t size_bytes)
+      : message(size_bytes, static_cast<std::byte>(rank + 1)),
+        places(size, std::vector<std::byte>(size_bytes)),
+        port(rank, size, {.rails = {{"::1", 0}}, .seed = 1}) {}
+
+  bool on_eager(uint32_t, const MessageHeader&, uint32_t, const std::byte*) override { return true; }
+  void on_advert(uint32_t peer, const MessageHeader&, uint64_t advert_id) override {
+    port.lane(peer).transfer(peer, advert_id, message.data(), message.size());
+  }
+  void on_received(uint64_t, const std::byte*, uint64_t) override { ++received; }
+  void on_sent(uint64_t) override { ++sent; }
+  void on_peer_lost(uint32_t peer, std::string reason) override { FAIL("rank " << peer << " was lost: " << reason); }
+
+  uint64_t counter(const std::string& name) const {
+    for (const auto& [known, value] : port.counters())
+      if (known == name) return value;
+    FAIL("no counter " << name);
+    return 0;
+  }
+
+  std::vector<std::byte> message;
+  std::vector<std::vector<std::byte>> places;  // by the rank that sends
+  size_t received = 0, sent = 0;
+  UdpPort port;
+};
+
+using Ranks = std::vector<std::unique_ptr<Rank>>;
+
+Ranks connected_ranks(uint32_t size, size_t size_bytes) {
+  Ranks ranks;
+  for (uint32_t rank = 0; rank < size; ++rank) ranks.push_back(std::make_unique<Rank>(rank, size, size_bytes));
+  for (uint32_t rank = 0; rank < size; ++rank)
+    for (uint32_t peer = 0; peer < size; ++peer)
+      if (peer != rank) ranks[rank]->port.connect(peer, ranks[peer]->port.local_info(), *ranks[rank]);
+  return ranks;
+}
+
+void exchange_all(Ranks& ranks) {
+  const auto size = static_cast<uint32_t>(ranks.size());
+  for (uint32_t rank = 0; rank < size; ++rank)
+    for (uint32_t peer = 0; peer < size; ++peer)
+      if (peer != rank)
+        ranks[rank]->port.lane(peer).advertise(peer, {1, 7, ranks[peer]->message.size()},
+                                               ranks[rank]->places[peer].data());
+  const uint64_t deadline_us = now_us() + 30'000'000;
+  const auto is_done = [&](const auto& rank) { return rank->received == size - 1 && rank->sent == size - 1; };
+  while (!std::all_of(ranks.begin(), ranks.end(), is_done)) {
+    for (const auto& rank : ranks) rank->port.progress(now_us());
+    REQUIRE(now_us() < deadline_us);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("with several peers data still lands where it belongs") {
+  Ranks ranks = connected_ranks(5, 2 << 20);
+  exchange_all(ranks);
+  for (uint32_t rank = 0; rank < ranks.size(); ++rank) {
+    CAPTURE(rank);
+    for (uint32_t peer = 0; peer < ranks.size(); ++peer)
+      if (peer != rank) CHECK(ranks[rank]->places[peer] == ranks[peer]->message);
+    // The batches of four senders alternate: without a look at what comes, one in four would be guessed.
+    CHECK(ranks[rank]->counter("placed_in_place") > 10 * ranks[rank]->counter("placed_by_copy"));
+    CHECK(ranks[rank]->counter("receive_peeks") > 0);
+    CHECK(ranks[rank]->counter("bad_icrc") == 0);
+  }
+}
