@@ -119,7 +119,7 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
 size_t Flow::poll_control(uint64_t now_us, std::span<std::byte> out, uint32_t& path) {
   State& state = *state_;
   size_t size_bytes = 0;
-  if (!state.dead && (state.recovery.take_tail_mark(path) || state.recovery.take_path_probe(now_us, path))) {
+  if (!state.dead && (state.recovery.take_tail_mark(now_us, path) || state.recovery.take_path_probe(now_us, path))) {
     ++state.counters.control_packets_sent;
     return state.write_probe(out);
   }
@@ -223,6 +223,8 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
   }
   if ((control.header().flags & CONTROL_PROBE) != 0) {
     state.note_arrival(now_us, path, ECHO_PROBE | control.header().probe_number, false, 0);
+    // What this answer does not acknowledge is lost to its sender, who may not have read the answers before.
+    state.receiver.report_all();
     state.request_control(now_us);
   }
   state.apply_control(now_us, waited_us, control);

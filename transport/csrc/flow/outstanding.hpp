@@ -16,9 +16,10 @@ inline constexpr uint32_t NO_RECORD = UINT32_MAX;
 struct Record {
   DataOut packet;
   uint64_t sent_us;
-  uint64_t order;  // running number of the transmission on its path
+  uint64_t order;   // running number of the transmission on its path
+  uint64_t serial;  // and over all paths
   uint32_t previous, next;
-  uint16_t path;
+  uint16_t path, moved_from;  // moved_from: by a probe, which asks what became of this path; else the same
   uint8_t transmissions;
   bool lost;
 };

@@ -138,6 +138,11 @@ Receiver::Arrival Receiver::on_data(uint32_t immediate, SequenceRing<Event>& eve
   return arrival;
 }
 
+void Receiver::report_all() {
+  for (uint64_t number = completed_below_; number < next_credit_; ++number)
+    if (credit(number).received != 0 && !complete(credit(number))) touch(number);
+}
+
 void Receiver::on_duplicate(uint32_t immediate) {
   const uint64_t number = credit_of(immediate);
   if (number >= completed_below_ && number < next_credit_ && !complete(credit(number))) touch(number);

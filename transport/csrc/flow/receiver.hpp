@@ -36,6 +36,8 @@ class Receiver {
   // After classify said `place`. A complete message adds its event to `events`.
   Arrival on_data(uint32_t immediate, SequenceRing<Event>& events);
   // The sender repeats itself: its credit's state goes into the next control again.
+  // The next control says of every credit what is there of it.
+  void report_all();
   void on_duplicate(uint32_t immediate);
   // Places of the next packets: behind the newest arrival, or from the packet that `immediate` names on.
   size_t predict(std::span<Placement> out) const;

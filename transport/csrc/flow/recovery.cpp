@@ -8,8 +8,7 @@ namespace {
 
 // RFC 8985's DupThresh, RFC 5681's three duplicate acknowledgements.
 constexpr uint64_t REORDER_PACKETS = 3;
-// After a timeout without any answer: enough to find the peer again, too little to matter if it is only slow.
-constexpr uint32_t SILENT_WINDOW_PACKETS = 8;
+constexpr uint32_t WINDOW_MIN_PACKETS = 8;
 // Back-off doubles at most so often; RTO_MAX_US caps it anyway.
 constexpr uint32_t BACKOFF_MAX = 10;
 // All of so many packets lost in a row: no accident even where every fifth packet is lost.
@@ -18,17 +17,16 @@ constexpr uint32_t SILENT_PACKETS = 4;
 constexpr uint32_t OVERFLOW_PACKETS = 8;
 // A loss makes the next so many packets suspect.
 constexpr uint32_t LOSSY_PACKETS = 65'536;
+// Before the first sample: longer than most round trips, and what our own packets take at 500 MB/s.
+constexpr uint64_t PTO_INITIAL_US = 1'000;
+constexpr uint64_t INITIAL_PACKET_US = 8;
 // Sent ahead of the pace, so that a late timer costs nothing.
 constexpr uint64_t PACING_PERCENT = 80;
 // Below this a batch takes longer to send than to wait for.
 constexpr uint64_t PACING_MIN_US = 5;
 
-uint64_t backed_off_us(const RoundTrip& round_trip, uint32_t timeouts) {
-  return std::min(round_trip.rto_us() << std::min(timeouts, BACKOFF_MAX), RTO_MAX_US);
-}
-
 uint32_t window_packets(const FlowConfig& config) {
-  return std::max(config.window_bytes / config.payload_max_bytes, SILENT_WINDOW_PACKETS);
+  return std::max(config.window_bytes / config.payload_max_bytes, WINDOW_MIN_PACKETS);
 }
 
 }  // namespace
@@ -52,11 +50,6 @@ void Recovery::note_window() {
   if (paths_.count() > 2) paths_.set_in_flight_limit(std::max(window_ / 2, 1u));
 }
 
-uint32_t Recovery::allowance() const {
-  const uint32_t window = unanswered_timeouts_ != 0 ? std::min(SILENT_WINDOW_PACKETS, window_) : window_;
-  return window > in_flight_ ? window - in_flight_ : 0;
-}
-
 uint32_t Recovery::choose_path(uint64_t now_us) {
   for (uint32_t index = 0; index < paths_.count(); ++index)
     if (paths_.offers(index, now_us))
@@ -70,15 +63,13 @@ uint32_t Recovery::choose_path(uint64_t now_us) {
 void Recovery::launch(uint64_t now_us, uint32_t path_index, uint32_t id) {
   Path& path = paths_[path_index];
   Record& record = outstanding_[id];
-  // Idle until now: the timers count from here, not from the last acknowledgement of long ago.
-  if (path.in_flight.empty()) path.last_ack_us = now_us;
   outstanding_.push_back(path.in_flight, id);
-  record.sent_us = now_us;
+  record.sent_us = last_sent_us_ = now_us;
   record.order = path.next_order++;
-  record.path = static_cast<uint16_t>(path_index);
+  record.serial = next_serial_++;
+  record.path = record.moved_from = static_cast<uint16_t>(path_index);
   record.lost = false;
   if (record.transmissions < UINT8_MAX) ++record.transmissions;
-  path.last_sent_us = now_us;
   if (lossy_packets_ != 0) --lossy_packets_;
   ++path.in_flight_packets;
   ++in_flight_;
@@ -108,51 +99,66 @@ void Recovery::end_of_batch(uint64_t now_us, uint32_t packets) {
 }
 
 bool Recovery::is_mark_due(const Path& path) const {
-  return is_tail_ && lossy_packets_ != 0 && !path.in_flight.empty() && !path.is_bad() && !path.is_mark_open &&
+  return !path.in_flight.empty() && !path.is_bad() && !path.is_mark_open &&
          outstanding_[path.in_flight.tail].order > path.mark_order;
 }
 
-bool Recovery::take_tail_mark(uint32_t& index) {
+void Recovery::want_mark(uint32_t path) { paths_[path].is_mark_wanted = is_mark_wanted_ = true; }
+
+bool Recovery::take_tail_mark(uint64_t now_us, uint32_t& index) {
+  if (outstanding_.size() == 0 || (!is_mark_wanted_ && !marks_tail())) return false;
   for (index = 0; index < paths_.count(); ++index) {
     Path& path = paths_[index];
-    if (!is_mark_due(path)) continue;
+    if (!path.is_mark_wanted && !(marks_tail() && is_mark_due(path))) continue;
+    path.is_mark_wanted = false;
     // Far enough behind all data to condemn it without a wait.
     path.mark_order = path.next_order + REORDER_PACKETS;
     path.next_order = path.mark_order + 1;
+    path.mark = {next_serial_++, now_us};
     path.mark_number = ++probe_number_;
     path.is_mark_open = true;
+    last_sent_us_ = now_us;
     return true;
   }
+  is_mark_wanted_ = false;
   return false;
 }
 
 bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
-  if (outstanding_.size() == 0) return false;
+  if (!is_probe_due_) return false;
+  is_probe_due_ = false;
+  uint32_t id = NO_RECORD;
   for (uint32_t index = 0; index < paths_.count(); ++index) {
-    Path& path = paths_[index];
-    if (!path.probe_due) continue;
-    path.probe_due = false;
-    if (path.in_flight.empty()) continue;
-    const uint32_t id = path.in_flight.tail;
-    // Elsewhere, if there is an elsewhere: this path may be dead, and the question is what arrived before.
-    path_index = index;
-    for (uint32_t other = 0; other < paths_.count(); ++other)
-      if (other != index && paths_.offers(other, now_us)) {
-        path_index = policy_->choose(now_us, paths_, index);
-        break;
-      }
-    outstanding_.unlink(path.in_flight, id);
-    --path.in_flight_packets;
-    --in_flight_;
-    launch(now_us, path_index, id);
-    ++counters_.tail_probe_packets;
-    out = outstanding_[id].packet;
-    // A single packet at a time on a dead path is never silence of several: so twice is enough.
-    if (path_index != index && path.in_flight.empty() && ++path.silences >= 2)
-      make_rail_bad(now_us, index, path.last_sent_us);
-    return true;
+    const uint32_t head = paths_[index].in_flight.head;
+    if (head != NO_RECORD && (id == NO_RECORD || outstanding_[head].serial < outstanding_[id].serial)) id = head;
   }
-  return false;
+  if (id == NO_RECORD) return false;
+  // Elsewhere, if there is an elsewhere: its own path may be dead.
+  const uint32_t from = outstanding_[id].path;
+  path_index = (from + unanswered_probes_) % paths_.count();
+  for (uint32_t other = 0; other < paths_.count(); ++other)
+    if (other != from && paths_.offers(other, now_us)) {
+      path_index = policy_->choose(now_us, paths_, from);
+      break;
+    }
+  outstanding_.unlink(paths_[from].in_flight, id);
+  --paths_[from].in_flight_packets;
+  --in_flight_;
+  launch(now_us, path_index, id);
+  outstanding_[id].moved_from = static_cast<uint16_t>(from);
+  out = outstanding_[id].packet;
+  ++counters_.tail_probe_packets;
+  want_mark(path_index);
+  // Nobody answered the last one: it may be this path that is dead. One mark a rail, on other paths every time.
+  if (unanswered_probes_ != 0) {
+    ++counters_.local_ack_timeout_err;
+    const uint32_t rails = paths_.rail_count();
+    for (uint32_t rail = 0; rail < rails; ++rail)
+      if (rail != paths_.rail_of(path_index))
+        want_mark((rail + unanswered_probes_ * rails) % (paths_.count() / rails * rails));
+  }
+  unanswered_probes_ = std::min(unanswered_probes_ + 1, BACKOFF_MAX);
+  return true;
 }
 
 void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waited_us) {
@@ -168,14 +174,31 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
     counters_.rtt_us = round_trip_.smoothed_us();
     counters_.rto_us = round_trip_.rto_us();
     const uint64_t waited_us = echo.waited_us + control_waited_us;
-    fabric_us = sample_us > waited_us ? sample_us - waited_us : 1;
+    // (The kernel's timestamps are of a clock that is set now and then.)
+    if (sample_us > waited_us) {
+      fabric_us = sample_us - waited_us;
+      paths_[echo.path].fabric_round_trip.add_sample(fabric_us);
+      fabric_round_trip_.add_sample(fabric_us);
+    }
   }
   Path& path = paths_[echo.path];
   if (path.is_mark_open && echo.immediate == (ECHO_PROBE | path.mark_number)) {
     path.is_mark_open = false;
     path.newest_acked_order = std::max(path.newest_acked_order, path.mark_order);
+    note_arrived(echo.path, path.mark);
+    last_heard_us_ = now_us;
+    unanswered_probes_ = 0;
   }
   note_arrivals(now_us, echo, fabric_us);
+}
+
+void Recovery::note_arrived(uint32_t index, const Transmission& transmission) {
+  Rail& rail = paths_.rail(index);
+  rail.reported_serial = next_serial_;
+  if (transmission.serial > rail.arrived.serial) rail.arrived = transmission;
+  if (transmission.serial <= arrived_.serial) return;
+  arrived_ = transmission;
+  arrived_path_ = index;
 }
 
 void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
@@ -189,26 +212,40 @@ void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
     outstanding_.unlink(path.in_flight, id);
     --path.in_flight_packets;
     --in_flight_;
-    // A second transmission acknowledged sooner than a round trip takes: it is the first one that arrived
-    // (RFC 8985, 6.2 step 2), so it says nothing about the path of the second.
-    if (record.transmissions == 1 || now_us - record.sent_us >= round_trip(path).min_us()) {
+    if (record.transmissions == 1) {
       path.newest_acked_order = std::max(path.newest_acked_order, record.order);
-      path.last_ack_us = now_us;
-      path.probe_due = false;
-      path.tail_probes = 0;
       path.is_mark_open &= path.newest_acked_order < path.mark_order;
-      newest_acked_sent_us_ = std::max(newest_acked_sent_us_, record.sent_us);
+      note_arrived(record.path, {record.serial, record.sent_us});
       on_answer(now_us, path);
+    } else if (record.moved_from != record.path) {
+      paths_[record.moved_from].question = record.serial;
     }
   }
-  unanswered_timeouts_ = 0;
-  last_ack_us_ = now_us;
+  unanswered_probes_ = 0;
+  last_heard_us_ = now_us;
   outstanding_.erase(id);
 }
 
 void Recovery::end_of_acks(uint64_t now_us) {
-  if (outstanding_.size() == 0) return;
-  for (uint32_t index = 0; index < paths_.count(); ++index) detect_losses(now_us, index);
+  if (arrived_.serial >= round_begin_) {
+    heard_below_ = previous_begin_;
+    previous_begin_ = round_begin_;
+    round_begin_ = next_serial_;
+  }
+  const bool is_idle = outstanding_.size() == 0;
+  if (is_idle) is_probe_due_ = is_mark_wanted_ = false;
+  for (uint32_t index = 0; index < paths_.count(); ++index) {
+    Path& path = paths_[index];
+    // One packet at a time on a dead path is never silence of several: so twice is enough. (Any answer ends the
+    // question.)
+    if (path.question != 0 && path.question < heard_below_) {
+      if (++path.silences >= 2) make_rail_bad(now_us, index, path.question);
+      path.question = 0;
+    }
+    if (is_idle) path.is_mark_wanted = false;
+    detect_losses(now_us, index);
+    path.is_doubted = is_overtaken(path) && outstanding_[path.in_flight.head].serial < previous_begin_;
+  }
 }
 
 void Recovery::mark_lost(Path& path, uint32_t id) {
@@ -240,15 +277,29 @@ void Recovery::detect_losses(uint64_t now_us, uint32_t index) {
   if (!path.in_flight.empty()) detect_silence(now_us, index);
 }
 
-// What was sent on other paths a whole round trip of this one later is there.
+// Something of another path that was sent a round trip of this one later is there.
+bool Recovery::is_overtaken(const Path& path) const {
+  return !path.in_flight.empty() && fabric_round_trip_.sampled() &&
+         outstanding_[path.in_flight.head].sent_us + silence_us(path) < arrived_.sent_us;
+}
+
+bool Recovery::is_silent(uint32_t index, const Record& record) const {
+  const uint64_t patience_us = silence_us(paths_[index]);
+  const Rail& rail = paths_.rail(index);
+  if (record.sent_us + patience_us < rail.arrived.sent_us) return true;
+  // One packet of another rail says nothing: the peer reads its sockets in turn, and may have stopped between this one
+  // and that. A round later it has read this one as well, and found something if there is anything.
+  return record.serial < heard_below_ && rail.reported_serial <= heard_below_ &&
+         record.sent_us + patience_us < arrived_.sent_us;
+}
+
 void Recovery::detect_silence(uint64_t now_us, uint32_t index) {
   Path& path = paths_[index];
-  const uint64_t silence_us = round_trip(path).silence_us();
-  const uint64_t oldest_us = outstanding_[path.in_flight.head].sent_us;
-  if (!round_trip_.sampled() || oldest_us + silence_us >= newest_acked_sent_us_) return;
+  if (!is_overtaken(path) || !is_silent(index, outstanding_[path.in_flight.head])) return;
+  const uint64_t oldest = outstanding_[path.in_flight.head].serial;
   const bool is_alive = outstanding_[path.in_flight.head].order < path.newest_acked_order;
   uint32_t lost = 0;
-  while (!path.in_flight.empty() && outstanding_[path.in_flight.head].sent_us + silence_us < newest_acked_sent_us_) {
+  while (!path.in_flight.empty() && is_silent(index, outstanding_[path.in_flight.head])) {
     mark_lost(path, path.in_flight.head);
     ++lost;
   }
@@ -256,29 +307,33 @@ void Recovery::detect_silence(uint64_t now_us, uint32_t index) {
   if (is_alive) {
     note_losses(now_us, index, lost);
   } else if (lost >= SILENT_PACKETS || ++path.silences >= 2) {
-    make_rail_bad(now_us, index, oldest_us);
+    make_rail_bad(now_us, index, oldest);
   }
 }
 
-uint64_t Recovery::timeout_at_us(const Path& path) const {
-  if (path.in_flight.empty()) return UINT64_MAX;
-  // RFC 6298 (5.3): restarted by every acknowledgement of the path. Backed off only while the peer is silent on
-  // all paths.
-  const uint64_t since_us = std::max(outstanding_[path.in_flight.head].sent_us, path.last_ack_us);
-  return since_us + backed_off_us(round_trip(path), std::min(path.timeouts, unanswered_timeouts_));
-}
-
-uint64_t Recovery::probe_at_us(const Path& path) const {
-  const RoundTrip& round_trip = this->round_trip(path);
-  if (path.in_flight.empty() || unanswered_timeouts_ != 0 || !round_trip.sampled()) return UINT64_MAX;
-  // Again after twice the time (RFC 9002, 6.2): the first may be lost, or be acknowledged by the copy before it, which
-  // says nothing of what else is on the path.
+uint64_t Recovery::probe_at_us() const {
+  if (in_flight_ == 0) return UINT64_MAX;
   const auto wait_us = [&](uint64_t ack_delay_us) {
-    return std::min(round_trip.pto_us(ack_delay_us) << std::min(path.tail_probes, BACKOFF_MAX), RTO_MAX_US);
+    const uint64_t pto_us =
+        round_trip_.sampled() ? round_trip_.pto_us(ack_delay_us) : PTO_INITIAL_US + in_flight_ * INITIAL_PACKET_US;
+    return std::min(pto_us << unanswered_probes_, RTO_MAX_US);
   };
-  const uint64_t since_us = std::max({path.last_sent_us, path.last_ack_us, path.probed_us});
+  const uint64_t since_us = std::max(last_sent_us_, last_heard_us_);
   const uint64_t delayed_us = since_us + wait_us(peer_ack_delay_us_);
   return is_tail_ ? std::min(delayed_us, std::max(since_us, tail_since_us_) + wait_us(0)) : delayed_us;
+}
+
+// A verdict lacks a later packet, and none is on its way.
+uint64_t Recovery::confirm_at_us() const {
+  if (next_serial_ != round_begin_ || !fabric_round_trip_.sampled()) return UINT64_MAX;
+  uint64_t at_us = UINT64_MAX;
+  for (uint32_t index = 0; index < paths_.count(); ++index) {
+    const Path& path = paths_[index];
+    if (path.in_flight.empty()) continue;
+    const Record& oldest = outstanding_[path.in_flight.head];
+    if (oldest.serial < arrived_.serial) at_us = std::min(at_us, oldest.sent_us + silence_us(path));
+  }
+  return at_us;
 }
 
 uint64_t Recovery::reorder_at_us(const Path& path) const {
@@ -290,35 +345,27 @@ uint64_t Recovery::reorder_at_us(const Path& path) const {
 
 uint64_t Recovery::next_timeout_us() const {
   if (outstanding_.size() == 0) return UINT64_MAX;
-  uint64_t next_us = next_path_probe_us();
+  if (is_probe_due_ || is_mark_wanted_) return 0;
+  uint64_t next_us = std::min({next_path_probe_us(), probe_at_us(), confirm_at_us()});
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     const Path& path = paths_[index];
-    if (path.probe_due || is_mark_due(path)) return 0;
-    next_us = std::min({next_us, timeout_at_us(path), probe_at_us(path), reorder_at_us(path)});
+    if (marks_tail() && is_mark_due(path)) return 0;
+    next_us = std::min(next_us, reorder_at_us(path));
   }
   return next_us;
 }
 
-void Recovery::time_out(uint64_t now_us, uint32_t index) {
-  make_bad(now_us, index);
-  Path& path = paths_[index];
-  path.timeouts = std::min(path.timeouts + 1, BACKOFF_MAX);
-  path.until_us = now_us + backed_off_us(round_trip(path), path.timeouts);
-  ++unanswered_timeouts_;
-  ++counters_.local_ack_timeout_err;
-}
-
 void Recovery::on_timeout(uint64_t now_us) {
   if (outstanding_.size() == 0) return;
-  for (uint32_t index = 0; index < paths_.count(); ++index) {
-    Path& path = paths_[index];
-    detect_losses(now_us, index);
-    if (timeout_at_us(path) <= now_us) {
-      time_out(now_us, index);
-    } else if (probe_at_us(path) <= now_us) {
-      path.probe_due = true;
-      path.probed_us = now_us;
-      path.tail_probes = std::min(path.tail_probes + 1, BACKOFF_MAX);
+  for (uint32_t index = 0; index < paths_.count(); ++index) detect_losses(now_us, index);
+  if (probe_at_us() <= now_us) {
+    is_probe_due_ = true;
+  } else if (confirm_at_us() <= now_us) {
+    want_mark(arrived_path_);
+    for (uint32_t index = 0; index < paths_.count(); ++index) {
+      const Path& path = paths_[index];
+      if (!path.in_flight.empty() && !path.is_mark_open && outstanding_[path.in_flight.head].serial < arrived_.serial)
+        want_mark(index);
     }
   }
 }
@@ -329,9 +376,10 @@ void Recovery::clear() {
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     paths_[index].in_flight = RecordList{};
     paths_[index].in_flight_packets = 0;
-    paths_[index].probe_due = false;
+    paths_[index].is_mark_wanted = paths_[index].is_doubted = false;
   }
   in_flight_ = 0;
+  is_probe_due_ = is_mark_wanted_ = false;
 }
 
 }  // namespace sennit::flow

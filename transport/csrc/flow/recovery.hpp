@@ -3,14 +3,16 @@
 // paths do.
 //
 // Driven by transmissions (on_sent, resend), acknowledgements (on_echo, on_acked, end_of_acks) and the
-// timer. Ways to find a loss, from fast to last resort:
+// timer. Only the peer's word condemns a packet, never the time alone (RFC 9002, 6.2): threads that share a core do not
+// run for milliseconds, and what is sent twice to such a peer delays its answer further.
 //   order     a later packet of the same path was acknowledged, by 3 packets or by the reorder window
 //             (RFC 8985's RACK, per path: spraying alone causes no retransmission)
-//   silence   a packet sent a whole round trip of this path later, on another path, was acknowledged. If nothing
-//             was, of all that was on the path: the path is bad, and with it its rail if that answers nowhere
-//   probe     no acknowledgement for 2 round trips: the newest packet of the path is sent again on another path,
-//             and its acknowledgement shows what was lost before it (RFC 8985, 7)
-//   timeout   RFC 6298 with back-off: all on the path is lost, the peer may be slow
+//   silence   a packet sent a round trip of this path later arrived over the same rail, whose packets the peer
+//             reads in order. Or the whole rail is silent for two rounds of others (docs/decisions/0026). If
+//             nothing came, of all that was on the path: the path is bad, and with it its rail if that is silent
+//   probe     nothing at all is heard: the oldest packet again on another path, with a mark behind it; then marks on
+//             all rails, ever more rarely. The echo of a mark says when it was sent, an acknowledgement of
+//             a packet that was sent twice does not (Karn's ambiguity)
 // A bad path carries no data; control packets probe it until one is answered.
 #pragma once
 #include <cstdint>
@@ -29,9 +31,8 @@ class Recovery {
   // Throws std::invalid_argument for an unknown policy or congestion control.
   Recovery(const FlowConfig& config, FlowCounters& counters);
 
-  // How many more packets may be sent now. The one place that decides how much is in flight: the congestion
-  // window, and a few packets only after a timeout until the peer is heard again.
-  uint32_t allowance() const;
+  // How many more packets may be sent now. The one place that decides how much is in flight.
+  uint32_t allowance() const { return window_ > in_flight_ ? window_ - in_flight_ : 0; }
   // Not before this time: the batch before is spread over its part of the round trip. 0: no pacing.
   uint64_t paced_until_us() const { return paced_until_us_; }
   bool full() const { return outstanding_.full(); }
@@ -51,11 +52,11 @@ class Recovery {
     is_tail_ = is_tail;
   }
   void end_of_batch(uint64_t now_us, uint32_t packets);
-  // The tail probe of some path, if one is due.
+  // The probe, if one is due.
   bool take_probe(uint64_t now_us, DataOut& out, uint32_t& path);
-  // A path whose tail is to be marked by a control packet now: being the last, its echo shows at once which data
-  // before it was lost. Only where losses were found lately; elsewhere the tail probe suffices.
-  bool take_tail_mark(uint32_t& path);
+  // A path on which a control packet is to mark how far data has been sent: its echo shows at once which data before
+  // it was lost. At a tail where losses were found lately, behind probes, and where a verdict lacks a later packet.
+  bool take_tail_mark(uint64_t now_us, uint32_t& path);
   // A bad path to be probed by a control packet now.
   bool take_path_probe(uint64_t now_us, uint32_t& path);
 
@@ -83,23 +84,31 @@ class Recovery {
   const RoundTrip& round_trip(const Path& path) const {
     return path.round_trip.sampled() ? path.round_trip : round_trip_;
   }
-  uint64_t timeout_at_us(const Path& path) const;
-  uint64_t probe_at_us(const Path& path) const;
+  // How much longer than others a packet may take over this path: what hosts add is left to the rounds.
+  uint64_t silence_us(const Path& path) const {
+    return (path.fabric_round_trip.sampled() ? path.fabric_round_trip : fabric_round_trip_).silence_us();
+  }
+  uint64_t probe_at_us() const;
+  uint64_t confirm_at_us() const;
   uint64_t reorder_at_us(const Path& path) const;
+  bool is_overtaken(const Path& path) const;
+  bool is_silent(uint32_t index, const Record& record) const;
+  void note_arrived(uint32_t path, const Transmission& transmission);
+  void want_mark(uint32_t path);
   void launch(uint64_t now_us, uint32_t path, uint32_t id);
   void mark_lost(Path& path, uint32_t id);
   void detect_losses(uint64_t now_us, uint32_t index);
   void detect_silence(uint64_t now_us, uint32_t index);
   void note_window();
   void note_losses(uint64_t now_us, uint32_t index, uint32_t packets);
-  void time_out(uint64_t now_us, uint32_t index);
 
   // recovery_paths.cpp: the states.
   void set_state(Path& path, PathState state);
   void note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_us);
   void on_answer(uint64_t now_us, Path& path);
   void make_bad(uint64_t now_us, uint32_t index);
-  void make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since_us);
+  void make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since);
+  bool marks_tail() const { return is_tail_ && lossy_packets_ != 0; }
   bool is_mark_due(const Path& path) const;
   bool may_probe() const;
   uint64_t next_path_probe_us() const;
@@ -115,9 +124,15 @@ class Recovery {
   uint32_t window_ = 0;  // of the congestion control
   uint32_t in_flight_ = 0;
   uint32_t bad_paths_ = 0;
-  uint32_t unanswered_timeouts_ = 0;   // on any path, since the last acknowledgement on any path
-  uint64_t last_ack_us_ = 0;           // on any path
-  uint64_t newest_acked_sent_us_ = 0;  // when the newest acknowledged packet was sent, on any path
+  uint64_t last_sent_us_ = 0, last_heard_us_ = 0;
+  uint32_t unanswered_probes_ = 0;
+  bool is_probe_due_ = false, is_mark_wanted_ = false;
+  // A round ends when something that was sent in it arrived: so it takes a round trip, and the peer has read its
+  // sockets in between.
+  uint64_t next_serial_ = 1, round_begin_ = 1, previous_begin_ = 1;
+  uint64_t heard_below_ = 0;  // two rounds have ended since these were sent
+  Transmission arrived_;      // the youngest that is known to have arrived
+  uint32_t arrived_path_ = 0;
   uint64_t paced_until_us_ = 0;
   bool is_tail_ = false, is_overflowing_ = false;
   uint64_t tail_since_us_ = 0;
@@ -125,7 +140,7 @@ class Recovery {
   uint16_t probe_number_ = 0;
   uint64_t path_probed_us_ = 0;
   uint64_t newest_queue_us_ = 0;
-  RoundTrip round_trip_;  // over all paths: for those without a sample
+  RoundTrip round_trip_, fabric_round_trip_;  // over all paths: for those without a sample
 };
 
 }  // namespace sennit::flow

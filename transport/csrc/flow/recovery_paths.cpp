@@ -26,8 +26,8 @@ void Recovery::set_state(Path& path, PathState state) {
 }
 
 void Recovery::on_answer(uint64_t now_us, Path& path) {
-  path.answered_us = now_us;
-  path.silences = path.timeouts = 0;
+  path.question = 0;
+  path.silences = 0;
   if (!path.is_bad()) return;
   set_state(path, PathState::good);
   ++counters_.paths_readmitted;
@@ -46,8 +46,9 @@ void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_
   if (received == 0 || received >= 0x8000) return;
   path.received = echo.received;
   path.marked = echo.marked;
+  paths_.rail(echo.path).reported_serial = next_serial_;
   on_answer(now_us, path);
-  if (fabric_us != 0) paths_.note_fabric_us(echo.path, fabric_us);
+  if (fabric_us != 0) paths_.rail(echo.path).fabric_min.add(now_us, fabric_us);
   const PathFeedback feedback{
       now_us, echo.path, received, std::min(marked, received), fabric_us, paths_.fabric_min_us(echo.path)};
   if (fabric_us != 0) newest_queue_us_ = std::max<uint64_t>(feedback.queue_us(), 1);
@@ -72,22 +73,20 @@ uint64_t Recovery::take_queue_us() {
 void Recovery::make_bad(uint64_t now_us, uint32_t index) {
   Path& path = paths_[index];
   while (!path.in_flight.empty()) mark_lost(path, path.in_flight.head);
-  path.probe_due = false;
+  path.is_doubted = false;
   if (path.is_bad()) return;
   set_state(path, PathState::bad);
   path.probes = 0;
   path.until_us = now_us;
 }
 
-// `index` went silent while others answer. When nothing came back over any path of its rail since, the rail is
+// `index` went silent while others answer. When nothing that was sent since came over any path of its rail, the rail is
 // gone: the other paths need not find that out one after the other.
-void Recovery::make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since_us) {
+void Recovery::make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since) {
   make_bad(now_us, index);
   if (paths_.rail_count() == 1) return;
   const uint32_t rail = paths_.rail_of(index);
-  const uint64_t until_us = silent_since_us + round_trip(paths_[index]).smoothed_us();
-  for (uint32_t other = rail; other < paths_.count(); other += paths_.rail_count())
-    if (paths_[other].answered_us > until_us) return;
+  if (paths_.rail(index).arrived.serial > silent_since) return;
   for (uint32_t other = rail; other < paths_.count(); other += paths_.rail_count())
     if (!paths_[other].is_bad()) make_bad(now_us, other);
 }

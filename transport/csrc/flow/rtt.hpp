@@ -6,9 +6,8 @@
 
 namespace sennit::flow {
 
-// RFC 6298 (2.4) asks for 1 s, which is for the Internet. Lost packets are found by SACK within a round trip
-// and by the tail probe within a few: the timeout is for a dead path or a dead peer only. 5 ms is
-// above one scheduling slice of a peer that shares its core, so that such a peer is not sent everything twice.
+// RFC 6298 (2.4) asks for 1 s, which is for the Internet. No timer declares a packet lost here: after this time a side
+// asks again for what it misses. 5 ms is above one scheduling slice of a peer that shares its core.
 inline constexpr uint64_t RTO_MIN_US = 5'000;
 // Before the first sample (RFC 6298 (2.1): 1 s).
 inline constexpr uint64_t RTO_INITIAL_US = 20'000;
@@ -16,12 +15,33 @@ inline constexpr uint64_t RTO_INITIAL_US = 20'000;
 inline constexpr uint64_t RTO_MAX_US = 1'000'000;
 // RFC 6298's G: ports are driven by a poll loop whose rounds take up to this long.
 inline constexpr uint64_t CLOCK_GRANULARITY_US = 100;
-// Tail probe after 2 * SRTT (RFC 8985, 7.2) but not below this; it costs a packet.
+// Probe timeout: 2 * SRTT (RFC 8985, 7.2), without the variation, which one pause of the peer makes large; but not
+// below this. It costs two packets.
 inline constexpr uint64_t PTO_MIN_US = 350;
 // Smallest reorder window of the RACK check (RFC 8985, 6.2: a quarter of the round trip).
 inline constexpr uint64_t REORDER_MIN_US = 50;
-// Paths end in different sockets, which one loop empties in turn: so far apart may packets come for that alone.
+// What a host's own network stack may add to one path and not to the other.
 inline constexpr uint64_t SILENCE_MIN_US = 300;
+
+// A route may become longer: a minimum that is older than this is forgotten (BBR's min_rtt filter keeps 10 s).
+inline constexpr uint64_t MINIMUM_AGE_US = 5'000'000;
+
+// The least of the last one to two ages.
+class RecentMinimum {
+ public:
+  void add(uint64_t now_us, uint64_t sample_us) {
+    if (now_us >= since_us_ + MINIMUM_AGE_US) {
+      older_us_ = now_us >= since_us_ + 2 * MINIMUM_AGE_US ? UINT64_MAX : newer_us_;
+      newer_us_ = UINT64_MAX;
+      since_us_ = now_us;
+    }
+    newer_us_ = std::min(newer_us_, sample_us);
+  }
+  uint64_t min_us() const { return std::min(older_us_, newer_us_); }
+
+ private:
+  uint64_t older_us_ = UINT64_MAX, newer_us_ = UINT64_MAX, since_us_ = 0;
+};
 
 class RoundTrip {
  public:
@@ -47,11 +67,8 @@ class RoundTrip {
     if (!sampled()) return RTO_INITIAL_US;
     return std::clamp(smoothed_us() + std::max(variation_4_, CLOCK_GRANULARITY_US), RTO_MIN_US, RTO_MAX_US);
   }
-  // Longer than silence_us(), so that an answer to the probe shows all that was sent before it.
-  uint64_t pto_us(uint64_t ack_delay_us) const {
-    return std::max({2 * smoothed_us() + ack_delay_us, PTO_MIN_US, silence_us() + 1});
-  }
-  // A packet is lost when one that was sent so much later on another path is there.
+  uint64_t pto_us(uint64_t ack_delay_us) const { return std::max(2 * smoothed_us() + ack_delay_us, PTO_MIN_US); }
+  // So much longer than others may a packet of this path be on its way.
   uint64_t silence_us() const {
     return std::max(smoothed_us() + std::max(variation_4_, CLOCK_GRANULARITY_US), SILENCE_MIN_US);
   }

@@ -57,11 +57,17 @@ class Network {
   void transmit(uint32_t rank, Packet& packet);
   void wake(uint64_t at_us, uint32_t rank) { push(at_us * 1'000, rank, NO_PACKET); }
   void summon(uint64_t at_us, uint32_t rank) { push(at_us * 1'000, rank, SUMMONS); }
-  // The rank cannot look yet.
+  // The rank cannot look yet. Then it empties the sockets of its rails one after the other, and acts in between.
   void postpone(const Happening& happening, uint64_t until_us) {
-    push(until_us * 1'000, happening.rank, happening.packet);
+    const uint64_t rail = happening.packet == SUMMONS ? schedule_->config.rail_count
+                                                      : packets_[happening.packet].path % schedule_->config.rail_count;
+    push(until_us * 1'000 + rail, happening.rank, happening.packet);
   }
 
+  // The rank has more to read now, before `until_ns`.
+  bool has_arrivals(uint32_t rank, uint64_t until_ns) const {
+    return !happenings_.empty() && peek().at_ns < until_ns && peek().rank == rank && peek().packet < PACKETS_MAX;
+  }
   bool empty() const { return happenings_.empty(); }
   const Happening& peek() const { return happenings_.front(); }
   Happening next();

@@ -150,12 +150,12 @@ void Rank::scribble() {
   }
 }
 
-void Rank::round() {
+void Rank::round(bool has_read_all) {
   if (is_dead_) return;
   if (!is_in_message()) excuse();
   const uint64_t timeout_us = flow_->next_timeout_us();
-  const bool is_due = timeout_us <= clock_us();
-  if (is_due || draw().is_restless) flow_->on_timeout(clock_us());
+  const bool is_due = has_read_all && timeout_us <= clock_us();
+  if (is_due || (has_read_all && draw().is_restless)) flow_->on_timeout(clock_us());
   if (draw().ask_silence_us != 0 && !is_complete()) flow_->ask_if_silent(clock_us(), draw().ask_silence_us);
   poll_events();
   send_eager_messages();
@@ -166,7 +166,7 @@ void Rank::round() {
   if (!is_in_message()) excuse();
   // (Deferred and quietly waiting programs come by without a timer.)
   idle_wakes_ = moved ? 0 : idle_wakes_ + is_due;
-  set_wake();
+  if (has_read_all) set_wake();
 }
 
 void Rank::poll_events() {
@@ -391,6 +391,10 @@ void Rank::check_counters(const Rank& peer) const {
   equal("congestion marks", counters.np_ecn_marked_roce_packets, seen_.marked);
   equal("duplicates", counters.duplicate_packets, seen_.duplicate);
   equal("bad controls", counters.bad_control_packets, 0);
+  if (schedule_->loses_nothing) {
+    equal("packets sent again but for probes", counters.retransmitted_packets, counters.tail_probe_packets);
+    equal("changes of paths' states", counters.path_state_changes, 0);
+  }
   const uint64_t refused = counters.bad_key_packets + counters.bad_range_packets + counters.bad_slot_packets;
   equal("refused packets", refused, seen_.unknown + seen_.after_end);
   if (!is_complete() || has_ended()) return;

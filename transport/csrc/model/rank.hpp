@@ -31,7 +31,7 @@ class Rank {
   // The running number that the next packet of this one's kind gets.
   uint64_t& order_of(const Packet& packet);
   // One round of the port: timer, events, the program's next calls, packets.
-  void round();
+  void round(bool has_read_all);
   uint64_t wake_us() const { return wake_us_; }
   void woken() { wake_us_ = NEVER; }
 

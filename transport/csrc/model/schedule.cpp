@@ -165,6 +165,25 @@ bool must_complete(const Schedule& schedule) {
   return outage_us <= LONG_OUTAGE_US && config.peer_timeout_us >= PATIENT_TIMEOUT_US;
 }
 
+// Every packet arrives, after one delay; only the ranks' threads do not run now and then.
+void draw_pauses(SimRandom& random, Schedule& schedule) {
+  schedule.loses_nothing = true;
+  LinkDraw link{};
+  link.delay_us = 1 + spread(random, 9);
+  link.burst_packets = 1;
+  for (RankDraw& rank : schedule.ranks)
+    for (uint32_t path = 0; path < schedule.config.path_count; ++path) rank.links[path] = link;
+  schedule.fault_count = FAULTS_MAX;
+  for (Fault& fault : schedule.faults) {
+    fault = {};
+    fault.kind = Fault::Kind::freeze;
+    fault.rank = static_cast<uint32_t>(random.below(2));
+    fault.from_us = spread(random, 14);
+    fault.until_us = fault.from_us + 1'000 + random.below(20'000);
+    fault.noticed_us = NEVER;
+  }
+}
+
 }  // namespace
 
 void draw(uint64_t seed, Schedule& out) {
@@ -176,9 +195,12 @@ void draw(uint64_t seed, Schedule& out) {
   const uint32_t delay_us = 1 + spread(random, 9);
   for (RankDraw& rank : out.ranks) draw_rank(random, out.config, is_calm, delay_us, rank);
   out.fault_count = chance(random, 40) ? 0 : static_cast<uint32_t>(1 + random.below(FAULTS_MAX));
+  for (uint32_t index = 0; index < out.fault_count; ++index) out.faults[index] = draw_fault(random, out.config);
+  out.loses_nothing = false;
+  if (chance(random, 10)) draw_pauses(random, out);
   uint64_t quiet_us = 0;
   for (uint32_t index = 0; index < out.fault_count; ++index) {
-    Fault& fault = out.faults[index] = draw_fault(random, out.config);
+    const Fault& fault = out.faults[index];
     quiet_us = std::max(quiet_us, fault.until_us != NEVER ? fault.until_us : fault.from_us);
   }
   out.deadline_us = quiet_us + 2 * out.config.peer_timeout_us + 10 * SECOND_US;
@@ -194,7 +216,8 @@ std::string describe(const Schedule& schedule) {
                      ", window " + number(config.window_bytes / config.payload_max_bytes) + " packets, ack every " +
                      number(config.ack_every_packets) + " or " + number(config.ack_delay_us) + " us, peer timeout " +
                      number(config.peer_timeout_us) + " us, deadline " + number(schedule.deadline_us) + " us" +
-                     (schedule.must_complete ? ", must complete" : "") + "\n";
+                     (schedule.must_complete ? ", must complete" : "") +
+                     (schedule.loses_nothing ? ", loses nothing" : "") + "\n";
   for (uint32_t side = 0; side < 2; ++side) {
     const RankDraw& rank = schedule.ranks[side];
     text += "rank " + number(side) + ": clock " + number(rank.clock_us) + ", tick " + number(rank.tick_us) +

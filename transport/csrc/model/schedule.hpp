@@ -77,6 +77,7 @@ struct Schedule {
   std::array<Fault, FAULTS_MAX> faults;
   uint64_t deadline_us;  // of the operation that all messages belong to
   bool must_complete;    // nothing here excuses a message that does not arrive
+  bool loses_nothing;    // threads that do not run are all that happens: nothing is to be sent again but probes
 };
 
 void draw(uint64_t seed, Schedule& out);

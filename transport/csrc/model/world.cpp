@@ -123,7 +123,7 @@ void World::happen(const Happening& happening) {
     rank.excuse();
     if (!is_wake) return network_.postpone(happening, frozen_us);
     rank.woken();
-    return network_.summon(frozen_us, happening.rank);
+    return network_.postpone({happening.at_ns, 0, Network::SUMMONS, happening.rank}, frozen_us);
   }
   if (is_wake) {
     rank.woken();
@@ -131,12 +131,11 @@ void World::happen(const Happening& happening) {
     const Packet& packet = network_.packet(happening.packet);
     if (!rank.is_dead()) rank.deliver(packet, ranks_[1 - happening.rank].order_of(packet) - packet.order);
     network_.free_packet(happening.packet);
-    // A port empties its socket before it does anything else.
-    const bool has_more = !network_.empty() && network_.peek().at_ns == happening.at_ns &&
-                          network_.peek().rank == happening.rank && network_.peek().packet < Network::PACKETS_MAX;
-    if (has_more) return;
+    // A port reads a part of its socket before it does anything else.
+    if (network_.has_arrivals(happening.rank, happening.at_ns + 1)) return;
   }
-  rank.round();
+  // And looks at timers only when all sockets are empty: it may not have run since they were due.
+  rank.round(!network_.has_arrivals(happening.rank, (network_.now_us() + 1) * 1'000));
 }
 
 void World::run_until_rest() {

@@ -11,7 +11,8 @@
 namespace sennit {
 namespace {
 
-constexpr size_t BATCH_PACKETS = 15;  // what one GSO send of 64 KiB holds of full packets
+constexpr size_t BATCH_PACKETS = 15;        // what one GSO send of 64 KiB holds of full packets
+constexpr size_t SOCKET_READ_PACKETS = 16;  // of one socket before the next one's turn
 constexpr uint32_t PATHS_PER_ENDPOINT = 256;
 constexpr uint64_t NEVER = UINT64_MAX;
 
@@ -39,10 +40,16 @@ void SimNetwork::connect(flow::Flow& first, flow::Flow& second, std::span<const 
   const auto add = [&](flow::Flow& flow, uint32_t self, uint32_t peer, std::span<const uint32_t> links,
                        Progress progress) {
     const wire::NetworkCrc crc(address_of(self), address_of(peer), wire::PACKET_MAX_BYTES);
-    endpoints_.push_back(Endpoint{&flow, std::move(progress), {links.begin(), links.end()}, peer, crc, 0, NEVER});
+    endpoints_.push_back(
+        Endpoint{&flow, std::move(progress), {links.begin(), links.end()}, peer, crc, 0, NEVER, {}, false, {}, {}});
   };
   add(first, a, b, there, std::move(progress_first));
   add(second, b, a, back, std::move(progress_second));
+}
+
+void SimNetwork::set_pauses(uint32_t number, uint32_t socket_count, std::vector<SimPause> pauses) {
+  endpoints_[number].pauses = std::move(pauses);
+  endpoints_[number].sockets.resize(socket_count);
 }
 
 void SimNetwork::trace(uint64_t value) { trace_hash_ = (trace_hash_ ^ value) * 0x100'0000'01B3; }
@@ -50,12 +57,12 @@ void SimNetwork::trace(uint64_t value) { trace_hash_ = (trace_hash_ ^ value) * 0
 uint32_t SimNetwork::new_packet() {
   if (free_packets_.empty()) {
     packets_.emplace_back();
-    is_marked_.push_back(false);
+    labels_.emplace_back();
     return static_cast<uint32_t>(packets_.size() - 1);
   }
   const uint32_t packet = free_packets_.back();
   free_packets_.pop_back();
-  is_marked_[packet] = false;
+  labels_[packet] = {};
   return packet;
 }
 
@@ -85,6 +92,7 @@ void SimNetwork::send_data(uint32_t number, uint32_t path, const flow::DataOut& 
   if (data.size_bytes != 0) std::memcpy(packet.data() + wire::DATA_HEADER_BYTES, data.payload, data.size_bytes);
   finish_packet(endpoint, packet, wire::DATA_HEADER_BYTES);
   trace(data.immediate);
+  if (endpoint.is_paused) return endpoint.handed.emplace_back(path, index), void();
   transmit(number, path, index);
 }
 
@@ -106,6 +114,7 @@ void SimNetwork::transmit(uint32_t number, uint32_t path, uint32_t index) {
   const SimLinkConfig& config = link.config;
   const uint64_t now_ns = now_us_ * 1'000;
   std::vector<std::byte>& packet = packets_[index];
+  labels_[index].path = path;
   ++counters_.sent;
   trace(now_us_);
   trace(uint64_t{number} << 48 | uint64_t{path} << 32 | packet.size());
@@ -123,7 +132,7 @@ void SimNetwork::transmit(uint32_t number, uint32_t path, uint32_t index) {
       return drop(counters_.queue_drops);
     if (config.ecn_threshold_bytes != 0 && queued_bytes > config.ecn_threshold_bytes) {
       ++counters_.marked;
-      is_marked_[index] = true;
+      labels_[index].is_marked = true;
     }
     leaves_ns = link.busy_until_ns = start_ns + packet.size() * 1'000'000'000 / config.rate_bytes_per_s;
   }
@@ -137,7 +146,7 @@ void SimNetwork::transmit(uint32_t number, uint32_t path, uint32_t index) {
     ++counters_.duplicated;
     const uint32_t copy = new_packet();
     packets_[copy] = packets_[index];
-    is_marked_[copy] = is_marked_[index];
+    labels_[copy] = labels_[index];
     schedule(arrival_ns(), endpoint.peer, copy);
   }
   if (random_.chance(config.corrupt_fraction)) {
@@ -183,19 +192,25 @@ void SimNetwork::receive(uint32_t number, uint32_t index) {
       flow.locate(header.immediate, header.remote_address, header.rkey, header.payload_bytes, place);
   if (verdict != flow::Verdict::place && verdict != flow::Verdict::duplicate) return;
   if (place.destination != nullptr && !payload.empty()) std::memcpy(place.destination, payload.data(), payload.size());
-  flow.on_data(now_us_, path, header.immediate, header.payload_bytes, is_marked_[index]);
+  flow.on_data(now_us_, path, header.immediate, header.payload_bytes, labels_[index].is_marked);
 }
 
 void SimNetwork::service(uint32_t number) {
   flow::Flow& flow = *endpoints_[number].flow;
-  if (flow.next_timeout_us() <= now_us_) flow.on_timeout(now_us_);
+  const bool has_read_all = std::ranges::all_of(endpoints_[number].sockets, &std::deque<uint32_t>::empty);
+  if (has_read_all && flow.next_timeout_us() <= now_us_) flow.on_timeout(now_us_);
   endpoints_[number].progress(now_us_);
 
   std::array<flow::DataOut, BATCH_PACKETS> batch;
   std::array<std::byte, flow::CONTROL_MAX_BYTES> control;
   uint32_t path = 0;
-  while (const size_t count = flow.poll_data(now_us_, batch, path))
+  while (const size_t count = flow.poll_data(now_us_, batch, path)) {
+    const std::vector<SimPause>& pauses = endpoints_[number].pauses;
+    if (!pauses.empty() && pauses.front().where == SimPause::Where::sending && pauses.front().from_us <= now_us_)
+      begin_pause(number);
     for (size_t i = 0; i < count; ++i) send_data(number, path, batch[i]);
+    if (endpoints_[number].is_paused) return;
+  }
   while (const size_t size_bytes = flow.poll_control(now_us_, control, path))
     send_control(number, path, std::span(control).first(size_bytes));
 
@@ -211,8 +226,62 @@ void SimNetwork::service(uint32_t number) {
   schedule(wake_us * 1'000, number, NO_PACKET);
 }
 
+void SimNetwork::begin_pause(uint32_t number) {
+  Endpoint& endpoint = endpoints_[number];
+  const SimPause& pause = endpoint.pauses.front();
+  endpoint.is_paused = true;
+  endpoint.wake_us = NEVER;
+  const uint64_t until_us =
+      pause.where == SimPause::Where::sending ? now_us_ + (pause.until_us - pause.from_us) : pause.until_us;
+  schedule(until_us * 1'000, number, RESUME);
+}
+
+void SimNetwork::resume(uint32_t number) {
+  Endpoint& endpoint = endpoints_[number];
+  const SimPause pause = endpoint.pauses.front();
+  endpoint.pauses.erase(endpoint.pauses.begin());
+  endpoint.is_paused = false;
+  for (const auto& [path, packet] : std::exchange(endpoint.handed, {})) transmit(number, path, packet);
+  // The rest of the round that it was in, then whole rounds until all sockets are empty.
+  size_t first_socket = pause.where == SimPause::Where::receiving ? pause.sockets_read : 0;
+  for (bool is_empty = false; !is_empty && !endpoint.is_paused; first_socket = 0) {
+    is_empty = first_socket == 0;
+    for (size_t socket = first_socket; socket < endpoint.sockets.size(); ++socket) {
+      std::deque<uint32_t>& waiting = endpoint.sockets[socket];
+      for (size_t read = 0; read < SOCKET_READ_PACKETS && !waiting.empty(); ++read) {
+        receive(number, waiting.front());
+        free_packets_.push_back(waiting.front());
+        waiting.pop_front();
+        is_empty = false;
+      }
+    }
+    service(number);
+  }
+}
+
 void SimNetwork::kick() {
   for (uint32_t number = 0; number < endpoints_.size(); ++number) service(number);
+}
+
+void SimNetwork::happen(const Happening& happening) {
+  Endpoint& endpoint = endpoints_[happening.endpoint];
+  if (happening.packet == RESUME) return resume(happening.endpoint);
+  const bool is_timer = happening.packet == NO_PACKET;
+  if (!endpoint.is_paused && !endpoint.pauses.empty() && endpoint.pauses.front().from_us <= now_us_ &&
+      endpoint.pauses.front().where != SimPause::Where::sending)
+    begin_pause(happening.endpoint);
+  if (endpoint.is_paused) {
+    if (!is_timer)
+      endpoint.sockets[labels_[happening.packet].path % endpoint.sockets.size()].push_back(happening.packet);
+    return;
+  }
+  if (is_timer) {
+    endpoint.wake_us = NEVER;
+  } else {
+    receive(happening.endpoint, happening.packet);
+    free_packets_.push_back(happening.packet);
+  }
+  service(happening.endpoint);
 }
 
 bool SimNetwork::step() {
@@ -223,13 +292,7 @@ bool SimNetwork::step() {
     // A timer that was set anew since.
     if (is_timer && endpoints_[next.endpoint].wake_us * 1'000 != next.at_ns) continue;
     now_us_ = std::max(now_us_, next.at_ns / 1'000);
-    if (is_timer) {
-      endpoints_[next.endpoint].wake_us = NEVER;
-    } else {
-      receive(next.endpoint, next.packet);
-      free_packets_.push_back(next.packet);
-    }
-    service(next.endpoint);
+    happen(next);
     return true;
   }
   return false;

@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <queue>
 #include <span>
@@ -51,6 +52,19 @@ struct SimLinkConfig {
   std::vector<SimWindow> black_holes{};  // everything is lost
 };
 
+// The thread that drives a flow does not run: what arrives waits in its sockets, one a rail, and no timer is looked
+// at. Then it goes on where it stood.
+struct SimPause {
+  enum class Where : uint8_t {
+    outside,    // of the port
+    receiving,  // has read its first `sockets_read` sockets in this round, and found them empty
+    sending,    // has a batch, with the time that it had then, but not handed it to the network; from_us or later
+  };
+  uint64_t from_us, until_us;
+  Where where = Where::outside;
+  uint32_t sockets_read = 0;
+};
+
 struct SimCounters {
   uint64_t sent, lost, queue_drops, marked, duplicated, corrupted, delivered, refused;
 };
@@ -69,6 +83,10 @@ class SimNetwork {
   // Two flows; the first to the second over `there`, back over `back`. They outlive the network's last step.
   void connect(flow::Flow& first, flow::Flow& second, std::span<const uint32_t> there, std::span<const uint32_t> back,
                Progress progress_first, Progress progress_second);
+
+  // Of the endpoints in the order of connect(). `pauses` are in order of time and do not overlap; path p arrives at
+  // socket p mod `socket_count`. Before the first step.
+  void set_pauses(uint32_t endpoint, uint32_t socket_count, std::vector<SimPause> pauses);
 
   uint64_t now_us() const { return now_us_; }
   // Lets every flow send what it has. After work was given to one from outside of its Progress.
@@ -95,18 +113,25 @@ class SimNetwork {
     wire::NetworkCrc crc;  // of what it sends
     uint32_t next_psn;
     uint64_t wake_us;
+    std::vector<SimPause> pauses;  // the current and the next ones
+    bool is_paused = false;
+    std::vector<std::deque<uint32_t>> sockets;          // packets that arrived in a pause
+    std::vector<std::pair<uint32_t, uint32_t>> handed;  // path and packet of a batch that a pause holds back
   };
   struct Happening {
     uint64_t at_ns, order;
     uint32_t endpoint;
-    uint32_t packet;  // index into packets_; NO_PACKET: a timer
+    uint32_t packet;  // index into packets_; NO_PACKET: a timer, RESUME: the end of a pause
     bool operator>(const Happening& other) const {
       return at_ns != other.at_ns ? at_ns > other.at_ns : order > other.order;
     }
   };
-  static constexpr uint32_t NO_PACKET = UINT32_MAX;
+  static constexpr uint32_t NO_PACKET = UINT32_MAX, RESUME = UINT32_MAX - 1;
 
   void service(uint32_t endpoint);
+  void happen(const Happening& happening);
+  void begin_pause(uint32_t endpoint);
+  void resume(uint32_t endpoint);
   void send_data(uint32_t endpoint, uint32_t path, const flow::DataOut& data);
   void send_control(uint32_t endpoint, uint32_t path, std::span<const std::byte> payload);
   void finish_packet(const Endpoint& endpoint, std::vector<std::byte>& packet, size_t header_bytes);
@@ -122,7 +147,11 @@ class SimNetwork {
   std::vector<Endpoint> endpoints_;
   std::priority_queue<Happening, std::vector<Happening>, std::greater<>> happenings_;
   std::vector<std::vector<std::byte>> packets_;
-  std::vector<bool> is_marked_;  // by packet: the IP header that it has no room for
+  struct Label {  // what the packet's bytes have no room for
+    uint32_t path;
+    bool is_marked;  // in the IP header
+  };
+  std::vector<Label> labels_;  // by packet
   std::vector<uint32_t> free_packets_;
   uint64_t now_us_ = 0, order_ = 0;
   uint64_t trace_hash_ = 0xCBF2'9CE4'8422'2325;  // FNV-1a, 64 bits

@@ -232,8 +232,7 @@ bool UdpPort::progress(uint64_t now_us) {
     for (const auto& rail : rails_) received |= receive_from(*rail->receiver, now());
     bool delivered = false;
     for (Peer* peer : connected_) delivered |= peer->lane->pump(now());
-    const bool sent = send_round(now());
-    if (!received && !delivered && !sent) break;
+    if (!send_round(now()) && !received && !delivered) break;
     moved = true;
   }
   last_now_us_ = now();
@@ -259,6 +258,8 @@ bool UdpPort::send_round(uint64_t now_us) {
     for (const auto& sender : rail->senders)
       if (!sender->flush(now_us)) return false;
   bool sent = false;
+  read_until_us_ = now_us;
+  for (const auto& rail : rails_) read_until_us_ = std::min(read_until_us_, rail->receiver->received_until_us());
   // Each peer gets the time of its own turn: a round trip must not hold the turns of others.
   const auto start = std::chrono::steady_clock::now();
   for (size_t turn = 0; turn < connected_.size(); ++turn) {
@@ -289,7 +290,7 @@ void UdpPort::note_refused(UdpSender& sender) {
 
 bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
   flow::Flow& flow = peer.lane->flow();
-  if (now_us >= flow.next_timeout_us()) flow.on_timeout(now_us);
+  if (read_until_us_ >= flow.next_timeout_us()) flow.on_timeout(now_us);
   bool sent = false;
   uint32_t path = 0;
   std::array<std::byte, flow::CONTROL_MAX_BYTES> control;

@@ -79,6 +79,8 @@ class UdpPort final : public Port {
   size_t next_peer_ = 0;  // who sends first in the next round
   std::vector<std::byte*> eager_memory_;
   size_t eager_memory_bytes_ = 0;
+  // A timer has run out when what arrived before is read: this thread may not have run in between.
+  uint64_t read_until_us_ = 0;
   uint64_t last_now_us_ = 0, look_at_us_ = 0;
   std::string farewell_;        // why the group ended
   std::vector<uint32_t> keys_;  // random, not used yet

@@ -20,10 +20,13 @@ UdpReceiver::UdpReceiver(UdpSocket socket, const UdpPathByQpn& paths, UdpReceive
 }
 
 UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
+  received_until_us_ = now_us;
   if (!predict()) return Received::nothing;
   lay_out();
   ++counters_.receive_calls;
   const ReceivedBatch batch = receive_segments(socket_.fd(), pieces_);
+  // The kernel knows since when the batch lay there; what came later may lie behind it.
+  received_until_us_ = now_us - std::min(batch.waited_us, now_us);
   if (batch.error != 0) {
     if (batch.error != EAGAIN && batch.error != EWOULDBLOCK) ++counters_.receive_errors;
     return Received::nothing;

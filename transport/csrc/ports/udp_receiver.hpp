@@ -48,6 +48,8 @@ class UdpReceiver {
   enum class Received { nothing, control, data };
   // One batch.
   Received receive(uint64_t now_us);
+  // All that arrived until then has been received.
+  uint64_t received_until_us() const { return received_until_us_; }
 
  private:
   static constexpr size_t PLACE_MAX_COUNT = 64;
@@ -91,6 +93,7 @@ class UdpReceiver {
   std::array<std::byte, PLACE_MAX_COUNT*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
   std::unique_ptr<std::byte[]> rest_, bounce_;
   size_t bounced_bytes_ = 0;
+  uint64_t received_until_us_ = 0;
   std::vector<Arrival> arrivals_;
 };
 
