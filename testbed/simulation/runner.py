@@ -37,8 +37,15 @@ COUNTERS = (
 )
 
 
-# Failures, marks, losses and both policies' code are in it.
-FINGERPRINTED = QUICK.with_(failed_fraction=0.05, fail_at_us=50, convergence_us=500, queue_limit_bytes=128 << 10)
+# Dying links and full queues are in it. Nothing of it may follow a change of the suite.
+FINGERPRINTED = QUICK.with_(
+    window_bytes=64 << 10,
+    peers_at_a_time=24,
+    failed_fraction=0.05,
+    fail_at_us=50,
+    convergence_us=500,
+    queue_limit_bytes=128 << 10,
+)
 
 
 def fingerprint() -> str:

@@ -59,8 +59,8 @@ class Scenario:
 
     payload_bytes: int = 4096
 
-    window_bytes: int = 64 << 10
-    """What a pair may have in flight: a block."""
+    window_bytes: int = 32 << 10
+    """Half of a block: what a pair may have in flight. More overflows the queues of leaves that lost uplinks."""
 
     ack_every_packets: int = 16
 
@@ -83,7 +83,7 @@ class Scenario:
     message_max_bytes: int = 64 << 10
     """Longer blocks are cut into several messages."""
 
-    peers_at_a_time: int = 24
+    peers_at_a_time: int = 16
     """Pairs for which a host has posted receives."""
 
     is_shuffled: bool = True

@@ -45,18 +45,19 @@ def cases(*, quick: bool, seed: int) -> list[Case]:
     dying = {**failed, "fail_at_us": mid_us, "convergence_us": 10 * mid_us}
     vector_bytes = base.hosts * (base.size_bytes // 4)
     found: list[Case] = []
-    # What a host sends to another is one message here, so that static ECMP is a single path; and it is sent before an
-    # entropy could come back, so that reps is round robin.
+    # What a host sends to another is one message here, so that static ECMP is a single path; and most of it is sent
+    # before an entropy could come back, so that reps is nearly round robin.
     ways = ("reps", "static ECMP")
     found += _group(f"alltoall, {percent} links failed", base.with_(**failed), ways)
     found += _group("alltoall", base, ways)
     found += _group(f"alltoall, {percent} links die in the middle", base.with_(**dying), ways)
     found += _group("allreduce direct", base.with_(kind="allreduce_direct", size_bytes=vector_bytes), ways)
     # A step's block leaves at once only while the window holds those before it, which are not acknowledged yet.
-    ring = base.with_(kind="allreduce_ring", size_bytes=vector_bytes, window_bytes=128 << 10)
+    ahead = base.with_(peers_at_a_time=24)
+    ring = ahead.with_(kind="allreduce_ring", size_bytes=vector_bytes, window_bytes=128 << 10)
     found += _group("allreduce ring", ring, ways)
     block_bytes = 64 * base.size_bytes
-    permutation = base.with_(
+    permutation = ahead.with_(
         kind="permutation",
         size_bytes=block_bytes,
         message_max_bytes=block_bytes // PERMUTATION_MESSAGES,
