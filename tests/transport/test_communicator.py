@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -22,6 +23,7 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 from sennit.transport import _core
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, Congestion, PathPolicy
+from sennit.transport.elements import ReduceOp
 
 WORKER = Path(__file__).with_name("communicator_worker.py")
 DEADLINE_S = 90.0
@@ -162,6 +164,9 @@ def test_bad_arguments_raise_before_anything_is_sent() -> None:
     with Communicator(rank=0, world=1, config=Config()) as group:
         with pytest.raises(ArgumentError, match="object"):
             group.broadcast(np.array([object()]), 0)
+        for factor in (math.nan, math.inf, 2.0**63):
+            with pytest.raises(ArgumentError, match="does not fit 64-bit integers"):
+                group.allreduce(np.arange(3), ReduceOp.PREMUL_SUM, scalar=factor)
         with pytest.raises(ArgumentError, match="allowed: uint8"):
             group.allreduce(np.array(["text"]))
         with pytest.raises(ArgumentError, match="allowed: 1 numbers"):

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 
 namespace sennit {
@@ -137,6 +138,11 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
               " bytes, the plan needs " + std::to_string(plan.buffer_extents[i]);
       return SENNIT_ARGUMENT;
     }
+  }
+  // The kernels convert it to 64 bits, which is undefined beyond them.
+  if (plan.scales_integers && !(std::abs(options.scalar) < 0x1p63)) {
+    error = "the factor " + std::to_string(options.scalar) + " of premul sum does not fit 64-bit integers";
+    return SENNIT_ARGUMENT;
   }
   Lock lock = enter();
   if (ended_ != SENNIT_OK) {

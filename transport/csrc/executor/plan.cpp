@@ -105,6 +105,8 @@ class Checker {
         if (plan_.kernels[at] == nullptr) {
           refuse(std::string(reduce_name(step.reduce)) + " of " + dtype_name(step.dtype) + " does not exist");
         }
+        static_assert(SENNIT_I64 < SENNIT_F16, "integers come first");
+        plan_.scales_integers |= step.reduce == SENNIT_PREMUL_SUM && step.dtype < SENNIT_F16;
         break;
       }
       default:

@@ -63,6 +63,7 @@ struct Plan {
   std::vector<uint64_t> buffer_extents;  // per buffer: bytes the plan touches
   uint32_t operand_max = 0;              // most operands of a step
   bool has_loans = false;
+  bool scales_integers = false;  // PREMUL_SUM of an integer type
 
   std::atomic<uint32_t> references{1};
 };
