@@ -13,6 +13,9 @@ PATH_POLICIES: Final[tuple[str, ...]]
 CONGESTION_CONTROLS: Final[tuple[str, ...]]
 """What may decide how much is in flight (csrc/flow/congestion.hpp)."""
 
+def rdma_addresses() -> list[tuple[str, int, str, int, bool, int]]:
+    """The addresses that RDMA devices serve: (device, port, address, interface index, active, largest payload)."""
+
 @final
 class Plan:
     """A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes."""
@@ -61,8 +64,21 @@ class Communicator:
         ArgumentError for a name that is unknown or a number out of range.
         """
 
+    def verbs_open(
+        self,
+        addresses: Sequence[str],
+        *,
+        path_count: int,
+        path_policy: str,
+        congestion: str,
+        window_bytes: int,
+        service: str,
+        seed: int = 0,
+    ) -> bytes:
+        """Opens the RDMA device that serves these local addresses; what peers need to connect."""
+
     def connect(self, routes: Sequence[tuple[str, bytes]]) -> None:
-        """Per rank: ('self'|'shm'|'udp', the peer's blob)."""
+        """Per rank: ('self'|'shm'|'udp'|'verbs', the peer's blob)."""
 
     def post(
         self,

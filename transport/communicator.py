@@ -29,11 +29,15 @@ if TYPE_CHECKING:
 SHUTDOWN_S: Final = 5.0
 
 
-def _rails(interfaces: Sequence[str]) -> list[tuple[str, int]]:
-    # Only a group that needs udp looks at network interfaces.
+def _rails(config: configuration.Config) -> list[tuple[str, int]]:
+    # Only a group that needs a network looks at interfaces and devices.
+    if config.transport is configuration.TransportKind.VERBS:
+        from sennit.transport.rdma_rails import find_rdma_rails
+
+        return [(address, 0) for address in find_rdma_rails(config.interfaces)]
     from sennit.transport.rails import find_rails
 
-    return [(rail.address, 0) for rail in find_rails(interfaces)]
+    return [(rail.address, 0) for rail in find_rails(config.interfaces)]
 
 
 class Witness:
@@ -137,7 +141,7 @@ class Communicator(ArrayCollectives):
             store=store,
             rank=rank,
             world=world,
-            rails=lambda: _rails(self.config.interfaces),
+            rails=lambda: _rails(self.config),
             name=name,
             timeout_s=self.timeout_s,
             watch=watch,

@@ -47,6 +47,13 @@ class Congestion(StrEnum):
     SWIFT = "swift"
 
 
+class VerbsService(StrEnum):
+    """Which service of RDMA queue pairs carries the packets."""
+
+    UC = "uc"
+    RC = "rc"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Checked on creation. Ranks of one group need not have equal ones, except that they must find a common way: path
@@ -54,15 +61,22 @@ class Config:
     path counts a pair uses the smaller."""
 
     transport: TransportKind = TransportKind.AUTO
-    """`SENNIT_TRANSPORT`. auto: shared memory inside a host, else udp. shm, udp, verbs: that one or an error."""
+    """`SENNIT_TRANSPORT`. auto: shared memory inside a host, else udp. shm, udp, verbs: that one or an error; but udp
+    and verbs are one wire format, so some ranks may have the one and some the other (over IPv6)."""
 
     interfaces: tuple[str, ...] = ()
     """`SENNIT_INTERFACES`, names separated by commas: the network interfaces (rails) that udp uses. Empty: those
-    of default routes, else any that are up with an address, else loopback (`rails.py`)."""
+    of default routes, else any that are up with an address, else loopback (`rails.py`). verbs: those below the RDMA
+    device to be used; empty: of the first device that has any (`rdma_rails.py`)."""
 
     paths: int = 8
     """`SENNIT_PATHS`, 1 to 256: UDP source ports (ECMP entropies) for each peer and rail. Eight spread over four
     equal-cost planes with little left idle; more only cost state."""
+
+    verbs_service: VerbsService = VerbsService.UC
+    """`SENNIT_VERBS_SERVICE`, equal on all ranks with verbs. uc: unreliable connected, where this transport alone sends
+    again what is lost. rc: reliable connected, for devices without uc: the device sends again as well, all from the
+    first loss on."""
 
     path_policy: PathPolicy = PathPolicy.ROUND_ROBIN
     """`SENNIT_PATH_POLICY`. round_robin: every path that works in turn, the best where paths are equal. reps: those
@@ -91,7 +105,11 @@ class Config:
         object.__setattr__(self, "transport", TransportKind(self.transport))
         if not 1 <= self.paths <= PATHS_MAX:
             raise ConfigError(f"paths {self.paths}; allowed: 1..{PATHS_MAX}")
-        for field, kind in (("path_policy", PathPolicy), ("congestion", Congestion)):
+        for field, kind in (
+            ("verbs_service", VerbsService),
+            ("path_policy", PathPolicy),
+            ("congestion", Congestion),
+        ):
             value = getattr(self, field)
             if value not in tuple(kind):
                 raise ConfigError(f"{field} {value!r}; allowed: {', '.join(kind)}")
@@ -119,6 +137,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         "SENNIT_TRANSPORT",
         "SENNIT_INTERFACES",
         "SENNIT_PATHS",
+        "SENNIT_VERBS_SERVICE",
         "SENNIT_PATH_POLICY",
         "SENNIT_CONGESTION",
         "SENNIT_WINDOW_BYTES",
@@ -133,6 +152,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         transport=_name("SENNIT_TRANSPORT", given.get("SENNIT_TRANSPORT"), default.transport),
         interfaces=_names(given.get("SENNIT_INTERFACES")),
         paths=_integer("SENNIT_PATHS", given.get("SENNIT_PATHS"), default.paths),
+        verbs_service=_name("SENNIT_VERBS_SERVICE", given.get("SENNIT_VERBS_SERVICE"), default.verbs_service),
         path_policy=_name("SENNIT_PATH_POLICY", given.get("SENNIT_PATH_POLICY"), default.path_policy),
         congestion=_name("SENNIT_CONGESTION", given.get("SENNIT_CONGESTION"), default.congestion),
         window_bytes=_integer("SENNIT_WINDOW_BYTES", given.get("SENNIT_WINDOW_BYTES"), default.window_bytes),

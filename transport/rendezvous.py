@@ -5,7 +5,7 @@
     "run"           rank 0 lists the nonces it read; the keys of all that follows hold the run's number
     round "offer"   this rank's shared-memory segment, or why there is none
     round "opened"  whose offers this rank could open: two ranks use shared memory when both opened the other's
-    round "udp"     addresses, keys and paths; only where some pair has no shared memory
+    round "udp"     addresses, keys, paths, of sockets or of an RDMA device; only where some pair has no shared memory
 
 A store may outlive a run and hold its records: torchrun restarts ranks over the same one. So a record counts only in
 the run whose list has its writer's nonce (`_Rounds.settle`).
@@ -62,6 +62,18 @@ class Endpoint(Protocol):
         window_bytes: int,
     ) -> bytes: ...
 
+    def verbs_open(
+        self,
+        addresses: list[str],
+        /,
+        *,
+        path_count: int,
+        path_policy: str,
+        congestion: str,
+        window_bytes: int,
+        service: str,
+    ) -> bytes: ...
+
     def connect(self, routes: list[Route], /) -> None: ...
 
 
@@ -70,7 +82,7 @@ AnyEndpoint = TypeVar("AnyEndpoint", bound=Endpoint)
 
 @dataclass(frozen=True, kw_only=True)
 class Connection(Generic[AnyEndpoint]):
-    """A connected endpoint, and how it reaches each rank: "self", "shm" or "udp"."""
+    """A connected endpoint, and how it reaches each rank: "self", "shm", "udp" or "verbs"."""
 
     endpoint: AnyEndpoint
     routes: tuple[str, ...]
@@ -281,8 +293,6 @@ def connect(
     rank waits, and may raise what ends the wait.
     """
     if world == 1:
-        if config.transport is TransportKind.VERBS:
-            _refuse_verbs()
         alone = make_endpoint(1)
         alone.connect([("self", b"")])
         return Connection(endpoint=alone, routes=("self",), ranks_here=1)
@@ -312,31 +322,42 @@ def connect(
             _refuse_strangers(config, hello, offers, by_shm[rank], rank)
             if not needs_udp[rank]:
                 return {"blob": ""}
-            opened = endpoint.udp_open(
-                rails(),
-                path_count=config.paths,
-                path_policy=config.path_policy,
-                congestion=config.congestion,
-                window_bytes=config.window_bytes,
-            )
-            return {"blob": _text(opened)}
+            return {"blob": _text(_open_network(endpoint, config, rails()))}
 
         blobs = [base64.b64decode(record["blob"]) for record in rounds.exchange("udp", open_udp)]
-    routes: list[Route] = [("shm", b"") if by_shm[rank][peer] else ("udp", blobs[peer]) for peer in range(world)]
+    network = "verbs" if config.transport is TransportKind.VERBS else "udp"
+    routes: list[Route] = [("shm", b"") if by_shm[rank][peer] else (network, blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")
     endpoint.connect(routes)
     return Connection(endpoint=endpoint, routes=tuple(kind for kind, _ in routes), ranks_here=ranks_here)
 
 
-def _hello(config: Config, world: int, nonce: str) -> Record:
+def _open_network(endpoint: Endpoint, config: Config, rails: list[tuple[str, int]]) -> bytes:
     if config.transport is TransportKind.VERBS:
-        _refuse_verbs()
+        return endpoint.verbs_open(
+            [address for address, _ in rails],
+            path_count=config.paths,
+            path_policy=config.path_policy,
+            congestion=config.congestion,
+            window_bytes=config.window_bytes,
+            service=config.verbs_service,
+        )
+    return endpoint.udp_open(
+        rails,
+        path_count=config.paths,
+        path_policy=config.path_policy,
+        congestion=config.congestion,
+        window_bytes=config.window_bytes,
+    )
+
+
+def _hello(config: Config, world: int, nonce: str) -> Record:
     return {"nonce": nonce, "world": world, "host": host_identity(config.host_id), "machine": machine_identity()}
 
 
 def _offer(endpoint: Endpoint, config: Config) -> Record:
-    if config.transport is TransportKind.UDP:
-        return {"shm": "", "why_not": "its SENNIT_TRANSPORT is udp"}
+    if config.transport in (TransportKind.UDP, TransportKind.VERBS):
+        return {"shm": "", "why_not": f"its SENNIT_TRANSPORT is {config.transport}"}
     try:
         return {"shm": _text(endpoint.shm_offer()), "why_not": ""}
     except OSError as error:
@@ -372,12 +393,6 @@ def _refuse_strangers(
         else:
             reason = "one of both could not open the other's segment (containers with a /dev/shm of their own?)"
         raise Unsupported("shared memory", f"SENNIT_TRANSPORT=shm, but rank {peer} is out of reach: {reason}")
-
-
-def _refuse_verbs() -> None:
-    raise Unsupported(
-        "verbs", "SENNIT_TRANSPORT=verbs is not in this version; allowed: auto, shm, udp (the same wire format)"
-    )
 
 
 def _text(data: bytes) -> str:

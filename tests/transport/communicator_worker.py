@@ -311,8 +311,10 @@ def main() -> None:
     with Communicator(rank=int(rank), world=int(world), store=FileStore(store), config=from_environment()) as group:
         # Ranks with one SENNIT_HOST_ID are neighbours; HOSTS has those of all ranks.
         hosts = os.environ["HOSTS"].split(",")
-        near = "udp" if os.environ["SENNIT_TRANSPORT"] == "udp" else "shm"
-        expected = [near if host == hosts[group.rank] else "udp" for host in hosts]
+        transport = os.environ["SENNIT_TRANSPORT"]
+        network = "verbs" if transport == "verbs" else "udp"
+        near = network if transport in ("udp", "verbs") else "shm"
+        expected = [near if host == hosts[group.rank] else network for host in hosts]
         expected[group.rank] = "self"
         assert list(group.routes) == expected, group.routes
         for name in names.split(","):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
+from sennit.transport.errors import ArgumentError, ConfigError
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
@@ -159,8 +159,6 @@ def test_bad_arguments_raise_before_anything_is_sent() -> None:
         Communicator(rank=2, world=2)
     with pytest.raises(ConfigError, match="without a store"):
         Communicator(rank=0, world=2, config=Config())
-    with pytest.raises(Unsupported, match="verbs"):
-        Communicator(rank=0, world=1, config=Config(transport="verbs"))  # type: ignore[arg-type]
     with Communicator(rank=0, world=1, config=Config()) as group:
         with pytest.raises(ArgumentError, match="object"):
             group.broadcast(np.array([object()]), 0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sennit.transport import errors
-from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind, from_environment
+from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind, VerbsService, from_environment
 from sennit.transport.errors import ConfigError, DeviceError, SennitError, Unsupported, from_status
 from sennit.transport.host import host_identity, machine_identity
 
@@ -27,6 +27,7 @@ def test_every_variable() -> None:
             "SENNIT_TRANSPORT": "UDP",
             "SENNIT_INTERFACES": "eth0, eth1,",
             "SENNIT_PATHS": "256",
+            "SENNIT_VERBS_SERVICE": "RC",
             "SENNIT_PATH_POLICY": "REPS",
             "SENNIT_CONGESTION": "swift",
             "SENNIT_WINDOW_BYTES": "65536",
@@ -37,6 +38,7 @@ def test_every_variable() -> None:
         transport=TransportKind.UDP,
         interfaces=("eth0", "eth1"),
         paths=256,
+        verbs_service=VerbsService.RC,
         path_policy=PathPolicy.REPS,
         congestion=Congestion.SWIFT,
         window_bytes=65_536,
@@ -52,6 +54,7 @@ def test_every_variable() -> None:
         ("SENNIT_PATHS", "0", r"paths 0; allowed: 1\.\.256"),
         ("SENNIT_PATHS", "257", r"paths 257; allowed: 1\.\.256"),
         ("SENNIT_PATHS", "many", "SENNIT_PATHS=many; allowed: a whole number"),
+        ("SENNIT_VERBS_SERVICE", "ud", "SENNIT_VERBS_SERVICE=ud; allowed: uc, rc"),
         ("SENNIT_PATH_POLICY", "random", "SENNIT_PATH_POLICY=random; allowed: round_robin, reps"),
         ("SENNIT_CONGESTION", "cubic", "SENNIT_CONGESTION=cubic; allowed: fixed, swift"),
         ("SENNIT_WINDOW_BYTES", "65535", r"window_bytes 65535; allowed: 65536\.\.67108864"),

@@ -17,7 +17,7 @@ import pytest
 
 import sennit
 from sennit.transport import _core, errors, rendezvous
-from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind
+from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind, VerbsService
 from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, SennitError, Unsupported
 from sennit.transport.store import FileStore, Store
 from sennit.transport.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
@@ -67,6 +67,7 @@ class Recorder:
         self.ranks_here = 0
         self.routes: list[tuple[str, bytes]] = []
         self.udp: tuple[list[tuple[str, int]], dict[str, Any]] | None = None
+        self.verbs: tuple[list[str], dict[str, Any]] | None = None
 
     def shm_offer(self) -> bytes:
         if self.shm_errno is not None:
@@ -80,6 +81,10 @@ class Recorder:
     def udp_open(self, rails: list[tuple[str, int]], /, **settings: Any) -> bytes:
         self.udp = (rails, settings)
         return f"udp{self.rank}\x00\xff".encode("latin-1")
+
+    def verbs_open(self, addresses: list[str], /, **settings: Any) -> bytes:
+        self.verbs = (addresses, settings)
+        return f"verbs{self.rank}".encode()
 
     def connect(self, routes: list[tuple[str, bytes]], /) -> None:
         self.routes = routes
@@ -223,12 +228,28 @@ def test_shm_demanded_but_impossible_here() -> None:
     assert "No space left" in str(results[1])
 
 
-def test_verbs_is_refused_everywhere_with_what_is_allowed() -> None:
-    config = Config(transport=TransportKind.VERBS)
-    refused, told = meet([Recorder(0, "a"), Recorder(1, "a")], [config, Config()])
-    assert isinstance(refused, Unsupported)
-    assert "allowed: auto, shm, udp" in str(refused)
-    assert isinstance(told, PeerError)
+def test_verbs_and_udp_are_one_wire_and_each_rank_chooses_its_own() -> None:
+    endpoints = [Recorder(rank, "a") for rank in range(3)]
+    verbs = Config(transport=TransportKind.VERBS, paths=3, verbs_service=VerbsService.RC)
+    assert meet(endpoints, [verbs, Config(), Config()]) == [
+        ("self", "verbs", "verbs"),
+        ("udp", "self", "shm"),
+        ("udp", "shm", "self"),
+    ]
+    assert [endpoint.verbs is not None for endpoint in endpoints] == [True, False, False]
+    assert [endpoint.udp is not None for endpoint in endpoints] == [False, True, True]
+    assert endpoints[0].verbs is not None
+    addresses, settings = endpoints[0].verbs
+    assert addresses == ["10.0.0.0"]
+    assert settings == {
+        "path_count": 3,
+        "path_policy": "round_robin",
+        "congestion": "fixed",
+        "window_bytes": 2 << 20,
+        "service": "rc",
+    }
+    assert endpoints[1].routes[0] == ("udp", b"verbs0")
+    assert endpoints[0].routes[1] == ("verbs", b"udp1\x00\xff")
 
 
 def test_ranks_that_never_arrive_are_named() -> None:
@@ -335,9 +356,6 @@ def test_one_rank_needs_nothing() -> None:
     assert endpoint.routes == [("self", b"")]
     with pytest.raises(ConfigError, match="world of 2 ranks without a store"):
         rendezvous.connect(make, config=Config(), store=None, rank=0, world=2, rails=list)
-    verbs = Config(transport=TransportKind.VERBS)
-    with pytest.raises(Unsupported):
-        rendezvous.connect(make, config=verbs, store=None, rank=0, world=1, rails=list)
 
 
 def test_over_a_folder(tmp_path: Path) -> None:

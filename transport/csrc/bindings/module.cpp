@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <map>
 #include <span>
 #include <string_view>
 #include <system_error>
@@ -201,14 +202,29 @@ class PyCommunicator {
     config.seed = seed;
     return from_bytes(guarded([&] { return engine_->udp_open(config); }));
   }
+  nb::bytes verbs_open(const std::vector<std::string>& addresses, uint32_t path_count, const std::string& path_policy,
+                       const std::string& congestion, uint32_t window_bytes, const std::string& service,
+                       uint64_t seed) {
+    if (service != "uc" && service != "rc") raise_status(SENNIT_ARGUMENT, "service " + service + "; allowed: uc, rc");
+    sennit::VerbsConfig config;
+    config.addresses = addresses;
+    config.path_count = path_count;
+    config.path_policy = path_policy;
+    config.congestion = congestion;
+    config.window_bytes = window_bytes;
+    config.service = service == "rc" ? sennit::VerbsService::rc : sennit::VerbsService::uc;
+    config.seed = seed;
+    return from_bytes(guarded([&] { return engine_->verbs_open(config); }));
+  }
   void connect(const std::vector<std::pair<std::string, nb::bytes>>& routes) {
     std::vector<sennit::Route> native;
     for (const auto& [kind, info] : routes) {
-      if (kind != "self" && kind != "shm" && kind != "udp") raise_status(SENNIT_ARGUMENT, "unknown route " + kind);
-      native.push_back({kind == "self"  ? sennit::Route::Kind::self
-                        : kind == "shm" ? sennit::Route::Kind::shm
-                                        : sennit::Route::Kind::udp,
-                        to_bytes(info)});
+      using Kind = sennit::Route::Kind;
+      static const std::map<std::string, Kind> KINDS = {
+          {"self", Kind::self}, {"shm", Kind::shm}, {"udp", Kind::udp}, {"verbs", Kind::verbs}};
+      const auto known = KINDS.find(kind);
+      if (known == KINDS.end()) raise_status(SENNIT_ARGUMENT, "unknown route " + kind);
+      native.push_back({known->second, to_bytes(info)});
     }
     guarded([&] { engine_->connect(native); });
   }
@@ -294,10 +310,21 @@ class PyCommunicator {
 }  // namespace
 
 NB_MODULE(_core, m) {
-  m.doc() = "The native data plane: plans run over shared memory and RoCEv2 on UDP.";
+  m.doc() = "The native data plane: plans run over shared memory, RoCEv2 on UDP, and RDMA devices.";
   m.attr("WIRE_REVISION") = static_cast<int>(sennit::flow::CONTROL_VERSION);
   m.attr("PATH_POLICIES") = to_names(sennit::flow::path_policies());
   m.attr("CONGESTION_CONTROLS") = to_names(sennit::flow::congestion_controls());
+  m.def(
+      "rdma_addresses",
+      [] {
+        nb::list out;
+        for (const sennit::VerbsAddress& one :
+             guarded([] { return sennit::find_verbs_addresses(sennit::VerbsLibrary::system()); }))
+          out.append(nb::make_tuple(one.device, one.port, sennit::address_text(one.endpoint), one.interface_index,
+                                    one.is_active, one.mtu_bytes));
+        return out;
+      },
+      "The addresses that RDMA devices serve: (device, port, address, interface index, active, largest payload).");
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)
       .def_prop_ro("name", [](const PyPlan& self) { return self.plan().name; })
@@ -319,7 +346,10 @@ NB_MODULE(_core, m) {
       .def("udp_open", &PyCommunicator::udp_open, "rails"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
            "congestion"_a, "window_bytes"_a, "seed"_a = 0,
            "Opens the sockets on (address, port) rails; what peers need to connect.")
-      .def("connect", &PyCommunicator::connect, "routes"_a, "Per rank: ('self'|'shm'|'udp', the peer's blob).")
+      .def("verbs_open", &PyCommunicator::verbs_open, "addresses"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
+           "congestion"_a, "window_bytes"_a, "service"_a, "seed"_a = 0,
+           "Opens the RDMA device that serves these local addresses; what peers need to connect.")
+      .def("connect", &PyCommunicator::connect, "routes"_a, "Per rank: ('self'|'shm'|'udp'|'verbs', the peer's blob).")
       .def("post", &PyCommunicator::post, "plan"_a, "buffers"_a, nb::kw_only(), "timeout_s"_a = 0.0,
            "background"_a = false, "tag"_a = nb::none(), "scalar"_a = 1.0, nb::rv_policy::take_ownership)
       .def("time_plan", &PyCommunicator::time_plan, "plan"_a, "buffers"_a, "iterations"_a,

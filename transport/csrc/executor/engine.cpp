@@ -77,6 +77,11 @@ std::vector<std::byte> Engine::udp_open(const UdpConfig& config) {
   return udp_->local_info();
 }
 
+std::vector<std::byte> Engine::verbs_open(const VerbsConfig& config) {
+  verbs_ = std::make_unique<VerbsPort>(config_.rank, config_.world, config);
+  return verbs_->local_info();
+}
+
 void Engine::connect(const std::vector<Route>& routes) {
   if (routes.size() != config_.world) throw std::invalid_argument("one route for each rank");
   if (!ports_.empty()) throw std::logic_error("already connected");
@@ -93,6 +98,11 @@ void Engine::connect(const std::vector<Route>& routes) {
         udp_->connect(peer, routes[peer].info, mailbox_);
         mailbox_.set_lane(peer, &udp_->lane(peer));
         break;
+      case Route::Kind::verbs:
+        if (!verbs_) throw std::logic_error("verbs_open comes first");
+        verbs_->connect(peer, routes[peer].info, mailbox_);
+        mailbox_.set_lane(peer, &verbs_->lane(peer));
+        break;
       case Route::Kind::self:
         throw std::invalid_argument("only this rank's own route is `self`");
     }
@@ -105,8 +115,9 @@ void Engine::connect(const std::vector<Route>& routes) {
       shm_.reset();
     }
   }
-  if (udp_) {
-    ports_.push_back(udp_.get());
+  if (udp_) ports_.push_back(udp_.get());
+  if (verbs_) ports_.push_back(verbs_.get());
+  if (has_network()) {
     Lock lock = enter();
     start_background();
   }
@@ -158,6 +169,8 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
   operation->timeout_us_ = options.timeout_us != 0 ? options.timeout_us : config_.timeout_us;
   operation->deadline_us_ = now_us + operation->timeout_us_;
   next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
+  if (verbs_)
+    operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->borrow(data, size_bytes); });
   operation->retain();  // the engine's, until it ends
   active_.push_back(operation);
   if (operation->background_) ++background_operations_;
@@ -175,7 +188,11 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
 // One look at everything. True when anything moved.
 bool Engine::round(uint64_t now_us) {
   bool moved = false;
-  for (Port* port : ports_) moved |= port->progress(now_us);
+  bool failed = false;
+  for (Port* port : ports_) {
+    moved |= port->progress(now_us);
+    failed |= !port->failure().empty();
+  }
   moved |= mailbox_.progress(now_us);
   for (size_t i = 0; i < active_.size(); ++i) moved |= active_[i]->run_ready(false);
   if (!moved) {
@@ -193,7 +210,7 @@ bool Engine::round(uint64_t now_us) {
       ++i;
     }
   }
-  if (mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
+  if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
   // (Operations that just failed: nobody may sleep before their waiters and callbacks know.)
   return moved || !settled_.empty();
 }
@@ -201,6 +218,9 @@ bool Engine::round(uint64_t now_us) {
 void Engine::finish(Operation* operation, sennit_status status, std::string reason) {
   active_.erase(std::find(active_.begin(), active_.end(), operation));
   if (operation->background_) --background_operations_;
+  // Once it is settled its owner may free the memory.
+  if (verbs_)
+    operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->give_back(data, size_bytes); });
   operation->settle(status, std::move(reason));
   settled_.emplace_back(operation, operation->take_callback());
 }
@@ -291,7 +311,7 @@ void Engine::sleep(Lock& lock, uint64_t now_us) {
     return;
   }
   sleeping_ = true;
-  if (!udp_ && has_shm) {
+  if (!has_network() && has_shm) {
     lock.unlock();
     shm_->sleep(ticket, timeout_us);
   } else {
@@ -334,7 +354,7 @@ void Engine::background() {
   while (!stopping_) {
     const bool work = background_operations_ != 0 && waiters_ == 0 && !driving_;
     if (!work) {
-      if (!udp_) {
+      if (!has_network()) {
         background_work_.wait(lock);
         continue;
       }
@@ -409,6 +429,9 @@ std::vector<std::pair<std::string, uint64_t>> Engine::counters() {
   if (udp_) {
     for (auto& counter : udp_->counters()) all.push_back(std::move(counter));
   }
+  if (verbs_) {
+    for (auto& counter : verbs_->counters()) all.push_back(std::move(counter));
+  }
   return all;
 }
 
@@ -417,6 +440,7 @@ std::string Engine::describe() {
   std::string text = "rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.world) + ", operation " +
                      std::to_string(sequence()) + ", " + std::to_string(active_.size()) + " in flight";
   if (udp_) text += "; " + udp_->describe();
+  if (verbs_) text += "; " + verbs_->describe();
   const std::string outstanding = mailbox_.describe_outstanding();
   return outstanding.empty() ? text : text + "; " + outstanding;
 }

@@ -23,6 +23,7 @@
 #include "messages/mailbox.hpp"
 #include "ports/shm_port.hpp"
 #include "ports/udp_port.hpp"
+#include "ports/verbs_port.hpp"
 
 namespace sennit {
 
@@ -35,8 +36,8 @@ struct EngineConfig {
 };
 
 struct Route {
-  enum class Kind { self, shm, udp } kind;
-  std::vector<std::byte> info;  // udp: the peer's local_info
+  enum class Kind { self, shm, udp, verbs } kind;  // verbs: to a peer of either of the last two
+  std::vector<std::byte> info;                     // udp, verbs: the peer's local_info
 };
 
 class Engine {
@@ -49,6 +50,7 @@ class Engine {
   std::vector<std::byte> shm_offer();
   bool shm_accept(uint32_t peer, std::span<const std::byte> offer);
   std::vector<std::byte> udp_open(const UdpConfig& config);
+  std::vector<std::byte> verbs_open(const VerbsConfig& config);
   void connect(const std::vector<Route>& routes);
 
   sennit_status post(Plan& plan, const sennit_buffer* buffers, uint32_t buffer_count,
@@ -82,6 +84,7 @@ class Engine {
 
   ~Engine();
   Lock enter();  // takes the lock ahead of a driver that would take it again at once
+  bool has_network() const { return udp_ || verbs_; }
   bool round(uint64_t now_us);
   void drive_once(Lock& lock, Backoff& backoff);
   void sleep(Lock& lock, uint64_t now_us);
@@ -99,6 +102,7 @@ class Engine {
   Mailbox mailbox_;
   std::unique_ptr<ShmPort> shm_;
   std::unique_ptr<UdpPort> udp_;
+  std::unique_ptr<VerbsPort> verbs_;
   std::vector<Port*> ports_;
   BackoffPolicy policy_;
 

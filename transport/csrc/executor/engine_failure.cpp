@@ -28,6 +28,13 @@ std::string rank_list(const std::vector<uint32_t>& ranks) {
 
 void Engine::check_failures(uint64_t now_us) {
   if (ended_ != SENNIT_OK) return;
+  for (const Port* port : ports_) {
+    const std::string reason(port->failure());
+    if (reason.empty()) continue;
+    fail_all(SENNIT_DEVICE, reason,
+             {{config_.rank}, "rank " + std::to_string(config_.rank) + " cannot go on: " + reason});
+    return;
+  }
   if (const MailboxFailure* failure = mailbox_.failure()) {
     switch (failure->kind) {
       case MailboxFailure::Kind::mismatch:

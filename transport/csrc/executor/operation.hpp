@@ -32,6 +32,12 @@ class Operation final : public MailboxClient {
   // Runs what is ready; `copies` false leaves local copies for later. True when anything ran.
   bool run_ready(bool copies);
   bool has_copies() const { return !ready_copies_.empty(); }
+  // The memory that steps read or write, from post to end.
+  template <class Visit>
+  void for_each_memory(Visit visit) const {
+    for (uint32_t index = 0; index < plan_.buffer_count; ++index) visit(buffers_[index], plan_.buffer_extents[index]);
+    visit(scratch_.get(), plan_.scratch_bytes);
+  }
   bool finished_steps() const { return steps_left_ == 0; }
   void on_message_sent(uint32_t step) override;
   void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) override;

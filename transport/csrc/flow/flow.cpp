@@ -288,6 +288,11 @@ void Flow::ask_if_silent(uint64_t now_us, uint64_t silence_us) {
   state.request_control(now_us);
 }
 
+void Flow::on_path_failed(uint64_t now_us, uint32_t path) {
+  State& state = *state_;
+  if (!state.dead && path < state.config.path_count) state.recovery.on_path_failed(now_us, path);
+}
+
 void Flow::on_peer_failed(std::string_view reason) {
   State& state = *state_;
   if (state.peer_closed && !state.has_outstanding()) return;

@@ -136,6 +136,9 @@ class Flow {
   // Somebody waits: if the peer was not heard for `silence_us`, the next control asks it to answer. Nothing follows
   // from silence alone, but a port may learn from the attempt that nobody is there.
   void ask_if_silent(uint64_t now_us, uint64_t silence_us);
+  // The port knows that nothing goes over a path any more (link down, queue pair in error). It is probed from now on,
+  // as any that went silent.
+  void on_path_failed(uint64_t now_us, uint32_t path);
   // The port knows that the peer is gone (connection refused, device removed). Ignored after a goodbye.
   void on_peer_failed(std::string_view reason);
 

@@ -57,6 +57,8 @@ class Recovery {
   // A path on which a control packet is to mark how far data has been sent: its echo shows at once which data before
   // it was lost. At a tail where losses were found lately, behind probes, and where a verdict lacks a later packet.
   bool take_tail_mark(uint64_t now_us, uint32_t& path);
+  // It is known to carry nothing any more.
+  void on_path_failed(uint64_t now_us, uint32_t path) { make_bad(now_us, path); }
   // A bad path to be probed by a control packet now.
   bool take_path_probe(uint64_t now_us, uint32_t& path);
 

@@ -86,6 +86,8 @@ class Port {
   virtual uint64_t next_timeout_us() const = 0;
   // File descriptors whose readability means work (udp sockets).
   virtual void append_poll_fds(std::vector<pollfd>& out) const = 0;
+  // Why the port itself cannot go on (its device is gone, memory cannot be registered); empty while it can.
+  virtual std::string_view failure() const { return {}; }
   // All eager messages and transfers acknowledged.
   virtual bool idle() const = 0;
   // Touch no user memory from now on; tell the peers why (best effort). Idempotent.

@@ -7,8 +7,8 @@
 namespace sennit {
 
 FlowLane::FlowLane(uint32_t peer, const flow::FlowConfig& config, std::span<std::byte> eager_memory,
-                   uint32_t eager_rkey, RegisterRegion register_region, LaneSink& sink)
-    : peer_(peer), sink_(sink), register_region_(std::move(register_region)), flow_(config, eager_memory, eager_rkey) {}
+                   uint32_t eager_rkey, Exposure& exposure, LaneSink& sink)
+    : peer_(peer), sink_(sink), exposure_(exposure), flow_(config, eager_memory, eager_rkey) {}
 
 bool FlowLane::send_eager(const MessageHeader& header, uint32_t flags, const void* data) {
   return flow_.send_eager(header, flags, data, now_us_);
@@ -25,16 +25,32 @@ void FlowLane::advertise(uint64_t receive_id, const MessageHeader& header, void*
 
 void FlowLane::advertise_at(uint64_t receive_id, const MessageHeader& header, std::byte* destination,
                             uint64_t loan_id) {
-  const uint32_t rkey = register_region_(destination, header.size_bytes);
-  const uint64_t ticket = tickets_.push(Ticket{receive_id, loan_id, false});
-  flow_.advertise(ticket, header, destination, rkey, now_us_);
+  const uint64_t region = exposure_.open(destination, header.size_bytes);
+  opening_.push(Opening{receive_id, header, destination, loan_id, region});
+  tell_opened();
+}
+
+bool FlowLane::tell_opened() {
+  bool moved = false;
+  uint32_t key = 0;
+  while (!opening_.empty() && exposure_.is_open(opening_.front().region, key)) {
+    const Opening next = opening_.front();
+    opening_.pop();
+    const uint64_t ticket = tickets_.push(Ticket{next.receive_id, next.loan_id, next.region, nullptr, false});
+    flow_.advertise(ticket, next.header, next.destination, key, now_us_);
+    moved = true;
+  }
+  return moved;
 }
 
 void FlowLane::grant_loans() {
   for (size_t index = 0; index < LOAN_COUNT && !wishes_.empty(); ++index) {
     Loan& loan = loans_[index];
     if (loan.is_out) continue;
-    if (!loan.memory) loan.memory = std::make_unique_for_overwrite<std::byte[]>(MAX_LOAN_BYTES);
+    if (!loan.memory) {
+      loan.memory = std::make_unique_for_overwrite<std::byte[]>(MAX_LOAN_BYTES);
+      exposure_.keep(loan.memory.get(), MAX_LOAN_BYTES);
+    }
     loan.is_out = true;
     const Wish wish = wishes_.front();
     wishes_.pop();
@@ -43,7 +59,9 @@ void FlowLane::grant_loans() {
 }
 
 void FlowLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
-  flow_.transfer(send_id, advert_id, static_cast<const std::byte*>(data), size_bytes, now_us_);
+  const auto* bytes = static_cast<const std::byte*>(data);
+  const uint64_t ticket = send_tickets_.push(SendTicket{send_id, exposure_.lend(bytes, size_bytes), false});
+  flow_.transfer(ticket, advert_id, bytes, size_bytes, now_us_);
 }
 
 void FlowLane::release(uint64_t loan_id) {
@@ -64,14 +82,15 @@ bool FlowLane::deliver(const flow::Event& event) {
       break;
     case Kind::received: {
       Ticket& ticket = tickets_[event.id];
-      const auto [receive_id, loan_id, _] = ticket;
-      ticket.is_done = true;
-      while (!tickets_.empty() && tickets_.front().is_done) tickets_.pop();
-      sink_.on_received(receive_id, event.data, loan_id);
+      ticket.data = event.data;
+      exposure_.close(ticket.region);
+      closing_.push(event.id);
+      hand_over_closed();
       break;
     }
     case Kind::sent:
-      sink_.on_sent(event.id);
+      returning_.push(event.id);
+      hand_over_returned();
       break;
     case Kind::peer_lost:
       sink_.on_peer_lost(peer_, event.reason);
@@ -83,9 +102,47 @@ bool FlowLane::deliver(const flow::Event& event) {
   return true;
 }
 
+bool FlowLane::hand_over_closed() {
+  bool moved = false;
+  while (!closing_.empty() && exposure_.is_closed(tickets_[closing_.front()].region)) {
+    Ticket& ticket = tickets_[closing_.front()];
+    const Ticket done = ticket;
+    closing_.pop();
+    ticket.is_done = true;
+    while (!tickets_.empty() && tickets_.front().is_done) tickets_.pop();
+    sink_.on_received(done.receive_id, done.data, done.loan_id);
+    moved = true;
+  }
+  return moved;
+}
+
+bool FlowLane::hand_over_returned() {
+  bool moved = false;
+  while (!returning_.empty() && exposure_.is_returned(send_tickets_[returning_.front()].lent)) {
+    SendTicket& ticket = send_tickets_[returning_.front()];
+    const uint64_t send_id = ticket.send_id;
+    returning_.pop();
+    ticket.is_done = true;
+    while (!send_tickets_.empty() && send_tickets_.front().is_done) send_tickets_.pop();
+    sink_.on_sent(send_id);
+    moved = true;
+  }
+  return moved;
+}
+
+void FlowLane::abort(std::string_view reason) {
+  flow_.abort(reason);
+  wishes_.clear();
+  opening_.clear();
+  closing_.clear();
+  returning_.clear();
+}
+
 bool FlowLane::pump(uint64_t now_us) {
   now_us_ = now_us;
-  bool moved = false;
+  bool moved = tell_opened();
+  moved |= hand_over_closed();
+  moved |= hand_over_returned();
   flow::Event event;
   while (flow_.poll_event(event)) moved |= deliver(event);
   return moved;

@@ -2,13 +2,13 @@
 // A lane over a flow: what udp, verbs and the simulator give the message layer.
 //
 // The port drives flow()'s wire side and calls pump() after arrivals and timers; the lane forwards what
-// happened to its sink and lends memory for receives without a destination. One per peer.
+// happened to its sink and lends memory for receives without a destination. One per peer. Memory is opened to the
+// peer before it hears of it, and closed before the sink does.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -16,12 +16,9 @@
 #include "flow/flow.hpp"
 #include "flow/sequence_ring.hpp"
 #include "messages/lane.hpp"
+#include "ports/exposure.hpp"
 
 namespace sennit {
-
-// Makes memory writable for the peer and returns the key. Called once a message; under udp a fresh random
-// key, under verbs the key of the cached registration.
-using RegisterRegion = std::function<uint32_t(std::byte* address, size_t size_bytes)>;
 
 class FlowLane final : public Lane {
  public:
@@ -29,9 +26,9 @@ class FlowLane final : public Lane {
   static constexpr size_t LOAN_COUNT = 8;
 
   // `eager_memory` and `eager_rkey` as in flow::Flow: the port owns that memory, since its address is in the
-  // offer that goes out before there is a lane.
+  // offer that goes out before there is a lane. `exposure` outlives the lane.
   FlowLane(uint32_t peer, const flow::FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey,
-           RegisterRegion register_region, LaneSink& sink);
+           Exposure& exposure, LaneSink& sink);
 
   flow::Flow& flow() { return flow_; }
   const flow::Flow& flow() const { return flow_; }
@@ -40,7 +37,9 @@ class FlowLane final : public Lane {
   // Hands out what happened since; true when there was anything.
   bool pump(uint64_t now_us);
   // Everything sent is acknowledged.
-  bool idle() const { return flow_.idle(); }
+  bool idle() const { return flow_.idle() && returning_.empty(); }
+  // As flow().abort; the sink hears nothing more.
+  void abort(std::string_view reason);
 
   uint64_t eager_max_bytes() const override { return flow_.eager_max_bytes(); }
   [[nodiscard]] bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
@@ -60,26 +59,48 @@ class FlowLane final : public Lane {
     uint64_t receive_id;
     MessageHeader header;
   };
-  // What the flow calls a receive id is a ticket here, so that `received` finds the loan again.
+  struct Opening {
+    uint64_t receive_id;
+    MessageHeader header;
+    std::byte* destination;
+    uint64_t loan_id;
+    uint64_t region;
+  };
+  // What the flow calls a receive id is a ticket here, so that `received` finds loan and region again.
   struct Ticket {
     uint64_t receive_id;
     uint64_t loan_id;
+    uint64_t region;
+    const std::byte* data;
+    bool is_done;
+  };
+  // Likewise for sends.
+  struct SendTicket {
+    uint64_t send_id;
+    uint64_t lent;
     bool is_done;
   };
 
   void advertise_at(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint64_t loan_id);
   void grant_loans();
+  // Each hands out what is through by now, in order; true when there was anything.
+  bool tell_opened();
+  bool hand_over_closed();
+  bool hand_over_returned();
   // False: an eager message that the sink has no room for.
   bool deliver(const flow::Event& event);
 
   const uint32_t peer_;
   LaneSink& sink_;
-  RegisterRegion register_region_;
+  Exposure& exposure_;
   flow::Flow flow_;
   uint64_t now_us_ = 0;
   std::array<Loan, LOAN_COUNT> loans_;
   flow::SequenceRing<Wish> wishes_;  // loans that wait for memory, in call order
+  flow::SequenceRing<Opening> opening_;
   flow::SequenceRing<Ticket> tickets_;
+  flow::SequenceRing<SendTicket> send_tickets_;
+  flow::SequenceRing<uint64_t> closing_, returning_;  // tickets, in the order of their events
 };
 
 }  // namespace sennit

@@ -24,6 +24,7 @@ struct UdpPath {
   SocketAddress remote;  // the same, for sends
   uint32_t remote_qpn = 0;
   uint32_t next_psn = 0;
+  bool is_to_device = false;  // which takes eager packets as SEND ONLY with immediate
   wire::NetworkCrc outgoing, incoming;
 };
 

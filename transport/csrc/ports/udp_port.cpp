@@ -5,7 +5,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <stdexcept>
@@ -18,13 +17,10 @@
 namespace sennit {
 namespace {
 
-constexpr uint32_t EAGER_SLOT_COUNT = 64;
 // Receive memory of a rail asked of the kernel: so much a peer, within these bounds.
 constexpr size_t RECEIVE_BUFFER_PER_PEER_BYTES = 4 << 20;
 constexpr size_t RECEIVE_BUFFER_MIN_BYTES = 8 << 20, RECEIVE_BUFFER_MAX_BYTES = 32 << 20;
 constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
-constexpr uint64_t WINDOW_MIN_PACKETS = 4;
-constexpr uint32_t ACKS_PER_WINDOW = 8, ACK_MAX_PACKETS = 64;
 // Rounds a progress call, and batches that a rail receives in one: of data, and with control packets.
 constexpr int ROUND_MAX_COUNT = 4;
 constexpr uint32_t DATA_MAX_PER_ROUND = 4, RECEIVE_MAX_PER_ROUND = 8;
@@ -57,7 +53,7 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
       window_bytes_(config.window_bytes) {
   if (size < 1 || rank >= size)
     throw std::invalid_argument("udp: rank " + std::to_string(rank) + " is not below the size " + std::to_string(size));
-  config.check();
+  config.check("udp", config.rails.size());
   offer_.rank = rank;
   offer_.size = size;
   offer_.path_count = config.path_count;
@@ -73,7 +69,7 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
   peers_.resize(size);
   offer_.peers.resize(size);
   for (uint32_t peer = 0; peer < size; ++peer) {
-    UdpOffer::Peer& entry = offer_.peers[peer];
+    RoceOffer::Peer& entry = offer_.peers[peer];
     entry.qpns.resize(rails_.size() * config.path_count);
     if (peer == rank) continue;
     for (uint32_t& qpn : entry.qpns) {
@@ -100,7 +96,7 @@ UdpPort::~UdpPort() {
 void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes) {
   auto rail = std::make_unique<Rail>();
   UdpSocket listener = open_listener(config.address, config.port);
-  UdpOffer::Rail& offered = offer_.rails.emplace_back();
+  RoceOffer::Rail& offered = offer_.rails.emplace_back();
   offered.listen = listener.local();
   offered.payload_max_bytes = payload_for_mtu(interface_mtu_bytes(listener.local()), listener.local());
   const size_t granted_bytes = listener.set_receive_buffer(receive_buffer_bytes);
@@ -123,51 +119,23 @@ void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes
 std::vector<std::byte> UdpPort::local_info() const { return offer_.encode(); }
 
 void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
-  const UdpOffer theirs = UdpOffer::decode(info);
-  const std::string who = "udp: rank " + std::to_string(peer);
+  const RoceOffer theirs = RoceOffer::decode(info);
   if (peer >= offer_.size || peer == rank_ || peers_[peer] != nullptr)
-    throw std::invalid_argument(who + " cannot be connected: this is rank " + std::to_string(rank_) + " of " +
-                                std::to_string(offer_.size) + ", and each peer is connected once");
-  if (theirs.rank != peer || theirs.size != offer_.size)
-    throw std::invalid_argument(who + " of " + std::to_string(offer_.size) + " is expected, the offer is of rank " +
-                                std::to_string(theirs.rank) + " of " + std::to_string(theirs.size));
-  if (theirs.eager_slot_count != offer_.eager_slot_count)
-    throw std::invalid_argument(who + " has " + std::to_string(theirs.eager_slot_count) + " eager slots, this rank " +
-                                std::to_string(offer_.eager_slot_count));
-  const auto pairs = pair_rails(offer_.rails, theirs.rails);
-  if (pairs.empty())
-    throw std::invalid_argument(who + " listens at " + text_of(theirs.rails[0].listen) + ", this rank at " +
-                                text_of(offer_.rails[0].listen) + ": choose interfaces with addresses of one family");
-
-  const uint32_t path_count = std::min(offer_.path_count, theirs.path_count);
-  auto made = std::make_unique<Peer>();
-  made->rank = peer;
-  flow::FlowConfig config;
-  config.payload_max_bytes = wire::PAYLOAD_MAX_BYTES;
-  for (const auto& [mine, other] : pairs)
-    config.payload_max_bytes =
-        std::min(config.payload_max_bytes, pair_payload(offer_.rails[mine], theirs.rails[other]));
-  if (config.payload_max_bytes < 256 || !std::has_single_bit(config.payload_max_bytes))
-    throw std::invalid_argument(who + " offers a payload of " + std::to_string(config.payload_max_bytes) +
-                                " bytes a packet; powers of two from 256 to 4096 are allowed");
-  config.path_count = static_cast<uint32_t>(path_count * pairs.size());
-  config.eager_slot_count = EAGER_SLOT_COUNT;
-  config.window_bytes = static_cast<uint32_t>(
-      std::clamp<uint64_t>(theirs.receive_window_bytes, WINDOW_MIN_PACKETS * config.payload_max_bytes, window_bytes_));
-  // Several acknowledgements a window, but each is a packet to send and to receive.
-  config.ack_every_packets =
-      std::clamp(config.window_bytes / config.payload_max_bytes / ACKS_PER_WINDOW, 1u, ACK_MAX_PACKETS);
+    throw std::invalid_argument("udp: rank " + std::to_string(peer) + " cannot be connected: this is rank " +
+                                std::to_string(rank_) + " of " + std::to_string(offer_.size) +
+                                ", and each peer is connected once");
+  auto [pairs, path_count, config] = agree(offer_, peer, theirs, window_bytes_, pair_payload);
   config.seed = seed_ + peer;
-  config.rail_count = static_cast<uint32_t>(pairs.size());
   config.path_policy = path_policy_;
   config.congestion = congestion_;
   config.receive_budget = &receive_budget_;
 
-  const UdpOffer::Peer& for_peer = offer_.peers[peer];
-  const UdpOffer::Peer& for_us = theirs.peers[rank_];
+  auto made = std::make_unique<Peer>();
+  made->rank = peer;
+  const RoceOffer::Peer& for_peer = offer_.peers[peer];
+  const RoceOffer::Peer& for_us = theirs.peers[rank_];
   const std::span<std::byte> eager_memory(eager_memory_[peer], size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
-  made->lane = std::make_unique<FlowLane>(
-      peer, config, eager_memory, for_peer.eager_rkey, [this](std::byte*, size_t) { return next_key(); }, sink);
+  made->lane = std::make_unique<FlowLane>(peer, config, eager_memory, for_peer.eager_rkey, exposure_, sink);
   made->lane->flow().set_remote_eager(for_us.eager_address, for_us.eager_rkey);
   made->rail_count = pairs.size();
   made->batch_packets = UdpSender::batch_packets(config.payload_max_bytes);
@@ -178,7 +146,7 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
   made->paths.reserve(config.path_count);
   for (uint32_t path = 0; path < path_count; ++path) {
     for (const auto& [mine, other] : pairs) {
-      const UdpOffer::Rail &our_rail = offer_.rails[mine], &their_rail = theirs.rails[other];
+      const RoceOffer::Rail &our_rail = offer_.rails[mine], &their_rail = theirs.rails[other];
       UdpPath& entry = made->paths.emplace_back(their_rail.listen);
       entry.flow = &made->lane->flow();
       entry.peer = peer;
@@ -186,6 +154,7 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
       entry.sender = rails_[mine]->senders[path].get();
       entry.remote_qpn = for_us.qpns[other * theirs.path_count + path];
       entry.next_psn = random_value<uint32_t>() & wire::PSN_MASK;
+      entry.is_to_device = theirs.is_device;
       wire::Endpoint our_source = our_rail.listen, their_source = their_rail.listen;
       our_source.port = our_rail.entropies[path];
       their_source.port = their_rail.entropies[path];
@@ -360,7 +329,7 @@ bool UdpPort::idle() const {
 
 void UdpPort::abort(std::string_view reason) {
   farewell_ = reason;
-  for (Peer* peer : connected_) peer->lane->flow().abort(reason);
+  for (Peer* peer : connected_) peer->lane->abort(reason);
   send_farewells(last_now_us_);
 }
 
@@ -376,8 +345,8 @@ void UdpPort::send_farewells(uint64_t now_us) {
   }
 }
 
-std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
-  std::vector<std::pair<std::string, uint64_t>> out = {
+CounterList UdpPort::counters() const {
+  CounterList out = {
       {"send_calls", send_counters_.send_calls},
       {"send_blocked", send_counters_.send_blocked},
       {"send_errors", send_counters_.send_errors},
@@ -390,52 +359,8 @@ std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
       {"placed_by_copy", receive_counters_.placed_by_copy},
   };
   flow::FlowCounters sum{};
-  for (const Peer* peer : connected_) {
-    const flow::FlowCounters& one = peer->lane->flow().counters();
-    sum.data_packets_sent += one.data_packets_sent;
-    sum.data_packets_received += one.data_packets_received;
-    sum.data_bytes_sent += one.data_bytes_sent;
-    sum.data_bytes_received += one.data_bytes_received;
-    sum.control_packets_sent += one.control_packets_sent;
-    sum.control_packets_received += one.control_packets_received;
-    sum.retransmitted_packets += one.retransmitted_packets;
-    sum.duplicate_packets += one.duplicate_packets;
-    sum.out_of_sequence += one.out_of_sequence;
-    sum.local_ack_timeout_err += one.local_ack_timeout_err;
-    sum.tail_probe_packets += one.tail_probe_packets;
-    sum.bad_key_packets += one.bad_key_packets;
-    sum.bad_range_packets += one.bad_range_packets;
-    sum.bad_slot_packets += one.bad_slot_packets;
-    sum.bad_control_packets += one.bad_control_packets;
-    sum.np_ecn_marked_roce_packets += one.np_ecn_marked_roce_packets;
-    sum.path_state_changes += one.path_state_changes;
-    sum.path_probe_packets += one.path_probe_packets;
-    sum.paths_readmitted += one.paths_readmitted;
-    sum.credit_stalls += one.credit_stalls;
-    sum.window_packets = std::max(sum.window_packets, one.window_packets);
-    sum.rtt_us = std::max(sum.rtt_us, one.rtt_us);
-    sum.rto_us = std::max(sum.rto_us, one.rto_us);
-  }
-  out.insert(out.end(), {{"data_packets_sent", sum.data_packets_sent},
-                         {"data_packets_received", sum.data_packets_received},
-                         {"data_bytes_sent", sum.data_bytes_sent},
-                         {"data_bytes_received", sum.data_bytes_received},
-                         {"control_packets_sent", sum.control_packets_sent},
-                         {"control_packets_received", sum.control_packets_received},
-                         {"retransmitted_packets", sum.retransmitted_packets},
-                         {"duplicate_packets", sum.duplicate_packets},
-                         {"out_of_sequence", sum.out_of_sequence},
-                         {"local_ack_timeout_err", sum.local_ack_timeout_err},
-                         {"tail_probe_packets", sum.tail_probe_packets},
-                         {"bad_control", sum.bad_control_packets},
-                         {"np_ecn_marked_roce_packets", sum.np_ecn_marked_roce_packets},
-                         {"path_state_changes", sum.path_state_changes},
-                         {"path_probe_packets", sum.path_probe_packets},
-                         {"paths_readmitted", sum.paths_readmitted},
-                         {"credit_stalls", sum.credit_stalls},
-                         {"window_packets", sum.window_packets},
-                         {"rtt_us", sum.rtt_us},
-                         {"rto_us", sum.rto_us}});
+  for (const Peer* peer : connected_) add_to_totals(sum, peer->lane->flow().counters());
+  append_totals(out, sum);
   auto refused = receive_counters_.refused;
   refused[static_cast<size_t>(wire::Refusal::bad_key)] += sum.bad_key_packets;
   refused[static_cast<size_t>(wire::Refusal::bad_range)] += sum.bad_range_packets;
@@ -446,7 +371,7 @@ std::vector<std::pair<std::string, uint64_t>> UdpPort::counters() const {
 
 std::string UdpPort::describe() const {
   std::string out = "udp";
-  for (const UdpOffer::Rail& rail : offer_.rails) {
+  for (const RoceOffer::Rail& rail : offer_.rails) {
     out.append(" ").append(text_of(rail.listen));
     out.append(" (").append(std::to_string(rail.payload_max_bytes)).append(" bytes a packet)");
   }

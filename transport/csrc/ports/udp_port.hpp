@@ -16,13 +16,26 @@
 
 #include "flow/receive_budget.hpp"
 #include "messages/lane.hpp"
+#include "ports/agreement.hpp"
+#include "ports/exposure.hpp"
 #include "ports/flow_lane.hpp"
-#include "ports/udp_config.hpp"
-#include "ports/udp_offer.hpp"
+#include "ports/flow_totals.hpp"
+#include "ports/roce_offer.hpp"
+#include "ports/send_config.hpp"
 #include "ports/udp_receiver.hpp"
 #include "ports/udp_sender.hpp"
 
 namespace sennit {
+
+struct UdpRailConfig {
+  std::string address;  // IPv4 or IPv6, of this machine
+  uint16_t port = 0;    // of the listening socket; 0: 4791, or any if that is taken
+};
+
+struct UdpConfig : SendConfig {
+  std::vector<UdpRailConfig> rails;
+  size_t receive_buffer_bytes = 0;  // of each listening socket; 0: by the number of peers
+};
 
 class UdpPort final : public Port {
  public:
@@ -46,7 +59,7 @@ class UdpPort final : public Port {
   void abort(std::string_view reason) override;
   void close() override;
 
-  std::vector<std::pair<std::string, uint64_t>> counters() const;
+  CounterList counters() const;
   std::string describe() const;
 
  private:
@@ -64,7 +77,7 @@ class UdpPort final : public Port {
   uint32_t next_key();
 
   uint32_t rank_;
-  UdpOffer offer_;  // ours
+  RoceOffer offer_;  // ours
   uint64_t seed_;
   std::string path_policy_, congestion_;
   uint32_t window_bytes_;
@@ -73,6 +86,7 @@ class UdpPort final : public Port {
   UdpSendCounters send_counters_;
   UdpReceiveCounters receive_counters_;
   UdpPathByQpn paths_by_qpn_;
+  KeysOnly exposure_{[this] { return next_key(); }};
   std::vector<std::unique_ptr<Rail>> rails_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
   std::vector<Peer*> connected_;

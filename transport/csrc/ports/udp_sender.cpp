@@ -5,6 +5,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "flow/immediate.hpp"
+
 namespace sennit {
 namespace {
 
@@ -16,6 +18,11 @@ void prefetch(const flow::DataOut& packet) {
     __builtin_prefetch(packet.payload + offset);
 }
 
+// A device takes eager packets into memory of its choice, not into a ring that a late copy could reach.
+bool is_for_device_buffer(const UdpPath& path, const flow::DataOut& packet) {
+  return path.is_to_device && flow::slot_of(packet.immediate) == flow::EAGER_SLOT;
+}
+
 }  // namespace
 
 UdpSender::UdpSender(UdpSocket socket, UdpSendCounters& counters)
@@ -25,11 +32,23 @@ size_t UdpSender::batch_packets(size_t payload_bytes) {
   return std::clamp<size_t>(SEND_MAX_BYTES / wire::data_packet_bytes(payload_bytes), 1, BATCH_MAX_PACKETS);
 }
 
+size_t UdpSender::same_kind(const UdpPath& path, std::span<const flow::DataOut> packets) {
+  if (!path.is_to_device) return packets.size();
+  size_t count = 1;
+  const bool first = is_for_device_buffer(path, packets[0]);
+  while (count < packets.size() && is_for_device_buffer(path, packets[count]) == first) ++count;
+  return count;
+}
+
 void UdpSender::send_data(UdpPath& path, std::span<const flow::DataOut> packets) {
-  const uint32_t first_psn = path.next_psn;
-  path.next_psn = (first_psn + static_cast<uint32_t>(packets.size())) & wire::PSN_MASK;
-  lay_out(path, packets, first_psn);
-  transmit(path.remote, std::span(pieces_).first(piece_count_), wire::data_packet_bytes(packets[0].size_bytes));
+  while (!packets.empty()) {
+    const auto batch = packets.first(same_kind(path, packets));
+    const uint32_t first_psn = path.next_psn;
+    path.next_psn = (first_psn + static_cast<uint32_t>(batch.size())) & wire::PSN_MASK;
+    const size_t packet_bytes = lay_out(path, batch, first_psn);
+    transmit(path.remote, std::span(pieces_).first(piece_count_), packet_bytes);
+    packets = packets.subspan(batch.size());
+  }
 }
 
 void UdpSender::send_control(UdpPath& path, std::span<const std::byte> payload) {
@@ -49,27 +68,40 @@ void UdpSender::send_control(UdpPath& path, std::span<const std::byte> payload) 
 }
 
 // Trailer and next header lie side by side, so that a packet costs two pieces: this frame and its payload.
-void UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn) {
+size_t UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn) {
+  const bool is_eager = is_for_device_buffer(path, packets[0]);
+  const size_t header_bytes = is_eager ? wire::SEND_IMMEDIATE_HEADER_BYTES : wire::DATA_HEADER_BYTES;
+  const auto packet_bytes = [&](const flow::DataOut& packet) {
+    return is_eager ? wire::send_immediate_packet_bytes(packet.size_bytes) : wire::data_packet_bytes(packet.size_bytes);
+  };
   std::byte* frame = frame_bytes_.data();
   std::byte* piece_start = frame;
   piece_count_ = 0;
   for (size_t i = 0; i < packets.size(); ++i) {
     const flow::DataOut& packet = packets[i];
     if (i + 1 < packets.size()) prefetch(packets[i + 1]);
-    const std::span<std::byte, wire::DATA_HEADER_BYTES> header(frame, wire::DATA_HEADER_BYTES);
-    wire::write_data_header(header, path.remote_qpn, first_psn + static_cast<uint32_t>(i), packet.remote_address,
-                            packet.rkey, packet.immediate, packet.size_bytes);
+    const uint32_t psn = first_psn + static_cast<uint32_t>(i);
+    if (is_eager) {
+      wire::write_send_immediate_header(
+          std::span<std::byte, wire::SEND_IMMEDIATE_HEADER_BYTES>(frame, wire::SEND_IMMEDIATE_HEADER_BYTES),
+          path.remote_qpn, psn, packet.immediate, packet.size_bytes);
+    } else {
+      wire::write_data_header(std::span<std::byte, wire::DATA_HEADER_BYTES>(frame, wire::DATA_HEADER_BYTES),
+                              path.remote_qpn, psn, packet.remote_address, packet.rkey, packet.immediate,
+                              packet.size_bytes);
+    }
     // Sent one by one, every packet is the first of its send.
     const uint32_t identification = can_segment_ ? static_cast<uint32_t>(i) : 0;
-    uint32_t crc = path.outgoing.of(wire::data_packet_bytes(packet.size_bytes), identification);
-    crc = wire::extend(wire::extend_with_header(crc, header), {packet.payload, packet.size_bytes});
-    frame += wire::DATA_HEADER_BYTES;
+    uint32_t crc = path.outgoing.of(packet_bytes(packet), identification);
+    crc = wire::extend(wire::extend_with_header(crc, {frame, header_bytes}), {packet.payload, packet.size_bytes});
+    frame += header_bytes;
     pieces_[piece_count_++] = {piece_start, static_cast<size_t>(frame - piece_start)};
     pieces_[piece_count_++] = {const_cast<std::byte*>(packet.payload), packet.size_bytes};
     piece_start = frame;
     frame += wire::write_trailer(std::span<std::byte, 7>(frame, 7), crc, wire::pad_of(packet.size_bytes));
   }
   pieces_[piece_count_++] = {piece_start, static_cast<size_t>(frame - piece_start)};
+  return packet_bytes(packets[0]);
 }
 
 int UdpSender::send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {

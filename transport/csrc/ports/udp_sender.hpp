@@ -62,7 +62,10 @@ class UdpSender {
     uint64_t since_us = 0;  // of the first flush() that found it; 0: none yet
   };
 
-  void lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn);
+  // How many of `packets` are of one kind on this path, and so of one header.
+  static size_t same_kind(const UdpPath& path, std::span<const flow::DataOut> packets);
+  // Returns the size of the first packet.
+  size_t lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn);
   void transmit(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
   int send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes, size_t& done);
   void keep(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);

@@ -46,7 +46,7 @@ uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local) {
 
 // Between two addresses of one machine packets take the loopback interface, whatever the addresses' own
 // interfaces are. Both ends see the same: an address that is ours is where our packets to it would stay.
-uint32_t pair_payload(const UdpOffer::Rail& ours, const UdpOffer::Rail& theirs) {
+uint32_t pair_payload(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs) {
   if (interface_mtu_bytes(theirs.listen) != 0)
     if (const size_t mtu_bytes = loopback_mtu_bytes(theirs.listen.is_ipv6))
       return payload_for_mtu(mtu_bytes, theirs.listen);

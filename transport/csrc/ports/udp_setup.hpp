@@ -12,7 +12,7 @@
 #include <string>
 #include <system_error>
 
-#include "ports/udp_offer.hpp"
+#include "ports/roce_offer.hpp"
 #include "ports/udp_socket.hpp"
 
 namespace sennit {
@@ -33,7 +33,7 @@ UdpSocket open_sender(const std::string& address);
 // The largest path MTU of IBTA that fits the interface of `local`.
 uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local);
 // The payload between two rails of two ranks.
-uint32_t pair_payload(const UdpOffer::Rail& ours, const UdpOffer::Rail& theirs);
+uint32_t pair_payload(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs);
 // What each peer may have on the way into a receive buffer.
 uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count);
 

@@ -111,11 +111,15 @@ wire::Endpoint parse_endpoint(const std::string& address, uint16_t port) {
   return end;
 }
 
-std::string text_of(const wire::Endpoint& endpoint) {
+std::string address_text(const wire::Endpoint& endpoint) {
   char text[INET6_ADDRSTRLEN] = "";
   inet_ntop(endpoint.is_ipv6 ? AF_INET6 : AF_INET, endpoint.address.data(), text, sizeof text);
+  return text;
+}
+
+std::string text_of(const wire::Endpoint& endpoint) {
   std::string out = endpoint.is_ipv6 ? "[" : "";
-  out += text;
+  out += address_text(endpoint);
   out += endpoint.is_ipv6 ? "]:" : ":";
   return out += std::to_string(endpoint.port);
 }

@@ -25,6 +25,7 @@ inline constexpr size_t RECEIVE_MAX_BYTES = 65'535;
 
 // A literal IPv4 or IPv6 address, without scope. Throws std::invalid_argument.
 wire::Endpoint parse_endpoint(const std::string& address, uint16_t port);
+std::string address_text(const wire::Endpoint& endpoint);  // the address alone
 std::string text_of(const wire::Endpoint& endpoint);
 
 struct SocketAddress {

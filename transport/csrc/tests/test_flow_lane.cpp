@@ -46,6 +46,23 @@ struct RecordingSink final : LaneSink {
   std::string lost;
 };
 
+// As a device's: opening, closing and reading end when the test says so, in any order.
+struct SlowExposure final : Exposure {
+  uint64_t open(std::byte*, size_t) override { return opened++; }
+  bool is_open(uint64_t region, uint32_t& key) override {
+    key = static_cast<uint32_t>(100 + region);
+    return region < open_below;
+  }
+  void close(uint64_t region) override { closing.insert(region); }
+  bool is_closed(uint64_t region) override { return closing.contains(region) && region < closed_below; }
+  uint64_t lend(const std::byte*, size_t) override { return lent++; }
+  bool is_returned(uint64_t loan) override { return loan < returned_below; }
+
+  uint64_t opened = 0, lent = 0;
+  uint64_t open_below = UINT64_MAX, closed_below = UINT64_MAX, returned_below = UINT64_MAX;
+  std::set<uint64_t> closing;
+};
+
 struct LanePair {
   LanePair() {
     const uint32_t link = network.add_link({.delay_us = 10, .loss_fraction = 0.02});
@@ -61,15 +78,12 @@ struct LanePair {
   void settle() {
     network.run(network.now_us() + 100'000, [] { return false; });
   }
-  uint32_t key(std::byte*, size_t) { return ++last_key; }
-
   flow::FlowConfig config{.payload_max_bytes = 1'024, .window_bytes = 262'144};
   std::vector<std::byte> memory_a = std::vector<std::byte>(64 * 1'024), memory_b = memory_a;
   RecordingSink sender, receiver;
-  uint32_t last_key = 100;
-  RegisterRegion register_region = [this](std::byte* at, size_t size) { return key(at, size); };
-  FlowLane a{7, config, memory_a, 1, register_region, sender};
-  FlowLane b{7, config, memory_b, 2, register_region, receiver};
+  SlowExposure exposure_a, exposure_b;
+  FlowLane a{7, config, memory_a, 1, exposure_a, sender};
+  FlowLane b{7, config, memory_b, 2, exposure_b, receiver};
   SimNetwork network{1};
 };
 
@@ -134,4 +148,58 @@ TEST_CASE("An abort ends the peer's lane with its reason") {
   pair.a.flow().abort("because");
   pair.settle();
   CHECK(pair.receiver.lost == "aborted: because");
+}
+
+TEST_CASE("The peer hears of memory once it is open, the sink of a message once its memory is closed") {
+  LanePair pair;
+  std::vector<std::byte> first(40'000), second(40'000);
+  pair.exposure_b.open_below = pair.exposure_b.closed_below = 0;
+  pair.exposure_a.returned_below = 0;
+  pair.b.advertise(1, {1, 0, first.size()}, first.data());
+  pair.b.advertise(2, {2, 0, second.size()}, second.data());
+  pair.settle();
+  CHECK(pair.sender.adverts.empty());
+
+  pair.exposure_b.open_below = 1;
+  pair.b.pump(pair.network.now_us());
+  pair.settle();
+  CHECK(pair.sender.adverts == std::vector<uint64_t>{1});
+  CHECK(first == std::vector<std::byte>(first.size(), std::byte{0x42}));
+  CHECK(pair.exposure_b.closing == std::set<uint64_t>{0});
+  CHECK(pair.receiver.received.empty());
+  CHECK(pair.sender.sent.empty());
+  CHECK_FALSE(pair.a.idle());
+
+  pair.exposure_b.open_below = 2;
+  pair.b.pump(pair.network.now_us());
+  pair.settle();
+  CHECK(pair.exposure_b.closing == std::set<uint64_t>{0, 1});
+  CHECK(pair.receiver.received.empty());
+
+  pair.exposure_b.closed_below = 2;
+  pair.b.pump(pair.network.now_us());
+  CHECK(pair.receiver.received == std::vector<uint64_t>{1, 2});
+  pair.exposure_a.returned_below = 1;
+  pair.a.pump(pair.network.now_us());
+  CHECK(pair.sender.sent == std::vector<uint64_t>{1});
+  pair.exposure_a.returned_below = 2;
+  pair.a.pump(pair.network.now_us());
+  CHECK(pair.sender.sent == std::vector<uint64_t>{1, 2});
+  CHECK(pair.a.idle());
+}
+
+TEST_CASE("After an abort the sink hears of no message, whatever is closed later") {
+  LanePair pair;
+  std::vector<std::byte> own(40'000);
+  pair.exposure_b.closed_below = 0;
+  pair.exposure_a.returned_below = 0;
+  pair.b.advertise(1, {1, 0, own.size()}, own.data());
+  pair.settle();
+  REQUIRE(pair.exposure_b.closing.size() == 1);
+  pair.b.abort("enough");
+  pair.a.abort("enough");
+  pair.exposure_b.closed_below = pair.exposure_a.returned_below = UINT64_MAX;
+  pair.settle();
+  CHECK(pair.receiver.received.empty());
+  CHECK(pair.sender.sent.empty());
 }

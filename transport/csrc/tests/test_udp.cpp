@@ -21,129 +21,17 @@
 #include "flow/path_policy.hpp"
 #include "ports/udp_bare.hpp"
 #include "ports/udp_port.hpp"
+#include "tests/port_pair.hpp"
 
 using namespace sennit;
 
 namespace {
 
-uint64_t now_us() {
-  return static_cast<uint64_t>(
-      std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now().time_since_epoch())
-          .count());
-}
-
-std::vector<std::byte> noise(std::mt19937_64& random, size_t size_bytes) {
-  std::vector<std::byte> out(size_bytes + 8);
-  for (size_t i = 0; i < out.size() - 7; i += 8) {
-    const uint64_t value = random();
-    std::memcpy(out.data() + i, &value, 8);
-  }
-  out.resize(size_bytes);
-  return out;
-}
-
-// One rank's message layer: adverts are answered with the message of the same key.
-class Rank final : public LaneSink {
- public:
-  Rank(uint32_t rank, const UdpConfig& config) : rank_(rank), port(rank, 2, config) {}
-
-  bool on_eager(uint32_t, const MessageHeader& header, uint32_t, const std::byte* data) override {
-    if (refusals_left-- > 0) return false;
-    eager_received.emplace_back(header.key, std::vector(data, data + header.size_bytes));
-    return true;
-  }
-  void on_advert(uint32_t, const MessageHeader& header, uint64_t advert_id) override {
-    const auto found = outgoing.find(header.key);
-    if (found == outgoing.end()) return;  // wanted, but never sent
-    const auto& message = found->second;
-    CHECK(message.size() == header.size_bytes);
-    port.lane(1 - rank_).transfer(header.key, advert_id, message.data(), message.size());
-  }
-  void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override {
-    if (loan_id != 0) {
-      const uint64_t size_bytes = incoming_sizes.at(receive_id);
-      incoming[receive_id].assign(view, view + size_bytes);
-      port.lane(1 - rank_).release(loan_id);
-    }
-    CHECK(received.insert(receive_id).second);
-  }
-  void on_sent(uint64_t send_id) override { CHECK(sent.insert(send_id).second); }
-  void on_peer_lost(uint32_t, std::string reason) override { lost_reason = std::move(reason); }
-
-  void expect(uint64_t key, uint64_t size_bytes, bool as_loan) {
-    incoming_sizes[key] = size_bytes;
-    if (!as_loan) incoming[key].resize(size_bytes + 1);  // never null, also for an empty message
-    port.lane(1 - rank_).advertise(key, {key, 7, size_bytes}, as_loan ? nullptr : incoming[key].data());
-  }
-  uint64_t counter(const std::string& name) const {
-    for (const auto& [known, value] : port.counters())
-      if (known == name) return value;
-    FAIL("no counter " << name);
-    return 0;
-  }
-
- private:
-  uint32_t rank_;
-
- public:
-  UdpPort port;
-  std::map<uint64_t, std::vector<std::byte>> outgoing, incoming;
-  std::map<uint64_t, uint64_t> incoming_sizes;
-  std::set<uint64_t> received, sent;
-  std::vector<std::pair<uint64_t, std::vector<std::byte>>> eager_received;
-  int refusals_left = 0;
-  std::string lost_reason;
-};
-
-struct Pair {
-  Rank a, b;
-  explicit Pair(const UdpConfig& config) : Pair(config, [](UdpOffer&) {}) {}
-  template <class Change>
-  Pair(const UdpConfig& config, Change change) : a(0, config), b(1, config) {
-    for (auto [from, to, rank] : {std::tuple{&a, &b, 0u}, std::tuple{&b, &a, 1u}}) {
-      UdpOffer offer = UdpOffer::decode(from->port.local_info());
-      change(offer);
-      to->port.connect(rank, offer.encode(), *to);
-    }
-  }
-  template <class Done>
-  void run_until(Done done) {
-    const uint64_t deadline_us = now_us() + 30'000'000;
-    while (!done()) {
-      const bool moved = a.port.progress(now_us()) | b.port.progress(now_us());
-      if (!moved) {
-        std::vector<pollfd> readable;
-        a.port.append_poll_fds(readable);
-        b.port.append_poll_fds(readable);
-        poll(readable.data(), readable.size(), 1);
-      }
-      REQUIRE_MESSAGE(now_us() < deadline_us, a.port.lane(1).describe() << "\n" << b.port.lane(0).describe());
-    }
-  }
-};
-
-void exchange(Pair& pair, uint64_t seed, const std::vector<uint64_t>& sizes, bool as_loan) {
-  std::mt19937_64 random(seed);
-  const uint64_t first_key = seed << 20;
-  for (Rank* rank : {&pair.a, &pair.b})
-    for (size_t i = 0; i < sizes.size(); ++i) rank->outgoing[first_key + i] = noise(random, sizes[i]);
-  for (Rank* rank : {&pair.a, &pair.b})
-    for (size_t i = 0; i < sizes.size(); ++i) rank->expect(first_key + i, sizes[i], as_loan);
-  const auto done = [&](const Rank& rank) {
-    return rank.received.size() == rank.incoming_sizes.size() && rank.sent.size() == rank.outgoing.size();
-  };
-  pair.run_until([&] { return done(pair.a) && done(pair.b) && pair.a.port.idle() && pair.b.port.idle(); });
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    const uint64_t key = first_key + i;
-    CAPTURE(sizes[i]);
-    // Not memcmp: an empty vector may have no address at all.
-    const auto arrived = [&](const std::vector<std::byte>& incoming, const std::vector<std::byte>& outgoing) {
-      return std::equal(outgoing.begin(), outgoing.begin() + static_cast<ptrdiff_t>(sizes[i]), incoming.begin());
-    };
-    REQUIRE(arrived(pair.a.incoming[key], pair.b.outgoing[key]));
-    REQUIRE(arrived(pair.b.incoming[key], pair.a.outgoing[key]));
-  }
-}
+using Rank = test::PortRank<UdpPort>;
+using Pair = test::PortPair<UdpPort>;
+using test::exchange;
+using test::noise;
+using test::now_us;
 
 UdpConfig config_for(const std::string& address, uint32_t path_count = 4) {
   UdpConfig config;
@@ -239,7 +127,7 @@ TEST_CASE("eager messages keep their order, also when the receiver has no room a
 TEST_CASE("what overflows a small socket buffer is sent again") {
   UdpConfig config = config_for("::1");
   config.receive_buffer_bytes = 96 << 10;
-  Pair pair(config, [](UdpOffer& offer) { offer.receive_window_bytes = 2 << 20; });  // a lie
+  Pair pair(config, [](RoceOffer& offer) { offer.receive_window_bytes = 2 << 20; });  // a lie
   exchange(pair, 6, {6 << 20, 1'000, 3 << 20}, false);
   CHECK(pair.a.counter("retransmitted_packets") + pair.b.counter("retransmitted_packets") > 0);
 }
@@ -248,7 +136,7 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
   for (const char* address : {"::1", "127.0.0.1"}) {
     CAPTURE(address);
     Pair pair(config_for(address));
-    const UdpOffer offer = UdpOffer::decode(pair.b.port.local_info());
+    const RoceOffer offer = RoceOffer::decode(pair.b.port.local_info());
     const wire::Endpoint target = offer.rails[0].listen;
     UdpSocket stranger(parse_endpoint(address, 0));
     const SocketAddress to(target);
@@ -273,7 +161,7 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
                   bytes.begin() + static_cast<std::ptrdiff_t>(wire::DATA_HEADER_BYTES + size_bytes));
       return bytes;
     };
-    const UdpOffer::Peer& known = offer.peers[0];
+    const RoceOffer::Peer& known = offer.peers[0];
     const uint32_t qpn = known.qpns[0];
     std::vector<std::byte> tiny(3), junk = noise(random, 2'000);
     const auto flood = [&] {
@@ -310,7 +198,7 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
 
 TEST_CASE("a queue pair that was offered to a rank of another port is as unknown as any other") {
   UdpPort port(0, 3, config_for("::1"));
-  const UdpOffer offer = UdpOffer::decode(port.local_info());
+  const RoceOffer offer = RoceOffer::decode(port.local_info());
   const UdpSocket stranger(parse_endpoint("::1", 0));
   const SocketAddress to(offer.rails[0].listen);
   const auto send = [&](std::span<std::byte> bytes) {
@@ -354,7 +242,7 @@ TEST_CASE("goodbye and abort reach the peer") {
 TEST_CASE("a peer whose process ended is noticed by the one that waits for it") {
   for (const char* address : {"::1", "127.0.0.1"}) {
     CAPTURE(address);
-    const UdpConfig config{{{address}}};
+    const UdpConfig config = config_for(address);
     Rank waiting(0, config);
     waiting.port.connect(1, Rank(1, config).port.local_info(), waiting);  // gone at once, its sockets with it
     const uint64_t deadline_us = now_us() + 30'000'000;
@@ -393,7 +281,7 @@ TEST_CASE("an offer that does not fit is refused with both sides") {
     CHECK_THROWS_AS(a.port.connect(1, std::span(info).first(size_bytes), a), std::invalid_argument);
   auto other_version = info, other_wire = info;
   other_version[4] = std::byte{9};
-  CHECK_THROWS_WITH_AS(a.port.connect(1, other_version, a), doctest::Contains("version 9, this rank has version 2"),
+  CHECK_THROWS_WITH_AS(a.port.connect(1, other_version, a), doctest::Contains("version 9, this rank has version 3"),
                        std::invalid_argument);
   other_wire[8] = std::byte{1};
   CHECK_THROWS_WITH_AS(a.port.connect(1, other_wire, a),

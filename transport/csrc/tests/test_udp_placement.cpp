@@ -25,7 +25,7 @@ struct Rank final : LaneSink {
   Rank(uint32_t rank, uint32_t size, size_t size_bytes)
       : message(size_bytes, static_cast<std::byte>(rank + 1)),
         places(size, std::vector<std::byte>(size_bytes)),
-        port(rank, size, {.rails = {{"::1", 0}}, .seed = 1}) {}
+        port(rank, size, UdpConfig{SendConfig{.seed = 1}, {{"::1", 0}}}) {}
 
   bool on_eager(uint32_t, const MessageHeader&, uint32_t, const std::byte*) override { return true; }
   void on_advert(uint32_t peer, const MessageHeader&, uint64_t advert_id) override {

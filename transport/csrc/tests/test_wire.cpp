@@ -188,3 +188,14 @@ TEST_CASE("each malformed field has its own refusal") {
   CHECK(parse(header, data_packet_bytes(4'100), packet) == Refusal::oversized);
   CHECK(parse(header, data_packet_bytes(4'101) - 1, packet) == Refusal::bad_pad);
 }
+
+TEST_CASE("an eager packet for a device is a send with an immediate, which no socket takes") {
+  std::array<std::byte, SEND_IMMEDIATE_HEADER_BYTES> header;
+  write_send_immediate_header(header, 0xABCDEF, 0x123456, 0x89ABCDEF, 5);
+  constexpr uint8_t EXPECTED[] = {0x25, 0x40 | 3 << 4, 0xFF, 0xFF, 0,    0xAB, 0xCD, 0xEF,
+                                  0,    0x12,          0x34, 0x56, 0x89, 0xAB, 0xCD, 0xEF};
+  CHECK(std::memcmp(header.data(), EXPECTED, sizeof EXPECTED) == 0);
+  CHECK(send_immediate_packet_bytes(5) == 16 + 8 + 4);
+  Packet packet;
+  CHECK(parse(header, send_immediate_packet_bytes(5), packet) == Refusal::bad_opcode);
+}

@@ -38,6 +38,12 @@ void write_data_header(std::span<std::byte, DATA_HEADER_BYTES> out, uint32_t qpn
   store_be32(out.data() + 28, immediate);
 }
 
+void write_send_immediate_header(std::span<std::byte, SEND_IMMEDIATE_HEADER_BYTES> out, uint32_t qpn, uint32_t psn,
+                                 uint32_t immediate, uint32_t payload_bytes) {
+  write_bth(out.data(), Opcode::uc_send_only_immediate, pad_of(payload_bytes), qpn, psn);
+  store_be32(out.data() + 12, immediate);
+}
+
 void write_control_header(std::span<std::byte, CONTROL_HEADER_BYTES> out, uint32_t qpn, uint32_t psn,
                           uint32_t payload_bytes) {
   write_bth(out.data(), Opcode::uc_send_only, pad_of(payload_bytes), qpn, psn);

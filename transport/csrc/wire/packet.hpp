@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// RoCEv2 packets of the unreliable connected (UC) service: the two that sennit sends and accepts.
+// RoCEv2 packets of the unreliable connected (UC) service: the two that sennit sends and accepts, and one for devices.
 //
 //   data     RDMA WRITE ONLY with immediate   BTH | RETH | ImmDt | payload | pad | ICRC
 //   control  SEND ONLY                        BTH | payload | pad | ICRC
+//   eager    SEND ONLY with immediate         BTH | ImmDt | payload | pad | ICRC      to a device only
 //
 // IBTA architecture specification, volume 1: 9.2 (BTH), 9.3.3 (RETH), 9.3.6 (ImmDt), 9.2.2 (pad count),
 // annex A17 (RoCEv2). Byte tables: docs/wire.md. A packet is parsed from its first bytes and its size
@@ -24,6 +25,7 @@ inline constexpr size_t IMMDT_BYTES = 4;
 inline constexpr size_t ICRC_BYTES = 4;
 inline constexpr size_t DATA_HEADER_BYTES = BTH_BYTES + RETH_BYTES + IMMDT_BYTES;
 inline constexpr size_t CONTROL_HEADER_BYTES = BTH_BYTES;
+inline constexpr size_t SEND_IMMEDIATE_HEADER_BYTES = BTH_BYTES + IMMDT_BYTES;
 inline constexpr size_t PAYLOAD_MAX_BYTES = 4'096;  // the largest path MTU of IBTA
 inline constexpr size_t PACKET_MAX_BYTES = DATA_HEADER_BYTES + PAYLOAD_MAX_BYTES + ICRC_BYTES;
 inline constexpr uint16_t ROCE_UDP_PORT = 4'791;      // IANA "roce-v2"
@@ -34,6 +36,7 @@ inline constexpr uint32_t PSN_MASK = 0xFF'FFFF;
 
 enum class Opcode : uint8_t {
   uc_send_only = 0x24,
+  uc_send_only_immediate = 0x25,
   uc_write_only_immediate = 0x2B,
 };
 
@@ -42,7 +45,7 @@ enum class Refusal : uint8_t {
   none,
   truncated,      // shorter than its headers
   oversized,      // payload longer than the largest path MTU
-  bad_opcode,     // neither of the two above
+  bad_opcode,     // neither data nor control
   bad_version,    // BTH transport version is not 0
   bad_partition,  // not the default partition
   bad_pad,        // the pad count does not fill up to a multiple of four
@@ -77,6 +80,9 @@ constexpr uint8_t pad_of(size_t payload_bytes) { return static_cast<uint8_t>((0 
 constexpr size_t data_packet_bytes(size_t payload_bytes) {
   return DATA_HEADER_BYTES + payload_bytes + pad_of(payload_bytes) + ICRC_BYTES;
 }
+constexpr size_t send_immediate_packet_bytes(size_t payload_bytes) {
+  return SEND_IMMEDIATE_HEADER_BYTES + payload_bytes + pad_of(payload_bytes) + ICRC_BYTES;
+}
 constexpr size_t control_packet_bytes(size_t payload_bytes) {
   return CONTROL_HEADER_BYTES + payload_bytes + pad_of(payload_bytes) + ICRC_BYTES;
 }
@@ -84,6 +90,8 @@ constexpr size_t control_packet_bytes(size_t payload_bytes) {
 // Headers only; the sender gathers [header][payload][pad and ICRC].
 void write_data_header(std::span<std::byte, DATA_HEADER_BYTES> out, uint32_t qpn, uint32_t psn, uint64_t remote_address,
                        uint32_t rkey, uint32_t immediate, uint32_t payload_bytes);
+void write_send_immediate_header(std::span<std::byte, SEND_IMMEDIATE_HEADER_BYTES> out, uint32_t qpn, uint32_t psn,
+                                 uint32_t immediate, uint32_t payload_bytes);
 void write_control_header(std::span<std::byte, CONTROL_HEADER_BYTES> out, uint32_t qpn, uint32_t psn,
                           uint32_t payload_bytes);
 

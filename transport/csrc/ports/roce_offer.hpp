@@ -14,8 +14,8 @@
 
 namespace sennit {
 
-struct UdpOffer {
-  static constexpr uint32_t VERSION = 2;
+struct RoceOffer {
+  static constexpr uint32_t VERSION = 3;
 
   struct Rail {
     wire::Endpoint listen;            // where all packets for this rank go
@@ -24,12 +24,16 @@ struct UdpOffer {
   };
   struct Peer {                  // what one peer needs
     std::vector<uint32_t> qpns;  // [rail * path_count + path]
-    uint64_t eager_address = 0;
+    uint64_t eager_address = 0;  // of a device: 0
     uint32_t eager_rkey = 0;
   };
 
   uint32_t rank = 0, size = 0;
-  uint32_t path_count = 0;  // entropies a rail
+  // An RDMA device sends and receives for this rank, not a socket: always at UDP port 4791, and eager packets come as
+  // SEND ONLY with immediate, into memory that the receiver chooses (docs/decisions/0030).
+  bool is_device = false;
+  bool is_reliable = false;  // its queue pairs are of the reliable service; only a device's, and then of both sides
+  uint32_t path_count = 0;   // entropies a rail
   uint32_t eager_slot_count = 0;
   uint64_t receive_window_bytes = 0;  // most that one peer may have on the way to this rank
   std::vector<Rail> rails;
@@ -37,12 +41,12 @@ struct UdpOffer {
 
   std::vector<std::byte> encode() const;
   // Throws std::invalid_argument; another version or wire revision is refused naming both.
-  static UdpOffer decode(std::span<const std::byte> bytes);
+  static RoceOffer decode(std::span<const std::byte> bytes);
 };
 
 // Rails of both ends in pairs: the first IPv6 address with the first, and so on; then IPv4. Both ends come
 // to the same pairs in the same order.
-std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<UdpOffer::Rail>& ours,
-                                                  const std::vector<UdpOffer::Rail>& theirs);
+std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<RoceOffer::Rail>& ours,
+                                                  const std::vector<RoceOffer::Rail>& theirs);
 
 }  // namespace sennit

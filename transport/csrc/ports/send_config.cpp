@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ports/udp_config.hpp"
+#include "ports/send_config.hpp"
 
 #include <stdexcept>
 
@@ -9,18 +9,18 @@
 namespace sennit {
 namespace {
 
-constexpr uint32_t PATH_MAX_COUNT = 256;
 constexpr uint32_t WINDOW_MIN_BYTES = 64 << 10, WINDOW_MAX_BYTES = 64 << 20;
 
 }  // namespace
 
-void UdpConfig::check() const {
-  if (rails.empty()) throw std::invalid_argument("udp: no rail given; name at least one local address");
-  if (path_count < 1 || path_count * rails.size() > PATH_MAX_COUNT)
-    throw std::invalid_argument("udp: " + std::to_string(path_count) + " paths over " + std::to_string(rails.size()) +
-                                " rails; 1 to " + std::to_string(PATH_MAX_COUNT) + " in all are allowed");
+void SendConfig::check(const std::string& port_name, size_t rail_count) const {
+  if (rail_count == 0) throw std::invalid_argument(port_name + ": no rail given; name at least one local address");
+  if (path_count < 1 || path_count * rail_count > PATH_MAX_COUNT)
+    throw std::invalid_argument(port_name + ": " + std::to_string(path_count) + " paths over " +
+                                std::to_string(rail_count) + " rails; 1 to " + std::to_string(PATH_MAX_COUNT) +
+                                " in all are allowed");
   if (window_bytes < WINDOW_MIN_BYTES || window_bytes > WINDOW_MAX_BYTES)
-    throw std::invalid_argument("udp: a window of " + std::to_string(window_bytes) + " bytes; " +
+    throw std::invalid_argument(port_name + ": a window of " + std::to_string(window_bytes) + " bytes; " +
                                 std::to_string(WINDOW_MIN_BYTES) + " to " + std::to_string(WINDOW_MAX_BYTES) +
                                 " are allowed");
   // Flows come with their peers; a wrong name shall not wait for them.

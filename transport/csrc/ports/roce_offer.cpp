@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ports/udp_offer.hpp"
+#include "ports/roce_offer.hpp"
 
 #include <cstring>
 #include <stdexcept>
@@ -13,6 +13,7 @@ namespace sennit {
 namespace {
 
 constexpr uint32_t MAGIC = 0x31554E53;  // "SNU1"
+constexpr uint32_t FLAG_DEVICE = 1, FLAG_RELIABLE = 2;
 constexpr uint32_t RAIL_MAX_COUNT = 64, PATH_MAX_COUNT = 256, RANK_MAX_COUNT = 65'536;
 
 class Writer {
@@ -40,14 +41,14 @@ class Reader {
     return value;
   }
   void get_bytes(std::span<std::byte> out) {
-    if (out.size() > rest_.size()) throw std::invalid_argument("udp: the peer's offer is cut short");
+    if (out.size() > rest_.size()) throw std::invalid_argument("roce: the peer's offer is cut short");
     std::memcpy(out.data(), rest_.data(), out.size());
     rest_ = rest_.subspan(out.size());
   }
   uint32_t get_count(uint32_t max, const char* what) {
     const auto count = get<uint32_t>();
     if (count < 1 || count > max)
-      throw std::invalid_argument("udp: the peer's offer has " + std::to_string(count) + " " + what +
+      throw std::invalid_argument("roce: the peer's offer has " + std::to_string(count) + " " + what +
                                   ", allowed are 1 to " + std::to_string(max));
     return count;
   }
@@ -58,18 +59,19 @@ class Reader {
 };
 
 [[noreturn]] void refuse(const std::string& thing, const std::string& what, uint32_t theirs, uint32_t ours) {
-  throw std::invalid_argument("udp: the peer's " + thing + " has " + what + " " + std::to_string(theirs) +
+  throw std::invalid_argument("roce: the peer's " + thing + " has " + what + " " + std::to_string(theirs) +
                               ", this rank has " + what + " " + std::to_string(ours) +
                               "; install the same sennit on all hosts");
 }
 
 }  // namespace
 
-std::vector<std::byte> UdpOffer::encode() const {
+std::vector<std::byte> RoceOffer::encode() const {
   Writer out;
   out.put(MAGIC);
   out.put(VERSION);
   out.put(uint32_t{flow::CONTROL_VERSION});
+  out.put((is_device ? FLAG_DEVICE : 0) | (is_reliable ? FLAG_RELIABLE : 0));
   out.put(rank);
   out.put(size);
   out.put(path_count);
@@ -91,13 +93,17 @@ std::vector<std::byte> UdpOffer::encode() const {
   return out.take();
 }
 
-UdpOffer UdpOffer::decode(std::span<const std::byte> bytes) {
+RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
   Reader in(bytes);
-  if (in.get<uint32_t>() != MAGIC) throw std::invalid_argument("udp: the peer's offer is not one of the udp port");
+  if (in.get<uint32_t>() != MAGIC)
+    throw std::invalid_argument("roce: the peer's offer is not one of the udp or verbs port");
   if (const auto version = in.get<uint32_t>(); version != VERSION) refuse("offer", "version", version, VERSION);
   if (const auto revision = in.get<uint32_t>(); revision != flow::CONTROL_VERSION)
     refuse("packets", "wire revision", revision, flow::CONTROL_VERSION);
-  UdpOffer offer;
+  RoceOffer offer;
+  const auto flags = in.get<uint32_t>();
+  offer.is_device = (flags & FLAG_DEVICE) != 0;
+  offer.is_reliable = (flags & FLAG_RELIABLE) != 0;
   offer.rank = in.get<uint32_t>();
   offer.size = in.get_count(RANK_MAX_COUNT, "ranks");
   offer.path_count = in.get_count(PATH_MAX_COUNT, "paths");
@@ -130,12 +136,12 @@ UdpOffer UdpOffer::decode(std::span<const std::byte> bytes) {
                                     "; 24 bits are allowed");
     }
   }
-  if (!in.empty()) throw std::invalid_argument("udp: the peer's offer has bytes behind its end");
+  if (!in.empty()) throw std::invalid_argument("roce: the peer's offer has bytes behind its end");
   return offer;
 }
 
-std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<UdpOffer::Rail>& ours,
-                                                  const std::vector<UdpOffer::Rail>& theirs) {
+std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<RoceOffer::Rail>& ours,
+                                                  const std::vector<RoceOffer::Rail>& theirs) {
   std::vector<std::pair<size_t, size_t>> pairs;
   for (const bool is_ipv6 : {true, false}) {
     for (size_t mine = 0, other = 0;; ++mine, ++other) {

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs port on kernel RoCE: the same collectives, bit for bit, whatever netem does to the packets."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from sennit.testbed.vm import links
+
+pytestmark = pytest.mark.rdma
+
+WORKER = Path(__file__).parents[1] / "transport" / "communicator_worker.py"
+STEADY = Path(__file__).with_name("steady_worker.py")
+DEADLINE_S = 120.0
+COMMAND_TIMEOUT_S = 30.0
+ROCE_PORT = 4791
+ETH_P_ALL = 3  # linux/if_ether.h; with any other, what this machine sends is not seen
+CAPTURE_MAX_FRAMES = 5_000
+NEAR, NEAR_DEVICE, NEAR_ADDRESS = "mixed", "rxemixed", "fd5e:77:ff::1"
+FAR, FAR_ADDRESS = "mixedfar", "fd5e:77:ff::2"
+Netem = Callable[[int, str], None]
+
+
+class Ranks:
+    """Processes of one test, each a rank, which leave nothing behind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], **variables: str) -> None:
+        with self._log(len(self._processes)).open("wb") as log:
+            environment = {**os.environ, **variables}
+            self._processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+
+    def output(self, rank: int) -> str:
+        return self._log(rank).read_text()
+
+    def are_running(self) -> bool:
+        return all(process.poll() is None for process in self._processes)
+
+    def finish(self) -> None:
+        """Waits for all; fails with what they wrote."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        codes: list[int | None] = []
+        try:
+            for process in self._processes:
+                try:
+                    codes.append(process.wait(max(deadline_s - time.monotonic(), 0.1)))
+                except subprocess.TimeoutExpired:
+                    codes.append(None)
+        finally:
+            self.kill()
+        texts = [
+            f"rank {rank} ({'hangs' if code is None else f'exit {code}'}):\n{self.output(rank)[-3000:]}"
+            for rank, code in enumerate(codes)
+        ]
+        assert codes == [0] * len(codes), "\n".join(texts)
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"log{rank}"
+
+
+def run(scenario: str, folder: Path, *, world: int = 2, timeout_s: float = 60.0, **variables: str) -> None:
+    """A scenario of communicator_worker.py, the ranks on the two devices in turn."""
+    ranks = Ranks(folder)
+    hosts = [f"host{rank}" for rank in range(world)]
+    for rank in range(world):
+        ranks.start(
+            [sys.executable, str(WORKER), scenario, f"{rank}", f"{world}", str(folder / "store"), "1"],
+            SENNIT_TRANSPORT="verbs",
+            SENNIT_INTERFACES=links.netdev(rank % 2),
+            SENNIT_HOST_ID=hosts[rank],
+            SENNIT_TIMEOUT_S=f"{timeout_s}",
+            HOSTS=",".join(hosts),
+            **variables,
+        )
+    ranks.finish()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives_have_the_bits_of_the_definition(world: int, tmp_path: Path) -> None:
+    run("reductions,movement", tmp_path, world=world)
+
+
+def test_reliable_queue_pairs_carry_the_same(tmp_path: Path) -> None:
+    run("reductions", tmp_path, SENNIT_VERBS_SERVICE="rc")
+
+
+@pytest.mark.parametrize("settings", ["loss 1%", "duplicate 2%", "delay 2ms reorder 75% 25%", "corrupt 1%"])
+def test_bytes_survive_a_bad_network(settings: str, netem: Netem, tmp_path: Path) -> None:
+    for device in (0, 1):
+        netem(device, settings)
+    run("reductions,movement", tmp_path)
+
+
+@pytest.mark.parametrize("scenario", ["mismatch", "late", "killed"])
+def test_failures_are_named(scenario: str, tmp_path: Path) -> None:
+    run(scenario, tmp_path, timeout_s=5.0)
+
+
+def test_too_little_memory_that_may_be_locked_is_named_with_what_to_do(tmp_path: Path) -> None:
+    # Without the capability, which root has, the limit counts.
+    limited = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=65536"]
+    code = "from sennit.transport import _core; c = _core.Communicator(0, 2, timeout_s=1.0, seed=1); c.verbs_open("
+    code += f"['{links.address(0, 6)}'], path_count=1, path_policy='reps', congestion='fixed', window_bytes=65536, "
+    code += "service='uc')"
+    ended = subprocess.run(
+        [*limited, sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert "DeviceError: verbs: rxe0: cannot register" in ended.stderr, ended.stderr
+    assert "the limit of locked memory is 65536 bytes: raise it (`ulimit -l unlimited`" in ended.stderr
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+
+
+def rdma(*arguments: str) -> None:
+    subprocess.run(["rdma", *arguments], check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def mixed_link() -> Iterator[None]:
+    """A cable between NEAR_DEVICE here and a namespace without RDMA, where a socket may have RoCE's port."""
+    ip("netns", "add", FAR)
+    try:
+        ip("link", "add", NEAR, "mtu", "4200", "type", "veth", "peer", "name", FAR, "mtu", "4200", "netns", FAR)
+        Path(f"/proc/sys/net/ipv6/conf/{NEAR}/keep_addr_on_down").write_text("1")
+        ip("addr", "add", f"{NEAR_ADDRESS}/64", "dev", NEAR, "nodad")
+        ip("-n", FAR, "addr", "add", f"{FAR_ADDRESS}/64", "dev", FAR, "nodad")
+        ip("-n", FAR, "link", "set", FAR, "up")
+        ip("link", "set", NEAR, "up")
+        rdma("link", "add", NEAR_DEVICE, "type", "rxe", "netdev", NEAR)
+        gids = Path(f"/sys/class/infiniband/{NEAR_DEVICE}/ports/1/gids")
+        wanted = ipaddress.IPv6Address(NEAR_ADDRESS).exploded
+        until(lambda: any(gid.read_text().strip() == wanted for gid in gids.iterdir()), "the address in the GID table")
+        yield
+    finally:
+        # Whatever there is of it.
+        for command in (f"rdma link delete {NEAR_DEVICE}", f"ip netns delete {FAR}", f"ip link delete {NEAR}"):
+            subprocess.run(command.split(), check=False, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+
+
+def start_mixed(ranks: Ranks, command: Callable[[int], list[str]], **variables: str) -> None:
+    """Rank 0 with the device, rank 1 with sockets."""
+    both = {"SENNIT_TIMEOUT_S": "60", "HOSTS": "near,far", **variables}
+    ranks.start(
+        [sys.executable, *command(0)],
+        **both,
+        SENNIT_TRANSPORT="verbs",
+        SENNIT_INTERFACES=NEAR,
+        SENNIT_HOST_ID="near",
+    )
+    ranks.start(
+        ["ip", "netns", "exec", FAR, sys.executable, *command(1)],
+        **both,
+        SENNIT_TRANSPORT="udp",
+        SENNIT_INTERFACES=FAR,
+        SENNIT_HOST_ID="far",
+    )
+
+
+@pytest.mark.usefixtures("mixed_link")
+def test_a_device_and_a_socket_understand_each_other(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    start_mixed(ranks, lambda rank: [str(WORKER), "reductions,movement", f"{rank}", "2", str(tmp_path / "store"), "1"])
+    ranks.finish()
+
+
+@pytest.mark.usefixtures("mixed_link")
+def test_other_decoders_find_the_packets_of_both_right(tmp_path: Path) -> None:
+    pytest.importorskip("scapy", reason="scapy is not installed (pip install scapy)")
+    from scapy.contrib.roce import BTH
+    from scapy.layers.inet import UDP
+    from scapy.layers.inet6 import IPv6
+    from scapy.layers.l2 import Ether
+    from scapy.utils import wrpcap
+
+    ip("-n", FAR, "link", "set", FAR, "gso_max_segs", "1")  # or the cable would carry whole batches
+    frames: list[bytes] = []
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) as tap:
+        tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
+        tap.bind((NEAR, 0))
+        tap.setblocking(False)
+        ranks = Ranks(tmp_path)
+        start_mixed(ranks, lambda rank: [str(WORKER), "movement", f"{rank}", "2", str(tmp_path / "store"), "1"])
+        ranks.finish()
+        with contextlib.suppress(BlockingIOError):
+            while len(frames) < CAPTURE_MAX_FRAMES:
+                frames.append(tap.recv(65_536))
+    opcodes: dict[str, set[int]] = {NEAR_ADDRESS: set(), FAR_ADDRESS: set()}
+    packets = [Ether(frame) for frame in frames]
+    packets = [packet for packet in packets if UDP in packet and packet[UDP].dport == ROCE_PORT]
+    for packet in packets:
+        datagram = bytes(packet[UDP].payload)
+        transport = BTH(datagram)
+        transport.icrc = None  # let scapy compute it from the whole packet
+        packet[UDP].remove_payload()
+        assert bytes(packet / transport)[-4:] == datagram[-4:], packet.summary()
+        assert packet[UDP].sport >= 0xC000
+        opcodes[packet[IPv6].src].add(transport.opcode)
+    # What the device takes into memory of its own choice are the socket's eager packets.
+    assert opcodes == {NEAR_ADDRESS: {0x24, 0x2B}, FAR_ADDRESS: {0x24, 0x25, 0x2B}}
+
+    tshark = shutil.which("tshark")
+    if tshark is None:
+        return
+    capture = tmp_path / "capture.pcap"
+    wrpcap(str(capture), [Ether(frame) for frame in frames])
+    command = [tshark, "-r", str(capture), "-Y", "infiniband", "-T", "fields", "-e", "_ws.malformed"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S).stdout.splitlines()
+    assert len(lines) == len(packets)
+    assert not any(line.strip() for line in lines)
+
+
+def rounds(folder: Path, rank: int) -> int:
+    path = folder / f"rounds{rank}"
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+@pytest.mark.usefixtures("mixed_link")
+def test_a_link_that_goes_down_and_up_again_is_used_again(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    start_mixed(ranks, lambda rank: [str(STEADY), f"{rank}", "2", str(tmp_path), "1"])
+    try:
+        until(lambda: rounds(tmp_path, 0) >= 3 or not ranks.are_running(), "the first rounds")
+        ip("link", "set", NEAR, "down")
+        until(lambda: not ranks.are_running() or port_state() == "DOWN", "the port to be down")
+        ip("link", "set", NEAR, "up")
+        before = rounds(tmp_path, 0)
+        until(lambda: rounds(tmp_path, 0) >= before + 3 or not ranks.are_running(), "rounds after the break")
+        (tmp_path / "stop").touch()
+    except BaseException:
+        ranks.kill()
+        raise
+    ranks.finish()
+    counters = dict(line.split() for line in ranks.output(0).splitlines())
+    assert int(counters["port_events"]) >= 2, counters
+
+
+def port_state() -> str:
+    return Path(f"/sys/class/infiniband/{NEAR_DEVICE}/ports/1/state").read_text().split()[-1]

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/agreement.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+#include <string>
+
+#include "ports/udp_socket.hpp"
+#include "wire/packet.hpp"
+
+namespace sennit {
+namespace {
+
+constexpr uint64_t WINDOW_MIN_PACKETS = 4;
+constexpr uint32_t ACKS_PER_WINDOW = 8, ACK_MAX_PACKETS = 64;
+
+}  // namespace
+
+Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, uint32_t window_bytes,
+                const PairPayload& payload_of) {
+  const std::string who = "rank " + std::to_string(peer);
+  if (theirs.rank != peer || theirs.size != ours.size)
+    throw std::invalid_argument(who + " of " + std::to_string(ours.size) + " is expected, the offer is of rank " +
+                                std::to_string(theirs.rank) + " of " + std::to_string(theirs.size));
+  if (theirs.eager_slot_count != ours.eager_slot_count)
+    throw std::invalid_argument(who + " has " + std::to_string(theirs.eager_slot_count) + " eager slots, this rank " +
+                                std::to_string(ours.eager_slot_count));
+  Agreement out;
+  out.pairs = pair_rails(ours.rails, theirs.rails);
+  if (out.pairs.empty())
+    throw std::invalid_argument(who + " listens at " + text_of(theirs.rails[0].listen) + ", this rank at " +
+                                text_of(ours.rails[0].listen) + ": choose interfaces with addresses of one family");
+  if (ours.is_reliable != theirs.is_reliable)
+    throw std::invalid_argument(who + (theirs.is_reliable ? " uses" : " does not use") +
+                                " reliable queue pairs, this rank does" + (ours.is_reliable ? "" : " not") +
+                                ": set SENNIT_VERBS_SERVICE to the same on all ranks");
+  // A device numbers its IPv4 packets at will and sends to one port only; a socket sees no numbers (docs/wire.md).
+  if (ours.is_device != theirs.is_device) {
+    const RoceOffer& socket = ours.is_device ? theirs : ours;
+    for (const auto& [mine, other] : out.pairs) {
+      const RoceOffer::Rail& rail = socket.rails[ours.is_device ? other : mine];
+      const std::string where = "rank " + std::to_string(socket.rank) + " listens at " + text_of(rail.listen) + ", ";
+      if (!rail.listen.is_ipv6)
+        throw std::invalid_argument(where + "but with an RDMA device at the other end IPv6 is needed");
+      if (rail.listen.port != wire::ROCE_UDP_PORT)
+        throw std::invalid_argument(where + "but the RDMA device at the other end sends to UDP port " +
+                                    std::to_string(wire::ROCE_UDP_PORT) + " only, which another process there has");
+    }
+  }
+  out.path_count = std::min(ours.path_count, theirs.path_count);
+  flow::FlowConfig& flow = out.flow;
+  flow.payload_max_bytes = wire::PAYLOAD_MAX_BYTES;
+  for (const auto& [mine, other] : out.pairs)
+    flow.payload_max_bytes = std::min(flow.payload_max_bytes, payload_of(ours.rails[mine], theirs.rails[other]));
+  if (flow.payload_max_bytes < 256 || !std::has_single_bit(flow.payload_max_bytes))
+    throw std::invalid_argument(who + " offers a payload of " + std::to_string(flow.payload_max_bytes) +
+                                " bytes a packet; powers of two from 256 to 4096 are allowed");
+  flow.path_count = static_cast<uint32_t>(out.path_count * out.pairs.size());
+  flow.rail_count = static_cast<uint32_t>(out.pairs.size());
+  flow.eager_slot_count = ours.eager_slot_count;
+  flow.window_bytes = static_cast<uint32_t>(
+      std::clamp<uint64_t>(theirs.receive_window_bytes, WINDOW_MIN_PACKETS * flow.payload_max_bytes, window_bytes));
+  // Several acknowledgements a window, but each is a packet to send and to receive.
+  flow.ack_every_packets =
+      std::clamp(flow.window_bytes / flow.payload_max_bytes / ACKS_PER_WINDOW, 1u, ACK_MAX_PACKETS);
+  return out;
+}
+
+}  // namespace sennit

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+// What two ranks' offers come to: which rails in pairs, how many paths, how large a packet. Both ends find the same.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "flow/flow.hpp"
+#include "ports/roce_offer.hpp"
+
+namespace sennit {
+
+inline constexpr uint32_t EAGER_SLOT_COUNT = 64;
+
+struct Agreement {
+  std::vector<std::pair<size_t, size_t>> pairs;  // of rails: ours, theirs
+  uint32_t path_count = 0;                       // of each pair
+  flow::FlowConfig flow;                         // as far as the offers decide it
+};
+
+using PairPayload = std::function<uint32_t(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs)>;
+
+// `payload_of`: the largest payload between two rails. `window_bytes`: the most that this rank wants in flight.
+// Throws std::invalid_argument when the offers do not fit together, naming both sides' values.
+Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, uint32_t window_bytes,
+                const PairPayload& payload_of);
+
+}  // namespace sennit

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// RDMA devices: which addresses of this machine they serve, and one of them opened.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ports/verbs_library.hpp"
+#include "wire/icrc.hpp"
+
+namespace sennit {
+
+// A RoCE v2 entry of a device's GID table: an address of the interface below the device.
+struct VerbsAddress {
+  std::string device;
+  uint8_t port = 0;
+  uint8_t gid_index = 0;
+  ibv_gid gid{};
+  wire::Endpoint endpoint;  // the same; UDP port 4791, as always with a device
+  uint32_t interface_index = 0;
+  bool is_active = false;  // the port's state
+  uint32_t mtu_bytes = 0;  // of the port, now: the largest payload of a packet
+};
+
+// The GID that stands for an address; IPv4 is mapped into IPv6 (RFC 4291, 2.5.5.2).
+ibv_gid gid_of(const wire::Endpoint& endpoint);
+// "rxe0 port 1 GID 2 [2001:db8::1] 4096 bytes", and ", down" where it is.
+std::string describe(const VerbsAddress& address);
+
+// Of all devices that this process may open.
+std::vector<VerbsAddress> find_verbs_addresses(const VerbsLibrary& library);
+// The one that serves `address` and can be used now. Throws std::invalid_argument, saying what there is and what to do.
+VerbsAddress choose_verbs_address(const std::vector<VerbsAddress>& known, const std::string& address);
+
+class VerbsDevice {
+ public:
+  // Throws std::system_error.
+  VerbsDevice(const VerbsLibrary& library, const std::string& name);
+
+  const VerbsLibrary& library() const { return library_; }
+  const std::string& name() const { return name_; }
+  ibv_context* context() const { return context_.get(); }
+  ibv_pd* domain() const { return domain_.get(); }
+  const ibv_device_attr& limits() const { return limits_; }
+  // Keys that can be given and taken back in microseconds (memory windows of type 1).
+  bool has_windows() const;
+
+ private:
+  const VerbsLibrary& library_;
+  std::string name_;
+  VerbsHandle<ibv_context> context_;
+  VerbsHandle<ibv_pd> domain_;
+  ibv_device_attr limits_{};
+};
+
+// Throws std::system_error with errno, the device and what was tried.
+[[noreturn]] void raise_verbs_error(int error, const std::string& what);
+
+}  // namespace sennit

@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/verbs_exposure.hpp"
+
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include "ports/verbs_request.hpp"
+
+namespace sennit {
+namespace {
+
+// A bind counts the lowest byte of the window's key up by one (IBTA, 10.6.7.2.1), and a message is two binds.
+constexpr uint32_t MESSAGES_PER_LAP = 128;
+
+uintptr_t address_of(const std::byte* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+int dealloc_window(ibv_mw* window) { return ibv_dealloc_mw(window); }
+
+}  // namespace
+
+VerbsExposure::VerbsExposure(const VerbsDevice& device, VerbsRegistrations& registrations, ibv_qp* binder,
+                             uint32_t binder_depth)
+    : device_(device), registrations_(registrations), binder_(binder), binder_depth_(binder_depth) {}
+
+VerbsExposure::~VerbsExposure() {
+  // Windows go before what they are bound to.
+  windows_.clear();
+  if (binder_ != nullptr) return;
+  for (uint64_t number = regions_.first(); number != regions_.end(); ++number)
+    if (regions_[number].registration != nullptr) device_.library().dereg_mr(regions_[number].registration);
+}
+
+uint64_t VerbsExposure::open(std::byte* address, size_t size_bytes) {
+  const uint64_t number = regions_.push(Region{RegionState::opening, nullptr, nullptr, 0, 0});
+  Region& region = regions_[number];
+  if (size_bytes == 0) {  // nothing is written; a device does not look at the key (IBTA, C9-88)
+    region.state = RegionState::open;
+    return number;
+  }
+  try {
+    if (binder_ == nullptr) {
+      region.registration = device_.library().reg_mr(device_.domain(), address, size_bytes,
+                                                     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+      if (region.registration == nullptr)
+        raise_verbs_error(errno, device_.name() + ": cannot register " + std::to_string(size_bytes) + " bytes");
+      ++counters_.message_registrations;
+      region.key = region.registration->rkey;
+      region.state = RegionState::open;
+    } else {
+      region.registration = registrations_.acquire(address, size_bytes, true);
+      region.window = take_window();
+      region.bind = post({region.window, region.registration, address, size_bytes, number});
+    }
+  } catch (const std::system_error& error) {
+    if (failure_.empty()) failure_ = error.what();
+  }
+  return number;
+}
+
+bool VerbsExposure::is_open(uint64_t number, uint32_t& key) {
+  Region& region = regions_[number];
+  if (region.state == RegionState::opening && region.window != nullptr && binds_done_ >= region.bind)
+    region.state = RegionState::open;
+  key = region.key;
+  return region.state == RegionState::open;
+}
+
+void VerbsExposure::close(uint64_t number) {
+  Region& region = regions_[number];
+  if (region.window == nullptr) {
+    if (region.registration != nullptr) device_.library().dereg_mr(region.registration);
+    region.registration = nullptr;
+    region.state = RegionState::closed;
+    return;
+  }
+  region.state = RegionState::closing;
+  region.bind = post({region.window, region.registration, nullptr, 0, number});
+}
+
+bool VerbsExposure::is_closed(uint64_t number) {
+  Region& region = regions_[number];
+  if (region.state == RegionState::closing && binds_done_ >= region.bind) {
+    retire(region);
+    region.state = RegionState::closed;
+  }
+  if (region.state != RegionState::closed) return false;
+  region.state = RegionState::forgotten;
+  while (!regions_.empty() && regions_.front().state == RegionState::forgotten) regions_.pop();
+  return true;
+}
+
+void VerbsExposure::retire(Region& region) {
+  registrations_.release(region.registration);
+  region.registration = nullptr;
+  put_back(region.window);
+  region.window = nullptr;
+}
+
+VerbsExposure::Window* VerbsExposure::take_window() {
+  Window* window = nullptr;
+  if (!free_.empty()) {
+    window = free_.front();
+    free_.pop_front();
+    return window;
+  }
+  if (resting_.empty() || resting_.front()->rests_until_us > now_us_) {
+    if (ibv_mw* made = ibv_alloc_mw(device_.domain(), IBV_MW_TYPE_1)) {
+      ++counters_.windows;
+      windows_.push_back(std::make_unique<Window>(Window{{made, dealloc_window}}));
+      return windows_.back().get();
+    }
+    if (resting_.empty()) raise_verbs_error(errno, device_.name() + " has no memory window left");
+    ++counters_.keys_reused_early;
+  }
+  window = resting_.front();
+  resting_.pop_front();
+  window->messages = 0;
+  return window;
+}
+
+void VerbsExposure::put_back(Window* window) {
+  if (++window->messages < MESSAGES_PER_LAP) {
+    free_.push_back(window);
+    return;
+  }
+  window->rests_until_us = now_us_ + PACKET_LIFE_US;
+  resting_.push_back(window);
+}
+
+uint64_t VerbsExposure::post(const Bind& bind) {
+  if (waiting_.empty() && binds_posted_ - binds_done_ < binder_depth_) {
+    post_now(bind);
+  } else {
+    waiting_.push_back(bind);
+  }
+  return ++binds_called_;
+}
+
+void VerbsExposure::post_now(const Bind& bind) {
+  ibv_mw_bind request{};
+  request.wr_id = request_name(VerbsRequest::bind);
+  request.send_flags = IBV_SEND_SIGNALED;
+  request.bind_info.mr = bind.registration;
+  request.bind_info.addr = address_of(bind.address);
+  request.bind_info.length = bind.size_bytes;
+  request.bind_info.mw_access_flags = bind.size_bytes != 0 ? IBV_ACCESS_REMOTE_WRITE : 0;
+  ++binds_posted_;
+  ++counters_.binds;
+  if (const int error = ibv_bind_mw(binder_, bind.window->handle.get(), &request)) {
+    if (failure_.empty())
+      failure_ = "verbs: " + device_.name() + ": cannot bind a memory window: " + std::strerror(error);
+    return;
+  }
+  if (regions_.holds(bind.region)) regions_[bind.region].key = bind.window->handle->rkey;
+}
+
+void VerbsExposure::on_bound(ibv_wc_status status) {
+  ++binds_done_;
+  if (status != IBV_WC_SUCCESS && failure_.empty())
+    failure_ =
+        "verbs: " + device_.name() + ": a memory window could not be bound: " + device_.library().wc_status_str(status);
+  while (!waiting_.empty() && binds_posted_ - binds_done_ < binder_depth_) {
+    post_now(waiting_.front());
+    waiting_.pop_front();
+  }
+}
+
+uint64_t VerbsExposure::lend(const std::byte* address, size_t size_bytes) {
+  Loan loan{address_of(address), address_of(address) + size_bytes, nullptr, 0, false};
+  if (size_bytes != 0) {
+    try {
+      loan.registration = registrations_.acquire(address, size_bytes, false);
+    } catch (const std::system_error& error) {
+      if (failure_.empty()) failure_ = error.what();
+    }
+  }
+  return loans_.push(loan);
+}
+
+bool VerbsExposure::begin_reading(const std::byte* address, size_t size_bytes, uint64_t& loan, uint32_t& key) {
+  const uintptr_t begin = address_of(address), end = begin + size_bytes;
+  const auto covers = [&](uint64_t number) {
+    const Loan& one = loans_[number];
+    return !one.is_forgotten && one.registration != nullptr && one.begin <= begin && end <= one.end;
+  };
+  loan = last_loan_;
+  if (!loans_.holds(loan) || !covers(loan)) {
+    // Any loan of these bytes will do: while one stands, nobody changes them.
+    for (loan = loans_.first(); loan != loans_.end() && !covers(loan); ++loan) {
+    }
+    if (loan == loans_.end()) return false;
+    last_loan_ = loan;
+  }
+  ++loans_[loan].readers;
+  key = loans_[loan].registration->lkey;
+  return true;
+}
+
+bool VerbsExposure::is_returned(uint64_t number) {
+  Loan& loan = loans_[number];
+  if (loan.readers != 0) return false;
+  if (loan.registration != nullptr) registrations_.release(loan.registration);
+  loan.is_forgotten = true;
+  while (!loans_.empty() && loans_.front().is_forgotten) loans_.pop();
+  return true;
+}
+
+bool VerbsExposure::close_all() {
+  for (uint64_t number = regions_.first(); number != regions_.end(); ++number) {
+    Region& region = regions_[number];
+    uint32_t key = 0;
+    switch (region.state) {
+      case RegionState::opening:
+        // (One that could not be registered was never open.)
+        if (region.window == nullptr && region.registration == nullptr) {
+          region.state = RegionState::forgotten;
+        } else if (is_open(number, key)) {
+          close(number);
+        }
+        break;
+      case RegionState::open:
+        close(number);
+        break;
+      case RegionState::closing:
+      case RegionState::closed:
+      case RegionState::forgotten:
+        break;
+    }
+  }
+  for (uint64_t number = regions_.first(); number < regions_.end(); ++number)
+    if (regions_.holds(number) && regions_[number].state != RegionState::forgotten) is_closed(number);
+  while (!regions_.empty() && regions_.front().state == RegionState::forgotten) regions_.pop();
+  for (uint64_t number = loans_.first(); number < loans_.end(); ++number)
+    if (loans_.holds(number) && !loans_[number].is_forgotten) is_returned(number);
+  return regions_.empty() && loans_.empty();
+}
+
+}  // namespace sennit

@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+// A key for each message, and the end of it before the message is handed over (docs/decisions/0030).
+//
+// Where the device has memory windows (type 1), opening and closing are one bind each on a queue pair made for that,
+// over a registration that serves the whole buffer. Elsewhere each message is registered and deregistered.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "flow/sequence_ring.hpp"
+#include "ports/exposure.hpp"
+#include "ports/verbs_registrations.hpp"
+
+namespace sennit {
+
+struct VerbsExposureCounters {
+  uint64_t binds = 0;
+  uint64_t windows = 0;                // made so far
+  uint64_t message_registrations = 0;  // without windows
+  uint64_t keys_reused_early = 0;      // the device had no more windows: a key came back within PACKET_LIFE_US
+};
+
+class VerbsExposure final : public Exposure {
+ public:
+  // No packet stays in a network for longer (RFC 9293, 3.4.1: the maximum segment lifetime).
+  static constexpr uint64_t PACKET_LIFE_US = 120'000'000;
+
+  // `binder`: a queue pair in state RTS whose sends are all binds, up to `binder_depth` at a time; null: no windows.
+  VerbsExposure(const VerbsDevice& device, VerbsRegistrations& registrations, ibv_qp* binder, uint32_t binder_depth);
+  ~VerbsExposure() override;
+
+  uint64_t open(std::byte* address, size_t size_bytes) override;
+  bool is_open(uint64_t region, uint32_t& key) override;
+  void close(uint64_t region) override;
+  bool is_closed(uint64_t region) override;
+  void keep(std::byte* address, size_t size_bytes) override { registrations_.borrow(address, size_bytes); }
+  uint64_t lend(const std::byte* address, size_t size_bytes) override;
+  bool is_returned(uint64_t loan) override;
+
+  void set_now(uint64_t now_us) { now_us_ = now_us; }
+  // The oldest bind is done, or failed.
+  void on_bound(ibv_wc_status status);
+  // A packet from lent memory goes out: by which local key, and for which loan, until end_reading. False: nobody lent
+  // that memory.
+  bool begin_reading(const std::byte* address, size_t size_bytes, uint64_t& loan, uint32_t& key);
+  void end_reading(uint64_t loan) { --loans_[loan].readers; }
+
+  // The group has ended: every key is taken back, and nothing more is lent. True when the last one is gone and nothing
+  // is read any more.
+  bool close_all();
+  // What went wrong for good; empty while all is well.
+  const std::string& failure() const { return failure_; }
+  const VerbsExposureCounters& counters() const { return counters_; }
+  bool uses_windows() const { return binder_ != nullptr; }
+
+ private:
+  struct Window {
+    VerbsHandle<ibv_mw> handle;
+    uint32_t messages = 0;  // since its keys began anew
+    uint64_t rests_until_us = 0;
+  };
+  enum class RegionState : uint8_t { opening, open, closing, closed, forgotten };
+  struct Region {
+    RegionState state;
+    Window* window;
+    ibv_mr* registration;
+    uint64_t bind;  // the newest one of it
+    uint32_t key;
+  };
+  struct Loan {
+    uintptr_t begin, end;
+    ibv_mr* registration;
+    uint32_t readers;
+    bool is_forgotten;
+  };
+  struct Bind {
+    Window* window;
+    ibv_mr* registration;
+    std::byte* address;
+    size_t size_bytes;
+    uint64_t region;
+  };
+
+  Window* take_window();
+  void put_back(Window* window);
+  uint64_t post(const Bind& bind);
+  void post_now(const Bind& bind);
+  void retire(Region& region);
+
+  const VerbsDevice& device_;
+  VerbsRegistrations& registrations_;
+  ibv_qp* const binder_;
+  const uint32_t binder_depth_;
+  uint64_t now_us_ = 0;
+  std::vector<std::unique_ptr<Window>> windows_;
+  std::deque<Window*> free_, resting_;  // least recently used first
+  std::deque<Bind> waiting_;            // no room on the binder
+  uint64_t binds_called_ = 0, binds_posted_ = 0, binds_done_ = 0;
+  flow::SequenceRing<Region> regions_;
+  flow::SequenceRing<Loan> loans_;
+  uint64_t last_loan_ = 0;  // read from last: most likely the next one, too
+  std::string failure_;
+  VerbsExposureCounters counters_;
+};
+
+}  // namespace sennit

@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+// One queue pair: its way from RESET to RTS and back, and what its send queue still holds.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "flow/sequence_ring.hpp"
+#include "ports/verbs_device.hpp"
+
+namespace sennit {
+
+enum class VerbsService : uint8_t { uc, rc };
+
+// Where a queue pair leads, and how.
+struct VerbsRoute {
+  VerbsAddress local;
+  wire::Endpoint remote;
+  uint32_t remote_qpn = 0;
+  uint32_t mtu_bytes = 0;
+  uint32_t first_psn = 0;     // of ours
+  uint32_t expected_psn = 0;  // of theirs: RC only
+  uint16_t entropy = 0;       // UDP source port, where the device takes it from the flow label; 0: the device's own
+};
+
+// The flow label that RoCE v2 devices make this UDP source port of (rdma-core: ibv_flow_label_to_udp_sport).
+uint32_t flow_label_for(uint16_t source_port);
+
+class VerbsQueuePair {
+ public:
+  // What a posted packet holds on to until it has left: a send buffer or a loan, by the owner's names.
+  struct Held {
+    enum class Kind : uint8_t { nothing, buffer, loan } kind = Kind::nothing;
+    uint64_t id = 0;
+  };
+
+  using Release = std::function<void(const Held&)>;
+
+  // Throws std::system_error.
+  VerbsQueuePair(const VerbsDevice& device, ibv_cq* completions, ibv_srq* receives, uint32_t depth,
+                 VerbsService service = VerbsService::uc);
+
+  ibv_qp* get() const { return handle_.get(); }
+  uint32_t number() const { return handle_->qp_num; }
+  // Ready to send and receive. Throws std::system_error.
+  void connect(const VerbsRoute& route);
+  // From any state back to ready, over the same route and under the same number; false where that fails. The device
+  // has let go of all that was posted: `release` is called for each thing held.
+  bool revive(const Release& release);
+  // Takes and sends nothing from now on; what was posted is let go of.
+  void stop(const Release& release);
+  bool is_ready() const { return is_ready_; }
+  // The device has reported an error: nothing goes until revive().
+  void on_error() { is_ready_ = false; }
+
+  uint32_t room() const { return depth_ - static_cast<uint32_t>(held_.size()); }
+  // Posts a chain of requests, one for each of `held`, all signalled by the last; room() first. Where the device
+  // refuses, it is not ready afterwards.
+  void post(ibv_send_wr* first, std::span<const Held> held);
+  // The completion of a request that post() signalled, by the number it left in wr_id (the low 32 bits).
+  void on_sent(uint32_t number, const Release& release);
+
+ private:
+  void modify(ibv_qp_attr& attributes, int mask, const char* what);
+  void to_init();
+  void to_ready_to_receive();
+  void to_ready_to_send();
+  void release_all(const Release& release);
+
+  const VerbsDevice& device_;
+  const uint32_t depth_;
+  const VerbsService service_;
+  VerbsHandle<ibv_qp> handle_;
+  VerbsRoute route_;
+  flow::SequenceRing<Held> held_;  // in the order of posting
+  bool is_ready_ = false;
+};
+
+}  // namespace sennit

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+// Memory that the device may reach, registered as few times as is safe.
+//
+// A registration holds on to the pages that were there when it was made. If the memory is unmapped and the address used
+// again, the device would still read and write the old pages, silently. So a registration lives at most as long as
+// somebody vouches for the mapping: an operation for its buffers (borrow, give_back), a message for its own range.
+// Within that, whatever part of a buffer is wanted, the whole buffer is registered, once.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "ports/verbs_device.hpp"
+
+namespace sennit {
+
+class VerbsRegistrations {
+ public:
+  // `access` of memory that is written: IBV_ACCESS_*. Memory that cannot be written is registered for reading.
+  VerbsRegistrations(const VerbsDevice& device, int access) : device_(device), access_(access) {}
+  ~VerbsRegistrations();
+  VerbsRegistrations(const VerbsRegistrations&) = delete;
+  VerbsRegistrations& operator=(const VerbsRegistrations&) = delete;
+
+  // Stays mapped where it is until as many give_back(). Nothing is registered yet.
+  void borrow(const void* address, size_t size_bytes);
+  void give_back(const void* address, size_t size_bytes);
+
+  // A registration that covers the range, until release(). Throws std::system_error, saying what to do.
+  ibv_mr* acquire(const std::byte* address, size_t size_bytes, bool is_written);
+  void release(ibv_mr* region);
+
+  uint64_t registered_bytes() const { return registered_bytes_; }
+  uint64_t registrations() const { return registrations_; }  // made since the start
+  uint64_t hits() const { return hits_; }                    // acquired without making one
+
+ private:
+  struct Range {
+    uintptr_t begin, end;
+    bool covers(uintptr_t from, uintptr_t to) const { return begin <= from && to <= end; }
+  };
+  struct Borrowed {
+    Range range;
+    uint32_t count;
+  };
+  struct Entry {
+    Range range;
+    VerbsHandle<ibv_mr> region;
+    uint32_t users;
+    bool is_writable;
+    bool is_kept;  // lies in borrowed memory: stays without users
+  };
+
+  Entry make(Range range, bool is_written);
+  void drop(size_t index);
+  bool is_borrowed(const Range& range) const;
+
+  const VerbsDevice& device_;
+  const int access_;
+  std::vector<Borrowed> borrowed_;  // a handful: the buffers of the operations in flight
+  std::vector<Entry> entries_;      // likewise
+  uint64_t registered_bytes_ = 0, registrations_ = 0, hits_ = 0;
+};
+
+}  // namespace sennit
