@@ -121,7 +121,7 @@ size_t Flow::poll_control(uint64_t now_us, std::span<std::byte> out, uint32_t& p
   size_t size_bytes = 0;
   if (!state.dead && (state.recovery.take_tail_mark(now_us, path) || state.recovery.take_path_probe(now_us, path))) {
     ++state.counters.control_packets_sent;
-    return state.write_probe(out);
+    return state.write_probe(now_us, out);
   }
   if (!state.dead && state.control_due_us <= now_us) {
     // Before the echoes are taken.
@@ -187,7 +187,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   } else {
     const Receiver::Arrival arrival = state.receiver.on_data(immediate, state.events);
     state.advert_retries = 0;  // data is an answer to adverts, too
-    state.grants.on_arrival(ecn_marked);
+    state.grants.on_arrival(now_us, ecn_marked);
     state.grants.on_advertised(state.receiver.opened_packets());
     in_order = arrival.in_order;
     message_complete = arrival.message_complete;

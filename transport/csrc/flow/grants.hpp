@@ -25,28 +25,36 @@ class Grants {
     opened_ = opened_packets;
     note_expecting();
   }
-  void on_arrival(bool ecn_marked) {
+  void on_arrival(uint64_t now_us, bool ecn_marked) {
     if (budget_ == nullptr) return;
-    budget_->on_arrival(payload_max_bytes_, ecn_marked);
+    arrived_us_ = now_us;
+    budget_->on_arrival(account_, now_us, payload_max_bytes_, ecn_marked);
     // A sender that takes more than it was granted gets no more for it.
     if (++received_ <= granted_)
-      budget_->on_settled(payload_max_bytes_);
+      budget_->on_settled(account_, payload_max_bytes_);
     else
       granted_ = received_;
     note_expecting();
   }
-  // A control should tell of a larger grant now: the sender has used half of what it had.
-  bool is_due() const {
+  // Asked after an arrival: a control should tell of a larger grant now, for the sender has used half of what it had,
+  // or all and waits.
+  bool is_due() {
     if (budget_ == nullptr || granted_ == opened_) return false;
     const uint64_t share = share_packets();
-    return granted_ - received_ <= share / 2 && extension() >= std::max<uint64_t>(share / 4, 1);
+    const uint64_t outstanding = granted_ - received_;
+    if (outstanding > share / 2) return false;
+    return extension(true) >= (outstanding == 0 ? 1 : std::max<uint64_t>(share / 4, 1));
   }
   // The count for the next control; extended as far as the budget goes.
-  uint32_t issue(uint64_t received_packets) {
+  uint32_t issue(uint64_t now_us, uint64_t received_packets, uint64_t smoothed_rtt_us) {
     if (budget_ == nullptr) return static_cast<uint32_t>(received_packets + GRANT_UNLIMITED_PACKETS);
-    const uint64_t more = extension();
+    account_.idle_us = std::max(2 * smoothed_rtt_us, IDLE_MIN_US);
+    budget_->look(now_us);
+    const bool is_live = received_ != 0 && now_us < arrived_us_ + account_.idle_us;
+    const uint64_t wanted = is_live ? room() : 0;
+    const uint64_t more = extension(is_live);
     granted_ += more;
-    budget_->on_granted(more * payload_max_bytes_);
+    budget_->on_granted(account_, now_us, more * payload_max_bytes_, wanted * payload_max_bytes_);
     return static_cast<uint32_t>(granted_);
   }
   void on_queue_report(uint64_t queue_us) {
@@ -54,7 +62,7 @@ class Grants {
   }
   void clear() {
     if (budget_ == nullptr) return;
-    budget_->on_settled((granted_ - received_) * payload_max_bytes_);
+    budget_->on_settled(account_, (granted_ - received_) * payload_max_bytes_);
     opened_ = granted_ = received_;
     note_expecting();
   }
@@ -63,23 +71,43 @@ class Grants {
   // However many senders there are, each goes on: its arrivals bring the next grant.
   static constexpr uint64_t LEAST_PACKETS = 2;
 
-  uint64_t share_packets() const { return std::max(budget_->share_bytes() / payload_max_bytes_, LEAST_PACKETS); }
-  uint64_t extension() const {
+  // A few round trips of a data centre, so that what is only late is not taken for idle.
+  static constexpr uint64_t IDLE_MIN_US = 1'000;
+
+  // (Kept, because it is asked for with each arrival and changes once a round.)
+  uint64_t share_packets() {
+    if (share_version_ != budget_->share_version()) {
+      share_version_ = budget_->share_version();
+      share_packets_ = std::max(budget_->share_bytes() / payload_max_bytes_, LEAST_PACKETS);
+    }
+    return share_packets_;
+  }
+  // What its share leaves; nothing for a sender that sits on what it has.
+  uint64_t room() {
+    if (account_.is_parked) return 0;
     const uint64_t target = std::min(opened_, received_ + share_packets());
-    if (target <= granted_) return 0;
+    return target > granted_ ? target - granted_ : 0;
+  }
+  uint64_t extension(bool is_live) {
+    const uint64_t room = this->room();
+    const uint64_t bytes = is_live ? budget_->grantable_bytes() : budget_->grantable_unseen_bytes();
+    if (room * payload_max_bytes_ <= bytes) return room;
     const uint64_t outstanding = granted_ - received_;
     const uint64_t least = outstanding < LEAST_PACKETS ? LEAST_PACKETS - outstanding : 0;
-    return std::min(target - granted_, std::max(budget_->grantable_bytes() / payload_max_bytes_, least));
+    return std::min(room, std::max(bytes / payload_max_bytes_, least));
   }
   void note_expecting() {
     if (budget_ == nullptr || (opened_ > received_) == expecting_) return;
     expecting_ = !expecting_;
-    budget_->on_expecting(expecting_);
+    budget_->on_expecting(account_, expecting_);
   }
 
   ReceiveBudget* const budget_;
   const uint32_t payload_max_bytes_;
   uint64_t opened_ = 0, granted_ = 0, received_ = 0;  // bulk packets since the start
+  uint64_t arrived_us_ = 0;
+  uint64_t share_packets_ = 0, share_version_ = UINT64_MAX;
+  ReceiveBudget::Account account_;
   bool expecting_ = false;
 };
 

@@ -160,24 +160,24 @@ size_t Flow::State::write_last_word(std::span<std::byte> out) const {
 }
 
 // What every control says, and what a probe may say as well: it is likely to be lost.
-void Flow::State::write_cumulative(ControlWriter& writer, uint8_t flags) {
+void Flow::State::write_cumulative(uint64_t now_us, ControlWriter& writer, uint8_t flags) {
   writer.header.flags = flags;
   writer.header.credits_seen = static_cast<uint32_t>(sender.credits_seen());
-  writer.header.granted = grants.issue(receiver.received_packets());
+  writer.header.granted = grants.issue(now_us, receiver.received_packets(), recovery.round_trip().smoothed_us());
   receiver.write_done(writer);
   eager_receiver.write_state(writer);
 }
 
-size_t Flow::State::write_probe(std::span<std::byte> out) {
+size_t Flow::State::write_probe(uint64_t now_us, std::span<std::byte> out) {
   ControlWriter writer(out.first(control_max_bytes));
-  write_cumulative(writer, CONTROL_PROBE);
+  write_cumulative(now_us, writer, CONTROL_PROBE);
   writer.header.probe_number = recovery.probe_number();
   return writer.finish();
 }
 
 size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
   ControlWriter writer(out.first(control_max_bytes));
-  write_cumulative(writer,
+  write_cumulative(now_us, writer,
                    static_cast<uint8_t>((ask ? CONTROL_ASK : 0) | (sender.has_advert_gap() ? CONTROL_ADVERT_GAP : 0) |
                                         (closing ? CONTROL_GOODBYE : 0)));
   writer.header.queue_us = static_cast<uint16_t>(std::min<uint64_t>(recovery.take_queue_us(), UINT16_MAX));

@@ -52,8 +52,8 @@ struct Flow::State {
   void repeat_last_word(uint64_t now_us);
   size_t write_control(uint64_t now_us, std::span<std::byte> out);
   size_t write_last_word(std::span<std::byte> out) const;
-  size_t write_probe(std::span<std::byte> out);
-  void write_cumulative(ControlWriter& writer, uint8_t flags);
+  size_t write_probe(uint64_t now_us, std::span<std::byte> out);
+  void write_cumulative(uint64_t now_us, ControlWriter& writer, uint8_t flags);
   void apply_control(uint64_t now_us, uint64_t waited_us, const ControlReader& control);
 
   const FlowConfig config;

@@ -74,7 +74,7 @@ void Rank::introduce(const Rank& peer) {
 
 void Rank::end() {
   flow_.reset();
-  require(budget_->granted_bytes() == 0 && budget_->expecting_flows() == 0,
+  require(budget_->granted_bytes() == 0 && budget_->parked_bytes() == 0 && budget_->expecting_flows() == 0,
           "the flow is gone and a part of the receive budget with it");
 }
 

@@ -64,6 +64,7 @@ class SimPeer {
   }
 
   uint32_t max_open_receives = 16;
+  bool is_computing = false;  // transfers nothing
   double defer_fraction = 0;  // of the eager events
   uint64_t deferred = 0;
   std::string lost;
@@ -75,7 +76,13 @@ class SimPeer {
 
   void progress(uint64_t now_us) {
     flow::Event event;
-    while (flow_->poll_event(event)) on_event(event, now_us);
+    while (flow_->poll_event(event)) on_event(event);
+    while (!is_computing && transferred_ < advert_ids_.size()) {
+      Out& out = bulk_out_[transferred_];
+      out.buffer = contents(out.message.key, out.message.size_bytes);
+      flow_->transfer(transferred_, advert_ids_[transferred_], out.buffer.data(), out.buffer.size(), now_us);
+      ++transferred_;
+    }
     while (eager_sent_ < eager_out_.size()) {
       const TestMessage& message = eager_out_[eager_sent_].message;
       const auto data = contents(message.key, message.size_bytes);
@@ -101,7 +108,7 @@ class SimPeer {
     std::vector<std::byte> buffer;
   };
 
-  void on_event(const flow::Event& event, uint64_t now_us) {
+  void on_event(const flow::Event& event) {
     using Kind = flow::Event::Kind;
     switch (event.kind) {
       case Kind::eager: {
@@ -120,13 +127,12 @@ class SimPeer {
         return;
       }
       case Kind::advert: {
-        REQUIRE(transferred_ < bulk_out_.size());
-        Out& out = bulk_out_[transferred_];
-        REQUIRE(event.header.key == out.message.key);
-        REQUIRE(event.header.signature == ~out.message.key);
-        REQUIRE(event.header.size_bytes == out.message.size_bytes);
-        out.buffer = contents(out.message.key, out.message.size_bytes);
-        flow_->transfer(transferred_++, event.id, out.buffer.data(), out.buffer.size(), now_us);
+        REQUIRE(advert_ids_.size() < bulk_out_.size());
+        const TestMessage& message = bulk_out_[advert_ids_.size()].message;
+        REQUIRE(event.header.key == message.key);
+        REQUIRE(event.header.signature == ~message.key);
+        REQUIRE(event.header.size_bytes == message.size_bytes);
+        advert_ids_.push_back(event.id);
         return;
       }
       case Kind::received: {
@@ -162,6 +168,7 @@ class SimPeer {
   SimRandom random_{0x5EED};
   std::vector<Out> eager_out_, bulk_out_;
   std::vector<In> eager_in_, bulk_in_;
+  std::vector<uint64_t> advert_ids_;  // of the bulk messages that may be sent
   size_t eager_sent_ = 0, eager_received_ = 0;
   size_t advertised_ = 0, transferred_ = 0, bulk_sent_ = 0, bulk_received_ = 0;
 };

@@ -48,10 +48,10 @@ TEST_CASE("Counts that travel as 32 bits go on over many wraps, and an old one c
   for (int wraps = 0; wraps < 9; wraps = static_cast<int>(received >> 32)) {
     const uint64_t before = received;
     received += random.below(uint64_t{1} << 30);
-    const uint32_t granted = grants.issue(received);
+    const uint32_t granted = grants.issue(0, received, 0);
     sender.on_granted(granted);
     REQUIRE(sender.granted_packets() == received + GRANT_UNLIMITED_PACKETS);
-    sender.on_granted(grants.issue(before));  // overtaken on the way
+    sender.on_granted(grants.issue(0, before, 0));  // overtaken on the way
     REQUIRE(sender.granted_packets() == received + GRANT_UNLIMITED_PACKETS);
     const uint64_t next = number + random.below(uint64_t{1} << 31);
     REQUIRE(nearest<32>(static_cast<uint32_t>(next), number) == next);
