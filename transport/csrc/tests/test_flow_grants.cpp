@@ -236,7 +236,6 @@ TEST_CASE("Grants that nothing is taken of are parked, count again from the firs
   CHECK(budget.parked_bytes() == BUDGET_BYTES);
   CHECK(granted == received + 40);
   CHECK(budget.granted_bytes() == BUDGET_BYTES);
-  // What is parked may come at any moment: a third of which nothing is known gets no second budget.
   flow::Grants late(&budget, PACKET_BYTES);
   late.on_advertised(1'000);
   CHECK(late.issue(now_us, 0, 0) == 2);
@@ -249,6 +248,15 @@ TEST_CASE("Grants that nothing is taken of are parked, count again from the firs
     for (int i = 0; i < 39; ++i) straggler->on_arrival(now_us, false);
     CHECK(straggler->is_due());
     CHECK(straggler->issue(now_us, 40, 0) == 42);
+  }
+  SUBCASE("it may wake at any moment: one of which nothing is known gets no second budget before it is heard") {
+    live.clear();
+    flow::Grants unheard(&budget, PACKET_BYTES);
+    unheard.on_advertised(1'000);
+    CHECK(unheard.issue(now_us, 0, 0) == 2);
+    unheard.on_arrival(now_us, false);
+    CHECK(unheard.is_due());
+    CHECK(unheard.issue(now_us, 1, 0) == 1 + 40 / 2);
   }
   SUBCASE("it ends") {
     straggler->clear();
