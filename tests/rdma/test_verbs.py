@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import os
 import shutil
 import socket
@@ -94,12 +95,19 @@ def run(scenario: str, folder: Path, *, world: int = 2, timeout_s: float = 60.0,
     ranks.finish()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_collectives_have_the_bits_of_the_definition(world: int, tmp_path: Path) -> None:
-    run("reductions,movement", tmp_path, world=world)
+@pytest.mark.parametrize(("world", "scenarios"), [(2, "reductions,movement"), (3, "point_to_point,overlapping")])
+def test_collectives_have_the_bits_of_the_definition(world: int, scenarios: str, tmp_path: Path) -> None:
+    run(scenarios, tmp_path, world=world)
 
 
 def test_reliable_queue_pairs_carry_the_same(tmp_path: Path) -> None:
+    run("reductions", tmp_path, SENNIT_VERBS_SERVICE="rc")
+
+
+def test_reliable_queue_pairs_that_fail_are_brought_up_again_on_both_sides(netem: Netem, tmp_path: Path) -> None:
+    # What the device repeats late finds its key gone, which ends a reliable queue pair.
+    for device in (0, 1):
+        netem(device, "loss 1%")
     run("reductions", tmp_path, SENNIT_VERBS_SERVICE="rc")
 
 
@@ -107,12 +115,46 @@ def test_reliable_queue_pairs_carry_the_same(tmp_path: Path) -> None:
 def test_bytes_survive_a_bad_network(settings: str, netem: Netem, tmp_path: Path) -> None:
     for device in (0, 1):
         netem(device, settings)
-    run("reductions,movement", tmp_path)
+    run("reductions,movement" if settings.startswith("loss") else "reductions", tmp_path)
 
 
 @pytest.mark.parametrize("scenario", ["mismatch", "late", "killed"])
 def test_failures_are_named(scenario: str, tmp_path: Path) -> None:
     run(scenario, tmp_path, timeout_s=5.0)
+
+
+@pytest.mark.slow
+def test_a_model_trained_over_a_lossy_network_has_the_weights_of_one_trained_in_shared_memory(
+    netem: Netem, tmp_path: Path
+) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    if "User Mode Linux" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("User-Mode Linux maps page by page, and torch's pages exceed the host's vm.max_map_count")
+
+    def train(transport: str, port: int) -> str:
+        folder = tmp_path / transport
+        folder.mkdir()
+        ranks = Ranks(folder)
+        options = "--data synthetic --samples 4096 --steps 4 --epochs 1 --json"
+        for rank in range(2):
+            ranks.start(
+                [sys.executable, "-m", "sennit", "train", *options.split(), str(folder / f"report{rank}")],
+                SENNIT_TRANSPORT=transport,
+                SENNIT_INTERFACES=links.netdev(rank),
+                RANK=f"{rank}",
+                LOCAL_RANK=f"{rank}",
+                WORLD_SIZE="2",
+                LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=f"{port}",
+            )
+        ranks.finish()
+        return str(json.loads((folder / "report0").read_text())["weights_sha256"])
+
+    in_shared_memory = train("shm", 29511)
+    for device in (0, 1):
+        netem(device, "loss 1%")
+    assert train("verbs", 29512) == in_shared_memory
 
 
 def test_too_little_memory_that_may_be_locked_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -260,6 +302,28 @@ def test_a_link_that_goes_down_and_up_again_is_used_again(tmp_path: Path) -> Non
     ranks.finish()
     counters = dict(line.split() for line in ranks.output(0).splitlines())
     assert int(counters["port_events"]) >= 2, counters
+
+
+@pytest.mark.usefixtures("mixed_link")
+def test_a_device_that_is_removed_ends_nothing_before_its_users_do(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    start_mixed(ranks, lambda rank: [str(STEADY), f"{rank}", "2", str(tmp_path), "1"])
+    removal: subprocess.Popen[bytes] | None = None
+    try:
+        until(lambda: rounds(tmp_path, 0) >= 3 or not ranks.are_running(), "the first rounds")
+        # rxe cannot take a device from its users: the command waits for them.
+        removal = subprocess.Popen(["rdma", "link", "delete", NEAR_DEVICE])
+        before = rounds(tmp_path, 0)
+        until(lambda: rounds(tmp_path, 0) >= before + 3 or not ranks.are_running(), "rounds after it was asked to go")
+        (tmp_path / "stop").touch()
+        ranks.finish()
+        assert removal.wait(COMMAND_TIMEOUT_S) == 0
+    finally:
+        ranks.kill()
+        if removal is not None:
+            removal.kill()
+            removal.wait()
+    assert not Path(f"/sys/class/infiniband/{NEAR_DEVICE}").exists()
 
 
 def port_state() -> str:

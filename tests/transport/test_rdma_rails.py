@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from sennit.transport.errors import ConfigError, Unsupported
-from sennit.transport.rdma_rails import RdmaAddress, choose_rdma_rails
+from sennit.transport.errors import ConfigError, DeviceError, Unsupported
+from sennit.transport.rdma_rails import RdmaAddress, choose_rdma_rails, find_rdma_rails
 
 
 def served(device: str, address: str, interface: str, *, port: int = 1, is_active: bool = True) -> RdmaAddress:
@@ -52,3 +52,15 @@ def test_without_a_rail_the_error_says_what_there_is(
 ) -> None:
     with pytest.raises(error, match=message):
         choose_rdma_rails(known, wanted)
+
+
+def test_a_machine_without_devices_says_what_it_lacks() -> None:
+    core = pytest.importorskip("sennit.transport._core", reason="the native core is not built")
+    try:
+        known, lack = core.rdma_addresses(), "no RDMA device here has a RoCE v2 address"
+    except DeviceError:
+        known, lack = [], "install libibverbs"
+    if known:
+        pytest.skip("this machine has RDMA devices")
+    with pytest.raises((Unsupported, DeviceError), match=lack):
+        find_rdma_rails()

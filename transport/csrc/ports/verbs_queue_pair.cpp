@@ -17,6 +17,10 @@ constexpr uint8_t HOP_LIMIT = 64;
 // RC only: 4.096 us * 2^14 = 67 ms, seven times; flow takes the path as dead long before.
 constexpr uint8_t ACK_TIMEOUT = 14, RETRY_COUNT = 7, RNR_RETRY_FOREVER = 7;
 constexpr uint8_t RNR_TIMER = 1;  // 10 us
+// RC only: numbers of packets between two lives of a queue pair. They go down: to the end that was brought up again,
+// the other's packets look like ones that come too soon, and are refused until that end starts anew, too. (Up, they
+// would look like repeated ones, which are acknowledged and dropped.) So the one behind always follows.
+constexpr uint32_t PSNS_PER_LIFE = 1 << 20;
 
 ibv_mtu mtu_of(uint32_t bytes) { return static_cast<ibv_mtu>(std::countr_zero(bytes) - 7); }
 
@@ -106,6 +110,8 @@ void VerbsQueuePair::to_ready_to_send() {
 
 bool VerbsQueuePair::revive(const Release& release) {
   stop(release);
+  route_.first_psn = (route_.first_psn - PSNS_PER_LIFE) & wire::PSN_MASK;
+  route_.expected_psn = (route_.expected_psn - PSNS_PER_LIFE) & wire::PSN_MASK;
   try {
     connect(route_);
   } catch (const std::system_error&) {
