@@ -176,6 +176,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
 
   state.last_heard_us = now_us;
   state.nudges = 0;
+  state.answered_since_data = false;
   ++state.counters.data_packets_received;
   state.counters.data_bytes_received += size_bytes;
   state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
@@ -222,9 +223,10 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
     return;
   }
   if ((control.header().flags & CONTROL_PROBE) != 0) {
-    state.note_arrival(now_us, path, ECHO_PROBE | control.header().probe_number, false, 0);
+    state.note_arrival(now_us, path, ECHO_PROBE | control.header().probe_number, false, waited_us);
     // What this answer does not acknowledge is lost to its sender, who may not have read the answers before.
     state.receiver.report_all();
+    state.is_asked = true;
     state.request_control(now_us);
   }
   state.apply_control(now_us, waited_us, control);

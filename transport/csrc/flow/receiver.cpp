@@ -229,10 +229,10 @@ void Receiver::write_sacks(ControlWriter& writer) {
                                   [&](uint64_t number) { return credit(number).reports_left == SACK_REPORTS; });
 }
 
-void Receiver::write_adverts(ControlWriter& writer) {
+void Receiver::write_adverts(ControlWriter& writer, uint64_t now_us) {
   writer.header.advert_first = static_cast<uint32_t>(unsent_advert_);
   for (; unsent_advert_ < next_credit_; ++unsent_advert_) {
-    const Credit& credit = this->credit(unsent_advert_);
+    Credit& credit = this->credit(unsent_advert_);
     const MessageHeader* header = credit.offset == 0 ? &messages_[credit.message].header : nullptr;
     const Advert advert{reinterpret_cast<uint64_t>(credit.destination),
                         credit.rkey,
@@ -242,6 +242,7 @@ void Receiver::write_adverts(ControlWriter& writer) {
                         header ? header->signature : 0,
                         header ? header->size_bytes : 0};
     if (!writer.add_advert(advert)) return;
+    credit.advert_sent_us = now_us;
   }
 }
 

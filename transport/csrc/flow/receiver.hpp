@@ -36,9 +36,9 @@ class Receiver {
   // After classify said `place`. A complete message adds its event to `events`.
   Arrival on_data(uint32_t immediate, SequenceRing<Event>& events);
   // The sender repeats itself: its credit's state goes into the next control again.
+  void on_duplicate(uint32_t immediate);
   // The next control says of every credit what is there of it.
   void report_all();
-  void on_duplicate(uint32_t immediate);
   // Places of the next packets: behind the newest arrival, or from the packet that `immediate` names on.
   size_t predict(std::span<Placement> out) const;
   size_t predict_from(uint32_t immediate, std::span<Placement> out) const;
@@ -50,6 +50,8 @@ class Receiver {
   void resend_adverts() { unsent_advert_ = seen_below_; }
   bool has_unsent_adverts() const { return unsent_advert_ < next_credit_; }
   bool has_unseen_adverts() const { return seen_below_ < next_credit_; }
+  // When the oldest of them was last sent; 0: not yet.
+  uint64_t oldest_unseen_sent_us() const { return credit(seen_below_).advert_sent_us; }
   // A bulk message stopped in the middle, or arrives right now.
   bool has_partial() const { return partial_credits_ != 0; }
   bool has_open() const { return completed_below_ < next_credit_ || !waiting_.empty(); }
@@ -59,7 +61,7 @@ class Receiver {
   void write_sacks(ControlWriter& writer);
   // Some did not fit: another control at once.
   bool has_postponed_sacks() const { return sacks_postponed_; }
-  void write_adverts(ControlWriter& writer);
+  void write_adverts(ControlWriter& writer, uint64_t now_us);
   void clear();
   // Since the start: packets of all credits opened so far, and those of them that are here.
   uint64_t opened_packets() const { return opened_packets_; }
@@ -80,6 +82,7 @@ class Receiver {
     std::byte* destination;
     uint32_t rkey, part_bytes, packet_count;
     uint32_t received, first_missing, received_end;
+    uint64_t advert_sent_us;
     uint8_t reports_left;  // in so many further controls; in touched_ while not 0
     Bitmap present;
   };

@@ -124,6 +124,20 @@ bool Recovery::take_tail_mark(uint64_t now_us, uint32_t& index) {
   return false;
 }
 
+// Elsewhere, if there is an elsewhere: its own path may be dead.
+uint32_t Recovery::probe_path(uint64_t now_us, uint32_t from, bool is_moved) {
+  if (unanswered_probes_ == 0) {
+    // Moved before, and something came through since: where that did.
+    if (is_moved && arrived_.serial != 0 && arrived_path_ != from) return arrived_path_;
+    for (uint32_t other = 0; other < paths_.count(); ++other)
+      if (other != from && paths_.offers(other, now_us)) return policy_->choose(now_us, paths_, from);
+  }
+  // Each path in its turn, whatever is believed of it or waits on it.
+  probe_turn_ = (probe_turn_ + 1) % paths_.count();
+  if (probe_turn_ == from) probe_turn_ = (probe_turn_ + 1) % paths_.count();
+  return probe_turn_;
+}
+
 bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
   if (!is_probe_due_) return false;
   is_probe_due_ = false;
@@ -133,14 +147,8 @@ bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
     if (head != NO_RECORD && (id == NO_RECORD || outstanding_[head].serial < outstanding_[id].serial)) id = head;
   }
   if (id == NO_RECORD) return false;
-  // Elsewhere, if there is an elsewhere: its own path may be dead.
   const uint32_t from = outstanding_[id].path;
-  path_index = (from + unanswered_probes_) % paths_.count();
-  for (uint32_t other = 0; other < paths_.count(); ++other)
-    if (other != from && paths_.offers(other, now_us)) {
-      path_index = policy_->choose(now_us, paths_, from);
-      break;
-    }
+  path_index = probe_path(now_us, from, outstanding_[id].transmissions > 1);
   outstanding_.unlink(paths_[from].in_flight, id);
   --paths_[from].in_flight_packets;
   --in_flight_;
@@ -164,12 +172,14 @@ bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
 void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waited_us) {
   if (echo.path >= paths_.count()) return;
   uint64_t fabric_us = 0;
+  Path& path = paths_[echo.path];
   const uint32_t id = outstanding_.find(echo.immediate);
-  // Karn's rule, RFC 6298 (3): a packet sent twice says nothing.
-  if (id != NO_RECORD && outstanding_[id].transmissions == 1 && outstanding_[id].path == echo.path) {
-    const uint64_t passed_us = now_us - outstanding_[id].sent_us;
+  const bool is_mark = path.is_mark_open && echo.immediate == (ECHO_PROBE | path.mark_number);
+  // Karn's rule, RFC 6298 (3): a packet sent twice says nothing. No two marks of a path have one number.
+  if (is_mark || (id != NO_RECORD && outstanding_[id].transmissions == 1 && outstanding_[id].path == echo.path)) {
+    const uint64_t passed_us = now_us - (is_mark ? path.mark.sent_us : outstanding_[id].sent_us);
     const uint64_t sample_us = passed_us > echo.delay_us ? passed_us - echo.delay_us : 0;
-    paths_[echo.path].round_trip.add_sample(sample_us);
+    path.round_trip.add_sample(sample_us);
     round_trip_.add_sample(sample_us);
     counters_.rtt_us = round_trip_.smoothed_us();
     counters_.rto_us = round_trip_.rto_us();
@@ -177,12 +187,11 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
     // (The kernel's timestamps are of a clock that is set now and then.)
     if (sample_us > waited_us) {
       fabric_us = sample_us - waited_us;
-      paths_[echo.path].fabric_round_trip.add_sample(fabric_us);
+      path.fabric_round_trip.add_sample(fabric_us);
       fabric_round_trip_.add_sample(fabric_us);
     }
   }
-  Path& path = paths_[echo.path];
-  if (path.is_mark_open && echo.immediate == (ECHO_PROBE | path.mark_number)) {
+  if (is_mark) {
     path.is_mark_open = false;
     path.newest_acked_order = std::max(path.newest_acked_order, path.mark_order);
     note_arrived(echo.path, path.mark);

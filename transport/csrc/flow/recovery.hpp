@@ -111,6 +111,7 @@ class Recovery {
   void make_bad(uint64_t now_us, uint32_t index);
   void make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since);
   bool marks_tail() const { return is_tail_ && lossy_packets_ != 0; }
+  uint32_t probe_path(uint64_t now_us, uint32_t from, bool is_moved);
   bool is_mark_due(const Path& path) const;
   bool may_probe() const;
   uint64_t next_path_probe_us() const;
@@ -134,7 +135,7 @@ class Recovery {
   uint64_t next_serial_ = 1, round_begin_ = 1, previous_begin_ = 1;
   uint64_t heard_below_ = 0;  // two rounds have ended since these were sent
   Transmission arrived_;      // the youngest that is known to have arrived
-  uint32_t arrived_path_ = 0;
+  uint32_t arrived_path_ = 0, probe_turn_ = 0;
   uint64_t paced_until_us_ = 0;
   bool is_tail_ = false, is_overflowing_ = false;
   uint64_t tail_since_us_ = 0;

@@ -65,18 +65,27 @@ bool Sender::check(const ControlReader& control) const {
   const uint64_t first = nearest<32>(header.advert_first, credits_seen_);
   const uint64_t end = first + header.advert_count;
   if (end < first || end > std::max(completed, completed_below_) + CREDIT_WINDOW) return false;
-  uint64_t missing_bytes = messages_.empty() ? 0
-                                             : messages_[messages_.end() - 1].header.size_bytes -
-                                                   messages_[messages_.end() - 1].advertised_bytes;
+  uint64_t missing_bytes = this->missing_bytes();
   return control.each_advert([&](uint32_t index, const Advert& advert) {
+    // What comes too early is judged when its turn comes.
     if (first + index < credits_seen_ || first > credits_seen_) return true;
-    if (advert.first_part != (missing_bytes == 0)) return false;
-    if (advert.first_part) missing_bytes = advert.message_bytes;
-    const bool part_possible = advert.part_bytes <= missing_bytes && (advert.part_bytes != 0 || missing_bytes == 0) &&
-                               advert.part_bytes <= uint64_t{CREDIT_MAX_PACKETS} * payload_max_bytes_;
-    missing_bytes -= advert.part_bytes;
-    return part_possible;
+    return is_possible(advert, missing_bytes);
   });
+}
+
+uint64_t Sender::missing_bytes() const {
+  if (messages_.empty()) return 0;
+  const Message& newest = messages_[messages_.end() - 1];
+  return newest.header.size_bytes - newest.advertised_bytes;
+}
+
+bool Sender::is_possible(const Advert& advert, uint64_t& missing_bytes) const {
+  if (advert.first_part != (missing_bytes == 0)) return false;
+  if (advert.first_part) missing_bytes = advert.message_bytes;
+  const bool part_possible = advert.part_bytes <= missing_bytes && (advert.part_bytes != 0 || missing_bytes == 0) &&
+                             advert.part_bytes <= uint64_t{CREDIT_MAX_PACKETS} * payload_max_bytes_;
+  missing_bytes -= advert.part_bytes;
+  return part_possible;
 }
 
 void Sender::complete(uint64_t now_us, uint64_t number, Recovery& recovery, SequenceRing<Event>& events) {
@@ -140,34 +149,49 @@ bool Sender::apply_adverts(const ControlReader& control, SequenceRing<Event>& ev
   if (control.header().advert_count == 0) return false;
   const uint64_t first = nearest<32>(control.header().advert_first, credits_seen_);
   adverts_end_ = std::max(adverts_end_, first + control.header().advert_count);
-  if (first > credits_seen_) return true;
   control.each_advert([&](uint32_t index, const Advert& advert) {
-    if (first + index < credits_seen_) return true;
-    const uint64_t number = credits_seen_++;
-    credits_.cover(completed_below_, credits_seen_);
-    if (advert.first_part) {
-      const MessageHeader header{advert.key, advert.signature, advert.message_bytes};
-      const uint64_t id = messages_.push(Message{header, 0, 0, 0, nullptr, number, number, false, false});
-      events.push(Event{Event::Kind::advert, header, 0, id, nullptr, 0, nullptr});
-    }
-    const uint64_t id = messages_.end() - 1;
-    Message& message = messages_[id];
-    Credit& credit = this->credit(number);
-    credit.message = id;
-    credit.offset = message.advertised_bytes;
-    credit.address = advert.address;
-    credit.rkey = advert.rkey;
-    credit.part_bytes = advert.part_bytes;
-    credit.packet_count = std::max(1u, (advert.part_bytes + payload_max_bytes_ - 1) / payload_max_bytes_);
-    credit.next_unsent = credit.acked_below = 0;
-    credit.complete = false;
-    credit.acked.reset(credit.packet_count);
-    message.advertised_bytes += advert.part_bytes;
-    message.end_credit = credits_seen_;
-    if (message.bound) to_send_.push(number);
+    const uint64_t number = first + index;
+    if (number == credits_seen_)
+      accept(advert, events);
+    else if (number > credits_seen_)
+      early_.keep(number, advert);
     return true;
   });
+  while (const Advert* next = early_.find(credits_seen_)) {
+    uint64_t missing_bytes = this->missing_bytes();
+    // The peer sends them again, and that control is refused as a whole.
+    if (!is_possible(*next, missing_bytes)) {
+      early_.clear();
+      break;
+    }
+    accept(*next, events);
+  }
   return true;
+}
+
+void Sender::accept(const Advert& advert, SequenceRing<Event>& events) {
+  const uint64_t number = credits_seen_++;
+  credits_.cover(completed_below_, credits_seen_);
+  if (advert.first_part) {
+    const MessageHeader header{advert.key, advert.signature, advert.message_bytes};
+    const uint64_t id = messages_.push(Message{header, 0, 0, 0, nullptr, number, number, false, false});
+    events.push(Event{Event::Kind::advert, header, 0, id, nullptr, 0, nullptr});
+  }
+  const uint64_t id = messages_.end() - 1;
+  Message& message = messages_[id];
+  Credit& credit = this->credit(number);
+  credit.message = id;
+  credit.offset = message.advertised_bytes;
+  credit.address = advert.address;
+  credit.rkey = advert.rkey;
+  credit.part_bytes = advert.part_bytes;
+  credit.packet_count = std::max(1u, (advert.part_bytes + payload_max_bytes_ - 1) / payload_max_bytes_);
+  credit.next_unsent = credit.acked_below = 0;
+  credit.complete = false;
+  credit.acked.reset(credit.packet_count);
+  message.advertised_bytes += advert.part_bytes;
+  message.end_credit = credits_seen_;
+  if (message.bound) to_send_.push(number);
 }
 
 void Sender::clear() {
@@ -177,6 +201,7 @@ void Sender::clear() {
   open_transfers_ = 0;
   partial_credits_ = 0;
   adverts_end_ = credits_seen_;
+  early_.clear();
 }
 
 }  // namespace sennit::flow

@@ -10,6 +10,7 @@
 
 #include "flow/bitmap.hpp"
 #include "flow/control.hpp"
+#include "flow/early_adverts.hpp"
 #include "flow/flow.hpp"
 #include "flow/grants.hpp"
 #include "flow/immediate.hpp"
@@ -73,6 +74,11 @@ class Sender {
   };
 
   bool is_within_reach() const;
+  // Of the newest message, not advertised yet.
+  uint64_t missing_bytes() const;
+  // Whether `advert` may follow where the newest message misses so many bytes, which are then less by its part.
+  bool is_possible(const Advert& advert, uint64_t& missing_bytes) const;
+  void accept(const Advert& advert, SequenceRing<Event>& events);
   Credit& credit(uint64_t number) { return credits_[number]; }
   const Credit& credit(uint64_t number) const { return credits_[number]; }
   void apply_sack(uint64_t now_us, const Sack& sack, Recovery& recovery);
@@ -90,6 +96,7 @@ class Sender {
   uint64_t open_transfers_ = 0;
   uint32_t partial_credits_ = 0;
   uint64_t adverts_end_ = 0;  // behind the newest advert that arrived, in order or not
+  EarlyAdverts early_;
 };
 
 }  // namespace sennit::flow

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <stdexcept>
+#include <utility>
 
 #include "flow/immediate.hpp"
 #include "messages/utf8.hpp"
@@ -70,9 +71,12 @@ void Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediat
 uint32_t Flow::State::control_path(uint64_t now_us) {
   // Something is said again, by the peer or by us: every other time try the next of all paths, whatever is believed
   // of it. Only data finds out that a path is dead, and a path may be dead one way only.
-  if (repeats_itself) {
+  if (repeats_itself || is_second_answer) {
+    if (is_second_answer || ++repetitions % 2 == 0) {
+      repeats_itself = is_second_answer = false;
+      return ++other_path % config.path_count;
+    }
     repeats_itself = false;
-    if (++repetitions % 2 == 0) return repetitions / 2 % config.path_count;
   }
   // (Also when our own packets got no answer on it: were it dead this way, the peer would leave it.)
   if (heard_count != 0 && newest_heard_path < config.path_count) return newest_heard_path;
@@ -192,14 +196,18 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
   heard_count = 0;
   receiver.write_sacks(writer);
   if (receiver.has_unsent_adverts()) {
-    receiver.write_adverts(writer);
+    receiver.write_adverts(writer, now_us);
     advert_sent_us = now_us;
   }
+  // Asked again and nothing new in between: the answer may take a path that is dead this way, so it goes out twice.
+  is_second_answer |= is_asked && answered_since_data;
+  answered_since_data |= std::exchange(is_asked, false);
   ask = false;
   ack_pacing.on_acknowledged();
   consumed_told = eager_receiver.consumed_below();
   if (last_words != 0) --last_words;
-  const bool more = receiver.has_unsent_adverts() || receiver.has_postponed_sacks() || last_words != 0;
+  const bool more =
+      receiver.has_unsent_adverts() || receiver.has_postponed_sacks() || last_words != 0 || is_second_answer;
   control_due_us = more ? now_us : NEVER;
   // In the middle of a message the sender waits for this: were it lost, a grant or the state of the tail with it.
   repeat_at_us = receiver.has_partial() && repeats < REPEATS_MAX ? now_us + REPEAT_DELAYS * config.ack_delay_us : NEVER;
@@ -226,8 +234,8 @@ void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const Contr
 
   if (receiver.on_seen(header)) advert_retries = 0;
   const bool gap = (header.flags & CONTROL_ADVERT_GAP) != 0 && receiver.has_unseen_adverts();
-  // Not sooner than one round trip after the last sending, which may have filled the gap.
-  if (gap && now_us - advert_sent_us >= recovery.round_trip().smoothed_us()) {
+  // Not sooner than one round trip after their last sending, which may have filled the gap.
+  if (gap && now_us - receiver.oldest_unseen_sent_us() >= recovery.round_trip().smoothed_us()) {
     receiver.resend_adverts();
     request_control(now_us);
   }

@@ -104,7 +104,9 @@ struct Flow::State {
   uint32_t heard_count = 0;
   uint32_t newest_heard_path = 0;
   bool repeats_itself = false;  // the next control follows duplicates, or is one itself
-  uint32_t repetitions = 0;
+  uint32_t repetitions = 0, other_path = 0;
+  // By a probe; such an answer went out after the newest data; the next control says the last answer again.
+  bool is_asked = false, answered_since_data = false, is_second_answer = false;
 };
 
 }  // namespace sennit::flow

@@ -35,6 +35,7 @@ UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
   // Places are filled only now: until here every packet was read where recvmsg had left it.
   uint32_t identification = 0;
   Received received = Received::control;
+  uint32_t data = 0;
   for (Arrival& arrival : arrivals_) {
     judge(arrival, batch, now_us, identification);
     if (arrival.packet.opcode != wire::Opcode::uc_write_only_immediate) continue;
@@ -42,14 +43,19 @@ UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
         flow::slot_of(arrival.packet.immediate) != flow::EAGER_SLOT)
       right_guesses_ = 0;
     received = Received::data;
+    ++data;
     expected_ = arrival.path->flow;
   }
+  if (data > 1)
+    looks_left_ = LOOKS_AFTER_BATCH;
+  else if (data == 1 && looks_left_ != 0)
+    --looks_left_;
   return received;
 }
 
 // Where the next batch belongs. False when it is known that there is none.
 bool UdpReceiver::predict() {
-  has_looked_ = right_guesses_ < TRUSTED_GUESSES;
+  has_looked_ = right_guesses_ < TRUSTED_GUESSES && looks_left_ != 0;
   if (has_looked_) return look();
   place_count_ = expected_ != nullptr ? expected_->predict(std::span(places_).first(place_limit_)) : 0;
   return true;

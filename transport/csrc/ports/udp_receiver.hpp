@@ -55,6 +55,8 @@ class UdpReceiver {
   static constexpr size_t PLACE_MAX_COUNT = 64;
   // So many guesses in a row would have been right: no more looking. With a second peer they are right half the time.
   static constexpr uint32_t TRUSTED_GUESSES = 8;
+  // Looking is a system call, which costs what copying one packet costs: not where they come one by one for so long.
+  static constexpr uint32_t LOOKS_AFTER_BATCH = 16;
 
   struct Arrival {
     wire::Packet packet;
@@ -83,6 +85,7 @@ class UdpReceiver {
   flow::Flow* expected_ = nullptr;  // whose data came last, or comes next
   uint32_t right_guesses_ = TRUSTED_GUESSES;
   bool has_looked_ = false;
+  uint32_t looks_left_ = LOOKS_AFTER_BATCH;
   // What one recvmsg fills, in stream order: frame bytes and predicted places in turn, then `rest_`.
   std::vector<iovec> pieces_;
   std::array<flow::Placement, PLACE_MAX_COUNT> places_;

@@ -2,6 +2,7 @@
 // How a flow ends: goodbye, abort, a peer that is gone, and one that is only slow.
 #include <doctest/doctest.h>
 
+#include "flow/control.hpp"
 #include "sim_peer.hpp"
 
 using namespace sennit;
@@ -136,29 +137,78 @@ TEST_CASE("A transfer that does not fit its advert loses the peer instead of wri
   CHECK_FALSE(pair.a.flow().poll_event(event));
 }
 
-TEST_CASE("Adverts that overtake each other on two paths are asked for again at once") {
-  SimPair pair(7, CONFIG, LINK, LINK);
+namespace {
+
+// A receiver's adverts, control by control, and a sender that has seen none of them.
+struct Adverts {
+  static constexpr uint32_t COUNT = 3;
+
+  Adverts() {
+    for (uint32_t i = 0; i < COUNT; ++i) {
+      receiver.advertise(i, {10 + i, 1, 64}, memory.data(), 5 + i, 0);
+      sizes[i] = receiver.poll_control(0, controls[i], path);
+      REQUIRE(sizes[i] > 0);
+    }
+  }
+  void deliver(uint64_t now_us, uint32_t number) {
+    sender.on_control(now_us, number % CONFIG.path_count, std::span(controls[number]).first(sizes[number]));
+  }
+  // The keys of what the sender may send by now.
+  std::vector<uint64_t> offered() {
+    std::vector<uint64_t> keys;
+    for (flow::Event event{}; sender.poll_event(event);) keys.push_back(event.header.key);
+    return keys;
+  }
+
+  SimPair pair{7, CONFIG, LINK, LINK};
   flow::Flow &receiver = pair.b.flow(), &sender = pair.a.flow();
-  std::byte memory[64]{};
-  std::array<std::byte, flow::CONTROL_MAX_BYTES> first, second, control;
-  uint32_t path;
-  receiver.advertise(1, {9, 9, 64}, memory, 5, 0);
-  const size_t first_bytes = receiver.poll_control(0, first, path);
-  receiver.advertise(2, {10, 10, 32}, memory, 6, 0);
-  const size_t second_bytes = receiver.poll_control(0, second, path);
-  sender.on_control(100, 0, std::span(second).first(second_bytes));
-  sender.on_control(100, 1, std::span(first).first(first_bytes));
-  flow::Event event{};
-  REQUIRE(sender.poll_event(event));
-  CHECK(event.header.key == 9);
-  CHECK_FALSE(sender.poll_event(event));
-  // The first advert alone does not close the gap: the answer asks for the second.
-  const size_t answer_bytes = sender.poll_control(100 + CONFIG.ack_delay_us, control, path);
+  std::array<std::byte, 64> memory{};
+  std::array<std::array<std::byte, flow::CONTROL_MAX_BYTES>, COUNT> controls;
+  std::array<size_t, COUNT> sizes{};
+  uint32_t path = 0;
+};
+
+}  // namespace
+
+TEST_CASE("Adverts that overtake each other on several paths wait for those before them, and for nothing else") {
+  Adverts adverts;
+  adverts.deliver(100, 2);
+  CHECK(adverts.offered().empty());
+  adverts.deliver(110, 1);
+  adverts.deliver(115, 1);  // a duplicate
+  CHECK(adverts.offered().empty());
+  adverts.deliver(120, 0);
+  CHECK(adverts.offered() == std::vector<uint64_t>{10, 11, 12});
+  adverts.deliver(130, 2);
+  CHECK(adverts.offered().empty());
+}
+
+TEST_CASE("A lost advert is asked for as soon as a later one is there, however many follow") {
+  Adverts adverts;
+  std::array<std::byte, flow::CONTROL_MAX_BYTES> control;
+  adverts.deliver(100, 1);
+  const size_t answer_bytes = adverts.sender.poll_control(100 + CONFIG.ack_delay_us, control, adverts.path);
   REQUIRE(answer_bytes > 0);
-  receiver.on_control(600, 0, std::span(control).first(answer_bytes));
-  const size_t again_bytes = receiver.poll_control(600, control, path);
+  // The receiver advertises all the time, which says nothing about the first one.
+  adverts.receiver.advertise(3, {13, 1, 64}, adverts.memory.data(), 9, 599);
+  std::array<std::byte, flow::CONTROL_MAX_BYTES> again;
+  REQUIRE(adverts.receiver.poll_control(599, again, adverts.path) > 0);
+  adverts.receiver.on_control(600, 0, std::span(control).first(answer_bytes));
+  const size_t again_bytes = adverts.receiver.poll_control(600, again, adverts.path);
   REQUIRE(again_bytes > 0);
-  sender.on_control(620, 0, std::span(control).first(again_bytes));
-  REQUIRE(sender.poll_event(event));
-  CHECK(event.header.key == 10);
+  adverts.sender.on_control(620, 0, std::span(again).first(again_bytes));
+  CHECK(adverts.offered() == std::vector<uint64_t>{10, 11, 12, 13});
+}
+
+TEST_CASE("An early advert that cannot follow its predecessors is dropped when its turn comes") {
+  Adverts adverts;
+  flow::ControlWriter writer(adverts.controls[1]);
+  writer.header.advert_first = 1;
+  // The rest of a message of which nothing is left to advertise.
+  REQUIRE(writer.add_advert({1, 2, 64, false, 0, 0, 0}));
+  const size_t bad_bytes = writer.finish();
+  adverts.sender.on_control(100, 0, std::span(adverts.controls[1]).first(bad_bytes));
+  adverts.deliver(110, 0);
+  CHECK(adverts.offered() == std::vector<uint64_t>{10});
+  CHECK(adverts.sender.counters().bad_control_packets == 0);
 }
