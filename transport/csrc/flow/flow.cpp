@@ -223,7 +223,7 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
     return;
   }
   if ((control.header().flags & CONTROL_PROBE) != 0) {
-    state.note_arrival(now_us, path, ECHO_PROBE | control.header().probe_number, false, waited_us);
+    state.note_arrival(now_us, path, ECHO_PROBE | control.header().probe_number, false, 0);
     // What this answer does not acknowledge is lost to its sender, who may not have read the answers before.
     state.receiver.report_all();
     state.is_asked = true;

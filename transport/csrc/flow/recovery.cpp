@@ -174,10 +174,9 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
   uint64_t fabric_us = 0;
   Path& path = paths_[echo.path];
   const uint32_t id = outstanding_.find(echo.immediate);
-  const bool is_mark = path.is_mark_open && echo.immediate == (ECHO_PROBE | path.mark_number);
-  // Karn's rule, RFC 6298 (3): a packet sent twice says nothing. No two marks of a path have one number.
-  if (is_mark || (id != NO_RECORD && outstanding_[id].transmissions == 1 && outstanding_[id].path == echo.path)) {
-    const uint64_t passed_us = now_us - (is_mark ? path.mark.sent_us : outstanding_[id].sent_us);
+  // Karn's rule, RFC 6298 (3): a packet sent twice says nothing.
+  if (id != NO_RECORD && outstanding_[id].transmissions == 1 && outstanding_[id].path == echo.path) {
+    const uint64_t passed_us = now_us - outstanding_[id].sent_us;
     const uint64_t sample_us = passed_us > echo.delay_us ? passed_us - echo.delay_us : 0;
     path.round_trip.add_sample(sample_us);
     round_trip_.add_sample(sample_us);
@@ -191,7 +190,7 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
       fabric_round_trip_.add_sample(fabric_us);
     }
   }
-  if (is_mark) {
+  if (path.is_mark_open && echo.immediate == (ECHO_PROBE | path.mark_number)) {
     path.is_mark_open = false;
     path.newest_acked_order = std::max(path.newest_acked_order, path.mark_order);
     note_arrived(echo.path, path.mark);
