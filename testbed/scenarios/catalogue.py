@@ -83,6 +83,7 @@ def _planes() -> list[Scenario]:
                 *_exact(Operation.ALLREDUCE),
                 Goal(measure="longest_stall_ms", at_most=5.0),
                 Goal(measure="longest_stall_ms_before"),
+                Goal(measure="longest_unsampled_ms"),
                 Goal(measure="goodput_after", at_least=0.70),
                 Goal(measure="plane_back_ms", at_most=200.0),
             ),

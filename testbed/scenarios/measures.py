@@ -49,6 +49,7 @@ MEANINGS: Final = {
     "longest_stall_ms": "longest time without payload on any rank while all were in one collective, after the first "
     "fault",
     "longest_stall_ms_before": "the same before the first fault",
+    "longest_unsampled_ms": "longest time in which no sampler ran, since the machine stood still; part of no stall",
     "goodput_after": "payload a second while the plane is off, stall included / before, inside collectives",
     "plane_back_ms": "from the plane's healing until it carries a quarter of what it did before",
     "survivors": "ranks that were to outlive the fault",

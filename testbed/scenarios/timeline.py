@@ -13,12 +13,15 @@ import statistics
 from collections.abc import Sequence
 
 from sennit.testbed.scenarios.model import Scenario, SwitchPlane
+from sennit.testbed.scenarios.sampler import PERIOD_S
 from sennit.testbed.scenarios.stage import Run
 
 # A sample row is (time, payload bytes received, bytes of plane 0, plane 1, …).
 FIRST_PLANE = 2
 # Over this much a plane's rate is taken when its return is looked for.
 RETURN_WINDOW_S = 0.01
+# Without any sample for so many periods the machine stood still.
+UNSAMPLED_PERIODS = 3
 # The plane is used again when it carries this part of its rate before the fault.
 RETURN_FRACTION = 0.25
 
@@ -49,18 +52,30 @@ def progress_times_s(run: Run) -> list[float]:
     return sorted(moments)
 
 
-def longest_stall_s(run: Run, since_s: float, until_s: float) -> float | None:
-    """The longest time without progress inside a collective; right to a sampling period."""
+def unsampled(run: Run, period_s: float = PERIOD_S) -> list[Interval]:
+    """When no rank's sampler ran for several periods. Samplers go ahead of everything else on their host, so it was
+    the machine that stood still, and nobody knows what there would have been to see."""
+    moments = sorted(row[0] for answer in run.answers for row in answer["samples"])
+    return [(a, b) for a, b in itertools.pairwise(moments) if b - a > UNSAMPLED_PERIODS * period_s]
+
+
+def longest_stall_s(run: Run, since_s: float, until_s: float, period_s: float = PERIOD_S) -> float | None:
+    """The longest time without progress inside a collective, less what nobody sampled; right to a sampling period."""
     moments = progress_times_s(run)
+    blind = unsampled(run, period_s)
     longest: float | None = None
     for begin, end in common_intervals(run):
         low, high = max(begin, since_s), min(end, until_s)
         if high <= low:
             continue
         inside = [low, *(moment for moment in moments if low < moment < high), high]
-        gap = max(b - a for a, b in itertools.pairwise(inside))
+        gap = max(b - a - sum(_overlap_s((a, b), one) for one in blind) for a, b in itertools.pairwise(inside))
         longest = gap if longest is None else max(longest, gap)
     return longest
+
+
+def _overlap_s(one: Interval, other: Interval) -> float:
+    return max(min(one[1], other[1]) - max(one[0], other[0]), 0.0)
 
 
 def rates(run: Run, column: int, period_s: float) -> tuple[list[float], list[float]]:
@@ -134,6 +149,7 @@ def measure(scenario: Scenario, run: Run) -> dict[str, float]:
         "longest_stall_ms_before": longest_stall_s(run, began_s, fault_s),
     }
     found |= {name: 1e3 * stall for name, stall in stalls.items() if stall is not None}
+    found["longest_unsampled_ms"] = max((1e3 * (b - a) for a, b in unsampled(run)), default=0.0)
     if healed:
         back = _return_s(run, healed[0][1], fault_s, healed[0][0])
         if back is not None:

@@ -298,9 +298,18 @@ def test_a_stall_is_a_time_without_progress_on_any_rank_inside_a_collective() ->
     one = run(ranks)
     assert timeline.common_intervals(one) == [(0.0, 5.0), (6.5, 9.0)]
     # Rank 1 was seen to move at 3.5; then nothing until the end of the collective at 5.
-    assert timeline.longest_stall_s(one, 0.0, 9.0) == 1.5
-    assert timeline.longest_stall_s(one, 0.0, 3.0) == 1.0
-    assert timeline.longest_stall_s(one, 5.0, 6.0) is None
+    assert timeline.unsampled(one, period_s=1.0) == []
+    assert timeline.longest_stall_s(one, 0.0, 9.0, period_s=1.0) == 1.5
+    assert timeline.longest_stall_s(one, 0.0, 3.0, period_s=1.0) == 1.0
+    assert timeline.longest_stall_s(one, 5.0, 6.0, period_s=1.0) is None
+
+
+def test_a_machine_that_stands_still_is_no_stall() -> None:
+    rows = [(ms / 1000, 10.0 * min(ms, 20), 0.0) for ms in (*range(21), *range(26, 30), *range(60, 65))]
+    one = run([answer([0.0], [0.064]) | {"samples": rows}] * 2)
+    assert timeline.unsampled(one) == [(0.020, 0.026), (0.029, 0.060)]
+    # Payload stops at 20 ms. Of the 44 ms until the end, nobody looked in 6 and 31.
+    assert timeline.longest_stall_s(one, 0.0, 1.0) == pytest.approx(0.007)
 
 
 def test_return_of_a_plane_and_goodput_without_it() -> None:
@@ -324,6 +333,7 @@ def test_return_of_a_plane_and_goodput_without_it() -> None:
     assert found["goodput_after"] == pytest.approx(0.5)
     assert found["plane_back_ms"] == pytest.approx(110, abs=1.0)
     assert found["longest_stall_ms"] == pytest.approx(1.0)
+    assert found["longest_unsampled_ms"] == 0.0
 
 
 def test_a_run_that_failed_has_no_timeline_measures() -> None:
