@@ -225,8 +225,8 @@ void Receiver::write_sacks(ControlWriter& writer) {
   touched_.resize(kept);
   // What did not fit goes first next time: the others only repeat themselves.
   if (sacks_postponed_)
-    std::ranges::stable_partition(touched_,
-                                  [&](uint64_t number) { return credit(number).reports_left == SACK_REPORTS; });
+    std::stable_partition(touched_.begin(), touched_.end(),
+                          [&](uint64_t number) { return credit(number).reports_left == SACK_REPORTS; });
 }
 
 void Receiver::write_adverts(ControlWriter& writer, uint64_t now_us) {
