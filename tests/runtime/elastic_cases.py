@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from typing import Any
@@ -100,7 +101,9 @@ def come(rank: int, world: int, *, store: str) -> dict[str, Any]:
 def shrink(rank: int, world: int, *, excluded: list[int], die: bool, abort: bool) -> dict[str, Any] | None:
     """`torch.distributed.shrink_group` of the default group, of ranks that died or are only left out."""
     if rank in excluded:
-        dist.barrier()
+        # The others may be through, and abort, before this rank is.
+        with contextlib.suppress(dist.DistBackendError) if abort else contextlib.nullcontext():
+            dist.barrier()
         if die:
             os.kill(os.getpid(), signal.SIGKILL)
         return None

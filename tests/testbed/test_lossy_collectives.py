@@ -16,7 +16,7 @@ pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is n
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
 from sennit.testbed.topology import Impairment, Planes
-from sennit.testbed.topology.rate_limit import RATE_MIN_BITS_PER_S
+from sennit.testbed.topology.rate_limit import ETHERNET_HEADER_BYTES, RATE_MIN_BITS_PER_S
 from sennit.transport.wire import REFUSALS
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
@@ -62,7 +62,7 @@ def answer(rank: subprocess.Popen[str], log: Path) -> str:
 def test_a_stuck_interface_holds_up_no_other(tmp_path: Path, seed: int) -> None:
     """Its queue is full for seconds on end, as a paused network card's is: the kernel takes nothing for it."""
     with Planes(hosts=WORLD, planes=4) as planes:
-        planes.limit_rate(RATE_MIN_BITS_PER_S, queue_bytes=3 * planes.mtu, hosts=[0], planes=[1])
+        planes.limit_rate(RATE_MIN_BITS_PER_S, queue_bytes=planes.mtu + ETHERNET_HEADER_BYTES, hosts=[0], planes=[1])
         logs = [tmp_path / f"rank{rank}" for rank in range(WORLD)]
         ranks = [start(planes, rank, tmp_path / "store", logs[rank], seed) for rank in range(WORLD)]
         for process, log in zip(ranks, logs, strict=True):
