@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import subprocess
 import sys
@@ -17,19 +18,41 @@ import pytest
 from sennit.testbed.vm import links
 
 TC_TIMEOUT_S = 30.0
-MODULE = "rdma_endpoint"
+
+
+def load(path: Path, *parts: str) -> ModuleType:
+    """A module of this folder, or a package with these parts. Most import pyverbs, as only a test that runs may do."""
+    is_package = path.name == "__init__.py"
+    name = f"rdma_{path.parent.name if is_package else path.stem}"
+    folders = [str(path.parent)] if is_package else None
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for their own module
+    spec.loader.exec_module(module)
+    for part in parts:
+        importlib.import_module(f"{name}.{part}")
+    return module
 
 
 @pytest.fixture(scope="session")
 def endpoint() -> ModuleType:
-    """The module endpoint.py, which imports pyverbs: only a test that will run gets as far as this."""
-    spec = importlib.util.spec_from_file_location(MODULE, Path(__file__).with_name("endpoint.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MODULE] = module  # where dataclasses look for their own module
-    spec.loader.exec_module(module)
-    return module
+    """The module endpoint.py."""
+    return load(Path(__file__).with_name("endpoint.py"))
+
+
+@pytest.fixture(scope="session")
+def halves() -> ModuleType:
+    """The package peer, a rank in Python, as far as it knows no device."""
+    return load(Path(__file__).with_name("peer") / "__init__.py", "controls", "messages", "receiving", "sending")
+
+
+@pytest.fixture(scope="session")
+def peer(halves: ModuleType) -> ModuleType:
+    """All of the package peer."""
+    importlib.import_module(f"{halves.__name__}.rank")
+    return halves
 
 
 @pytest.fixture

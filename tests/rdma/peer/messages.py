@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a message is, and the payload of an eager packet (docs/wire.md, "Messages" and "Eager messages")."""
+
+from __future__ import annotations
+
+import enum
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+# key, signature, size of the message, flags, bytes that follow
+EAGER: Final = struct.Struct("<QQQII")
+
+
+class Kind(enum.IntEnum):
+    DATA = 0
+    REQUEST = 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """What both ends of a message must agree on; the key pairs them."""
+
+    key: int
+    signature: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A small message, or the request for memory for a large one."""
+
+    kind: Kind
+    header: Header
+    data: bytes
+
+    def pack(self) -> bytes:
+        head = self.header
+        return EAGER.pack(head.key, head.signature, head.size_bytes, self.kind, len(self.data)) + self.data
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> Eager:
+        """Raises ValueError for what ends a flow."""
+        if len(payload) < EAGER.size:
+            raise ValueError(f"an eager packet of {len(payload)} bytes; at least {EAGER.size}")
+        key, signature, size_bytes, flags, following = EAGER.unpack_from(payload)
+        kind, data = Kind(flags), payload[EAGER.size :]
+        if len(data) != following or following != (size_bytes if kind is Kind.DATA else 0):
+            raise ValueError(f"an eager packet with {len(data)} bytes says {following}, of a message of {size_bytes}")
+        return cls(kind, Header(key, signature, size_bytes), data)
+
+
+def eager_max_bytes(payload_max: int) -> int:
+    return payload_max - EAGER.size

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that are 64 bits wide inside and shorter on the wire (docs/wire.md, "Flow" and "Immediate")."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+INDEX_BITS: Final = 20
+INDEX_MASK: Final = (1 << INDEX_BITS) - 1
+EAGER_SLOT: Final = 0
+CREDIT_SLOTS: Final = 4_095
+CREDITS_OPEN_MAX: Final = 256
+CREDIT_MAX_PACKETS: Final = 16_384
+WORD_BITS: Final = 64
+
+
+def nearest(short: int, bits: int, known: int) -> int:
+    """The number with these low bits that is nearest to what is known (RFC 1982)."""
+    ahead = (short - known) % (1 << bits)
+    return known + ahead - (1 << bits if ahead >= 1 << (bits - 1) else 0)
+
+
+def immediate_of(slot: int, index: int) -> int:
+    return slot << INDEX_BITS | index & INDEX_MASK
+
+
+def split_immediate(immediate: int) -> tuple[int, int]:
+    """Slot and index."""
+    return immediate >> INDEX_BITS, immediate & INDEX_MASK
+
+
+def slot_of_credit(credit: int) -> int:
+    return credit % CREDIT_SLOTS + 1
+
+
+def credit_of_slot(slot: int, completed_below: int) -> int:
+    """Open credits are the 256 from the oldest incomplete one on; what is half a cycle ahead is behind."""
+    ahead = (slot - 1 - completed_below) % CREDIT_SLOTS
+    return completed_below + ahead - (CREDIT_SLOTS if ahead > CREDIT_SLOTS // 2 else 0)
+
+
+def packet_count(size_bytes: int, payload_max: int) -> int:
+    """No bytes are one packet."""
+    return max(1, -(-size_bytes // payload_max))
+
+
+def bits_of(bitmap: int) -> Iterator[int]:
+    """The numbers of the bits that are set, ascending."""
+    while bitmap:
+        lowest = bitmap & -bitmap
+        yield lowest.bit_length() - 1
+        bitmap ^= lowest
+
+
+def first_zero(bitmap: int) -> int:
+    return (~bitmap & (bitmap + 1)).bit_length() - 1

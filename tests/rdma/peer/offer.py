@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The offer: what ranks tell each other through rendezvous (docs/wire.md, "Offer")."""
+
+from __future__ import annotations
+
+import ipaddress
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+MAGIC: Final = 0x31554E53
+VERSION: Final = 3
+WIRE_REVISION: Final = 2
+FLAG_DEVICE: Final = 1
+EAGER_SLOTS: Final = 64
+# magic, version, wire revision, flags, rank, size, path_count, eager slots, receive window, rails
+HEADER: Final = struct.Struct("<IIIIIIIIQI")
+RAIL: Final = struct.Struct("<HHI16s")
+RING: Final = struct.Struct("<QI")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """Of a rank with a device and one rail."""
+
+    flags: int
+    rank: int
+    size: int
+    address: str
+    port: int
+    payload_max: int
+    receive_window_bytes: int
+    source_ports: tuple[int, ...]
+    """One a path."""
+    queue_pairs: tuple[tuple[int, ...], ...]
+    """For each rank, one a path."""
+
+    def pack(self) -> bytes:
+        paths = len(self.source_ports)
+        address = ipaddress.ip_address(self.address)
+        parts = [
+            HEADER.pack(
+                MAGIC,
+                VERSION,
+                WIRE_REVISION,
+                self.flags,
+                self.rank,
+                self.size,
+                paths,
+                EAGER_SLOTS,
+                self.receive_window_bytes,
+                1,
+            ),
+            RAIL.pack(address.version, self.port, self.payload_max, address.packed),
+            struct.pack(f"<{paths}H", *self.source_ports),
+        ]
+        for numbers in self.queue_pairs:
+            parts += [RING.pack(0, 0), struct.pack(f"<{paths}I", *numbers)]
+        return b"".join(parts)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Offer:
+        """Raises ValueError for anything but a device's offer of one rail that this peer can serve."""
+        magic, version, revision, flags, rank, size, paths, slots, window, rails = HEADER.unpack_from(data)
+        if (magic, version, revision, slots) != (MAGIC, VERSION, WIRE_REVISION, EAGER_SLOTS):
+            raise ValueError(f"magic {magic:#x}, version {version}, wire revision {revision}, {slots} eager slots")
+        if flags != FLAG_DEVICE or rails != 1:
+            raise ValueError(f"flags {flags}, {rails} rails; this peer speaks with a device of one rail, without RC")
+        at = HEADER.size
+        ip_version, port, payload_max, address = RAIL.unpack_from(data, at)
+        at += RAIL.size
+        source_ports = struct.unpack_from(f"<{paths}H", data, at)
+        at += 2 * paths
+        queue_pairs = []
+        for _ in range(size):
+            at += RING.size
+            queue_pairs.append(struct.unpack_from(f"<{paths}I", data, at))
+            at += 4 * paths
+        if at != len(data):
+            raise ValueError(f"an offer of {len(data)} bytes, {at} by its counts")
+        return cls(
+            flags=flags,
+            rank=rank,
+            size=size,
+            address=str(ipaddress.ip_address(address[:4] if ip_version == 4 else address)),
+            port=port,
+            payload_max=payload_max,
+            receive_window_bytes=window,
+            source_ports=source_ports,
+            queue_pairs=tuple(queue_pairs),
+        )
