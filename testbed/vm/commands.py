@@ -35,6 +35,9 @@ class Interrupted(BaseException):
 def vm(
     command: Annotated[list[str], typer.Argument(help="what to run, best after --")],
     kind: Annotated[str, typer.Option("--kernel", help="uml, or qemu: slow, but with two processors")] = "uml",
+    patch: Annotated[
+        list[Path] | None, typer.Option(help="of the kernel, as given to `sennit testbed kernel`; may be repeated")
+    ] = None,
     links: Annotated[int, typer.Option(help="RoCE links; link k joins the devices rxe(2k) and rxe(2k+1)")] = 1,
     mtu: Annotated[int, typer.Option(help="of the links' interfaces, in bytes")] = 4200,
     netem: Annotated[
@@ -64,6 +67,7 @@ def vm(
         request = runner.Request(
             command=tuple(command),
             kind=kernels.Kind(kind),
+            patches=tuple(patch or ()),
             environment={**os.environ, **dict(_pair(text) for text in env or [])},
             links=Links(count=links, mtu=mtu, netem=tuple(netem or ())),
             memory_bytes=_bytes(memory),
@@ -97,6 +101,10 @@ def kernel(
     newest: Annotated[
         bool, typer.Option("--newest", help="also when there is one, but Debian has a newer one")
     ] = False,
+    patch: Annotated[
+        list[Path] | None,
+        typer.Option(help="applied to the source of the uml kernel, which is one of its own then; may be repeated"),
+    ] = None,
 ) -> None:
     """Build the VM's kernel into the cache, or download it; at once if it is there. Needs no root.
 
@@ -108,7 +116,7 @@ def kernel(
         typer.echo(f"kernel: {what}", err=True)
 
     try:
-        found = kernels.provide(kernels.Kind(kind), say, newest=newest)
+        found = kernels.provide(kernels.Kind(kind), say, newest=newest, patches=patch or ())
         kernels.guest_program()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -29,21 +30,22 @@ class KernelMissing(RuntimeError):
     """There is no kernel of this kind in the cache yet."""
 
 
-def find(kind: Kind) -> Path:
+def find(kind: Kind, patches: Sequence[Path] = ()) -> Path:
     """The folder of the newest kernel in the cache that fits this source; fails where there is none."""
-    entries = sorted(cache.folder().glob(_name(kind, "*")), key=lambda path: path.stat().st_mtime)
+    entries = sorted(cache.folder().glob(_name(kind, "*", patches)), key=lambda path: path.stat().st_mtime)
     if not entries:
-        raise KernelMissing(
-            f"no {kind} kernel in {cache.folder()}: run 'make kernel' or 'sennit testbed kernel {kind}'"
-        )
+        command = " ".join(["sennit testbed kernel", kind, *(f"--patch {file}" for file in patches)])
+        how = f"'{command}'" if patches else f"'make kernel' or '{command}'"
+        raise KernelMissing(f"no such {kind} kernel in {cache.folder()}: run {how}")
     return entries[-1]
 
 
-def provide(kind: Kind, say: Callable[[str], None], *, newest: bool = False) -> Path:
+def provide(kind: Kind, say: Callable[[str], None], *, newest: bool = False, patches: Sequence[Path] = ()) -> Path:
     """The folder of a kernel, which is made first if there is none; with `newest`, also if Debian has a newer one."""
+    check_patches(kind, patches)
     if not newest:
         try:
-            return find(kind)
+            return find(kind, patches)
         except KernelMissing:
             pass
 
@@ -54,9 +56,20 @@ def provide(kind: Kind, say: Callable[[str], None], *, newest: bool = False) -> 
         package = stock_kernel.package_name()
         name = _name(kind, package.removeprefix("linux-image-"))
         return cache.provide(name, lambda entry: stock_kernel.fetch(entry, package, say), waiting)
-    debian.require(uml_kernel.TOOLS, "building the kernel")
+    uml_kernel.require_tools(patches)
     version = debian.candidate(uml_kernel.PACKAGE)
-    return cache.provide(_name(kind, version), lambda entry: uml_kernel.build(entry, version, say), waiting)
+    name = _name(kind, version, patches)
+    return cache.provide(name, lambda entry: uml_kernel.build(entry, version, say, patches), waiting)
+
+
+def check_patches(kind: Kind, patches: Sequence[Path]) -> None:
+    """Raises ValueError for patches that cannot be in a kernel of this kind."""
+    if patches and kind is not Kind.UML:
+        raise ValueError(f"the {kind} kernel is Debian's own: only the {Kind.UML} kernel can be patched")
+    for file in patches:
+        if not file.is_file():
+            raise ValueError(f"there is no patch {file}")
+        _changes(file)
 
 
 def guest_program() -> Path:
@@ -70,12 +83,21 @@ def guest_program() -> Path:
     return cache.provide(f"init-{_digest(GUEST_PROGRAM.read_bytes())}", compile_it) / "init"
 
 
-def _name(kind: Kind, version: str) -> str:
+def _name(kind: Kind, version: str, patches: Sequence[Path] = ()) -> str:
     """Of an entry: whatever decides what is in it."""
-    made_by = uml_kernel.CONFIGURATION.read_bytes()
+    made_by = b"\0".join([uml_kernel.CONFIGURATION.read_bytes(), *map(_changes, patches)])
     if kind is Kind.QEMU:
         made_by = " ".join(stock_kernel.WANTED).encode()
     return f"kernel-{kind}-{version}-{_digest(made_by)}"
+
+
+def _changes(patch: Path) -> bytes:
+    """A patch without what is said about it ahead of the first file."""
+    data = patch.read_bytes()
+    start = re.search(rb"^(diff|---) ", data, re.MULTILINE)
+    if start is None:
+        raise ValueError(f"{patch} changes no file: it is not a patch")
+    return data[start.start() :]
 
 
 def _digest(data: bytes) -> str:

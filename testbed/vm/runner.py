@@ -43,6 +43,8 @@ SCRATCH_PREFIX: Final = "sennit-vm-"
 SCRATCH_STALE_S: Final = 60.0
 """Younger folders may be about to be locked."""
 OUTPUT_VARIABLE: Final = "SENNIT_VM_OUT"
+PATCHES_VARIABLE: Final = "SENNIT_VM_PATCHES"
+"""Names of the kernel's patches, with colons between them."""
 TOOLS: Final = (("ip", "iproute2"), ("rdma", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux"))
 
 Sink = Callable[[bytes], None]
@@ -61,6 +63,8 @@ class Request:
     memory_bytes: int = MEMORY_DEFAULT_BYTES
     timeout_s: float = TIMEOUT_DEFAULT_S
     """From the start of the machine; then it is killed."""
+    patches: tuple[Path, ...] = ()
+    """Of the kernel, for which one with these has to be in the cache."""
     keep: tuple[Path, ...] = ()
     """Folders that the command writes to for real; made where missing. The first one is `$SENNIT_VM_OUT`."""
 
@@ -71,6 +75,7 @@ class Request:
             raise ValueError(f"memory of {self.memory_bytes // MIB} MiB, must be at least {MEMORY_MIN_BYTES // MIB}")
         if self.timeout_s <= 0:
             raise ValueError(f"timeout of {self.timeout_s:g} s, must be above 0")
+        kernels.check_patches(self.kind, self.patches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,7 @@ def run(request: Request, *, output: Sink, errors: Sink, console: Sink = lambda 
     Raises `KernelMissing` where `make kernel` was not run, and `Unavailable` where something has to be installed.
     """
     debian.require(TOOLS, "a VM with RoCE links")
-    machine = MACHINES[request.kind](kernels.find(request.kind))
+    machine = MACHINES[request.kind](kernels.find(request.kind, request.patches))
     with _scratch_folder() as folder:
         initrd = folder / "initrd"
         initrd.write_bytes(_initramfs(request, machine))
@@ -100,7 +105,7 @@ def run(request: Request, *, output: Sink, errors: Sink, console: Sink = lambda 
 
 def _initramfs(request: Request, machine: Machine) -> bytes:
     keep = _folders(request.keep)
-    environment = dict(request.environment)
+    environment = {**request.environment, PATCHES_VARIABLE: ":".join(file.name for file in request.patches)}
     if keep:
         environment[OUTPUT_VARIABLE] = str(keep[0])
     modules = machine.modules()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,7 +23,9 @@ TOOLS: Final = (
     ("tar", "tar"),
     ("xz", "xz-utils"),
 )
+PATCH_TOOL: Final = ("patch", "patch")
 UNPACK_TIMEOUT_S: Final = 900.0
+PATCH_TIMEOUT_S: Final = 60.0
 CONFIGURE_TIMEOUT_S: Final = 600.0
 BUILD_TIMEOUT_S: Final = 3600.0
 # What this architecture never compiles, and is half of the source. The Kconfig files in there stay: all are read.
@@ -40,9 +42,17 @@ UNUSED: Final = (
 )
 
 
-def build(entry: Path, version: str, say: Callable[[str], None]) -> None:
-    """Fills `entry` with the kernel, its whole configuration and the log of the build. Works beside `entry`."""
-    debian.require(TOOLS, "building the kernel")
+def require_tools(patches: Sequence[Path] = ()) -> None:
+    """Raises `Unavailable` where a program is missing that `build` runs."""
+    debian.require([*TOOLS, *([PATCH_TOOL] if patches else [])], "building the kernel")
+
+
+def build(entry: Path, version: str, say: Callable[[str], None], patches: Sequence[Path] = ()) -> None:
+    """Fills `entry` with the kernel, its whole configuration and the log of the build. Works beside `entry`.
+
+    The patches are applied to Debian's source in their order, and have to fit without fuzz.
+    """
+    require_tools(patches)
     log = entry / "build.log"
     work = entry.parent
     package = work / "package"
@@ -53,6 +63,10 @@ def build(entry: Path, version: str, say: Callable[[str], None]) -> None:
     exclude = [f"--exclude={pattern}" for pattern in UNUSED]
     debian.execute(["tar", "-xf", str(archive), *exclude, "-C", str(work)], timeout_s=UNPACK_TIMEOUT_S, log=log)
     (source,) = work.glob("linux-source-*")
+    for file in patches:
+        say(f"applying {file}")
+        apply = ["patch", "--strip=1", "--forward", "--fuzz=0", f"--directory={source}", f"--input={file.resolve()}"]
+        debian.execute(apply, timeout_s=PATCH_TIMEOUT_S, log=log)
     output = work / "output"
     make = ["make", "-C", str(source), "ARCH=um", f"O={output}"]
     # allnoconfig takes the answers that it does not choose itself from here (Documentation/kbuild/kconfig.rst).

@@ -91,6 +91,22 @@ def test_the_newest_fitting_kernel_is_found(empty_cache: Path, monkeypatch: pyte
         kernels.find(kernels.Kind.UML)
 
 
+def test_a_patched_kernel_is_one_of_its_own(empty_cache: Path, tmp_path: Path) -> None:
+    patch = tmp_path / "0001-one.patch"
+    patch.write_text("Subject: one\n\n---\n f | 2 +-\n\ndiff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1 +1 @@\n-1\n+2\n")
+    (empty_cache / kernels._name(kernels.Kind.UML, "6.12.1-1")).mkdir(parents=True)
+    with pytest.raises(kernels.KernelMissing, match=f"'sennit testbed kernel uml --patch {patch}'"):
+        kernels.find(kernels.Kind.UML, [patch])
+    patched = empty_cache / kernels._name(kernels.Kind.UML, "6.12.1-1", [patch])
+    patched.mkdir()
+    patch.write_text(patch.read_text().replace("Subject: one", "Subject: better said"))
+    assert kernels.find(kernels.Kind.UML, [patch]) == patched
+    assert kernels.find(kernels.Kind.UML) != patched
+    patch.write_text(patch.read_text().replace("+2", "+3"))
+    with pytest.raises(kernels.KernelMissing):
+        kernels.find(kernels.Kind.UML, [patch])
+
+
 def test_missing_tools_are_named_with_their_packages() -> None:
     with pytest.raises(Unavailable, match="needs no-such, nor-this: apt-get install one two"):
         require([("sh", "dash"), ("no-such", "two"), ("nor-this", "one")], "it")
@@ -116,6 +132,9 @@ def test_lines_that_a_kernel_does_not_take_are_named() -> None:
         (["--timeout", "0"], "above 0"),
         (["--env", "NAME"], "NAME=VALUE"),
         (["--kernel", "xen"], "xen"),
+        (["--patch", "no-such.patch"], "there is no patch no-such.patch"),
+        (["--patch", __file__], "changes no file"),
+        (["--kernel", "qemu", "--patch", __file__], "only the uml kernel can be patched"),
     ],
 )
 def test_wrong_options_exit_with_2(options: list[str], message: str) -> None:
