@@ -19,6 +19,7 @@ from pyverbs.device import Context
 from pyverbs.mr import MR
 from pyverbs.pd import PD
 from pyverbs.qp import QP, QPAttr, QPCap, QPInitAttr
+from pyverbs.srq import SRQ, SrqAttr, SrqInitAttr
 from pyverbs.wr import SGE, RecvWR, SendWR
 
 from sennit.testbed.vm import links
@@ -61,7 +62,9 @@ def counter(device: int, name: str) -> int:
 class Endpoint:
     """A queue pair of a device with `size_bytes` of memory, which the peer may write."""
 
-    def __init__(self, device: int, *, qp_type: str, ip_version: int, size_bytes: int) -> None:
+    def __init__(
+        self, device: int, *, qp_type: str, ip_version: int, size_bytes: int, shared_queue: bool = False
+    ) -> None:
         self.device = device
         self.gid = links.gid(device, ip_version)
         self.context = Context(name=f"rxe{device}")
@@ -69,7 +72,10 @@ class Endpoint:
         self.cq = CQ(self.context, 2 * DEPTH)
         self.memory = MR(self.pd, size_bytes, ACCESS)
         capacity = QPCap(max_send_wr=DEPTH, max_recv_wr=DEPTH)
-        settings = QPInitAttr(qp_type=QP_TYPES[qp_type], scq=self.cq, rcq=self.cq, cap=capacity, sq_sig_all=1)
+        self.srq = SRQ(self.pd, SrqInitAttr(SrqAttr(max_wr=DEPTH))) if shared_queue else None
+        settings = QPInitAttr(
+            qp_type=QP_TYPES[qp_type], scq=self.cq, rcq=self.cq, srq=self.srq, cap=capacity, sq_sig_all=1
+        )
         self.qp = QP(self.pd, settings, self._attributes())  # in the state INIT
 
     def connect(self, peer: Endpoint, first_psn: int = 0) -> None:
@@ -95,7 +101,7 @@ class Endpoint:
     def expect(self, messages: int = 1) -> None:
         """Posts receives, which a write with immediate takes one of. pyverbs wants memory even for no bytes."""
         for _ in range(messages):
-            self.qp.post_recv(RecvWR(num_sge=1, sg=[SGE(self.memory.buf, 1, self.memory.lkey)]))
+            (self.srq or self.qp).post_recv(RecvWR(num_sge=1, sg=[SGE(self.memory.buf, 1, self.memory.lkey)]))
 
     def write(self, peer: Endpoint, size_bytes: int, immediate: int) -> None:
         """The first bytes of this memory over the first bytes of the peer's."""
@@ -111,25 +117,28 @@ class Endpoint:
         found: list[Completion] = []
 
         def poll() -> bool:
-            number, entries = self.cq.poll(count - len(found))
-            for entry in entries[:number]:
-                found.append(
-                    Completion(
-                        status=cqe_status_to_str(entry.status),
-                        received=bool(entry.opcode & ibv.IBV_WC_RECV),
-                        immediate=socket.ntohl(entry.imm_data),
-                        size_bytes=entry.byte_len,
-                    )
-                )
+            found.extend(self.poll(count - len(found)))
             return len(found) == count
 
         until(poll, lambda: f"{count} completions on rxe{self.device}, there are {found}")
         return found
 
+    def poll(self, most: int = DEPTH) -> list[Completion]:
+        """What has completed by now."""
+        number, entries = self.cq.poll(most)
+        return [
+            Completion(
+                status=cqe_status_to_str(entry.status),
+                received=bool(entry.opcode & ibv.IBV_WC_RECV),
+                immediate=socket.ntohl(entry.imm_data),
+                size_bytes=entry.byte_len,
+            )
+            for entry in entries[:number]
+        ]
+
     def idle(self) -> bool:
         """Whether nothing has completed that was not asked for."""
-        number, _ = self.cq.poll(1)
-        return bool(number == 0)
+        return not self.poll(1)
 
     def __enter__(self) -> Self:
         return self
@@ -137,8 +146,9 @@ class Endpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for part in (self.qp, self.memory, self.cq, self.pd, self.context):
-            part.close()
+        for part in (self.qp, self.srq, self.memory, self.cq, self.pd, self.context):
+            if part is not None:
+                part.close()
 
 
 def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same packet to a queue pair of the kernel's RoCE and to the udp port: docs/conformance.md.
+
+    packets      a packet of any shape, right or wrong, as bytes
+    cases        what is sent, and what becomes of it on either side: the table
+    rxe_target   an unreliable connected queue pair of rdma_rxe, through pyverbs
+    udp_target   a rank with the udp port and one open message
+    page         the table as a page
+
+test_conformance.py loads it as a package of its own, for tests have none.
+"""
