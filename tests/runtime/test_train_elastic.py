@@ -101,6 +101,10 @@ def test_torchrun_restarts_the_group_and_it_resumes(tmp_path: Path) -> None:
         (["--elastic", "--backend", "gloo"], "error: an elastic run over 'gloo'; allowed: 'sennit'"),
         (["--elastic", "--min-ranks", "3", "--ranks", "2"], "error: number of ranks 2; allowed: 3 to 4096"),
         (["--elastic", "--batch-size", "4", "--ranks", "5"], "error: number of ranks 5; allowed: 1 to 4"),
+        (["--join", "127.0.0.1:1"], "error: --port and --join are for elastic runs"),
+        (["--elastic", "--join", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
+        (["--elastic", "--join", "127.0.0.1:0"], "error: address '127.0.0.1:0'"),
+        (["--elastic", "--join", "127.0.0.1:1"], "error: no run at 127.0.0.1:1: Connection refused"),
     ],
 )
 def test_mistakes(

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from sennit.runtime.handover import Claim, Source, find_source
-from sennit.runtime.train import main
 
 PROGRAM = Path(__file__).with_name("mortal_trainer.py")
 TINY = [
@@ -170,24 +169,6 @@ def test_a_newcomer_that_dies_in_the_handover_costs_no_step(tmp_path: Path) -> N
     assert (lost["lost"], lost["world_size"], lost["step"]) == ([2], 2, 5)
     undisturbed = whole_run(tmp_path, "undisturbed", "--ranks", "2")
     assert report["weights_sha256"] == undisturbed["weights_sha256"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--join", "127.0.0.1:1"], "error: --port and --join are for elastic runs"),
-        (["--elastic", "--join", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
-        (["--elastic", "--join", "127.0.0.1:0"], "error: address '127.0.0.1:0'"),
-        (["--elastic", "--join", "127.0.0.1:1"], "error: no run at 127.0.0.1:1: Connection refused"),
-    ],
-)
-def test_mistakes(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match="1"):
-        main(["--data", "synthetic", *arguments])
-    assert capsys.readouterr().err.startswith(message)
 
 
 def test_the_newest_whole_state_is_handed_over() -> None:
