@@ -4,7 +4,6 @@
 // Every path is taken to be in order by itself; packets of different paths overtake each other freely. Path p
 // runs over rail p mod rail_count (docs/wire.md, "Offer"): paths of one rail are likely to fail together.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -79,9 +78,6 @@ class Paths {
     const Path& path = paths_[index];
     if (path.is_bad() || path.is_doubted || path.in_flight_packets >= in_flight_limit_) return false;
     return path.state == PathState::good || path.until_us <= now_us;
-  }
-  uint32_t bad_count() const {
-    return static_cast<uint32_t>(std::ranges::count_if(paths_, [](const Path& path) { return path.is_bad(); }));
   }
   // When no path offers itself: one that is only held back, else the bad one whose turn comes first.
   uint32_t least_bad() const {
