@@ -149,9 +149,7 @@ bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
   if (id == NO_RECORD) return false;
   const uint32_t from = outstanding_[id].path;
   path_index = probe_path(now_us, from, outstanding_[id].transmissions > 1);
-  outstanding_.unlink(paths_[from].in_flight, id);
-  --paths_[from].in_flight_packets;
-  --in_flight_;
+  unlink_in_flight(paths_[from], id);
   launch(now_us, path_index, id);
   outstanding_[id].moved_from = static_cast<uint16_t>(from);
   out = outstanding_[id].packet;
@@ -217,9 +215,7 @@ void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
   if (record.lost) {
     outstanding_.unlink(lost_, id);
   } else {
-    outstanding_.unlink(path.in_flight, id);
-    --path.in_flight_packets;
-    --in_flight_;
+    unlink_in_flight(path, id);
     if (record.transmissions == 1) {
       path.newest_acked_order = std::max(path.newest_acked_order, record.order);
       path.is_mark_open &= path.newest_acked_order < path.mark_order;
@@ -256,12 +252,16 @@ void Recovery::end_of_acks(uint64_t now_us) {
   }
 }
 
-void Recovery::mark_lost(Path& path, uint32_t id) {
+void Recovery::unlink_in_flight(Path& path, uint32_t id) {
   outstanding_.unlink(path.in_flight, id);
-  outstanding_.push_back(lost_, id);
-  outstanding_[id].lost = true;
   --path.in_flight_packets;
   --in_flight_;
+}
+
+void Recovery::mark_lost(Path& path, uint32_t id) {
+  unlink_in_flight(path, id);
+  outstanding_.push_back(lost_, id);
+  outstanding_[id].lost = true;
 }
 
 void Recovery::note_losses(uint64_t now_us, uint32_t index, uint32_t packets) {

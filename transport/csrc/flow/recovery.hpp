@@ -98,6 +98,7 @@ class Recovery {
   void note_arrived(uint32_t path, const Transmission& transmission);
   void want_mark(uint32_t path);
   void launch(uint64_t now_us, uint32_t path, uint32_t id);
+  void unlink_in_flight(Path& path, uint32_t id);
   void mark_lost(Path& path, uint32_t id);
   void detect_losses(uint64_t now_us, uint32_t index);
   void detect_silence(uint64_t now_us, uint32_t index);
