@@ -4,6 +4,7 @@
 // Every path is taken to be in order by itself; packets of different paths overtake each other freely. Path p
 // runs over rail p mod rail_count (docs/wire.md, "Offer"): paths of one rail are likely to fail together.
 #pragma once
+
 #include <cstdint>
 #include <vector>
 

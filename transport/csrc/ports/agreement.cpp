@@ -17,7 +17,14 @@ constexpr uint32_t ACKS_PER_WINDOW = 8, ACK_MAX_PACKETS = 64;
 
 }  // namespace
 
-Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, uint32_t window_bytes,
+void check_peer(const std::string& port_name, const RoceOffer& ours, uint32_t peer, bool is_connected) {
+  if (peer < ours.size && peer != ours.rank && !is_connected) return;
+  throw std::invalid_argument(port_name + ": rank " + std::to_string(peer) + " cannot be connected: this is rank " +
+                              std::to_string(ours.rank) + " of " + std::to_string(ours.size) +
+                              ", and each peer is connected once");
+}
+
+Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, const SendConfig& send,
                 const PairPayload& payload_of) {
   const std::string who = "rank " + std::to_string(peer);
   if (theirs.rank != peer || theirs.size != ours.size)
@@ -59,11 +66,14 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, u
   flow.path_count = static_cast<uint32_t>(out.path_count * out.pairs.size());
   flow.rail_count = static_cast<uint32_t>(out.pairs.size());
   flow.eager_slot_count = ours.eager_slot_count;
-  flow.window_bytes = static_cast<uint32_t>(
-      std::clamp<uint64_t>(theirs.receive_window_bytes, WINDOW_MIN_PACKETS * flow.payload_max_bytes, window_bytes));
+  flow.window_bytes = static_cast<uint32_t>(std::clamp<uint64_t>(
+      theirs.receive_window_bytes, WINDOW_MIN_PACKETS * flow.payload_max_bytes, send.window_bytes));
   // Several acknowledgements a window, but each is a packet to send and to receive.
   flow.ack_every_packets =
       std::clamp(flow.window_bytes / flow.payload_max_bytes / ACKS_PER_WINDOW, 1u, ACK_MAX_PACKETS);
+  flow.seed = send.seed + peer;
+  flow.path_policy = send.path_policy;
+  flow.congestion = send.congestion;
   return out;
 }
 

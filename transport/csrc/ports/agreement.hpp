@@ -5,11 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "flow/flow.hpp"
 #include "ports/roce_offer.hpp"
+#include "ports/send_config.hpp"
 
 namespace sennit {
 
@@ -23,9 +25,11 @@ struct Agreement {
 
 using PairPayload = std::function<uint32_t(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs)>;
 
-// `payload_of`: the largest payload between two rails. `window_bytes`: the most that this rank wants in flight.
-// Throws std::invalid_argument when the offers do not fit together, naming both sides' values.
-Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, uint32_t window_bytes,
+// Throws std::invalid_argument unless `peer` is another rank of the group, which is not connected yet.
+void check_peer(const std::string& port_name, const RoceOffer& ours, uint32_t peer, bool is_connected);
+// `payload_of`: the largest payload between two rails. Throws std::invalid_argument when the offers do not fit
+// together, naming both sides' values.
+Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, const SendConfig& send,
                 const PairPayload& payload_of);
 
 }  // namespace sennit

@@ -28,4 +28,9 @@ void SendConfig::check(const std::string& port_name, size_t rail_count) const {
   flow::make_congestion_control(congestion, {.window_max_packets = 1, .path_count = 1, .target_queue_us = 1});
 }
 
+std::string SendConfig::describe() const {
+  return std::to_string(path_count) + " paths a rail (" + path_policy + "), window " + std::to_string(window_bytes) +
+         " bytes (" + congestion + ")";
+}
+
 }  // namespace sennit

@@ -21,6 +21,8 @@ struct SendConfig {
 
   // Throws std::invalid_argument with the value and what is allowed.
   void check(const std::string& port_name, size_t rail_count) const;
+  // "4 paths a rail (round_robin), window 2097152 bytes (fixed)"
+  std::string describe() const;
 };
 
 }  // namespace sennit

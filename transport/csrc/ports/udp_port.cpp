@@ -6,12 +6,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <chrono>
 #include <stdexcept>
 #include <system_error>
 
 #include "flow/control.hpp"
 #include "messages/utf8.hpp"
+#include "ports/call_clock.hpp"
 #include "ports/udp_setup.hpp"
 
 namespace sennit {
@@ -45,12 +45,7 @@ struct UdpPort::Peer {
   bool is_gone = false;  // nobody listens at its address any more
 };
 
-UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
-    : rank_(rank),
-      seed_(config.seed),
-      path_policy_(config.path_policy),
-      congestion_(config.congestion),
-      window_bytes_(config.window_bytes) {
+UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config) : rank_(rank), send_(config) {
   if (size < 1 || rank >= size)
     throw std::invalid_argument("udp: rank " + std::to_string(rank) + " is not below the size " + std::to_string(size));
   config.check("udp", config.rails.size());
@@ -120,14 +115,8 @@ std::vector<std::byte> UdpPort::local_info() const { return offer_.encode(); }
 
 void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
   const RoceOffer theirs = RoceOffer::decode(info);
-  if (peer >= offer_.size || peer == rank_ || peers_[peer] != nullptr)
-    throw std::invalid_argument("udp: rank " + std::to_string(peer) + " cannot be connected: this is rank " +
-                                std::to_string(rank_) + " of " + std::to_string(offer_.size) +
-                                ", and each peer is connected once");
-  auto [pairs, path_count, config] = agree(offer_, peer, theirs, window_bytes_, pair_payload);
-  config.seed = seed_ + peer;
-  config.path_policy = path_policy_;
-  config.congestion = congestion_;
+  check_peer("udp", offer_, peer, peer < peers_.size() && peers_[peer] != nullptr);
+  auto [pairs, path_count, config] = agree(offer_, peer, theirs, send_, pair_payload);
   config.receive_budget = &receive_budget_;
 
   auto made = std::make_unique<Peer>();
@@ -188,23 +177,19 @@ UdpPort::Peer& UdpPort::connected(uint32_t peer) {
 Lane& UdpPort::lane(uint32_t peer) { return *connected(peer).lane; }
 
 bool UdpPort::progress(uint64_t now_us) {
-  // Acknowledgements are timed, so each batch gets the time at which it came, in the caller's clock.
-  const auto start = std::chrono::steady_clock::now();
-  const auto now = [&] {
-    const auto passed = std::chrono::steady_clock::now() - start;
-    return now_us + static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(passed).count());
-  };
+  // Acknowledgements are timed, so each batch gets the time at which it came.
+  const CallClock clock(now_us);
   for (Peer* peer : connected_) peer->lane->set_now(now_us);
   bool moved = false;
   for (int round = 0; round < ROUND_MAX_COUNT; ++round) {
     bool received = false;
-    for (const auto& rail : rails_) received |= receive_from(*rail->receiver, now());
+    for (const auto& rail : rails_) received |= receive_from(*rail->receiver, clock.now_us());
     bool delivered = false;
-    for (Peer* peer : connected_) delivered |= peer->lane->pump(now());
-    if (!send_round(now()) && !received && !delivered) break;
+    for (Peer* peer : connected_) delivered |= peer->lane->pump(clock.now_us());
+    if (!send_round(clock.now_us()) && !received && !delivered) break;
     moved = true;
   }
-  last_now_us_ = now();
+  last_now_us_ = clock.now_us();
   return moved;
 }
 
@@ -230,11 +215,10 @@ bool UdpPort::send_round(uint64_t now_us) {
   read_until_us_ = now_us;
   for (const auto& rail : rails_) read_until_us_ = std::min(read_until_us_, rail->receiver->received_until_us());
   // Each peer gets the time of its own turn: a round trip must not hold the turns of others.
-  const auto start = std::chrono::steady_clock::now();
+  const CallClock clock(now_us);
   for (size_t turn = 0; turn < connected_.size(); ++turn) {
-    const auto passed = turn != 0 ? std::chrono::steady_clock::now() - start : std::chrono::steady_clock::duration(0);
-    const auto passed_us = std::chrono::duration_cast<std::chrono::microseconds>(passed).count();
-    sent |= send_from(*connected_[(next_peer_ + turn) % connected_.size()], now_us + static_cast<uint64_t>(passed_us));
+    Peer& peer = *connected_[(next_peer_ + turn) % connected_.size()];
+    sent |= send_from(peer, turn != 0 ? clock.now_us() : now_us);
   }
   if (!connected_.empty()) next_peer_ = (next_peer_ + 1) % connected_.size();
   for (const auto& rail : rails_)
@@ -375,8 +359,7 @@ std::string UdpPort::describe() const {
     out.append(" ").append(text_of(rail.listen));
     out.append(" (").append(std::to_string(rail.payload_max_bytes)).append(" bytes a packet)");
   }
-  out.append(", ").append(std::to_string(offer_.path_count)).append(" paths a rail (").append(path_policy_);
-  out.append("), window ").append(std::to_string(window_bytes_)).append(" bytes (").append(congestion_).append("), ");
+  out.append(", ").append(send_.describe()).append(", ");
   return out.append(std::to_string(connected_.size())).append(" peers");
 }
 

@@ -78,9 +78,7 @@ class UdpPort final : public Port {
 
   uint32_t rank_;
   RoceOffer offer_;  // ours
-  uint64_t seed_;
-  std::string path_policy_, congestion_;
-  uint32_t window_bytes_;
+  const SendConfig send_;
   flow::ReceiveBudget receive_budget_{
       {.min_bytes = 65'536, .target_queue_us = 250}};  // before peers_, whose flows give back their grants at the end
   UdpSendCounters send_counters_;

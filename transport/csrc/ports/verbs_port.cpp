@@ -15,6 +15,7 @@
 #include "flow/control.hpp"
 #include "flow/immediate.hpp"
 #include "messages/utf8.hpp"
+#include "ports/call_clock.hpp"
 #include "ports/verbs_path.hpp"
 #include "ports/verbs_request.hpp"
 #include "wire/packet.hpp"
@@ -162,17 +163,11 @@ void VerbsPort::open_binder() {
 
 void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
   const RoceOffer theirs = RoceOffer::decode(info);
-  if (peer >= offer_.size || peer == rank_ || peers_[peer] != nullptr)
-    throw std::invalid_argument("verbs: rank " + std::to_string(peer) + " cannot be connected: this is rank " +
-                                std::to_string(rank_) + " of " + std::to_string(offer_.size) +
-                                ", and each peer is connected once");
+  check_peer("verbs", offer_, peer, peer < peers_.size() && peers_[peer] != nullptr);
   auto [pairs, path_count, flow_config] =
-      agree(offer_, peer, theirs, config_.window_bytes, [](const RoceOffer::Rail& ours, const RoceOffer::Rail& other) {
+      agree(offer_, peer, theirs, config_, [](const RoceOffer::Rail& ours, const RoceOffer::Rail& other) {
         return std::min(ours.payload_max_bytes, other.payload_max_bytes);
       });
-  flow_config.seed = config_.seed + peer;
-  flow_config.path_policy = config_.path_policy;
-  flow_config.congestion = config_.congestion;
   flow_config.receive_budget = &receive_budget_;
 
   auto made = std::make_unique<Peer>();
@@ -223,24 +218,20 @@ void VerbsPort::fail(std::string reason) {
 std::string_view VerbsPort::failure() const { return failure_.empty() ? exposure_->failure() : failure_; }
 
 bool VerbsPort::progress(uint64_t now_us) {
-  // Acknowledgements are timed, so each batch gets the time at which it came, in the caller's clock.
-  const auto start = std::chrono::steady_clock::now();
-  const auto now = [&] {
-    const auto passed = std::chrono::steady_clock::now() - start;
-    return now_us + static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(passed).count());
-  };
+  // Acknowledgements are timed, so each batch gets the time at which it came.
+  const CallClock clock(now_us);
   exposure_->set_now(now_us);
   for (Peer* peer : connected_) peer->lane->set_now(now_us);
   bool moved = false;
   for (int round = 0; round < ROUND_MAX_COUNT; ++round) {
-    const bool received = poll_completions(now());
+    const bool received = poll_completions(clock.now_us());
     bool delivered = false;
-    for (Peer* peer : connected_) delivered |= peer->lane->pump(now());
-    const bool sent = send_round(now());
+    for (Peer* peer : connected_) delivered |= peer->lane->pump(clock.now_us());
+    const bool sent = send_round(clock.now_us());
     if (!received && !delivered && !sent) break;
     moved = true;
   }
-  last_now_us_ = now();
+  last_now_us_ = clock.now_us();
   if (last_now_us_ >= look_at_us_) {
     look_at_us_ = last_now_us_ + EVENTS_US;
     poll_events(last_now_us_);
@@ -456,9 +447,7 @@ std::string VerbsPort::describe() const {
   for (const VerbsAddress& rail : rails_) out.append(" ").append(sennit::describe(rail));
   out.append(config_.service == VerbsService::rc ? ", RC, " : ", UC, ");
   out.append(exposure_->uses_windows() ? "a memory window a message, " : "a registration a message, ");
-  out.append(std::to_string(offer_.path_count)).append(" paths a rail (").append(config_.path_policy);
-  out.append("), window ").append(std::to_string(config_.window_bytes)).append(" bytes (");
-  out.append(config_.congestion).append("), ");
+  out.append(config_.describe()).append(", ");
   return out.append(std::to_string(connected_.size())).append(" peers");
 }
 
