@@ -248,8 +248,8 @@ def _rdma() -> Capability:
     except DeviceError as error:
         return _missing(name, str(error), "give this user access to /dev/infiniband/uverbs*")
     if not found:
-        remedy = "an RDMA NIC, or soft-RoCE: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev <interface>"
-        return _missing(name, "no device", remedy)
+        problems = devices.absence_problems()
+        return _missing(name, devices.whats(problems), devices.remedies(problems))
     return _available(name, ", ".join(device.name for device in found))
 
 
@@ -266,9 +266,7 @@ def _roce() -> Capability:
     if not usable:
         problems += [problem for device in found for port in device.ports for problem in devices.port_problems(port)]
     if problems:
-        return _missing(
-            name, "; ".join(problem.what for problem in problems), "; ".join(problem.remedy for problem in problems)
-        )
+        return _missing(name, devices.whats(problems), devices.remedies(problems))
     return _available(name, ", ".join(f"{port.device}/{port.number} {_gids(port)}" for port in usable))
 
 

@@ -20,6 +20,8 @@ from sennit.transport.array_collectives import ArrayCollectives
 from sennit.transport.errors import ArgumentError, ConfigError
 from sennit.transport.plan import Plan
 from sennit.transport.plan_cache import PlanCache
+from sennit.transport.rails import Rail, find_rails
+from sennit.transport.rdma_rails import find_rdma_rails
 from sennit.transport.store import Store
 
 if TYPE_CHECKING:
@@ -29,15 +31,11 @@ if TYPE_CHECKING:
 SHUTDOWN_S: Final = 5.0
 
 
-def _rails(config: configuration.Config) -> list[tuple[str, int]]:
+def _rails(config: configuration.Config) -> Sequence[Rail]:
     # Only a group that needs a network looks at interfaces and devices.
     if config.transport is configuration.TransportKind.VERBS:
-        from sennit.transport.rdma_rails import find_rdma_rails
-
-        return [(address, 0) for address in find_rdma_rails(config.interfaces)]
-    from sennit.transport.rails import find_rails
-
-    return [(rail.address, 0) for rail in find_rails(config.interfaces)]
+        return find_rdma_rails(config.interfaces)
+    return find_rails(config.interfaces)
 
 
 class Witness:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import ipaddress
+import os
 import resource
 import socket
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from typing import Any, Final
 
 from sennit.transport.errors import DeviceError, Unsupported
 
+ROOT: Final = Path("/")
 SYSFS: Final = Path("/sys/class/infiniband")
 CRYPTO: Final = Path("/proc/crypto")
 PROCESS_STATUS: Final = Path("/proc/self/status")
@@ -27,6 +29,10 @@ CAP_IPC_LOCK: Final = 14
 LOCKED_MEMORY_MIN_BYTES: Final = 64 << 20
 # InfiniBand Architecture Specification 1.4, 10.9.2: the upper bit of a partition key tells full members.
 PARTITION_MASK: Final = 0x7FFF
+# The partition of all packets (docs/wire.md).
+PARTITION: Final = 0x7FFF
+# infiniband/verbs.h, enum ibv_port_state
+PORT_STATES: Final = {1: "down", 2: "init", 3: "armed", 4: "active"}
 # uapi/rdma/ib_user_verbs.h, enum ibv_mtu: 1 is 256 bytes, 5 is 4,096.
 MTU_BASE_BYTES: Final = 128
 
@@ -86,6 +92,16 @@ class Problem:
 
     what: str
     remedy: str
+    is_fatal: bool = True
+    """False: it works, but not as well as it could."""
+
+
+def whats(problems: Sequence[Problem]) -> str:
+    return "; ".join(problem.what for problem in problems)
+
+
+def remedies(problems: Sequence[Problem]) -> str:
+    return "; ".join(problem.remedy for problem in problems)
 
 
 def read_devices() -> tuple[Device, ...]:
@@ -134,6 +150,10 @@ def port_problems(port: Port) -> list[Problem]:
     if not port.gids:
         remedy = "give its interface an address; set RoCE version 2 as the driver's default (cma_roce_mode)"
         found.append(Problem(what=f"{name} has no GID of RoCE version 2", remedy=remedy))
+    if PARTITION not in port.partitions:
+        own = ", ".join(f"{key:#06x}" for key in port.partitions) or "none"
+        what = f"{name} is in partitions {own}; packets are in the default one, {PARTITION:#06x}"
+        found.append(Problem(what=what, remedy="join the port to the default partition"))
     return found
 
 
@@ -142,7 +162,8 @@ def pair_problems(near: Port, far: Port) -> list[Problem]:
     found = []
     if near.mtu_bytes != far.mtu_bytes:
         what = f"packets of {near.mtu_bytes} bytes on {near.device} and of {far.mtu_bytes} on {far.device}"
-        found.append(Problem(what=what, remedy="give both interfaces, and what is between them, the same MTU"))
+        remedy = "give both interfaces, and what is between them, the same MTU"
+        found.append(Problem(what=what, remedy=remedy, is_fatal=False))
     if not set(near.partitions) & set(far.partitions):
         keys = " and ".join(", ".join(f"{key:#06x}" for key in port.partitions) or "none" for port in (near, far))
         remedy = "join both ports to one partition"
@@ -156,18 +177,64 @@ def pair_problems(near: Port, far: Port) -> list[Problem]:
 
 def machine_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module")) -> list[Problem]:
     """What keeps any device of this machine from being used."""
+    return locked_memory_problems() + soft_roce_problems(crypto, modules)
+
+
+def locked_memory_problems() -> list[Problem]:
+    """Whether as much memory may be registered as operations need."""
     found = []
     limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit_bytes != resource.RLIM_INFINITY and limit_bytes < LOCKED_MEMORY_MIN_BYTES and not _may_lock_memory():
         what = f"at most {limit_bytes >> 10} KiB of memory may be locked, {LOCKED_MEMORY_MIN_BYTES >> 10} are needed"
         remedy = "ulimit -l unlimited; docker run --ulimit memlock=-1; LimitMEMLOCK=infinity in systemd"
         found.append(Problem(what=what, remedy=remedy))
+    return found
+
+
+def soft_roce_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module")) -> list[Problem]:
+    """What keeps soft-RoCE from having devices."""
+    found = []
     # rxe asks the crypto layer by name, where no dependency of modules tells of it: adding a device then fails
     # with "No such file or directory".
     if (modules / "rdma_rxe").is_dir() and crypto.is_file() and not _has_crc32(crypto.read_text()):
         what = "soft-RoCE (rdma_rxe) is loaded, but the kernel has no crc32 for it"
         found.append(Problem(what=what, remedy="modprobe crc32_generic, then add the device again"))
     return found
+
+
+def absence_problems(root: Path = ROOT) -> list[Problem]:
+    """Why this process finds no RDMA device that it can use; asked where it found none."""
+    devices = _names(root / "sys/class/infiniband")
+    if devices:
+        nodes = [path for path in (root / "dev/infiniband").glob("uverbs*") if os.access(path, os.R_OK | os.W_OK)]
+        if nodes:
+            return []
+        what = f"{', '.join(devices)}: this process cannot open /dev/infiniband/uverbs*"
+        remedy = "modprobe ib_uverbs; give this user, or this container, /dev/infiniband"
+        return [Problem(what=what, remedy=remedy)]
+    found = soft_roce_problems(root / "proc/crypto", root / "sys/module")
+    release = os.uname().release
+    if _has_module("rdma_rxe", root, release):
+        remedy = "an RDMA NIC, or soft-RoCE: modprobe rdma_rxe; rdma link add rxe0 type rxe netdev <interface>"
+        return [*found, Problem(what="no RDMA device", remedy=remedy)]
+    what = f"no RDMA device, and kernel {release} has no module rdma_rxe for soft-RoCE"
+    remedy = (
+        "a kernel package that has it (Debian: linux-image-amd64, not the cloud kernels; Ubuntu: "
+        f"linux-modules-extra-{release}), or sennit testbed vm"
+    )
+    return [*found, Problem(what=what, remedy=remedy)]
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def _has_module(name: str, root: Path, release: str) -> bool:
+    if (root / "sys/module" / name).is_dir():
+        return True
+    folder = root / "lib/modules" / release
+    lists = [path for path in (folder / "modules.dep", folder / "modules.builtin") if path.is_file()]
+    return any(f"/{name}.ko" in path.read_text() for path in lists)
 
 
 def _has_crc32(text: str) -> bool:
@@ -207,12 +274,6 @@ def _device(name: str, context: Any) -> Device:
 def _port(device: str, number: int, context: Any) -> Port:
     ibv = _pyverbs("enums")
     attributes = context.query_port(number)
-    states = {
-        ibv.IBV_PORT_DOWN: "down",
-        ibv.IBV_PORT_INIT: "init",
-        ibv.IBV_PORT_ARMED: "armed",
-        ibv.IBV_PORT_ACTIVE: "active",
-    }
     gids = []
     for index in range(attributes.gid_tbl_len):
         try:
@@ -224,12 +285,16 @@ def _port(device: str, number: int, context: Any) -> Port:
     return Port(
         device=device,
         number=number,
-        state=states.get(attributes.state, f"in state {attributes.state}"),
+        state=state_name(attributes.state),
         is_ethernet=attributes.link_layer == ibv.IBV_LINK_LAYER_ETHERNET,
         mtu_bytes=MTU_BASE_BYTES << attributes.active_mtu,
         gids=tuple(gids),
         partitions=tuple(sorted(_partitions(number, attributes.pkey_tbl_len, context))),
     )
+
+
+def state_name(state: int) -> str:
+    return PORT_STATES.get(state, f"in state {state}")
 
 
 def _partitions(port: int, count: int, context: Any) -> set[int]:

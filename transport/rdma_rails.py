@@ -1,69 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses of RDMA devices the verbs port uses: one rail a port of one device."""
+"""Which addresses of RDMA devices the verbs port uses, one rail an interface, and what two ranks must have in common.
+
+Ports are read by the native core, which opens libibverbs itself: a rank needs no pyverbs.
+"""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
+from typing import Any, Final, TypeAlias
 
-from sennit.transport.errors import ConfigError, Unsupported
+from sennit.transport.devices import (
+    PARTITION_MASK,
+    Gid,
+    Port,
+    Problem,
+    absence_problems,
+    locked_memory_problems,
+    pair_problems,
+    port_problems,
+    remedies,
+    state_name,
+    whats,
+)
+from sennit.transport.errors import ConfigError, MismatchError, Unsupported
+from sennit.transport.rails import Rail
+
+Record: TypeAlias = dict[str, Any]
+IP_VERSIONS: Final = (6, 4)  # in the order in which rails are paired (docs/wire.md, "Offer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RdmaAddress:
-    """A RoCE v2 address that a device serves."""
+class RdmaRail(Rail):
+    """A RoCE v2 address that can be used, and the port that serves it."""
 
-    device: str
-    port: int
-    address: str
-    interface: str
-    is_active: bool
+    port: Port
 
     def __str__(self) -> str:
-        return f"{self.device} port {self.port} {self.address} on {self.interface}{'' if self.is_active else ', down'}"
+        return f"{self.port.device} port {self.port.number} {self.address} on {self.interface}"
+
+    def as_record(self) -> Record:
+        """What peers compare with their own."""
+        return {
+            "device": self.port.device,
+            "mtu_bytes": self.port.mtu_bytes,
+            "partitions": list(self.port.partitions),
+            "address": self.address,
+        }
 
 
-def find_rdma_rails(wanted: Sequence[str] = ()) -> list[str]:
+def find_rdma_rails(wanted: Sequence[str] = ()) -> list[RdmaRail]:
     """The rails of this machine: addresses of the interfaces named, or of the first device that has any."""
+    ports, unreadable = read_ports()
+    rails = choose_rdma_rails(ports, wanted, unreadable)
+    if problems := locked_memory_problems():
+        raise Unsupported("verbs", _text(problems))
+    return rails
+
+
+def read_ports() -> tuple[list[Port], list[Problem]]:
+    """The ports of every device, and what is wrong with those devices that cannot be read."""
     from sennit.transport import _core
 
-    names = dict(socket.if_nameindex())
-    known = [
-        RdmaAddress(device=device, port=port, address=address, interface=names.get(index, ""), is_active=is_active)
-        for device, port, address, index, is_active, _ in _core.rdma_addresses()
-    ]
-    return [rail.address for rail in choose_rdma_rails(known, wanted)]
-
-
-def choose_rdma_rails(known: Sequence[RdmaAddress], wanted: Sequence[str]) -> list[RdmaAddress]:
-    """Of each interface named, in their order, its best address; else of each active port of the first device."""
-    listed = "; ".join(map(str, known)) or "none"
-    # A link-local address has a scope, which rendezvous does not carry.
-    usable = [one for one in known if not ip_address(one.address).is_link_local]
-    if not usable:
-        raise Unsupported(
-            "verbs",
-            "no RDMA device here has a RoCE v2 address but link-local ones (see `rdma link`; soft-RoCE: `rdma link add "
-            f"rxe0 type rxe netdev NAME`); there are: {listed}",
+    interfaces = dict(socket.if_nameindex())
+    ports, unreadable = [], []
+    for device, number, state, is_ethernet, mtu_bytes, partitions, gids, problem in _core.rdma_ports():
+        if number == 0:
+            remedy = "give this user, or this container, /dev/infiniband"
+            unreadable.append(Problem(what=f"{device} {problem}", remedy=remedy))
+            continue
+        ports.append(
+            Port(
+                device=device,
+                number=number,
+                state=state_name(state),
+                is_ethernet=is_ethernet,
+                mtu_bytes=mtu_bytes,
+                gids=tuple(
+                    Gid(index=index, address=ipaddress.ip_address(address), interface=interfaces.get(interface, ""))
+                    for index, address, interface in gids
+                ),
+                partitions=tuple(sorted({key & PARTITION_MASK for key in partitions} - {0})),
+            )
         )
+    return ports, unreadable
+
+
+def choose_rdma_rails(
+    ports: Sequence[Port], wanted: Sequence[str], unreadable: Sequence[Problem] = ()
+) -> list[RdmaRail]:
+    """Of each interface named, in their order, its best address; else of each usable port of the first device."""
+    if not ports:
+        raise Unsupported("verbs", _text(unreadable or absence_problems()))
+    # A link-local address has a scope, which rendezvous does not carry.
+    rails = [
+        RdmaRail(interface=gid.interface, address=str(gid.address), port=port)
+        for port in ports
+        for gid in port.gids
+        if not gid.is_link_local
+    ]
     if wanted:
-        rails = []
-        for name in wanted:
-            served = [one for one in usable if one.interface == name]
-            if not served:
-                raise ConfigError(f"interface {name!r} has no address that an RDMA device serves; there are: {listed}")
-            rails.append(_best(served))
-        return rails
-    active = [one for one in usable if one.is_active]
-    if not active:
-        raise Unsupported("verbs", f"all ports of RDMA devices are down (ip link set NAME up); there are: {listed}")
-    device = active[0].device
-    ports = dict.fromkeys(one.port for one in active if one.device == device)
-    return [_best([one for one in active if (one.device, one.port) == (device, port)]) for port in ports]
+        return [_best(_of_interface(name, rails, ports)) for name in wanted]
+    usable = [rail for rail in rails if not port_problems(rail.port)]
+    if not usable:
+        found = [problem for port in ports for problem in port_problems(port)] + list(unreadable)
+        remedy = "give an interface below one an address of another scope"
+        local = Problem(what="all addresses of RDMA devices are link-local", remedy=remedy)
+        raise Unsupported("verbs", _text(found or [local]))
+    device = usable[0].port.device
+    numbers = dict.fromkeys(rail.port.number for rail in usable if rail.port.device == device)
+    return [
+        _best([rail for rail in usable if (rail.port.device, rail.port.number) == (device, number)])
+        for number in numbers
+    ]
 
 
-def _best(addresses: Sequence[RdmaAddress]) -> RdmaAddress:
+def check_pair(near: Sequence[Record], far: Sequence[Record], peer: int) -> None:
+    """Compares this rank's rails with a peer's, as records. Raises MismatchError where no packet could arrive; where
+    packets are only smaller than they could be, warns."""
+    for version in IP_VERSIONS:
+        for ours, theirs in zip(_of_version(near, version), _of_version(far, version), strict=False):
+            for problem in pair_problems(ours, theirs):
+                text = f"rank {peer}: {_text([problem])}"
+                if problem.is_fatal:
+                    raise MismatchError(f"verbs: {text}")
+                warnings.warn(f"verbs: {text}", RuntimeWarning, stacklevel=2)
+
+
+def _of_version(records: Sequence[Record], version: int) -> list[Port]:
+    ports = []
+    for record in records:
+        address = ipaddress.ip_address(record["address"])
+        if address.version == version:
+            ports.append(
+                Port(
+                    device=f"{record['device']} {address}",
+                    number=0,
+                    state="active",
+                    is_ethernet=True,
+                    mtu_bytes=record["mtu_bytes"],
+                    gids=(Gid(index=0, address=address, interface=""),),
+                    partitions=tuple(record["partitions"]),
+                )
+            )
+    return ports
+
+
+def _of_interface(name: str, rails: Sequence[RdmaRail], ports: Sequence[Port]) -> list[RdmaRail]:
+    usable = [rail for rail in rails if rail.interface == name and not port_problems(rail.port)]
+    if usable:
+        return usable
+    above = [port for port in ports if any(gid.interface == name for gid in port.gids)]
+    if problems := [problem for port in above for problem in port_problems(port)]:
+        raise ConfigError(f"interface {name!r}: {_text(problems)}")
+    listed = "; ".join(map(str, rails)) or whats([problem for port in ports for problem in port_problems(port)])
+    raise ConfigError(f"interface {name!r} has no address that an RDMA device serves; there are: {listed}")
+
+
+def _best(rails: Sequence[RdmaRail]) -> RdmaRail:
     """IPv6 first: its packets have no identification under the ICRC (docs/wire.md)."""
-    return next((one for one in addresses if ":" in one.address), addresses[0])
+    return next((rail for rail in rails if ":" in rail.address), rails[0])
+
+
+def _text(problems: Sequence[Problem]) -> str:
+    return f"{whats(problems)} ({remedies(problems)})"

@@ -5,7 +5,8 @@
     "run"           rank 0 lists the nonces it read; the keys of all that follows hold the run's number
     round "offer"   this rank's shared-memory segment, or why there is none
     round "opened"  whose offers this rank could open: two ranks use shared memory when both opened the other's
-    round "udp"     addresses, keys, paths, of sockets or of an RDMA device; only where some pair has no shared memory
+    round "udp"     addresses, keys, paths, of sockets or of RDMA devices, and what peers must have in common with the
+                    latter; only where some pair has no shared memory
 
 A store may outlive a run and hold its records: torchrun restarts ranks over the same one. So a record counts only in
 the run whose list has its writer's nonce (`_Rounds.settle`).
@@ -28,6 +29,8 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, MismatchError, PeerError, SennitError, TimeoutError, Unsupported
 from sennit.transport.host import host_identity, machine_identity
+from sennit.transport.rails import Rail
+from sennit.transport.rdma_rails import RdmaRail, check_pair
 from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
 
@@ -281,7 +284,7 @@ def connect(
     store: Store | None,
     rank: int,
     world: int,
-    rails: Callable[[], list[tuple[str, int]]],
+    rails: Callable[[], Sequence[Rail]],
     name: str = "world",
     timeout_s: float | None = None,
     watch: Callable[[], None] | None = None,
@@ -321,10 +324,16 @@ def connect(
         def open_udp() -> Record:
             _refuse_strangers(config, hello, offers, by_shm[rank], rank)
             if not needs_udp[rank]:
-                return {"blob": ""}
-            return {"blob": _text(_open_network(endpoint, config, rails()))}
+                return {"blob": "", "devices": []}
+            chosen = rails()
+            blob = _open_network(endpoint, config, [rail.address for rail in chosen])
+            return {"blob": _text(blob), "devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
 
-        blobs = [base64.b64decode(record["blob"]) for record in rounds.exchange("udp", open_udp)]
+        opened_networks = rounds.exchange("udp", open_udp)
+        for peer, record in enumerate(opened_networks):
+            if not by_shm[rank][peer]:
+                check_pair(opened_networks[rank]["devices"], record["devices"], peer)
+        blobs = [base64.b64decode(record["blob"]) for record in opened_networks]
     network = "verbs" if config.transport is TransportKind.VERBS else "udp"
     routes: list[Route] = [("shm", b"") if by_shm[rank][peer] else (network, blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")
@@ -332,10 +341,10 @@ def connect(
     return Connection(endpoint=endpoint, routes=tuple(kind for kind, _ in routes), ranks_here=ranks_here)
 
 
-def _open_network(endpoint: Endpoint, config: Config, rails: list[tuple[str, int]]) -> bytes:
+def _open_network(endpoint: Endpoint, config: Config, addresses: list[str]) -> bytes:
     if config.transport is TransportKind.VERBS:
         return endpoint.verbs_open(
-            [address for address, _ in rails],
+            addresses,
             path_count=config.paths,
             path_policy=config.path_policy,
             congestion=config.congestion,
@@ -343,7 +352,7 @@ def _open_network(endpoint: Endpoint, config: Config, rails: list[tuple[str, int
             service=config.verbs_service,
         )
     return endpoint.udp_open(
-        rails,
+        [(address, 0) for address in addresses],
         path_count=config.paths,
         path_policy=config.path_policy,
         congestion=config.congestion,

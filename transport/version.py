@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 # What ranks say to each other through the store: rendezvous and membership records, plans (docs/plan.md), the
 # shared-memory layout. Raised when any of them changes.
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 # What ranks send to each other: packets, control payloads, the udp offer (docs/wire.md). Raised when any of them
 # changes, together with flow::CONTROL_VERSION.
 WIRE_REVISION: Final = 2

@@ -17,7 +17,7 @@ import pytest
 
 from sennit.testbed.vm import links
 
-TC_TIMEOUT_S = 30.0
+COMMAND_TIMEOUT_S = 30.0
 
 
 def load(path: Path, *parts: str) -> ModuleType:
@@ -75,13 +75,24 @@ def pair(endpoint: ModuleType) -> Iterator[Callable[..., tuple[Any, Any]]]:
 
 
 @pytest.fixture
+def unconnected() -> Iterator[str]:
+    """A device whose interface, cold0, is down."""
+    for command in ("ip link add cold0 type dummy", "rdma link add cold type rxe netdev cold0"):
+        subprocess.run(command.split(), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+    yield "cold"
+    # Without its interface, the device would be gone only some time later.
+    for command in ("rdma link delete cold", "ip link del cold0"):
+        subprocess.run(command.split(), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
+
+
+@pytest.fixture
 def netem() -> Iterator[Callable[[int, str], None]]:
     """Sets what happens to packets that a device sends, as tc-netem(8) writes it; all is as before after the test."""
     changed: set[int] = set()
 
     def tc(action: str, device: int, settings: str = "") -> None:
         command = ["tc", "qdisc", action, "dev", links.netdev(device), "root", *settings.split()]
-        subprocess.run(command, check=True, capture_output=True, timeout=TC_TIMEOUT_S)
+        subprocess.run(command, check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
 
     def change(device: int, settings: str) -> None:
         tc("replace", device, f"netem {settings}")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -21,16 +21,6 @@ Pair = Callable[..., tuple[Any, Any]]
 
 def execute(command: str) -> None:
     subprocess.run(command.split(), check=True, capture_output=True, timeout=30)
-
-
-@pytest.fixture
-def unconnected() -> Iterator[str]:
-    """A device whose interface is down."""
-    execute("ip link add cold0 type dummy")
-    execute("rdma link add cold type rxe netdev cold0")
-    yield "cold"
-    execute("rdma link delete cold")  # without its interface, it would be gone only some time later
-    execute("ip link del cold0")
 
 
 def test_devices_of_the_link_are_read_and_usable() -> None:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import ipaddress
-import resource
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +36,7 @@ def test_a_good_port_has_no_problem() -> None:
         (replace(GOOD, state="down"), "port 1 of rxe0 is down", "ip link set eth0 up"),
         (replace(GOOD, gids=()), "has no GID of RoCE version 2", "an address"),
         (replace(GOOD, is_ethernet=False), "is InfiniBand", "Ethernet"),
+        (replace(GOOD, partitions=(0x1,)), "is in partitions 0x0001", "default partition"),
     ],
 )
 def test_a_port_that_cannot_be_used_is_named(port: Port, what: str, remedy: str) -> None:
@@ -59,14 +58,6 @@ def test_ports_that_do_not_fit_are_named(far: Port, what: str) -> None:
     assert what in problem.what
     assert "mlx5_0" in problem.what
     assert problem.remedy
-
-
-@pytest.fixture
-def little_locked_memory() -> Iterator[int]:
-    before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, before[1]))
-    yield 65536
-    resource.setrlimit(resource.RLIMIT_MEMLOCK, before)
 
 
 @pytest.mark.parametrize(("capabilities", "count"), [("0000000000000000", 1), ("0000000000004000", 0)])

@@ -18,7 +18,10 @@ import pytest
 import sennit
 from sennit.transport import _core, errors, rendezvous
 from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind, VerbsService
+from sennit.transport.devices import Port
 from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, SennitError, Unsupported
+from sennit.transport.rails import Rail
+from sennit.transport.rdma_rails import RdmaRail
 from sennit.transport.store import FileStore, Store
 from sennit.transport.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
 
@@ -97,6 +100,7 @@ def meet(
     store: Store | None = None,
     timeout_s: float = 20.0,
     absent: Sequence[int] = (),
+    rails: Sequence[Sequence[Rail]] = (),
 ) -> list[tuple[str, ...] | SennitError]:
     """What each rank gets: its routes, or the error it raised."""
     world = len(endpoints)
@@ -114,7 +118,7 @@ def meet(
                 store=shared,
                 rank=rank,
                 world=world,
-                rails=lambda: [(f"10.0.0.{rank}", 0)],
+                rails=lambda: rails[rank] if rails else [Rail(interface="eth0", address=f"10.0.0.{rank}")],
                 timeout_s=timeout_s,
             )
         except SennitError as error:
@@ -250,6 +254,27 @@ def test_verbs_and_udp_are_one_wire_and_each_rank_chooses_its_own() -> None:
     }
     assert endpoints[1].routes[0] == ("udp", b"verbs0")
     assert endpoints[0].routes[1] == ("verbs", b"udp1\x00\xff")
+
+
+def test_packets_that_two_devices_make_smaller_than_need_be_are_named() -> None:
+    verbs = [Config(transport=TransportKind.VERBS)] * 2
+    rails = [
+        [rdma_rail("rxe0", "10.0.0.0", mtu_bytes=4096)],
+        [rdma_rail("mlx5_0", "10.0.0.1", mtu_bytes=1024)],
+    ]
+    with pytest.warns(RuntimeWarning, match="packets of") as named:
+        assert meet([Recorder(0, "a"), Recorder(1, "b")], verbs, rails=rails) == [("self", "verbs"), ("verbs", "self")]
+    assert sorted(str(warning.message).partition(" (")[0] for warning in named) == [
+        "verbs: rank 0: packets of 1024 bytes on mlx5_0 10.0.0.1 and of 4096 on rxe0 10.0.0.0",
+        "verbs: rank 1: packets of 4096 bytes on rxe0 10.0.0.0 and of 1024 on mlx5_0 10.0.0.1",
+    ]
+
+
+def rdma_rail(device: str, address: str, *, mtu_bytes: int) -> RdmaRail:
+    port = Port(
+        device=device, number=1, state="active", is_ethernet=True, mtu_bytes=mtu_bytes, gids=(), partitions=(0x7FFF,)
+    )
+    return RdmaRail(interface="eth0", address=address, port=port)
 
 
 def test_ranks_that_never_arrive_are_named() -> None:

@@ -315,16 +315,22 @@ NB_MODULE(_core, m) {
   m.attr("PATH_POLICIES") = to_names(sennit::flow::path_policies());
   m.attr("CONGESTION_CONTROLS") = to_names(sennit::flow::congestion_controls());
   m.def(
-      "rdma_addresses",
+      "rdma_ports",
       [] {
         nb::list out;
-        for (const sennit::VerbsAddress& one :
-             guarded([] { return sennit::find_verbs_addresses(sennit::VerbsLibrary::system()); }))
-          out.append(nb::make_tuple(one.device, one.port, sennit::address_text(one.endpoint), one.interface_index,
-                                    one.is_active, one.mtu_bytes));
+        for (const sennit::VerbsDevicePort& port :
+             guarded([] { return sennit::find_verbs_ports(sennit::VerbsLibrary::system()); })) {
+          nb::list gids;
+          for (const sennit::VerbsAddress& one : port.addresses)
+            gids.append(nb::make_tuple(one.gid_index, sennit::address_text(one.endpoint), one.interface_index));
+          out.append(nb::make_tuple(port.device, port.number, static_cast<int>(port.state), port.is_ethernet,
+                                    port.mtu_bytes, port.partitions, gids, port.problem));
+        }
         return out;
       },
-      "The addresses that RDMA devices serve: (device, port, address, interface index, active, largest payload).");
+      "The ports of all RDMA devices: (device, number, state, Ethernet or not, largest payload, partition keys, RoCE "
+      "v2 "
+      "GIDs as (index, address, interface index), problem). Number 0: only `problem` counts, why it cannot be read.");
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)
       .def_prop_ro("name", [](const PyPlan& self) { return self.plan().name; })

@@ -20,8 +20,23 @@ struct VerbsAddress {
   ibv_gid gid{};
   wire::Endpoint endpoint;  // the same; UDP port 4791, as always with a device
   uint32_t interface_index = 0;
-  bool is_active = false;  // the port's state
-  uint32_t mtu_bytes = 0;  // of the port, now: the largest payload of a packet
+  // Of the port, now:
+  bool is_active = false;
+  uint32_t mtu_bytes = 0;        // the largest payload of a packet
+  uint16_t partition_index = 0;  // where its table has the partition of all packets; NO_PARTITION: nowhere
+  static constexpr uint16_t NO_PARTITION = UINT16_MAX;
+};
+
+// A port of a device, and what it serves.
+struct VerbsDevicePort {
+  std::string device;
+  uint8_t number = 0;  // 0: the device cannot be opened or read, `problem` says why
+  std::string problem;
+  ibv_port_state state = IBV_PORT_NOP;
+  bool is_ethernet = false;
+  uint32_t mtu_bytes = 0;
+  std::vector<uint16_t> partitions;  // keys; 0: an empty place
+  std::vector<VerbsAddress> addresses;
 };
 
 // The GID that stands for an address; IPv4 is mapped into IPv6 (RFC 4291, 2.5.5.2).
@@ -29,10 +44,10 @@ ibv_gid gid_of(const wire::Endpoint& endpoint);
 // "rxe0 port 1 GID 2 [2001:db8::1] 4096 bytes", and ", down" where it is.
 std::string describe(const VerbsAddress& address);
 
-// Of all devices that this process may open.
-std::vector<VerbsAddress> find_verbs_addresses(const VerbsLibrary& library);
+// Of all devices; none is not an error.
+std::vector<VerbsDevicePort> find_verbs_ports(const VerbsLibrary& library);
 // The one that serves `address` and can be used now. Throws std::invalid_argument, saying what there is and what to do.
-VerbsAddress choose_verbs_address(const std::vector<VerbsAddress>& known, const std::string& address);
+VerbsAddress choose_verbs_address(const std::vector<VerbsDevicePort>& known, const std::string& address);
 
 class VerbsDevice {
  public:

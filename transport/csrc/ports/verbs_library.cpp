@@ -37,6 +37,7 @@ VerbsLibrary load() {
   find(library, out.close_device, "ibv_close_device", "IBVERBS_1.1");
   find(library, out.query_device, "ibv_query_device", "IBVERBS_1.1");
   find(library, out.query_port, "ibv_query_port", "IBVERBS_1.1");
+  find(library, out.query_pkey, "ibv_query_pkey", "IBVERBS_1.1");
   find(library, out.query_gid_table, "_ibv_query_gid_table", "IBVERBS_1.11");
   find(library, out.alloc_pd, "ibv_alloc_pd", "IBVERBS_1.1");
   find(library, out.dealloc_pd, "ibv_dealloc_pd", "IBVERBS_1.1");

@@ -21,6 +21,7 @@ struct VerbsLibrary {
   int (*close_device)(ibv_context*);
   int (*query_device)(ibv_context*, ibv_device_attr*);
   int (*query_port)(ibv_context*, uint8_t, _compat_ibv_port_attr*);
+  int (*query_pkey)(ibv_context*, uint8_t, int, __be16*);
   ssize_t (*query_gid_table)(ibv_context*, ibv_gid_entry*, size_t, uint32_t, size_t);
   ibv_pd* (*alloc_pd)(ibv_context*);
   int (*dealloc_pd)(ibv_pd*);

@@ -45,7 +45,7 @@ VerbsPort::VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config)
                                 std::to_string(size));
   config.check("verbs", config.addresses.size());
   const VerbsLibrary& library = config.library != nullptr ? *config.library : VerbsLibrary::system();
-  const std::vector<VerbsAddress> known = find_verbs_addresses(library);
+  const std::vector<VerbsDevicePort> known = find_verbs_ports(library);
   for (const std::string& address : config.addresses) rails_.push_back(choose_verbs_address(known, address));
   is_rail_up_.assign(rails_.size(), true);
   for (const VerbsAddress& rail : rails_)

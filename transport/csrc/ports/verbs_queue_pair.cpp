@@ -12,7 +12,6 @@
 namespace sennit {
 namespace {
 
-constexpr uint16_t PARTITION_INDEX = 0;  // the default partition
 constexpr uint8_t HOP_LIMIT = 64;
 // RC only: 4.096 us * 2^14 = 67 ms, seven times; flow takes the path as dead long before.
 constexpr uint8_t ACK_TIMEOUT = 14, RETRY_COUNT = 7, RNR_RETRY_FOREVER = 7;
@@ -68,7 +67,7 @@ void VerbsQueuePair::modify(ibv_qp_attr& attributes, int mask, const char* what)
 void VerbsQueuePair::to_init() {
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
-  attributes.pkey_index = PARTITION_INDEX;
+  attributes.pkey_index = route_.local.partition_index;
   attributes.port_num = route_.local.port;
   attributes.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
   modify(attributes, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "cannot be initialised");

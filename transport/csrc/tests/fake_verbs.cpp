@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/fake_verbs.hpp"
 
+#include <arpa/inet.h>
 #include <fcntl.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
@@ -77,7 +78,11 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
   };
   library_.free_device_list = [](ibv_device**) {};
   library_.get_device_name = [](ibv_device* device) -> const char* { return device->name; };
-  library_.open_device = [](ibv_device* device) {
+  library_.open_device = [](ibv_device* device) -> ibv_context* {
+    if (!self().can_be_opened) {
+      errno = EACCES;
+      return nullptr;
+    }
     auto* context = new Context;
     context->base.device = device;
     context->base.async_fd = new_eventfd();
@@ -170,6 +175,7 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
   library_.query_device = [](ibv_context*, ibv_device_attr* out) {
     *out = {};
     out->max_qp = 4'096;
+    out->phys_port_cnt = 1;
     out->max_cqe = 32'767;
     out->max_srq_wr = 8'192;
     out->device_cap_flags = self().has_windows ? IBV_DEVICE_MEM_WINDOW : 0;
@@ -179,6 +185,12 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
     auto* port = reinterpret_cast<ibv_port_attr*>(out);
     port->state = self().port_state;
     port->active_mtu = self().mtu;
+    port->link_layer = IBV_LINK_LAYER_ETHERNET;
+    port->pkey_tbl_len = static_cast<uint16_t>(self().partitions.size());
+    return 0;
+  };
+  library_.query_pkey = [](ibv_context*, uint8_t, int index, __be16* out) {
+    *out = htons(self().partitions[static_cast<size_t>(index)]);
     return 0;
   };
   library_.query_gid_table = [](ibv_context*, ibv_gid_entry* out, size_t, uint32_t, size_t) -> ssize_t {

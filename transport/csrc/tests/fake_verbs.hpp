@@ -34,8 +34,9 @@ class FakeVerbs {
 
   // Settings, before or between.
   std::vector<std::string> addresses = {"fd00::1"};  // GIDs of the device
-  bool has_device = true, has_unreliable_service = true, has_windows = true;
+  bool has_device = true, can_be_opened = true, has_unreliable_service = true, has_windows = true;
   ibv_port_state port_state = IBV_PORT_ACTIVE;
+  std::vector<uint16_t> partitions = {0xFFFF};
   ibv_mtu mtu = IBV_MTU_4096;
   uint64_t registration_max_bytes = UINT64_MAX;
   uint32_t window_max_count = UINT32_MAX;

@@ -99,15 +99,16 @@ TEST_CASE("a copy that comes after its message was handed over reaches no memory
       return 1u;
     };
     exchange(pair, 1, {100'000}, false);
-    REQUIRE(copies.size() == 2 * 25);
+    REQUIRE(copies.size() >= 2 * 25);  // more where this process stood still: then it asks again
     auto& memory = pair.b.incoming.at(1 << 20);
     std::fill(memory.begin(), memory.end(), std::byte{0x11});
+    const uint64_t refused_before = fake.refused_keys;
     const size_t late = copies.size();
     for (const FakePacket& copy : copies) fake.arrive(copy);
-    CHECK(fake.refused_keys == late);
+    CHECK(fake.refused_keys - refused_before == late);
     exchange(pair, 2, {10}, false);  // and the ports go on
     CHECK(std::all_of(memory.begin(), memory.end(), [](std::byte byte) { return byte == std::byte{0x11}; }));
-    CHECK(pair.a.counter("remote_access_errors") + pair.b.counter("remote_access_errors") == late);
+    CHECK(pair.a.counter("remote_access_errors") + pair.b.counter("remote_access_errors") == fake.refused_keys);
   }
 }
 
@@ -281,13 +282,18 @@ TEST_CASE("set-up mistakes are named") {
   {
     FakeVerbs fake;
     fake.has_device = false;
-    refused("there is no RDMA device with a RoCE v2 address", config_for(fake));
+    refused("there is no RDMA device (see `rdma link`", config_for(fake));
   }
   {
     FakeVerbs fake;
     fake.addresses = {"192.0.2.9"};
     refused("no RDMA device has a RoCE v2 GID for fd00::1; there are: fake0 port 1 GID 0 192.0.2.9:4791 4096 bytes",
             config_for(fake));
+  }
+  {
+    FakeVerbs fake;
+    fake.addresses.clear();
+    refused("there are: fake0 port 1 without a RoCE v2 GID (give its interface an address)", config_for(fake));
   }
   {
     FakeVerbs fake;
@@ -298,6 +304,16 @@ TEST_CASE("set-up mistakes are named") {
     FakeVerbs fake;
     fake.mtu = IBV_MTU_512;
     refused("512 bytes a packet; at least 1024 are needed", config_for(fake));
+  }
+  {
+    FakeVerbs fake;
+    fake.partitions = {0x8001, 0};
+    refused("fake0 port 1 GID 0 [fd00::1]:4791 4096 bytes is not in the default partition, 0xffff", config_for(fake));
+  }
+  {
+    FakeVerbs fake;
+    fake.can_be_opened = false;
+    refused("fake0 cannot be opened: Permission denied", config_for(fake));
   }
   {
     FakeVerbs fake;
