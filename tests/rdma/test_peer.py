@@ -20,6 +20,7 @@ from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.elements import Dtype
 from sennit.transport.signature import Kind, signature
+from sennit.transport.rails import Rail
 from sennit.transport.store import FileStore
 
 pytestmark = pytest.mark.rdma
@@ -60,7 +61,7 @@ class Pair:
 
         thread = threading.Thread(target=make)
         thread.start()
-        rails = [(links.address(PEER, 6), 0)]
+        rails = [Rail(interface=links.netdev(PEER), address=links.address(PEER, 6))]
         rendezvous.connect(
             lambda _: peer, config=config(), store=store, rank=PEER, world=2, rails=lambda: rails, name="peer"
         )

@@ -27,7 +27,9 @@ def test_an_interface_that_is_down_is_named_with_what_to_do() -> None:
 
 
 def test_an_interface_without_a_device_is_told_what_there_is() -> None:
-    with pytest.raises(errors.ConfigError, match=r"interface 'lo' has no address that an RDMA device serves.*rxe0 port"):
+    with pytest.raises(
+        errors.ConfigError, match=r"interface 'lo' has no address that an RDMA device serves.*rxe0 port"
+    ):
         find_rdma_rails(["lo"])
 
 
