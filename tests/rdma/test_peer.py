@@ -19,8 +19,8 @@ from sennit.transport.algorithms import alltoall, point_to_point
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.elements import Dtype
-from sennit.transport.signature import Kind, signature
 from sennit.transport.rails import Rail
+from sennit.transport.signature import Kind, signature
 from sennit.transport.store import FileStore
 
 pytestmark = pytest.mark.rdma
