@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from sennit.testbed.vm import debian, initramfs, stock_kernel, uml_kernel
-from sennit.testbed.vm.job import Channels, Mount
+from sennit.testbed.vm.job import Channels, Mount, Record
 from sennit.testbed.vm.kernels import Kind
 
 QEMU: Final = "qemu-system-x86_64"
@@ -40,6 +40,8 @@ class Machine(ABC):
 
     root: Mount
     channels: Channels
+    setup: Sequence[Record] = ()
+    """What its guest does besides."""
 
     def __init__(self, kernel: Path) -> None:
         self.kernel = kernel
@@ -73,6 +75,11 @@ class Uml(Machine):
 
     root = Mount(source="none", type="hostfs", options="/")
     channels = Channels(output="/dev/tty1", errors="/dev/tty2", control="/dev/tty3")
+    # A process of the guest is one of the host, in which every run of adjacent pages of the guest's memory is a
+    # mapping; of those it may have vm.max_map_count, 65,530 by default. Pages lie scattered, and torch gets too few
+    # of them, once the kernel's lists of single free pages (last in, first out) are many megabytes long. As short as
+    # can be, free pages become parts of larger blocks again (Documentation/admin-guide/sysctl/vm.rst).
+    setup = (("write", "/proc/sys/vm/percpu_pagelist_high_fraction", "1000000"),)
 
     def command(
         self, *, initrd: Path, folder: Path, memory_bytes: int, descriptors: Descriptors, kept: Sequence[Path]

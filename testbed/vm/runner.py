@@ -114,7 +114,7 @@ def _initramfs(request: Request, machine: Machine) -> bytes:
         kept=machine.kept_mounts(keep),
         channels=machine.channels,
         modules=[f"/{module.path}" for module in modules],
-        setup=request.links.records(),
+        setup=[*machine.setup, *request.links.records()],
         environment=environment,
         folder=request.folder.resolve(),
         command=request.command,

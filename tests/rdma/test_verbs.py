@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import shutil
 import socket
@@ -121,41 +120,6 @@ def test_bytes_survive_a_bad_network(settings: str, netem: Netem, tmp_path: Path
 @pytest.mark.parametrize("scenario", ["mismatch", "late", "killed"])
 def test_failures_are_named(scenario: str, tmp_path: Path) -> None:
     run(scenario, tmp_path, timeout_s=5.0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_model_trained_over_a_lossy_network_has_the_weights_of_one_trained_in_shared_memory(
-    netem: Netem, tmp_path: Path
-) -> None:
-    pytest.importorskip("torch", reason="torch is not installed")
-    if "User Mode Linux" in Path("/proc/cpuinfo").read_text():
-        pytest.skip("User-Mode Linux maps page by page, and torch's pages exceed the host's vm.max_map_count")
-
-    def train(transport: str, port: int) -> str:
-        folder = tmp_path / transport
-        folder.mkdir()
-        ranks = Ranks(folder)
-        options = "--data synthetic --samples 4096 --steps 4 --epochs 1 --json"
-        for rank in range(2):
-            ranks.start(
-                [sys.executable, "-m", "sennit", "train", *options.split(), str(folder / f"report{rank}")],
-                SENNIT_TRANSPORT=transport,
-                SENNIT_INTERFACES=links.netdev(rank),
-                RANK=f"{rank}",
-                LOCAL_RANK=f"{rank}",
-                WORLD_SIZE="2",
-                LOCAL_WORLD_SIZE="2",
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=f"{port}",
-            )
-        ranks.finish()
-        return str(json.loads((folder / "report0").read_text())["weights_sha256"])
-
-    in_shared_memory = train("shm", 29511)
-    for device in (0, 1):
-        netem(device, "loss 1%")
-    assert train("verbs", 29512) == in_shared_memory
 
 
 def test_too_little_memory_that_may_be_locked_is_named_with_what_to_do(tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a small DLRM on some of the flights with two ranks, once for each transport named on the standard input.
+
+Imports torch and reads the data once, and forks the ranks: both cost seconds in a VM. Answers each line with the
+SHA-256 of the trained weights, on which the ranks have to agree.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch._dynamo  # DDP imports it: here once instead of in each rank
+import torch.distributed as dist
+
+from sennit.runtime.backend import register
+from sennit.runtime.data import sources
+from sennit.runtime.report import RunReport
+from sennit.runtime.stretch import train
+from sennit.runtime.training_config import TrainingConfig
+from sennit.testbed.vm import links
+
+WORLD = 2
+TIMEOUT = datetime.timedelta(seconds=60)
+CONFIG = TrainingConfig(epochs=1, max_steps=6, batch_size=1024, timeout_s=60.0)
+EVERY = slice(None, None, 20)
+
+
+def read_samples(path: Path) -> None:
+    """Some flights of each day."""
+    whole = sources.load(CONFIG.source, seed=CONFIG.seed)
+    some = replace(
+        whole,
+        dense=whole.dense[EVERY].clone(),
+        labels=whole.labels[EVERY].clone(),
+        columns=tuple(replace(column, values=column.values[EVERY].clone()) for column in whole.columns),
+    )
+    torch.save(some, path)
+
+
+def run_rank(transport: str, rank: int, folder: Path) -> None:
+    os.environ.update(SENNIT_TRANSPORT=transport, SENNIT_INTERFACES=links.netdev(rank))
+    samples = torch.load(folder / "samples", weights_only=False)
+    meeting = f"file://{folder / transport}"
+    dist.init_process_group("sennit", init_method=meeting, rank=rank, world_size=WORLD, timeout=TIMEOUT)
+    report = train(CONFIG, samples, [], begin=lambda trainer: None)
+    assert isinstance(report, RunReport)
+    (folder / f"weights{rank}").write_text(report.weights_sha256)
+    dist.destroy_process_group()
+
+
+def start(function: Callable[[], None]) -> int:
+    """Calls the function in a fork of this process; its process number."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where only the answers belong
+        function()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def finish(what: str, children: list[int]) -> None:
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise SystemExit(f"{what} ended with {codes}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    register()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        finish("reading the data", [start(functools.partial(read_samples, folder / "samples"))])
+        for line in sys.stdin:
+            transport = line.strip()
+            ranks = [start(functools.partial(run_rank, transport, rank, folder)) for rank in range(WORLD)]
+            finish(f"training over {transport}", ranks)
+            (digest,) = {(folder / f"weights{rank}").read_text() for rank in range(WORLD)}
+            print(digest, flush=True)
+
+
+if __name__ == "__main__":
+    main()
