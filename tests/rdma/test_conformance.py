@@ -25,6 +25,7 @@ PACKAGE = "rdma_conformance"
 LOOPBACK = {4: ("127.0.0.1", "127.0.0.2"), 6: ("::1", "fd5e:77:0:1::1")}
 STRANGER = {4: "10.77.0.99", 6: "fd5e:77:1::99"}
 COMMAND_TIMEOUT_S = 30.0
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
 # IBTA 9.2.1: RDMA WRITE first; last with immediate
 UC_WRITE_FIRST, UC_WRITE_LAST_IMMEDIATE = 0x26, 0x29
 
@@ -44,6 +45,7 @@ def load(name: str) -> ModuleType:
 
 
 CASES = load("cases").CASES
+PATCHES = os.environ.get(runner.PATCHES_VARIABLE, "").split(":")
 every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 
 
@@ -101,9 +103,9 @@ def with_other_bytes(aims: list[Any]) -> list[Any]:
     return [replace(aim, payload=bytes(byte ^ 0xFF for byte in aim.payload)) for aim in aims]
 
 
-def kernel_has(patch: str) -> bool:
-    """Whether this VM was started with a patch whose name begins so."""
-    return any(name.startswith(patch) for name in os.environ.get(runner.PATCHES_VARIABLE, "").split(":"))
+def kernel_warnings() -> int:
+    log = subprocess.run(["dmesg"], check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S).stdout
+    return log.count(b"WARNING:")
 
 
 def immediate_of(datagram: Any) -> int:
@@ -114,8 +116,10 @@ def immediate_of(datagram: Any) -> int:
 
 @every_case
 def test_what_a_queue_pair_of_rxe_does(case: Any, rxe: Any, rng: np.random.Generator) -> None:
-    if case.rxe.fatal_patch and rxe.ip_version == 6 and not kernel_has(case.rxe.fatal_patch):
-        pytest.skip(f"ends a kernel without docs/upstream/{case.rxe.fatal_patch}*.patch")
+    fate = case.rxe_with(PATCHES)
+    if fate.fatal and rxe.ip_version == 6:
+        pytest.skip(f"ends a kernel without docs/upstream/{case.patch}*.patch")
+    warnings = kernel_warnings() if case.rxe.warns else 0
     payloads = payloads_of(rng)
     aims = rxe.open(payloads, case.first_psn)
     forged = case.forge(with_other_bytes(aims))
@@ -125,18 +129,18 @@ def test_what_a_queue_pair_of_rxe_does(case: Any, rxe: Any, rng: np.random.Gener
 
     expected = [("success", aims[0].immediate, len(payloads[0]))]
     for datagram in forged:
-        if case.rxe.delivered and case.rxe.completes:
-            size_bytes = len(datagram.payload) if case.rxe.size_bytes is None else case.rxe.size_bytes
+        if fate.delivered and fate.completes:
+            size_bytes = len(datagram.payload) if fate.size_bytes is None else fate.size_bytes
             expected.append(("success", immediate_of(datagram), size_bytes))
-        elif case.rxe.error and rxe.shared_queue:
-            expected.append((case.rxe.error, 0, 0))
+        elif fate.error and rxe.shared_queue:
+            expected.append((fate.error, 0, 0))
     expected.append(("success", aims[witness].immediate, len(payloads[witness])))
     assert rxe.completions(aims[witness].immediate) == expected
 
     memory = [payloads[0], rxe.GUARD * len(payloads[1]), rxe.GUARD * len(payloads[2])]
     memory[witness] = payloads[witness]
-    if case.rxe.delivered and case.rxe.lands is not None:
-        memory[case.rxe.lands] = forged[0].payload
+    if fate.delivered and fate.lands is not None:
+        memory[fate.lands] = forged[0].payload
     assert rxe.memory() == b"".join(memory)
 
     # And the next good packet is taken.
@@ -146,10 +150,12 @@ def test_what_a_queue_pair_of_rxe_does(case: Any, rxe: Any, rng: np.random.Gener
     ]
     memory[case.place] = payloads[case.place]
     assert rxe.memory() == b"".join(memory)
-    counted = {"rcvd_pkts": 3 + case.rxe.counted * len(forged)}
-    if case.rxe.bad_partition:
+    counted = {"rcvd_pkts": 3 + fate.counted * len(forged)}
+    if fate.bad_partition:
         counted["bad_pkey_cntr"] = len(forged)
     assert rxe.close(aims) == counted
+    if case.rxe.warns:
+        assert kernel_warnings() - warnings == fate.warns * len(forged)
 
 
 @every_case
@@ -167,6 +173,10 @@ def test_what_the_udp_port_does(case: Any, udp: Any, rng: np.random.Generator) -
         payloads[case.place] = forged[0].payload
     assert memory == b"".join(payloads)
     assert counted == ({} if case.udp.delivered else {case.udp.counter: len(forged)})
+
+
+def test_the_page_has_the_table() -> None:
+    assert f"\n{load('page').table()}\n" in PAGE.read_text(), "cd tests/rdma && python -m conformance.page PAGE"
 
 
 def test_where_they_differ_it_is_said_why() -> None:
@@ -191,7 +201,7 @@ def test_a_write_of_three_packets_that_lost_one_ends_the_queue_pair(endpoint: Mo
         hit.send(aims[2].datagram(opcode=UC_WRITE_LAST_IMMEDIATE, address=None))  # the middle one is lost
         for aim in aims * 4:
             hit.send(aim.datagram(psn=3))
-        if kernel_has("0001-"):
+        if any(name.startswith("0001-") for name in PATCHES):
             assert [hit.completions(aim.immediate) for aim in aims * 4] == [
                 [("success", aim.immediate, 4_096)] for aim in aims * 4
             ]
