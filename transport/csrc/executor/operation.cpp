@@ -5,6 +5,7 @@
 
 #include "executor/engine.hpp"
 #include "reduce/stream_copy.hpp"
+#include "trace/tracepoints.hpp"
 
 namespace sennit {
 namespace {
@@ -82,8 +83,15 @@ void Operation::ready(uint32_t step) {
   }
 }
 
+const Step& Operation::begin(uint32_t at) const {
+  const Step& step = plan_.steps[at];
+  trace::step_begin(plan_.rank, this, at, static_cast<uint32_t>(step.kind), step.peer, step.size_bytes);
+  return step;
+}
+
 void Operation::done(uint32_t at) {
   const Step& step = plan_.steps[at];
+  trace::step_end(plan_.rank, this, at, static_cast<uint32_t>(step.kind), step.peer, step.size_bytes);
   --steps_left_;
   for (uint32_t e = 0; e < step.edge_count; ++e) {
     const uint32_t next = plan_.edges[step.edge_first + e];
@@ -115,7 +123,7 @@ bool Operation::run_ready(bool copies) {
 }
 
 void Operation::dispatch_network(uint32_t at) {
-  const Step& step = plan_.steps[at];
+  const Step& step = begin(at);
   Mailbox& mailbox = engine_->mailbox();
   if (step.kind == StepKind::send) {
     mailbox.send(*this, at, step.peer, header(step), source(plan_.operands[step.operand_first]));
@@ -125,7 +133,7 @@ void Operation::dispatch_network(uint32_t at) {
 }
 
 void Operation::run_copy(uint32_t at) {
-  const Step& step = plan_.steps[at];
+  const Step& step = begin(at);
   const Operand& operand = plan_.operands[step.operand_first];
   std::byte* to = destination(step);
   const std::byte* from = source(operand);
@@ -141,7 +149,7 @@ void Operation::run_copy(uint32_t at) {
 }
 
 void Operation::run_reduce(uint32_t at) {
-  const Step& step = plan_.steps[at];
+  const Step& step = begin(at);
   for (uint32_t o = 0; o < step.operand_count; ++o) operands_[o] = source(plan_.operands[step.operand_first + o]);
   const uint64_t count = step.size_bytes / element_size_bytes(static_cast<sennit_dtype>(step.dtype));
   plan_.kernels[at]({destination(step), operands_.data(), step.operand_count, count, plan_.world, scalar_});

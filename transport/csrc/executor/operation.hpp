@@ -71,6 +71,7 @@ class Operation final : public MailboxClient {
   };
 
   void ready(uint32_t step);
+  const Step& begin(uint32_t step) const;
   void done(uint32_t step);
   void dispatch_network(uint32_t step);
   void run_copy(uint32_t step);

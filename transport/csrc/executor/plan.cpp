@@ -92,8 +92,11 @@ class Checker {
     switch (step.kind) {
       case StepKind::receive:
         if (step.operand_count != 0) refuse(where + " receives, but has operands");
+        plan_.received_bytes += step.size_bytes;
         break;
       case StepKind::send:
+        plan_.sent_bytes += step.size_bytes;
+        [[fallthrough]];
       case StepKind::copy:
         if (step.operand_count != 1) refuse(where + " must have one operand");
         break;

@@ -61,6 +61,8 @@ struct Plan {
   std::vector<uint32_t> waits;           // per step: steps that must be done before it
   std::vector<FoldKernel> kernels;       // per step: REDUCE only
   std::vector<uint64_t> buffer_extents;  // per buffer: bytes the plan touches
+  uint64_t sent_bytes = 0;               // by this rank, to others
+  uint64_t received_bytes = 0;           // from others
   uint32_t operand_max = 0;              // most operands of a step
   bool has_loans = false;
   bool scales_integers = false;  // PREMUL_SUM of an integer type

@@ -93,6 +93,7 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
     if (!state.credit_stalled && recovery.allowance() != 0 && state.sender.is_out_of_grant()) {
       state.credit_stalled = true;
       ++state.counters.credit_stalls;
+      trace::credit_stall_begin(state.config.ends, state.sender.granted_packets());
     }
     return 0;
   }
@@ -166,6 +167,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   if (verdict == Verdict::duplicate) {
     state.last_heard_us = now_us;
     ++state.counters.duplicate_packets;
+    trace::packet_received(state.config.ends, path, immediate, size_bytes, true);
     state.repeats_itself = true;
     state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
     if (!eager) state.receiver.on_duplicate(immediate);
@@ -179,6 +181,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   state.answered_since_data = false;
   ++state.counters.data_packets_received;
   state.counters.data_bytes_received += size_bytes;
+  trace::packet_received(state.config.ends, path, immediate, size_bytes, false);
   state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
   state.repeats = 0;
   state.repeat_at_us = NEVER;
@@ -230,6 +233,7 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
     state.request_control(now_us);
   }
   state.apply_control(now_us, waited_us, control);
+  trace::sack_received(state.config.ends, path, state.counters.rtt_us, state.recovery.outstanding());
 }
 
 uint64_t Flow::next_timeout_us() const {

@@ -20,6 +20,7 @@
 #include <string_view>
 
 #include "messages/lane.hpp"
+#include "trace/tracepoints.hpp"
 
 namespace sennit::flow {
 
@@ -45,6 +46,7 @@ struct FlowConfig {
   std::string_view congestion = "fixed";         // or "swift"; congestion.hpp
   uint64_t target_queue_us = 100;                // "swift": the queueing delay in the fabric to aim at
   ReceiveBudget* receive_budget = nullptr;       // shared by the flows of a port, outlives them; null: no limit
+  trace::Ends ends{};                            // for tracepoints alone
 };
 
 // One data packet to send: UC RDMA WRITE ONLY with immediate. The payload stays valid until the next

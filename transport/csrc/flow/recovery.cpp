@@ -33,7 +33,8 @@ uint32_t window_packets(const FlowConfig& config) {
 
 // Lost packets hold their record until they are acknowledged, hence room for more than the window.
 Recovery::Recovery(const FlowConfig& config, FlowCounters& counters)
-    : window_packets_(window_packets(config)),
+    : ends_(config.ends),
+      window_packets_(window_packets(config)),
       peer_ack_delay_us_(config.ack_delay_us),
       counters_(counters),
       outstanding_(window_packets_ * 2),
@@ -63,6 +64,7 @@ uint32_t Recovery::choose_path(uint64_t now_us) {
 void Recovery::launch(uint64_t now_us, uint32_t path_index, uint32_t id) {
   Path& path = paths_[path_index];
   Record& record = outstanding_[id];
+  const uint32_t path_before = record.path;
   outstanding_.push_back(path.in_flight, id);
   record.sent_us = last_sent_us_ = now_us;
   record.order = path.next_order++;
@@ -75,7 +77,10 @@ void Recovery::launch(uint64_t now_us, uint32_t path_index, uint32_t id) {
   ++in_flight_;
   ++counters_.data_packets_sent;
   counters_.data_bytes_sent += record.packet.size_bytes;
-  if (record.transmissions > 1) ++counters_.retransmitted_packets;
+  trace::packet_sent(ends_, path_index, record.packet.immediate, record.packet.size_bytes, record.transmissions);
+  if (record.transmissions == 1) return;
+  ++counters_.retransmitted_packets;
+  trace::retransmit(ends_, path_index, path_before, record.packet.immediate, record.transmissions);
 }
 
 void Recovery::on_sent(uint64_t now_us, uint32_t path, const DataOut& packet) {
@@ -154,6 +159,7 @@ bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
   outstanding_[id].moved_from = static_cast<uint16_t>(from);
   out = outstanding_[id].packet;
   ++counters_.tail_probe_packets;
+  trace::probe_timeout(ends_, path_index, unanswered_probes_, counters_.rto_us);
   want_mark(path_index);
   // Nobody answered the last one: it may be this path that is dead. One mark a rail, on other paths every time.
   if (unanswered_probes_ != 0) {
@@ -261,7 +267,9 @@ void Recovery::unlink_in_flight(Path& path, uint32_t id) {
 void Recovery::mark_lost(Path& path, uint32_t id) {
   unlink_in_flight(path, id);
   outstanding_.push_back(lost_, id);
-  outstanding_[id].lost = true;
+  Record& record = outstanding_[id];
+  record.lost = true;
+  trace::packet_lost(ends_, record.path, record.packet.immediate, record.sent_us);
 }
 
 void Recovery::note_losses(uint64_t now_us, uint32_t index, uint32_t packets) {

@@ -117,6 +117,7 @@ class Recovery {
   bool may_probe() const;
   uint64_t next_path_probe_us() const;
 
+  const trace::Ends ends_;
   const uint32_t window_packets_;
   const uint64_t peer_ack_delay_us_;
   FlowCounters& counters_;

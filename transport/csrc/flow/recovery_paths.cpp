@@ -18,6 +18,8 @@ constexpr uint64_t PATH_PROBE_GAP_US = 250;
 
 void Recovery::set_state(Path& path, PathState state) {
   if (path.state == state) return;
+  trace::path_state(ends_, static_cast<uint32_t>(&path - &paths_[0]), static_cast<uint32_t>(path.state),
+                    static_cast<uint32_t>(state));
   const bool was_bad = path.is_bad();
   path.state = state;
   if (path.is_bad() && !was_bad) ++bad_paths_;

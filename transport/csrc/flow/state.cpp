@@ -225,7 +225,10 @@ void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const Contr
   sender.apply_acks(now_us, control, recovery, events);
   recovery.end_of_acks(now_us);
   sender.on_granted(header.granted);
-  if (sender.granted_packets() != granted_before) credit_stalled = false;
+  if (credit_stalled && sender.granted_packets() != granted_before) {
+    credit_stalled = false;
+    trace::credit_stall_end(config.ends, sender.granted_packets());
+  }
   if (header.queue_us != 0) grants.on_queue_report(header.queue_us);
   // A receiver that limits us cannot see the queue before it: tell it, once a round trip.
   if (sender.has_unacknowledged() && sender.is_granted_narrowly() && recovery.newest_queue_us() != 0 &&

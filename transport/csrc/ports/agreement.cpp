@@ -66,6 +66,7 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
   flow.path_count = static_cast<uint32_t>(out.path_count * out.pairs.size());
   flow.rail_count = static_cast<uint32_t>(out.pairs.size());
   flow.eager_slot_count = ours.eager_slot_count;
+  flow.ends = {ours.rank, peer};
   flow.window_bytes = static_cast<uint32_t>(std::clamp<uint64_t>(
       theirs.receive_window_bytes, WINDOW_MIN_PACKETS * flow.payload_max_bytes, send.window_bytes));
   // Several acknowledgements a window, but each is a packet to send and to receive.
