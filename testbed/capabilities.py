@@ -275,6 +275,29 @@ def _gids(port: "Port") -> str:
     return f"{port.mtu_bytes} bytes a packet, {addresses or 'link-local addresses only'}"
 
 
+def _tracepoints() -> Capability:
+    """Whether the native core was built with them."""
+    name = "tracepoints"
+    if importlib.util.find_spec("elftools") is None:
+        return _missing(name, "pyelftools is not installed", "pip install 'sennit[testbed]', or make build")
+    if not probe("core").available:
+        return _missing(name, "needs the native core", probe("core").remedy)
+    from sennit.ebpf import usdt
+    from sennit.transport import tracepoints
+
+    count = len(usdt.read(tracepoints.library()))
+    if count == 0:
+        return _missing(name, "built without sys/sdt.h", "install systemtap-sdt-dev, then make build")
+    return _available(name, f"{count} in {tracepoints.LIBRARY} (sennit trace list)")
+
+
+def _bcc() -> Capability:
+    from sennit.testbed.trace import session
+
+    what, _, remedy = session.problem().partition(": ")
+    return _missing("bcc", what, remedy) if what else _available("bcc", "sennit trace ops, sennit trace loss")
+
+
 def _vm() -> Capability:
     """Whether a VM with soft-RoCE can be started, here meaning that its kernel was built."""
     from sennit.testbed.vm import kernels
@@ -420,6 +443,8 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "rdma": _rdma,
     "roce": _roce,
     "vm": _vm,
+    "tracepoints": _tracepoints,
+    "bcc": _bcc,
     "gpu": _gpu,
     "root": _root,
     "netns": _netns,

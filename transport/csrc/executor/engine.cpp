@@ -173,8 +173,8 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
   next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
   if (verbs_)
     operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->borrow(data, size_bytes); });
-  trace::operation_begin(config_.rank, operation, sequence, plan.signature, plan.sent_bytes, plan.received_bytes,
-                         plan.name.c_str());
+  trace::operation_begin(config_.rank, operation, plan.name.c_str(), plan.sent_bytes, plan.received_bytes,
+                         plan.signature, sequence);
   operation->retain();  // the engine's, until it ends
   active_.push_back(operation);
   if (operation->background_) ++background_operations_;
@@ -225,7 +225,7 @@ void Engine::finish(Operation* operation, sennit_status status, std::string reas
   // Once it is settled its owner may free the memory.
   if (verbs_)
     operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->give_back(data, size_bytes); });
-  trace::operation_end(config_.rank, operation, operation->sequence(), status);
+  trace::operation_end(config_.rank, operation, status, operation->sequence());
   operation->settle(status, std::move(reason));
   settled_.emplace_back(operation, operation->take_callback());
 }

@@ -164,25 +164,22 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   const bool eager = slot_of(immediate) == EAGER_SLOT;
   const Verdict verdict = eager ? state.eager_receiver.classify(index_of(immediate), size_bytes)
                                 : state.receiver.classify(immediate, size_bytes);
-  if (verdict == Verdict::duplicate) {
-    state.last_heard_us = now_us;
+  if (verdict != Verdict::place && verdict != Verdict::duplicate) return state.count_refusal(verdict);
+  const bool is_duplicate = verdict == Verdict::duplicate;
+  trace::packet_received(state.config.ends, path, immediate, size_bytes, is_duplicate);
+  state.last_heard_us = now_us;
+  state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
+  if (is_duplicate) {
     ++state.counters.duplicate_packets;
-    trace::packet_received(state.config.ends, path, immediate, size_bytes, true);
     state.repeats_itself = true;
-    state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
     if (!eager) state.receiver.on_duplicate(immediate);
     state.request_control(now_us + state.ack_pacing.hurried_us());
     return;
   }
-  if (verdict != Verdict::place) return state.count_refusal(verdict);
-
-  state.last_heard_us = now_us;
   state.nudges = 0;
   state.answered_since_data = false;
   ++state.counters.data_packets_received;
   state.counters.data_bytes_received += size_bytes;
-  trace::packet_received(state.config.ends, path, immediate, size_bytes, false);
-  state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
   state.repeats = 0;
   state.repeat_at_us = NEVER;
   bool in_order, message_complete = false, ends_short = false;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tracepoints of the data plane: user-level statically defined tracing (USDT), as perf, bcc, bpftrace and libbpf
 // read it from the ELF notes of this library. Provider `sennit`; names and arguments are an interface, described in
-// docs/tracepoints.md.
+// docs/tracepoints.md; bpftrace reads the first six.
 //
-// One that nobody listens to is a single nop: no branch, no load beyond what its arguments need. So arguments are values
-// at hand, of fixed width, and never computed for the tracepoint alone. They fire in the simulator as well.
+// One that nobody listens to is a single nop: no branch, no load beyond what its arguments need. So arguments are
+// values at hand, of fixed width, and never computed for the tracepoint alone. They fire in the simulator as well.
 #pragma once
 
 #include <cstddef>
@@ -29,12 +29,12 @@ struct Ends {
 };
 
 // `operation` tells operations in flight from each other; only collectives have a sequence number above 0.
-inline void operation_begin(uint32_t rank, const void* operation, uint64_t sequence, uint64_t signature,
-                            uint64_t sent_bytes, uint64_t received_bytes, const char* name) {
-  SENNIT_TRACEPOINT(operation_begin, rank, operation, sequence, signature, sent_bytes, received_bytes, name);
+inline void operation_begin(uint32_t rank, const void* operation, const char* name, uint64_t sent_bytes,
+                            uint64_t received_bytes, uint64_t signature, uint64_t sequence) {
+  SENNIT_TRACEPOINT(operation_begin, rank, operation, name, sent_bytes, received_bytes, signature, sequence);
 }
-inline void operation_end(uint32_t rank, const void* operation, uint64_t sequence, uint32_t status) {
-  SENNIT_TRACEPOINT(operation_end, rank, operation, sequence, status);
+inline void operation_end(uint32_t rank, const void* operation, uint32_t status, uint64_t sequence) {
+  SENNIT_TRACEPOINT(operation_end, rank, operation, status, sequence);
 }
 inline void step_begin(uint32_t rank, const void* operation, uint32_t step, uint32_t kind, uint32_t peer,
                        uint64_t size_bytes) {

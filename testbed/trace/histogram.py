@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Histograms with eight slots to every doubling, as `slot_of` in ebpf/programs/slots.bcc.h fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+SLOTS_A_DOUBLING: Final = 8
+BARS: Final = " ▁▂▃▄▅▆▇█"
+BARS_MAX: Final = 24
+
+
+def lower_bound(slot: int) -> int:
+    """The least value of a slot."""
+    if slot < SLOTS_A_DOUBLING:
+        return slot
+    doubling, step = divmod(slot, SLOTS_A_DOUBLING)
+    return (SLOTS_A_DOUBLING + step) << (doubling - 1)
+
+
+def percentile(counts: Mapping[int, int], share: float) -> int:
+    """The value that `share` (0 to 1) of all are not above: the middle of its slot, right to 1/16. No counts: 0."""
+    left = share * sum(counts.values())
+    for slot in sorted(counts):
+        left -= counts[slot]
+        if left <= 0:
+            return (lower_bound(slot) + lower_bound(slot + 1) - 1) // 2
+    return 0
+
+
+def bars(counts: Mapping[int, int]) -> str:
+    """The shape, from the least value to the greatest, as one line of block characters."""
+    if not counts:
+        return ""
+    first, last = min(counts), max(counts)
+    merged = (last - first) // BARS_MAX + 1
+    heights = [0] * ((last - first) // merged + 1)
+    for slot, count in counts.items():
+        heights[(slot - first) // merged] += count
+    top = max(heights)
+    # What is there at all is seen.
+    return "".join(BARS[-(-height * (len(BARS) - 1) // top)] for height in heights)

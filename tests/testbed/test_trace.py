@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit trace`: what a session counts is what the ranks themselves counted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
+pytest.importorskip("sennit.transport._core", reason="the native core is not built")
+
+from sennit.testbed.topology import Impairment, Planes
+from sennit.testbed.trace import histogram
+
+WORKER = Path(__file__).with_name("lossy_worker.py")
+WORLD = 2
+PLANES = 2
+DEADLINE_S = 60.0
+# Of lossy_worker.py: so many of each collective, and a barrier for every line on its standard input.
+COLLECTIVES = 9
+LATER = 8
+SENNIT = (sys.executable, "-m", "sennit")
+
+
+def test_a_percentile_is_in_the_slot_of_its_value() -> None:
+    values = [value * value for value in range(1, 2_000)]
+    counts = Counter(next(slot for slot in range(300) if value < histogram.lower_bound(slot + 1)) for value in values)
+    for share in (0.01, 0.5, 0.99, 1.0):
+        exact = values[math.ceil(share * len(values)) - 1]
+        assert histogram.percentile(counts, share) == pytest.approx(exact, rel=1 / 15)
+    assert histogram.percentile({}, 0.5) == 0
+
+
+def test_bars_show_every_slot_that_has_something() -> None:
+    assert histogram.bars({}) == ""
+    assert histogram.bars({3: 1000, 5: 1}) == "█ ▁"
+    assert len(histogram.bars({0: 1, 200: 1})) <= histogram.BARS_MAX
+
+
+@contextlib.contextmanager
+def session(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A session that is attached, and ends in order with the block."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*SENNIT, "trace", *arguments], stderr=pipe, stdout=pipe, text=True)
+    try:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        assert any("tracepoints of every process" in line for line in lines), process.wait(DEADLINE_S)
+        yield process
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, output + errors
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+def exchange(planes: Planes, folder: Path, seed: int) -> list[dict[str, int]]:
+    """Collectives between two ranks; the counters of both."""
+    ranks = []
+    for rank in range(WORLD):
+        command = [sys.executable, str(WORKER), f"{rank}", f"{WORLD}", str(folder / "store"), f"{seed}"]
+        environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+        pipe = subprocess.PIPE
+        ranks.append(planes.popen(rank, command, env=environment, stdin=pipe, stdout=pipe, text=True))
+    counters = []
+    for process in ranks:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "done\n"
+    for process in ranks:
+        assert process.stdin is not None
+        process.stdin.write("counters\n")
+        process.stdin.flush()
+    for process in ranks:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0
+        counters.append(json.loads(output))
+    return counters
+
+
+@pytest.mark.root
+@pytest.mark.needs("tc-bpf", "nsenter", "tracepoints", "bcc")
+def test_losses_and_operations_are_all_seen(tmp_path: Path, seed: int) -> None:
+    losses, operations = tmp_path / "loss.json", tmp_path / "ops.json"
+    with (
+        Planes(hosts=WORLD, planes=PLANES, per_packet=True) as planes,
+        session("loss", "--json", str(losses)),
+        session("ops", "--by-rank", "--json", str(operations)),
+    ):
+        planes.impair(Impairment(loss_fraction=0.01, seed=seed))
+        counters = exchange(planes, tmp_path, seed)
+    paths = json.loads(losses.read_text())
+    print(counters, paths)
+    for rank, counter in enumerate(counters):
+        mine = [path for path in paths if path["rank"] == rank]
+        assert {path["peer"] for path in mine} == {1 - rank}
+        # The ranks counted before they said goodbye.
+        assert 0 <= sum(path["retransmitted"] for path in mine) - counter["retransmitted_packets"] <= LATER
+        assert 0 <= sum(path["timeouts"] for path in mine) - counter["tail_probe_packets"] <= LATER
+        assert sum(path["lost"] for path in mine) > 0
+        assert sum(sum(path["detected_us"].values()) for path in mine) == sum(path["lost"] for path in mine)
+    groups = json.loads(operations.read_text())
+    for rank in range(WORLD):
+        for name in ("allreduce", "alltoall"):
+            rows = [group for group in groups if group["operation"] == name and group["rank"] == rank]
+            assert sum(row["count"] for row in rows) == COLLECTIVES
+            assert len(rows) == 3  # three sizes
+            assert all(row["failed"] == 0 and row["sent_bytes"] == row["received_bytes"] > 0 for row in rows)
+
+
+@pytest.mark.root
+@pytest.mark.needs("tracepoints", "bcc")
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["ops", "--", "sh", "-c", "exit 3"], 3, "nothing was seen"),
+        (["ops", "--seconds", "0.2"], 0, "nothing was seen"),
+        (["loss", "--", "/no/such/program"], 69, "/no/such/program: No such file"),
+        (["loss", "--pid", "4194305"], 69, "in that process?"),
+    ],
+)
+def test_how_a_session_ends(arguments: list[str], code: int, said: str) -> None:
+    done = subprocess.run(
+        [*SENNIT, "trace", *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+    assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+
+
+@pytest.mark.needs("tracepoints")
+def test_the_list_can_be_pasted_into_bpftrace() -> None:
+    done = subprocess.run([*SENNIT, "trace", "list"], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    first = done.stdout.splitlines()[0].split()[0]
+    assert Path(first.split(":")[0]).exists()
+    assert first.endswith(":sennit:credit_stall_begin")
+
+
+@pytest.mark.root
+def test_without_root_it_says_so() -> None:
+    nobody = 65534
+    done = subprocess.run(
+        ["setpriv", f"--reuid={nobody}", "--clear-groups", *SENNIT, "trace", "ops", "--seconds", "1"],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 69
+    assert "needs root" in done.stderr

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tracepoints of the native core are those that docs/tracepoints.md promises."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("sennit.transport._core", reason="the native core is not built")
+pytest.importorskip("elftools", reason="pyelftools is not installed")
+
+from sennit.ebpf import usdt
+from sennit.transport import tracepoints
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tracepoints.md"
+ROW = re.compile(r"^\| `(?P<name>\w+)` \| (?P<arguments>[^|]+) \|", re.MULTILINE)
+
+
+def documented() -> dict[str, list[int]]:
+    return {
+        row["name"]: [int(size) for size in re.findall(r"\((\d)\)", row["arguments"])]
+        for row in ROW.finditer(PAGE.read_text())
+    }
+
+
+def built() -> dict[str, list[int]]:
+    found = usdt.read(tracepoints.library())
+    assert {tracepoint.provider for tracepoint in found} <= {tracepoints.PROVIDER}
+    return {point.name: [argument.size_bytes for argument in point.arguments] for point in found}
+
+
+@pytest.mark.needs("tracepoints")
+def test_the_page_and_the_library_agree() -> None:
+    assert built() == documented()
+
+
+def test_a_file_without_tracepoints_has_none(tmp_path: Path) -> None:
+    assert usdt.read(Path("/bin/true").resolve()) == []
+    (tmp_path / "text").write_text("no program")
+    with pytest.raises(ValueError, match="text: Magic number"):
+        usdt.read(tmp_path / "text")

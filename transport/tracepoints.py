@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where tracers find the tracepoints of the native core (docs/tracepoints.md), and what their numbers mean."""
+
+from __future__ import annotations
+
+import importlib.util
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+from sennit.transport.errors import Unsupported
+
+PROVIDER: Final = "sennit"
+LIBRARY: Final = "libsennit_core.so"
+
+
+class PathState(IntEnum):
+    """Argument of `path_state` (flow/paths.hpp)."""
+
+    GOOD = 0
+    SKIP = 1
+    BAD = 2
+    PROBING = 3
+
+
+class StepKind(IntEnum):
+    """Argument of `step_begin` and `step_end` (executor/plan.hpp)."""
+
+    SEND = 0
+    RECEIVE = 1
+    COPY = 2
+    REDUCE = 3
+
+
+def library() -> Path:
+    """The file with the tracepoints, which every process that uses this installation has mapped.
+
+    Raises `Unsupported` where the native core is not built.
+    """
+    core = importlib.util.find_spec("sennit.transport._core")
+    path = Path(core.origin).with_name(LIBRARY) if core is not None and core.origin is not None else None
+    if path is None or not path.exists():
+        raise Unsupported("core", f"{LIBRARY} is not built: make build")
+    return path
