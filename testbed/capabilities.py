@@ -454,6 +454,7 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "nsenter": functools.partial(_command, "nsenter", "util-linux"),
     "clang": functools.partial(_command, "clang", "clang"),
     "tc-bpf": _tc_bpf,
+    "bpftrace": functools.partial(_command, "bpftrace", "bpftrace"),
     "netem": _netem,
     "netem-seed": _netem_seed,
     "bridge": _bridge,

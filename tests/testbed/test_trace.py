@@ -7,11 +7,12 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 
 from sennit.testbed.topology import Impairment, Planes
 from sennit.testbed.trace import histogram
+from sennit.transport import tracepoints
 
 WORKER = Path(__file__).with_name("lossy_worker.py")
 WORLD = 2
@@ -66,14 +68,15 @@ def session(*arguments: str) -> Iterator[subprocess.Popen[str]]:
             process.communicate()
 
 
-def exchange(planes: Planes, folder: Path, seed: int) -> list[dict[str, int]]:
-    """Collectives between two ranks; the counters of both."""
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def exchange(start: Start, folder: Path, seed: int) -> list[dict[str, int]]:
+    """Collectives between two ranks, each started by `start(rank, command, **options)`; the counters of both."""
     ranks = []
     for rank in range(WORLD):
         command = [sys.executable, str(WORKER), f"{rank}", f"{WORLD}", str(folder / "store"), f"{seed}"]
-        environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
-        pipe = subprocess.PIPE
-        ranks.append(planes.popen(rank, command, env=environment, stdin=pipe, stdout=pipe, text=True))
+        ranks.append(start(rank, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     counters = []
     for process in ranks:
         assert process.stdout is not None
@@ -92,6 +95,7 @@ def exchange(planes: Planes, folder: Path, seed: int) -> list[dict[str, int]]:
 @pytest.mark.root
 @pytest.mark.needs("tc-bpf", "nsenter", "tracepoints", "bcc")
 def test_losses_and_operations_are_all_seen(tmp_path: Path, seed: int) -> None:
+    environment = {**os.environ, "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     losses, operations = tmp_path / "loss.json", tmp_path / "ops.json"
     with (
         Planes(hosts=WORLD, planes=PLANES, per_packet=True) as planes,
@@ -99,7 +103,13 @@ def test_losses_and_operations_are_all_seen(tmp_path: Path, seed: int) -> None:
         session("ops", "--by-rank", "--json", str(operations)),
     ):
         planes.impair(Impairment(loss_fraction=0.01, seed=seed))
-        counters = exchange(planes, tmp_path, seed)
+        counters = exchange(
+            lambda rank, command, **options: planes.popen(
+                rank, command, env=environment | planes.environment(rank), **options
+            ),
+            tmp_path,
+            seed,
+        )
     paths = json.loads(losses.read_text())
     print(counters, paths)
     for rank, counter in enumerate(counters):
@@ -154,3 +164,39 @@ def test_without_root_it_says_so() -> None:
     )  # fmt: skip
     assert done.returncode == 69
     assert "needs root" in done.stderr
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tracepoints.md"
+ONE_LINERS = re.findall(r'^bpftrace -e "(.*)"$', PAGE.read_text(), re.MULTILINE)
+# Seen in any exchange: the others need losses, or a receiver that is short of memory.
+ALWAYS_SEEN = ("packets", "us", "rtt_us", "bytes")
+
+
+@pytest.mark.root
+@pytest.mark.needs("tracepoints", "bpftrace", "loopback-ipv6")
+def test_the_one_liners_of_the_page_work(tmp_path: Path, seed: int) -> None:
+    """All at once, while two ranks of this host exchange something."""
+    assert len(ONE_LINERS) >= 6
+    here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+    text = "\n".join(line.replace("$LIB", str(tracepoints.library())) for line in ONE_LINERS)
+    (tmp_path / "all.bt").write_text('BEGIN { printf("attached\\n"); }\n' + text)
+    (tmp_path / "run.sh").write_text(
+        '[ -e /sys/kernel/tracing/events ] || mount -t tracefs tracefs /sys/kernel/tracing; exec bpftrace "$1"'
+    )
+    command = ["unshare", "--mount", "sh", str(tmp_path / "run.sh"), str(tmp_path / "all.bt")]
+    pipe = subprocess.PIPE
+    session = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert session.stdout is not None
+        before = []
+        for line in iter(session.stdout.readline, "attached\n"):
+            before.append(line)
+            assert line, "".join(before)
+        exchange(lambda rank, command, **options: subprocess.Popen(command, env=here, **options), tmp_path, seed)
+        session.send_signal(signal.SIGINT)
+        output, _ = session.communicate(timeout=DEADLINE_S)
+    finally:
+        session.kill()
+        session.communicate(timeout=DEADLINE_S)
+    for name in ALWAYS_SEEN:
+        assert f"@{name}[" in output, output
