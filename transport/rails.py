@@ -13,7 +13,8 @@ from pathlib import Path
 
 from sennit.transport.errors import ConfigError
 
-PROC_NET = Path("/proc/net")
+# The calling thread may be in another network namespace than the first one, whose /proc/net shows.
+PROC_NET = Path("/proc/thread-self/net")
 
 # linux/sockios.h, linux/if.h
 SIOCGIFADDR = 0x8915

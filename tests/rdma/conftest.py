@@ -43,6 +43,18 @@ def endpoint() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def groups() -> ModuleType:
+    """The module groups.py."""
+    return load(Path(__file__).with_name("groups.py"))
+
+
+@pytest.fixture(scope="session")
+def captures() -> ModuleType:
+    """The module captures.py."""
+    return load(Path(__file__).with_name("captures.py"))
+
+
+@pytest.fixture(scope="session")
 def halves() -> ModuleType:
     """The package peer, a rank in Python, as far as it knows no device."""
     return load(Path(__file__).with_name("peer") / "__init__.py", "controls", "messages", "receiving", "sending")
@@ -53,6 +65,14 @@ def peer(halves: ModuleType) -> ModuleType:
     """All of the package peer."""
     importlib.import_module(f"{halves.__name__}.rank")
     return halves
+
+
+@pytest.fixture
+def mixed() -> Iterator[ModuleType]:
+    """The module mixed_link.py, while there is that link."""
+    module = load(Path(__file__).with_name("mixed_link.py"))
+    with module.link():
+        yield module
 
 
 @pytest.fixture

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import os
-import shutil
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -24,11 +21,6 @@ WORKER = Path(__file__).parents[1] / "transport" / "communicator_worker.py"
 STEADY = Path(__file__).with_name("steady_worker.py")
 DEADLINE_S = 300.0
 COMMAND_TIMEOUT_S = 30.0
-ROCE_PORT = 4791
-ETH_P_ALL = 3  # linux/if_ether.h; with any other, what this machine sends is not seen
-CAPTURE_MAX_FRAMES = 5_000
-NEAR, NEAR_DEVICE, NEAR_ADDRESS = "mixed", "rxemixed", "fd5e:77:ff::1"
-FAR, FAR_ADDRESS = "mixedfar", "fd5e:77:ff::2"
 Netem = Callable[[int, str], None]
 
 
@@ -135,14 +127,6 @@ def test_too_little_memory_that_may_be_locked_is_named_with_what_to_do(tmp_path:
     assert "the limit of locked memory is 65536 bytes: raise it (`ulimit -l unlimited`" in ended.stderr
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
-
-
-def rdma(*arguments: str) -> None:
-    subprocess.run(["rdma", *arguments], check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
-
-
 def until(condition: Callable[[], bool], what: str) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     while not condition():
@@ -150,98 +134,31 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-@pytest.fixture
-def mixed_link() -> Iterator[None]:
-    """A cable between NEAR_DEVICE here and a namespace without RDMA, where a socket may have RoCE's port."""
-    ip("netns", "add", FAR)
-    try:
-        ip("link", "add", NEAR, "mtu", "4200", "type", "veth", "peer", "name", FAR, "mtu", "4200", "netns", FAR)
-        Path(f"/proc/sys/net/ipv6/conf/{NEAR}/keep_addr_on_down").write_text("1")
-        ip("addr", "add", f"{NEAR_ADDRESS}/64", "dev", NEAR, "nodad")
-        ip("-n", FAR, "addr", "add", f"{FAR_ADDRESS}/64", "dev", FAR, "nodad")
-        ip("-n", FAR, "link", "set", FAR, "up")
-        ip("link", "set", NEAR, "up")
-        rdma("link", "add", NEAR_DEVICE, "type", "rxe", "netdev", NEAR)
-        gids = Path(f"/sys/class/infiniband/{NEAR_DEVICE}/ports/1/gids")
-        wanted = ipaddress.IPv6Address(NEAR_ADDRESS).exploded
-        until(lambda: any(gid.read_text().strip() == wanted for gid in gids.iterdir()), "the address in the GID table")
-        yield
-    finally:
-        # Whatever there is of it.
-        for command in (f"rdma link delete {NEAR_DEVICE}", f"ip netns delete {FAR}", f"ip link delete {NEAR}"):
-            subprocess.run(command.split(), check=False, capture_output=True, timeout=COMMAND_TIMEOUT_S)
-
-
-def start_mixed(ranks: Ranks, command: Callable[[int], list[str]], **variables: str) -> None:
+def start_mixed(mixed: ModuleType, ranks: Ranks, command: Callable[[int], list[str]], **variables: str) -> None:
     """Rank 0 with the device, rank 1 with sockets."""
     both = {"SENNIT_TIMEOUT_S": "60", "HOSTS": "near,far", **variables}
     ranks.start(
         [sys.executable, *command(0)],
         **both,
         SENNIT_TRANSPORT="verbs",
-        SENNIT_INTERFACES=NEAR,
+        SENNIT_INTERFACES=mixed.NEAR,
         SENNIT_HOST_ID="near",
     )
     ranks.start(
-        ["ip", "netns", "exec", FAR, sys.executable, *command(1)],
+        ["ip", "netns", "exec", mixed.FAR, sys.executable, *command(1)],
         **both,
         SENNIT_TRANSPORT="udp",
-        SENNIT_INTERFACES=FAR,
+        SENNIT_INTERFACES=mixed.FAR,
         SENNIT_HOST_ID="far",
     )
 
 
-@pytest.mark.usefixtures("mixed_link")
-def test_a_device_and_a_socket_understand_each_other(tmp_path: Path) -> None:
+def test_a_device_and_a_socket_understand_each_other(mixed: ModuleType, tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    start_mixed(ranks, lambda rank: [str(WORKER), "reductions,movement", f"{rank}", "2", str(tmp_path / "store"), "1"])
+    start_mixed(
+        mixed, ranks, lambda rank: [str(WORKER), "reductions,movement", f"{rank}", "2", str(tmp_path / "store"), "1"]
+    )
     ranks.finish()
-
-
-@pytest.mark.usefixtures("mixed_link")
-def test_other_decoders_find_the_packets_of_both_right(tmp_path: Path) -> None:
-    pytest.importorskip("scapy", reason="scapy is not installed (pip install scapy)")
-    from scapy.contrib.roce import BTH
-    from scapy.layers.inet import UDP
-    from scapy.layers.inet6 import IPv6
-    from scapy.layers.l2 import Ether
-    from scapy.utils import wrpcap
-
-    ip("-n", FAR, "link", "set", FAR, "gso_max_segs", "1")  # or the cable would carry whole batches
-    frames: list[bytes] = []
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL)) as tap:
-        tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
-        tap.bind((NEAR, 0))
-        tap.setblocking(False)
-        ranks = Ranks(tmp_path)
-        start_mixed(ranks, lambda rank: [str(WORKER), "movement", f"{rank}", "2", str(tmp_path / "store"), "1"])
-        ranks.finish()
-        with contextlib.suppress(BlockingIOError):
-            while len(frames) < CAPTURE_MAX_FRAMES:
-                frames.append(tap.recv(65_536))
-    opcodes: dict[str, set[int]] = {NEAR_ADDRESS: set(), FAR_ADDRESS: set()}
-    packets = [Ether(frame) for frame in frames]
-    packets = [packet for packet in packets if UDP in packet and packet[UDP].dport == ROCE_PORT]
-    for packet in packets:
-        datagram = bytes(packet[UDP].payload)
-        transport = BTH(datagram)
-        transport.icrc = None  # let scapy compute it from the whole packet
-        packet[UDP].remove_payload()
-        assert bytes(packet / transport)[-4:] == datagram[-4:], packet.summary()
-        assert packet[UDP].sport >= 0xC000
-        opcodes[packet[IPv6].src].add(transport.opcode)
-    # What the device takes into memory of its own choice are the socket's eager packets.
-    assert opcodes == {NEAR_ADDRESS: {0x24, 0x2B}, FAR_ADDRESS: {0x24, 0x25, 0x2B}}
-
-    tshark = shutil.which("tshark")
-    if tshark is None:
-        return
-    capture = tmp_path / "capture.pcap"
-    wrpcap(str(capture), [Ether(frame) for frame in frames])
-    command = [tshark, "-r", str(capture), "-Y", "infiniband", "-T", "fields", "-e", "_ws.malformed"]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True, timeout=DEADLINE_S).stdout.splitlines()
-    assert len(lines) == len(packets)
-    assert not any(line.strip() for line in lines)
 
 
 def rounds(folder: Path, rank: int) -> int:
@@ -249,15 +166,14 @@ def rounds(folder: Path, rank: int) -> int:
     return int(path.read_text() or 0) if path.exists() else 0
 
 
-@pytest.mark.usefixtures("mixed_link")
-def test_a_link_that_goes_down_and_up_again_is_used_again(tmp_path: Path) -> None:
+def test_a_link_that_goes_down_and_up_again_is_used_again(mixed: ModuleType, tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    start_mixed(ranks, lambda rank: [str(STEADY), f"{rank}", "2", str(tmp_path), "1"])
+    start_mixed(mixed, ranks, lambda rank: [str(STEADY), f"{rank}", "2", str(tmp_path), "1"])
     try:
         until(lambda: rounds(tmp_path, 0) >= 3 or not ranks.are_running(), "the first rounds")
-        ip("link", "set", NEAR, "down")
-        until(lambda: not ranks.are_running() or port_state() == "DOWN", "the port to be down")
-        ip("link", "set", NEAR, "up")
+        mixed.execute(f"ip link set {mixed.NEAR} down")
+        until(lambda: not ranks.are_running() or port_state(mixed.NEAR_DEVICE) == "DOWN", "the port to be down")
+        mixed.execute(f"ip link set {mixed.NEAR} up")
         before = rounds(tmp_path, 0)
         until(lambda: rounds(tmp_path, 0) >= before + 3 or not ranks.are_running(), "rounds after the break")
         (tmp_path / "stop").touch()
@@ -269,15 +185,14 @@ def test_a_link_that_goes_down_and_up_again_is_used_again(tmp_path: Path) -> Non
     assert int(counters["port_events"]) >= 2, counters
 
 
-@pytest.mark.usefixtures("mixed_link")
-def test_a_device_that_is_removed_ends_nothing_before_its_users_do(tmp_path: Path) -> None:
+def test_a_device_that_is_removed_ends_nothing_before_its_users_do(mixed: ModuleType, tmp_path: Path) -> None:
     ranks = Ranks(tmp_path)
-    start_mixed(ranks, lambda rank: [str(STEADY), f"{rank}", "2", str(tmp_path), "1"])
+    start_mixed(mixed, ranks, lambda rank: [str(STEADY), f"{rank}", "2", str(tmp_path), "1"])
     removal: subprocess.Popen[bytes] | None = None
     try:
         until(lambda: rounds(tmp_path, 0) >= 3 or not ranks.are_running(), "the first rounds")
         # rxe cannot take a device from its users: the command waits for them.
-        removal = subprocess.Popen(["rdma", "link", "delete", NEAR_DEVICE])
+        removal = subprocess.Popen(["rdma", "link", "delete", mixed.NEAR_DEVICE])
         before = rounds(tmp_path, 0)
         until(lambda: rounds(tmp_path, 0) >= before + 3 or not ranks.are_running(), "rounds after it was asked to go")
         (tmp_path / "stop").touch()
@@ -288,8 +203,8 @@ def test_a_device_that_is_removed_ends_nothing_before_its_users_do(tmp_path: Pat
         if removal is not None:
             removal.kill()
             removal.wait()
-    assert not Path(f"/sys/class/infiniband/{NEAR_DEVICE}").exists()
+    assert not Path(f"/sys/class/infiniband/{mixed.NEAR_DEVICE}").exists()
 
 
-def port_state() -> str:
-    return Path(f"/sys/class/infiniband/{NEAR_DEVICE}/ports/1/state").read_text().split()[-1]
+def port_state(device: str) -> str:
+    return Path(f"/sys/class/infiniband/{device}/ports/1/state").read_text().split()[-1]

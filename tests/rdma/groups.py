@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups whose ranks are threads of this process: quicker to start than processes, where there is one processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from sennit.testbed.topology.namespace import within
+from sennit.transport.communicator import Communicator
+from sennit.transport.config import Config, TransportKind
+from sennit.transport.store import FileStore
+
+TIMEOUT_S: Final = 50.0
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """What one rank uses. Ranks of one host are neighbours."""
+
+    transport: TransportKind
+    interface: str
+    host: str
+    namespace: str = ""
+
+
+def run(seats: Sequence[Seat], folder: Path, work: Callable[[Communicator], Result]) -> list[Result]:
+    """What each rank's call of `work` returned."""
+    store = FileStore(folder)
+
+    def be(rank: int) -> Result:
+        seat = seats[rank]
+        config = Config(transport=seat.transport, interfaces=(seat.interface,), host_id=seat.host, timeout_s=TIMEOUT_S)
+        with Communicator(rank=rank, world=len(seats), store=store, config=config) as group:
+            return work(group)
+
+    def take_seat(rank: int) -> Result:
+        namespace = seats[rank].namespace
+        return within(namespace, be, rank) if namespace else be(rank)
+
+    with ThreadPoolExecutor(len(seats)) as threads:
+        return list(threads.map(take_seat, range(len(seats))))
