@@ -78,7 +78,7 @@ class Endpoint:
         )
         self.qp = QP(self.pd, settings, self._attributes())  # in the state INIT
 
-    def connect(self, peer: Endpoint, first_psn: int = 0) -> None:
+    def connect(self, peer: Endpoint, first_psn: int = 0, retries: int = RETRIES) -> None:
         """One direction's half: both ends do it."""
         route = GlobalRoute(dgid=GID(peer.gid), sgid_index=gid_index(self.context, self.gid))
         attributes = self._attributes()
@@ -89,7 +89,7 @@ class Endpoint:
         attributes.max_rd_atomic = attributes.max_dest_rd_atomic = 1
         attributes.min_rnr_timer = 1
         attributes.timeout = ACK_TIMEOUT
-        attributes.retry_cnt = attributes.rnr_retry = RETRIES
+        attributes.retry_cnt = attributes.rnr_retry = retries
         self.qp.to_rtr(attributes)
         self.qp.to_rts(attributes)
 

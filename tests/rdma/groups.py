@@ -28,13 +28,15 @@ class Seat:
     namespace: str = ""
 
 
-def run(seats: Sequence[Seat], folder: Path, work: Callable[[Communicator], Result]) -> list[Result]:
+def run(
+    seats: Sequence[Seat], folder: Path, work: Callable[[Communicator], Result], *, timeout_s: float = TIMEOUT_S
+) -> list[Result]:
     """What each rank's call of `work` returned."""
     store = FileStore(folder)
 
     def be(rank: int) -> Result:
         seat = seats[rank]
-        config = Config(transport=seat.transport, interfaces=(seat.interface,), host_id=seat.host, timeout_s=TIMEOUT_S)
+        config = Config(transport=seat.transport, interfaces=(seat.interface,), host_id=seat.host, timeout_s=timeout_s)
         with Communicator(rank=rank, world=len(seats), store=store, config=config) as group:
             return work(group)
 
