@@ -25,15 +25,16 @@ def load(path: Path, *parts: str) -> ModuleType:
     is_package = path.name == "__init__.py"
     name = f"rdma_{path.parent.name if is_package else path.stem}"
     folders = [str(path.parent)] if is_package else None
-    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for their own module
-    spec.loader.exec_module(module)
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # where dataclasses look for their own module
+        spec.loader.exec_module(module)
     for part in parts:
         importlib.import_module(f"{name}.{part}")
-    return module
+    return sys.modules[name]
 
 
 @pytest.fixture(scope="session")
@@ -52,6 +53,12 @@ def groups() -> ModuleType:
 def captures() -> ModuleType:
     """The module captures.py."""
     return load(Path(__file__).with_name("captures.py"))
+
+
+@pytest.fixture(scope="session")
+def conformance() -> ModuleType:
+    """The package conformance, as far as packets and rxe are concerned."""
+    return load(Path(__file__).with_name("conformance") / "__init__.py", "packets", "sockets", "rxe_target")
 
 
 @pytest.fixture(scope="session")

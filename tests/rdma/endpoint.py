@@ -98,10 +98,10 @@ class Endpoint:
         attributes.qp_access_flags = ACCESS
         return attributes
 
-    def expect(self, messages: int = 1) -> None:
+    def expect(self, messages: int = 1, size_bytes: int = 1) -> None:
         """Posts receives, which a write with immediate takes one of. pyverbs wants memory even for no bytes."""
         for _ in range(messages):
-            (self.srq or self.qp).post_recv(RecvWR(num_sge=1, sg=[SGE(self.memory.buf, 1, self.memory.lkey)]))
+            (self.srq or self.qp).post_recv(RecvWR(num_sge=1, sg=[SGE(self.memory.buf, size_bytes, self.memory.lkey)]))
 
     def write(self, peer: Endpoint, size_bytes: int, immediate: int) -> None:
         """The first bytes of this memory over the first bytes of the peer's."""
