@@ -177,6 +177,13 @@ def test_messages_survive_loss(pair: Pair, rng: np.random.Generator, netem: Nete
     pytest.fail("8,000 packets without a loss")
 
 
+def test_a_sender_keeps_to_what_it_was_granted(connect: Callable[[], Pair], rng: np.random.Generator) -> None:
+    pair = connect()
+    pair.peer.receiving.grant_packets = 8
+    exchange(pair, rng, [MANY_PACKETS * PAYLOAD_MAX])  # the peer refuses what it did not grant
+    assert pair.counted("credit_stalls") > 0
+
+
 def test_what_cannot_be_is_counted_and_changes_nothing(pair: Pair, rng: np.random.Generator) -> None:
     controls, queues = pair.controls, pair.peer.queues
     send, eager, write = queues.send, queues.send_with_immediate, queues.write_with_immediate

@@ -186,7 +186,7 @@ class Peer:
         self._hear(arrival.path, arrival.immediate, now_s)
         if arrival.kind is ArrivalKind.BULK:
             if not self.receiving.on_bulk(arrival.immediate, arrival.size_bytes):
-                raise ValueError(f"nothing was advertised for immediate {arrival.immediate:#x}, {arrival.size_bytes} B")
+                raise ValueError(f"immediate {arrival.immediate:#x}, {arrival.size_bytes} bytes: may not be sent")
             return
         messages = self.receiving.on_eager(arrival.immediate, arrival.payload)
         if messages is None:

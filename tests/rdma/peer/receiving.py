@@ -63,6 +63,9 @@ class Receiving:
         self._advert_next = 0  # the first that was not sent yet, or has to be sent again
         self._adverts_sent_s = 0.0
         self._bulk_packets = 0
+        self._granted = 0
+        self.grant_packets = UNLIMITED_PACKETS
+        """So many may be sent beyond those that have arrived."""
         self._eager: dict[int, Eager] = {}  # behind a gap
         self._eager_below = 0
         self.duplicates = 0
@@ -84,7 +87,7 @@ class Receiving:
         self._open_credits()
 
     def on_bulk(self, immediate: int, size_bytes: int) -> bool:
-        """False: it fits nothing that was advertised. The device has placed it already."""
+        """False: it fits nothing that was advertised, or was not granted. The device has placed it already."""
         slot, index = split_immediate(immediate)
         number = credit_of_slot(slot, self._completed_below)
         if slot == EAGER_SLOT or number >= self._next_credit:
@@ -98,6 +101,8 @@ class Receiving:
             return False
         credit.present |= 1 << index
         self._bulk_packets += 1
+        if self._bulk_packets > self._granted:
+            return False
         self._seen_below = max(self._seen_below, number + 1)
         if first_zero(credit.present) == credit.packets:
             credit.is_complete = True
@@ -137,6 +142,7 @@ class Receiving:
 
     def state(self, now_s: float, room_bytes: int) -> dict[str, Any]:
         """The fields of a control; as many adverts and SACK entries as have room."""
+        self._granted = max(self._granted, self._bulk_packets + self.grant_packets)
         ahead = (1 << number - self._completed_below - 1 for number in self._complete_beyond())
         fields: dict[str, Any] = {
             "completed_below": self._completed_below,
@@ -144,7 +150,7 @@ class Receiving:
             "eager_received": self._eager_below,
             "eager_consumed": self._eager_below,  # each is taken at once
             "eager": sum(1 << number - self._eager_below - 1 for number in self._eager),
-            "granted": self._bulk_packets + UNLIMITED_PACKETS,
+            "granted": self._granted,
         }
         room_bytes -= len(Control(**fields).pack())
         sacks = [
