@@ -67,7 +67,7 @@ class Config:
     interfaces: tuple[str, ...] = ()
     """`SENNIT_INTERFACES`, names separated by commas: the network interfaces (rails) that udp uses. Empty: those
     of default routes, else any that are up with an address, else loopback (`rails.py`). verbs: those below the RDMA
-    device to be used; empty: of the first device that has any (`rdma_rails.py`)."""
+    devices to be used; empty: of the first device that has any (`rdma_rails.py`)."""
 
     paths: int = 8
     """`SENNIT_PATHS`, 1 to 256: UDP source ports (ECMP entropies) for each peer and rail. Eight spread over four

@@ -23,6 +23,9 @@ void store(std::byte* at, T value) {
   std::memcpy(at, &value, sizeof value);
 }
 
+constexpr uint32_t more_keys(uint32_t part) { return (part & ~ADVERT_FIRST_PART) >> ADVERT_MORE_KEYS_SHIFT; }
+static_assert(more_keys(UINT32_MAX) + 1 == Keys::MAX_COUNT);
+
 }  // namespace
 
 void ControlWriter::put(const void* data, size_t size) {
@@ -66,16 +69,20 @@ bool ControlWriter::begin_sack(uint32_t credit, uint32_t first_missing, uint32_t
 void ControlWriter::add_sack_word(uint64_t word) { put(&word, 8); }
 
 bool ControlWriter::add_advert(const Advert& advert) {
-  if (room() < ADVERT_BYTES + (advert.first_part ? ADVERT_MESSAGE_BYTES : 0)) return false;
-  const uint32_t part = advert.part_bytes | (advert.first_part ? ADVERT_FIRST_PART : 0);
+  const uint32_t more_keys = advert.keys.count - 1;
+  if (room() < ADVERT_BYTES + (advert.first_part ? ADVERT_MESSAGE_BYTES : 0) + more_keys * sizeof(uint32_t))
+    return false;
+  const uint32_t part =
+      advert.part_bytes | more_keys << ADVERT_MORE_KEYS_SHIFT | (advert.first_part ? ADVERT_FIRST_PART : 0);
   put(&advert.address, 8);
-  put(&advert.rkey, 4);
+  put(&advert.keys.of[0], 4);
   put(&part, 4);
   if (advert.first_part) {
     put(&advert.key, 8);
     put(&advert.signature, 8);
     put(&advert.message_bytes, 8);
   }
+  put(&advert.keys.of[1], more_keys * sizeof(uint32_t));
   ++header.advert_count;
   return true;
 }
@@ -152,7 +159,9 @@ bool ControlReader::parse(std::span<const std::byte> payload) {
   for (uint32_t i = 0; i < header_.advert_count; ++i) {
     const std::byte* advert = at;
     if (!take(ADVERT_BYTES)) return false;
-    if ((load<uint32_t>(advert + 12) & ADVERT_FIRST_PART) != 0 && !take(ADVERT_MESSAGE_BYTES)) return false;
+    const auto part = load<uint32_t>(advert + 12);
+    if ((part & ADVERT_FIRST_PART) != 0 && !take(ADVERT_MESSAGE_BYTES)) return false;
+    if (!take(more_keys(part) * sizeof(uint32_t))) return false;
   }
   const auto* text = reinterpret_cast<const char*>(at);
   if (header_.reason_bytes > REASON_MAX_BYTES || !take(header_.reason_bytes)) return false;
@@ -177,7 +186,8 @@ Sack ControlReader::read_sack(const std::byte*& at) {
 Advert ControlReader::read_advert(const std::byte*& at) {
   const auto part = load<uint32_t>(at + 12);
   Advert advert{
-      load<uint64_t>(at), load<uint32_t>(at + 8), part & ~ADVERT_FIRST_PART, (part & ADVERT_FIRST_PART) != 0, 0, 0, 0};
+      load<uint64_t>(at), load<uint32_t>(at + 8), part & ADVERT_PART_MASK, (part & ADVERT_FIRST_PART) != 0, 0, 0, 0};
+  advert.keys.count += more_keys(part);
   at += ADVERT_BYTES;
   if (advert.first_part) {
     advert.key = load<uint64_t>(at);
@@ -185,6 +195,8 @@ Advert ControlReader::read_advert(const std::byte*& at) {
     advert.message_bytes = load<uint64_t>(at + 16);
     at += ADVERT_MESSAGE_BYTES;
   }
+  for (uint32_t key = 1; key < advert.keys.count; ++key, at += sizeof(uint32_t))
+    advert.keys.of[key] = load<uint32_t>(at);
   return advert;
 }
 

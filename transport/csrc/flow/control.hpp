@@ -10,6 +10,8 @@
 #include <span>
 #include <string_view>
 
+#include "flow/keys.hpp"
+
 namespace sennit::flow {
 
 inline constexpr uint8_t CONTROL_VERSION = 2;
@@ -19,6 +21,8 @@ inline constexpr size_t ECHO_BYTES = 16;
 inline constexpr size_t ADVERT_BYTES = 16;
 inline constexpr size_t ADVERT_MESSAGE_BYTES = 24;
 inline constexpr uint32_t ADVERT_FIRST_PART = 0x8000'0000;
+inline constexpr uint32_t ADVERT_MORE_KEYS_SHIFT = 28;  // three bits
+inline constexpr uint32_t ADVERT_PART_MASK = (1u << ADVERT_MORE_KEYS_SHIFT) - 1;
 inline constexpr size_t REASON_MAX_BYTES = 512;
 
 enum ControlFlags : uint8_t {
@@ -66,7 +70,7 @@ inline constexpr uint32_t ECHO_DELAY_MAX_US = 0xFF'FFFF;
 
 struct Advert {
   uint64_t address;
-  uint32_t rkey;
+  Keys keys;
   uint32_t part_bytes;
   bool first_part;
   uint64_t key, signature, message_bytes;  // first part only; later parts continue the message before

@@ -28,12 +28,12 @@ bool Flow::send_eager(const MessageHeader& header, uint32_t flags, const void* d
   return false;
 }
 
-void Flow::advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint32_t rkey,
+void Flow::advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys,
                      uint64_t now_us) {
   State& state = *state_;
   if (state.peer_closed) state.lose_peer("said goodbye before this message");
   if (state.dead) return;
-  state.receiver.advertise(receive_id, header, destination, rkey);
+  state.receiver.advertise(receive_id, header, destination, keys);
   state.grants.on_advertised(state.receiver.opened_packets());
   if (state.receiver.has_unsent_adverts()) state.request_control(now_us);
 }
@@ -87,7 +87,10 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
   State& state = *state_;
   Recovery& recovery = state.recovery;
   if (state.dead || out.empty()) return 0;
-  if (recovery.take_probe(now_us, out[0], path)) return 1;
+  if (recovery.take_probe(now_us, out[0], path)) {
+    state.choose_key(path, out[0]);
+    return 1;
+  }
   if (!state.can_send()) {
     recovery.set_tail(now_us, state.is_tail());
     if (!state.credit_stalled && recovery.allowance() != 0 && state.sender.is_out_of_grant()) {
@@ -110,6 +113,7 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
       packet = state.eager_sender.has_unsent() ? state.eager_sender.take_unsent() : state.sender.take_unsent();
       recovery.on_sent(now_us, path, packet);
     }
+    state.choose_key(path, packet);
     if (packet.size_bytes != state.config.payload_max_bytes) break;
   }
   recovery.end_of_batch(now_us, static_cast<uint32_t>(count));

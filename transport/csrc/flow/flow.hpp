@@ -18,7 +18,9 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "flow/keys.hpp"
 #include "messages/lane.hpp"
 #include "trace/tracepoints.hpp"
 
@@ -42,6 +44,8 @@ struct FlowConfig {
   uint64_t peer_timeout_us = 10'000'000;  // silence in the middle of a bulk message that means a dead peer
   uint64_t seed = 0;                      // the first path
   uint32_t rail_count = 1;                // interfaces below the paths: path p uses rail p mod rail_count
+  uint32_t peer_key_count = 1;            // keys that open one region of the peer's: one for each of its devices
+  std::vector<uint8_t> key_of_rail = {};  // which of them what goes over a rail is sent with; empty: the first
   std::string_view path_policy = "round_robin";  // or "reps"; path_policy.hpp
   std::string_view congestion = "fixed";         // or "swift"; congestion.hpp
   uint64_t target_queue_us = 100;                // "swift": the queueing delay in the fabric to aim at
@@ -107,7 +111,7 @@ class Flow {
   // itself. `destination` may be null for a message of size 0 only.
   uint64_t eager_max_bytes() const;
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data, uint64_t now_us);
-  void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint32_t rkey,
+  void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys,
                  uint64_t now_us);
   void transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes, uint64_t now_us);
   bool poll_event(Event& out);

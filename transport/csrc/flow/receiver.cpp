@@ -14,8 +14,8 @@ constexpr uint8_t SACK_REPORTS = 3;
 
 Receiver::Receiver(const FlowConfig& config) : payload_max_bytes_(config.payload_max_bytes) {}
 
-void Receiver::advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint32_t rkey) {
-  waiting_.push(messages_.push(Message{receive_id, header, destination, rkey, 0, 0}));
+void Receiver::advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys) {
+  waiting_.push(messages_.push(Message{receive_id, header, destination, keys, 0, 0}));
   open_credits_in_window();
 }
 
@@ -31,7 +31,7 @@ void Receiver::open_credits_in_window() {
     credit.message = number;
     credit.offset = message.bytes_opened;
     credit.destination = message.destination + message.bytes_opened;
-    credit.rkey = message.rkey;
+    credit.keys = message.keys;
     credit.part_bytes = part_bytes;
     // A message of size 0 is one packet of size 0.
     credit.packet_count = std::max(1u, (part_bytes + payload_max_bytes_ - 1) / payload_max_bytes_);
@@ -85,7 +85,8 @@ Verdict Receiver::locate(uint32_t immediate, uint64_t address, uint32_t rkey, ui
     out = Placement{nullptr, immediate, address, size_bytes};
     return verdict;
   }
-  if (rkey != credit(number).rkey) return Verdict::bad_key;
+  // (Of several only devices know which is whose, and they check them.)
+  if (rkey != credit(number).keys.of[0]) return Verdict::bad_key;
   if (verdict == Verdict::bad_range) return verdict;
   const Placement expected = place(number, index_of(immediate));
   if (address != expected.address) return Verdict::bad_range;
@@ -235,7 +236,7 @@ void Receiver::write_adverts(ControlWriter& writer, uint64_t now_us) {
     Credit& credit = this->credit(unsent_advert_);
     const MessageHeader* header = credit.offset == 0 ? &messages_[credit.message].header : nullptr;
     const Advert advert{reinterpret_cast<uint64_t>(credit.destination),
-                        credit.rkey,
+                        credit.keys,
                         credit.part_bytes,
                         header != nullptr,
                         header ? header->key : 0,

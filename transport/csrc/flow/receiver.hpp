@@ -22,7 +22,7 @@ class Receiver {
  public:
   explicit Receiver(const FlowConfig& config);
 
-  void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint32_t rkey);
+  void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys);
 
   Verdict locate(uint32_t immediate, uint64_t address, uint32_t rkey, uint32_t size_bytes, Placement& out) const;
   // What a completion without RETH can be checked for.
@@ -73,14 +73,15 @@ class Receiver {
     uint64_t receive_id;
     MessageHeader header;
     std::byte* destination;
-    uint32_t rkey;
+    Keys keys;
     uint64_t bytes_opened, bytes_complete;
   };
   struct Credit {
     uint64_t message;
     uint64_t offset;  // of the part in its message
     std::byte* destination;
-    uint32_t rkey, part_bytes, packet_count;
+    Keys keys;
+    uint32_t part_bytes, packet_count;
     uint32_t received, first_missing, received_end;
     uint64_t advert_sent_us;
     uint8_t reports_left;  // in so many further controls; in touched_ while not 0

@@ -6,7 +6,8 @@
 
 namespace sennit::flow {
 
-Sender::Sender(const FlowConfig& config) : payload_max_bytes_(config.payload_max_bytes) {}
+Sender::Sender(const FlowConfig& config)
+    : payload_max_bytes_(config.payload_max_bytes), peer_key_count_(config.peer_key_count) {}
 
 const char* Sender::transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes) {
   if (!messages_.holds(advert_id)) return "transfer into an advert that does not exist";
@@ -37,9 +38,15 @@ DataOut Sender::take_unsent() {
   ++sent_packets_;
   if (index == 0) ++partial_credits_;
   if (credit.next_unsent == credit.packet_count) to_send_.pop();
-  return DataOut{credit.address + offset, credit.rkey, make_immediate(credit_slot(number), index),
+  return DataOut{credit.address + offset, credit.keys.of[0], make_immediate(credit_slot(number), index),
                  messages_[credit.message].data + credit.offset + offset,
                  std::min(payload_max_bytes_, credit.part_bytes - offset)};
+}
+
+const Keys& Sender::keys_of(uint32_t immediate) const {
+  // All such credits are less than a lap of slots from the oldest one.
+  const uint32_t ahead = slot_of(immediate) + CREDIT_SLOTS - credit_slot(completed_below_);
+  return credit(completed_below_ + ahead % CREDIT_SLOTS).keys;
 }
 
 bool Sender::check(const ControlReader& control) const {
@@ -80,7 +87,7 @@ uint64_t Sender::missing_bytes() const {
 }
 
 bool Sender::is_possible(const Advert& advert, uint64_t& missing_bytes) const {
-  if (advert.first_part != (missing_bytes == 0)) return false;
+  if (advert.first_part != (missing_bytes == 0) || advert.keys.count != peer_key_count_) return false;
   if (advert.first_part) missing_bytes = advert.message_bytes;
   const bool part_possible = advert.part_bytes <= missing_bytes && (advert.part_bytes != 0 || missing_bytes == 0) &&
                              advert.part_bytes <= uint64_t{CREDIT_MAX_PACKETS} * payload_max_bytes_;
@@ -183,7 +190,7 @@ void Sender::accept(const Advert& advert, SequenceRing<Event>& events) {
   credit.message = id;
   credit.offset = message.advertised_bytes;
   credit.address = advert.address;
-  credit.rkey = advert.rkey;
+  credit.keys = advert.keys;
   credit.part_bytes = advert.part_bytes;
   credit.packet_count = std::max(1u, (advert.part_bytes + payload_max_bytes_ - 1) / payload_max_bytes_);
   credit.next_unsent = credit.acked_below = 0;

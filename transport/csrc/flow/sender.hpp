@@ -28,6 +28,8 @@ class Sender {
   const char* transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
   bool has_unsent() const;
   DataOut take_unsent();  // has_unsent() first
+  // Of the credit that a packet not acknowledged yet belongs to.
+  const Keys& keys_of(uint32_t immediate) const;
   bool has_backlog() const { return !to_send_.empty(); }
   // There is more to send, and only the receiver's grant stands against it.
   bool is_out_of_grant() const { return is_within_reach() && sent_packets_ >= granted_packets_; }
@@ -67,7 +69,8 @@ class Sender {
   };
   struct Credit {
     uint64_t message, offset, address;
-    uint32_t rkey, part_bytes, packet_count;
+    Keys keys;
+    uint32_t part_bytes, packet_count;
     uint32_t next_unsent, acked_below;
     bool complete;
     Bitmap acked;
@@ -87,7 +90,7 @@ class Sender {
     return number < credits_seen_ && credit(number).next_unsent == credit(number).packet_count;
   }
 
-  const uint32_t payload_max_bytes_;
+  const uint32_t payload_max_bytes_, peer_key_count_;
   SequenceRing<Message> messages_;  // by advert id
   WindowRing<Credit> credits_;
   SequenceRing<uint64_t> to_send_;  // bound credits with packets never sent

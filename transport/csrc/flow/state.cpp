@@ -100,6 +100,11 @@ void Flow::State::count_refusal(Verdict verdict) {
   }
 }
 
+void Flow::State::choose_key(uint32_t path, DataOut& packet) const {
+  if (config.key_of_rail.empty() || slot_of(packet.immediate) == EAGER_SLOT) return;
+  packet.rkey = sender.keys_of(packet.immediate).of[config.key_of_rail[path % config.rail_count]];
+}
+
 bool Flow::State::can_send() const {
   if (recovery.allowance() == 0) return false;
   return recovery.has_lost() || (!recovery.full() && (eager_sender.has_unsent() || sender.has_unsent()));

@@ -40,6 +40,8 @@ struct Flow::State {
   uint32_t control_path(uint64_t now_us);
   void count_refusal(Verdict verdict);
   bool can_send() const;
+  // Of the peer's keys, the one of the device that the path leads to.
+  void choose_key(uint32_t path, DataOut& packet) const;
   // Eager packets are not acknowledged at once, bulk messages are.
   bool is_tail() const { return eager_sender.all_received() && !sender.has_backlog(); }
   bool idle() const;

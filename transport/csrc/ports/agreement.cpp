@@ -65,6 +65,10 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
                                 " bytes a packet; powers of two from 256 to 4096 are allowed");
   flow.path_count = static_cast<uint32_t>(out.path_count * out.pairs.size());
   flow.rail_count = static_cast<uint32_t>(out.pairs.size());
+  for (const RoceOffer::Rail& rail : theirs.rails)
+    flow.peer_key_count = std::max(flow.peer_key_count, rail.device + 1u);
+  if (flow.peer_key_count != 1)
+    for (const auto& [mine, other] : out.pairs) flow.key_of_rail.push_back(theirs.rails[other].device);
   flow.eager_slot_count = ours.eager_slot_count;
   flow.ends = {ours.rank, peer};
   flow.window_bytes = static_cast<uint32_t>(std::clamp<uint64_t>(

@@ -11,6 +11,8 @@
 #include <functional>
 #include <utility>
 
+#include "flow/keys.hpp"
+
 namespace sennit {
 
 class Exposure {
@@ -19,8 +21,8 @@ class Exposure {
 
   // Begins to open memory to the peers' writes; returns the region's number. `address` may be null for size 0.
   virtual uint64_t open(std::byte* address, size_t size_bytes) = 0;
-  // True once packets under `key` are taken: not before may a peer be told of it.
-  virtual bool is_open(uint64_t region, uint32_t& key) = 0;
+  // True once packets under `keys` are taken: not before may a peer be told of them.
+  virtual bool is_open(uint64_t region, flow::Keys& keys) = 0;
   // Begins to take the key back.
   virtual void close(uint64_t region) = 0;
   // True once no packet of any age can be written there; the number is forgotten then.
@@ -40,8 +42,8 @@ class KeysOnly final : public Exposure {
  public:
   explicit KeysOnly(std::function<uint32_t()> next_key) : next_key_(std::move(next_key)) {}
   uint64_t open(std::byte*, size_t) override { return next_key_(); }
-  bool is_open(uint64_t region, uint32_t& key) override {
-    key = static_cast<uint32_t>(region);
+  bool is_open(uint64_t region, flow::Keys& keys) override {
+    keys = static_cast<uint32_t>(region);
     return true;
   }
   void close(uint64_t) override {}

@@ -32,12 +32,12 @@ void FlowLane::advertise_at(uint64_t receive_id, const MessageHeader& header, st
 
 bool FlowLane::tell_opened() {
   bool moved = false;
-  uint32_t key = 0;
-  while (!opening_.empty() && exposure_.is_open(opening_.front().region, key)) {
+  flow::Keys keys;
+  while (!opening_.empty() && exposure_.is_open(opening_.front().region, keys)) {
     const Opening next = opening_.front();
     opening_.pop();
     const uint64_t ticket = tickets_.push(Ticket{next.receive_id, next.loan_id, next.region, nullptr, false});
-    flow_.advertise(ticket, next.header, next.destination, key, now_us_);
+    flow_.advertise(ticket, next.header, next.destination, keys, now_us_);
     moved = true;
   }
   return moved;

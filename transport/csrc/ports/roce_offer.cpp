@@ -79,7 +79,8 @@ std::vector<std::byte> RoceOffer::encode() const {
   out.put(receive_window_bytes);
   out.put(static_cast<uint32_t>(rails.size()));
   for (const Rail& rail : rails) {
-    out.put(static_cast<uint16_t>(rail.listen.is_ipv6 ? 6 : 4));
+    out.put(static_cast<uint8_t>(rail.listen.is_ipv6 ? 6 : 4));
+    out.put(rail.device);
     out.put(rail.listen.port);
     out.put(rail.payload_max_bytes);
     out.put_bytes(rail.listen.address);
@@ -111,11 +112,18 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
   offer.receive_window_bytes = in.get<uint64_t>();
   offer.rails.resize(in.get_count(RAIL_MAX_COUNT, "rails"));
   for (Rail& rail : offer.rails) {
-    const auto ip_version = in.get<uint16_t>();
+    const auto ip_version = in.get<uint8_t>();
     if (ip_version != 4 && ip_version != 6)
-      throw std::invalid_argument("udp: the peer's offer has a rail of IP version " + std::to_string(ip_version) +
+      throw std::invalid_argument("roce: the peer's offer has a rail of IP version " + std::to_string(ip_version) +
                                   "; 4 and 6 are allowed");
     rail.listen.is_ipv6 = ip_version == 6;
+    rail.device = in.get<uint8_t>();
+    if (rail.device > (offer.is_device ? flow::Keys::MAX_COUNT - 1 : 0))
+      throw std::invalid_argument("roce: the peer's offer has a rail of the device number " +
+                                  std::to_string(rail.device) + "; " +
+                                  (offer.is_device ? "0 to " + std::to_string(flow::Keys::MAX_COUNT - 1) + " are"
+                                                   : std::string("of sockets, only 0 is")) +
+                                  " allowed");
     rail.listen.port = in.get<uint16_t>();
     rail.payload_max_bytes = in.get<uint32_t>();
     in.get_bytes(rail.listen.address);
@@ -132,7 +140,7 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
     for (uint32_t& qpn : entry.qpns) {
       qpn = in.get<uint32_t>();
       if (qpn > wire::QPN_MASK)
-        throw std::invalid_argument("udp: the peer's offer has the queue pair number " + std::to_string(qpn) +
+        throw std::invalid_argument("roce: the peer's offer has the queue pair number " + std::to_string(qpn) +
                                     "; 24 bits are allowed");
     }
   }

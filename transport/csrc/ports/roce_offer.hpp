@@ -19,6 +19,7 @@ struct RoceOffer {
 
   struct Rail {
     wire::Endpoint listen;            // where all packets for this rank go
+    uint8_t device = 0;               // whose key of a message opens it here: of several devices each has its own
     uint32_t payload_max_bytes = 0;   // what fits the interface's MTU
     std::vector<uint16_t> entropies;  // source ports of its sending sockets: one a path
   };

@@ -16,50 +16,53 @@ constexpr uint64_t REVIVE_FIRST_US = 1'000, REVIVE_MAX_US = 1'000'000;
 
 void VerbsPort::poll_events(uint64_t now_us) {
   ibv_async_event event;
-  while (device_->library().get_async_event(device_->context(), &event) == 0) {
-    on_event(event, now_us);
-    device_->library().ack_async_event(&event);
+  for (const auto& adapter : adapters_) {
+    while (adapter->next_event(event)) {
+      on_event(*adapter, event, now_us);
+      adapter->acknowledge(event);
+    }
   }
 }
 
-void VerbsPort::on_event(const ibv_async_event& event, uint64_t now_us) {
+void VerbsPort::on_event(VerbsAdapter& adapter, const ibv_async_event& event, uint64_t now_us) {
   switch (event.event_type) {
     case IBV_EVENT_QP_FATAL:
     case IBV_EVENT_QP_REQ_ERR:
-    case IBV_EVENT_QP_ACCESS_ERR: {
-      const auto known = paths_by_qpn_.find(event.element.qp->qp_num);
-      if (known != paths_by_qpn_.end()) {
-        on_path_error(*known->second, now_us);
+    case IBV_EVENT_QP_ACCESS_ERR:
+      if (Path* const path = find_path(adapter, event.element.qp->qp_num)) {
+        on_path_error(*path, now_us);
       } else {
-        fail("verbs: " + device_->name() + ": the queue pair for memory windows failed");
+        fail("verbs: " + adapter.name() + ": the queue pair for memory windows failed");
       }
       return;
-    }
     case IBV_EVENT_PORT_ERR:
-    case IBV_EVENT_PORT_ACTIVE: {
-      ++counters_.port_events;
-      const bool is_up = event.event_type == IBV_EVENT_PORT_ACTIVE;
-      for (size_t rail = 0; rail < rails_.size(); ++rail)
-        if (rails_[rail].port == event.element.port_num) is_rail_up_[rail] = is_up;
-      if (is_up) {
-        revive_pause_us_ = REVIVE_FIRST_US;
-        revive_at_us_ = std::min(revive_at_us_, now_us);
-        return;
-      }
-      for (const auto& path : paths_)
-        if (path->flow != nullptr && !is_rail_up_[path->rail]) path->flow->on_path_failed(now_us, path->index);
+    case IBV_EVENT_PORT_ACTIVE:
+      on_port(adapter, static_cast<uint8_t>(event.element.port_num), event.event_type == IBV_EVENT_PORT_ACTIVE, now_us);
       return;
-    }
     case IBV_EVENT_DEVICE_FATAL:
-      fail("verbs: " + device_->name() + " failed or was removed");
+      fail("verbs: " + adapter.name() + " failed or was removed");
       return;
     case IBV_EVENT_CQ_ERR:
     case IBV_EVENT_SRQ_ERR:
-      fail("verbs: " + device_->name() + ": a queue of completions or receives failed");
+      fail("verbs: " + adapter.name() + ": a queue of completions or receives failed");
       return;
     default:
       return;
   }
+}
+
+void VerbsPort::on_port(VerbsAdapter& adapter, uint8_t port, bool is_up, uint64_t now_us) {
+  ++counters_.port_events;
+  const auto is_its = [&](const Rail& rail) { return rail.adapter == &adapter && rail.address.port == port; };
+  for (Rail& rail : rails_)
+    if (is_its(rail)) rail.is_up = is_up;
+  if (is_up) {
+    revive_pause_us_ = REVIVE_FIRST_US;
+    revive_at_us_ = std::min(revive_at_us_, now_us);
+    return;
+  }
+  for (const auto& path : paths_)
+    if (path->flow != nullptr && is_its(rails_[path->rail])) path->flow->on_path_failed(now_us, path->index);
 }
 
 void VerbsPort::on_path_error(Path& path, uint64_t now_us) {
@@ -81,9 +84,9 @@ void VerbsPort::revive_paths(uint64_t now_us) {
   for (const auto& path : paths_) {
     if (!path->is_broken) continue;
     // While the port is down there is nothing to try; its event starts this again.
-    if (!is_rail_up_[path->rail]) continue;
+    if (!rails_[path->rail].is_up) continue;
     ++path->generation;
-    if (path->queue.revive(release_)) {
+    if (path->queue.revive(releases_[path->adapter->number()])) {
       path->is_broken = false;
       ++counters_.path_revivals;
       continue;

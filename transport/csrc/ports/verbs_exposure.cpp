@@ -58,11 +58,11 @@ uint64_t VerbsExposure::open(std::byte* address, size_t size_bytes) {
   return number;
 }
 
-bool VerbsExposure::is_open(uint64_t number, uint32_t& key) {
+bool VerbsExposure::is_open(uint64_t number, flow::Keys& keys) {
   Region& region = regions_[number];
   if (region.state == RegionState::opening && region.window != nullptr && binds_done_ >= region.bind)
     region.state = RegionState::open;
-  key = region.key;
+  keys = region.key;
   return region.state == RegionState::open;
 }
 
@@ -209,13 +209,13 @@ bool VerbsExposure::is_returned(uint64_t number) {
 bool VerbsExposure::close_all() {
   for (uint64_t number = regions_.first(); number != regions_.end(); ++number) {
     Region& region = regions_[number];
-    uint32_t key = 0;
+    flow::Keys keys;
     switch (region.state) {
       case RegionState::opening:
         // (One that could not be registered was never open.)
         if (region.window == nullptr && region.registration == nullptr) {
           region.state = RegionState::forgotten;
-        } else if (is_open(number, key)) {
+        } else if (is_open(number, keys)) {
           close(number);
         }
         break;

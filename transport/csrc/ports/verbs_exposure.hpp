@@ -35,7 +35,7 @@ class VerbsExposure final : public Exposure {
   ~VerbsExposure() override;
 
   uint64_t open(std::byte* address, size_t size_bytes) override;
-  bool is_open(uint64_t region, uint32_t& key) override;
+  bool is_open(uint64_t region, flow::Keys& keys) override;
   void close(uint64_t region) override;
   bool is_closed(uint64_t region) override;
   void keep(std::byte* address, size_t size_bytes) override { registrations_.borrow(address, size_bytes); }

@@ -12,12 +12,13 @@ namespace sennit {
 
 struct VerbsPort::Path {
   VerbsQueuePair queue;
-  uint16_t number = 0;         // in paths_
-  uint32_t rail = 0;           // ours
-  uint8_t generation = 0;      // revivals
-  bool is_broken = false;      // its queue pair is in error
-  flow::Flow* flow = nullptr;  // once the peer is connected
-  uint32_t index = 0;          // the flow's name for it
+  VerbsAdapter* adapter = nullptr;  // the device that has it
+  uint16_t number = 0;              // in paths_
+  uint32_t rail = 0;                // ours
+  uint8_t generation = 0;           // revivals
+  bool is_broken = false;           // its queue pair is in error
+  flow::Flow* flow = nullptr;       // once the peer is connected
+  uint32_t index = 0;               // the flow's name for it
   Peer* peer = nullptr;
 };
 

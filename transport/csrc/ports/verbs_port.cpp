@@ -2,7 +2,6 @@
 #include "ports/verbs_port.hpp"
 
 #include <arpa/inet.h>
-#include <fcntl.h>
 #include <poll.h>
 
 #include <algorithm>
@@ -24,10 +23,7 @@ namespace sennit {
 namespace {
 
 constexpr int ROUND_MAX_COUNT = 4;
-// Receive buffers: so many a peer, within these bounds. Each packet takes one, if only for its completion.
-constexpr size_t RECEIVES_PER_PEER = 512, RECEIVE_MIN_COUNT = 1'024, RECEIVE_MAX_COUNT = 8'192;
 constexpr size_t SEND_BUFFER_COUNT = 512;
-constexpr uint32_t QUEUE_MIN_DEPTH = 64, QUEUE_MAX_DEPTH = 128, BINDER_DEPTH = 64;
 constexpr uint64_t SILENCE_US = 100'000, EVENTS_US = 1'000;
 // What is still on its way in or out of user memory when a group ends; the device takes microseconds for it.
 constexpr std::chrono::milliseconds END_MAX{1'000};
@@ -35,130 +31,110 @@ constexpr std::chrono::milliseconds END_MAX{1'000};
 }  // namespace
 
 VerbsPort::VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config)
-    : rank_(rank),
-      config_(config),
-      channel_(nullptr, nullptr),
-      completions_(nullptr, nullptr),
-      receives_(nullptr, nullptr) {
+    : rank_(rank), config_(config), send_buffers_(SEND_BUFFER_COUNT, flow::CONTROL_MAX_BYTES) {
   if (size < 1 || rank >= size)
     throw std::invalid_argument("verbs: rank " + std::to_string(rank) + " is not below the size " +
                                 std::to_string(size));
   config.check("verbs", config.addresses.size());
-  const VerbsLibrary& library = config.library != nullptr ? *config.library : VerbsLibrary::system();
-  const std::vector<VerbsDevicePort> known = find_verbs_ports(library);
-  for (const std::string& address : config.addresses) rails_.push_back(choose_verbs_address(known, address));
-  is_rail_up_.assign(rails_.size(), true);
-  for (const VerbsAddress& rail : rails_)
-    if (rail.device != rails_[0].device)
-      throw std::invalid_argument("verbs: " + sennit::describe(rails_[0]) + " and " + sennit::describe(rail) +
-                                  " are of two devices; a message has one key, so a rank uses one device: name the "
-                                  "addresses of one");
-  device_ = std::make_unique<VerbsDevice>(library, rails_[0].device);
-  registrations_ = std::make_unique<VerbsRegistrations>(
-      *device_, IBV_ACCESS_LOCAL_WRITE | (device_->has_windows() ? IBV_ACCESS_MW_BIND : 0));
-  release_ = [this](const VerbsQueuePair::Held& held) {
-    if (held.kind == VerbsQueuePair::Held::Kind::buffer) free_buffers_.push_back(held.id);
-    if (held.kind == VerbsQueuePair::Held::Kind::loan) exposure_->end_reading(held.id);
-  };
+  const uint32_t peer_count = std::max(size, 2u) - 1;
+  if (size_t{peer_count} * config.addresses.size() * config.path_count > UINT16_MAX)
+    throw std::invalid_argument("verbs: " + std::to_string(config.path_count) + " paths over " +
+                                std::to_string(config.addresses.size()) + " rails to " + std::to_string(peer_count) +
+                                " peers; " + std::to_string(UINT16_MAX) + " in all are allowed (SENNIT_PATHS)");
+  open_adapters(peer_count);
+  make_offer(size);
+  peers_.resize(size);
+  eager_memory_.resize(size);
+  offer_.peers.resize(size);
+  for (uint32_t peer = 0; peer < size; ++peer) {
+    offer_.peers[peer].qpns.assign(rails_.size() * config.path_count, 0);
+    if (peer != rank) make_paths(peer);
+  }
+  for (size_t buffer = send_buffers_.count(); buffer-- > 0;) free_buffers_.push_back(buffer);
+}
 
-  offer_.rank = rank;
+VerbsPort::~VerbsPort() = default;
+
+void VerbsPort::open_adapters(uint32_t peer_count) {
+  const VerbsLibrary& library = config_.library != nullptr ? *config_.library : VerbsLibrary::system();
+  const std::vector<VerbsDevicePort> known = find_verbs_ports(library);
+  for (const std::string& address : config_.addresses) rails_.push_back({choose_verbs_address(known, address)});
+  for (Rail& rail : rails_) {
+    const auto is_its = [&](const Rail& other) { return other.address.device == rail.address.device; };
+    const auto first = std::find_if(rails_.begin(), rails_.end(), is_its);
+    if (&*first != &rail) {
+      rail.adapter = first->adapter;
+      continue;
+    }
+    const auto number = static_cast<uint32_t>(adapters_.size());
+    if (number == flow::Keys::MAX_COUNT)
+      throw std::invalid_argument("verbs: rails of more than " + std::to_string(number) + " devices");
+    const auto rail_count = static_cast<size_t>(std::count_if(rails_.begin(), rails_.end(), is_its));
+    const VerbsAdapter::Need need{peer_count, size_t{peer_count} * rail_count * config_.path_count, config_.service};
+    adapters_.push_back(std::make_unique<VerbsAdapter>(library, rail.address, number, need));
+    VerbsAdapter& adapter = *adapters_.back();
+    rail.adapter = &adapter;
+    send_buffers_.register_with(adapter.registrations());
+    exposure_.add(adapter.exposure());
+    releases_.push_back([this, &adapter](const VerbsQueuePair::Held& held) { let_go(adapter, held); });
+  }
+}
+
+void VerbsPort::let_go(VerbsAdapter& adapter, const VerbsQueuePair::Held& held) {
+  if (held.kind == VerbsQueuePair::Held::Kind::buffer) free_buffers_.push_back(held.id);
+  if (held.kind == VerbsQueuePair::Held::Kind::loan) adapter.exposure().end_reading(held.id);
+}
+
+void VerbsPort::make_offer(uint32_t size) {
+  offer_.rank = rank_;
   offer_.size = size;
   offer_.is_device = true;
-  offer_.is_reliable = config.service == VerbsService::rc;
-  offer_.path_count = config.path_count;
+  offer_.is_reliable = config_.service == VerbsService::rc;
+  offer_.path_count = config_.path_count;
   offer_.eager_slot_count = EAGER_SLOT_COUNT;
+  // Where only one device is left, all comes in through it.
+  offer_.receive_window_bytes = UINT64_MAX;
+  for (const auto& adapter : adapters_)
+    offer_.receive_window_bytes = std::min(offer_.receive_window_bytes, adapter->receive_window_bytes());
   std::random_device random;
-  for (const VerbsAddress& rail : rails_) {
+  for (const Rail& rail : rails_) {
     RoceOffer::Rail& offered = offer_.rails.emplace_back();
-    offered.listen = rail.endpoint;
-    offered.payload_max_bytes = rail.mtu_bytes;
-    while (offered.entropies.size() < config.path_count) {
+    offered.listen = rail.address.endpoint;
+    offered.device = static_cast<uint8_t>(rail.adapter->number());
+    offered.payload_max_bytes = rail.address.mtu_bytes;
+    while (offered.entropies.size() < config_.path_count) {
       const auto port = static_cast<uint16_t>(wire::ENTROPY_PORT_MIN | random());
       if (std::find(offered.entropies.begin(), offered.entropies.end(), port) == offered.entropies.end())
         offered.entropies.push_back(port);
     }
   }
-  open_queues(std::max(size, 2u) - 1);
-  open_binder();
-  peers_.resize(size);
-  eager_memory_.resize(size);
-  offer_.peers.resize(size);
-  for (uint32_t peer = 0; peer < size; ++peer) {
-    std::vector<uint32_t>& qpns = offer_.peers[peer].qpns;
-    qpns.assign(rails_.size() * config.path_count, 0);
-    if (peer == rank) continue;
-    for (size_t entry = 0; entry < qpns.size(); ++entry) {
-      paths_.push_back(std::make_unique<Path>(
-          Path{VerbsQueuePair(*device_, completions_.get(), receives_.get(), depth_, config.service)}));
-      Path& path = *paths_.back();
-      path.number = static_cast<uint16_t>(paths_.size() - 1);
-      path.rail = static_cast<uint32_t>(entry / config.path_count);
-      qpns[entry] = path.queue.number();
-      paths_by_qpn_[qpns[entry]] = &path;
-    }
+}
+
+void VerbsPort::make_paths(uint32_t peer) {
+  std::vector<uint32_t>& qpns = offer_.peers[peer].qpns;
+  for (size_t entry = 0; entry < qpns.size(); ++entry) {
+    const auto rail = static_cast<uint32_t>(entry / config_.path_count);
+    VerbsAdapter& adapter = *rails_[rail].adapter;
+    paths_.push_back(std::make_unique<Path>(Path{adapter.make_queue_pair(), &adapter}));
+    Path& path = *paths_.back();
+    path.number = static_cast<uint16_t>(paths_.size() - 1);
+    path.rail = rail;
+    qpns[entry] = path.queue.number();
+    paths_by_qpn_[uint64_t{adapter.number()} << 32 | qpns[entry]] = &path;
   }
 }
 
-VerbsPort::~VerbsPort() {
-  if (unacknowledged_events_ != 0) device_->library().ack_cq_events(completions_.get(), unacknowledged_events_);
+VerbsPort::Path* VerbsPort::find_path(const VerbsAdapter& adapter, uint32_t qpn) const {
+  const auto known = paths_by_qpn_.find(uint64_t{adapter.number()} << 32 | qpn);
+  return known != paths_by_qpn_.end() ? known->second : nullptr;
 }
 
-void VerbsPort::open_queues(uint32_t peer_count) {
-  const VerbsLibrary& library = device_->library();
-  const ibv_device_attr& limits = device_->limits();
-  const size_t path_count = size_t{peer_count} * rails_.size() * config_.path_count;
-  if (path_count > UINT16_MAX || path_count + 1 > static_cast<size_t>(limits.max_qp))
-    throw std::invalid_argument("verbs: " + std::to_string(path_count) + " queue pairs are needed for " +
-                                std::to_string(peer_count) + " peers, " + device_->name() + " has " +
-                                std::to_string(limits.max_qp) + "; choose fewer paths (SENNIT_PATHS)");
-  receive_count_ = std::clamp(RECEIVES_PER_PEER * peer_count, RECEIVE_MIN_COUNT, RECEIVE_MAX_COUNT);
-  receive_count_ = std::min(receive_count_, static_cast<size_t>(limits.max_srq_wr));
-  const size_t for_sends = static_cast<size_t>(limits.max_cqe) -
-                           std::min<size_t>(receive_count_ + BINDER_DEPTH, static_cast<size_t>(limits.max_cqe));
-  depth_ = static_cast<uint32_t>(std::clamp<size_t>(for_sends / path_count, QUEUE_MIN_DEPTH, QUEUE_MAX_DEPTH));
-  const size_t completion_count =
-      std::min(receive_count_ + BINDER_DEPTH + path_count * depth_, static_cast<size_t>(limits.max_cqe));
-
-  const auto made = [this](auto* object, const char* what) {
-    if (object == nullptr) raise_verbs_error(errno, device_->name() + ": no " + what);
-    return object;
-  };
-  channel_ = {made(library.create_comp_channel(device_->context()), "completion channel"),
-              library.destroy_comp_channel};
-  if (fcntl(channel_->fd, F_SETFL, fcntl(channel_->fd, F_GETFL) | O_NONBLOCK) != 0)
-    raise_verbs_error(errno, device_->name() + ": the completion channel cannot be read without waiting");
-  completions_ = {
-      made(library.create_cq(device_->context(), static_cast<int>(completion_count), nullptr, channel_.get(), 0),
-           "completion queue"),
-      library.destroy_cq};
-  ibv_srq_init_attr attributes{};
-  attributes.attr.max_wr = static_cast<uint32_t>(receive_count_);
-  attributes.attr.max_sge = 1;
-  receives_ = {made(library.create_srq(device_->domain(), &attributes), "shared receive queue"), library.destroy_srq};
-  receive_buffers_ = std::make_unique<VerbsBuffers>(*registrations_, receive_count_, wire::PAYLOAD_MAX_BYTES);
-  send_buffers_ = std::make_unique<VerbsBuffers>(*registrations_, SEND_BUFFER_COUNT, flow::CONTROL_MAX_BYTES);
-  for (size_t buffer = SEND_BUFFER_COUNT; buffer-- > 0;) free_buffers_.push_back(buffer);
-  for (size_t buffer = 0; buffer < receive_count_; ++buffer) repost_.push_back(buffer);
-  repost_receives();
-  if (!failure_.empty()) throw std::runtime_error(failure_);
-  // Half of what is there: controls and eager packets take receives, too.
-  offer_.receive_window_bytes = receive_count_ / 2 / peer_count * wire::PAYLOAD_MAX_BYTES;
+void VerbsPort::borrow(const void* address, size_t size_bytes) {
+  for (const auto& adapter : adapters_) adapter->registrations().borrow(address, size_bytes);
 }
 
-// Binds want a queue pair that can send; it leads back to itself and carries nothing.
-void VerbsPort::open_binder() {
-  if (device_->has_windows()) {
-    binder_ =
-        std::make_unique<VerbsQueuePair>(*device_, completions_.get(), receives_.get(), BINDER_DEPTH, config_.service);
-    VerbsRoute route;
-    route.local = rails_[0];
-    route.remote = rails_[0].endpoint;
-    route.remote_qpn = binder_->number();
-    route.mtu_bytes = rails_[0].mtu_bytes;
-    binder_->connect(route);
-  }
-  exposure_ =
-      std::make_unique<VerbsExposure>(*device_, *registrations_, binder_ ? binder_->get() : nullptr, BINDER_DEPTH);
+void VerbsPort::give_back(const void* address, size_t size_bytes) {
+  for (const auto& adapter : adapters_) adapter->registrations().give_back(address, size_bytes);
 }
 
 void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
@@ -179,14 +155,14 @@ void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink
   eager_memory_[peer] = std::make_unique<std::byte[]>(eager_bytes);
   made->eager_address = reinterpret_cast<uintptr_t>(eager_memory_[peer].get());
   made->lane = std::make_unique<FlowLane>(peer, flow_config, std::span(eager_memory_[peer].get(), eager_bytes), 0,
-                                          *exposure_, sink);
+                                          exposure_, sink);
   const RoceOffer::Peer& for_us = theirs.peers[rank_];
   made->lane->flow().set_remote_eager(for_us.eager_address, for_us.eager_rkey);
   for (uint32_t path = 0; path < path_count; ++path) {
     for (const auto& [mine, other] : pairs) {
-      Path& entry = *paths_by_qpn_.at(offer_.peers[peer].qpns[mine * offer_.path_count + path]);
+      Path& entry = *find_path(*rails_[mine].adapter, offer_.peers[peer].qpns[mine * offer_.path_count + path]);
       VerbsRoute route;
-      route.local = rails_[mine];
+      route.local = rails_[mine].address;
       route.remote = theirs.rails[other].listen;
       route.remote_qpn = for_us.qpns[other * theirs.path_count + path];
       route.mtu_bytes = flow_config.payload_max_bytes;
@@ -215,12 +191,12 @@ void VerbsPort::fail(std::string reason) {
   if (failure_.empty()) failure_ = std::move(reason);
 }
 
-std::string_view VerbsPort::failure() const { return failure_.empty() ? exposure_->failure() : failure_; }
+std::string_view VerbsPort::failure() const { return failure_.empty() ? exposure_.failure() : failure_; }
 
 bool VerbsPort::progress(uint64_t now_us) {
   // Acknowledgements are timed, so each batch gets the time at which it came.
   const CallClock clock(now_us);
-  exposure_->set_now(now_us);
+  exposure_.set_now(now_us);
   for (Peer* peer : connected_) peer->lane->set_now(now_us);
   bool moved = false;
   for (int round = 0; round < ROUND_MAX_COUNT; ++round) {
@@ -240,10 +216,16 @@ bool VerbsPort::progress(uint64_t now_us) {
   return moved || arm();
 }
 
+// A path over a port that is down is not waited for: what it still holds may never leave.
 bool VerbsPort::has_room(const Peer& peer) const {
   if (free_buffers_.size() < BATCH_MAX_PACKETS + 1) return false;
-  return std::all_of(peer.paths.begin(), peer.paths.end(),
-                     [](const Path* path) { return path->queue.room() > BATCH_MAX_PACKETS; });
+  return std::all_of(peer.paths.begin(), peer.paths.end(), [this](const Path* path) {
+    return path->queue.room() > BATCH_MAX_PACKETS || !rails_[path->rail].is_up;
+  });
+}
+
+bool VerbsPort::is_usable(const Path& path) const {
+  return path.queue.is_ready() && rails_[path.rail].is_up && path.queue.room() > BATCH_MAX_PACKETS;
 }
 
 bool VerbsPort::send_round(uint64_t now_us) {
@@ -265,7 +247,7 @@ bool VerbsPort::send_from(Peer& peer, uint64_t now_us) {
       return sent;
     }
     const size_t buffer = take_buffer();
-    const size_t size_bytes = flow.poll_control(now_us, (*send_buffers_)[buffer], path);
+    const size_t size_bytes = flow.poll_control(now_us, send_buffers_[buffer], path);
     if (size_bytes == 0) {
       free_buffers_.push_back(buffer);
       break;
@@ -293,12 +275,12 @@ uint64_t VerbsPort::name_of(const Path& path) const {
 
 void VerbsPort::send_control(Path& path, size_t buffer, size_t size_bytes) {
   const VerbsQueuePair::Held held{VerbsQueuePair::Held::Kind::buffer, buffer};
-  if (!path.queue.is_ready()) {
+  if (!is_usable(path)) {
     ++counters_.send_dropped;
-    release_(held);
+    let_go(*path.adapter, held);
     return;
   }
-  ibv_sge entry = send_buffers_->entry(buffer, size_bytes);
+  ibv_sge entry = send_buffers_.entry(buffer, size_bytes, path.adapter->number());
   ibv_send_wr request{};
   request.wr_id = name_of(path);
   request.sg_list = &entry;
@@ -311,7 +293,7 @@ void VerbsPort::send_control(Path& path, size_t buffer, size_t size_bytes) {
 
 void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
   using Held = VerbsQueuePair::Held;
-  if (!path.queue.is_ready()) {
+  if (!is_usable(path)) {
     counters_.send_dropped += packets.size();
     return;
   }
@@ -324,12 +306,12 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
     const bool is_eager = flow::slot_of(packet.immediate) == flow::EAGER_SLOT;
     if (is_eager) {  // the flow uses its ring again before the device may have read it
       const size_t buffer = take_buffer();
-      std::memcpy((*send_buffers_)[buffer].data(), packet.payload, packet.size_bytes);
-      entries[count] = send_buffers_->entry(buffer, packet.size_bytes);
+      std::memcpy(send_buffers_[buffer].data(), packet.payload, packet.size_bytes);
+      entries[count] = send_buffers_.entry(buffer, packet.size_bytes, path.adapter->number());
       held[count] = {Held::Kind::buffer, buffer};
     } else if (packet.size_bytes != 0) {
       uint32_t key = 0;
-      if (!exposure_->begin_reading(packet.payload, packet.size_bytes, held[count].id, key)) {
+      if (!path.adapter->exposure().begin_reading(packet.payload, packet.size_bytes, held[count].id, key)) {
         ++counters_.send_dropped;  // it could not be registered: failure() says why
         continue;
       }
@@ -363,7 +345,7 @@ std::vector<uint32_t> VerbsPort::find_gone(uint64_t) {
     // Over every rail, as some may be dead.
     for (Path* path : std::span(peer->paths).first(peer->rail_count)) {
       const size_t buffer = take_buffer();
-      flow::ControlWriter writer((*send_buffers_)[buffer]);
+      flow::ControlWriter writer(send_buffers_[buffer]);
       writer.header.flags = flow::CONTROL_ABORT;
       writer.add_reason(utf8_prefix(farewell_, flow::REASON_MAX_BYTES));
       send_control(*path, buffer, writer.finish());
@@ -383,8 +365,7 @@ uint64_t VerbsPort::next_timeout_us() const {
 }
 
 void VerbsPort::append_poll_fds(std::vector<pollfd>& out) const {
-  out.push_back({channel_->fd, POLLIN, 0});
-  out.push_back({device_->context()->async_fd, POLLIN, 0});
+  for (const auto& adapter : adapters_) adapter->append_poll_fds(out);
 }
 
 bool VerbsPort::idle() const {
@@ -396,11 +377,11 @@ void VerbsPort::abort(std::string_view reason) {
   for (Peer* peer : connected_) peer->lane->abort(reason);
   send_farewells(last_now_us_);
   const auto give_up = std::chrono::steady_clock::now() + END_MAX;
-  while (!exposure_->close_all() && failure().empty() && std::chrono::steady_clock::now() < give_up)
+  while (!exposure_.close_all() && failure().empty() && std::chrono::steady_clock::now() < give_up)
     poll_completions(last_now_us_);
-  if (exposure_->close_all()) return;
+  if (exposure_.close_all()) return;
   // The device does not answer: nothing comes in or goes out of a queue pair that is reset.
-  for (const auto& path : paths_) path->queue.stop(release_);
+  for (const auto& path : paths_) path->queue.stop(releases_[path->adapter->number()]);
 }
 
 void VerbsPort::close() {
@@ -415,6 +396,18 @@ void VerbsPort::send_farewells(uint64_t now_us) {
 }
 
 CounterList VerbsPort::counters() const {
+  VerbsExposureCounters keys;
+  uint64_t registrations = 0, hits = 0, registered_bytes = 0;
+  for (const auto& adapter : adapters_) {
+    const VerbsExposureCounters& own = adapter->exposure().counters();
+    keys.windows += own.windows;
+    keys.binds += own.binds;
+    keys.message_registrations += own.message_registrations;
+    keys.keys_reused_early += own.keys_reused_early;
+    registrations += adapter->registrations().registrations();
+    hits += adapter->registrations().hits();
+    registered_bytes += adapter->registrations().registered_bytes();
+  }
   CounterList out = {
       {"send_calls", counters_.send_calls},
       {"send_blocked", counters_.send_blocked},
@@ -425,13 +418,13 @@ CounterList VerbsPort::counters() const {
       {"path_errors", counters_.path_errors},
       {"path_revivals", counters_.path_revivals},
       {"port_events", counters_.port_events},
-      {"memory_windows", exposure_->counters().windows},
-      {"memory_binds", exposure_->counters().binds},
-      {"message_registrations", exposure_->counters().message_registrations},
-      {"keys_reused_early", exposure_->counters().keys_reused_early},
-      {"registrations", registrations_->registrations()},
-      {"registration_hits", registrations_->hits()},
-      {"registered_bytes", registrations_->registered_bytes()},
+      {"memory_windows", keys.windows},
+      {"memory_binds", keys.binds},
+      {"message_registrations", keys.message_registrations},
+      {"keys_reused_early", keys.keys_reused_early},
+      {"registrations", registrations},
+      {"registration_hits", hits},
+      {"registered_bytes", registered_bytes},
   };
   flow::FlowCounters sum{};
   for (const Peer* peer : connected_) add_to_totals(sum, peer->lane->flow().counters());
@@ -444,9 +437,11 @@ CounterList VerbsPort::counters() const {
 
 std::string VerbsPort::describe() const {
   std::string out = "verbs";
-  for (const VerbsAddress& rail : rails_) out.append(" ").append(sennit::describe(rail));
+  for (const Rail& rail : rails_) out.append(" ").append(sennit::describe(rail.address));
   out.append(config_.service == VerbsService::rc ? ", RC, " : ", UC, ");
-  out.append(exposure_->uses_windows() ? "a memory window a message, " : "a registration a message, ");
+  const bool uses_windows = std::all_of(adapters_.begin(), adapters_.end(),
+                                        [](const auto& adapter) { return adapter->exposure().uses_windows(); });
+  out.append(uses_windows ? "a memory window a message, " : "a registration a message, ");
   out.append(config_.describe()).append(", ");
   return out.append(std::to_string(connected_.size())).append(" peers");
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The port for RDMA devices: the same packets and flows as udp, put on the wire and into place by the device.
 //
-// A rail is a RoCE v2 address of the device. Each path is one queue pair of the unreliable connected service; all share
-// one completion queue and one queue of receive buffers. Data is RDMA WRITE with immediate of at most one packet:
-// what is lost then concerns no other message. Control payloads and eager packets are sends. Loss, order, paths and
-// credits are flow's affair here as elsewhere.
+// A rail is a RoCE v2 address of a device. Each path is one queue pair of the unreliable connected service. Data is
+// RDMA WRITE with immediate of at most one packet: what is lost then concerns no other message. Control payloads and
+// eager packets are sends. Loss, order, paths and credits are flow's affair here as elsewhere; of several devices each
+// has a key of its own to a message (docs/decisions/0032).
 #pragma once
 
 #include <array>
@@ -22,21 +22,22 @@
 #include "ports/flow_lane.hpp"
 #include "ports/flow_totals.hpp"
 #include "ports/send_config.hpp"
+#include "ports/verbs_adapter.hpp"
 #include "ports/verbs_buffers.hpp"
-#include "ports/verbs_exposure.hpp"
+#include "ports/verbs_joint_exposure.hpp"
 #include "ports/verbs_queue_pair.hpp"
 
 namespace sennit {
 
 struct VerbsConfig : SendConfig {
-  std::vector<std::string> addresses;  // of this machine; all of one device
+  std::vector<std::string> addresses;  // of this machine: a rail each
   VerbsService service = VerbsService::uc;
   const VerbsLibrary* library = nullptr;  // null: this machine's
 };
 
 class VerbsPort final : public Port {
  public:
-  // Opens the device and makes the queue pairs. Throws std::runtime_error or std::invalid_argument, saying what to do.
+  // Opens the devices and makes the queue pairs. Throws std::runtime_error or std::invalid_argument, saying what to do.
   VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config);
   ~VerbsPort() override;
 
@@ -47,8 +48,8 @@ class VerbsPort final : public Port {
   void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
   Lane& lane(uint32_t peer);
   // An operation's memory, from its post to its end (VerbsRegistrations).
-  void borrow(const void* address, size_t size_bytes) { registrations_->borrow(address, size_bytes); }
-  void give_back(const void* address, size_t size_bytes) { registrations_->give_back(address, size_bytes); }
+  void borrow(const void* address, size_t size_bytes);
+  void give_back(const void* address, size_t size_bytes);
 
   std::string_view name() const override { return "verbs"; }
   bool progress(uint64_t now_us) override;
@@ -69,60 +70,60 @@ class VerbsPort final : public Port {
   struct Path;
   struct Peer;
 
-  void open_queues(uint32_t peer_count);
-  void open_binder();
+  struct Rail {
+    VerbsAddress address;
+    VerbsAdapter* adapter = nullptr;
+    bool is_up = true;  // its port, as the device last said
+  };
+
+  void open_adapters(uint32_t peer_count);
+  void make_offer(uint32_t size);
+  void make_paths(uint32_t peer);
+  Path* find_path(const VerbsAdapter& adapter, uint32_t qpn) const;
   uint64_t name_of(const Path& path) const;
 
   // verbs_completions.cpp
   bool poll_completions(uint64_t now_us);
-  void on_completion(const ibv_wc& completion, uint64_t now_us);
-  void on_receive(const ibv_wc& completion, uint64_t now_us);
+  bool poll_completions(VerbsAdapter& adapter, uint64_t now_us);
+  void on_completion(VerbsAdapter& adapter, const ibv_wc& completion, uint64_t now_us);
+  void on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint64_t now_us);
   void on_eager(Path& path, uint32_t immediate, std::span<const std::byte> payload, uint64_t now_us);
-  void repost_receives();
   bool arm();
 
   // verbs_events.cpp
   void poll_events(uint64_t now_us);
-  void on_event(const ibv_async_event& event, uint64_t now_us);
+  void on_event(VerbsAdapter& adapter, const ibv_async_event& event, uint64_t now_us);
+  void on_port(VerbsAdapter& adapter, uint8_t port, bool is_up, uint64_t now_us);
   void on_path_error(Path& path, uint64_t now_us);
   void revive_paths(uint64_t now_us);
 
   bool send_round(uint64_t now_us);
   bool send_from(Peer& peer, uint64_t now_us);
   bool has_room(const Peer& peer) const;
+  bool is_usable(const Path& path) const;
   void send_control(Path& path, size_t buffer, size_t size_bytes);
   void send_data(Path& path, std::span<const flow::DataOut> packets);
   void send_farewells(uint64_t now_us);
   size_t take_buffer();
+  void let_go(VerbsAdapter& adapter, const VerbsQueuePair::Held& held);
   void fail(std::string reason);
 
   uint32_t rank_;
   VerbsConfig config_;
-  std::vector<VerbsAddress> rails_;
-  std::vector<bool> is_rail_up_;
+  std::vector<Rail> rails_;
   RoceOffer offer_;                                                                    // ours
   flow::ReceiveBudget receive_budget_{{.min_bytes = 65'536, .target_queue_us = 250}};  // before the flows
-  // In the order in which verbs objects need each other: the last one goes first.
-  std::unique_ptr<VerbsDevice> device_;
-  std::unique_ptr<VerbsRegistrations> registrations_;
-  VerbsHandle<ibv_comp_channel> channel_;
-  VerbsHandle<ibv_cq> completions_;
-  VerbsHandle<ibv_srq> receives_;
-  std::unique_ptr<VerbsBuffers> receive_buffers_, send_buffers_;
-  std::unique_ptr<VerbsQueuePair> binder_;
-  std::unique_ptr<VerbsExposure> exposure_;
+  VerbsBuffers send_buffers_;
+  std::vector<std::unique_ptr<VerbsAdapter>> adapters_;  // before all that is theirs
+  VerbsJointExposure exposure_;
   std::vector<std::unique_ptr<Path>> paths_;                // of all peers, connected or not
   std::vector<std::unique_ptr<std::byte[]>> eager_memory_;  // by rank
-  std::unordered_map<uint32_t, Path*> paths_by_qpn_;
-  std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
+  std::unordered_map<uint64_t, Path*> paths_by_qpn_;        // of one device: find_path
+  std::vector<std::unique_ptr<Peer>> peers_;                // by rank; null where not connected
   std::vector<Peer*> connected_;
-  VerbsQueuePair::Release release_;
-  std::vector<size_t> free_buffers_;  // of send_buffers_
-  std::vector<size_t> repost_;        // of receive_buffers_
-  size_t receive_count_ = 0, next_peer_ = 0;
-  uint32_t depth_ = 0;  // of each queue pair
-  uint32_t unacknowledged_events_ = 0;
-  bool is_armed_ = false;
+  std::vector<VerbsQueuePair::Release> releases_;  // by adapter
+  std::vector<size_t> free_buffers_;               // of send_buffers_
+  size_t next_peer_ = 0;
   uint64_t last_now_us_ = 0, look_at_us_ = 0, revive_at_us_ = UINT64_MAX, revive_pause_us_ = 0;
   std::string failure_, farewell_;
 

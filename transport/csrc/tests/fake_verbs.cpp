@@ -55,6 +55,7 @@ struct FakeVerbs::Window {
 struct FakeVerbs::Queue {
   ibv_qp base{};
   ibv_qp_state state = IBV_QPS_RESET;
+  size_t remote_device = 0;
   uint32_t remote_qpn = 0;
 };
 
@@ -67,13 +68,30 @@ void FakeVerbs::complete(ibv_cq* queue, const ibv_wc& completion) {
   completions.is_armed = false;
 }
 
-FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
+size_t FakeVerbs::device_of(const ibv_context* context) const { return context->device == &devices_[1] ? 1 : 0; }
+
+size_t FakeVerbs::device_with(const ibv_gid& gid) const {
+  return std::any_of(second_addresses.begin(), second_addresses.end(),
+                     [&](const std::string& address) {
+                       const ibv_gid own = gid_of(parse_endpoint(address, 0));
+                       return std::memcmp(own.raw, gid.raw, sizeof gid.raw) == 0;
+                     })
+             ? 1
+             : 0;
+}
+
+uint32_t FakeVerbs::new_key(const ibv_context* context) { return next_key_[device_of(context)] += 0x100; }
+
+FakeVerbs::FakeVerbs() {
   current = this;
-  std::strcpy(device_->name, "fake0");
+  std::strcpy(devices_[0].name, "fake0");
+  std::strcpy(devices_[1].name, "fake1");
   library_.get_device_list = [](int* count) {
     FakeVerbs& fake = self();
-    fake.device_list_[0] = fake.has_device ? fake.device_.get() : nullptr;
-    *count = fake.has_device ? 1 : 0;
+    *count = 0;
+    if (fake.has_device) fake.device_list_[(*count)++] = &fake.devices_[0];
+    if (!fake.second_addresses.empty()) fake.device_list_[(*count)++] = &fake.devices_[1];
+    fake.device_list_[*count] = nullptr;
     return fake.device_list_;
   };
   library_.free_device_list = [](ibv_device**) {};
@@ -106,6 +124,7 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
       auto& queue = *as<Queue>(qp);
       *refused = request;
       if (queue.state != IBV_QPS_RTS && queue.state != IBV_QPS_ERR) return EINVAL;
+      if (self().is_stuck && self().device_of(qp->context) == 1) return 0;
       for (; request != nullptr; request = request->next) {
         ibv_wc done{};
         done.wr_id = request->wr_id;
@@ -115,9 +134,13 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
           complete(qp->send_cq, done);
           continue;
         }
-        FakePacket packet{queue.remote_qpn,      request->opcode,
-                          request->imm_data,     request->wr.rdma.remote_addr,
-                          request->wr.rdma.rkey, {}};
+        FakePacket packet{queue.remote_device,
+                          queue.remote_qpn,
+                          request->opcode,
+                          request->imm_data,
+                          request->wr.rdma.remote_addr,
+                          request->wr.rdma.rkey,
+                          {}};
         for (int index = 0; index < request->num_sge; ++index) {
           const auto* from = reinterpret_cast<const std::byte*>(request->sg_list[index].addr);
           packet.payload.insert(packet.payload.end(), from, from + request->sg_list[index].length);
@@ -138,7 +161,7 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
       window->base.context = pd->context;
       window->base.pd = pd;
       window->base.type = type;
-      window->base.rkey = fake.next_key_ += 0x100;
+      window->base.rkey = fake.new_key(pd->context);
       return &window->base;
     };
     ops.dealloc_mw = [](ibv_mw* window) {
@@ -152,7 +175,7 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
       const uint32_t key = ibv_inc_rkey(base->rkey);
       const auto act = [&fake, qp, key, old_key = base->rkey, bind = *bind] {
         fake.keys_.erase(old_key);
-        fake.open_key(key, bind.bind_info.addr, bind.bind_info.length);
+        fake.open_key(key, {fake.device_of(qp->context), bind.bind_info.addr, bind.bind_info.length});
         ibv_wc done{};
         done.wr_id = bind.wr_id;
         done.qp_num = qp->qp_num;
@@ -193,8 +216,8 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
     *out = htons(self().partitions[static_cast<size_t>(index)]);
     return 0;
   };
-  library_.query_gid_table = [](ibv_context*, ibv_gid_entry* out, size_t, uint32_t, size_t) -> ssize_t {
-    const auto& addresses = self().addresses;
+  library_.query_gid_table = [](ibv_context* context, ibv_gid_entry* out, size_t, uint32_t, size_t) -> ssize_t {
+    const auto& addresses = self().device_of(context) == 0 ? self().addresses : self().second_addresses;
     for (size_t index = 0; index < addresses.size(); ++index) {
       out[index] = {};
       out[index].gid = gid_of(parse_endpoint(addresses[index], 0));
@@ -221,9 +244,9 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
     region->base.pd = pd;
     region->base.addr = address;
     region->base.length = size_bytes;
-    region->base.lkey = region->base.rkey = fake.next_key_ += 0x100;
+    region->base.lkey = region->base.rkey = fake.new_key(pd->context);
     if ((access & IBV_ACCESS_REMOTE_WRITE) != 0)
-      fake.keys_[region->base.rkey] = {reinterpret_cast<uint64_t>(address), size_bytes};
+      fake.keys_[region->base.rkey] = {fake.device_of(pd->context), reinterpret_cast<uint64_t>(address), size_bytes};
     return &region->base;
   };
   library_.dereg_mr = [](ibv_mr* region) {
@@ -270,8 +293,9 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
     queue->base.send_cq = attributes->send_cq;
     queue->base.recv_cq = attributes->recv_cq;
     queue->base.srq = attributes->srq;
-    queue->base.qp_num = fake.next_qpn_++;
-    fake.queues_[queue->base.qp_num] = queue;
+    const size_t device = fake.device_of(pd->context);
+    queue->base.qp_num = fake.next_qpn_[device]++;
+    fake.queues_[{device, queue->base.qp_num}] = queue;
     return &queue->base;
   };
   library_.modify_qp = [](ibv_qp* qp, ibv_qp_attr* attributes, int mask) {
@@ -279,10 +303,11 @@ FakeVerbs::FakeVerbs() : device_(std::make_unique<ibv_device>()) {
     auto& queue = *as<Queue>(qp);
     queue.state = attributes->qp_state;
     if ((mask & IBV_QP_DEST_QPN) != 0) queue.remote_qpn = attributes->dest_qp_num;
+    if ((mask & IBV_QP_AV) != 0) queue.remote_device = self().device_with(attributes->ah_attr.grh.dgid);
     return 0;
   };
   library_.destroy_qp = [](ibv_qp* qp) {
-    self().queues_.erase(qp->qp_num);
+    self().queues_.erase({self().device_of(qp->context), qp->qp_num});
     delete as<Queue>(qp);
     return 0;
   };
@@ -301,14 +326,14 @@ FakeVerbs::~FakeVerbs() { current = nullptr; }
 
 std::vector<uint32_t> FakeVerbs::queue_pairs() const {
   std::vector<uint32_t> out;
-  for (const auto& [qpn, queue] : queues_) out.push_back(qpn);
+  for (const auto& [name, queue] : queues_) out.push_back(name.second);
   return out;
 }
 
-void FakeVerbs::open_key(uint32_t key, uint64_t address, uint64_t size_bytes) {
-  if (size_bytes == 0) return;
+void FakeVerbs::open_key(uint32_t key, const Access& access) {
+  if (access.size_bytes == 0) return;
   bound_keys.push_back(key);
-  keys_[key] = {address, size_bytes};
+  keys_[key] = access;
 }
 
 void FakeVerbs::finish_binds() {
@@ -316,7 +341,7 @@ void FakeVerbs::finish_binds() {
 }
 
 void FakeVerbs::arrive(const FakePacket& packet) {
-  const auto found = queues_.find(packet.qpn);
+  const auto found = queues_.find({packet.device, packet.qpn});
   if (found == queues_.end()) return;
   Queue& queue = *found->second;
   if (queue.state != IBV_QPS_RTS && queue.state != IBV_QPS_RTR) return;
@@ -324,6 +349,7 @@ void FakeVerbs::arrive(const FakePacket& packet) {
   if (receives.posted.empty()) return;
   const auto [name, buffer] = receives.posted.front();
   receives.posted.pop_front();
+  ++arrived[packet.device];
   ibv_wc done{};
   done.wr_id = name;
   done.qp_num = packet.qpn;
@@ -333,9 +359,10 @@ void FakeVerbs::arrive(const FakePacket& packet) {
     done.wc_flags = IBV_WC_WITH_IMM;
     done.imm_data = packet.immediate;
     const auto key = keys_.find(packet.rkey);
-    const bool is_allowed = packet.payload.empty() ||
-                            (key != keys_.end() && packet.address >= key->second.address &&
-                             packet.address + packet.payload.size() <= key->second.address + key->second.size_bytes);
+    const bool is_allowed =
+        packet.payload.empty() ||
+        (key != keys_.end() && key->second.device == packet.device && packet.address >= key->second.address &&
+         packet.address + packet.payload.size() <= key->second.address + key->second.size_bytes);
     if (!is_allowed) {
       ++refused_keys;
       done.status = IBV_WC_REM_ACCESS_ERR;
@@ -355,7 +382,7 @@ void FakeVerbs::arrive(const FakePacket& packet) {
 }
 
 void FakeVerbs::break_queue_pair(uint32_t qpn) {
-  Queue& queue = *queues_.at(qpn);
+  Queue& queue = *queues_.at({0, qpn});
   queue.state = IBV_QPS_ERR;
   auto& context = *as<Context>(queue.base.context);
   ibv_async_event event{};
@@ -366,7 +393,12 @@ void FakeVerbs::break_queue_pair(uint32_t qpn) {
 }
 
 void FakeVerbs::raise(ibv_event_type type) {
+  for (const size_t device : {0, 1}) raise(type, device);
+}
+
+void FakeVerbs::raise(ibv_event_type type, size_t device) {
   for (Context* context : contexts_) {
+    if (device_of(&context->base) != device) continue;
     ibv_async_event event{};
     event.event_type = type;
     event.element.port_num = 1;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// An RDMA device of a test's own, behind the functions of libibverbs: queue pairs of one process, and between them
-// whatever the test lets happen to packets. It places what it is told to by itself, as a NIC does.
+// RDMA devices of a test's own, behind the functions of libibverbs: queue pairs of one process, and between them
+// whatever the test lets happen to packets. They place what they are told to by themselves, as NICs do.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ports/verbs_library.hpp"
@@ -17,7 +18,8 @@
 namespace sennit::test {
 
 struct FakePacket {
-  uint32_t qpn;  // destination
+  size_t device;  // destination
+  uint32_t qpn;
   ibv_wr_opcode opcode;
   uint32_t immediate;  // as it is sent
   uint64_t address;
@@ -33,9 +35,11 @@ class FakeVerbs {
   const VerbsLibrary& library() const { return library_; }
 
   // Settings, before or between.
-  std::vector<std::string> addresses = {"fd00::1"};  // GIDs of the device
+  std::vector<std::string> addresses = {"fd00::1"};  // GIDs of the device fake0
+  std::vector<std::string> second_addresses;         // of fake1, which there is if it has any
   bool has_device = true, can_be_opened = true, has_unreliable_service = true, has_windows = true;
   ibv_port_state port_state = IBV_PORT_ACTIVE;
+  bool is_stuck = false;  // what fake1 is asked to send never leaves nor completes
   std::vector<uint16_t> partitions = {0xFFFF};
   ibv_mtu mtu = IBV_MTU_4096;
   uint64_t registration_max_bytes = UINT64_MAX;
@@ -48,13 +52,15 @@ class FakeVerbs {
   // Events.
   void arrive(const FakePacket& packet);
   void finish_binds();
-  void break_queue_pair(uint32_t qpn);
-  void raise(ibv_event_type type);
+  void break_queue_pair(uint32_t qpn);  // of fake0
+  void raise(ibv_event_type type);      // by all devices
+  void raise(ibv_event_type type, size_t device);
 
   // What was done.
   std::vector<uint32_t> bound_keys;  // of windows, in the order of their binding to memory
   uint32_t live_registrations = 0;
   uint64_t refused_keys = 0;
+  uint64_t arrived[2] = {0, 0};  // by device
   std::vector<uint32_t> queue_pairs() const;
 
  private:
@@ -65,20 +71,27 @@ class FakeVerbs {
   struct Window;
   struct Context;
   struct Access {
+    size_t device;
     uint64_t address, size_bytes;
   };
+  using QueueName = std::pair<size_t, uint32_t>;  // device, number
   static FakeVerbs& self();
   static void complete(ibv_cq* queue, const ibv_wc& completion);
-  void open_key(uint32_t key, uint64_t address, uint64_t size_bytes);
+  size_t device_of(const ibv_context* context) const;
+  size_t device_with(const ibv_gid& gid) const;
+  uint32_t new_key(const ibv_context* context);
+  void open_key(uint32_t key, const Access& access);
 
   VerbsLibrary library_{};
-  std::unique_ptr<ibv_device> device_;
-  ibv_device* device_list_[2] = {nullptr, nullptr};
-  std::map<uint32_t, Queue*> queues_;
+  ibv_device devices_[2] = {};
+  ibv_device* device_list_[3] = {nullptr, nullptr, nullptr};
+  std::map<QueueName, Queue*> queues_;
   std::map<uint32_t, Access> keys_;  // open to remote writes
   std::deque<std::function<void()>> slow_binds_;
   std::vector<Context*> contexts_;
-  uint32_t next_qpn_ = 0x11, next_key_ = 0x100, windows_ = 0;
+  // Two devices may well have one number for different queue pairs, and never do the same with keys here: so a wrong
+  // one is noticed.
+  uint32_t next_qpn_[2] = {0x11, 0x11}, next_key_[2] = {0x100, 0x8000'0100}, windows_ = 0;
 };
 
 }  // namespace sennit::test

@@ -204,8 +204,14 @@ TEST_CASE("An early advert that cannot follow its predecessors is dropped when i
   Adverts adverts;
   flow::ControlWriter writer(adverts.controls[1]);
   writer.header.advert_first = 1;
-  // The rest of a message of which nothing is left to advertise.
-  REQUIRE(writer.add_advert({1, 2, 64, false, 0, 0, 0}));
+  SUBCASE("the rest of a message of which nothing is left to advertise") {
+    REQUIRE(writer.add_advert({1, 2, 64, false, 0, 0, 0}));
+  }
+  SUBCASE("more keys than the peer has devices") {
+    flow::Keys keys = 2;
+    keys.count = 2;
+    REQUIRE(writer.add_advert({1, keys, 64, true, 11, 0, 64}));
+  }
   const size_t bad_bytes = writer.finish();
   adverts.sender.on_control(100, 0, std::span(adverts.controls[1]).first(bad_bytes));
   adverts.deliver(110, 0);

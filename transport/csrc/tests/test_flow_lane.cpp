@@ -49,8 +49,8 @@ struct RecordingSink final : LaneSink {
 // As a device's: opening, closing and reading end when the test says so, in any order.
 struct SlowExposure final : Exposure {
   uint64_t open(std::byte*, size_t) override { return opened++; }
-  bool is_open(uint64_t region, uint32_t& key) override {
-    key = static_cast<uint32_t>(100 + region);
+  bool is_open(uint64_t region, flow::Keys& keys) override {
+    keys = static_cast<uint32_t>(100 + region);
     return region < open_below;
   }
   void close(uint64_t region) override { closing.insert(region); }

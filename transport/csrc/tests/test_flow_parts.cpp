@@ -142,9 +142,13 @@ TEST_CASE("A control payload has the bytes of docs/wire.md") {
   REQUIRE(writer.begin_sack(12, 70, 1));
   writer.add_sack_word(0x80);
   REQUIRE(writer.add_advert({0x1122'3344'5566'7788, 0xAABB'CCDD, 4'096, true, 1, 2, 3}));
-  REQUIRE(writer.add_advert({0x10, 0x20, 0x30, false, 0, 0, 0}));
+  Keys keys = 0x20;
+  keys.count = 3;
+  keys.of[1] = 0x0102'0304;
+  keys.of[2] = 0xFFFF'FFFE;
+  REQUIRE(writer.add_advert({0x10, keys, 0x30, false, 0, 0, 0}));
   const size_t size_bytes = writer.finish();
-  const std::array<uint8_t, 148> expected{
+  const std::array<uint8_t, 156> expected{
       2, 1, 1, 1, 1, 0, 1, 0, 2, 0, 0, 0,                                      // version to reason bytes
       1, 2, 3, 4, 0x11, 0x12, 0x13, 0x14, 7, 0, 0, 0, 6, 0, 0, 0, 9, 0, 0, 0,  // cumulative fields
       4, 3, 2, 1, 6, 5, 0, 0,                                                  // grant, queueing
@@ -153,9 +157,9 @@ TEST_CASE("A control payload has the bytes of docs/wire.md") {
       2, 0, 0x10, 0, 33, 0, 0, 5, 0x34, 0x12, 2, 1, 7, 0, 0, 0,                // echo
       12, 0, 0, 0, 70, 0, 0, 0, 1, 0, 0, 0, 0x80, 0, 0, 0, 0, 0, 0, 0,         // SACK
       0x88, 0x77, 0x66, 0x55, 0x44, 0x33, 0x22, 0x11, 0xDD, 0xCC, 0xBB, 0xAA, 0, 0x10, 0, 0x80, 1, 0, 0, 0, 0, 0, 0, 0,
-      2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0,            // first part of a message
-      0x10, 0, 0, 0, 0, 0, 0, 0, 0x20, 0, 0, 0, 0x30, 0, 0, 0};  // a later
-                                                                 // part
+      2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0,              // first part of a message
+      0x10, 0, 0, 0, 0, 0, 0, 0, 0x20, 0, 0, 0, 0x30, 0, 0, 0x20,  // a later part, with three keys
+      4, 3, 2, 1, 0xFE, 0xFF, 0xFF, 0xFF};
   REQUIRE(size_bytes == expected.size());
   CHECK(std::memcmp(out.data(), expected.data(), expected.size()) == 0);
 
@@ -173,8 +177,9 @@ TEST_CASE("A control payload has the bytes of docs/wire.md") {
   CHECK(reader.each_sack(
       [](const Sack& sack) { return sack.credit == 12 && sack.first_missing == 70 && sack.words[0] == 0x80; }));
   CHECK(reader.each_advert([](uint32_t index, const Advert& advert) {
-    return index == 0 ? advert.first_part && advert.message_bytes == 3
-                      : advert.part_bytes == 0x30 && !advert.first_part;
+    return index == 0 ? advert.first_part && advert.message_bytes == 3 && advert.keys.count == 1
+                      : advert.part_bytes == 0x30 && !advert.first_part && advert.keys.count == 3 &&
+                            advert.keys.of[2] == 0xFFFF'FFFE;
   }));
   CHECK_FALSE(reader.parse(std::span(out).first(size_bytes + 1)));
 }

@@ -241,6 +241,66 @@ TEST_CASE("a port that goes down fails its paths, one that comes up has them tri
   pair.run_until([&] { return pair.a.counter("port_events") == 2; });
 }
 
+TEST_CASE("several devices carry the parts of one message, each with its own key") {
+  for (const bool has_windows : {true, false}) {
+    CAPTURE(has_windows);
+    FakeVerbs fake;
+    fake.has_windows = has_windows;
+    fake.addresses = {"fd00::1", "fd00::2"};  // two rails of one device, in between one of another
+    fake.second_addresses = {"fd00:1::1"};
+    VerbsConfig config = config_for(fake);
+    config.addresses = {"fd00::1", "fd00:1::1", "fd00::2"};
+    Pair pair(config);
+    exchange(pair, 1, SIZES, false);
+    exchange(pair, 2, LOAN_SIZES, true);
+    CHECK(fake.arrived[0] > 100);
+    CHECK(fake.arrived[1] > 100);
+    CHECK(fake.refused_keys == 0);
+    // Lost packets go again over whatever path, with that path's key.
+    std::mt19937_64 random(9);
+    std::vector<FakePacket> copies;
+    fake.network = [&](const FakePacket& packet) {
+      if (is_data(packet)) copies.push_back(packet);
+      return random() % 20 == 0 ? 0u : 1u;
+    };
+    for (uint64_t turn = 3; turn <= 6; ++turn) exchange(pair, turn, SIZES, false);
+    CHECK(pair.a.counter("retransmitted_packets") > 0);
+    fake.network = [](const FakePacket&) { return 1u; };
+    CHECK(fake.refused_keys == pair.a.counter("remote_access_errors") + pair.b.counter("remote_access_errors"));
+    // A message that was handed over is closed with all of them.
+    const auto before = pair.b.incoming;
+    for (const FakePacket& copy : copies) fake.arrive(copy);
+    CHECK(pair.b.incoming == before);
+  }
+}
+
+TEST_CASE("of several devices one whose port goes down takes only its own paths along") {
+  for (const bool is_stuck : {false, true}) {
+    CAPTURE(is_stuck);
+    FakeVerbs fake;
+    fake.second_addresses = {"fd00:1::1"};
+    VerbsConfig config = config_for(fake);
+    config.addresses = {"fd00::1", "fd00:1::1"};
+    Pair pair(config);
+    exchange(pair, 1, {1'000'000}, false);
+    fake.is_stuck = is_stuck;
+    fake.network = [](const FakePacket& packet) { return packet.device == 1 ? 0u : 1u; };
+    fake.raise(IBV_EVENT_PORT_ERR, 1);
+    pair.run_until([&] { return pair.a.counter("port_events") == 1 && pair.b.counter("port_events") == 1; });
+    const uint64_t before = fake.arrived[0];
+    exchange(pair, 2, {3'000'000}, false);
+    CHECK(fake.arrived[0] > before + 1'000);
+    for (const std::string& paths : {pair.a.port.lane(1).describe(), pair.b.port.lane(0).describe()})
+      CHECK_MESSAGE(paths.starts_with("8 paths (4 good, 0 skip, "), paths);
+    CHECK(pair.a.port.failure().empty());
+    fake.is_stuck = false;
+    fake.network = [](const FakePacket&) { return 1u; };
+    fake.raise(IBV_EVENT_PORT_ACTIVE, 1);
+    const uint64_t second = fake.arrived[1];
+    for (uint64_t turn = 3; fake.arrived[1] < second + 100; ++turn) exchange(pair, turn, {1'000'000}, false);
+  }
+}
+
 TEST_CASE("a device that fails ends the port and names itself") {
   FakeVerbs fake;
   Pair pair(config_for(fake));
@@ -330,6 +390,8 @@ TEST_CASE("set-up mistakes are named") {
     config.addresses.clear();
     refused("no rail given", config);
     refused("257 paths over 1 rails", config_for(fake, 257));
+    config.addresses = {"fd00::1", "fd00:1::1"};
+    refused("no RDMA device has a RoCE v2 GID for fd00:1::1", config);
   }
 }
 
