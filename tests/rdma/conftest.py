@@ -50,6 +50,14 @@ def groups() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def scenarios() -> dict[str, Callable[..., None]]:
+    """What communicator_worker.py has its ranks do."""
+    worker = load(Path(__file__).parents[1] / "transport" / "communicator_worker.py")
+    found: dict[str, Callable[..., None]] = worker.SCENARIOS
+    return found
+
+
+@pytest.fixture(scope="session")
 def captures() -> ModuleType:
     """The module captures.py."""
     return load(Path(__file__).with_name("captures.py"))

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from sennit.testbed.topology.namespace import within
 from sennit.transport.communicator import Communicator
-from sennit.transport.config import Config, TransportKind
+from sennit.transport.config import Config, TransportKind, VerbsService
 from sennit.transport.store import FileStore
 
 TIMEOUT_S: Final = 50.0
@@ -26,6 +26,7 @@ class Seat:
     interface: str
     host: str
     namespace: str = ""
+    service: VerbsService = VerbsService.UC
 
 
 def run(
@@ -36,7 +37,13 @@ def run(
 
     def be(rank: int) -> Result:
         seat = seats[rank]
-        config = Config(transport=seat.transport, interfaces=(seat.interface,), host_id=seat.host, timeout_s=timeout_s)
+        config = Config(
+            transport=seat.transport,
+            interfaces=(seat.interface,),
+            host_id=seat.host,
+            verbs_service=seat.service,
+            timeout_s=timeout_s,
+        )
         with Communicator(rank=rank, world=len(seats), store=store, config=config) as group:
             return work(group)
 

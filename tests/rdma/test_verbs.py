@@ -10,10 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from sennit.testbed.vm import links
+from sennit.transport.communicator import Communicator
+from sennit.transport.config import TransportKind, VerbsService
 
 pytestmark = pytest.mark.rdma
 
@@ -21,7 +24,10 @@ WORKER = Path(__file__).parents[1] / "transport" / "communicator_worker.py"
 STEADY = Path(__file__).with_name("steady_worker.py")
 DEADLINE_S = 300.0
 COMMAND_TIMEOUT_S = 30.0
+SEED = 1
 Netem = Callable[[int, str], None]
+Play = Callable[..., None]
+Seats = Callable[..., list[Any]]
 
 
 class Ranks:
@@ -69,49 +75,79 @@ class Ranks:
         return self.folder / f"log{rank}"
 
 
-def run(scenario: str, folder: Path, *, world: int = 2, timeout_s: float = 60.0, **variables: str) -> None:
-    """A scenario of communicator_worker.py, the ranks on the two devices in turn."""
-    ranks = Ranks(folder)
-    hosts = [f"host{rank}" for rank in range(world)]
-    for rank in range(world):
-        ranks.start(
-            [sys.executable, str(WORKER), scenario, f"{rank}", f"{world}", str(folder / "store"), "1"],
-            SENNIT_TRANSPORT="verbs",
-            SENNIT_INTERFACES=links.netdev(rank % 2),
-            SENNIT_HOST_ID=hosts[rank],
-            SENNIT_TIMEOUT_S=f"{timeout_s}",
-            HOSTS=",".join(hosts),
-            **variables,
-        )
-    ranks.finish()
+@pytest.fixture
+def play(groups: ModuleType, scenarios: dict[str, Callable[..., None]], tmp_path: Path) -> Play:
+    """Has the ranks on these seats do scenarios, by their names; each checks its own results."""
+
+    def run(seats: Sequence[Any], names: str, timeout_s: float = 60.0) -> None:
+        def work(group: Communicator) -> None:
+            others = {route for rank, route in enumerate(group.routes) if rank != group.rank}
+            assert others == {str(seats[group.rank].transport)}
+            for name in names.split(","):
+                scenarios[name](group, SEED)
+
+        groups.run(seats, tmp_path, work, timeout_s=timeout_s)
+
+    return run
 
 
-@pytest.mark.parametrize(("world", "scenarios"), [(2, "reductions,movement"), (3, "point_to_point,overlapping")])
-def test_collectives_have_the_bits_of_the_definition(world: int, scenarios: str, tmp_path: Path) -> None:
-    run(scenarios, tmp_path, world=world)
+@pytest.fixture
+def on_devices(groups: ModuleType) -> Callable[..., list[Any]]:
+    """Seats on the two devices in turn."""
+
+    def make(world: int = 2, service: VerbsService = VerbsService.UC) -> list[Any]:
+        return [
+            groups.Seat(
+                transport=TransportKind.VERBS, interface=links.netdev(rank % 2), host=f"host{rank}", service=service
+            )
+            for rank in range(world)
+        ]
+
+    return make
 
 
-def test_reliable_queue_pairs_carry_the_same(tmp_path: Path) -> None:
-    run("reductions", tmp_path, SENNIT_VERBS_SERVICE="rc")
+@pytest.mark.parametrize(("world", "names"), [(2, "reductions,movement"), (3, "point_to_point,overlapping")])
+def test_collectives_have_the_bits_of_the_definition(world: int, names: str, play: Play, on_devices: Seats) -> None:
+    play(on_devices(world), names)
 
 
-def test_reliable_queue_pairs_that_fail_are_brought_up_again_on_both_sides(netem: Netem, tmp_path: Path) -> None:
+def test_reliable_queue_pairs_carry_the_same(play: Play, on_devices: Seats) -> None:
+    play(on_devices(service=VerbsService.RC), "reductions")
+
+
+def test_reliable_queue_pairs_that_fail_are_brought_up_again_on_both_sides(
+    netem: Netem, play: Play, on_devices: Seats
+) -> None:
     # What the device repeats late finds its key gone, which ends a reliable queue pair.
     for device in (0, 1):
         netem(device, "loss 1%")
-    run("reductions", tmp_path, SENNIT_VERBS_SERVICE="rc")
+    play(on_devices(service=VerbsService.RC), "reductions")
 
 
 @pytest.mark.parametrize("settings", ["loss 1%", "duplicate 2%", "delay 2ms reorder 75% 25%", "corrupt 1%"])
-def test_bytes_survive_a_bad_network(settings: str, netem: Netem, tmp_path: Path) -> None:
+def test_bytes_survive_a_bad_network(settings: str, netem: Netem, play: Play, on_devices: Seats) -> None:
     for device in (0, 1):
         netem(device, settings)
-    run("reductions,movement" if settings.startswith("loss") else "reductions", tmp_path)
+    play(on_devices(), "reductions,movement" if settings.startswith("loss") else "reductions")
 
 
-@pytest.mark.parametrize("scenario", ["mismatch", "late", "killed"])
-def test_failures_are_named(scenario: str, tmp_path: Path) -> None:
-    run(scenario, tmp_path, timeout_s=5.0)
+@pytest.mark.parametrize("name", ["mismatch", "late"])
+def test_failures_are_named(name: str, play: Play, on_devices: Seats) -> None:
+    play(on_devices(), name, timeout_s=5.0)
+
+
+def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path)
+    for rank in range(2):
+        ranks.start(
+            [sys.executable, str(WORKER), "killed", f"{rank}", "2", str(tmp_path / "store"), f"{SEED}"],
+            SENNIT_TRANSPORT="verbs",
+            SENNIT_INTERFACES=links.netdev(rank),
+            SENNIT_HOST_ID=f"host{rank}",
+            SENNIT_TIMEOUT_S="5",
+            HOSTS="host0,host1",
+        )
+    ranks.finish()
 
 
 def test_too_little_memory_that_may_be_locked_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -134,31 +170,28 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
-def start_mixed(mixed: ModuleType, ranks: Ranks, command: Callable[[int], list[str]], **variables: str) -> None:
+def start_mixed(mixed: ModuleType, ranks: Ranks, command: Callable[[int], list[str]]) -> None:
     """Rank 0 with the device, rank 1 with sockets."""
-    both = {"SENNIT_TIMEOUT_S": "60", "HOSTS": "near,far", **variables}
     ranks.start(
         [sys.executable, *command(0)],
-        **both,
+        SENNIT_TIMEOUT_S="60",
         SENNIT_TRANSPORT="verbs",
         SENNIT_INTERFACES=mixed.NEAR,
         SENNIT_HOST_ID="near",
     )
     ranks.start(
         ["ip", "netns", "exec", mixed.FAR, sys.executable, *command(1)],
-        **both,
+        SENNIT_TIMEOUT_S="60",
         SENNIT_TRANSPORT="udp",
         SENNIT_INTERFACES=mixed.FAR,
         SENNIT_HOST_ID="far",
     )
 
 
-def test_a_device_and_a_socket_understand_each_other(mixed: ModuleType, tmp_path: Path) -> None:
-    ranks = Ranks(tmp_path)
-    start_mixed(
-        mixed, ranks, lambda rank: [str(WORKER), "reductions,movement", f"{rank}", "2", str(tmp_path / "store"), "1"]
-    )
-    ranks.finish()
+def test_a_device_and_a_socket_understand_each_other(mixed: ModuleType, groups: ModuleType, play: Play) -> None:
+    near = groups.Seat(transport=TransportKind.VERBS, interface=mixed.NEAR, host="near")
+    far = groups.Seat(transport=TransportKind.UDP, interface=mixed.FAR, host="far", namespace=mixed.FAR)
+    play([near, far], "reductions,movement")
 
 
 def rounds(folder: Path, rank: int) -> int:
