@@ -24,6 +24,7 @@ SACK: Final = struct.Struct("<III")
 ADVERT: Final = struct.Struct("<QII")
 ADVERT_MESSAGE: Final = struct.Struct("<QQQ")
 FIRST_PART: Final = 1 << 31
+MORE_KEYS: Final = 7 << 28  # of further devices
 MASK_32: Final = 0xFFFF_FFFF
 
 
@@ -192,5 +193,7 @@ class _Reader:
 
     def advert(self) -> Advert:
         address, rkey, size_bytes = self.take(ADVERT)
+        if size_bytes & MORE_KEYS:
+            raise BadControl("keys of several devices, where one was offered")
         message = Header(*self.take(ADVERT_MESSAGE)) if size_bytes & FIRST_PART else None
         return Advert(address=address, rkey=rkey, part_bytes=size_bytes & ~FIRST_PART, message=message)
