@@ -13,6 +13,7 @@ from rich.progress import Progress
 import sennit
 from sennit.testbed.command_line import figure_file, stdout_console, writable_file
 from sennit.testbed.commands import app as testbed
+from sennit.testbed.telemetry.commands import metrics, top
 from sennit.testbed.trace.commands import app as trace
 
 app = typer.Typer(
@@ -28,6 +29,8 @@ bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure s
 app.add_typer(bench, name="bench")
 app.add_typer(testbed, name="testbed")
 app.add_typer(trace, name="trace")
+app.command()(top)
+app.command()(metrics)
 
 
 @app.command()

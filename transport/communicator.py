@@ -179,7 +179,7 @@ class Communicator(ArrayCollectives):
         return tuple(self._core.find_gone_ranks())
 
     def counters(self) -> dict[str, int]:
-        """What this rank has counted since the group was made; docs/wire.md has the names of udp's."""
+        """What this rank has counted since the group was made, in all; docs/counters.md has the names."""
         return self._core.counters()
 
     def describe(self) -> str:

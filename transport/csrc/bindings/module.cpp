@@ -283,6 +283,7 @@ class PyCommunicator {
     for (const auto& [name, value] : engine_->counters()) out[name.c_str()] = value;
     return out;
   }
+  std::string counter_page() const { return engine_->counter_page(); }
   std::string describe() const { return engine_->describe(); }
   uint64_t sequence() const { return engine_->sequence(); }
   void set_timeout(double timeout_s) { engine_->set_timeout(std::max<uint64_t>(1, to_us(timeout_s))); }
@@ -369,6 +370,7 @@ NB_MODULE(_core, m) {
            "Peers whose processes, or whose ends of this group, are gone.")
       .def_prop_ro("sequence", &PyCommunicator::sequence)
       .def("counters", &PyCommunicator::counters)
+      .def("counter_page", &PyCommunicator::counter_page)
       .def("describe", &PyCommunicator::describe)
       .def("abort", &PyCommunicator::abort, "reason"_a)
       .def("shutdown", &PyCommunicator::shutdown, "timeout_s"_a = 5.0);

@@ -48,6 +48,8 @@ uint64_t clock_us() {
 
 Engine::Engine(const EngineConfig& config)
     : config_(config),
+      counter_page_(config.rank, config.world),
+      counted_(&counter_page_),
       mailbox_(config.rank, config.world),
       policy_(BackoffPolicy::choose(config.ranks_here, usable_cores())),
       wake_fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
@@ -66,7 +68,7 @@ void Engine::release() {
 }
 
 std::vector<std::byte> Engine::shm_offer() {
-  if (!shm_) shm_ = std::make_unique<ShmPort>(config_.rank, config_.world);
+  if (!shm_) shm_ = std::make_unique<ShmPort>(config_.rank, config_.world, &counter_page_);
   return shm_->offer();
 }
 
@@ -75,12 +77,16 @@ bool Engine::shm_accept(uint32_t peer, std::span<const std::byte> offer) {
 }
 
 std::vector<std::byte> Engine::udp_open(const UdpConfig& config) {
-  udp_ = std::make_unique<UdpPort>(config_.rank, config_.world, config);
+  UdpConfig counting = config;
+  counting.counter_page = &counter_page_;
+  udp_ = std::make_unique<UdpPort>(config_.rank, config_.world, counting);
   return udp_->local_info();
 }
 
 std::vector<std::byte> Engine::verbs_open(const VerbsConfig& config) {
-  verbs_ = std::make_unique<VerbsPort>(config_.rank, config_.world, config);
+  VerbsConfig counting = config;
+  counting.counter_page = &counter_page_;
+  verbs_ = std::make_unique<VerbsPort>(config_.rank, config_.world, counting);
   return verbs_->local_info();
 }
 
@@ -175,6 +181,7 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
     operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->borrow(data, size_bytes); });
   trace::operation_begin(config_.rank, operation, plan.name.c_str(), plan.sent_bytes, plan.received_bytes,
                          plan.signature, sequence);
+  ++counted_->operations_posted;
   operation->retain();  // the engine's, until it ends
   active_.push_back(operation);
   if (operation->background_) ++background_operations_;
@@ -226,6 +233,12 @@ void Engine::finish(Operation* operation, sennit_status status, std::string reas
   if (verbs_)
     operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->give_back(data, size_bytes); });
   trace::operation_end(config_.rank, operation, status, operation->sequence());
+  if (status == SENNIT_OK) {
+    ++counted_->operations_completed;
+    counted_->operation_time_us += clock_us() - operation->posted_us();
+  } else {
+    ++counted_->operations_failed;
+  }
   operation->settle(status, std::move(reason));
   settled_.emplace_back(operation, operation->take_callback());
 }

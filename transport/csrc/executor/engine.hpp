@@ -24,6 +24,7 @@
 #include "ports/shm_port.hpp"
 #include "ports/udp_port.hpp"
 #include "ports/verbs_port.hpp"
+#include "telemetry/counter_page.hpp"
 
 namespace sennit {
 
@@ -38,6 +39,16 @@ struct EngineConfig {
 struct Route {
   enum class Kind { self, shm, udp, verbs } kind;  // verbs: to a peer of either of the last two
   std::vector<std::byte> info;                     // udp, verbs: the peer's local_info
+};
+
+struct EngineCounters {
+  uint64_t operations_posted = 0, operations_completed = 0, operations_failed = 0;
+  uint64_t operation_time_us = 0;  // of those completed: from post to end
+
+  static constexpr const char* GROUP = "engine";
+  static std::vector<std::string> names() {
+    return {"operations_posted", "operations_completed", "operations_failed", "operation_time_us"};
+  }
 };
 
 class Engine {
@@ -74,6 +85,8 @@ class Engine {
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   std::vector<std::pair<std::string, uint64_t>> counters();
   std::string describe();
+  // The file in which other processes read the counters; empty where there is none.
+  const std::string& counter_page() const { return counter_page_.path(); }
 
   // An owner calls shutdown before its last release: the background thread keeps the engine alive.
   void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
@@ -99,6 +112,8 @@ class Engine {
   void start_background();
 
   EngineConfig config_;
+  CounterPage counter_page_;  // before the ports, which count in it
+  const Counted<EngineCounters> counted_;
   Mailbox mailbox_;
   std::unique_ptr<ShmPort> shm_;
   std::unique_ptr<UdpPort> udp_;

@@ -79,7 +79,7 @@ void Engine::fail_as_told(uint32_t reporter, const FailureNotice& notice) {
 
 void Engine::fail_late(const Operation& operation, uint64_t now_us) {
   const uint64_t silence_us = std::min(SILENT_US, operation.timeout_us_ / 2);
-  const uint64_t posted_us = operation.deadline_us_ - operation.timeout_us_;
+  const uint64_t posted_us = operation.posted_us();
   const std::vector<uint32_t> awaited = mailbox_.awaited();
   std::vector<uint32_t> silent, silent_elsewhere;
   for (uint32_t peer = 0; peer < config_.world; ++peer) {

@@ -56,6 +56,7 @@ class Operation final : public MailboxClient {
   uint32_t source() const { return source_; }
   uint64_t sequence() const { return sequence_; }
   uint64_t deadline_us() const { return deadline_us_; }
+  uint64_t posted_us() const { return deadline_us_ - timeout_us_; }
   bool background() const { return background_; }
   std::string describe() const;
   Engine& engine() const { return *engine_; }

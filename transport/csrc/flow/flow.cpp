@@ -208,7 +208,7 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
   ++state.counters.control_packets_received;
   ControlReader control;
   if (!control.parse(payload)) {
-    ++state.counters.bad_control_packets;
+    ++state.counters.bad_control;
     return;
   }
   const bool aborts = (control.header().flags & CONTROL_ABORT) != 0;
@@ -223,7 +223,7 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
   }
   if (!state.eager_sender.check(control.header()) || !state.receiver.check_seen(control.header()) ||
       !state.sender.check(control)) {
-    ++state.counters.bad_control_packets;
+    ++state.counters.bad_control;
     return;
   }
   if ((control.header().flags & CONTROL_PROBE) != 0) {

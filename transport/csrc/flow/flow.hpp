@@ -20,9 +20,14 @@
 #include <string_view>
 #include <vector>
 
+#include "flow/counters.hpp"
 #include "flow/keys.hpp"
 #include "messages/lane.hpp"
 #include "trace/tracepoints.hpp"
+
+namespace sennit {
+class CounterPage;
+}
 
 namespace sennit::flow {
 
@@ -50,7 +55,8 @@ struct FlowConfig {
   std::string_view congestion = "fixed";         // or "swift"; congestion.hpp
   uint64_t target_queue_us = 100;                // "swift": the queueing delay in the fabric to aim at
   ReceiveBudget* receive_budget = nullptr;       // shared by the flows of a port, outlives them; null: no limit
-  trace::Ends ends{};                            // for tracepoints alone
+  trace::Ends ends{};                            // for tracepoints and counters alone
+  CounterPage* counter_page = nullptr;           // where to count, outlives the flow; null: in the flow
 };
 
 // One data packet to send: UC RDMA WRITE ONLY with immediate. The payload stays valid until the next
@@ -81,18 +87,6 @@ struct Event {
   const std::byte* data;  // eager: valid until the next poll_event; received: the destination
   uint32_t data_bytes;    // eager: bytes at `data` (0 for EAGER_REQUEST, whatever header.size_bytes says)
   const char* reason;     // peer_lost, peer_aborted; valid as long as the flow
-};
-
-struct FlowCounters {  // one field a counter; names follow the RDMA hw_counters where one exists
-  uint64_t data_packets_sent, data_packets_received, data_bytes_sent, data_bytes_received;
-  uint64_t control_packets_sent, control_packets_received;
-  uint64_t retransmitted_packets, duplicate_packets, out_of_sequence, local_ack_timeout_err, tail_probe_packets;
-  uint64_t bad_key_packets, bad_range_packets, bad_slot_packets, bad_control_packets;
-  uint64_t np_ecn_marked_roce_packets;                                // received with a congestion mark
-  uint64_t path_state_changes, path_probe_packets, paths_readmitted;  // paths.hpp
-  uint64_t credit_stalls;                                             // waits for a larger grant of the receiver
-  uint64_t window_packets;                                            // of the congestion control, now
-  uint64_t rtt_us, rto_us;
 };
 
 class Flow {

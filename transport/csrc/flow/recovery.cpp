@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "telemetry/counter_page.hpp"
+
 namespace sennit::flow {
 namespace {
 
@@ -42,6 +44,11 @@ Recovery::Recovery(const FlowConfig& config, FlowCounters& counters)
       policy_(make_path_policy(config.path_policy, config.path_count, config.seed)),
       congestion_(
           make_congestion_control(config.congestion, {window_packets_, config.path_count, config.target_queue_us})) {
+  if (config.counter_page == nullptr) own_path_counters_.resize(config.path_count);
+  for (uint32_t path = 0; path < config.path_count; ++path)
+    path_counters_.push_back(config.counter_page != nullptr
+                                 ? &config.counter_page->place<PathCounters>(config.ends.peer, path)
+                                 : &own_path_counters_[path]);
   note_window();
 }
 
@@ -76,10 +83,12 @@ void Recovery::launch(uint64_t now_us, uint32_t path_index, uint32_t id) {
   ++path.in_flight_packets;
   ++in_flight_;
   ++counters_.data_packets_sent;
+  ++path_counters_[path_index]->data_packets_sent;
   counters_.data_bytes_sent += record.packet.size_bytes;
   trace::packet_sent(ends_, path_index, record.packet.immediate, record.packet.size_bytes, record.transmissions);
   if (record.transmissions == 1) return;
   ++counters_.retransmitted_packets;
+  ++path_counters_[path_index]->retransmitted_packets;
   trace::retransmit(ends_, path_index, path_before, record.packet.immediate, record.transmissions);
 }
 
@@ -183,6 +192,7 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
     const uint64_t passed_us = now_us - outstanding_[id].sent_us;
     const uint64_t sample_us = passed_us > echo.delay_us ? passed_us - echo.delay_us : 0;
     path.round_trip.add_sample(sample_us);
+    path_counters_[echo.path]->rtt_us = path.round_trip.smoothed_us();
     round_trip_.add_sample(sample_us);
     counters_.rtt_us = round_trip_.smoothed_us();
     counters_.rto_us = round_trip_.rto_us();
@@ -269,6 +279,7 @@ void Recovery::mark_lost(Path& path, uint32_t id) {
   outstanding_.push_back(lost_, id);
   Record& record = outstanding_[id];
   record.lost = true;
+  ++path_counters_[record.path]->lost_packets;
   trace::packet_lost(ends_, record.path, record.packet.immediate, record.sent_us);
 }
 

@@ -17,6 +17,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "flow/congestion.hpp"
 #include "flow/control.hpp"
@@ -121,6 +122,8 @@ class Recovery {
   const uint32_t window_packets_;
   const uint64_t peer_ack_delay_us_;
   FlowCounters& counters_;
+  std::vector<PathCounters> own_path_counters_;
+  std::vector<PathCounters*> path_counters_;  // by path: where other processes can read them, or the ones above
   Outstanding outstanding_;
   Paths paths_;
   std::unique_ptr<PathPolicy> policy_;

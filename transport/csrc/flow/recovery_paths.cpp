@@ -18,8 +18,9 @@ constexpr uint64_t PATH_PROBE_GAP_US = 250;
 
 void Recovery::set_state(Path& path, PathState state) {
   if (path.state == state) return;
-  trace::path_state(ends_, static_cast<uint32_t>(&path - &paths_[0]), static_cast<uint32_t>(path.state),
-                    static_cast<uint32_t>(state));
+  const auto index = static_cast<uint32_t>(&path - &paths_[0]);
+  trace::path_state(ends_, index, static_cast<uint32_t>(path.state), static_cast<uint32_t>(state));
+  path_counters_[index]->state = static_cast<uint64_t>(state);
   const bool was_bad = path.is_bad();
   path.state = state;
   if (path.is_bad() && !was_bad) ++bad_paths_;
@@ -48,6 +49,7 @@ void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_
   if (received == 0 || received >= 0x8000) return;
   path.received = echo.received;
   path.marked = echo.marked;
+  path_counters_[echo.path]->ecn_marked_packets += std::min(marked, received);
   paths_.rail(echo.path).reported_serial = next_serial_;
   on_answer(now_us, path);
   if (fabric_us != 0) paths_.rail(echo.path).fabric_min.add(now_us, fabric_us);

@@ -8,6 +8,7 @@
 
 #include "flow/immediate.hpp"
 #include "messages/utf8.hpp"
+#include "telemetry/counter_page.hpp"
 
 namespace sennit::flow {
 namespace {
@@ -42,6 +43,8 @@ const FlowConfig& checked(const FlowConfig& config, std::span<std::byte> eager_m
 
 Flow::State::State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey)
     : config(checked(config, eager_memory)),
+      counters(config.counter_page != nullptr ? config.counter_page->place<FlowCounters>(config.ends.peer)
+                                              : own_counters),
       control_max_bytes(std::clamp<size_t>(config.payload_max_bytes, CONTROL_MIN_BYTES, CONTROL_MAX_BYTES)),
       recovery(config, counters),
       eager_sender(config),
@@ -86,13 +89,13 @@ uint32_t Flow::State::control_path(uint64_t now_us) {
 void Flow::State::count_refusal(Verdict verdict) {
   switch (verdict) {
     case Verdict::bad_key:
-      ++counters.bad_key_packets;
+      ++counters.bad_key;
       break;
     case Verdict::bad_range:
-      ++counters.bad_range_packets;
+      ++counters.bad_range;
       break;
     case Verdict::bad_slot:
-      ++counters.bad_slot_packets;
+      ++counters.bad_slot;
       break;
     case Verdict::place:
     case Verdict::duplicate:

@@ -59,8 +59,9 @@ struct Flow::State {
   void apply_control(uint64_t now_us, uint64_t waited_us, const ControlReader& control);
 
   const FlowConfig config;
+  FlowCounters own_counters{};
+  FlowCounters& counters;  // where other processes can read them, or the ones above
   const size_t control_max_bytes;
-  FlowCounters counters{};
   Recovery recovery;
   EagerSender eager_sender;
   EagerReceiver eager_receiver;

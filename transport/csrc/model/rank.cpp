@@ -390,12 +390,12 @@ void Rank::check_counters(const Rank& peer) const {
   equal("data packets received", counters.data_packets_received, seen_.placed);
   equal("congestion marks", counters.np_ecn_marked_roce_packets, seen_.marked);
   equal("duplicates", counters.duplicate_packets, seen_.duplicate);
-  equal("bad controls", counters.bad_control_packets, 0);
+  equal("bad controls", counters.bad_control, 0);
   if (schedule_->loses_nothing) {
     equal("packets sent again but for probes", counters.retransmitted_packets, counters.tail_probe_packets);
     equal("changes of paths' states", counters.path_state_changes, 0);
   }
-  const uint64_t refused = counters.bad_key_packets + counters.bad_range_packets + counters.bad_slot_packets;
+  const uint64_t refused = counters.bad_key + counters.bad_range + counters.bad_slot;
   equal("refused packets", refused, seen_.unknown + seen_.after_end);
   if (!is_complete() || has_ended()) return;
   outgoing_->check_all_delivered();

@@ -71,6 +71,7 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
     for (const auto& [mine, other] : out.pairs) flow.key_of_rail.push_back(theirs.rails[other].device);
   flow.eager_slot_count = ours.eager_slot_count;
   flow.ends = {ours.rank, peer};
+  flow.counter_page = send.counter_page;
   flow.window_bytes = static_cast<uint32_t>(std::clamp<uint64_t>(
       theirs.receive_window_bytes, WINDOW_MIN_PACKETS * flow.payload_max_bytes, send.window_bytes));
   // Several acknowledgements a window, but each is a packet to send and to receive.

@@ -8,6 +8,8 @@
 
 namespace sennit {
 
+class CounterPage;
+
 inline constexpr uint32_t PATH_MAX_COUNT = 256;
 
 // Peers need not have the same; of different path counts the smaller one is used.
@@ -18,6 +20,7 @@ struct SendConfig {
   // Most in flight to one peer, whose receive memory may allow less. More than fits the processor's second-level
   // cache only makes copies slower, unless the network holds more in a round trip.
   uint32_t window_bytes = 2 << 20;
+  CounterPage* counter_page = nullptr;  // where to count, outlives the port; null: in the port
 
   // Throws std::invalid_argument with the value and what is allowed.
   void check(const std::string& port_name, size_t rail_count) const;

@@ -22,8 +22,8 @@ uint64_t lines(uint64_t size_bytes) { return (size_bytes + LINE - 1) / LINE * LI
 
 }  // namespace
 
-ShmLane::ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink)
-    : peer_(peer), in_(in), out_(out), sink_(sink) {
+ShmLane::ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, CounterPage* counter_page)
+    : peer_(peer), in_(in), out_(out), sink_(sink), counters_(counter_page, peer) {
   static_assert(sizeof(Record) == LINE);
 }
 
@@ -42,8 +42,8 @@ bool ShmLane::send_eager(const MessageHeader& header, uint32_t flags, const void
   record.header = header;
   const uint64_t data_bytes = data_bytes_of(record);
   if (!publish(record, data, data_bytes)) return false;
-  ++counters_.eager_sent;
-  counters_.bytes_sent += data_bytes;
+  ++counters_->eager_sent;
+  counters_->bytes_sent += data_bytes;
   return true;
 }
 
@@ -55,7 +55,7 @@ bool ShmLane::publish(const Record& record, const void* data, uint64_t data_byte
   if (control_head_ + skipped + total - control_tail_seen_ > CONTROL_RING_BYTES) {
     control_tail_seen_ = out_.header->control_tail.load(std::memory_order_acquire);
     if (control_head_ + skipped + total - control_tail_seen_ > CONTROL_RING_BYTES) {
-      ++counters_.ring_full;
+      ++counters_->ring_full;
       return false;
     }
   }
@@ -154,8 +154,8 @@ bool ShmLane::consume(uint32_t record_limit) {
           return true;
         }
         if (!sink_.on_eager(peer_, record.header, record.flags, at + LINE)) return moved;
-        ++counters_.eager_received;
-        counters_.bytes_received += data_bytes_of(record);
+        ++counters_->eager_received;
+        counters_->bytes_received += data_bytes_of(record);
         break;
       case Record::advert:
         sink_.on_advert(peer_, record.header, record.slot);
@@ -199,8 +199,8 @@ void ShmLane::take_fragment(const Record& record) {
   const std::byte* source = in_.bulk + offset;
   const uint64_t sequence = first_fragment_ + fragments_.size();
   fragments_.push_back({record.position + lines(record.size_bytes), false});
-  ++counters_.fragments_received;
-  counters_.bytes_received += record.size_bytes;
+  ++counters_->fragments_received;
+  counters_->bytes_received += record.size_bytes;
   if (memory_forgotten_) {
     finish_fragment(sequence);
     return;
@@ -264,7 +264,7 @@ bool ShmLane::push_fragment() {
   if (end - bulk_tail_seen_ > out_.bulk_bytes) {
     bulk_tail_seen_ = out_.header->bulk_tail.load(std::memory_order_acquire);
     if (end - bulk_tail_seen_ > out_.bulk_bytes) {
-      ++counters_.ring_full;
+      ++counters_->ring_full;
       return false;
     }
   }
@@ -282,8 +282,8 @@ bool ShmLane::push_fragment() {
   record.position = start;
   publish_or_queue(record);
   transfer.sent_bytes += size_bytes;
-  ++counters_.fragments_sent;
-  counters_.bytes_sent += size_bytes;
+  ++counters_->fragments_sent;
+  counters_->bytes_sent += size_bytes;
   if (transfer.sent_bytes == transfer.size_bytes) {
     const uint64_t send_id = transfer.send_id;
     transfers_.pop_front();

@@ -13,12 +13,13 @@
 
 #include "messages/lane.hpp"
 #include "ports/shm_segment.hpp"
+#include "telemetry/counter_page.hpp"
 
 namespace sennit {
 
 class ShmLane final : public Lane {
  public:
-  ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink);
+  ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, CounterPage* counter_page = nullptr);
 
   uint64_t eager_max_bytes() const override;
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
@@ -48,8 +49,14 @@ class ShmLane final : public Lane {
 
   struct Counters {
     uint64_t eager_sent, eager_received, fragments_sent, fragments_received, bytes_sent, bytes_received, ring_full;
+
+    static constexpr const char* GROUP = "shm";
+    static std::vector<std::string> names() {
+      return {"shm_eager_sent", "shm_eager_received", "shm_fragments_sent", "shm_fragments_received",
+              "shm_bytes_sent", "shm_bytes_received", "shm_ring_full"};
+    }
   };
-  const Counters& counters() const { return counters_; }
+  const Counters& counters() const { return *counters_; }
 
  private:
   // One cache line; the data of an eager message follows it.
@@ -117,7 +124,7 @@ class ShmLane final : public Lane {
   bool memory_forgotten_ = false;
   uint32_t beats_seen_ = 0;
   uint64_t heard_us_ = 0;
-  Counters counters_{};
+  const Counted<Counters> counters_;
 };
 
 }  // namespace sennit

@@ -32,9 +32,10 @@ uint64_t fresh_nonce() {
 
 }  // namespace
 
-ShmPort::ShmPort(uint32_t rank, uint32_t world)
+ShmPort::ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page)
     : rank_(rank),
       world_(world),
+      counter_page_(counter_page),
       segment_(ShmSegment::create(rank, world, fresh_nonce())),
       peers_(world),
       lanes_(world),
@@ -51,7 +52,7 @@ bool ShmPort::accept(uint32_t peer, std::span<const std::byte> offer) {
 void ShmPort::connect(uint32_t peer, LaneSink& sink) {
   if (peer >= world_ || !peers_[peer]) throw std::runtime_error("the peer's shared memory was not opened");
   sink_ = &sink;
-  lanes_[peer] = std::make_unique<ShmLane>(peer, segment_.inbox(peer), peers_[peer].inbox(rank_), sink);
+  lanes_[peer] = std::make_unique<ShmLane>(peer, segment_.inbox(peer), peers_[peer].inbox(rank_), sink, counter_page_);
   ++lane_count_;
 }
 

@@ -14,7 +14,7 @@ namespace sennit {
 class ShmPort final : public Port {
  public:
   // Throws std::system_error when /dev/shm cannot hold the segment.
-  ShmPort(uint32_t rank, uint32_t world);
+  ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page = nullptr);
   ~ShmPort() override;
 
   std::vector<std::byte> offer() const { return segment_.offer(); }
@@ -52,6 +52,7 @@ class ShmPort final : public Port {
 
   const uint32_t rank_;
   const uint32_t world_;
+  CounterPage* const counter_page_;
   ShmSegment segment_;
   std::vector<ShmSegment> peers_;
   std::vector<std::unique_ptr<ShmLane>> lanes_;

@@ -45,7 +45,8 @@ struct UdpPort::Peer {
   bool is_gone = false;  // nobody listens at its address any more
 };
 
-UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config) : rank_(rank), send_(config) {
+UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
+    : rank_(rank), send_(config), send_counters_(config.counter_page), receive_counters_(config.counter_page) {
   if (size < 1 || rank >= size)
     throw std::invalid_argument("udp: rank " + std::to_string(rank) + " is not below the size " + std::to_string(size));
   config.check("udp", config.rails.size());
@@ -99,14 +100,14 @@ void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes
       std::min(offer_.receive_window_bytes, window_for(granted_bytes, offered.payload_max_bytes, offer_.size - 1));
   listener.report_arrivals();
   listener.enable_receive_offload();  // without it packets come one by one
-  rail->receiver = std::make_unique<UdpReceiver>(std::move(listener), paths_by_qpn_, receive_counters_);
+  rail->receiver = std::make_unique<UdpReceiver>(std::move(listener), paths_by_qpn_, *receive_counters_);
   for (uint32_t path = 0; path < offer_.path_count; ++path) {
     UdpSocket socket = open_sender(config.address);
     socket.set_send_buffer(SEND_BUFFER_BYTES);
     socket.report_refusals();
     socket.announce_ecn();
     offered.entropies.push_back(socket.local().port);
-    rail->senders.push_back(std::make_unique<UdpSender>(std::move(socket), send_counters_));
+    rail->senders.push_back(std::make_unique<UdpSender>(std::move(socket), *send_counters_));
   }
   rails_.push_back(std::move(rail));
 }
@@ -331,24 +332,24 @@ void UdpPort::send_farewells(uint64_t now_us) {
 
 CounterList UdpPort::counters() const {
   CounterList out = {
-      {"send_calls", send_counters_.send_calls},
-      {"send_blocked", send_counters_.send_blocked},
-      {"send_errors", send_counters_.send_errors},
-      {"send_over_mtu", send_counters_.send_over_mtu},
-      {"segmentation_refused", send_counters_.segmentation_refused},
-      {"receive_calls", receive_counters_.receive_calls},
-      {"receive_peeks", receive_counters_.receive_peeks},
-      {"receive_errors", receive_counters_.receive_errors},
-      {"placed_in_place", receive_counters_.placed_in_place},
-      {"placed_by_copy", receive_counters_.placed_by_copy},
+      {"send_calls", send_counters_->send_calls},
+      {"send_blocked", send_counters_->send_blocked},
+      {"send_errors", send_counters_->send_errors},
+      {"send_over_mtu", send_counters_->send_over_mtu},
+      {"segmentation_refused", send_counters_->segmentation_refused},
+      {"receive_calls", receive_counters_->receive_calls},
+      {"receive_peeks", receive_counters_->receive_peeks},
+      {"receive_errors", receive_counters_->receive_errors},
+      {"placed_in_place", receive_counters_->placed_in_place},
+      {"placed_by_copy", receive_counters_->placed_by_copy},
   };
   flow::FlowCounters sum{};
   for (const Peer* peer : connected_) add_to_totals(sum, peer->lane->flow().counters());
   append_totals(out, sum);
-  auto refused = receive_counters_.refused;
-  refused[static_cast<size_t>(wire::Refusal::bad_key)] += sum.bad_key_packets;
-  refused[static_cast<size_t>(wire::Refusal::bad_range)] += sum.bad_range_packets;
-  refused[static_cast<size_t>(wire::Refusal::bad_slot)] += sum.bad_slot_packets;
+  auto refused = receive_counters_->refused;
+  refused[static_cast<size_t>(wire::Refusal::bad_key)] += sum.bad_key;
+  refused[static_cast<size_t>(wire::Refusal::bad_range)] += sum.bad_range;
+  refused[static_cast<size_t>(wire::Refusal::bad_slot)] += sum.bad_slot;
   for (size_t i = 1; i < refused.size(); ++i) out.emplace_back(wire::name(static_cast<wire::Refusal>(i)), refused[i]);
   return out;
 }

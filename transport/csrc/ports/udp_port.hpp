@@ -24,6 +24,7 @@
 #include "ports/send_config.hpp"
 #include "ports/udp_receiver.hpp"
 #include "ports/udp_sender.hpp"
+#include "telemetry/counter_page.hpp"
 
 namespace sennit {
 
@@ -81,8 +82,8 @@ class UdpPort final : public Port {
   const SendConfig send_;
   flow::ReceiveBudget receive_budget_{
       {.min_bytes = 65'536, .target_queue_us = 250}};  // before peers_, whose flows give back their grants at the end
-  UdpSendCounters send_counters_;
-  UdpReceiveCounters receive_counters_;
+  const Counted<UdpSendCounters> send_counters_;
+  const Counted<UdpReceiveCounters> receive_counters_;
   UdpPathByQpn paths_by_qpn_;
   KeysOnly exposure_{[this] { return next_key(); }};
   std::vector<std::unique_ptr<Rail>> rails_;

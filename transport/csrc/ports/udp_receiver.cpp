@@ -9,6 +9,13 @@
 
 namespace sennit {
 
+std::vector<std::string> UdpReceiveCounters::names() {
+  std::vector<std::string> out{"receive_calls", "receive_peeks", "receive_errors", "placed_in_place", "placed_by_copy"};
+  for (size_t i = 0; i < static_cast<size_t>(wire::Refusal::count); ++i)
+    out.emplace_back(wire::name(static_cast<wire::Refusal>(i)));
+  return out;
+}
+
 UdpReceiver::UdpReceiver(UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters)
     : socket_(std::move(socket)),
       paths_(paths),

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 #include <unordered_map>
 #include <vector>
 
@@ -34,6 +35,9 @@ struct UdpReceiveCounters {
   uint64_t placed_in_place = 0;  // packets received straight to where they belong
   uint64_t placed_by_copy = 0;
   std::array<uint64_t, static_cast<size_t>(wire::Refusal::count)> refused{};  // less what the flow counts
+
+  static constexpr const char* GROUP = "udp_receive";
+  static std::vector<std::string> names();
 };
 
 class UdpReceiver {

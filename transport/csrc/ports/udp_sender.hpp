@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,11 @@ struct UdpSendCounters {
   uint64_t send_errors = 0;           // batches given up, which count as lost: refused by the kernel, or stuck
   uint64_t send_over_mtu = 0;         // of these: larger than the path takes by now (EMSGSIZE)
   uint64_t segmentation_refused = 0;  // the device has no UDP_SEGMENT; packets go one by one
+
+  static constexpr const char* GROUP = "udp_send";
+  static std::vector<std::string> names() {
+    return {"send_calls", "send_blocked", "send_errors", "send_over_mtu", "segmentation_refused"};
+  }
 };
 
 class UdpSender {

@@ -429,9 +429,8 @@ CounterList VerbsPort::counters() const {
   flow::FlowCounters sum{};
   for (const Peer* peer : connected_) add_to_totals(sum, peer->lane->flow().counters());
   append_totals(out, sum);
-  out.insert(out.end(), {{"bad_key", sum.bad_key_packets},
-                         {"bad_range", sum.bad_range_packets},
-                         {"bad_slot", sum.bad_slot_packets + counters_.bad_slot}});
+  out.insert(out.end(),
+             {{"bad_key", sum.bad_key}, {"bad_range", sum.bad_range}, {"bad_slot", sum.bad_slot + counters_.bad_slot}});
   return out;
 }
 

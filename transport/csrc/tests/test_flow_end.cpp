@@ -216,5 +216,5 @@ TEST_CASE("An early advert that cannot follow its predecessors is dropped when i
   adverts.sender.on_control(100, 0, std::span(adverts.controls[1]).first(bad_bytes));
   adverts.deliver(110, 0);
   CHECK(adverts.offered() == std::vector<uint64_t>{10});
-  CHECK(adverts.sender.counters().bad_control_packets == 0);
+  CHECK(adverts.sender.counters().bad_control == 0);
 }

@@ -30,7 +30,7 @@ TEST_CASE("Random and mutated control payloads are counted, and the exchange goe
     SimPair pair(seed, CONFIG, LINK, LINK);
     pair.exchange(random_messages(random, 10, 512, 60'000), random_messages(random, 10, 512, 60'000));
     pair.network.run(random.below(2'000), [] { return false; });
-    const uint64_t before = pair.a.flow().counters().bad_control_packets;
+    const uint64_t before = pair.a.flow().counters().bad_control;
     uint64_t sent = 0;
     for (int i = 0; i < 100; ++i) {
       std::vector<std::byte> noise(random.below(200));
@@ -45,8 +45,8 @@ TEST_CASE("Random and mutated control payloads are counted, and the exchange goe
       pair.a.flow().on_control(pair.network.now_us(), 0, noise);
       ++sent;
     }
-    CHECK(pair.a.flow().counters().bad_control_packets > before + sent * 9 / 10);
-    if (pair.a.flow().counters().bad_control_packets == before + sent) REQUIRE(pair.run(60'000'000));
+    CHECK(pair.a.flow().counters().bad_control > before + sent * 9 / 10);
+    if (pair.a.flow().counters().bad_control == before + sent) REQUIRE(pair.run(60'000'000));
   }
 }
 
@@ -58,10 +58,10 @@ TEST_CASE("Every truncation of a real control payload is refused") {
   REQUIRE(control.size() == flow::CONTROL_HEADER_BYTES + 8 * (flow::ADVERT_BYTES + flow::ADVERT_MESSAGE_BYTES));
   for (size_t size = 0; size < control.size(); ++size) {
     pair.a.flow().on_control(0, 0, std::span(control).first(size));
-    CHECK(pair.a.flow().counters().bad_control_packets == size + 1);
+    CHECK(pair.a.flow().counters().bad_control == size + 1);
   }
   pair.a.flow().on_control(0, 0, control);
-  CHECK(pair.a.flow().counters().bad_control_packets == control.size());
+  CHECK(pair.a.flow().counters().bad_control == control.size());
   flow::Event event;
   REQUIRE(pair.a.flow().poll_event(event));
   CHECK(event.kind == flow::Event::Kind::advert);
@@ -139,9 +139,9 @@ TEST_CASE("Data outside of what is advertised is refused by name and changes cou
   CHECK(flow.locate(make_immediate(0, flow::INDEX_MASK), pair.b.eager_address(), SimPeer::EAGER_RKEY, 32, place) ==
         Verdict::bad_slot);
   const flow::FlowCounters& counters = flow.counters();
-  CHECK(counters.bad_key_packets == 2);
-  CHECK(counters.bad_range_packets == 6);
-  CHECK(counters.bad_slot_packets == 4);
+  CHECK(counters.bad_key == 2);
+  CHECK(counters.bad_range == 6);
+  CHECK(counters.bad_slot == 4);
 
   SimRandom random(3);
   for (int i = 0; i < 200'000; ++i) {

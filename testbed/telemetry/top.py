@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit top`: the ranks of this machine, as they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from rich.table import Table
+
+from sennit.testbed.telemetry.rates import RankRates, difference
+from sennit.transport import counters
+from sennit.transport.tracepoints import PathState
+
+UNITS: Final = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
+
+
+def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[list[RankRates]]:
+    """First everything since each rank began, then what happened in each interval; without end."""
+    before: dict[Path, counters.Page] = {}
+    last_s = 0.0
+    while True:
+        now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        pages = list(counters.pages(folder))
+        yield [
+            difference(page, before.get(page.file), _passed_s(page, page.file in before, now_s, last_s))
+            for page in sorted(pages, key=lambda page: (page.process, page.rank))
+        ]
+        before, last_s = {page.file: page for page in pages}, now_s
+        time.sleep(interval_s)
+
+
+def _passed_s(page: counters.Page, is_known: bool, now_s: float, last_s: float) -> float:
+    return max(now_s - (last_s if is_known else page.began_ns / 1e9), 1e-6)
+
+
+def ranks_table(ranks: list[RankRates]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("process", "rank", "", "op/s", "mean µs", "sent", "received", "sent twice", "rtt µs", "paths", "failed"):
+        table.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
+    for rank in ranks:
+        page = rank.page
+        paths = f"{rank.paths - rank.bad_paths}/{rank.paths}" if rank.paths else ""
+        table.add_row(
+            f"{page.process}",
+            f"{page.rank}/{page.world}",
+            "" if page.is_alive else "[red]gone[/red]",
+            f"{rank.operations_a_second:,.0f}",
+            f"{rank.operation_us:,.0f}",
+            _rate(rank.sent_bytes_a_second),
+            _rate(rank.received_bytes_a_second),
+            f"{rank.retransmitted_share:.2%}" if rank.paths else "",
+            f"{rank.rtt_us:,}" if rank.paths else "",
+            f"[red]{paths}[/red]" if rank.bad_paths else paths,
+            f"[red]{rank.failed_operations:,}[/red]" if rank.failed_operations else "0",
+        )
+    return table
+
+
+def paths_table(ranks: list[RankRates]) -> Table:
+    """Every path of every rank, since it began."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("process", "rank", "peer", "path", "state", "rtt µs", "packets", "sent again", "lost", "marked"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in ranks:
+        for block in rank.page.blocks:
+            if block.group != "path":
+                continue
+            values = block.values
+            state = PathState(values["state"]).name.lower()
+            names = ("rtt_us", "data_packets_sent", "retransmitted_packets", "lost_packets", "ecn_marked_packets")
+            table.add_row(
+                f"{rank.page.process}",
+                f"{rank.page.rank}",
+                f"{block.peer}",
+                f"{block.path}",
+                state if values["state"] == PathState.GOOD else f"[red]{state}[/red]",
+                *(f"{values[name]:,}" for name in names),
+            )
+    return table
+
+
+def _rate(bytes_a_second: float) -> str:
+    power = 0
+    while bytes_a_second >= 1000 and power < len(UNITS) - 1:
+        bytes_a_second /= 1000
+        power += 1
+    return f"{bytes_a_second:.3g} {UNITS[power]}"

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the counters of ranks of this machine while they run, and of those that were killed (docs/counters.md).
+
+Each process group keeps its counters in a file of /dev/shm that the native core counts in (telemetry/counter_page.hpp).
+Reading one costs its rank nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+FOLDER: Final = Path("/dev/shm")
+PATTERN: Final = "sennit.counters-*"
+MAGIC: Final = 0x31_52_54_43_4E_4E_45_53
+"""The revision of the layout."""
+
+# magic, used bytes, rank, world, process, begin (ns of CLOCK_BOOTTIME), reserved
+_HEADER: Final = struct.Struct("=QQIIQQ24x")
+# bytes with this header, kind, id of the names, peer, path
+_RECORD: Final = struct.Struct("=IHHII")
+_NAMES, _COUNTERS = 1, 2
+_NONE: Final = 0xFFFFFFFF
+
+
+class PageError(ValueError):
+    """A file that is no page of counters, or one of another version."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Counters that belong together."""
+
+    group: str
+    """What they are about: engine, shm, udp_send, udp_receive, verbs, flow or path."""
+    peer: int | None
+    path: int | None
+    values: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """What one rank has counted, at one moment."""
+
+    file: Path
+    rank: int
+    world: int
+    process: int
+    """As the rank itself sees its number."""
+    began_ns: int
+    """Of CLOCK_BOOTTIME."""
+    is_alive: bool
+    """The rank's process still holds the file."""
+    blocks: tuple[Block, ...]
+
+    def total(self, group: str, name: str) -> int:
+        """The sum over all blocks of a group."""
+        return sum(block.values.get(name, 0) for block in self.blocks if block.group == group)
+
+
+def pages(folder: Path = FOLDER) -> Iterator[Page]:
+    """Every rank of this machine whose counters this user may read; what goes away meanwhile is left out."""
+    for file in sorted(folder.glob(PATTERN)):
+        try:
+            yield read(file)
+        except (OSError, PageError):
+            continue
+
+
+def read(file: Path) -> Page:
+    """One rank's counters.
+
+    Raises OSError where the file cannot be read, `PageError` where it is something else or not complete yet.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        is_alive = _is_locked(descriptor)
+        header = os.pread(descriptor, _HEADER.size, 0)
+        if len(header) < _HEADER.size:
+            raise PageError(f"{file} has {len(header)} bytes")
+        magic, used_bytes, rank, world, process, began_ns = _HEADER.unpack(header)
+        if magic != MAGIC:
+            raise PageError(f"{file} is no page of counters of this version of sennit")
+        body = os.pread(descriptor, max(used_bytes - _HEADER.size, 0), _HEADER.size)
+    finally:
+        os.close(descriptor)
+    return Page(
+        file=file, rank=rank, world=world, process=process, began_ns=began_ns, is_alive=is_alive,
+        blocks=tuple(_blocks(file, body)),
+    )  # fmt: skip
+
+
+def _blocks(file: Path, body: bytes) -> Iterator[Block]:
+    names: dict[int, tuple[str, list[str]]] = {}
+    offset = 0
+    try:
+        while offset < len(body):
+            size, kind, identity, peer, path = _RECORD.unpack_from(body, offset)
+            if size < _RECORD.size or offset + size > len(body):
+                raise PageError(f"{file} has a record of {size} bytes at {offset}")
+            payload = body[offset + _RECORD.size : offset + size]
+            if kind == _NAMES:
+                group, *words = payload.rstrip(b"\0").decode().split("\0")
+                names[identity] = (group, words)
+            elif kind == _COUNTERS:
+                group, words = names[identity]
+                values = struct.unpack_from(f"={len(words)}Q", payload)
+                yield Block(
+                    group=group,
+                    peer=None if peer == _NONE else peer,
+                    path=None if path == _NONE else path,
+                    values=dict(zip(words, values, strict=True)),
+                )
+            offset += size
+    except (struct.error, KeyError, UnicodeDecodeError) as error:
+        raise PageError(f"{file} is damaged at {offset}: {error}") from None
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False

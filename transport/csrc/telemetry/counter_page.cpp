@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "telemetry/counter_page.hpp"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <mutex>
+
+namespace sennit {
+namespace {
+
+constexpr uint64_t MAGIC = 0x31'52'54'43'4E'4E'45'53;  // "SENNCTR1": the layout's revision
+// Not "sennit-", which the shared-memory port looks through for orphans of its own.
+constexpr const char* FOLDER = "/dev/shm";
+constexpr const char* PREFIX = "sennit.counters-";
+// Of addresses: 1,024 peers of 16 paths take 3 MiB.
+constexpr size_t RESERVED_BYTES = size_t{1} << 28;
+constexpr size_t GROW_BYTES = 65'536;
+
+size_t padded(size_t bytes) { return (bytes + 7) / 8 * 8; }
+
+// Files whose writers are gone. They are left for readers until somebody makes a page of his own.
+void remove_orphans() {
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(FOLDER), &closedir);
+  if (!folder) return;
+  while (const dirent* entry = readdir(folder.get())) {
+    if (std::strncmp(entry->d_name, PREFIX, std::strlen(PREFIX)) != 0) continue;
+    const int fd = openat(dirfd(folder.get()), entry->d_name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+    if (fd < 0) continue;
+    struct stat info {};
+    if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode) && info.st_uid == geteuid() && flock(fd, LOCK_EX | LOCK_NB) == 0)
+      unlinkat(dirfd(folder.get()), entry->d_name, 0);
+    ::close(fd);
+  }
+}
+
+}  // namespace
+
+struct CounterPage::Header {
+  uint64_t magic;
+  std::atomic<uint64_t> used_bytes;
+  uint32_t rank, world;
+  uint64_t process;   // its number, in its own namespace
+  uint64_t began_ns;  // CLOCK_BOOTTIME
+  uint64_t reserved[3];
+};
+
+struct CounterPage::Record {
+  uint32_t record_bytes;  // with this header
+  uint16_t kind;          // 1: names, 2: counters
+  uint16_t names_id;
+  uint32_t peer, path;
+};
+
+CounterPage::CounterPage(uint32_t rank, uint32_t world) {
+  static std::once_flag swept;
+  std::call_once(swept, remove_orphans);
+  if (!create(rank, world) && base_ != nullptr) {
+    munmap(base_, reserved_bytes_);
+    base_ = nullptr;
+  }
+}
+
+CounterPage::~CounterPage() {
+  if (base_ != nullptr) munmap(base_, reserved_bytes_);
+  if (fd_ >= 0) ::close(fd_);
+  if (!path_.empty()) unlink(path_.c_str());
+}
+
+bool CounterPage::create(uint32_t rank, uint32_t world) {
+  // Without a name until there is something to read.
+  fd_ = ::open(FOLDER, O_RDWR | O_TMPFILE | O_CLOEXEC, 0600);
+  if (fd_ < 0) return false;
+  // Held as long as the process lives, whatever else it opens and closes: the sign that there is a writer.
+  if (flock(fd_, LOCK_EX | LOCK_NB) != 0 || !grow(sizeof(Header))) return false;
+  void* base = mmap(nullptr, RESERVED_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
+  if (base == MAP_FAILED) return false;
+  base_ = static_cast<std::byte*>(base);
+  reserved_bytes_ = RESERVED_BYTES;
+  timespec now;
+  clock_gettime(CLOCK_BOOTTIME, &now);
+  auto* header = new (base_) Header{};
+  header->rank = rank;
+  header->world = world;
+  header->process = static_cast<uint64_t>(getpid());
+  header->began_ns = static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+  header->magic = MAGIC;
+  publish(sizeof(Header));
+  uint64_t number = 0;
+  if (getrandom(&number, sizeof number, 0) != sizeof number) return false;
+  char path[64], open_file[32];
+  std::snprintf(path, sizeof path, "%s/%s%016llx", FOLDER, PREFIX, static_cast<unsigned long long>(number));
+  std::snprintf(open_file, sizeof open_file, "/proc/self/fd/%d", fd_);
+  if (linkat(AT_FDCWD, open_file, AT_FDCWD, path, AT_SYMLINK_FOLLOW) != 0) return false;
+  path_ = path;
+  return true;
+}
+
+// Pages that the file really has: running out later would be a SIGBUS.
+bool CounterPage::grow(size_t bytes) {
+  while (file_bytes_ < bytes) {
+    if (posix_fallocate(fd_, static_cast<off_t>(file_bytes_), GROW_BYTES) != 0) return false;
+    file_bytes_ += GROW_BYTES;
+  }
+  return true;
+}
+
+void CounterPage::publish(size_t bytes) {
+  used_bytes_ = bytes;
+  reinterpret_cast<Header*>(base_)->used_bytes.store(bytes, std::memory_order_release);
+}
+
+std::byte* CounterPage::append(uint32_t kind, uint32_t names_id, uint32_t peer, uint32_t path, size_t payload_bytes) {
+  const size_t record_bytes = sizeof(Record) + padded(payload_bytes);
+  if (base_ == nullptr || used_bytes_ + record_bytes > reserved_bytes_ || !grow(used_bytes_ + record_bytes))
+    return nullptr;
+  std::byte* at = base_ + used_bytes_;
+  new (at) Record{static_cast<uint32_t>(record_bytes), static_cast<uint16_t>(kind), static_cast<uint16_t>(names_id),
+                  peer, path};
+  return at + sizeof(Record);
+}
+
+uint32_t CounterPage::names_id(std::string_view group, Names names, size_t count) {
+  const auto known = std::find(groups_.begin(), groups_.end(), group);
+  const auto id = static_cast<uint32_t>(known - groups_.begin());
+  if (known != groups_.end()) return id;
+  groups_.emplace_back(group);
+  std::string text(group);
+  text += '\0';
+  const std::vector<std::string> words = names();
+  for (size_t i = 0; i < count; ++i) text.append(words.at(i)).append(1, '\0');
+  if (std::byte* at = append(1, id, ANY_PEER, NO_PATH, text.size())) {
+    std::memcpy(at, text.data(), text.size());
+    publish(used_bytes_ + sizeof(Record) + padded(text.size()));
+  }
+  return id;
+}
+
+void* CounterPage::add(std::string_view group, Names names, size_t count, uint32_t peer, uint32_t path) {
+  const uint32_t id = names_id(group, names, count);
+  std::byte* at = append(2, id, peer, path, count * 8);
+  if (at == nullptr) return unshared_.emplace_back(std::make_unique<uint64_t[]>(count)).get();
+  publish(used_bytes_ + sizeof(Record) + count * 8);
+  return at;
+}
+
+}  // namespace sennit

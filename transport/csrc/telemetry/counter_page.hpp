@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// Counters that other processes can read: the ones that the data plane counts in, in a file of /dev/shm. Nothing is
+// copied and nobody is asked, so they are current while a rank computes, and still there after it was killed.
+//
+// Layout, native byte order (docs/counters.md): a header, then records of 8-byte multiples that say themselves how long
+// they are: names of a kind of counters, and blocks of such counters. One writer; a reader takes `used_bytes` first,
+// then what lies below it. Counters are 64 bits wide, aligned, and written by one thread at a time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <vector>
+
+namespace sennit {
+
+inline constexpr uint32_t ANY_PEER = UINT32_MAX;
+inline constexpr uint32_t NO_PATH = UINT32_MAX;
+
+class CounterPage {
+ public:
+  // Where the file cannot be made (no /dev/shm, or full), counters are kept in memory of this process alone.
+  CounterPage(uint32_t rank, uint32_t world);
+  ~CounterPage();
+  CounterPage(const CounterPage&) = delete;
+  CounterPage& operator=(const CounterPage&) = delete;
+
+  // Zeroed counters that live as long as the page. `Counters` is a struct of 64-bit integers and has
+  //   static constexpr const char* GROUP;     what they are about, as "flow"
+  //   static std::vector<std::string> names() one for each integer
+  template <class Counters>
+  Counters& place(uint32_t peer, uint32_t path = NO_PATH) {
+    static_assert(std::is_trivially_destructible_v<Counters> && alignof(Counters) == 8 && sizeof(Counters) % 8 == 0);
+    return *new (add(Counters::GROUP, &Counters::names, sizeof(Counters) / 8, peer, path)) Counters{};
+  }
+
+  // Empty where there is no file.
+  const std::string& path() const { return path_; }
+
+ private:
+  struct Header;
+  struct Record;
+  using Names = std::vector<std::string> (*)();
+
+  void* add(std::string_view group, Names names, size_t count, uint32_t peer, uint32_t path);
+  uint32_t names_id(std::string_view group, Names names, size_t count);
+  std::byte* append(uint32_t kind, uint32_t names_id, uint32_t peer, uint32_t path, size_t payload_bytes);
+  bool grow(size_t bytes);
+  void publish(size_t bytes);
+  bool create(uint32_t rank, uint32_t world);
+
+  std::string path_;
+  int fd_ = -1;
+  std::byte* base_ = nullptr;
+  size_t reserved_bytes_ = 0, file_bytes_ = 0, used_bytes_ = 0;
+  std::vector<std::string> groups_;                    // by names_id
+  std::vector<std::unique_ptr<uint64_t[]>> unshared_;  // blocks that found no room
+};
+
+// Counters on a page, or where there is none, here.
+template <class Counters>
+class Counted {
+ public:
+  explicit Counted(CounterPage* page, uint32_t peer = ANY_PEER, uint32_t path = NO_PATH)
+      : counters_(page != nullptr ? page->place<Counters>(peer, path) : own_) {}
+  Counted(const Counted&) = delete;
+  Counted& operator=(const Counted&) = delete;
+  Counters& operator*() const { return counters_; }
+  Counters* operator->() const { return &counters_; }
+
+ private:
+  Counters own_{};
+  Counters& counters_;
+};
+
+}  // namespace sennit
