@@ -21,14 +21,15 @@ def top(
     from rich.console import Group
     from rich.live import Live
 
-    from sennit.testbed.telemetry import top
+    from sennit.testbed.telemetry import top as view
+    from sennit.testbed.telemetry.rates import RankRates
 
-    def shown(ranks: list[top.RankRates]) -> Group:
-        tables = [top.ranks_table(ranks), *([top.paths_table(ranks)] if paths else [])]
+    def shown(ranks: list[RankRates]) -> Group:
+        tables = [view.ranks_table(ranks), *([view.paths_table(ranks)] if paths else [])]
         return Group(*tables) if ranks else Group("no rank of this user runs here")
 
     console = stdout_console()
-    looks = top.looks(interval)
+    looks = view.looks(interval)
     if once:
         console.print(shown(next(looks)))
         return

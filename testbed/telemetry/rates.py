@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from sennit.transport.counters import Page
+from sennit.transport.tracepoints import PathState
 
-US_A_SECOND: Final = 1_000_000
 SENT: Final = (("flow", "data_bytes_sent"), ("shm", "shm_bytes_sent"))
 RECEIVED: Final = (("flow", "data_bytes_received"), ("shm", "shm_bytes_received"))
 
@@ -49,11 +49,7 @@ def difference(now: Page, before: Page | None, passed_s: float) -> RankRates:
         received_bytes_a_second=grown(*RECEIVED) / passed_s,
         retransmitted_share=grown(("flow", "retransmitted_packets")) / packets if packets else 0.0,
         rtt_us=max((block.values["rtt_us"] for block in now.blocks if block.group == "flow"), default=0),
-        bad_paths=sum(state in BAD_STATES for state in states),
+        bad_paths=sum(state in (PathState.BAD, PathState.PROBING) for state in states),
         paths=len(states),
         failed_operations=now.total("engine", "operations_failed"),
     )
-
-
-# PathState.BAD and PathState.PROBING
-BAD_STATES: Final = (2, 3)

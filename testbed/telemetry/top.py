@@ -38,8 +38,9 @@ def _passed_s(page: counters.Page, is_known: bool, now_s: float, last_s: float) 
 
 def ranks_table(ranks: list[RankRates]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("process", "rank", "", "op/s", "mean µs", "sent", "received", "sent twice", "rtt µs", "paths", "failed"):
-        table.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
+    columns = ("process", "rank", "", "op/s", "mean µs", "sent", "received", "sent twice", "rtt µs", "paths", "failed")
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for rank in ranks:
         page = rank.page
         paths = f"{rank.paths - rank.bad_paths}/{rank.paths}" if rank.paths else ""
