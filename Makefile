@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build demo test test-cpp test-model test-fuzz test-rdma test-qemu test-python kernel fuzz lint fmt types bench testbed simulate clean
+.PHONY: help build demo test test-cpp test-model test-fuzz test-rdma test-qemu test-python ebpf kernel fuzz lint fmt types bench testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ test-fuzz: build  ## a few seconds of each fuzzer
 SECONDS ?= 600
 fuzz: build  ## libFuzzer on the packet parser and the flow, SECONDS=600 each
 	@transport/csrc/fuzz/run.sh $(SECONDS)
+
+ebpf: build  ## compile the BPF programs into build/ebpf, and name what this kernel lacks
+	@$(PY) -m sennit.ebpf build/ebpf
 
 kernel: build  ## the kernel of the soft-RoCE VM, built into the cache: minutes once, then at once
 	@$(PY) -m sennit testbed kernel uml

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""eBPF programs, their loader and typed views of their maps.
+"""eBPF: a small layer over libbpf, and the programs of the package. docs/ebpf.md has examples.
 
-`compiler` compiles `programs/*.bpf.c` when they are needed, `loader` loads them and reads their maps. So far there is
-the testbed's switch. What comes: the programs that preprocess samples in XDP and make every packet of the transport
-visible.
+`compiler` compiles, `loader` loads, `maps` and `arena` show their memory as NumPy arrays with the types that `btf`
+reads, `links` attaches, `ringbuffer` reads events, `trial` runs a program on a packet, `features` says what is absent.
 """

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the BPF programs of this package with clang, when they are first needed. Takes a fraction of a second."""
+"""Compiles BPF programs with clang when they are first needed. Takes a fraction of a second."""
 
 from __future__ import annotations
 
 import functools
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -14,9 +15,16 @@ from pathlib import Path
 from typing import Final
 
 PROGRAMS: Final = Path(__file__).parent / "programs"
+INCLUDE: Final = Path(__file__).parent / "include"
 COMPILE_TIMEOUT_S: Final = 60.0
-# v3 has compare-and-swap and fetch-and-add; Linux 5.12.
+# v3 has compare-and-swap and fetch-and-add: Linux 5.12.
 INSTRUCTION_SET: Final = "v3"
+# v4 has signed division and byte swaps, and clang 19 knows the address space of arenas: Linux 6.9.
+ARENA_INSTRUCTION_SET: Final = "v4"
+ARENA_CLANG_VERSION: Final = 19
+# How bpf_tracing.h names the machines on which it knows registers.
+TARGET_ARCHITECTURES: Final = {"x86_64": "x86", "aarch64": "arm64"}
+NEWEST_CLANG_VERSION: Final = 40
 
 
 class CompileError(RuntimeError):
@@ -24,22 +32,57 @@ class CompileError(RuntimeError):
 
 
 class ToolMissing(CompileError):
-    """There is no clang, or there are no headers."""
+    """There is no clang that is new enough, or there are no headers."""
+
+
+def find_clang(version: int = 0) -> str:
+    """The path of a clang: `clang` if it is of this version or later, or else the newest `clang-N` that is."""
+    plain = shutil.which("clang")
+    if plain is not None and (version == 0 or _version(plain) >= version):
+        return plain
+    for number in range(NEWEST_CLANG_VERSION, version - 1, -1):
+        found = shutil.which(f"clang-{number}")
+        if found is not None:
+            return found
+    if version == 0 or plain is None:
+        raise ToolMissing("clang: command not found" + (f"; version {version} or later is needed" if version else ""))
+    raise ToolMissing(f"clang is version {_version(plain)}; {version} or later is needed (Debian: clang-22)")
+
+
+@functools.cache
+def _version(path: str) -> int:
+    done = subprocess.run(
+        [path, "-dumpversion"], capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+    )
+    first = done.stdout.partition(".")[0]
+    return int(first) if first.isdigit() else 0
 
 
 @functools.cache
 def compile_program(name: str) -> bytes:
     """The object file of `programs/<name>.bpf.c`, once a process."""
-    clang = shutil.which("clang")
-    if clang is None:
-        raise ToolMissing("clang: command not found")
-    source = PROGRAMS / f"{name}.bpf.c"
+    return _compile(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, find_clang())
+
+
+def compile_source(name: str, source: str) -> bytes:
+    """The object file of a generated program, which may have an arena. `name` is for messages."""
+    with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
+        path = Path(folder) / f"{name}.bpf.c"
+        path.write_text(source)
+        # A generated program computes what nobody reads here and there; clang leaves it out.
+        return _compile(
+            path, ARENA_INSTRUCTION_SET, find_clang(ARENA_CLANG_VERSION), "-Wno-unused-variable", "-Wno-unused-label"
+        )
+
+
+def _compile(source: Path, instruction_set: str, clang: str, *options: str) -> bytes:
     # asm/types.h is where the host's compiler has it, which clang does not look at for the target bpf.
     multiarch = Path("/usr/include") / (sysconfig.get_config_var("MULTIARCH") or "")
     with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
-        target = Path(folder) / f"{name}.o"
-        command = [clang, "-target", "bpf", f"-mcpu={INSTRUCTION_SET}", "-O2", "-g", "-Wall", "-Werror"]
-        command += [f"-I{multiarch}", "-c", os.fspath(source), "-o", os.fspath(target)]
+        target = Path(folder) / "program.o"
+        command = [clang, "-target", "bpf", f"-mcpu={instruction_set}", "-O2", "-g", "-Wall", "-Werror", *options]
+        command += [f"-D__TARGET_ARCH_{TARGET_ARCHITECTURES.get(platform.machine(), platform.machine())}"]
+        command += [f"-I{INCLUDE}", f"-I{multiarch}", "-c", os.fspath(source), "-o", os.fspath(target)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
         if done.returncode != 0:
             missing = re.search(r"fatal error: '(.*)' file not found", done.stderr)

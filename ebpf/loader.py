@@ -1,139 +1,123 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small binding of libbpf by ctypes: load an object, read and write its maps. Whoever wants the program attached
-takes its descriptor. Nothing is pinned, so all is gone when the process is, and no bpffs is needed.
+"""Object files into the kernel: set read-only data and sizes, load, find programs, maps and arenas.
+
+Nothing is pinned unless asked, so all is gone when the process is, and no bpffs is needed.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import functools
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
-LIBRARY: Final = "libbpf.so.1"
-LOG_MAX_BYTES: Final = 1 << 20
+import numpy as np
 
-_PRINT = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
-
-
-class BpfError(OSError):
-    """The kernel or libbpf refused; the message has the verifier's log where there is one."""
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    try:
-        library = ctypes.CDLL(LIBRARY, use_errno=True)
-    except OSError as error:
-        raise BpfError(errno.ENOENT, f"{error}: install libbpf 1.0 or later (Debian: libbpf1)") from None
-    pointer, text, number = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int
-    for name, result, arguments in (
-        ("bpf_object__open_mem", pointer, (pointer, ctypes.c_size_t, pointer)),
-        ("bpf_object__load", number, (pointer,)),
-        ("bpf_object__close", None, (pointer,)),
-        ("bpf_object__find_program_by_name", pointer, (pointer, text)),
-        ("bpf_program__fd", number, (pointer,)),
-        ("bpf_object__find_map_by_name", pointer, (pointer, text)),
-        ("bpf_map__set_max_entries", number, (pointer, ctypes.c_uint32)),
-        ("bpf_map__max_entries", ctypes.c_uint32, (pointer,)),
-        ("bpf_map__fd", number, (pointer,)),
-        ("bpf_map__value_size", ctypes.c_uint32, (pointer,)),
-        ("bpf_map_lookup_elem", number, (number, pointer, pointer)),
-        ("bpf_map_update_elem", number, (number, pointer, pointer, ctypes.c_uint64)),
-        ("libbpf_set_print", pointer, (_PRINT,)),
-    ):
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    library.libbpf_set_print(_log_callback)
-    return library
+from sennit.ebpf.arena import BPF_MAP_TYPE_ARENA, Arena, free_address, pages
+from sennit.ebpf.btf import Btf, BtfError
+from sennit.ebpf.elf import Elf, ElfError
+from sennit.ebpf.library import BpfError, clear_log, library, refusal
+from sennit.ebpf.maps import BpfMap
+from sennit.ebpf.trial import Trial, run_program
 
 
-_log = bytearray()
-_vsnprintf = ctypes.CDLL(None).vsnprintf
+class Program:
+    """A program of a loaded object."""
 
+    def __init__(self, pointer: int) -> None:
+        self.pointer = pointer
+        self.name: str = library().bpf_program__name(pointer).decode()
+        self.descriptor = int(library().bpf_program__fd(pointer))
+        self.instructions = int(library().bpf_program__insn_cnt(pointer))
 
-def _keep_log(level: int, template: bytes, arguments: int) -> int:
-    """What libbpf says goes into the error that follows, instead of to stderr."""
-    if level <= 1:  # LIBBPF_INFO
-        line = ctypes.create_string_buffer(LOG_MAX_BYTES)
-        _vsnprintf(line, ctypes.c_size_t(LOG_MAX_BYTES), ctypes.c_char_p(template), ctypes.c_void_p(arguments))
-        _log.extend(line.value)
-    return 0
-
-
-# libbpf keeps the pointer, so Python must keep the object.
-_log_callback = _PRINT(_keep_log)
-
-
-class BpfMap:
-    """A map whose keys are 32-bit indices (arrays), with values as plain bytes."""
-
-    def __init__(self, pointer: int, name: str) -> None:
-        library = _library()
-        self.name = name
-        self.entries = int(library.bpf_map__max_entries(pointer))
-        self.value_bytes = int(library.bpf_map__value_size(pointer))
-        self._descriptor = int(library.bpf_map__fd(pointer))
-
-    def read(self, index: int) -> bytes:
-        value = ctypes.create_string_buffer(self.value_bytes)
-        key = ctypes.c_uint32(index)
-        self._check(_library().bpf_map_lookup_elem(self._descriptor, ctypes.byref(key), value), index)
-        return value.raw
-
-    def write(self, index: int, value: bytes) -> None:
-        if len(value) != self.value_bytes:
-            raise BpfError(errno.EINVAL, f"map {self.name}: a value of {len(value)} bytes; allowed: {self.value_bytes}")
-        key = ctypes.c_uint32(index)
-        self._check(_library().bpf_map_update_elem(self._descriptor, ctypes.byref(key), value, 0), index)
-
-    def _check(self, result: int, index: int) -> None:
-        if result != 0:
-            code = ctypes.get_errno()
-            raise BpfError(code, f"map {self.name}, entry {index} of {self.entries}: {os.strerror(code)}")
+    def test_run(self, packet: bytes, *, repeat: int = 1) -> Trial:
+        """Runs it on a packet without any device (BPF_PROG_TEST_RUN)."""
+        return run_program(self.descriptor, self.name, packet, repeat=repeat)
 
 
 class BpfObject:
-    """A loaded object file: its programs and maps live as long as this, and as what they are attached to."""
+    """A loaded object file: its programs, maps and arenas live as long as this, and as what they are attached to."""
 
-    def __init__(self, image: bytes, *, max_entries: Mapping[str, int] | None = None) -> None:
-        """`max_entries`: map -> number of entries, instead of what the source says."""
-        library = _library()
-        _log.clear()
+    def __init__(
+        self,
+        image: bytes,
+        *,
+        max_entries: Mapping[str, int] | None = None,
+        read_only: Mapping[str, Any] | None = None,
+        arenas: Mapping[str, int] | None = None,
+    ) -> None:
+        """`max_entries`: map -> number of entries, instead of what the source says. `read_only`: global variable in
+        .rodata -> its value, which the verifier then takes for a constant. `arenas`: arena -> its size in bytes.
+        """
+        loaded = library()
+        clear_log()
         self._maps: dict[str, BpfMap] = {}
-        self._pointer: int | None = library.bpf_object__open_mem(image, len(image), None)
+        self._arenas: dict[str, Arena] = {}
+        self._pointer: int | None = loaded.bpf_object__open_mem(image, len(image), None)
         if self._pointer is None:
-            raise self._error(ctypes.get_errno(), "cannot be opened")
+            raise refusal(ctypes.get_errno(), "BPF object: cannot be opened")
         try:
+            try:
+                self._elf = Elf(image)
+                self.btf = Btf(self._elf)
+            except (ElfError, BtfError) as error:
+                raise BpfError(errno.EINVAL, f"BPF object: {error}") from None
             for name, entries in (max_entries or {}).items():
-                result = library.bpf_map__set_max_entries(self._find_map(name), entries)
+                result = loaded.bpf_map__set_max_entries(self._find_map(name), entries)
                 if result != 0:
-                    raise self._error(-result, f"map {name} with {entries} entries")
-            result = library.bpf_object__load(self._pointer)
+                    raise refusal(-result, f"BPF object: map {name} with {entries} entries")
+            for name, value in (read_only or {}).items():
+                self._set_variable(name, value)
+            addresses = {name: self._place_arena(name, size) for name, size in (arenas or {}).items()}
+            result = loaded.bpf_object__load(self._pointer)
             if result != 0:
-                raise self._error(-result, "the kernel refused it")
+                names = ", ".join(name for name, _ in self._each_program())
+                raise refusal(-result, f"BPF object with the programs {names}: the kernel refused it")
+            for name, address in addresses.items():
+                found = self.map(name)
+                self._arenas[name] = Arena(found.descriptor, address, (arenas or {})[name], name)
         except BaseException:
             self.close()
             raise
 
-    def program_descriptor(self, name: str) -> int:
-        program = _library().bpf_object__find_program_by_name(self._open(), name.encode())
-        if not program:
+    def program(self, name: str) -> Program:
+        found = library().bpf_object__find_program_by_name(self._open(), name.encode())
+        if not found:
             raise BpfError(errno.ENOENT, f"the BPF object has no program {name!r}")
-        return int(_library().bpf_program__fd(program))
+        return Program(found)
+
+    def programs(self) -> list[str]:
+        return [name for name, _ in self._each_program()]
 
     def map(self, name: str) -> BpfMap:
         if name not in self._maps:
-            self._maps[name] = BpfMap(self._find_map(name), name)
+            try:
+                dtype = self.btf.map_value_dtype(name)
+            except BtfError:
+                dtype = None
+            self._maps[name] = BpfMap(self._find_map(name), dtype)
         return self._maps[name]
 
+    def maps(self) -> list[str]:
+        names, found = [], library().bpf_object__next_map(self._open(), None)
+        while found:
+            names.append(library().bpf_map__name(found).decode())
+            found = library().bpf_object__next_map(self._open(), found)
+        return names
+
+    def arena(self, name: str) -> Arena:
+        if name not in self._arenas:
+            raise BpfError(errno.ENOENT, f"no arena {name!r} was asked for when the BPF object was loaded")
+        return self._arenas[name]
+
     def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
-            _library().bpf_object__close(pointer)
+            library().bpf_object__close(pointer)
 
     def __enter__(self) -> Self:
         return self
@@ -148,14 +132,40 @@ class BpfObject:
             raise BpfError(errno.EBADF, "the BPF object is closed")
         return self._pointer
 
+    def _each_program(self) -> Iterator[tuple[str, int]]:
+        found = library().bpf_object__next_program(self._open(), None)
+        while found:
+            yield library().bpf_program__name(found).decode(), found
+            found = library().bpf_object__next_program(self._open(), found)
+
     def _find_map(self, name: str) -> Any:
-        found = _library().bpf_object__find_map_by_name(self._open(), name.encode())
+        found = library().bpf_object__find_map_by_name(self._open(), name.encode())
         if not found:
             raise BpfError(errno.ENOENT, f"the BPF object has no map {name!r}")
         return found
 
-    @staticmethod
-    def _error(code: int, what: str) -> BpfError:
-        log = _log.decode(errors="replace").strip()
-        # The verifier's verdict is at the end.
-        return BpfError(code, f"BPF object: {what}: {os.strerror(code)}\n{log[-4000:]}")
+    def _set_variable(self, name: str, value: Any) -> None:
+        symbol = self._elf.symbols.get(name)
+        if symbol is None or not symbol.section.startswith(".rodata"):
+            raise BpfError(errno.ENOENT, f"the BPF object has no read-only variable {name!r}")
+        raw = np.asarray(value, dtype=self.btf.variable_dtype(name).base).tobytes()
+        if len(raw) != symbol.size_bytes:
+            raise BpfError(errno.EINVAL, f"variable {name}: {len(raw)} bytes; allowed: {symbol.size_bytes}")
+        size = ctypes.c_size_t()
+        section = library().bpf_map__initial_value(self._find_map(symbol.section), ctypes.byref(size))
+        if not section or symbol.offset + len(raw) > size.value:
+            raise BpfError(errno.EINVAL, f"variable {name} is not inside {symbol.section} of {size.value} bytes")
+        ctypes.memmove(section + symbol.offset, raw, len(raw))
+
+    def _place_arena(self, name: str, size_bytes: int) -> int:
+        """Gives an arena its size and address before it is made: the verifier wants to know the latter."""
+        found = self._find_map(name)
+        kind = library().bpf_map__type(found)
+        if kind != BPF_MAP_TYPE_ARENA:
+            raise BpfError(errno.EINVAL, f"map {name} is no arena: its type is {kind}")
+        address = free_address()
+        result = library().bpf_map__set_max_entries(found, pages(size_bytes))
+        result = result or library().bpf_map__set_map_extra(found, address)
+        if result != 0:
+            raise refusal(-result, f"arena {name} of {size_bytes} bytes at {address:#x}")
+        return address

@@ -5,9 +5,6 @@ A probe tries the thing itself where that is cheap (it sends two datagrams, it m
 of guessing from versions. Each runs at most once a process.
 """
 
-import ctypes
-import ctypes.util
-import errno
 import functools
 import importlib.metadata
 import importlib.util
@@ -32,13 +29,6 @@ UDP_SEGMENT = 103
 UDP_GRO = 104
 # uapi/linux/capability.h
 CAP_NET_ADMIN = 12
-CAP_SYS_ADMIN = 21
-CAP_BPF = 39
-# The syscall number of bpf(2) and BPF_MAP_CREATE, uapi/linux/bpf.h
-BPF_SYSCALL = {"x86_64": 321, "aarch64": 280}
-BPF_MAP_CREATE = 0
-BPF_MAP_TYPE_ARRAY = 2
-
 SHM_FOLDER = Path("/dev/shm")
 # What the shared-memory port of 8 ranks takes on one host, rounded up: 8 segments of at most 5 MiB.
 SHM_NEEDED_BYTES = 40 << 20
@@ -330,32 +320,34 @@ def _netns() -> Capability:
     return _available(name, "network namespaces and veth links")
 
 
-class _MapCreate(ctypes.Structure):
-    """The first fields of `union bpf_attr` for BPF_MAP_CREATE (uapi/linux/bpf.h)."""
+def _bpf_feature(feature: str, name: str, detail: str) -> Capability:
+    """What sennit.ebpf.features finds by trying."""
+    from sennit.ebpf import features
 
-    _fields_ = (
-        ("map_type", ctypes.c_uint32),
-        ("key_size", ctypes.c_uint32),
-        ("value_size", ctypes.c_uint32),
-        ("max_entries", ctypes.c_uint32),
-        ("map_flags", ctypes.c_uint32),
-    )
+    found = features.probe(feature)
+    return _available(name, detail) if found.available else _missing(name, found.absent_because, found.remedy)
 
 
-def _bpf() -> Capability:
-    name = "bpf"
-    number = BPF_SYSCALL.get(platform.machine())
-    if number is None:
-        return _missing(name, f"bpf(2) is not probed on {platform.machine()}")
-    libc = ctypes.CDLL(None, use_errno=True)
-    attributes = _MapCreate(BPF_MAP_TYPE_ARRAY, 4, 4, 1, 0)
-    descriptor = libc.syscall(number, BPF_MAP_CREATE, ctypes.byref(attributes), ctypes.sizeof(attributes))
-    if descriptor < 0:
-        code = ctypes.get_errno()
-        remedy = "run as root, or add CAP_BPF" if code == errno.EPERM else "a kernel with CONFIG_BPF_SYSCALL"
-        return _missing(name, f"bpf(2): {os.strerror(code)}", remedy)
-    os.close(descriptor)
-    return _available(name, "maps can be made")
+def _arena() -> Capability:
+    """All that the target xdp takes: an arena, XDP programs, and a clang that knows arenas."""
+    for feature in ("xdp", "arena", "clang-arena"):
+        found = _bpf_feature(feature, "arena", "XDP programs can share an arena with this process")
+        if not found.available:
+            return found
+    return found
+
+
+def _native_xdp() -> Capability:
+    """Whether a driver runs XDP programs: that of virtual interfaces, which the tests use."""
+    name = "native-xdp"
+    for need in ("netns", "bpf"):
+        if not probe(need).available:
+            return _missing(name, f"needs {need}: {probe(need).detail}", probe(need).remedy)
+    program = "from sennit.ebpf.features import try_native_xdp; try_native_xdp('sennit0', 'sennit1')"
+    tried = _in_new_namespace(sys.executable, "-c", program)
+    if tried.returncode != 0:
+        return _missing(name, tried.stderr.strip().splitlines()[-1])
+    return _available(name, "virtual interfaces run XDP programs in their driver")
 
 
 def _tc_bpf() -> Capability:
@@ -367,12 +359,12 @@ def _tc_bpf() -> Capability:
         found = probe(need)
         if not found.available:
             return _missing(name, f"{need}: {found.detail}", found.remedy)
-    from sennit.ebpf import compiler, loader
+    from sennit.ebpf import compiler, library, loader
 
     try:
         with loader.BpfObject(compiler.compile_program("fabric")):
             return _available(name, "BPF programs can be compiled and loaded")
-    except (compiler.CompileError, loader.BpfError) as error:  # a program of ours that is wrong: tests/ebpf finds it
+    except (compiler.CompileError, library.BpfError) as error:  # a program of ours that is wrong: tests/ebpf finds it
         return _missing(name, str(error).splitlines()[0], "install clang, libbpf1 and libbpf-dev; Linux 5.12 or later")
 
 
@@ -448,7 +440,12 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "gpu": _gpu,
     "root": _root,
     "netns": _netns,
-    "bpf": _bpf,
+    "bpf": functools.partial(_bpf_feature, "map", "bpf", "maps can be made"),
+    "arena": _arena,
+    "native-xdp": _native_xdp,
+    "fentry": functools.partial(_bpf_feature, "fentry", "fentry", "programs at the entry of kernel functions"),
+    "tp-btf": functools.partial(_bpf_feature, "tp_btf", "tp-btf", "programs at tracepoints, with types"),
+    "uprobe": functools.partial(_bpf_feature, "uprobe", "uprobe", "programs at functions of a process"),
     "tc": functools.partial(_command, "tc", "iproute2"),
     "ip": functools.partial(_command, "ip", "iproute2"),
     "nsenter": functools.partial(_command, "nsenter", "util-linux"),

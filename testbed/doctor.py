@@ -44,6 +44,7 @@ QUESTIONS = (
     Question(
         title="planes with loss, reordering and rate limits (testbed)", needs=("root", "netns", "tc-bpf", "nsenter")
     ),
+    Question(title="preprocessing in XDP, batches in an arena (offload)", needs=("root", "bpf", "arena", "native-xdp")),
     Question(title="netem in place of the BPF program of the testbed", needs=("netem", "bridge")),
     Question(title="independent decoding of captures (tests)", needs=("tshark",)),
     Question(title="OpenMPI as a peer in benchmarks", needs=("openmpi",)),

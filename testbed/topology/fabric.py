@@ -59,7 +59,7 @@ class Fabric:
 
     def attach(self) -> None:
         """To be called inside the switch's namespace."""
-        descriptor = self._object.program_descriptor("fabric")
+        descriptor = self._object.program("fabric").descriptor
         with IPRoute() as route:
             for host, plane in self._ports:
                 index = port_ifindex(host, plane)

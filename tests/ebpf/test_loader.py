@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from sennit.ebpf import compiler
-from sennit.ebpf.loader import BpfError, BpfObject
+from sennit.ebpf.library import BpfError
+from sennit.ebpf.loader import BpfObject
 
 root = pytest.mark.root
 needs_bpf = pytest.mark.needs("bpf")
@@ -30,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_every_program_compiles_and_passes_the_verifier(path: Path) -> None:
     """The capability tc-bpf cannot say this: a program that is refused would only make tests skip."""
     with BpfObject(compiler.compile_program(path.name.removesuffix(".bpf.c"))) as loaded:
-        assert loaded.program_descriptor("fabric") > 0
+        assert loaded.program("fabric").descriptor > 0
 
 
 @root
@@ -50,9 +51,9 @@ def test_maps_are_read_and_written() -> None:
         with pytest.raises(BpfError, match="no map 'nothing'"):
             loaded.map("nothing")
         with pytest.raises(BpfError, match="no program 'nothing'"):
-            loaded.program_descriptor("nothing")
+            loaded.program("nothing")
     with pytest.raises(BpfError, match="closed"):
-        loaded.program_descriptor("fabric")
+        loaded.program("fabric")
 
 
 @root

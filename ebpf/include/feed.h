@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a program that takes records shares with Python: the header of a packet, the state of a slot, counters,
+// settings. docs/records.md specifies the header. Python reads the layouts from BTF; offload/batches.py has the slot's.
+#pragma once
+
+#include <linux/bpf.h>
+#include <linux/if_ether.h>
+#include <linux/in.h>
+#include <linux/ip.h>
+#include <linux/ipv6.h>
+#include <linux/udp.h>
+
+#include <bpf/bpf_endian.h>
+#include <bpf/bpf_helpers.h>
+
+#define FEED_MAGIC 0x5e17
+#define FEED_VERSION 1
+
+// BPF_MAP_TYPE_ARENA: the headers of a distribution may be older than its kernel.
+#define FEED_MAP_TYPE_ARENA 33
+#define __arena __attribute__((address_space(1)))
+
+// Leaves a loop that takes too long (may_goto, Linux 6.9). Unlike with bpf_for the verifier lets the loop's counter be
+// a register, which makes a loop over ids three times as fast.
+#define STOP_ENDLESS(label) asm volatile goto("may_goto %l[" #label "]" :: ::label)
+
+// A copy whose origin the compiler forgets. It would otherwise compute the addresses of all columns before the loop
+// over records, and has nowhere to keep so many: a BPF program's stack has 512 bytes.
+#define FORGET(copy, number) \
+  __u64 copy = number;       \
+  asm volatile("" : "+r"(copy))
+
+struct feed_header {
+  __be16 magic;
+  __u8 version;
+  __u8 flags;
+  __be32 schema_id;
+  __be32 session;
+  __be32 batch;
+  __be32 row;
+  __be16 records;
+  __be16 body_bytes;
+};
+
+struct feed_slot {
+  __u32 batch;     // the one that it takes; the reader writes this last when it opens the slot
+  __u32 next_row;  // of the sender's numbering; a packet that does not begin here changes nothing
+  __u32 rows;      // kept so far
+  __u32 busy;      // a processor fills the slot
+};
+
+// What becomes of a datagram for the port of the feed. Exactly one of these is counted.
+enum feed_verdict {
+  FEED_ACCEPTED,
+  FEED_TRUNCATED,
+  FEED_FOREIGN,
+  FEED_WRONG_VERSION,
+  FEED_WRONG_SCHEMA,
+  FEED_WRONG_SESSION,
+  FEED_OVERSIZED,
+  FEED_MALFORMED,
+  FEED_DUPLICATE,
+  FEED_OUT_OF_SEQUENCE,
+  FEED_NO_CREDIT,
+  FEED_BUSY,
+  FEED_VERDICTS
+};
+
+struct feed_counters {
+  __u64 datagrams[FEED_VERDICTS];
+  __u64 records;   // in accepted packets
+  __u64 filtered;  // of these, not kept
+  __u64 bytes;     // of accepted packets' bodies
+};
+
+struct feed_settings {
+  __u32 session;
+  __u16 udp_port;
+  __u16 reserved;
+};
+
+// The payload of a UDP datagram for the port, or nothing. Fragments and IPv4 options are left to the host.
+struct feed_datagram {
+  __u32 at;     // offset of the payload in the packet, 0: none
+  __u32 bytes;  // as the UDP header says
+};
+
+static __always_inline struct feed_datagram feed_find_datagram(void* data, void* data_end, __u16 udp_port) {
+  struct feed_datagram none = {};
+  struct ethhdr* ether = data;
+  struct udphdr* udp;
+  __u32 at;
+  if ((void*)(ether + 1) > data_end) return none;
+  if (ether->h_proto == bpf_htons(ETH_P_IPV6)) {
+    struct ipv6hdr* ip = (void*)(ether + 1);
+    if ((void*)(ip + 1) > data_end || ip->nexthdr != IPPROTO_UDP) return none;
+    udp = (void*)(ip + 1);
+    at = sizeof *ether + sizeof *ip + sizeof *udp;
+  } else if (ether->h_proto == bpf_htons(ETH_P_IP)) {
+    struct iphdr* ip = (void*)(ether + 1);
+    if ((void*)(ip + 1) > data_end || ip->protocol != IPPROTO_UDP || ip->ihl != 5) return none;
+    if (ip->frag_off & bpf_htons(0x3fff)) return none;  // RFC 791: more fragments, or an offset
+    udp = (void*)(ip + 1);
+    at = sizeof *ether + sizeof *ip + sizeof *udp;
+  } else {
+    return none;
+  }
+  if ((void*)(udp + 1) > data_end || udp->dest != bpf_htons(udp_port)) return none;
+  __u32 bytes = bpf_ntohs(udp->len);
+  if (bytes < sizeof *udp) return none;
+  struct feed_datagram found = {.at = at, .bytes = bytes - sizeof *udp};
+  return found;
+}
+
+// Everything that can be said of a header without the slot. The caller has seen that the header is inside the packet.
+static __always_inline enum feed_verdict feed_check_header(const struct feed_header* header, __u32 payload_bytes,
+                                                           __u32 schema_id, __u32 session, __u32 batch_rows) {
+  if (header->magic != bpf_htons(FEED_MAGIC)) return FEED_FOREIGN;
+  if (header->version != FEED_VERSION) return FEED_WRONG_VERSION;
+  if (header->schema_id != bpf_htonl(schema_id)) return FEED_WRONG_SCHEMA;
+  if (header->session != bpf_htonl(session)) return FEED_WRONG_SESSION;
+  __u32 stated = sizeof *header + bpf_ntohs(header->body_bytes);
+  if (stated > payload_bytes) return FEED_TRUNCATED;
+  if (stated < payload_bytes) return FEED_OVERSIZED;
+  __u32 records = bpf_ntohs(header->records), row = bpf_ntohl(header->row);
+  if (header->flags || !records || row >= batch_rows || records > batch_rows - row) return FEED_MALFORMED;
+  return FEED_ACCEPTED;
+}

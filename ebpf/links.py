@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attaching programs: XDP, tcx, tracepoints with types (tp_btf), uprobes, USDT. A link detaches when it is closed."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Self
+
+from sennit.ebpf.library import clear_log, library, refusal
+
+if TYPE_CHECKING:
+    from sennit.ebpf.loader import Program
+
+# uapi/linux/bpf.h, enum bpf_attach_type. Headers and libbpf may be older than tcx (Linux 6.6).
+BPF_XDP: Final = 37
+_BPF_TCX_INGRESS: Final = 46
+_BPF_TCX_EGRESS: Final = 47
+EVERY_PROCESS: Final = -1
+
+
+class XdpMode(enum.IntEnum):
+    """Who runs the program; uapi/linux/if_link.h, XDP_FLAGS_*."""
+
+    ANY = 0  # the driver where it can, or else the stack
+    GENERIC = 1 << 1  # the stack, after it has made an skb
+    NATIVE = 1 << 2  # the driver, before there is an skb
+
+
+class _LinkOptions(ctypes.Structure):
+    """The first fields of `struct bpf_link_create_opts` (bpf/bpf.h)."""
+
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("flags", ctypes.c_uint32),
+        ("iter_info", ctypes.c_void_p),
+        ("iter_info_len", ctypes.c_uint32),
+        ("target_btf_id", ctypes.c_uint32),
+    )
+
+
+class _UprobeOptions(ctypes.Structure):
+    """`struct bpf_uprobe_opts` (bpf/libbpf.h, libbpf 1.0)."""
+
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("ref_ctr_offset", ctypes.c_size_t),
+        ("bpf_cookie", ctypes.c_uint64),
+        ("retprobe", ctypes.c_bool),
+        ("func_name", ctypes.c_char_p),
+    )
+
+
+class Link:
+    """What is attached; closing it, or the end of the process, detaches it."""
+
+    def __init__(self, *, descriptor: int | None = None, pointer: int | None = None) -> None:
+        self._descriptor, self._pointer = descriptor, pointer
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        pointer, self._pointer = self._pointer, None
+        if descriptor is not None:
+            os.close(descriptor)
+        if pointer is not None:
+            library().bpf_link__destroy(pointer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def attach_xdp(program: Program, interface_index: int, mode: XdpMode = XdpMode.ANY) -> Link:
+    """To an interface of the caller's network namespace. An interface takes one program."""
+    what = f"XDP ({mode.name.lower()})"
+    return create_link(program.descriptor, program.name, interface_index, BPF_XDP, what, mode)
+
+
+def attach_tcx(program: Program, interface_index: int, *, egress: bool = False) -> Link:
+    """Behind the tcx programs that are there already (Linux 6.6)."""
+    kind = _BPF_TCX_EGRESS if egress else _BPF_TCX_INGRESS
+    what = "tcx egress" if egress else "tcx ingress"
+    return create_link(program.descriptor, program.name, interface_index, kind, what)
+
+
+def create_link(descriptor: int, name: str, interface_index: int, kind: int, what: str, flags: int = 0) -> Link:
+    """Attaches a program by its descriptor to an interface."""
+    options = _LinkOptions(sz=ctypes.sizeof(_LinkOptions), flags=flags)
+    clear_log()
+    link = library().bpf_link_create(descriptor, interface_index, kind, ctypes.byref(options))
+    if link < 0:
+        raise refusal(-link, f"program {name}: cannot be attached to interface {interface_index} as {what}")
+    return Link(descriptor=link)
+
+
+def attach_tracepoint(program: Program) -> Link:
+    """Where its section says: tp_btf, raw_tp, tp."""
+    clear_log()
+    return _made(library().bpf_program__attach(program.pointer), program, "where its section says")
+
+
+def attach_uprobe(
+    program: Program, binary: Path, function: str, *, at_return: bool = False, process: int = EVERY_PROCESS
+) -> Link:
+    """To the entry of a function of an executable or shared library, or to its return."""
+    options = _UprobeOptions(sz=ctypes.sizeof(_UprobeOptions), retprobe=at_return, func_name=function.encode())
+    clear_log()
+    made = library().bpf_program__attach_uprobe_opts(
+        program.pointer, process, os.fsencode(binary), 0, ctypes.byref(options)
+    )
+    return _made(made, program, f"to {function} of {binary}")
+
+
+def attach_usdt(program: Program, binary: Path, provider: str, name: str, *, process: int = EVERY_PROCESS) -> Link:
+    """To every place of a statically defined tracepoint of an executable or shared library."""
+    clear_log()
+    made = library().bpf_program__attach_usdt(
+        program.pointer, process, os.fsencode(binary), provider.encode(), name.encode(), None
+    )
+    return _made(made, program, f"to {provider}:{name} of {binary}")
+
+
+def _made(pointer: int | None, program: Program, where: str) -> Link:
+    if not pointer:
+        raise refusal(ctypes.get_errno(), f"program {program.name}: cannot be attached {where}")
+    return Link(pointer=pointer)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a ring buffer (BPF_MAP_TYPE_RINGBUF): samples come as bytes, in the order of their commits."""
+
+from __future__ import annotations
+
+import ctypes
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.ebpf.library import SAMPLE_CALLBACK, BpfError, clear_log, library, refusal
+from sennit.ebpf.maps import BpfMap
+
+
+class RingBuffer:
+    """The reading end of one ring buffer map."""
+
+    def __init__(self, source: BpfMap) -> None:
+        self._name = source.name
+        self._samples: list[bytes] = []
+
+        def keep(_: int, data: int, size: int) -> int:
+            self._samples.append(ctypes.string_at(data, size))
+            return 0
+
+        # libbpf keeps the pointer, so Python must keep the object.
+        self._callback = SAMPLE_CALLBACK(keep)
+        clear_log()
+        self._pointer: int | None = library().ring_buffer__new(source.descriptor, self._callback, None, None)
+        if not self._pointer:
+            raise refusal(ctypes.get_errno(), f"ring buffer {source.name}")
+
+    def read(self, timeout_s: float) -> list[bytes]:
+        """What is there; if nothing is, waits for the first sample, but no longer than the timeout."""
+        if self._pointer is None:
+            raise BpfError(0, f"ring buffer {self._name} is closed")
+        clear_log()
+        result = library().ring_buffer__poll(self._pointer, max(0, round(timeout_s * 1000)))
+        if result < 0:
+            raise refusal(-result, f"ring buffer {self._name}")
+        samples, self._samples[:] = list(self._samples), []
+        return samples
+
+    def records(self, dtype: np.dtype[Any], timeout_s: float) -> NDArray[Any]:
+        """The same as structs, whose dtype the object's BTF gives."""
+        return np.frombuffer(b"".join(sample[: dtype.itemsize] for sample in self.read(timeout_s)), dtype)
+
+    def close(self) -> None:
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None:
+            library().ring_buffer__free(pointer)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

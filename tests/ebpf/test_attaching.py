@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links of every kind, ring buffers, maps with types, read-only data and arenas, with programs of a few lines."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sennit.ebpf import features, links
+from sennit.ebpf.compiler import compile_source
+from sennit.ebpf.library import BpfError
+from sennit.ebpf.loader import BpfObject
+from sennit.ebpf.ringbuffer import RingBuffer
+from sennit.testbed.topology import namespace
+
+pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena")]
+TIMEOUT_S = 10.0
+XDP_DROP, XDP_PASS = 1, 2
+
+HEAD = """
+#include "feed.h"
+char licence[] SEC("license") = "GPL";
+"""
+PACKETS = """
+struct seen { __u32 bytes; __u16 port; __u8 kind; };
+struct { __uint(type, BPF_MAP_TYPE_ARRAY); __uint(max_entries, 3); __uint(map_flags, BPF_F_MMAPABLE);
+         __type(key, __u32); __type(value, struct seen); } last SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_HASH); __uint(max_entries, 9); __type(key, __u64); __type(value, __u64); } by_size
+    SEC(".maps");
+struct { __uint(type, BPF_MAP_TYPE_RINGBUF); __uint(max_entries, 4096); } events SEC(".maps");
+const volatile struct seen wanted = {};
+static __always_inline void note(__u32 bytes) {
+  struct seen *slot, now = {.bytes = bytes, .port = wanted.port, .kind = 7};
+  __u32 second = 1;
+  __u64 key = bytes, one = 1, *count = bpf_map_lookup_elem(&by_size, &key);
+  if (count) __sync_fetch_and_add(count, 1); else bpf_map_update_elem(&by_size, &key, &one, 0);
+  slot = bpf_map_lookup_elem(&last, &second);
+  if (slot) *slot = now;
+  bpf_ringbuf_output(&events, &now, sizeof now, 0);
+}
+SEC("xdp") int by_xdp(struct xdp_md *c) { note(c->data_end - c->data); return XDP_PASS; }
+SEC("tc") int by_tcx(struct __sk_buff *skb) { note(skb->len); return -1; }
+"""
+TRACING = """
+#include <stdbool.h>
+#include <linux/ptrace.h>
+#include <bpf/bpf_tracing.h>
+#include <bpf/usdt.bpf.h>
+"""
+PROCESS = """
+struct { __uint(type, BPF_MAP_TYPE_RINGBUF); __uint(max_entries, 4096); } events SEC(".maps");
+const volatile __u32 process = 0;
+static __always_inline int note(__u64 what) {
+  if (bpf_get_current_pid_tgid() >> 32 == process) bpf_ringbuf_output(&events, &what, sizeof what, 0);
+  return 0;
+}
+"""
+
+
+@pytest.fixture
+def packets() -> Iterator[BpfObject]:
+    with BpfObject(compile_source("packets", HEAD + PACKETS), read_only={"wanted": (0, 4711, 0)}) as made:
+        yield made
+
+
+def test_maps_have_the_types_of_the_source(packets: BpfObject) -> None:
+    assert set(packets.maps()) >= {"last", "by_size", "events"}
+    assert set(packets.programs()) == {"by_xdp", "by_tcx"}
+    trial = packets.program("by_xdp").test_run(bytes(100), repeat=5)
+    assert (trial.verdict, trial.packet) == (XDP_PASS, bytes(100))
+    assert packets.map("last").values(1)[["bytes", "port", "kind"]].tolist() == [(100, 4711, 7)]
+    assert [int.from_bytes(key, "little") for key in packets.map("by_size").each_key()] == [100]
+    assert packets.map("by_size").values((100).to_bytes(8, "little")).tolist() == [5]
+    packets.map("by_size").delete((100).to_bytes(8, "little"))
+    assert list(packets.map("by_size").each_key()) == []
+    with pytest.raises(BpfError, match="a key of 4 bytes; allowed: 8"):
+        packets.map("by_size").read(1)
+    with pytest.raises(BpfError, match="packet of 13 bytes; allowed: 14 or more"):
+        packets.program("by_xdp").test_run(bytes(13))
+
+
+def test_a_mapped_array_is_live_in_both_directions(packets: BpfObject) -> None:
+    view = packets.map("last").view()
+    packets.program("by_xdp").test_run(bytes(64))
+    assert view["bytes"].tolist() == [0, 64, 0]
+    view["bytes"][2] = 9
+    assert packets.map("last").values(2)["bytes"].tolist() == [9]
+    with pytest.raises(BpfError, match="by_size cannot be mapped"):
+        packets.map("by_size").view()
+
+
+def test_a_ring_buffer_gives_structs(packets: BpfObject) -> None:
+    with RingBuffer(packets.map("events")) as ring:
+        assert ring.read(0.0) == []
+        for size in (20, 30, 40):
+            packets.program("by_xdp").test_run(bytes(size))
+        assert ring.records(packets.btf.dtype("seen"), TIMEOUT_S)["bytes"].tolist() == [20, 30, 40]
+    with pytest.raises(BpfError, match="is closed"):
+        ring.read(0.0)
+
+
+@pytest.mark.needs("netns")
+def test_xdp_and_tcx_take_packets_until_they_are_closed(packets: BpfObject) -> None:
+    name = f"{namespace.unique_prefix(77)}-links"
+    namespace.create(name)
+    try:
+        namespace.within(name, loopback_traffic, packets)
+    finally:
+        namespace.remove(name)
+
+
+def loopback_traffic(packets: BpfObject) -> None:
+    """On the loopback of a namespace of its own, where XDP is generic."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as route:
+        (index,) = route.link_lookup(ifname="lo")
+        route.link("set", index=index, state="up")
+    with (
+        RingBuffer(packets.map("events")) as ring,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as receiver,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender,
+    ):
+        receiver.bind(("127.0.0.1", 0))
+        receiver.settimeout(TIMEOUT_S)
+
+        def seen(size: int) -> list[int]:
+            sender.sendto(bytes(size), receiver.getsockname())
+            assert len(receiver.recv(2048)) == size
+            return [int(found) for found in ring.records(packets.btf.dtype("seen"), 0.0)["bytes"]]
+
+        with links.attach_xdp(packets.program("by_xdp"), index):
+            assert seen(100) == [142]
+            with pytest.raises(BpfError, match=f"program by_xdp: cannot be attached to interface {index} as XDP"):
+                links.attach_xdp(packets.program("by_xdp"), index)
+            with links.attach_tcx(packets.program("by_tcx"), index):
+                assert seen(50) == [92, 92]
+        assert seen(60) == []
+        with pytest.raises(BpfError, match=r"as XDP \(native\)"):
+            links.attach_xdp(packets.program("by_xdp"), index, links.XdpMode.NATIVE)
+
+
+@pytest.mark.needs("uprobe")
+def test_functions_and_static_tracepoints_of_a_process() -> None:
+    programs = (
+        PROCESS
+        + """
+        SEC("uprobe") int entered(struct pt_regs *c) { return note(1); }
+        SEC("usdt") int collected(struct pt_regs *c) { return note(2); }
+    """
+    )
+    libc = Path(
+        next(line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libc.so" in line)
+    )
+    image = compile_source("process", HEAD + TRACING + programs)
+    with BpfObject(image, read_only={"process": os.getpid()}) as made, RingBuffer(made.map("events")) as ring:
+        with links.attach_uprobe(made.program("entered"), libc, "getppid"):
+            os.getppid()
+            assert ring.read(TIMEOUT_S) == [(1).to_bytes(8, "little")]
+        os.getppid()
+        assert ring.read(0.0) == []
+        with pytest.raises(BpfError, match="program entered: cannot be attached to no_such of"):
+            links.attach_uprobe(made.program("entered"), libc, "no_such")
+        python = Path(sys.executable).resolve()
+        if b"gc__start" not in python.read_bytes():
+            pytest.skip("this Python has no static tracepoints")
+        with links.attach_usdt(made.program("collected"), python, "python", "gc__start"):
+            gc.collect()
+            assert ring.read(TIMEOUT_S)[0] == (2).to_bytes(8, "little")
+
+
+@pytest.mark.needs("tp-btf")
+def test_tracepoints_with_types() -> None:
+    program = (
+        PROCESS
+        + """
+        struct task_struct { int tgid; } __attribute__((preserve_access_index));
+        SEC("tp_btf/sys_enter") int entered(__u64 *arguments) { return arguments[1] == 39 ? note(3) : 0; }
+    """
+    )
+    with BpfObject(compile_source("tracepoint", HEAD + program), read_only={"process": os.getpid()}) as made:
+        getpid = 39  # x86-64
+        with RingBuffer(made.map("events")) as ring, links.attach_tracepoint(made.program("entered")):
+            ctypes.CDLL(None).syscall(getpid)
+            assert ring.read(TIMEOUT_S)[0] == (3).to_bytes(8, "little")
+
+
+def test_an_arena_is_shared() -> None:
+    program = """
+        struct { __uint(type, FEED_MAP_TYPE_ARENA); __uint(map_flags, BPF_F_MMAPABLE); __uint(max_entries, 1); } shared
+            SEC(".maps");
+        SEC("xdp") int add(struct xdp_md *c) {
+          asm volatile("" :: "r"(&shared));
+          __u64 __arena *numbers = (__u64 __arena *)0;
+          numbers[1000] += numbers[999];
+          return XDP_DROP;
+        }
+    """
+    with BpfObject(compile_source("arena", HEAD + program), arenas={"shared": 3 * 4096}) as made:
+        view = made.arena("shared").view(999 * 8, (2,), np.dtype("<u8"))
+        view[:] = 5, 2
+        assert made.program("add").test_run(bytes(64), repeat=3).verdict == XDP_DROP
+        assert view.tolist() == [5, 17]
+        with pytest.raises(BpfError, match="bytes 12280 to 12296; allowed: 0 to 12288"):
+            made.arena("shared").view(12280, (2,), np.dtype("<u8"))
+        with pytest.raises(BpfError, match="no arena 'other'"):
+            made.arena("other")
+
+
+def test_wrong_read_only_data_is_named() -> None:
+    image = compile_source("packets", HEAD + PACKETS)
+    with pytest.raises(BpfError, match="no read-only variable 'unknown'"):
+        BpfObject(image, read_only={"unknown": 1})
+    with pytest.raises(BpfError, match="map last is no arena"):
+        BpfObject(image, arenas={"last": 4096})
+
+
+def test_what_is_absent_is_named() -> None:
+    assert features.missing_privileges(effective=0) == ["CAP_BPF", "CAP_NET_ADMIN", "CAP_PERFMON"]
+    assert features.missing_privileges(effective=1 << 21 | 1 << 12) == []
+    for name in features.PROBES:
+        found = features.probe(name)
+        assert found.name == name
+        assert found.available or found.remedy
+    assert features.absent() == [found for name in features.PROBES if not (found := features.probe(name)).available]
