@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preprocessing of samples off the host's socket path.
+"""Preprocessing of samples: a `schema` says what a record holds, a `plan` what becomes of it, and a target does it.
 
-Nothing is here yet. What comes: the feature schema, the feature plan (hash, clip, log, bucketise), its
-backends (XDP, native CPU, the NumPy reference), and the ingest of samples into batches.
+`targets.compile_plan` makes a receiver that turns datagrams into batches: `numpy_receiver` is the reference, `xdp`
+runs the plan in the kernel. docs/offload.md has the operators, docs/records.md the bytes.
 """

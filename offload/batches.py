@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the columns of a batch lie in memory, and a batch as a view of them.
+
+The combined format of Neo (Mudigere et al., ISCA 2022, section 4.4): lengths and values for each table, dense numbers,
+labels. Batch `n` is in slot `n % slots`, until it is released.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.offload.errors import PlanError
+from sennit.offload.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CACHE_LINE_BYTES: Final = 64
+PAGE_BYTES: Final = 4096
+RING_MAX_BYTES: Final = 1 << 32
+BATCH_ROWS_MAX: Final = 1 << 20
+SLOTS_MAX: Final = 256
+# `struct feed_slot` of ebpf/include/feed.h: a test compares its fields with these.
+STATE_DTYPE: Final = np.dtype([("batch", "<u4"), ("next_row", "<u4"), ("rows", "<u4"), ("busy", "<u4")])
+CURSORS_OFFSET: Final = 64
+_LABEL = np.dtype("<f4")
+_DENSE = np.dtype("<f4")
+_LENGTH = np.dtype("<i4")
+_VALUE = np.dtype("<i8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchLayout:
+    """Offsets in a ring of slots. Columns follow each other with a cache line between them, because at distances of
+    powers of two they would all fall into one set of the first-level cache.
+    """
+
+    plan: Plan
+    batch_rows: int
+    slots: int = 4
+    cursors: tuple[int, ...] = field(init=False)
+    """The tables whose rows have different lengths, so that the next value's place must be kept."""
+
+    saved_offset: int = field(init=False)
+    """Cursors as they were before the packet, for one that turns out malformed."""
+
+    labels_offset: int = field(init=False)
+    dense_offset: int = field(init=False)
+    lengths_offset: int = field(init=False)
+    lengths_pitch: int = field(init=False)
+    """Bytes from a table's lengths to the next table's."""
+
+    values_offsets: tuple[int, ...] = field(init=False)
+    slot_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.batch_rows <= BATCH_ROWS_MAX:
+            raise PlanError(f"a batch of {self.batch_rows} rows; allowed: 1 to {BATCH_ROWS_MAX}")
+        if not (1 <= self.slots <= SLOTS_MAX and self.slots & self.slots - 1 == 0):
+            raise PlanError(f"{self.slots} slots; allowed: powers of two from 1 to {SLOTS_MAX}")
+        tables = self.plan.tables
+        cursors = tuple(number for number, table in enumerate(tables) if table.is_list)
+        saved = _next(CURSORS_OFFSET, 8 * len(cursors))
+        labels = _next(saved, 8 * len(cursors))
+        dense = _next(labels, _LABEL.itemsize * self.batch_rows)
+        lengths = _next(dense, _DENSE.itemsize * self.batch_rows * len(self.plan.dense))
+        pitch = _next(0, _LENGTH.itemsize * self.batch_rows)
+        offsets, at = [], lengths + pitch * len(tables)
+        for table in tables:
+            offsets.append(at)
+            at = _next(at, _VALUE.itemsize * self.batch_rows * table.length)
+        for name, value in (
+            ("cursors", cursors),
+            ("saved_offset", saved),
+            ("labels_offset", labels),
+            ("dense_offset", dense),
+            ("lengths_offset", lengths),
+            ("lengths_pitch", pitch),
+            ("values_offsets", tuple(offsets)),
+            ("slot_bytes", -(-at // PAGE_BYTES) * PAGE_BYTES),
+        ):
+            object.__setattr__(self, name, value)
+        if self.ring_bytes > RING_MAX_BYTES:
+            raise PlanError(
+                f"{self.slots} slots of {self.batch_rows} rows take {self.ring_bytes} bytes; allowed: "
+                f"{RING_MAX_BYTES} (fewer rows or slots, or FirstX)"
+            )
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.slot_bytes * self.slots
+
+    def state(self, memory: NDArray[np.uint8], slot: int) -> NDArray[Any]:
+        """The slot's state, an array of one."""
+        at = slot * self.slot_bytes
+        return memory[at : at + STATE_DTYPE.itemsize].view(STATE_DTYPE)
+
+    def cursor_values(self, memory: NDArray[np.uint8], slot: int) -> NDArray[np.uint64]:
+        at = slot * self.slot_bytes + CURSORS_OFFSET
+        return memory[at : at + 8 * len(self.cursors)].view(np.uint64)
+
+    def prepare(self, memory: NDArray[np.uint8]) -> None:
+        """Makes every slot ready for its first batch, and writes the lengths that never change."""
+        for slot in range(self.slots):
+            lengths = self.lengths(memory, slot)
+            for number, table in enumerate(self.plan.tables):
+                lengths[number] = 0 if table.is_list else table.length
+            self.open(memory, slot, slot)
+
+    def open(self, memory: NDArray[np.uint8], slot: int, batch: int) -> None:
+        """Lets the slot take this batch. The number comes last: with it, whoever fills the slot may begin."""
+        state = self.state(memory, slot)
+        state["next_row"] = state["rows"] = 0
+        self.cursor_values(memory, slot)[:] = 0
+        state["batch"] = batch
+
+    def lengths(self, memory: NDArray[np.uint8], slot: int) -> NDArray[np.int32]:
+        at, tables = slot * self.slot_bytes + self.lengths_offset, len(self.plan.sparse)
+        rows = memory[at : at + self.lengths_pitch * tables].view(_LENGTH)
+        return rows.reshape(tables, self.lengths_pitch // _LENGTH.itemsize)[:, : self.batch_rows]
+
+    def batch(self, memory: NDArray[np.uint8], number: int) -> Batch:
+        """The columns of a batch as far as it has come: views, no copy."""
+        slot = number % self.slots
+        rows = int(self.state(memory, slot)["rows"][0])
+        begin = slot * self.slot_bytes
+        cursors = self.cursor_values(memory, slot)
+        counts = [table.length * rows for table in self.plan.tables]
+        for cursor, table in enumerate(self.cursors):
+            counts[table] = int(cursors[cursor])
+
+        def column(offset: int, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
+            return memory[begin + offset : begin + offset + dtype.itemsize * count].view(dtype)
+
+        width = len(self.plan.dense)
+        return Batch(
+            number=number,
+            labels=column(self.labels_offset, _LABEL, rows),
+            dense=column(self.dense_offset, _DENSE, rows * width).reshape(rows, width),
+            lengths=self.lengths(memory, slot)[:, :rows],
+            values=tuple(
+                column(offset, _VALUE, count) for offset, count in zip(self.values_offsets, counts, strict=True)
+            ),
+        )
+
+
+def _next(offset: int, size_bytes: int) -> int:
+    """Where the column after this one begins."""
+    return (offset + size_bytes + 2 * CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """B rows with D dense numbers and T tables. Views of a slot are good until the batch is released."""
+
+    number: int
+    labels: NDArray[np.float32]
+    """[B]"""
+
+    dense: NDArray[np.float32]
+    """[B, D]"""
+
+    lengths: NDArray[np.int32]
+    """[T, B]: how many ids row b has in table t."""
+
+    values: tuple[NDArray[np.int64], ...]
+    """Of each table its ids, row after row."""
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """Labels, dense, lengths and values as torch tensors over the same memory."""
+        import torch
+
+        values = tuple(torch.from_numpy(column) for column in self.values)
+        return torch.from_numpy(self.labels), torch.from_numpy(self.dense), torch.from_numpy(self.lengths), values

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Columns: their types, which a plan is checked with, and their values, which the reference computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+INT64_MIN: Final = -(1 << 63)
+INT64_MAX: Final = (1 << 63) - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseType:
+    """One float32 a row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IdsType:
+    """`length` int64 ids a row, or a list of at most so many; each from `low` to `high`."""
+
+    length: int
+    is_list: bool
+    low: int
+    high: int
+
+
+ColumnType = DenseType | IdsType
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Ids of several rows: how many each row has, and all of them, row after row."""
+
+    lengths: NDArray[np.int32]
+    values: NDArray[np.int64]
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """Where each row begins."""
+        return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+
+    def keep_rows(self, keep: NDArray[np.bool_]) -> Ragged:
+        return Ragged(self.lengths[keep], self.values[np.repeat(keep, self.lengths)])
+
+    @property
+    def positions(self) -> NDArray[np.int64]:
+        """Of each value in its row, from 0."""
+        return np.arange(len(self.values), dtype=np.int64) - np.repeat(self.starts, self.lengths)
+
+
+DenseValues = NDArray[np.float32]
+ColumnValues = DenseValues | Ragged

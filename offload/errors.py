@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be wrong with a schema, a plan or a target, classed by who must act."""
+
+from __future__ import annotations
+
+
+class SchemaError(ValueError):
+    """A field of the schema is wrong. The author of the schema must act."""
+
+
+class PlanError(ValueError):
+    """The plan is wrong: an unknown column, a cycle, an overflow, a wrong type. The author of the plan must act."""
+
+
+class RecordError(ValueError):
+    """A record does not fit the schema. Whoever feeds must act."""
+
+
+class NotOffloadable(PlanError):
+    """A target cannot run this operator; `str()` says which, why, and what running it on the CPU costs."""
+
+    def __init__(self, column: str, operator: str, reason: str, cpu_ns_per_record: float) -> None:
+        super().__init__(
+            f"column {column!r}: {operator} cannot run in XDP: {reason}; on the CPU it costs about "
+            f"{cpu_ns_per_record:.0f} ns a record (see split)"
+        )
+        self.column = column
+        self.reason = reason
+        self.cpu_ns_per_record = cpu_ns_per_record
+
+
+class TargetUnavailable(RuntimeError):
+    """This machine or this process cannot run the target; the message says what is missing and what to use instead."""

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target `numpy`: the reference. Clear, and slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.offload import hashing
+from sennit.offload.admission import FeedCounters, Verdict, check_header, check_sequence
+from sennit.offload.batches import Batch, BatchLayout
+from sennit.offload.columns import ColumnValues, Ragged
+from sennit.offload.errors import RecordError
+from sennit.offload.operators import KeepLength, KeepRange, RowFilter, Sample
+from sennit.offload.plan import Plan
+from sennit.offload.records import HEADER, Header, Rows, decode_records
+from sennit.offload.reference import evaluate
+
+
+@dataclass
+class _Slot:
+    batch: int
+    next_row: int = 0
+    parts: list[Rows] = field(default_factory=list)
+    """Of each packet the kept rows, with the columns of the batch."""
+
+
+class NumpyReceiver:
+    """Takes the records of one session."""
+
+    def __init__(self, layout: BatchLayout, *, session: int) -> None:
+        self.layout, self.session = layout, session
+        self._slots = [_Slot(number) for number in range(layout.slots)]
+        self._counters = FeedCounters()
+
+    def deliver(self, datagram: bytes) -> None:
+        self._counters.datagrams[self._take(datagram)] += 1
+
+    def _take(self, datagram: bytes) -> Verdict:
+        plan = self.layout.plan
+        header = check_header(
+            datagram, schema_id=plan.schema.schema_id, session=self.session, batch_rows=self.layout.batch_rows
+        )
+        if isinstance(header, Verdict):
+            return header
+        slot = self._slots[header.batch % self.layout.slots]
+        verdict = check_sequence(header, open_batch=slot.batch, next_row=slot.next_row)
+        if verdict is not Verdict.ACCEPTED:
+            return verdict
+        try:
+            rows = decode_records(plan.schema, datagram[HEADER.size :], header.records)
+        except RecordError:
+            return Verdict.MALFORMED
+        keep = kept_rows(plan, rows, header)
+        slot.parts.append(transform(plan, _select(rows, keep)))
+        slot.next_row += header.records
+        self._counters.records += header.records
+        self._counters.filtered += int(np.count_nonzero(~keep))
+        self._counters.body_bytes += header.body_bytes
+        return Verdict.ACCEPTED
+
+    def rows_taken(self, batch: int) -> int:
+        slot = self._slots[batch % self.layout.slots]
+        return slot.next_row if slot.batch == batch else 0
+
+    def batch(self, number: int) -> Batch:
+        plan, parts = self.layout.plan, self._slots[number % self.layout.slots].parts
+        parts = parts or [transform(plan, decode_records(plan.schema, b"", 0))]
+        tables = [[_ragged(part, table.column) for part in parts] for table in plan.sparse]
+        dense = [np.stack([_dense(part, name) for name in plan.dense], axis=1) for part in parts if plan.dense]
+        rows = sum(len(part) for part in parts)
+        return Batch(
+            number=number,
+            labels=np.concatenate([part.labels for part in parts]),
+            dense=np.concatenate(dense) if dense else np.zeros((rows, 0), np.float32),
+            lengths=np.array([np.concatenate([part.lengths for part in table]) for table in tables], np.int32).reshape(
+                len(tables), rows
+            ),
+            values=tuple(np.concatenate([part.values for part in table]) for table in tables),
+        )
+
+    def release(self, batch: int) -> None:
+        following = (batch + self.layout.slots) % (1 << 32)
+        self._slots[batch % self.layout.slots] = _Slot(following)
+
+    def counters(self) -> FeedCounters:
+        return self._counters
+
+    def close(self) -> None:
+        self._slots.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def transform(plan: Plan, rows: Rows) -> Rows:
+    """The columns that a batch has of these rows."""
+    outputs = tuple(dict.fromkeys([*plan.dense, *(table.column for table in plan.sparse)]))
+    return Rows(labels=rows.labels, columns=evaluate(plan.graph, rows.columns, outputs))
+
+
+def kept_rows(plan: Plan, rows: Rows, header: Header) -> NDArray[np.bool_]:
+    """Which rows the plan keeps."""
+    keep = np.ones(len(rows), np.bool_)
+    for condition in plan.keep:
+        keep &= _condition(condition, rows, header)
+    return keep
+
+
+def _condition(condition: RowFilter, rows: Rows, header: Header) -> NDArray[np.bool_]:
+    if isinstance(condition, Sample):
+        numbers = np.uint64(header.batch << 32 | header.row) + np.arange(len(rows), dtype=np.uint64)
+        return hashing.splitmix64(condition.seed, numbers) >> np.uint64(32) < np.uint64(condition.below)
+    if isinstance(condition, KeepRange):
+        x = _dense(rows, condition.column)
+        return (x >= np.float32(condition.low)) & (x <= np.float32(condition.high))
+    assert isinstance(condition, KeepLength)
+    lengths = _ragged(rows, condition.column).lengths
+    return (lengths >= condition.least) & (lengths <= condition.most)
+
+
+def _select(rows: Rows, keep: NDArray[np.bool_]) -> Rows:
+    columns: dict[str, ColumnValues] = {}
+    for name, values in rows.columns.items():
+        columns[name] = values.keep_rows(keep) if isinstance(values, Ragged) else values[keep]
+    return Rows(labels=rows.labels[keep], columns=columns)
+
+
+def _dense(rows: Rows, name: str) -> NDArray[np.float32]:
+    found = rows.columns[name]
+    assert isinstance(found, np.ndarray)
+    return found
+
+
+def _ragged(rows: Rows, name: str) -> Ragged:
+    found = rows.columns[name]
+    assert isinstance(found, Ragged)
+    return found

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target `xdp`: a plan runs in the kernel on each packet as it arrives, and batches appear in an arena."""
+
+from __future__ import annotations
+
+import errno
+from types import TracebackType
+from typing import Self
+
+from sennit.ebpf.compiler import ToolMissing, compile_source
+from sennit.ebpf.features import missing_privileges
+from sennit.ebpf.library import BpfError
+from sennit.ebpf.loader import BpfObject, Program
+from sennit.offload.admission import FeedCounters, Verdict
+from sennit.offload.batches import Batch, BatchLayout
+from sennit.offload.cost import cpu_ns_per_record
+from sennit.offload.errors import NotOffloadable, TargetUnavailable
+from sennit.offload.framing import frame
+from sennit.offload.operators import Cross
+from sennit.offload.plan import Graph
+from sennit.offload.xdp_source import generate
+
+RING = "ring"
+
+
+class XdpReceiver:
+    """Takes the records of one session. Batch `n` is there when `rows_taken(n)` is all that was sent of it."""
+
+    def __init__(self, layout: BatchLayout, *, session: int, udp_port: int, repeatable: bool = False) -> None:
+        """`repeatable` adds a program for measuring, which takes the same packet again and again."""
+        self.layout, self.session, self.udp_port = layout, session, udp_port
+        self.source = generate(layout, repeatable=repeatable)
+        try:
+            self.object = BpfObject(
+                compile_source("feed", self.source.text),
+                read_only={"settings": (session, udp_port, 0), **self.source.tables},
+                arenas={RING: layout.ring_bytes},
+            )
+        except ToolMissing as error:
+            raise TargetUnavailable(f"xdp: {error}; the target numpy needs no compiler") from error
+        except BpfError as error:
+            raise _explained(error, layout) from error
+        self.memory = self.object.arena(RING).memory
+        layout.prepare(self.memory)
+
+    @property
+    def program(self) -> Program:
+        """To be attached to the interface that the records come in at."""
+        return self.object.program("feed")
+
+    @property
+    def repeated_program(self) -> Program:
+        return self.object.program("feed_again")
+
+    def deliver(self, datagram: bytes) -> None:
+        """Runs the program on one datagram without any interface."""
+        self.program.test_run(frame(datagram, self.udp_port))
+
+    def rows_taken(self, batch: int) -> int:
+        """How many of the batch's records have come, and whence the sender must go on."""
+        state = self.layout.state(self.memory, batch % self.layout.slots)
+        return int(state["next_row"][0]) if int(state["batch"][0]) == batch else 0
+
+    def batch(self, number: int) -> Batch:
+        return self.layout.batch(self.memory, number)
+
+    def release(self, batch: int) -> None:
+        """Gives the batch's slot to the batch that is `slots` later: its sender's credit."""
+        following = (batch + self.layout.slots) % (1 << 32)
+        self.layout.open(self.memory, batch % self.layout.slots, following)
+
+    def counters(self) -> FeedCounters:
+        counted = self.object.map("counters").values(0)
+        totals = counted["datagrams"].sum(axis=0)
+        return FeedCounters(
+            datagrams={verdict: int(totals[verdict]) for verdict in Verdict},
+            records=int(counted["records"].sum()),
+            filtered=int(counted["filtered"].sum()),
+            body_bytes=int(counted["bytes"].sum()),
+        )
+
+    def close(self) -> None:
+        """Batches are views of the arena, which ends here."""
+        self.object.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _work(graph: Graph, column: str) -> tuple[bool, float]:
+    """Loops in loops come first: they are what the verifier walks longest."""
+    operator = graph.columns[column]
+    return isinstance(operator, Cross), cpu_ns_per_record(operator, graph.types[column])
+
+
+def _explained(error: BpfError, layout: BatchLayout) -> Exception:
+    """What the user can do about it, where that is known."""
+    lacking = missing_privileges()
+    if error.errno in (errno.EPERM, errno.EACCES) and lacking:
+        return TargetUnavailable(f"xdp: this process lacks {', '.join(lacking)}; the target numpy needs none")
+    if error.errno in (errno.E2BIG, errno.ENOMEM):
+        graph = layout.plan.graph
+        longest = max(graph.order, key=lambda name: _work(graph, name), default=None)
+        if longest is not None:
+            operator = graph.columns[longest]
+            reason = "the kernel's verifier gave up on the program, and this column is the most work in it"
+            cost = cpu_ns_per_record(operator, graph.types[longest])
+            return NotOffloadable(longest, type(operator).__name__, reason, cost)
+    return error

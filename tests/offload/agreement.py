@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether two targets did the same: bit for bit, so that NaN equals NaN and -0 differs from 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.offload.batches import Batch
+
+
+def assert_same_bits(found: NDArray[Any], expected: NDArray[Any], what: str) -> None:
+    assert found.dtype == expected.dtype, f"{what}: {found.dtype}, {expected.dtype} expected"
+    assert found.shape == expected.shape, f"{what}: shape {found.shape}, {expected.shape} expected"
+    raw = [np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}") for array in (found, expected)]
+    wrong = np.argwhere(raw[0] != raw[1])
+    assert not len(wrong), (
+        f"{what}: first at {wrong[0]}: {found[tuple(wrong[0])]}, {expected[tuple(wrong[0])]} expected"
+    )
+
+
+def assert_same_batch(found: Batch, expected: Batch) -> None:
+    assert_same_bits(found.labels, expected.labels, "labels")
+    assert_same_bits(found.dense, expected.dense, "dense")
+    assert_same_bits(found.lengths, expected.lengths, "lengths")
+    for table, (left, right) in enumerate(zip(found.values, expected.values, strict=True)):
+        assert_same_bits(left, right, f"values of table {table}")

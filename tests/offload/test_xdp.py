@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program of a plan in the kernel: what it counts, what torch sees, and packets over a real link."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from sennit.ebpf import features
+from sennit.ebpf.btf import Btf
+from sennit.ebpf.compiler import compile_source
+from sennit.ebpf.elf import Elf
+from sennit.ebpf.library import BpfError
+from sennit.ebpf.links import XdpMode, attach_xdp
+from sennit.ebpf.loader import BpfObject
+from sennit.offload import xdp
+from sennit.offload.admission import Verdict
+from sennit.offload.batches import CURSORS_OFFSET, STATE_DTYPE, BatchLayout
+from sennit.offload.errors import TargetUnavailable
+from sennit.offload.framing import frame
+from sennit.offload.numpy_receiver import NumpyReceiver
+from sennit.offload.operators import FirstX, SigridHash
+from sennit.offload.plan import Plan, Sparse
+from sennit.offload.records import HEADER, encode_packets, encode_records
+from sennit.offload.schema import Dense, Ids, Schema
+from sennit.offload.xdp import XdpReceiver
+from sennit.testbed.topology import Planes
+from tests.offload.agreement import assert_same_batch
+from tests.offload.strategies import random_rows
+
+pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena")]
+SESSION, PORT, ROWS = 77, 4800, 16
+XDP_DROP, XDP_PASS = 1, 2
+PLAN = Plan(
+    schema=Schema(dense=(Dense(name="age"),), ids=(Ids(name="user"), Ids(name="seen", length=9, is_list=True))),
+    columns={
+        "recent": FirstX(column="seen", count=3),
+        "hashed": SigridHash(column="recent", salt=1, max_value=1000),
+        "who": SigridHash(column="user", salt=2, max_value=1 << 20),
+    },
+    dense=("age",),
+    sparse=(Sparse(column="hashed", rows=1000), Sparse(column="who", rows=1 << 20)),
+)
+LAYOUT = BatchLayout(plan=PLAN, batch_rows=ROWS, slots=2)
+
+
+@pytest.fixture
+def receiver() -> Iterator[XdpReceiver]:
+    with XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT) as made:
+        yield made
+
+
+@pytest.fixture
+def packets(rng: np.random.Generator) -> list[list[bytes]]:
+    """Three batches, four packets each."""
+    made = []
+    for batch in range(3):
+        records = encode_records(PLAN.schema, random_rows(PLAN.schema, ROWS, rng))
+        found: list[bytes] = []
+        for row in range(0, ROWS, 4):
+            found += encode_packets(
+                PLAN.schema, records[row : row + 4], session=SESSION, batch=batch, row=row, body_max_bytes=1400
+            )
+        made.append(found)
+    return made
+
+
+def with_field(packet: bytes, number: int, value: int) -> bytes:
+    fields = list(HEADER.unpack_from(packet))
+    fields[number] = value
+    return HEADER.pack(*fields) + packet[HEADER.size :]
+
+
+def test_every_datagram_is_counted_by_name(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    first, second, *_ = packets[0]
+    wrong = {
+        Verdict.FOREIGN: with_field(first, 0, 0x1234),
+        Verdict.WRONG_VERSION: with_field(first, 1, 9),
+        Verdict.WRONG_SCHEMA: with_field(first, 3, 9),
+        Verdict.WRONG_SESSION: with_field(first, 4, 9),
+        Verdict.TRUNCATED: first[:-1],
+        Verdict.OVERSIZED: first + b"x",
+        Verdict.MALFORMED: with_field(first, 7, 3),
+        Verdict.OUT_OF_SEQUENCE: second,
+        Verdict.NO_CREDIT: packets[2][0],
+    }
+    with NumpyReceiver(LAYOUT, session=SESSION) as expected:
+        for verdict, packet in wrong.items():
+            receiver.deliver(packet)
+            expected.deliver(packet)
+            assert receiver.counters().datagrams[verdict] == 1, verdict.name
+            assert receiver.counters() == expected.counters()
+    receiver.deliver(first)
+    receiver.deliver(first)
+    counted = receiver.counters()
+    assert counted.datagrams[Verdict.ACCEPTED] == counted.datagrams[Verdict.DUPLICATE] == 1
+    assert (counted.records, receiver.rows_taken(0)) == (4, 4)
+
+
+def test_every_truncation_is_refused_and_leaves_no_trace(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    first = packets[0][0]
+    for size in range(len(first)):
+        receiver.deliver(first[:size])
+        body = max(0, size - HEADER.size)
+        receiver.deliver(with_field(first[:size], 8, body) if size >= HEADER.size else first[:size])
+    assert receiver.counters().datagrams[Verdict.ACCEPTED] == 0
+    assert receiver.rows_taken(0) == len(receiver.batch(0).labels) == 0
+    with NumpyReceiver(LAYOUT, session=SESSION) as expected:
+        for packet in packets[0]:
+            receiver.deliver(packet)
+            expected.deliver(packet)
+        assert_same_batch(receiver.batch(0), expected.batch(0))
+
+
+def test_other_packets_are_left_to_the_host(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    ours = frame(packets[0][0], PORT)
+    assert receiver.program.test_run(ours).verdict == XDP_DROP
+    for packet in (frame(packets[0][0], PORT + 1), bytes(14), ours[:60], b"\xff" * 100):
+        assert receiver.program.test_run(packet).verdict == XDP_PASS
+    assert sum(receiver.counters().datagrams.values()) == 1
+
+
+def test_a_released_slot_takes_the_batch_after_the_next(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    with NumpyReceiver(LAYOUT, session=SESSION) as expected:
+        for target in (receiver, expected):
+            for packet in (*packets[0], *packets[1], packets[2][0]):
+                target.deliver(packet)
+            target.release(0)
+            for packet in (packets[0][0], *packets[2]):
+                target.deliver(packet)
+        assert receiver.counters() == expected.counters()
+        assert receiver.counters().datagrams[Verdict.NO_CREDIT] == 1
+        for batch in (1, 2):
+            assert receiver.rows_taken(batch) == ROWS
+            assert_same_batch(receiver.batch(batch), expected.batch(batch))
+
+
+def test_torch_sees_the_arena_itself(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    torch = pytest.importorskip("torch")
+    for packet in packets[0]:
+        receiver.deliver(packet)
+    batch = receiver.batch(0)
+    labels, dense, lengths, values = batch.tensors()
+    tensors = (labels, dense, lengths, *values)
+    arrays: tuple[NDArray[Any], ...] = (batch.labels, batch.dense, batch.lengths, *batch.values)
+    for tensor, array in zip(tensors, arrays, strict=True):
+        assert tensor.data_ptr() == array.ctypes.data
+    bags = torch.nn.functional.embedding_bag(values[0], torch.eye(1000), lengths[0].cumsum(0) - lengths[0], mode="sum")
+    assert bags.sum(dim=1).tolist() == lengths[0].tolist()
+    # What the kernel writes next is in the tensor that is there already.
+    before = labels.clone()
+    receiver.release(0)
+    for packet in packets[2]:
+        receiver.deliver(packet)
+    assert not torch.equal(before, labels)
+    assert labels.tolist() == receiver.batch(2).labels.tolist()
+
+
+def test_c_and_python_agree_on_the_layouts() -> None:
+    """What clang lays out: a global variable of each type brings it into the object's BTF."""
+    names = ("feed_slot", "feed_header", "feed_counters", "feed_settings")
+    source = "".join(f"struct {name} a_{name};\n" for name in names)
+    btf = Btf(Elf(compile_source("layouts", f'#include "feed.h"\n{source}enum feed_verdict a_verdict;\n')))
+    assert btf.dtype("feed_slot") == STATE_DTYPE
+    assert STATE_DTYPE.itemsize <= CURSORS_OFFSET
+    verdicts = {f"FEED_{verdict.name}": int(verdict) for verdict in Verdict}
+    assert btf.enumerators("feed_verdict") == {**verdicts, "FEED_VERDICTS": len(Verdict)}
+    header = btf.dtype("feed_header")
+    assert header.itemsize == HEADER.size
+    assert header.fields is not None
+    assert [header.fields[name][1] for name in header.names or ()] == [0, 2, 3, 4, 8, 12, 16, 20, 22]
+    assert btf.dtype("feed_counters")["datagrams"].shape == (len(Verdict),)
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_records_arrive_over_a_link(packets: list[list[bytes]]) -> None:
+    with (
+        Planes(hosts=2, planes=1, mtu=1500, per_packet=True) as planes,
+        XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT) as made,
+    ):
+        interface, address = planes.interfaces(1)[0], planes.addresses(1)[0]
+        link = planes.within(1, lambda: attach_xdp(made.program, socket.if_nametoindex(interface), XdpMode.NATIVE))
+        sender = planes.within(0, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
+        with link, sender, NumpyReceiver(LAYOUT, session=SESSION) as expected:
+            for packet in (*packets[0], packets[2][0], *packets[1]):
+                sender.sendto(packet, (address, PORT))
+                expected.deliver(packet)
+            deadline = time.monotonic() + 10.0
+            while made.counters() != expected.counters() and time.monotonic() < deadline:
+                time.sleep(0)
+            assert made.counters() == expected.counters()
+            for batch in (0, 1):
+                assert_same_batch(made.batch(batch), expected.batch(batch))
+
+
+def test_without_privilege_it_says_what_is_missing_and_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> BpfObject:
+        raise BpfError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(xdp, "BpfObject", refuse)
+    monkeypatch.setattr(xdp, "missing_privileges", lambda: features.missing_privileges(effective=1 << 12))
+    with pytest.raises(TargetUnavailable, match="lacks CAP_BPF, CAP_PERFMON; the target numpy needs none"):
+        XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT)

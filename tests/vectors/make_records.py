@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes records.json: packets built field by field with `struct`, apart from the code that is held against them.
+
+python tests/vectors/make_records.py
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+SCHEMAS = {
+    "little": {
+        "byte_order": "little",
+        "label": "binary",
+        "dense": [{"name": "age", "kind": "float32"}, {"name": "price", "kind": "bfloat16"}],
+        "ids": [
+            {"name": "user", "width_bytes": 4, "signed": False, "length": 1, "is_list": False},
+            {"name": "seen", "width_bytes": 8, "signed": True, "length": 5, "is_list": True},
+        ],
+    },
+    "big": {
+        "byte_order": "big",
+        "label": "float32",
+        "dense": [],
+        "ids": [
+            {"name": "seen", "width_bytes": 2, "signed": True, "length": 300, "is_list": True},
+            {"name": "pair", "width_bytes": 1, "signed": False, "length": 2, "is_list": False},
+        ],
+    },
+}
+SESSION, BATCH, ROW = 0x01020304, 7, 5
+
+
+def packet(schema: Mapping[str, object], records: list[bytes]) -> str:
+    canonical = json.dumps(schema, sort_keys=True, separators=(",", ":")).encode()
+    body = b"".join(records)
+    header = struct.pack(">HBB", 0x5E17, 1, 0) + hashlib.sha256(canonical).digest()[:4]
+    header += struct.pack(">IIIHH", SESSION, BATCH, ROW, len(records), len(body))
+    return (header + body).hex()
+
+
+little = [
+    # label, age 1.5, price 2.0 as the upper half of its float32, user, length of seen, seen
+    struct.pack("<BfHIB", 1, 1.5, 0x4000, 4_000_000_000, 2) + struct.pack("<qq", -1, 1 << 40),
+    struct.pack("<BfHIB", 0, -0.0, 0xFF80, 0, 0),
+]
+# label, length of seen (two bytes, as it may be above 255), pair, seen
+big = [struct.pack(">fHBBhhh", 0.25, 3, 9, 255, -1, 0, 32767)]
+vectors = [
+    {
+        "schema": SCHEMAS["little"],
+        "packet": packet(SCHEMAS["little"], little),
+        "labels": [1.0, 0.0],
+        "dense": {"age": [1.5, "-0.0"], "price": [2.0, "-inf"]},
+        "ids": {"user": [[4_000_000_000], [0]], "seen": [[-1, 1 << 40], []]},
+    },
+    {
+        "schema": SCHEMAS["big"],
+        "packet": packet(SCHEMAS["big"], big),
+        "labels": [0.25],
+        "dense": {},
+        "ids": {"seen": [[-1, 0, 32767]], "pair": [[9, 255]]},
+    },
+]
+document = {"session": SESSION, "batch": BATCH, "row": ROW, "vectors": vectors}
+Path(__file__).with_name("records.json").write_text(json.dumps(document, indent=1) + "\n")
