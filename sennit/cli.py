@@ -123,6 +123,32 @@ def collectives(
         report.plot(result, plot_path)
 
 
+@bench.command("offload")
+def bench_offload(
+    rounds: Annotated[int, typer.Option(help="samples of each; the median counts", min=1)] = 7,
+    repeat: Annotated[int, typer.Option(help="runs of the program in a sample", min=1)] = 50_000,
+    seed: Annotated[int, typer.Option(help="of the records", min=0)] = 1,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+    ] = None,
+) -> None:
+    """Time feature plans in XDP and in NumPy.
+
+    Needs root, clang 19 or later and Linux 6.9 or later.
+    """
+    from sennit.testbed import capabilities
+    from sennit.testbed.bench import offload
+
+    reason = capabilities.missing("bpf", "arena")
+    if reason is not None:
+        typer.echo(f"error: {reason}", err=True)
+        raise typer.Exit(1)
+    results = offload.run(rounds=rounds, repeat=repeat, seed=seed)
+    offload.render(results, stdout_console())
+    if json_path is not None:
+        json_path.write_text(json.dumps(offload.as_json(results), indent=1) + "\n")
+
+
 @app.command()
 def version() -> None:
     """Print the versions of sennit and of the torch that it runs under."""
