@@ -8,11 +8,15 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from sennit.testbed.vm import runner
+from sennit.testbed.vm.links import Links
 
 pytestmark = [pytest.mark.needs("vm"), pytest.mark.slow]
 
@@ -139,6 +143,24 @@ def test_running_out_of_memory_is_a_failure_of_the_vm(vm: Vm) -> None:
     done = vm("tail /dev/zero", "--memory", "128M")
     assert done.returncode == 125
     assert b"Kernel panic - not syncing: Out of memory" in done.stderr.splitlines()[-1]
+
+
+def test_a_vm_that_hangs_is_no_command_that_takes_too_long(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "SILENCE_S", 1.0)  # of ten, all of which the test would take
+    monkeypatch.setattr(tempfile, "tempdir", environment["TMPDIR"])
+
+    def stop(data: bytes) -> None:
+        assert data == b"begun\n"
+        for process in processes(tmp_path / "scratch"):
+            os.kill(process, signal.SIGSTOP)
+
+    request = runner.Request(command=("sh", "-c", "echo begun; sleep 1000"), links=Links(count=0), timeout_s=10.0)
+    outcome = runner.run(request, output=stop, errors=lambda data: None)
+    assert outcome.code == 125
+    assert outcome.reason.startswith("the VM hung: silent for ")
+    assert processes(tmp_path / "scratch") == []
 
 
 def test_netem_settings_that_tc_refuses_are_named(vm: Vm) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -105,6 +107,14 @@ def test_a_patched_kernel_is_one_of_its_own(empty_cache: Path, tmp_path: Path) -
     patch.write_text(patch.read_text().replace("+2", "+3"))
     with pytest.raises(kernels.KernelMissing):
         kernels.find(kernels.Kind.UML, [patch])
+
+
+def test_the_tool_needs_nothing_that_has_to_be_built() -> None:
+    # Installed without the native parts (docs/testbed-vm.md), and in no time.
+    modules = "sennit.cli, sennit.testbed.vm.commands, sennit.testbed.vm.runner"
+    code = f"import sys, {modules}; print([m for m in ('torch', 'numpy', 'sennit.transport') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert loaded.stdout == "[]\n"
 
 
 def test_missing_tools_are_named_with_their_packages() -> None:
