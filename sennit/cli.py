@@ -149,6 +149,54 @@ def bench_offload(
         json_path.write_text(json.dumps(offload.as_json(results), indent=1) + "\n")
 
 
+@bench.command()
+def rdma(
+    size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in an operation")] = "64KiB",
+    netem: Annotated[
+        list[str] | None,
+        typer.Option(help="settings of tc-netem(8), the first to compare with ('' for none); may be repeated"),
+    ] = None,
+    against: Annotated[list[str] | None, typer.Option(help="kernel-rc or udp; may be repeated")] = None,
+    in_flight: Annotated[str, typer.Option(help="operations at a time, numbers separated by commas")] = "1,8",
+    rounds: Annotated[int, typer.Option(help="samples of every peer and setting", min=1)] = 5,
+    cpu: Annotated[bool, typer.Option(help="also the CPU time per GB, of verbs and of udp")] = True,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write the report here", callback=writable_file)
+    ] = None,
+) -> None:
+    """Time AlltoAll over soft-RoCE with loss, delay and the like, beside the kernel's own recovery.
+
+    Runs in the VM: sennit testbed vm -- sennit bench rdma
+    """
+    from sennit.testbed.bench import cases, rdma, rdma_report
+    from sennit.testbed.bench.conductor import WorkerError
+
+    try:
+        settings = rdma.Settings(
+            part_bytes=cases.parse_size(size),
+            in_flight=tuple(int(number) for number in in_flight.split(",")),
+            rounds=rounds,
+            netem=tuple(netem or rdma.NETEM),
+            against=tuple(against or ("kernel-rc",)),
+            cpu=cpu,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=None)
+            result = rdma.run(
+                settings,
+                lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
+            )
+    except (WorkerError, rdma.Unusable) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    rdma_report.render(result, stdout_console())
+    if json_path is not None:
+        json_path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+
+
 @app.command()
 def version() -> None:
     """Print the versions of sennit and of the torch that it runs under."""

@@ -19,6 +19,9 @@ class Collective(StrEnum):
     ALL_GATHER = "all_gather"
 
 
+IN_FLIGHT_MAX = 16
+
+
 @dataclass(frozen=True)
 class Case:
     """One collective at one size."""
@@ -26,6 +29,9 @@ class Case:
     collective: Collective
     size_bytes: int
     """Bytes of the larger of a rank's two buffers: the input of reduce_scatter, the output of all_gather."""
+
+    in_flight: int = 1
+    """Operations at a time, up to `IN_FLIGHT_MAX`; one only but for sennit-core and kernel-rc."""
 
     def elements(self, world: int) -> tuple[int, int]:
         """How many float32 a rank gives and gets; a multiple of the world size."""

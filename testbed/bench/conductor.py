@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -32,7 +33,15 @@ class WorkerError(RuntimeError):
 class Workers:
     """The processes of all ranks of one library; a context manager that leaves none behind."""
 
-    def __init__(self, *, library: str, world: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        *,
+        library: str,
+        world: int,
+        environment: dict[str, str],
+        by_rank: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """`by_rank`: variables that a rank has beside those of all, where each is started here."""
         self._library = library
         self._folder = Path(tempfile.mkdtemp(prefix="sennit-bench-"))
         address = str(self._folder / "conductor")
@@ -51,10 +60,11 @@ class Workers:
             commands = [[*module, str(rank), str(world), store] for rank in range(world)]
         self._connections: list[Connection] = []
         try:
-            for command in commands:
+            for rank, command in enumerate(commands):
+                variables = by_rank[rank] if by_rank else {}
                 process = subprocess.Popen(
                     command,
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment, **variables},
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,

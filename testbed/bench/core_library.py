@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native core in a benchmark worker, without torch: plans run back to back with no Python in between."""
 
+import itertools
 import statistics
 from collections.abc import Callable
 
 import numpy as np
 
 from sennit.testbed.bench.cases import ELEMENT_BYTES, Case, Collective
+from sennit.testbed.bench.library import mean_seconds_in_flight
 from sennit.transport import algorithms
 from sennit.transport.communicator import Communicator
 from sennit.transport.elements import Dtype, ReduceOp
@@ -43,12 +45,22 @@ class CoreLibrary:
 
     def run(self, peer: str, case: Case, iterations: int) -> float:
         self.allocate(case)
+        if case.in_flight > 1:
+            return mean_seconds_in_flight(self._start(case), case.in_flight, iterations)
         return statistics.fmean(self._time(case, *self._buffers[case], iterations))
 
     def _time(self, case: Case, given: Array, got: Array, iterations: int) -> list[float]:
         in_place = case.collective is Collective.ALLREDUCE
         buffers = [given] if in_place else [given, got]
         return self._joined.time_plan(case, self._compile(case), [b.view(np.uint8) for b in buffers], iterations)
+
+    def _start(self, case: Case) -> Callable[[], Callable[[], object]]:
+        """Posts an operation; what it returns waits for that."""
+        given, got = self._buffers[case]
+        # Each in flight has a place of its own for what it gets.
+        places = itertools.cycle([got, *(np.zeros_like(got) for _ in range(case.in_flight - 1))])
+        compile_plan = self._compile(case)
+        return lambda: self._joined.post(case, compile_plan, [given.view(np.uint8), next(places).view(np.uint8)]).wait
 
     def _compile(self, case: Case) -> Callable[[], Plan]:
         given, got = case.elements(self.world)

@@ -3,6 +3,7 @@
 
 import importlib
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
@@ -22,6 +23,7 @@ _CLASSES = {
     "core": ("core_library", "CoreLibrary"),
     "openmpi": ("openmpi_library", "OpenMpiLibrary"),
     "udp_bare": ("udp_bare_library", "UdpBareLibrary"),
+    "kernel_rc": ("kernel_rc_library", "KernelRcLibrary"),
 }
 
 
@@ -58,4 +60,17 @@ def mean_seconds(operation: Callable[[], object], iterations: int) -> float:
     begin = time.perf_counter()
     for _ in range(iterations):
         operation()
+    return (time.perf_counter() - begin) / iterations
+
+
+def mean_seconds_in_flight(start: Callable[[], Callable[[], object]], in_flight: int, iterations: int) -> float:
+    """Starts operations ahead, `in_flight` of them at most; `start` returns what waits for the one it started."""
+    begin = time.perf_counter()
+    waiting: deque[Callable[[], object]] = deque()
+    for _ in range(iterations):
+        if len(waiting) == in_flight:
+            waiting.popleft()()
+        waiting.append(start())
+    for wait in waiting:
+        wait()
     return (time.perf_counter() - begin) / iterations

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import collectives, report, results
+from sennit.testbed.bench import collectives, rdma, rdma_report, report, results
 from sennit.testbed.bench.cases import Case, Collective, format_size, parse_size
 from sennit.testbed.bench.collectives import Settings
 from sennit.testbed.bench.commands import Join
@@ -124,3 +124,52 @@ def test_small_run_from_end_to_end() -> None:
     for row in result.rows:
         assert {peer: len(samples) for peer, samples in row.samples_s.items()} == {"sennit": 2, "gloo": 2}
     assert json.loads(json.dumps(result.as_json()))["rows"][0]["collective"] == "allreduce"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rounds": 0}, "at least 1"),
+        ({"in_flight": ()}, "1 to 16"),
+        ({"in_flight": (1, 17)}, "1 to 16"),
+        ({"against": ("gloo",)}, "known are udp, kernel-rc"),
+        ({"part_bytes": 2}, "too small"),
+    ],
+)
+def test_wrong_settings_of_the_rdma_benchmark_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rdma.Settings(**settings)  # type: ignore[arg-type]
+
+
+def test_a_machine_without_the_links_is_told_where_to_run_the_rdma_benchmark() -> None:
+    with pytest.raises(rdma.Unusable, match="sennit testbed vm -- sennit bench rdma"):
+        rdma.check_devices()
+
+
+@pytest.mark.parametrize(
+    ("netem", "delay_s"),
+    [("", 0.0), ("loss 1%", 0.0), ("delay 5ms 2ms", 0.005), ("loss 1% delay 250us", 250e-6), ("delay 1.5s", 1.5)],
+)
+def test_the_mean_delay_is_read_from_netem(netem: str, delay_s: float) -> None:
+    assert rdma.one_way_delay_s(netem) == delay_s
+
+
+def test_goodput_is_compared_with_as_many_in_flight() -> None:
+    def row(netem: str, in_flight: int, ours_s: float, theirs_s: float) -> rdma.Row:
+        samples = {"verbs": [9.0, ours_s, 1e-9], "kernel-rc": [9.0, theirs_s, 1e-9]}
+        return rdma.Row(netem=netem, in_flight=in_flight, samples_s=samples)
+
+    rows = [row("", 1, 0.004, 0.001), row("delay 5ms", 1, 0.02, 0.022), row("", 8, 0.002, 0.001)]
+    rows += [row("delay 5ms", 8, 0.004, 0.002), row("loss 1%", 8, 0.0025, 0.01)]
+    made = rdma.Report(settings=rdma.Settings(part_bytes=1000), machine={}, rows=rows)
+    assert made.goodput(rows[0], "verbs") == 250_000
+    assert [made.kept(one, "verbs") for one in rows] == pytest.approx([1, 0.2, 1, 0.5, 0.8])
+    assert made.of_ideal(rows[4], "verbs") is None
+    # Three ways of 5 ms and the 4 ms without them; the kernel needs two.
+    assert made.of_ideal(rows[1], "verbs") == pytest.approx(0.95)
+    assert made.of_ideal(rows[1], "kernel-rc") == pytest.approx(0.5)
+    # 17 ms for eight, and 11.
+    assert made.of_ideal(rows[3], "verbs") == pytest.approx(0.53125)
+    assert made.of_ideal(rows[3], "kernel-rc") == pytest.approx(0.6875)
+    console = Console(file=io.StringIO(), width=160)
+    rdma_report.render(made, console)
