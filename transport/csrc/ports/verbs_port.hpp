@@ -108,14 +108,19 @@ class VerbsPort final : public Port {
   void let_go(VerbsAdapter& adapter, const VerbsQueuePair::Held& held);
   void fail(std::string reason);
 
+  // A device does not say when a packet came, so its wait for this host to look passes for queueing, and with udp's
+  // target the budget was always the least. So only losses shrink that of UC (QUEUE_OVERFLOWED_US is twice this). Of
+  // RC the least is the best: the device sends all that is on the way again.
+  static flow::ReceiveBudgetConfig receive_budget_of(VerbsService service) {
+    if (service == VerbsService::rc) return {.min_bytes = 65'536, .target_queue_us = 250};
+    return {.start_bytes = 1'048'576, .min_bytes = 65'536, .target_queue_us = 32'000};
+  }
+
   uint32_t rank_;
   VerbsConfig config_;
   std::vector<Rail> rails_;
-  RoceOffer offer_;  // ours
-  // A device does not say when a packet came, so its wait for this host to look passes for queueing, and with udp's
-  // target the budget was always the least. So only losses shrink it (QUEUE_OVERFLOWED_US is twice this).
-  flow::ReceiveBudget receive_budget_{
-      {.start_bytes = 1'048'576, .min_bytes = 65'536, .target_queue_us = 32'000}};  // before the flows
+  RoceOffer offer_;                                                         // ours
+  flow::ReceiveBudget receive_budget_{receive_budget_of(config_.service)};  // before the flows
   VerbsBuffers send_buffers_;
   std::vector<std::unique_ptr<VerbsAdapter>> adapters_;  // before all that is theirs
   VerbsJointExposure exposure_;
