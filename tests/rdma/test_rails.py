@@ -155,6 +155,5 @@ def test_of_two_devices_one_whose_link_goes_down_takes_only_its_paths_along(tmp_
         until(lambda: sent_packets(NEAR) > again + 500, "data over the second link again")
         for counters in ranks.end():
             assert counters["port_events"] >= 2, counters
-            assert counters["path_errors"] == 0, counters
     finally:
         ranks.kill()

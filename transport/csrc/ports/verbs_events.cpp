@@ -62,15 +62,24 @@ void VerbsPort::on_port(VerbsAdapter& adapter, uint8_t port, bool is_up, uint64_
     return;
   }
   for (const auto& path : paths_)
-    if (path->flow != nullptr && is_its(rails_[path->rail])) path->flow->on_path_failed(now_us, path->index);
+    if (path->flow != nullptr && is_its(rails_[path->rail])) {
+      path->flow->on_path_failed(now_us, path->index);
+      // It may never leave, and messages wait for it that have long arrived over other paths.
+      if (path->queue.holds_any()) break_off(*path);
+    }
+}
+
+// Until it is brought up again, which may take long. What it was to send from is let go of at once.
+void VerbsPort::break_off(Path& path) {
+  path.is_broken = true;
+  path.queue.stop(releases_[path.adapter->number()]);
 }
 
 void VerbsPort::on_path_error(Path& path, uint64_t now_us) {
   if (path.flow == nullptr) return;
   // (Reported once for each request that was in its queue.)
   if (path.is_broken) return;
-  path.is_broken = true;
-  path.queue.on_error();
+  break_off(path);
   ++counters_.path_errors;
   path.flow->on_path_failed(now_us, path.index);
   if (revive_at_us_ != UINT64_MAX) return;

@@ -47,7 +47,8 @@ class VerbsPort final : public Port {
   // cannot reach it.
   void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
   Lane& lane(uint32_t peer);
-  // An operation's memory, from its post to its end (VerbsRegistrations).
+  // Memory that stays where it is: an operation's from its post to its end, or what the user vouches for
+  // (VerbsRegistrations).
   void borrow(const void* address, size_t size_bytes);
   void give_back(const void* address, size_t size_bytes);
 
@@ -95,6 +96,7 @@ class VerbsPort final : public Port {
   void on_event(VerbsAdapter& adapter, const ibv_async_event& event, uint64_t now_us);
   void on_port(VerbsAdapter& adapter, uint8_t port, bool is_up, uint64_t now_us);
   void on_path_error(Path& path, uint64_t now_us);
+  void break_off(Path& path);
   void revive_paths(uint64_t now_us);
 
   bool send_round(uint64_t now_us);

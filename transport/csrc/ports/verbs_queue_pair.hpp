@@ -52,9 +52,8 @@ class VerbsQueuePair {
   // Takes and sends nothing from now on; what was posted is let go of.
   void stop(const Release& release);
   bool is_ready() const { return is_ready_; }
-  // The device has reported an error: nothing goes until revive().
-  void on_error() { is_ready_ = false; }
-
+  // Something posted has not left yet.
+  bool holds_any() const { return !held_.empty(); }
   uint32_t room() const { return depth_ - static_cast<uint32_t>(held_.size()); }
   // Posts a chain of requests, one for each of `held`, all signalled by the last; room() first. Where the device
   // refuses, it is not ready afterwards.
