@@ -40,6 +40,12 @@ class Op:
         """The rank that a receive from any rank matched."""
 
 @final
+class Registration:
+    """Memory that devices keep registered."""
+
+    def close(self) -> None: ...
+
+@final
 class Communicator:
     """This rank's channels to all ranks of a group."""
 
@@ -80,6 +86,9 @@ class Communicator:
 
     def connect(self, routes: Sequence[tuple[str, bytes]]) -> None:
         """Per rank: ('self'|'shm'|'udp'|'verbs', the peer's blob)."""
+
+    def register_memory(self, buffer: Any) -> Registration:
+        """Keeps a buffer where it is, and registered with RDMA devices once it is used, until closed."""
 
     def post(
         self,

@@ -9,6 +9,7 @@ The torch backend uses the same class up to `handle`, and posts its own plans in
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Collection, Hashable, Sequence
 from types import TracebackType
@@ -200,6 +201,14 @@ class Communicator(ArrayCollectives):
         """Starts the plan of `key`, compiled on its first use, over `buffers`, which the operation keeps alive."""
         plan = self._plans.get(key, compile_plan)
         return self._core.post(plan, list(buffers), timeout_s=timeout_s, background=background, tag=tag, scalar=scalar)
+
+    def register(self, buffer: Any) -> contextlib.closing[_core.Registration]:
+        """Says that `buffer` serves several operations, whole or in parts, until the result is closed (`with`).
+
+        With RDMA devices it stays registered between them, and what it costs to register it is paid once. Its owner can
+        neither resize nor free it meanwhile: Python's buffer protocol sees to that. Elsewhere this changes nothing.
+        """
+        return contextlib.closing(self._core.register_memory(buffer))
 
     def time_plan(
         self, key: Hashable, compile_plan: Callable[[], Plan], buffers: Sequence[Any], iterations: int

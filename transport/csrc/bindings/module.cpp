@@ -168,6 +168,35 @@ class PyOp {
   std::unique_ptr<BufferViews> views_;
 };
 
+// As long as the view stands, its owner can neither free nor resize the memory (PEP 3118).
+class PyRegistration {
+ public:
+  PyRegistration(sennit::Engine* engine, const nb::object& buffer)
+      : engine_(engine), views_(std::make_unique<BufferViews>(nb::borrow<nb::sequence>(nb::make_tuple(buffer)))) {
+    engine_->retain();
+    with_engine(&sennit::Engine::register_memory);
+  }
+  ~PyRegistration() { close(); }
+  PyRegistration(const PyRegistration&) = delete;
+
+  void close() {
+    if (!views_) return;
+    with_engine(&sennit::Engine::unregister_memory);
+    engine_->release();
+    views_.reset();
+  }
+
+ private:
+  void with_engine(void (sennit::Engine::*call)(const void*, uint64_t)) {
+    const sennit_buffer buffer = views_->buffers()[0];
+    nb::gil_scoped_release release;
+    (engine_->*call)(buffer.data, buffer.size_bytes);
+  }
+
+  sennit::Engine* const engine_;
+  std::unique_ptr<BufferViews> views_;
+};
+
 class PyCommunicator {
  public:
   PyCommunicator(uint32_t rank, uint32_t world, double timeout_s, uint64_t seed, uint32_t ranks_here) {
@@ -228,6 +257,8 @@ class PyCommunicator {
     }
     guarded([&] { engine_->connect(native); });
   }
+
+  PyRegistration* register_memory(const nb::object& buffer) { return new PyRegistration(engine_, buffer); }
 
   PyOp* post(const PyPlan& plan, const nb::sequence& buffers, double timeout_s, bool background,
              std::optional<uint32_t> tag, double scalar) {
@@ -343,6 +374,9 @@ NB_MODULE(_core, m) {
       .def("done", &PyOp::done)
       .def_prop_ro("source", &PyOp::source, "The rank that a receive from any rank matched.");
 
+  nb::class_<PyRegistration>(m, "Registration", "Memory that devices keep registered.")
+      .def("close", &PyRegistration::close);
+
   nb::class_<PyCommunicator>(m, "Communicator", "This rank's channels to all ranks of a group.")
       .def(nb::init<uint32_t, uint32_t, double, uint64_t, uint32_t>(), "rank"_a, "size"_a, nb::kw_only(), "timeout_s"_a,
            "seed"_a, "ranks_here"_a = 1)
@@ -357,6 +391,8 @@ NB_MODULE(_core, m) {
            "congestion"_a, "window_bytes"_a, "service"_a, "seed"_a = 0,
            "Opens the RDMA device that serves these local addresses; what peers need to connect.")
       .def("connect", &PyCommunicator::connect, "routes"_a, "Per rank: ('self'|'shm'|'udp'|'verbs', the peer's blob).")
+      .def("register_memory", &PyCommunicator::register_memory, "buffer"_a, nb::rv_policy::take_ownership,
+           "Keeps a buffer where it is, and registered with RDMA devices once it is used, until closed.")
       .def("post", &PyCommunicator::post, "plan"_a, "buffers"_a, nb::kw_only(), "timeout_s"_a = 0.0,
            "background"_a = false, "tag"_a = nb::none(), "scalar"_a = 1.0, nb::rv_policy::take_ownership)
       .def("time_plan", &PyCommunicator::time_plan, "plan"_a, "buffers"_a, "iterations"_a,

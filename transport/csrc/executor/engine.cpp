@@ -196,6 +196,16 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
   return SENNIT_OK;
 }
 
+void Engine::register_memory(const void* data, uint64_t size_bytes) {
+  Lock lock = enter();
+  if (verbs_) verbs_->borrow(data, size_bytes);
+}
+
+void Engine::unregister_memory(const void* data, uint64_t size_bytes) {
+  Lock lock = enter();
+  if (verbs_) verbs_->give_back(data, size_bytes);
+}
+
 // One look at everything. True when anything moved.
 bool Engine::round(uint64_t now_us) {
   bool moved = false;

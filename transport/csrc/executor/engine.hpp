@@ -64,6 +64,10 @@ class Engine {
   std::vector<std::byte> verbs_open(const VerbsConfig& config);
   void connect(const std::vector<Route>& routes);
 
+  // Memory that stays where it is until unregister_memory: a device need not register it for each operation.
+  void register_memory(const void* data, uint64_t size_bytes);
+  void unregister_memory(const void* data, uint64_t size_bytes);
+
   sennit_status post(Plan& plan, const sennit_buffer* buffers, uint32_t buffer_count,
                      const sennit_post_options& options, Operation** out, std::string& error);
   sennit_status wait(Operation& operation, uint64_t timeout_us);

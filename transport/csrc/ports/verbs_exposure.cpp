@@ -40,8 +40,10 @@ uint64_t VerbsExposure::open(std::byte* address, size_t size_bytes) {
   }
   try {
     if (binder_ == nullptr) {
-      region.registration = device_.library().reg_mr(device_.domain(), address, size_bytes,
-                                                     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+      do {
+        region.registration = device_.library().reg_mr(device_.domain(), address, size_bytes,
+                                                       IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+      } while (region.registration == nullptr && errno == ENOMEM && registrations_.evict());
       if (region.registration == nullptr)
         raise_verbs_error(errno, device_.name() + ": cannot register " + std::to_string(size_bytes) + " bytes");
       ++counters_.message_registrations;

@@ -397,7 +397,7 @@ void VerbsPort::send_farewells(uint64_t now_us) {
 
 CounterList VerbsPort::counters() const {
   VerbsExposureCounters keys;
-  uint64_t registrations = 0, hits = 0, registered_bytes = 0;
+  uint64_t registrations = 0, hits = 0, evictions = 0, registered_bytes = 0;
   for (const auto& adapter : adapters_) {
     const VerbsExposureCounters& own = adapter->exposure().counters();
     keys.windows += own.windows;
@@ -406,6 +406,7 @@ CounterList VerbsPort::counters() const {
     keys.keys_reused_early += own.keys_reused_early;
     registrations += adapter->registrations().registrations();
     hits += adapter->registrations().hits();
+    evictions += adapter->registrations().evictions();
     registered_bytes += adapter->registrations().registered_bytes();
   }
   CounterList out = {
@@ -424,6 +425,7 @@ CounterList VerbsPort::counters() const {
       {"keys_reused_early", keys.keys_reused_early},
       {"registrations", registrations},
       {"registration_hits", hits},
+      {"registrations_evicted", evictions},
       {"registered_bytes", registered_bytes},
   };
   flow::FlowCounters sum{};

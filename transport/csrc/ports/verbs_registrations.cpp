@@ -59,11 +59,13 @@ bool VerbsRegistrations::is_borrowed(const Range& range) const {
 
 ibv_mr* VerbsRegistrations::acquire(const std::byte* address, size_t size_bytes, bool is_written) {
   const uintptr_t begin = address_of(address), end = begin + size_bytes;
+  ++acquisitions_;
   for (Entry& entry : entries_) {
     // Memory that nobody vouches for any more may be other memory by now.
     if (!entry.range.covers(begin, end) || (is_written && !entry.is_writable)) continue;
     if (!entry.is_kept && entry.users == 0) continue;
     ++entry.users;
+    entry.used = acquisitions_;
     ++hits_;
     return entry.region.get();
   }
@@ -74,23 +76,40 @@ ibv_mr* VerbsRegistrations::acquire(const std::byte* address, size_t size_bytes,
   return entries_.back().region.get();
 }
 
-VerbsRegistrations::Entry VerbsRegistrations::make(Range range, bool is_written) {
-  const VerbsLibrary& library = device_.library();
-  const uint64_t size_bytes = range.end - range.begin;
+bool VerbsRegistrations::evict() {
+  auto oldest = entries_.end();
+  for (auto entry = entries_.begin(); entry != entries_.end(); ++entry)
+    if (entry->users == 0 && (oldest == entries_.end() || entry->used < oldest->used)) oldest = entry;
+  if (oldest == entries_.end()) return false;
+  ++evictions_;
+  drop(static_cast<size_t>(oldest - entries_.begin()));
+  return true;
+}
+
+// Null: errno says why.
+ibv_mr* VerbsRegistrations::register_range(const Range& range, int access) {
   auto* const address = reinterpret_cast<void*>(range.begin);
+  for (;;) {
+    ibv_mr* const region = device_.library().reg_mr(device_.domain(), address, range.end - range.begin, access);
+    if (region != nullptr || errno != ENOMEM || !evict()) return region;
+  }
+}
+
+VerbsRegistrations::Entry VerbsRegistrations::make(Range range, bool is_written) {
+  const uint64_t size_bytes = range.end - range.begin;
   // A buffer that is read first is often written later: one registration serves both if it can.
   bool is_writable = true;
-  ibv_mr* region = library.reg_mr(device_.domain(), address, size_bytes, access_);
+  ibv_mr* region = register_range(range, access_);
   int error = region == nullptr ? errno : 0;
   if (region == nullptr && !is_written && (error == EFAULT || error == EACCES || error == EPERM)) {
     is_writable = false;
-    region = library.reg_mr(device_.domain(), address, size_bytes, 0);
+    region = register_range(range, 0);
     error = region == nullptr ? errno : 0;
   }
   if (region == nullptr) raise_verbs_error(error, device_.name() + ": " + advice(error, size_bytes, registered_bytes_));
   ++registrations_;
   registered_bytes_ += size_bytes;
-  return Entry{range, {region, library.dereg_mr}, 1, is_writable, is_borrowed(range)};
+  return Entry{range, {region, device_.library().dereg_mr}, 1, is_writable, is_borrowed(range), acquisitions_};
 }
 
 void VerbsRegistrations::release(ibv_mr* region) {

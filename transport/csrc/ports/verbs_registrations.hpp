@@ -3,8 +3,10 @@
 //
 // A registration holds on to the pages that were there when it was made. If the memory is unmapped and the address used
 // again, the device would still read and write the old pages, silently. So a registration lives at most as long as
-// somebody vouches for the mapping: an operation for its buffers (borrow, give_back), a message for its own range.
-// Within that, whatever part of a buffer is wanted, the whole buffer is registered, once.
+// somebody vouches for the mapping: an operation for its buffers, the user for memory that serves many (borrow,
+// give_back), a message for its own range. Within that, whatever part of a buffer is wanted, the whole buffer is
+// registered, once; and where the limit of locked memory is reached, what was used least lately goes first
+// (docs/decisions/0033).
 #pragma once
 
 #include <cstddef>
@@ -31,10 +33,14 @@ class VerbsRegistrations {
   // A registration that covers the range, until release(). Throws std::system_error, saying what to do.
   ibv_mr* acquire(const std::byte* address, size_t size_bytes, bool is_written);
   void release(ibv_mr* region);
+  // The limit is reached: lets go of the registration that was used least lately, of those that nobody uses now.
+  // False: there is none.
+  bool evict();
 
   uint64_t registered_bytes() const { return registered_bytes_; }
   uint64_t registrations() const { return registrations_; }  // made since the start
   uint64_t hits() const { return hits_; }                    // acquired without making one
+  uint64_t evictions() const { return evictions_; }
 
  private:
   struct Range {
@@ -50,10 +56,12 @@ class VerbsRegistrations {
     VerbsHandle<ibv_mr> region;
     uint32_t users;
     bool is_writable;
-    bool is_kept;  // lies in borrowed memory: stays without users
+    bool is_kept;   // lies in borrowed memory: stays without users
+    uint64_t used;  // when last, by acquisitions_
   };
 
   Entry make(Range range, bool is_written);
+  ibv_mr* register_range(const Range& range, int access);
   void drop(size_t index);
   bool is_borrowed(const Range& range) const;
 
@@ -61,7 +69,7 @@ class VerbsRegistrations {
   const int access_;
   std::vector<Borrowed> borrowed_;  // a handful: the buffers of the operations in flight
   std::vector<Entry> entries_;      // likewise
-  uint64_t registered_bytes_ = 0, registrations_ = 0, hits_ = 0;
+  uint64_t registered_bytes_ = 0, registrations_ = 0, hits_ = 0, evictions_ = 0, acquisitions_ = 0;
 };
 
 }  // namespace sennit

@@ -234,11 +234,12 @@ FakeVerbs::FakeVerbs() {
   };
   library_.reg_mr = [](ibv_pd* pd, void* address, size_t size_bytes, int access) -> ibv_mr* {
     FakeVerbs& fake = self();
-    if (size_bytes > fake.registration_max_bytes) {
+    if (size_bytes > fake.registration_max_bytes || fake.locked_bytes + size_bytes > fake.locked_max_bytes) {
       errno = ENOMEM;
       return nullptr;
     }
     ++fake.live_registrations;
+    fake.locked_bytes += size_bytes;
     auto* region = new Registration;
     region->base.context = pd->context;
     region->base.pd = pd;
@@ -252,6 +253,7 @@ FakeVerbs::FakeVerbs() {
   library_.dereg_mr = [](ibv_mr* region) {
     self().keys_.erase(region->rkey);
     --self().live_registrations;
+    self().locked_bytes -= region->length;
     delete as<Registration>(region);
     return 0;
   };

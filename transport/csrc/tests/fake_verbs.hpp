@@ -42,7 +42,7 @@ class FakeVerbs {
   bool is_stuck = false;  // what fake1 is asked to send never leaves nor completes
   std::vector<uint16_t> partitions = {0xFFFF};
   ibv_mtu mtu = IBV_MTU_4096;
-  uint64_t registration_max_bytes = UINT64_MAX;
+  uint64_t registration_max_bytes = UINT64_MAX, locked_max_bytes = UINT64_MAX;  // of one, of all
   uint32_t window_max_count = UINT32_MAX;
   bool binds_are_slow = false;  // until finish_binds()
   bool can_connect = true;
@@ -59,6 +59,7 @@ class FakeVerbs {
   // What was done.
   std::vector<uint32_t> bound_keys;  // of windows, in the order of their binding to memory
   uint32_t live_registrations = 0;
+  uint64_t locked_bytes = 0;
   uint64_t refused_keys = 0;
   uint64_t arrived[2] = {0, 0};  // by device
   std::vector<uint32_t> queue_pairs() const;

@@ -196,6 +196,51 @@ TEST_CASE("borrowed memory is registered once and let go when it is given back")
   CHECK(fake.live_registrations == own);
 }
 
+TEST_CASE("memory that is vouched for stays registered, and gives way where the limit is reached") {
+  for (const bool has_windows : {true, false}) {
+    CAPTURE(has_windows);
+    FakeVerbs fake;
+    fake.has_windows = has_windows;
+    Pair pair(config_for(fake));
+    constexpr size_t SIZE_BYTES = 100'000;
+    std::vector<std::byte> first(SIZE_BYTES), second(SIZE_BYTES), third(SIZE_BYTES);
+    uint64_t key = 0;
+    // An operation of the sender's: its buffer is borrowed for its time, and vouched for or not beyond that.
+    const auto send = [&](std::vector<std::byte>& buffer) {
+      pair.a.port.borrow(buffer.data(), buffer.size());
+      pair.a.outgoing[++key] = buffer;
+      std::swap(pair.a.outgoing[key], buffer);  // what the rank sends from is the buffer itself
+      pair.b.expect(key, SIZE_BYTES, false);
+      pair.run_until([&] { return pair.b.received.contains(key) && pair.a.sent.contains(key); });
+      std::swap(pair.a.outgoing[key], buffer);
+      pair.a.port.give_back(buffer.data(), buffer.size());
+    };
+    const auto made = [&] { return pair.a.counter("registrations"); };
+    const uint64_t own = made();
+    send(first);
+    send(first);
+    CHECK(made() == own + 2);
+    for (auto* buffer : {&first, &second}) pair.a.port.borrow(buffer->data(), buffer->size());
+    send(first);
+    send(second);
+    send(first);
+    CHECK(made() == own + 4);
+    // No room beside them for a third; the second was used less lately. (The receiver's takes its own part.)
+    const uint64_t receiver_bytes = SIZE_BYTES + 1;
+    fake.locked_max_bytes = fake.locked_bytes + receiver_bytes;
+    send(third);
+    CHECK(pair.a.counter("registrations_evicted") == 1);
+    CHECK(pair.a.port.failure().empty());
+    CHECK(pair.b.port.failure().empty());
+    send(first);
+    CHECK(made() == own + 5);
+    send(second);
+    CHECK(made() == own + 6);
+    for (auto* buffer : {&first, &second}) pair.a.port.give_back(buffer->data(), buffer->size());
+    CHECK(pair.a.counter("registered_bytes") == pair.b.counter("registered_bytes"));
+  }
+}
+
 TEST_CASE("memory that cannot be registered ends the port and says what to do") {
   FakeVerbs fake;
   Pair pair(config_for(fake));
@@ -283,11 +328,17 @@ TEST_CASE("of several devices one whose port goes down takes only its own paths 
     config.addresses = {"fd00::1", "fd00:1::1"};
     Pair pair(config);
     exchange(pair, 1, {1'000'000}, false);
+    // In the middle of a message: what is to leave through that port never does.
     fake.is_stuck = is_stuck;
     fake.network = [](const FakePacket& packet) { return packet.device == 1 ? 0u : 1u; };
+    const uint64_t sent = pair.a.counter("data_packets_sent"), before = fake.arrived[0];
+    std::mt19937_64 random(4);
+    for (auto* rank : {&pair.a, &pair.b}) rank->outgoing[7] = noise(random, 1'000'000);
+    for (auto* rank : {&pair.a, &pair.b}) rank->expect(7, 1'000'000, false);
+    pair.run_until([&] { return pair.a.counter("data_packets_sent") > sent + 100; });
     fake.raise(IBV_EVENT_PORT_ERR, 1);
     pair.run_until([&] { return pair.a.counter("port_events") == 1 && pair.b.counter("port_events") == 1; });
-    const uint64_t before = fake.arrived[0];
+    pair.run_until([&] { return pair.a.sent.contains(7) && pair.b.sent.contains(7); });
     exchange(pair, 2, {3'000'000}, false);
     CHECK(fake.arrived[0] > before + 1'000);
     for (const std::string& paths : {pair.a.port.lane(1).describe(), pair.b.port.lane(0).describe()})
