@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preprocessing of samples: a `schema` says what a record holds, a `plan` what becomes of it, and a target does it.
 
-`targets.compile_plan` makes a receiver that turns datagrams into batches: `numpy_receiver` is the reference, `xdp`
-runs the plan in the kernel. docs/offload.md has the operators, docs/records.md the bytes.
+`targets.compile_plan` makes a receiver that turns datagrams into batches: `host_receiver` with `reference` or with
+`native`, or `xdp`, which runs the plan in the kernel. docs/offload.md has the operators, docs/records.md the bytes.
 """

@@ -15,16 +15,16 @@ from sennit.offload.operators import (
     TableOperator,
 )
 
-# Of the native core, nanoseconds a value, measured with `sennit bench offload` on a 3 GHz x86 core. Only the order of
-# magnitude is meant: tables that miss the caches cost several times that.
+# Of the native core, nanoseconds a value, on the machine of docs/performance.md. Only the order of magnitude is meant:
+# tables that miss the caches cost several times that.
 NS_PER_VALUE: Final[dict[type[Operator], float]] = {
-    SigridHash: 2.0,
+    SigridHash: 5.0,
     MapId: 4.0,
-    NGram: 3.0,
-    Cross: 3.0,
+    NGram: 5.0,
+    Cross: 5.0,
     TableOperator: 2.0,
 }
-OTHER_NS_PER_VALUE: Final = 1.0
+OTHER_NS_PER_VALUE: Final = 2.0
 
 
 def cpu_ns_per_record(operator: Operator, result: ColumnType) -> float:

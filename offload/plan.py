@@ -128,6 +128,11 @@ class Plan:
             raise PlanError(f"{kind}: {condition.column!r} is no list of the schema")
 
     @property
+    def outputs(self) -> tuple[str, ...]:
+        """The columns that a batch has, each once."""
+        return tuple(dict.fromkeys([*self.dense, *(table.column for table in self.sparse)]))
+
+    @property
     def tables(self) -> tuple[IdsType, ...]:
         """The type of each sparse column of a batch."""
         return tuple(found for table in self.sparse if isinstance(found := self.graph.types[table.column], IdsType))

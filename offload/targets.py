@@ -15,6 +15,7 @@ class Target(enum.StrEnum):
     """Who computes."""
 
     NUMPY = "numpy"  # the reference
+    CPU = "cpu"  # the native core, a batch at a time
     XDP = "xdp"  # a program of its own in the kernel, on every packet as it arrives
 
 
@@ -59,6 +60,10 @@ def compile_plan(layout: BatchLayout, target: Target, *, session: int, udp_port:
         from sennit.offload.xdp import XdpReceiver
 
         return XdpReceiver(layout, session=session, udp_port=udp_port)
-    from sennit.offload.numpy_receiver import NumpyReceiver
+    from sennit.offload.host_receiver import HostReceiver
 
-    return NumpyReceiver(layout, session=session)
+    if target is Target.NUMPY:
+        return HostReceiver(layout, session=session)
+    from sennit.offload.native import NativeTransform
+
+    return HostReceiver(layout, session=session, evaluate=NativeTransform(layout.plan.graph, layout.plan.outputs))

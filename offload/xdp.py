@@ -37,7 +37,7 @@ class XdpReceiver:
                 arenas={RING: layout.ring_bytes},
             )
         except ToolMissing as error:
-            raise TargetUnavailable(f"xdp: {error}; the target numpy needs no compiler") from error
+            raise TargetUnavailable(f"xdp: {error}; the target cpu needs no compiler") from error
         except BpfError as error:
             raise _explained(error, layout) from error
         self.memory = self.object.arena(RING).memory
@@ -102,7 +102,7 @@ def _explained(error: BpfError, layout: BatchLayout) -> Exception:
     """What the user can do about it, where that is known."""
     lacking = missing_privileges()
     if error.errno in (errno.EPERM, errno.EACCES) and lacking:
-        return TargetUnavailable(f"xdp: this process lacks {', '.join(lacking)}; the target numpy needs none")
+        return TargetUnavailable(f"xdp: this process lacks {', '.join(lacking)}; the target cpu needs none")
     if error.errno in (errno.E2BIG, errno.ENOMEM):
         graph = layout.plan.graph
         longest = max(graph.order, key=lambda name: _work(graph, name), default=None)

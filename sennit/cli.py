@@ -132,7 +132,7 @@ def bench_offload(
         Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
     ] = None,
 ) -> None:
-    """Time feature plans in XDP and in NumPy.
+    """Time feature plans in XDP, in the native core and in NumPy.
 
     Needs root, clang 19 or later and Linux 6.9 or later.
     """

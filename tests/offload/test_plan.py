@@ -119,7 +119,7 @@ def test_what_xdp_cannot_do_is_split_off() -> None:
         },
         sparse=(Sparse(column="pair", rows=1000), Sparse(column="hashed", rows=1000)),
     )
-    with pytest.raises(NotOffloadable, match=r"'pair': SigridHash cannot run in XDP: it is made of two lists.* 128 ns"):
+    with pytest.raises(NotOffloadable, match=r"'pair': SigridHash cannot run in XDP: it is made of two lists.* 320 ns"):
         generate(BatchLayout(plan=whole, batch_rows=16))
     halves = split(whole, on_cpu=["both"])
     assert [table.column for table in halves.prefix.sparse] == ["few_seen", "few_liked", "hashed"]

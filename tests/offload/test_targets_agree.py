@@ -3,19 +3,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
+from sennit.offload._native import Program
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
-from sennit.offload.numpy_receiver import NumpyReceiver
-from sennit.offload.plan import Plan
+from sennit.offload.columns import Ragged
+from sennit.offload.host_receiver import HostReceiver
+from sennit.offload.native import NativeTransform
+from sennit.offload.operators import FirstX, Sample, SigridHash
+from sennit.offload.plan import Plan, Sparse
 from sennit.offload.records import encode_packets, encode_records
+from sennit.offload.reference import evaluate
+from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.split import split
+from sennit.offload.targets import Target, compile_plan
 from sennit.offload.xdp import XdpReceiver
-from tests.offload.agreement import assert_same_batch
+from sennit.testbed import capabilities
+from tests.offload.agreement import assert_same_batch, assert_same_bits
 from tests.offload.strategies import plans, random_rows
 
 SESSION = 0x5E55104
@@ -65,7 +75,7 @@ def test_xdp_agrees_with_numpy(plan: Plan, content: int) -> None:
     plan = split(plan).prefix  # what XDP cannot do, it does not have to
     layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS, slots=2)
     with (
-        NumpyReceiver(layout, session=SESSION) as expected,
+        HostReceiver(layout, session=SESSION) as expected,
         XdpReceiver(layout, session=SESSION, udp_port=4800) as found,
     ):
         for packet in packets_of(plan, content):
@@ -79,3 +89,68 @@ def test_xdp_agrees_with_numpy(plan: Plan, content: int) -> None:
         for batch in (0, 1):
             assert found.rows_taken(batch) == expected.rows_taken(batch)
             assert_same_batch(found.batch(batch), expected.batch(batch))
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@given(plan=plans(), content=st.integers(0, 1 << 32), rows=st.integers(0, 40))
+def test_the_native_core_agrees_with_numpy(plan: Plan, content: int, rows: int) -> None:
+    """Every column of the plan, also those that no batch has."""
+    given_rows = random_rows(plan.schema, rows, np.random.default_rng(content))
+    outputs = tuple(plan.graph.types)
+    found = NativeTransform(plan.graph, outputs)(given_rows.columns)
+    expected = evaluate(plan.graph, given_rows.columns, outputs)
+    assert found.keys() == expected.keys()
+    for name, column in expected.items():
+        other = found[name]
+        if isinstance(column, Ragged):
+            assert isinstance(other, Ragged)
+            assert_same_bits(other.lengths, column.lengths, name)
+            assert_same_bits(other.values, column.values, name)
+        else:
+            assert isinstance(other, np.ndarray)
+            assert_same_bits(other, column, name)
+
+
+def test_every_target_makes_the_same_batch(rng: np.random.Generator) -> None:
+    plan = Plan(
+        schema=Schema(dense=(Dense(name="d"),), ids=(Ids(name="s", length=4, is_list=True), Ids(name="t"))),
+        columns={"f": FirstX(column="s", count=2), "h": SigridHash(column="f", salt=1, max_value=7)},
+        dense=("d", "d"),
+        sparse=(Sparse(column="h", rows=7), Sparse(column="t")),
+        keep=(Sample(fraction=0.5, seed=3),),
+    )
+    layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS)
+    records = encode_records(plan.schema, random_rows(plan.schema, BATCH_ROWS, rng))
+    packets = encode_packets(plan.schema, records, session=1, batch=0, body_max_bytes=200)
+    batches = []
+    targets = [target for target in Target if target is not Target.XDP or not capabilities.missing("root", "arena")]
+    for target in targets:
+        with compile_plan(layout, target, session=1, udp_port=4800) as receiver:
+            for packet in packets:
+                receiver.deliver(packet)
+            found = receiver.batch(0)
+            assert receiver.rows_taken(0) == BATCH_ROWS
+            assert 0 < len(found.labels) < BATCH_ROWS
+            batches.append(found)
+            assert_same_batch(found, batches[0])
+
+
+def test_the_native_core_refuses_what_does_not_fit() -> None:
+    program = Program()
+    ids, dense = program.ids_source(), program.dense_source()
+    last = program.first_x(ids, 1)
+    floats, lengths, values = np.zeros(2, np.float32), np.array([1, 2], np.int32), np.zeros(3, np.int64)
+    with pytest.raises(ValueError, match="column 9; there are 3"):
+        program.first_x(9, 1)
+    with pytest.raises(ValueError, match="sources come before steps"):
+        program.ids_source()
+    wrong: list[tuple[list[Any], str]] = [
+        ([(lengths, values)], "1 sources; the program has 2"),
+        ([(lengths, values[:2]), floats], "lengths of 3 ids in all, but there are 2"),
+        ([(np.array([4, -1], np.int32), values), floats], "negative length"),
+        ([(lengths, values), floats[:1]], "different numbers of rows"),
+    ]
+    for sources, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            program.run(sources, [last, dense])

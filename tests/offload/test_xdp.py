@@ -25,7 +25,7 @@ from sennit.offload.admission import Verdict
 from sennit.offload.batches import CURSORS_OFFSET, STATE_DTYPE, BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import frame
-from sennit.offload.numpy_receiver import NumpyReceiver
+from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.operators import FirstX, SigridHash
 from sennit.offload.plan import Plan, Sparse
 from sennit.offload.records import HEADER, encode_packets, encode_records
@@ -91,7 +91,7 @@ def test_every_datagram_is_counted_by_name(receiver: XdpReceiver, packets: list[
         Verdict.OUT_OF_SEQUENCE: second,
         Verdict.NO_CREDIT: packets[2][0],
     }
-    with NumpyReceiver(LAYOUT, session=SESSION) as expected:
+    with HostReceiver(LAYOUT, session=SESSION) as expected:
         for verdict, packet in wrong.items():
             receiver.deliver(packet)
             expected.deliver(packet)
@@ -112,7 +112,7 @@ def test_every_truncation_is_refused_and_leaves_no_trace(receiver: XdpReceiver, 
         receiver.deliver(with_field(first[:size], 8, body) if size >= HEADER.size else first[:size])
     assert receiver.counters().datagrams[Verdict.ACCEPTED] == 0
     assert receiver.rows_taken(0) == len(receiver.batch(0).labels) == 0
-    with NumpyReceiver(LAYOUT, session=SESSION) as expected:
+    with HostReceiver(LAYOUT, session=SESSION) as expected:
         for packet in packets[0]:
             receiver.deliver(packet)
             expected.deliver(packet)
@@ -128,7 +128,7 @@ def test_other_packets_are_left_to_the_host(receiver: XdpReceiver, packets: list
 
 
 def test_a_released_slot_takes_the_batch_after_the_next(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
-    with NumpyReceiver(LAYOUT, session=SESSION) as expected:
+    with HostReceiver(LAYOUT, session=SESSION) as expected:
         for target in (receiver, expected):
             for packet in (*packets[0], *packets[1], packets[2][0]):
                 target.deliver(packet)
@@ -188,7 +188,7 @@ def test_records_arrive_over_a_link(packets: list[list[bytes]]) -> None:
         interface, address = planes.interfaces(1)[0], planes.addresses(1)[0]
         link = planes.within(1, lambda: attach_xdp(made.program, socket.if_nametoindex(interface), XdpMode.NATIVE))
         sender = planes.within(0, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
-        with link, sender, NumpyReceiver(LAYOUT, session=SESSION) as expected:
+        with link, sender, HostReceiver(LAYOUT, session=SESSION) as expected:
             for packet in (*packets[0], packets[2][0], *packets[1]):
                 sender.sendto(packet, (address, PORT))
                 expected.deliver(packet)
@@ -206,5 +206,5 @@ def test_without_privilege_it_says_what_is_missing_and_what_to_use(monkeypatch: 
 
     monkeypatch.setattr(xdp, "BpfObject", refuse)
     monkeypatch.setattr(xdp, "missing_privileges", lambda: features.missing_privileges(effective=1 << 12))
-    with pytest.raises(TargetUnavailable, match="lacks CAP_BPF, CAP_PERFMON; the target numpy needs none"):
+    with pytest.raises(TargetUnavailable, match="lacks CAP_BPF, CAP_PERFMON; the target cpu needs none"):
         XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT)

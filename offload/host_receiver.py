@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target `numpy`: the reference. Clear, and slow."""
+"""The targets `numpy` and `cpu`: packets are taken in Python, columns made by the reference or by the native core.
+
+This is the reference of what becomes of a packet. Columns are made of a whole batch at once.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -10,7 +15,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sennit.offload import hashing
+from sennit.offload import hashing, reference
 from sennit.offload.admission import FeedCounters, Verdict, check_header, check_sequence
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.columns import ColumnValues, Ragged
@@ -18,7 +23,6 @@ from sennit.offload.errors import RecordError
 from sennit.offload.operators import KeepLength, KeepRange, RowFilter, Sample
 from sennit.offload.plan import Plan
 from sennit.offload.records import HEADER, Header, Rows, decode_records
-from sennit.offload.reference import evaluate
 
 
 @dataclass
@@ -26,14 +30,21 @@ class _Slot:
     batch: int
     next_row: int = 0
     parts: list[Rows] = field(default_factory=list)
-    """Of each packet the kept rows, with the columns of the batch."""
+    """Of each packet the kept rows, as they came."""
 
 
-class NumpyReceiver:
+Evaluate = Callable[[Mapping[str, ColumnValues]], Mapping[str, ColumnValues]]
+
+
+class HostReceiver:
     """Takes the records of one session."""
 
-    def __init__(self, layout: BatchLayout, *, session: int) -> None:
+    def __init__(self, layout: BatchLayout, *, session: int, evaluate: Evaluate | None = None) -> None:
+        """`evaluate` makes the columns of a batch out of the schema's fields; the reference does without."""
         self.layout, self.session = layout, session
+        self._evaluate = evaluate or functools.partial(
+            reference.evaluate, layout.plan.graph, outputs=layout.plan.outputs
+        )
         self._slots = [_Slot(number) for number in range(layout.slots)]
         self._counters = FeedCounters()
 
@@ -56,7 +67,7 @@ class NumpyReceiver:
         except RecordError:
             return Verdict.MALFORMED
         keep = kept_rows(plan, rows, header)
-        slot.parts.append(transform(plan, _select(rows, keep)))
+        slot.parts.append(_select(rows, keep))
         slot.next_row += header.records
         self._counters.records += header.records
         self._counters.filtered += int(np.count_nonzero(~keep))
@@ -69,18 +80,16 @@ class NumpyReceiver:
 
     def batch(self, number: int) -> Batch:
         plan, parts = self.layout.plan, self._slots[number % self.layout.slots].parts
-        parts = parts or [transform(plan, decode_records(plan.schema, b"", 0))]
-        tables = [[_ragged(part, table.column) for part in parts] for table in plan.sparse]
-        dense = [np.stack([_dense(part, name) for name in plan.dense], axis=1) for part in parts if plan.dense]
-        rows = sum(len(part) for part in parts)
+        rows = _joined(parts or [decode_records(plan.schema, b"", 0)])
+        columns = self._evaluate(rows.columns)
+        tables = [_ragged(columns, table.column) for table in plan.sparse]
+        dense = [_dense(columns, name) for name in plan.dense]
         return Batch(
             number=number,
-            labels=np.concatenate([part.labels for part in parts]),
-            dense=np.concatenate(dense) if dense else np.zeros((rows, 0), np.float32),
-            lengths=np.array([np.concatenate([part.lengths for part in table]) for table in tables], np.int32).reshape(
-                len(tables), rows
-            ),
-            values=tuple(np.concatenate([part.values for part in table]) for table in tables),
+            labels=rows.labels,
+            dense=np.stack(dense, axis=1) if dense else np.zeros((len(rows), 0), np.float32),
+            lengths=np.array([table.lengths for table in tables], np.int32).reshape(len(tables), len(rows)),
+            values=tuple(table.values for table in tables),
         )
 
     def release(self, batch: int) -> None:
@@ -102,12 +111,6 @@ class NumpyReceiver:
         self.close()
 
 
-def transform(plan: Plan, rows: Rows) -> Rows:
-    """The columns that a batch has of these rows."""
-    outputs = tuple(dict.fromkeys([*plan.dense, *(table.column for table in plan.sparse)]))
-    return Rows(labels=rows.labels, columns=evaluate(plan.graph, rows.columns, outputs))
-
-
 def kept_rows(plan: Plan, rows: Rows, header: Header) -> NDArray[np.bool_]:
     """Which rows the plan keeps."""
     keep = np.ones(len(rows), np.bool_)
@@ -121,10 +124,10 @@ def _condition(condition: RowFilter, rows: Rows, header: Header) -> NDArray[np.b
         numbers = np.uint64(header.batch << 32 | header.row) + np.arange(len(rows), dtype=np.uint64)
         return hashing.splitmix64(condition.seed, numbers) >> np.uint64(32) < np.uint64(condition.below)
     if isinstance(condition, KeepRange):
-        x = _dense(rows, condition.column)
+        x = _dense(rows.columns, condition.column)
         return (x >= np.float32(condition.low)) & (x <= np.float32(condition.high))
     assert isinstance(condition, KeepLength)
-    lengths = _ragged(rows, condition.column).lengths
+    lengths = _ragged(rows.columns, condition.column).lengths
     return (lengths >= condition.least) & (lengths <= condition.most)
 
 
@@ -135,13 +138,26 @@ def _select(rows: Rows, keep: NDArray[np.bool_]) -> Rows:
     return Rows(labels=rows.labels[keep], columns=columns)
 
 
-def _dense(rows: Rows, name: str) -> NDArray[np.float32]:
-    found = rows.columns[name]
+def _joined(parts: list[Rows]) -> Rows:
+    """The rows of several packets."""
+    columns: dict[str, ColumnValues] = {}
+    for name, first in parts[0].columns.items():
+        if isinstance(first, Ragged):
+            pieces = [_ragged(part.columns, name) for part in parts]
+            lengths = np.concatenate([piece.lengths for piece in pieces])
+            columns[name] = Ragged(lengths, np.concatenate([piece.values for piece in pieces]))
+        else:
+            columns[name] = np.concatenate([_dense(part.columns, name) for part in parts])
+    return Rows(labels=np.concatenate([part.labels for part in parts]), columns=columns)
+
+
+def _dense(columns: Mapping[str, ColumnValues], name: str) -> NDArray[np.float32]:
+    found = columns[name]
     assert isinstance(found, np.ndarray)
     return found
 
 
-def _ragged(rows: Rows, name: str) -> Ragged:
-    found = rows.columns[name]
+def _ragged(columns: Mapping[str, ColumnValues], name: str) -> Ragged:
+    found = columns[name]
     assert isinstance(found, Ragged)
     return found

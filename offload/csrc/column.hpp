@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+// A column of a batch: one float for each row, or ids with the length of each row.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace sennit::offload {
+
+template <typename Element>
+using Buffer = std::shared_ptr<std::vector<Element>>;
+
+constexpr std::size_t SPARE_BUFFERS_MAX = 256;
+
+// At least `size` elements, with anything in them. Memory that was used before, where there is some: the pages of new
+// memory cost several times what an operator takes to fill them.
+template <typename Element>
+Buffer<Element> buffer(std::size_t size) {
+  // Never destroyed, as buffers may come back when their thread ends.
+  static thread_local auto* spare = new std::vector<std::unique_ptr<std::vector<Element>>>;
+  auto found = std::make_unique<std::vector<Element>>();
+  if (!spare->empty()) {
+    found = std::move(spare->back());
+    spare->pop_back();
+  }
+  if (found->size() < size) found->resize(size);
+  return {found.release(), [](std::vector<Element>* used) {
+            std::unique_ptr<std::vector<Element>> owned(used);
+            if (spare->size() < SPARE_BUFFERS_MAX) spare->push_back(std::move(owned));
+          }};
+}
+
+// Memory that the column made itself lives as long as a column that uses it.
+struct Column {
+  bool is_dense = false;
+  std::size_t rows = 0;
+  const float* dense = nullptr;
+  const std::int32_t* lengths = nullptr;
+  const std::int64_t* values = nullptr;
+  std::size_t count = 0;  // of values
+
+  Buffer<float> own_dense;
+  Buffer<std::int32_t> own_lengths;
+  Buffer<std::int64_t> own_values;
+};
+
+inline Column dense_column(std::size_t rows, Buffer<float> numbers) {
+  Column made;
+  made.is_dense = true;
+  made.rows = rows;
+  made.dense = numbers->data();
+  made.own_dense = std::move(numbers);
+  return made;
+}
+
+// Ids with other lengths.
+inline Column ids_column(std::size_t rows, Buffer<std::int32_t> lengths, std::size_t count,
+                         Buffer<std::int64_t> values) {
+  Column made;
+  made.rows = rows;
+  made.count = count;
+  made.lengths = lengths->data();
+  made.values = values->data();
+  made.own_lengths = std::move(lengths);
+  made.own_values = std::move(values);
+  return made;
+}
+
+// Other ids with the same lengths.
+inline Column same_lengths(const Column& of, Buffer<std::int64_t> values) {
+  Column made = of;
+  made.values = values->data();
+  made.own_values = std::move(values);
+  return made;
+}
+
+}  // namespace sennit::offload

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operators on the CPU: a graph of columns as a native program, run for a whole batch in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.offload._native import Program
+from sennit.offload.columns import ColumnValues, DenseType, DenseValues, Ragged
+from sennit.offload.operators import (
+    Bucketize,
+    Clamp,
+    ClampList,
+    Cross,
+    Enumerate,
+    FirstX,
+    MapId,
+    NGram,
+    Operator,
+    PositiveModulus,
+    SigridHash,
+    TableOperator,
+)
+from sennit.offload.plan import Graph
+from sennit.offload.tables import function_table, id_table
+
+
+class NativeTransform:
+    """Makes some columns of a graph out of its sources: what `reference.evaluate` does, in C++."""
+
+    def __init__(self, graph: Graph, outputs: tuple[str, ...]) -> None:
+        needed = graph.needed(outputs)
+        self.outputs = outputs
+        self._program = Program()
+        self._sources = [name for name in graph.sources if name in needed]
+        self._is_empty = not self._sources
+        numbers: dict[str, int] = {}
+        for name in self._sources:
+            is_dense = isinstance(graph.sources[name], DenseType)
+            numbers[name] = self._program.dense_source() if is_dense else self._program.ids_source()
+        for name in graph.order:
+            if name in needed:
+                operator = graph.columns[name]
+                numbers[name] = self._add(operator, *(numbers[source] for source in operator.inputs))
+        self._numbers = [numbers[name] for name in outputs]
+
+    def __call__(self, columns: Mapping[str, ColumnValues]) -> dict[str, ColumnValues]:
+        """The output columns of these rows."""
+        if self._is_empty:
+            return {}
+        found = self._program.run([_given(columns[name]) for name in self._sources], self._numbers)
+        return {name: _taken(column) for name, column in zip(self.outputs, found, strict=True)}
+
+    def _add(self, operator: Operator, first: int, second: int = 0) -> int:
+        program = self._program
+        match operator:
+            case Clamp():
+                return program.clamp(first, float(np.float32(operator.low)), float(np.float32(operator.high)))
+            case TableOperator():
+                return program.look_up(first, operator.bits, function_table(operator).tolist())
+            case Bucketize():
+                return program.bucketize(first, np.array(operator.borders, np.float32).tolist())
+            case SigridHash():
+                return program.sigrid_hash(first, operator.salt, operator.max_value)
+            case PositiveModulus():
+                return program.positive_modulus(first, operator.divisor)
+            case ClampList():
+                return program.clamp_list(first, operator.low, operator.high)
+            case MapId():
+                table = id_table(operator)
+                places = table.keys.tolist(), table.values.tolist()
+                return program.map_id(first, table.multiplier, table.shift, table.probes, *places, operator.default)
+            case Enumerate():
+                return program.enumerate(first)
+            case FirstX():
+                return program.first_x(first, operator.count)
+            case NGram():
+                return program.ngram(first, operator.count)
+            case Cross():
+                return program.cross(first, second)
+        raise AssertionError(f"no native {type(operator).__name__}")
+
+
+_NativeColumn = DenseValues | tuple[NDArray[np.int32], NDArray[np.int64]]
+
+
+def _given(values: ColumnValues) -> _NativeColumn:
+    if isinstance(values, Ragged):
+        return np.ascontiguousarray(values.lengths), np.ascontiguousarray(values.values)
+    return np.ascontiguousarray(values)
+
+
+def _taken(found: _NativeColumn) -> ColumnValues:
+    return Ragged(*found) if isinstance(found, tuple) else found
