@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sennit.offload.batches import Batch
+from sennit.offload.columns import ColumnValues, Ragged
 
 
 def assert_same_bits(found: NDArray[Any], expected: NDArray[Any], what: str) -> None:
@@ -19,6 +20,16 @@ def assert_same_bits(found: NDArray[Any], expected: NDArray[Any], what: str) -> 
     assert not len(wrong), (
         f"{what}: first at {wrong[0]}: {found[tuple(wrong[0])]}, {expected[tuple(wrong[0])]} expected"
     )
+
+
+def assert_same_column(found: ColumnValues, expected: ColumnValues, what: str) -> None:
+    if isinstance(expected, Ragged):
+        assert isinstance(found, Ragged), what
+        assert_same_bits(found.lengths, expected.lengths, f"lengths of {what}")
+        assert_same_bits(found.values, expected.values, f"values of {what}")
+    else:
+        assert isinstance(found, np.ndarray), what
+        assert_same_bits(found, expected, what)
 
 
 def assert_same_batch(found: Batch, expected: Batch) -> None:

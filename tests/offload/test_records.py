@@ -17,7 +17,7 @@ from sennit.offload.columns import Ragged
 from sennit.offload.errors import RecordError
 from sennit.offload.records import HEADER, Header, Rows, decode_records, encode_packets, encode_records
 from sennit.offload.schema import Dense, DenseKind, Ids, Schema
-from tests.offload.agreement import assert_same_bits
+from tests.offload.agreement import assert_same_bits, assert_same_column
 from tests.offload.strategies import random_rows, schemas
 
 DOCUMENT = json.loads((Path(__file__).parents[1] / "vectors" / "records.json").read_text())
@@ -37,14 +37,7 @@ def assert_same_rows(found: Rows, expected: Rows) -> None:
     assert_same_bits(found.labels, expected.labels, "labels")
     assert found.columns.keys() == expected.columns.keys()
     for name, column in found.columns.items():
-        other = expected.columns[name]
-        if isinstance(column, Ragged) and isinstance(other, Ragged):
-            assert_same_bits(column.lengths, other.lengths, name)
-            assert_same_bits(column.values, other.values, name)
-        else:
-            assert isinstance(column, np.ndarray)
-            assert isinstance(other, np.ndarray)
-            assert_same_bits(column, other, name)
+        assert_same_column(column, expected.columns[name], name)
 
 
 @pytest.mark.parametrize("vector", DOCUMENT["vectors"], ids=["little", "big"])

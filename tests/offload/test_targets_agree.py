@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from hypothesis import strategies as st
 from sennit.offload._native import Program
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
-from sennit.offload.columns import Ragged
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.native import NativeTransform
 from sennit.offload.operators import FirstX, Sample, SigridHash
@@ -25,7 +25,7 @@ from sennit.offload.split import split
 from sennit.offload.targets import Target, compile_plan
 from sennit.offload.xdp import XdpReceiver
 from sennit.testbed import capabilities
-from tests.offload.agreement import assert_same_batch, assert_same_bits
+from tests.offload.agreement import assert_same_batch, assert_same_column
 from tests.offload.strategies import plans, random_rows
 
 SESSION = 0x5E55104
@@ -68,7 +68,7 @@ def mangled(packet: bytes, rng: np.random.Generator) -> bytes:
 @pytest.mark.timeout(300)
 # Without shrinking: each example compiles a program.
 @settings(
-    max_examples=40, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=80, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(plan=plans(), content=st.integers(0, 1 << 32))
 def test_xdp_agrees_with_numpy(plan: Plan, content: int) -> None:
@@ -102,14 +102,7 @@ def test_the_native_core_agrees_with_numpy(plan: Plan, content: int, rows: int) 
     expected = evaluate(plan.graph, given_rows.columns, outputs)
     assert found.keys() == expected.keys()
     for name, column in expected.items():
-        other = found[name]
-        if isinstance(column, Ragged):
-            assert isinstance(other, Ragged)
-            assert_same_bits(other.lengths, column.lengths, name)
-            assert_same_bits(other.values, column.values, name)
-        else:
-            assert isinstance(other, np.ndarray)
-            assert_same_bits(other, column, name)
+        assert_same_column(found[name], column, name)
 
 
 def test_every_target_makes_the_same_batch(rng: np.random.Generator) -> None:
@@ -154,3 +147,19 @@ def test_the_native_core_refuses_what_does_not_fit() -> None:
     for sources, message in wrong:
         with pytest.raises(ValueError, match=message):
             program.run(sources, [last, dense])
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(plan=plans(), content=st.integers(0, 1 << 32), choice=st.randoms(use_true_random=False))
+def test_the_halves_of_a_plan_make_what_the_whole_makes(plan: Plan, content: int, choice: random.Random) -> None:
+    on_cpu = [name for name in plan.columns if choice.random() < 0.5]
+    halves = split(plan, on_cpu=on_cpu)
+    rows = random_rows(plan.schema, BATCH_ROWS, np.random.default_rng(content))
+    expected = evaluate(plan.graph, rows.columns, plan.outputs)
+    found = dict(evaluate(halves.prefix.graph, rows.columns, halves.prefix.outputs))
+    if halves.rest is not None:
+        made = tuple(name for name in plan.outputs if name in halves.rest.columns)
+        assert not set(made) & set(halves.prefix.outputs)
+        found |= NativeTransform(halves.rest, made)(found)
+    for name in plan.outputs:
+        assert_same_column(found[name], expected[name], name)
