@@ -112,17 +112,11 @@ def _privileges() -> Feature:
 
 
 def _libbpf() -> Feature:
-    try:
-        library()
-    except (BpfError, AttributeError) as error:
-        return Feature(name="libbpf", absent_because=str(error), remedy="install libbpf 1.0 or later (libbpf1)")
+    library()
     return Feature(name="libbpf")
 
 
 def _map(name: str, kind: int, entries: int, flags: int, extra: int, remedy: str) -> Feature:
-    before = probe("libbpf")
-    if not before.available:
-        return Feature(name=name, absent_because=before.absent_because, remedy=before.remedy)
     options = _MapOptions(sz=ctypes.sizeof(_MapOptions), map_flags=flags, map_extra=extra)
     is_array = kind == _BPF_MAP_TYPE_ARRAY
     descriptor = library().bpf_map_create(kind, b"probe", 4 * is_array, 4 * is_array, entries, ctypes.byref(options))
@@ -230,7 +224,10 @@ PROBES: Final[dict[str, Callable[[], Feature]]] = {
 @functools.cache
 def probe(name: str) -> Feature:
     """One feature, tried at most once a process."""
-    return PROBES[name]()
+    try:
+        return PROBES[name]()
+    except BpfError as error:  # there is no libbpf
+        return Feature(name=name, absent_because=str(error), remedy="install libbpf 1.0 or later (libbpf1)")
 
 
 def absent() -> list[Feature]:

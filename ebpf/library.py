@@ -99,7 +99,9 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise BpfError(errno.ENOENT, f"{error}: install libbpf 1.0 or later (Debian: libbpf1)") from None
     for name, result, arguments in _FUNCTIONS:
-        function = getattr(loaded, name)
+        function = getattr(loaded, name, None)
+        if function is None:
+            raise BpfError(errno.ENOSYS, f"{LIBRARY} has no {name}: install libbpf 1.0 or later (Debian: libbpf1)")
         function.restype, function.argtypes = result, arguments
     loaded.libbpf_set_print(_print_callback)
     return loaded

@@ -231,3 +231,16 @@ def test_what_is_absent_is_named() -> None:
         assert found.name == name
         assert found.available or found.remedy
     assert features.absent() == [found for name in features.PROBES if not (found := features.probe(name)).available]
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library() -> None:
+        raise BpfError(2, "libbpf.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(features, "library", no_library)
+    features.probe.cache_clear()
+    try:
+        for name in ("libbpf", "arena", "xdp", "fentry"):
+            assert "libbpf.so.1" in features.probe(name).absent_because
+    finally:
+        features.probe.cache_clear()
