@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
+import time
 from typing import Annotated
 
 import typer
 
 from sennit.testbed.command_line import stdout_console
+
+# sysexits.h, EX_UNAVAILABLE
+EXIT_UNAVAILABLE = 69
 
 
 def top(
@@ -39,16 +44,22 @@ def top(
 
 
 def metrics(
-    listen: Annotated[
-        str | None, typer.Option(help="ADDRESS:PORT to answer GET /metrics on; without it, one text on stdout")
+    listen: Annotated[str | None, typer.Option(help="ADDRESS:PORT to answer GET /metrics on, for Prometheus")] = None,
+    otlp: Annotated[
+        str | None, typer.Option(help="URL of an OpenTelemetry collector, which is sent everything")
     ] = None,
+    interval: Annotated[float, typer.Option(help="seconds between two sendings with --otlp", min=0.1)] = 10.0,
 ) -> None:
-    """Counters of this machine's ranks in the OpenMetrics format, for Prometheus."""
-    from sennit.testbed.telemetry import openmetrics
-    from sennit.transport import counters
+    """Counters of this machine's ranks and RDMA devices: served, sent, or else written once, as OpenMetrics text."""
+    from sennit.testbed.telemetry import openmetrics, samples
 
+    if listen is not None and otlp is not None:
+        raise typer.BadParameter("--listen and --otlp: one of them")
+    if otlp is not None:
+        _send(otlp, interval)
+        return
     if listen is None:
-        typer.echo(openmetrics.render(counters.pages()), nl=False)
+        typer.echo(openmetrics.render(samples.read()), nl=False)
         return
     address, separator, port = listen.rpartition(":")
     if not separator or not port.isdecimal() or int(port) > 65_535:
@@ -61,3 +72,17 @@ def metrics(
     with server, contextlib.suppress(KeyboardInterrupt):
         typer.echo(f"sennit metrics: http://{address}:{server.server_port}/metrics", err=True)
         server.serve_forever()
+
+
+def _send(endpoint: str, interval_s: float) -> None:
+    if importlib.util.find_spec("opentelemetry.exporter") is None:
+        typer.echo("sennit metrics: the OpenTelemetry SDK is not installed: pip install 'sennit[telemetry]'", err=True)
+        raise typer.Exit(EXIT_UNAVAILABLE)
+    from sennit.testbed.telemetry.otlp import Exporter
+
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Exporter(endpoint)) as exporter:
+        typer.echo(f"sennit metrics: to {endpoint} every {interval_s:g} s; an interrupt ends it", err=True)
+        while True:
+            if not exporter.send():
+                typer.echo(f"sennit metrics: {endpoint} did not take it; trying again in {interval_s:g} s", err=True)
+            time.sleep(interval_s)

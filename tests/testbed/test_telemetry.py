@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import http.server
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
-from sennit.testbed.telemetry import openmetrics, rates, top
+from sennit.testbed.telemetry import openmetrics, rates, samples, top
 from sennit.transport import counters
 
 WORKER = Path(__file__).with_name("lossy_worker.py")
@@ -111,7 +115,7 @@ def test_every_counter_is_on_the_page_of_the_docs(ranks: Ranks) -> None:
     for block in ranks.pages()[0].blocks:
         assert list(block.values) == list(documented[block.group])
         for name, exported in documented[block.group].items():
-            assert openmetrics.exported_name(name) == openmetrics.PREFIX + (exported or name)
+            assert samples.exported_name(name) == samples.PREFIX + (exported or name)
 
 
 @SHM
@@ -196,3 +200,102 @@ def test_a_wrong_address_is_named(listen: str) -> None:
     )
     assert done.returncode == 2
     assert "ADDRESS:PORT" in done.stderr
+
+
+def make_device(sysfs: Path) -> None:
+    folder = sysfs / "rxe0" / "ports" / "1" / "hw_counters"
+    folder.mkdir(parents=True)
+    for name, text in (("duplicate_request", "7\n"), ("lifespan", "10\n"), ("sent_pkts", "no number\n")):
+        (folder / name).write_text(text)
+
+
+def test_devices_stand_beside_ranks_under_the_same_names(tmp_path: Path) -> None:
+    make_device(tmp_path)
+    (found,) = samples.of_devices(tmp_path)
+    assert (found.name, found.value) == (samples.exported_name("duplicate_packets"), 7)
+    assert found.labels == {"device": "rxe0", "port": "1", "group": "device"}
+    line = 'sennit_duplicate_request_total{device="rxe0",port="1",group="device"} 7'
+    assert openmetrics.render([found]) == f"# TYPE sennit_duplicate_request counter\n{line}\n# EOF\n"
+
+
+class Collector(http.server.BaseHTTPRequestHandler):
+    """Keeps what is sent to it; answers with the status that it is told."""
+
+    bodies: ClassVar[list[bytes]] = []
+    status: ClassVar[int] = 200
+
+    def do_POST(self) -> None:
+        self.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(self.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        del format, arguments
+
+
+def test_a_collector_gets_counts_and_gauges() -> None:
+    pytest.importorskip("opentelemetry.exporter", reason="the OpenTelemetry SDK is not installed")
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    from sennit.testbed.telemetry.otlp import Exporter
+
+    count = samples.Sample(name="sennit_lost_packets", is_gauge=False, labels={"rank": "0", "peer": "1"}, value=5)
+    gauge = samples.Sample(name="sennit_rtt_us", is_gauge=True, labels={"rank": "0"}, value=80)
+    Collector.bodies.clear()
+    Collector.status = 200
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            exporter = Exporter(f"http://127.0.0.1:{server.server_port}/v1/metrics")
+            assert exporter.send([count, gauge])
+            assert exporter.send([dataclasses.replace(count, value=6)])
+            Collector.status = 400
+            assert not exporter.send([count])
+            exporter.close()
+        finally:
+            server.shutdown()
+            thread.join(DEADLINE_S)
+    requests = []
+    for body in Collector.bodies:
+        request = ExportMetricsServiceRequest()
+        request.ParseFromString(body)
+        requests.append({m.name: m for m in request.resource_metrics[0].scope_metrics[0].metrics})
+    first, second, *_ = requests
+    (point,) = first["sennit_lost_packets"].sum.data_points
+    assert first["sennit_lost_packets"].sum.is_monotonic
+    assert {attribute.key: attribute.value.string_value for attribute in point.attributes} == count.labels
+    assert point.as_int == 5
+    assert first["sennit_rtt_us"].gauge.data_points[0].as_int == 80
+    assert second["sennit_lost_packets"].sum.data_points[0].as_int == 6
+    assert "sennit_rtt_us" not in second  # no rank has it any more
+
+
+def test_a_collector_that_is_not_there_is_no_end() -> None:
+    pytest.importorskip("opentelemetry.exporter", reason="the OpenTelemetry SDK is not installed")
+    command = [*SENNIT, "metrics", "--otlp", "http://127.0.0.1:1/v1/metrics", "--interval", "0.1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        refused = 0
+        for line in process.stderr:
+            refused += "did not take it" in line
+            if refused == 2:  # so it went on
+                break
+        assert refused == 2
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_dashboard_asks_for_what_is_exported() -> None:
+    text = PAGE.read_text()
+    names = {samples.exported_name(row["name"]) for row in ROW.finditer(text)}
+    dashboard = json.loads((PAGE.parent / "grafana" / "sennit.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {
+        name.removesuffix("_total") for expression in expressions for name in re.findall(r"sennit_\w+", expression)
+    }
+    assert asked <= names
+    assert len(asked) >= 8

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters as monitoring systems take them: a name, labels, a value. Of ranks, and of RDMA devices beside them.
+
+Every name has the prefix `sennit_`. What RDMA devices count as well has the name that they use (`STANDARD_NAMES`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sennit.transport import counters
+
+PREFIX: Final = "sennit_"
+# Ours -> what mlx5 and rxe call the same (drivers/infiniband/hw/mlx5/counters.c, sw/rxe/rxe_hw_counters.c).
+STANDARD_NAMES: Final = {
+    "data_bytes_sent": "rdma_tx_bytes",
+    "data_bytes_received": "rdma_rx_bytes",
+    "data_packets_sent": "rdma_tx_packets",
+    "data_packets_received": "rdma_rx_packets",
+    "duplicate_packets": "duplicate_request",
+    "bad_icrc": "rx_icrc_encapsulated",
+}
+GAUGES: Final = frozenset({"window_packets", "rtt_us", "rto_us", "state", "registered_bytes"})
+UNUSED: Final = "none"
+"""The reason that no refused packet has."""
+DEVICES: Final = Path("/sys/class/infiniband")
+DEVICE_GROUP: Final = "device"
+# A setting of the device's driver, which stands among what it counts.
+LIFESPAN: Final = "lifespan"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """One counter of one rank, peer, path or device."""
+
+    name: str
+    is_gauge: bool
+    """A value of the moment; else a count that only grows."""
+    labels: dict[str, str]
+    value: int
+
+
+def exported_name(name: str) -> str:
+    return PREFIX + STANDARD_NAMES.get(name, name)
+
+
+def of_pages(pages: Iterable[counters.Page]) -> Iterator[Sample]:
+    for page in pages:
+        for block in page.blocks:
+            labels = {"rank": f"{page.rank}", "process": f"{page.process}", "group": block.group}
+            labels |= {"peer": f"{block.peer}"} if block.peer is not None else {}
+            labels |= {"path": f"{block.path}"} if block.path is not None else {}
+            for name, value in block.values.items():
+                if name != UNUSED:
+                    yield Sample(name=exported_name(name), is_gauge=name in GAUGES, labels=labels, value=value)
+
+
+def of_devices(sysfs: Path = DEVICES) -> Iterator[Sample]:
+    """What RDMA devices count at their ports (`hw_counters`), all processes together; nothing without devices."""
+    for folder in sorted(sysfs.glob("*/ports/*/hw_counters")):
+        device, _, port, _ = folder.parts[-4:]
+        labels = {"device": device, "port": port, "group": DEVICE_GROUP}
+        for file in sorted(folder.iterdir()):
+            if file.name == LIFESPAN:
+                continue
+            try:
+                value = int(file.read_text())
+            except (OSError, ValueError):  # the device went away, or its driver does not say
+                continue
+            yield Sample(name=PREFIX + file.name, is_gauge=False, labels=labels, value=value)
+
+
+def read() -> list[Sample]:
+    """All of this machine, now."""
+    return [*of_pages(counters.pages()), *of_devices()]
