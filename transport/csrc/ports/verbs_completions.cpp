@@ -63,13 +63,13 @@ void VerbsPort::on_completion(VerbsAdapter& adapter, const ibv_wc& completion, u
 void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint64_t now_us) {
   Path* const known = find_path(adapter, completion.qp_num);
   if (known == nullptr || known->flow == nullptr) {
-    ++counters_.unknown_qpn;
+    ++counters_->unknown_qpn;
     return;
   }
   Path& path = *known;
   if (completion.status != IBV_WC_SUCCESS) {
     // With UC the device drops the one message and goes on (IBTA, class D fault).
-    completion.status == IBV_WC_REM_ACCESS_ERR ? ++counters_.remote_access_errors : ++counters_.receive_errors;
+    completion.status == IBV_WC_REM_ACCESS_ERR ? ++counters_->remote_access_errors : ++counters_->receive_errors;
     if (completion.status == IBV_WC_WR_FLUSH_ERR || config_.service == VerbsService::rc) on_path_error(path, now_us);
     return;
   }
@@ -77,7 +77,7 @@ void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint
   if (completion.opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
     // The device has checked key and range. (What names an eager packet was not put where that belongs.)
     if (flow::slot_of(immediate) == flow::EAGER_SLOT) {
-      ++counters_.bad_slot;
+      ++counters_->bad_slot;
     } else {
       path.flow->on_data(now_us, path.index, immediate, completion.byte_len);
     }
@@ -96,7 +96,7 @@ void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint
 // that comes late finds nothing to overwrite.
 void VerbsPort::on_eager(Path& path, uint32_t immediate, std::span<const std::byte> payload, uint64_t now_us) {
   if (flow::slot_of(immediate) != flow::EAGER_SLOT) {
-    ++counters_.bad_slot;
+    ++counters_->bad_slot;
     return;
   }
   const uint32_t slot = flow::index_of(immediate) % EAGER_SLOT_COUNT;

@@ -52,7 +52,7 @@ void VerbsPort::on_event(VerbsAdapter& adapter, const ibv_async_event& event, ui
 }
 
 void VerbsPort::on_port(VerbsAdapter& adapter, uint8_t port, bool is_up, uint64_t now_us) {
-  ++counters_.port_events;
+  ++counters_->port_events;
   const auto is_its = [&](const Rail& rail) { return rail.adapter == &adapter && rail.address.port == port; };
   for (Rail& rail : rails_)
     if (is_its(rail)) rail.is_up = is_up;
@@ -80,7 +80,7 @@ void VerbsPort::on_path_error(Path& path, uint64_t now_us) {
   // (Reported once for each request that was in its queue.)
   if (path.is_broken) return;
   break_off(path);
-  ++counters_.path_errors;
+  ++counters_->path_errors;
   path.flow->on_path_failed(now_us, path.index);
   if (revive_at_us_ != UINT64_MAX) return;
   revive_pause_us_ = std::clamp(revive_pause_us_, REVIVE_FIRST_US, REVIVE_MAX_US);
@@ -97,7 +97,7 @@ void VerbsPort::revive_paths(uint64_t now_us) {
     ++path->generation;
     if (path->queue.revive(releases_[path->adapter->number()])) {
       path->is_broken = false;
-      ++counters_.path_revivals;
+      ++counters_->path_revivals;
       continue;
     }
     // Connecting may wait for the neighbour's address, so not more than one failure at a time.

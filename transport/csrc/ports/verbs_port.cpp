@@ -31,7 +31,10 @@ constexpr std::chrono::milliseconds END_MAX{1'000};
 }  // namespace
 
 VerbsPort::VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config)
-    : rank_(rank), config_(config), send_buffers_(SEND_BUFFER_COUNT, flow::CONTROL_MAX_BYTES) {
+    : rank_(rank),
+      config_(config),
+      send_buffers_(SEND_BUFFER_COUNT, flow::CONTROL_MAX_BYTES),
+      counters_(config.counter_page) {
   if (size < 1 || rank >= size)
     throw std::invalid_argument("verbs: rank " + std::to_string(rank) + " is not below the size " +
                                 std::to_string(size));
@@ -243,7 +246,7 @@ bool VerbsPort::send_from(Peer& peer, uint64_t now_us) {
   uint32_t path = 0;
   for (;;) {
     if (!has_room(peer)) {  // until completions come
-      ++counters_.send_blocked;
+      ++counters_->send_blocked;
       return sent;
     }
     const size_t buffer = take_buffer();
@@ -276,7 +279,7 @@ uint64_t VerbsPort::name_of(const Path& path) const {
 void VerbsPort::send_control(Path& path, size_t buffer, size_t size_bytes) {
   const VerbsQueuePair::Held held{VerbsQueuePair::Held::Kind::buffer, buffer};
   if (!is_usable(path)) {
-    ++counters_.send_dropped;
+    ++counters_->send_dropped;
     let_go(*path.adapter, held);
     return;
   }
@@ -286,7 +289,7 @@ void VerbsPort::send_control(Path& path, size_t buffer, size_t size_bytes) {
   request.sg_list = &entry;
   request.num_sge = 1;
   request.opcode = IBV_WR_SEND;
-  ++counters_.send_calls;
+  ++counters_->send_calls;
   path.queue.post(&request, std::span(&held, 1));
   if (!path.queue.is_ready()) on_path_error(path, last_now_us_);
 }
@@ -294,7 +297,7 @@ void VerbsPort::send_control(Path& path, size_t buffer, size_t size_bytes) {
 void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
   using Held = VerbsQueuePair::Held;
   if (!is_usable(path)) {
-    counters_.send_dropped += packets.size();
+    counters_->send_dropped += packets.size();
     return;
   }
   std::array<ibv_send_wr, BATCH_MAX_PACKETS> requests{};
@@ -312,7 +315,7 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
     } else if (packet.size_bytes != 0) {
       uint32_t key = 0;
       if (!path.adapter->exposure().begin_reading(packet.payload, packet.size_bytes, held[count].id, key)) {
-        ++counters_.send_dropped;  // it could not be registered: failure() says why
+        ++counters_->send_dropped;  // it could not be registered: failure() says why
         continue;
       }
       entries[count] = {reinterpret_cast<uintptr_t>(packet.payload), packet.size_bytes, key};
@@ -329,7 +332,7 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
     ++count;
   }
   if (count == 0) return;
-  ++counters_.send_calls;
+  ++counters_->send_calls;
   path.queue.post(&requests[0], std::span(held).first(count));
   if (!path.queue.is_ready()) on_path_error(path, last_now_us_);
 }
@@ -410,15 +413,15 @@ CounterList VerbsPort::counters() const {
     registered_bytes += adapter->registrations().registered_bytes();
   }
   CounterList out = {
-      {"send_calls", counters_.send_calls},
-      {"send_blocked", counters_.send_blocked},
-      {"send_dropped", counters_.send_dropped},
-      {"receive_errors", counters_.receive_errors},
-      {"remote_access_errors", counters_.remote_access_errors},
-      {"unknown_qpn", counters_.unknown_qpn},
-      {"path_errors", counters_.path_errors},
-      {"path_revivals", counters_.path_revivals},
-      {"port_events", counters_.port_events},
+      {"send_calls", counters_->send_calls},
+      {"send_blocked", counters_->send_blocked},
+      {"send_dropped", counters_->send_dropped},
+      {"receive_errors", counters_->receive_errors},
+      {"remote_access_errors", counters_->remote_access_errors},
+      {"unknown_qpn", counters_->unknown_qpn},
+      {"path_errors", counters_->path_errors},
+      {"path_revivals", counters_->path_revivals},
+      {"port_events", counters_->port_events},
       {"memory_windows", keys.windows},
       {"memory_binds", keys.binds},
       {"message_registrations", keys.message_registrations},
@@ -431,8 +434,9 @@ CounterList VerbsPort::counters() const {
   flow::FlowCounters sum{};
   for (const Peer* peer : connected_) add_to_totals(sum, peer->lane->flow().counters());
   append_totals(out, sum);
-  out.insert(out.end(),
-             {{"bad_key", sum.bad_key}, {"bad_range", sum.bad_range}, {"bad_slot", sum.bad_slot + counters_.bad_slot}});
+  out.insert(
+      out.end(),
+      {{"bad_key", sum.bad_key}, {"bad_range", sum.bad_range}, {"bad_slot", sum.bad_slot + counters_->bad_slot}});
   return out;
 }
 

@@ -26,6 +26,7 @@
 #include "ports/verbs_buffers.hpp"
 #include "ports/verbs_joint_exposure.hpp"
 #include "ports/verbs_queue_pair.hpp"
+#include "telemetry/counter_page.hpp"
 
 namespace sennit {
 
@@ -142,7 +143,14 @@ class VerbsPort final : public Port {
     uint64_t remote_access_errors = 0;  // packets that the device refused: a key that is gone, most of them late copies
     uint64_t receive_errors = 0, unknown_qpn = 0, bad_slot = 0;
     uint64_t path_errors = 0, path_revivals = 0, port_events = 0;
-  } counters_;
+
+    static constexpr const char* GROUP = "verbs";
+    static std::vector<std::string> names() {
+      return {"send_calls",  "send_blocked", "send_dropped", "remote_access_errors", "receive_errors",
+              "unknown_qpn", "bad_slot",     "path_errors",  "path_revivals",        "port_events"};
+    }
+  };
+  const Counted<Counters> counters_;
 };
 
 }  // namespace sennit

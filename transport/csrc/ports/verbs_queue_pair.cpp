@@ -13,8 +13,9 @@ namespace sennit {
 namespace {
 
 constexpr uint8_t HOP_LIMIT = 64;
-// RC only: 4.096 us * 2^14 = 67 ms, seven times; flow takes the path as dead long before.
-constexpr uint8_t ACK_TIMEOUT = 14, RETRY_COUNT = 7, RNR_RETRY_FOREVER = 7;
+// RC only: 4.096 us * 2^14 = 67 ms, six times; flow takes the path as dead long before. Not seven times: rxe takes that
+// for ever, and a request to an end that was brought up again would never come back, nor the memory that it sends.
+constexpr uint8_t ACK_TIMEOUT = 14, RETRY_COUNT = 6, RNR_RETRY_FOREVER = 7;
 constexpr uint8_t RNR_TIMER = 1;  // 10 us
 // RC only: numbers of packets between two lives of a queue pair. They go down: to the end that was brought up again,
 // the other's packets look like ones that come too soon, and are refused until that end starts anew, too. (Up, they
