@@ -3,6 +3,7 @@
 
 import os
 import random
+import signal
 import zlib
 
 import hypothesis
@@ -14,6 +15,8 @@ from sennit.testbed import capabilities
 # Inherited by every process a test starts.
 os.environ.setdefault("SENNIT_INTERFACES", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell starts what runs in its background with interrupts ignored, and processes inherit that, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Marker -> the capabilities that its ring takes.
 RINGS = {"root": ("root", "netns"), "rdma": ("rdma",), "gpu": ("gpu",)}

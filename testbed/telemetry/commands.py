@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import signal
 import time
+from collections.abc import Iterator
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -69,9 +72,25 @@ def metrics(
     except OSError as error:
         typer.echo(f"sennit metrics: {listen}: {error.strerror}", err=True)
         raise typer.Exit(1) from None
-    with server, contextlib.suppress(KeyboardInterrupt):
+    with server, _until_ended():
         typer.echo(f"sennit metrics: http://{address}:{server.server_port}/metrics", err=True)
         server.serve_forever()
+
+
+@contextlib.contextmanager
+def _until_ended() -> Iterator[None]:
+    """SIGTERM, which ends services, and an interrupt are the orderly end."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _send(endpoint: str, interval_s: float) -> None:
@@ -80,7 +99,7 @@ def _send(endpoint: str, interval_s: float) -> None:
         raise typer.Exit(EXIT_UNAVAILABLE)
     from sennit.testbed.telemetry.otlp import Exporter
 
-    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Exporter(endpoint)) as exporter:
+    with _until_ended(), contextlib.closing(Exporter(endpoint)) as exporter:
         typer.echo(f"sennit metrics: to {endpoint} every {interval_s:g} s; an interrupt ends it", err=True)
         while True:
             if not exporter.send():

@@ -8,7 +8,6 @@ import http.server
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -147,7 +146,7 @@ def test_openmetrics_over_http_and_as_text(ranks: Ranks) -> None:
             assert answer.headers["Content-Type"] == openmetrics.CONTENT_TYPE
             assert line in answer.read().decode().splitlines()
     finally:
-        server.send_signal(signal.SIGINT)
+        server.terminate()
         server.communicate(timeout=DEADLINE_S)
     assert server.returncode == 0
 
