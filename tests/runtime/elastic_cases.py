@@ -100,9 +100,10 @@ def come(rank: int, world: int, *, store: str) -> dict[str, Any]:
 
 def shrink(rank: int, world: int, *, excluded: list[int], die: bool, abort: bool) -> dict[str, Any] | None:
     """`torch.distributed.shrink_group` of the default group, of ranks that died or are only left out."""
+    # Others may be through, and abort, before this rank is.
+    barrier_ends = contextlib.suppress(dist.DistBackendError) if abort else contextlib.nullcontext()
     if rank in excluded:
-        # The others may be through, and abort, before this rank is.
-        with contextlib.suppress(dist.DistBackendError) if abort else contextlib.nullcontext():
+        with barrier_ends:
             dist.barrier()
         if die:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -110,7 +111,8 @@ def shrink(rank: int, world: int, *, excluded: list[int], die: bool, abort: bool
     if die:
         failure(meet_twice)
     else:
-        dist.barrier()
+        with barrier_ends:
+            dist.barrier()
     flags = dist.distributed_c10d.SHRINK_ABORT if abort else dist.distributed_c10d.SHRINK_DEFAULT
     group = dist.shrink_group(excluded, shrink_flags=flags)
     total = torch.full((10,), float(group.rank() + 1))
