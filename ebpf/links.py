@@ -7,9 +7,9 @@ import ctypes
 import enum
 import os
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
+from sennit.ebpf.closing import Closing
 from sennit.ebpf.library import clear_log, library, refusal
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class _UprobeOptions(ctypes.Structure):
     )
 
 
-class Link:
+class Link(Closing):
     """What is attached; closing it, or the end of the process, detaches it."""
 
     def __init__(self, *, descriptor: int | None = None, pointer: int | None = None) -> None:
@@ -67,14 +67,6 @@ class Link:
             os.close(descriptor)
         if pointer is not None:
             library().bpf_link__destroy(pointer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def attach_xdp(program: Program, interface_index: int, mode: XdpMode = XdpMode.ANY) -> Link:

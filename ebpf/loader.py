@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import errno
 from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from sennit.ebpf.arena import BPF_MAP_TYPE_ARENA, Arena, free_address, pages
 from sennit.ebpf.btf import Btf, BtfError
+from sennit.ebpf.closing import Closing
 from sennit.ebpf.elf import Elf, ElfError
 from sennit.ebpf.library import BpfError, clear_log, library, refusal
 from sennit.ebpf.maps import BpfMap
@@ -36,7 +36,7 @@ class Program:
         return run_program(self.descriptor, self.name, packet, repeat=repeat)
 
 
-class BpfObject:
+class BpfObject(Closing):
     """A loaded object file: its programs, maps and arenas live as long as this, and as what they are attached to."""
 
     def __init__(
@@ -118,14 +118,6 @@ class BpfObject:
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
             library().bpf_object__close(pointer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _open(self) -> int:
         if self._pointer is None:

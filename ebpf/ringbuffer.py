@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import ctypes
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sennit.ebpf.closing import Closing
 from sennit.ebpf.library import SAMPLE_CALLBACK, BpfError, clear_log, library, refusal
 from sennit.ebpf.maps import BpfMap
 
 
-class RingBuffer:
+class RingBuffer(Closing):
     """The reading end of one ring buffer map."""
 
     def __init__(self, source: BpfMap) -> None:
@@ -51,11 +51,3 @@ class RingBuffer:
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
             library().ring_buffer__free(pointer)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

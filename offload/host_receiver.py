@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sennit.ebpf.closing import Closing
 from sennit.offload import hashing, reference
 from sennit.offload.admission import FeedCounters, Verdict, check_header, check_sequence
 from sennit.offload.batches import Batch, BatchLayout
@@ -36,7 +35,7 @@ class _Slot:
 Evaluate = Callable[[Mapping[str, ColumnValues]], Mapping[str, ColumnValues]]
 
 
-class HostReceiver:
+class HostReceiver(Closing):
     """Takes the records of one session."""
 
     def __init__(self, layout: BatchLayout, *, session: int, evaluate: Evaluate | None = None) -> None:
@@ -101,14 +100,6 @@ class HostReceiver:
 
     def close(self) -> None:
         self._slots.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def kept_rows(plan: Plan, rows: Rows, header: Header) -> NDArray[np.bool_]:

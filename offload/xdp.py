@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import errno
-from types import TracebackType
-from typing import Self
 
+from sennit.ebpf.closing import Closing
 from sennit.ebpf.compiler import ToolMissing, compile_source
 from sennit.ebpf.features import missing_privileges
 from sennit.ebpf.library import BpfError
@@ -23,7 +22,7 @@ from sennit.offload.xdp_source import generate
 RING = "ring"
 
 
-class XdpReceiver:
+class XdpReceiver(Closing):
     """Takes the records of one session. Batch `n` is there when `rows_taken(n)` is all that was sent of it."""
 
     def __init__(self, layout: BatchLayout, *, session: int, udp_port: int, repeatable: bool = False) -> None:
@@ -82,14 +81,6 @@ class XdpReceiver:
     def close(self) -> None:
         """Batches are views of the arena, which ends here."""
         self.object.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _work(graph: Graph, column: str) -> tuple[bool, float]:
