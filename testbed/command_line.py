@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # A file or a pipe has no width of its own; the widest table takes this much.
 PIPE_WIDTH: Final = 160
+# sysexits.h, EX_UNAVAILABLE: this machine lacks something, and what was said.
+EXIT_UNAVAILABLE: Final = 69
 FIGURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 

@@ -14,10 +14,7 @@ from typing import Annotated
 
 import typer
 
-from sennit.testbed.command_line import stdout_console
-
-# sysexits.h, EX_UNAVAILABLE
-EXIT_UNAVAILABLE = 69
+from sennit.testbed.command_line import EXIT_UNAVAILABLE, stdout_console
 
 
 def top(

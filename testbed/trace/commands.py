@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from sennit.testbed.command_line import stdout_console, writable_file
+from sennit.testbed.command_line import EXIT_UNAVAILABLE, stdout_console, writable_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,8 +22,6 @@ app = typer.Typer(
     help="Watch the native core through its tracepoints, as root. Of all processes, of one, or of a command.",
 )
 
-# sysexits.h, EX_UNAVAILABLE
-EXIT_UNAVAILABLE = 69
 SESSION = {"allow_interspersed_args": False}
 
 Command = Annotated[list[str] | None, typer.Argument(help="run this, best after --, and end with it")]

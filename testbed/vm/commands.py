@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, NoReturn
 
 import typer
 
+from sennit.testbed.command_line import EXIT_UNAVAILABLE
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType
 
     from sennit.testbed.vm.runner import Outcome
 
-# sysexits.h, EX_UNAVAILABLE: what `make` takes as "cannot be had on this machine"
-EXIT_UNAVAILABLE = 69
 EXIT_SIGNALLED = 128
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
