@@ -92,13 +92,14 @@ class _ProgramOptions(ctypes.Structure):
 
 def missing_privileges(effective: int | None = None) -> list[str]:
     """The capabilities that loading and attaching take and this process has not."""
-    held = _effective_capabilities() if effective is None else effective
+    held = effective_capabilities() if effective is None else effective
     if held >> CAP_SYS_ADMIN & 1 and held >> CAPABILITIES["CAP_NET_ADMIN"] & 1:
         return []
     return [name for name, number in CAPABILITIES.items() if not held >> number & 1]
 
 
-def _effective_capabilities() -> int:
+def effective_capabilities() -> int:
+    """Of this process, a bit each."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)

@@ -28,7 +28,6 @@ _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 # Name, result, arguments: bpf/libbpf.h and bpf/bpf.h of libbpf 1.0.
 _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("libbpf_set_print", _pointer, (PRINT_CALLBACK,)),
-    ("libbpf_version_string", _text, ()),
     ("libbpf_find_vmlinux_btf_id", _int, (_text, _int)),
     ("bpf_object__open_mem", _pointer, (_pointer, _size, _pointer)),
     ("bpf_object__load", _int, (_pointer,)),
@@ -67,7 +66,6 @@ _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("libbpf_num_possible_cpus", _int, ()),
     ("ring_buffer__new", _pointer, (_int, SAMPLE_CALLBACK, _pointer, _pointer)),
     ("ring_buffer__poll", _int, (_pointer, _int)),
-    ("ring_buffer__consume", _int, (_pointer,)),
     ("ring_buffer__free", None, (_pointer,)),
 )
 

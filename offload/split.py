@@ -59,16 +59,16 @@ def _divide(plan: Plan, moved: set[str]) -> tuple[Plan, Graph | None]:
     for name in graph.order:
         if later & set(graph.columns[name].inputs):
             later.add(name)
-    outputs = (*plan.dense, *(table.column for table in plan.sparse))
-    needed = graph.needed(outputs)
+    needed = graph.needed(plan.outputs)
     later &= needed
     if not later:
         return plan, None
     border = [name for name in graph.types if name in needed and name not in later]
-    border = [name for name in border if name in outputs or _feeds(graph, name, later)]
+    border = [name for name in border if name in plan.outputs or _feeds(graph, name, later)]
+    kept = graph.needed(tuple(border))
     prefix = Plan(
         schema=plan.schema,
-        columns={name: plan.columns[name] for name in graph.order if name in graph.needed(tuple(border))},
+        columns={name: plan.columns[name] for name in graph.order if name in kept},
         dense=tuple(name for name in border if isinstance(graph.types[name], DenseType)),
         sparse=tuple(Sparse(column=name) for name in border if not isinstance(graph.types[name], DenseType)),
         keep=plan.keep,

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 # uapi/linux/udp.h, socket options at level IPPROTO_UDP
 UDP_SEGMENT = 103
 UDP_GRO = 104
-# uapi/linux/capability.h
-CAP_NET_ADMIN = 12
+
 SHM_FOLDER = Path("/dev/shm")
 # What the shared-memory port of 8 ranks takes on one host, rounded up: 8 segments of at most 5 MiB.
 SHM_NEEDED_BYTES = 40 << 20
@@ -58,13 +57,6 @@ def _available(name: str, detail: str) -> Capability:
 
 def _missing(name: str, detail: str, remedy: str = "") -> Capability:
     return Capability(name=name, available=False, detail=detail, remedy=remedy)
-
-
-def _effective_capabilities() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("CapEff:"):
-            return int(line.split()[1], 16)
-    return 0
 
 
 def _cores() -> Capability:
@@ -299,7 +291,9 @@ def _vm() -> Capability:
 
 
 def _root() -> Capability:
-    if os.geteuid() == 0 and _effective_capabilities() & 1 << CAP_NET_ADMIN:
+    from sennit.ebpf import features
+
+    if os.geteuid() == 0 and features.effective_capabilities() >> features.CAPABILITIES["CAP_NET_ADMIN"] & 1:
         return _available("root", "CAP_NET_ADMIN")
     return _missing("root", "no CAP_NET_ADMIN", "run as root, or add the capability to the container")
 

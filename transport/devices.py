@@ -21,6 +21,7 @@ from sennit.transport.errors import DeviceError, Unsupported
 
 ROOT: Final = Path("/")
 SYSFS: Final = Path("/sys/class/infiniband")
+HW_COUNTERS: Final = "hw_counters"
 CRYPTO: Final = Path("/proc/crypto")
 PROCESS_STATUS: Final = Path("/proc/self/status")
 # uapi/linux/capability.h: registers memory beyond the limit
@@ -126,11 +127,13 @@ def read_counters(port: Port, sysfs: Path = SYSFS) -> dict[str, int]:
 
     The kernel asks the device again only after `lifespan` milliseconds, ten if nobody changed it.
     """
-    folder = sysfs / port.device / "ports" / str(port.number) / "hw_counters"
-    if not folder.is_dir():
-        return {}
-    paths = [path for path in sorted(folder.iterdir()) if path.name != "lifespan"]
-    return {path.name: int(path.read_text()) for path in paths}
+    folder = sysfs / port.device / "ports" / str(port.number) / HW_COUNTERS
+    return {path.name: int(path.read_text()) for path in counter_files(folder)} if folder.is_dir() else {}
+
+
+def counter_files(folder: Path) -> list[Path]:
+    """A file for each counter of a port: all but the driver's setting that stands among them."""
+    return [path for path in sorted(folder.iterdir()) if path.name != "lifespan"]
 
 
 def usable_ports(devices: Sequence[Device]) -> list[Port]:

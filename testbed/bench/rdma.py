@@ -244,8 +244,7 @@ def set_netem(settings: str) -> None:
     for number in range(WORLD):
         interface = links.netdev(number)
         if settings:
-            limit = [] if "limit" in settings.split() else ["limit", str(links.NETEM_LIMIT_PACKETS)]
-            _tc("replace", interface, "netem", *limit, *settings.split())
+            _tc("replace", interface, "netem", *links.with_limit(settings.split()))
         elif "netem" in _tc("show", interface):
             _tc("del", interface)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sennit.transport import counters
+from sennit.transport import counters, devices
 
 PREFIX: Final = "sennit_"
 # Ours -> what mlx5 and rxe call the same (drivers/infiniband/hw/mlx5/counters.c, sw/rxe/rxe_hw_counters.c).
@@ -26,10 +26,7 @@ STANDARD_NAMES: Final = {
 GAUGES: Final = frozenset({"window_packets", "rtt_us", "rto_us", "state", "registered_bytes"})
 UNUSED: Final = "none"
 """The reason that no refused packet has."""
-DEVICES: Final = Path("/sys/class/infiniband")
 DEVICE_GROUP: Final = "device"
-# A setting of the device's driver, which stands among what it counts.
-LIFESPAN: Final = "lifespan"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,14 +55,12 @@ def of_pages(pages: Iterable[counters.Page]) -> Iterator[Sample]:
                     yield Sample(name=exported_name(name), is_gauge=name in GAUGES, labels=labels, value=value)
 
 
-def of_devices(sysfs: Path = DEVICES) -> Iterator[Sample]:
+def of_devices(sysfs: Path = devices.SYSFS) -> Iterator[Sample]:
     """What RDMA devices count at their ports (`hw_counters`), all processes together; nothing without devices."""
-    for folder in sorted(sysfs.glob("*/ports/*/hw_counters")):
+    for folder in sorted(sysfs.glob(f"*/ports/*/{devices.HW_COUNTERS}")):
         device, _, port, _ = folder.parts[-4:]
         labels = {"device": device, "port": port, "group": DEVICE_GROUP}
-        for file in sorted(folder.iterdir()):
-            if file.name == LIFESPAN:
-                continue
+        for file in devices.counter_files(folder):
             try:
                 value = int(file.read_text())
             except (OSError, ValueError):  # the device went away, or its driver does not say

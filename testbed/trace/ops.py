@@ -9,12 +9,12 @@ from typing import Any, Final
 
 from rich.table import Table
 
+from sennit.testbed.bench.cases import format_size
 from sennit.testbed.trace import histogram
 from sennit.transport.signature import Kind
 
 PROGRAM: Final = "ops"
 PROBES: Final = ("operation_begin", "operation_end")
-UNITS: Final = ("B", "KiB", "MiB", "GiB")
 
 
 @dataclass(kw_only=True)
@@ -78,7 +78,7 @@ def table(groups: list[Group]) -> Table:
         moved_bytes = max(group.sent_bytes, group.received_bytes)
         shown.add_row(
             group.kind,
-            _size(group.bytes_log2) if moved_bytes else "0 B",
+            format_size(1 << group.bytes_log2 if moved_bytes else 0),
             "all" if group.rank is None else f"{group.rank}",
             f"{group.count:,}",
             f"[red]{group.failed:,}[/red]" if group.failed else "0",
@@ -94,8 +94,3 @@ def _name(kind: int) -> str:
         return Kind(kind).name.lower()
     except ValueError:
         return f"kind {kind}"
-
-
-def _size(log2: int) -> str:
-    unit, power = divmod(min(log2, 39), 10)
-    return f"{1 << power} {UNITS[unit]}"

@@ -65,8 +65,7 @@ class Links:
                     )
             if not words:
                 raise ValueError(f"netem {text!r} sets nothing; an example: 'loss 1%'")
-            limit = [] if "limit" in words else ["limit", str(NETEM_LIMIT_PACKETS)]
-            settings.update(dict.fromkeys(numbers, " ".join([*limit, *words])))
+            settings.update(dict.fromkeys(numbers, " ".join(with_limit(words))))
         return settings
 
     def records(self) -> list[Record]:
@@ -121,6 +120,11 @@ class Links:
 
     def _devices(self) -> str:
         return _lines([f"link add rxe{number} type rxe netdev {netdev(number)}" for number in self.devices])
+
+
+def with_limit(words: list[str]) -> list[str]:
+    """Settings of tc-netem(8) with room for what they delay, where they ask for none themselves."""
+    return words if "limit" in words else ["limit", str(NETEM_LIMIT_PACKETS), *words]
 
 
 def netdev(number: int) -> str:
