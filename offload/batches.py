@@ -25,7 +25,9 @@ RING_MAX_BYTES: Final = 1 << 32
 BATCH_ROWS_MAX: Final = 1 << 20
 SLOTS_MAX: Final = 256
 # `struct feed_slot` of ebpf/include/feed.h: a test compares its fields with these.
-STATE_DTYPE: Final = np.dtype([("batch", "<u4"), ("next_row", "<u4"), ("rows", "<u4"), ("busy", "<u4")])
+STATE_DTYPE: Final = np.dtype(
+    [("batch", "<u4"), ("next_row", "<u4"), ("rows", "<u4"), ("busy", "<u4"), ("ahead_row", "<u4")]
+)
 CURSORS_OFFSET: Final = 64
 _LABEL = np.dtype("<f4")
 _DENSE = np.dtype("<f4")
@@ -114,7 +116,7 @@ class BatchLayout:
     def open(self, memory: NDArray[np.uint8], slot: int, batch: int) -> None:
         """Lets the slot take this batch. The number comes last: with it, whoever fills the slot may begin."""
         state = self.state(memory, slot)
-        state["next_row"] = state["rows"] = 0
+        state["next_row"] = state["rows"] = state["ahead_row"] = 0
         self.cursor_values(memory, slot)[:] = 0
         state["batch"] = batch
 

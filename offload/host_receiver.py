@@ -28,6 +28,7 @@ from sennit.offload.records import HEADER, Header, Rows, decode_records
 class _Slot:
     batch: int
     next_row: int = 0
+    ahead_row: int = 0
     parts: list[Rows] = field(default_factory=list)
     """Of each packet the kept rows, as they came."""
 
@@ -59,6 +60,8 @@ class HostReceiver(Closing):
             return header
         slot = self._slots[header.batch % self.layout.slots]
         verdict = check_sequence(header, open_batch=slot.batch, next_row=slot.next_row)
+        if verdict is Verdict.OUT_OF_SEQUENCE:
+            slot.ahead_row = max(slot.ahead_row, header.row)
         if verdict is not Verdict.ACCEPTED:
             return verdict
         try:
@@ -68,6 +71,7 @@ class HostReceiver(Closing):
         keep = kept_rows(plan, rows, header)
         slot.parts.append(_select(rows, keep))
         slot.next_row += header.records
+        slot.ahead_row = 0
         self._counters.records += header.records
         self._counters.filtered += int(np.count_nonzero(~keep))
         self._counters.body_bytes += header.body_bytes
@@ -76,6 +80,10 @@ class HostReceiver(Closing):
     def rows_taken(self, batch: int) -> int:
         slot = self._slots[batch % self.layout.slots]
         return slot.next_row if slot.batch == batch else 0
+
+    def row_ahead(self, batch: int) -> int:
+        slot = self._slots[batch % self.layout.slots]
+        return slot.ahead_row if slot.batch == batch else 0
 
     def batch(self, number: int) -> Batch:
         plan, parts = self.layout.plan, self._slots[number % self.layout.slots].parts

@@ -35,6 +35,13 @@ class Receiver(Protocol):
     def rows_taken(self, batch: int) -> int:
         """How many of the batch's records have come, and whence the sender must go on."""
 
+    def row_ahead(self, batch: int) -> int:
+        """The highest row that came out of sequence since the last one taken; 0: no gap is known.
+
+        Where there is one, the row `rows_taken` is missing. Every packet taken clears it, so that a second gap is known
+        from the first.
+        """
+
     def batch(self, number: int) -> Batch:
         """The batch as far as it has come."""
 

@@ -60,6 +60,11 @@ class XdpReceiver(Closing):
         state = self.layout.state(self.memory, batch % self.layout.slots)
         return int(state["next_row"][0]) if int(state["batch"][0]) == batch else 0
 
+    def row_ahead(self, batch: int) -> int:
+        """The highest row that came out of sequence since the last one taken; 0: no gap is known."""
+        state = self.layout.state(self.memory, batch % self.layout.slots)
+        return int(state["ahead_row"][0]) if int(state["batch"][0]) == batch else 0
+
     def batch(self, number: int) -> Batch:
         return self.layout.batch(self.memory, number)
 

@@ -67,8 +67,12 @@ static __always_inline enum feed_verdict take(struct xdp_md* context, struct fee
     // The same as found.at + sizeof *header, but the verifier does not know the number, and so sees that one round of
     // the loop over records is like the next.
     verdict = fill(context, header, found.at + found.bytes - bpf_ntohs(header->body_bytes), slot_at, count);
-  else
-    verdict = row < slot->next_row ? FEED_DUPLICATE : FEED_OUT_OF_SEQUENCE;
+  else if (row < slot->next_row)
+    verdict = FEED_DUPLICATE;
+  else {
+    verdict = FEED_OUT_OF_SEQUENCE;
+    if (row > slot->ahead_row) slot->ahead_row = row;
+  }
   __sync_lock_test_and_set(&slot->busy, 0);
   return verdict;
 }
@@ -192,6 +196,7 @@ class _Generator:
             out.line("if (at != end) goto malformed;")
             out.line("slot->rows = kept;")
             out.line("slot->next_row += records;")
+            out.line("slot->ahead_row = 0;")
             out.line("count->records += records;")
             if self._plan.keep:
                 out.line("count->filtered += filtered;")

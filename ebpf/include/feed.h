@@ -47,6 +47,9 @@ struct feed_slot {
   __u32 next_row;  // of the sender's numbering; a packet that does not begin here changes nothing
   __u32 rows;      // kept so far
   __u32 busy;      // a processor fills the slot
+  // The highest row that came out of sequence since the last accepted packet; 0: none. Where there is one, next_row is
+  // missing: the reader knows a gap without a timer. That a packet taken clears it tells a second gap from the first.
+  __u32 ahead_row;
 };
 
 // What becomes of a datagram for the port of the feed. Exactly one of these is counted.

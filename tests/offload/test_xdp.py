@@ -104,6 +104,21 @@ def test_every_datagram_is_counted_by_name(receiver: XdpReceiver, packets: list[
     assert (counted.records, receiver.rows_taken(0)) == (4, 4)
 
 
+def test_a_gap_is_known_until_the_missing_packet_comes(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    first, second, third, fourth = packets[0]
+    with HostReceiver(LAYOUT, session=SESSION) as expected:
+        # Lost: the second, and after the re-request the third.
+        for packet, ahead in ((first, 0), (fourth, 12), (third, 12), (second, 0), (fourth, 12), (third, 0), (first, 0)):
+            for target in (receiver, expected):
+                target.deliver(packet)
+                assert target.row_ahead(0) == ahead
+        for target in (receiver, expected):
+            assert target.row_ahead(2) == 0
+            target.deliver(packets[1][3])
+            target.release(1)
+            assert target.row_ahead(3) == 0
+
+
 def test_every_truncation_is_refused_and_leaves_no_trace(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
     first = packets[0][0]
     for size in range(len(first)):
