@@ -34,3 +34,62 @@ class Program:
     def run(
         self, sources: list[NDArray[np.float32] | Ids], outputs: Sequence[int], /
     ) -> list[NDArray[np.float32] | Ids]: ...
+
+class RecordColumns:
+    """Columns of a data set, to be encoded. Nothing is copied; the arrays must not change meanwhile."""
+
+    def __init__(
+        self,
+        is_big_endian: bool,
+        labels: NDArray[np.float32],
+        is_binary: bool,
+        dense: NDArray[np.float32],
+        is_bfloat16: Sequence[bool],
+        /,
+    ) -> None: ...
+    def add_ids(self, values: NDArray[np.int32] | NDArray[np.int64], width_bytes: int, length: int, /) -> None: ...
+    def add_list(
+        self,
+        values: NDArray[np.int32] | NDArray[np.int64],
+        offsets: NDArray[np.int64],
+        width_bytes: int,
+        length_bytes: int,
+        /,
+    ) -> None: ...
+    @property
+    def record_bytes(self) -> int:
+        """Of every record, or 0 if they differ."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all records together."""
+
+    def encode(self, out: NDArray[np.uint8], starts: NDArray[np.uint64] | None, /) -> None: ...
+
+class RecordSender:
+    """Packs encoded records into datagrams and sends them. Nothing is copied before that."""
+
+    def __init__(
+        self,
+        records: NDArray[np.uint8],
+        starts: NDArray[np.uint64] | None,
+        record_bytes: int,
+        schema_id: int,
+        session: int,
+        body_max_bytes: int,
+        /,
+    ) -> None: ...
+    def send(
+        self, fd: int, batch_records: NDArray[np.int64], batch: int, first: int, packets_max: int, /
+    ) -> tuple[int, int, int]:
+        """Sends the rows of a batch from `first` on, over a connected socket, without waiting for it.
+
+        The next row, packets sent, and the socket's error number or 0.
+        """
+
+    def packets(self, batch_records: NDArray[np.int64], batch: int, first: int, /) -> list[bytes]:
+        """The datagrams of the rows from `first` on."""
+
+    @property
+    def is_segmenting(self) -> bool:
+        """Whether several datagrams go to the kernel as one (UDP_SEGMENT)."""

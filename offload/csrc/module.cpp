@@ -10,6 +10,7 @@
 #include <string>
 
 #include "operators.hpp"
+#include "record_bindings.hpp"
 
 namespace nb = nanobind;
 
@@ -149,6 +150,7 @@ NB_MODULE(_native, module) {
       .def("ngram", [](Program& self, std::size_t ids, std::int32_t count) { return self.add(ids, ngram, count); })
       .def("cross", &Program::add_cross)
       .def("run", &Program::run);
+  bind_records(module);
 }
 
 }  // namespace sennit::offload
