@@ -16,6 +16,10 @@ class RecordError(ValueError):
     """A record does not fit the schema. Whoever feeds must act."""
 
 
+class SketchError(ValueError):
+    """A sketch of that shape, table or file cannot be. Whoever asks for it must act."""
+
+
 class NotOffloadable(PlanError):
     """A target cannot run this operator; `str()` says which, why, and what running it on the CPU costs."""
 

@@ -22,6 +22,7 @@ from sennit.offload.errors import RecordError
 from sennit.offload.operators import KeepLength, KeepRange, RowFilter, Sample
 from sennit.offload.plan import Plan
 from sennit.offload.records import HEADER, Header, Rows, decode_records
+from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape, sampled_rows
 
 
 @dataclass
@@ -39,7 +40,14 @@ Evaluate = Callable[[Mapping[str, ColumnValues]], Mapping[str, ColumnValues]]
 class HostReceiver(Closing):
     """Takes the records of one session."""
 
-    def __init__(self, layout: BatchLayout, *, session: int, evaluate: Evaluate | None = None) -> None:
+    def __init__(
+        self,
+        layout: BatchLayout,
+        *,
+        session: int,
+        sketch: SketchShape | None = DEFAULT_SHAPE,
+        evaluate: Evaluate | None = None,
+    ) -> None:
         """`evaluate` makes the columns of a batch out of the schema's fields; the reference does without."""
         self.layout, self.session = layout, session
         self._evaluate = evaluate or functools.partial(
@@ -47,6 +55,8 @@ class HostReceiver(Closing):
         )
         self._slots = [_Slot(number) for number in range(layout.slots)]
         self._counters = FeedCounters()
+        self._sketch = Sketch.of_plan(layout.plan, sketch) if sketch and layout.plan.sparse else None
+        """Of the batches released."""
 
     def deliver(self, datagram: bytes) -> None:
         self._counters.datagrams[self._take(datagram)] += 1
@@ -100,8 +110,36 @@ class HostReceiver(Closing):
         )
 
     def release(self, batch: int) -> None:
+        slot = self._slots[batch % self.layout.slots]
+        if self._sketch:
+            self._count(self._sketch, slot)
         following = (batch + self.layout.slots) % (1 << 32)
         self._slots[batch % self.layout.slots] = _Slot(following)
+
+    def sketch(self) -> Sketch | None:
+        if self._sketch is None:
+            return None
+        total = Sketch.of_plan(self.layout.plan, self._sketch.shape)
+        total.merge(self._sketch)
+        for slot in self._slots:
+            self._count(total, slot)
+        return total
+
+    def _count(self, sketch: Sketch, slot: _Slot) -> None:
+        """Of the batch as far as it has come. Columns are made of the sampled rows only."""
+        ends = np.cumsum([len(part) for part in slot.parts], dtype=np.int64)
+        rows = int(ends[-1]) if slot.parts else 0
+        chosen = sampled_rows(slot.batch, rows, sketch.shape.one_row_in)
+        sketch.rows += rows
+        if not len(chosen):
+            return
+        sampled = []
+        for number in np.unique(np.searchsorted(ends, chosen, side="right")):
+            part = slot.parts[number]
+            keep = np.isin(np.arange(len(part)) + ends[number] - len(part), chosen)
+            sampled.append(_select(part, keep))
+        columns = self._evaluate(_joined(sampled).columns)
+        sketch.add_sampled([_ragged(columns, table.column).values for table in self.layout.plan.sparse])
 
     def counters(self) -> FeedCounters:
         return self._counters

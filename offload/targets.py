@@ -9,6 +9,7 @@ from typing import Protocol, Self
 
 from sennit.offload.admission import FeedCounters
 from sennit.offload.batches import Batch, BatchLayout
+from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape
 
 
 class Target(enum.StrEnum):
@@ -48,6 +49,9 @@ class Receiver(Protocol):
     def release(self, batch: int) -> None:
         """Gives the slot to the batch that is `slots` later. Views of the batch are then worth nothing."""
 
+    def sketch(self) -> Sketch | None:
+        """How often ids were in the rows so far, those of open batches included; None where it is off."""
+
     def counters(self) -> FeedCounters:
         """What became of every datagram, by name."""
 
@@ -61,16 +65,27 @@ class Receiver(Protocol):
     ) -> None: ...
 
 
-def compile_plan(layout: BatchLayout, target: Target, *, session: int, udp_port: int = 0) -> Receiver:
-    """A receiver for a plan. NotOffloadable and TargetUnavailable say what stands against it, and what to do."""
+def compile_plan(
+    layout: BatchLayout,
+    target: Target,
+    *,
+    session: int,
+    udp_port: int = 0,
+    sketch: SketchShape | None = DEFAULT_SHAPE,
+) -> Receiver:
+    """A receiver for a plan, which keeps a sketch of ids unless that is None.
+
+    NotOffloadable and TargetUnavailable say what stands against it, and what to do.
+    """
     if target is Target.XDP:
         from sennit.offload.xdp import XdpReceiver
 
-        return XdpReceiver(layout, session=session, udp_port=udp_port)
+        return XdpReceiver(layout, session=session, udp_port=udp_port, sketch=sketch)
     from sennit.offload.host_receiver import HostReceiver
 
     if target is Target.NUMPY:
-        return HostReceiver(layout, session=session)
+        return HostReceiver(layout, session=session, sketch=sketch)
     from sennit.offload.native import NativeTransform
 
-    return HostReceiver(layout, session=session, evaluate=NativeTransform(layout.plan.graph, layout.plan.outputs))
+    transform = NativeTransform(layout.plan.graph, layout.plan.outputs)
+    return HostReceiver(layout, session=session, sketch=sketch, evaluate=transform)

@@ -17,6 +17,8 @@ from sennit.offload.errors import NotOffloadable, TargetUnavailable
 from sennit.offload.framing import frame
 from sennit.offload.operators import Cross
 from sennit.offload.plan import Graph
+from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape
+from sennit.offload.xdp_sketch import SlotSketches
 from sennit.offload.xdp_source import generate
 
 RING = "ring"
@@ -25,15 +27,26 @@ RING = "ring"
 class XdpReceiver(Closing):
     """Takes the records of one session. Batch `n` is there when `rows_taken(n)` is all that was sent of it."""
 
-    def __init__(self, layout: BatchLayout, *, session: int, udp_port: int, repeatable: bool = False) -> None:
+    def __init__(
+        self,
+        layout: BatchLayout,
+        *,
+        session: int,
+        udp_port: int,
+        sketch: SketchShape | None = DEFAULT_SHAPE,
+        repeatable: bool = False,
+    ) -> None:
         """`repeatable` adds a program for measuring, which takes the same packet again and again."""
         self.layout, self.session, self.udp_port = layout, session, udp_port
-        self.source = generate(layout, repeatable=repeatable)
+        self.sketches = SlotSketches(layout, sketch) if sketch and layout.plan.sparse else None
+        """Where the program counts ids."""
+
+        self.source = generate(layout, sketches=self.sketches, repeatable=repeatable)
         try:
             self.object = BpfObject(
                 compile_source("feed", self.source.text),
                 read_only={"settings": (session, udp_port, 0), **self.source.tables},
-                arenas={RING: layout.ring_bytes},
+                arenas={RING: layout.ring_bytes + (self.sketches.size_bytes if self.sketches else 0)},
             )
         except ToolMissing as error:
             raise TargetUnavailable(f"xdp: {error}; the target cpu needs no compiler") from error
@@ -70,8 +83,15 @@ class XdpReceiver(Closing):
 
     def release(self, batch: int) -> None:
         """Gives the batch's slot to the batch that is `slots` later: its sender's credit."""
+        if self.sketches:
+            self.sketches.released(self.memory, batch)
         following = (batch + self.layout.slots) % (1 << 32)
         self.layout.open(self.memory, batch % self.layout.slots, following)
+
+    def sketch(self) -> Sketch | None:
+        """How often ids were in the rows so far, those of open batches included; None where it is off."""
+        counted = self.counters()
+        return self.sketches.total(self.memory, counted.records - counted.filtered) if self.sketches else None
 
     def counters(self) -> FeedCounters:
         counted = self.object.map("counters").values(0)

@@ -19,6 +19,7 @@ from sennit.offload.cost import cpu_ns_per_record
 from sennit.offload.errors import NotOffloadable
 from sennit.offload.operators import KeepLength, KeepRange, RowFilter, Sample
 from sennit.offload.schema import DENSE_BYTES, LABEL_BYTES, Ids, LabelKind, Schema
+from sennit.offload.xdp_sketch import SlotSketches
 from sennit.offload.xdp_values import UNROLLED_IDS_MAX, ValueWriter, Writer, greatest_key, least_key
 
 # Lists that one function walks. A call costs about 10 ns, and the verifier as much more as loops follow each other.
@@ -29,6 +30,7 @@ _HEAD = """\
 // Generated from a feature plan.
 #include "branchless.h"
 #include "feed.h"
+#include "sketch.h"
 
 struct {
   __uint(type, FEED_MAP_TYPE_ARENA);
@@ -124,14 +126,14 @@ class XdpSource:
     tables: dict[str, NDArray[Any]]
 
 
-def generate(layout: BatchLayout, *, repeatable: bool = False) -> XdpSource:
+def generate(layout: BatchLayout, *, sketches: SlotSketches | None = None, repeatable: bool = False) -> XdpSource:
     """NotOffloadable names the operator that BPF cannot do. `repeatable` adds the program for measuring."""
-    return _Generator(layout).generate(repeatable)
+    return _Generator(layout, sketches).generate(repeatable)
 
 
 class _Generator:
-    def __init__(self, layout: BatchLayout) -> None:
-        self._layout, self._plan = layout, layout.plan
+    def __init__(self, layout: BatchLayout, sketches: SlotSketches | None) -> None:
+        self._layout, self._plan, self._sketches = layout, layout.plan, sketches
         self._out = Writer()
         self._offsets = _fixed_offsets(self._plan.schema)
         self._values = ValueWriter(self._plan.schema, self._plan.graph, self._offsets, self._out)
@@ -156,7 +158,8 @@ class _Generator:
         for name, content in self._values.tables.items():
             kind = "__u32" if content.dtype == np.uint32 else "__s64"
             text.append(f"const volatile {kind} {name}[{len(content)}] = {{}};")
-        text += ["", *self._functions.lines, *self._out.lines, _TAKE]
+        sketch = self._sketches.row_function() if self._sketches else []
+        text += ["", *self._functions.lines, *sketch, *self._out.lines, _TAKE]
         if repeatable:
             rewind = (
                 f"for (__u32 n = 0; n < {len(layout.cursors)}; n++) *AT(__u64, slot_at + {CURSORS_OFFSET} + 8 * n) = 0;"
@@ -194,6 +197,8 @@ class _Generator:
                 out.line("STOP_ENDLESS(malformed);")
                 self._record()
             out.line("if (at != end) goto malformed;")
+            if self._sketches:
+                self._sketches.packet_lines(out)
             out.line("slot->rows = kept;")
             out.line("slot->next_row += records;")
             out.line("slot->ahead_row = 0;")

@@ -49,6 +49,9 @@ class Result:
     records_a_packet: int
     packet_bytes: int
     xdp_ns_a_record: float
+    """With the sketch of ids, as plans are compiled by default."""
+
+    xdp_without_sketch_ns_a_record: float
     ids_a_record: float
     cpu_ns_a_record: float
     numpy_ns_a_record: float
@@ -96,7 +99,10 @@ def run(*, rounds: int, repeat: int, seed: int) -> list[Result]:
         native = NativeTransform(plan.graph, plan.outputs)
         numpy_ns = _median_ns(functools.partial(evaluate, plan.graph, rows.columns, plan.outputs), rounds) / BATCH_ROWS
         cpu_ns = _median_ns(functools.partial(native, rows.columns), rounds) / BATCH_ROWS
-        with XdpReceiver(layout, session=SESSION, udp_port=UDP_PORT, repeatable=True) as receiver:
+        with (
+            XdpReceiver(layout, session=SESSION, udp_port=UDP_PORT, repeatable=True) as receiver,
+            XdpReceiver(layout, session=SESSION, udp_port=UDP_PORT, repeatable=True, sketch=None) as without,
+        ):
             _check(receiver, layout, packets)
             most = int.from_bytes(packets[0][20:22], "big")
             for many in sorted({1, min(8, most), most}):
@@ -104,14 +110,23 @@ def run(*, rounds: int, repeat: int, seed: int) -> list[Result]:
                     plan.schema, records[:many], session=SESSION, batch=1, body_max_bytes=BODY_MAX_BYTES
                 )[0]
                 framed = frame(packet, UDP_PORT)
-                runs = [receiver.repeated_program.test_run(framed, repeat=repeat) for _ in range(rounds)]
+                # In turn, so that whatever else the machine does meets both.
+                runs = [
+                    [
+                        target.repeated_program.test_run(framed, repeat=repeat).duration_ns
+                        for target in (receiver, without)
+                    ]
+                    for _ in range(rounds)
+                ]
+                xdp_ns, without_ns = (statistics.median(times) / many for times in zip(*runs, strict=True))
                 ids = sum(int(lengths[:many].sum()) for lengths in receiver.layout.lengths(receiver.memory, 0))
                 results.append(
                     Result(
                         shape=name,
                         records_a_packet=many,
                         packet_bytes=len(framed),
-                        xdp_ns_a_record=statistics.median(run.duration_ns for run in runs) / many,
+                        xdp_ns_a_record=xdp_ns,
+                        xdp_without_sketch_ns_a_record=without_ns,
                         ids_a_record=ids / many,
                         cpu_ns_a_record=cpu_ns,
                         numpy_ns_a_record=numpy_ns,
@@ -143,12 +158,15 @@ def _median_ns(function: Callable[[], Any], rounds: int) -> float:
 
 
 def render(results: list[Result], console: Console) -> None:
-    table = Table("shape", "records a packet", "XDP ns a record", "XDP ns an id", "CPU ns a record", "NumPy / CPU")
+    table = Table(
+        "shape", "records a packet", "XDP ns a record", "no sketch", "XDP ns an id", "CPU ns a record", "NumPy / CPU"
+    )
     for result in results:
         table.add_row(
             result.shape,
             str(result.records_a_packet),
             f"{result.xdp_ns_a_record:.1f}",
+            f"{result.xdp_without_sketch_ns_a_record:.1f}",
             f"{result.xdp_ns_a_record / result.ids_a_record:.2f}",
             f"{result.cpu_ns_a_record:.0f}",
             f"{result.numpy_ns_a_record / result.cpu_ns_a_record:.1f}",

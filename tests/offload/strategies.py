@@ -33,6 +33,7 @@ from sennit.offload.operators import (
 from sennit.offload.plan import Graph, Plan, Sparse
 from sennit.offload.records import Rows
 from sennit.offload.schema import ByteOrder, Dense, DenseKind, Ids, LabelKind, Schema
+from sennit.offload.sketch import DEPTH_MAX, SketchShape
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
 # Around zero, and at all the edges.
@@ -157,6 +158,16 @@ def plans(draw: st.DrawFn) -> Plan:
         dense=tuple(name for name in some if isinstance(found[name], DenseType)),
         sparse=tuple(Sparse(column=name) for name in some if isinstance(found[name], IdsType)),
         keep=tuple(_filter(draw, schema) for _ in range(draw(st.integers(0, 2)))),
+    )
+
+
+def sketch_shapes() -> st.SearchStrategy[SketchShape]:
+    """Small enough that ids share cells, and dense enough that small batches have rows in it."""
+    return st.builds(
+        SketchShape,
+        width=st.sampled_from([1, 16, 4096]),
+        depth=st.integers(1, DEPTH_MAX),
+        one_row_in=st.sampled_from([1, 2, 8, 32]),
     )
 
 

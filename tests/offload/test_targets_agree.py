@@ -21,12 +21,13 @@ from sennit.offload.plan import Plan, Sparse
 from sennit.offload.records import encode_packets, encode_records
 from sennit.offload.reference import evaluate
 from sennit.offload.schema import Dense, Ids, Schema
+from sennit.offload.sketch import Sketch, SketchShape
 from sennit.offload.split import split
 from sennit.offload.targets import Target, compile_plan
 from sennit.offload.xdp import XdpReceiver
 from sennit.testbed import capabilities
-from tests.offload.agreement import assert_same_batch, assert_same_column
-from tests.offload.strategies import plans, random_rows
+from tests.offload.agreement import assert_same_batch, assert_same_bits, assert_same_column
+from tests.offload.strategies import plans, random_rows, sketch_shapes
 
 SESSION = 0x5E55104
 BATCH_ROWS = 24
@@ -70,13 +71,13 @@ def mangled(packet: bytes, rng: np.random.Generator) -> bytes:
 @settings(
     max_examples=80, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
-@given(plan=plans(), content=st.integers(0, 1 << 32))
-def test_xdp_agrees_with_numpy(plan: Plan, content: int) -> None:
+@given(plan=plans(), content=st.integers(0, 1 << 32), shape=sketch_shapes())
+def test_xdp_agrees_with_numpy(plan: Plan, content: int, shape: SketchShape) -> None:
     plan = split(plan).prefix  # what XDP cannot do, it does not have to
     layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS, slots=2)
     with (
-        HostReceiver(layout, session=SESSION) as expected,
-        XdpReceiver(layout, session=SESSION, udp_port=4800) as found,
+        HostReceiver(layout, session=SESSION, sketch=shape) as expected,
+        XdpReceiver(layout, session=SESSION, udp_port=4800, sketch=shape) as found,
     ):
         for packet in packets_of(plan, content):
             expected.deliver(packet)
@@ -89,6 +90,18 @@ def test_xdp_agrees_with_numpy(plan: Plan, content: int) -> None:
         for batch in (0, 1):
             assert found.rows_taken(batch) == expected.rows_taken(batch)
             assert_same_batch(found.batch(batch), expected.batch(batch))
+        by_columns = Sketch.of_plan(plan, shape)
+        for batch in (0, 1):
+            by_columns.add(plan, expected.batch(batch))
+        for released in ((), (0,), (1,)):  # what is released stays
+            for receiver in (expected, found):
+                for batch in released:
+                    receiver.release(batch)
+                sketch = receiver.sketch()
+                assert (sketch is None) == (not plan.sparse)
+                if sketch is not None:
+                    assert sketch.rows == by_columns.rows
+                    assert_same_bits(sketch.counts, by_columns.counts, f"sketch, released {released}")
 
 
 @pytest.mark.timeout(300)

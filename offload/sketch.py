@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How often the rows of each embedding table are used: a count-min sketch of the ids in batches, for sharding planners.
+
+Count-min: Cormode and Muthukrishnan, Journal of Algorithms 55 (2005). Every target fills the same sketch, bit for bit:
+which rows are sampled and which cells an id has depend on numbers alone. ebpf/include/sketch.h is the same in C.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.offload import hashing
+from sennit.offload.batches import Batch
+from sennit.offload.errors import SketchError
+from sennit.offload.plan import Plan
+
+SAMPLE_SEED: Final = 0x53414D504C45
+HASH_SEED: Final = 0x534B45544348
+# A 64-bit hash has so many places of 16 bits, one for each line of cells.
+DEPTH_MAX: Final = 4
+WIDTH_MAX: Final = 1 << 16
+ONE_ROW_IN_MAX: Final = 1 << 20
+FILE_VERSION: Final = 1
+# Rows whose estimates are made at once.
+_CHUNK_ROWS: Final = 1 << 20
+_UNKNOWN_ROWS: Final = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SketchShape:
+    """How large a sketch is, and how much it sees. Cells of every table: depth * width."""
+
+    width: int = 4096
+    """Cells in a line, a power of two."""
+
+    depth: int = 4
+    """Lines. An id has one cell in each."""
+
+    one_row_in: int = 64
+    """Of so many successive rows of a batch one is counted: a power of two, 1 counts all."""
+
+    def __post_init__(self) -> None:
+        for name, value, most in (("width", self.width, WIDTH_MAX), ("one_row_in", self.one_row_in, ONE_ROW_IN_MAX)):
+            if not 1 <= value <= most or value & value - 1:
+                raise SketchError(f"a sketch with {name} {value}; allowed: powers of two from 1 to {most}")
+        if not 1 <= self.depth <= DEPTH_MAX:
+            raise SketchError(f"a sketch with depth {self.depth}; allowed: 1 to {DEPTH_MAX}")
+
+
+DEFAULT_SHAPE: Final = SketchShape()
+
+
+def sampled_rows(batch: int, rows: int, one_row_in: int) -> NDArray[np.int64]:
+    """The rows of a batch that are counted: one of each `one_row_in` in sequence, drawn by SplitMix64."""
+    strata = np.arange(-(-rows // one_row_in), dtype=np.uint64)
+    draws = hashing.splitmix64(SAMPLE_SEED, np.uint64((batch & 0xFFFFFFFF) << 32) | strata)
+    found = strata * np.uint64(one_row_in) + (draws & np.uint64(one_row_in - 1))
+    return found[found < rows].astype(np.int64)
+
+
+class Sketch:
+    """Counts of sampled ids.
+
+    With N sampled ids in a table's sketch, an id's sampled count is never above `estimate / one_row_in`, and below it
+    by more than e * N / width with a probability of at most exp(-depth) (Theorem 1 of the paper). Sampling adds a
+    relative standard deviation of about sqrt(one_row_in / n) to an id that n rows have.
+    """
+
+    def __init__(self, *, tables: Sequence[str], table_rows: Sequence[int | None], shape: SketchShape) -> None:
+        self.shape = shape
+        self.tables = tuple(tables)
+        """The sparse columns of the plan."""
+
+        self.table_rows = tuple(table_rows)
+        """Rows of each embedding table, None where the plan does not say it."""
+
+        self.rows = 0
+        """Of all batches, sampled or not."""
+
+        self.counts = np.zeros((len(self.tables), shape.depth, shape.width), np.uint64)
+        """[T, depth, width]: sampled ids in each cell."""
+
+    @classmethod
+    def of_plan(cls, plan: Plan, shape: SketchShape) -> Self:
+        return cls(
+            tables=[table.column for table in plan.sparse],
+            table_rows=[table.rows for table in plan.sparse],
+            shape=shape,
+        )
+
+    def add(self, plan: Plan, batch: Batch) -> None:
+        """Counts a batch of the plan. To be called once for each, when all its rows are there."""
+        rows = len(batch.labels)
+        chosen = sampled_rows(batch.number, rows, self.shape.one_row_in)
+        columns = zip(plan.tables, batch.lengths, batch.values, strict=True)
+        self.add_sampled(
+            [
+                _of_list(lengths, values, chosen)
+                if table.is_list
+                else values.reshape(rows, table.length)[chosen].reshape(-1)
+                for table, lengths, values in columns
+            ]
+        )
+        self.rows += rows
+
+    def add_sampled(self, ids: Sequence[NDArray[np.int64]]) -> None:
+        """Counts ids of sampled rows, given for each table."""
+        if not ids:
+            return
+        tables = np.repeat(np.arange(len(ids), dtype=np.uint64), [len(column) for column in ids])
+        self._count(tables, _cells(np.concatenate(ids), self.shape))
+
+    def _count(self, tables: NDArray[np.uint64], cells: NDArray[np.uint64]) -> None:
+        lines = tables * np.uint64(self.shape.depth) + np.arange(self.shape.depth, dtype=np.uint64)[:, None]
+        np.add.at(self.counts.reshape(-1), lines * np.uint64(self.shape.width) + cells, np.uint64(1))
+
+    def estimate(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """How often each of these ids [n] was in a row so far, sampled or not: a multiple of `one_row_in`."""
+        counts = self.counts[self._number(table)]
+        cells = _cells(np.asarray(ids, np.int64), self.shape)
+        least: NDArray[np.uint64] = np.take_along_axis(counts, cells.astype(np.int64), axis=1).min(axis=0)
+        return least * np.uint64(self.shape.one_row_in)
+
+    def hot_rows(self, table: str, count: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+        """The `count` rows of a table that are used most, and the estimate of each; most first, equal ones by number.
+
+        Every row of the table is looked up. Rows that were never sampled are left out, so there may be fewer.
+        """
+        rows = self.table_rows[self._number(table)]
+        if rows is None:
+            raise SketchError(f"table {table!r}: the plan does not say how many rows it has (Sparse(rows=...))")
+        if count < 1:
+            raise SketchError(f"the {count} hottest rows of table {table!r}; allowed: 1 or more")
+        hot, estimates = np.empty(0, np.int64), np.empty(0, np.uint64)
+        for begin in range(0, rows, _CHUNK_ROWS):
+            chunk = np.arange(begin, min(begin + _CHUNK_ROWS, rows))
+            found = self.estimate(table, chunk)
+            is_used = found > (estimates[-1] if len(estimates) == count else 0)
+            hot, estimates = np.concatenate([hot, chunk[is_used]]), np.concatenate([estimates, found[is_used]])
+            order = np.lexsort((hot, -estimates.astype(np.int64)))[:count]
+            hot, estimates = hot[order], estimates[order]
+        return hot, estimates
+
+    def ids_sampled(self, table: str) -> int:
+        """N of the error bound."""
+        return int(self.counts[self._number(table), 0].sum())
+
+    def merge(self, other: Sketch) -> None:
+        """Adds what another one counted: of other ranks or runs of the same tables and shape."""
+        mine, its = (self.tables, self.table_rows, self.shape), (other.tables, other.table_rows, other.shape)
+        if mine != its:
+            raise SketchError(f"a sketch of {its} cannot be merged into one of {mine}")
+        self.counts += other.counts
+        self.rows += other.rows
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes an .npz (docs/offload.md has its fields)."""
+        with open(path, "wb") as file:
+            np.savez_compressed(
+                file,
+                version=np.array(FILE_VERSION),
+                tables=np.array(self.tables, dtype=np.str_),
+                table_rows=np.array([_UNKNOWN_ROWS if rows is None else rows for rows in self.table_rows], np.int64),
+                one_row_in=np.array(self.shape.one_row_in),
+                rows=np.array(self.rows),
+                counts=self.counts,
+            )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads what `save` wrote. SketchError where the file is something else."""
+        try:
+            with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+                version = int(file["version"])
+                if version != FILE_VERSION:
+                    raise SketchError(f"{os.fspath(path)}: a sketch of version {version}; allowed: {FILE_VERSION}")
+                counts = file["counts"]
+                _, depth, width = counts.shape
+                made = cls(
+                    tables=[str(name) for name in file["tables"]],
+                    table_rows=[None if rows == _UNKNOWN_ROWS else int(rows) for rows in file["table_rows"]],
+                    shape=SketchShape(width=width, depth=depth, one_row_in=int(file["one_row_in"])),
+                )
+                made.rows = int(file["rows"])
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            if isinstance(error, SketchError):
+                raise
+            raise SketchError(f"{os.fspath(path)}: no sketch: {error}") from None
+        if counts.shape != made.counts.shape or counts.dtype != made.counts.dtype:
+            raise SketchError(f"{os.fspath(path)}: counts {counts.dtype}{counts.shape} of {len(made.tables)} tables")
+        made.counts = counts
+        return made
+
+    def _number(self, table: str) -> int:
+        if table not in self.tables:
+            raise SketchError(f"no table {table!r}; known are {', '.join(self.tables)}")
+        return self.tables.index(table)
+
+
+def _cells(ids: NDArray[np.int64], shape: SketchShape) -> NDArray[np.uint64]:
+    """[depth, n]: the cell of each id in each line."""
+    hashed = hashing.splitmix64(HASH_SEED, ids.view(np.uint64))
+    shifts = np.arange(shape.depth, dtype=np.uint64)[:, None] * np.uint64(16)
+    cells: NDArray[np.uint64] = hashed >> shifts & np.uint64(shape.width - 1)
+    return cells
+
+
+def _of_list(lengths: NDArray[np.int32], values: NDArray[np.int64], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The ids of some rows of a table whose rows have different lengths."""
+    starts = (np.cumsum(lengths, dtype=np.int64) - lengths)[chosen]
+    found = lengths[chosen]
+    before = np.cumsum(found, dtype=np.int64) - found
+    ids: NDArray[np.int64] = values[np.repeat(starts - before, found) + np.arange(found.sum())]
+    return ids
