@@ -192,6 +192,7 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
     const uint64_t passed_us = now_us - outstanding_[id].sent_us;
     const uint64_t sample_us = passed_us > echo.delay_us ? passed_us - echo.delay_us : 0;
     path.round_trip.add_sample(sample_us);
+    trace::rtt_sample(ends_, echo.path, sample_us);
     path_counters_[echo.path]->rtt_us = path.round_trip.smoothed_us();
     round_trip_.add_sample(sample_us);
     counters_.rtt_us = round_trip_.smoothed_us();

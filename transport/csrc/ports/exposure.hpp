@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "flow/keys.hpp"
+#include "trace/tracepoints.hpp"
 
 namespace sennit {
 
@@ -40,18 +41,26 @@ class Exposure {
 // Nothing but keys: for ports that judge each packet before they place it.
 class KeysOnly final : public Exposure {
  public:
-  explicit KeysOnly(std::function<uint32_t()> next_key) : next_key_(std::move(next_key)) {}
-  uint64_t open(std::byte*, size_t) override { return next_key_(); }
+  KeysOnly(uint32_t rank, std::function<uint32_t()> next_key) : rank_(rank), next_key_(std::move(next_key)) {}
+  uint64_t open(std::byte* address, size_t size_bytes) override {
+    const uint32_t key = next_key_();
+    trace::registration(rank_, trace::Memory::key, trace::Registration::made, key, address, size_bytes);
+    return key;
+  }
   bool is_open(uint64_t region, flow::Keys& keys) override {
     keys = static_cast<uint32_t>(region);
     return true;
   }
-  void close(uint64_t) override {}
+  void close(uint64_t region) override {
+    trace::registration(rank_, trace::Memory::key, trace::Registration::released, static_cast<uint32_t>(region),
+                        nullptr, 0);
+  }
   bool is_closed(uint64_t) override { return true; }
   uint64_t lend(const std::byte*, size_t) override { return 0; }
   bool is_returned(uint64_t) override { return true; }
 
  private:
+  const uint32_t rank_;
   std::function<uint32_t()> next_key_;
 };
 

@@ -18,6 +18,8 @@
 #include <system_error>
 #include <utility>
 
+#include "trace/tracepoints.hpp"
+
 namespace sennit {
 namespace {
 
@@ -119,6 +121,7 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
   header->process_id = this_process_id();
   header->nonce = nonce;
   header->magic = SEGMENT_MAGIC;
+  trace::registration(rank, trace::Memory::segment, trace::Registration::made, 0, base, segment.size_bytes_);
   return segment;
 }
 
@@ -164,6 +167,8 @@ ShmSegment::~ShmSegment() { reset(); }
 
 void ShmSegment::reset() noexcept {
   unlink();
+  if (mine_ && base_ != nullptr)
+    trace::registration(header().rank, trace::Memory::segment, trace::Registration::released, 0, base_, size_bytes_);
   if (base_ != nullptr) munmap(base_, size_bytes_);
   if (fd_ >= 0) close(fd_);
   base_ = nullptr;

@@ -6,6 +6,7 @@
 
 #include "flow/flow.hpp"
 #include "ports/udp_socket.hpp"
+#include "trace/tracepoints.hpp"
 #include "wire/icrc.hpp"
 #include "wire/packet.hpp"
 
@@ -17,7 +18,7 @@ struct UdpPath {
   UdpPath(const wire::Endpoint& remote_listen) : remote_listen(remote_listen), remote(remote_listen) {}
 
   flow::Flow* flow = nullptr;
-  uint32_t peer = 0;
+  trace::Ends ends{};
   uint32_t index = 0;           // the flow's name for it
   UdpSender* sender = nullptr;  // owns the socket with this path's source port
   wire::Endpoint remote_listen;

@@ -100,7 +100,7 @@ void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes
       std::min(offer_.receive_window_bytes, window_for(granted_bytes, offered.payload_max_bytes, offer_.size - 1));
   listener.report_arrivals();
   listener.enable_receive_offload();  // without it packets come one by one
-  rail->receiver = std::make_unique<UdpReceiver>(std::move(listener), paths_by_qpn_, *receive_counters_);
+  rail->receiver = std::make_unique<UdpReceiver>(rank_, std::move(listener), paths_by_qpn_, *receive_counters_);
   for (uint32_t path = 0; path < offer_.path_count; ++path) {
     UdpSocket socket = open_sender(config.address);
     socket.set_send_buffer(SEND_BUFFER_BYTES);
@@ -139,7 +139,7 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
       const RoceOffer::Rail &our_rail = offer_.rails[mine], &their_rail = theirs.rails[other];
       UdpPath& entry = made->paths.emplace_back(their_rail.listen);
       entry.flow = &made->lane->flow();
-      entry.peer = peer;
+      entry.ends = {rank_, peer};
       entry.index = static_cast<uint32_t>(made->paths.size() - 1);
       entry.sender = rails_[mine]->senders[path].get();
       entry.remote_qpn = for_us.qpns[other * theirs.path_count + path];
@@ -231,11 +231,12 @@ bool UdpPort::send_round(uint64_t now_us) {
 void UdpPort::note_refused(UdpSender& sender) {
   for (const RefusedPacket& packet : sender.take_refused()) {
     for (Peer* peer : connected_) {
-      const bool is_its = std::any_of(peer->paths.begin(), peer->paths.end(), [&](const UdpPath& path) {
+      const auto its = std::find_if(peer->paths.begin(), peer->paths.end(), [&](const UdpPath& path) {
         return path.remote_listen == packet.destination && path.remote_qpn == packet.qpn;
       });
       // Its socket was open before this rank heard of it, and stays so until its process ends.
-      if (!is_its) continue;
+      if (its == peer->paths.end()) continue;
+      trace::port_error(rank_, peer->rank, its->index, trace::PortError::refused, ECONNREFUSED);
       peer->is_gone = true;
       peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(packet.destination) + " any more");
     }

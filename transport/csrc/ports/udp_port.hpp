@@ -85,7 +85,7 @@ class UdpPort final : public Port {
   const Counted<UdpSendCounters> send_counters_;
   const Counted<UdpReceiveCounters> receive_counters_;
   UdpPathByQpn paths_by_qpn_;
-  KeysOnly exposure_{[this] { return next_key(); }};
+  KeysOnly exposure_{rank_, [this] { return next_key(); }};
   std::vector<std::unique_ptr<Rail>> rails_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
   std::vector<Peer*> connected_;

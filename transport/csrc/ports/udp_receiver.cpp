@@ -16,8 +16,9 @@ std::vector<std::string> UdpReceiveCounters::names() {
   return out;
 }
 
-UdpReceiver::UdpReceiver(UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters)
-    : socket_(std::move(socket)),
+UdpReceiver::UdpReceiver(uint32_t rank, UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters)
+    : rank_(rank),
+      socket_(std::move(socket)),
       paths_(paths),
       counters_(counters),
       rest_(std::make_unique<std::byte[]>(RECEIVE_MAX_BYTES)),
@@ -35,7 +36,7 @@ UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
   // The kernel knows since when the batch lay there; what came later may lie behind it.
   received_until_us_ = now_us - std::min(batch.waited_us, now_us);
   if (batch.error != 0) {
-    if (batch.error != EAGAIN && batch.error != EWOULDBLOCK) ++counters_.receive_errors;
+    fail(batch.error);
     return Received::nothing;
   }
   sort(batch);
@@ -68,6 +69,12 @@ bool UdpReceiver::predict() {
   return true;
 }
 
+void UdpReceiver::fail(int error) {
+  if (error == EAGAIN || error == EWOULDBLOCK) return;
+  ++counters_.receive_errors;
+  trace::port_error(rank_, trace::NO_PEER, trace::NO_PATH, trace::PortError::receive, static_cast<uint32_t>(error));
+}
+
 bool UdpReceiver::look() {
   place_count_ = 0;
   std::array<std::byte, wire::DATA_HEADER_BYTES> head;
@@ -75,7 +82,7 @@ bool UdpReceiver::look() {
   ++counters_.receive_peeks;
   const int error = peek_segments(socket_.fd(), head, head_bytes);
   if (error != 0) {
-    if (error != EAGAIN && error != EWOULDBLOCK) ++counters_.receive_errors;
+    fail(error);
     return false;
   }
   const auto target = wire::peek_target(std::span(head).first(head_bytes));

@@ -42,7 +42,8 @@ struct UdpReceiveCounters {
 
 class UdpReceiver {
  public:
-  UdpReceiver(UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters);
+  // `rank`: for tracepoints.
+  UdpReceiver(uint32_t rank, UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters);
 
   const UdpSocket& socket() const { return socket_; }
   // The most packets that a peer sends in one call: more places are not worth asking for.
@@ -81,8 +82,10 @@ class UdpReceiver {
   void gather(size_t offset, std::span<std::byte> out) const;
   void judge(Arrival& arrival, const ReceivedBatch& batch, uint64_t now_us, uint32_t& identification);
   bool has_right_icrc(const Arrival& arrival, uint32_t& identification) const;
+  void fail(int error);
   void refuse(wire::Refusal refusal) { ++counters_.refused[static_cast<size_t>(refusal)]; }
 
+  const uint32_t rank_;
   UdpSocket socket_;
   const UdpPathByQpn& paths_;
   UdpReceiveCounters& counters_;

@@ -46,7 +46,7 @@ void UdpSender::send_data(UdpPath& path, std::span<const flow::DataOut> packets)
     const uint32_t first_psn = path.next_psn;
     path.next_psn = (first_psn + static_cast<uint32_t>(batch.size())) & wire::PSN_MASK;
     const size_t packet_bytes = lay_out(path, batch, first_psn);
-    transmit(path.remote, std::span(pieces_).first(piece_count_), packet_bytes);
+    transmit(path, std::span(pieces_).first(piece_count_), packet_bytes);
     packets = packets.subspan(batch.size());
   }
 }
@@ -64,7 +64,7 @@ void UdpSender::send_control(UdpPath& path, std::span<const std::byte> payload) 
   const std::array<iovec, 3> pieces = {iovec{header.data(), header.size()},
                                        iovec{const_cast<std::byte*>(payload.data()), payload.size()},
                                        iovec{trailer.data(), trailer_bytes}};
-  transmit(path.remote, pieces, packet_bytes);
+  transmit(path, pieces, packet_bytes);
 }
 
 // Trailer and next header lie side by side, so that a packet costs two pieces: this frame and its payload.
@@ -117,49 +117,50 @@ void UdpSender::note_refusals() {
   for (const RefusedPacket& packet : take_refused_packets(socket_.fd())) refused_.push_back(packet);
 }
 
-void UdpSender::transmit(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
+void UdpSender::transmit(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes) {
   size_t size_bytes = 0;
   for (const iovec& piece : pieces) size_bytes += piece.iov_len;
   const bool is_batch = size_bytes > segment_bytes;
   if (is_blocked()) {  // a caller that does not look at is_blocked() loses the packet, as a full queue would
-    lose(EAGAIN);
+    lose(path, EAGAIN);
     return;
   }
   if (is_batch && !can_segment_) {
-    keep(to, pieces, segment_bytes);
+    keep(path, pieces, segment_bytes);
     send_kept();
     return;
   }
-  const int error = send(to, pieces, is_batch ? segment_bytes : 0);
+  const int error = send(path.remote, pieces, is_batch ? segment_bytes : 0);
   if (error == 0) {
     is_stuck_ = false;
   } else if (error == EAGAIN || error == ENOBUFS) {
     ++counters_.send_blocked;
     if (is_stuck_)
-      lose(error);
+      lose(path, error);
     else
-      keep(to, pieces, segment_bytes);
+      keep(path, pieces, segment_bytes);
   } else if (is_batch && (error == EIO || error == EINVAL)) {
     // No checksum offload on this device (EIO), or a kernel that knows the option but not this use of it.
     // The ICRCs of an IPv4 batch hold identifications 0, 1, 2, …: this batch is lost, the next ones are right.
     ++counters_.segmentation_refused;
     can_segment_ = false;
-    if (to.storage.ss_family == AF_INET6) {
-      keep(to, pieces, segment_bytes);
+    if (path.remote.storage.ss_family == AF_INET6) {
+      keep(path, pieces, segment_bytes);
       send_kept();
     }
   } else {
-    lose(error);
+    lose(path, error);
   }
 }
 
-void UdpSender::lose(int error) {
+void UdpSender::lose(const UdpPath& path, int error) {
   ++counters_.send_errors;
   if (error == EMSGSIZE) ++counters_.send_over_mtu;
+  trace::port_error(path.ends.rank, path.ends.peer, path.index, trace::PortError::send, static_cast<uint32_t>(error));
 }
 
-void UdpSender::keep(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
-  kept_.to = to;
+void UdpSender::keep(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes) {
+  kept_.path = &path;
   kept_.segment_bytes = segment_bytes;
   kept_.since_us = 0;
   for (const iovec& piece : pieces) {
@@ -173,7 +174,7 @@ bool UdpSender::flush(uint64_t now_us) {
   if (kept_.since_us == 0) kept_.since_us = now_us;
   if (now_us - kept_.since_us < STUCK_US) return false;
   is_stuck_ = true;
-  lose(EAGAIN);
+  lose(*kept_.path, EAGAIN);
   kept_.bytes.clear();
   return true;
 }
@@ -183,17 +184,17 @@ bool UdpSender::send_kept() {
   int error = 0;
   if (can_segment_ && kept_.bytes.size() > kept_.segment_bytes) {
     iovec piece{kept_.bytes.data(), kept_.bytes.size()};
-    error = send(kept_.to, std::span(&piece, 1), kept_.segment_bytes);
+    error = send(kept_.path->remote, std::span(&piece, 1), kept_.segment_bytes);
     if (error == 0) done_bytes = kept_.bytes.size();
   } else {
-    error = send_one_by_one(kept_.to, kept_.bytes, kept_.segment_bytes, done_bytes);
+    error = send_one_by_one(kept_.path->remote, kept_.bytes, kept_.segment_bytes, done_bytes);
   }
   if (error == EAGAIN || error == ENOBUFS) {
     if (done_bytes != 0) kept_.since_us = 0;  // slow, not stuck
     kept_.bytes.erase(kept_.bytes.begin(), kept_.bytes.begin() + static_cast<std::ptrdiff_t>(done_bytes));
     return false;
   }
-  if (error != 0) lose(error);
+  if (error != 0) lose(*kept_.path, error);
   kept_.bytes.clear();
   return true;
 }

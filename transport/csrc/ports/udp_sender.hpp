@@ -64,7 +64,7 @@ class UdpSender {
   struct Kept {
     std::vector<std::byte> bytes;
     size_t segment_bytes = 0;
-    SocketAddress to{wire::Endpoint{}};
+    const UdpPath* path = nullptr;
     uint64_t since_us = 0;  // of the first flush() that found it; 0: none yet
   };
 
@@ -72,12 +72,12 @@ class UdpSender {
   static size_t same_kind(const UdpPath& path, std::span<const flow::DataOut> packets);
   // Returns the size of the first packet.
   size_t lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn);
-  void transmit(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
+  void transmit(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes);
   int send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes, size_t& done);
-  void keep(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
+  void keep(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes);
   // True when nothing is kept any more: it was sent, or the kernel will never take it.
   bool send_kept();
-  void lose(int error);
+  void lose(const UdpPath& path, int error);
 
   // One send; an earlier packet that came back is noted, and does not keep this one from going.
   int send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);

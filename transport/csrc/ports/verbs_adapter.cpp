@@ -26,7 +26,7 @@ VerbsAdapter::VerbsAdapter(const VerbsLibrary& library, const VerbsAddress& rail
       peer_count_(need.peer_count),
       service_(need.service),
       device_(library, rail.device),
-      registrations_(device_, IBV_ACCESS_LOCAL_WRITE | (device_.has_windows() ? IBV_ACCESS_MW_BIND : 0)),
+      registrations_(need.rank, device_, IBV_ACCESS_LOCAL_WRITE | (device_.has_windows() ? IBV_ACCESS_MW_BIND : 0)),
       channel_(nullptr, nullptr),
       completions_(nullptr, nullptr),
       receives_(nullptr, nullptr) {

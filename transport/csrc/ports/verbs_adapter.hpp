@@ -24,6 +24,7 @@ namespace sennit {
 class VerbsAdapter {
  public:
   struct Need {
+    uint32_t rank;  // for tracepoints
     uint32_t peer_count;
     size_t path_count;  // to all peers, over all of its rails
     VerbsService service;

@@ -46,7 +46,7 @@ void VerbsPort::on_completion(VerbsAdapter& adapter, const ibv_wc& completion, u
       if (completion.status == IBV_WC_SUCCESS) {
         path.queue.on_sent(request_number(completion.wr_id), releases_[adapter.number()]);
       } else {
-        on_path_error(path, now_us);
+        on_path_error(path, trace::PortError::completion, completion.status, now_us);
       }
       return;
     }
@@ -70,7 +70,9 @@ void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint
   if (completion.status != IBV_WC_SUCCESS) {
     // With UC the device drops the one message and goes on (IBTA, class D fault).
     completion.status == IBV_WC_REM_ACCESS_ERR ? ++counters_->remote_access_errors : ++counters_->receive_errors;
-    if (completion.status == IBV_WC_WR_FLUSH_ERR || config_.service == VerbsService::rc) on_path_error(path, now_us);
+    trace::port_error(rank_, path.peer->rank, path.index, trace::PortError::receive, completion.status);
+    if (completion.status == IBV_WC_WR_FLUSH_ERR || config_.service == VerbsService::rc)
+      on_path_error(path, trace::PortError::completion, completion.status, now_us);
     return;
   }
   const uint32_t immediate = ntohl(completion.imm_data);

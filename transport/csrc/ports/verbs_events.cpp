@@ -30,9 +30,9 @@ void VerbsPort::on_event(VerbsAdapter& adapter, const ibv_async_event& event, ui
     case IBV_EVENT_QP_REQ_ERR:
     case IBV_EVENT_QP_ACCESS_ERR:
       if (Path* const path = find_path(adapter, event.element.qp->qp_num)) {
-        on_path_error(*path, now_us);
+        on_path_error(*path, trace::PortError::queue_pair, event.event_type, now_us);
       } else {
-        fail("verbs: " + adapter.name() + ": the queue pair for memory windows failed");
+        fail("verbs: " + adapter.name() + ": the queue pair for memory windows failed", event.event_type);
       }
       return;
     case IBV_EVENT_PORT_ERR:
@@ -40,11 +40,11 @@ void VerbsPort::on_event(VerbsAdapter& adapter, const ibv_async_event& event, ui
       on_port(adapter, static_cast<uint8_t>(event.element.port_num), event.event_type == IBV_EVENT_PORT_ACTIVE, now_us);
       return;
     case IBV_EVENT_DEVICE_FATAL:
-      fail("verbs: " + adapter.name() + " failed or was removed");
+      fail("verbs: " + adapter.name() + " failed or was removed", event.event_type);
       return;
     case IBV_EVENT_CQ_ERR:
     case IBV_EVENT_SRQ_ERR:
-      fail("verbs: " + adapter.name() + ": a queue of completions or receives failed");
+      fail("verbs: " + adapter.name() + ": a queue of completions or receives failed", event.event_type);
       return;
     default:
       return;
@@ -61,6 +61,7 @@ void VerbsPort::on_port(VerbsAdapter& adapter, uint8_t port, bool is_up, uint64_
     revive_at_us_ = std::min(revive_at_us_, now_us);
     return;
   }
+  trace::port_error(rank_, trace::NO_PEER, trace::NO_PATH, trace::PortError::port_down, IBV_EVENT_PORT_ERR);
   for (const auto& path : paths_)
     if (path->flow != nullptr && is_its(rails_[path->rail])) {
       path->flow->on_path_failed(now_us, path->index);
@@ -75,12 +76,13 @@ void VerbsPort::break_off(Path& path) {
   path.queue.stop(releases_[path.adapter->number()]);
 }
 
-void VerbsPort::on_path_error(Path& path, uint64_t now_us) {
+void VerbsPort::on_path_error(Path& path, trace::PortError where, uint32_t error, uint64_t now_us) {
   if (path.flow == nullptr) return;
   // (Reported once for each request that was in its queue.)
   if (path.is_broken) return;
   break_off(path);
   ++counters_->path_errors;
+  trace::port_error(rank_, path.peer->rank, path.index, where, error);
   path.flow->on_path_failed(now_us, path.index);
   if (revive_at_us_ != UINT64_MAX) return;
   revive_pause_us_ = std::clamp(revive_pause_us_, REVIVE_FIRST_US, REVIVE_MAX_US);

@@ -48,6 +48,7 @@ uint64_t VerbsExposure::open(std::byte* address, size_t size_bytes) {
         raise_verbs_error(errno, device_.name() + ": cannot register " + std::to_string(size_bytes) + " bytes");
       ++counters_.message_registrations;
       region.key = region.registration->rkey;
+      note(trace::Memory::region, trace::Registration::made, region.key, address, size_bytes);
       region.state = RegionState::open;
     } else {
       region.registration = registrations_.acquire(address, size_bytes, true);
@@ -71,12 +72,16 @@ bool VerbsExposure::is_open(uint64_t number, flow::Keys& keys) {
 void VerbsExposure::close(uint64_t number) {
   Region& region = regions_[number];
   if (region.window == nullptr) {
-    if (region.registration != nullptr) device_.library().dereg_mr(region.registration);
+    if (region.registration != nullptr) {
+      note(trace::Memory::region, trace::Registration::released, region.key, nullptr, 0);
+      device_.library().dereg_mr(region.registration);
+    }
     region.registration = nullptr;
     region.state = RegionState::closed;
     return;
   }
   region.state = RegionState::closing;
+  note(trace::Memory::window, trace::Registration::released, region.key, nullptr, 0);
   region.bind = post({region.window, region.registration, nullptr, 0, number});
 }
 
@@ -97,6 +102,11 @@ void VerbsExposure::retire(Region& region) {
   region.registration = nullptr;
   put_back(region.window);
   region.window = nullptr;
+}
+
+void VerbsExposure::note(trace::Memory memory, trace::Registration what, uint32_t key, const std::byte* address,
+                         size_t size_bytes) const {
+  trace::registration(registrations_.rank(), memory, what, key, address, size_bytes);
 }
 
 VerbsExposure::Window* VerbsExposure::take_window() {
@@ -155,6 +165,8 @@ void VerbsExposure::post_now(const Bind& bind) {
     return;
   }
   if (regions_.holds(bind.region)) regions_[bind.region].key = bind.window->handle->rkey;
+  if (bind.size_bytes != 0)
+    note(trace::Memory::window, trace::Registration::made, bind.window->handle->rkey, bind.address, bind.size_bytes);
 }
 
 void VerbsExposure::on_bound(ibv_wc_status status) {

@@ -91,6 +91,8 @@ class VerbsExposure final : public Exposure {
   uint64_t post(const Bind& bind);
   void post_now(const Bind& bind);
   void retire(Region& region);
+  void note(trace::Memory memory, trace::Registration what, uint32_t key, const std::byte* address,
+            size_t size_bytes) const;
 
   const VerbsDevice& device_;
   VerbsRegistrations& registrations_;

@@ -73,7 +73,8 @@ void VerbsPort::open_adapters(uint32_t peer_count) {
     if (number == flow::Keys::MAX_COUNT)
       throw std::invalid_argument("verbs: rails of more than " + std::to_string(number) + " devices");
     const auto rail_count = static_cast<size_t>(std::count_if(rails_.begin(), rails_.end(), is_its));
-    const VerbsAdapter::Need need{peer_count, size_t{peer_count} * rail_count * config_.path_count, config_.service};
+    const VerbsAdapter::Need need{rank_, peer_count, size_t{peer_count} * rail_count * config_.path_count,
+                                  config_.service};
     adapters_.push_back(std::make_unique<VerbsAdapter>(library, rail.address, number, need));
     VerbsAdapter& adapter = *adapters_.back();
     rail.adapter = &adapter;
@@ -190,7 +191,8 @@ Lane& VerbsPort::lane(uint32_t peer) {
   return *peers_[peer]->lane;
 }
 
-void VerbsPort::fail(std::string reason) {
+void VerbsPort::fail(std::string reason, uint32_t event) {
+  trace::port_error(rank_, trace::NO_PEER, trace::NO_PATH, trace::PortError::device, event);
   if (failure_.empty()) failure_ = std::move(reason);
 }
 
@@ -291,7 +293,7 @@ void VerbsPort::send_control(Path& path, size_t buffer, size_t size_bytes) {
   request.opcode = IBV_WR_SEND;
   ++counters_->send_calls;
   path.queue.post(&request, std::span(&held, 1));
-  if (!path.queue.is_ready()) on_path_error(path, last_now_us_);
+  if (!path.queue.is_ready()) on_path_error(path, trace::PortError::queue_pair, 0, last_now_us_);
 }
 
 void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
@@ -334,7 +336,7 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
   if (count == 0) return;
   ++counters_->send_calls;
   path.queue.post(&requests[0], std::span(held).first(count));
-  if (!path.queue.is_ready()) on_path_error(path, last_now_us_);
+  if (!path.queue.is_ready()) on_path_error(path, trace::PortError::queue_pair, 0, last_now_us_);
 }
 
 void VerbsPort::check_on_peers(uint64_t now_us) {

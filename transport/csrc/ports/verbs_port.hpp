@@ -96,7 +96,7 @@ class VerbsPort final : public Port {
   void poll_events(uint64_t now_us);
   void on_event(VerbsAdapter& adapter, const ibv_async_event& event, uint64_t now_us);
   void on_port(VerbsAdapter& adapter, uint8_t port, bool is_up, uint64_t now_us);
-  void on_path_error(Path& path, uint64_t now_us);
+  void on_path_error(Path& path, trace::PortError where, uint32_t error, uint64_t now_us);
   void break_off(Path& path);
   void revive_paths(uint64_t now_us);
 
@@ -109,7 +109,8 @@ class VerbsPort final : public Port {
   void send_farewells(uint64_t now_us);
   size_t take_buffer();
   void let_go(VerbsAdapter& adapter, const VerbsQueuePair::Held& held);
-  void fail(std::string reason);
+  // `event`: ibv_event_type, 0 where there was none.
+  void fail(std::string reason, uint32_t event = 0);
 
   // A device does not say when a packet came, so its wait for this host to look passes for queueing, and with udp's
   // target the budget was always the least. So only losses shrink that of UC (QUEUE_OVERFLOWED_US is twice this). Of

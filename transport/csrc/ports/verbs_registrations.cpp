@@ -26,7 +26,14 @@ std::string advice(int error, uint64_t wanted_bytes, uint64_t held_bytes) {
 
 }  // namespace
 
-VerbsRegistrations::~VerbsRegistrations() = default;
+VerbsRegistrations::~VerbsRegistrations() {
+  while (!entries_.empty()) drop(entries_.size() - 1);
+}
+
+void VerbsRegistrations::note(trace::Registration what, const Entry& entry) const {
+  trace::registration(rank_, trace::Memory::region, what, entry.region->rkey,
+                      reinterpret_cast<const void*>(entry.range.begin), entry.range.end - entry.range.begin);
+}
 
 void VerbsRegistrations::borrow(const void* address, size_t size_bytes) {
   if (size_bytes == 0) return;
@@ -67,12 +74,14 @@ ibv_mr* VerbsRegistrations::acquire(const std::byte* address, size_t size_bytes,
     ++entry.users;
     entry.used = acquisitions_;
     ++hits_;
+    note(trace::Registration::reused, entry);
     return entry.region.get();
   }
   Range range{begin, end};
   for (const Borrowed& one : borrowed_)
     if (one.range.covers(begin, end) && one.range.end - one.range.begin > range.end - range.begin) range = one.range;
   entries_.push_back(make(range, is_written));
+  note(trace::Registration::made, entries_.back());
   return entries_.back().region.get();
 }
 
@@ -122,6 +131,7 @@ void VerbsRegistrations::release(ibv_mr* region) {
 }
 
 void VerbsRegistrations::drop(size_t index) {
+  note(trace::Registration::released, entries_[index]);
   registered_bytes_ -= entries_[index].range.end - entries_[index].range.begin;
   std::swap(entries_[index], entries_.back());
   entries_.pop_back();

@@ -15,13 +15,16 @@
 #include <vector>
 
 #include "ports/verbs_device.hpp"
+#include "trace/tracepoints.hpp"
 
 namespace sennit {
 
 class VerbsRegistrations {
  public:
   // `access` of memory that is written: IBV_ACCESS_*. Memory that cannot be written is registered for reading.
-  VerbsRegistrations(const VerbsDevice& device, int access) : device_(device), access_(access) {}
+  // `rank`: for tracepoints.
+  VerbsRegistrations(uint32_t rank, const VerbsDevice& device, int access)
+      : rank_(rank), device_(device), access_(access) {}
   ~VerbsRegistrations();
   VerbsRegistrations(const VerbsRegistrations&) = delete;
   VerbsRegistrations& operator=(const VerbsRegistrations&) = delete;
@@ -37,6 +40,7 @@ class VerbsRegistrations {
   // False: there is none.
   bool evict();
 
+  uint32_t rank() const { return rank_; }
   uint64_t registered_bytes() const { return registered_bytes_; }
   uint64_t registrations() const { return registrations_; }  // made since the start
   uint64_t hits() const { return hits_; }                    // acquired without making one
@@ -63,8 +67,10 @@ class VerbsRegistrations {
   Entry make(Range range, bool is_written);
   ibv_mr* register_range(const Range& range, int access);
   void drop(size_t index);
+  void note(trace::Registration what, const Entry& entry) const;
   bool is_borrowed(const Range& range) const;
 
+  const uint32_t rank_;
   const VerbsDevice& device_;
   const int access_;
   std::vector<Borrowed> borrowed_;  // a handful: the buffers of the operations in flight

@@ -3,19 +3,38 @@
 // read it from the ELF notes of this library. Provider `sennit`; names and arguments are an interface, described in
 // docs/tracepoints.md; bpftrace reads the first six.
 //
-// One that nobody listens to is a single nop: no branch, no load beyond what its arguments need. So arguments are
-// values at hand, of fixed width, and never computed for the tracepoint alone. They fire in the simulator as well.
+// One that nobody listens to is two nops: no branch, no load beyond what its arguments need. So arguments are values at
+// hand, of fixed width, and never computed for the tracepoint alone. They fire in the simulator as well.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
+#if SENNIT_TRACE_RECORDED
+#include "trace/recorder.hpp"
+#define SENNIT_TRACEPOINT_RECORD(name, ...) sennit::trace::record(#name, ##__VA_ARGS__)
+#else
+#define SENNIT_TRACEPOINT_RECORD(name, ...) static_cast<void>(0)
+#endif
+
 #if SENNIT_USDT
 #define SDT_USE_VARIADIC
 #include <sys/sdt.h>
-#define SENNIT_TRACEPOINT(name, ...) STAP_PROBEV(sennit, name, ##__VA_ARGS__)
+#if defined(__x86_64__)
+// A nop of five bytes behind the usual one: Linux 6.18 puts a call there instead of a trap, which takes a quarter less.
+// Tracers that do not know of it use the first, which every kernel emulates (as in github.com/libbpf/usdt).
+#undef _SDT_NOP
+#define _SDT_NOP \
+  nop;           \
+  .nops 5
+#endif
+#define SENNIT_TRACEPOINT(name, ...)               \
+  (SENNIT_TRACEPOINT_RECORD(name, ##__VA_ARGS__)); \
+  STAP_PROBEV(sennit, name, ##__VA_ARGS__)
 #else
-#define SENNIT_TRACEPOINT(name, ...) sennit::trace::discard(__VA_ARGS__)
+#define SENNIT_TRACEPOINT(name, ...)               \
+  (SENNIT_TRACEPOINT_RECORD(name, ##__VA_ARGS__)); \
+  sennit::trace::discard(__VA_ARGS__)
 #endif
 
 namespace sennit::trace {
@@ -26,6 +45,24 @@ inline void discard(const Arguments&...) {}
 // Whose flow it is: both ranks, which the flow itself has no use for.
 struct Ends {
   uint32_t rank, peer;
+};
+
+inline constexpr uint32_t NO_PEER = UINT32_MAX, NO_PATH = UINT32_MAX;
+
+// What was made reachable: memory registered with a device, a window onto such memory, a key of a port that checks each
+// packet itself, a file of /dev/shm.
+enum class Memory : uint32_t { region = 0, window = 1, key = 2, segment = 3 };
+enum class Registration : uint32_t { made = 0, reused = 1, released = 2 };
+
+// Where an error was met; the comment says what its number is.
+enum class PortError : uint32_t {
+  send = 0,        // errno: the kernel did not take packets, which are lost
+  refused = 1,     // errno: a packet came back, nobody listens there
+  receive = 2,     // errno; ibv_wc_status: a message that a device dropped
+  completion = 3,  // ibv_wc_status: a queue pair is in error
+  queue_pair = 4,  // ibv_event_type: likewise; 0: it takes no requests
+  port_down = 5,   // ibv_event_type
+  device = 6,      // ibv_event_type, 0 where there was none: the device cannot be used any more
 };
 
 // `operation` tells operations in flight from each other; only collectives have a sequence number above 0.
@@ -54,6 +91,9 @@ inline void packet_received(Ends ends, uint32_t path, uint32_t immediate, uint32
 inline void sack_received(Ends ends, uint32_t path, uint64_t rtt_us, uint32_t unacknowledged_packets) {
   SENNIT_TRACEPOINT(sack_received, ends.rank, ends.peer, path, rtt_us, unacknowledged_packets);
 }
+inline void rtt_sample(Ends ends, uint32_t path, uint64_t rtt_us) {
+  SENNIT_TRACEPOINT(rtt_sample, ends.rank, ends.peer, path, rtt_us);
+}
 inline void packet_lost(Ends ends, uint32_t path, uint32_t immediate, uint64_t sent_us) {
   SENNIT_TRACEPOINT(packet_lost, ends.rank, ends.peer, path, immediate, sent_us);
 }
@@ -71,6 +111,15 @@ inline void credit_stall_begin(Ends ends, uint64_t granted_packets) {
 }
 inline void credit_stall_end(Ends ends, uint64_t granted_packets) {
   SENNIT_TRACEPOINT(credit_stall_end, ends.rank, ends.peer, granted_packets);
+}
+
+inline void registration(uint32_t rank, Memory memory, Registration what, uint32_t key, const void* address,
+                         uint64_t size_bytes) {
+  SENNIT_TRACEPOINT(registration, rank, static_cast<uint32_t>(memory), static_cast<uint32_t>(what), key, address,
+                    size_bytes);
+}
+inline void port_error(uint32_t rank, uint32_t peer, uint32_t path, PortError where, uint32_t error) {
+  SENNIT_TRACEPOINT(port_error, rank, peer, path, static_cast<uint32_t>(where), error);
 }
 
 }  // namespace sennit::trace
