@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import errno
+import socket
 
 from sennit.ebpf.closing import Closing
 from sennit.ebpf.compiler import ToolMissing, compile_source
 from sennit.ebpf.features import missing_privileges
 from sennit.ebpf.library import BpfError
+from sennit.ebpf.links import Link, attach_xdp
 from sennit.ebpf.loader import BpfObject, Program
 from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import Batch, BatchLayout
@@ -54,6 +56,7 @@ class XdpReceiver(Closing):
             raise _explained(error, layout) from error
         self.memory = self.object.arena(RING).memory
         layout.prepare(self.memory)
+        self._link: Link | None = None
 
     @property
     def program(self) -> Program:
@@ -63,6 +66,10 @@ class XdpReceiver(Closing):
     @property
     def repeated_program(self) -> Program:
         return self.object.program("feed_again")
+
+    def attach(self, interface: str) -> None:
+        """Takes what comes in there, in the driver where that can run programs. An interface takes one receiver."""
+        self._link = attach_xdp(self.program, socket.if_nametoindex(interface))
 
     def deliver(self, datagram: bytes) -> None:
         """Runs the program on one datagram without any interface."""
@@ -105,6 +112,8 @@ class XdpReceiver(Closing):
 
     def close(self) -> None:
         """Batches are views of the arena, which ends here."""
+        if self._link is not None:
+            self._link.close()
         self.object.close()
 
 

@@ -21,6 +21,7 @@ from sennit.runtime.backend import communicator
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.elastic import reconfigure, waiting_count
 from sennit.runtime.handover import Claim, Holding, find_source, take_over
+from sennit.runtime.ingest.source import MemorySource
 from sennit.runtime.report import Change, RunReport
 from sennit.runtime.stretch import resume, train
 from sennit.runtime.trainer import Trainer
@@ -79,7 +80,8 @@ class ElasticRun:
 
     def _stretch(self) -> RunReport | None:
         """None when newcomers wait: this rank's part of the state is kept then."""
-        outcome = train(self._config, self._samples, self._changes, begin=self._begin, is_awaited=self._is_awaited)
+        source = MemorySource(self._samples, self._config, rank=dist.get_rank(), world_size=dist.get_world_size())
+        outcome = train(self._config, source, self._changes, begin=self._begin, is_awaited=self._is_awaited)
         if isinstance(outcome, RunReport):
             return outcome
         self._holding = outcome

@@ -13,10 +13,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from sennit.offload.admission import Verdict
 from sennit.runtime.metrics import Quality
 from sennit.runtime.training_config import TrainingConfig
 from sennit.transport.errors import SennitError
 
+VERDICTS = tuple(verdict.name.lower() for verdict in Verdict)
 # The part of a run in which samples are trained on; evaluation and checkpoints are counted apart.
 NOT_TRAINING = ("evaluation", "checkpoint")
 
@@ -33,6 +35,9 @@ class RankReport:
 
     counters: dict[str, int]
     """The backend's counters over the run; empty for a backend that has none."""
+
+    ingest: dict[str, int | float] = field(default_factory=dict)
+    """What came from feeders; empty where samples are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +93,9 @@ class RunReport:
 
     quality: Quality
     weights_sha256: str
+    data: str
+    """Name of the data set."""
+
     changes: list[Change] = field(default_factory=list)
     """Of an elastic run, in order."""
 
@@ -115,6 +123,18 @@ class RunReport:
                     total[name] = total.get(name, 0) + count
         return dict(sorted(total.items()))
 
+    def ingest(self) -> dict[str, Any] | None:
+        """Sums over ranks, but for the seconds waited, which are a mean; None where samples are in memory."""
+        if self.config.ingest is None:
+            return None
+        total: dict[str, float] = {}
+        for rank in self.ranks:
+            for name, count in rank.ingest.items():
+                total[name] = total.get(name, 0) + count
+        total["waited_s"] /= len(self.ranks)
+        datagrams = {str(verdict): total.pop(str(verdict)) for verdict in VERDICTS}
+        return {"target": str(self.config.ingest), "data": self.data, "datagrams": datagrams, **total}
+
     def as_json(self) -> dict[str, Any]:
         return {
             "config": asdict(self.config),
@@ -131,6 +151,7 @@ class RunReport:
             "quality": asdict(self.quality),
             "phases_s": self.phases_s(),
             "bytes_moved": self.bytes_moved(),
+            "ingest": self.ingest(),
             "ranks": [asdict(rank) for rank in self.ranks],
             "weights_sha256": self.weights_sha256,
         }
@@ -154,7 +175,7 @@ def render(report: RunReport, console: Console) -> None:
     summary.add_column(style="bold")
     summary.add_column()
     for name, value in (
-        ("data", f"{report.config.source.data}, seed {report.config.seed}, {report.config.split} split"),
+        ("data", f"{report.data}, seed {report.config.seed}, {report.config.split} split"),
         ("ranks", f"{len(report.ranks)} over {report.config.backend}"),
         ("steps", f"{report.first_step + 1} to {report.step}, {report.config.batch_size:,} samples each"),
         ("speed", f"{report.samples_per_s:,.0f} samples/s, {report.train_s:.1f} s of training"),
@@ -164,6 +185,11 @@ def render(report: RunReport, console: Console) -> None:
         ("weights SHA-256", report.weights_sha256),
     ):  # fmt: skip
         summary.add_row(name, value)
+    ingest = report.ingest()
+    if ingest is not None:
+        again = ingest["gaps"] + ingest["silences"]
+        text = f"{ingest['records']:,} records, waited {ingest['waited_s']:.1f} s; asked again {again} times"
+        summary.add_row("ingest", f"{ingest['target']}: {text}, feeders lost: {ingest['feeders_lost']}")
     for change in report.changes:
         summary.add_row("changed", str(change))
     console.print(summary)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from sennit.runtime import checkpoint
 from sennit.runtime.backend import BACKEND_NAME, communicator
-from sennit.runtime.data.samples import Samples
 from sennit.runtime.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.fingerprint import fingerprint
 from sennit.runtime.handover import Holding
+from sennit.runtime.ingest.source import BatchSource
 from sennit.runtime.metrics import Quality
 from sennit.runtime.report import Change, RankReport, RunReport, render, write_json
 from sennit.runtime.trainer import StepReport, Trainer
@@ -25,7 +25,7 @@ Begin = Callable[[Trainer], None]
 
 def train(
     config: TrainingConfig,
-    samples: Samples,
+    source: BatchSource,
     changes: list[Change],
     *,
     begin: Begin,
@@ -38,7 +38,7 @@ def train(
     training stops there and this rank's part of the state is the result.
     """
     before = transport_counters(config.backend)
-    trainer = Trainer(config, samples)
+    trainer = Trainer(config, source)
     first = trainer.rank == 0
     begin(trainer)
     first_step = trainer.step
@@ -77,6 +77,7 @@ def train(
         tables=[table.name for table in trainer.shard.tables],
         phases_s=dict(trainer.clock.seconds),
         counters={name: count - before.get(name, 0) for name, count in after.items()},
+        ingest=source.counters(),
     )
     gathered: list[RankReport | None] = [None] * trainer.world_size
     dist.all_gather_object(gathered, mine)
@@ -91,6 +92,7 @@ def train(
         quality=result,
         weights_sha256=fingerprint(trainer.weights()),
         changes=changes,
+        data=config.source.data if config.ingest is None else source.order.name,
     )
     if first:
         render(report, stdout_console())

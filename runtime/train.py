@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from torch._C._distributed_c10d import Store
 
+from sennit.offload.ingest.target import IngestTarget, TargetError
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.sources import Source
@@ -28,8 +29,15 @@ _SOURCE = _DEFAULT.source
 
 
 def command(
+    context: typer.Context,
     data: Annotated[str, typer.Option(help=f"{', '.join(sources.NAMES)}, or a Parquet file")] = _SOURCE.data,
     schema: Annotated[Path | None, typer.Option(help="schema of the Parquet file, TOML or JSON")] = None,
+    ingest: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET", help="take samples from feeders: xdp://INTERFACE[,…][:PORT] or cpu://ADDRESS[:PORT]"
+        ),
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="processes to start here; 1 without; not under torchrun")] = None,
     backend: Annotated[str, typer.Option(help="torch.distributed backend")] = _DEFAULT.backend,
     seed: Annotated[int, typer.Option(help="controls everything that is random")] = _DEFAULT.seed,
@@ -67,6 +75,7 @@ def command(
     try:
         config = TrainingConfig(
             source=Source(data=data, schema=schema, samples=samples, row_limit=row_limit, zipf_exponent=zipf),
+            ingest=None if ingest is None else _ingest_target(context, ingest),
             split=split,
             eval_fraction=eval_fraction,
             seed=seed,
@@ -100,7 +109,8 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
     """Runs this process's rank under torchrun, else starts the ranks. What can be checked early is."""
     if (join is not None or port) and not config.elastic:
         raise ConfigError("--port and --join are for elastic runs (--elastic)")
-    sources.check(config.source)
+    if config.ingest is None:
+        sources.check(config.source)
     for name, folder in (
         ("--checkpoint", config.checkpoint),
         ("--tensorboard", config.tensorboard),
@@ -117,6 +127,7 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
         if ranks is not None and ranks != world_size:
             raise ConfigError(f"--ranks {ranks}, but torchrun started {world_size}; leave it out under torchrun")
         config.check_world(world_size)
+        _check_ingest(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         run_rank(config, Place(rank=int(os.environ["RANK"]), world_size=world_size))
         return
     world_size = ranks if ranks is not None else 1
@@ -127,6 +138,7 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
         )
         return
     config.check_world(world_size)
+    _check_ingest(config, world_size)
     # Held until the last rank is done.
     store, address = serve_store(port, timeout_s=config.timeout_s)
     if config.elastic:
@@ -156,6 +168,27 @@ def _tell_newcomer(number: int, error: str) -> None:
 
 def _tell_loss(rank: int, error: str) -> None:
     typer.echo(f"rank {rank} did not come to the end: {error}", err=True)
+
+
+def _check_ingest(config: TrainingConfig, local_ranks: int) -> None:
+    if config.ingest is not None:
+        try:
+            config.ingest.check(local_ranks)
+        except TargetError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _ingest_target(context: typer.Context, text: str) -> IngestTarget:
+    """The samples are the feeders' then, so nothing here says which."""
+    for name in ("data", "schema", "samples", "row_limit", "zipf"):
+        given = context.get_parameter_source(name)
+        if given is not None and given.name != "DEFAULT":
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} with --ingest; the data set is the feeders': give it to sennit feed")
+    try:
+        return IngestTarget.parse(text)
+    except TargetError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _make_folder(name: str, folder: Path) -> None:

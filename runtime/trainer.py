@@ -23,16 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.samples import Samples, split
 from sennit.runtime.dlrm.embedding import EmbeddingShard
 from sennit.runtime.dlrm.exchange import Exchange
 from sennit.runtime.dlrm.model import DenseModel
 from sennit.runtime.dlrm.optimizer import RowWiseAdagrad, dense_optimizer, rate_factor
-from sennit.runtime.dlrm.sharding import Placement, Table, place
+from sennit.runtime.dlrm.sharding import Placement, place
+from sennit.runtime.ingest.source import BatchSource
 from sennit.runtime.metrics import Quality, quality
 from sennit.runtime.phases import PhaseClock
-from sennit.runtime.seeds import numpy_stream
 from sennit.runtime.training_config import TrainingConfig
 from sennit.transport.errors import ConfigError, SennitError
 
@@ -60,39 +58,23 @@ class StepReport:
 class Trainer:
     """Owns model, tables, optimizers and the position in the data. Every method is collective."""
 
-    def __init__(self, config: TrainingConfig, samples: Samples) -> None:
+    def __init__(self, config: TrainingConfig, source: BatchSource) -> None:
         self.config = config
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         config.check_world(self.world_size)
         self.clock = PhaseClock()
-        self.train_rows, self.eval_rows = split(
-            len(samples),
-            eval_fraction=config.eval_fraction,
-            order=config.split,
-            generator=numpy_stream(config.seed, "split"),
-        )
-        self.samples = samples.standardised(self.train_rows)
-        self.steps_per_epoch = len(self.train_rows) // config.batch_size
-        if not self.steps_per_epoch:
-            raise DataError(
-                f"{samples.name}: {len(self.train_rows)} training samples do not fill one batch of {config.batch_size}"
-            )
-        self.step_count = self.steps_per_epoch * config.epochs
-        if config.max_steps is not None:
-            self.step_count = min(self.step_count, config.max_steps)
+        self.source, self.order = source, source.order
+        self.steps_per_epoch, self.step_count = self.order.steps_per_epoch, self.order.step_count
         self.step = 0
 
-        self.tables = tuple(
-            Table(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
-            for column in samples.columns
-        )
+        self.tables = source.tables
         self.placement: Placement = place(self.tables, world_size=self.world_size, dim=config.embedding_dim)
         own = [self.tables[table] for table in self.placement.tables_of[self.rank]]
         self.shard = EmbeddingShard(own, dim=config.embedding_dim, seed=config.seed)
         self.row_state = RowWiseAdagrad(len(self.shard.weight))
         self.exchange = Exchange(self.placement, dim=config.embedding_dim, clock=self.clock)
         self.dense = DenseModel(
-            dense_count=samples.dense.shape[1],
+            dense_count=source.dense_count,
             table_count=len(self.tables),
             dim=config.embedding_dim,
             bottom=config.bottom,
@@ -101,7 +83,6 @@ class Trainer:
         )
         self.replicated = DistributedDataParallel(self.dense, gradient_as_bucket_view=True)
         self.optimizer = dense_optimizer(config.dense_optimizer, self.replicated.parameters(), rate=config.dense_rate)
-        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def run(
         self,
@@ -134,10 +115,10 @@ class Trainer:
     def train_step(self) -> float:
         """One step on the next global batch; the loss of this rank's part."""
         factor = rate_factor(self.config.decay, self.step, self.step_count)
+        number = self.order.training_batch(self.step)
+        counts = self.order.counts(number, self.world_size)
         with self.clock.phase("input"):
-            parts = torch.tensor_split(self._batch_rows(), self.world_size)
-            counts = [len(part) for part in parts]
-            batch = self.samples.batch(parts[self.rank], self.placement.wire_order)
+            batch = self.source.take(number, self.placement.wire_order)
         bags = self.exchange.send_ids(batch, counts)
         with self.clock.phase("lookup"):
             pooled = self.shard.lookup(bags.lengths, bags.values, bags.table_of_bag).requires_grad_()
@@ -156,6 +137,7 @@ class Trainer:
             # Gradients are averaged over ranks: a rank with more samples than the mean counts for more.
             share = counts[self.rank] * self.world_size / self.config.batch_size
             torch.autograd.backward(loss if share == 1 else loss * share)
+        self.source.release(number)
         with self.clock.phase("dense update"):
             for part in self.optimizer.param_groups:
                 part["lr"] = self.config.dense_rate * factor
@@ -171,14 +153,14 @@ class Trainer:
         """Exact metrics over all evaluation rows; the same on every rank."""
         with self.clock.phase("evaluation"):
             logits, labels = [], []
-            for rows in torch.split(self.eval_rows, self.config.batch_size):
-                parts = torch.tensor_split(rows, self.world_size)
-                counts = [len(part) for part in parts]
-                batch = self.samples.batch(parts[self.rank], self.placement.wire_order)
+            for number in self.order.evaluation_batches(self.step):
+                counts = self.order.counts(number, self.world_size)
+                batch = self.source.take(number, self.placement.wire_order)
                 bags = self.exchange.send_ids(batch, counts)
                 pooled = self.shard.lookup(bags.lengths, bags.values, bags.table_of_bag)
                 logits.append(self.dense(batch.dense, self.exchange.return_pooled(pooled, counts)))
-                labels.append(batch.labels)
+                labels.append(batch.labels.clone())
+                self.source.release(number)
             both = gather_rows(torch.stack((torch.cat(logits), torch.cat(labels)), 1))
             return quality(both[:, 0].numpy(), both[:, 1].numpy())
 
@@ -210,15 +192,6 @@ class Trainer:
         dense = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         set_optimizer_state_dict(self.replicated, self.optimizer, dense, options=_FLAT)
         self.step = int(position["step"])
-
-    def _batch_rows(self) -> Tensor:
-        """The global batch of the next step: a range of the epoch's own permutation."""
-        epoch, place_in_epoch = divmod(self.step, self.steps_per_epoch)
-        if self._order[0] != epoch:
-            shuffle = numpy_stream(self.config.seed, "order", epoch).permutation(len(self.train_rows))
-            self._order = (epoch, self.train_rows[torch.from_numpy(shuffle)])
-        begin = place_in_epoch * self.config.batch_size
-        return self._order[1][begin : begin + self.config.batch_size]
 
 
 def gather_rows(part: Tensor) -> Tensor:

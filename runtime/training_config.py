@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend import BACKEND_NAME
 from sennit.runtime.data.sources import Source
 from sennit.runtime.dlrm.optimizer import DECAYS, DENSE_OPTIMIZERS
@@ -18,6 +19,9 @@ class TrainingConfig:
 
     source: Source = field(default_factory=Source)
     """The data set."""
+
+    ingest: IngestTarget | None = None
+    """Where feeders send the samples to; None: they are read from `source`."""
 
     split: str = "random"
     """Evaluation rows: "random", or "last" for the end of the data set (flights and movielens: the latest)."""
@@ -110,6 +114,8 @@ class TrainingConfig:
         _in_range("least number of ranks", self.min_ranks, 1, 4096)
         if self.elastic and self.backend != BACKEND_NAME:
             raise ConfigError(f"an elastic run over {self.backend!r}; allowed: {BACKEND_NAME!r}")
+        if self.elastic and self.ingest is not None:
+            raise ConfigError("--ingest in an elastic run; allowed: one of them (ranks that come and go need all data)")
         if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):
             raise ConfigError("resuming and a checkpoint interval need a checkpoint folder (--checkpoint DIR)")
 

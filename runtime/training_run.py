@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import os
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from sennit.runtime import elastic
 from sennit.runtime.backend import register
 from sennit.runtime.data import sources
 from sennit.runtime.elastic_run import ElasticRun, check_terms, publish_terms
+from sennit.runtime.ingest.fed import FedSource
+from sennit.runtime.ingest.source import BatchSource, MemorySource
 from sennit.runtime.report import RunReport
 from sennit.runtime.stretch import resume, train
 from sennit.runtime.trainer import Trainer
@@ -43,17 +46,38 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
         dist.init_process_group(
             config.backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
+    if config.ingest is not None:
+        return _leave(_run_fed(config))
     samples = sources.load(config.source, seed=config.seed)
     if config.elastic:
         return _leave(ElasticRun(config, samples, is_newcomer=False).run())
+    source = MemorySource(samples, config, rank=dist.get_rank(), world_size=dist.get_world_size())
+    return _leave(_run(config, source))
 
+
+def _run(config: TrainingConfig, source: BatchSource) -> RunReport:
     def begin(trainer: Trainer) -> None:
         if config.resume:
             resume(trainer, config)
 
-    report = train(config, samples, [], begin=begin)
+    report = train(config, source, [], begin=begin)
     assert isinstance(report, RunReport)
-    return _leave(report)
+    return report
+
+
+def _run_fed(config: TrainingConfig) -> RunReport:
+    """With samples that feeders send: they are told how it ends."""
+    rank = dist.get_rank()
+    # Set by torchrun; without it all ranks are on this machine.
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    source = FedSource(config, rank=rank, world_size=dist.get_world_size(), local_rank=local_rank)
+    try:
+        report = _run(config, source)
+    except BaseException as error:
+        source.close(f"rank {rank}: {error}")
+        raise
+    source.close()
+    return report
 
 
 def join_run(config: TrainingConfig, store: Store) -> RunReport:

@@ -154,11 +154,17 @@ def split(
     """(training rows, evaluation rows): a random part, or with order "last" the end of the data set."""
     if order not in ("random", "last"):
         raise DataError(f"split {order!r}; allowed: random, last")
+    eval_count = held_back(sample_count, eval_fraction)
+    rows = generator.permutation(sample_count) if order == "random" else np.arange(sample_count)
+    return torch.from_numpy(rows[:-eval_count].copy()), torch.from_numpy(rows[-eval_count:].copy())
+
+
+def held_back(sample_count: int, eval_fraction: float) -> int:
+    """How many samples are for evaluation."""
     eval_count = round(sample_count * eval_fraction)
     if not 0 < eval_count < sample_count:
         raise DataError(f"evaluation part {eval_fraction} of {sample_count} samples leaves {eval_count} for evaluation")
-    rows = generator.permutation(sample_count) if order == "random" else np.arange(sample_count)
-    return torch.from_numpy(rows[:-eval_count].copy()), torch.from_numpy(rows[-eval_count:].copy())
+    return eval_count
 
 
 def vocabulary(values: npt.NDArray[np.generic] | Sequence[str]) -> tuple[int, IntArray]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from sennit.runtime.backend import register
 from sennit.runtime.data import sources
+from sennit.runtime.ingest.source import MemorySource
 from sennit.runtime.report import RunReport
 from sennit.runtime.stretch import train
 from sennit.runtime.training_config import TrainingConfig
@@ -51,7 +52,8 @@ def run_rank(transport: str, rank: int, folder: Path) -> None:
     samples = torch.load(folder / "samples", weights_only=False)
     meeting = f"file://{folder / transport}"
     dist.init_process_group("sennit", init_method=meeting, rank=rank, world_size=WORLD, timeout=TIMEOUT)
-    report = train(CONFIG, samples, [], begin=lambda trainer: None)
+    source = MemorySource(samples, CONFIG, rank=rank, world_size=WORLD)
+    report = train(CONFIG, source, [], begin=lambda trainer: None)
     assert isinstance(report, RunReport)
     (folder / f"weights{rank}").write_text(report.weights_sha256)
     dist.destroy_process_group()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from sennit.runtime import checkpoint
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.fingerprint import fingerprint
+from sennit.runtime.ingest.source import MemorySource
 from sennit.runtime.seeds import numpy_stream
 from sennit.runtime.trainer import Trainer, TrainingError
 from sennit.runtime.training_config import TrainingConfig
@@ -42,7 +43,9 @@ def samples(seed: int, count: int = 331) -> Samples:
 
 
 def trainer(seed: int, **changed: Any) -> Trainer:
-    return Trainer(TrainingConfig(seed=seed, **{**SMALL, **changed}), samples(seed))
+    config = TrainingConfig(seed=seed, **{**SMALL, **changed})
+    source = MemorySource(samples(seed), config, rank=dist.get_rank(), world_size=dist.get_world_size())
+    return Trainer(config, source)
 
 
 def train(rank: int, world: int, *, seed: int, steps: int, **changed: Any) -> dict[str, Any]:

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a feeder says of its data, so that a trainer that holds none can make tables, a plan and an order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Final, Self
+
+from sennit.offload.errors import PlanError, SchemaError
+from sennit.offload.ingest.protocol import TEXT_MAX, ProtocolError
+from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan_json import columns_as_json, columns_from_json
+from sennit.offload.schema import Schema
+
+SAMPLES_MAX: Final = 1 << 40
+TABLE_ROWS_MAX: Final = 1 << 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableFacts:
+    """One embedding table."""
+
+    name: str
+    row_count: int
+    mean_length: float
+    """Ids a sample, on average."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """One data set, as records. All feeders of a run have the same."""
+
+    name: str
+    fingerprint: str
+    """Of all samples: data sets with the same name may differ."""
+
+    sample_count: int
+    tables: tuple[TableFacts, ...]
+    dense_names: tuple[str, ...]
+    plan: Plan
+    """What becomes of a record: its sparse columns are the tables, its dense ones the dense features, in their order.
+    It keeps every row."""
+
+    def __post_init__(self) -> None:
+        if len(self.plan.sparse) != len(self.tables) or len(self.plan.dense) != len(self.dense_names):
+            raise PlanError(
+                f"the plan has {len(self.plan.sparse)} tables and {len(self.plan.dense)} dense features, but "
+                f"{len(self.tables)} and {len(self.dense_names)} are named"
+            )
+        if self.plan.keep:
+            raise PlanError("a plan that leaves out rows; allowed: one that keeps them all, so that batches are full")
+
+    def plan_for(self, table_order: Sequence[int]) -> Plan:
+        """The plan with the tables in this order."""
+        sparse = tuple(self.plan.sparse[table] for table in table_order)
+        return Plan(schema=self.plan.schema, columns=self.plan.columns, dense=self.plan.dense, sparse=sparse)
+
+    def difference(self, other: Facts) -> str | None:
+        """What differs first, for people; None where nothing does."""
+        ours, theirs = self.as_json(), other.as_json()
+        for part in fields(self):
+            if ours[part.name] != theirs[part.name]:
+                return f"{part.name} {_short(ours[part.name])}, not {_short(theirs[part.name])}"
+        return None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "fingerprint": self.fingerprint,
+            "sample_count": self.sample_count,
+            "tables": [[table.name, table.row_count, table.mean_length] for table in self.tables],
+            "dense_names": list(self.dense_names),
+            "plan": {
+                "schema": self.plan.schema.as_json(),
+                "columns": columns_as_json(self.plan.columns),
+                "dense": list(self.plan.dense),
+                "sparse": [table.column for table in self.plan.sparse],
+            },
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Self:
+        """ProtocolError says what is wrong with facts that came from outside."""
+        try:
+            tables = tuple(
+                TableFacts(
+                    name=_text(f"name of table {number}", name),
+                    row_count=_integer(f"rows of table {number}", row_count, TABLE_ROWS_MAX),
+                    mean_length=_number(f"mean length of table {number}", mean_length),
+                )
+                for number, (name, row_count, mean_length) in enumerate(content["tables"])
+            )
+            plan = content["plan"]
+            return cls(
+                name=_text("name", content["name"]),
+                fingerprint=_text("fingerprint", content["fingerprint"]),
+                sample_count=_integer("sample_count", content["sample_count"], SAMPLES_MAX),
+                tables=tables,
+                dense_names=tuple(_text("dense name", name) for name in content["dense_names"]),
+                plan=Plan(
+                    schema=Schema.from_json(plan["schema"]),
+                    columns=columns_from_json(plan["columns"]),
+                    dense=tuple(_text("dense column", name) for name in plan["dense"]),
+                    sparse=tuple(
+                        Sparse(column=_text("sparse column", name), rows=table.row_count)
+                        for name, table in zip(plan["sparse"], tables, strict=True)
+                    ),
+                ),
+            )
+        except ProtocolError:
+            raise
+        except (PlanError, SchemaError) as error:
+            raise ProtocolError(f"facts: {error}") from None
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ProtocolError(f"facts: not those of a data set: {error!r}") from None
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not 1 <= len(value) <= TEXT_MAX:
+        raise ProtocolError(f"facts: {name}; allowed: a text of 1 to {TEXT_MAX} characters")
+    return value
+
+
+def _integer(name: str, value: Any, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ProtocolError(f"facts: {name} {_short(value)}; allowed: integers from 1 to {most}")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < 0:
+        raise ProtocolError(f"facts: {name} {_short(value)}; allowed: finite numbers from 0")
+    return float(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"

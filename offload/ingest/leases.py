@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which feeder sends which batch of one rank, from which row, and when it is told again.
+
+Sans-IO: no clock, socket or thread. Times come in, messages go out. A *lease* is a batch whose slot is open, with the
+feeder that was told to send it. It ends when all rows have come, when the feeder goes, or when nothing comes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from sennit.offload.ingest.protocol import Message, Send, Taken
+
+# How long a silence may be before rows are asked for again: RFC 6298 section 2, over the silences of the feeder.
+ASK_FIRST_S: Final = 0.5
+ASK_MIN_S: Final = 0.01
+ASK_MAX_S: Final = 1.0
+_GAIN: Final = 1 / 8
+_DEVIATION_GAIN: Final = 1 / 4
+# A feeder of which nothing comes for so long loses the batch, if there is another one.
+STALL_S: Final = 3.0
+
+
+class SilenceEstimate:
+    """How long nothing comes of a feeder that sends."""
+
+    def __init__(self) -> None:
+        self._mean_s: float | None = None
+        self._deviation_s = 0.0
+
+    def add(self, silence_s: float) -> None:
+        if self._mean_s is None:
+            self._mean_s, self._deviation_s = silence_s, silence_s / 2
+            return
+        self._deviation_s += _DEVIATION_GAIN * (abs(self._mean_s - silence_s) - self._deviation_s)
+        self._mean_s += _GAIN * (silence_s - self._mean_s)
+
+    def ask_after_s(self, tries: int) -> float:
+        """Twice as long after each try (section 5.5)."""
+        mean_s = self._mean_s
+        wait_s = ASK_FIRST_S if mean_s is None else max(ASK_MIN_S, mean_s + 4 * self._deviation_s)
+        return min(ASK_MAX_S, wait_s * 2.0 ** min(tries, 16))
+
+
+@dataclass
+class _Feeder:
+    silence: SilenceEstimate = field(default_factory=SilenceEstimate)
+    leases: int = 0
+    turn: int = 0
+    """When it was given its last lease; among equals the one that waited longest is next."""
+
+    is_stalled: bool = False
+    """Nothing came of its last lease. It gets batches only if all others are like that."""
+
+
+@dataclass
+class _Open:
+    """A batch whose slot is open."""
+
+    rows: int
+    progress_s: float
+    """When its last row came, or else when it opened."""
+
+    lease_s: float = 0.0
+    """When its last row came, or else when its lease began."""
+
+    taken: int = 0
+    feeder: int | None = None
+    told: set[int] = field(default_factory=set)
+    """Every feeder that was ever told to send it, and is to be told that it is complete."""
+
+    ask_at_s: float = 0.0
+    asked_row: int | None = None
+    """Where it was when it was told to send again: until then, rows ahead may be of those sent before."""
+
+    tries: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.taken == self.rows
+
+
+@dataclass(kw_only=True, slots=True)
+class LeaseCounters:
+    """What was done about what did not come."""
+
+    gaps: int = 0
+    """Orders to send again because a later row had come."""
+
+    silences: int = 0
+    """The same because nothing came."""
+
+    moved: int = 0
+    """Batches given to another feeder before they were complete."""
+
+    feeders_lost: int = 0
+    """That had leases when they went."""
+
+
+class Leases:
+    """The batches of one rank from `first_batch` to the end. Feeders go by numbers that the caller gives them."""
+
+    def __init__(
+        self, rows_of: Callable[[int], int], *, first_batch: int, batch_count: int, slots: int, now_s: float
+    ) -> None:
+        """`rows_of(batch)`: how many records it has; `batch_count`: where numbers end."""
+        self.counters = LeaseCounters()
+        self._rows_of, self._batch_count, self._slots = rows_of, batch_count, slots
+        self._open: dict[int, _Open] = {}
+        self._feeders: dict[int, _Feeder] = {}
+        self._turns = 0
+        self._outbox: list[tuple[int, Message]] = []
+        for batch in range(first_batch, first_batch + slots):
+            self._open_slot(batch, now_s)
+
+    def join(self, feeder: int, now_s: float) -> None:
+        self._feeders[feeder] = _Feeder()
+        self.advance(now_s)
+
+    def leave(self, feeder: int, now_s: float) -> None:
+        """It has died, or was sent away: its batches are sent by others, from where it was."""
+        gone = self._feeders.pop(feeder, None)
+        if gone is None:
+            return
+        self.counters.feeders_lost += gone.leases > 0
+        for lease in self._open.values():
+            lease.told.discard(feeder)
+            if lease.feeder == feeder:
+                lease.feeder = None
+        self.advance(now_s)
+
+    def awaited(self) -> Iterator[int]:
+        """The batches of which rows may come."""
+        return (batch for batch, lease in self._open.items() if lease.told and not lease.is_complete)
+
+    def observe(self, batch: int, taken: int, row_ahead: int, now_s: float) -> None:
+        """What the receiver says of a batch: the rows taken, and whether a later one came before its turn."""
+        lease = self._open[batch]
+        feeder = None if lease.feeder is None else self._feeders[lease.feeder]
+        if taken > lease.taken:
+            if feeder is not None and lease.feeder is not None:
+                if not lease.tries:  # else it is not known what the rows are the answer to (Karn)
+                    feeder.silence.add(now_s - lease.lease_s)
+                feeder.is_stalled = False
+                lease.ask_at_s = now_s + feeder.silence.ask_after_s(0)
+            lease.taken, lease.tries, lease.progress_s, lease.lease_s = taken, 0, now_s, now_s
+            if lease.is_complete:
+                self._end_lease(lease)
+                self._outbox += [(told, Taken(batch=batch, row=taken)) for told in sorted(lease.told)]
+            elif lease.feeder is not None:
+                self._outbox.append((lease.feeder, Taken(batch=batch, row=taken)))
+        if row_ahead > lease.taken != lease.asked_row and not lease.is_complete and lease.feeder is not None:
+            self.counters.gaps += 1
+            lease.asked_row = lease.taken
+            self._ask(batch, lease, now_s)
+
+    def advance(self, now_s: float) -> None:
+        """Gives out batches that nobody sends, and asks again for what does not come."""
+        for batch, lease in self._open.items():
+            if lease.is_complete:
+                continue
+            if lease.feeder is not None and now_s >= lease.ask_at_s:
+                self._ask_after_silence(batch, lease, now_s)
+            if lease.feeder is None and self._feeders:
+                self._give(batch, lease, now_s)
+
+    def release(self, batch: int, now_s: float) -> None:
+        """The receiver has opened the batch's slot for the one that is `slots` later."""
+        del self._open[batch]
+        self._open_slot(batch + self._slots, now_s)
+        self.advance(now_s)
+
+    def is_complete(self, batch: int) -> bool:
+        return self._open[batch].is_complete
+
+    def progress(self, batch: int) -> tuple[int, int, float]:
+        """(rows taken, rows in all, time since which none has come) of an open batch."""
+        lease = self._open[batch]
+        return lease.taken, lease.rows, lease.progress_s
+
+    def drain(self) -> list[tuple[int, Message]]:
+        """The messages to send, with the feeder that each is for. Those to feeders that have left are dropped."""
+        messages = [(feeder, message) for feeder, message in self._outbox if feeder in self._feeders]
+        self._outbox.clear()
+        return messages
+
+    def _open_slot(self, batch: int, now_s: float) -> None:
+        if batch < self._batch_count:
+            self._open[batch] = _Open(rows=self._rows_of(batch), progress_s=now_s)
+
+    def _give(self, batch: int, lease: _Open, now_s: float) -> None:
+        number = min(self._feeders, key=lambda number: self._preference(self._feeders[number]))
+        feeder = self._feeders[number]
+        self._turns += 1
+        feeder.leases, feeder.turn = feeder.leases + 1, self._turns
+        lease.feeder, lease.lease_s, lease.tries, lease.asked_row = number, now_s, 0, None
+        lease.told.add(number)
+        self._ask(batch, lease, now_s)
+
+    @staticmethod
+    def _preference(feeder: _Feeder) -> tuple[bool, int, int]:
+        return feeder.is_stalled, feeder.leases, feeder.turn
+
+    def _ask(self, batch: int, lease: _Open, now_s: float) -> None:
+        assert lease.feeder is not None
+        lease.ask_at_s = now_s + self._feeders[lease.feeder].silence.ask_after_s(lease.tries)
+        self._outbox.append((lease.feeder, Send(batch=batch, row=lease.taken)))
+
+    def _ask_after_silence(self, batch: int, lease: _Open, now_s: float) -> None:
+        assert lease.feeder is not None
+        feeder = self._feeders[lease.feeder]
+        if now_s - lease.lease_s >= STALL_S:
+            feeder.is_stalled = True
+            if any(not other.is_stalled for other in self._feeders.values()):
+                self.counters.moved += 1
+                self._end_lease(lease)
+                return
+        self.counters.silences += 1
+        lease.tries += 1
+        lease.asked_row = lease.taken
+        self._ask(batch, lease, now_s)
+
+    def _end_lease(self, lease: _Open) -> None:
+        if lease.feeder is not None:
+            self._feeders[lease.feeder].leases -= 1
+            lease.feeder = None

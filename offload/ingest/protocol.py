@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The messages between a feeder and a rank: lines of JSON over TCP. docs/ingest.md says when which is sent.
+
+Everything that comes is checked here, so that what is behind sees only whole messages with numbers in their range.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Final, Self
+
+VERSION: Final = 1
+# A plan and a schema of 512 fields take about a tenth of this.
+LINE_MAX_BYTES: Final = 1 << 20
+TEXT_MAX: Final = 1024
+_UINT32_MAX: Final = (1 << 32) - 1
+
+
+class ProtocolError(ValueError):
+    """The other side sent what no message is; the text says what, and goes to it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """One line. Every field has a range that `__post_init__` holds."""
+
+    kind: ClassVar[str]
+
+    @classmethod
+    def from_fields(cls, content: Mapping[str, Any]) -> Self:
+        names = {part.name for part in fields(cls)}
+        for name in names ^ content.keys():
+            raise ProtocolError(f"{cls.kind}: {'unknown' if name in content else 'missing'} field {name[:TEXT_MAX]!r}")
+        return cls(**content)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hello(Message):
+    """Feeder: here I am. The first message of a connection."""
+
+    kind: ClassVar[str] = "hello"
+    version: int
+    feeder: str
+    """A name for people."""
+
+    def __post_init__(self) -> None:
+        _integer("version", self.version, 0, _UINT32_MAX)
+        _text("feeder", self.feeder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms(Message):
+    """Rank: what this run is, from which a feeder knows which samples every batch of every rank holds."""
+
+    kind: ClassVar[str] = "terms"
+    version: int
+    session: int
+    rank: int
+    world_size: int
+    endpoints: list[list[Any]]
+    """[host, port] of each rank: TCP for these messages, UDP for records. A feeder connects to all of them."""
+
+    packet_bytes: int
+    """The longest datagram."""
+
+    window_packets: int
+    """So many datagrams of a batch may be on the way: those behind the row that was last `taken`."""
+
+    order: dict[str, Any]
+    """What the order of samples depends on, as the trainer writes it."""
+
+    def __post_init__(self) -> None:
+        _integer("version", self.version, 0, _UINT32_MAX)
+        _integer("session", self.session, 0, _UINT32_MAX)
+        _integer("world_size", self.world_size, 1, 1 << 16)
+        _integer("rank", self.rank, 0, self.world_size - 1)
+        _integer("packet_bytes", self.packet_bytes, 64, 65_507)
+        _integer("window_packets", self.window_packets, 1, 1 << 16)
+        if not isinstance(self.endpoints, list) or len(self.endpoints) != self.world_size:
+            raise ProtocolError(f"terms: endpoints; allowed: a list of {self.world_size}")
+        for endpoint in self.endpoints:
+            if not isinstance(endpoint, list) or len(endpoint) != 2:
+                raise ProtocolError("terms: an endpoint that is not [host, port]")
+            _text("host", endpoint[0])
+            _integer("port", endpoint[1], 1, 65_535)
+        _object("order", self.order)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FactsOf(Message):
+    """Feeder: what it has. `facts.Facts` reads the content."""
+
+    kind: ClassVar[str] = "facts"
+    facts: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _object("facts", self.facts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Send(Message):
+    """Rank: send the batch's records from this row on. Credit, re-request and failover are the same order."""
+
+    kind: ClassVar[str] = "send"
+    batch: int
+    row: int
+
+    def __post_init__(self) -> None:
+        _sequence(self.batch, self.row)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken(Message):
+    """Rank: the batch's rows before this one have come. With all of them the feeder is done with the batch."""
+
+    kind: ClassVar[str] = "taken"
+    batch: int
+    row: int
+
+    def __post_init__(self) -> None:
+        _sequence(self.batch, self.row)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End(Message):
+    """Rank: the run is over, nothing more is wanted."""
+
+    kind: ClassVar[str] = "end"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Error(Message):
+    """Either side, as its last message: why it goes."""
+
+    kind: ClassVar[str] = "error"
+    text: str
+
+    def __post_init__(self) -> None:
+        _text("text", self.text)
+
+
+_KINDS: Final[dict[str, type[Message]]] = {
+    message.kind: message for message in (Hello, Terms, FactsOf, Send, Taken, End, Error)
+}
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps({"kind": message.kind, **asdict(message)}, separators=(",", ":")).encode() + b"\n"
+
+
+def error(text: str) -> Error:
+    """Cut to what a line may hold."""
+    return Error(text=text[:TEXT_MAX] or "no reason given")
+
+
+def decode(line: bytes) -> Message:
+    """One line without its end."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of too many digits, or nested too deeply
+        raise ProtocolError("a line that is no JSON") from None
+    if not isinstance(content, dict):
+        raise ProtocolError("a line that is no JSON object")
+    kind = content.pop("kind", None)
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ProtocolError(f"a message without a known kind; allowed: {', '.join(_KINDS)}")
+    return _KINDS[kind].from_fields(content)
+
+
+class LineReader:
+    """Messages out of a stream of bytes, however it is cut."""
+
+    def __init__(self, max_bytes: int = LINE_MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._kept = bytearray()
+
+    def feed(self, received: bytes) -> Iterator[Message]:
+        """The messages that end in these bytes. ProtocolError, after those before it."""
+        # Only what is new can hold the end of a line.
+        searched = len(self._kept)
+        self._kept += received
+        while (end := self._kept.find(b"\n", searched)) >= 0:
+            if end > self._max_bytes:
+                break
+            line = bytes(self._kept[:end])
+            del self._kept[: end + 1]
+            searched = 0
+            yield decode(line)
+        if len(self._kept) > self._max_bytes:
+            raise ProtocolError(f"a line of more than {self._max_bytes} bytes")
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ProtocolError(f"{name} {str(value)[:TEXT_MAX]}; allowed: integers from {low} to {high}")
+
+
+def _text(name: str, value: Any) -> None:
+    if not isinstance(value, str) or not 1 <= len(value) <= TEXT_MAX:
+        raise ProtocolError(f"{name}; allowed: a text of 1 to {TEXT_MAX} characters")
+
+
+def _object(name: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{name}; allowed: a JSON object")
+
+
+def _sequence(batch: Any, row: Any) -> None:
+    _integer("batch", batch, 0, _UINT32_MAX)
+    _integer("row", row, 0, _UINT32_MAX)

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run's ranks receive their records: `xdp://INTERFACE[,INTERFACE…][:PORT]` or `cpu://ADDRESS[:PORT]`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from sennit.ebpf.closing import Closing
+from sennit.ebpf.features import missing_privileges
+from sennit.offload.batches import BatchLayout
+from sennit.offload.targets import Receiver
+
+PORT: Final = 4800
+KINDS: Final = ("xdp", "cpu")
+# Records in one datagram. What native XDP takes on a virtual interface is 3,506 bytes of IP packet.
+XDP_MTU_MAX: Final = 3506
+CPU_PACKET_BYTES: Final = 8192
+HEADERS_BYTES: Final = 48  # IPv6 and UDP
+# Datagrams on the way to a rank, over all its open batches: below the 256 that a virtual interface's ring holds.
+ON_THE_WAY_MAX: Final = 192
+# linux/sockios.h
+_SIOCGIFADDR: Final = 0x8915
+_SIOCGIFMTU: Final = 0x8921
+
+
+class TargetError(ValueError):
+    """Records cannot be received there. The message says why, and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IngestTarget:
+    """Local rank `i` takes records at UDP port `port + i`, and feeders at the TCP port of the same number."""
+
+    kind: str
+    """"xdp" or "cpu"."""
+
+    places: tuple[str, ...]
+    """xdp: interfaces, one for each local rank. cpu: one address of this machine."""
+
+    port: int = PORT
+
+    def __str__(self) -> str:
+        place = ",".join(self.places)
+        return f"{self.kind}://{f'[{place}]' if ':' in place else place}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        kind, separator, rest = text.partition("://")
+        allowed = "xdp://INTERFACE[,INTERFACE…][:PORT], cpu://ADDRESS[:PORT]"
+        if not separator or kind not in KINDS:
+            raise TargetError(f"--ingest {text!r}; allowed: {allowed}")
+        if rest.startswith("["):
+            place, bracket, behind = rest[1:].partition("]")
+            colon, port = behind[:1], behind[1:]
+            is_whole = bool(bracket) and colon in ("", ":")
+        else:
+            place, colon, port = rest.partition(":")
+            is_whole = True
+        if colon and not (port.isascii() and port.isdecimal() and 1 <= int(port) <= 65_535):
+            raise TargetError(f"--ingest {text!r}: port {port!r}; allowed: 1 to 65535 (an IPv6 address in brackets)")
+        places = tuple(place.split(",")) if kind == "xdp" else (place,)
+        if not is_whole or not all(places):
+            raise TargetError(f"--ingest {text!r}; allowed: {allowed}")
+        return cls(kind=kind, places=places, port=int(port) if colon else PORT)
+
+    def check(self, local_ranks: int) -> None:
+        """What can be known before a run begins is said at once."""
+        if self.port + local_ranks - 1 > 65_535:
+            raise TargetError(f"port {self.port} for {local_ranks} ranks; allowed: up to {65_536 - local_ranks}")
+        if self.kind == "xdp":
+            if len(self.places) < local_ranks:
+                raise TargetError(
+                    f"{len(self.places)} interface{'s' if len(self.places) > 1 else ''} for {local_ranks} ranks; "
+                    f"--ingest xdp:// takes one for each (an interface has one XDP program), cpu:// one address for all"
+                )
+            if len(set(self.places)) < len(self.places):
+                raise TargetError(f"--ingest {self}: an interface is named twice; allowed: one for each rank")
+            lacking = missing_privileges()
+            if lacking:
+                raise TargetError(f"--ingest {self}: this process lacks {', '.join(lacking)}; cpu:// needs none")
+        for local_rank in range(local_ranks):
+            self.listen(local_rank).close()
+
+    def address(self, local_rank: int) -> str:
+        """Where feeders reach the rank, as a number."""
+        if self.kind == "xdp":
+            return interface_address(self.places[local_rank])
+        try:
+            found = socket.getaddrinfo(self.places[0], self.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
+        except (OSError, UnicodeError) as error:
+            raise TargetError(f"--ingest {self}: {getattr(error, 'strerror', None) or error}") from None
+        host = str(found[0][4][0])
+        if host in ("0.0.0.0", "::"):
+            raise TargetError(f"--ingest {self}: feeders need one address to send to; allowed: one of this machine's")
+        return host
+
+    def listen(self, local_rank: int) -> socket.socket:
+        """The listening socket for feeders."""
+        host, port = self.address(local_rank), self.port + local_rank
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen()
+        except OSError as error:
+            listener.close()
+            raise TargetError(f"--ingest {self}: {host} port {port}: {error.strerror}") from error
+        return listener
+
+    def receiver(self, layout: BatchLayout, local_rank: int, *, session: int) -> Receiver:
+        """Takes the rank's records from now on. PlanError, TargetUnavailable and OSError say why it cannot."""
+        port = self.port + local_rank
+        if self.kind == "xdp":
+            from sennit.offload.xdp import XdpReceiver
+
+            in_kernel = XdpReceiver(layout, session=session, udp_port=port)
+            with _closed_on_error(in_kernel):
+                in_kernel.attach(self.places[local_rank])
+            return in_kernel
+        from sennit.offload.ingest.datagrams import SocketReceiver
+
+        on_host = SocketReceiver(layout, session=session)
+        with _closed_on_error(on_host):
+            on_host.listen(self.address(local_rank), port)
+        return on_host
+
+    def packet_bytes(self, local_rank: int) -> int:
+        """The longest datagram. A feeder takes less where the path's MTU is smaller."""
+        if self.kind == "cpu":
+            return CPU_PACKET_BYTES
+        return min(interface_mtu(self.places[local_rank]), XDP_MTU_MAX) - HEADERS_BYTES
+
+
+@contextlib.contextmanager
+def _closed_on_error(receiver: Closing) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        receiver.close()
+        raise
+
+
+def interface_address(name: str) -> str:
+    """Of the interface, the first global IPv6 address, or else its IPv4 address."""
+    try:
+        socket.if_nametoindex(name)
+    except OSError:
+        known = ", ".join(found for _, found in socket.if_nameindex())
+        raise TargetError(f"there is no interface {name!r}; there are {known}") from None
+    # Address, index, prefix, scope, flags, name (linux/Documentation/networking/proc_net_*); scope 0 is global.
+    table = Path("/proc/self/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else ():
+        digits, _, _, scope, flags, device = line.split()
+        is_tentative = int(flags, 16) & 0x40
+        if device == name and int(scope, 16) == 0 and not is_tentative:
+            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    try:
+        return socket.inet_ntoa(_ask(name, _SIOCGIFADDR)[20:24])
+    except OSError:
+        raise TargetError(f"interface {name!r} has neither a global IPv6 address nor one of IPv4") from None
+
+
+def interface_mtu(name: str) -> int:
+    (mtu,) = struct.unpack_from("i", _ask(name, _SIOCGIFMTU), 16)
+    return int(mtu)
+
+
+def _ask(name: str, request: int) -> bytes:
+    """`struct ifreq` (linux/if.h) as the kernel fills it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        return fcntl.ioctl(any_socket, request, struct.pack("16s24x", name.encode()[:15]))

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batches that feeders send: this rank's session with them, as a source for the trainer."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from sennit.offload.batches import BatchLayout
+from sennit.offload.errors import PlanError, TargetUnavailable
+from sennit.offload.ingest.facts import Facts
+from sennit.offload.ingest.protocol import VERSION, Terms
+from sennit.offload.ingest.session import IngestError, Session
+from sennit.offload.ingest.target import ON_THE_WAY_MAX, TargetError
+from sennit.runtime.data.combined import CombinedBatch
+from sennit.runtime.dlrm.sharding import Table
+from sennit.runtime.ingest.order import Order
+from sennit.runtime.ingest.source import order_of
+from sennit.runtime.training_config import TrainingConfig
+from sennit.transport.errors import ConfigError, SennitError
+
+SLOTS: Final = 4
+# What of the configuration the order of samples depends on: feeders get it as it is.
+ORDER_SETTINGS: Final = ("seed", "split", "eval_fraction", "batch_size", "epochs", "max_steps")
+
+
+class IngestFailure(SennitError):
+    """No batch comes, or none can; the message says which, and why."""
+
+
+class FedSource:
+    """The batches of one rank, as they come. Collective to make."""
+
+    def __init__(self, config: TrainingConfig, *, rank: int, world_size: int, local_rank: int) -> None:
+        """Waits until a feeder has said what it has."""
+        assert config.ingest is not None
+        self._target = config.ingest
+        self._rank, self._world_size, self._local_rank = rank, world_size, local_rank
+        self._receives = False
+        try:
+            listener = self._target.listen(local_rank)
+        except TargetError as error:
+            raise ConfigError(str(error)) from error
+        self._session_number = _shared(secrets.randbits(32) if rank == 0 else None)
+        endpoints: list[Any] = [None] * world_size
+        dist.all_gather_object(endpoints, [*listener.getsockname()[:2]])
+        terms = Terms(
+            version=VERSION,
+            session=self._session_number,
+            rank=rank,
+            world_size=world_size,
+            endpoints=endpoints,
+            packet_bytes=self._target.packet_bytes(local_rank),
+            window_packets=ON_THE_WAY_MAX // SLOTS,
+            order={name: getattr(config, name) for name in ORDER_SETTINGS},
+        )
+        self._session = Session(listener, terms, timeout_s=config.timeout_s)
+        try:
+            self.facts = self._agree()
+            self.order: Order = order_of(config, self.facts.name, self.facts.sample_count)
+        except BaseException as error:
+            self.close(str(error))
+            raise
+        self.tables = tuple(Table(**asdict(table)) for table in self.facts.tables)
+        self.dense_count = len(self.facts.dense_names)
+
+    def take(self, number: int, table_order: Sequence[int]) -> CombinedBatch:
+        if not self._receives:
+            self._start(number, table_order)
+        try:
+            labels, dense, lengths, values = self._session.take(number).tensors()
+        except IngestError as error:
+            raise IngestFailure(str(error)) from error
+        return CombinedBatch(dense=dense, labels=labels, lengths=lengths, values=torch.cat(values))
+
+    def release(self, number: int) -> None:
+        self._session.release(number)
+
+    def counters(self) -> dict[str, int | float]:
+        return self._session.counters()
+
+    def close(self, failure: str | None = None) -> None:
+        """Tells the feeders that the run is over, or why it failed."""
+        self._session.close(failure)
+
+    def _agree(self) -> Facts:
+        """Rank 0 says what the data are: what its first feeder has."""
+        try:
+            mine = self._session.wait_for_facts().as_json() if self._rank == 0 else None
+        except IngestError as error:
+            raise IngestFailure(str(error)) from error
+        facts = Facts.from_json(_shared(mine))
+        self._session.agree(facts)
+        return facts
+
+    def _start(self, first_batch: int, table_order: Sequence[int]) -> None:
+        counts = self.order.counts(0, self._world_size)
+        plan = self.facts.plan_for(table_order)
+        try:
+            layout = BatchLayout(plan=plan, batch_rows=max(counts), slots=SLOTS)
+            receiver = self._target.receiver(layout, self._local_rank, session=self._session_number)
+        except (PlanError, TargetUnavailable, OSError) as error:
+            raise ConfigError(f"--ingest {self._target}: {error}") from error
+        # A ring that has released these expects the ones from here on.
+        for number in range(max(0, first_batch - SLOTS), first_batch):
+            receiver.release(number)
+        self._session.start(
+            receiver,
+            lambda number: self.order.counts(number, self._world_size)[self._rank],
+            first_batch=first_batch,
+            batch_count=self.order.batch_count,
+            slots=SLOTS,
+        )
+        self._receives = True
+
+
+def _shared(value: Any) -> Any:
+    """Rank 0's, on every rank."""
+    shared = [value]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order of samples: one numbering of all batches of a run, which whoever knows the settings can follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.samples import split
+from sennit.runtime.ingest.order import Order
+from sennit.runtime.seeds import numpy_stream
+
+orders = st.builds(
+    Order,
+    name=st.just("small"),
+    sample_count=st.integers(40, 300),
+    seed=st.integers(0, 9),
+    split=st.sampled_from(["random", "last"]),
+    eval_fraction=st.sampled_from([0.1, 0.3]),
+    batch_size=st.integers(1, 28),
+    epochs=st.integers(1, 3),
+    max_steps=st.one_of(st.none(), st.integers(1, 40)),
+)
+
+
+def expected_run(order: Order) -> list[torch.Tensor]:
+    """The same, written as a run goes: epoch by epoch, step by step."""
+    train_rows, eval_rows = split(
+        order.sample_count,
+        eval_fraction=order.eval_fraction,
+        order=order.split,
+        generator=numpy_stream(order.seed, "split"),
+    )
+    batches, steps = [], 0
+    for epoch in range(order.epochs):
+        shuffle = numpy_stream(order.seed, "order", epoch).permutation(len(train_rows))
+        shuffled = train_rows[torch.from_numpy(shuffle)]
+        for begin in range(0, len(shuffled) - order.batch_size + 1, order.batch_size):
+            batches.append(shuffled[begin : begin + order.batch_size])
+            steps += 1
+            if steps == order.max_steps:
+                break
+        batches += torch.split(eval_rows, order.batch_size)
+        if steps == order.max_steps:
+            break
+    return batches
+
+
+@given(order=orders)
+def test_batches_are_numbered_as_a_run_meets_them(order: Order) -> None:
+    expected = expected_run(order)
+    assert order.batch_count == len(expected)
+    for number, rows in enumerate(expected):
+        assert torch.equal(order.rows(number), rows)
+        assert order.size(number) == len(rows)
+    walked: list[int] = []
+    for step in range(order.step_count):
+        walked.append(order.training_batch(step))
+        if (step + 1) % order.steps_per_epoch == 0 or step + 1 == order.step_count:
+            walked += order.evaluation_batches(step + 1)
+    assert walked == list(range(order.batch_count))
+
+
+@given(order=orders, world_size=st.integers(1, 5), number=st.integers(0, 500))
+def test_ranks_have_the_parts_of_tensor_split(order: Order, world_size: int, number: int) -> None:
+    number %= order.batch_count
+    parts = torch.tensor_split(order.rows(number), world_size)
+    assert order.counts(number, world_size) == [len(part) for part in parts]
+    for rank, part in enumerate(parts):
+        assert torch.equal(order.part(number, rank, world_size), part)
+
+
+def test_any_order_of_asking_gives_the_same(seed: int) -> None:
+    settings = {"split": "random", "eval_fraction": 0.2, "batch_size": 7, "epochs": 4}
+    order, other = (Order(name="small", sample_count=100, seed=seed, **settings) for _ in range(2))  # type: ignore[arg-type]
+    forwards = [order.rows(number) for number in range(order.batch_count)]
+    for number in reversed(range(order.batch_count)):
+        assert torch.equal(other.rows(number), forwards[number])
+
+
+def test_what_is_in_no_run_is_named() -> None:
+    order = Order(name="small", sample_count=20, seed=1, split="last", eval_fraction=0.1, batch_size=6, epochs=1)
+    with pytest.raises(DataError, match="batch 4; allowed: 0 to 3"):
+        order.rows(4)
+    with pytest.raises(DataError, match="small: 18 training samples do not fill one batch of 19"):
+        Order(name="small", sample_count=20, seed=1, split="last", eval_fraction=0.1, batch_size=19, epochs=1)

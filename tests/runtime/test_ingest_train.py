@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit train --ingest cpu://…` over loopback: the weights of a run from memory, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.offload.ingest import target
+from sennit.runtime.train import main
+
+SAMPLES, ROW_LIMIT = "600", "200"
+MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
+MEMORY = ["--data", "synthetic", "--samples", SAMPLES, "--row-limit", ROW_LIMIT]
+FEEDER = Path(__file__).with_name("ingest_feeder.py")
+
+
+def train(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sennit.runtime.train", *MODEL, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+@contextmanager
+def feeder(port: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, str(FEEDER), "127.0.0.1", str(port), SAMPLES, ROW_LIMIT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def port() -> int:
+    """The first of two that nobody has."""
+    for first in range(20_000, 60_000, 2):
+        with socket.socket() as one, socket.socket() as other:
+            try:
+                one.bind(("127.0.0.1", first))
+                other.bind(("127.0.0.1", first + 1))
+            except OSError:
+                continue
+            return first
+    raise AssertionError("no two free ports")
+
+
+def report(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path, port: int) -> None:
+    """Checkpoint in the second epoch; the rest is fed to another run, which begins with a later batch."""
+    memory, fed, rest = tmp_path / "memory.json", tmp_path / "fed.json", tmp_path / "rest.json"
+    saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "11"]
+    done = train(*MEMORY, "--ranks", "2", "--json", str(memory))
+    assert done.returncode == 0, done.stderr
+    target = ["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "60"]
+    with feeder(port) as process:
+        done = train(*target, *saved, "--json", str(fed))
+        assert done.returncode == 0, done.stderr
+        assert process.wait(30) == 0, process.stdout and process.stdout.read()
+    assert report(fed)["weights_sha256"] == report(memory)["weights_sha256"]
+    counted = report(fed)["ingest"]
+    assert counted["target"] == f"cpu://127.0.0.1:{port}"
+    # Two epochs of eight steps, and sixty rows held back.
+    assert counted["records"] == 2 * (8 * 64 + 60)
+    assert (counted["feeders"], counted["feeders_lost"], counted["moved"]) == (2, 0, 0)
+    assert counted["datagrams"]["accepted"] > 0
+
+    (tmp_path / "saved" / "step-000000016").rename(tmp_path / "lost")
+    with feeder(port):
+        done = train(*target, *saved, "--resume", "--json", str(rest))
+        assert done.returncode == 0, done.stderr
+    assert report(rest)["steps"] == {"first": 11, "last": 16}
+    assert report(rest)["ingest"]["records"] == 5 * 64 + 60
+    assert report(rest)["weights_sha256"] == report(memory)["weights_sha256"]
+
+
+def test_without_a_feeder_it_ends_at_the_deadline(port: int) -> None:
+    done = train("--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "1")
+    assert done.returncode == 1
+    assert f"no feeder came to 127.0.0.1 port {port} within 1 s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ingest", "cpu://127.0.0.1", "--data", "flights"], "--data with --ingest"),
+        (["--ingest", "cpu://127.0.0.1", "--elastic"], "--ingest in an elastic run"),
+        (["--ingest", "dpu://x"], "allowed: xdp://INTERFACE"),
+        (["--ingest", "cpu://127.0.0.1:70000"], "port '70000'"),
+        (["--ingest", "cpu://[::1"], "allowed: xdp://INTERFACE"),
+        (["--ingest", "cpu://127.0.0.1:65535", "--ranks", "2"], "port 65535 for 2 ranks"),
+        (["--ingest", "cpu://0.0.0.0"], "feeders need one address"),
+        (["--ingest", "cpu://192.0.2.1"], "192.0.2.1 port 4800: Cannot assign requested address"),
+        (["--ingest", "xdp://lo", "--ranks", "2"], "1 interface for 2 ranks"),
+        (["--ingest", "xdp://lo,lo", "--ranks", "2"], "an interface is named twice"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refusal(arguments, capsys)
+
+
+def test_a_port_in_use_is_named(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", port)):
+        said = refusal(["--ingest", f"cpu://127.0.0.1:{port}"], capsys)
+    assert f"127.0.0.1 port {port}: Address already in use" in said
+
+
+def test_xdp_names_the_privilege_and_the_interface_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(target, "missing_privileges", lambda: ["CAP_BPF", "CAP_PERFMON"])
+    said = refusal(["--ingest", "xdp://lo"], capsys)
+    assert "lacks CAP_BPF, CAP_PERFMON; cpu:// needs none" in said
+    monkeypatch.setattr(target, "missing_privileges", list)
+    assert "there is no interface 'eth99'; there are lo" in refusal(["--ingest", "xdp://eth99"], capsys)
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*MODEL, *arguments])
+    assert ended.value.code == 1
+    return capsys.readouterr().err
