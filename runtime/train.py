@@ -30,8 +30,13 @@ _SOURCE = _DEFAULT.source
 
 def command(
     context: typer.Context,
-    data: Annotated[str, typer.Option(help=f"{', '.join(sources.NAMES)}, or a Parquet file")] = _SOURCE.data,
-    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet file, TOML or JSON")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(sources.NAMES)}, or Parquet files: path, pattern, folder or URL; may be repeated"
+        ),
+    ] = None,
+    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet files, TOML or JSON")] = None,
     ingest: Annotated[
         str | None,
         typer.Option(
@@ -72,9 +77,17 @@ def command(
     zipf: Annotated[float, typer.Option(help="synthetic: skew of the rows")] = _SOURCE.zipf_exponent,
 ) -> None:
     """Train a DLRM and report speed, quality, time by phase, bytes moved and the weights' SHA-256."""
+    first, *further = data or [_SOURCE.data]
     try:
         config = TrainingConfig(
-            source=Source(data=data, schema=schema, samples=samples, row_limit=row_limit, zipf_exponent=zipf),
+            source=Source(
+                data=first,
+                further=tuple(further),
+                schema=schema,
+                samples=samples,
+                row_limit=row_limit,
+                zipf_exponent=zipf,
+            ),
             ingest=None if ingest is None else _ingest_target(context, ingest),
             split=split,
             eval_fraction=eval_fraction,

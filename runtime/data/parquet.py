@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Parquet file as a data set: read row group by row group, checked against its schema file.
+"""Parquet files as a data set: read row group by row group, checked against their schema file.
 
-Every complaint names the column and the row group, and what would have been allowed.
+Every complaint names the file, the column and the row group, and what would have been allowed.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,61 +15,70 @@ import numpy.typing as npt
 import torch
 
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.features import Feature, RawSamples, dense_column, dense_matrix
+from sennit.runtime.data.files import DataFile
 from sennit.runtime.data.packages import require
-from sennit.runtime.data.samples import Column, Samples, vocabulary
-from sennit.runtime.data.schema import Schema, SparseField
+from sennit.runtime.data.samples import vocabulary
+from sennit.runtime.data.schema import DenseField, Schema, SparseField
 
 _PURPOSE = "a Parquet data set"
 _NUMBERS = "integer, floating-point or boolean"
 
 
-def load(path: Path, schema: Schema) -> Samples:
-    """Reads the columns that the schema names."""
-    parquet = require("pyarrow.parquet", package="pyarrow", purpose=_PURPOSE)
-    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
-    try:
-        source = parquet.ParquetFile(path)
-    except (OSError, arrow.ArrowException) as error:
-        raise DataError(f"{path}: not a readable Parquet file: {error}") from error
-    with source:
-        _check_types(path, schema, source.schema_arrow, arrow)
-        groups = []
-        for number in range(source.num_row_groups):
-            try:
-                groups.append(source.read_row_group(number, columns=schema.columns))
-            except (OSError, arrow.ArrowException) as error:
-                raise DataError(f"{path}: row group {number} cannot be read: {error}") from error
-    if not groups or not sum(len(group) for group in groups):
-        raise DataError(f"{path}: no rows")
+@dataclass(frozen=True, slots=True)
+class _RowGroup:
+    file: DataFile
+    number: int
+    table: Any
 
-    labels = _numbers(path, groups, schema.label)
-    strange = np.flatnonzero((labels != 0) & (labels != 1))
-    if len(strange):
-        row = int(strange[0])
-        raise DataError(
-            f"{path}: column {schema.label}, row group {_group_of(groups, row)}: label {labels[row]}; allowed: 0 and 1"
-        )
+    def place(self, column: str) -> str:
+        return f"{self.file}: column {column}, row group {self.number}"
+
+
+def load(name: str, files: Sequence[DataFile], schema: Schema) -> RawSamples:
+    """Reads the columns that the schema names, of all files, in their order. `name` is what the data set is called."""
+    groups = [group for file in files for group in _row_groups(file, schema) if len(group.table)]
+    if not groups:
+        raise DataError(f"{', '.join(str(file) for file in files)}: no rows")
+    labels = _numbers(groups, DenseField(name=schema.label), check=_check_labels)
     # Without dense columns one constant stands in: the bottom MLP then learns the tables' common vector.
-    dense = [_numbers(path, groups, name) for name in schema.dense] or [np.ones(len(labels))]
-    return Samples(
-        name=path.name,
-        dense=torch.from_numpy(np.stack(dense, 1).astype(np.float32)),
-        dense_names=schema.dense or ("constant",),
-        labels=torch.from_numpy(labels.astype(np.float32)),
-        columns=tuple(_column(path, groups, part) for part in schema.sparse),
+    dense = [_numbers(groups, part) for part in schema.dense] or [np.ones(len(labels), np.float32)]
+    return RawSamples(
+        name=name,
+        dense=dense_matrix(dense),
+        dense_names=tuple(part.name for part in schema.dense) or ("constant",),
+        labels=torch.from_numpy(labels),
+        features=tuple(_feature(groups, part) for part in schema.sparse),
     )
 
 
-def _check_types(path: Path, schema: Schema, found: Any, arrow: Any) -> None:
-    types = arrow.types
+def _row_groups(file: DataFile, schema: Schema) -> Iterator[_RowGroup]:
+    parquet = require("pyarrow.parquet", package="pyarrow", purpose=_PURPOSE)
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    with file.open() as stream:
+        try:
+            source = parquet.ParquetFile(stream)
+        except (OSError, arrow.ArrowException) as error:
+            raise DataError(f"{file}: not a readable Parquet file: {error}") from error
+        with source:
+            _check_types(file, schema, source.schema_arrow, arrow.types)
+            for number in range(source.num_row_groups):
+                try:
+                    table = source.read_row_group(number, columns=schema.columns)
+                except (OSError, arrow.ArrowException) as error:
+                    raise DataError(f"{file}: row group {number} cannot be read: {error}") from error
+                yield _RowGroup(file, number, table)
+
+
+def _check_types(file: DataFile, schema: Schema, found: Any, types: Any) -> None:
     present = set(found.names)
     for name in schema.columns:
         if name not in present:
-            raise DataError(f"{path}: no column {name}; there are: {', '.join(sorted(present))}")
-    for name in (schema.label, *schema.dense):
+            raise DataError(f"{file}: no column {name}; there are: {', '.join(sorted(present))}")
+    for name in (schema.label, *(part.name for part in schema.dense)):
         kind = found.field(name).type
         if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
-            raise DataError(f"{path}: column {name} is {kind}; allowed: {_NUMBERS}")
+            raise DataError(f"{file}: column {name} is {kind}; allowed: {_NUMBERS}")
     for part in schema.sparse:
         kind = found.field(part.name).type
         bag = types.is_list(kind) or types.is_large_list(kind)
@@ -80,60 +90,80 @@ def _check_types(path: Path, schema: Schema, found: Any, arrow: Any) -> None:
             allowed = "integer or list of integers"
             if part.encode == "dictionary":
                 allowed = "integer, string, or list of these"
-            raise DataError(f"{path}: column {part.name} is {kind}; allowed with encode = {part.encode!r}: {allowed}")
+            raise DataError(f"{file}: column {part.name} is {kind}; allowed with encode = {part.encode!r}: {allowed}")
+        if part.first is not None and not bag:
+            raise DataError(f"{file}: column {part.name} is {kind}; allowed with first = {part.first}: lists")
 
 
-def _group_of(groups: list[Any], row: int) -> int:
-    """The row group that holds a row of the file."""
-    return int(np.searchsorted(np.cumsum([len(group) for group in groups]), row, side="right"))
+Check = Callable[[str, npt.NDArray[np.float64]], None]
 
 
-def _numbers(path: Path, groups: list[Any], name: str) -> npt.NDArray[np.float64]:
+def _check_labels(place: str, values: npt.NDArray[np.float64]) -> None:
+    strange = values[(values != 0) & (values != 1)]
+    if len(strange):
+        raise DataError(f"{place}: label {strange[0]}; allowed: 0 and 1")
+
+
+def _numbers(groups: list[_RowGroup], part: DenseField, check: Check | None = None) -> npt.NDArray[np.float32]:
     parts = []
-    for number, group in enumerate(groups):
-        column = group[name]
+    for group in groups:
+        column, place = group.table[part.name], group.place(part.name)
         if column.null_count:
-            raise DataError(f"{path}: column {name}, row group {number}: {column.null_count} nulls; allowed: none")
+            raise DataError(f"{place}: {column.null_count} nulls; allowed: none")
         values = np.asarray(column.to_numpy(), dtype=np.float64)
-        if not np.isfinite(values).all():
-            wrong = values[~np.isfinite(values)][0]
-            raise DataError(f"{path}: column {name}, row group {number}: value {wrong}; allowed: finite numbers")
-        parts.append(values)
+        _check_finite(place, values, values, "value {}; allowed: finite numbers")
+        if check is not None:
+            check(place, values)
+        made = dense_column(part, values.astype(np.float32))
+        _check_finite(place, made, values, "value {}; allowed: what clamp and log1p make a finite float32 of")
+        parts.append(made)
     return np.concatenate(parts)
 
 
-def _column(path: Path, groups: list[Any], part: SparseField) -> Column:
+def _check_finite(place: str, made: npt.NDArray[Any], values: npt.NDArray[np.float64], message: str) -> None:
+    wrong = np.flatnonzero(~np.isfinite(made))
+    if len(wrong):
+        raise DataError(f"{place}: {message.format(values[wrong[0]])}")
+
+
+def _feature(groups: list[_RowGroup], part: SparseField) -> Feature:
     ids: list[Any] = []
     lengths: list[npt.NDArray[np.int64]] = []
-    bags = False
-    for number, group in enumerate(groups):
-        column = group[part.name].combine_chunks()
-        where = f"{path}: column {part.name}, row group {number}"
+    for group in groups:
+        column, place = group.table[part.name].combine_chunks(), group.place(part.name)
         if column.null_count:
-            raise DataError(f"{where}: {column.null_count} nulls; allowed: none (an empty list is an empty bag)")
-        if hasattr(column, "value_lengths"):
-            bags = True
+            raise DataError(f"{place}: {column.null_count} nulls; allowed: none (an empty list is an empty bag)")
+        is_list = hasattr(column, "value_lengths")
+        if group is not groups[0] and is_list != bool(lengths):
+            raise DataError(f"{place}: {column.type}, but in {groups[0].file} it is {groups[0].table[part.name].type}")
+        if is_list:
             lengths.append(np.asarray(column.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64))
             column = column.flatten()
             if column.null_count:
-                raise DataError(f"{where}: {column.null_count} nulls inside lists; allowed: none")
+                raise DataError(f"{place}: {column.null_count} nulls inside lists; allowed: none")
         if hasattr(column, "dictionary_decode"):
             column = column.dictionary_decode()
         if part.encode == "dictionary":
             ids.extend(column.to_pylist())
             continue
         values = np.asarray(column.to_numpy(zero_copy_only=False))
-        if part.rows is not None and len(values):
-            wrong = values[(values < 0) | (values >= part.rows)]
-            if len(wrong):
-                raise DataError(f"{where}: row id {int(wrong[0])}; allowed in table {part.name}: [0, {part.rows})")
+        if part.encode == "id":
+            _check_rows(place, part, values)
+        # Ids above 2^63 are hashed by their bits.
         ids.append(values.astype(np.int64))
-    if part.encode == "dictionary":
-        row_count, encoded = vocabulary(ids)
-        row_count = max(1, row_count)
-    else:
-        assert part.rows is not None
-        row_count, encoded = part.rows, np.concatenate(ids)
-    if bags:
-        return Column.bags(part.name, row_count, encoded, np.concatenate(lengths))
-    return Column.single(part.name, row_count, encoded)
+    row_count, encoded = vocabulary(ids) if part.encode == "dictionary" else (part.rows, np.concatenate(ids))
+    assert row_count is not None
+    return Feature(
+        name=part.name,
+        row_count=max(1, row_count),
+        values=encoded.astype(np.int64, copy=False),
+        offsets=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]) if lengths else None,
+        salt=part.salt if part.encode == "hash" else None,
+        first=part.first,
+    )
+
+
+def _check_rows(place: str, part: SparseField, values: npt.NDArray[Any]) -> None:
+    wrong = values[(values < 0) | (values >= part.rows)]
+    if len(wrong):
+        raise DataError(f"{place}: row id {int(wrong[0])}; allowed in table {part.name}: [0, {part.rows})")

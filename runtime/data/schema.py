@@ -1,37 +1,62 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema file of a Parquet data set: which column is what. TOML or JSON with the same keys.
+"""The schema file of a Parquet data set: which column is what, and what becomes of it. TOML or JSON with the same keys.
 
     label = "clicked"
-    dense = ["price", "age"]
+    [dense.price]
+    clamp = [0, 1000]
+    log1p = true
     [sparse.user]
     rows = 100_000
     [sparse.city]
     encode = "dictionary"
+    [sparse.seen]
+    encode = "hash"
+    rows = 1_000_000
+    salt = 7
+    first = 20
 
-`encode = "id"` (the default): the column holds integers in [0, rows), one or a list of them. `"dictionary"`: each
-distinct value, text or number, gets a row; `rows` is then not given.
+`dense = ["price", "age"]` is short for columns with which nothing is done. docs/training.md says what the keys mean.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+from sennit.offload.columns import INT64_MAX, INT64_MIN
+from sennit.offload.operators import COLUMN_MAX_LENGTH
 from sennit.runtime.data.errors import DataError
 
-ENCODINGS = ("id", "dictionary")
+ENCODINGS: Final = ("id", "dictionary", "hash")
+ROWS_MAX: Final = 2**40 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DenseField:
+    """One column of numbers. It is clamped first, and then the logarithm taken."""
+
+    name: str
+    clamp: tuple[float, float] | None = None
+    log1p: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SparseField:
-    """One id column."""
+    """One column of ids."""
 
     name: str
     encode: str
     rows: int | None
+    salt: int = 0
+    """Of `hash`: columns with equal ids and other salts get other rows."""
+
+    first: int | None = None
+    """So many ids of a list are used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +64,12 @@ class Schema:
     """What the columns of a file mean; columns not named are ignored."""
 
     label: str
-    dense: tuple[str, ...]
+    dense: tuple[DenseField, ...]
     sparse: tuple[SparseField, ...]
 
     @property
     def columns(self) -> list[str]:
-        return [self.label, *self.dense, *(part.name for part in self.sparse)]
+        return [self.label, *(part.name for part in self.dense), *(part.name for part in self.sparse)]
 
 
 def read_schema(path: Path) -> Schema:
@@ -67,35 +92,78 @@ def parse_schema(content: Any) -> Schema:
     """Checks the content of a schema file."""
     if not isinstance(content, dict):
         raise DataError(f"is a {type(content).__name__}; allowed: a table with the keys label, dense, sparse")
-    unknown = sorted(set(content) - {"label", "dense", "sparse"})
-    if unknown:
-        raise DataError(f"unknown key {unknown[0]!r}; allowed: label, dense, sparse")
+    _check_keys("", content, ("label", "dense", "sparse"))
     label, dense, sparse = content.get("label"), content.get("dense", []), content.get("sparse")
     if not isinstance(label, str) or not label:
         raise DataError(f"label is {label!r}; allowed: the name of a column")
-    if not isinstance(dense, list) or not all(isinstance(name, str) for name in dense):
-        raise DataError(f"dense is {dense!r}; allowed: a list of column names")
+    if isinstance(dense, list) and all(isinstance(name, str) for name in dense):
+        numbers = tuple(DenseField(name=name) for name in dense)
+    elif isinstance(dense, dict):
+        numbers = tuple(_dense_field(name, entry) for name, entry in dense.items())
+    else:
+        raise DataError(f"dense is {dense!r}; allowed: a list of column names, or a table with one entry a column")
     if not isinstance(sparse, dict) or not sparse:
         raise DataError(f"sparse is {sparse!r}; allowed: a table with one entry a column, at least one")
     fields = tuple(_sparse_field(name, entry) for name, entry in sparse.items())
-    schema = Schema(label=label, dense=tuple(dense), sparse=fields)
+    schema = Schema(label=label, dense=numbers, sparse=fields)
     for name in schema.columns:
         if schema.columns.count(name) > 1:
             raise DataError(f"column {name!r} is named twice")
     return schema
 
 
+def _dense_field(name: str, entry: Any) -> DenseField:
+    place = f"dense.{name}"
+    _check_keys(place, _table(place, entry), ("clamp", "log1p"))
+    clamp, log1p = entry.get("clamp"), entry.get("log1p", False)
+    if not isinstance(log1p, bool):
+        raise DataError(f"{place}.log1p is {log1p!r}; allowed: true, false")
+    if clamp is None:
+        return DenseField(name=name, log1p=log1p)
+    if not (isinstance(clamp, list) and len(clamp) == 2 and all(_is_number(bound) for bound in clamp)):
+        raise DataError(f"{place}.clamp is {clamp!r}; allowed: [low, high], two numbers")
+    low, high = (float(bound) for bound in clamp)
+    if low > high:
+        raise DataError(f"{place}.clamp is {clamp!r}; allowed: low at most high")
+    return DenseField(name=name, clamp=(low, high), log1p=log1p)
+
+
 def _sparse_field(name: str, entry: Any) -> SparseField:
-    if not isinstance(entry, dict):
-        raise DataError(f"sparse.{name} is {entry!r}; allowed: a table with encode and rows")
-    unknown = sorted(set(entry) - {"encode", "rows"})
-    if unknown:
-        raise DataError(f"sparse.{name} has the unknown key {unknown[0]!r}; allowed: encode, rows")
-    encode, rows = entry.get("encode", "id"), entry.get("rows")
+    place = f"sparse.{name}"
+    _check_keys(place, _table(place, entry), ("encode", "rows", "salt", "first"))
+    encode, rows, first = entry.get("encode", "id"), entry.get("rows"), entry.get("first")
     if encode not in ENCODINGS:
-        raise DataError(f"sparse.{name}.encode is {encode!r}; allowed: {', '.join(ENCODINGS)}")
+        raise DataError(f"{place}.encode is {encode!r}; allowed: {', '.join(ENCODINGS)}")
     if encode == "dictionary" and rows is not None:
-        raise DataError(f"sparse.{name}.rows is given, but a dictionary counts its rows itself")
-    if encode == "id" and (not isinstance(rows, int) or isinstance(rows, bool) or not 1 <= rows < 2**40):
-        raise DataError(f"sparse.{name}.rows is {rows!r}; allowed: an integer from 1 to {2**40 - 1}")
-    return SparseField(name=name, encode=encode, rows=rows)
+        raise DataError(f"{place}.rows is given, but a dictionary counts its rows itself")
+    if encode != "hash" and "salt" in entry:
+        raise DataError(f"{place}.salt is given, but belongs to encode = 'hash'")
+    if encode != "dictionary":
+        _check_integer(f"{place}.rows", rows, 1, ROWS_MAX)
+    salt = entry.get("salt", 0)
+    _check_integer(f"{place}.salt", salt, INT64_MIN, INT64_MAX)
+    if first is not None:
+        _check_integer(f"{place}.first", first, 1, COLUMN_MAX_LENGTH)
+    return SparseField(name=name, encode=encode, rows=rows, salt=salt, first=first)
+
+
+def _table(place: str, entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise DataError(f"{place} is {entry!r}; allowed: a table")
+    return entry
+
+
+def _check_keys(place: str, entry: dict[str, Any], allowed: Iterable[str]) -> None:
+    unknown = sorted(set(entry) - set(allowed))
+    if unknown:
+        what = f"{place} has the unknown key" if place else "unknown key"
+        raise DataError(f"{what} {unknown[0]!r}; allowed: {', '.join(allowed)}")
+
+
+def _check_integer(place: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise DataError(f"{place} is {value!r}; allowed: an integer from {low} to {high}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from sennit.runtime.data import adult, flights, movielens, parquet, synthetic
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.features import RawSamples
+from sennit.runtime.data.files import DataFile, find_files
 from sennit.runtime.data.packages import package_file, require
 from sennit.runtime.data.samples import Samples
-from sennit.runtime.data.schema import read_schema
+from sennit.runtime.data.schema import Schema, read_schema
 
 # name -> (package, a file of it): enough to say early that something is not installed.
 PACKAGED = {
@@ -26,7 +28,10 @@ class Source:
     """What to load."""
 
     data: str = "flights"
-    """One of `NAMES`, or the path of a Parquet file."""
+    """One of `NAMES`, or where Parquet files are: a path, a pattern or a folder, under any protocol of fsspec."""
+
+    further: tuple[str, ...] = ()
+    """More of these, behind the first, as one data set."""
 
     schema: Path | None = None
     """Schema file of a Parquet data set (`data/schema.py`)."""
@@ -43,22 +48,18 @@ class Source:
 
 def check(source: Source) -> None:
     """Raises what `load` would raise for a wrong name, a missing package or a missing file, at once."""
+    if source.data not in NAMES:
+        _files(source)
+        _schema(source)
+        return
+    if source.further:
+        raise DataError(f"data sets {source.data!r} and {source.further[0]!r}; allowed: one, or several Parquet paths")
+    if source.schema is not None:
+        raise DataError(f"--schema belongs to Parquet files, but the data set is {source.data!r}")
     if source.data in PACKAGED:
         purpose = f"the data set {source.data}"
         require("pyarrow", package="pyarrow", purpose=purpose)
         package_file(*PACKAGED[source.data], purpose=purpose)
-    elif source.data != "synthetic":
-        path = Path(source.data)
-        if path.suffix != ".parquet" and not path.exists():
-            raise DataError(f"data set {source.data!r}; allowed: {', '.join(NAMES)}, or the path of a Parquet file")
-        if not path.is_file():
-            raise DataError(f"data set {source.data!r}: no such file")
-        if source.schema is None:
-            raise DataError(f"data set {source.data!r}: a Parquet file needs --schema FILE (docs/training.md)")
-        read_schema(source.schema)
-        return
-    if source.schema is not None:
-        raise DataError(f"--schema belongs to a Parquet file, but the data set is {source.data!r}")
 
 
 def load(source: Source, *, seed: int) -> Samples:
@@ -75,5 +76,29 @@ def load(source: Source, *, seed: int) -> Samples:
             return synthetic.load(
                 sample_count=source.samples, row_limit=source.row_limit, zipf_exponent=source.zipf_exponent, seed=seed
             )
-    assert source.schema is not None
-    return parquet.load(Path(source.data), read_schema(source.schema))
+    return _load_parquet(source).samples()
+
+
+def load_raw(source: Source, *, seed: int) -> RawSamples:
+    """The same before the operators on ids, for a feeder."""
+    if source.data in NAMES:
+        return RawSamples.of(load(source, seed=seed))
+    return _load_parquet(source)
+
+
+def _load_parquet(source: Source) -> RawSamples:
+    name = PurePosixPath(source.data).name or source.data
+    return parquet.load(name, _files(source), _schema(source))
+
+
+def _files(source: Source) -> tuple[DataFile, ...]:
+    is_path = any(sign in source.data for sign in "/.*") or Path(source.data).exists()
+    if not is_path:
+        raise DataError(f"data set {source.data!r}; allowed: {', '.join(NAMES)}, or where Parquet files are")
+    return find_files((source.data, *source.further))
+
+
+def _schema(source: Source) -> Schema:
+    if source.schema is None:
+        raise DataError(f"data set {source.data!r}: Parquet files need --schema FILE (docs/training.md)")
+    return read_schema(source.schema)

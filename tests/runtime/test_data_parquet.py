@@ -132,6 +132,24 @@ def test_empty_file_has_no_rows(tmp_path: Path) -> None:
         ({"label": "y", "lable": "z", "sparse": {}}, "unknown key 'lable'; allowed: label, dense, sparse"),
         ({"label": "a", "sparse": {"a": {"rows": 1}}}, "column 'a' is named twice"),
         ({"label": "y", "sparse": {"a": {"encode": "dictionary", "rows": 3}}}, "counts its rows itself"),
+        ({"label": "y", "sparse": {"a": {"encode": "hash"}}}, r"sparse\.a\.rows is None; allowed: an integer from 1"),
+        ({"label": "y", "sparse": {"a": {"rows": 3, "salt": 1}}}, r"salt is given, but belongs to encode = 'hash'"),
+        (
+            {"label": "y", "sparse": {"a": {"encode": "hash", "rows": 3, "salt": 1 << 63}}},
+            r"sparse\.a\.salt is 9223372036854775808; allowed: an integer from -9223372036854775808",
+        ),
+        (
+            {"label": "y", "sparse": {"a": {"rows": 3, "first": 0}}},
+            r"sparse\.a\.first is 0; allowed: an integer from 1",
+        ),
+        ({"label": "y", "dense": {"x": 1}, "sparse": {}}, r"dense\.x is 1; allowed: a table"),
+        ({"label": "y", "dense": {"x": {"log": 1}}, "sparse": {}}, r"dense\.x has the unknown key 'log'"),
+        ({"label": "y", "dense": {"x": {"log1p": 1}}, "sparse": {}}, r"dense\.x\.log1p is 1; allowed: true, false"),
+        ({"label": "y", "dense": {"x": {"clamp": [1]}}, "sparse": {}}, r"dense\.x\.clamp is \[1\]; allowed: \[low"),
+        (
+            {"label": "y", "dense": {"x": {"clamp": [2, 1]}}, "sparse": {}},
+            r"clamp is \[2, 1\]; allowed: low at most high",
+        ),
     ],
 )
 def test_schema_errors_name_the_key(content: object, message: str) -> None:
@@ -150,9 +168,9 @@ def test_schema_that_is_not_toml_names_the_file(tmp_path: Path) -> None:
 
 def test_parquet_needs_a_schema_and_nothing_else_takes_one(tmp_path: Path) -> None:
     origin = source(tmp_path)
-    with pytest.raises(DataError, match="needs --schema FILE"):
+    with pytest.raises(DataError, match="need --schema FILE"):
         sources.check(Source(data=origin.data))
-    with pytest.raises(DataError, match="--schema belongs to a Parquet file"):
+    with pytest.raises(DataError, match="--schema belongs to Parquet files"):
         sources.check(Source(data="synthetic", schema=origin.schema))
     with pytest.raises(DataError, match="no such file"):
         sources.check(Source(data=str(tmp_path / "absent.parquet"), schema=origin.schema))

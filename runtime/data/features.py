@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Samples as their source has them, and the operators that make rows of tables out of ids.
+
+The operators run here when a data set is loaded into a trainer's memory, and at the trainer, in XDP or on its CPU, when
+the ids come from a feeder: the same plan, and the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sennit.offload.columns import DenseType, DenseValues, IdsType, Ragged
+from sennit.offload.native import NativeTransform
+from sennit.offload.operators import Clamp, ClampList, FirstX, Log1p, Operator, SigridHash
+from sennit.offload.plan import Graph
+from sennit.runtime.data.samples import Column, Samples
+from sennit.runtime.data.schema import DenseField
+
+IdArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Feature:
+    """The ids of one table for N samples, before anything is done with them."""
+
+    name: str
+    row_count: int
+    """Of the table."""
+
+    values: IdArray
+    """Sample after sample. Rows of the table, unless there is a salt."""
+
+    offsets: npt.NDArray[np.int64] | None = None
+    """[N + 1]: where each sample's ids begin; None: exactly one id a sample."""
+
+    salt: int | None = None
+    """The row of an id is SigridHash(salt, row_count) of it."""
+
+    first: int | None = None
+    """So many ids of a list are used."""
+
+    @classmethod
+    def of(cls, column: Column) -> Feature:
+        """Ids with which nothing is to be done."""
+        offsets = None if column.offsets is None else column.offsets.numpy()
+        return cls(name=column.name, row_count=column.row_count, values=column.values.numpy(), offsets=offsets)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Ids of each sample."""
+        return np.ones(len(self.values), np.int64) if self.offsets is None else np.diff(self.offsets)
+
+    @property
+    def mean_length(self) -> float:
+        """Ids of a sample that are used, on average: the same as of the column."""
+        lengths = self.lengths
+        used = lengths if self.first is None else np.minimum(lengths, self.first)
+        return int(used.sum()) / max(1, len(used))
+
+    def operators(self, source: str, kind: IdsType) -> dict[str, Operator]:
+        """From the column `source` to the table's rows, which the last one makes; none where they are the same.
+
+        Where ids of this kind could be no rows they are clamped: no record can name a row that is not there.
+        """
+        made: dict[str, Operator] = {}
+        if self.first is not None:
+            made[f"{source}_first"] = FirstX(column=source, count=self.first)
+            source_of_rows = f"{source}_first"
+        else:
+            source_of_rows = source
+        if self.salt is not None:
+            made[f"{source}_rows"] = SigridHash(column=source_of_rows, salt=self.salt, max_value=self.row_count)
+        elif kind.low < 0 or kind.high >= self.row_count:
+            made[f"{source}_rows"] = ClampList(column=source_of_rows, low=0, high=self.row_count - 1)
+        return made
+
+    def column(self) -> Column:
+        """The rows of the table, all at once."""
+        if self.salt is None and self.first is None:
+            if self.offsets is None:
+                return Column.single(self.name, self.row_count, self.values)
+            return Column.bags(self.name, self.row_count, self.values, self.lengths)
+        lengths = self.lengths
+        # Values are what they are: a clamp would hide a wrong one, which Column names.
+        kind = IdsType(length=max(1, int(lengths.max(initial=1))), is_list=True, low=0, high=self.row_count - 1)
+        operators = self.operators("ids", kind)
+        output = tuple(operators)[-1]
+        run = NativeTransform(Graph(sources={"ids": kind}, columns=operators), (output,))
+        found = run({"ids": Ragged(lengths.astype(np.int32), self.values.astype(np.int64, copy=False))})[output]
+        assert isinstance(found, Ragged)
+        if self.offsets is None:
+            return Column.single(self.name, self.row_count, found.values)
+        return Column.bags(self.name, self.row_count, found.values, found.lengths)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawSamples:
+    """N labelled samples; `Samples` says what the fields are. Operators on dense numbers have been applied."""
+
+    name: str
+    dense: Tensor
+    labels: Tensor
+    features: tuple[Feature, ...]
+    dense_names: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def of(cls, samples: Samples) -> RawSamples:
+        """Samples with which nothing is to be done."""
+        return cls(
+            name=samples.name,
+            dense=samples.dense,
+            labels=samples.labels,
+            features=tuple(Feature.of(column) for column in samples.columns),
+            dense_names=samples.dense_names,
+        )
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    def samples(self) -> Samples:
+        """With every operator applied. DataError if they cannot be trained on."""
+        return Samples(
+            name=self.name,
+            dense=self.dense,
+            labels=self.labels,
+            columns=tuple(feature.column() for feature in self.features),
+            dense_names=self.dense_names,
+        )
+
+
+def dense_column(part: DenseField, values: DenseValues) -> DenseValues:
+    """The numbers after the field's operators."""
+    operators: dict[str, Operator] = {}
+    last = "x"
+    if part.clamp is not None:
+        operators["clamped"] = Clamp(column=last, low=part.clamp[0], high=part.clamp[1])
+        last = "clamped"
+    if part.log1p:
+        operators["log"] = Log1p(column=last)
+        last = "log"
+    if not operators:
+        return values
+    run = NativeTransform(Graph(sources={"x": DenseType()}, columns=operators), (last,))
+    found = run({"x": values})[last]
+    assert isinstance(found, np.ndarray)
+    return found
+
+
+def dense_matrix(columns: Sequence[DenseValues]) -> Tensor:
+    """[N, D]"""
+    return torch.from_numpy(np.stack(columns, 1))

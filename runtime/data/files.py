@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where files of data are: on this machine, or behind any protocol that fsspec knows (s3://, gs://, memory://, …)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any
+
+from sennit.runtime.data.errors import DataError, MissingPackage
+from sennit.runtime.data.packages import require
+
+_PURPOSE = "a Parquet data set"
+SUFFIX = ".parquet"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFile:
+    """One file; `str()` is what messages call it."""
+
+    name: str
+    filesystem: Any
+    """An fsspec filesystem."""
+
+    path: str
+    """There."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @contextmanager
+    def open(self) -> Iterator[IO[bytes]]:
+        """For reading. What the filesystem raises, here or while it is read, is a DataError with the file's name."""
+        try:
+            with self.filesystem.open(self.path, "rb") as stream:
+                yield stream
+        except DataError:
+            raise
+        except Exception as error:  # filesystems of many authors, each with errors of its own
+            raise DataError(f"{self.name}: {_reason(error)}") from error
+
+
+def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
+    """The files that these name, in this order: files, patterns (`*`), and folders of `*.parquet`, sorted by name.
+
+    In a folder, and in those below it, names that begin with `_` or `.` are no data, as elsewhere.
+    """
+    return tuple(file for path in paths for file in _find(path))
+
+
+def _find(path: str) -> list[DataFile]:
+    core = require("fsspec.core", package="fsspec", purpose=_PURPOSE)
+    try:
+        filesystem, root = core.url_to_fs(path)
+        if any(sign in root for sign in "*?["):
+            found = sorted(filesystem.glob(root))
+        elif filesystem.isdir(root):
+            found = sorted(part for part in filesystem.find(root) if _is_part(part.removeprefix(root)))
+        else:
+            found = [root] if filesystem.exists(root) else []
+    except ImportError as error:  # fsspec knows which package has the protocol
+        raise MissingPackage(f"for {path.partition('://')[0]}://", _PURPOSE, install=str(error)) from error
+    except Exception as error:  # as above
+        raise DataError(f"data set {path!r}: {_reason(error)}") from error
+    if not found:
+        raise DataError(f"data set {path!r}: no such file, and no folder or pattern with *{SUFFIX} files")
+    return [DataFile(name=_name(path, root, part), filesystem=filesystem, path=part) for part in found]
+
+
+def _is_part(below: str) -> bool:
+    return below.endswith(SUFFIX) and not any(name.startswith(("_", ".")) for name in below.split("/"))
+
+
+def _name(path: str, root: str, part: str) -> str:
+    """As the user would write it."""
+    if part == root:
+        return path
+    protocol, separator, _ = path.rpartition("://")
+    return f"{protocol}{separator}{part}"
+
+
+def _reason(error: Exception) -> str:
+    text = str(error) or "failed"
+    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"

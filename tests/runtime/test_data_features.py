@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a schema file has done with columns: the operators of feature plans, when the data set is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sennit.offload.columns import INT64_MAX, INT64_MIN, IdsType, Ragged
+from sennit.offload.operators import ClampList, FirstX, SigridHash
+from sennit.offload.plan import Graph
+from sennit.offload.reference import evaluate
+from sennit.runtime.data import sources
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.features import Feature
+from sennit.runtime.data.sources import Source
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+SCHEMA = """
+label = "clicked"
+[dense.price]
+clamp = [-1, 100]
+[dense.count]
+log1p = true
+[dense.both]
+clamp = [0, 10]
+log1p = true
+[sparse.user]
+encode = "hash"
+rows = 1000
+salt = -5
+[sparse.seen]
+encode = "hash"
+rows = 70
+first = 2
+[sparse.tag]
+encode = "dictionary"
+first = 1
+[sparse.row]
+rows = 4
+first = 3
+"""
+COLUMNS: dict[str, Any] = {
+    "clicked": [0, 1, 1],
+    "price": [-7.5, 3.0, 1e9],
+    "count": [0, 3, 255],
+    "both": [-3.0, 1.0, 1e30],
+    "user": arrow.array([0, 2**64 - 1, 2**63], arrow.uint64()),
+    "seen": [[-1, -2, -3], [], [5]],
+    "tag": [["b", "a"], ["a"], []],
+    "row": [[0, 1, 2, 3], [3], [2, 2, 2]],
+}
+
+
+def source(folder: Path, **changed: Any) -> Source:
+    parquet.write_table(arrow.table({**COLUMNS, **changed}), folder / "data.parquet", row_group_size=2)
+    (folder / "schema.toml").write_text(SCHEMA)
+    return Source(data=str(folder / "data.parquet"), schema=folder / "schema.toml")
+
+
+def hashed(ids: list[int], salt: int, rows: int) -> list[int]:
+    """By the reference of feature plans."""
+    kind = IdsType(length=1, is_list=False, low=INT64_MIN, high=INT64_MAX)
+    graph = Graph(sources={"ids": kind}, columns={"rows": SigridHash(column="ids", salt=salt, max_value=rows)})
+    column = Ragged(np.ones(len(ids), np.int32), np.array(ids, np.int64))
+    found = evaluate(graph, {"ids": column}, outputs=("rows",))["rows"]
+    assert isinstance(found, Ragged)
+    return [int(row) for row in found.values]
+
+
+def test_the_operators_make_what_they_say(tmp_path: Path) -> None:
+    samples = sources.load(source(tmp_path), seed=1)
+    user, seen, tag, row = samples.columns
+    assert user.values.tolist() == hashed([0, -1, -(2**63)], -5, 1000)
+    assert user.offsets is None
+    assert seen.values.tolist() == hashed([-1, -2, 5], 0, 70)
+    assert [column.offsets.tolist() for column in (seen, tag, row) if column.offsets is not None] == [
+        [0, 2, 2, 3],
+        [0, 1, 2, 2],
+        [0, 3, 4, 7],
+    ]
+    assert (tag.row_count, tag.values.tolist()) == (2, [1, 0])
+    assert row.values.tolist() == [0, 1, 2, 3, 2, 2, 2]
+    price, count, both = samples.dense.T
+    assert price.tolist() == [-1.0, 3.0, 100.0]
+    assert np.array_equal(count, np.log1p(np.array([0, 3, 255])).astype(np.float32))
+    assert np.array_equal(both, np.log1p(np.array([0, 1, 10])).astype(np.float32))
+
+
+def test_what_is_fed_is_raw_and_its_tables_are_the_same(tmp_path: Path) -> None:
+    origin = source(tmp_path)
+    raw, samples = sources.load_raw(origin, seed=1), sources.load(origin, seed=1)
+    assert raw.features[0].values.tolist() == [0, -1, -(2**63)]
+    assert raw.features[1].values.tolist() == [-1, -2, -3, 5]
+    assert [(feature.name, feature.row_count, feature.mean_length) for feature in raw.features] == [
+        (column.name, column.row_count, column.mean_length) for column in samples.columns
+    ]
+    assert np.array_equal(raw.dense, samples.dense)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"count": [0, -2, 5]}, r"column count, row group 0: value -2\.0; allowed: what clamp and log1p make a finite"),
+        ({"price": [0, 0, float("nan")]}, "column price, row group 1: value nan; allowed: finite numbers"),
+        ({"seen": [1, 2, 3]}, "column seen is int64; allowed with first = 2: lists"),
+        ({"user": ["a", "b", "c"]}, "column user is string; allowed with encode = 'hash': integer or list of integers"),
+    ],
+)
+def test_what_operators_cannot_take_is_named(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        sources.load(source(tmp_path, **changed), seed=1)
+
+
+def test_a_plan_clamps_only_where_an_id_could_be_no_row() -> None:
+    def operators(high: int, **changed: Any) -> dict[str, Any]:
+        feature = Feature(name="a", row_count=10, values=np.zeros(1, np.int32), **changed)
+        return feature.operators("t0", IdsType(length=3, is_list=True, low=0, high=high))
+
+    assert operators(9) == {}
+    assert operators(10) == {"t0_rows": ClampList(column="t0", low=0, high=9)}
+    assert operators(9, first=2) == {"t0_first": FirstX(column="t0", count=2)}
+    assert operators(255, first=2, salt=3) == {
+        "t0_first": FirstX(column="t0", count=2),
+        "t0_rows": SigridHash(column="t0_first", salt=3, max_value=10),
+    }

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where Parquet files may be: parts, patterns, folders, several paths, and other filesystems."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.runtime.data import sources
+from sennit.runtime.data.errors import DataError, MissingPackage
+from sennit.runtime.data.files import find_files
+from sennit.runtime.data.sources import Source
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+fsspec = pytest.importorskip("fsspec")
+
+SCHEMA = 'label = "clicked"\n[sparse.user]\nrows = 100\n'
+
+
+def table(first: int, count: int = 3, **changed: Any) -> Any:
+    numbers = arrow.int64()
+    users = arrow.array(range(first, first + count), numbers)
+    return arrow.table({"clicked": arrow.array([0] * count, numbers), "user": users, **changed})
+
+
+def write(url: str, content: Any) -> None:
+    with fsspec.open(url, "wb") as stream:
+        parquet.write_table(content, stream, row_group_size=2)
+
+
+@pytest.fixture
+def schema(tmp_path: Path) -> Path:
+    path = tmp_path / "schema.toml"
+    path.write_text(SCHEMA)
+    return path
+
+
+def users(schema: Path, *paths: str) -> list[int]:
+    found = sources.load(Source(data=paths[0], further=paths[1:], schema=schema), seed=1)
+    return found.columns[0].values.tolist()
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Two parts, one of them below, and what is no part."""
+    root = str(tmp_path / "set") if request.param == "local" else "memory://set"
+    filesystem, path = fsspec.core.url_to_fs(root)
+    filesystem.makedirs(f"{path}/day=2", exist_ok=True)
+    filesystem.makedirs(f"{path}/_temporary", exist_ok=True)
+    write(f"{root}/part-1.parquet", table(10))
+    write(f"{root}/day=2/part-0.parquet", table(0))
+    write(f"{root}/_temporary/part-9.parquet", table(90))
+    write(f"{root}/.part-8.parquet", table(80))
+    with fsspec.open(f"{root}/_SUCCESS", "wb") as stream:
+        stream.write(b"")
+    yield root
+    filesystem.rm(path, recursive=True)
+
+
+def test_a_folder_is_its_parts_in_the_order_of_their_names(folder: str, schema: Path) -> None:
+    assert users(schema, folder) == [0, 1, 2, 10, 11, 12]
+
+
+def test_a_pattern_and_several_paths(folder: str, schema: Path) -> None:
+    assert users(schema, f"{folder}/part-*.parquet") == [10, 11, 12]
+    assert users(schema, f"{folder}/part-1.parquet", f"{folder}/day=2") == [10, 11, 12, 0, 1, 2]
+
+
+def test_every_complaint_names_the_file_column_and_row_group(folder: str, schema: Path) -> None:
+    write(f"{folder}/part-2.parquet", table(98))
+    with pytest.raises(DataError, match=r"set/part-2\.parquet: column user, row group 1: row id 100; allowed"):
+        users(schema, folder)
+    write(f"{folder}/part-2.parquet", table(0, user=[[1], [2], [3]]))
+    with pytest.raises(DataError, match=r"part-2\.parquet: column user, row group 0: list.*, but in .*part-0.* int64"):
+        users(schema, folder)
+    write(f"{folder}/part-2.parquet", table(0).drop(["user"]))
+    with pytest.raises(DataError, match=r"part-2\.parquet: no column user; there are: clicked"):
+        users(schema, folder)
+    with fsspec.open(f"{folder}/part-2.parquet", "wb") as stream:
+        stream.write(b"PAR1")
+    with pytest.raises(DataError, match=r"set/part-2\.parquet: not a readable Parquet file"):
+        users(schema, folder)
+
+
+def test_a_part_without_rows_is_nothing(folder: str, schema: Path) -> None:
+    write(f"{folder}/part-2.parquet", table(0, 0))
+    assert users(schema, folder) == [0, 1, 2, 10, 11, 12]
+    with pytest.raises(DataError, match=r"part-2\.parquet: no rows"):
+        users(schema, f"{folder}/part-2.parquet")
+
+
+def test_what_is_not_there_is_named(folder: str, schema: Path) -> None:
+    for path in (f"{folder}/absent.parquet", f"{folder}/*.csv", "memory://nowhere"):
+        with pytest.raises(DataError, match="no such file, and no folder or pattern"):
+            sources.check(Source(data=path, schema=schema))
+    with pytest.raises(DataError, match=r"data set 'nonsense://x': .*[Pp]rotocol"):
+        find_files(["nonsense://x"])
+    with pytest.raises(DataError, match="data sets 'flights' and 'x'; allowed: one, or several Parquet paths"):
+        sources.check(Source(data="flights", further=("x",)))
+
+
+def test_a_protocol_without_its_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(MissingPackage, match="Install s3fs"):
+        find_files(["s3://bucket/x.parquet"])
+
+
+def test_a_filesystem_that_fails_while_it_is_read_is_named(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = find_files([f"{folder}/part-1.parquet"])
+
+    class Broken(Exception):
+        pass
+
+    def fail(*_: object, **__: object) -> None:
+        raise Broken("the cable")
+
+    monkeypatch.setattr(type(file.filesystem), "open", fail)
+    with pytest.raises(DataError, match=r"part-1\.parquet: Broken: the cable"), file.open():
+        pass
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """In a server that speaks S3, on this machine."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto")
+    program = (
+        "import logging; logging.disable()\n"
+        "from moto.server import ThreadedMotoServer\n"
+        "server = ThreadedMotoServer('127.0.0.1', 0); server.start()\n"
+        "print('ready', *server.get_host_and_port(), flush=True); input()"
+    )
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)) as server:
+        assert server.stdin is not None
+        assert server.stdout is not None
+        # Before that the web server says hello.
+        lines = (line.decode().split() for line in server.stdout)
+        _, host, port = next(words for words in lines if words[0] == "ready")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        filesystem = fsspec.filesystem("s3", skip_instance_cache=True)
+        filesystem.mkdir("data")
+        yield "s3://data"
+        server.stdin.close()
+
+
+@pytest.mark.slow
+def test_s3(bucket: str, schema: Path) -> None:
+    for part, first in (("1", 10), ("0", 0)):
+        write(f"{bucket}/set/part-{part}.parquet", table(first))
+    assert users(schema, f"{bucket}/set") == [0, 1, 2, 10, 11, 12]
+    assert users(schema, f"{bucket}/set/*-1.parquet") == [10, 11, 12]
+    with pytest.raises(DataError, match="no such file"):
+        users(schema, f"{bucket}/absent")
+    write(f"{bucket}/set/part-9.parquet", table(98))
+    with pytest.raises(DataError, match=r"s3://data/set/part-9\.parquet: column user, row group 1: row id 100"):
+        users(schema, f"{bucket}/set")
