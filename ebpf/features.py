@@ -21,7 +21,7 @@ from sennit.ebpf.arena import BPF_MAP_TYPE_ARENA, free_address
 from sennit.ebpf.compiler import ARENA_CLANG_VERSION, ToolMissing, find_clang
 from sennit.ebpf.library import BpfError, library
 from sennit.ebpf.links import BPF_XDP, XdpMode, create_link
-from sennit.ebpf.maps import BPF_F_MMAPABLE
+from sennit.ebpf.maps import BPF_F_MMAPABLE, MapOptions
 
 # uapi/linux/capability.h. CAP_SYS_ADMIN has the others' rights too.
 CAP_SYS_ADMIN: Final = 21
@@ -54,23 +54,6 @@ class Feature:
     @property
     def available(self) -> bool:
         return not self.absent_because
-
-
-class _MapOptions(ctypes.Structure):
-    """`struct bpf_map_create_opts` (bpf/bpf.h, libbpf 1.0)."""
-
-    _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("btf_fd", ctypes.c_uint32),
-        ("btf_key_type_id", ctypes.c_uint32),
-        ("btf_value_type_id", ctypes.c_uint32),
-        ("btf_vmlinux_value_type_id", ctypes.c_uint32),
-        ("inner_map_fd", ctypes.c_uint32),
-        ("map_flags", ctypes.c_uint32),
-        ("map_extra", ctypes.c_uint64),
-        ("numa_node", ctypes.c_uint32),
-        ("map_ifindex", ctypes.c_uint32),
-    )
 
 
 class _ProgramOptions(ctypes.Structure):
@@ -118,7 +101,7 @@ def _libbpf() -> Feature:
 
 
 def _map(name: str, kind: int, entries: int, flags: int, extra: int, remedy: str) -> Feature:
-    options = _MapOptions(sz=ctypes.sizeof(_MapOptions), map_flags=flags, map_extra=extra)
+    options = MapOptions(sz=ctypes.sizeof(MapOptions), map_flags=flags, map_extra=extra)
     is_array = kind == _BPF_MAP_TYPE_ARRAY
     descriptor = library().bpf_map_create(kind, b"probe", 4 * is_array, 4 * is_array, entries, ctypes.byref(options))
     if descriptor < 0:

@@ -96,7 +96,7 @@ class BpfObject(Closing):
                 dtype = self.btf.map_value_dtype(name)
             except BtfError:
                 dtype = None
-            self._maps[name] = BpfMap(self._find_map(name), dtype)
+            self._maps[name] = BpfMap.of_object(self._find_map(name), dtype)
         return self._maps[name]
 
     def maps(self) -> list[str]:

@@ -21,24 +21,61 @@ BPF_F_MMAPABLE: Final = 1 << 10
 _INDEX_BYTES: Final = 4
 
 
-class BpfMap:
-    """A map of a loaded object. Keys are indices, or bytes where the map's are not 32 bits wide."""
+class MapOptions(ctypes.Structure):
+    """`struct bpf_map_create_opts` (bpf/bpf.h, libbpf 1.0)."""
 
-    def __init__(self, pointer: int, dtype: np.dtype[Any] | None = None) -> None:
-        loaded = library()
-        self.name = loaded.bpf_map__name(pointer).decode()
-        self.type = int(loaded.bpf_map__type(pointer))
-        self.entries = int(loaded.bpf_map__max_entries(pointer))
-        self.key_bytes = int(loaded.bpf_map__key_size(pointer))
-        self.value_bytes = int(loaded.bpf_map__value_size(pointer))
-        self.flags = int(loaded.bpf_map__map_flags(pointer))
-        self.descriptor = int(loaded.bpf_map__fd(pointer))
+    _fields_ = (
+        ("sz", ctypes.c_size_t),
+        ("btf_fd", ctypes.c_uint32),
+        ("btf_key_type_id", ctypes.c_uint32),
+        ("btf_value_type_id", ctypes.c_uint32),
+        ("btf_vmlinux_value_type_id", ctypes.c_uint32),
+        ("inner_map_fd", ctypes.c_uint32),
+        ("map_flags", ctypes.c_uint32),
+        ("map_extra", ctypes.c_uint64),
+        ("numa_node", ctypes.c_uint32),
+        ("map_ifindex", ctypes.c_uint32),
+    )
+
+
+class BpfMap:
+    """A map. Keys are indices, or bytes where the map's are not 32 bits wide."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        kind: int,
+        entries: int,
+        key_bytes: int,
+        value_bytes: int,
+        flags: int,
+        descriptor: int,
+        dtype: np.dtype[Any] | None,
+    ) -> None:
+        self.name, self.type, self.entries, self.flags = name, kind, entries, flags
+        self.key_bytes, self.value_bytes = key_bytes, value_bytes
+        self.descriptor = descriptor
         self.dtype = dtype
         """Of a value, where the object's BTF says it."""
-        self._pointer = pointer
         # The kernel rounds each CPU's value up to 8 bytes.
         self._stride = (self.value_bytes + 7) // 8 * 8
-        self._cpus = int(loaded.libbpf_num_possible_cpus()) if self.type in PER_CPU_TYPES else 0
+        self._cpus = int(library().libbpf_num_possible_cpus()) if self.type in PER_CPU_TYPES else 0
+
+    @classmethod
+    def of_object(cls, pointer: int, dtype: np.dtype[Any] | None) -> BpfMap:
+        """One of a loaded object's, by libbpf's pointer to it."""
+        loaded = library()
+        return cls(
+            name=loaded.bpf_map__name(pointer).decode(),
+            kind=int(loaded.bpf_map__type(pointer)),
+            entries=int(loaded.bpf_map__max_entries(pointer)),
+            key_bytes=int(loaded.bpf_map__key_size(pointer)),
+            value_bytes=int(loaded.bpf_map__value_size(pointer)),
+            flags=int(loaded.bpf_map__map_flags(pointer)),
+            descriptor=int(loaded.bpf_map__fd(pointer)),
+            dtype=dtype,
+        )
 
     def read(self, key: int | bytes) -> bytes:
         """The value; of a per-CPU map all of them, each in a multiple of 8 bytes."""
@@ -81,9 +118,9 @@ class BpfMap:
         return raw if self.dtype is None else raw[:, : self.value_bytes].view(self.dtype)[:, 0]
 
     def pin(self, path: str | os.PathLike[str]) -> None:
-        """Gives it a name on a mounted bpffs, where bpftool and other processes find it."""
+        """Gives it a name on a mounted bpffs, where bpftool and other processes find it (`pins` cares for the rest)."""
         clear_log()
-        result = library().bpf_map__pin(self._pointer, os.fsencode(path))
+        result = library().bpf_obj_pin(self.descriptor, os.fsencode(path))
         if result != 0:
             raise refusal(-result, f"map {self.name}: cannot be pinned at {os.fspath(path)}")
 

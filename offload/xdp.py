@@ -12,6 +12,8 @@ from sennit.ebpf.features import missing_privileges
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.links import Link, attach_xdp
 from sennit.ebpf.loader import BpfObject, Program
+from sennit.ebpf.maps import BpfMap
+from sennit.ebpf.pins import PinFolder
 from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.cost import cpu_ns_per_record
@@ -24,6 +26,8 @@ from sennit.offload.xdp_sketch import SlotSketches
 from sennit.offload.xdp_source import generate
 
 RING = "ring"
+# Of one session on one machine, with counters that are pinned.
+RECEIVERS_MAX = 64
 
 
 class XdpReceiver(Closing):
@@ -57,6 +61,8 @@ class XdpReceiver(Closing):
         self.memory = self.object.arena(RING).memory
         layout.prepare(self.memory)
         self._link: Link | None = None
+        self.pins = _pinned(self.object.map("counters"), f"ingest-{session:08x}")
+        """Where bpftool finds the counters. None: there is no BPF file system, and none can be mounted."""
 
     @property
     def program(self) -> Program:
@@ -102,19 +108,35 @@ class XdpReceiver(Closing):
 
     def counters(self) -> FeedCounters:
         counted = self.object.map("counters").values(0)
-        totals = counted["datagrams"].sum(axis=0)
+        total = {name: int(counted[name].sum()) for name in counted.dtype.names or ()}
         return FeedCounters(
-            datagrams={verdict: int(totals[verdict]) for verdict in Verdict},
-            records=int(counted["records"].sum()),
-            filtered=int(counted["filtered"].sum()),
-            body_bytes=int(counted["bytes"].sum()),
+            datagrams={verdict: total[verdict.name.lower()] for verdict in Verdict},
+            records=total["records"],
+            filtered=total["filtered"],
+            body_bytes=total["body_bytes"],
         )
 
     def close(self) -> None:
         """Batches are views of the arena, which ends here."""
         if self._link is not None:
             self._link.close()
+        if self.pins:
+            self.pins.close()
         self.object.close()
+
+
+def _pinned(counters: BpfMap, name: str) -> PinFolder | None:
+    """Receivers of one session on one machine get numbers behind the name."""
+    for number in range(1, RECEIVERS_MAX + 1):
+        try:
+            folder = PinFolder(name if number == 1 else f"{name}-{number}")
+        except BpfError as error:
+            if error.errno == errno.EBUSY:
+                continue
+            return None
+        folder.pin(counters)
+        return folder
+    return None
 
 
 def _work(graph: Graph, column: str) -> tuple[bool, float]:

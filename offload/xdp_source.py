@@ -88,7 +88,7 @@ static __always_inline int receive(struct xdp_md* context) {
   struct feed_counters* count = bpf_map_lookup_elem(&counters, &zero);
   if (!count) return XDP_PASS;
   enum feed_verdict verdict = take(context, found, count);
-  if (verdict < FEED_VERDICTS) count->datagrams[verdict]++;
+  feed_count(count, verdict);
   return XDP_DROP;
 }
 
@@ -205,7 +205,7 @@ class _Generator:
             out.line("count->records += records;")
             if self._plan.keep:
                 out.line("count->filtered += filtered;")
-            out.line("count->bytes += bpf_ntohs(header->body_bytes);")
+            out.line("count->body_bytes += bpf_ntohs(header->body_bytes);")
             out.line("return FEED_ACCEPTED;")
             out.depth -= 1
             out.line("malformed:")

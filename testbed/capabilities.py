@@ -445,6 +445,7 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "nsenter": functools.partial(_command, "nsenter", "util-linux"),
     "clang": functools.partial(_command, "clang", "clang"),
     "tc-bpf": _tc_bpf,
+    "bpftool": functools.partial(_command, "bpftool", "bpftool"),
     "bpftrace": functools.partial(_command, "bpftrace", "bpftrace"),
     "netem": _netem,
     "netem-seed": _netem_seed,

@@ -53,28 +53,37 @@ struct feed_slot {
 };
 
 // What becomes of a datagram for the port of the feed. Exactly one of these is counted.
-enum feed_verdict {
-  FEED_ACCEPTED,
-  FEED_TRUNCATED,
-  FEED_FOREIGN,
-  FEED_WRONG_VERSION,
-  FEED_WRONG_SCHEMA,
-  FEED_WRONG_SESSION,
-  FEED_OVERSIZED,
-  FEED_MALFORMED,
-  FEED_DUPLICATE,
-  FEED_OUT_OF_SEQUENCE,
-  FEED_NO_CREDIT,
-  FEED_BUSY,
-  FEED_VERDICTS
+// clang-format off
+#define FEED_EACH_VERDICT(verdict)          \
+  verdict(ACCEPTED, accepted)               \
+  verdict(TRUNCATED, truncated)             \
+  verdict(FOREIGN, foreign)                 \
+  verdict(WRONG_VERSION, wrong_version)     \
+  verdict(WRONG_SCHEMA, wrong_schema)       \
+  verdict(WRONG_SESSION, wrong_session)     \
+  verdict(OVERSIZED, oversized)             \
+  verdict(MALFORMED, malformed)             \
+  verdict(DUPLICATE, duplicate)             \
+  verdict(OUT_OF_SEQUENCE, out_of_sequence) \
+  verdict(NO_CREDIT, no_credit)             \
+  verdict(BUSY, busy)
+// clang-format on
+
+#define FEED_ENUMERATOR(constant, name) FEED_##constant,
+enum feed_verdict { FEED_EACH_VERDICT(FEED_ENUMERATOR) FEED_VERDICTS };
+
+// Datagrams by verdict, first and in the enumeration's order; names are for who reads the map with bpftool.
+#define FEED_COUNTER(constant, name) __u64 name;
+struct feed_counters {
+  FEED_EACH_VERDICT(FEED_COUNTER)
+  __u64 records;     // in accepted packets
+  __u64 filtered;    // of these, not kept
+  __u64 body_bytes;  // of accepted packets
 };
 
-struct feed_counters {
-  __u64 datagrams[FEED_VERDICTS];
-  __u64 records;   // in accepted packets
-  __u64 filtered;  // of these, not kept
-  __u64 bytes;     // of accepted packets' bodies
-};
+static __always_inline void feed_count(struct feed_counters* counters, enum feed_verdict verdict) {
+  if (verdict < FEED_VERDICTS) ((__u64*)counters)[verdict]++;
+}
 
 struct feed_settings {
   __u32 session;

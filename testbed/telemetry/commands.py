@@ -9,6 +9,7 @@ import itertools
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
@@ -48,13 +49,24 @@ def metrics(
     otlp: Annotated[
         str | None, typer.Option(help="URL of an OpenTelemetry collector, which is sent everything")
     ] = None,
-    interval: Annotated[float, typer.Option(help="seconds between two sendings with --otlp", min=0.1)] = 10.0,
+    bpffs: Annotated[bool, typer.Option("--bpffs", help="publish as pinned BPF maps, for bpftool")] = False,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="with --bpffs: a BPF file system, if not /sys/fs/bpf")
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(help="seconds between two sendings with --otlp, two looks with --bpffs", min=0.1)
+    ] = 10.0,
 ) -> None:
-    """Counters of this machine's ranks and RDMA devices: served, sent, or else written once, as OpenMetrics text."""
+    """Counters of this machine's ranks and RDMA devices: served, sent, published, or else written as OpenMetrics."""
     from sennit.testbed.telemetry import openmetrics, samples
 
-    if listen is not None and otlp is not None:
-        raise typer.BadParameter("--listen and --otlp: one of them")
+    if (listen is not None) + (otlp is not None) + bpffs > 1:
+        raise typer.BadParameter("--listen, --otlp and --bpffs: one of them")
+    if directory is not None and not bpffs:
+        raise typer.BadParameter(f"{directory}: only --bpffs takes a directory")
+    if bpffs:
+        _publish(directory, interval)
+        return
     if otlp is not None:
         _send(otlp, interval)
         return
@@ -102,3 +114,31 @@ def _send(endpoint: str, interval_s: float) -> None:
             if not exporter.send():
                 typer.echo(f"sennit metrics: {endpoint} did not take it; trying again in {interval_s:g} s", err=True)
             time.sleep(interval_s)
+
+
+def _publish(directory: Path | None, interval_s: float) -> None:
+    from sennit.ebpf import features
+    from sennit.ebpf.library import BpfError
+    from sennit.ebpf.pins import BPFFS
+    from sennit.testbed.telemetry.bpf_maps import Publisher
+    from sennit.transport import counters
+
+    maps = features.probe("map")
+    if not maps.available:
+        typer.echo(f"sennit metrics: BPF maps: {maps.absent_because}; {maps.remedy}", err=True)
+        raise typer.Exit(EXIT_UNAVAILABLE)
+    with _until_ended():
+        try:
+            publisher = Publisher(directory or BPFFS)
+        except BpfError as error:
+            typer.echo(f"sennit metrics: {error.strerror}", err=True)
+            raise typer.Exit(EXIT_UNAVAILABLE) from None
+        with publisher:
+            typer.echo(f"sennit metrics: {publisher.path} every {interval_s:g} s; an interrupt ends it", err=True)
+            said: set[tuple[str, str]] = set()
+            while True:
+                publisher.publish(counters.pages())
+                for group, why in publisher.refused.items() - said:
+                    typer.echo(f"sennit metrics: no map of {group!r}: {why}", err=True)
+                said |= publisher.refused.items()
+                time.sleep(interval_s)

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +23,7 @@ from sennit.ebpf.library import BpfError
 from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.ebpf.loader import BpfObject
 from sennit.offload import xdp
-from sennit.offload.admission import Verdict
+from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import CURSORS_OFFSET, STATE_DTYPE, BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import frame
@@ -191,7 +193,26 @@ def test_c_and_python_agree_on_the_layouts() -> None:
     assert header.itemsize == HEADER.size
     assert header.fields is not None
     assert [header.fields[name][1] for name in header.names or ()] == [0, 2, 3, 4, 8, 12, 16, 20, 22]
-    assert btf.dtype("feed_counters")["datagrams"].shape == (len(Verdict),)
+    assert list(btf.dtype("feed_counters").names or ()) == list(FeedCounters().as_mapping())
+
+
+@pytest.mark.needs("bpftool")
+def test_bpftool_shows_the_counters_by_name(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
+    for packet in (packets[0][0], packets[0][0], packets[0][1][:-1], packets[2][0]):
+        receiver.deliver(packet)
+    assert receiver.pins is not None
+    assert receiver.pins.path.name == f"ingest-{SESSION:08x}"
+    command = ["bpftool", "-j", "map", "dump", "pinned", str(receiver.pins.path / "counters")]
+    (entry,) = json.loads(subprocess.run(command, capture_output=True, timeout=60, check=True).stdout)
+    cpus = [of_cpu["value"] for of_cpu in entry["formatted"]["values"]]
+    total = {name: sum(of_cpu[name] for of_cpu in cpus) for name in cpus[0]}
+    assert total == receiver.counters().as_mapping()
+    assert (total["accepted"], total["duplicate"], total["truncated"], total["no_credit"]) == (1, 1, 1, 1)
+    with XdpReceiver(LAYOUT, session=SESSION, udp_port=PORT) as second:
+        assert second.pins is not None
+        assert second.pins.path.name == f"ingest-{SESSION:08x}-2"
+    receiver.close()
+    assert not receiver.pins.path.exists()
 
 
 @pytest.mark.needs("native-xdp", "tc-bpf")

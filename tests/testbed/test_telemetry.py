@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,53 +21,11 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 
 from sennit.testbed.telemetry import openmetrics, rates, samples, top
 from sennit.transport import counters
+from tests.testbed.counting_ranks import DEADLINE_S, OPERATIONS, WORLD, Ranks
 
-WORKER = Path(__file__).with_name("lossy_worker.py")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "counters.md"
 ROW = re.compile(r"^\| (?P<group>\w*)[^|]*\| `(?P<name>\w+)` \| (?:`(?P<exported>\w+)`)? *\|", re.MULTILINE)
-WORLD = 2
-DEADLINE_S = 60.0
-# 9 AllReduces and 9 AlltoAlls, then a barrier for each line on the standard input.
-OPERATIONS = 18
 SENNIT = (sys.executable, "-m", "sennit")
-
-
-class Ranks:
-    """Two ranks that have exchanged something and are idle."""
-
-    def __init__(self, folder: Path, transport: str) -> None:
-        environment = {**os.environ, "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
-        environment["SENNIT_TRANSPORT"] = transport
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(WORKER), f"{rank}", f"{WORLD}", str(folder / "store"), "1"],
-                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            )
-            for rank in range(WORLD)
-        ]  # fmt: skip
-        for process in self.processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "done\n"
-
-    def counted(self) -> list[dict[str, int]]:
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write("counters\n")
-            process.stdin.flush()
-        found = []
-        for process in self.processes:
-            assert process.stdout is not None
-            found.append(json.loads(process.stdout.readline()))
-        return found
-
-    def pages(self) -> list[counters.Page]:
-        numbers = {process.pid for process in self.processes}
-        return sorted((page for page in counters.pages() if page.process in numbers), key=lambda page: page.rank)
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.communicate(timeout=DEADLINE_S)
 
 
 @pytest.fixture(params=["shm", "udp"])

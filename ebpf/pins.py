@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Maps with a name on the BPF file system, for `bpftool map dump pinned` and other processes.
+
+A folder of pins belongs to the process that holds its lock. What a killed process left there goes away when the next
+folder is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from sennit.ebpf.closing import Closing
+from sennit.ebpf.library import BpfError
+from sennit.ebpf.maps import BpfMap
+
+BPFFS: Final = Path("/sys/fs/bpf")
+"""Where it is mounted by convention."""
+PARENT_NAME: Final = "sennit"
+"""The folder that all folders are in; nothing outside of it is ever removed."""
+LOCK_TIMEOUT_S: Final = 2.0
+_LOOK_EVERY_S: Final = 0.01
+# uapi/linux/magic.h
+_BPF_FS_MAGIC: Final = 0xCAFE4A11
+# More than any `struct statfs` has; its first field, a long, is the file system's magic number.
+_STATFS_LONGS: Final = 32
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class PinFolder(Closing):
+    """A folder of pinned maps, this process's alone as long as it is open."""
+
+    def __init__(self, name: str, bpffs: Path = BPFFS) -> None:
+        """`name` without dots, which the file system reserves.
+
+        Mounts the BPF file system if it is missing at its usual place. BpfError: no right to, `bpffs` is something
+        else, or another process has the folder (EBUSY).
+        """
+        self._descriptor = -1
+        _require_bpffs(bpffs)
+        parent = bpffs / PARENT_NAME
+        self.path = parent / name
+        try:
+            parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            with _locked(parent):
+                _remove_abandoned(parent)
+                try:
+                    self.path.mkdir(mode=0o755)
+                except FileExistsError:
+                    raise BpfError(errno.EBUSY, f"{self.path}: another process has pinned its maps there") from None
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BpfError:
+            raise
+        except OSError as error:
+            raise BpfError(error.errno or 0, f"{self.path}: {error.strerror}") from None
+
+    def pin(self, pinned: BpfMap, name: str = "") -> Path:
+        """Gives the map a name in the folder, its own if none is given."""
+        path = self.path / (name or pinned.name)
+        pinned.pin(path)
+        return path
+
+    def close(self) -> None:
+        """Takes the names away; who has opened a map keeps it."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            _remove(self.path)
+            os.close(descriptor)
+
+
+def _require_bpffs(folder: Path) -> None:
+    if _is_bpffs(folder):
+        return
+    if folder != BPFFS:
+        raise BpfError(errno.EINVAL, f"{folder} is no BPF file system (mount -t bpf bpf DIRECTORY)")
+    # As bpftool does it.
+    if _libc.mount(b"bpf", os.fsencode(BPFFS), b"bpf", ctypes.c_ulong(0), b"mode=0700") != 0:
+        code = ctypes.get_errno()
+        raise BpfError(code, f"{BPFFS}: no BPF file system, and mounting it takes CAP_SYS_ADMIN: {os.strerror(code)}")
+
+
+def _is_bpffs(path: Path) -> bool:
+    found = (ctypes.c_long * _STATFS_LONGS)()
+    return _libc.statfs(os.fsencode(path), found) == 0 and found[0] == _BPF_FS_MAGIC
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Alone in the folder that the folders of all processes are in."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline_s:
+                    raise BpfError(errno.EBUSY, f"{folder}: locked by others for {LOCK_TIMEOUT_S:g} s") from None
+                time.sleep(_LOOK_EVERY_S)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """What processes left that are no more: nobody holds its lock."""
+    for folder in parent.iterdir():
+        try:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+        except OSError:  # a live one's, or another user's
+            continue
+        finally:
+            os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    for pin in folder.iterdir():
+        pin.unlink()
+    folder.rmdir()
