@@ -64,6 +64,13 @@ def compile_program(name: str) -> bytes:
     return _compile(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, find_clang())
 
 
+def compile_with_header(name: str, header: str, text: str) -> bytes:
+    """The object file of `programs/<name>.bpf.c`, for which the include file `header` has this text."""
+    with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
+        (Path(folder) / header).write_text(text)
+        return _compile(PROGRAMS / f"{name}.bpf.c", INSTRUCTION_SET, find_clang(), f"-I{folder}")
+
+
 def compile_source(name: str, source: str) -> bytes:
     """The object file of a generated program, which may have an arena. `name` is for messages."""
     with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import functools
 import os
+import platform
 import socket
 import subprocess
 from collections.abc import Callable
@@ -38,6 +39,8 @@ _RETURN_0: Final = bytes.fromhex("b7000000000000009500000000000000")
 _TRACED_FUNCTION: Final = "udp_rcv"
 _TRACED_POINT: Final = "netif_receive_skb"
 TOOL_TIMEOUT_S: Final = 10.0
+# arch/x86/entry/syscalls/syscall_64.tbl, Linux 6.18: only the kernel's own calls from where a nop was may use it.
+_UPROBE_SYSCALL: Final = 336
 _PMU_FOLDER: Final = Path("/sys/bus/event_source/devices")
 
 
@@ -167,6 +170,17 @@ def _pmu(name: str) -> Feature:
     return Feature(name=name, absent_because=absent, remedy=f"a kernel with CONFIG_{name.upper()}_EVENTS")
 
 
+def _uprobe_call() -> Feature:
+    remedy = "Linux 6.18 on x86-64; a hit of a tracepoint takes a trap elsewhere, a third longer"
+    if platform.machine() != "x86_64":
+        return Feature(name="uprobe-call", absent_because=f"the machine is {platform.machine()}", remedy=remedy)
+    ctypes.set_errno(0)
+    ctypes.CDLL(None, use_errno=True).syscall(_UPROBE_SYSCALL)
+    code = ctypes.get_errno()
+    absent = "" if code == errno.ENXIO else f"system call {_UPROBE_SYSCALL}: {os.strerror(code)}"
+    return Feature(name="uprobe-call", absent_because=absent, remedy=remedy)
+
+
 def try_native_xdp(near: str, far: str) -> None:
     """Makes a pair of virtual interfaces and attaches a program to one; raises what is said against it.
 
@@ -202,6 +216,7 @@ PROBES: Final[dict[str, Callable[[], Feature]]] = {
     ),
     "kprobe": lambda: _pmu("kprobe"),
     "uprobe": lambda: _pmu("uprobe"),
+    "uprobe-call": _uprobe_call,
 }
 
 

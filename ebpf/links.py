@@ -110,6 +110,16 @@ def attach_uprobe(
     return _made(made, program, f"to {function} of {binary}")
 
 
+def attach_uprobe_at(program: Program, binary: Path, offset: int, *, process: int = EVERY_PROCESS) -> Link:
+    """To the instruction that is so many bytes from the beginning of the file."""
+    options = _UprobeOptions(sz=ctypes.sizeof(_UprobeOptions))
+    clear_log()
+    made = library().bpf_program__attach_uprobe_opts(
+        program.pointer, process, os.fsencode(binary), offset, ctypes.byref(options)
+    )
+    return _made(made, program, f"to {binary} at {offset:#x}")
+
+
 def attach_usdt(program: Program, binary: Path, provider: str, name: str, *, process: int = EVERY_PROCESS) -> Link:
     """To every place of a statically defined tracepoint of an executable or shared library."""
     clear_log()

@@ -8,6 +8,7 @@ instruction, in the words of the assembler (https://sourceware.org/systemtap/wik
 from __future__ import annotations
 
 import re
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,11 +18,13 @@ from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import NoteSection
 
 SECTION: Final = ".note.stapsdt"
+BASE_SECTION: Final = ".stapsdt.base"
 OWNER: Final = "stapsdt"
-ADDRESS_BYTES: Final = 8
-ADDRESSES: Final = 3
+_ADDRESSES: Final = struct.Struct("<QQQ")
 """Of the instruction, of a section that tells how far the file was relocated, and of a semaphore."""
-_ARGUMENT: Final = re.compile(r"(-?)(\d)@")
+_ARGUMENT: Final = re.compile(r"(-?)(\d)@(\S+)")
+# What some x86 libraries have instead of one nop: a second one of five bytes, for a call (github.com/libbpf/usdt).
+_NOP_AND_NOP5: Final = bytes.fromhex("90 0f1f440000")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,12 +36,27 @@ class Argument:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """One instruction of a tracepoint."""
+
+    offset: int
+    """In the file."""
+
+    operands: tuple[str, ...]
+    """Where each argument is there: a register, a number, or memory at a register."""
+
+    has_call_nop: bool
+    """A nop of five bytes follows, which Linux 6.18 replaces by a call instead of a trap."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Tracepoint:
     """A name, which may stand at several instructions."""
 
     provider: str
     name: str
     arguments: tuple[Argument, ...]
+    places: tuple[Place, ...]
 
 
 def read(path: Path) -> list[Tracepoint]:
@@ -49,27 +67,48 @@ def read(path: Path) -> list[Tracepoint]:
     found: dict[tuple[str, str], Tracepoint] = {}
     with path.open("rb") as file:
         try:
-            section = ELFFile(file).get_section_by_name(SECTION)
+            elf = ELFFile(file)
+            section = elf.get_section_by_name(SECTION)
             notes = list(section.iter_notes()) if isinstance(section, NoteSection) else []
+            base = elf.get_section_by_name(BASE_SECTION)
+            base_address = base["sh_addr"] if base is not None else None
         except ELFError as error:
             raise ValueError(f"{path}: {error}") from None
-    for note in notes:
-        if note["n_name"] != OWNER:
-            continue
-        tracepoint = _decoded(note["n_descdata"])
-        known = found.setdefault((tracepoint.provider, tracepoint.name), tracepoint)
-        if known != tracepoint:
-            raise ValueError(f"{path}: {tracepoint.name} has {known.arguments} and {tracepoint.arguments}")
+        for note in notes:
+            if note["n_name"] != OWNER:
+                continue
+            new = _decoded(elf, base_address, note["n_descdata"])
+            known = found.get((new.provider, new.name), new)
+            if known.arguments != new.arguments:
+                raise ValueError(f"{path}: {new.name} has {known.arguments} and {new.arguments}")
+            places = (*known.places, *new.places) if known is not new else new.places
+            found[new.provider, new.name] = Tracepoint(
+                provider=new.provider, name=new.name, arguments=new.arguments, places=places
+            )
     return [found[key] for key in sorted(found)]
 
 
-def _decoded(description: bytes) -> Tracepoint:
-    provider, name, arguments, *_ = description[ADDRESSES * ADDRESS_BYTES :].split(b"\0")
+def _decoded(elf: ELFFile, base_address: int | None, description: bytes) -> Tracepoint:
+    address, noted_base, _ = _ADDRESSES.unpack_from(description)
+    provider, name, arguments, *_ = description[_ADDRESSES.size :].split(b"\0")
+    found = _ARGUMENT.findall(arguments.decode())
+    offset = _file_offset(elf, address + (base_address - noted_base if base_address is not None else 0))
+    elf.stream.seek(offset)
+    place = Place(
+        offset=offset,
+        operands=tuple(operand for _, _, operand in found),
+        has_call_nop=elf.stream.read(len(_NOP_AND_NOP5)) == _NOP_AND_NOP5,
+    )
     return Tracepoint(
         provider=provider.decode(),
         name=name.decode(),
-        arguments=tuple(
-            Argument(size_bytes=int(size), is_signed=sign == "-")
-            for sign, size in _ARGUMENT.findall(arguments.decode())
-        ),
+        arguments=tuple(Argument(size_bytes=int(size), is_signed=sign == "-") for sign, size, _ in found),
+        places=(place,),
     )
+
+
+def _file_offset(elf: ELFFile, address: int) -> int:
+    offset = next(iter(elf.address_offsets(address)), None)
+    if offset is None:
+        raise ValueError(f"a tracepoint at {address:#x}, which is in no segment of the file")
+    return int(offset)

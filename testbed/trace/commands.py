@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -12,9 +13,12 @@ import typer
 from sennit.testbed.command_line import EXIT_UNAVAILABLE, stdout_console, writable_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from rich.table import Table
+
+    from sennit.testbed.trace.tracing import Tracing
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,10 +64,11 @@ def ops(
     json_path: Json = None,
 ) -> None:
     """Latency and throughput of collectives and messages, by kind and size."""
-    from sennit.testbed.trace import ops
+    from sennit.testbed.trace import ops, session
 
     _session(
-        ops.PROGRAM, ops.PROBES, command, process, seconds, interval, json_path,
+        session.open_bcc(ops.PROGRAM, ops.PROBES, process), len(ops.PROBES),
+        command, process, seconds, interval, json_path,
         collect=lambda program: ops.collect(program, by_rank=by_rank), table=ops.table,
     )  # fmt: skip
 
@@ -77,12 +82,89 @@ def loss(
     json_path: Json = None,
 ) -> None:
     """What is lost on which path, how soon that is known, and what is sent again where."""
-    from sennit.testbed.trace import loss
+    from sennit.testbed.trace import loss, session
 
     _session(
-        loss.PROGRAM, loss.PROBES, command, process, seconds, interval, json_path,
+        session.open_bcc(loss.PROGRAM, loss.PROBES, process), len(loss.PROBES),
+        command, process, seconds, interval, json_path,
         collect=loss.collect, table=loss.table,
     )  # fmt: skip
+
+
+@app.command(context_settings=SESSION)
+def paths(
+    command: Command = None,
+    process: Process = None,
+    seconds: Seconds = None,
+    interval: Interval = 0,
+    json_path: Json = None,
+) -> None:
+    """Packets, bytes, losses, round trips and states of every path of every rank to every peer."""
+    from sennit.testbed.trace import paths
+
+    _session(
+        _open_core(paths.PROGRAM, paths.PROBES, process), len(paths.PROBES),
+        command, process, seconds, interval, json_path,
+        collect=paths.collect, table=paths.table,
+    )  # fmt: skip
+
+
+@app.command(context_settings=SESSION)
+def stalls(
+    command: Command = None,
+    process: Process = None,
+    seconds: Seconds = None,
+    interval: Interval = 0,
+    by_peer: Annotated[bool, typer.Option("--by-peer", help="also each peer in a row of its own")] = False,
+    json_path: Json = None,
+) -> None:
+    """What operations wait for: the network, receivers' credit, the reduction."""
+    from sennit.testbed.trace import stalls
+
+    _session(
+        _open_core(stalls.PROGRAM, stalls.PROBES, process), len(stalls.PROBES),
+        command, process, seconds, interval, json_path,
+        collect=lambda tracing: stalls.collect(tracing, by_peer=by_peer), table=stalls.table,
+    )  # fmt: skip
+
+
+@app.command(context_settings=SESSION)
+def packets(
+    interface: Annotated[str, typer.Option(help="of this network namespace")],
+    write: Annotated[Path, typer.Option(help="the pcap-ng file", metavar="FILE", callback=writable_file)],
+    command: Command = None,
+    peer: Annotated[str | None, typer.Option(help="only to or from this IP address", metavar="ADDRESS")] = None,
+    qpn: Annotated[int | None, typer.Option(help="only to this queue pair", min=0, max=0xFFFFFF)] = None,
+    source_port: Annotated[int | None, typer.Option(help="only from this UDP port", min=1, max=65535)] = None,
+    count: Annotated[int | None, typer.Option(help="end with so many packets", min=1)] = None,
+    seconds: Seconds = None,
+) -> None:
+    """Write RoCEv2 packets that come and go at an interface to a file that Wireshark opens."""
+    from ipaddress import ip_address
+
+    from sennit.testbed.trace import session
+    from sennit.testbed.trace.packets import DRAIN_EVERY_S, Flow, PacketCapture
+
+    try:
+        flow = Flow(peer=None if peer is None else ip_address(peer), qpn=qpn, source_port=source_port)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}", param_hint="--peer") from None
+    try:
+        capture = PacketCapture(interface, flow, write, count)
+    except session.SessionError as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{write}: {error.strerror}")
+    typer.echo(f"sennit trace: packets of {interface} to {write}", err=True)
+    try:
+        with capture:
+            # A command is not ended by the last packet that is wanted.
+            code = session.run(command or [], seconds, DRAIN_EVERY_S, lambda: capture.drain() and not command)
+            dropped = capture.dropped()
+    except OSError as error:
+        _fail(f"{(command or [''])[0]}: {error.strerror}")
+    typer.echo(f"{write}: {capture.packets:,} packets, {dropped:,} dropped")
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -100,9 +182,19 @@ def headers() -> None:
         _fail(str(error))
 
 
+@contextlib.contextmanager
+def _open_core(program: str, probes: Sequence[str], process: int | None) -> Iterator[Tracing]:
+    """A program of ours at tracepoints of the native core. Raises `SessionError` and `Unsupported`."""
+    from sennit.testbed.trace.tracing import Tracing
+    from sennit.transport import tracepoints
+
+    with Tracing(program, probes, tracepoints.library(), process) as tracing:
+        yield tracing
+
+
 def _session(
-    program_name: str,
-    probes: Sequence[str],
+    opening: AbstractContextManager[Any],
+    probes: int,
     command: list[str] | None,
     process: int | None,
     seconds: float | None,
@@ -115,26 +207,32 @@ def _session(
     from sennit.testbed.trace import session
     from sennit.transport.errors import Unsupported
 
-    try:
-        program = session.open_program(program_name, probes, process)
-    except (session.SessionError, Unsupported) as error:
-        _fail(str(error))
-    who = "every process" if process is None else f"process {process}"
-    until = "" if command or seconds else "; an interrupt ends it"
-    typer.echo(f"sennit trace: {len(probes)} tracepoints of {who}{until}", err=True)
-    console = stdout_console()
-    try:
-        code = session.run(command or [], seconds, interval_s, lambda: console.print(table(collect(program))))
-        rows = collect(program)
-    except OSError as error:
-        _fail(f"{(command or [''])[0]}: {error.strerror}")
-    finally:
-        program.cleanup()
+    with contextlib.ExitStack() as held:
+        try:
+            program = held.enter_context(opening)
+        except (session.SessionError, Unsupported) as error:
+            _fail(str(error))
+        who = "every process" if process is None else f"process {process}"
+        until = "" if command or seconds else "; an interrupt ends it"
+        typer.echo(f"sennit trace: {probes} tracepoints of {who}{until}", err=True)
+        console = stdout_console()
+        try:
+            code = session.run(command or [], seconds, interval_s, lambda: console.print(table(collect(program))))
+            rows = collect(program)
+        except OSError as error:
+            _fail(f"{(command or [''])[0]}: {error.strerror}")
+        # (bcc's sessions do not know.)
+        uncounted = program.uncounted() if hasattr(program, "uncounted") else None
     console.print(table(rows))
     if not rows:
         typer.echo("nothing was seen: did the processes use this installation's library?", err=True)
+    if uncounted is not None and any(uncounted.values()):
+        typer.echo(f"not counted: {uncounted['map_full']:,} hits for which there was no room, "
+                   f"{uncounted['unmatched']:,} ends of what had begun before", err=True)  # fmt: skip
     if json_path is not None:
-        json_path.write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
+        found: object = [row.as_json() for row in rows]
+        document = found if uncounted is None else {"rows": found, "uncounted": uncounted}
+        json_path.write_text(json.dumps(document, indent=1) + "\n")
     raise typer.Exit(code)
 
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histograms with eight slots to every doubling, as `slot_of` in ebpf/programs/slots.bcc.h fills them."""
+"""Histograms with eight slots to every doubling, as `slot_of` in ebpf/include/slots.h fills them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 SLOTS_A_DOUBLING: Final = 8
 BARS: Final = " ▁▂▃▄▅▆▇█"
@@ -17,6 +21,11 @@ def lower_bound(slot: int) -> int:
         return slot
     doubling, step = divmod(slot, SLOTS_A_DOUBLING)
     return (SLOTS_A_DOUBLING + step) << (doubling - 1)
+
+
+def from_array(slots: NDArray[Any]) -> Counter[int]:
+    """Counts by slot, of those that have any."""
+    return Counter({int(slot): int(slots[slot]) for slot in np.flatnonzero(slots)})
 
 
 def percentile(counts: Mapping[int, int], share: float) -> int:

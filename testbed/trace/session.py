@@ -43,7 +43,8 @@ def problem() -> str:
     return ""
 
 
-def open_program(name: str, probes: Sequence[str], process: int | None) -> Any:
+@contextlib.contextmanager
+def open_bcc(name: str, probes: Sequence[str], process: int | None) -> Iterator[Any]:
     """A bcc.BPF with `programs/<name>.bcc.c`, each of its functions on the tracepoint of that name.
 
     Raises `SessionError`.
@@ -62,9 +63,13 @@ def open_program(name: str, probes: Sequence[str], process: int | None) -> Any:
         for probe in probes:
             usdt.enable_probe(probe=probe, fn_name=probe)
         text = (PROGRAMS / f"{name}.bcc.c").read_text()
-        return BPF(text=text, usdt_contexts=[usdt], cflags=[f"-I{PROGRAMS}"])
+        program = BPF(text=text, usdt_contexts=[usdt], cflags=[f"-I{PROGRAMS}"])
     except Exception as error:  # bcc raises this class itself
         raise SessionError(f"bcc: {error}; is {library} built with tracepoints, and in that process?") from None
+    try:
+        yield program
+    finally:
+        program.cleanup()
 
 
 def _make_tracefs_visible() -> None:
@@ -81,8 +86,9 @@ def _make_tracefs_visible() -> None:
         raise SessionError(f"{TRACEFS} cannot be mounted: {os.strerror(ctypes.get_errno())}")
 
 
-def run(command: Sequence[str], seconds: float | None, interval_s: float, tick: Callable[[], None]) -> int:
-    """Calls `tick` every `interval_s` (0: never) until the command ends, the time is over or an interrupt comes.
+def run(command: Sequence[str], seconds: float | None, interval_s: float, tick: Callable[[], bool | None]) -> int:
+    """Calls `tick` every `interval_s` (0: never) until the command ends, the time is over, an interrupt comes, or it
+    returns True.
 
     The command's exit code, 128 + signal if one ended it; 0 without a command.
     """
@@ -98,7 +104,8 @@ def run(command: Sequence[str], seconds: float | None, interval_s: float, tick: 
                     break
                 if now_s >= next_s:
                     next_s += interval_s
-                    tick()
+                    if tick():
+                        break
                 time.sleep(LOOK_EVERY_S)
     finally:
         code = _end(process)

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
 import re
 import signal
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,15 +20,12 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 from sennit.testbed.topology import Impairment, Planes
 from sennit.testbed.trace import histogram
 from sennit.transport import tracepoints
+from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, exchange, session
 
-WORKER = Path(__file__).with_name("lossy_worker.py")
-WORLD = 2
 PLANES = 2
-DEADLINE_S = 60.0
 # Of lossy_worker.py: so many of each collective, and a barrier for every line on its standard input.
 COLLECTIVES = 9
 LATER = 8
-SENNIT = (sys.executable, "-m", "sennit")
 
 
 def test_a_percentile_is_in_the_slot_of_its_value() -> None:
@@ -47,49 +41,6 @@ def test_bars_show_every_slot_that_has_something() -> None:
     assert histogram.bars({}) == ""
     assert histogram.bars({3: 1000, 5: 1}) == "█ ▁"
     assert len(histogram.bars({0: 1, 200: 1})) <= histogram.BARS_MAX
-
-
-@contextlib.contextmanager
-def session(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A session that is attached, and ends in order with the block."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen([*SENNIT, "trace", *arguments], stderr=pipe, stdout=pipe, text=True)
-    try:
-        assert process.stderr is not None
-        lines = iter(process.stderr.readline, "")
-        assert any("tracepoints of every process" in line for line in lines), process.wait(DEADLINE_S)
-        yield process
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0, output + errors
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.communicate()
-
-
-Start = Callable[..., "subprocess.Popen[str]"]
-
-
-def exchange(start: Start, folder: Path, seed: int) -> list[dict[str, int]]:
-    """Collectives between two ranks, each started by `start(rank, command, **options)`; the counters of both."""
-    ranks = []
-    for rank in range(WORLD):
-        command = [sys.executable, str(WORKER), f"{rank}", f"{WORLD}", str(folder / "store"), f"{seed}"]
-        ranks.append(start(rank, command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
-    counters = []
-    for process in ranks:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "done\n"
-    for process in ranks:
-        assert process.stdin is not None
-        process.stdin.write("counters\n")
-        process.stdin.flush()
-    for process in ranks:
-        output, _ = process.communicate(timeout=DEADLINE_S)
-        assert process.returncode == 0
-        counters.append(json.loads(output))
-    return counters
 
 
 @pytest.mark.root

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the stack carries as one packet and a wire as many (UDP segmentation offload), cut as a device would cut it.
+
+Every segment gets the lengths, the IPv4 identification and the checksums of its own, as Linux's `__udp_gso_segment`
+gives them, so its ICRC is right: that was made for the packets on the wire.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+ETHERNET_BYTES: Final = 14
+IPV6_BYTES: Final = 40
+UDP_BYTES: Final = 8
+_PROTOCOL_UDP: Final = 17
+_IPV4_TYPE: Final = 0x0800
+
+
+def wire_packets(frame: bytes, segment_bytes: int) -> Iterator[bytes]:
+    """The Ethernet frames on the wire. `segment_bytes`: of the UDP payload in each; 0: the frame is one already.
+
+    A checksum that the stack has left to the device is filled in.
+    """
+    is_ipv4 = struct.unpack_from("!H", frame, ETHERNET_BYTES - 2)[0] == _IPV4_TYPE
+    ip_bytes = (frame[ETHERNET_BYTES] & 0xF) * 4 if is_ipv4 else IPV6_BYTES
+    udp_at = ETHERNET_BYTES + ip_bytes
+    payload_at = udp_at + UDP_BYTES
+    payload = frame[payload_at:]
+    addresses = frame[ETHERNET_BYTES + (12 if is_ipv4 else 8) : ETHERNET_BYTES + (20 if is_ipv4 else 40)]
+    if segment_bytes == 0 or len(payload) <= segment_bytes:
+        pseudo = addresses + struct.pack("!II", _PROTOCOL_UDP, UDP_BYTES + len(payload))
+        (checksum,) = struct.unpack_from("!H", frame, udp_at + 6)
+        # CHECKSUM_PARTIAL of Linux: the sum over what the device does not know.
+        is_left = checksum == ~_checksum(pseudo) & 0xFFFF
+        yield _with_checksum(bytearray(frame[:payload_at]), udp_at, pseudo, payload) if is_left else frame
+        return
+    for number, begin in enumerate(range(0, len(payload), segment_bytes)):
+        piece = payload[begin : begin + segment_bytes]
+        head = bytearray(frame[:payload_at])
+        udp_bytes = UDP_BYTES + len(piece)
+        if is_ipv4:
+            (first,) = struct.unpack_from("!H", head, ETHERNET_BYTES + 4)
+            struct.pack_into("!HH", head, ETHERNET_BYTES + 2, ip_bytes + udp_bytes, (first + number) & 0xFFFF)
+            struct.pack_into("!H", head, ETHERNET_BYTES + 10, 0)
+            struct.pack_into("!H", head, ETHERNET_BYTES + 10, _checksum(bytes(head[ETHERNET_BYTES:udp_at])))
+        else:
+            struct.pack_into("!H", head, ETHERNET_BYTES + 4, udp_bytes)
+        struct.pack_into("!H", head, udp_at + 4, udp_bytes)
+        yield _with_checksum(head, udp_at, addresses + struct.pack("!II", _PROTOCOL_UDP, udp_bytes), piece)
+
+
+def _with_checksum(head: bytearray, udp_at: int, pseudo: bytes, payload: bytes) -> bytes:
+    struct.pack_into("!H", head, udp_at + 6, 0)
+    # (0 would mean that there is none, RFC 768.)
+    struct.pack_into("!H", head, udp_at + 6, _checksum(pseudo + bytes(head[udp_at:]) + payload) or 0xFFFF)
+    return bytes(head) + payload
+
+
+def _checksum(data: bytes) -> int:
+    """RFC 1071."""
+    total = int(np.frombuffer(data + bytes(len(data) % 2), dtype=">u2").sum(dtype=np.uint64))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit trace packets`: what is in the file is what was on the wire, packet by packet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("scapy", reason="scapy is not installed (pip install scapy)")
+pytest.importorskip("sennit.transport._core", reason="the native core is not built")
+pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
+
+from scapy.layers.inet import IP, UDP
+from scapy.layers.inet6 import IPv6
+from scapy.layers.l2 import Ether
+from scapy.utils import RawPcapNgReader
+
+from sennit.testbed.topology import Planes
+from sennit.transport import wire
+from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, last_pages, session
+
+ROCE_PORT = 4791
+WRITE_IMMEDIATE, SEND_ONLY = 0x2B, 0x24
+
+
+def packets_of(path: Path) -> list[tuple[str, UDP, bytes]]:
+    """Source address, UDP header and datagram of each packet of the file."""
+    found = []
+    with RawPcapNgReader(str(path)) as reader:
+        for data, _ in reader:
+            frame = Ether(data)
+            ip = frame[IPv6] if IPv6 in frame else frame[IP]
+            found.append((ip.src, frame[UDP], bytes(frame[UDP].payload)))
+    return found
+
+
+def barriers(ranks: Ranks) -> None:
+    for _ in range(50):
+        for rank in range(WORLD):
+            ranks.begin_barrier(rank)
+        for rank in range(WORLD):
+            assert ranks.answer(rank)
+
+
+@pytest.mark.root
+@pytest.mark.needs("tc-bpf", "nsenter")
+def test_every_packet_of_a_host_is_there_as_it_was_on_the_wire(tmp_path: Path, seed: int) -> None:
+    """Super-packets of 64 KiB included: each packet cut from one has the right ICRC."""
+    path = tmp_path / "all.pcapng"
+    environment = {**os.environ, "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+    with Planes(hosts=WORLD, planes=1) as planes:
+
+        def start(rank: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
+            return planes.popen(rank, command, env=environment | planes.environment(rank), **options)
+
+        enter = ["nsenter", f"--net=/run/netns/{planes.netns_name(0)}"]
+        options = ["packets", "--interface", planes.interfaces(0)[0], "--write", str(path)]
+        with session(*options, said="packets of", enter=enter):
+            pages = last_pages(Ranks(start, tmp_path, seed))
+        ours = planes.addresses(0)[0]
+    found = packets_of(path)
+    assert {udp.dport for _, udp, _ in found} == {ROCE_PORT}
+    mine, theirs = ([one for one in found if (one[0] == ours) is own] for own in (True, False))
+    for captured, page in ((mine, pages[0]), (theirs, pages[1])):
+        opcodes = [datagram[0] for _, _, datagram in captured]
+        assert opcodes.count(WRITE_IMMEDIATE) == page.total("flow", "data_packets_sent")
+        assert opcodes.count(SEND_ONLY) == page.total("flow", "control_packets_sent")
+        assert len(captured) == opcodes.count(WRITE_IMMEDIATE) + opcodes.count(SEND_ONLY)
+    theirs_address = theirs[0][0]
+    for source, udp, datagram in found:
+        ends = ((source, udp.sport), (theirs_address if source == ours else ours, ROCE_PORT))
+        assert wire.Packet.pull(datagram).icrc == wire.icrc(datagram[:-4], *ends)
+
+
+@pytest.mark.root
+@pytest.mark.needs("tc-bpf", "loopback-ipv6")
+def test_one_flow_is_filtered_in_the_kernel(tmp_path: Path, seed: int) -> None:
+    here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+
+    def capture(name: str, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
+        written = str(tmp_path / name)
+        return session("packets", "--interface", "lo", "--write", written, *options, said="packets of")
+
+    with Ranks(lambda _, command, **options: subprocess.Popen(command, env=here, **options), tmp_path, seed) as ranks:
+        # Numbers of queue pairs and ports are random: those of a first look.
+        with capture("all"):
+            barriers(ranks)
+        _, udp, datagram = packets_of(tmp_path / "all")[-1]
+        qpn, source_port = wire.Packet.pull(datagram).bth.qpn, udp.sport
+        with (
+            capture("qpn", "--qpn", f"{qpn}"),
+            capture("source_port", "--source-port", f"{source_port}"),
+            capture("peer", "--peer", "::1"),
+            capture("stranger", "--peer", "10.9.8.7"),
+        ):
+            barriers(ranks)
+        command = [*SENNIT, "trace", "packets", "--interface", "lo", "--count", "40", "--write", str(tmp_path / "some")]
+        ended = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert ended.stderr is not None
+        assert "packets of lo" in ended.stderr.readline()
+        barriers(ranks)
+        output, _ = ended.communicate(timeout=DEADLINE_S)
+    assert (ended.returncode, output) == (0, f"{tmp_path / 'some'}: 40 packets, 0 dropped\n")
+    assert len(packets_of(tmp_path / "some")) == 40
+    assert {wire.Packet.pull(datagram).bth.qpn for _, _, datagram in packets_of(tmp_path / "qpn")} == {qpn}
+    assert {udp.sport for _, udp, _ in packets_of(tmp_path / "source_port")} == {source_port}
+    assert len(packets_of(tmp_path / "peer")) > len(packets_of(tmp_path / "source_port"))
+    assert packets_of(tmp_path / "stranger") == []
+
+
+@pytest.mark.root
+@pytest.mark.needs("tc-bpf")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--interface", "none0", "--write", "x"], "there is no interface 'none0' here; there are"),
+        (["--interface", "lo", "--write", "x", "--peer", "nobody"], "'nobody' does not appear to be an IPv4"),
+        (["--interface", "lo", "--write", "x", "--qpn", "16777216"], "16777215"),
+        (["--interface", "lo", "--write", "/proc/none/x"], "cannot be written"),
+        (["--interface", "lo", "--write", "/dev/full"], "No space left on device"),
+    ],
+)
+def test_what_cannot_be_captured_is_said(options: list[str], said: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*SENNIT, "trace", "packets", "--seconds", "0.1", *options],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert said in " ".join(done.stderr.replace("│", " ").split())

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sessions of `sennit trace` around ranks whose counters are known."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, Self
+
+from sennit.transport import counters
+
+WORKER: Final = Path(__file__).with_name("lossy_worker.py")
+WORLD: Final = 2
+DEADLINE_S: Final = 60.0
+SENNIT: Final = (sys.executable, "-m", "sennit")
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@contextlib.contextmanager
+def session(
+    *arguments: str, said: str = "tracepoints of every process", enter: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
+    """A session that is attached, and ends in order with the block. `enter`: what is put before its command."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([*enter, *SENNIT, "trace", *arguments], stderr=pipe, stdout=pipe, text=True)
+    try:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        assert any(said in line for line in lines), process.wait(DEADLINE_S)
+        yield process
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0, output + errors
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+class Ranks:
+    """Two ranks that have exchanged something and are idle; at the end of the block they are killed as they are."""
+
+    def __init__(self, start: Start, folder: Path, seed: int) -> None:
+        """`start(rank, command, **options)` starts each."""
+        pipe = subprocess.PIPE
+        store = str(folder / "store")
+        self.processes = [
+            start(rank, [sys.executable, str(WORKER), f"{rank}", f"{WORLD}", store, f"{seed}"], stdin=pipe, stdout=pipe,
+                  text=True)
+            for rank in range(WORLD)
+        ]  # fmt: skip
+        for rank in range(WORLD):
+            assert self.answer(rank) == "done\n"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate(timeout=DEADLINE_S)
+
+    def begin_barrier(self, rank: int) -> None:
+        process = self.processes[rank]
+        assert process.stdin is not None
+        process.stdin.write("counters\n")
+        process.stdin.flush()
+
+    def answer(self, rank: int) -> str:
+        """Its next line: of a barrier that is over, its counters."""
+        process = self.processes[rank]
+        assert process.stdout is not None
+        return process.stdout.readline()
+
+    def pages(self) -> list[counters.Page]:
+        """What they have counted, by rank."""
+        numbers = {process.pid for process in self.processes}
+        return sorted((page for page in counters.pages() if page.process in numbers), key=lambda page: page.rank)
+
+    def wait_for(self, rank: int, group: str, name: str, value: int) -> None:
+        """Until the rank has counted so much."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        while self.pages()[rank].total(group, name) < value:
+            assert time.monotonic() < deadline_s, (rank, group, name, value)
+
+
+def last_pages(ranks: Ranks) -> list[counters.Page]:
+    """Kills the ranks; what they have counted is still there, and changes no more."""
+    with ranks:
+        pass
+    pages = ranks.pages()
+    assert not any(page.is_alive for page in pages)
+    for page in pages:
+        page.file.unlink()
+    return pages
+
+
+def exchange(start: Start, folder: Path, seed: int) -> list[dict[str, int]]:
+    """Collectives between two ranks that end in order; the counters of both, before they said goodbye."""
+    ranks = Ranks(start, folder, seed)
+    for rank in range(WORLD):
+        ranks.begin_barrier(rank)
+    found = []
+    for process in ranks.processes:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == 0
+        found.append(json.loads(output))
+    return found
