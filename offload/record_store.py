@@ -8,10 +8,13 @@ a copy of some of them: one place in memory a record, where columns would be one
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from multiprocessing.reduction import DupFd
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,6 +120,10 @@ class RecordStore:
         native.encode(store._bytes, store._starts)
         return store
 
+    def __reduce__(self) -> tuple[Callable[..., RecordStore], tuple[Any, Extent]]:
+        """To a process that is being started the memory goes, not what is in it."""
+        return _mapped, (DupFd(self.fd), self.extent)
+
     def __len__(self) -> int:
         return self.extent.count
 
@@ -127,6 +134,12 @@ class RecordStore:
     @property
     def _starts(self) -> NDArray[np.uint64] | None:
         return None if self.extent.record_bytes else self._memory[self.extent.starts_offset :].view(np.uint64)
+
+    def digest(self) -> str:
+        """SHA-256 of all records and of what they are records of."""
+        found = hashlib.sha256(self.extent.schema.schema_id.to_bytes(4, "big"))
+        found.update(self._memory.data)
+        return found.hexdigest()
 
     def record(self, number: int) -> bytes:
         """One record, as it goes on the wire."""
@@ -146,6 +159,10 @@ class RecordStore:
     def close(self) -> None:
         """The memory stays mapped while senders are there."""
         os.close(self.fd)
+
+
+def _mapped(fd: Any, extent: Extent) -> RecordStore:
+    return RecordStore(fd.detach(), extent)
 
 
 def check_columns(schema: Schema, columns: Columns) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import sennit
+from sennit.runtime.ingest.command import feed
 from sennit.testbed.command_line import figure_file, stdout_console, writable_file
 from sennit.testbed.commands import app as testbed
 from sennit.testbed.telemetry.commands import metrics, top
@@ -31,6 +32,7 @@ app.add_typer(testbed, name="testbed")
 app.add_typer(trace, name="trace")
 app.command()(top)
 app.command()(metrics)
+app.command()(feed)
 
 
 @app.command()

@@ -7,196 +7,287 @@ same data can go on at any row.
 
 from __future__ import annotations
 
+import errno
+import os
 import selectors
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sennit.ebpf.closing import Closing
-from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import (
-    VERSION,
     End,
     Error,
     FactsOf,
-    Hello,
     LineReader,
     Message,
+    ProtocolError,
     Send,
     Taken,
     Terms,
-    decode,
     encode,
+    error,
 )
-from sennit.offload.records import HEADER, Header, Rows, encode_records
+from sennit.offload.ingest.record_socket import RecordSocket
+from sennit.offload.ingest.trainer_search import FeedError, meet
+from sennit.offload.record_store import RecordStore
 
-CONNECT_RETRY_S: Final = 0.1
-PACING_S: Final = 0.001
 RECEIVE_BYTES: Final = 1 << 16
+REPORT_S: Final = 0.2
+# Between two tries where the network takes nothing: a device's queue is empty after less, a route is not there sooner.
+RETRY_S: Final = 0.001
+# What may pass by itself: full queues, nobody that listens yet (ICMP), a link or route that is down, a filter.
+PASSING_ERRORS: Final = frozenset(
+    {
+        errno.EAGAIN,
+        errno.ENOBUFS,
+        errno.ENOMEM,
+        errno.ECONNREFUSED,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+        errno.ENETDOWN,
+        errno.EHOSTDOWN,
+        errno.EPERM,
+    }
+)
+
+PartOf = Callable[[Terms, int], NDArray[np.int64]]
+"""(terms, batch) -> the numbers of the records in the batch's part for the rank of the terms, in order."""
 
 
-class FeedError(RuntimeError):
-    """The run cannot be fed, or not any more; the text says why."""
+@dataclass(kw_only=True, slots=True)
+class FeedCounters:
+    """What one feeder did."""
 
+    records: int = 0
+    """Sent, those sent again included."""
 
-RowsOf = Callable[[Terms, int], Rows]
-"""(terms, batch) -> the records of the batch's part for the rank of the terms, in order."""
+    packets: int = 0
+    batches: int = 0
+    """Parts of ranks that are complete."""
+
+    rewinds: int = 0
+    """Orders to send again from a row that had been sent."""
+
+    refused: int = 0
+    """Times that the network did not take a packet."""
+
+    def __add__(self, other: FeedCounters) -> FeedCounters:
+        return FeedCounters(
+            **{part.name: getattr(self, part.name) + getattr(other, part.name) for part in fields(self)}
+        )
 
 
 class Outgoing:
-    """One batch on its way to one rank. Sans-IO: says which packets may be sent."""
+    """One batch on its way to one rank. Sans-IO: says how much may be sent."""
 
-    def __init__(self, records: Sequence[bytes], header: Header, body_max_bytes: int) -> None:
-        """`header`: of its packets, but for what differs between them."""
-        self._records, self._header, self._body_max_bytes = records, header, body_max_bytes
-        self._next_row = 0
-        self._on_the_way: deque[int] = deque()
-        """Of each packet that may be, the row behind it."""
+    def __init__(self, batch: int, records: NDArray[np.int64]) -> None:
+        """`records`: the numbers of those in the rank's part of it."""
+        self.batch, self.records = batch, records
+        self.next_row = 0
+        self._taken = 0
+        self._sent: list[tuple[int, int, int]] = []
+        """Not yet taken: first row, row behind the last, packets."""
 
-    def rewind(self, row: int) -> None:
-        """Goes on with this row."""
-        self._next_row = row
-        self._on_the_way.clear()
+    def rewind(self, row: int) -> bool:
+        """Goes on with this row. Whether it had been sent."""
+        was_sent = row < self.next_row
+        self.next_row = self._taken = row
+        self._sent.clear()
+        return was_sent
 
     def taken(self, row: int) -> bool:
         """The rows before this one have come; whether these are all."""
-        while self._on_the_way and self._on_the_way[0] <= row:
-            self._on_the_way.popleft()
-        self._next_row = max(self._next_row, row)
-        return row >= len(self._records)
+        self._taken = max(self._taken, row)
+        self._sent = [sent for sent in self._sent if sent[1] > self._taken]
+        self.next_row = max(self.next_row, self._taken)
+        return row >= len(self.records)
 
-    def due(self, window_packets: int) -> Iterator[bytes]:
-        """What may be sent now. A packet counts as sent when the one after it is asked for."""
-        while self._next_row < len(self._records) and len(self._on_the_way) < window_packets:
-            end, size = self._next_row, 0
-            while end < len(self._records) and size + len(self._records[end]) <= self._body_max_bytes:
-                size += len(self._records[end])
-                end += 1
-            if end == self._next_row:
-                raise FeedError(
-                    f"a record of {len(self._records[end])} bytes; the trainer allows {self._body_max_bytes} a packet"
-                )
-            header = replace(self._header, row=self._next_row, records=end - self._next_row, body_bytes=size)
-            yield header.encode() + b"".join(self._records[self._next_row : end])
-            self._on_the_way.append(end)
-            self._next_row = end
+    def sent(self, next_row: int, packets: int) -> None:
+        self._sent.append((self.next_row, next_row, packets))
+        self.next_row = next_row
+
+    @property
+    def is_sent(self) -> bool:
+        return self.next_row >= len(self.records)
+
+    @property
+    def packets_on_the_way(self) -> int:
+        """Of several that were sent at once, in proportion to the rows that have not come."""
+        return sum(-(-packets * (end - max(begin, self._taken)) // (end - begin)) for begin, end, packets in self._sent)
 
 
 class _Rank:
     """The connection to one rank, and the batches that it has ordered."""
 
-    def __init__(self, control: socket.socket, terms: Terms, reader: LineReader) -> None:
-        self.control, self.terms, self.reader = control, terms, reader
-        self.records = socket.socket(control.family, socket.SOCK_DGRAM)
-        self.records.setblocking(False)
-        self.records.connect(control.getpeername())
+    def __init__(self, control: socket.socket, terms: Terms, store: RecordStore) -> None:
+        self.control, self.terms, self.reader = control, terms, LineReader()
+        self.records = RecordSocket(control.getpeername(), terms, store)
         self.outgoing: dict[int, Outgoing] = {}
         self.is_over = False
+        self.retry_at_s = 0.0
+        self.refused_since_s: float | None = None
+
+    def __str__(self) -> str:
+        return f"rank {self.terms.rank}"
+
+    def close(self) -> None:
+        self.control.close()
+        self.records.close()
 
 
 class Feeder(Closing):
     """One feeder. `run` returns when the run is over."""
 
-    def __init__(self, name: str, facts: Facts, rows_of: RowsOf, *, timeout_s: float) -> None:
-        self._name, self._facts, self._rows_of, self._timeout_s = name, facts, rows_of, timeout_s
+    def __init__(self, name: str, facts: dict[str, Any], store: RecordStore, part_of: PartOf, *, timeout_s: float):
+        """`facts`: of the data set (`Facts.as_json`). `timeout_s`: how long a rank or the network may be away."""
+        self.counters = FeedCounters()
+        self._name, self._facts, self._store, self._part_of = name, facts, store, part_of
+        self._timeout_s = timeout_s
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
 
-    def run(self, host: str, port: int) -> None:
-        """Finds all ranks by this one, and serves them until each says that the run is over."""
-        first = self._meet(host, port)
-        ranks = {first.terms.rank: first}
-        for number, (other_host, other_port) in enumerate(first.terms.endpoints):
-            if number != first.terms.rank:
-                ranks[number] = self._meet(other_host, other_port)
-        self._ranks = [ranks[number] for number in sorted(ranks)]
+    def run(self, host: str, port: int, on_report: Callable[[FeedCounters], None] | None = None) -> None:
+        """Finds all ranks by this one, and serves them until each says that the run is over.
+
+        `on_report` hears of the counters now and then. FeedError says why the run cannot be fed, or not any more.
+        """
+        self._meet_all(host, port)
         for rank in self._ranks:
-            rank.control.sendall(encode(FactsOf(facts=self._facts.as_json())))
+            rank.control.sendall(encode(FactsOf(facts=self._facts)))
             rank.control.setblocking(False)
             self._selector.register(rank.control, selectors.EVENT_READ, rank)
+        report_at_s = 0.0
         while not all(rank.is_over for rank in self._ranks):
-            is_waiting = self._pump()
-            for key, _ in self._selector.select(PACING_S if is_waiting else None):
+            wait_s = self._pump()
+            for key, _ in self._selector.select(wait_s):
                 self._hear(key.data)
+            if on_report is not None and time.monotonic() >= report_at_s:
+                on_report(self.counters)
+                report_at_s = time.monotonic() + REPORT_S
 
     def close(self) -> None:
         for rank in self._ranks:
-            rank.control.close()
-            rank.records.close()
+            rank.close()
         self._selector.close()
 
-    def _meet(self, host: str, port: int) -> _Rank:
-        control = self._connect(host, port)
-        control.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        control.settimeout(self._timeout_s)
-        control.sendall(encode(Hello(version=VERSION, feeder=self._name)))
-        with control.makefile("rb") as lines:
-            line = lines.readline(1 << 20)
-        if not line:
-            raise FeedError(f"{host} port {port}: closed the connection")
-        terms = decode(line)
-        if isinstance(terms, Error):
-            raise FeedError(f"{host} port {port}: {terms.text}")
-        if not isinstance(terms, Terms):
-            raise FeedError(f"{host} port {port}: answers with {terms.kind}, not with terms")
-        return _Rank(control, terms, LineReader())
-
-    def _connect(self, host: str, port: int) -> socket.socket:
-        """Tries until the deadline: the trainer may be started later."""
+    def _meet_all(self, host: str, port: int) -> None:
         deadline_s = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                return socket.create_connection((host, port), max(0.01, deadline_s - time.monotonic()))
-            except OSError as refusal:
-                if time.monotonic() + CONNECT_RETRY_S >= deadline_s:
-                    raise FeedError(f"no trainer at {host} port {port}: {refusal}") from refusal
-                time.sleep(CONNECT_RETRY_S)
+        self._add(host, port, deadline_s)
+        first = self._ranks[0].terms
+        for number, (other_host, other_port) in enumerate(first.endpoints):
+            if number == first.rank:
+                continue
+            self._add(other_host, other_port, deadline_s)
+            found = self._ranks[-1].terms
+            if (found.session, found.rank) != (first.session, number):
+                expected = f"rank {number} of run {first.session:08x}"
+                raise FeedError(
+                    f"{other_host} port {other_port}: rank {found.rank} of run {found.session:08x}, not {expected}"
+                )
+
+    def _add(self, host: str, port: int, deadline_s: float) -> None:
+        control, terms = meet(host, port, name=self._name, deadline_s=deadline_s)
+        try:
+            self._ranks.append(_Rank(control, terms, self._store))
+        except BaseException:
+            control.close()
+            raise
 
     def _hear(self, rank: _Rank) -> None:
-        place = f"rank {rank.terms.rank}"
         try:
             received = rank.control.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
         except OSError as lost:
-            raise FeedError(f"{place}: {lost}") from lost
-        if not received and not rank.is_over:
-            raise FeedError(f"{place}: closed the connection")
+            received, reason = b"", lost.strerror or str(lost)
+        else:
+            reason = "closed the connection"
         if not received:
+            if not rank.is_over:
+                raise FeedError(f"the trainer is gone: {rank}: {reason}")
             self._selector.unregister(rank.control)
-        for message in rank.reader.feed(received):
-            self._obey(rank, message)
+            return
+        try:
+            for message in rank.reader.feed(received):
+                self._obey(rank, message)
+        except ProtocolError as wrong:
+            rank.control.send(encode(error(str(wrong))))
+            raise FeedError(f"{rank}: {wrong}") from wrong
 
     def _obey(self, rank: _Rank, message: Message) -> None:
         if isinstance(message, Send):
             if message.batch not in rank.outgoing:
-                rank.outgoing[message.batch] = self._make(rank.terms, message.batch)
-            rank.outgoing[message.batch].rewind(message.row)
-        elif isinstance(message, Taken) and message.batch in rank.outgoing:
-            if rank.outgoing[message.batch].taken(message.row):
+                rank.outgoing[message.batch] = Outgoing(message.batch, self._part(rank, message.batch))
+            self.counters.rewinds += rank.outgoing[message.batch].rewind(message.row)
+        elif isinstance(message, Taken):
+            outgoing = rank.outgoing.get(message.batch)
+            if outgoing is not None and outgoing.taken(message.row):
                 del rank.outgoing[message.batch]
+                self.counters.batches += 1
         elif isinstance(message, End):
             rank.is_over = True
             rank.outgoing.clear()
         elif isinstance(message, Error):
-            raise FeedError(f"rank {rank.terms.rank}: {message.text}")
+            raise FeedError(f"{rank}: {message.text}")
+        else:
+            raise ProtocolError(f"{message.kind} out of turn")
 
-    def _make(self, terms: Terms, batch: int) -> Outgoing:
-        schema = self._facts.plan.schema
-        header = Header(schema_id=schema.schema_id, session=terms.session, batch=batch, row=0, records=0, body_bytes=0)
-        records = encode_records(schema, self._rows_of(terms, batch))
-        return Outgoing(records, header, terms.packet_bytes - HEADER.size)
+    def _part(self, rank: _Rank, batch: int) -> NDArray[np.int64]:
+        try:
+            return self._part_of(rank.terms, batch)
+        except ValueError as wrong:
+            raise ProtocolError(str(wrong)) from wrong
 
-    def _pump(self) -> bool:
-        """Sends what may be sent; whether the network did not take all of it."""
+    def _pump(self) -> float:
+        """Sends what may be sent now. How long to wait for orders before it is tried again."""
+        wait_s = REPORT_S
         for rank in self._ranks:
-            for outgoing in rank.outgoing.values():
-                for packet in outgoing.due(rank.terms.window_packets):
-                    try:
-                        rank.records.send(packet)
-                    except ConnectionRefusedError:
-                        continue  # an ICMP message about an earlier one: nobody listens yet
-                    except BlockingIOError:
-                        return True
-        return False
+            now_s = time.monotonic()
+            if now_s < rank.retry_at_s:
+                wait_s = min(wait_s, rank.retry_at_s - now_s)
+                continue
+            for outgoing in self._due(rank):
+                failure = self._send(rank, outgoing)
+                if failure:
+                    self._postpone(rank, failure)
+                    wait_s = min(wait_s, RETRY_S)
+                    break
+                rank.refused_since_s = None
+        return wait_s
+
+    @staticmethod
+    def _due(rank: _Rank) -> Iterator[Outgoing]:
+        """The earliest batch first: it is what the trainer waits for."""
+        for batch in sorted(rank.outgoing):
+            outgoing = rank.outgoing[batch]
+            if not outgoing.is_sent and outgoing.packets_on_the_way < rank.terms.window_packets:
+                yield outgoing
+
+    def _send(self, rank: _Rank, outgoing: Outgoing) -> int:
+        """As much of the batch as the window allows. The error of the socket, or 0."""
+        packets_max = rank.terms.window_packets - outgoing.packets_on_the_way
+        first = outgoing.next_row
+        next_row, packets, failure = rank.records.send(outgoing.records, outgoing.batch, first, packets_max)
+        if packets:
+            outgoing.sent(next_row, packets)
+            self.counters.records += next_row - first
+            self.counters.packets += packets
+        return failure
+
+    def _postpone(self, rank: _Rank, failure: int) -> None:
+        now_s = time.monotonic()
+        self.counters.refused += 1
+        rank.retry_at_s = now_s + RETRY_S
+        if rank.refused_since_s is None:
+            rank.refused_since_s = now_s
+        refused_s = now_s - rank.refused_since_s
+        if failure not in PASSING_ERRORS or refused_s > self._timeout_s:
+            raise FeedError(
+                f"{rank}: records cannot be sent to {rank.records.peer}, for {refused_s:.0f} s: {os.strerror(failure)}"
+            )

@@ -126,16 +126,8 @@ class Samples:
         return self.labels.shape[0]
 
     def standardised(self, train_rows: Tensor) -> Samples:
-        """Dense features with mean 0 and variance 1 over `train_rows`; constant ones are left as they are.
-
-        Only training rows count, so that nothing of the evaluation rows enters the model.
-        """
-        part = self.dense[train_rows].to(torch.float64)
-        mean, deviation = part.mean(0), part.std(0, unbiased=False)
-        varies = deviation > 1e-12
-        mean = torch.where(varies, mean, torch.zeros_like(mean))
-        deviation = torch.where(varies, deviation, torch.ones_like(deviation))
-        return replace(self, dense=((self.dense.to(torch.float64) - mean) / deviation).to(torch.float32))
+        """With dense features as `standardise` makes them."""
+        return replace(self, dense=standardise(self.dense, train_rows))
 
     def batch(self, rows: Tensor, table_order: Sequence[int]) -> CombinedBatch:
         """The samples `rows`, with the tables in the order given (the exchange wants its own)."""
@@ -146,6 +138,19 @@ class Samples:
             lengths=torch.stack([lengths for lengths, _ in gathered]),
             values=torch.cat([values for _, values in gathered]),
         )
+
+
+def standardise(dense: Tensor, train_rows: Tensor) -> Tensor:
+    """Float32 [N, D] with mean 0 and variance 1 over `train_rows`; constant columns are left as they are.
+
+    Only training rows count, so that nothing of the evaluation rows enters the model.
+    """
+    part = dense[train_rows].to(torch.float64)
+    mean, deviation = part.mean(0), part.std(0, unbiased=False)
+    varies = deviation > 1e-12
+    mean = torch.where(varies, mean, torch.zeros_like(mean))
+    deviation = torch.where(varies, deviation, torch.ones_like(deviation))
+    return ((dense.to(torch.float64) - mean) / deviation).to(torch.float32)
 
 
 def split(

@@ -1,85 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as records: what a feeder says of a data set in memory, and the records of some of its samples."""
+"""Samples as a feeder has them: records, and what it says of them to trainers."""
 
 from __future__ import annotations
 
-import hashlib
+from dataclasses import replace
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
-from sennit.offload.columns import ColumnValues, Ragged
+from sennit.offload.errors import RecordError, SchemaError
 from sennit.offload.ingest.facts import Facts, TableFacts
-from sennit.offload.operators import ClampList
+from sennit.offload.operators import Operator
 from sennit.offload.plan import Plan, Sparse
-from sennit.offload.records import Rows
-from sennit.offload.schema import LIST_MAX_LENGTH, Dense, Ids, Schema
+from sennit.offload.record_store import Columns, IdColumn, RecordStore
+from sennit.offload.schema import LIST_MAX_LENGTH, WIDTHS_BYTES, Dense, Ids, Schema
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.samples import Column, Samples
+from sennit.runtime.data.features import Feature, RawSamples
+
+_LABEL_BYTES: Final = 1
+_DENSE_BYTES: Final = 4
 
 
-def facts_of(samples: Samples) -> Facts:
-    """Fields are named by their number, since the names of columns may be any text.
+def encode(raw: RawSamples, dense: Tensor, *, body_max_bytes: int) -> tuple[Facts, RecordStore]:
+    """Records of the samples, with these dense features, and the plan that makes a trainer's batches of them.
 
-    Ids are as wide as their table's rows need. Where a record could hold more, the plan clamps them: no record that
-    arrives can name a row that is not there.
+    Fields are named by their number, since the names of columns may be any text. Lists go as they are; only where the
+    longest record would not fit `body_max_bytes` are they cut to their `first` ids here. The plan does so too.
     """
-    dense = tuple(Dense(name=f"d{number}") for number in range(samples.dense.shape[1]))
-    ids = tuple(_field(number, column) for number, column in enumerate(samples.columns))
-    columns, sparse = {}, []
-    for number, (field, column) in enumerate(zip(ids, samples.columns, strict=True)):
-        name = field.name
-        if field.type.low < 0 or field.type.high >= column.row_count:
-            name = f"c{number}"
-            columns[name] = ClampList(column=field.name, low=0, high=column.row_count - 1)
-        sparse.append(Sparse(column=name, rows=column.row_count))
-    return Facts(
-        name=samples.name,
-        fingerprint=fingerprint(samples),
-        sample_count=len(samples),
+    fields = [_Field(number, feature) for number, feature in enumerate(raw.features)]
+    longest_bytes = _LABEL_BYTES + _DENSE_BYTES * dense.shape[1] + sum(field.longest_bytes for field in fields)
+    if longest_bytes > body_max_bytes or any(field.longest > LIST_MAX_LENGTH for field in fields):
+        fields = [_Field(number, _cut(feature)) for number, feature in enumerate(raw.features)]
+    for field in fields:
+        if field.longest > LIST_MAX_LENGTH:
+            raise DataError(
+                f"table {field.feature.name}: a sample with {field.longest} ids; a record holds at most "
+                f"{LIST_MAX_LENGTH} (first = N in the schema file shortens lists)"
+            )
+    numbers = tuple(Dense(name=f"d{number}") for number in range(dense.shape[1]))
+    try:
+        schema = Schema(dense=numbers, ids=tuple(field.ids for field in fields))
+        store = RecordStore.encode(
+            schema,
+            Columns(
+                labels=raw.labels.numpy(),
+                dense=np.ascontiguousarray(dense.numpy()),
+                ids=tuple(field.column for field in fields),
+            ),
+        )
+    except (SchemaError, RecordError) as error:
+        raise DataError(f"{raw.name}: {error}") from error
+    columns: dict[str, Operator] = {}
+    sparse = []
+    for field in fields:
+        made = field.feature.operators(field.ids.name, field.ids.type)
+        columns |= made
+        sparse.append(Sparse(column=[field.ids.name, *made][-1], rows=field.feature.row_count))
+    facts = Facts(
+        name=raw.name,
+        fingerprint=store.digest(),
+        sample_count=len(raw),
         tables=tuple(
-            TableFacts(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
-            for column in samples.columns
+            TableFacts(name=feature.name, row_count=feature.row_count, mean_length=feature.mean_length)
+            for feature in raw.features
         ),
-        dense_names=samples.dense_names or tuple(part.name for part in dense),
-        plan=Plan(
-            schema=Schema(dense=dense, ids=ids),
-            columns=columns,
-            dense=tuple(part.name for part in dense),
-            sparse=tuple(sparse),
-        ),
+        dense_names=raw.dense_names or tuple(part.name for part in numbers),
+        plan=Plan(schema=schema, columns=columns, dense=tuple(part.name for part in numbers), sparse=tuple(sparse)),
     )
+    return facts, store
 
 
-def rows_of(samples: Samples, numbers: Tensor) -> Rows:
-    """The records of these samples, in that order."""
-    columns: dict[str, ColumnValues] = {}
-    for number, values in enumerate(samples.dense[numbers].T):
-        columns[f"d{number}"] = np.ascontiguousarray(values.numpy())
-    for number, column in enumerate(samples.columns):
-        lengths, ids = column.gather(numbers)
-        columns[f"t{number}"] = Ragged(lengths.numpy(), ids.numpy())
-    return Rows(labels=samples.labels[numbers].numpy(), columns=columns)
+class _Field:
+    """One feature in the record: a fixed number of ids where all samples have as many, else a list."""
+
+    def __init__(self, number: int, feature: Feature) -> None:
+        self.feature = feature
+        lengths = feature.lengths
+        self.longest = int(lengths.max(initial=1))
+        is_list = bool((lengths != self.longest).any())
+        low, high = 0, feature.row_count - 1
+        if feature.salt is not None and len(feature.values):
+            low, high = int(feature.values.min()), int(feature.values.max())
+        width_bytes = next(width for width in WIDTHS_BYTES if _fits(low, high, width))
+        self.ids = Ids(name=f"t{number}", width_bytes=width_bytes, signed=low < 0, length=self.longest, is_list=is_list)
+        self.column = IdColumn(values=feature.values, offsets=feature.offsets if is_list else None)
+
+    @property
+    def longest_bytes(self) -> int:
+        return self.ids.length_bytes + self.ids.width_bytes * self.longest
 
 
-def fingerprint(samples: Samples) -> str:
-    """SHA-256 of all that is in them."""
-    digest = hashlib.sha256()
-    for tensor in (samples.dense, samples.labels):
-        digest.update(tensor.contiguous().numpy().data)
-    for column in samples.columns:
-        digest.update(f"{column.name}/{column.row_count}/{column.values.dtype}".encode())
-        for part in (column.values, column.offsets):
-            if part is not None:
-                digest.update(part.contiguous().numpy().data)
-    return digest.hexdigest()
+def _fits(low: int, high: int, width_bytes: int) -> bool:
+    """Ids of 8 bytes are signed, others may be."""
+    bits = 8 * width_bytes - (1 if low < 0 or width_bytes == 8 else 0)
+    return high < 1 << bits and low >= -(1 << bits)
 
 
-def _field(number: int, column: Column) -> Ids:
-    width_bytes = next(width for width in (1, 2, 4, 8) if width == 8 or column.row_count <= 1 << 8 * width)
-    if column.offsets is None:
-        return Ids(name=f"t{number}", width_bytes=width_bytes)
-    longest = int((column.offsets[1:] - column.offsets[:-1]).max())
-    if longest > LIST_MAX_LENGTH:
-        raise DataError(f"table {column.name}: a sample with {longest} ids; a record holds at most {LIST_MAX_LENGTH}")
-    return Ids(name=f"t{number}", width_bytes=width_bytes, length=max(1, longest), is_list=True)
+def _cut(feature: Feature) -> Feature:
+    """Only the ids that are used."""
+    if feature.first is None or feature.offsets is None:
+        return feature
+    lengths = feature.lengths
+    position = np.arange(len(feature.values)) - np.repeat(feature.offsets[:-1], lengths)
+    offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(np.minimum(lengths, feature.first))])
+    return replace(feature, values=feature.values[position < feature.first], offsets=offsets)

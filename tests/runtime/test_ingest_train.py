@@ -20,7 +20,6 @@ from sennit.runtime.train import main
 SAMPLES, ROW_LIMIT = "600", "200"
 MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
 MEMORY = ["--data", "synthetic", "--samples", SAMPLES, "--row-limit", ROW_LIMIT]
-FEEDER = Path(__file__).with_name("ingest_feeder.py")
 
 
 def train(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -35,7 +34,7 @@ def train(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @contextmanager
 def feeder(port: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, str(FEEDER), "127.0.0.1", str(port), SAMPLES, ROW_LIMIT]
+    command = [sys.executable, "-m", "sennit", "feed", *MEMORY, "--to", f"127.0.0.1:{port}", "--timeout", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             yield process

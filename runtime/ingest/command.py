@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of `sennit feed`. What it needs is imported when it runs, so that `--help` stays quick."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sennit.offload.ingest.feeder import FeedCounters
+    from sennit.runtime.ingest.feed import FeedReport
+
+EXIT_INTERRUPTED = 130
+
+
+def feed(
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="[DATA]...", help="Parquet: files, folders, patterns or URLs")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="NAME", help="instead: flights, movielens, adult or synthetic")
+    ] = None,
+    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet files, TOML or JSON")] = None,
+    to: Annotated[str, typer.Option(metavar="HOST:PORT", help="any rank of the run")] = "127.0.0.1:4800",
+    workers: Annotated[int, typer.Option(help="processes that send", min=1, max=256)] = 1,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for trainer or network")] = 300.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    seed: Annotated[int, typer.Option(help="synthetic: as the trainer's", min=0)] = 1,
+    samples: Annotated[int, typer.Option(help="synthetic: number of samples")] = 32_768,
+    row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = 100_000,
+    zipf: Annotated[float, typer.Option(help="synthetic: skew of the rows")] = 1.05,
+) -> None:
+    """Send a data set to the ranks of `sennit train --ingest`, until the run is over."""
+    import torch
+    from rich.console import Console
+
+    from sennit.runtime.data import sources
+    from sennit.runtime.data.sources import Source
+    from sennit.runtime.ingest import feed as feeding
+    from sennit.runtime.launch import Address
+    from sennit.transport.errors import ConfigError, SennitError
+
+    # As in a rank: with more threads the sums behind means would depend on their number.
+    torch.set_num_threads(1)
+    console = Console(stderr=True, highlight=False)
+    name = platform.node() or "feeder"
+    try:
+        if bool(paths) == bool(data):
+            raise ConfigError("the data set is missing" if data is None else "--data NAME beside paths; allowed: one")
+        first, *further = [data] if data is not None else paths or []
+        source = Source(
+            data=first,
+            further=tuple(further),
+            schema=schema,
+            samples=samples,
+            row_limit=row_limit,
+            zipf_exponent=zipf,
+        )
+        if not 0 < timeout <= 86_400:
+            raise ConfigError(f"--timeout {timeout} s; allowed: above 0, at most 86,400")
+        if data is not None and data not in sources.NAMES:
+            raise ConfigError(f"--data {data!r}; allowed: {', '.join(sources.NAMES)} (paths go without --data)")
+        address = Address.parse(to)
+        sources.check(source)
+        with console.status("loading"):
+            raw = sources.load_raw(source, seed=seed)
+        console.print(f"{raw.name}: {len(raw):,} samples, {len(raw.features)} tables")
+        with console.status(f"waiting for a trainer at {address}"):
+            terms = feeding.find_trainer(address, name=name, timeout_s=timeout)
+        with console.status("encoding"):
+            facts, store = feeding.prepare(raw, terms)
+        del raw
+        with _Display(console) as display:
+            report = feeding.run(
+                address,
+                facts,
+                store,
+                terms,
+                name=name,
+                workers=workers,
+                timeout_s=timeout,
+                on_event=console.print,
+                on_progress=display.show,
+            )
+    except SennitError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the trainer goes on with other feeders, or waits for one", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    _summarise(report)
+    if json_path is not None:
+        json_path.parent.mkdir(parents=True, exist_ok=True)
+        json_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+
+
+class _Display:
+    """A line that changes, on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._status = console.status("feeding")
+        self._began_s: float | None = None
+        self._before = (time.monotonic(), 0)
+
+    def __enter__(self) -> _Display:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def show(self, counters: FeedCounters) -> None:
+        now_s = time.monotonic()
+        then_s, records = self._before
+        if now_s - then_s < 0.5:
+            return
+        self._before = (now_s, counters.records)
+        rate = (counters.records - records) / (now_s - then_s)
+        self._status.update(f"feeding: {rate:,.0f} records/s, {counters.records:,} in all")
+
+
+def _summarise(report: FeedReport) -> None:
+    counters = report.counters
+    typer.echo(
+        f"fed {counters.records:,} records in {counters.packets:,} packets within {report.feeding_s:.1f} s "
+        f"({report.records_per_s:,.0f} records/s); ranks: {report.ranks}, workers: {report.workers}, "
+        f"orders to send again: {counters.rewinds}"
+    )

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit feed`: one data set in memory, and processes that each feed every rank of a run from it."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import multiprocessing.connection
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.offload.ingest.feeder import FeedCounters, Feeder
+from sennit.offload.ingest.protocol import Terms
+from sennit.offload.ingest.trainer_search import FeedError, meet
+from sennit.offload.record_store import RecordStore
+from sennit.offload.records import HEADER
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.features import RawSamples
+from sennit.runtime.data.samples import standardise
+from sennit.runtime.ingest.facts import encode
+from sennit.runtime.ingest.order import Order
+from sennit.runtime.launch import Address
+from sennit.transport.errors import SennitError
+
+# Of workers that die. More deaths have a cause that another process does not end.
+REPLACEMENTS_MAX: Final = 2
+LEAVE_S: Final = 5.0
+
+
+class FeedFailure(SennitError):
+    """The run could not be fed to its end; the message says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FeedReport:
+    """What was done, when the run is over."""
+
+    name: str
+    samples: int
+    record_bytes: int
+    """Of all records in memory."""
+
+    ranks: int
+    workers: int
+    replaced: int
+    """Workers that died, and another one took their place."""
+
+    feeding_s: float
+    """From the first record to the end of the run."""
+
+    counters: FeedCounters
+    """Of all workers."""
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "records_per_s": self.records_per_s}
+
+    @property
+    def records_per_s(self) -> float:
+        return self.counters.records / self.feeding_s if self.feeding_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Task:
+    """What a worker is given."""
+
+    name: str
+    address: Address
+    timeout_s: float
+    store: RecordStore
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    error: str | None
+
+
+@dataclass(slots=True)
+class _Worker:
+    number: int
+    process: BaseProcess
+    end: Connection
+    counters: FeedCounters = field(default_factory=FeedCounters)
+
+
+Listener = Callable[[str], None]
+
+
+def find_trainer(address: Address, *, name: str, timeout_s: float) -> Terms:
+    """The terms of the run, as soon as there is one."""
+    try:
+        control, terms = meet(
+            address.host, address.port, name=f"{name} (asks)", deadline_s=time.monotonic() + timeout_s
+        )
+    except FeedError as error:
+        raise FeedFailure(f"{error}; start `sennit train --ingest …` there, or give it more --timeout") from error
+    control.close()
+    return terms
+
+
+def prepare(raw: RawSamples, terms: Terms) -> tuple[dict[str, Any], RecordStore]:
+    """The records of a run: dense features are standardised by its training rows. Its facts, as JSON."""
+    order = _order(raw.name, len(raw), terms)
+    facts, store = encode(
+        raw, standardise(raw.dense, order.train_rows), body_max_bytes=terms.packet_bytes - HEADER.size
+    )
+    return facts.as_json(), store
+
+
+def run(
+    address: Address,
+    facts: dict[str, Any],
+    store: RecordStore,
+    terms: Terms,
+    *,
+    name: str,
+    workers: int,
+    timeout_s: float,
+    on_event: Listener,
+    on_progress: Callable[[FeedCounters], None],
+) -> FeedReport:
+    """Feeds until the trainer says that the run is over. FeedFailure, or KeyboardInterrupt, ends all workers."""
+    task = _Task(name=name, address=address, timeout_s=timeout_s, store=store, facts=facts)
+    crew = _Crew(task, workers, on_event)
+    began_s = ended_s = time.monotonic()
+    try:
+        for counters in crew.progress():
+            on_progress(counters)
+            ended_s = time.monotonic()
+            if not counters.records:
+                began_s = ended_s
+    finally:
+        crew.end()
+    return FeedReport(
+        name=facts["name"],
+        samples=len(store),
+        record_bytes=store.extent.size_bytes,
+        ranks=terms.world_size,
+        workers=workers,
+        replaced=crew.replaced,
+        feeding_s=ended_s - began_s,
+        counters=crew.totals(),
+    )
+
+
+class _Crew:
+    """The workers. One that dies is replaced, or the others go on; one that says an error has said it for all."""
+
+    def __init__(self, task: _Task, count: int, on_event: Listener) -> None:
+        self.replaced = 0
+        self._task, self._on_event = task, on_event
+        self._context = multiprocessing.get_context("spawn")
+        self._past = FeedCounters()
+        self._workers: dict[Connection, _Worker] = {}
+        for number in range(count):
+            self._start(number)
+
+    def progress(self) -> Iterator[FeedCounters]:
+        """What all have done so far, as they tell it, until the run is over. FeedFailure: not to its end."""
+        is_over = False
+        while self._workers:
+            for end in multiprocessing.connection.wait(list(self._workers)):
+                assert isinstance(end, Connection)
+                worker = self._workers[end]
+                try:
+                    said = end.recv()
+                except EOFError:
+                    self._leave(worker)
+                    if not is_over:
+                        self._replace(worker)
+                    continue
+                if isinstance(said, _Outcome):
+                    self._leave(worker)
+                    if said.error is not None and not is_over:
+                        raise FeedFailure(said.error)
+                    is_over = True
+                else:
+                    worker.counters = said
+                yield self.totals()
+
+    def totals(self) -> FeedCounters:
+        return sum((worker.counters for worker in self._workers.values()), self._past)
+
+    def end(self) -> None:
+        """Whatever they are doing."""
+        for worker in self._workers.values():
+            worker.process.terminate()
+        for worker in list(self._workers.values()):
+            self._leave(worker)
+
+    def _start(self, number: int) -> None:
+        ours, theirs = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_work, args=(self._task, number, theirs), name=f"sennit-feed-{number}")
+        process.start()
+        theirs.close()
+        self._workers[ours] = _Worker(number, process, ours)
+
+    def _leave(self, worker: _Worker) -> None:
+        del self._workers[worker.end]
+        self._past += worker.counters
+        worker.end.close()
+        worker.process.join(LEAVE_S)
+        if worker.process.is_alive():
+            worker.process.kill()
+            worker.process.join()
+
+    def _replace(self, worker: _Worker) -> None:
+        code = worker.process.exitcode
+        how = f"signal {-code}" if code is not None and code < 0 else f"status {code}"
+        if self.replaced < REPLACEMENTS_MAX:
+            self.replaced += 1
+            self._on_event(f"worker {worker.number} died with {how}; another one takes its place")
+            self._start(worker.number)
+        elif self._workers:
+            self._on_event(f"worker {worker.number} died with {how}; {len(self._workers)} go on")
+        else:
+            raise FeedFailure(f"worker {worker.number} died with {how}, as {self.replaced} before it")
+
+
+def _work(task: _Task, number: int, end: Connection) -> None:
+    """A worker's process."""
+    # An interrupt is for the parent, which ends the workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    feeder_name = f"{task.name} worker {number}"
+    try:
+        part_of = functools.partial(_part, _Orders(task.facts["name"], len(task.store)))
+        with Feeder(feeder_name, task.facts, task.store, part_of, timeout_s=task.timeout_s) as feeder:
+            feeder.run(task.address.host, task.address.port, end.send)
+            end.send(feeder.counters)
+        outcome = _Outcome(None)
+    except (FeedError, SennitError) as error:
+        outcome = _Outcome(str(error))
+    except BrokenPipeError:  # the parent is gone
+        return
+    end.send(outcome)
+
+
+class _Orders:
+    """The order that the terms of a run define."""
+
+    def __init__(self, name: str, sample_count: int) -> None:
+        self._name, self._sample_count = name, sample_count
+        self._known: dict[str, Order] = {}
+
+    def of(self, terms: Terms) -> Order:
+        key = repr(sorted(terms.order.items()))
+        if key not in self._known:
+            self._known[key] = _order(self._name, self._sample_count, terms)
+        return self._known[key]
+
+
+def _part(orders: _Orders, terms: Terms, batch: int) -> NDArray[np.int64]:
+    part: NDArray[np.int64] = orders.of(terms).part(batch, terms.rank, terms.world_size).numpy()
+    return part
+
+
+def _order(name: str, sample_count: int, terms: Terms) -> Order:
+    try:
+        return Order(name=name, sample_count=sample_count, **terms.order)
+    except DataError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise FeedFailure(f"the trainer names an order that this feeder does not know: {error}") from error
