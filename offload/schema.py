@@ -150,8 +150,24 @@ class Schema:
             return cls(
                 byte_order=ByteOrder(content["byte_order"]),
                 label=LabelKind(content["label"]),
-                dense=tuple(Dense(name=entry["name"], kind=DenseKind(entry["kind"])) for entry in content["dense"]),
-                ids=tuple(Ids(**entry) for entry in content["ids"]),
+                dense=tuple(
+                    Dense(name=_of_type(str, entry["name"]), kind=DenseKind(entry["kind"]))
+                    for entry in content["dense"]
+                ),
+                ids=tuple(
+                    Ids(**{name: _of_type(_IDS_TYPES[name], value) for name, value in entry.items()})
+                    for entry in content["ids"]
+                ),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise SchemaError(f"not a schema: {error!r}") from None
+
+
+_IDS_TYPES: Final[dict[str, type]] = {"name": str, "width_bytes": int, "signed": bool, "length": int, "is_list": bool}
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    """JSON's own types: true is no integer."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value

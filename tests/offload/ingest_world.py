@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Feeders, a network that loses, delays and repeats, and one rank, in virtual time: whole runs in milliseconds."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.offload.batches import BatchLayout
+from sennit.offload.columns import Ragged
+from sennit.offload.host_receiver import HostReceiver
+from sennit.offload.ingest.feeder import Outgoing
+from sennit.offload.ingest.leases import Leases
+from sennit.offload.ingest.protocol import Message, Send, Taken
+from sennit.offload.plan import Plan, Sparse
+from sennit.offload.records import Rows, encode_packets, encode_records
+from sennit.offload.schema import Ids, Schema
+
+SCHEMA = Schema(ids=(Ids(name="sample"),))
+PLAN = Plan(schema=SCHEMA, sparse=(Sparse(column="sample"),))
+SESSION = 7
+POLL_S = 0.001
+LOOK_S = 0.0005
+
+
+@dataclass(kw_only=True)
+class Behaviour:
+    """What a feeder is like."""
+
+    joins_s: float = 0.0
+    dies_s: float = float("inf")
+    """From then on it sends nothing; the rank learns of it a little later."""
+
+    falls_silent_s: float = float("inf")
+    """From then on it sends nothing, but stays connected."""
+
+    think_s: float = 0.0
+    """What it takes to make a batch."""
+
+    records_in_packet: int = 4
+
+
+@dataclass(kw_only=True)
+class Network:
+    """What it does to datagrams. Control messages are only delayed."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay_s: float = 0.0002
+    jitter_s: float = 0.0
+    """More than the distance of two packets reorders them."""
+
+
+@dataclass
+class _Feeder:
+    behaviour: Behaviour
+    outgoing: dict[int, Outgoing] = field(default_factory=dict)
+    ready_s: float = 0.0
+
+
+class IngestWorld:
+    """One run of `sizes` batches. `run` returns what was trained on, batch by batch."""
+
+    def __init__(
+        self,
+        sizes: list[int],
+        feeders: list[Behaviour],
+        network: Network,
+        *,
+        seed: int,
+        slots: int = 2,
+        first_batch: int = 0,
+        window_packets: int = 8,
+        step_s: float = 0.0,
+    ) -> None:
+        self.now_s = 0.0
+        self.random = random.Random(seed)
+        self.sizes, self.network, self.window_packets, self.step_s = sizes, network, window_packets, step_s
+        self.receiver = HostReceiver(BatchLayout(plan=PLAN, batch_rows=max(sizes), slots=slots), session=SESSION)
+        for batch in range(max(0, first_batch - slots), first_batch):
+            self.receiver.release(batch)
+        self.leases = Leases(
+            sizes.__getitem__, first_batch=first_batch, batch_count=len(sizes), slots=slots, now_s=self.now_s
+        )
+        self.first_batch = first_batch
+        self.feeders = {number: _Feeder(behaviour) for number, behaviour in enumerate(feeders, 1)}
+        self.trained: list[list[int]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+
+    def run(self, until_s: float) -> list[list[int]]:
+        """Ends when all batches are trained on, or at the virtual time given."""
+        for number, feeder in self.feeders.items():
+            self._at(feeder.behaviour.joins_s, lambda number=number: self.leases.join(number, self.now_s))  # type: ignore[misc]
+            self._at(feeder.behaviour.dies_s + 0.01, lambda number=number: self.leases.leave(number, self.now_s))  # type: ignore[misc]
+            self._at(feeder.behaviour.joins_s, lambda number=number: self._pump(number))  # type: ignore[misc]
+        self._at(0.0, self._poll)
+        self._at(0.0, self._train)
+        while self._events and self.now_s <= until_s and len(self.trained) < len(self.sizes) - self.first_batch:
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+            for number, message in self.leases.drain():
+                self._at(self.now_s + self.network.delay_s, lambda n=number, m=message: self._obey(n, m))  # type: ignore[misc]
+        return self.trained
+
+    def _at(self, time_s: float, event: Callable[[], None]) -> None:
+        if time_s < float("inf"):
+            heapq.heappush(self._events, (time_s, next(self._serial), event))
+
+    def _poll(self) -> None:
+        for batch in list(self.leases.awaited()):
+            taken, ahead = self.receiver.rows_taken(batch), self.receiver.row_ahead(batch)
+            self.leases.observe(batch, taken, ahead, self.now_s)
+        self.leases.advance(self.now_s)
+        self._at(self.now_s + POLL_S, self._poll)
+
+    def _train(self) -> None:
+        number = self.first_batch + len(self.trained)
+        if number == len(self.sizes):
+            return
+        if self.leases.is_complete(number):
+            self.trained.append(self.receiver.batch(number).values[0].tolist())
+            self.receiver.release(number)
+            self.leases.release(number, self.now_s)
+        self._at(self.now_s + max(self.step_s, POLL_S), self._train)
+
+    def _obey(self, number: int, message: Message) -> None:
+        """A feeder does what the real one does with the message."""
+        feeder = self.feeders[number]
+        if self.now_s >= feeder.behaviour.dies_s:
+            return
+        if isinstance(message, Send):
+            if message.batch not in feeder.outgoing:
+                records = np.array(expected(self.sizes, message.batch), np.int64)
+                feeder.outgoing[message.batch] = Outgoing(message.batch, records)
+                feeder.ready_s = max(self.now_s, feeder.ready_s) + feeder.behaviour.think_s
+            feeder.outgoing[message.batch].rewind(message.row)
+        elif (
+            isinstance(message, Taken)
+            and message.batch in feeder.outgoing
+            and feeder.outgoing[message.batch].taken(message.row)
+        ):
+            del feeder.outgoing[message.batch]
+
+    def _pump(self, number: int) -> None:
+        feeder = self.feeders[number]
+        if self.now_s >= min(feeder.behaviour.dies_s, feeder.behaviour.falls_silent_s):
+            return
+        if self.now_s >= feeder.ready_s:
+            for outgoing in feeder.outgoing.values():
+                for place in range(self.window_packets - outgoing.packets_on_the_way):
+                    if outgoing.is_sent:
+                        break
+                    first, end = outgoing.next_row, outgoing.next_row + feeder.behaviour.records_in_packet
+                    samples = outgoing.records[first:end]
+                    self._send(packet(outgoing.batch, first, samples), self.now_s + place * 1e-6)
+                    outgoing.sent(first + len(samples), 1)
+        self._at(self.now_s + LOOK_S, lambda: self._pump(number))
+
+    def _send(self, datagram: bytes, at_s: float) -> None:
+        network, dice = self.network, self.random
+        copies = 0 if dice.random() < network.drop else 2 if dice.random() < network.duplicate else 1
+        for _ in range(copies):
+            late_s = network.delay_s + dice.random() * network.jitter_s
+            self._at(at_s + late_s, lambda: self.receiver.deliver(datagram))
+
+
+def packet(batch: int, row: int, samples: NDArray[np.int64]) -> bytes:
+    """With the records of these samples."""
+    count = len(samples)
+    rows = Rows(labels=np.zeros(count, np.float32), columns={"sample": Ragged(np.ones(count, np.int32), samples)})
+    records = encode_records(SCHEMA, rows)
+    (made,) = encode_packets(SCHEMA, records, session=SESSION, batch=batch, row=row, body_max_bytes=1400)
+    return made
+
+
+def expected(sizes: list[int], batch: int) -> list[int]:
+    """The samples of a batch: numbered through."""
+    begin = sum(sizes[:batch])
+    return list(range(begin, begin + sizes[batch]))
