@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A feeder against a rank that the test plays: what it sends when, and what it says of a rank that misbehaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sennit.offload.ingest.feeder import Feeder, Outgoing
+from sennit.offload.ingest.protocol import (
+    VERSION,
+    End,
+    FactsOf,
+    Hello,
+    Send,
+    Taken,
+    Terms,
+    encode,
+    error,
+)
+from sennit.offload.ingest.trainer_search import FeedError, meet
+from sennit.offload.record_store import Columns, IdColumn, RecordStore
+from sennit.offload.records import HEADER
+from sennit.offload.schema import Ids, Schema
+from tests.offload.fake_rank import DEADLINE_S, Rank
+
+SCHEMA = Schema(ids=(Ids(name="sample"),))
+COUNT, BATCH_ROWS, RECORD_BYTES, IN_PACKET = 1000, 100, 5, 8
+PACKET_BYTES = HEADER.size + IN_PACKET * RECORD_BYTES
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[RecordStore]:
+    ids = (IdColumn(values=np.arange(COUNT)),)
+    made = RecordStore.encode(
+        SCHEMA, Columns(labels=np.zeros(COUNT, np.float32), dense=np.zeros((COUNT, 0), np.float32), ids=ids)
+    )
+    yield made
+    made.close()
+
+
+def part_of(terms: Terms, batch: int) -> Any:
+    if batch >= COUNT // BATCH_ROWS:
+        raise ValueError(f"batch {batch}; allowed: 0 to 9")
+    return np.arange(BATCH_ROWS) + batch * BATCH_ROWS
+
+
+@contextlib.contextmanager
+def serving(rank: Rank, store: RecordStore, **changed: Any) -> Iterator[tuple[Feeder, list[BaseException]]]:
+    """A feeder in a thread, that has said what it has; how it ended."""
+    failures: list[BaseException] = []
+    arguments = {"timeout_s": DEADLINE_S, **changed}
+
+    def run() -> None:
+        try:
+            with feeder:
+                feeder.run(*rank.address)
+        except BaseException as failure:
+            failures.append(failure)
+
+    feeder = Feeder("one", {"name": "numbers"}, store, part_of, **arguments)
+    with contextlib.closing(rank):
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            assert rank.accept().feeder == "one"
+            assert rank.hear() == FactsOf(facts={"name": "numbers"})
+            yield feeder, failures
+        finally:
+            with contextlib.suppress(OSError):
+                rank.control.shutdown(socket.SHUT_RDWR)
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive()
+
+
+def rows(rank: Rank, packets: int) -> list[tuple[int, int, list[int]]]:
+    """Of so many packets the batch, the first row, and what samples are in them."""
+    return [
+        (batch, row, [int.from_bytes(body[at + 1 : at + 5], "little") for at in range(0, len(body), RECORD_BYTES)])
+        for batch, row, body in rank.packets(packets)
+    ]
+
+
+def samples(batch: int, first: int) -> list[int]:
+    row = batch * BATCH_ROWS + first
+    return list(range(row, min(row + IN_PACKET, (batch + 1) * BATCH_ROWS)))
+
+
+def test_a_window_of_packets_moves_with_what_was_taken(store: RecordStore) -> None:
+    rank = Rank(packet_bytes=PACKET_BYTES)
+    with serving(rank, store) as (feeder, failures):
+        rank.say(Send(batch=3, row=0))
+        assert rows(rank, 4) == [(3, row, samples(3, row)) for row in (0, 8, 16, 24)]
+        rank.say(Taken(batch=3, row=16))
+        assert rows(rank, 2) == [(3, row, samples(3, row)) for row in (32, 40)]
+        # A gap: everything from there again, and no more than the window.
+        rank.say(Send(batch=3, row=24))
+        assert rows(rank, 4) == [(3, row, samples(3, row)) for row in (24, 32, 40, 48)]
+        assert rank.nothing_more()
+        rank.say(Taken(batch=3, row=BATCH_ROWS), Taken(batch=3, row=BATCH_ROWS), Taken(batch=8, row=1), End())
+        assert rank.control.recv(1) == b""
+    assert not failures
+    assert (feeder.counters.records, feeder.counters.packets) == (80, 10)
+    assert (feeder.counters.rewinds, feeder.counters.batches) == (1, 1)
+
+
+def test_another_feeder_can_have_sent_the_beginning(store: RecordStore) -> None:
+    rank = Rank(window_packets=64, packet_bytes=PACKET_BYTES)
+    with serving(rank, store) as (_, failures):
+        rank.say(Send(batch=9, row=91), Send(batch=2, row=99))
+        assert rows(rank, 3) == [(2, 99, [299]), (9, 91, samples(9, 91)), (9, 99, [999])]
+        rank.say(End())
+        assert rank.control.recv(1) == b""
+    assert not failures
+
+
+def test_who_does_not_listen_yet_is_sent_to_again(store: RecordStore) -> None:
+    rank = Rank(listens=False, packet_bytes=PACKET_BYTES)
+    with serving(rank, store) as (feeder, failures):
+        rank.say(Send(batch=0, row=0))
+        deadline_s = time.monotonic() + DEADLINE_S
+        while not feeder.counters.refused and time.monotonic() < deadline_s:
+            time.sleep(0)
+            rank.say(Send(batch=0, row=0))
+        rank.listen()
+        rank.say(Send(batch=0, row=0))
+        assert [row for _, row, _ in rows(rank, 1)] == [0]
+        rank.say(End())
+        assert rank.control.recv(1) == b""
+    assert not failures
+    assert feeder.counters.refused
+
+
+def test_a_network_that_takes_nothing_is_an_error_at_the_deadline(
+    store: RecordStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(packet_bytes=PACKET_BYTES)
+    with serving(rank, store, timeout_s=0.05) as (feeder, failures):
+        unreachable = next(number for number in range(200) if os.strerror(number) == "Network is unreachable")
+        monkeypatch.setattr(feeder._ranks[0].records, "send", lambda *_: (0, 0, unreachable))
+        rank.say(Send(batch=0, row=0))
+        assert rank.control.recv(1) == b"", "the feeder goes"
+    assert "rank 0: records cannot be sent to 127.0.0.1 port" in str(failures[0])
+    assert "Network is unreachable" in str(failures[0])
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (b"", "the trainer is gone: rank 0: closed the connection"),
+        (encode(error("the disk is full")), "rank 0: the disk is full"),
+        (b"{}\n", "rank 0: a message without a known kind"),
+        (encode(Send(batch=10, row=0)), "rank 0: batch 10; allowed: 0 to 9"),
+        (encode(Hello(version=VERSION, feeder="x")), "rank 0: hello out of turn"),
+    ],
+)
+def test_a_rank_that_goes_or_talks_nonsense_is_named(store: RecordStore, last: bytes, message: str) -> None:
+    rank = Rank(packet_bytes=PACKET_BYTES)
+    with serving(rank, store) as (_, failures):
+        rank.control.sendall(last)
+        rank.control.shutdown(socket.SHUT_WR)
+        while rank.control.recv(1 << 16):
+            pass
+    assert isinstance(failures[0], FeedError)
+    assert message in str(failures[0])
+
+
+def refused(answer: Callable[[socket.socket], None], timeout_s: float = 0.3) -> str:
+    """What a feeder says of a host that answers so."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ended = threading.Event()
+
+        def serve() -> None:
+            listener.settimeout(0.05)
+            while not ended.is_set():
+                with contextlib.suppress(OSError), listener.accept()[0] as control:
+                    control.settimeout(DEADLINE_S)
+                    control.recv(1 << 16)
+                    answer(control)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            with pytest.raises(FeedError) as raised:
+                meet(*listener.getsockname(), name="x", deadline_s=time.monotonic() + timeout_s)
+        finally:
+            ended.set()
+            thread.join(DEADLINE_S)
+        return str(raised.value)
+
+
+def test_what_is_no_trainer_is_named() -> None:
+    assert "is this a trainer?" in refused(lambda control: control.sendall(b"HTTP/1.1 400 Bad Request\r\n"))
+    assert "is this a trainer?" in refused(lambda control: control.sendall(bytes(2 << 20)), 30.0)
+    assert "closed the connection" in refused(lambda control: None)
+    assert "busy" in refused(lambda control: control.sendall(encode(error("busy"))))
+    assert "answers with end" in refused(lambda control: control.sendall(encode(End())))
+    rank = Rank()
+    rank.close()
+    terms = replace(rank.terms, version=VERSION + 1)
+    assert f"speaks {VERSION}" in refused(lambda control: control.sendall(encode(terms)))
+
+
+def test_nobody_there_is_an_error_at_the_deadline() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(FeedError, match=f"no trainer at 127.0.0.1 port {port}: Connection refused"):
+        meet("127.0.0.1", port, name="x", deadline_s=time.monotonic() + 0.2)
+    with pytest.raises(FeedError, match=r"no trainer at no\.such\.host\.invalid port 1: "):
+        meet("no.such.host.invalid", 1, name="x", deadline_s=time.monotonic())
+
+
+def test_ranks_of_different_runs_are_not_fed(store: RecordStore) -> None:
+    second = Rank(session=10, rank=1, world_size=2, endpoints=[["127.0.0.1", 1], ["127.0.0.1", 2]])
+    first = Rank(world_size=2, endpoints=[["127.0.0.1", 1], list(second.address)])
+
+    def serve() -> None:
+        for rank in (first, second):
+            rank.accept()
+
+    thread = threading.Thread(target=serve)
+    with contextlib.closing(first), contextlib.closing(second):
+        thread.start()
+        with (
+            Feeder("one", {}, store, part_of, timeout_s=DEADLINE_S) as feeder,
+            pytest.raises(FeedError, match="rank 1 of run 0000000a, not rank 1 of run 00000009"),
+        ):
+            feeder.run(*first.address)
+        thread.join(DEADLINE_S)
+
+
+def test_records_that_no_packet_holds_are_named(store: RecordStore) -> None:
+    rank = Rank(packet_bytes=64)
+    wide = Schema(ids=(Ids(name="many", width_bytes=8, length=10),))
+    columns = Columns(
+        labels=np.zeros(1, np.float32),
+        dense=np.zeros((1, 0), np.float32),
+        ids=(IdColumn(values=np.zeros(10, np.int64)),),
+    )
+    big = RecordStore.encode(wide, columns)
+    thread = threading.Thread(target=rank.accept)
+    with contextlib.closing(rank), contextlib.closing(big), Feeder("one", {}, big, part_of, timeout_s=5) as feeder:
+        thread.start()
+        with pytest.raises(FeedError, match=r"record 0 has 81 bytes; allowed: 40 bytes in a packet to 127\.0\.0\.1"):
+            feeder.run(*rank.address)
+        thread.join(DEADLINE_S)
+
+
+@given(data=st.data())
+def test_the_window_is_never_exceeded_and_every_row_is_sent(data: st.DataObject) -> None:
+    """Against a rank that takes rows in any portions, and asks again from where it is."""
+    count, in_packet, window = (
+        data.draw(st.integers(1, 200)),
+        data.draw(st.integers(1, 9)),
+        data.draw(st.integers(1, 8)),
+    )
+    outgoing = Outgoing(0, np.arange(count))
+    taken = 0
+    arrived = 0
+    while taken < count:
+        room = window - outgoing.packets_on_the_way
+        if not outgoing.is_sent and room > 0:
+            packets = data.draw(st.integers(1, room))
+            end = min(count, outgoing.next_row + packets * in_packet)
+            outgoing.sent(end, -(-(end - outgoing.next_row) // in_packet))
+        assert 0 <= outgoing.packets_on_the_way <= window
+        arrived = max(arrived, outgoing.next_row)
+        step = data.draw(st.sampled_from(["take", "again"]))
+        if step == "take" and outgoing.next_row > taken:
+            taken = data.draw(st.integers(taken + 1, outgoing.next_row))
+            assert outgoing.taken(taken) == (taken == count)
+        elif step == "again":
+            assert outgoing.rewind(taken) == (taken < arrived)
+            arrived = taken
+    assert outgoing.is_sent

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit feed`: records that make the batches of memory bit for bit, workers that die, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+import torch
+
+from sennit.offload.batches import BatchLayout
+from sennit.offload.ingest.facts import Facts
+from sennit.offload.ingest.protocol import End, FactsOf, Send, Taken
+from sennit.offload.targets import Target, compile_plan
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.features import Feature, RawSamples
+from sennit.runtime.data.samples import Samples
+from sennit.runtime.ingest.facts import encode
+from tests.offload.fake_rank import Rank
+
+SESSION, COUNT, BODY_BYTES = 3, 60, 1400
+ORDER = {"seed": 1, "split": "random", "eval_fraction": 0.1, "batch_size": 64, "epochs": 1, "max_steps": None}
+SYNTHETIC = ["--data", "synthetic", "--samples", "600", "--row-limit", "200"]
+
+
+def raw_samples(rng: np.random.Generator, *, longest: int = 30) -> RawSamples:
+    """Every kind of feature: rows and raw ids, one, some or up to many a sample."""
+
+    def lists(most: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        return np.concatenate([[0], np.cumsum(rng.integers(0, most + 1, COUNT))])
+
+    some, many = lists(5), lists(longest)
+    always = np.arange(0, 3 * COUNT + 1, 3)
+    signed = rng.integers(-(2**63), 2**63 - 1, COUNT, dtype=np.int64, endpoint=True)
+    return RawSamples(
+        name="made",
+        dense=torch.from_numpy(rng.standard_normal((COUNT, 3)).astype(np.float32)),
+        labels=torch.from_numpy(rng.integers(0, 2, COUNT).astype(np.float32)),
+        dense_names=("a", "b", "c"),
+        features=(
+            Feature(name="full", row_count=256, values=rng.integers(0, 256, COUNT)),
+            Feature(name="row", row_count=300, values=rng.integers(0, 300, COUNT).astype(np.int32)),
+            Feature(name="some rows", row_count=9, values=rng.integers(0, 9, some[-1]), offsets=some, first=2),
+            Feature(name="always", row_count=70_000, values=rng.integers(0, 70_000, 3 * COUNT), offsets=always),
+            Feature(name="hashed", row_count=1000, values=signed, salt=-3),
+            Feature(name="small", row_count=1000, values=rng.integers(0, 99, COUNT), salt=5),
+            Feature(name="many", row_count=77, values=rng.integers(0, 2**40, many[-1]), offsets=many, salt=1, first=4),
+            Feature(name="none", row_count=5, values=np.zeros(0, np.int64), offsets=np.zeros(COUNT + 1, np.int64)),
+        ),
+    )
+
+
+def assert_same_batches(raw: RawSamples, target: Target) -> None:
+    """What a receiver makes of the records is what memory has."""
+    samples: Samples = raw.samples()
+    facts, store = encode(raw, raw.dense, body_max_bytes=BODY_BYTES)
+    # As a trainer gets it.
+    again = Facts.from_json(json.loads(json.dumps(facts.as_json())))
+    assert [(table.name, table.row_count, table.mean_length) for table in again.tables] == [
+        (column.name, column.row_count, column.mean_length) for column in samples.columns
+    ]
+    order = [6, 0, 3, 1, 7, 5, 2, 4]
+    rows = np.random.default_rng(1).permutation(COUNT)
+    layout = BatchLayout(plan=again.plan_for(order), batch_rows=COUNT, slots=1)
+    with contextlib.closing(store), compile_plan(layout, target, session=SESSION, udp_port=4800) as receiver:
+        for packet in store.sender(session=SESSION, body_max_bytes=BODY_BYTES).packets(rows, 0, 0):
+            receiver.deliver(packet)
+        assert receiver.rows_taken(0) == COUNT
+        labels, dense, lengths, values = receiver.batch(0).tensors()
+        expected = samples.batch(torch.from_numpy(rows), order)
+        assert torch.equal(labels, expected.labels)
+        assert torch.equal(dense, expected.dense)
+        assert torch.equal(lengths, expected.lengths)
+        assert torch.equal(torch.cat(values), expected.values)
+
+
+@pytest.mark.parametrize("target", [Target.NUMPY, Target.CPU])
+def test_records_make_the_batches_of_memory(target: Target, rng: np.random.Generator) -> None:
+    assert_same_batches(raw_samples(rng), target)
+
+
+@pytest.mark.root
+@pytest.mark.needs("bpf", "arena")
+def test_records_make_the_batches_of_memory_in_xdp(rng: np.random.Generator) -> None:
+    assert_same_batches(raw_samples(rng), Target.XDP)
+
+
+def test_lists_that_no_packet_holds_are_cut_to_what_is_used(rng: np.random.Generator) -> None:
+    raw = raw_samples(rng, longest=1500)
+    facts, store = encode(raw, raw.dense, body_max_bytes=BODY_BYTES)
+    assert facts.plan.schema.ids[6].length == 4
+    store.close()
+    assert_same_batches(raw, Target.CPU)
+
+
+def test_a_list_that_no_record_holds_is_named(rng: np.random.Generator) -> None:
+    offsets = np.arange(COUNT + 1) * 1025
+    long = Feature(name="clicks", row_count=2, values=np.zeros(offsets[-1], np.int64), offsets=offsets)
+    made = raw_samples(rng)
+    raw = RawSamples(name="made", dense=made.dense, labels=made.labels, features=(long,))
+    with pytest.raises(DataError, match="table clicks: a sample with 1025 ids; a record holds at most 1024"):
+        encode(raw, raw.dense, body_max_bytes=BODY_BYTES)
+
+
+@contextlib.contextmanager
+def feeding(rank: Rank, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "sennit", "feed", *SYNTHETIC, "--to", f"127.0.0.1:{rank.address[1]}"]
+    with (
+        contextlib.closing(rank),
+        subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as feed,
+    ):
+        try:
+            assert rank.accept().feeder.endswith("(asks)")
+            yield feed
+        finally:
+            feed.kill()
+
+
+def workers_of(feed: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{feed.pid}/task/{feed.pid}/children").read_text().split()
+    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def output(feed: subprocess.Popen[str]) -> str:
+    out: IO[str] | None = feed.stdout
+    assert out is not None
+    return out.read()
+
+
+def test_a_run_is_fed_to_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    rank = Rank(order=ORDER, window_packets=1000)
+    with feeding(rank, "--json", str(path)) as feed:
+        assert rank.accept().feeder.endswith("worker 0")
+        facts = rank.hear()
+        assert isinstance(facts, FactsOf)
+        assert Facts.from_json(facts.facts).sample_count == 600
+        rank.say(Send(batch=0, row=0))
+        packets = rank.packets(1)
+        assert packets[0][:2] == (0, 0)
+        rank.say(Taken(batch=0, row=64), End())
+        assert feed.wait(30) == 0, output(feed)
+        assert "fed 64 records in" in output(feed)
+    report = json.loads(path.read_text())
+    assert (report["counters"]["records"], report["counters"]["batches"], report["replaced"]) == (64, 1, 0)
+
+
+def test_a_worker_that_dies_is_replaced_twice_and_then_it_is_over() -> None:
+    rank = Rank(order=ORDER)
+    with feeding(rank) as feed:
+        for _ in range(3):
+            assert rank.accept().feeder.endswith("worker 0")
+            assert isinstance(rank.hear(), FactsOf)
+            (pid,) = workers_of(feed)
+            os.kill(pid, signal.SIGKILL)
+        assert feed.wait(30) == 1
+        said = output(feed)
+        assert said.count("worker 0 died with signal 9; another one takes its place") == 2
+        assert "error: worker 0 died with signal 9, as 2 before it" in said
+
+
+def test_a_trainer_that_goes_is_named() -> None:
+    rank = Rank(order=ORDER)
+    with feeding(rank) as feed:
+        rank.accept()
+        assert isinstance(rank.hear(), FactsOf)
+        rank.control.close()
+        assert feed.wait(30) == 1
+        assert "error: the trainer is gone: rank 0: " in output(feed)
+
+
+def test_an_interrupt_ends_it_and_its_workers() -> None:
+    rank = Rank(order=ORDER)
+    with feeding(rank, "--workers", "2") as feed:
+        rank.accept()
+        assert isinstance(rank.hear(), FactsOf)
+        workers = workers_of(feed)
+        assert len(workers) == 2
+        feed.send_signal(signal.SIGINT)
+        assert feed.wait(30) == 130
+        assert output(feed).endswith("interrupted; the trainer goes on with other feeders, or waits for one\n")
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "error: the data set is missing"),
+        (["x.parquet", "--data", "flights"], "error: --data NAME beside paths; allowed: one"),
+        (["--data", "criteo"], "error: --data 'criteo'; allowed: flights, movielens, adult, synthetic"),
+        (["absent.parquet"], "error: data set 'absent.parquet': no such file"),
+        (["--data", "synthetic", "--to", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
+        (["--data", "synthetic", "--timeout", "0"], "error: --timeout 0.0 s; allowed: above 0"),
+        (
+            ["--data", "synthetic", "--to", "127.0.0.1:9", "--timeout", "0.2"],
+            "error: no trainer at 127.0.0.1 port 9: Connection refused; start `sennit train --ingest",
+        ),
+    ],
+)
+def test_one_line_says_what_to_do(arguments: list[str], message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sennit", "feed", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
