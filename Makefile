@@ -33,11 +33,11 @@ test-model: build  ## a million schedules of faults against the real flow, witho
 	@ctest --test-dir build/model -L model --output-on-failure --no-tests=error
 
 test-fuzz: build  ## a few seconds of each fuzzer
-	@transport/csrc/fuzz/run.sh 8
+	@testbed/setup/fuzz.sh 8
 
 SECONDS ?= 600
-fuzz: build  ## libFuzzer on the packet parser and the flow, SECONDS=600 each
-	@transport/csrc/fuzz/run.sh $(SECONDS)
+fuzz: build  ## libFuzzer on the parsers and the flow, SECONDS=600 each
+	@testbed/setup/fuzz.sh $(SECONDS)
 
 ebpf: build  ## compile the BPF programs into build/ebpf, and name what this kernel lacks
 	@$(PY) -m sennit.ebpf build/ebpf

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The targets `numpy` and `cpu`: packets are taken in Python, columns made by the reference or by the native core.
-
-This is the reference of what becomes of a packet. Columns are made of a whole batch at once.
-"""
+"""The target `numpy`: the reference of what becomes of a packet, and of the columns of a batch."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,25 +30,11 @@ class _Slot:
     """Of each packet the kept rows, as they came."""
 
 
-Evaluate = Callable[[Mapping[str, ColumnValues]], Mapping[str, ColumnValues]]
-
-
 class HostReceiver(Closing):
     """Takes the records of one session."""
 
-    def __init__(
-        self,
-        layout: BatchLayout,
-        *,
-        session: int,
-        sketch: SketchShape | None = DEFAULT_SHAPE,
-        evaluate: Evaluate | None = None,
-    ) -> None:
-        """`evaluate` makes the columns of a batch out of the schema's fields; the reference does without."""
+    def __init__(self, layout: BatchLayout, *, session: int, sketch: SketchShape | None = DEFAULT_SHAPE) -> None:
         self.layout, self.session = layout, session
-        self._evaluate = evaluate or functools.partial(
-            reference.evaluate, layout.plan.graph, outputs=layout.plan.outputs
-        )
         self._slots = [_Slot(number) for number in range(layout.slots)]
         self._counters = FeedCounters()
         self._sketch = Sketch.of_plan(layout.plan, sketch) if sketch and layout.plan.sparse else None
@@ -98,7 +80,7 @@ class HostReceiver(Closing):
     def batch(self, number: int) -> Batch:
         plan, parts = self.layout.plan, self._slots[number % self.layout.slots].parts
         rows = _joined(parts or [decode_records(plan.schema, b"", 0)])
-        columns = self._evaluate(rows.columns)
+        columns = reference.evaluate(plan.graph, rows.columns, plan.outputs)
         tables = [_ragged(columns, table.column) for table in plan.sparse]
         dense = [_dense(columns, name) for name in plan.dense]
         return Batch(
@@ -138,8 +120,9 @@ class HostReceiver(Closing):
             part = slot.parts[number]
             keep = np.isin(np.arange(len(part)) + ends[number] - len(part), chosen)
             sampled.append(_select(part, keep))
-        columns = self._evaluate(_joined(sampled).columns)
-        sketch.add_sampled([_ragged(columns, table.column).values for table in self.layout.plan.sparse])
+        plan = self.layout.plan
+        columns = reference.evaluate(plan.graph, _joined(sampled).columns, plan.outputs)
+        sketch.add_sampled([_ragged(columns, table.column).values for table in plan.sparse])
 
     def counters(self) -> FeedCounters:
         return self._counters

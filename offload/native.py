@@ -34,28 +34,27 @@ class NativeTransform:
     def __init__(self, graph: Graph, outputs: tuple[str, ...]) -> None:
         needed = graph.needed(outputs)
         self.outputs = outputs
-        self._program = Program()
-        self._sources = [name for name in graph.sources if name in needed]
-        self._is_empty = not self._sources
-        numbers: dict[str, int] = {}
-        for name in self._sources:
+        self.program = Program()
+        self.sources = [name for name in graph.sources if name in needed]
+        self.numbers: dict[str, int] = {}
+        """Of the columns in the program."""
+
+        for name in self.sources:
             is_dense = isinstance(graph.sources[name], DenseType)
-            numbers[name] = self._program.dense_source() if is_dense else self._program.ids_source()
+            self.numbers[name] = self.program.dense_source() if is_dense else self.program.ids_source()
         for name in graph.order:
             if name in needed:
                 operator = graph.columns[name]
-                numbers[name] = self._add(operator, *(numbers[source] for source in operator.inputs))
-        self._numbers = [numbers[name] for name in outputs]
+                self.numbers[name] = self._add(operator, *(self.numbers[source] for source in operator.inputs))
 
     def __call__(self, columns: Mapping[str, ColumnValues]) -> dict[str, ColumnValues]:
         """The output columns of these rows."""
-        if self._is_empty:
-            return {}
-        found = self._program.run([_given(columns[name]) for name in self._sources], self._numbers)
+        sources = [_given(columns[name]) for name in self.sources]
+        found = self.program.run(sources, [self.numbers[name] for name in self.outputs])
         return {name: _taken(column) for name, column in zip(self.outputs, found, strict=True)}
 
     def _add(self, operator: Operator, first: int, second: int = 0) -> int:
-        program = self._program
+        program = self.program
         match operator:
             case Clamp():
                 return program.clamp(first, float(np.float32(operator.low)), float(np.float32(operator.high)))

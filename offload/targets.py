@@ -81,11 +81,10 @@ def compile_plan(
         from sennit.offload.xdp import XdpReceiver
 
         return XdpReceiver(layout, session=session, udp_port=udp_port, sketch=sketch)
+    if target is Target.CPU:
+        from sennit.offload.cpu import CpuReceiver
+
+        return CpuReceiver(layout, session=session, sketch=sketch)
     from sennit.offload.host_receiver import HostReceiver
 
-    if target is Target.NUMPY:
-        return HostReceiver(layout, session=session, sketch=sketch)
-    from sennit.offload.native import NativeTransform
-
-    transform = NativeTransform(layout.plan.graph, layout.plan.outputs)
-    return HostReceiver(layout, session=session, sketch=sketch, evaluate=transform)
+    return HostReceiver(layout, session=session, sketch=sketch)

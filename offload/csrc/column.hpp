@@ -15,21 +15,29 @@ using Buffer = std::shared_ptr<std::vector<Element>>;
 
 constexpr std::size_t SPARE_BUFFERS_MAX = 256;
 
+// Of this thread. Never destroyed, as buffers may come back when their thread ends.
+template <typename Element>
+std::vector<std::unique_ptr<std::vector<Element>>>& spare_buffers() {
+  static thread_local auto* spare = new std::vector<std::unique_ptr<std::vector<Element>>>;
+  return *spare;
+}
+
 // At least `size` elements, with anything in them. Memory that was used before, where there is some: the pages of new
 // memory cost several times what an operator takes to fill them.
 template <typename Element>
 Buffer<Element> buffer(std::size_t size) {
-  // Never destroyed, as buffers may come back when their thread ends.
-  static thread_local auto* spare = new std::vector<std::unique_ptr<std::vector<Element>>>;
+  auto& spare = spare_buffers<Element>();
   auto found = std::make_unique<std::vector<Element>>();
-  if (!spare->empty()) {
-    found = std::move(spare->back());
-    spare->pop_back();
+  if (!spare.empty()) {
+    found = std::move(spare.back());
+    spare.pop_back();
   }
   if (found->size() < size) found->resize(size);
   return {found.release(), [](std::vector<Element>* used) {
             std::unique_ptr<std::vector<Element>> owned(used);
-            if (spare->size() < SPARE_BUFFERS_MAX) spare->push_back(std::move(owned));
+            // Of the thread that lets go, which need not be the one that asked.
+            auto& back = spare_buffers<Element>();
+            if (back.size() < SPARE_BUFFERS_MAX) back.push_back(std::move(owned));
           }};
 }
 
@@ -41,6 +49,7 @@ struct Column {
   const std::int32_t* lengths = nullptr;
   const std::int64_t* values = nullptr;
   std::size_t count = 0;  // of values
+  std::size_t each = 0;   // ids that every row has; 0: they may differ
 
   Buffer<float> own_dense;
   Buffer<std::int32_t> own_lengths;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Encoder and sender of records for Python. Both work without the interpreter.
-#include "record_bindings.hpp"
+#include "bindings.hpp"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>

@@ -125,9 +125,9 @@ class IngestTarget:
             with _closed_on_error(in_kernel):
                 in_kernel.attach(self.places[local_rank])
             return in_kernel
-        from sennit.offload.ingest.datagrams import SocketReceiver
+        from sennit.offload.cpu import CpuReceiver
 
-        on_host = SocketReceiver(layout, session=session)
+        on_host = CpuReceiver(layout, session=session)
         with _closed_on_error(on_host):
             on_host.listen(self.address(local_rank), port)
         return on_host

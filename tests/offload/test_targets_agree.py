@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from sennit.offload._native import Program
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
+from sennit.offload.cpu import CpuReceiver
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.native import NativeTransform
 from sennit.offload.operators import FirstX, Sample, SigridHash
@@ -23,7 +26,7 @@ from sennit.offload.reference import evaluate
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.sketch import Sketch, SketchShape
 from sennit.offload.split import split
-from sennit.offload.targets import Target, compile_plan
+from sennit.offload.targets import Receiver, Target, compile_plan
 from sennit.offload.xdp import XdpReceiver
 from sennit.testbed import capabilities
 from tests.offload.agreement import assert_same_batch, assert_same_bits, assert_same_column
@@ -34,7 +37,7 @@ BATCH_ROWS = 24
 
 
 def packets_of(plan: Plan, seed: int) -> list[bytes]:
-    """Two batches in packets of different sizes, with some mangled ones between."""
+    """Two batches in packets of different sizes, with some mangled, repeated and early ones between."""
     rng = np.random.default_rng(seed)
     found: list[bytes] = []
     for batch in (0, 1):
@@ -43,9 +46,11 @@ def packets_of(plan: Plan, seed: int) -> list[bytes]:
         good = encode_packets(
             plan.schema, records, session=SESSION, batch=batch, body_max_bytes=max(longest, int(rng.integers(50, 1400)))
         )
-        for packet in good:
+        for packet, following in itertools.zip_longest(good, good[1:]):
             if rng.random() < 0.3:
                 found.append(mangled(packet, rng))
+            if following is not None and rng.random() < 0.2:
+                found.append(following)
             found.append(packet)
             if rng.random() < 0.1:
                 found.append(packet)
@@ -62,6 +67,25 @@ def mangled(packet: bytes, rng: np.random.Generator) -> bytes:
     end = 24 if kind == 2 else len(packet)
     at = int(rng.integers(0, end))
     return packet[:at] + bytes([packet[at] ^ int(rng.integers(1, 256))]) + packet[at + 1 :]
+
+
+def assert_same_sketches(found: Receiver, expected: Receiver, batches: tuple[int, ...]) -> None:
+    """And the same as of the columns, with batches released and not."""
+    by_columns = expected.sketch()
+    assert (by_columns is None) == (not expected.layout.plan.sparse)
+    if by_columns is not None:
+        by_columns = Sketch.of_plan(expected.layout.plan, by_columns.shape)
+        for batch in batches:
+            by_columns.add(expected.layout.plan, expected.batch(batch))
+    for released in (None, *batches):  # what is released stays
+        for receiver in (expected, found):
+            if released is not None:
+                receiver.release(released)
+            sketch = receiver.sketch()
+            assert (sketch is None) == (by_columns is None)
+            if sketch is not None and by_columns is not None:
+                assert sketch.rows == by_columns.rows
+                assert_same_bits(sketch.counts, by_columns.counts, f"sketch, released up to {released}")
 
 
 @pytest.mark.root
@@ -90,18 +114,32 @@ def test_xdp_agrees_with_numpy(plan: Plan, content: int, shape: SketchShape) -> 
         for batch in (0, 1):
             assert found.rows_taken(batch) == expected.rows_taken(batch)
             assert_same_batch(found.batch(batch), expected.batch(batch))
-        by_columns = Sketch.of_plan(plan, shape)
+        assert_same_sketches(found, expected, batches=(0, 1))
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@given(plan=plans(), content=st.integers(0, 1 << 32), shape=sketch_shapes())
+def test_the_native_receiver_agrees_with_numpy(plan: Plan, content: int, shape: SketchShape) -> None:
+    """Packet by packet: each has the reference's verdict and leaves the reference's state behind."""
+    layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS, slots=2)
+    with (
+        HostReceiver(layout, session=SESSION, sketch=shape) as expected,
+        CpuReceiver(layout, session=SESSION, sketch=shape) as found,
+    ):
+        for packet in packets_of(plan, content):
+            expected.deliver(packet)
+            found.deliver(packet)
+            assert found.counters() == expected.counters()
+            for batch in (0, 1, 2):
+                assert found.rows_taken(batch) == expected.rows_taken(batch)
+                assert found.row_ahead(batch) == expected.row_ahead(batch)
+        for verdict, count in expected.counters().datagrams.items():
+            if count:
+                event(verdict.name)
         for batch in (0, 1):
-            by_columns.add(plan, expected.batch(batch))
-        for released in ((), (0,), (1,)):  # what is released stays
-            for receiver in (expected, found):
-                for batch in released:
-                    receiver.release(batch)
-                sketch = receiver.sketch()
-                assert (sketch is None) == (not plan.sparse)
-                if sketch is not None:
-                    assert sketch.rows == by_columns.rows
-                    assert_same_bits(sketch.counts, by_columns.counts, f"sketch, released {released}")
+            assert_same_batch(found.batch(batch), expected.batch(batch))
+        assert_same_sketches(found, expected, batches=(0, 1))
 
 
 @pytest.mark.timeout(300)
@@ -160,6 +198,16 @@ def test_the_native_core_refuses_what_does_not_fit() -> None:
     for sources, message in wrong:
         with pytest.raises(ValueError, match=message):
             program.run(sources, [last, dense])
+
+
+def test_columns_may_end_in_another_thread() -> None:
+    program = Program()
+    made = program.clamp(program.dense_source(), 0.0, 1.0)
+    columns = program.run([np.full(9, 7.0, np.float32)], [made])
+    thread = threading.Thread(target=columns.clear)
+    thread.start()
+    thread.join(30)
+    assert not columns
 
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of the extension sennit.offload._native.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace sennit::offload {
+
+void bind_program(nanobind::module_& module);   // Program
+void bind_receiver(nanobind::module_& module);  // Receiver, SocketReader and what they are made with
+void bind_records(nanobind::module_& module);   // RecordColumns and RecordSender
+
+}  // namespace sennit::offload

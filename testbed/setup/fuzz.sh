@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Builds the fuzzers with clang and runs each for some seconds: fuzz.sh SECONDS, from the repository's root.
+# What it learns stays in build/fuzz/corpus; an input that fails is left in build/fuzz and named.
+set -euo pipefail
+seconds=${1:?usage: fuzz.sh SECONDS}
+
+for clang in clang++ clang++-{20..14} none; do
+  command -v "$clang" >/dev/null || continue
+  # The compiler alone is not enough: its fuzzer and sanitizer runtimes are a package of their own.
+  printf 'extern "C" int LLVMFuzzerTestOneInput(const unsigned char*, unsigned long) { return 0; }' |
+    "$clang" -x c++ -fsanitize=fuzzer,address,undefined - -o /dev/null 2>/dev/null && break
+done
+if [[ $clang == none ]] || ! command -v "$clang" >/dev/null; then
+  echo "fuzz: skipped, no clang with a libFuzzer runtime (apt-get install clang libclang-rt-14-dev)"
+  exit 0
+fi
+fuzz() {  # folder of the project, its fuzzers
+  local folder=$1 build=build/fuzz/${1%%/*} name
+  shift
+  cmake -S "$folder" -B "$build" -G Ninja -DCMAKE_CXX_COMPILER="$clang" \
+    -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)" --log-level=WARNING >/dev/null
+  cmake --build "$build" -- --quiet
+  for name in "$@"; do
+    mkdir -p "build/fuzz/corpus/$name"
+    log=build/fuzz/$name.log
+    if ! "$build/fuzz_$name" -max_total_time="$seconds" -max_len=2048 -len_control=0 -timeout=20 -rss_limit_mb=2048 \
+      -artifact_prefix="build/fuzz/$name-" "build/fuzz/corpus/$name" "$folder/corpus/$name" >"$log" 2>&1; then
+      tail -n 40 "$log"
+      exit 1
+    fi
+    echo "fuzz: fuzz_$name, $(grep '^Done' "$log" | tail -n 1)"
+  done
+}
+fuzz transport/csrc/fuzz packet flow
+fuzz offload/csrc/fuzz records
