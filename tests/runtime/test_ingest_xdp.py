@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A feeder in one network namespace, a trainer with XDP in another: the weights of a run from memory, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.testbed.topology import Impairment, Planes
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.slow,
+    pytest.mark.needs("bpf", "arena", "native-xdp", "tc-bpf"),
+    pytest.mark.timeout(240),
+]
+DATA = ["--data", "flights"]
+RUN = ["--ranks", "2", "--steps", "24", "--timeout", "60"]
+FEEDER_HOST, TRAINER_HOST = 0, 1
+DEADLINE_S = 90.0
+# 24 batches and the evaluation rows are 5 MB of records: some seconds.
+RATE_BITS_PER_S, QUEUE_BYTES = 6_000_000, 200_000
+LOSS = 0.02
+
+
+def sennit(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "sennit", *arguments]
+
+
+@pytest.fixture(scope="module")
+def from_memory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights' fingerprint."""
+    path = tmp_path_factory.mktemp("memory") / "report.json"
+    subprocess.run(
+        sennit("train", *DATA, *RUN, "--json", str(path)), check=True, timeout=DEADLINE_S, stdout=subprocess.DEVNULL
+    )
+    return str(json.loads(path.read_text())["weights_sha256"])
+
+
+@pytest.fixture
+def planes() -> Iterator[Planes]:
+    with Planes(hosts=2, planes=2, mtu=3500, per_packet=True) as made:
+        yield made
+
+
+class Trainer:
+    """`sennit train --ingest xdp://…` on its host."""
+
+    def __init__(self, planes: Planes, folder: Path) -> None:
+        self.path = folder / "report.json"
+        target = f"xdp://{','.join(planes.interfaces(TRAINER_HOST))}"
+        command = sennit("train", "--ingest", target, *RUN, "--json", str(self.path))
+        self.process = planes.popen(TRAINER_HOST, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def report(self) -> dict[str, Any]:
+        said, _ = self.process.communicate(timeout=DEADLINE_S)
+        assert self.process.returncode == 0, said
+        content: dict[str, Any] = json.loads(self.path.read_text())
+        return content
+
+
+def feed(planes: Planes) -> subprocess.Popen[str]:
+    to = f"[{planes.addresses(TRAINER_HOST)[0]}]:4800"
+    command = sennit("feed", *DATA, "--to", to, "--timeout", "60")
+    return planes.popen(FEEDER_HOST, command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.01)
+
+
+def test_weights_are_those_of_a_run_from_memory(planes: Planes, tmp_path: Path, from_memory: str) -> None:
+    trainer = Trainer(planes, tmp_path)
+    feeder = feed(planes)
+    report = trainer.report()
+    assert report["weights_sha256"] == from_memory
+    assert report["ingest"]["records"] == 24 * 2048 + report["quality"]["sample_count"]
+    assert report["ingest"]["feeders_lost"] == 0
+    said, _ = feeder.communicate(timeout=DEADLINE_S)
+    assert feeder.returncode == 0, said
+
+
+def test_so_they_are_with_loss_strangers_and_a_feeder_that_is_killed(
+    planes: Planes, tmp_path: Path, from_memory: str, seed: int
+) -> None:
+    """A slow link, so that the first feeder dies in the middle; then another one goes on where it was."""
+    planes.impair(Impairment(loss_fraction=LOSS, seed=seed), hosts=[FEEDER_HOST])
+    planes.limit_rate(RATE_BITS_PER_S, queue_bytes=QUEUE_BYTES, hosts=[FEEDER_HOST])
+    trainer = Trainer(planes, tmp_path)
+    first = feed(planes)
+    wait_for(lambda: planes.counters(FEEDER_HOST, 0).packets > 100, "the first feeder sends nothing")
+    assert trainer.process.poll() is None
+    first.kill()
+    first.wait(DEADLINE_S)
+    stranger = planes.within(FEEDER_HOST, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
+    with stranger:
+        for number in range(100):
+            stranger.sendto(bytes(number), (planes.addresses(TRAINER_HOST)[0], 4800))
+    second = feed(planes)
+    report = trainer.report()
+    assert report["weights_sha256"] == from_memory
+    counted = report["ingest"]
+    assert counted["records"] == 24 * 2048 + report["quality"]["sample_count"]
+    assert counted["feeders_lost"] >= 1
+    assert counted["gaps"] + counted["silences"] > 0
+    assert counted["datagrams"]["foreign"] + counted["datagrams"]["truncated"] > 0
+    assert planes.counters(FEEDER_HOST, 0).dropped > 0
+    said, _ = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 0, said
