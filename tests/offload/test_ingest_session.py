@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
+from sennit.offload.cpu import CpuReceiver
 from sennit.offload.ingest import session as session_module
-from sennit.offload.ingest.datagrams import SocketReceiver
 from sennit.offload.ingest.facts import Facts, TableFacts
 from sennit.offload.ingest.feeder import Feeder, PartOf
 from sennit.offload.ingest.protocol import LINE_MAX_BYTES, VERSION, FactsOf, Hello, Send, Terms, encode
@@ -74,7 +74,7 @@ class Rank:
         self.session = Session(listener, terms, timeout_s=timeout_s)
 
     def start(self) -> None:
-        receiver = SocketReceiver(BatchLayout(plan=PLAN, batch_rows=max(SIZES), slots=2), session=SESSION)
+        receiver = CpuReceiver(BatchLayout(plan=PLAN, batch_rows=max(SIZES), slots=2), session=SESSION)
         receiver.listen("127.0.0.1", self.port)
         self.session.start(receiver, SIZES.__getitem__, first_batch=0, batch_count=len(SIZES), slots=2)
 
