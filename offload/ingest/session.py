@@ -102,7 +102,8 @@ class Session(Closing):
                 if time.monotonic() >= self._deadline_s(leases, number, began_s):
                     raise IngestError(self._complaint(leases, receiver, number))
             self._waited_s += time.monotonic() - began_s
-            return receiver.batch(number)
+        # Nobody else touches a complete batch.
+        return receiver.batch(number)
 
     def release(self, number: int) -> None:
         """Gives the batch's slot to a later one."""

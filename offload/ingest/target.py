@@ -25,9 +25,12 @@ CPU_PACKET_BYTES: Final = 8192
 HEADERS_BYTES: Final = 48  # IPv6 and UDP
 # Datagrams on the way to a rank, over all its open batches: below the 256 that a virtual interface's ring holds.
 ON_THE_WAY_MAX: Final = 192
+CPU_BUFFER_BYTES: Final = ON_THE_WAY_MAX * CPU_PACKET_BYTES
 # linux/sockios.h
 _SIOCGIFADDR: Final = 0x8915
 _SIOCGIFMTU: Final = 0x8921
+# asm-generic/socket.h: above net.core.rmem_max, for those who may.
+_SO_RCVBUFFORCE: Final = 33
 
 
 class TargetError(ValueError):
@@ -129,14 +132,30 @@ class IngestTarget:
 
         on_host = CpuReceiver(layout, session=session)
         with _closed_on_error(on_host):
-            on_host.listen(self.address(local_rank), port)
+            on_host.listen(self.address(local_rank), port, receive_buffer_bytes=_receive_buffer_bytes())
         return on_host
+
+    def packets_on_the_way(self) -> int:
+        """How many datagrams may be sent to a rank before it says that they have come: no queue there holds more."""
+        if self.kind == "xdp":
+            return ON_THE_WAY_MAX
+        return min(ON_THE_WAY_MAX, _receive_buffer_bytes() // CPU_PACKET_BYTES)
 
     def packet_bytes(self, local_rank: int) -> int:
         """The longest datagram. A feeder takes less where the path's MTU is smaller."""
         if self.kind == "cpu":
             return CPU_PACKET_BYTES
         return min(interface_mtu(self.places[local_rank]), XDP_MTU_MAX) - HEADERS_BYTES
+
+
+def _receive_buffer_bytes() -> int:
+    """What the kernel grants for all datagrams on the way; it takes twice as much, for its own use (socket(7))."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
+        try:
+            tried.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, CPU_BUFFER_BYTES)
+        except PermissionError:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CPU_BUFFER_BYTES)
+        return tried.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2
 
 
 @contextlib.contextmanager

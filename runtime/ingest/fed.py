@@ -16,7 +16,7 @@ from sennit.offload.errors import PlanError, TargetUnavailable
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import VERSION, Terms
 from sennit.offload.ingest.session import IngestError, Session
-from sennit.offload.ingest.target import ON_THE_WAY_MAX, TargetError
+from sennit.offload.ingest.target import TargetError
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.dlrm.sharding import Table
 from sennit.runtime.ingest.order import Order
@@ -56,7 +56,7 @@ class FedSource:
             world_size=world_size,
             endpoints=endpoints,
             packet_bytes=self._target.packet_bytes(local_rank),
-            window_packets=ON_THE_WAY_MAX // SLOTS,
+            window_packets=max(1, self._target.packets_on_the_way() // SLOTS),
             order={name: getattr(config, name) for name in ORDER_SETTINGS},
         )
         self._session = Session(listener, terms, timeout_s=config.timeout_s)

@@ -75,7 +75,7 @@ class Rank:
 
     def start(self) -> None:
         receiver = CpuReceiver(BatchLayout(plan=PLAN, batch_rows=max(SIZES), slots=2), session=SESSION)
-        receiver.listen("127.0.0.1", self.port)
+        receiver.listen("127.0.0.1", self.port, receive_buffer_bytes=1 << 16)
         self.session.start(receiver, SIZES.__getitem__, first_batch=0, batch_count=len(SIZES), slots=2)
 
     def connect(self) -> socket.socket:
