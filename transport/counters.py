@@ -21,11 +21,12 @@ MAGIC: Final = 0x31_52_54_43_4E_4E_45_53
 """The revision of the layout."""
 
 # magic, used bytes, rank, world, process, begin (ns of CLOCK_BOOTTIME), reserved
-_HEADER: Final = struct.Struct("=QQIIQQ24x")
+HEADER: Final = struct.Struct("=QQIIQQ24x")
+USED_BYTES_OFFSET: Final = 8
 # bytes with this header, kind, id of the names, peer, path
-_RECORD: Final = struct.Struct("=IHHII")
-_NAMES, _COUNTERS = 1, 2
-_NONE: Final = 0xFFFFFFFF
+RECORD: Final = struct.Struct("=IHHII")
+NAMES, COUNTERS = 1, 2
+NONE: Final = 0xFFFFFFFF
 
 
 class PageError(ValueError):
@@ -80,13 +81,13 @@ def read(file: Path) -> Page:
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         is_alive = _is_locked(descriptor)
-        header = os.pread(descriptor, _HEADER.size, 0)
-        if len(header) < _HEADER.size:
+        header = os.pread(descriptor, HEADER.size, 0)
+        if len(header) < HEADER.size:
             raise PageError(f"{file} has {len(header)} bytes")
-        magic, used_bytes, rank, world, process, began_ns = _HEADER.unpack(header)
+        magic, used_bytes, rank, world, process, began_ns = HEADER.unpack(header)
         if magic != MAGIC:
             raise PageError(f"{file} is no page of counters of this version of sennit")
-        body = os.pread(descriptor, max(used_bytes - _HEADER.size, 0), _HEADER.size)
+        body = os.pread(descriptor, max(used_bytes - HEADER.size, 0), HEADER.size)
     finally:
         os.close(descriptor)
     return Page(
@@ -100,20 +101,20 @@ def _blocks(file: Path, body: bytes) -> Iterator[Block]:
     offset = 0
     try:
         while offset < len(body):
-            size, kind, identity, peer, path = _RECORD.unpack_from(body, offset)
-            if size < _RECORD.size or offset + size > len(body):
+            size, kind, identity, peer, path = RECORD.unpack_from(body, offset)
+            if size < RECORD.size or offset + size > len(body):
                 raise PageError(f"{file} has a record of {size} bytes at {offset}")
-            payload = body[offset + _RECORD.size : offset + size]
-            if kind == _NAMES:
+            payload = body[offset + RECORD.size : offset + size]
+            if kind == NAMES:
                 group, *words = payload.rstrip(b"\0").decode().split("\0")
                 names[identity] = (group, words)
-            elif kind == _COUNTERS:
+            elif kind == COUNTERS:
                 group, words = names[identity]
                 values = struct.unpack_from(f"={len(words)}Q", payload)
                 yield Block(
                     group=group,
-                    peer=None if peer == _NONE else peer,
-                    path=None if path == _NONE else path,
+                    peer=None if peer == NONE else peer,
+                    path=None if path == NONE else path,
                     values=dict(zip(words, values, strict=True)),
                 )
             offset += size

@@ -172,6 +172,10 @@ class Leases:
         self._open_slot(batch + self._slots, now_s)
         self.advance(now_s)
 
+    def complete(self) -> Iterator[int]:
+        """The batches of which all rows are there and that were not released."""
+        return (batch for batch, lease in self._open.items() if lease.is_complete)
+
     def is_complete(self, batch: int) -> bool:
         return self._open[batch].is_complete
 

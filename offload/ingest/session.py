@@ -17,15 +17,17 @@ from dataclasses import asdict
 from typing import Final
 
 from sennit.ebpf.closing import Closing
+from sennit.offload.admission import FeedCounters
 from sennit.offload.batches import Batch
 from sennit.offload.ingest.connection import Connection
 from sennit.offload.ingest.facts import Facts
-from sennit.offload.ingest.leases import Leases
+from sennit.offload.ingest.leases import LeaseCounters, Leases
 from sennit.offload.ingest.protocol import VERSION, End, FactsOf, Hello, Message, ProtocolError, Terms, error
 from sennit.offload.targets import Receiver
 
 POLL_S: Final = 0.001
 IDLE_S: Final = 0.1
+OBSERVE_EVERY_S: Final = 0.2
 CONNECTIONS_MAX: Final = 256
 HELLO_S: Final = 10.0
 # For what waits to be sent when the session ends.
@@ -39,8 +41,18 @@ class IngestError(RuntimeError):
 class Session(Closing):
     """Feeders may come and go at any time until it is closed."""
 
-    def __init__(self, listener: socket.socket, terms: Terms, *, timeout_s: float) -> None:
-        """Takes over the listening socket. `timeout_s`: for a connection to say what it has, and for every wait."""
+    def __init__(
+        self,
+        listener: socket.socket,
+        terms: Terms,
+        *,
+        timeout_s: float,
+        observe: Callable[[dict[str, int | float]], None] | None = None,
+    ) -> None:
+        """Takes over the listening socket. `timeout_s`: for a connection to say what it has, and for every wait.
+
+        `observe` is called with the counters several times a second, by the session's thread.
+        """
         self._listener, self._terms, self._timeout_s = listener, terms, timeout_s
         self._facts: Facts | None = None
         self._receiver: Receiver | None = None
@@ -50,6 +62,11 @@ class Session(Closing):
         self._feeders_seen = 0
         self._departures: list[str] = []
         self._waited_s = 0.0
+        self._waits_since_s: float | None = None
+        self._next_batch = 0
+        self._batches = 0
+        self._observe = observe
+        self._observed_s = 0.0
         self._failure: BaseException | None = None
         self._ends = False
         self._changed = threading.Condition()
@@ -97,13 +114,20 @@ class Session(Closing):
         """Waits for the batch; its columns are good until it is released."""
         with self._changed:
             receiver, leases = self._started()
-            began_s = time.monotonic()
+            began_s = self._waits_since_s = time.monotonic()
             while not self._wait(lambda: leases.is_complete(number), self._deadline_s(leases, number, began_s)):
                 if time.monotonic() >= self._deadline_s(leases, number, began_s):
                     raise IngestError(self._complaint(leases, receiver, number))
             self._waited_s += time.monotonic() - began_s
+<<<<<<< HEAD
         # Nobody else touches a complete batch.
         return receiver.batch(number)
+=======
+            self._waits_since_s = None
+            self._batches += 1
+            self._next_batch = number + 1
+            return receiver.batch(number)
+>>>>>>> 5834b0e (Show what a running ingest takes in, and how long its trainer waits, where the other counters are)
 
     def release(self, number: int) -> None:
         """Gives the batch's slot to a later one."""
@@ -115,13 +139,24 @@ class Session(Closing):
             self._wake_up()
 
     def counters(self) -> dict[str, int | float]:
-        """What came: datagrams by verdict, records, bytes; what was done about what did not; seconds waited."""
+        """What came: datagrams by verdict, records, bytes; what was done about what did not; seconds waited.
+
+        Always the same names; `feeders_connected` and `batches_ready` are of the moment, the others only grow.
+        """
         with self._changed:
-            counted: dict[str, int | float] = {}
-            if self._receiver is not None and self._leases is not None:
-                counted.update(self._receiver.counters().as_mapping())
-                counted.update(asdict(self._leases.counters))
-            return {**counted, "feeders": self._feeders_seen, "waited_s": self._waited_s}
+            came = FeedCounters() if self._receiver is None else self._receiver.counters()
+            missed = LeaseCounters() if self._leases is None else self._leases.counters
+            complete = () if self._leases is None else self._leases.complete()
+            waits_s = 0.0 if self._waits_since_s is None else time.monotonic() - self._waits_since_s
+            return {
+                **came.as_mapping(),
+                **asdict(missed),
+                "feeders": self._feeders_seen,
+                "feeders_connected": sum(one.facts is not None for one in self._connections.values()),
+                "batches": self._batches,
+                "batches_ready": sum(batch >= self._next_batch for batch in complete),
+                "waited_s": self._waited_s + waits_s,
+            }
 
     def close(self, failure: str | None = None) -> None:
         """Tells the feeders that the run is over, or why it failed, and ends the receiver."""
@@ -189,6 +224,7 @@ class Session(Closing):
                     for key, events in ready:
                         self._serve(key, events)
                     self._look()
+                    self._show()
             self._say_goodbye()
         except BaseException as failure:
             with self._changed:
@@ -286,6 +322,11 @@ class Session(Closing):
         for connection in list(self._connections.values()):
             if connection.facts is None and now_s > connection.deadline_s:
                 self._refuse(connection, f"no {'facts' if connection.feeder else 'hello'} in time")
+
+    def _show(self) -> None:
+        if self._observe is not None and time.monotonic() >= self._observed_s + OBSERVE_EVERY_S:
+            self._observed_s = time.monotonic()
+            self._observe(self.counters())
 
     def _send_orders(self) -> None:
         if self._leases is None:

@@ -20,6 +20,7 @@ from sennit.offload.ingest.target import TargetError
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.dlrm.sharding import Table
 from sennit.runtime.ingest.order import Order
+from sennit.runtime.ingest.page import IngestPage
 from sennit.runtime.ingest.source import order_of
 from sennit.runtime.training_config import TrainingConfig
 from sennit.transport.errors import ConfigError, SennitError
@@ -59,7 +60,8 @@ class FedSource:
             window_packets=max(1, self._target.packets_on_the_way() // SLOTS),
             order={name: getattr(config, name) for name in ORDER_SETTINGS},
         )
-        self._session = Session(listener, terms, timeout_s=config.timeout_s)
+        self._page = IngestPage(rank, world_size)
+        self._session = Session(listener, terms, timeout_s=config.timeout_s, observe=self._page.show)
         try:
             self.facts = self._agree()
             self.order: Order = order_of(config, self.facts.name, self.facts.sample_count)
@@ -87,6 +89,7 @@ class FedSource:
     def close(self, failure: str | None = None) -> None:
         """Tells the feeders that the run is over, or why it failed."""
         self._session.close(failure)
+        self._page.close()
 
     def _agree(self) -> Facts:
         """Rank 0 says what the data are: what its first feeder has."""

@@ -23,16 +23,17 @@ def top(
     paths: Annotated[bool, typer.Option("--paths", help="every path as well")] = False,
     once: Annotated[bool, typer.Option("--once", help="one look: everything since each rank began")] = False,
 ) -> None:
-    """The ranks of this machine: operations, throughput, losses, round trips, paths. An interrupt ends it."""
+    """The ranks of this machine: operations, throughput, losses, round trips, paths, ingest. An interrupt ends it."""
     from rich.console import Group
     from rich.live import Live
 
     from sennit.testbed.telemetry import top as view
-    from sennit.testbed.telemetry.rates import RankRates
 
-    def shown(ranks: list[RankRates]) -> Group:
-        tables = [view.ranks_table(ranks), *([view.paths_table(ranks)] if paths else [])]
-        return Group(*tables) if ranks else Group("no rank of this user runs here")
+    def shown(look: view.Look) -> Group:
+        tables = [view.ranks_table(look.ranks)] if look.ranks else []
+        tables += [view.paths_table(look.ranks)] if look.ranks and paths else []
+        tables += [view.ingests_table(look.ingests)] if look.ingests else []
+        return Group(*tables) if tables else Group("no rank of this user runs here")
 
     console = stdout_console()
     looks = view.looks(interval)
@@ -40,8 +41,8 @@ def top(
         console.print(shown(next(looks)))
         return
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        for ranks in itertools.islice(looks, 1, None):
-            live.update(shown(ranks), refresh=True)
+        for look in itertools.islice(looks, 1, None):
+            live.update(shown(look), refresh=True)
 
 
 def metrics(

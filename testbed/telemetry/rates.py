@@ -6,11 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from sennit.offload.admission import Verdict
 from sennit.transport.counters import Page
 from sennit.transport.tracepoints import PathState
 
 SENT: Final = (("flow", "data_bytes_sent"), ("shm", "shm_bytes_sent"))
 RECEIVED: Final = (("flow", "data_bytes_received"), ("shm", "shm_bytes_received"))
+INGEST: Final = "ingest"
+# Datagrams that were not taken.
+REFUSED: Final = tuple(f"ingest_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.ACCEPTED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,4 +56,47 @@ def difference(now: Page, before: Page | None, passed_s: float) -> RankRates:
         bad_paths=sum(state in (PathState.BAD, PathState.PROBING) for state in states),
         paths=len(states),
         failed_operations=now.total("engine", "operations_failed"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IngestRates:
+    """One rank's ingest, over the same time."""
+
+    page: Page
+    records_a_second: float
+    bytes_a_second: float
+    """Of the records."""
+    batches_a_second: float
+    batches_ready: int
+    waited_share: float
+    """Of the time, the trainer waited for a batch."""
+    refused_datagrams: int
+    """So far."""
+    asked_again: int
+    """Times that records were asked for again, so far."""
+    feeders_connected: int
+    feeders_lost: int
+
+
+def ingest_difference(now: Page, before: Page | None, passed_s: float) -> IngestRates:
+    """As `difference`, of a page with the counters of an ingest."""
+
+    def total(name: str) -> int:
+        return now.total(INGEST, f"ingest_{name}")
+
+    def grown(name: str) -> int:
+        return total(name) - (before.total(INGEST, f"ingest_{name}") if before else 0)
+
+    return IngestRates(
+        page=now,
+        records_a_second=grown("records") / passed_s,
+        bytes_a_second=grown("body_bytes") / passed_s,
+        batches_a_second=grown("batches") / passed_s,
+        batches_ready=total("batches_ready"),
+        waited_share=grown("waited_us") / 1e6 / passed_s,
+        refused_datagrams=sum(now.total(INGEST, name) for name in REFUSED),
+        asked_again=total("gaps") + total("silences"),
+        feeders_connected=total("feeders_connected"),
+        feeders_lost=total("feeders_lost"),
     )

@@ -23,7 +23,17 @@ STANDARD_NAMES: Final = {
     "duplicate_packets": "duplicate_request",
     "bad_icrc": "rx_icrc_encapsulated",
 }
-GAUGES: Final = frozenset({"window_packets", "rtt_us", "rto_us", "state", "registered_bytes"})
+GAUGES: Final = frozenset(
+    {
+        "window_packets",
+        "rtt_us",
+        "rto_us",
+        "state",
+        "registered_bytes",
+        "ingest_batches_ready",
+        "ingest_feeders_connected",
+    }
+)
 UNUSED: Final = "none"
 """The reason that no refused packet has."""
 DEVICE_GROUP: Final = "device"

@@ -121,8 +121,8 @@ def test_top_shows_ranks_and_paths(ranks: Ranks) -> None:
 @SHM
 def test_rates_are_differences(ranks: Ranks) -> None:
     looks = top.looks(0.01)
-    first = {rank.page.process: rank for rank in next(looks)}
-    second = {rank.page.process: rank for rank in next(looks)}
+    first = {rank.page.process: rank for rank in next(looks).ranks}
+    second = {rank.page.process: rank for rank in next(looks).ranks}
     for process in ranks.processes:
         assert first[process.pid].sent_bytes_a_second > 0
         assert second[process.pid].sent_bytes_a_second == 0

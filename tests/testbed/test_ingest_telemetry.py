@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a running ingest counts, seen by `sennit top` and `sennit metrics`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from sennit.runtime.ingest.page import GROUP
+from sennit.testbed.telemetry import openmetrics, samples, top
+from sennit.transport import counters
+
+pytestmark = pytest.mark.slow
+PAGE = Path(__file__).parents[2] / "docs" / "counters.md"
+DATA = ["--data", "synthetic", "--samples", "600", "--row-limit", "200"]
+# So long that it is ended while it runs.
+TRAIN = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8", "--epochs", "100000", "--timeout", "60"]
+DEADLINE_S = 60.0
+
+
+class Ingest:
+    """A trainer over loopback, and feeders when they are asked for."""
+
+    def __init__(self, processes: ExitStack) -> None:
+        self._processes = processes
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.trainer = self._start("-m", "sennit.runtime.train", *TRAIN, "--ingest", f"cpu://127.0.0.1:{self.port}")
+
+    def feed(self) -> subprocess.Popen[bytes]:
+        return self._start("-m", "sennit", "feed", *DATA, "--to", f"127.0.0.1:{self.port}", "--timeout", "60")
+
+    def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        # A group of its own: trainers and feeders start further processes.
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        self._processes.callback(process.communicate, timeout=DEADLINE_S)
+        self._processes.callback(_end, process)
+        return process
+
+    def page(self) -> counters.Page | None:
+        for page in counters.pages():
+            is_ingest = any(block.group == GROUP for block in page.blocks)
+            if is_ingest and page.is_alive and os.getpgid(page.process) == self.trainer.pid:
+                return page
+        return None
+
+    def count(self, name: str) -> int:
+        page = self.page()
+        return -1 if page is None else page.total(GROUP, f"ingest_{name}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def ingest() -> Iterator[Ingest]:
+    with ExitStack() as processes:
+        yield Ingest(processes)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_a_running_ingest_is_seen(ingest: Ingest) -> None:
+    until(lambda: ingest.page() is not None, "no page of the ingest")
+    assert (ingest.count("records"), ingest.count("feeders_connected")) == (0, 0)
+    first = ingest.feed()
+    until(lambda: ingest.count("batches") > 10, "no batches")
+    page = ingest.page()
+    assert page is not None
+    assert page.is_alive
+    assert page.total(GROUP, "ingest_records") >= page.total(GROUP, "ingest_batches") * 60
+    assert page.total(GROUP, "ingest_body_bytes") > 30 * page.total(GROUP, "ingest_records")
+    assert page.total(GROUP, "ingest_waited_us") > 0
+    assert ingest.count("feeders_connected") == 1
+
+    looks = top.looks(0.5)
+    next(looks)
+    (rates,) = [found for found in next(looks).ingests if found.page.process == page.process]
+    assert rates.records_a_second > 0
+    assert rates.batches_a_second > 0
+    assert 0 <= rates.waited_share <= 1.5
+
+    text = openmetrics.render(samples.of_pages([page]))
+    labels = f'{{rank="0",process="{page.process}",group="ingest"}}'
+    assert f"sennit_ingest_records_total{labels} {page.total(GROUP, 'ingest_records')}\n" in text
+    assert "# TYPE sennit_ingest_feeders_connected gauge\n" in text
+    shown = subprocess.run(
+        [sys.executable, "-m", "sennit", "top", "--once"],
+        capture_output=True, text=True, timeout=DEADLINE_S, check=True,
+    ).stdout  # fmt: skip
+    assert "records/s" in shown
+    assert re.search(rf"^ *{page.process} +0/1 ", shown, re.MULTILINE)
+
+    second = ingest.feed()
+    until(lambda: ingest.count("feeders_connected") == 2, "the second feeder is not seen")
+    os.killpg(first.pid, signal.SIGKILL)
+    until(lambda: ingest.count("feeders_connected") == 1, "the first feeder's end is not seen")
+    os.killpg(second.pid, signal.SIGKILL)
+    until(lambda: ingest.count("feeders_connected") == 0, "the second feeder's end is not seen")
+    assert ingest.count("feeders") == 2
+    waited = ingest.count("waited_us")
+    until(lambda: ingest.count("waited_us") > waited + 500_000, "a wait is not seen while it lasts")
+
+
+def test_every_counter_is_on_the_page_of_the_docs(ingest: Ingest) -> None:
+    until(lambda: ingest.page() is not None, "no page of the ingest")
+    page = ingest.page()
+    assert page is not None
+    (block,) = page.blocks
+    documented = re.findall(r"^\|[^|]*\| `(ingest_\w+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert list(block.values) == documented
