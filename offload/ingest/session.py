@@ -119,15 +119,11 @@ class Session(Closing):
                 if time.monotonic() >= self._deadline_s(leases, number, began_s):
                     raise IngestError(self._complaint(leases, receiver, number))
             self._waited_s += time.monotonic() - began_s
-<<<<<<< HEAD
-        # Nobody else touches a complete batch.
-        return receiver.batch(number)
-=======
             self._waits_since_s = None
             self._batches += 1
             self._next_batch = number + 1
-            return receiver.batch(number)
->>>>>>> 5834b0e (Show what a running ingest takes in, and how long its trainer waits, where the other counters are)
+        # Nobody else touches a complete batch.
+        return receiver.batch(number)
 
     def release(self, number: int) -> None:
         """Gives the batch's slot to a later one."""
