@@ -41,6 +41,7 @@ def train(
     trainer = Trainer(config, source)
     first = trainer.rank == 0
     begin(trainer)
+    source.begin(trainer.order.next_batch(trainer.step), trainer.placement.wire_order)
     first_step = trainer.step
     if changes:
         changes[-1] = replace(changes[-1], step=first_step)

@@ -118,7 +118,7 @@ class Trainer:
         number = self.order.training_batch(self.step)
         counts = self.order.counts(number, self.world_size)
         with self.clock.phase("input"):
-            batch = self.source.take(number, self.placement.wire_order)
+            batch = self.source.take(number)
         bags = self.exchange.send_ids(batch, counts)
         with self.clock.phase("lookup"):
             pooled = self.shard.lookup(bags.lengths, bags.values, bags.table_of_bag).requires_grad_()
@@ -155,7 +155,7 @@ class Trainer:
             logits, labels = [], []
             for number in self.order.evaluation_batches(self.step):
                 counts = self.order.counts(number, self.world_size)
-                batch = self.source.take(number, self.placement.wire_order)
+                batch = self.source.take(number)
                 bags = self.exchange.send_ids(batch, counts)
                 pooled = self.shard.lookup(bags.lengths, bags.values, bags.table_of_bag)
                 logits.append(self.dense(batch.dense, self.exchange.return_pooled(pooled, counts)))

@@ -42,7 +42,6 @@ class FedSource:
         assert config.ingest is not None
         self._target = config.ingest
         self._rank, self._world_size, self._local_rank = rank, world_size, local_rank
-        self._receives = False
         try:
             listener = self._target.listen(local_rank)
         except TargetError as error:
@@ -71,9 +70,26 @@ class FedSource:
         self.tables = tuple(Table(**asdict(table)) for table in self.facts.tables)
         self.dense_count = len(self.facts.dense_names)
 
-    def take(self, number: int, table_order: Sequence[int]) -> CombinedBatch:
-        if not self._receives:
-            self._start(number, table_order)
+    def begin(self, number: int, table_order: Sequence[int]) -> None:
+        counts = self.order.counts(0, self._world_size)
+        plan = self.facts.plan_for(table_order)
+        try:
+            layout = BatchLayout(plan=plan, batch_rows=max(counts), slots=SLOTS)
+            receiver = self._target.receiver(layout, self._local_rank, session=self._session_number)
+        except (PlanError, TargetUnavailable, OSError) as error:
+            raise ConfigError(f"--ingest {self._target}: {error}") from error
+        # A ring that has released these expects the ones from here on.
+        for released in range(max(0, number - SLOTS), number):
+            receiver.release(released)
+        self._session.start(
+            receiver,
+            lambda batch: self.order.counts(batch, self._world_size)[self._rank],
+            first_batch=number,
+            batch_count=self.order.batch_count,
+            slots=SLOTS,
+        )
+
+    def take(self, number: int) -> CombinedBatch:
         try:
             labels, dense, lengths, values = self._session.take(number).tensors()
         except IngestError as error:
@@ -100,26 +116,6 @@ class FedSource:
         facts = Facts.from_json(_shared(mine))
         self._session.agree(facts)
         return facts
-
-    def _start(self, first_batch: int, table_order: Sequence[int]) -> None:
-        counts = self.order.counts(0, self._world_size)
-        plan = self.facts.plan_for(table_order)
-        try:
-            layout = BatchLayout(plan=plan, batch_rows=max(counts), slots=SLOTS)
-            receiver = self._target.receiver(layout, self._local_rank, session=self._session_number)
-        except (PlanError, TargetUnavailable, OSError) as error:
-            raise ConfigError(f"--ingest {self._target}: {error}") from error
-        # A ring that has released these expects the ones from here on.
-        for number in range(max(0, first_batch - SLOTS), first_batch):
-            receiver.release(number)
-        self._session.start(
-            receiver,
-            lambda number: self.order.counts(number, self._world_size)[self._rank],
-            first_batch=first_batch,
-            batch_count=self.order.batch_count,
-            slots=SLOTS,
-        )
-        self._receives = True
 
 
 def _shared(value: Any) -> Any:

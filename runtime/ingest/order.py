@@ -78,6 +78,12 @@ class Order:
         begin = min((epoch + 1) * self.steps_per_epoch, self.step_count) + epoch * self.eval_batches
         return range(begin, begin + self.eval_batches)
 
+    def next_batch(self, steps_done: int) -> int:
+        """Where a run goes on after so many steps, the evaluation after them done or, at the run's end, not."""
+        if steps_done < self.step_count:
+            return self.training_batch(steps_done)
+        return self.evaluation_batches(steps_done).start
+
     def size(self, number: int) -> int:
         """Samples of the global batch."""
         _, place = self._place(number)

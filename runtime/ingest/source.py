@@ -16,15 +16,18 @@ from sennit.runtime.training_config import TrainingConfig
 class BatchSource(Protocol):
     """The batches of one rank, by their number in the order.
 
-    They are taken one after the other, from any one onwards, and each is released before the next one is taken.
+    They are taken one after the other, from the one it begins with onwards, and each is released before the next.
     """
 
     order: Order
     tables: tuple[Table, ...]
     dense_count: int
 
-    def take(self, number: int, table_order: Sequence[int]) -> CombinedBatch:
-        """This rank's part of the batch, with the tables in the order given, which is always the same."""
+    def begin(self, number: int, table_order: Sequence[int]) -> None:
+        """The first batch that will be taken, and the order of tables in all of them."""
+
+    def take(self, number: int) -> CombinedBatch:
+        """This rank's part of the batch."""
 
     def release(self, number: int) -> None:
         """The batch is used up: its tensors may be overwritten from now on."""
@@ -46,9 +49,13 @@ class MemorySource:
         self.dense_count = samples.dense.shape[1]
         self._samples = samples.standardised(self.order.train_rows)
         self._rank, self._world_size = rank, world_size
+        self._table_order: Sequence[int] = range(len(self.tables))
 
-    def take(self, number: int, table_order: Sequence[int]) -> CombinedBatch:
-        return self._samples.batch(self.order.part(number, self._rank, self._world_size), table_order)
+    def begin(self, number: int, table_order: Sequence[int]) -> None:
+        self._table_order = table_order
+
+    def take(self, number: int) -> CombinedBatch:
+        return self._samples.batch(self.order.part(number, self._rank, self._world_size), self._table_order)
 
     def release(self, number: int) -> None:
         pass

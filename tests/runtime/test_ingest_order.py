@@ -62,6 +62,11 @@ def test_batches_are_numbered_as_a_run_meets_them(order: Order) -> None:
         if (step + 1) % order.steps_per_epoch == 0 or step + 1 == order.step_count:
             walked += order.evaluation_batches(step + 1)
     assert walked == list(range(order.batch_count))
+    # A run that is resumed has done the evaluation of the step it goes on from; the one at the end is done again.
+    assert [order.next_batch(step) for step in range(order.step_count)] == [
+        order.training_batch(step) for step in range(order.step_count)
+    ]
+    assert order.next_batch(order.step_count) == order.batch_count - order.eval_batches
 
 
 @given(order=orders, world_size=st.integers(1, 5), number=st.integers(0, 500))

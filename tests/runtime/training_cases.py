@@ -45,7 +45,9 @@ def samples(seed: int, count: int = 331) -> Samples:
 def trainer(seed: int, **changed: Any) -> Trainer:
     config = TrainingConfig(seed=seed, **{**SMALL, **changed})
     source = MemorySource(samples(seed), config, rank=dist.get_rank(), world_size=dist.get_world_size())
-    return Trainer(config, source)
+    made = Trainer(config, source)
+    source.begin(0, made.placement.wire_order)
+    return made
 
 
 def train(rank: int, world: int, *, seed: int, steps: int, **changed: Any) -> dict[str, Any]:
