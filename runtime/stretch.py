@@ -14,6 +14,7 @@ from sennit.runtime.backend import BACKEND_NAME, communicator
 from sennit.runtime.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.fingerprint import fingerprint
 from sennit.runtime.handover import Holding
+from sennit.runtime.ingest.sketches import save_sketch
 from sennit.runtime.ingest.source import BatchSource
 from sennit.runtime.metrics import Quality
 from sennit.runtime.report import Change, RankReport, RunReport, render, write_json
@@ -99,6 +100,8 @@ def train(
         render(report, stdout_console())
         if config.json_path is not None:
             write_json(report, config.json_path)
+    if config.sketch_path is not None:
+        save_sketch(source, config.sketch_path)
     # Nobody leaves while another still needs an answer.
     dist.barrier()
     return report

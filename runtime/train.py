@@ -71,6 +71,9 @@ def command(
     min_ranks: Annotated[int, typer.Option(help="elastic: fail with fewer ranks left")] = _DEFAULT.min_ranks,
     tensorboard: Annotated[Path | None, typer.Option(help="folder for TensorBoard events")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    sketch: Annotated[
+        Path | None, typer.Option(help="with --ingest: write here how often each row was used, for planners")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="deadline of a collective, seconds")] = _DEFAULT.timeout_s,
     samples: Annotated[int, typer.Option(help="synthetic: number of samples")] = _SOURCE.samples,
     row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = _SOURCE.row_limit,
@@ -111,6 +114,7 @@ def command(
             min_ranks=min_ranks,
             tensorboard=tensorboard,
             json_path=json_path,
+            sketch_path=sketch,
         )
         start(config, ranks, port=port, join=None if join is None else Address.parse(join))
     except SennitError as error:
@@ -128,6 +132,7 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
         ("--checkpoint", config.checkpoint),
         ("--tensorboard", config.tensorboard),
         ("--json", config.json_path.absolute().parent if config.json_path is not None else None),
+        ("--sketch", config.sketch_path.absolute().parent if config.sketch_path is not None else None),
     ):
         if folder is not None:
             _make_folder(name, folder)

@@ -90,6 +90,9 @@ class TrainingConfig:
     json_path: Path | None = None
     """File for the report, written by rank 0."""
 
+    sketch_path: Path | None = None
+    """File for the sketch of the ids that feeders sent, written by rank 0."""
+
     def __post_init__(self) -> None:
         _in_range("seed", self.seed, 0, 2**63 - 1)
         _in_range("epochs", self.epochs, 1, 100_000)
@@ -114,6 +117,8 @@ class TrainingConfig:
         _in_range("least number of ranks", self.min_ranks, 1, 4096)
         if self.elastic and self.backend != BACKEND_NAME:
             raise ConfigError(f"an elastic run over {self.backend!r}; allowed: {BACKEND_NAME!r}")
+        if self.sketch_path is not None and self.ingest is None:
+            raise ConfigError("--sketch without --ingest; it counts what feeders send")
         if self.elastic and self.ingest is not None:
             raise ConfigError("--ingest in an elastic run; allowed: one of them (ranks that come and go need all data)")
         if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):

@@ -59,6 +59,11 @@ class Page:
     """The rank's process still holds the file."""
     blocks: tuple[Block, ...]
 
+    @property
+    def number(self) -> str:
+        """Hexadecimal; tells process groups of one process apart."""
+        return self.file.name.rpartition("-")[2]
+
     def total(self, group: str, name: str) -> int:
         """The sum over all blocks of a group."""
         return sum(block.values.get(name, 0) for block in self.blocks if block.group == group)

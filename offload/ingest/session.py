@@ -23,6 +23,7 @@ from sennit.offload.ingest.connection import Connection
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.leases import LeaseCounters, Leases
 from sennit.offload.ingest.protocol import VERSION, End, FactsOf, Hello, Message, ProtocolError, Terms, error
+from sennit.offload.sketch import Sketch
 from sennit.offload.targets import Receiver
 
 POLL_S: Final = 0.001
@@ -153,6 +154,11 @@ class Session(Closing):
                 "batches_ready": sum(batch >= self._next_batch for batch in complete),
                 "waited_s": self._waited_s + waits_s,
             }
+
+    def sketch(self) -> Sketch | None:
+        """How often ids came so far, by the plan's columns; None where no records are taken, or nobody counts."""
+        with self._changed:
+            return None if self._receiver is None else self._receiver.sketch()
 
     def close(self, failure: str | None = None) -> None:
         """Tells the feeders that the run is over, or why it failed, and ends the receiver."""

@@ -17,6 +17,7 @@ from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import VERSION, Terms
 from sennit.offload.ingest.session import IngestError, Session
 from sennit.offload.ingest.target import TargetError
+from sennit.offload.sketch import Sketch
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.dlrm.sharding import Table
 from sennit.runtime.ingest.order import Order
@@ -101,6 +102,13 @@ class FedSource:
 
     def counters(self) -> dict[str, int | float]:
         return self._session.counters()
+
+    def sketch(self) -> Sketch | None:
+        found = self._session.sketch()
+        if found is not None:
+            names = {self.facts.plan.sparse[n].column: table.name for n, table in enumerate(self.facts.tables)}
+            found.tables = tuple(names[column] for column in found.tables)
+        return found
 
     def close(self, failure: str | None = None) -> None:
         """Tells the feeders that the run is over, or why it failed."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from sennit.offload.sketch import Sketch
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.dlrm.sharding import Table
@@ -35,6 +36,9 @@ class BatchSource(Protocol):
     def counters(self) -> dict[str, int | float]:
         """What was done to get them, by name; empty where nothing was."""
 
+    def sketch(self) -> Sketch | None:
+        """How often rows of tables were in this rank's batches, by the tables' names; None where nobody counts."""
+
 
 class MemorySource:
     """Samples in memory, which every rank holds."""
@@ -62,6 +66,9 @@ class MemorySource:
 
     def counters(self) -> dict[str, int | float]:
         return {}
+
+    def sketch(self) -> Sketch | None:
+        return None
 
 
 def order_of(config: TrainingConfig, name: str, sample_count: int) -> Order:

@@ -93,4 +93,4 @@ class Publisher(Closing):
 
 def _key(page: Page, block: Block) -> Key:
     peer, path = (NONE if number is None else number for number in (block.peer, block.path))
-    return int(page.file.name.rpartition("-")[2], 16), page.process, page.rank, peer, path
+    return int(page.number, 16), page.process, page.rank, peer, path

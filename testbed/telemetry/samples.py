@@ -57,7 +57,7 @@ def exported_name(name: str) -> str:
 def of_pages(pages: Iterable[counters.Page]) -> Iterator[Sample]:
     for page in pages:
         for block in page.blocks:
-            labels = {"rank": f"{page.rank}", "process": f"{page.process}", "group": block.group}
+            labels = {"rank": f"{page.rank}", "process": f"{page.process}", "page": page.number, "group": block.group}
             labels |= {"peer": f"{block.peer}"} if block.peer is not None else {}
             labels |= {"path": f"{block.path}"} if block.path is not None else {}
             for name, value in block.values.items():

@@ -12,10 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from sennit.offload.ingest import target
+from sennit.offload.sketch import Sketch, sampled_rows
+from sennit.runtime.data import sources
+from sennit.runtime.data.sources import Source
+from sennit.runtime.ingest.source import order_of
 from sennit.runtime.train import main
+from sennit.runtime.training_config import TrainingConfig
 
 SAMPLES, ROW_LIMIT = "600", "200"
 MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
@@ -70,7 +77,7 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
     assert done.returncode == 0, done.stderr
     target = ["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "60"]
     with feeder(port) as process:
-        done = train(*target, *saved, "--json", str(fed))
+        done = train(*target, *saved, "--json", str(fed), "--sketch", str(tmp_path / "ids.sketch"))
         assert done.returncode == 0, done.stderr
         assert process.wait(30) == 0, process.stdout and process.stdout.read()
     assert report(fed)["weights_sha256"] == report(memory)["weights_sha256"]
@@ -80,6 +87,7 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
     assert counted["records"] == 2 * (8 * 64 + 60)
     assert (counted["feeders"], counted["feeders_lost"], counted["moved"]) == (2, 0, 0)
     assert counted["datagrams"]["accepted"] > 0
+    check_sketch(Sketch.load(tmp_path / "ids.sketch"), ranks=2)
 
     (tmp_path / "saved" / "step-000000016").rename(tmp_path / "lost")
     with feeder(port):
@@ -88,6 +96,26 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
     assert report(rest)["steps"] == {"first": 11, "last": 16}
     assert report(rest)["ingest"]["records"] == 5 * 64 + 60
     assert report(rest)["weights_sha256"] == report(memory)["weights_sha256"]
+
+
+def check_sketch(found: Sketch, *, ranks: int) -> None:
+    """Whether it is what the order of the run says."""
+    samples = sources.load(Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT)), seed=1)
+    order = order_of(TrainingConfig(batch_size=64), samples.name, len(samples))
+    expected = Sketch(tables=found.tables, table_rows=found.table_rows, shape=found.shape)
+    by_name = {column.name: column for column in samples.columns}
+    assert dict(zip(found.tables, found.table_rows, strict=True)) == {
+        name: column.row_count for name, column in by_name.items()
+    }
+    for batch in range(order.batch_count):
+        for rank in range(ranks):
+            part = order.part(batch, rank, ranks)
+            chosen = part[torch.from_numpy(sampled_rows(batch, len(part), found.shape.one_row_in))]
+            expected.add_sampled([by_name[name].gather(chosen)[1].numpy() for name in found.tables])
+            expected.rows += len(part)
+    assert found.rows == expected.rows == 2 * (8 * 64 + 60)
+    assert np.array_equal(found.counts, expected.counts)
+    assert found.counts.any()
 
 
 def test_without_a_feeder_it_ends_at_the_deadline(port: int) -> None:
@@ -100,6 +128,7 @@ def test_without_a_feeder_it_ends_at_the_deadline(port: int) -> None:
     ("arguments", "message"),
     [
         (["--ingest", "cpu://127.0.0.1", "--data", "flights"], "--data with --ingest"),
+        (["--sketch", "ids.sketch"], "--sketch without --ingest"),
         (["--ingest", "cpu://127.0.0.1", "--elastic"], "--ingest in an elastic run"),
         (["--ingest", "dpu://x"], "allowed: xdp://INTERFACE"),
         (["--ingest", "cpu://127.0.0.1:70000"], "port '70000'"),

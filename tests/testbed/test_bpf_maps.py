@@ -61,7 +61,7 @@ def counted(pages: list[counters.Page], group: str) -> dict[tuple[int, ...], dic
     """What a dump of a group's map should be."""
     return {
         (
-            int(page.file.name.rpartition("-")[2], 16), page.process, page.rank,
+            int(page.number, 16), page.process, page.rank,
             -1 if block.peer is None else block.peer, -1 if block.path is None else block.path,
         ): {STANDARD_NAMES.get(name, name): value for name, value in block.values.items() if name != UNUSED}
         for page in pages if page.is_alive

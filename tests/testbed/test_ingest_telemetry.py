@@ -103,7 +103,7 @@ def test_a_running_ingest_is_seen(ingest: Ingest) -> None:
     assert 0 <= rates.waited_share <= 1.5
 
     text = openmetrics.render(samples.of_pages([page]))
-    labels = f'{{rank="0",process="{page.process}",group="ingest"}}'
+    labels = f'{{rank="0",process="{page.process}",page="{page.number}",group="ingest"}}'
     assert f"sennit_ingest_records_total{labels} {page.total(GROUP, 'ingest_records')}\n" in text
     assert "# TYPE sennit_ingest_feeders_connected gauge\n" in text
     shown = subprocess.run(

@@ -88,9 +88,12 @@ def test_a_killed_rank_leaves_its_page(ranks: Ranks) -> None:
 @UDP
 def test_openmetrics_over_http_and_as_text(ranks: Ranks) -> None:
     text = subprocess.run([*SENNIT, "metrics"], capture_output=True, text=True, timeout=DEADLINE_S, check=True).stdout
-    sent = ranks.pages()[0].total("flow", "data_bytes_sent")
+    page = ranks.pages()[0]
+    sent = page.total("flow", "data_bytes_sent")
     process = ranks.processes[0].pid
-    line = f'sennit_rdma_tx_bytes_total{{rank="0",process="{process}",group="flow",peer="1"}} {sent}'
+    line = (
+        f'sennit_rdma_tx_bytes_total{{rank="0",process="{process}",page="{page.number}",group="flow",peer="1"}} {sent}'
+    )
     assert line in text.splitlines()
     assert text.endswith("# EOF\n")
     for family in re.findall(r"^# TYPE (\S+) counter$", text, re.MULTILINE):
@@ -255,3 +258,17 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
     }
     assert asked <= names
     assert len(asked) >= 8
+
+
+def test_process_groups_of_one_process_are_told_apart() -> None:
+    """Two samples of one name and the same labels would be refused by Prometheus."""
+    block = counters.Block(group="engine", peer=None, path=None, values={"operations_posted": 1})
+    pages = [
+        counters.Page(
+            file=counters.FOLDER / f"sennit.counters-{number:016x}",
+            rank=0, world=2, process=7, began_ns=0, is_alive=True, blocks=(block,),
+        )
+        for number in (1, 2)
+    ]  # fmt: skip
+    found = [tuple(sample.labels.items()) for sample in samples.of_pages(pages)]
+    assert len(set(found)) == len(found) == 2

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sketch of a run: what the receivers of all its ranks counted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from sennit.offload.sketch import Sketch
+from sennit.runtime.ingest.source import BatchSource
+
+
+def save_sketch(source: BatchSource, path: Path) -> None:
+    """Rank 0 writes the sum. Collective; nothing is written where a rank has none."""
+    found: list[Sketch | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, source.sketch())
+    sketches = [sketch for sketch in found if sketch is not None]
+    if dist.get_rank() == 0 and len(sketches) == len(found):
+        total = sketches[0]
+        for other in sketches[1:]:
+            total.merge(other)
+        total.save(path)
