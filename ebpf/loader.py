@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import errno
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,15 @@ from sennit.ebpf.closing import Closing
 from sennit.ebpf.elf import Elf, ElfError
 from sennit.ebpf.library import BpfError, clear_log, library, refusal
 from sennit.ebpf.maps import BpfMap
-from sennit.ebpf.trial import Trial, run_program
+from sennit.ebpf.trial import Trial, run_program, send_frames
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramStatistics:
+    """What the kernel counts while kernel.bpf_stats_enabled is 1. Reading the clock is in the time."""
+
+    run_time_ns: int
+    runs: int
 
 
 class Program:
@@ -34,6 +44,16 @@ class Program:
     def test_run(self, packet: bytes, *, repeat: int = 1) -> Trial:
         """Runs it on a packet without any device (BPF_PROG_TEST_RUN)."""
         return run_program(self.descriptor, self.name, packet, repeat=repeat)
+
+    def statistics(self) -> ProgramStatistics:
+        """Of all processors together, since the program was loaded."""
+        lines = Path(f"/proc/self/fdinfo/{self.descriptor}").read_text().splitlines()
+        found = dict(line.split(":", 1) for line in lines)
+        return ProgramStatistics(run_time_ns=int(found["run_time_ns"]), runs=int(found["run_cnt"]))
+
+    def send(self, packet: bytes, count: int) -> None:
+        """Runs it on so many copies of a packet that are real, and does with each what it says (Linux 5.18)."""
+        send_frames(self.descriptor, self.name, packet, count)
 
 
 class BpfObject(Closing):

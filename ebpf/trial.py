@@ -14,6 +14,8 @@ from sennit.ebpf.library import BpfError, clear_log, library, refusal
 PACKET_MIN_BYTES: Final = 14
 # What a program may put before and behind the packet.
 PACKET_GROWTH_BYTES: Final = 512
+# linux/bpf.h (Linux 5.18): the packets are real ones, and what the program says of them is done.
+_LIVE_FRAMES: Final = 1 << 1
 
 
 class _Options(ctypes.Structure):
@@ -77,3 +79,22 @@ def run_program(descriptor: int, name: str, packet: bytes, *, repeat: int = 1) -
         packet=target.raw[: options.data_size_out],
         duration_ns=int(options.duration),
     )
+
+
+def send_frames(descriptor: int, name: str, packet: bytes, count: int) -> None:
+    """Runs an XDP program on `count` copies of a packet as if they had come in, and does what it returns with them.
+
+    An interface that it redirects to is one of the thread's network namespace.
+    """
+    source = ctypes.create_string_buffer(packet, len(packet))
+    options = _Options(
+        sz=ctypes.sizeof(_Options),
+        data_in=ctypes.addressof(source),
+        data_size_in=len(packet),
+        repeat=count,
+        flags=_LIVE_FRAMES,
+    )
+    clear_log()
+    result = library().bpf_prog_test_run_opts(descriptor, ctypes.byref(options))
+    if result != 0:
+        raise refusal(-result, f"program {name}: {count} live frames of {len(packet)} bytes")

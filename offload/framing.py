@@ -4,18 +4,44 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import Final
 
 ETHERTYPE_IPV6: Final = 0x86DD
 IPPROTO_UDP: Final = 17
 _UDP_BYTES: Final = 8
-_LOOPBACK: Final = bytes(15) + b"\x01"
 _SENDER_PORT: Final = 49152
 
 
-def frame(datagram: bytes, udp_port: int) -> bytes:
-    """The checksum is left at 0, as on a link whose device computes it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ends:
+    """Whence a frame comes and whither it goes: hardware addresses of 6 bytes, IPv6 addresses of 16."""
+
+    source_hardware: bytes = bytes(6)
+    hardware: bytes = bytes(6)
+    source: bytes = bytes(15) + b"\x01"
+    address: bytes = bytes(15) + b"\x01"
+
+
+LOOPBACK: Final = Ends()
+
+
+def frame(datagram: bytes, udp_port: int, ends: Ends = LOOPBACK, *, with_checksum: bool = False) -> bytes:
+    """Without a checksum it is left at 0, as on a link whose device computes it."""
     size = _UDP_BYTES + len(datagram)
-    ether = bytes(12) + struct.pack(">H", ETHERTYPE_IPV6)
-    ip = struct.pack(">IHBB", 6 << 28, size, IPPROTO_UDP, 64) + _LOOPBACK + _LOOPBACK
-    return ether + ip + struct.pack(">HHHH", _SENDER_PORT, udp_port, size, 0) + datagram
+    ether = ends.hardware + ends.source_hardware + struct.pack(">H", ETHERTYPE_IPV6)
+    ip = struct.pack(">IHBB", 6 << 28, size, IPPROTO_UDP, 64) + ends.source + ends.address
+    checksum = 0
+    if with_checksum:
+        pseudo = ends.source + ends.address + struct.pack(">II", size, IPPROTO_UDP)
+        checksum = _checksum(pseudo + struct.pack(">HHHH", _SENDER_PORT, udp_port, size, 0) + datagram)
+    return ether + ip + struct.pack(">HHHH", _SENDER_PORT, udp_port, size, checksum) + datagram
+
+
+def _checksum(content: bytes) -> int:
+    """RFC 1071; 0 is sent as its complement (RFC 8200, 8.1)."""
+    padded = content + bytes(len(content) % 2)
+    total = sum(struct.unpack(f">{len(padded) // 2}H", padded))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return (~total & 0xFFFF) or 0xFFFF

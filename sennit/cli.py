@@ -130,6 +130,11 @@ def bench_offload(
     rounds: Annotated[int, typer.Option(help="samples of each; the median counts", min=1)] = 7,
     repeat: Annotated[int, typer.Option(help="runs of the program in a sample", min=1)] = 50_000,
     seed: Annotated[int, typer.Option(help="of the records", min=0)] = 1,
+    end_to_end: Annotated[
+        bool,
+        typer.Option("--end-to-end", help="from packets on a veth link to tensors, beside sockets in C and Python"),
+    ] = False,
+    batches: Annotated[int, typer.Option(help="in a sample of --end-to-end", min=1)] = 16,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
     ] = None,
@@ -141,14 +146,27 @@ def bench_offload(
     from sennit.testbed import capabilities
     from sennit.testbed.bench import offload
 
-    reason = capabilities.missing("bpf", "arena")
+    reason = capabilities.missing("bpf", "arena", *(("netns", "native-xdp") if end_to_end else ()))
     if reason is not None:
         typer.echo(f"error: {reason}", err=True)
         raise typer.Exit(1)
-    results = offload.run(rounds=rounds, repeat=repeat, seed=seed)
-    offload.render(results, stdout_console())
+    console = stdout_console()
+    if end_to_end:
+        from sennit.testbed.bench import offload_end_to_end
+
+        try:
+            measured = offload_end_to_end.run(rounds=rounds, batches=batches, seed=seed)
+        except offload_end_to_end.BenchError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+        offload_end_to_end.render(measured, console)
+        figures = offload_end_to_end.as_json(measured)
+    else:
+        results = offload.run(rounds=rounds, repeat=repeat, seed=seed)
+        offload.render(results, console)
+        figures = offload.as_json(results)
     if json_path is not None:
-        json_path.write_text(json.dumps(offload.as_json(results), indent=1) + "\n")
+        json_path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 @bench.command()

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load of the end-to-end bench: packets of a batch, sent again and again by an XDP program without a socket."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Final
+
+from sennit.ebpf.closing import Closing
+from sennit.ebpf.compiler import PROGRAMS, compile_source
+from sennit.ebpf.links import XdpMode, attach_xdp
+from sennit.ebpf.loader import BpfObject
+from sennit.offload.framing import Ends, frame
+from sennit.testbed.topology import cable
+
+# Through whose interfaces a frame goes.
+ENDS: Final = Ends(
+    source_hardware=bytes.fromhex(cable.NEAR_HARDWARE_ADDRESS.replace(":", "")),
+    hardware=bytes.fromhex(cable.FAR_HARDWARE_ADDRESS.replace(":", "")),
+    source=socket.inet_pton(socket.AF_INET6, cable.NEAR_ADDRESS),
+    address=socket.inet_pton(socket.AF_INET6, cable.FAR_ADDRESS),
+)
+
+
+class RecordSource(Closing):
+    """Packets of one batch with equal sizes and equal numbers of records."""
+
+    def __init__(self, datagrams: Sequence[bytes], link: cable.Cable) -> None:
+        frames = [frame(datagram, 0, ENDS, with_checksum=True) for datagram in datagrams]
+        self._first, self.count = frames[0], len(frames)
+        if any(len(each) != len(self._first) for each in frames):
+            raise ValueError(f"frames of {sorted({len(each) for each in frames})} bytes; allowed: one size")
+        source = f"#define FRAME_BYTES {len(self._first)}\n{(PROGRAMS / 'frames.bpf.c').read_text()}"
+        self._object = BpfObject(compile_source("frames", source), max_entries={"frames": self.count})
+        self._program = self._object.program("send_frame")
+        self._interface_index = link.within(cable.NEAR, socket.if_nametoindex, cable.NEAR)
+        place_bytes = (len(self._first) + 7) // 8 * 8
+        stored = self._object.map("frames")
+        for number, each in enumerate(frames):
+            stored.write(number, each.ljust(place_bytes, b"\0"))
+        # A program that is attached somewhere is in the kernel's table of direct calls to XDP programs. Otherwise each
+        # run would enter it there and take it out again, which takes 20 ms: nothing comes in at this interface.
+        self._link = link.within(
+            cable.NEAR, lambda: attach_xdp(self._program, socket.if_nametoindex("lo"), XdpMode.GENERIC)
+        )
+
+    def send(self, udp_port: int, batch: int, begin: int, end: int) -> None:
+        """The packets `begin` to `end` - 1 of a batch, to this port. The link may drop some."""
+        self._object.map("state").write(0, struct.pack("=4I", begin, batch, self._interface_index, udp_port))
+        self._program.send(self._first, end - begin)
+
+    def close(self) -> None:
+        self._link.close()
+        self._object.close()
+
+
+class FrameSink(Closing):
+    """Drops what comes in at an interface: what is left is the cost of the load."""
+
+    def __init__(self) -> None:
+        self._object = BpfObject(compile_source("frames", (PROGRAMS / "frames.bpf.c").read_text()))
+        self.program = self._object.program("drop_frame")
+
+    def close(self) -> None:
+        self._object.close()

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two hosts in network namespaces and one cable between them: nothing in the way of a packet that could cost time."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from pyroute2 import IPRoute
+
+from sennit.ebpf.closing import Closing
+from sennit.testbed.topology import namespace
+
+NEAR: Final = "near"
+FAR: Final = "far"
+NEAR_ADDRESS: Final = "fd5e:4e17:0:ff::1"
+FAR_ADDRESS: Final = "fd5e:4e17:0:ff::2"
+NEAR_HARDWARE_ADDRESS: Final = "02:5e:ff:00:00:01"
+FAR_HARDWARE_ADDRESS: Final = "02:5e:ff:00:00:02"
+_PREFIX_BITS: Final = 64
+_IFA_F_NODAD: Final = 0x02  # linux/if_addr.h
+# linux/sockios.h, linux/ethtool.h
+_SIOCETHTOOL: Final = 0x8946
+_ETHTOOL_SGRO: Final = 0x2C
+
+_serials = itertools.count()
+Result = TypeVar("Result")
+
+
+class Cable(Closing):
+    """An interface `near` in one namespace, `far` in another. Needs root."""
+
+    def __init__(self, *, mtu_bytes: int) -> None:
+        """The far interface joins packets (GRO): only then, or with an XDP program, does veth take frames of XDP."""
+        prefix = namespace.unique_prefix(next(_serials))
+        self._names = {NEAR: f"{prefix}-{NEAR}", FAR: f"{prefix}-{FAR}"}
+        self._stack = contextlib.ExitStack()
+        try:
+            for name in self._names.values():
+                namespace.create(name)
+                self._stack.callback(namespace.remove, name)
+            self.within(NEAR, self._join, mtu_bytes)
+            for end, address in ((NEAR, NEAR_ADDRESS), (FAR, FAR_ADDRESS)):
+                self.within(end, _set_up, end, address)
+            self.within(FAR, _join_packets, FAR)
+        except BaseException:
+            self.close()
+            raise
+
+    def within(self, end: str, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Calls the function in a thread at that end."""
+        return namespace.within(self._names[end], function, *arguments)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _join(self, mtu_bytes: int) -> None:
+        far = os.open(namespace.path_of(self._names[FAR]), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with IPRoute() as route:
+                peer = {"ifname": FAR, "address": FAR_HARDWARE_ADDRESS, "mtu": mtu_bytes, "net_ns_fd": far}
+                route.link("add", ifname=NEAR, kind="veth", address=NEAR_HARDWARE_ADDRESS, mtu=mtu_bytes, peer=peer)
+        finally:
+            os.close(far)
+
+
+def _set_up(interface: str, address: str) -> None:
+    with IPRoute() as route:
+        index = socket.if_nametoindex(interface)
+        route.addr("add", index=index, address=address, prefixlen=_PREFIX_BITS, flags=_IFA_F_NODAD)
+        route.link("set", index=index, state="up")
+
+
+def _join_packets(interface: str) -> None:
+    # struct ethtool_value, and a struct ifreq that points to it.
+    value = (ctypes.c_uint32 * 2)(_ETHTOOL_SGRO, 1)
+    request = struct.pack("16sP16x", interface.encode(), ctypes.addressof(value))
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCETHTOOL, request)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end-to-end bench of feature plans: it takes what it says, sends again what is lost, and notices wrong columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from sennit.ebpf.library import BpfError
+from sennit.offload.batches import Batch, BatchLayout
+from sennit.testbed.bench import offload_end_to_end as bench
+from sennit.testbed.bench.ingest_peers import Peer
+from sennit.testbed.bench.offload import shapes
+from sennit.testbed.bench.record_source import FrameSink, RecordSource
+
+PACKETS = 195
+PER_PACKET = bench.BATCH_ROWS // PACKETS
+
+
+@pytest.mark.root
+@pytest.mark.needs("bpf", "arena", "netns", "native-xdp")
+@pytest.mark.timeout(300)
+def test_every_way_takes_all_records_of_every_batch() -> None:
+    results = bench.run(rounds=1, batches=2, seed=3)
+    names = [bench.LOAD, "XDP", "cpu", "C loop", "Python"]
+    assert [(result.records_a_packet, result.peer) for result in results] == [
+        (many, name) for many in bench.RECORDS_A_PACKET for name in names
+    ]
+    for result in results:
+        # Two batches of the round that warms up, two of the one that counts; XDP two more for its statistics.
+        sent = {bench.LOAD: 2, "XDP": 6}.get(result.peer, 4) * bench.BATCH_ROWS // result.records_a_packet
+        assert result.packets - result.lost_packets == sent
+        assert 0 < result.lowest_per_s <= result.records_per_s <= result.highest_per_s
+        assert (result.program_ns is not None) == (result.peer == "XDP")
+
+
+@pytest.mark.root
+@pytest.mark.needs("bpf", "arena")
+def test_frames_that_the_kernel_does_not_take_are_named() -> None:
+    with FrameSink() as sink, pytest.raises(BpfError, match="program drop_frame: 4 live frames of 13 bytes"):
+        sink.program.send(bytes(13), 4)
+
+
+class Source:
+    """Sends nothing, and says what it was asked for."""
+
+    count = PACKETS
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int]] = []
+
+    def send(self, udp_port: int, batch: int, begin: int, end: int) -> None:
+        self.asked.append((batch, begin, end))
+
+
+class LossyPeer(Peer):
+    """Of each send the last packets are lost, the first time."""
+
+    name = "lossy"
+    packets_at_a_time = 100
+
+    def __init__(self, source: Source, found: Batch) -> None:
+        super().__init__(BatchLayout(plan=shapes()[bench.SHAPE], batch_rows=bench.BATCH_ROWS), 0)
+        self._source, self._found = source, found
+        self.lost = [3, 0, 0, 50, 0]
+
+    def take(self, batch: int) -> int:
+        return PER_PACKET * (self._source.asked[-1][2] - self.lost[len(self._source.asked) - 1])
+
+    def batch(self, number: int) -> Batch:
+        return dataclasses.replace(self._found, number=number)
+
+    def close(self) -> None:
+        pass
+
+
+def columns(value: float) -> Batch:
+    rows: Any = np.full(3, value)
+    return Batch(number=0, labels=rows, dense=rows, lengths=rows, values=(rows,))
+
+
+def test_lost_packets_are_sent_again_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "STALL_S", 0.0)
+    source = Source()
+    sampler = bench.Sampler(LossyPeer(source, columns(1.0)), cast(RecordSource, source))
+    sampler.sample(2, columns(1.0))
+    assert source.asked == [(0, 0, 100), (0, 97, 195), (1, 0, 100), (1, 100, 195), (1, 145, 195)]
+    assert (sampler.packets, sampler.lost_packets) == (100 + 98 + 100 + 95 + 50, 3 + 50)
+
+
+def test_other_columns_are_an_error() -> None:
+    source = Source()
+    peer = LossyPeer(source, columns(1.0))
+    peer.lost = [0, 0]
+    sampler = bench.Sampler(peer, cast(RecordSource, source))
+    with pytest.raises(bench.BenchError, match="lossy: a batch with other columns"):
+        sampler.sample(1, columns(2.0))
