@@ -10,7 +10,7 @@ from sennit.ebpf.closing import Closing
 from sennit.ebpf.compiler import ToolMissing, compile_source
 from sennit.ebpf.features import missing_privileges
 from sennit.ebpf.library import BpfError
-from sennit.ebpf.links import Link, attach_xdp
+from sennit.ebpf.links import attach_xdp
 from sennit.ebpf.loader import BpfObject, Program
 from sennit.ebpf.maps import BpfMap
 from sennit.ebpf.pins import PinFolder
@@ -60,7 +60,9 @@ class XdpReceiver(Closing):
             raise _explained(error, layout) from error
         self.memory = self.object.arena(RING).memory
         layout.prepare(self.memory)
-        self._link: Link | None = None
+        self.attached: Closing | None = None
+        """What brings it its packets, and ends with it."""
+
         self.pins = _pinned(self.object.map("counters"), f"ingest-{session:08x}")
         """Where bpftool finds the counters. None: there is no BPF file system, and none can be mounted."""
 
@@ -75,7 +77,7 @@ class XdpReceiver(Closing):
 
     def attach(self, interface: str) -> None:
         """Takes what comes in there, in the driver where that can run programs. An interface takes one receiver."""
-        self._link = attach_xdp(self.program, socket.if_nametoindex(interface))
+        self.attached = attach_xdp(self.program, socket.if_nametoindex(interface))
 
     def deliver(self, datagram: bytes) -> None:
         """Runs the program on one datagram without any interface."""
@@ -118,8 +120,8 @@ class XdpReceiver(Closing):
 
     def close(self) -> None:
         """Batches are views of the arena, which ends here."""
-        if self._link is not None:
-            self._link.close()
+        if self.attached is not None:
+            self.attached.close()
         if self.pins:
             self.pins.close()
         self.object.close()

@@ -69,8 +69,11 @@ def _run_fed(config: TrainingConfig) -> RunReport:
     """With samples that feeders send: they are told how it ends."""
     rank = dist.get_rank()
     # Set by torchrun; without it all ranks are on this machine.
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    source = FedSource(config, rank=rank, world_size=dist.get_world_size(), local_rank=local_rank)
+    world_size = dist.get_world_size()
+    local_rank, local_ranks = (
+        int(os.environ.get(name, value)) for name, value in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world_size))
+    )
+    source = FedSource(config, rank=rank, world_size=world_size, local_rank=local_rank, local_ranks=local_ranks)
     try:
         report = _run(config, source)
     except BaseException as error:

@@ -91,13 +91,14 @@ struct feed_settings {
   __u16 reserved;
 };
 
-// The payload of a UDP datagram for the port, or nothing. Fragments and IPv4 options are left to the host.
+// The payload of a UDP datagram, or nothing. Fragments and IPv4 options are left to the host.
 struct feed_datagram {
   __u32 at;     // offset of the payload in the packet, 0: none
   __u32 bytes;  // as the UDP header says
+  __u32 port;   // that it is for
 };
 
-static __always_inline struct feed_datagram feed_find_datagram(void* data, void* data_end, __u16 udp_port) {
+static __always_inline struct feed_datagram feed_find_any(void* data, void* data_end) {
   struct feed_datagram none = {};
   struct ethhdr* ether = data;
   struct udphdr* udp;
@@ -117,11 +118,17 @@ static __always_inline struct feed_datagram feed_find_datagram(void* data, void*
   } else {
     return none;
   }
-  if ((void*)(udp + 1) > data_end || udp->dest != bpf_htons(udp_port)) return none;
+  if ((void*)(udp + 1) > data_end) return none;
   __u32 bytes = bpf_ntohs(udp->len);
   if (bytes < sizeof *udp) return none;
-  struct feed_datagram found = {.at = at, .bytes = bytes - sizeof *udp};
+  struct feed_datagram found = {.at = at, .bytes = bytes - sizeof *udp, .port = bpf_ntohs(udp->dest)};
   return found;
+}
+
+// The same, but only of one for the port.
+static __always_inline struct feed_datagram feed_find_datagram(void* data, void* data_end, __u16 udp_port) {
+  struct feed_datagram none = {}, found = feed_find_any(data, data_end);
+  return found.port == udp_port ? found : none;
 }
 
 // Everything that can be said of a header without the slot. The caller has seen that the header is inside the packet.

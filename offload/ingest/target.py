@@ -10,12 +10,16 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from sennit.ebpf.closing import Closing
 from sennit.ebpf.features import missing_privileges
 from sennit.offload.batches import BatchLayout
+from sennit.offload.ingest.shared_interface import follow, lead
 from sennit.offload.targets import Receiver
+
+if TYPE_CHECKING:
+    from sennit.offload.xdp import XdpReceiver
 
 PORT: Final = 4800
 KINDS: Final = ("xdp", "cpu")
@@ -45,7 +49,7 @@ class IngestTarget:
     """"xdp" or "cpu"."""
 
     places: tuple[str, ...]
-    """xdp: interfaces, one for each local rank. cpu: one address of this machine."""
+    """xdp: interfaces, which local ranks take in turn. cpu: one address of this machine."""
 
     port: int = PORT
 
@@ -78,13 +82,8 @@ class IngestTarget:
         if self.port + local_ranks - 1 > 65_535:
             raise TargetError(f"port {self.port} for {local_ranks} ranks; allowed: up to {65_536 - local_ranks}")
         if self.kind == "xdp":
-            if len(self.places) < local_ranks:
-                raise TargetError(
-                    f"{len(self.places)} interface{'s' if len(self.places) > 1 else ''} for {local_ranks} ranks; "
-                    f"--ingest xdp:// takes one for each (an interface has one XDP program), cpu:// one address for all"
-                )
             if len(set(self.places)) < len(self.places):
-                raise TargetError(f"--ingest {self}: an interface is named twice; allowed: one for each rank")
+                raise TargetError(f"--ingest {self}: an interface is named twice; ranks take turns anyway")
             lacking = missing_privileges()
             if lacking:
                 raise TargetError(f"--ingest {self}: this process lacks {', '.join(lacking)}; cpu:// needs none")
@@ -94,7 +93,7 @@ class IngestTarget:
     def address(self, local_rank: int) -> str:
         """Where feeders reach the rank, as a number."""
         if self.kind == "xdp":
-            return interface_address(self.places[local_rank])
+            return interface_address(self._interface(local_rank))
         try:
             found = socket.getaddrinfo(self.places[0], self.port, type=socket.SOCK_DGRAM, flags=socket.AI_PASSIVE)
         except (OSError, UnicodeError) as error:
@@ -118,7 +117,9 @@ class IngestTarget:
             raise TargetError(f"--ingest {self}: {host} port {port}: {error.strerror}") from error
         return listener
 
-    def receiver(self, layout: BatchLayout, local_rank: int, *, session: int) -> Receiver:
+    def receiver(
+        self, layout: BatchLayout, local_rank: int, *, local_ranks: int, session: int, timeout_s: float
+    ) -> Receiver:
         """Takes the rank's records from now on. PlanError, TargetUnavailable and OSError say why it cannot."""
         port = self.port + local_rank
         if self.kind == "xdp":
@@ -126,7 +127,7 @@ class IngestTarget:
 
             in_kernel = XdpReceiver(layout, session=session, udp_port=port)
             with _closed_on_error(in_kernel):
-                in_kernel.attach(self.places[local_rank])
+                self._attach(in_kernel, range(local_rank % len(self.places), local_ranks, len(self.places)), timeout_s)
             return in_kernel
         from sennit.offload.cpu import CpuReceiver
 
@@ -135,17 +136,33 @@ class IngestTarget:
             on_host.listen(self.address(local_rank), port, receive_buffer_bytes=_receive_buffer_bytes())
         return on_host
 
-    def packets_on_the_way(self) -> int:
+    def _interface(self, local_rank: int) -> str:
+        return self.places[local_rank % len(self.places)]
+
+    def _attach(self, receiver: XdpReceiver, ranks: range, timeout_s: float) -> None:
+        """To the interface that it may share with other ranks."""
+        local_rank = receiver.udp_port - self.port
+        interface, program, session = self._interface(local_rank), receiver.program.descriptor, receiver.session
+        if len(ranks) == 1:
+            receiver.attach(interface)
+        elif local_rank == ranks[0]:
+            receiver.attached = lead(
+                program, interface, ranks, session=session, first_port=self.port, timeout_s=timeout_s
+            )
+        else:
+            follow(program, interface, local_rank, session=session, timeout_s=timeout_s)
+
+    def packets_on_the_way(self, local_ranks: int) -> int:
         """How many datagrams may be sent to a rank before it says that they have come: no queue there holds more."""
         if self.kind == "xdp":
-            return ON_THE_WAY_MAX
+            return ON_THE_WAY_MAX // -(-local_ranks // len(self.places))  # ranks at one interface share its ring
         return min(ON_THE_WAY_MAX, _receive_buffer_bytes() // CPU_PACKET_BYTES)
 
     def packet_bytes(self, local_rank: int) -> int:
         """The longest datagram. A feeder takes less where the path's MTU is smaller."""
         if self.kind == "cpu":
             return CPU_PACKET_BYTES
-        return min(interface_mtu(self.places[local_rank]), XDP_MTU_MAX) - HEADERS_BYTES
+        return min(interface_mtu(self._interface(local_rank)), XDP_MTU_MAX) - HEADERS_BYTES
 
 
 def _receive_buffer_bytes() -> int:

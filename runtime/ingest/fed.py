@@ -38,11 +38,13 @@ class IngestFailure(SennitError):
 class FedSource:
     """The batches of one rank, as they come. Collective to make."""
 
-    def __init__(self, config: TrainingConfig, *, rank: int, world_size: int, local_rank: int) -> None:
+    def __init__(self, config: TrainingConfig, *, rank: int, world_size: int, local_rank: int, local_ranks: int):
         """Waits until a feeder has said what it has."""
         assert config.ingest is not None
         self._target = config.ingest
-        self._rank, self._world_size, self._local_rank = rank, world_size, local_rank
+        self._rank, self._world_size = rank, world_size
+        self._local_rank, self._local_ranks = local_rank, local_ranks
+        self._timeout_s = config.timeout_s
         try:
             listener = self._target.listen(local_rank)
         except TargetError as error:
@@ -57,7 +59,7 @@ class FedSource:
             world_size=world_size,
             endpoints=endpoints,
             packet_bytes=self._target.packet_bytes(local_rank),
-            window_packets=max(1, self._target.packets_on_the_way() // SLOTS),
+            window_packets=max(1, self._target.packets_on_the_way(local_ranks) // SLOTS),
             order={name: getattr(config, name) for name in ORDER_SETTINGS},
         )
         self._page = IngestPage(rank, world_size)
@@ -76,7 +78,13 @@ class FedSource:
         plan = self.facts.plan_for(table_order)
         try:
             layout = BatchLayout(plan=plan, batch_rows=max(counts), slots=SLOTS)
-            receiver = self._target.receiver(layout, self._local_rank, session=self._session_number)
+            receiver = self._target.receiver(
+                layout,
+                self._local_rank,
+                local_ranks=self._local_ranks,
+                session=self._session_number,
+                timeout_s=self._timeout_s,
+            )
         except (PlanError, TargetUnavailable, OSError) as error:
             raise ConfigError(f"--ingest {self._target}: {error}") from error
         # A ring that has released these expects the ones from here on.

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several ranks of a machine at one interface, which takes one XDP program.
+
+The first of them attaches a dispatcher (ebpf/programs/dispatch.bpf.c). The others, processes of their own, hand it
+their programs as descriptors over a Unix socket, whose abstract name only this network namespace knows (unix(7)).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from typing import Final
+
+from sennit.ebpf.closing import Closing
+from sennit.ebpf.compiler import compile_program
+from sennit.ebpf.links import Link, attach_xdp
+from sennit.ebpf.loader import BpfObject
+from sennit.offload.errors import TargetUnavailable
+
+RETRY_S: Final = 0.02
+_DONE: Final = b"+"
+_NUMBER: Final = struct.Struct("<I")
+# struct ucred (unix(7)): process, user, group.
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class Dispatcher(Closing):
+    """At the interface: packets for UDP port `first_port + n` go to receiver `n`, others to the host."""
+
+    def __init__(self, *, first_port: int, receivers: int) -> None:
+        self._object = BpfObject(
+            compile_program("dispatch"), read_only={"first_port": first_port}, max_entries={"receivers": receivers}
+        )
+        self._link: Link | None = None
+        self.program = self._object.program("dispatch")
+
+    def add(self, number: int, program_descriptor: int) -> None:
+        self._object.map("receivers").write(number, _NUMBER.pack(program_descriptor))
+
+    def attach(self, interface: str) -> None:
+        self._link = attach_xdp(self.program, socket.if_nametoindex(interface))
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._object.close()
+
+
+def lead(
+    program_descriptor: int, interface: str, ranks: range, *, session: int, first_port: int, timeout_s: float
+) -> Dispatcher:
+    """The first of the ranks at the interface: returns when all have handed over their programs.
+
+    TargetUnavailable: one has not by the deadline.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    dispatcher = Dispatcher(first_port=first_port, receivers=ranks.stop)
+    try:
+        dispatcher.add(ranks[0], program_descriptor)
+        dispatcher.attach(interface)
+        missing = set(ranks[1:])
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(_name(session, interface))
+            listener.listen()
+            while missing:
+                listener.settimeout(max(0.001, deadline_s - time.monotonic()))
+                try:
+                    visitor, _ = listener.accept()
+                except TimeoutError:
+                    raise TargetUnavailable(
+                        f"xdp: local ranks {sorted(missing)} did not come to share {interface} within {timeout_s:g} s"
+                    ) from None
+                with visitor:
+                    visitor.settimeout(max(0.001, deadline_s - time.monotonic()))
+                    with contextlib.suppress(OSError):
+                        missing.discard(_receive(visitor, dispatcher, missing))
+    except BaseException:
+        dispatcher.close()
+        raise
+    return dispatcher
+
+
+def follow(program_descriptor: int, interface: str, number: int, *, session: int, timeout_s: float) -> None:
+    """One of the others: hands its program over. TargetUnavailable: the first one is not there by the deadline."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
+            visitor.settimeout(max(0.001, deadline_s - time.monotonic()))
+            try:
+                visitor.connect(_name(session, interface))
+                socket.send_fds(visitor, [_NUMBER.pack(number)], [program_descriptor])
+                if visitor.recv(1) == _DONE:
+                    return
+            except OSError:
+                pass
+        if time.monotonic() + RETRY_S >= deadline_s:
+            raise TargetUnavailable(f"xdp: no rank shares {interface} with local rank {number} within {timeout_s:g} s")
+        time.sleep(RETRY_S)
+
+
+def _receive(visitor: socket.socket, dispatcher: Dispatcher, missing: set[int]) -> int:
+    """The number of the rank that has handed over its program; -1: nobody that is awaited."""
+    _, user, _ = _CREDENTIALS.unpack(visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    said, descriptors, _, _ = socket.recv_fds(visitor, _NUMBER.size, 1)
+    try:
+        number = _NUMBER.unpack(said)[0] if len(said) == _NUMBER.size else -1
+        if user != os.geteuid() or number not in missing or not descriptors:
+            return -1
+        dispatcher.add(number, descriptors[0])
+        visitor.send(_DONE)
+        return int(number)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _name(session: int, interface: str) -> str:
+    return f"\0sennit-ingest-{session:08x}-{interface}"

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that share an interface: packets go by port, programs are handed over, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from sennit.offload.admission import Verdict
+from sennit.offload.batches import BatchLayout
+from sennit.offload.errors import TargetUnavailable
+from sennit.offload.framing import frame
+from sennit.offload.ingest.shared_interface import Dispatcher, follow, lead
+from sennit.offload.xdp import XdpReceiver
+from sennit.testbed.topology import Planes
+from tests.offload.ingest_world import PLAN, SESSION, packet
+
+pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena")]
+FIRST_PORT, XDP_DROP, XDP_PASS = 4800, 1, 2
+INTERFACE, DEADLINE_S = "plane0", 30.0
+LAYOUT = BatchLayout(plan=PLAN, batch_rows=4, slots=2)
+DATAGRAM = packet(0, 0, np.arange(4))
+
+
+@pytest.fixture
+def receivers() -> Iterator[list[XdpReceiver]]:
+    with (
+        XdpReceiver(LAYOUT, session=SESSION, udp_port=FIRST_PORT) as first,
+        XdpReceiver(LAYOUT, session=SESSION, udp_port=FIRST_PORT + 2) as third,
+    ):
+        yield [first, third]
+
+
+def test_each_gets_what_is_for_its_port_and_the_host_the_rest(receivers: list[XdpReceiver]) -> None:
+    with Dispatcher(first_port=FIRST_PORT, receivers=3) as dispatcher:
+        dispatcher.add(0, receivers[0].program.descriptor)
+        dispatcher.add(2, receivers[1].program.descriptor)
+        for port, verdict in ((-1, XDP_PASS), (0, XDP_DROP), (1, XDP_PASS), (2, XDP_DROP), (3, XDP_PASS)):
+            assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + port)).verdict == verdict, port
+        for junk in (bytes(14), frame(DATAGRAM, FIRST_PORT)[:60], b"\xff" * 100):
+            assert dispatcher.program.test_run(junk).verdict == XDP_PASS
+    for receiver in receivers:
+        assert receiver.counters().datagrams[Verdict.ACCEPTED] == 1
+        assert receiver.rows_taken(0) == 4
+
+
+@pytest.fixture(scope="module")
+def planes() -> Iterator[Planes]:
+    with Planes(hosts=2, planes=1, mtu=1500, per_packet=True) as made:
+        yield made
+
+
+def lead_within(planes: Planes, receiver: XdpReceiver, timeout_s: float) -> Dispatcher:
+    return planes.within(
+        0,
+        lambda: lead(
+            receiver.program.descriptor,
+            INTERFACE,
+            range(0, 3, 2),
+            session=SESSION,
+            first_port=FIRST_PORT,
+            timeout_s=timeout_s,
+        ),
+    )
+
+
+def follow_within(planes: Planes, receiver: XdpReceiver, timeout_s: float) -> None:
+    descriptor = receiver.program.descriptor
+    planes.within(0, lambda: follow(descriptor, INTERFACE, 2, session=SESSION, timeout_s=timeout_s))
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_who_leads_waits_for_the_others_but_not_for_ever(planes: Planes, receivers: list[XdpReceiver]) -> None:
+    with pytest.raises(TargetUnavailable, match=r"local ranks \[2\] did not come to share plane0 within 0\.1 s"):
+        lead_within(planes, receivers[0], 0.1)
+    with pytest.raises(TargetUnavailable, match=r"no rank shares plane0 with local rank 2 within 0\.1 s"):
+        follow_within(planes, receivers[1], 0.1)
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_visitors_that_are_not_awaited_are_left_out(planes: Planes, receivers: list[XdpReceiver]) -> None:
+    """Junk, a number without a program, a file that is none, another rank's number; then the one that is awaited."""
+    led: list[Dispatcher] = []
+    number = (2).to_bytes(4, "little")
+    leader = threading.Thread(target=lambda: led.append(lead_within(planes, receivers[0], DEADLINE_S)), daemon=True)
+    leader.start()
+    with open(os.devnull) as other:
+        for said, descriptors in (
+            (b"x", []),
+            (number, []),
+            (number, [other.fileno()]),
+            ((7).to_bytes(4, "little"), [receivers[1].program.descriptor]),
+        ):
+            with planes.within(0, visit) as visitor:
+                socket.send_fds(visitor, [said], descriptors)
+                assert visitor.recv(1) == b""
+    follow_within(planes, receivers[1], DEADLINE_S)
+    leader.join(DEADLINE_S)
+    with led[0] as dispatcher:
+        assert dispatcher.program.test_run(frame(DATAGRAM, FIRST_PORT + 2)).verdict == XDP_DROP
+
+
+def visit() -> socket.socket:
+    """Connected to the one who leads, as soon as it listens."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while True:
+        visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        visitor.settimeout(DEADLINE_S)
+        try:
+            visitor.connect(f"\0sennit-ingest-{SESSION:08x}-{INTERFACE}")
+        except ConnectionRefusedError:
+            visitor.close()
+            assert time.monotonic() < deadline_s, "nobody leads"
+            time.sleep(0)
+            continue
+        return visitor
