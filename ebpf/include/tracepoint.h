@@ -21,11 +21,12 @@
 #define TRACEPOINT_ENTRIES "no_entries.h"
 #endif
 
-#define USER_READER(bits)                                                               \
-  static __attribute__((always_inline, unused)) __u##bits user_u##bits(__u64 address) { \
-    __u##bits value = 0;                                                                \
-    bpf_probe_read_user(&value, sizeof value, (const void*)address);                    \
-    return value;                                                                       \
+// Not inlined, and pure: so an argument that is not looked at is not read either.
+#define USER_READER(bits)                                                                \
+  static __attribute__((noinline, pure, unused)) __u##bits user_u##bits(__u64 address) { \
+    __u##bits value = 0;                                                                 \
+    bpf_probe_read_user(&value, sizeof value, (const void*)address);                     \
+    return value;                                                                        \
   }
 USER_READER(8)
 USER_READER(16)

@@ -5,4 +5,5 @@ NB_MODULE(_native, module) {
   sennit::offload::bind_program(module);
   sennit::offload::bind_receiver(module);
   sennit::offload::bind_records(module);
+  sennit::offload::bind_tracepoints(module);
 }

@@ -10,6 +10,8 @@
 #include <system_error>
 #include <utility>
 
+#include "tracepoints.hpp"
+
 namespace sennit::offload {
 namespace {
 
@@ -57,7 +59,12 @@ Receiver::Receiver(const RecordSchema& schema, const RowFilters& filters, Sessio
 
 void Receiver::take(std::span<const Datagram> datagrams) {
   const std::lock_guard lock(filling_);
-  for (const Datagram& datagram : datagrams) counters_.datagrams[static_cast<std::size_t>(judge(datagram))]++;
+  for (const Datagram& datagram : datagrams) {
+    const Verdict verdict = judge(datagram);
+    counters_.datagrams[static_cast<std::size_t>(verdict)]++;
+    if (verdict != Verdict::accepted)
+      trace::datagram_refused(session_.id, static_cast<std::uint32_t>(verdict), datagram.data(), datagram.size());
+  }
 }
 
 Verdict Receiver::judge(Datagram datagram) {

@@ -12,6 +12,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "tracepoints.hpp"
+
 // Linux's uapi number, for C libraries that lack it.
 #ifndef UDP_SEGMENT
 #define UDP_SEGMENT 103
@@ -166,7 +168,10 @@ RecordSender::Progress RecordSender::send(int fd, std::span<const std::int64_t> 
   while (progress.next_row < batch_records.size() && progress.packets < packets_max) {
     fill_window(batch_records, batch, progress.next_row, packets_max - progress.packets);
     const bool was_segmenting = messages_.front().packets > 1;
+    const Progress before = progress;
     progress.error = send_window(fd, progress);
+    trace::packets_sent(session_, batch, before.next_row, progress.next_row, progress.packets - before.packets,
+                        static_cast<std::uint32_t>(progress.error));
     // A device that does no checksums says EIO, an old kernel EINVAL or ENOPROTOOPT.
     if (was_segmenting && (progress.error == EIO || progress.error == EINVAL || progress.error == ENOPROTOOPT)) {
       is_segmenting_ = false;

@@ -7,6 +7,7 @@ feeder that was told to send it. It ends when all rows have come, when the feede
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,6 +22,17 @@ _GAIN: Final = 1 / 8
 _DEVIATION_GAIN: Final = 1 / 4
 # A feeder of which nothing comes for so long loses the batch, if there is another one.
 STALL_S: Final = 3.0
+
+
+class Why(enum.IntEnum):
+    """Rows are asked for; an argument of the tracepoint `rows_requested`."""
+
+    OPENED = 0
+    """Nobody was asked for the batch before."""
+    GAP = 1
+    SILENCE = 2
+    MOVED = 3
+    """From a feeder that went, or of which nothing came."""
 
 
 class SilenceEstimate:
@@ -71,6 +83,9 @@ class _Open:
     told: set[int] = field(default_factory=set)
     """Every feeder that was ever told to send it, and is to be told that it is complete."""
 
+    was_given: bool = False
+    """To any feeder, who may have left."""
+
     ask_at_s: float = 0.0
     asked_row: int | None = None
     """Where it was when it was told to send again: until then, rows ahead may be of those sent before."""
@@ -103,11 +118,21 @@ class Leases:
     """The batches of one rank from `first_batch` to the end. Feeders go by numbers that the caller gives them."""
 
     def __init__(
-        self, rows_of: Callable[[int], int], *, first_batch: int, batch_count: int, slots: int, now_s: float
+        self,
+        rows_of: Callable[[int], int],
+        *,
+        first_batch: int,
+        batch_count: int,
+        slots: int,
+        now_s: float,
+        asked: Callable[[int, int, Why], None] = lambda batch, row, why: None,
     ) -> None:
-        """`rows_of(batch)`: how many records it has; `batch_count`: where numbers end."""
+        """`rows_of(batch)`: how many records it has; `batch_count`: where numbers end. `asked(batch, row, why)` hears
+        of every order to a feeder.
+        """
         self.counters = LeaseCounters()
         self._rows_of, self._batch_count, self._slots = rows_of, batch_count, slots
+        self._asked = asked
         self._open: dict[int, _Open] = {}
         self._feeders: dict[int, _Feeder] = {}
         self._turns = 0
@@ -154,7 +179,7 @@ class Leases:
         if row_ahead > lease.taken != lease.asked_row and not lease.is_complete and lease.feeder is not None:
             self.counters.gaps += 1
             lease.asked_row = lease.taken
-            self._ask(batch, lease, now_s)
+            self._ask(batch, lease, now_s, Why.GAP)
 
     def advance(self, now_s: float) -> None:
         """Gives out batches that nobody sends, and asks again for what does not come."""
@@ -200,15 +225,18 @@ class Leases:
         self._turns += 1
         feeder.leases, feeder.turn = feeder.leases + 1, self._turns
         lease.feeder, lease.lease_s, lease.tries, lease.asked_row = number, now_s, 0, None
+        why = Why.MOVED if lease.was_given else Why.OPENED
+        lease.was_given = True
         lease.told.add(number)
-        self._ask(batch, lease, now_s)
+        self._ask(batch, lease, now_s, why)
 
     @staticmethod
     def _preference(feeder: _Feeder) -> tuple[bool, int, int]:
         return feeder.is_stalled, feeder.leases, feeder.turn
 
-    def _ask(self, batch: int, lease: _Open, now_s: float) -> None:
+    def _ask(self, batch: int, lease: _Open, now_s: float, why: Why) -> None:
         assert lease.feeder is not None
+        self._asked(batch, lease.taken, why)
         lease.ask_at_s = now_s + self._feeders[lease.feeder].silence.ask_after_s(lease.tries)
         self._outbox.append((lease.feeder, Send(batch=batch, row=lease.taken)))
 
@@ -224,7 +252,7 @@ class Leases:
         self.counters.silences += 1
         lease.tries += 1
         lease.asked_row = lease.taken
-        self._ask(batch, lease, now_s)
+        self._ask(batch, lease, now_s, Why.SILENCE)
 
     def _end_lease(self, lease: _Open) -> None:
         if lease.feeder is not None:

@@ -17,6 +17,14 @@ from dataclasses import asdict
 from typing import Final
 
 from sennit.ebpf.closing import Closing
+from sennit.offload._native import (
+    trace_batch_begun,
+    trace_batch_complete,
+    trace_batch_released,
+    trace_batch_taken,
+    trace_batch_wanted,
+    trace_rows_requested,
+)
 from sennit.offload.admission import FeedCounters
 from sennit.offload.batches import Batch
 from sennit.offload.ingest.connection import Connection
@@ -104,7 +112,10 @@ class Session(Closing):
         with self._changed:
             now_s = time.monotonic()
             self._receiver = receiver
-            self._leases = Leases(rows_of, first_batch=first_batch, batch_count=batch_count, slots=slots, now_s=now_s)
+            self._leases = Leases(
+                rows_of, first_batch=first_batch, batch_count=batch_count, slots=slots, now_s=now_s,
+                asked=lambda batch, row, why: trace_rows_requested(self._terms.rank, batch, row, why),
+            )  # fmt: skip
             for connection in self._connections.values():
                 if connection.facts is not None:
                     self._leases.join(connection.number, now_s)
@@ -116,6 +127,7 @@ class Session(Closing):
         with self._changed:
             receiver, leases = self._started()
             began_s = self._waits_since_s = time.monotonic()
+            trace_batch_wanted(self._terms.rank, number)
             while not self._wait(lambda: leases.is_complete(number), self._deadline_s(leases, number, began_s)):
                 if time.monotonic() >= self._deadline_s(leases, number, began_s):
                     raise IngestError(self._complaint(leases, receiver, number))
@@ -123,6 +135,7 @@ class Session(Closing):
             self._waits_since_s = None
             self._batches += 1
             self._next_batch = number + 1
+            trace_batch_taken(self._terms.rank, number)
         # Nobody else touches a complete batch.
         return receiver.batch(number)
 
@@ -131,6 +144,7 @@ class Session(Closing):
         with self._changed:
             receiver, leases = self._started()
             receiver.release(number)
+            trace_batch_released(self._terms.rank, number)
             leases.release(number, time.monotonic())
             self._send_orders()
             self._wake_up()
@@ -316,8 +330,11 @@ class Session(Closing):
         if self._receiver is not None and self._leases is not None:
             for batch in list(self._leases.awaited()):
                 taken, ahead = self._receiver.rows_taken(batch), self._receiver.row_ahead(batch)
+                if taken and not self._leases.progress(batch)[0]:
+                    trace_batch_begun(self._terms.rank, batch)
                 self._leases.observe(batch, taken, ahead, now_s)
                 if self._leases.is_complete(batch):
+                    trace_batch_complete(self._terms.rank, batch, taken)
                     self._changed.notify_all()
             self._leases.advance(now_s)
             self._send_orders()

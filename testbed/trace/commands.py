@@ -13,12 +13,10 @@ import typer
 from sennit.testbed.command_line import EXIT_UNAVAILABLE, stdout_console, writable_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from rich.table import Table
-
-    from sennit.testbed.trace.tracing import Tracing
+    from rich.console import RenderableType
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,19 +37,21 @@ Json = Annotated[Path | None, typer.Option("--json", help="also write the last t
 def list_() -> None:
     """Name the tracepoints of this installation, with the widths of their arguments."""
     from sennit.ebpf import usdt
+    from sennit.offload import tracepoints as of_ingest
     from sennit.transport import tracepoints
     from sennit.transport.errors import Unsupported
 
     try:
-        path = tracepoints.library()
-        found = usdt.read(path)
+        paths = [tracepoints.library(), of_ingest.library()]
     except Unsupported as error:
         _fail(str(error))
-    for point in found:
-        widths = " ".join(f"{argument.size_bytes}" for argument in point.arguments)
-        typer.echo(f"{path}:{point.provider}:{point.name} {widths}")
-    if not found:
-        _fail(f"{path} was built without sys/sdt.h (Debian: systemtap-sdt-dev): install it, then build again")
+    for path in paths:
+        found = usdt.read(path)
+        for point in found:
+            widths = " ".join(f"{argument.size_bytes}" for argument in point.arguments)
+            typer.echo(f"{path}:{point.provider}:{point.name} {widths}")
+        if not found:
+            _fail(f"{path} was built without sys/sdt.h (Debian: systemtap-sdt-dev): install it, then build again")
 
 
 @app.command(context_settings=SESSION)
@@ -101,9 +101,11 @@ def paths(
 ) -> None:
     """Packets, bytes, losses, round trips and states of every path of every rank to every peer."""
     from sennit.testbed.trace import paths
+    from sennit.testbed.trace.tracing import attached
+    from sennit.transport import tracepoints
 
     _session(
-        _open_core(paths.PROGRAM, paths.PROBES, process), len(paths.PROBES),
+        attached(paths.PROGRAM, paths.PROBES, tracepoints.library, process), len(paths.PROBES),
         command, process, seconds, interval, json_path,
         collect=paths.collect, table=paths.table,
     )  # fmt: skip
@@ -120,11 +122,33 @@ def stalls(
 ) -> None:
     """What operations wait for: the network, receivers' credit, the reduction."""
     from sennit.testbed.trace import stalls
+    from sennit.testbed.trace.tracing import attached
+    from sennit.transport import tracepoints
 
     _session(
-        _open_core(stalls.PROGRAM, stalls.PROBES, process), len(stalls.PROBES),
+        attached(stalls.PROGRAM, stalls.PROBES, tracepoints.library, process), len(stalls.PROBES),
         command, process, seconds, interval, json_path,
         collect=lambda tracing: stalls.collect(tracing, by_peer=by_peer), table=stalls.table,
+    )  # fmt: skip
+
+
+@app.command(context_settings=SESSION)
+def ingest(
+    command: Command = None,
+    process: Process = None,
+    seconds: Seconds = None,
+    interval: Interval = 0,
+    json_path: Json = None,
+) -> None:
+    """How long batches take to come, wait for the trainer and are waited for; what is asked for again, and refused."""
+    from sennit.offload import tracepoints
+    from sennit.testbed.trace import ingest
+    from sennit.testbed.trace.tracing import attached
+
+    _session(
+        attached(ingest.PROGRAM, ingest.PROBES, tracepoints.library, process), len(ingest.PROBES),
+        command, process, seconds, interval, json_path,
+        collect=ingest.collect, table=ingest.table,
     )  # fmt: skip
 
 
@@ -182,16 +206,6 @@ def headers() -> None:
         _fail(str(error))
 
 
-@contextlib.contextmanager
-def _open_core(program: str, probes: Sequence[str], process: int | None) -> Iterator[Tracing]:
-    """A program of ours at tracepoints of the native core. Raises `SessionError` and `Unsupported`."""
-    from sennit.testbed.trace.tracing import Tracing
-    from sennit.transport import tracepoints
-
-    with Tracing(program, probes, tracepoints.library(), process) as tracing:
-        yield tracing
-
-
 def _session(
     opening: AbstractContextManager[Any],
     probes: int,
@@ -202,7 +216,7 @@ def _session(
     json_path: Path | None,
     *,
     collect: Callable[[Any], list[Any]],
-    table: Callable[[list[Any]], Table],
+    table: Callable[[list[Any]], RenderableType],
 ) -> None:
     from sennit.testbed.trace import session
     from sennit.transport.errors import Unsupported

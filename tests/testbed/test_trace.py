@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
+from sennit.offload import tracepoints as ingest
 from sennit.testbed.topology import Impairment, Planes
 from sennit.testbed.trace import histogram
 from sennit.transport import tracepoints
@@ -120,16 +121,19 @@ def test_without_root_it_says_so() -> None:
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tracepoints.md"
 ONE_LINERS = re.findall(r'^bpftrace -e "(.*)"$', PAGE.read_text(), re.MULTILINE)
 # Seen in any exchange: the others need losses, or a receiver that is short of memory.
-ALWAYS_SEEN = ("packets", "us", "rtt_us", "bytes")
+ALWAYS_SEEN = ("packets", "us", "rtt_us", "bytes", "path_rtt_us", "registered")
 
 
 @pytest.mark.root
 @pytest.mark.needs("tracepoints", "bpftrace", "loopback-ipv6")
 def test_the_one_liners_of_the_page_work(tmp_path: Path, seed: int) -> None:
     """All at once, while two ranks of this host exchange something."""
-    assert len(ONE_LINERS) >= 6
+    assert len(ONE_LINERS) >= 11
     here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
-    text = "\n".join(line.replace("$LIB", str(tracepoints.library())) for line in ONE_LINERS)
+    text = "\n".join(
+        line.replace("$LIB", str(tracepoints.library())).replace("$INGEST", str(ingest.library()))
+        for line in ONE_LINERS
+    )
     (tmp_path / "all.bt").write_text('BEGIN { printf("attached\\n"); }\n' + text)
     (tmp_path / "run.sh").write_text(
         '[ -e /sys/kernel/tracing/events ] || mount -t tracefs tracefs /sys/kernel/tracing; exec bpftrace "$1"'

@@ -12,28 +12,33 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 pytest.importorskip("elftools", reason="pyelftools is not installed")
 
 from sennit.ebpf import usdt
+from sennit.offload import tracepoints as ingest
 from sennit.transport import tracepoints
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tracepoints.md"
 ROW = re.compile(r"^\| `(?P<name>\w+)` \| (?P<arguments>[^|]+) \|", re.MULTILINE)
 
 
-def documented() -> dict[str, list[int]]:
+OF_INGEST = "## Of ingest"
+
+
+def documented(text: str) -> dict[str, list[int]]:
     return {
-        row["name"]: [int(size) for size in re.findall(r"\((\d)\)", row["arguments"])]
-        for row in ROW.finditer(PAGE.read_text())
+        row["name"]: [int(size) for size in re.findall(r"\((\d)\)", row["arguments"])] for row in ROW.finditer(text)
     }
 
 
-def built() -> dict[str, list[int]]:
-    found = usdt.read(tracepoints.library())
+def built(library: Path) -> dict[str, list[int]]:
+    found = usdt.read(library)
     assert {tracepoint.provider for tracepoint in found} <= {tracepoints.PROVIDER}
     return {point.name: [argument.size_bytes for argument in point.arguments] for point in found}
 
 
 @pytest.mark.needs("tracepoints")
-def test_the_page_and_the_library_agree() -> None:
-    assert built() == documented()
+def test_the_page_and_the_libraries_agree() -> None:
+    of_core, _, of_ingest = PAGE.read_text().partition(OF_INGEST)
+    assert built(tracepoints.library()) == documented(of_core)
+    assert built(ingest.library()) == documented(of_ingest)
 
 
 def test_a_file_without_tracepoints_has_none(tmp_path: Path) -> None:
