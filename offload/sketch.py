@@ -30,7 +30,7 @@ WIDTH_MAX: Final = 1 << 16
 ONE_ROW_IN_MAX: Final = 1 << 20
 FILE_VERSION: Final = 1
 # Rows whose estimates are made at once.
-_CHUNK_ROWS: Final = 1 << 20
+_CHUNK_ROWS: Final = 1 << 16
 _UNKNOWN_ROWS: Final = -1
 
 
@@ -125,8 +125,10 @@ class Sketch:
     def estimate(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
         """How often each of these ids [n] was in a row so far, sampled or not: a multiple of `one_row_in`."""
         counts = self.counts[self._number(table)]
-        cells = _cells(np.asarray(ids, np.int64), self.shape)
-        least: NDArray[np.uint64] = np.take_along_axis(counts, cells.astype(np.int64), axis=1).min(axis=0)
+        cells = _cells(np.asarray(ids, np.int64), self.shape).view(np.int64)
+        least: NDArray[np.uint64] = counts[0].take(cells[0])
+        for line in range(1, self.shape.depth):
+            np.minimum(least, counts[line].take(cells[line]), out=least)
         return least * np.uint64(self.shape.one_row_in)
 
     def hot_rows(self, table: str, count: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
