@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from sennit.ebpf.closing import Closing
-from sennit.ebpf.library import clear_log, library, refusal
+from sennit.ebpf.library import BpfError, clear_log, library, refusal
 
 if TYPE_CHECKING:
     from sennit.ebpf.loader import Program
@@ -20,6 +21,13 @@ BPF_XDP: Final = 37
 _BPF_TCX_INGRESS: Final = 46
 _BPF_TCX_EGRESS: Final = 47
 EVERY_PROCESS: Final = -1
+
+
+# What else the kernel means by these, of an interface that is to run a program.
+_XDP_HINTS: Final = {
+    errno.EBUSY: "it has an XDP program already (`ip link` shows it)",
+    errno.ERANGE: "its MTU is above what its driver runs programs for (veth: 3,506 bytes)",
+}
 
 
 class XdpMode(enum.IntEnum):
@@ -72,7 +80,13 @@ class Link(Closing):
 def attach_xdp(program: Program, interface_index: int, mode: XdpMode = XdpMode.ANY) -> Link:
     """To an interface of the caller's network namespace. An interface takes one program."""
     what = f"XDP ({mode.name.lower()})"
-    return create_link(program.descriptor, program.name, interface_index, BPF_XDP, what, mode)
+    try:
+        return create_link(program.descriptor, program.name, interface_index, BPF_XDP, what, mode)
+    except BpfError as error:
+        hint = _XDP_HINTS.get(error.errno or 0)
+        if hint is None:
+            raise
+        raise BpfError(error.errno, f"{error.strerror}; {hint}") from None
 
 
 def attach_tcx(program: Program, interface_index: int, *, egress: bool = False) -> Link:

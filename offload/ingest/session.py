@@ -276,10 +276,13 @@ class Session(Closing):
             return
         self._accepted += 1
         deadline_s = time.monotonic() + min(HELLO_S, self._timeout_s)
-        connection = Connection(self._accepted, accepted, peer, deadline_s=deadline_s)
-        if len(self._connections) >= CONNECTIONS_MAX:
-            connection.send(error(f"too many connections; allowed: {CONNECTIONS_MAX}"))
-            connection.flush()
+        try:
+            connection = Connection(self._accepted, accepted, peer, deadline_s=deadline_s)
+            if len(self._connections) >= CONNECTIONS_MAX:
+                connection.send(error(f"too many connections; allowed: {CONNECTIONS_MAX}"))
+                connection.flush()
+                raise ConnectionError("one too many")
+        except OSError:
             accepted.close()
             return
         self._connections[connection.number] = connection

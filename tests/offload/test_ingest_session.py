@@ -20,6 +20,7 @@ from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
 from sennit.offload.cpu import CpuReceiver
 from sennit.offload.ingest import session as session_module
+from sennit.offload.ingest.connection import UNSENT_MAX_BYTES, Connection
 from sennit.offload.ingest.facts import Facts, TableFacts
 from sennit.offload.ingest.feeder import Feeder, PartOf
 from sennit.offload.ingest.protocol import LINE_MAX_BYTES, VERSION, FactsOf, Hello, Send, Terms, encode
@@ -163,6 +164,13 @@ def test_a_line_without_end_is_cut_off(rank: Rank) -> None:
     assert heard.value.errno in (errno.ECONNRESET, errno.EPIPE)  # closed while there was more to come
 
 
+def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "CONNECTIONS_MAX", 1)
+    made = Rank()
+    with made.session, made.connect():
+        assert answer(made, b"")["text"] == "too many connections; allowed: 1"
+
+
 def test_silence_and_half_a_hello_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "HELLO_S", 0.05)
     made = Rank()
@@ -261,6 +269,24 @@ def test_a_batch_that_does_not_come_ends_at_the_deadline_and_is_named() -> None:
         goes_on.set()
         fed.join()
         assert "no more" in str(fed.error)
+
+
+def test_a_feeder_that_reads_no_orders_is_as_good_as_dead() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as ours,
+    ):
+        connection = Connection(1, ours, ("nobody", 1), deadline_s=0)
+        connection.send(Hello(version=VERSION, feeder="x" * 1000))
+        assert connection.flush()
+        while connection.flush():  # until nothing more fits into the socket
+            connection.send(Hello(version=VERSION, feeder="x" * 1000))
+        assert not connection.flush()
+        while len(connection.unsent) <= UNSENT_MAX_BYTES:
+            connection.send(Hello(version=VERSION, feeder="x" * 1000))
+        with pytest.raises(ConnectionError, match=r"\d+ bytes of orders unread"):
+            connection.flush()
 
 
 def test_without_feeders_it_ends_at_the_deadline() -> None:

@@ -236,6 +236,15 @@ def test_records_arrive_over_a_link(packets: list[list[bytes]]) -> None:
                 assert_same_batch(made.batch(batch), expected.batch(batch))
 
 
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_an_interface_whose_mtu_is_too_large_is_named(receiver: XdpReceiver) -> None:
+    with (
+        Planes(hosts=2, planes=1, mtu=9000) as planes,
+        pytest.raises(BpfError, match="its MTU is above what its driver runs programs for"),
+    ):
+        planes.within(1, receiver.attach, planes.interfaces(1)[0])
+
+
 def test_without_privilege_it_says_what_is_missing_and_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> BpfObject:
         raise BpfError(errno.EPERM, "not permitted")
