@@ -169,6 +169,33 @@ def bench_offload(
         json_path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
+@bench.command("feed")
+def bench_feed(
+    records: Annotated[int, typer.Option(help="in memory", min=1 << 17)] = 500_000,
+    batches: Annotated[int, typer.Option(help="of 4,096 records, sent in a sample", min=1, max=32)] = 32,
+    rounds: Annotated[int, typer.Option(help="samples of each; the median counts", min=1)] = 7,
+    seed: Annotated[int, typer.Option(help="of the records and their order", min=0)] = 1,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+    ] = None,
+) -> None:
+    """Time one core of a feeder: packing, and sending over a virtual link into XDP.
+
+    Needs what `sennit bench offload` needs.
+    """
+    from sennit.testbed import capabilities
+    from sennit.testbed.bench import feed as feeding
+
+    reason = capabilities.missing("bpf", "arena", "native-xdp", "tc-bpf")
+    if reason is not None:
+        typer.echo(f"error: {reason}", err=True)
+        raise typer.Exit(1)
+    results = feeding.run(records=records, batches=batches, rounds=rounds, seed=seed)
+    feeding.render(results, stdout_console())
+    if json_path is not None:
+        json_path.write_text(json.dumps(feeding.as_json(results), indent=1) + "\n")
+
+
 @bench.command()
 def rdma(
     size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in an operation")] = "64KiB",
