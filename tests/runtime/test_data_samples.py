@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sennit.runtime.data import sources, synthetic
+from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.packages import package_file, require
 from sennit.runtime.data.samples import Column, Samples, split, vocabulary
