@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from pathlib import Path
@@ -68,6 +69,8 @@ def feed(
         if data is not None and data not in sources.NAMES:
             raise ConfigError(f"--data {data!r}; allowed: {', '.join(sources.NAMES)} (paths go without --data)")
         address = Address.parse(to)
+        if json_path is not None:
+            _check_writable(json_path)
         sources.check(source)
         with console.status("loading"):
             raw = sources.load_raw(source, seed=seed)
@@ -97,8 +100,23 @@ def feed(
         raise typer.Exit(EXIT_INTERRUPTED) from None
     _summarise(report)
     if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        try:
+            json_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+        except OSError as error:
+            typer.echo(f"error: --json {json_path}: {error.strerror}; the run itself was fed to its end", err=True)
+            raise typer.Exit(1) from None
+
+
+def _check_writable(path: Path) -> None:
+    """Before feeding, not after hours of it."""
+    from sennit.transport.errors import ConfigError
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--json {path} cannot be written: a folder, or no permission")
 
 
 class _Display:

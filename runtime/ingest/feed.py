@@ -109,9 +109,11 @@ def find_trainer(address: Address, *, name: str, timeout_s: float) -> Terms:
 def prepare(raw: RawSamples, terms: Terms) -> tuple[dict[str, Any], RecordStore]:
     """The records of a run: dense features are standardised by its training rows. Its facts, as JSON."""
     order = _order(raw.name, len(raw), terms)
-    facts, store = encode(
-        raw, standardise(raw.dense, order.train_rows), body_max_bytes=terms.packet_bytes - HEADER.size
-    )
+    try:
+        dense = standardise(raw.dense, order.train_rows)
+        facts, store = encode(raw, dense, body_max_bytes=terms.packet_bytes - HEADER.size)
+    except MemoryError as error:
+        raise FeedFailure(f"{raw.name} does not fit this machine's memory: {error}") from error
     return facts.as_json(), store
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.features import Feature, RawSamples
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.ingest.facts import encode
+from sennit.runtime.ingest.feed import FeedFailure, prepare
 from tests.offload.fake_rank import Rank
 
 SESSION, COUNT, BODY_BYTES = 3, 60, 1400
@@ -109,6 +111,23 @@ def test_a_list_that_no_record_holds_is_named(rng: np.random.Generator) -> None:
     raw = RawSamples(name="made", dense=made.dense, labels=made.labels, features=(long,))
     with pytest.raises(DataError, match="table clicks: a sample with 1025 ids; a record holds at most 1024"):
         encode(raw, raw.dense, body_max_bytes=BODY_BYTES)
+
+
+def test_a_data_set_that_memory_does_not_hold_is_named(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    rank = Rank(order={**ORDER, "batch_size": 8})
+    with (
+        contextlib.closing(rank),
+        pytest.raises(
+            FeedFailure, match=r"made does not fit this machine's memory: 60 records take \d+ bytes: No space"
+        ),
+    ):
+        prepare(raw_samples(rng), rank.terms)
 
 
 @contextlib.contextmanager
@@ -200,6 +219,8 @@ def test_an_interrupt_ends_it_and_its_workers() -> None:
         (["absent.parquet"], "error: data set 'absent.parquet': no such file"),
         (["--data", "synthetic", "--to", "nowhere"], "error: address 'nowhere'; allowed: HOST:PORT"),
         (["--data", "synthetic", "--timeout", "0"], "error: --timeout 0.0 s; allowed: above 0"),
+        (["--data", "synthetic", "--json", "."], "error: --json . cannot be written: a folder, or no permission"),
+        (["--data", "synthetic", "--json", "/dev/null/x.json"], "error: --json /dev/null/x.json: "),
         (
             ["--data", "synthetic", "--to", "127.0.0.1:9", "--timeout", "0.2"],
             "error: no trainer at 127.0.0.1 port 9: Connection refused; start `sennit train --ingest",
