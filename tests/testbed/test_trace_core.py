@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -14,8 +15,10 @@ import pytest
 pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
+from sennit.ebpf.loader import BpfObject
 from sennit.testbed.topology import Impairment, Planes
-from sennit.transport import counters
+from sennit.testbed.trace import paths, tracing
+from sennit.transport import counters, tracepoints
 from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, last_pages, session
 
 PLANES = 2
@@ -106,6 +109,24 @@ def test_how_a_session_ends(arguments: list[str], code: int, said: str) -> None:
         [*SENNIT, "trace", *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+
+
+@pytest.mark.needs("loopback-ipv6")
+def test_hits_without_room_are_counted(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight paths and more, there is room for three."""
+    here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+    monkeypatch.setattr(tracing, "BpfObject", functools.partial(BpfObject, max_entries={"paths": 3}))
+    with tracing.Tracing(paths.PROGRAM, paths.PROBES, tracepoints.library(), None) as running:
+        pages = last_pages(
+            Ranks(lambda _, command, **options: subprocess.Popen(command, env=here, **options), tmp_path, seed)
+        )
+        rows, uncounted = paths.collect(running), running.uncounted()
+    assert len(rows) == 3
+    sent = sum(flow_total(page, "data_packets_sent") for page in pages)
+    received = sum(flow_total(page, "data_packets_received") for page in pages)
+    missing = sent + received - sum(row.sent_packets + row.received_packets for row in rows)
+    # (Round trips, losses and states have no room either.)
+    assert uncounted["map_full"] > missing > 0
 
 
 @pytest.mark.needs("loopback-ipv6")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from pathlib import Path
 
@@ -39,6 +40,14 @@ def test_the_page_and_the_libraries_agree() -> None:
     of_core, _, of_ingest = PAGE.read_text().partition(OF_INGEST)
     assert built(tracepoints.library()) == documented(of_core)
     assert built(ingest.library()) == documented(of_ingest)
+
+
+@pytest.mark.needs("tracepoints")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 has a nop that becomes a call")
+def test_every_place_has_room_for_a_call() -> None:
+    for library in (tracepoints.library(), ingest.library()):
+        for point in usdt.read(library):
+            assert all(place.has_call_nop for place in point.places), point
 
 
 def test_a_file_without_tracepoints_has_none(tmp_path: Path) -> None:
