@@ -69,15 +69,14 @@ class Feature:
         Where ids of this kind could be no rows they are clamped: no record can name a row that is not there.
         """
         made: dict[str, Operator] = {}
+        used = source
         if self.first is not None:
-            made[f"{source}_first"] = FirstX(column=source, count=self.first)
-            source_of_rows = f"{source}_first"
-        else:
-            source_of_rows = source
+            used = f"{source}_first"
+            made[used] = FirstX(column=source, count=self.first)
         if self.salt is not None:
-            made[f"{source}_rows"] = SigridHash(column=source_of_rows, salt=self.salt, max_value=self.row_count)
+            made[f"{source}_rows"] = SigridHash(column=used, salt=self.salt, max_value=self.row_count)
         elif kind.low < 0 or kind.high >= self.row_count:
-            made[f"{source}_rows"] = ClampList(column=source_of_rows, low=0, high=self.row_count - 1)
+            made[f"{source}_rows"] = ClampList(column=used, low=0, high=self.row_count - 1)
         return made
 
     def column(self) -> Column:
