@@ -450,9 +450,9 @@ void Engine::shutdown(uint64_t timeout_us) {
   if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
 }
 
-std::vector<std::pair<std::string, uint64_t>> Engine::counters() {
+CounterList Engine::counters() {
   Lock lock = enter();
-  std::vector<std::pair<std::string, uint64_t>> all;
+  CounterList all;
   if (shm_) all = shm_->counters();
   if (udp_) {
     for (auto& counter : udp_->counters()) all.push_back(std::move(counter));

@@ -87,7 +87,7 @@ class Engine {
   uint32_t rank() const { return config_.rank; }
   uint32_t world() const { return config_.world; }
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
-  std::vector<std::pair<std::string, uint64_t>> counters();
+  CounterList counters();
   std::string describe();
   // The file in which other processes read the counters; empty where there is none.
   const std::string& counter_page() const { return counter_page_.path(); }

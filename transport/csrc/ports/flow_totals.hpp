@@ -2,16 +2,10 @@
 // The counters of a port's flows together.
 #pragma once
 
-#include <cstdint>
-#include <string>
-#include <utility>
-#include <vector>
-
 #include "flow/flow.hpp"
+#include "telemetry/counter_list.hpp"
 
 namespace sennit {
-
-using CounterList = std::vector<std::pair<std::string, uint64_t>>;
 
 // Adds counts; of times and windows the largest is kept.
 void add_to_totals(flow::FlowCounters& totals, const flow::FlowCounters& one);

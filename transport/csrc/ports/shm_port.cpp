@@ -166,26 +166,13 @@ void ShmPort::close() {
   }
 }
 
-std::vector<std::pair<std::string, uint64_t>> ShmPort::counters() const {
+CounterList ShmPort::counters() const {
   ShmLane::Counters sum{};
-  for (const auto& lane : lanes_) {
-    if (!lane) continue;
-    const ShmLane::Counters& one = lane->counters();
-    sum.eager_sent += one.eager_sent;
-    sum.eager_received += one.eager_received;
-    sum.fragments_sent += one.fragments_sent;
-    sum.fragments_received += one.fragments_received;
-    sum.bytes_sent += one.bytes_sent;
-    sum.bytes_received += one.bytes_received;
-    sum.ring_full += one.ring_full;
-  }
-  return {{"shm_bytes_sent", sum.bytes_sent},
-          {"shm_bytes_received", sum.bytes_received},
-          {"shm_eager_sent", sum.eager_sent},
-          {"shm_eager_received", sum.eager_received},
-          {"shm_fragments_sent", sum.fragments_sent},
-          {"shm_fragments_received", sum.fragments_received},
-          {"shm_ring_full", sum.ring_full}};
+  for (const auto& lane : lanes_)
+    if (lane) add_counters(sum, lane->counters());
+  CounterList out;
+  append_counters(out, sum);
+  return out;
 }
 
 }  // namespace sennit

@@ -4,10 +4,10 @@
 
 #include <memory>
 #include <span>
-#include <utility>
 
 #include "messages/lane.hpp"
 #include "ports/shm_lane.hpp"
+#include "telemetry/counter_list.hpp"
 
 namespace sennit {
 
@@ -43,7 +43,7 @@ class ShmPort final : public Port {
   bool idle() const override;
   void abort(std::string_view reason) override;
   void close() override;
-  std::vector<std::pair<std::string, uint64_t>> counters() const;
+  CounterList counters() const;
 
  private:
   void ring(uint32_t peer);

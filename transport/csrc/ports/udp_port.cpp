@@ -332,26 +332,17 @@ void UdpPort::send_farewells(uint64_t now_us) {
 }
 
 CounterList UdpPort::counters() const {
-  CounterList out = {
-      {"send_calls", send_counters_->send_calls},
-      {"send_blocked", send_counters_->send_blocked},
-      {"send_errors", send_counters_->send_errors},
-      {"send_over_mtu", send_counters_->send_over_mtu},
-      {"segmentation_refused", send_counters_->segmentation_refused},
-      {"receive_calls", receive_counters_->receive_calls},
-      {"receive_peeks", receive_counters_->receive_peeks},
-      {"receive_errors", receive_counters_->receive_errors},
-      {"placed_in_place", receive_counters_->placed_in_place},
-      {"placed_by_copy", receive_counters_->placed_by_copy},
-  };
   flow::FlowCounters sum{};
   for (const Peer* peer : connected_) add_to_totals(sum, peer->lane->flow().counters());
+  UdpReceiveCounters received = *receive_counters_;
+  received.refused[static_cast<size_t>(wire::Refusal::bad_key)] += sum.bad_key;
+  received.refused[static_cast<size_t>(wire::Refusal::bad_range)] += sum.bad_range;
+  received.refused[static_cast<size_t>(wire::Refusal::bad_slot)] += sum.bad_slot;
+  CounterList out;
+  append_counters(out, *send_counters_);
+  append_counters(out, received);
+  std::erase_if(out, [](const auto& counter) { return counter.first == wire::name(wire::Refusal::none); });
   append_totals(out, sum);
-  auto refused = receive_counters_->refused;
-  refused[static_cast<size_t>(wire::Refusal::bad_key)] += sum.bad_key;
-  refused[static_cast<size_t>(wire::Refusal::bad_range)] += sum.bad_range;
-  refused[static_cast<size_t>(wire::Refusal::bad_slot)] += sum.bad_slot;
-  for (size_t i = 1; i < refused.size(); ++i) out.emplace_back(wire::name(static_cast<wire::Refusal>(i)), refused[i]);
   return out;
 }
 

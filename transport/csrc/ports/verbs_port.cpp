@@ -404,26 +404,21 @@ CounterList VerbsPort::counters() const {
   VerbsExposureCounters keys;
   uint64_t registrations = 0, hits = 0, evictions = 0, registered_bytes = 0;
   for (const auto& adapter : adapters_) {
-    const VerbsExposureCounters& own = adapter->exposure().counters();
-    keys.windows += own.windows;
-    keys.binds += own.binds;
-    keys.message_registrations += own.message_registrations;
-    keys.keys_reused_early += own.keys_reused_early;
+    const VerbsExposureCounters& one = adapter->exposure().counters();
+    keys.windows += one.windows;
+    keys.binds += one.binds;
+    keys.message_registrations += one.message_registrations;
+    keys.keys_reused_early += one.keys_reused_early;
     registrations += adapter->registrations().registrations();
     hits += adapter->registrations().hits();
     evictions += adapter->registrations().evictions();
     registered_bytes += adapter->registrations().registered_bytes();
   }
+  flow::FlowCounters sum{};
+  for (const Peer* peer : connected_) add_to_totals(sum, peer->lane->flow().counters());
+  Counters own = *counters_;
+  own.bad_slot += sum.bad_slot;
   CounterList out = {
-      {"send_calls", counters_->send_calls},
-      {"send_blocked", counters_->send_blocked},
-      {"send_dropped", counters_->send_dropped},
-      {"receive_errors", counters_->receive_errors},
-      {"remote_access_errors", counters_->remote_access_errors},
-      {"unknown_qpn", counters_->unknown_qpn},
-      {"path_errors", counters_->path_errors},
-      {"path_revivals", counters_->path_revivals},
-      {"port_events", counters_->port_events},
       {"memory_windows", keys.windows},
       {"memory_binds", keys.binds},
       {"message_registrations", keys.message_registrations},
@@ -433,12 +428,9 @@ CounterList VerbsPort::counters() const {
       {"registrations_evicted", evictions},
       {"registered_bytes", registered_bytes},
   };
-  flow::FlowCounters sum{};
-  for (const Peer* peer : connected_) add_to_totals(sum, peer->lane->flow().counters());
+  append_counters(out, own);
   append_totals(out, sum);
-  out.insert(
-      out.end(),
-      {{"bad_key", sum.bad_key}, {"bad_range", sum.bad_range}, {"bad_slot", sum.bad_slot + counters_->bad_slot}});
+  out.insert(out.end(), {{"bad_key", sum.bad_key}, {"bad_range", sum.bad_range}});
   return out;
 }
 

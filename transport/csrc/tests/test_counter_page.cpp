@@ -10,6 +10,7 @@
 #include <fstream>
 #include <iterator>
 
+#include "telemetry/counter_list.hpp"
 #include "telemetry/counter_page.hpp"
 
 using namespace sennit;
@@ -99,4 +100,12 @@ TEST_CASE("without a page counters are kept all the same") {
   const Counted<Some> counters(nullptr);
   ++counters->first;
   CHECK((*counters).first == 1);
+}
+
+TEST_CASE("counters are listed under the names of their page, and added") {
+  Some sum{1, 2};
+  add_counters(sum, Some{10, 20});
+  CounterList list{{"before", 0}};
+  append_counters(list, sum);
+  CHECK(list == CounterList{{"before", 0}, {"first", 11}, {"second", 22}});
 }
