@@ -274,16 +274,19 @@ def test_a_batch_that_does_not_come_ends_at_the_deadline_and_is_named() -> None:
 def test_a_feeder_that_reads_no_orders_is_as_good_as_dead() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()),
+        socket.create_connection(listener.getsockname()) as theirs,
         listener.accept()[0] as ours,
     ):
+        # Of their own accord buffers grow while the test looks.
+        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         connection = Connection(1, ours, ("nobody", 1), deadline_s=0)
         connection.send(Hello(version=VERSION, feeder="x" * 1000))
         assert connection.flush()
         while connection.flush():  # until nothing more fits into the socket
             connection.send(Hello(version=VERSION, feeder="x" * 1000))
         assert not connection.flush()
-        while len(connection.unsent) <= UNSENT_MAX_BYTES:
+        while len(connection.unsent) <= 2 * UNSENT_MAX_BYTES:
             connection.send(Hello(version=VERSION, feeder="x" * 1000))
         with pytest.raises(ConnectionError, match=r"\d+ bytes of orders unread"):
             connection.flush()
