@@ -196,6 +196,35 @@ def bench_feed(
         json_path.write_text(json.dumps(feeding.as_json(results), indent=1) + "\n")
 
 
+@bench.command("ingest")
+def bench_ingest(
+    data: Annotated[str, typer.Option(help="flights, movielens, adult or synthetic")] = "flights",
+    turns: Annotated[int, typer.Option(help="of each trainer; the median counts", min=1)] = 50,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+    ] = None,
+) -> None:
+    """Time a trainer from memory beside the same one from feeders.
+
+    Needs what `sennit bench offload` needs, and two cores.
+    """
+    from sennit.testbed import capabilities
+    from sennit.testbed.bench import ingest
+
+    reason = capabilities.missing("bpf", "arena", "native-xdp", "tc-bpf")
+    if reason is not None:
+        typer.echo(f"error: {reason}", err=True)
+        raise typer.Exit(1)
+    try:
+        found = ingest.run(data=data, turns=turns)
+    except ingest.BenchError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    ingest.render(found, stdout_console())
+    if json_path is not None:
+        json_path.write_text(json.dumps(ingest.as_json(found), indent=1) + "\n")
+
+
 @bench.command()
 def rdma(
     size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in an operation")] = "64KiB",

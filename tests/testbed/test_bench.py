@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sennit.testbed.bench import collectives, rdma, rdma_report, report, results
+from sennit.testbed.bench import collectives, ingest, rdma, rdma_report, report, results
 from sennit.testbed.bench.cases import Case, Collective, format_size, parse_size
 from sennit.testbed.bench.collectives import Settings
 from sennit.testbed.bench.commands import Join
@@ -51,6 +51,21 @@ def test_ratio_is_taken_round_by_round() -> None:
     )
     assert row.ratio("gloo", "sennit") == 4.0
     assert row.median_s("sennit") == 1.0
+
+
+def test_trainers_are_compared_turn_by_turn() -> None:
+    turns = {
+        "memory": [[1.0, 0.2], [3.0, 0.6], [1.0, 0.2]],
+        "xdp://plane0:4800": [[0.5, 0.011], [1.5, 0.022], [1.25, 0.011]],
+    }
+    counters = {"xdp://plane0:4800": {"waited_s": 0.0125, "gaps": 2, "silences": 1}}
+    memory, xdp = ingest.results({"batch_size": 100, "turns": turns, "counters": counters})
+    assert (memory.source, memory.samples_per_s, memory.ratio_to_memory) == ("memory", 1100.0, 1.0)
+    assert (xdp.source, xdp.samples_per_s, xdp.ratio_to_memory, xdp.input_ms) == ("xdp", 880.0, 2.0, 1.0)
+    console = Console(file=io.StringIO(), width=100)
+    ingest.render([memory, xdp], console)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().splitlines()[-1].split() == ["xdp", "880", "2.000", "1.00", "12.5", "3"]
 
 
 def test_quantiles_interpolate() -> None:

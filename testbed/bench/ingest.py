@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit bench ingest`: a trainer from memory beside the same one from feeders, through `cpu://` and `xdp://`.
+
+The trainers are in one process on one core and take turns, so that slow seconds of the machine hit all of them. Their
+feeders are on another core, in another network namespace. The weights of all must be the same in the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from sennit.testbed.bench.ingest_turns import MEMORY
+from sennit.testbed.topology import Planes
+
+# The most that native XDP takes on a veth interface.
+MTU_BYTES: Final = 3506
+PORTS: Final = {"xdp": 4800, "cpu": 4900}
+FEEDER_HOST, TRAINER_HOST = 0, 1
+STEPS: Final = 11
+"""Of a turn."""
+
+DEADLINE_S: Final = 600.0
+LEAVE_S: Final = 30.0
+
+
+class BenchError(RuntimeError):
+    """Nothing was measured; the message is the trainer's last line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Of one source of samples."""
+
+    source: str
+    samples_per_s: float
+    ratio_to_memory: float
+    """Median over turns of memory's time / its own: above 1 it is the faster."""
+
+    input_ms: float
+    """A step's phase "input"."""
+
+    counters: dict[str, float]
+    """Of the session with the feeders."""
+
+
+def run(*, data: str, turns: int) -> list[Result]:
+    """BenchError says why there are no figures."""
+    cores = sorted(os.sched_getaffinity(0))
+    with Planes(hosts=2, planes=1, mtu=MTU_BYTES, per_packet=True) as planes, contextlib.ExitStack() as feeders:
+        address, interface = planes.addresses(TRAINER_HOST)[0], planes.interfaces(TRAINER_HOST)[0]
+        targets = [f"cpu://[{address}]:{PORTS['cpu']}", f"xdp://{interface}:{PORTS['xdp']}"]
+        arguments = ["-m", "sennit.testbed.bench.ingest_turns", data, str(turns), str(STEPS), *targets]
+        trainer = planes.popen(
+            TRAINER_HOST, [*_on(cores[0]), *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for port in PORTS.values():
+            to = ["--data", data, "--to", f"[{address}]:{port}"]
+            feeder = planes.popen(
+                FEEDER_HOST,
+                [*_on(cores[-1]), "-m", "sennit", "feed", *to],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            feeders.callback(feeder.wait, LEAVE_S)
+            feeders.callback(feeder.terminate)
+        try:
+            said, _ = trainer.communicate(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise BenchError(f"the trainer took more than {DEADLINE_S:g} s") from None
+    last = said.strip().rpartition("\n")[2]
+    if trainer.returncode != 0:
+        raise BenchError(last or f"the trainer ended with {trainer.returncode}")
+    return results(json.loads(last))
+
+
+def results(measured: dict[str, Any]) -> list[Result]:
+    """Out of what `ingest_turns` says."""
+    found = []
+    memory_s = [elapsed_s for elapsed_s, _ in measured["turns"][MEMORY]]
+    for source, turns in measured["turns"].items():
+        taken_s = [elapsed_s for elapsed_s, _ in turns]
+        found.append(
+            Result(
+                source=source.partition(":")[0],
+                samples_per_s=STEPS * measured["batch_size"] / statistics.median(taken_s),
+                ratio_to_memory=statistics.median(
+                    theirs / ours for theirs, ours in zip(memory_s, taken_s, strict=True)
+                ),
+                input_ms=1000 * statistics.median(input_s for _, input_s in turns) / STEPS,
+                counters=measured["counters"].get(source, {}),
+            )
+        )
+    return found
+
+
+def render(found: list[Result], console: Console) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("samples from", "samples/s", "beside memory", "input, ms a step", "waited, ms", "asked again"):
+        table.add_column(name, justify="left" if name == "samples from" else "right")
+    for result in found:
+        counters = result.counters
+        session = ("", "")
+        if counters:
+            session = (f"{1000 * counters['waited_s']:.1f}", f"{counters['gaps'] + counters['silences']:.0f}")
+        ratio, each = f"{result.ratio_to_memory:.3f}", f"{result.input_ms:.2f}"
+        table.add_row(result.source, f"{result.samples_per_s:,.0f}", ratio, each, *session)
+    console.print(table)
+
+
+def as_json(found: list[Result]) -> list[dict[str, Any]]:
+    return [asdict(result) for result in found]
+
+
+def _on(core: int) -> list[str]:
+    """Python on one core, however many threads it has."""
+    return ["taskset", "-c", str(core), sys.executable]
