@@ -129,3 +129,8 @@ def test_import_is_cheap_and_finds_its_parts_from_any_folder(folder: Path) -> No
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=folder, check=True, timeout=60)
+
+
+def test_nothing_beside_the_clone_can_be_imported() -> None:
+    """A folder next to it called `triton` would be torch's."""
+    assert str(ROOT.parent) not in sys.path

@@ -35,6 +35,8 @@ digest() { cat "$@" | sha256sum | cut -c1-32; }
 fresh() { [ "$(cat "$STAMPS/$1" 2>/dev/null)" = "$2" ]; }
 stamp() { mkdir -p "$STAMPS" && printf '%s' "$2" >"$STAMPS/$1"; }
 
+site_packages() { "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))'; }
+
 installed() { dpkg-query -W -f '${db:Status-Abbrev}' "$1" 2>/dev/null | grep -q '^ii'; }
 
 # Prints the packages of apt-packages.txt with the given need that are not installed.
@@ -109,7 +111,7 @@ fi
 # Debian's pyverbs is seen by Debian's Python alone, but another one of the same version can use it as well.
 pyverbs=/usr/lib/python3/dist-packages/pyverbs
 if [ -d "$pyverbs" ] && ! "$VENV/bin/python" -c 'import pyverbs.device' 2>/dev/null; then
-  link=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/pyverbs
+  link=$(site_packages)/pyverbs
   ln -sfn "$pyverbs" "$link"
   "$VENV/bin/python" -c 'import pyverbs.device' 2>/dev/null || rm "$link"
 fi
@@ -160,6 +162,9 @@ else
   build_folder=$(echo build/cp*-linux_*)
   quietly cmake --build "$build_folder"
   quietly cmake --install "$build_folder" --component python \
-    --prefix "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
+    --prefix "$(site_packages)"
 fi
+# scikit-build-core puts the folder above the clone on the path, too: torch would then take a folder `triton` beside the
+# clone for Triton.
+sed -i "\|^$(dirname "$PWD")\$|d" "$(site_packages)"/_editable_*_sennit.pth
 say "ready: $VENV (torch $torch)"
