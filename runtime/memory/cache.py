@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cache of rows before a store: 32 ways, LRU or LFU, with the next batch's rows on their way while one is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.runtime import _memory
+from sennit.runtime.memory.layout import Arrays
+from sennit.runtime.memory.store import RowStore
+from sennit.transport.errors import ArgumentError, TimeoutError
+
+WAYS: Final = 32
+POLICIES: Final = ("lru", "lfu")
+
+
+class CachedBatch:
+    """The rows of one batch. They stay where they are from `wait` to `release`."""
+
+    def __init__(self, cache: RowCache, native: _memory.Batch) -> None:
+        self._cache, self._native = cache, native
+
+    def wait(self, timeout_s: float = 60.0) -> NDArray[np.int64]:
+        """int64 [rows]: the line of each row, in the order given to `prefetch`. Raises `TimeoutError`."""
+        lines = self._cache.native.wait(self._native, timeout_s)
+        if lines is None:
+            raise TimeoutError(f"the rows of a batch did not come within {timeout_s:g} s")
+        return lines
+
+    def release(self, *, is_dirty: bool) -> None:
+        """The batch is done; `is_dirty` if its rows were changed. The cache writes them back when it needs room."""
+        self._cache.native.release(self._native, is_dirty)
+
+
+class RowCache:
+    """Lines of memory that hold rows of a store.
+
+    Prefetches, releases and flushes happen in the order of the calls, in a thread of the cache, so which row lies
+    where depends on that order alone. After an error of the store, every later call raises it again.
+    """
+
+    def __init__(
+        self,
+        store: RowStore,
+        *,
+        line_count: int,
+        spare_count: int = 0,
+        policy: str = "lfu",
+        arrays: Mapping[str, NDArray[np.generic]] | None = None,
+    ) -> None:
+        """`line_count`, a multiple of 32, and `spare_count` more for rows whose set is pinned by batches (conflicts).
+
+        `arrays`: memory for the lines, [line_count + spare_count, columns] for each part; allocated where None.
+        """
+        if line_count < WAYS or line_count % WAYS or spare_count < 0:
+            raise ArgumentError(f"{line_count} lines, {spare_count} spare; allowed: multiples of {WAYS}, 0 or more")
+        if policy not in POLICIES:
+            raise ArgumentError(f"policy {policy!r}; allowed: {', '.join(POLICIES)}")
+        self.store, self.line_count, self.policy = store, line_count, policy
+        total = line_count + spare_count
+        self.arrays: Arrays = dict(arrays) if arrays is not None else store.layout.empty(total)
+        """Memory of the lines by part, [line_count + spare_count, columns]. Write only lines of a batch in use."""
+        self.native = _memory.Cache(
+            store.native, store.layout.as_bytes(self.arrays, total), line_count // WAYS, spare_count, policy == "lfu"
+        )
+
+    def prefetch(self, rows: NDArray[np.int64]) -> CachedBatch:
+        """Begins to bring in `rows`, int64 [n], which may repeat, and pins them. Returns at once."""
+        return CachedBatch(self, self.native.fetch(rows))
+
+    def flush(self, tag: int = 0, *, timeout_s: float = 600.0) -> int:
+        """Writes changed rows back and makes them durable: a generation of the store, whose number it returns.
+
+        No batch may be in use. After a `TimeoutError` the generation may still become complete.
+        """
+        generation = self.native.flush(tag, timeout_s)
+        if generation is None:
+            raise TimeoutError(f"the generation was not durable within {timeout_s:g} s")
+        return generation
+
+    def set_of(self, row: int) -> int:
+        """The set whose 32 lines can hold `row`."""
+        return self.native.set_of(row)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """`lookups` as given; `hits`, `misses` and `conflicts` (misses that took a spare line), each row once a batch;
+        `evictions`, `write_backs`."""
+        return self.native.counters
+
+    def close(self) -> None:
+        """Changed rows that were not flushed are given up."""
+        self.native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

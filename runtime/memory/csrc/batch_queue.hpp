@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: Apache-2.0
+// A cache driven by its own thread, so that the rows of the next batch come in while this one is computed.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "row_cache.hpp"
+
+namespace sennit::memory {
+
+// Runs fetches, releases and flushes in the order in which they were given: which rows are where does not depend on
+// how long anything takes. After an error each later call raises it again.
+class BatchQueue {
+ public:
+  struct Batch {
+    std::vector<std::int64_t> rows, lines;
+    RowCache::Pins pins;
+    bool is_done = false, is_in_use = false, is_released = false;
+  };
+
+  BatchQueue(RowCache& cache, std::uint64_t row_count);
+  // Finishes the operation under way; what was not begun is left out.
+  ~BatchQueue();
+  BatchQueue(const BatchQueue&) = delete;
+
+  std::shared_ptr<Batch> fetch(std::vector<std::int64_t> rows);
+  // False if the deadline comes first. Raises StoreError if the fetch failed.
+  bool wait(const std::shared_ptr<Batch>& batch, std::chrono::steady_clock::time_point deadline);
+  void release(const std::shared_ptr<Batch>& batch, bool is_dirty);
+  // The number of the generation once it is durable; nothing if the deadline comes first, and then it may still be.
+  std::optional<std::uint64_t> flush(std::uint64_t tag, std::chrono::steady_clock::time_point deadline);
+  RowCache::Counters counters();
+
+ private:
+  void run();
+  void put(std::function<void()> command);
+  void check();
+
+  RowCache& cache_;
+  std::uint64_t row_count_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> commands_;
+  RowCache::Counters counters_;
+  std::exception_ptr failure_;
+  std::uint64_t in_use_ = 0;  // batches that were waited for and are not released
+  bool is_ending_ = false;
+  std::thread thread_;
+};
+
+}  // namespace sennit::memory

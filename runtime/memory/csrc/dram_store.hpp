@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include "format.hpp"
+#include "rows.hpp"
+#include "store_error.hpp"
+
+namespace sennit::memory {
+
+// Rows in memory of this process, under a cache in a device's memory or in huge pages. Nothing of it survives.
+class DramStore final : public RowStore {
+ public:
+  // `rows` has a line for each row, and outlives the store.
+  DramStore(Lines rows, std::uint64_t row_count) : rows_(std::move(rows)), row_count_(row_count) {}
+
+  void exchange(std::span<const RowAt> written, std::span<const RowAt> wanted, const Lines& lines) override {
+    for (const auto rows : {written, wanted})
+      for (const RowAt& at : rows)
+        if (at.row >= row_count_)
+          throw StoreError(Fault::ARGUMENT,
+                           "row " + std::to_string(at.row) + "; allowed: below " + std::to_string(row_count_));
+    for (const RowAt& at : written) copy(lines, at.line, rows_, at.row);
+    for (const RowAt& at : wanted) copy(rows_, at.row, lines, at.line);
+  }
+
+  std::uint64_t flush(std::uint64_t) override { return ++generation_; }
+
+ private:
+  static void copy(const Lines& from, std::uint64_t source, const Lines& to, std::uint64_t target) {
+    for (std::size_t n = 0; n < from.parts.size(); n++) {
+      const std::size_t size = from.parts[n].row_bytes;
+      std::memcpy(to.parts[n].data + target * size, from.parts[n].data + source * size, size);
+    }
+  }
+
+  Lines rows_;
+  std::uint64_t row_count_;
+  std::uint64_t generation_ = 0;
+};
+
+}  // namespace sennit::memory

@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "file_store.hpp"
+
+#include <cstring>
+
+#include "store_error.hpp"
+
+namespace sennit::memory {
+namespace {
+
+// Scratch memory of one round of reads.
+constexpr std::size_t ROUND_BYTES = 16 << 20;
+// Reading so much more costs a device less than one more transfer does (measured: docs/performance.md).
+constexpr std::size_t READ_GAP_BYTES = 8 << 10;
+constexpr std::size_t READ_LIMIT_BYTES = 256 << 10;
+constexpr std::size_t APPLY_GAP_BYTES = 64 << 10;
+constexpr std::size_t APPLY_LIMIT_BYTES = 1 << 20;
+constexpr std::size_t APPLY_ROWS = 4096;  // of at most ROUND_BYTES in all
+
+}  // namespace
+
+// A store that failed half way through a call does not know which of its rows are where.
+template <typename Function>
+auto FileStore::guarded(Function function) {
+  if (!failure_.empty())
+    throw StoreError(Fault::DEVICE, device_->name() + ": stopped by an earlier error, open it again: " + failure_);
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    failure_ = error.what();
+    throw;
+  }
+}
+
+void FileStore::check(std::span<const RowAt> rows) const {
+  for (const RowAt& at : rows)
+    if (at.row >= block_.row_count)
+      throw StoreError(Fault::ARGUMENT, device_->name() + ": row " + std::to_string(at.row) + "; allowed: below " +
+                                            std::to_string(block_.row_count));
+}
+
+void FileStore::exchange(std::span<const RowAt> written, std::span<const RowAt> wanted, const Lines& lines) {
+  check(written);
+  check(wanted);
+  guarded([&] {
+    for (const RowAt& at : written) log_->append(at.row, lines, at.line);
+    std::vector<Piece> pieces;
+    pieces.reserve(wanted.size());
+    for (const RowAt& at : wanted) {
+      std::uint64_t offset = block_.base_offset + at.row * record_bytes_;
+      if (log_->holds(at.row))
+        if (const std::byte* record = log_->find(at.row, offset); record != nullptr) {
+          lines.scatter(at.line, record);
+          continue;
+        }
+      pieces.push_back({offset, at.row, at.line});
+    }
+    // Full segments of the log go out beside the first reads.
+    std::vector<Operation> operations;
+    log_->collect_writes(operations);
+    read_pieces(pieces, operations,
+                [&](const Piece& piece, const std::byte* record) { lines.scatter(piece.line, record); });
+    log_->written();
+  });
+}
+
+void FileStore::read_pieces(std::vector<Piece>& pieces, std::vector<Operation>& operations,
+                            const std::function<void(const Piece&, const std::byte*)>& take) {
+  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
+  const std::vector<Extent> extents =
+      join(pieces, record_bytes_, device_->alignment_bytes(), READ_GAP_BYTES, READ_LIMIT_BYTES, true);
+  std::size_t next = 0;
+  do {
+    std::size_t size_bytes = 0, end = next;
+    while (end < extents.size() && (end == next || size_bytes + extents[end].size_bytes <= ROUND_BYTES))
+      size_bytes += extents[end++].size_bytes;
+    // Extents of a round may be larger than it, if records are.
+    scratch_.reserve(std::max(size_bytes, end > next ? ROUND_BYTES : 0));
+    std::byte* data = scratch_.data();
+    for (std::size_t n = next; n < end; n++) {
+      operations.push_back({Operation::Kind::READ, extents[n].offset, data, extents[n].size_bytes, 0});
+      data += extents[n].size_bytes;
+    }
+    device_->run(operations);
+    operations.clear();
+    data = scratch_.data();
+    for (std::size_t n = next; n < end; n++) {
+      for (std::size_t p = extents[n].first; p < extents[n].last; p++) {
+        const std::byte* record = data + (pieces[p].offset - extents[n].offset);
+        if (!is_whole(pieces[p].row, record, payload_bytes_, record_bytes_)) refuse_record(pieces[p]);
+        take(pieces[p], record);
+      }
+      data += extents[n].size_bytes;
+    }
+    next = end;
+  } while (next < extents.size());
+}
+
+void FileStore::refuse_record(const Piece& piece) const {
+  throw StoreError(Fault::CORRUPT, device_->name() + ": " + geometry_.name_of(piece.row) + " at offset " +
+                                       std::to_string(piece.offset) + " fails its CRC");
+}
+
+std::uint64_t FileStore::flush(std::uint64_t tag) {
+  return guarded([&] {
+    log_->write_out();
+    block_.generation++;
+    block_.tag = tag;
+    if (!log_->is_empty()) {
+      device_->sync();
+      block_.written_segments = log_->written_segments();
+      block_.written_digest = log_->written_digest();
+      write_superblock(Superblock::REPLAY);
+      // From here on the generation survives.
+      apply();
+    }
+    write_superblock(Superblock::CLEAN);
+    log_->begin(block_.incarnation, block_.generation + 1);
+    return block_.generation;
+  });
+}
+
+void FileStore::write_superblock(Superblock::State state) {
+  block_.state = state;
+  block_.sequence++;
+  block_.crc = crc32c(~0u, &block_, offsetof(Superblock, crc));
+  AlignedBuffer buffer(BLOCK_BYTES);
+  std::memset(buffer.data(), 0, BLOCK_BYTES);
+  std::memcpy(buffer.data(), &block_, sizeof block_);
+  device_->write(block_.sequence % 2 * BLOCK_BYTES, buffer.span());
+  device_->sync();
+}
+
+// Copies what the log holds into the base. A write that a power cut tears hurts only rows that are in the log: of all
+// others the bytes before and after are the same.
+void FileStore::apply() {
+  const std::size_t most_rows = std::clamp<std::size_t>(ROUND_BYTES / record_bytes_, 1, APPLY_ROWS);
+  std::vector<std::byte> records(most_rows * record_bytes_);
+  std::vector<Piece> in_log, in_base;
+  std::vector<Operation> operations;
+  AlignedBuffer blocks;
+  for (std::uint64_t row = 0; row < block_.row_count;) {
+    in_log.clear();
+    in_base.clear();
+    for (; row < block_.row_count && in_base.size() < most_rows; row++) {
+      if (!log_->holds(row)) continue;
+      Piece piece{0, row, in_base.size()};
+      in_base.push_back({block_.base_offset + row * record_bytes_, row, in_base.size()});
+      log_->find(row, piece.offset);
+      in_log.push_back(piece);
+    }
+    if (in_base.empty()) break;
+    operations.clear();
+    read_pieces(in_log, operations, [&](const Piece& piece, const std::byte* record) {
+      std::memcpy(records.data() + piece.line * record_bytes_, record, record_bytes_);
+    });
+    const std::vector<Extent> extents =
+        join(in_base, record_bytes_, BLOCK_BYTES, APPLY_GAP_BYTES, APPLY_LIMIT_BYTES, false);
+    std::size_t size_bytes = 0;
+    for (const Extent& extent : extents) size_bytes += extent.size_bytes;
+    blocks.reserve(size_bytes);
+    std::byte* data = blocks.data();
+    for (const Extent& extent : extents) {
+      operations.push_back({Operation::Kind::READ, extent.offset, data, extent.size_bytes, 0});
+      data += extent.size_bytes;
+    }
+    std::vector<Operation> writes = operations;
+    for (Operation& operation : writes) operation.kind = Operation::Kind::WRITE;
+    device_->run(operations);
+    for (std::size_t n = 0; n < extents.size(); n++)
+      for (std::size_t p = extents[n].first; p < extents[n].last; p++)
+        std::memcpy(writes[n].data + (in_base[p].offset - extents[n].offset),
+                    records.data() + in_base[p].line * record_bytes_, record_bytes_);
+    device_->run(writes);
+  }
+  device_->sync();
+}
+
+}  // namespace sennit::memory

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: Apache-2.0
+// A set-associative cache of rows over a store, a batch at a time: docs/embedding-store.md says exactly which row goes.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <unordered_map>
+#include <vector>
+
+#include "rows.hpp"
+
+namespace sennit::memory {
+
+enum class Policy : std::uint8_t {
+  LRU,  // the row whose last batch is longest ago
+  LFU,  // the row that was in the fewest batches since it came; of several the one that LRU would take
+};
+
+class RowCache {
+ public:
+  static constexpr std::uint32_t WAYS = 32;
+
+  // `lines` has set_count · WAYS + spare_count of them; spare ones take rows whose set has no line to give.
+  RowCache(RowStore& store, Lines lines, std::uint64_t set_count, std::uint64_t spare_count, Policy policy);
+
+  struct Pins {
+    std::vector<std::uint64_t> lines;  // of each row of the batch once
+  };
+
+  // Raises StoreError for rows out of range, before anything else happens.
+  static void check_rows(std::span<const std::int64_t> rows, std::uint64_t row_count);
+
+  // Brings the rows of one batch in and pins them: out[n] is the line of rows[n], which may repeat. Raises StoreError,
+  // and then the cache can no longer be used.
+  Pins fetch(std::span<const std::int64_t> rows, std::int64_t* out);
+  // The batch of these pins is done, and has changed its rows if `is_dirty`.
+  void release(const Pins& pins, bool is_dirty);
+  // Writes changed rows to the store and makes them a generation.
+  std::uint64_t flush(std::uint64_t tag);
+
+  std::uint64_t set_of(std::uint64_t row) const;
+
+  // Rows of batches, each once a batch: lookups that repeat one within a batch count as lookups only.
+  struct Counters {
+    std::uint64_t batches = 0, lookups = 0, hits = 0, misses = 0, conflicts = 0, evictions = 0, write_backs = 0;
+  };
+  const Counters& counters() const { return counters_; }
+
+ private:
+  // `tags` is what a look at a set starts with: one byte of each row's hash.
+  struct alignas(64) Set {
+    std::array<std::uint8_t, WAYS> tags{};
+    std::uint32_t used = 0, dirty = 0;
+    std::array<std::uint16_t, WAYS> pins{};
+    std::array<std::uint32_t, WAYS> last_batch{}, batches{};
+    std::array<std::uint64_t, WAYS> rows{};
+  };
+  struct Spare {
+    std::uint64_t row = 0;
+    std::uint32_t last_batch = 0;
+    std::uint32_t pins = 0;
+    bool is_dirty = false;
+  };
+
+  static constexpr std::uint32_t NO_WAY = ~0u;
+  static constexpr std::uint64_t NO_LINE = ~0ull;
+
+  std::uint32_t find(const Set& set, std::uint8_t tag, std::uint64_t row) const;
+  std::uint32_t victim(const Set& set) const;
+  std::uint64_t touch(std::uint64_t row, std::uint64_t hash, Pins& pins);
+  std::uint64_t place(std::uint64_t row, std::uint64_t hash, Pins& pins);
+  std::uint64_t spare_first() const { return sets_.size() * WAYS; }
+
+  RowStore& store_;
+  Lines lines_;
+  Policy policy_;
+  std::vector<Set> sets_;
+  std::vector<Spare> spares_;
+  std::vector<std::uint64_t> free_spares_;
+  std::unordered_map<std::uint64_t, std::uint64_t> spare_of_row_;
+  std::uint32_t batch_ = 0;
+  std::vector<RowAt> written_, wanted_;
+  std::vector<std::uint32_t> missed_;
+  Counters counters_;
+};
+
+}  // namespace sennit::memory

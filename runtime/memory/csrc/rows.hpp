@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Rows in memory, and what a row's home has to offer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+namespace sennit::memory {
+
+// A row of the store, and where it lies in `Lines`.
+struct RowAt {
+  std::uint64_t row = 0;
+  std::uint64_t line = 0;
+};
+
+// Arrays, one for each part of a row (its weights, each state of its optimizer); line n of all of them is one row.
+struct Lines {
+  struct Part {
+    std::byte* data = nullptr;
+    std::size_t row_bytes = 0;
+  };
+  std::vector<Part> parts;
+
+  void gather(std::uint64_t line, std::byte* out) const {
+    for (const Part& part : parts) {
+      std::memcpy(out, part.data + line * part.row_bytes, part.row_bytes);
+      out += part.row_bytes;
+    }
+  }
+
+  void scatter(std::uint64_t line, const std::byte* in) const {
+    for (const Part& part : parts) {
+      std::memcpy(part.data + line * part.row_bytes, in, part.row_bytes);
+      in += part.row_bytes;
+    }
+  }
+};
+
+class RowStore {
+ public:
+  virtual ~RowStore() = default;
+  // Takes the rows `written`, each once, then reads the rows `wanted`, each once. Raises StoreError; after one of
+  // Fault::DEVICE or Fault::CORRUPT the store takes no more calls.
+  virtual void exchange(std::span<const RowAt> written, std::span<const RowAt> wanted, const Lines& lines) = 0;
+  // All rows as they were last written make one generation, whose number it returns (docs/embedding-store.md).
+  // `tag` is kept with it.
+  virtual std::uint64_t flush(std::uint64_t tag) = 0;
+};
+
+}  // namespace sennit::memory

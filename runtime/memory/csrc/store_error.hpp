@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace sennit::memory {
+
+// Who must act on an error of a store.
+enum class Fault {
+  ARGUMENT,  // the caller: a value of one call; nothing was read or written
+  FOREIGN,   // the caller: the file is no store, or holds other tables
+  CORRUPT,   // the operator: bytes that were written once are no longer there
+  DEVICE,    // the operator: the operating system refused; `error_number` says why
+};
+
+class StoreError : public std::runtime_error {
+ public:
+  StoreError(Fault fault, const std::string& what, int error_number = 0)
+      : std::runtime_error(what), fault(fault), error_number(error_number) {}
+
+  Fault fault;
+  int error_number;
+};
+
+}  // namespace sennit::memory

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store of rows raises, besides `ArgumentError` and `DeviceError` of the transport; classed by who must act."""
+
+from __future__ import annotations
+
+from sennit.transport.errors import ArgumentError, DeviceError, SennitError
+
+
+class ForeignStore(SennitError):
+    """The caller: the file is no embedding store, or one of other tables; the message says what differs."""
+
+
+class CorruptStore(SennitError):
+    """The operator: bytes that were written once are no longer there; the message has file, offset and table."""
+
+
+def from_fault(fault: int, message: str, error_number: int) -> SennitError:
+    """The error for a `Fault` of csrc/store_error.hpp, in its order."""
+    match fault:
+        case 0:
+            return ArgumentError(message)
+        case 1:
+            return ForeignStore(message)
+        case 2:
+            return CorruptStore(message)
+    error = DeviceError(message)
+    error.errno = error_number
+    return error

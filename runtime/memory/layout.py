@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a store holds: tables whose rows all have the same parts, one after the other in one row space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.transport.errors import ArgumentError
+
+Arrays = dict[str, NDArray[np.generic]]
+
+DTYPES: Final[dict[str, np.dtype[np.generic]]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+    "int8": np.dtype(np.int8),
+    "uint8": np.dtype(np.uint8),
+}
+"""Of parts, and what NumPy holds them in: it has no bfloat16, so that goes by its bits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTable:
+    """One table, or the part of one that this process holds."""
+
+    name: str
+    row_count: int
+    """May be 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowPart:
+    """What each row has of one thing: its weights, or one state of its optimizer."""
+
+    name: str
+    columns: int
+    dtype: str = "float32"
+    """A key of `DTYPES`."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ArgumentError(f"part {self.name}: dtype {self.dtype!r}; allowed: {', '.join(DTYPES)}")
+        if not 1 <= self.columns <= 1 << 18:
+            raise ArgumentError(f"part {self.name}: {self.columns} columns; allowed: 1 to {1 << 18}")
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoreLayout:
+    """The tables and parts of one store. Tables of other dimensions or precisions go into a store of their own."""
+
+    tables: tuple[StoredTable, ...]
+    parts: tuple[RowPart, ...]
+
+    @property
+    def row_count(self) -> int:
+        return sum(table.row_count for table in self.tables)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row in memory."""
+        return sum(part.row_bytes for part in self.parts)
+
+    def first_row(self, name: str) -> int:
+        """The store's number of the first row of table `name`: add ids to it."""
+        first = 0
+        for table in self.tables:
+            if table.name == name:
+                return first
+            first += table.row_count
+        raise ArgumentError(f"table {name!r}; the store has {', '.join(table.name for table in self.tables)}")
+
+    def empty(self, count: int) -> Arrays:
+        """Memory for `count` rows, a [count, columns] array for each part, uninitialised."""
+        return {part.name: np.empty((count, part.columns), DTYPES[part.dtype]) for part in self.parts}
+
+    def as_bytes(self, arrays: Mapping[str, NDArray[np.generic]], count: int) -> list[NDArray[np.uint8]]:
+        """The arrays of all parts as [rows, row_bytes], the same memory. Raises `ArgumentError` for others."""
+        found = []
+        for part in self.parts:
+            array = arrays.get(part.name)
+            if array is None or array.dtype != DTYPES[part.dtype] or array.shape != (count, part.columns):
+                has = "missing" if array is None else f"{array.dtype} {list(array.shape)}"
+                raise ArgumentError(f"part {part.name}: {has}; expected {part.dtype} [{count}, {part.columns}]")
+            if not array.flags.c_contiguous:
+                raise ArgumentError(f"part {part.name}: not contiguous")
+            found.append(array.view(np.uint8).reshape(count, part.row_bytes))
+        return found
+
+    @property
+    def native(self) -> tuple[list[tuple[str, int]], list[tuple[str, str, int, int]]]:
+        """As `_memory` takes it."""
+        tables = [(table.name, table.row_count) for table in self.tables]
+        return tables, [(part.name, part.dtype, part.columns, part.row_bytes) for part in self.parts]
+
+
+def from_native(tables: Sequence[tuple[str, int]], parts: Sequence[tuple[str, str, int, int]]) -> StoreLayout:
+    """The layout that a file has in its directory."""
+    return StoreLayout(
+        tables=tuple(StoredTable(name=name, row_count=count) for name, count in tables),
+        parts=tuple(RowPart(name=name, dtype=dtype, columns=columns) for name, dtype, columns, _ in parts),
+    )

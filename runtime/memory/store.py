@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows by number: on a file or block device that survives crashes, or in DRAM."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sennit.runtime import _memory
+from sennit.runtime.memory.layout import Arrays, StoreLayout, from_native
+from sennit.transport.errors import ArgumentError
+
+ROWS_AT_ONCE = 65_536
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileAccess:
+    """How a file is read and written."""
+
+    is_direct: bool = True
+    """Past the page cache (O_DIRECT), where the file system can."""
+
+    backend: str = ""
+    """`io_uring`, `threads`, or empty for the first of them that works here."""
+
+    depth: int = 128
+    """Transfers at once with io_uring."""
+
+    threads: int = 4
+    """Threads of the other backend."""
+
+    def __post_init__(self) -> None:
+        for field, low, high in (("depth", 1, 4096), ("threads", 1, 256)):
+            if not low <= getattr(self, field) <= high:
+                raise ArgumentError(f"{field} {getattr(self, field)}; allowed: {low} to {high}")
+
+    @property
+    def native(self) -> _memory.FileOptions:
+        """As `_memory` takes it."""
+        return _memory.FileOptions(self.is_direct, self.backend, self.depth, self.threads)
+
+
+def file_bytes(layout: StoreLayout) -> int:
+    """Size of a store's file: the rows, and a log with room for all of them and a quarter more."""
+    return _memory.store_bytes(*layout.native)
+
+
+def create(
+    path: str | os.PathLike[str],
+    layout: StoreLayout,
+    rows: Callable[[int, int], Mapping[str, NDArray[np.generic]]],
+    *,
+    access: FileAccess | None = None,
+) -> RowStore:
+    """Makes the file `path`, or takes over a block device, and fills it: generation 0.
+
+    `rows(first, count)` gives the parts of that many rows. Raises `DeviceError` where the file exists or the disk
+    is full; a file that could not be filled is removed.
+    """
+    access = access or FileAccess()
+    is_device = Path(path).is_block_device()
+    builder = _memory.build_file(os.fspath(path), *layout.native, access.native)
+    try:
+        fill(builder, layout, rows)
+    except BaseException:
+        if not is_device:
+            Path(path).unlink(missing_ok=True)
+        raise
+    del builder  # and with it the lock
+    if not is_device:
+        _sync_name(Path(path))
+    return open_store(path, layout, access=access)
+
+
+def fill(
+    builder: _memory.StoreBuilder, layout: StoreLayout, rows: Callable[[int, int], Mapping[str, NDArray[np.generic]]]
+) -> None:
+    """Gives a builder all rows of its store, and finishes it."""
+    widths = [part.row_bytes for part in layout.parts]
+    for first in range(0, layout.row_count, ROWS_AT_ONCE):
+        count = min(ROWS_AT_ONCE, layout.row_count - first)
+        builder.append(layout.as_bytes(rows(first, count), count), widths, count)
+    builder.finish()
+
+
+def open_store(
+    path: str | os.PathLike[str], layout: StoreLayout | None = None, *, access: FileAccess | None = None
+) -> RowStore:
+    """Opens a store at its last complete generation. Raises `ForeignStore` if it has another layout, `CorruptStore`."""
+    native = _memory.open_file(os.fspath(path), layout.native if layout else None, (access or FileAccess()).native)
+    return RowStore(native, layout or from_native(*native.geometry))
+
+
+def in_dram(layout: StoreLayout, arrays: Mapping[str, NDArray[np.generic]]) -> RowStore:
+    """A store in the memory of these arrays, of [row_count, columns] each. Nothing of it survives the process."""
+    return RowStore(_memory.dram_store(layout.as_bytes(arrays, layout.row_count), layout.row_count), layout)
+
+
+class RowStore:
+    """Rows by their number in the store: `layout.first_row(table) + id`. Not thread-safe."""
+
+    def __init__(self, native: _memory.Store, layout: StoreLayout) -> None:
+        self.native, self.layout = native, layout
+
+    def read(self, rows: NDArray[np.int64]) -> Arrays:
+        """The parts of `rows`, int64 [n], each once."""
+        arrays = self.layout.empty(len(rows))
+        self.native.read(rows, self.layout.as_bytes(arrays, len(rows)))
+        return arrays
+
+    def write(self, rows: NDArray[np.int64], arrays: Mapping[str, NDArray[np.generic]]) -> None:
+        """Replaces `rows`, int64 [n], each once. They become durable with the next `flush`."""
+        self.native.write(rows, self.layout.as_bytes(arrays, len(rows)))
+
+    def flush(self, tag: int = 0) -> int:
+        """Makes all that was written durable, as one generation, and returns its number. `tag` is kept with it."""
+        return self.native.flush(tag)
+
+    @property
+    def generation(self) -> int:
+        """Number of the last complete generation, of a file."""
+        return self.native.generation
+
+    @property
+    def tag(self) -> int:
+        """What `flush` was given for that generation."""
+        return self.native.tag
+
+    @property
+    def was_replayed(self) -> bool:
+        """Whether opening it had to finish a flush that a crash had cut short."""
+        return self.native.was_replayed
+
+    @property
+    def access(self) -> str:
+        """How the file is accessed, for display: `io_uring, direct`."""
+        note = f" ({self.native.note})" if self.native.note else ""
+        return f"{self.native.backend}, {'direct' if self.native.is_direct else 'page cache'}{note}"
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Transfers and bytes of the file, rows that its log took, and rows that were moved within it."""
+        return self.native.counters
+
+    def close(self) -> None:
+        """What was written since the last flush is given up. A cache over it must be closed first."""
+        self.native.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _sync_name(path: Path) -> None:
+    """Makes the file's name survive a power cut."""
+    folder = os.open(path.resolve().parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
