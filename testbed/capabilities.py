@@ -280,6 +280,21 @@ def _bcc() -> Capability:
     return _missing("bcc", what, remedy) if what else _available("bcc", "sennit trace ops, sennit trace loss")
 
 
+def _io_uring() -> Capability:
+    """Opens a small file through it: a kernel, a container's filter or a missing library may refuse."""
+    name = "io-uring"
+    if not probe("core").available:
+        return _missing(name, "needs the native parts", probe("core").remedy)
+    from sennit.runtime import _memory
+
+    problem: str = _memory.uring_problem()
+    if problem:
+        return _missing(
+            name, problem, "install liburing (Debian: liburing2) and permit io_uring; threads are used without"
+        )
+    return _available(name, "files of embedding rows are read and written in batches")
+
+
 def _vm() -> Capability:
     """Whether a VM with soft-RoCE can be started, here meaning that its kernel was built."""
     from sennit.testbed.vm import kernels
@@ -432,6 +447,7 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "tracepoints": _tracepoints,
     "bcc": _bcc,
     "gpu": _gpu,
+    "io-uring": _io_uring,
     "root": _root,
     "netns": _netns,
     "bpf": functools.partial(_bpf_feature, "map", "bpf", "maps can be made"),

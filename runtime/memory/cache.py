@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of rows before a store: 32 ways, LRU or LFU, with the next batch's rows on their way while one is computed."""
+"""A cache of rows before a store: 32 ways, LRU or LFU; the next batch's rows come while one is computed."""
 
 from __future__ import annotations
 

@@ -229,14 +229,14 @@ void bind_stores(nb::module_& module) {
       "build_file",
       [](const std::string& path, const Tables& tables, const Parts& parts, const FileOptions& options) {
         const Geometry geometry = to_geometry(tables, parts);
-        return std::make_unique<StoreBuilder>(
+        return std::make_shared<StoreBuilder>(
             std::move(create_file(path, StoreBuilder::size_bytes(geometry), options).device), geometry);
       },
       "path"_a, "tables"_a, "parts"_a, "options"_a);
   module.def(
       "build_simulated",
       [](const std::shared_ptr<SimulatedDisk>& disk, const Tables& tables, const Parts& parts) {
-        return std::make_unique<StoreBuilder>(simulated(disk), to_geometry(tables, parts));
+        return std::make_shared<StoreBuilder>(simulated(disk), to_geometry(tables, parts));
       },
       "disk"_a, "tables"_a, "parts"_a);
   module.def(
@@ -341,6 +341,12 @@ NB_MODULE(_memory, module) {
     }
   });
   nb::exception<Killed>(module, "Killed");
+  module.def("uring_problem", [] {
+    // A ring of a descriptor that it never uses.
+    std::string problem;
+    make_uring_backend(-1, 1, problem);
+    return problem;
+  });
   bind_stores(module);
   bind_cache(module);
 }

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training over a cache of a few rows gives the bits that training in memory gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from sennit.runtime.dlrm.optimizer import RowWiseAdagrad
+from sennit.runtime.memory import store
+from sennit.runtime.memory.cache import CachedBatch, RowCache
+from sennit.runtime.memory.layout import Arrays, RowPart, StoredTable, StoreLayout
+from sennit.transport.errors import ArgumentError
+
+DIM = 12
+ROWS = 5_000
+LAYOUT = StoreLayout(
+    tables=(StoredTable(name="ads", row_count=ROWS - 1_000), StoredTable(name="users", row_count=1_000)),
+    parts=(RowPart(name="weight", columns=DIM), RowPart(name="sum", columns=1)),
+)
+
+
+def step(weight: torch.Tensor, state: torch.Tensor, rows: NDArray[np.int64], gradient: torch.Tensor) -> None:
+    """Row-wise AdaGrad on distinct `rows` of these arrays."""
+    optimizer = RowWiseAdagrad(0)
+    optimizer.state = state
+    optimizer.step(weight, torch.from_numpy(rows), gradient, rate=0.1)
+
+
+def batches(rng: np.random.Generator, count: int) -> list[NDArray[np.int64]]:
+    """Distinct rows, some much more frequent than others."""
+    return [np.unique((ROWS * rng.random(200) ** 3).astype(np.int64)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("home", ["file", "dram"])
+def test_training_over_a_cache_equals_training_in_memory(
+    tmp_path: Path, policy: str, home: str, rng: np.random.Generator
+) -> None:
+    initial: Arrays = {
+        "weight": rng.standard_normal((ROWS, DIM)).astype(np.float32),
+        "sum": np.zeros((ROWS, 1), np.float32),
+    }
+    weight, state = torch.from_numpy(initial["weight"].copy()), torch.zeros(ROWS)
+    path = tmp_path / "rows"
+    if home == "file":
+        rows = store.create(
+            path, LAYOUT, lambda first, count: {name: array[first : first + count] for name, array in initial.items()}
+        )
+    else:
+        rows = store.in_dram(LAYOUT, initial)
+    steps = batches(rng, 80)
+    with rows, RowCache(rows, line_count=512, spare_count=400, policy=policy) as cache:
+        lines = {name: torch.from_numpy(array) for name, array in cache.arrays.items()}
+        ahead: list[CachedBatch] = [cache.prefetch(steps[0])]
+        for number, wanted in enumerate(steps):
+            if number + 1 < len(steps):
+                ahead.append(cache.prefetch(steps[number + 1]))
+            batch = ahead.pop(0)
+            at = batch.wait()
+            np.testing.assert_array_equal(cache.arrays["weight"][at], weight[wanted].numpy())
+            # A gradient that depends on the weights, as real ones do.
+            step(lines["weight"], lines["sum"].view(-1), at, lines["weight"][at].sin())
+            step(weight, state, wanted, weight[wanted].sin())
+            batch.release(is_dirty=True)
+            if number == 40:
+                cache.flush(number)
+        assert cache.flush(80) == 2
+        counters = cache.counters
+        assert counters["hits"] + counters["misses"] == sum(map(len, steps))
+        assert counters["evictions"] > 1_000
+        assert counters["write_backs"] > 0
+        with pytest.raises(ArgumentError, match="used by a cache"):
+            rows.read(np.arange(3))
+        cache.close()
+        found = rows.read(np.arange(ROWS))
+        np.testing.assert_array_equal(found["weight"], weight.numpy())
+        np.testing.assert_array_equal(found["sum"][:, 0], state.numpy())
+    if home == "file":
+        with store.open_store(path, LAYOUT) as again:
+            np.testing.assert_array_equal(again.read(np.arange(ROWS))["weight"], weight.numpy())
+
+
+def test_rows_that_repeat_share_a_line(rng: np.random.Generator) -> None:
+    rows = store.in_dram(LAYOUT, {"weight": np.zeros((ROWS, DIM), np.float32), "sum": np.zeros((ROWS, 1), np.float32)})
+    wanted = rng.integers(0, 50, 1_000)
+    with RowCache(rows, line_count=1024, policy="lru") as cache:
+        batch = cache.prefetch(wanted)
+        lines = batch.wait()
+        for row in np.unique(wanted):
+            assert len(np.unique(lines[wanted == row])) == 1
+        assert len(np.unique(lines)) == len(np.unique(wanted))
+        # Row r of set s lies in one of the 32 lines of that set.
+        assert all(line // 32 == cache.set_of(int(row)) for row, line in zip(wanted, lines, strict=True))
+        batch.release(is_dirty=False)
+        cache.flush()
+        assert cache.counters["lookups"] == 1_000
+        assert cache.counters["write_backs"] == 0
+
+
+def test_conflicts_take_spare_lines_and_are_counted() -> None:
+    rows = store.in_dram(LAYOUT, {"weight": np.zeros((ROWS, DIM), np.float32), "sum": np.zeros((ROWS, 1), np.float32)})
+    with RowCache(rows, line_count=32, spare_count=8) as cache:
+        batch = cache.prefetch(np.arange(40))
+        lines = batch.wait()
+        assert sorted(lines) == list(range(40))
+        cache.arrays["weight"][lines] = np.arange(40, dtype=np.float32)[:, None]
+        again = cache.prefetch(np.arange(32, 40))
+        batch.release(is_dirty=True)
+        # Rows in spare lines are found there by the next batch.
+        assert set(again.wait()) <= set(lines)
+        again.release(is_dirty=False)
+        cache.flush()
+        assert cache.counters["conflicts"] == 8
+        cache.close()
+    np.testing.assert_array_equal(rows.read(np.arange(40))["weight"][:, 0], np.arange(40))
+
+
+def test_arguments_are_checked() -> None:
+    rows = store.in_dram(LAYOUT, {"weight": np.zeros((ROWS, DIM), np.float32), "sum": np.zeros((ROWS, 1), np.float32)})
+    for line_count in (0, 31, 33):
+        with pytest.raises(ArgumentError, match="multiples of 32"):
+            RowCache(rows, line_count=line_count)
+    with pytest.raises(ArgumentError, match="policy 'random'; allowed: lru, lfu"):
+        RowCache(rows, line_count=32, policy="random")
+    with RowCache(rows, line_count=32) as cache:
+        with pytest.raises(ArgumentError, match=r"row 5000 at position 1; allowed: 0 to 5000, that excluded"):
+            cache.prefetch(np.array([4999, 5000]))
+        with pytest.raises(ArgumentError, match="used by a cache"):
+            RowCache(rows, line_count=32)
+        batch = cache.prefetch(np.arange(40))
+        with pytest.raises(ArgumentError, match="give the cache more lines"):
+            batch.wait()
