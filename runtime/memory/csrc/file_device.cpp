@@ -18,7 +18,7 @@
 namespace sennit::memory {
 namespace {
 
-// Of files whose file system does not say, and of all that goes through the page cache.
+// Of direct I/O where the file system does not say.
 constexpr std::size_t DEFAULT_ALIGNMENT_BYTES = 4096;
 
 class Descriptor {
@@ -55,7 +55,7 @@ int open_either(const std::string& path, int flags, const FileOptions& options, 
 }
 
 std::size_t alignment(int descriptor, const struct stat& status, bool is_direct) {
-  if (!is_direct) return DEFAULT_ALIGNMENT_BYTES;
+  if (!is_direct) return 1;
   if (S_ISBLK(status.st_mode)) {
     int size = 0;
     if (ioctl(descriptor, BLKSSZGET, &size) == 0 && size > 0) return static_cast<std::size_t>(size);

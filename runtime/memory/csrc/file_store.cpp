@@ -12,6 +12,8 @@ namespace {
 constexpr std::size_t ROUND_BYTES = 16 << 20;
 // Reading so much more costs a device less than one more transfer does (measured: docs/performance.md).
 constexpr std::size_t READ_GAP_BYTES = 8 << 10;
+// The same of the page cache, of which every byte is copied.
+constexpr std::size_t CACHED_READ_GAP_BYTES = 2 << 10;
 constexpr std::size_t READ_LIMIT_BYTES = 256 << 10;
 constexpr std::size_t APPLY_GAP_BYTES = 64 << 10;
 constexpr std::size_t APPLY_LIMIT_BYTES = 1 << 20;
@@ -68,7 +70,8 @@ void FileStore::read_pieces(std::vector<Piece>& pieces, std::vector<Operation>& 
                             const std::function<void(const Piece&, const std::byte*)>& take) {
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
   const std::vector<Extent> extents =
-      join(pieces, record_bytes_, device_->alignment_bytes(), READ_GAP_BYTES, READ_LIMIT_BYTES, true);
+      join(pieces, record_bytes_, device_->alignment_bytes(),
+           device_->alignment_bytes() == 1 ? CACHED_READ_GAP_BYTES : READ_GAP_BYTES, READ_LIMIT_BYTES, true);
   std::size_t next = 0;
   do {
     std::size_t size_bytes = 0, end = next;
