@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import resource
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -245,6 +246,48 @@ def test_foreign_torn_and_short_files_are_named(tmp_path: Path) -> None:
         file.truncate(1 << 20)
     with pytest.raises(CorruptStore, match="the file at 1048576"):
         store.open_store(path)
+
+
+def crc32c(data: bytes) -> int:
+    """By the definition (RFC 3720, section 12.1), without the final inversion."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc
+
+
+def test_the_file_is_as_documented(tmp_path: Path) -> None:
+    """docs/embedding-store.md, read by other code than that which wrote it."""
+    path = tmp_path / "rows"
+    with store.create(path, LAYOUT, first_rows) as rows:
+        rows.write(ALL[:5], rows_of(1, ALL[:5]))
+        rows.flush(tag=77)
+    file = path.read_bytes()
+    superblocks = [file[at : at + 120] for at in (0, 4096)]
+    for block in superblocks:
+        assert block[:8] == b"SENNITRS"
+        assert int.from_bytes(block[116:], "little") == crc32c(block[:116])
+    newest = max(superblocks, key=lambda block: int.from_bytes(block[16:24], "little"))
+    version, state, sequence, generation, tag, incarnation, row_count, base, log, segment, segments, size = (
+        struct.unpack("<II10Q", newest[8:96])
+    )
+    assert (version, state, generation, tag, row_count) == (1, 0, 1, 77, LAYOUT.row_count)
+    assert superblocks[sequence % 2] == newest
+    assert len(file) == log + segment * segments
+    directory = file[8192 : 8192 + size]
+    assert directory.startswith(struct.pack("<II6sI7sII", 2, 6, b"weight", 7, b"float32", 20, 80))
+    assert directory.endswith(struct.pack("<I5sQ", 5, b"users", 300))
+    assert int.from_bytes(newest[112:116], "little") == crc32c(directory)
+    record = file[base + 4 * 88 : base + 5 * 88]
+    assert record[:80] == rows_of(1, ALL[4:5])["weight"].tobytes()
+    assert int.from_bytes(record[84:], "little") == crc32c(struct.pack("<Q", 4) + record[:84])
+    magic, count, of, generation, sequence, zeros, crc = struct.unpack("<4sIQQQII", file[log : log + 40])
+    assert (magic, count, of, generation, sequence, zeros) == (b"SLOG", 5, incarnation, 1, 0, 0)
+    numbers = file[log + 40 : log + 40 + 8 * count]
+    assert crc == crc32c(file[log : log + 36] + numbers)
+    assert numbers == ALL[:5].tobytes()
 
 
 def test_making_a_store_that_fails_leaves_no_file(tmp_path: Path) -> None:

@@ -132,12 +132,20 @@ void FileStore::read_superblock(const std::optional<Geometry>& expected) {
   if (block_.end_offset() > device_->size_bytes())
     throw StoreError(Fault::CORRUPT, name + ": the store ends at offset " + std::to_string(block_.end_offset()) +
                                          ", the file at " + std::to_string(device_->size_bytes()));
+  if (block_.base_offset < DIRECTORY_OFFSET + block_.directory_bytes || block_.base_offset > block_.log_offset)
+    throw StoreError(Fault::CORRUPT, name + ": the superblock puts the base at offset " +
+                                         std::to_string(block_.base_offset) + ", inside of something else");
   AlignedBuffer directory(block_.base_offset - DIRECTORY_OFFSET);
   device_->read(DIRECTORY_OFFSET, directory.span());
   if (crc32c(~0u, directory.data(), block_.directory_bytes) != block_.directory_crc)
     throw StoreError(Fault::CORRUPT, name + ": the directory of tables at offset " + std::to_string(DIRECTORY_OFFSET) +
                                          " fails its CRC");
   geometry_ = Geometry::decode({directory.data(), block_.directory_bytes});
+  if (geometry_.row_count() != block_.row_count ||
+      block_.base_offset + block_.row_count * geometry_.record_bytes() > block_.log_offset)
+    throw StoreError(Fault::CORRUPT, name + ": the directory of tables at offset " + std::to_string(DIRECTORY_OFFSET) +
+                                         " does not fit the superblock's " + std::to_string(block_.row_count) +
+                                         " rows");
   if (!expected) return;
   expected->check();
   const std::string tables = first_difference(geometry_.tables, expected->tables);
