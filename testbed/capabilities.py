@@ -281,7 +281,7 @@ def _bcc() -> Capability:
 
 
 def _io_uring() -> Capability:
-    """Opens a small file through it: a kernel, a container's filter or a missing library may refuse."""
+    """Sets a ring up: a kernel, a container's filter or a missing library may refuse."""
     name = "io-uring"
     if not probe("core").available:
         return _missing(name, "needs the native parts", probe("core").remedy)

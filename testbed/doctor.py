@@ -36,6 +36,7 @@ QUESTIONS = (
     ),
     Question(title="RDMA devices (verbs)", needs=("rdma", "roce")),
     Question(title="soft-RoCE in a VM (sennit testbed vm, make test-rdma)", needs=("vm",)),
+    Question(title="embedding rows on files by io_uring (threads otherwise)", needs=("io-uring",)),
     Question(title="CUDA tensors", needs=("gpu",)),
     Question(
         title="network namespaces, traffic control and BPF (tests of the outer rings)",
