@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Embedding tables: one operator, several implementations, the same bits. docs/embedding.md defines the arithmetic."""

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The lookups of one call, in the combined format: blocks of bags, lengths, ids.
+
+Neo (Mudigere et al., ISCA 2022, section 4.4) keeps lengths instead of offsets, and the ids of all tables in one tensor.
+A block is a run of bags for one table. Tables may be named by several blocks (shared tables, or the parts that came
+from several ranks) and blocks may have different numbers of bags, so what an AlltoAll delivers is a batch as it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.spec import Pooling, TableSpec
+from sennit.transport.errors import ArgumentError
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """K blocks with `bags_of_block.sum()` bags and `lengths.sum()` lookups. All tensors on one device, contiguous."""
+
+    table_of_block: tuple[int, ...]
+    """[K]: number of the table that each block is for."""
+
+    bags_of_block: tuple[int, ...]
+    """[K]: its bags."""
+
+    lengths: Tensor
+    """Int32 or int64 [bags]: lookups of each bag, block after block."""
+
+    values: Tensor
+    """Int32 or int64 [lookups]: ids within the block's table, bag after bag."""
+
+    weights: Tensor | None = None
+    """Float32 [lookups], for `Pooling.SUM` only: each row is multiplied by its weight."""
+
+    pooling: Pooling = Pooling.SUM
+
+    def __post_init__(self) -> None:
+        if len(self.table_of_block) != len(self.bags_of_block):
+            raise ArgumentError(
+                f"{len(self.table_of_block)} tables of blocks, but {len(self.bags_of_block)} numbers of bags"
+            )
+        for block, bags in enumerate(self.bags_of_block):
+            if bags < 0:
+                raise ArgumentError(f"block {block} has {bags} bags; allowed: 0 or more")
+        for name in ("lengths", "values"):
+            tensor = getattr(self, name)
+            if tensor.dtype not in _INTEGERS:
+                raise ArgumentError(f"{name} are {tensor.dtype}; allowed: int32, int64")
+        if self.weights is not None:
+            if self.weights.dtype is not torch.float32:
+                raise ArgumentError(f"weights are {self.weights.dtype}; allowed: float32")
+            if self.pooling is not Pooling.SUM:
+                raise ArgumentError(f"weights with pooling {self.pooling.value}; allowed: sum")
+            if self.weights.shape != self.values.shape:
+                raise ArgumentError(f"{len(self.weights)} weights for {len(self.values)} ids")
+        for name in ("lengths", "values", "weights"):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if tensor.dim() != 1 or not tensor.is_contiguous():
+                raise ArgumentError(f"{name} have shape {tuple(tensor.shape)}; allowed: one dimension, contiguous")
+            if tensor.device != self.lengths.device:
+                raise ArgumentError(f"{name} are on {tensor.device}, lengths on {self.lengths.device}")
+        if sum(self.bags_of_block) != len(self.lengths):
+            raise ArgumentError(f"blocks of {sum(self.bags_of_block)} bags in all, but {len(self.lengths)} lengths")
+
+    def output_size(self, tables: tuple[TableSpec, ...]) -> int:
+        """Floats that a lookup returns. Reads `lengths` where sequences have different dims."""
+        dims = [tables[table].dim for table in self.table_of_block]
+        if self.pooling is not Pooling.NONE:
+            return sum(bags * dim for bags, dim in zip(self.bags_of_block, dims, strict=True))
+        if len(set(dims)) <= 1:
+            return len(self.values) * (dims[0] if dims else 0)
+        return sum(block.lookup_count * dim for block, dim in zip(self.blocks(), dims, strict=True))
+
+    def blocks(self) -> Iterator[Block]:
+        """The blocks in order. Reads `lengths`."""
+        bag = lookup = 0
+        counts = [int(part.sum()) for part in torch.split(self.lengths, self.bags_of_block)]
+        for table, bags, count in zip(self.table_of_block, self.bags_of_block, counts, strict=True):
+            yield Block(table=table, first_bag=bag, bag_count=bags, first_lookup=lookup, lookup_count=count)
+            bag, lookup = bag + bags, lookup + count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Where one block lies in a batch."""
+
+    table: int
+    first_bag: int
+    bag_count: int
+    first_lookup: int
+    lookup_count: int
+
+    @property
+    def bags(self) -> slice:
+        return slice(self.first_bag, self.first_bag + self.bag_count)
+
+    @property
+    def lookups(self) -> slice:
+        return slice(self.first_lookup, self.first_lookup + self.lookup_count)

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with a batch before its rows are touched, and with gradients after."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch, Block
+from sennit.runtime.kernels.spec import Bounds, Pooling, TableSpec
+from sennit.transport.errors import ArgumentError, SennitError
+
+IGNORED = -1
+"""The id that stands for one that is to be ignored: kernels take ids in [0, row_count) and this one."""
+
+
+class IdError(ArgumentError, IndexError):
+    """An id is outside its table; the message names table, position, id and what is allowed."""
+
+
+class GradientError(SennitError, ArithmeticError):
+    """A row's gradient has an infinite or undefined element; the message names the first table and row.
+
+    Such rows, weights and states, are as they were. All other rows of the step have been updated.
+    """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadGradients:
+    """Rows of one table that were not updated, since their summed gradient was not finite."""
+
+    table: int
+    row_count: int
+    first_row: int
+    """The lowest of them."""
+
+
+def check_lengths(batch: Batch) -> None:
+    """Raises `ArgumentError` unless lengths are 0 or more and count the ids."""
+    if len(batch.lengths):
+        least = int(batch.lengths.min())
+        if least < 0:
+            bag = int((batch.lengths < 0).nonzero()[0])
+            raise ArgumentError(f"bag {bag} has length {int(batch.lengths[bag])}; allowed: 0 or more")
+    total = int(batch.lengths.sum(dtype=torch.int64))
+    if total != len(batch.values):
+        raise ArgumentError(f"lengths of {total} lookups in all, but {len(batch.values)} ids")
+
+
+def check_gradient(batch: Batch, gradient: Tensor, tables: tuple[TableSpec, ...]) -> None:
+    """Raises `ArgumentError` unless `gradient` has the shape and dtype of the lookup's result."""
+    size = batch.output_size(tables)
+    if gradient.dtype is not torch.float32 or gradient.shape != (size,) or not gradient.is_contiguous():
+        raise ArgumentError(
+            f"gradient is {gradient.dtype} of shape {tuple(gradient.shape)}; allowed: contiguous float32 of ({size},)"
+        )
+    if gradient.device != batch.lengths.device:
+        raise ArgumentError(f"gradient is on {gradient.device}, the batch on {batch.lengths.device}")
+
+
+def resolve(batch: Batch, tables: Sequence[TableSpec], bounds: Bounds) -> tuple[Batch, dict[int, int]]:
+    """The batch as kernels take it, and how many ids were out of range, by table.
+
+    Checks block numbers, lengths and ids. The batch comes back as it is unless ids were out of range; then its ids are
+    a new int64 tensor in which they are wrapped, or `IGNORED`.
+    """
+    for block, table in enumerate(batch.table_of_block):
+        if not 0 <= table < len(tables):
+            raise ArgumentError(f"block {block} is for table {table}; allowed: 0 to {len(tables) - 1}")
+    check_lengths(batch)
+    outside: dict[int, int] = {}
+    values = batch.values
+    for block in batch.blocks():
+        ids, row_count = batch.values[block.lookups], tables[block.table].row_count
+        if not len(ids):
+            continue
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low >= 0 and high < row_count:
+            continue
+        ids = ids.to(torch.int64)
+        wrong = (ids < 0) | (ids >= row_count)
+        if bounds is Bounds.ERROR or (bounds is Bounds.WRAP and row_count == 0):
+            place = int(wrong.nonzero()[0])
+            raise IdError(
+                f"table {tables[block.table].name}: id {int(ids[place])} at position {block.first_lookup + place}; "
+                f"allowed: [0, {row_count})"
+            )
+        if values is batch.values:
+            values = batch.values.to(torch.int64, copy=True)
+        values[block.lookups] = torch.remainder(ids, row_count) if bounds is Bounds.WRAP else ids.where(~wrong, IGNORED)
+        outside[block.table] = outside.get(block.table, 0) + int(wrong.sum())
+    return (batch if values is batch.values else dataclasses.replace(batch, values=values)), outside
+
+
+def places_of_outputs(batch: Batch, tables: Sequence[TableSpec]) -> list[tuple[Block, slice]]:
+    """Each block with the part of the flat result that is its own."""
+    found, start = [], 0
+    for block in batch.blocks():
+        vectors = block.lookup_count if batch.pooling is Pooling.NONE else block.bag_count
+        end = start + vectors * tables[block.table].dim
+        found.append((block, slice(start, end)))
+        start = end
+    return found

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Owns embedding tables with their optimizer's states, and runs the operator on them in one of its implementations."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels import reference
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.checks import BadGradients, GradientError, check_gradient, resolve
+from sennit.runtime.kernels.layout import TableMemory, allocate
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec, StepConstants
+from sennit.runtime.kernels.spec import Bounds, Rounding, TableSpec
+from sennit.transport.errors import ArgumentError, ConfigError
+
+
+class Implementation(Protocol):
+    """What an implementation of the operator has to offer: the functions of `reference`, with the same bits.
+
+    Batches are checked: ids are in range or `checks.IGNORED`, gradients have the shape of the result.
+    """
+
+    def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor: ...
+
+    def weight_gradient(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor: ...
+
+    def update(
+        self,
+        tables: Sequence[TableMemory],
+        batch: Batch,
+        gradient: Tensor,
+        *,
+        kind: Optimizer,
+        constants: StepConstants,
+        rounding: Rounding,
+        seed: int,
+    ) -> list[BadGradients]: ...
+
+
+IMPLEMENTATIONS: Final = ("reference",)
+"""Names that `EmbeddingEngine` takes."""
+
+
+def implementation(name: str) -> Implementation:
+    """The implementation called `name`; raises `ConfigError`, or `Unsupported` where this machine cannot run it."""
+    match name:
+        case "reference":
+            return reference
+    raise ConfigError(f"implementation {name!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
+
+
+class EmbeddingEngine:
+    """Tables that share an optimizer.
+
+    `lookup` reads, `update` takes one optimizer step. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        tables: Iterable[TableSpec],
+        optimizer: OptimizerSpec,
+        *,
+        implementation_name: str = "reference",
+        bounds: Bounds = Bounds.ERROR,
+        rounding: Rounding = Rounding.STOCHASTIC,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Tables of zeros: fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding."""
+        self.specs = tuple(tables)
+        self.optimizer, self.bounds, self.rounding, self.seed = optimizer, bounds, rounding, seed
+        twice = [name for name, count in Counter(table.name for table in self.specs).items() if count > 1]
+        if twice:
+            raise ConfigError(f"two tables are called {twice[0]}")
+        if not 0 <= seed < 1 << 64:
+            raise ConfigError(f"seed {seed}; allowed: 0 to 2^64 - 1")
+        self.device = torch.device(device)
+        self.tables = tuple(allocate(spec, optimizer, self.device) for spec in self.specs)
+        self._by_name = {table.spec.name: table for table in self.tables}
+        self._implementation = implementation(implementation_name)
+        self.step = 0
+        """Optimizer steps taken; belongs into checkpoints."""
+        self.ids_outside: Counter[str] = Counter()
+        """Ids out of range that lookups met, by table."""
+        self.rows_skipped: Counter[str] = Counter()
+        """Rows left alone by updates since their gradient was not finite, by table."""
+
+    def weight(self, name: str) -> Tensor:
+        """[row_count, dim] in the table's precision; the engine's own memory."""
+        return self._by_name[name].weight
+
+    def states(self, name: str) -> dict[str, Tensor]:
+        """The optimizer's states of a table by name (`OptimizerSpec.states`); the engine's own memory."""
+        return self._by_name[name].states
+
+    def lookup(self, batch: Batch) -> Tensor:
+        """The flat float32 result: for each block [bags, dim], or [lookups, dim] without pooling.
+
+        Raises `ArgumentError` for bad lengths and, where bounds are `ERROR`, `IdError` for ids out of range.
+        """
+        self._check_device(batch)
+        batch, outside = resolve(batch, self.specs, self.bounds)
+        for table, count in outside.items():
+            self.ids_outside[self.specs[table].name] += count
+        return self._implementation.lookup(self.tables, batch)
+
+    def weight_gradient(self, batch: Batch, gradient: Tensor) -> Tensor:
+        """Float32 [lookups]: gradient of `batch.weights`, from that of the result and the rows as they are now."""
+        if batch.weights is None:
+            raise ArgumentError("the batch has no weights")
+        self._check_device(batch)
+        batch, _ = resolve(batch, self.specs, self.bounds)
+        check_gradient(batch, gradient, self.specs)
+        return self._implementation.weight_gradient(self.tables, batch, gradient)
+
+    def update(self, batch: Batch, gradient: Tensor, *, rate: float) -> None:
+        """One optimizer step at learning rate `rate` on the rows of `batch`, from the gradient of its lookup's result.
+
+        Rows whose summed gradient is not finite are left alone and counted; then, after all others are
+        updated, `GradientError` is raised.
+        """
+        self._check_device(batch)
+        batch, _ = resolve(batch, self.specs, self.bounds)
+        check_gradient(batch, gradient, self.specs)
+        constants = self.optimizer.constants(step=self.step + 1, rate=rate)
+        self.step += 1
+        bad = self._implementation.update(
+            self.tables,
+            batch,
+            gradient,
+            kind=self.optimizer.kind,
+            constants=constants,
+            rounding=self.rounding,
+            seed=self.seed,
+        )
+        for part in bad:
+            self.rows_skipped[self.specs[part.table].name] += part.row_count
+        if bad:
+            first = bad[0]
+            raise GradientError(
+                f"step {self.step}: the gradient of {sum(part.row_count for part in bad)} rows is not finite, "
+                f"first table {self.specs[first.table].name} row {first.first_row}; they were left as they were"
+            )
+
+    def _check_device(self, batch: Batch) -> None:
+        if batch.lengths.device != self.device:
+            raise ArgumentError(f"the batch is on {batch.lengths.device}, the tables are on {self.device}")

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which optimizer a table is updated by, the states it keeps, and the numbers of one step.
+
+The formulas, operation by operation, are in docs/embedding.md. Everything that a step needs besides rows and gradients
+is worked out here once, in float64, and rounded to float32 once, so that all implementations start from equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from sennit.runtime.kernels.spec import TableSpec
+from sennit.transport.errors import ConfigError
+
+
+class Optimizer(Enum):
+    """The kinds, with the paper that each comes from."""
+
+    SGD = "sgd"
+    ADAGRAD = "adagrad"
+    """Duchi, Hazan, Singer 2011."""
+
+    ROW_WISE_ADAGRAD = "row_wise_adagrad"
+    """One accumulator a row: Gupta et al. 2014; Mudigere et al. 2022, section 4.1.4."""
+
+    ADAM = "adam"
+    """Kingma, Ba 2015; AdamW (Loshchilov, Hutter 2019) with decoupled decay. Rows without lookups are left alone."""
+
+    PARTIAL_ROW_WISE_ADAM = "partial_row_wise_adam"
+    """Adam with one second moment a row."""
+
+    LAMB = "lamb"
+    """You et al. 2020, with a row for a layer."""
+
+
+class Decay(Enum):
+    """Where weight decay acts. Rows without lookups do not decay."""
+
+    L2 = "l2"
+    """Added to the gradient."""
+
+    DECOUPLED = "decoupled"
+    """Applied to the weight (for LAMB: added to the direction), past the moments."""
+
+
+class StateShape(Enum):
+    """Floats that a state has for each row."""
+
+    ELEMENT = "element"
+    """As many as the table has columns: [row_count, dim]."""
+
+    ROW = "row"
+    """One: [row_count]."""
+
+
+_STATES: dict[Optimizer, dict[str, StateShape]] = {
+    Optimizer.SGD: {},
+    Optimizer.ADAGRAD: {"sum": StateShape.ELEMENT},
+    Optimizer.ROW_WISE_ADAGRAD: {"sum": StateShape.ROW},
+    Optimizer.ADAM: {"moment1": StateShape.ELEMENT, "moment2": StateShape.ELEMENT},
+    Optimizer.PARTIAL_ROW_WISE_ADAM: {"moment1": StateShape.ELEMENT, "moment2": StateShape.ROW},
+    Optimizer.LAMB: {"moment1": StateShape.ELEMENT, "moment2": StateShape.ELEMENT},
+}
+_HAS_MOMENTS = frozenset({Optimizer.ADAM, Optimizer.PARTIAL_ROW_WISE_ADAM, Optimizer.LAMB})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """An optimizer and its hyperparameters; the learning rate is an argument of each step."""
+
+    kind: Optimizer = Optimizer.ROW_WISE_ADAGRAD
+    epsilon: float = 1e-8
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    decay: Decay = Decay.L2
+    max_gradient: float | None = None
+    """Each element of a row's summed gradient is clipped to [-max_gradient, max_gradient]."""
+
+    def __post_init__(self) -> None:
+        def refuse(field: str, allowed: str) -> None:
+            raise ConfigError(f"{field} {getattr(self, field)}; allowed: {allowed}")
+
+        if not 0 <= self.epsilon < math.inf:
+            refuse("epsilon", "0 or more")
+        for field in ("beta1", "beta2"):
+            if not 0 <= getattr(self, field) < 1:
+                refuse(field, "[0, 1)")
+        if not 0 <= self.weight_decay < math.inf:
+            refuse("weight_decay", "0 or more")
+        if self.max_gradient is not None and not 0 < self.max_gradient < math.inf:
+            refuse("max_gradient", "above 0, or None")
+
+    @property
+    def states(self) -> dict[str, StateShape]:
+        """Names and shapes of the states, float32, zeros at the start, in the order in which kernels take them."""
+        return _STATES[self.kind]
+
+    def state_shape(self, name: str, table: TableSpec) -> tuple[int, ...]:
+        """The shape of state `name` of `table`."""
+        is_row = self.states[name] is StateShape.ROW
+        return (table.row_count,) if is_row else (table.row_count, table.dim)
+
+    def constants(self, *, step: int, rate: float) -> StepConstants:
+        """The float32 numbers of step `step` (from 1) at learning rate `rate`."""
+        if step < 1:
+            raise ConfigError(f"step {step}; allowed: 1 or more")
+        if not math.isfinite(rate):
+            raise ConfigError(f"learning rate {rate}; allowed: finite")
+        correction1 = correction2 = 1.0
+        if self.kind in _HAS_MOMENTS:
+            correction1 = 1.0 / (1.0 - self.beta1**step)
+            correction2 = 1.0 / math.sqrt(1.0 - self.beta2**step)
+        is_lamb = self.kind is Optimizer.LAMB
+        decoupled = self.decay is Decay.DECOUPLED
+        return StepConstants(
+            rate=_f32(rate),
+            scale1=_f32(correction1 if is_lamb else rate * correction1),
+            scale2=_f32(correction2),
+            epsilon=_f32(self.epsilon),
+            beta1=_f32(self.beta1),
+            beta1_rest=_f32(1.0 - self.beta1),
+            beta2=_f32(self.beta2),
+            beta2_rest=_f32(1.0 - self.beta2),
+            decay=_f32(0.0 if decoupled and not is_lamb else self.weight_decay),
+            decay_after=decoupled and is_lamb,
+            keep=_f32(1.0 - rate * self.weight_decay if decoupled and not is_lamb else 1.0),
+            max_gradient=_f32(math.inf if self.max_gradient is None else self.max_gradient),
+            step=step,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepConstants:
+    """The numbers of one step. Floats are float32 values; a term whose constant changes nothing is left out."""
+
+    rate: float
+    scale1: float
+    """Of the first moment: rate / (1 - beta1^step); for LAMB without the rate."""
+
+    scale2: float
+    """Of the second moment's root: 1 / sqrt(1 - beta2^step)."""
+
+    epsilon: float
+    beta1: float
+    beta1_rest: float
+    """1 - beta1."""
+
+    beta2: float
+    beta2_rest: float
+    """1 - beta2."""
+
+    decay: float
+    """Weight times this joins the gradient, or LAMB's direction if `decay_after`; left out if 0."""
+
+    decay_after: bool
+
+    keep: float
+    """Decoupled decay: what weights are multiplied by before the step; left out if 1."""
+
+    max_gradient: float
+    """Left out if infinite."""
+
+    step: int
+    """From 1; its low 32 bits are the step's word in the counters of random numbers."""
+
+
+def _f32(value: float) -> float:
+    """The nearest float32, which may be infinite."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))

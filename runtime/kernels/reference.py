@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator in plain torch: slow, readable, and what the other implementations must equal to the bit.
+
+docs/embedding.md is the definition; each function here is one of its rules. Sums start at +0, and therefore are
+never -0, so that adding +0 for what is missing changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch, Block
+from sennit.runtime.kernels.checks import BadGradients, places_of_outputs
+from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
+from sennit.runtime.kernels.reference_rounding import rounded
+from sennit.runtime.kernels.spec import Pooling, Rounding
+
+CHUNK: Final = 32
+"""Lookups of one row that are summed one after the other."""
+
+
+def lookup(tables: Sequence[TableMemory], batch: Batch) -> Tensor:
+    """The flat float32 result, block after block: [bags, dim] each, or [lookups, dim] for sequences."""
+    parts = [torch.zeros(0)]
+    for block in batch.blocks():
+        vectors = _rows_of(tables[block.table], batch.values[block.lookups])
+        if batch.weights is not None:
+            vectors = _ignoring(batch, block, batch.weights[block.lookups].unsqueeze(1) * vectors)
+        if batch.pooling is not Pooling.NONE:
+            lengths = batch.lengths[block.bags].to(torch.int64)
+            vectors = left_fold(vectors, lengths)
+            if batch.pooling is Pooling.MEAN:
+                vectors = vectors / lengths.clamp(min=1).to(torch.float32).unsqueeze(1)
+        parts.append(vectors.flatten())
+    return torch.cat(parts)
+
+
+def weight_gradient(tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor:
+    """Float32 [lookups]: dot product of each lookup's row and its bag's gradient; 0 for ignored ids."""
+    result = torch.zeros(len(batch.values))
+    for block, part in places_of_outputs(batch, [table.spec for table in tables]):
+        ids = batch.values[block.lookups]
+        product = gradient[part].view(block.bag_count, -1)[_bags(batch, block)] * _rows_of(tables[block.table], ids)
+        result[block.lookups] = torch.where(ids < 0, 0.0, lane_tree(product))
+    return result
+
+
+def update(
+    tables: Sequence[TableMemory],
+    batch: Batch,
+    gradient: Tensor,
+    *,
+    kind: Optimizer,
+    constants: StepConstants,
+    rounding: Rounding,
+    seed: int,
+) -> list[BadGradients]:
+    """Updates each row that was looked up once, by the sum of its lookups' gradients.
+
+    `gradient` is that of `lookup`'s result. Returns which rows were left alone since their sum was not finite.
+    """
+    bad = []
+    places = places_of_outputs(batch, [table.spec for table in tables])
+    for number, table in enumerate(tables):
+        own = [(block, part) for block, part in places if block.table == number]
+        if not own:
+            continue
+        rows = torch.cat([batch.values[block.lookups] for block, _ in own]).to(torch.int64)
+        each = torch.cat([_gradients(batch, block, gradient[part], table.spec.dim) for block, part in own])
+        rows, sums = sums_by_row(rows[rows >= 0], each[rows >= 0])
+        finite = sums.isfinite().all(1)
+        if not bool(finite.all()):
+            wrong = rows[~finite]
+            bad.append(BadGradients(table=number, row_count=len(wrong), first_row=int(wrong[0])))
+        _apply(table, rows[finite], sums[finite], kind, constants, rounding, seed)
+    return bad
+
+
+def sums_by_row(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct rows in rising order and the sum of each one's gradients [n, dim].
+
+    A row's lookups, in the order of the batch, are cut into chunks of `CHUNK`; each chunk is a left fold, and the
+    chunks' sums are added in pairs of neighbours until one is left.
+    """
+    rows, order = torch.sort(rows, stable=True)
+    distinct, runs = torch.unique_consecutive(rows, return_counts=True)
+    chunk_counts = (runs + CHUNK - 1) // CHUNK
+    lengths = torch.full((int(chunk_counts.sum()),), CHUNK)
+    lengths[torch.cumsum(chunk_counts, 0) - 1] = runs - (chunk_counts - 1) * CHUNK
+    return distinct, pair_tree(left_fold(gradients[order], lengths), chunk_counts)
+
+
+def left_fold(vectors: Tensor, lengths: Tensor) -> Tensor:
+    """Sums of consecutive `lengths` [n] of `vectors` [.., dim], one after the other, starting at +0: [n, dim]."""
+    sums = torch.zeros(len(lengths), vectors.shape[1])
+    starts = torch.cumsum(lengths, 0) - lengths
+    for place in range(int(lengths.max()) if len(lengths) else 0):
+        longer = (lengths > place).nonzero().squeeze(1)
+        sums[longer] = sums[longer] + vectors[starts[longer] + place]
+    return sums
+
+
+def pair_tree(vectors: Tensor, counts: Tensor) -> Tensor:
+    """Sums of consecutive `counts` [n], each at least 1, of `vectors`: neighbours are added, level by level."""
+    while len(vectors) > len(counts):
+        starts = torch.cumsum(counts, 0) - counts
+        halves = (counts + 1) // 2
+        left = torch.repeat_interleave(starts - 2 * (torch.cumsum(halves, 0) - halves), halves)
+        left = left + 2 * torch.arange(len(left))
+        ends = torch.repeat_interleave(starts + counts, halves)
+        right = torch.where((left + 1 < ends).unsqueeze(1), vectors[(left + 1).clamp(max=len(vectors) - 1)], 0.0)
+        vectors, counts = vectors[left] + right, halves
+    return vectors
+
+
+def lane_tree(x: Tensor) -> Tensor:
+    """Sum over columns: padded with +0 to a power of two, then the upper half is added to the lower, down to one."""
+    half = 1 << (x.shape[1] - 1).bit_length()
+    x = F.pad(x, (0, half - x.shape[1]))
+    while half > 1:
+        half //= 2
+        x = x[:, :half] + x[:, half:]
+    return x.squeeze(1)
+
+
+def _rows_of(table: TableMemory, ids: Tensor) -> Tensor:
+    """Float32 [ids, dim]; zeros for ignored ids."""
+    vectors = torch.zeros(len(ids), table.spec.dim)
+    kept = (ids >= 0).nonzero().squeeze(1)
+    vectors[kept] = table.weight[ids[kept].to(torch.int64)].to(torch.float32)
+    return vectors
+
+
+def _ignoring(batch: Batch, block: Block, vectors: Tensor) -> Tensor:
+    return torch.where((batch.values[block.lookups] < 0).unsqueeze(1), 0.0, vectors)
+
+
+def _bags(batch: Batch, block: Block) -> Tensor:
+    """The bag of each lookup of a block, within the block."""
+    return torch.repeat_interleave(torch.arange(block.bag_count), batch.lengths[block.bags].to(torch.int64))
+
+
+def _gradients(batch: Batch, block: Block, gradient: Tensor, dim: int) -> Tensor:
+    """The gradient of each lookup of a block: [lookups, dim]."""
+    if batch.pooling is Pooling.NONE:
+        return gradient.view(-1, dim)
+    bags = _bags(batch, block)
+    each = gradient.view(-1, dim)[bags]
+    if batch.weights is not None:
+        return batch.weights[block.lookups].unsqueeze(1) * each
+    if batch.pooling is Pooling.MEAN:
+        factors = torch.ones(()) / batch.lengths[block.bags].to(torch.float32)
+        return factors[bags].unsqueeze(1) * each
+    return each
+
+
+def _apply(
+    table: TableMemory,
+    rows: Tensor,
+    g: Tensor,
+    kind: Optimizer,
+    constants: StepConstants,
+    rounding: Rounding,
+    seed: int,
+) -> None:
+    """The optimizer's formulas. Scalars are tensors of float32, so that every operation is one of float32."""
+
+    def f32(name: str) -> Tensor:
+        return torch.tensor(getattr(constants, name), dtype=torch.float32)
+
+    dim = torch.tensor(table.spec.dim, dtype=torch.float32)
+    states = {name: state[rows] for name, state in table.states.items()}
+    w = table.weight[rows].to(torch.float32)
+    if constants.max_gradient < float("inf"):
+        g = torch.minimum(torch.maximum(g, -f32("max_gradient")), f32("max_gradient"))
+    if constants.decay != 0 and not constants.decay_after:
+        g = g + f32("decay") * w
+    if constants.keep != 1:
+        w = w * f32("keep")
+    match kind:
+        case Optimizer.SGD:
+            w = w - f32("rate") * g
+        case Optimizer.ADAGRAD:
+            states["sum"] = states["sum"] + g * g
+            w = w - (f32("rate") * g) / (states["sum"].sqrt() + f32("epsilon"))
+        case Optimizer.ROW_WISE_ADAGRAD:
+            states["sum"] = states["sum"] + lane_tree(g * g) / dim
+            w = w - (f32("rate") / (states["sum"].sqrt() + f32("epsilon"))).unsqueeze(1) * g
+        case Optimizer.ADAM:
+            m, v = _moments(states, g, g * g, f32)
+            w = w - (f32("scale1") * m) / (v.sqrt() * f32("scale2") + f32("epsilon"))
+        case Optimizer.PARTIAL_ROW_WISE_ADAM:
+            m, v = _moments(states, g, lane_tree(g * g) / dim, f32)
+            w = w - (f32("scale1") / (v.sqrt() * f32("scale2") + f32("epsilon"))).unsqueeze(1) * m
+        case Optimizer.LAMB:
+            m, v = _moments(states, g, g * g, f32)
+            u = (f32("scale1") * m) / (v.sqrt() * f32("scale2") + f32("epsilon"))
+            if constants.decay != 0 and constants.decay_after:
+                u = u + f32("decay") * w
+            of_w, of_u = lane_tree(w * w).sqrt(), lane_tree(u * u).sqrt()
+            trust = torch.where((of_w > 0) & (of_u > 0), of_w / of_u, 1.0)
+            w = w - (f32("rate") * trust).unsqueeze(1) * u
+    table.weight[rows] = rounded(table.spec, w, rows, rounding, step=constants.step, seed=seed)
+    for name, state in states.items():
+        table.states[name][rows] = state
+
+
+def _moments(
+    states: dict[str, Tensor], g: Tensor, square: Tensor, f32: Callable[[str], Tensor]
+) -> tuple[Tensor, Tensor]:
+    states["moment1"] = f32("beta1") * states["moment1"] + f32("beta1_rest") * g
+    states["moment2"] = f32("beta2") * states["moment2"] + f32("beta2_rest") * square
+    return states["moment1"], states["moment2"]

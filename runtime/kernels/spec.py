@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an embedding table is: its name, shape and precision; and how ids and sums are treated."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+import torch
+
+from sennit.transport.errors import ConfigError
+
+MAX_ROW_COUNT: Final = (1 << 32) - 1
+"""Of one table in one process: the kernels sort 32-bit row numbers."""
+
+MAX_DIM: Final = 4096
+
+
+class Precision(Enum):
+    """What a table's weights are stored in; all arithmetic is in float32."""
+
+    FP32 = torch.float32
+    FP16 = torch.float16
+    BF16 = torch.bfloat16
+
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.value
+        return dtype
+
+
+class Rounding(Enum):
+    """How updated weights are stored in fp16 and bf16."""
+
+    NEAREST = "nearest"
+    """To nearest, ties to even."""
+
+    STOCHASTIC = "stochastic"
+    """Up or down with probabilities that keep the mean, from a counter-based generator (docs/embedding.md)."""
+
+
+class Pooling(Enum):
+    """What becomes of the rows of a bag."""
+
+    SUM = "sum"
+    """Their sum, or their weighted sum where the batch has weights."""
+
+    MEAN = "mean"
+    """Their sum divided by the length of the bag; zeros for an empty bag."""
+
+    NONE = "none"
+    """Nothing: each lookup gives its row (sequences)."""
+
+
+class Bounds(Enum):
+    """What is done about ids outside [0, row_count). All are counted."""
+
+    ERROR = "error"
+    """Raise, before any row is read or written."""
+
+    WRAP = "wrap"
+    """Use id mod row_count, never negative."""
+
+    IGNORE = "ignore"
+    """Add nothing (a row of zeros in a sequence) and update nothing; the length of a mean still counts it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TableSpec:
+    """One table, or the part of one that this process holds."""
+
+    name: str
+    """Global name: weights, states and random numbers go by it."""
+
+    row_count: int
+    """Rows here; ids are in [0, row_count). May be 0."""
+
+    dim: int
+    """Columns."""
+
+    precision: Precision = Precision.FP32
+
+    first_row: int = 0
+    """Global number of the first row here, where rows are spread over processes: random numbers go by it."""
+
+    def __post_init__(self) -> None:
+        for field, low, high in (
+            ("row_count", 0, MAX_ROW_COUNT),
+            ("dim", 1, MAX_DIM),
+            ("first_row", 0, (1 << 48) - 1 - self.row_count),
+        ):
+            value = getattr(self, field)
+            if not low <= value <= high:
+                raise ConfigError(f"table {self.name}: {field} {value}; allowed: {low} to {high}")
+
+    @property
+    def stream(self) -> int:
+        """The table's word in the counters of random numbers: 32 bits, from the name alone."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "little")

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The test table of the embedding operator: cases that every implementation runs, and whose results agree to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
+from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.seeds import torch_stream
+
+STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """Bags of one block."""
+
+    table: int
+    bags: int
+    most: int = 9
+    """Lengths are 0 to this, at random."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Some steps on some tables; all numbers are functions of the case's name."""
+
+    name: str
+    tables: tuple[TableSpec, ...]
+    blocks: tuple[BlockShape, ...]
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    pooling: Pooling = Pooling.SUM
+    weighted: bool = False
+    bounds: Bounds = Bounds.ERROR
+    rounding: Rounding = Rounding.STOCHASTIC
+    ids: torch.dtype = torch.int64
+    lengths: torch.dtype = torch.int32
+    skew: float = 1.0
+    """Ids are row_count · u^skew with uniform u: above 1, low rows are looked up most."""
+    outside: float = 0.0
+    """Share of ids that are out of range."""
+    bad_gradients: bool = False
+    scale: float = 1.0
+    """Of gradients and initial weights."""
+
+
+def table(name: str, rows: int, dim: int, precision: Precision = Precision.FP32, first_row: int = 0) -> TableSpec:
+    return TableSpec(name=name, row_count=rows, dim=dim, precision=precision, first_row=first_row)
+
+
+def _cases() -> Iterator[Case]:
+    two = (BlockShape(table=0, bags=40), BlockShape(table=1, bags=40))
+    for precision in Precision:
+        tables = (table("wide", 37, 64, precision), table("odd", 11, 20, precision))
+        for kind in Optimizer:
+            optimizer = OptimizerSpec(kind=kind)
+            name = f"{kind.value} {precision.name.lower()}"
+            yield Case(name=name, tables=tables, blocks=two, optimizer=optimizer)
+            if precision is not Precision.FP32:
+                yield Case(
+                    name=f"{name} nearest",
+                    tables=tables,
+                    blocks=two,
+                    optimizer=optimizer,
+                    rounding=Rounding.NEAREST,
+                )
+    tables = (table("wide", 37, 64), table("odd", 11, 20, Precision.FP16))
+    for kind in Optimizer:
+        for decay in Decay:
+            optimizer = OptimizerSpec(kind=kind, weight_decay=0.03, decay=decay, max_gradient=0.7)
+            yield Case(name=f"{kind.value} decay {decay.value} clipped", tables=tables, blocks=two, optimizer=optimizer)
+    for dim in (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 92, 128, 129, 200, 257):
+        for precision in (Precision.FP32, Precision.BF16):
+            yield Case(
+                name=f"dim {dim} {precision.name.lower()}",
+                tables=(table("only", 23, dim, precision),),
+                blocks=(BlockShape(table=0, bags=30),),
+                optimizer=OptimizerSpec(kind=Optimizer.LAMB),
+            )
+    for pooling, weighted in ((Pooling.SUM, True), (Pooling.MEAN, False), (Pooling.NONE, False)):
+        for precision in Precision:
+            name = "weighted" if weighted else pooling.value
+            yield Case(
+                name=f"pooling {name} {precision.name.lower()}",
+                tables=(table("wide", 37, 64, precision), table("odd", 11, 20, precision)),
+                blocks=(*two, BlockShape(table=0, bags=17), BlockShape(table=1, bags=1)),
+                pooling=pooling,
+                weighted=weighted,
+            )
+    # fbgemm's backward_determinism_test has tables of few rows for runs of any length.
+    for bags, most in ((3, 30), (64, 1), (128, 9), (300, 20)):
+        yield Case(
+            name=f"long runs {bags} x {most}",
+            tables=(table("one", 1, 32), table("three", 3, 8)),
+            blocks=(BlockShape(table=0, bags=bags, most=most), BlockShape(table=1, bags=bags, most=most)),
+            optimizer=OptimizerSpec(kind=Optimizer.SGD),
+        )
+    yield Case(
+        name="skewed",
+        tables=(table("heads", 3000, 16),),
+        blocks=(BlockShape(table=0, bags=500, most=20),),
+        skew=6.0,
+        weighted=True,
+    )
+    yield Case(
+        name="shared tables, variable bags, empty blocks",
+        tables=(table("a", 9, 16), table("unused", 5, 8), table("b", 30, 12)),
+        blocks=(
+            BlockShape(table=2, bags=5),
+            BlockShape(table=0, bags=0),
+            BlockShape(table=0, bags=33),
+            BlockShape(table=2, bags=12, most=0),
+            BlockShape(table=0, bags=1, most=50),
+            BlockShape(table=2, bags=20),
+        ),
+        optimizer=OptimizerSpec(kind=Optimizer.ADAM),
+    )
+    yield Case(name="no blocks", tables=(table("a", 9, 16),), blocks=())
+    yield Case(name="no tables", tables=(), blocks=())
+    yield Case(
+        name="a table without rows",
+        tables=(table("none", 0, 4), table("a", 9, 4)),
+        blocks=(BlockShape(table=0, bags=3, most=0), BlockShape(table=1, bags=3)),
+    )
+    for ids in (torch.int32, torch.int64):
+        for lengths in (torch.int32, torch.int64):
+            yield Case(
+                name=f"ids {ids} lengths {lengths}".replace("torch.", ""),
+                tables=(table("a", 70_000, 8), table("b", 300, 24)),
+                blocks=two,
+                ids=ids,
+                lengths=lengths,
+            )
+    for bounds in (Bounds.WRAP, Bounds.IGNORE):
+        for pooling, weighted in (
+            (Pooling.SUM, False),
+            (Pooling.SUM, True),
+            (Pooling.MEAN, False),
+            (Pooling.NONE, False),
+        ):
+            yield Case(
+                name=f"{bounds.value} {'weighted' if weighted else pooling.value}",
+                tables=(table("a", 37, 16), table("b", 11, 20, Precision.BF16)),
+                blocks=two,
+                bounds=bounds,
+                outside=0.3,
+                pooling=pooling,
+                weighted=weighted,
+                ids=torch.int32,
+            )
+    for kind in Optimizer:
+        yield Case(
+            name=f"gradients that are not finite, {kind.value}",
+            tables=(table("a", 37, 20), table("b", 11, 64, Precision.FP16)),
+            blocks=two,
+            optimizer=OptimizerSpec(kind=kind),
+            bad_gradients=True,
+        )
+    for scale in (1e-4, 1e-38, 3e4):  # fp16's subnormal numbers, float32's, and fp16's overflow
+        for precision in Precision:
+            for rounding in Rounding:
+                yield Case(
+                    name=f"scale {scale} {precision.name.lower()} {rounding.value}",
+                    tables=(table("a", 37, 68, precision),),
+                    blocks=(BlockShape(table=0, bags=40),),
+                    optimizer=OptimizerSpec(kind=Optimizer.SGD),
+                    rounding=rounding,
+                    scale=scale,
+                )
+    yield Case(
+        name="rows above 2^32 of a spread table",
+        tables=(table("part", 37, 70, Precision.BF16, first_row=(5 << 32) + 4_294_967_280),),
+        blocks=(BlockShape(table=0, bags=40),),
+    )
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+def batch_of(case: Case, step: int, generator: torch.Generator) -> Batch:
+    """The lookups of one step."""
+    lengths, values = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+    for block in case.blocks:
+        rows = case.tables[block.table].row_count
+        lengths.append(torch.randint(block.most + 1, (block.bags,), generator=generator))
+        count = int(lengths[-1].sum())
+        ids = (torch.rand(count, generator=generator, dtype=torch.float64) ** case.skew * rows).to(torch.int64)
+        wrong = torch.rand(count, generator=generator) < case.outside
+        values.append(
+            torch.where(wrong, torch.randint(-3 * rows - 1, 4 * rows + 1, (count,), generator=generator), ids)
+        )
+    ids = torch.cat(values)
+    return Batch(
+        table_of_block=tuple(block.table for block in case.blocks),
+        bags_of_block=tuple(block.bags for block in case.blocks),
+        lengths=torch.cat(lengths).to(case.lengths),
+        values=ids.to(case.ids),
+        weights=torch.randn(len(ids), generator=generator) if case.weighted else None,
+        pooling=case.pooling,
+    )
+
+
+def on(device: torch.device | str, batch: Batch) -> Batch:
+    tensors = {name: getattr(batch, name) for name in ("lengths", "values", "weights")}
+    moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
+    return dataclasses.replace(batch, **moved)
+
+
+def run(case: Case, implementation: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Everything that the steps of a case make, by name, on the CPU."""
+    engine = EmbeddingEngine(
+        case.tables,
+        case.optimizer,
+        implementation_name=implementation,
+        bounds=case.bounds,
+        rounding=case.rounding,
+        seed=0x0123_4567_89AB_CDEF,
+        device=device,
+    )
+    generator = torch_stream(1, case.name)
+    for spec in case.tables:
+        start = torch.randn(spec.row_count, spec.dim, generator=generator) * case.scale
+        engine.weight(spec.name).copy_(start)
+    found: dict[str, Tensor] = {}
+    for step in range(STEPS):
+        batch = batch_of(case, step, generator)
+        result = engine.lookup(on(device, batch))
+        found[f"result {step}"] = result.cpu()
+        gradient = torch.randn(len(result), generator=generator) * case.scale
+        if case.bad_gradients and step == 1:
+            gradient[torch.randint(len(gradient), (3,), generator=generator)] = torch.tensor(
+                [float("nan"), float("inf"), float("-inf")]
+            )
+        gradient = gradient.to(device)
+        if case.weighted:
+            found[f"weight gradient {step}"] = engine.weight_gradient(on(device, batch), gradient).cpu()
+        try:
+            engine.update(on(device, batch), gradient, rate=0.05 * (step + 1))
+        except GradientError as error:
+            found[f"error {step}"] = torch.tensor(list(str(error).encode()))
+    for spec in case.tables:
+        found[f"weight {spec.name}"] = engine.weight(spec.name).cpu()
+        for name, state in engine.states(spec.name).items():
+            found[f"{name} {spec.name}"] = state.cpu()
+        counters = [engine.ids_outside[spec.name], engine.rows_skipped[spec.name]]
+        found[f"counters {spec.name}"] = torch.tensor(counters)
+    return found
+
+
+@functools.cache
+def expected(name: str) -> dict[str, Tensor]:
+    """What the reference makes of a case."""
+    return run(CASES[name], "reference")
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Equal shapes, dtypes and bits; every NaN is equal to every other."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if not left.dtype.is_floating_point:
+        return torch.equal(left, right)
+    integers = torch.int32 if left.dtype is torch.float32 else torch.int16
+    return bool(((left.view(integers) == right.view(integers)) | (left.isnan() & right.isnan())).all())
