@@ -24,6 +24,9 @@ from sennit.runtime.kernels.spec import Pooling, Rounding
 CHUNK: Final = 32
 """Lookups of one row that are summed one after the other."""
 
+LANES: Final = 16
+"""The fewest columns that a sum over columns is padded to."""
+
 
 def lookup(tables: Sequence[TableMemory], batch: Batch) -> Tensor:
     """The flat float32 result, block after block: [bags, dim] each, or [lookups, dim] for sequences."""
@@ -120,8 +123,8 @@ def pair_tree(vectors: Tensor, counts: Tensor) -> Tensor:
 
 
 def lane_tree(x: Tensor) -> Tensor:
-    """Sum over columns: padded with +0 to a power of two, then the upper half is added to the lower, down to one."""
-    half = 1 << (x.shape[1] - 1).bit_length()
+    """Sum over columns: padded with +0 to a power of two from 16; upper halves are added to lower ones, down to one."""
+    half = max(LANES, 1 << (x.shape[1] - 1).bit_length())
     x = F.pad(x, (0, half - x.shape[1]))
     while half > 1:
         half //= 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test table of the embedding operator: cases that every implementation runs, and whose results agree to the bit."""
+"""The test table of the embedding operator: cases that every implementation runs, with results equal to the bit."""
 
 from __future__ import annotations
 
