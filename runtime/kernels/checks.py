@@ -68,9 +68,9 @@ def resolve(batch: Batch, tables: Sequence[TableSpec], bounds: Bounds) -> tuple[
     Checks block numbers, lengths and ids. The batch comes back as it is unless ids were out of range; then its ids are
     a new int64 tensor in which they are wrapped, or `IGNORED`.
     """
-    for block, table in enumerate(batch.table_of_block):
+    for number, table in enumerate(batch.table_of_block):
         if not 0 <= table < len(tables):
-            raise ArgumentError(f"block {block} is for table {table}; allowed: 0 to {len(tables) - 1}")
+            raise ArgumentError(f"block {number} is for table {table}; allowed: 0 to {len(tables) - 1}")
     check_lengths(batch)
     outside: dict[int, int] = {}
     values = batch.values

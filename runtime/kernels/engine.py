@@ -14,6 +14,7 @@ from sennit.runtime.kernels import reference
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import BadGradients, GradientError, check_gradient, resolve
 from sennit.runtime.kernels.layout import TableMemory, allocate
+from sennit.runtime.kernels.native import NativeOperator
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec, StepConstants
 from sennit.runtime.kernels.spec import Bounds, Rounding, TableSpec
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -42,8 +43,8 @@ class Implementation(Protocol):
     ) -> list[BadGradients]: ...
 
 
-IMPLEMENTATIONS: Final = ("reference",)
-"""Names that `EmbeddingEngine` takes."""
+IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable")
+"""Names that `EmbeddingEngine` takes; the last two are for tests: the native one with fewer instructions."""
 
 
 def implementation(name: str) -> Implementation:
@@ -51,6 +52,10 @@ def implementation(name: str) -> Implementation:
     match name:
         case "reference":
             return reference
+        case "native":
+            return NativeOperator()
+        case "native-avx2" | "native-portable":
+            return NativeOperator(name.removeprefix("native-"))
     raise ConfigError(f"implementation {name!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
 
 
@@ -65,7 +70,7 @@ class EmbeddingEngine:
         tables: Iterable[TableSpec],
         optimizer: OptimizerSpec,
         *,
-        implementation_name: str = "reference",
+        implementation_name: str = "native",
         bounds: Bounds = Bounds.ERROR,
         rounding: Rounding = Rounding.STOCHASTIC,
         seed: int = 0,

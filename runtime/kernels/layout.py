@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import TableSpec
+
+HUGE_PAGE_BYTES: Final = 2 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +34,20 @@ def allocate(spec: TableSpec, optimizer: OptimizerSpec, device: torch.device) ->
     """A table of zeros."""
     return TableMemory(
         spec=spec,
-        weight=torch.zeros(spec.row_count, spec.dim, dtype=spec.precision.dtype, device=device),
-        states={
-            name: torch.zeros(optimizer.state_shape(name, spec), dtype=torch.float32, device=device)
-            for name in optimizer.states
-        },
+        weight=_zeros((spec.row_count, spec.dim), spec.precision.dtype, device),
+        states={name: _zeros(optimizer.state_shape(name, spec), torch.float32, device) for name in optimizer.states},
     )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On huge pages where the kernel gives them: rows are read at random, and most would miss the TLB otherwise."""
+    count = math.prod(shape)
+    size_bytes = count * dtype.itemsize
+    if device.type != "cpu" or size_bytes < HUGE_PAGE_BYTES:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # One page more, so that the table can begin with one.
+    memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
+    return whole[start : start + size_bytes].view(dtype).view(shape)

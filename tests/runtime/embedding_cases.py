@@ -211,9 +211,12 @@ def batch_of(case: Case, step: int, generator: torch.Generator) -> Batch:
 
 
 def on(device: torch.device | str, batch: Batch) -> Batch:
-    tensors = {name: getattr(batch, name) for name in ("lengths", "values", "weights")}
-    moved = {name: None if tensor is None else tensor.to(device) for name, tensor in tensors.items()}
-    return dataclasses.replace(batch, **moved)
+    return dataclasses.replace(
+        batch,
+        lengths=batch.lengths.to(device),
+        values=batch.values.to(device),
+        weights=None if batch.weights is None else batch.weights.to(device),
+    )
 
 
 def run(case: Case, implementation: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:

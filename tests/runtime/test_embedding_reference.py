@@ -89,7 +89,7 @@ def test_training_equals_torch(oracle: str, pooling: Pooling, seed: int) -> None
         torch.testing.assert_close(found, result.detach(), rtol=1e-5, atol=1e-6)
         gradient = torch.randn(len(found), generator=generator)
         optimizer.zero_grad()
-        result.backward(gradient)
+        torch.autograd.backward(result, gradient)
         optimizer.step()
         engine.update(batch, gradient, rate=0.1)
     torch.testing.assert_close(engine.weight("t"), parameter.detach(), rtol=1e-4, atol=1e-5)
@@ -105,7 +105,7 @@ def test_weighted_sums_and_their_gradients_equal_torch(seed: int) -> None:
     weights = nn.Parameter(batch.weights.clone())
     result = with_torch(parameter, batch, weights)
     gradient = torch.randn(len(result), generator=generator)
-    result.backward(gradient)
+    torch.autograd.backward(result, gradient)
     assert parameter.grad is not None
     assert weights.grad is not None
     torch.testing.assert_close(engine.lookup(batch), result.detach(), rtol=1e-5, atol=1e-6)

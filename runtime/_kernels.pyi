@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Sequence
+
+def instruction_sets() -> list[str]: ...
+
+class Operator:
+    def __init__(self, instruction_set: str, optimizer: int, /) -> None: ...
+    def add(
+        self,
+        weight: int,
+        row_count: int,
+        dim: int,
+        precision: int,
+        first_row: int,
+        stream: int,
+        state1: int,
+        state2: int,
+        /,
+    ) -> None: ...
+    def lookup(
+        self,
+        tables: Sequence[int],
+        bags: Sequence[int],
+        lengths: tuple[int, bool],
+        values: tuple[int, bool],
+        weights: int,
+        pooling: int,
+        output: int,
+        /,
+    ) -> None: ...
+    def weight_gradient(
+        self,
+        tables: Sequence[int],
+        bags: Sequence[int],
+        lengths: tuple[int, bool],
+        values: tuple[int, bool],
+        weights: int,
+        pooling: int,
+        gradient: int,
+        result: int,
+        /,
+    ) -> None: ...
+    def update(
+        self,
+        tables: Sequence[int],
+        bags: Sequence[int],
+        lengths: tuple[int, bool],
+        values: tuple[int, bool],
+        weights: int,
+        pooling: int,
+        gradient: int,
+        constants: Sequence[float],
+        decay_after: bool,
+        is_stochastic: bool,
+        step: int,
+        seed: int,
+        /,
+    ) -> list[tuple[int, int, int]]: ...
+    @property
+    def instruction_set(self) -> str: ...
+    @property
+    def scratch_bytes(self) -> int: ...

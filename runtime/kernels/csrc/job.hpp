@@ -1,0 +1,125 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the kernels are given: tables, a batch, the numbers of a step. Plain pointers into memory that the caller keeps.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace sennit::kernels {
+
+enum class Precision : std::uint8_t { fp32, fp16, bf16 };
+enum class Pooling : std::uint8_t { sum, mean, none };
+enum class Optimizer : std::uint8_t { sgd, adagrad, row_wise_adagrad, adam, partial_row_wise_adam, lamb };
+
+// 32-bit or 64-bit integers.
+struct Integers {
+  const void* data = nullptr;
+  bool is_wide = false;
+
+  std::int64_t operator[](std::size_t place) const {
+    return is_wide ? static_cast<const std::int64_t*>(data)[place] : static_cast<const std::int32_t*>(data)[place];
+  }
+};
+
+struct Table {
+  std::byte* weight;
+  std::uint32_t row_count;
+  std::uint32_t dim;
+  Precision precision;
+  std::uint64_t first_row;
+  std::uint32_t stream;
+  float* states[2];  // In the order of OptimizerSpec.states; null where there is none.
+
+  std::size_t row_bytes() const { return std::size_t{dim} * (precision == Precision::fp32 ? 4 : 2); }
+};
+
+// Part of a batch that is for one table. Places are within the whole batch.
+struct Block {
+  std::uint32_t table;
+  std::size_t first_bag, bag_count;
+  std::size_t first_lookup, lookup_count;
+  std::size_t first_output;  // In floats.
+};
+
+struct Batch {
+  Integers lengths;
+  Integers values;       // Ids in [0, row_count), or negative: ignored.
+  const float* weights;  // Null: none.
+  Pooling pooling;
+};
+
+// StepConstants of optimizers.py, and how weights are stored.
+struct Step {
+  float rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient;
+  bool decay_after;
+  bool is_stochastic;
+  std::uint32_t number;
+  std::uint64_t seed;
+};
+
+// One lookup in the order of rows. Its key is a bag, where bags are looked up unweighted, and else a lookup.
+struct Entry {
+  std::uint32_t row;
+  std::uint32_t key;
+};
+
+// Finds the gradient of an entry: that of its bag, and what it is multiplied by.
+struct Gradients {
+  const float* gradient;
+  std::size_t dim;
+  const std::int64_t* shifts;     // Of each block of the table: its vector v begins at v * dim + shift.
+  const std::uint32_t* block_of;  // By vector less first_vector; null where the table has one block.
+  std::size_t first_vector;
+  const std::uint32_t* bag_of_lookup;  // By lookup less first_lookup; null where keys are vectors.
+  std::size_t first_lookup;
+  const float* weights;  // By lookup; null: none.
+  Integers lengths;      // Of bags, for a mean; null data otherwise.
+};
+
+struct BadRows {
+  std::uint64_t count = 0;
+  std::uint32_t first = 0;
+};
+
+// The rows of one table, sorted, with their gradients.
+struct RowUpdate {
+  const Table* table;
+  Optimizer optimizer;
+  const Step* step;
+  const Entry* entries;
+  std::size_t count;
+  Gradients gradients;
+  float* sums;  // level_count(count) + 1 vectors of sum_stride(dim) floats.
+};
+
+constexpr std::size_t chunk_lookups = 32;
+constexpr std::size_t lanes = 16;
+constexpr std::size_t max_dim = 4096;
+
+// The columns that a sum over columns is padded to.
+constexpr std::size_t padded(std::size_t dim) {
+  std::size_t size = lanes;
+  while (size < dim) size *= 2;
+  return size;
+}
+
+// Whole vectors of `dim` columns.
+constexpr std::size_t sum_stride(std::size_t dim) { return (dim + lanes - 1) / lanes * lanes; }
+
+// Levels of the tree over the chunks of the longest possible run.
+constexpr std::size_t level_count(std::size_t lookups) {
+  std::size_t levels = 1;
+  for (std::size_t chunks = (lookups + chunk_lookups - 1) / chunk_lookups; chunks > 1; chunks = (chunks + 1) / 2)
+    levels++;
+  return levels;
+}
+
+// The kernels as compiled for one instruction set.
+struct Kernels {
+  const char* name;
+  void (*lookup)(const Table&, const Batch&, const Block&, float* output);
+  void (*weight_gradient)(const Table&, const Batch&, const Block&, const float* gradient, float* result);
+  BadRows (*update)(const RowUpdate&);
+};
+
+}  // namespace sennit::kernels

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// The operator for Python: tensors come as addresses, so that the extension fits every torch.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include "instruction_sets.hpp"
+#include "operator.hpp"
+
+namespace nb = nanobind;
+
+namespace sennit::kernels {
+namespace {
+
+template <typename Element>
+Element* pointer(std::uintptr_t address) {
+  return reinterpret_cast<Element*>(address);
+}
+
+struct Call {
+  Batch batch;
+  std::vector<Block> blocks;
+};
+
+// Lengths and values: address, and whether elements have 64 bits.
+using Address = std::tuple<std::uintptr_t, bool>;
+
+Call call_of(const Operator& op, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
+             const Address& lengths, const Address& values, std::uintptr_t weights, int pooling) {
+  Call call{};
+  call.batch.lengths = {pointer<const void>(std::get<0>(lengths)), std::get<1>(lengths)};
+  call.batch.values = {pointer<const void>(std::get<0>(values)), std::get<1>(values)};
+  call.batch.weights = pointer<const float>(weights);
+  call.batch.pooling = static_cast<Pooling>(pooling);
+  call.blocks = op.blocks(call.batch, tables, bags);
+  // Sorted entries hold 32-bit numbers of bags and lookups.
+  constexpr std::size_t most = std::numeric_limits<std::uint32_t>::max();
+  if (!call.blocks.empty()) {
+    const Block& last = call.blocks.back();
+    if (last.first_bag + last.bag_count > most || last.first_lookup + last.lookup_count > most)
+      throw std::invalid_argument("more than 2^32 - 1 bags or lookups in a batch");
+  }
+  return call;
+}
+
+}  // namespace
+
+NB_MODULE(_kernels, module) {
+  module.def("instruction_sets", [] {
+    std::vector<std::string> names;
+    for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
+    return names;
+  });
+
+  nb::class_<Operator>(module, "Operator")
+      .def("__init__",
+           [](Operator* self, const std::string& instruction_set, int optimizer) {
+             const Kernels* kernels = find_kernels(instruction_set);
+             if (kernels == nullptr) throw std::invalid_argument("no instruction set " + instruction_set);
+             new (self) Operator(*kernels, static_cast<Optimizer>(optimizer));
+           })
+      .def("add",
+           [](Operator& self, std::uintptr_t weight, std::uint32_t row_count, std::uint32_t dim, int precision,
+              std::uint64_t first_row, std::uint32_t stream, std::uintptr_t state1, std::uintptr_t state2) {
+             self.add({pointer<std::byte>(weight),
+                       row_count,
+                       dim,
+                       static_cast<Precision>(precision),
+                       first_row,
+                       stream,
+                       {pointer<float>(state1), pointer<float>(state2)}});
+           })
+      .def("lookup",
+           [](const Operator& self, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
+              Address lengths, Address values, std::uintptr_t weights, int pooling, std::uintptr_t output) {
+             const nb::gil_scoped_release release;
+             const Call call = call_of(self, tables, bags, lengths, values, weights, pooling);
+             self.lookup(call.batch, call.blocks, pointer<float>(output));
+           })
+      .def("weight_gradient",
+           [](const Operator& self, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
+              Address lengths, Address values, std::uintptr_t weights, int pooling, std::uintptr_t gradient,
+              std::uintptr_t result) {
+             const nb::gil_scoped_release release;
+             const Call call = call_of(self, tables, bags, lengths, values, weights, pooling);
+             self.weight_gradient(call.batch, call.blocks, pointer<const float>(gradient), pointer<float>(result));
+           })
+      .def("update",
+           [](Operator& self, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
+              Address lengths, Address values, std::uintptr_t weights, int pooling, std::uintptr_t gradient,
+              const std::vector<float>& constants, bool decay_after, bool is_stochastic, std::uint32_t number,
+              std::uint64_t seed) {
+             if (constants.size() != 11) throw std::invalid_argument("11 constants of a step");
+             const float* c = constants.data();
+             const Step step{c[0], c[1], c[2],  c[3],        c[4],          c[5],   c[6], c[7],
+                             c[8], c[9], c[10], decay_after, is_stochastic, number, seed};
+             std::vector<BadTable> bad;
+             {
+               const nb::gil_scoped_release release;
+               const Call call = call_of(self, tables, bags, lengths, values, weights, pooling);
+               bad = self.update(call.batch, call.blocks, pointer<const float>(gradient), step);
+             }
+             std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint32_t>> found;
+             for (const BadTable& table : bad) found.emplace_back(table.table, table.row_count, table.first_row);
+             return found;
+           })
+      .def_prop_ro("instruction_set", &Operator::instruction_set)
+      .def_prop_ro("scratch_bytes", &Operator::scratch_bytes);
+}
+
+}  // namespace sennit::kernels

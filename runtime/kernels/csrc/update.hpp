@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+// Sums the gradients of each row and applies the optimizer to it, in place (rules 3, 4 and 7 of docs/embedding.md).
+#pragma once
+
+#include "rounding.hpp"
+
+namespace sennit::kernels::SENNIT_ISA {
+
+// Rows are fetched this many lookups before they are used.
+constexpr std::size_t rows_ahead = 12;
+
+SENNIT_INLINE const float* gradient_of(const Gradients& gradients, std::uint32_t key, float& factor) {
+  std::size_t vector = key;
+  if (gradients.bag_of_lookup != nullptr) vector = gradients.bag_of_lookup[key - gradients.first_lookup];
+  if (gradients.weights != nullptr)
+    factor = gradients.weights[key];
+  else if (gradients.lengths.data != nullptr)
+    factor = 1.0f / static_cast<float>(gradients.lengths[vector]);
+  const std::uint32_t block = gradients.block_of == nullptr ? 0 : gradients.block_of[vector - gradients.first_vector];
+  return gradients.gradient + (static_cast<std::int64_t>(vector * gradients.dim) + gradients.shifts[block]);
+}
+
+// The sum of one chunk, in tiles of columns that fit into registers.
+template <std::size_t vectors, bool has_factors>
+SENNIT_INLINE void fold_tile(const Gradients& gradients, const Entry* entries, std::size_t count, std::size_t column,
+                             std::size_t last, float* sum) {
+  Floats sums[vectors] = {};
+  for (std::size_t n = 0; n < count; n++) {
+    float factor = 1;
+    const float* g = gradient_of(gradients, entries[n].key, factor) + column;
+    for (std::size_t v = 0; v < vectors; v++) {
+      const Floats x = load(g + v * lanes, v + 1 < vectors ? lanes : last);
+      sums[v] = has_factors ? sums[v] + factor * x : sums[v] + x;
+    }
+  }
+  for (std::size_t v = 0; v < vectors; v++) store(sum + column + v * lanes, sums[v]);
+}
+
+template <bool has_factors>
+void fold(const Gradients& gradients, const Entry* entries, std::size_t count, float* sum) {
+  std::size_t column = 0;
+  for (; column + 4 * lanes <= gradients.dim; column += 4 * lanes)
+    fold_tile<4, has_factors>(gradients, entries, count, column, lanes, sum);
+  for (; column < gradients.dim; column += lanes) {
+    const std::size_t rest = gradients.dim - column;
+    fold_tile<1, has_factors>(gradients, entries, count, column, rest < lanes ? rest : lanes, sum);
+  }
+}
+
+// The sum of a run: chunks' sums in a tree of neighbours, walked like the carries of a binary counter, so that one
+// vector a level is enough. Returns where it lies, in `sums`.
+template <bool has_factors>
+float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count) {
+  const std::size_t dim = update.table->dim, stride = sum_stride(dim);
+  float* levels = update.sums + stride;
+  if (count <= chunk_lookups) {
+    fold<has_factors>(update.gradients, entries, count, levels);
+    return levels;
+  }
+  float* sum = update.sums;
+  const std::size_t chunks = (count + chunk_lookups - 1) / chunk_lookups;
+  for (std::size_t chunk = 0; chunk < chunks; chunk++) {
+    const std::size_t first = chunk * chunk_lookups, rest = count - first;
+    fold<has_factors>(update.gradients, entries + first, rest < chunk_lookups ? rest : chunk_lookups, sum);
+    float* level = levels;
+    for (std::size_t carry = chunk; carry & 1; carry >>= 1, level += stride)
+      for (std::size_t at = 0; at < dim; at += lanes) store(sum + at, load(level + at) + load(sum + at));
+    for (std::size_t at = 0; at < dim; at += lanes) store(level + at, load(sum + at));
+  }
+  float* total = nullptr;
+  float* level = levels;
+  for (std::size_t rest = chunks; rest != 0; rest >>= 1, level += stride) {
+    if (!(rest & 1)) continue;
+    if (total != nullptr)
+      for (std::size_t at = 0; at < dim; at += lanes) store(level + at, load(level + at) + load(total + at));
+    total = level;
+  }
+  return total;
+}
+
+// One row's place in its table, and the columns of its vectors.
+template <Optimizer optimizer, Precision precision>
+struct Row {
+  const Table& table;
+  const Step& step;
+  std::uint32_t number;
+  std::byte* weight;
+  std::size_t dim, vectors;
+
+  Row(const RowUpdate& update, std::uint32_t row)
+      : table(*update.table),
+        step(*update.step),
+        number(row),
+        weight(table.weight + row * table.row_bytes()),
+        dim(table.dim),
+        vectors((dim + lanes - 1) / lanes) {}
+
+  SENNIT_INLINE_MEMBER std::size_t columns(std::size_t v) const {
+    return dim - v * lanes < lanes ? dim - v * lanes : lanes;
+  }
+  SENNIT_INLINE_MEMBER Floats w(std::size_t v) const {
+    return load_row<precision>(element<precision>(weight, v * lanes), columns(v));
+  }
+  SENNIT_INLINE_MEMBER float* state(std::size_t which, std::size_t v) const {
+    return table.states[which] + number * dim + v * lanes;
+  }
+
+  // Sum over columns of a function of the vector.
+  template <typename Function>
+  SENNIT_INLINE_MEMBER float sum(Function function) const {
+    Floats parts[max_dim / lanes];
+    const std::size_t count = padded(dim) / lanes;
+    for (std::size_t v = 0; v < vectors; v++) parts[v] = function(v);
+    for (std::size_t v = vectors; v < count; v++) parts[v] = Floats{};
+    return tree_sum(parts, count);
+  }
+
+  // Stores what a function of the weight and the vector makes of each vector.
+  template <typename Function>
+  SENNIT_INLINE_MEMBER void change(Function function) const {
+    Words words[4] = {};
+    for (std::size_t v = 0; v < vectors; v++) {
+      if constexpr (precision != Precision::fp32)
+        if (step.is_stochastic && v % 4 == 0) random_words(table, step, number, v / 4, words);
+      Floats x = w(v);
+      if (step.keep != 1) x = x * step.keep;
+      store_row<precision>(const_cast<std::byte*>(element<precision>(weight, v * lanes)), function(x, v), columns(v),
+                           step.is_stochastic, words[v % 4]);
+    }
+  }
+
+  void prepare(float* g) const {
+    const bool is_clipped = step.max_gradient < __builtin_inff(), decays = step.decay != 0 && !step.decay_after;
+    if (!is_clipped && !decays) return;
+    for (std::size_t v = 0; v < vectors; v++) {
+      Floats x = load(g + v * lanes);
+      if (is_clipped) {
+        x = x < -step.max_gradient ? all(-step.max_gradient) : x;
+        x = x > step.max_gradient ? all(step.max_gradient) : x;
+      }
+      if (decays) x = x + step.decay * w(v);
+      store(g + v * lanes, x);
+    }
+  }
+
+  // First moments; the new one is stored.
+  SENNIT_INLINE_MEMBER Floats moment1(Floats g, std::size_t v) const {
+    const Floats m = step.beta1 * load(state(0, v), columns(v)) + step.beta1_rest * g;
+    store(state(0, v), m, columns(v));
+    return m;
+  }
+  SENNIT_INLINE_MEMBER Floats moment2(Floats g, std::size_t v) const {
+    const Floats moment = step.beta2 * load(state(1, v), columns(v)) + step.beta2_rest * (g * g);
+    store(state(1, v), moment, columns(v));
+    return moment;
+  }
+
+  void apply(float* gradient) const {
+    prepare(gradient);
+    const auto g = [&](std::size_t v) { return load(gradient + v * lanes); };
+    const auto mean_square = [&] { return sum([&](std::size_t v) { return g(v) * g(v); }) / static_cast<float>(dim); };
+    if constexpr (optimizer == Optimizer::sgd) {
+      change([&](Floats w, std::size_t v) { return w - step.rate * g(v); });
+    } else if constexpr (optimizer == Optimizer::adagrad) {
+      change([&](Floats w, std::size_t v) {
+        const Floats squares = load(state(0, v), columns(v)) + g(v) * g(v);
+        store(state(0, v), squares, columns(v));
+        return w - (step.rate * g(v)) / (root(squares) + step.epsilon);
+      });
+    } else if constexpr (optimizer == Optimizer::row_wise_adagrad) {
+      float& squares = table.states[0][number];
+      squares = squares + mean_square();
+      const float factor = step.rate / (__builtin_sqrtf(squares) + step.epsilon);
+      change([&](Floats w, std::size_t v) { return w - factor * g(v); });
+    } else if constexpr (optimizer == Optimizer::adam) {
+      change([&](Floats w, std::size_t v) {
+        const Floats m = moment1(g(v), v);
+        return w - (step.scale1 * m) / (root(moment2(g(v), v)) * step.scale2 + step.epsilon);
+      });
+    } else if constexpr (optimizer == Optimizer::partial_row_wise_adam) {
+      float& moment = table.states[1][number];
+      moment = step.beta2 * moment + step.beta2_rest * mean_square();
+      const float factor = step.scale1 / (__builtin_sqrtf(moment) * step.scale2 + step.epsilon);
+      change([&](Floats w, std::size_t v) { return w - factor * moment1(g(v), v); });
+    } else {
+      // The direction takes the place of the gradient. Lanes behind the last column may divide 0 by 0.
+      for (std::size_t v = 0; v < vectors; v++) {
+        const Floats m = moment1(g(v), v);
+        Floats u = (step.scale1 * m) / (root(moment2(g(v), v)) * step.scale2 + step.epsilon);
+        if (step.decay != 0 && step.decay_after) u = u + step.decay * w(v);
+        store(gradient + v * lanes, first_lanes(u, columns(v)));
+      }
+      const float of_w = __builtin_sqrtf(sum([&](std::size_t v) { return w(v) * w(v); }));
+      const float of_u = __builtin_sqrtf(sum([&](std::size_t v) { return g(v) * g(v); }));
+      const float factor = step.rate * (of_w > 0 && of_u > 0 ? of_w / of_u : 1.0f);
+      change([&](Floats w, std::size_t v) { return w - factor * g(v); });
+    }
+  }
+};
+
+template <Optimizer optimizer, Precision precision>
+SENNIT_INLINE void prefetch_row(const Table& table, std::uint32_t row) {
+  const std::size_t row_bytes = table.row_bytes();
+  const std::byte* weight = table.weight + row * row_bytes;
+  for (std::size_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(weight + at, 1);
+  if constexpr (optimizer == Optimizer::row_wise_adagrad) {
+    __builtin_prefetch(table.states[0] + row, 1);
+  } else if constexpr (optimizer != Optimizer::sgd) {
+    for (std::size_t column = 0; column < table.dim; column += 16)
+      __builtin_prefetch(table.states[0] + std::size_t{row} * table.dim + column, 1);
+    if constexpr (optimizer == Optimizer::partial_row_wise_adam) {
+      __builtin_prefetch(table.states[1] + row, 1);
+    } else if constexpr (optimizer != Optimizer::adagrad) {
+      for (std::size_t column = 0; column < table.dim; column += 16)
+        __builtin_prefetch(table.states[1] + std::size_t{row} * table.dim + column, 1);
+    }
+  }
+}
+
+template <Optimizer optimizer, Precision precision>
+BadRows update_with(const RowUpdate& update) {
+  const Entry* const entries = update.entries;
+  const bool has_factors = update.gradients.weights != nullptr || update.gradients.lengths.data != nullptr;
+  BadRows bad;
+  std::size_t fetched = 0;
+  for (std::size_t first = 0, end; first < update.count; first = end) {
+    const std::uint32_t row = entries[first].row;
+    for (end = first + 1; end < update.count && entries[end].row == row; end++) {
+    }
+    const std::size_t until = end + rows_ahead < update.count ? end + rows_ahead : update.count;
+    for (; fetched < until; fetched++)
+      if (fetched == 0 || entries[fetched].row != entries[fetched - 1].row)
+        prefetch_row<optimizer, precision>(*update.table, entries[fetched].row);
+    float* sum = has_factors ? sum_run<true>(update, entries + first, end - first)
+                             : sum_run<false>(update, entries + first, end - first);
+    bool finite = true;
+    for (std::size_t at = 0; at < update.table->dim; at += lanes) finite &= is_finite(load(sum + at));
+    if (finite) {
+      Row<optimizer, precision>(update, row).apply(sum);
+    } else if (bad.count++ == 0) {
+      bad.first = row;
+    }
+  }
+  return bad;
+}
+
+template <Optimizer optimizer>
+BadRows update_for(const RowUpdate& update) {
+  switch (update.table->precision) {
+    case Precision::fp32:
+      return update_with<optimizer, Precision::fp32>(update);
+    case Precision::fp16:
+      return update_with<optimizer, Precision::fp16>(update);
+    case Precision::bf16:
+      break;
+  }
+  return update_with<optimizer, Precision::bf16>(update);
+}
+
+inline BadRows update(const RowUpdate& update) {
+  switch (update.optimizer) {
+    case Optimizer::sgd:
+      return update_for<Optimizer::sgd>(update);
+    case Optimizer::adagrad:
+      return update_for<Optimizer::adagrad>(update);
+    case Optimizer::row_wise_adagrad:
+      return update_for<Optimizer::row_wise_adagrad>(update);
+    case Optimizer::adam:
+      return update_for<Optimizer::adam>(update);
+    case Optimizer::partial_row_wise_adam:
+      return update_for<Optimizer::partial_row_wise_adam>(update);
+    case Optimizer::lamb:
+      break;
+  }
+  return update_for<Optimizer::lamb>(update);
+}
+
+}  // namespace sennit::kernels::SENNIT_ISA

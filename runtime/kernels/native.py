@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator on the CPU in C++ (csrc/), for the best instruction set that the processor has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from sennit.runtime import _kernels
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.checks import BadGradients
+from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
+from sennit.runtime.kernels.spec import Pooling, Precision, Rounding
+from sennit.transport.errors import Unsupported
+
+# As csrc/job.hpp numbers them.
+_PRECISIONS: Final = (Precision.FP32, Precision.FP16, Precision.BF16)
+_POOLINGS: Final = (Pooling.SUM, Pooling.MEAN, Pooling.NONE)
+_OPTIMIZERS: Final = (
+    Optimizer.SGD,
+    Optimizer.ADAGRAD,
+    Optimizer.ROW_WISE_ADAGRAD,
+    Optimizer.ADAM,
+    Optimizer.PARTIAL_ROW_WISE_ADAM,
+    Optimizer.LAMB,
+)
+
+
+class NativeOperator:
+    """Keeps what the native side knows of the tables, and its scratch memory, between calls. One thread."""
+
+    def __init__(self, instruction_set: str | None = None) -> None:
+        """`instruction_set`: `avx512`, `avx2` or `portable`; None for the best one."""
+        there = _kernels.instruction_sets()
+        if instruction_set is not None and instruction_set not in there:
+            raise Unsupported(f"instruction set {instruction_set}", f"this processor has: {', '.join(there)}")
+        self.instruction_set = instruction_set or there[0]
+        self._tables: Sequence[TableMemory] = ()
+        self._operators: dict[Optimizer, _kernels.Operator] = {}
+
+    def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor:
+        specs = tuple(table.spec for table in tables)
+        result = torch.empty(batch.output_size(specs), dtype=torch.float32)
+        self._operator(tables).lookup(*_arguments(batch), result.data_ptr())
+        return result
+
+    def weight_gradient(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor:
+        result = torch.empty(len(batch.values), dtype=torch.float32)
+        self._operator(tables).weight_gradient(*_arguments(batch), gradient.data_ptr(), result.data_ptr())
+        return result
+
+    def update(
+        self,
+        tables: Sequence[TableMemory],
+        batch: Batch,
+        gradient: Tensor,
+        *,
+        kind: Optimizer,
+        constants: StepConstants,
+        rounding: Rounding,
+        seed: int,
+    ) -> list[BadGradients]:
+        numbers = [
+            constants.rate,
+            constants.scale1,
+            constants.scale2,
+            constants.epsilon,
+            constants.beta1,
+            constants.beta1_rest,
+            constants.beta2,
+            constants.beta2_rest,
+            constants.decay,
+            constants.keep,
+            constants.max_gradient,
+        ]
+        bad = self._operator(tables, kind).update(
+            *_arguments(batch),
+            gradient.data_ptr(),
+            numbers,
+            constants.decay_after,
+            rounding is Rounding.STOCHASTIC,
+            constants.step & 0xFFFFFFFF,
+            seed,
+        )
+        return [BadGradients(table=table, row_count=count, first_row=first) for table, count, first in bad]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that updates have needed so far beside tables, batch and gradient."""
+        return sum(operator.scratch_bytes for operator in self._operators.values())
+
+    def _operator(self, tables: Sequence[TableMemory], kind: Optimizer = Optimizer.SGD) -> _kernels.Operator:
+        if tables is not self._tables:
+            self._tables, self._operators = tables, {}
+        operator = self._operators.get(kind)
+        if operator is None:
+            operator = self._operators[kind] = _kernels.Operator(self.instruction_set, _OPTIMIZERS.index(kind))
+            for table in tables:
+                states = [state.data_ptr() for state in table.states.values()]
+                operator.add(
+                    table.weight.data_ptr(),
+                    table.spec.row_count,
+                    table.spec.dim,
+                    _PRECISIONS.index(table.spec.precision),
+                    table.spec.first_row,
+                    table.spec.stream,
+                    *(states + [0, 0])[:2],
+                )
+        return operator
+
+
+def _arguments(batch: Batch) -> tuple[Sequence[int], Sequence[int], tuple[int, bool], tuple[int, bool], int, int]:
+    return (
+        batch.table_of_block,
+        batch.bags_of_block,
+        (batch.lengths.data_ptr(), batch.lengths.dtype is torch.int64),
+        (batch.values.data_ptr(), batch.values.dtype is torch.int64),
+        0 if batch.weights is None else batch.weights.data_ptr(),
+        _POOLINGS.index(batch.pooling),
+    )
