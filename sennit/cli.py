@@ -225,6 +225,37 @@ def bench_ingest(
         json_path.write_text(json.dumps(ingest.as_json(found), indent=1) + "\n")
 
 
+@bench.command("embedding")
+def bench_embedding(
+    against: Annotated[list[str] | None, typer.Option(help="fbgemm or torch; may be repeated")] = None,
+    only: Annotated[str, typer.Option(help="shapes whose name contains this")] = "",
+    rounds: Annotated[int, typer.Option(help="turns of each peer", min=1)] = 15,
+    seed: Annotated[int, typer.Option(help="of ids and weights", min=0)] = 1,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+    ] = None,
+) -> None:
+    """Time lookups and updates of embedding tables beside fbgemm and torch, on one thread."""
+    from sennit.testbed.bench import embedding, embedding_peers
+
+    names = tuple(against or ("fbgemm", "torch"))
+    for name in names:
+        if name == embedding.OURS or name not in embedding_peers.PEERS:
+            raise typer.BadParameter(f"--against {name}; allowed: fbgemm, torch")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        results = embedding.run(
+            against=names,
+            rounds=rounds,
+            seed=seed,
+            only=only,
+            on_progress=lambda what: progress.update(task, description=what),
+        )
+    embedding.render(results, stdout_console())
+    if json_path is not None:
+        json_path.write_text(json.dumps(embedding.as_json(results, rounds=rounds, seed=seed), indent=1) + "\n")
+
+
 @bench.command()
 def rdma(
     size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in an operation")] = "64KiB",

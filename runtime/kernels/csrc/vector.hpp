@@ -19,6 +19,8 @@ using Floats = float __attribute__((vector_size(64)));
 using Words = std::uint32_t __attribute__((vector_size(64)));
 using Halves = std::uint16_t __attribute__((vector_size(32)));
 
+constexpr std::size_t cache_line_bytes = 64;
+
 #define SENNIT_INLINE [[gnu::always_inline]] static inline
 #define SENNIT_INLINE_MEMBER [[gnu::always_inline]] inline
 
@@ -100,15 +102,17 @@ SENNIT_INLINE Floats root(Floats x) {
 #endif
 }
 
-// Whether all lanes are finite.
-SENNIT_INLINE bool is_finite(Floats x) {
-  const Words wild = reinterpret_cast<Words>((bits_of(x) & 0x7f800000u) == 0x7f800000u);
+// All ones in lanes that are infinite or NaN.
+SENNIT_INLINE Words not_finite(Floats x) { return reinterpret_cast<Words>((bits_of(x) & 0x7f800000u) == 0x7f800000u); }
+
+// Whether a bit of a mask is set.
+SENNIT_INLINE bool any(Words mask) {
 #if defined(__AVX512F__)
-  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(wild), reinterpret_cast<__m512i>(wild)) == 0;
+  return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask), reinterpret_cast<__m512i>(mask)) != 0;
 #else
-  std::uint32_t any = 0;
-  for (std::size_t lane = 0; lane < lanes; lane++) any |= wild[lane];
-  return any == 0;
+  std::uint32_t found = 0;
+  for (std::size_t lane = 0; lane < lanes; lane++) found |= mask[lane];
+  return found != 0;
 #endif
 }
 

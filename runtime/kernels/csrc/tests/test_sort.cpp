@@ -16,7 +16,8 @@ TEST_CASE("a radix sort is the stable sort by row, at every number of rows that 
        {1u, 2u, 511u, 512u, 513u, 1000u, 1u << 18, (1u << 18) + 1, 1u << 27, (1u << 27) + 1, 0xffffffffu}) {
     for (const std::size_t count : {0, 1, 2, 1000}) {
       std::vector<Entry> given(count), one(count), other(count);
-      for (std::uint32_t key = 0; key < count; key++) given[key] = {random() % std::min(row_count, 300u), key};
+      for (std::uint32_t key = 0; key < count; key++)
+        given[key] = {static_cast<std::uint32_t>(random() % std::min(row_count, 300u)), key};
       // The highest row too, so that all digits are used.
       if (count > 2) given[1].row = given[count / 2].row = row_count - 1;
       RowSort sort(row_count);

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator for autograd and `torch.compile`: the backward pass of a lookup is the optimizer step.
+
+As in fbgemm's fused tables, no gradient of a table ever exists: when the gradient of the result arrives, rows are
+updated in place. Engines are known to the custom ops by a number, since ops take tensors and plain values only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.spec import Pooling
+from sennit.transport.errors import ArgumentError
+
+_numbers = itertools.count()
+_tables: weakref.WeakValueDictionary[int, FusedTables] = weakref.WeakValueDictionary()
+
+
+class FusedTables(nn.Module):
+    """An engine as a module whose backward pass updates its tables at learning rate `rate`.
+
+    A forward pass without a backward one changes nothing. Several of them before the backward pass are several
+    optimizer steps. Gradients of `weights` are made where they require them, from the rows as they were before it.
+    """
+
+    def __init__(self, engine: EmbeddingEngine, *, rate: float) -> None:
+        super().__init__()
+        self.engine, self.rate = engine, rate
+        self.dims = [spec.dim for spec in engine.specs]
+        # Autograd calls the backward pass of what requires a gradient; this is empty and gets an empty one.
+        self.anchor = nn.Parameter(torch.empty(0, device=engine.device))
+        self.number = next(_numbers)
+        _tables[self.number] = self
+
+    def forward(
+        self,
+        lengths: Tensor,
+        values: Tensor,
+        weights: Tensor | None = None,
+        *,
+        table_of_block: Sequence[int],
+        bags_of_block: Sequence[int],
+        pooling: Pooling = Pooling.SUM,
+    ) -> Tensor:
+        """The flat result of `EmbeddingEngine.lookup`; the arguments are those of `Batch`."""
+        result: Tensor = torch.ops.sennit.embedding_lookup(
+            self.anchor,
+            weights,
+            lengths,
+            values,
+            list(table_of_block),
+            list(bags_of_block),
+            pooling.value,
+            self.dims,
+            self.number,
+        )
+        return result
+
+
+def _engine(number: int) -> FusedTables:
+    tables = _tables.get(number)
+    if tables is None:
+        raise ArgumentError(f"fused tables number {number} no longer exist")
+    return tables
+
+
+def _batch(
+    lengths: Tensor, values: Tensor, weights: Tensor | None, tables: Sequence[int], bags: Sequence[int], pooling: str
+) -> Batch:
+    return Batch(
+        table_of_block=tuple(tables),
+        bags_of_block=tuple(bags),
+        lengths=lengths,
+        values=values,
+        weights=weights,
+        pooling=Pooling(pooling),
+    )
+
+
+@torch.library.custom_op("sennit::embedding_lookup", mutates_args=())
+def _lookup(
+    anchor: Tensor,
+    weights: Tensor | None,
+    lengths: Tensor,
+    values: Tensor,
+    table_of_block: list[int],
+    bags_of_block: list[int],
+    pooling: str,
+    dims: list[int],
+    number: int,
+) -> Tensor:
+    return _engine(number).engine.lookup(_batch(lengths, values, weights, table_of_block, bags_of_block, pooling))
+
+
+@_lookup.register_fake
+def _lookup_shape(
+    anchor: Tensor,
+    weights: Tensor | None,
+    lengths: Tensor,
+    values: Tensor,
+    table_of_block: list[int],
+    bags_of_block: list[int],
+    pooling: str,
+    dims: list[int],
+    number: int,
+) -> Tensor:
+    used = [dims[table] for table in table_of_block]
+    size: Any
+    if pooling != Pooling.NONE.value:
+        size = sum(bags * dim for bags, dim in zip(bags_of_block, used, strict=True))
+    elif len(set(used)) == 1:
+        size = values.shape[0] * used[0]
+    else:
+        size = torch.library.get_ctx().new_dynamic_size()
+    return anchor.new_empty((size,))
+
+
+@torch.library.custom_op("sennit::embedding_update", mutates_args=())
+def _update(
+    anchor: Tensor,
+    gradient: Tensor,
+    weights: Tensor | None,
+    wants_weights: bool,
+    lengths: Tensor,
+    values: Tensor,
+    table_of_block: list[int],
+    bags_of_block: list[int],
+    pooling: str,
+    number: int,
+) -> tuple[Tensor, Tensor]:
+    tables = _engine(number)
+    batch = _batch(lengths, values, weights, table_of_block, bags_of_block, pooling)
+    gradient = gradient.contiguous()
+    of_weights = tables.engine.weight_gradient(batch, gradient) if wants_weights else gradient.new_empty(0)
+    tables.engine.update(batch, gradient, rate=tables.rate)
+    return torch.empty_like(anchor), of_weights
+
+
+@_update.register_fake
+def _update_shape(
+    anchor: Tensor,
+    gradient: Tensor,
+    weights: Tensor | None,
+    wants_weights: bool,
+    lengths: Tensor,
+    values: Tensor,
+    table_of_block: list[int],
+    bags_of_block: list[int],
+    pooling: str,
+    number: int,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(anchor), gradient.new_empty(values.shape[0] if wants_weights else 0)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    anchor, weights, lengths, values, *ctx.rest = inputs
+    ctx.save_for_backward(anchor, weights, lengths, values)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    anchor, weights, lengths, values = ctx.saved_tensors
+    tables, bags, pooling, _, number = ctx.rest
+    wants_weights = weights is not None and ctx.needs_input_grad[1]
+    # The anchor's gradient depends on the update, which therefore stays in compiled graphs.
+    of_anchor, of_weights = torch.ops.sennit.embedding_update(
+        anchor, gradient, weights, wants_weights, lengths, values, tables, bags, pooling, number
+    )
+    return of_anchor, (of_weights if wants_weights else None), None, None, None, None, None, None, None
+
+
+_lookup.register_autograd(_backward, setup_context=_keep)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operator under autograd and torch.compile does what the engine does when it is called by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.operators import FusedTables
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
+from sennit.runtime.kernels.spec import Pooling, TableSpec
+from sennit.runtime.seeds import torch_stream
+
+BLOCKS: dict[str, Any] = {"table_of_block": (0, 1, 0), "bags_of_block": (4, 3, 2)}
+BAGS = 9
+
+
+def engine_of(seed: int) -> EmbeddingEngine:
+    specs = [TableSpec(name="a", row_count=11, dim=8), TableSpec(name="b", row_count=5, dim=20)]
+    engine = EmbeddingEngine(specs, OptimizerSpec(kind=Optimizer.ADAM))
+    for spec in specs:
+        start = torch.randn(spec.row_count, spec.dim, generator=torch_stream(seed, spec.name))
+        engine.weight(spec.name).copy_(start)
+    return engine
+
+
+def lookups(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    lengths = torch.randint(1, 4, (BAGS,), generator=generator)
+    return lengths, torch.randint(5, (int(lengths.sum()),), generator=generator)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("pooling", [Pooling.SUM, Pooling.NONE], ids=lambda pooling: pooling.value)
+def test_the_backward_pass_is_the_step_of_the_engine(is_compiled: bool, pooling: Pooling, seed: int) -> None:
+    by_hand, fused = engine_of(seed), FusedTables(engine_of(seed), rate=0.1)
+    is_weighted = pooling is Pooling.SUM
+
+    def model(lengths: Tensor, values: Tensor, weights: Tensor | None) -> Tensor:
+        return fused(lengths, values, weights, **BLOCKS, pooling=pooling).square().sum()  # type: ignore[no-any-return]
+
+    if is_compiled:
+        model = torch.compile(model, fullgraph=True, backend="aot_eager")
+    generator = torch_stream(seed, "lookups")
+    for step in range(3):
+        lengths, values = lookups(generator)
+        start = torch.randn(len(values), generator=generator)
+        weights = nn.Parameter(start) if is_weighted else None
+        batch = Batch(**BLOCKS, lengths=lengths, values=values, weights=start if is_weighted else None, pooling=pooling)
+        result = by_hand.lookup(batch)
+        fused.rate = 0.1 * (step + 1)
+        loss = model(lengths, values, weights)
+        torch.testing.assert_close(loss.detach(), result.square().sum())
+        if weights is not None:
+            expected = by_hand.weight_gradient(batch, 2 * result)
+        by_hand.update(batch, 2 * result, rate=fused.rate)
+        torch.autograd.backward(loss)
+        if weights is not None:
+            assert weights.grad is not None
+            assert torch.equal(weights.grad, expected)
+        for name in ("a", "b"):
+            assert torch.equal(fused.engine.weight(name), by_hand.weight(name))
+    assert fused.engine.step == 3
+
+
+def test_a_forward_pass_alone_changes_nothing(seed: int) -> None:
+    fused = FusedTables(engine_of(seed), rate=0.1)
+    before = fused.engine.weight("a").clone()
+    with torch.no_grad():
+        fused(*lookups(torch_stream(seed, "alone")), **BLOCKS)
+    assert torch.equal(fused.engine.weight("a"), before)
+    assert fused.engine.step == 0
+
+
+def test_ops_keep_torchs_rules(seed: int) -> None:
+    """torch's own checks; the last one would compare two backward passes, of which the second starts from other tables."""
+    fused = FusedTables(engine_of(seed), rate=0.1)
+    lengths, values = lookups(torch_stream(seed, "rules"))
+    arguments = (fused.anchor, None, lengths, values, [0, 1, 0], [4, 3, 2], "sum", fused.dims, fused.number)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(torch.ops.sennit.embedding_lookup, arguments, test_utils=checks)
