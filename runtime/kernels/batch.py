@@ -83,7 +83,7 @@ class Batch:
     def blocks(self) -> Iterator[Block]:
         """The blocks in order. Reads `lengths`."""
         bag = lookup = 0
-        counts = [int(part.sum()) for part in torch.split(self.lengths, self.bags_of_block)]
+        counts = [int(part.sum()) for part in torch.split(self.lengths, list(self.bags_of_block))]
         for table, bags, count in zip(self.table_of_block, self.bags_of_block, counts, strict=True):
             yield Block(table=table, first_bag=bag, bag_count=bags, first_lookup=lookup, lookup_count=count)
             bag, lookup = bag + bags, lookup + count

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sennit bench embedding`: a forward pass and a backward pass with the optimizer, beside peers in the same process.
 
-One thread. Peers take turns within each round, so that whatever else the machine does meets all of them; a ratio is the median
-over rounds of peer / sennit. Before the rounds the results of the forward pass are compared, and the updated weights.
+One thread. Peers take turns within each round, so that whatever else the machine does meets all of them; a ratio is the
+median over rounds of peer / sennit. Before the rounds the results of the forward pass are compared, and the updated weights.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Those that `sennit bench embedding` compares: sennit, fbgemm's tables on the CPU, torch's EmbeddingBag with an optimizer.
+"""Those that `sennit bench embedding` compares: sennit, fbgemm's tables on the CPU, torch's EmbeddingBag and optimizers.
 
 All get the same initial weights, ids and gradient, and are timed over a forward pass and a backward pass that ends with
 the tables updated.
@@ -72,6 +72,10 @@ class Data:
 
 class Peer(ABC):
     """One of those that are compared, on one shape."""
+
+    @abstractmethod
+    def __init__(self, shape: Shape, data: Data) -> None:
+        """Raises `Unsupported` where the peer is not installed or cannot do this."""
 
     @abstractmethod
     def forward(self) -> Tensor:

@@ -77,7 +77,7 @@ def test_a_forward_pass_alone_changes_nothing(seed: int) -> None:
 
 
 def test_ops_keep_torchs_rules(seed: int) -> None:
-    """torch's own checks; the last one would compare two backward passes, of which the second starts from other tables."""
+    """torch's own checks, less the one that repeats the backward pass: the second would start from other tables."""
     fused = FusedTables(engine_of(seed), rate=0.1)
     lengths, values = lookups(torch_stream(seed, "rules"))
     arguments = (fused.anchor, None, lengths, values, [0, 1, 0], [4, 3, 2], "sum", fused.dims, fused.number)
