@@ -30,8 +30,7 @@ class Holding:
 
     @classmethod
     def of(cls, trainer: Trainer) -> Holding:
-        tables = tuple(table.name for table in trainer.shard.tables)
-        return cls(step=trainer.step, tables=tables, state=trainer.state())
+        return cls(step=trainer.step, tables=trainer.own_tables, state=trainer.state())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -76,7 +76,7 @@ def train(
 
     after = transport_counters(config.backend)
     mine = RankReport(
-        tables=[table.name for table in trainer.shard.tables],
+        tables=list(trainer.own_tables),
         phases_s=dict(trainer.clock.seconds),
         counters={name: count - before.get(name, 0) for name, count in after.items()},
         ingest=source.counters(),

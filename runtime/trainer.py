@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from sennit.runtime.dlrm.embedding import EmbeddingShard
+from sennit.runtime.dlrm.embedding import embedding_engine
 from sennit.runtime.dlrm.exchange import Exchange
 from sennit.runtime.dlrm.model import DenseModel
-from sennit.runtime.dlrm.optimizer import RowWiseAdagrad, dense_optimizer, rate_factor
+from sennit.runtime.dlrm.optimizer import dense_optimizer, rate_factor
 from sennit.runtime.dlrm.sharding import Placement, place
 from sennit.runtime.ingest.source import BatchSource
 from sennit.runtime.metrics import Quality, quality
@@ -70,8 +70,7 @@ class Trainer:
         self.tables = source.tables
         self.placement: Placement = place(self.tables, world_size=self.world_size, dim=config.embedding_dim)
         own = [self.tables[table] for table in self.placement.tables_of[self.rank]]
-        self.shard = EmbeddingShard(own, dim=config.embedding_dim, seed=config.seed)
-        self.row_state = RowWiseAdagrad(len(self.shard.weight))
+        self.embedding = embedding_engine(own, dim=config.embedding_dim, seed=config.seed)
         self.exchange = Exchange(self.placement, dim=config.embedding_dim, clock=self.clock)
         self.dense = DenseModel(
             dense_count=source.dense_count,
@@ -121,7 +120,7 @@ class Trainer:
             batch = self.source.take(number)
         bags = self.exchange.send_ids(batch, counts)
         with self.clock.phase("lookup"):
-            pooled = self.shard.lookup(bags.lengths, bags.values, bags.table_of_bag).requires_grad_()
+            pooled = self.embedding.lookup(bags).view(-1, self.config.embedding_dim).requires_grad_()
         with self.clock.phase("dense forward"):
             vectors = self.exchange.return_pooled(pooled, counts)
             logits = self.replicated(batch.dense, vectors)
@@ -144,7 +143,7 @@ class Trainer:
             self.optimizer.step()
         with self.clock.phase("sparse update"):
             assert pooled.grad is not None
-            self.shard.update(self.row_state, pooled.grad, rate=self.config.sparse_rate * factor)
+            self.embedding.update(bags, pooled.grad.flatten(), rate=self.config.sparse_rate * factor)
         self.step += 1
         return value
 
@@ -157,25 +156,28 @@ class Trainer:
                 counts = self.order.counts(number, self.world_size)
                 batch = self.source.take(number)
                 bags = self.exchange.send_ids(batch, counts)
-                pooled = self.shard.lookup(bags.lengths, bags.values, bags.table_of_bag)
+                pooled = self.embedding.lookup(bags).view(-1, self.config.embedding_dim)
                 logits.append(self.dense(batch.dense, self.exchange.return_pooled(pooled, counts)))
                 labels.append(batch.labels.clone())
                 self.source.release(number)
             both = gather_rows(torch.stack((torch.cat(logits), torch.cat(labels)), 1))
             return quality(both[:, 0].numpy(), both[:, 1].numpy())
 
+    @property
+    def own_tables(self) -> tuple[str, ...]:
+        """Names of the tables that this rank owns."""
+        return tuple(spec.name for spec in self.embedding.specs)
+
     def weights(self) -> dict[str, Tensor]:
         """The weights this rank holds, under global names."""
         named = {f"dense.{name}": parameter.detach() for name, parameter in self.dense.named_parameters()}
-        for table, part in zip(self.shard.tables, self.shard.parts(self.shard.weight), strict=True):
-            named[f"table.{table.name}"] = part
+        named.update({f"table.{name}": self.embedding.weight(name) for name in self.own_tables})
         return named
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint holds; tensors are the trainer's own memory, so that loading fills them."""
         state: dict[str, Any] = dict(self.weights())
-        for table, part in zip(self.shard.tables, self.shard.parts(self.row_state.state), strict=True):
-            state[f"row_state.{table.name}"] = part
+        state.update({f"row_state.{name}": self.embedding.states(name)["sum"] for name in self.own_tables})
         dense = get_optimizer_state_dict(self.replicated, self.optimizer, options=_FLAT)
         state.update({f"optimizer.{name}": value for name, value in dense.items()})
         # Order of samples and initial weights are functions of seed and position, so no generator is saved.
@@ -191,7 +193,7 @@ class Trainer:
         prefix = "optimizer."
         dense = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         set_optimizer_state_dict(self.replicated, self.optimizer, dense, options=_FLAT)
-        self.step = int(position["step"])
+        self.step = self.embedding.step = int(position["step"])
 
 
 def gather_rows(part: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ tables brought back from the order of owners into the global one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +18,8 @@ from torch import Tensor
 
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.dlrm.sharding import Placement
+from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.phases import PhaseClock
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnedBags:
-    """All ranks' bags for this rank's tables, ordered by source rank, table, sample."""
-
-    lengths: Tensor
-    """Int32 [bags]."""
-
-    values: Tensor
-    """Int64 [lengths.sum()]."""
-
-    table_of_bag: Tensor
-    """Int64 [bags]: local table numbers."""
 
 
 class Exchange:
@@ -47,10 +33,10 @@ class Exchange:
         self._clock = clock
         self._table_counts = [len(tables) for tables in placement.tables_of]
         self._wire_place = torch.tensor(placement.wire_place)
-        self._table_of_bag: dict[tuple[int, ...], Tensor] = {}
 
-    def send_ids(self, batch: CombinedBatch, sample_counts: Sequence[int]) -> OwnedBags:
-        """Gives every owner its part of this rank's batch (tables in wire order). Collective.
+    def send_ids(self, batch: CombinedBatch, sample_counts: Sequence[int]) -> Batch:
+        """Gives every owner its part of this rank's batch (tables in wire order), and gets a block of bags for each
+        source rank and table that this rank owns. Collective.
 
         `sample_counts`: samples of each rank's batch, known to all. Lengths go first, then the ids they count.
         """
@@ -64,10 +50,15 @@ class Exchange:
             receive_ids = [int(part.sum()) for part in torch.split(lengths, receive_bags)]
             values = batch.values.new_empty(sum(receive_ids))
             self._all_to_all(values, batch.values, receive_ids, send_ids)
-            return OwnedBags(lengths=lengths, values=values, table_of_bag=self._numbers(tuple(sample_counts)))
+            return Batch(
+                table_of_block=tuple(range(mine)) * len(sample_counts),
+                bags_of_block=tuple(count for count in sample_counts for _ in range(mine)),
+                lengths=lengths,
+                values=values,
+            )
 
     def return_pooled(self, pooled: Tensor, sample_counts: Sequence[int]) -> Tensor:
-        """[bags, dim] in the order of `OwnedBags` -> this rank's samples as [T, B, dim], tables in global order.
+        """[bags, dim] in the order of `send_ids` -> this rank's samples as [T, B, dim], tables in global order.
 
         Collective, and so is its backward: the reverse AlltoAll, with the gradient divided by the world size,
         since every rank's loss is the mean over its own part of the global batch.
@@ -77,14 +68,6 @@ class Exchange:
         receive = [count * mine for count in self._table_counts]
         arrived: Tensor = _PooledAllToAll.apply(pooled, self, receive, send)  # type: ignore[no-untyped-call]
         return arrived.view(len(self._wire_place), mine, self.dim).index_select(0, self._wire_place)
-
-    def _numbers(self, sample_counts: tuple[int, ...]) -> Tensor:
-        numbers = self._table_of_bag.get(sample_counts)
-        if numbers is None:
-            tables = torch.arange(self._table_counts[self.rank])
-            numbers = torch.cat([tables.repeat_interleave(count) for count in sample_counts])
-            self._table_of_bag[sample_counts] = numbers
-        return numbers
 
     def _all_to_all(self, output: Tensor, source: Tensor, receive: list[int], send: list[int]) -> None:
         dist.all_to_all_single(output, source, receive, send, group=self._group)

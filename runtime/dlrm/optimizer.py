@@ -1,35 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise AdaGrad for embedding rows, the dense part's optimizers, and the rate of a step."""
+"""The dense part's optimizers, and the rate of a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sennit.transport.errors import ConfigError
 
 DENSE_OPTIMIZERS = ("adagrad", "adam", "sgd")
 DECAYS = ("linear", "none")
-
-
-class RowWiseAdagrad:
-    """AdaGrad with one accumulator a row: the running sum of the row's mean squared gradient.
-
-    Neo (Mudigere et al. 2022, section 4.1.4; Gupta et al. 2014): `state += mean(g²)`,
-    `w -= rate · g / (sqrt(state) + epsilon)`. Against full AdaGrad the state is smaller by the embedding dimension.
-    """
-
-    def __init__(self, row_count: int, *, epsilon: float = 1e-8) -> None:
-        self.state = torch.zeros(row_count)
-        self.epsilon = epsilon
-
-    def step(self, weight: Tensor, rows: Tensor, gradient: Tensor, *, rate: float) -> None:
-        """Updates `rows` (int64, each at most once) with `gradient` [rows, dim]."""
-        state = self.state[rows] + gradient.square().mean(1)
-        self.state[rows] = state
-        weight[rows] -= gradient * (rate / (state.sqrt() + self.epsilon)).unsqueeze(1)
 
 
 def dense_optimizer(name: str, parameters: Iterable[nn.Parameter], *, rate: float) -> torch.optim.Optimizer:

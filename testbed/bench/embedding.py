@@ -2,7 +2,8 @@
 """`sennit bench embedding`: a forward pass and a backward pass with the optimizer, beside peers in the same process.
 
 One thread. Peers take turns within each round, so that whatever else the machine does meets all of them; a ratio is the
-median over rounds of peer / sennit. Before the rounds the results of the forward pass are compared, and the updated weights.
+median over rounds of peer / sennit. Before the rounds the results of the forward pass and the updated weights are
+compared.
 """
 
 from __future__ import annotations

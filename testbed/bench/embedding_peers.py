@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Those that `sennit bench embedding` compares: sennit, fbgemm's tables on the CPU, torch's EmbeddingBag and optimizers.
+"""Those that `sennit bench embedding` compares: sennit, fbgemm's tables on the CPU, and torch's own modules.
 
 All get the same initial weights, ids and gradient, and are timed over a forward pass and a backward pass that ends with
 the tables updated.

@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from sennit.runtime.data.errors import DataError
-from sennit.runtime.dlrm.embedding import EmbeddingShard
+from sennit.runtime.dlrm.embedding import embedding_engine
 from sennit.runtime.dlrm.model import DenseModel
-from sennit.runtime.dlrm.optimizer import RowWiseAdagrad, dense_optimizer, rate_factor
+from sennit.runtime.dlrm.optimizer import dense_optimizer, rate_factor
 from sennit.runtime.dlrm.sharding import Table, place
 from sennit.runtime.fingerprint import line
 from sennit.runtime.metrics import auc, quality
 from sennit.runtime.phases import PhaseClock
-from sennit.runtime.seeds import numpy_stream, torch_stream
+from sennit.runtime.seeds import numpy_stream
 from sennit.runtime.training_config import TrainingConfig
 from sennit.transport.errors import ConfigError
 
@@ -45,75 +44,12 @@ def test_more_ranks_than_tables_leaves_some_without() -> None:
     assert placement.tables_of == ((0,), (1,), (), ())
 
 
-def test_lookup_equals_embedding_bag(seed: int) -> None:
-    tables = [table("a", 7), table("b", 3), table("c", 11)]
-    shard = EmbeddingShard(tables, dim=6, seed=seed)
-    stream = numpy_stream(seed, "lookup")
-    table_of_bag = torch.from_numpy(stream.integers(0, 3, 40))
-    lengths = torch.from_numpy(stream.integers(0, 5, 40).astype(np.int32))
-    ids = [
-        torch.from_numpy(stream.integers(0, tables[int(t)].row_count, int(n)))
-        for t, n in zip(table_of_bag, lengths, strict=True)
-    ]
-    found = shard.lookup(lengths, torch.cat(ids), table_of_bag)
-    parts = shard.parts(shard.weight)
-    expected = torch.stack([parts[int(t)][bag].sum(0) for t, bag in zip(table_of_bag, ids, strict=True)])
-    torch.testing.assert_close(found, expected)
-    assert EmbeddingShard([], dim=6, seed=seed).lookup(lengths[:0], ids[0][:0], lengths[:0]).shape == (0, 6)
-
-
-@pytest.mark.parametrize("wrong", [-1, 3])
-def test_lookup_refuses_ids_outside_the_table(wrong: int) -> None:
-    shard = EmbeddingShard([table("a", 7), table("b", 3)], dim=2, seed=1)
-    with pytest.raises(DataError, match=rf"table b: row id {wrong}; allowed: \[0, 3\)"):
-        shard.lookup(torch.tensor([1, 1], dtype=torch.int32), torch.tensor([6, wrong]), torch.tensor([0, 1]))
-
-
-def test_row_wise_adagrad_equals_its_definition(seed: int) -> None:
-    """Against a dense gradient from autograd and the formula written out, over several steps."""
-    shard = EmbeddingShard([table("a", 9), table("b", 4)], dim=5, seed=seed)
-    optimizer = RowWiseAdagrad(13)
-    weight, state = shard.weight.clone(), torch.zeros(13)
-    stream = numpy_stream(seed, "adagrad")
-    for _ in range(5):
-        lengths = torch.from_numpy(stream.integers(0, 4, 12).astype(np.int32))
-        table_of_bag = torch.tensor([0] * 6 + [1] * 6)
-        ids = torch.cat(
-            [
-                torch.from_numpy(stream.integers(0, (9, 4)[int(t)], int(n)))
-                for t, n in zip(table_of_bag, lengths, strict=True)
-            ]
-        )
-        gradient = torch.from_numpy(stream.standard_normal((12, 5)).astype(np.float32))
-        shard.lookup(lengths, ids, table_of_bag)
-        shard.update(optimizer, gradient, rate=0.3)
-
-        bags = torch.repeat_interleave(torch.arange(12), lengths.long())
-        rows = ids + torch.tensor([0, 9])[table_of_bag[bags]]
-        leaf = weight.clone().requires_grad_()
-        pooled = torch.zeros(12, 5).index_add(0, bags, leaf[rows])
-        (whole,) = torch.autograd.grad(pooled, leaf, gradient)
-        touched = torch.zeros(13, dtype=torch.bool).index_fill(0, rows, True)
-        state += torch.where(touched, whole.square().mean(1), 0)
-        weight -= torch.where(touched[:, None], 0.3 * whole / (state.sqrt() + 1e-8)[:, None], 0)
-    torch.testing.assert_close(shard.weight, weight, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(optimizer.state, state, rtol=1e-5, atol=1e-6)
-
-
-def test_update_bits_do_not_depend_on_the_other_tables(seed: int) -> None:
-    """The table alone in its shard, and behind another one, after the same gradients."""
-    wide = EmbeddingShard([table("x", 50), table("a", 9)], dim=4, seed=seed)
-    alone = EmbeddingShard([table("a", 9)], dim=4, seed=seed)
-    assert torch.equal(wide.parts(wide.weight)[1], alone.weight)
-    ids = torch.from_numpy(numpy_stream(seed, "ids").integers(0, 9, 300))
-    gradient = torch.randn(300, 4, generator=torch_stream(seed, "gradient"))
-    ones = torch.ones(300, dtype=torch.int32)
-    alone.lookup(ones, ids, torch.zeros(300, dtype=torch.int64))
-    alone.update(RowWiseAdagrad(9), gradient, rate=0.1)
-    both = torch.cat((torch.zeros(300, dtype=torch.int64), torch.ones(300, dtype=torch.int64)))
-    wide.lookup(torch.cat((ones, ones)), torch.cat((ids, ids)), both)
-    wide.update(RowWiseAdagrad(59), torch.cat((gradient, gradient)), rate=0.1)
-    assert torch.equal(wide.parts(wide.weight)[1], alone.weight)
+def test_initial_rows_depend_on_seed_and_name_only(seed: int) -> None:
+    both = embedding_engine([table("x", 50), table("a", 9)], dim=4, seed=seed)
+    alone = embedding_engine([table("a", 9)], dim=4, seed=seed)
+    assert torch.equal(both.weight("a"), alone.weight("a"))
+    assert bool((alone.weight("a").abs() <= 1 / 3).all())
+    assert not torch.equal(both.weight("x")[:9], alone.weight("a"))
 
 
 def test_interaction_equals_its_definition(seed: int) -> None:

@@ -39,7 +39,7 @@ def world(request: pytest.FixtureRequest, kept_world: Any, new_world: Any) -> An
 def reference(seed: int, steps: int) -> dict[str, torch.Tensor]:
     """The same training in one process: `nn.EmbeddingBag`-like lookups by autograd, dense gradients, no exchange."""
     from sennit.runtime.data.samples import split
-    from sennit.runtime.dlrm.embedding import EmbeddingShard
+    from sennit.runtime.dlrm.embedding import embedding_engine
     from sennit.runtime.dlrm.model import DenseModel
     from sennit.runtime.dlrm.sharding import Table
     from sennit.runtime.seeds import numpy_stream
@@ -52,8 +52,8 @@ def reference(seed: int, steps: int) -> dict[str, torch.Tensor]:
     model = DenseModel(dense_count=3, table_count=3, dim=dim, bottom=(8,), top=(8,), seed=seed)
     tables = {}
     for column in whole.columns:
-        shard = EmbeddingShard([Table(name=column.name, row_count=column.row_count, mean_length=1)], dim=dim, seed=seed)
-        tables[column.name] = shard.weight.requires_grad_()
+        own = Table(name=column.name, row_count=column.row_count, mean_length=1)
+        tables[column.name] = embedding_engine([own], dim=dim, seed=seed).weight(column.name).requires_grad_()
     state = {name: torch.zeros(len(weight)) for name, weight in tables.items()}
     dense_state = [torch.zeros_like(parameter) for parameter in model.parameters()]
     order = train_rows[torch.from_numpy(numpy_stream(seed, "order", 0).permutation(len(train_rows)))]
