@@ -146,7 +146,7 @@ class Fbgemm(Peer):
                     SplitTableBatchedEmbeddingBagsCodegen,
                 )
         except (ImportError, OSError) as error:
-            hint = "pip install --no-deps fbgemm-gpu-cpu==1.8.0 fits torch 2.13"
+            hint = "torch 2.13 takes fbgemm-gpu-cpu 1.8.0: pip install 'sennit[bench-fbgemm]'"
             raise Unsupported("fbgemm-gpu-cpu", f"cannot be imported ({error}); {hint}") from None
         optimizers = {
             Optimizer.ROW_WISE_ADAGRAD: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
