@@ -10,7 +10,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from sennit.runtime.dlrm.optimizer import RowWiseAdagrad
 from sennit.runtime.memory import store
 from sennit.runtime.memory.cache import CachedBatch, RowCache
 from sennit.runtime.memory.layout import Arrays, RowPart, StoredTable, StoreLayout
@@ -26,9 +25,9 @@ LAYOUT = StoreLayout(
 
 def step(weight: torch.Tensor, state: torch.Tensor, rows: NDArray[np.int64], gradient: torch.Tensor) -> None:
     """Row-wise AdaGrad on distinct `rows` of these arrays."""
-    optimizer = RowWiseAdagrad(0)
-    optimizer.state = state
-    optimizer.step(weight, torch.from_numpy(rows), gradient, rate=0.1)
+    place = torch.from_numpy(rows)
+    state[place] += gradient.square().mean(1)
+    weight[place] -= gradient * (0.1 / (state[place].sqrt() + 1e-8)).unsqueeze(1)
 
 
 def batches(rng: np.random.Generator, count: int) -> list[NDArray[np.int64]]:

@@ -7,7 +7,7 @@
 namespace sennit::kernels::SENNIT_ISA {
 
 // Rows are fetched this many lookups before they are added.
-constexpr std::size_t lookups_ahead = 16;
+constexpr std::size_t lookups_ahead = 32;
 
 // Vectors of a row that are summed in registers at once.
 #if defined(__AVX512F__)
