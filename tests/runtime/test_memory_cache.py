@@ -134,3 +134,16 @@ def test_arguments_are_checked() -> None:
         batch = cache.prefetch(np.arange(40))
         with pytest.raises(ArgumentError, match="give the cache more lines"):
             batch.wait()
+
+
+def test_counters_can_be_read_while_batches_are_released() -> None:
+    """The cache's thread lets go of batches, and must not need the GIL for it: readers hold that and wait for its lock."""
+    rows = store.in_dram(LAYOUT, {"weight": np.zeros((ROWS, DIM), np.float32), "sum": np.zeros((ROWS, 1), np.float32)})
+    wanted = np.arange(20)
+    with RowCache(rows, line_count=32) as cache:
+        for number in range(2_000):
+            batch = cache.prefetch(wanted)
+            batch.wait()
+            batch.release(is_dirty=False)
+            del batch
+            assert cache.counters["batches"] >= number

@@ -149,6 +149,12 @@ class Cache {
 
 using BatchPointer = std::shared_ptr<BatchQueue::Batch>;
 
+// What Python holds. A shared_ptr that nanobind makes from a Python object takes the GIL when it goes; the queue's
+// thread must never do that, since others wait for its lock with the GIL held.
+struct BatchHandle {
+  BatchPointer batch;
+};
+
 void bind_stores(nb::module_& module) {
   nb::class_<FileOptions>(module, "FileOptions")
       .def(nb::init<bool, std::string, unsigned, unsigned>(), "is_direct"_a, "backend"_a, "depth"_a, "threads"_a);
@@ -273,7 +279,7 @@ void bind_stores(nb::module_& module) {
 }
 
 void bind_cache(nb::module_& module) {
-  nb::class_<BatchQueue::Batch>(module, "Batch");
+  nb::class_<BatchHandle>(module, "Batch");
   nb::class_<Cache>(module, "Cache")
       .def(nb::init<std::shared_ptr<Store>, std::vector<Bytes>, std::uint64_t, std::uint64_t, bool>(), "store"_a,
            "parts"_a, "set_count"_a, "spare_count"_a, "is_lfu"_a)
@@ -283,12 +289,13 @@ void bind_cache(nb::module_& module) {
             std::vector<std::int64_t> copied(rows.data(), rows.data() + rows.shape(0));
             BatchQueue& queue = cache.queue();
             const nb::gil_scoped_release released;
-            return queue.fetch(std::move(copied));
+            return BatchHandle{queue.fetch(std::move(copied))};
           },
           "rows"_a)
       .def(
           "wait",
-          [](Cache& cache, const BatchPointer& batch, double timeout_s) -> nb::object {
+          [](Cache& cache, const BatchHandle& handle, double timeout_s) -> nb::object {
+            const BatchPointer& batch = handle.batch;
             bool is_done = false;
             {
               BatchQueue& queue = cache.queue();
@@ -304,7 +311,7 @@ void bind_cache(nb::module_& module) {
           "batch"_a, "timeout_s"_a)
       .def(
           "release",
-          [](Cache& cache, const BatchPointer& batch, bool is_dirty) { cache.queue().release(batch, is_dirty); },
+          [](Cache& cache, const BatchHandle& handle, bool is_dirty) { cache.queue().release(handle.batch, is_dirty); },
           "batch"_a, "is_dirty"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "flush",
