@@ -137,7 +137,7 @@ def test_arguments_are_checked() -> None:
 
 
 def test_counters_can_be_read_while_batches_are_released() -> None:
-    """The cache's thread lets go of batches, and must not need the GIL for it: readers hold that and wait for its lock."""
+    """The cache's thread must not need the GIL to let go of a batch: readers hold it and wait for that thread."""
     rows = store.in_dram(LAYOUT, {"weight": np.zeros((ROWS, DIM), np.float32), "sum": np.zeros((ROWS, 1), np.float32)})
     wanted = np.arange(20)
     with RowCache(rows, line_count=32) as cache:
