@@ -17,7 +17,7 @@ from sennit.runtime.kernels.layout import TableMemory, allocate
 from sennit.runtime.kernels.native import NativeOperator
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec, StepConstants
 from sennit.runtime.kernels.spec import Bounds, Rounding, TableSpec
-from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
 
 class Implementation(Protocol):
@@ -43,8 +43,8 @@ class Implementation(Protocol):
     ) -> list[BadGradients]: ...
 
 
-IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable")
-"""Names that `EmbeddingEngine` takes; the last two are for tests: the native one with fewer instructions."""
+IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable", "triton")
+"""Names that `EmbeddingEngine` takes; two are for tests: the native one with fewer instructions."""
 
 
 def implementation(name: str) -> Implementation:
@@ -56,6 +56,12 @@ def implementation(name: str) -> Implementation:
             return NativeOperator()
         case "native-avx2" | "native-portable":
             return NativeOperator(name.removeprefix("native-"))
+        case "triton":
+            try:
+                from sennit.runtime.kernels.triton_operator import TritonOperator
+            except ModuleNotFoundError as error:
+                raise Unsupported("implementation triton", str(error)) from error
+            return TritonOperator()
     raise ConfigError(f"implementation {name!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
 
 

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that read: rows of all tables, folded bag by bag, and the gradient of per-lookup weights."""
+
+import triton
+import triton.language as tl
+
+from sennit.runtime.kernels.triton_rows import dims_of, lane_tree, load_rows, table_field
+from sennit.runtime.kernels.triton_tables import PADDED
+
+_PADDED = tl.constexpr(PADDED)
+
+
+@triton.jit
+def lookup_kernel(
+    result,
+    values,
+    weights,
+    offsets,
+    block_of_vector,
+    blocks,
+    tables,
+    vector_count,
+    SEQUENCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    ONE_DIM: tl.constexpr,
+    PRECISIONS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    VECTORS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """VECTORS vectors of the result a program: the bag's rows, one after the other in the order of `values`."""
+    vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
+    live = vector < vector_count
+    block = tl.load(block_of_vector + vector, mask=live, other=0)
+    table = tl.load(blocks + block * 2)
+    dim = dims_of(tables, table, ONE_DIM)
+    start = tl.load(blocks + block * 2 + 1) + vector * dim
+    if ALIGN > 1:
+        start = tl.multiple_of(start, [ALIGN])
+    columns = tl.arange(0, WIDTH)[None, :]
+    inside = columns < dim[:, None]
+    if SEQUENCE:
+        row = tl.load(values + vector, mask=live, other=-1).to(tl.int64)
+        x = load_rows(tables, table, row, dim, columns, inside & (row >= 0)[:, None], PRECISIONS, ALIGN)
+    else:
+        first = tl.load(offsets + vector, mask=live, other=0)
+        length = tl.load(offsets + vector + 1, mask=live, other=0) - first
+        x = tl.zeros([VECTORS, WIDTH], tl.float32)
+        for place in tl.range(0, tl.max(length, axis=0), loop_unroll_factor=UNROLL):
+            here = place < length
+            row = tl.load(values + first + place, mask=here, other=-1).to(tl.int64)
+            each = load_rows(tables, table, row, dim, columns, inside & (row >= 0)[:, None], PRECISIONS, ALIGN)
+            if WEIGHTED:
+                weight = tl.load(weights + first + place, mask=here, other=0.0)[:, None]
+                each = tl.where((row >= 0)[:, None], weight * each, 0.0)
+            x = x + each
+        if MEAN:
+            x = tl.div_rn(x, tl.broadcast_to(tl.maximum(length, 1).to(tl.float32)[:, None], [VECTORS, WIDTH]))
+    tl.store(result + start[:, None] + columns, x, mask=inside & live[:, None])
+
+
+@triton.jit
+def weight_gradient_kernel(
+    result,
+    gradient,
+    values,
+    vector_of_lookup,
+    block_of_vector,
+    blocks,
+    tables,
+    lookup_count,
+    ONE_DIM: tl.constexpr,
+    PRECISIONS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    LOOKUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """LOOKUPS dot products a program, of a lookup's row and its bag's gradient."""
+    lookup = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
+    live = lookup < lookup_count
+    vector = tl.load(vector_of_lookup + lookup, mask=live, other=0).to(tl.int64)
+    block = tl.load(block_of_vector + vector)
+    table = tl.load(blocks + block * 2)
+    dim = dims_of(tables, table, ONE_DIM)
+    start = tl.load(blocks + block * 2 + 1) + vector * dim
+    if ALIGN > 1:
+        start = tl.multiple_of(start, [ALIGN])
+    row = tl.load(values + lookup, mask=live, other=-1).to(tl.int64)
+    columns = tl.arange(0, WIDTH)[None, :]
+    mask = (columns < dim[:, None]) & (row >= 0)[:, None]
+    x = load_rows(tables, table, row, dim, columns, mask, PRECISIONS, ALIGN)
+    product = tl.load(gradient + start[:, None] + columns, mask=mask, other=0.0) * x
+    # A table's own padding is +0; that for wider tables is -0, which changes no sum, not even one of -0.
+    product = tl.where(columns < table_field(tables, table, _PADDED)[:, None], product, -0.0)
+    dot = lane_tree(product, LOOKUPS, WIDTH)
+    tl.store(result + lookup, tl.where(row >= 0, dot, 0.0), mask=live)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device functions that read, sum and write rows: tiles are [rows, columns], each row perhaps of another table.
+
+Tables are named by their number; what kernels need of them lies in one int64 tensor (`triton_tables.TableFields`).
+Every operation that rounds is one IEEE operation: `div_rn` and `sqrt_rn`, since `/` and `sqrt` are approximations on a
+GPU, no fused multiply-add (launches say `enable_fp_fusion=False`), and no `tl.sum`, whose order is the compiler's,
+except over two elements.
+"""
+
+import triton
+import triton.language as tl
+
+from sennit.runtime.kernels.triton_tables import (
+    BF16,
+    DIM,
+    FIELDS,
+    FIRST_ROW,
+    FP16,
+    FP32,
+    PRECISION,
+    STREAM,
+    WEIGHT,
+)
+
+_FIELDS = tl.constexpr(FIELDS)
+_WEIGHT = tl.constexpr(WEIGHT)
+_DIM = tl.constexpr(DIM)
+_PRECISION = tl.constexpr(PRECISION)
+_FIRST_ROW = tl.constexpr(FIRST_ROW)
+_STREAM = tl.constexpr(STREAM)
+_FP32 = tl.constexpr(FP32)
+_FP16 = tl.constexpr(FP16)
+_BF16 = tl.constexpr(BF16)
+
+# float32 bits.
+_INFINITY = tl.constexpr(0x7F800000)
+_LEAST_NORMAL_HALF = tl.constexpr(0x38800000)  # 2^-14
+_BEYOND_HALF = tl.constexpr(0x47800000)  # 2^16
+_HALF_EXPONENT_STEP = tl.constexpr(112 << 10)  # the exponents' biases differ by 112
+
+
+@triton.jit
+def table_field(tables, table, field: tl.constexpr):
+    """One field of each table of `table` [rows]."""
+    return tl.load(tables + table * _FIELDS + field)
+
+
+@triton.jit
+def dims_of(tables, table, ONE_DIM: tl.constexpr):
+    """Columns of each table, a constant where all tables have equally many."""
+    if ONE_DIM > 0:
+        return tl.full(table.shape, ONE_DIM, tl.int64)
+    return table_field(tables, table, _DIM)
+
+
+@triton.jit
+def element_pointers(address, row, dim, columns, element: tl.constexpr, ALIGN: tl.constexpr):
+    """[rows, columns] pointers from base addresses; ALIGN divides all dims, and where it is not 1 bases are 16-aligned."""
+    offset = row * dim
+    if ALIGN > 1:
+        address = tl.multiple_of(address, [16])
+        offset = tl.multiple_of(offset, [ALIGN])
+    base = address.to(tl.pointer_type(element))
+    return base[:, None] + offset[:, None] + columns
+
+
+@triton.jit
+def load_rows(tables, table, row, dim, columns, mask, PRECISIONS: tl.constexpr, ALIGN: tl.constexpr):
+    """Float32 [rows, columns] of the weights, +0 where `mask` is not set. PRECISIONS: which occur in the tables."""
+    address = table_field(tables, table, _WEIGHT)
+    if PRECISIONS == _FP32:
+        return tl.load(element_pointers(address, row, dim, columns, tl.float32, ALIGN), mask=mask, other=0.0)
+    precision = table_field(tables, table, _PRECISION)[:, None]
+    x = tl.zeros(mask.shape, tl.float32)
+    if PRECISIONS & _FP32:
+        own = mask & (precision == _FP32)
+        x = tl.load(element_pointers(address, row, dim, columns, tl.float32, ALIGN), mask=own, other=0.0)
+    bits = tl.load(
+        element_pointers(address, row, dim, columns, tl.uint16, ALIGN), mask=mask & (precision != _FP32), other=0
+    )
+    if PRECISIONS & _FP16:
+        x = tl.where(precision == _FP16, bits.to(tl.float16, bitcast=True).to(tl.float32), x)
+    if PRECISIONS & _BF16:
+        x = tl.where(precision == _BF16, (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True), x)
+    return x
+
+
+@triton.jit
+def store_rows(
+    tables,
+    table,
+    row,
+    dim,
+    columns,
+    mask,
+    x,
+    step,
+    seed_low,
+    seed_high,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PRECISIONS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Writes float32 [ROWS, WIDTH] to the weights in each table's precision, where `mask` is set."""
+    address = table_field(tables, table, _WEIGHT)
+    if PRECISIONS == _FP32:
+        tl.store(element_pointers(address, row, dim, columns, tl.float32, ALIGN), x, mask=mask)
+    else:
+        precision = table_field(tables, table, _PRECISION)[:, None]
+        if PRECISIONS & _FP32:
+            own = mask & (precision == _FP32)
+            tl.store(element_pointers(address, row, dim, columns, tl.float32, ALIGN), x, mask=own)
+        if STOCHASTIC:
+            words = random_words(tables, table, row, step, seed_low, seed_high, ROWS, WIDTH)
+        else:
+            words = tl.zeros([ROWS, WIDTH], tl.uint32)
+        bits = tl.zeros([ROWS, WIDTH], tl.uint16)
+        if PRECISIONS & _FP16:
+            bits = tl.where(precision == _FP16, _half(x, words, STOCHASTIC), bits)
+        if PRECISIONS & _BF16:
+            bits = tl.where(precision == _BF16, _bfloat(x, words, STOCHASTIC), bits)
+        low = element_pointers(address, row, dim, columns, tl.uint16, ALIGN)
+        tl.store(low, bits, mask=mask & (precision != _FP32))
+
+
+@triton.jit
+def lane_tree(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] to [ROWS]: upper halves of the columns are added to lower ones, down to one."""
+    half: tl.constexpr = WIDTH // 2
+    if half == 0:
+        return tl.reshape(x, [ROWS])
+    else:
+        return lane_tree(tl.sum(tl.reshape(x, [ROWS, 2, half]), axis=1), ROWS, half)
+
+
+@triton.jit
+def pair_tree(x, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    """[COUNT, WIDTH] to [1, WIDTH]: neighbours are added, level by level; rows of +0 stand for what is missing."""
+    half: tl.constexpr = COUNT // 2
+    if half == 0:
+        return x
+    else:
+        return pair_tree(tl.sum(tl.reshape(x, [half, 2, WIDTH]), axis=1), half, WIDTH)
+
+
+@triton.jit
+def random_words(
+    tables, table, row, step, seed_low, seed_high, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Uint32 [ROWS, WIDTH], WIDTH 64 or more, by Philox4x32-10: counters as in docs/embedding.md."""
+    tl.static_assert(WIDTH % 64 == 0, "a block of 16 lanes makes the words of 64 columns")
+    groups: tl.constexpr = WIDTH // 64
+    global_row = table_field(tables, table, _FIRST_ROW) + row
+    low = (global_row & 0xFFFFFFFF).to(tl.uint32)[:, None]
+    high = ((global_row >> 32) << 16).to(tl.uint32)[:, None]
+    stream = table_field(tables, table, _STREAM).to(tl.uint32)[:, None]
+    block = tl.arange(0, groups * 16).to(tl.uint32)[None, :]
+    none = tl.zeros([ROWS, groups * 16], tl.uint32)
+    seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True)
+    w0, w1, w2, w3 = tl.philox(seed, none | low, high | block, none | step.to(tl.uint32, bitcast=True), none | stream)
+    # Columns are [group, word, lane]; joins add word's high bit, then its low one, behind the lane.
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    words = tl.permute(tl.reshape(words, [ROWS, groups, 16, 4]), (0, 1, 3, 2))
+    return tl.reshape(words, [ROWS, WIDTH])
+
+
+@triton.jit
+def _bfloat(x, words, STOCHASTIC: tl.constexpr):
+    """The bits of float32 in bf16. The interpreter's own conversion cuts off."""
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    if STOCHASTIC:
+        moved = magnitude + (words & 0xFFFF)
+    else:
+        moved = magnitude + 0x7FFF + ((magnitude >> 16) & 1)
+    kept = tl.where(magnitude < _INFINITY, moved >> 16, 0x7F80) | ((bits >> 31) << 15)
+    return tl.where(magnitude > _INFINITY, 0x7FC0, kept).to(tl.uint16)
+
+
+@triton.jit
+def _half(x, words, STOCHASTIC: tl.constexpr):
+    """The bits of float32 in fp16."""
+    if not STOCHASTIC:
+        return x.to(tl.float16).to(tl.uint16, bitcast=True)
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    moved = magnitude + (words & 0x1FFF)
+    normal = tl.where(moved < _BEYOND_HALF, (moved >> 13) - _HALF_EXPONENT_STEP, 0x7C00)
+    # Where fp16 is subnormal its unit is 2^-24: the mantissa, with its leading one, is shifted by 14 and more.
+    shift = 126 - tl.minimum(magnitude >> 23, 126)
+    shifted = tl.minimum(shift, 31)
+    mantissa = (magnitude & 0x7FFFFF) | 0x800000
+    one = tl.full(x.shape, 1, tl.uint32)
+    subnormal = tl.where(shift <= 31, (mantissa + (words & ((one << shifted) - 1))) >> shifted, 0)
+    kept = tl.where(magnitude < _LEAST_NORMAL_HALF, subnormal, normal) | ((bits >> 31) << 15)
+    return tl.where(magnitude > _INFINITY, 0x7E00, kept).to(tl.uint16)

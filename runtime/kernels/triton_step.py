@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device function that takes an optimizer's step on a tile of rows, from their summed gradients to the stored weights."""
+
+import triton
+import triton.language as tl
+
+from sennit.runtime.kernels.triton_rows import (
+    dims_of,
+    element_pointers,
+    lane_tree,
+    load_rows,
+    store_rows,
+    table_field,
+)
+from sennit.runtime.kernels.triton_tables import STATE0, STATE1
+
+_STATE0 = tl.constexpr(STATE0)
+_STATE1 = tl.constexpr(STATE1)
+_INFINITY = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _mean_square(g, dim, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    return tl.div_rn(lane_tree(g * g, ROWS, WIDTH), dim.to(tl.float32))
+
+
+@triton.jit
+def _whole(scalar, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS] to [ROWS, WIDTH]: exact divisions take equal shapes."""
+    return tl.broadcast_to(scalar[:, None], [ROWS, WIDTH])
+
+
+@triton.jit
+def step_rows(
+    g,
+    live,
+    table,
+    row,
+    tables,
+    bad,
+    constants,
+    step,
+    seed_low,
+    seed_high,
+    KIND: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    DECAY: tl.constexpr,
+    DECAY_AFTER: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ONE_DIM: tl.constexpr,
+    PRECISIONS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """docs/embedding.md, rules 7 and 8, for the rows [ROWS] that are `live`; `g` is +0 beyond a row's columns.
+
+    `constants` are those of `optimizers.StepConstants` in the order of `triton_operator`. `bad` int64 [tables, 2]
+    counts rows that are skipped and keeps the lowest: integers, so the order in which programs get there is no matter.
+    """
+    rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient = constants
+    dim = dims_of(tables, table, ONE_DIM)
+    columns = tl.arange(0, WIDTH)[None, :]
+    inside = columns < dim[:, None]
+
+    not_finite = (g.to(tl.int32, bitcast=True) & _INFINITY) == _INFINITY
+    is_bad = live & (tl.max(not_finite.to(tl.int32), axis=1) > 0)
+    tl.atomic_add(bad + table * 2, tl.full([ROWS], 1, tl.int64), mask=is_bad)
+    tl.atomic_min(bad + table * 2 + 1, row, mask=is_bad)
+    live = live & (is_bad == 0)
+    mask = inside & live[:, None]
+
+    w = load_rows(tables, table, row, dim, columns, mask, PRECISIONS, ALIGN)
+    if CLIPPED:
+        g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
+    if DECAY:
+        g = g + decay * w
+    if KEEP:
+        w = w * keep
+
+    if KIND == "sgd":
+        w = w - rate * g
+    elif KIND == "adagrad":
+        at = element_pointers(table_field(tables, table, _STATE0), row, dim, columns, tl.float32, ALIGN)
+        total = tl.load(at, mask=mask, other=0.0) + g * g
+        tl.store(at, total, mask=mask)
+        w = w - tl.div_rn(rate * g, tl.sqrt_rn(total) + epsilon)
+    elif KIND == "row_wise_adagrad":
+        at = table_field(tables, table, _STATE0).to(tl.pointer_type(tl.float32)) + row
+        total = tl.load(at, mask=live, other=0.0) + _mean_square(g, dim, ROWS, WIDTH)
+        tl.store(at, total, mask=live)
+        w = w - tl.div_rn(tl.zeros([ROWS], tl.float32) + rate, tl.sqrt_rn(total) + epsilon)[:, None] * g
+    else:
+        at = element_pointers(table_field(tables, table, _STATE0), row, dim, columns, tl.float32, ALIGN)
+        m = beta1 * tl.load(at, mask=mask, other=0.0) + beta1_rest * g
+        tl.store(at, m, mask=mask)
+        if KIND == "partial_row_wise_adam":
+            of_row = table_field(tables, table, _STATE1).to(tl.pointer_type(tl.float32)) + row
+            v = beta2 * tl.load(of_row, mask=live, other=0.0) + beta2_rest * _mean_square(g, dim, ROWS, WIDTH)
+            tl.store(of_row, v, mask=live)
+            a = tl.zeros([ROWS], tl.float32) + scale1
+            w = w - tl.div_rn(a, tl.sqrt_rn(v) * scale2 + epsilon)[:, None] * m
+        else:
+            of_element = element_pointers(table_field(tables, table, _STATE1), row, dim, columns, tl.float32, ALIGN)
+            v = beta2 * tl.load(of_element, mask=mask, other=0.0) + beta2_rest * (g * g)
+            tl.store(of_element, v, mask=mask)
+            # 1 where a row has no column, so that 0 / 0 of an epsilon of 0 is not added up.
+            root = tl.where(mask, tl.sqrt_rn(v) * scale2 + epsilon, 1.0)
+            u = tl.div_rn(scale1 * m, root)
+            if KIND == "adam":
+                w = w - u
+            else:
+                tl.static_assert(KIND == "lamb")
+                if DECAY_AFTER:
+                    u = u + decay * w
+                of_w = tl.sqrt_rn(lane_tree(tl.where(mask, w * w, 0.0), ROWS, WIDTH))
+                of_u = tl.sqrt_rn(lane_tree(tl.where(mask, u * u, 0.0), ROWS, WIDTH))
+                both = (of_w > 0) & (of_u > 0)
+                trust = tl.where(both, tl.div_rn(of_w, tl.where(both, of_u, 1.0)), 1.0)
+                w = w - (rate * trust)[:, None] * u
+    store_rows(
+        tables,
+        table,
+        row,
+        dim,
+        columns,
+        mask,
+        w,
+        step,
+        seed_low,
+        seed_high,
+        ROWS,
+        WIDTH,
+        PRECISIONS,
+        ALIGN,
+        STOCHASTIC,
+    )

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that write: gradients of equal rows are summed and each row is updated once, in place.
+
+A run is the lookups of one row. Runs of one chunk are summed and updated many to a program (`update_short_kernel`).
+Longer ones are cut into pieces of CHUNKS chunks, a subtree each, and a program sums the chunks of a piece side by side
+(`sum_long_kernel`); a run of one piece is updated there, sums of others go to a buffer, are added up a level of the tree
+a launch (`combine_kernel`), and are updated with the short runs. Programs take their work by stride, since how much
+there is is known on the device alone; who takes what changes no sum.
+"""
+
+import triton
+import triton.language as tl
+
+from sennit.runtime.kernels.triton_rows import dims_of, pair_tree
+from sennit.runtime.kernels.triton_step import step_rows
+
+
+@triton.jit
+def _gradients(
+    places,
+    live,
+    dim,
+    columns,
+    gradient,
+    weights,
+    lengths,
+    lookups,
+    vector_of_lookup,
+    block_of_vector,
+    blocks,
+    SEQUENCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Float32 [places, columns] of the lookups at `places` of the sorted order, +0 where they are not `live`."""
+    lookup = tl.load(lookups + places, mask=live, other=0)
+    if SEQUENCE:
+        vector = lookup.to(tl.int64)
+    else:
+        vector = tl.load(vector_of_lookup + lookup, mask=live, other=0).to(tl.int64)
+    block = tl.load(block_of_vector + vector, mask=live, other=0)
+    start = tl.load(blocks + block * 2 + 1) + vector * dim
+    if ALIGN > 1:
+        start = tl.multiple_of(start, [ALIGN])
+    mask = (columns < dim[:, None]) & live[:, None]
+    g = tl.load(gradient + start[:, None] + columns, mask=mask, other=0.0)
+    if WEIGHTED:
+        g = tl.where(mask, tl.load(weights + lookup, mask=live, other=0.0)[:, None] * g, 0.0)
+    if MEAN:
+        length = tl.load(lengths + vector, mask=live, other=1).to(tl.float32)
+        g = tl.where(mask, tl.div_rn(tl.full(length.shape, 1.0, tl.float32), length)[:, None] * g, 0.0)
+    return g
+
+
+@triton.jit
+def _table_and_row(place, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE: tl.constexpr):
+    """Of the lookups at `place` [..] of the sorted order."""
+    lookup = tl.load(lookups + place, mask=live, other=0)
+    if SEQUENCE:
+        vector = lookup
+    else:
+        vector = tl.load(vector_of_lookup + lookup, mask=live, other=0)
+    table = tl.load(blocks + tl.load(block_of_vector + vector, mask=live, other=0) * 2)
+    return table, tl.load(values + lookup, mask=live, other=0).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["step", "seed_low", "seed_high"])
+def update_short_kernel(
+    gradient,
+    values,
+    weights,
+    lengths,
+    lookups,
+    vector_of_lookup,
+    block_of_vector,
+    blocks,
+    tables,
+    bad,
+    constants,
+    step,
+    seed_low,
+    seed_high,
+    run_starts,
+    totals,
+    sums,
+    SEQUENCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    ONE_DIM: tl.constexpr,
+    PRECISIONS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    KIND: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    DECAY: tl.constexpr,
+    DECAY_AFTER: tl.constexpr,
+    KEEP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    RUNS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Runs of one chunk, and those of several pieces, whose sums are there; RUNS at a time."""
+    piece: tl.constexpr = CHUNK * CHUNKS
+    run_count = tl.load(totals)
+    columns = tl.arange(0, WIDTH)[None, :]
+    for first in tl.range(tl.program_id(0) * RUNS, run_count, tl.num_programs(0) * RUNS):
+        run = first + tl.arange(0, RUNS)
+        live = run < run_count
+        begin = tl.load(run_starts + run, mask=live, other=0)
+        length = tl.load(run_starts + run + 1, mask=live, other=0) - begin
+        summed = length > piece
+        live = live & ((length <= CHUNK) | summed)
+        table, row = _table_and_row(
+            begin, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE
+        )
+        dim = dims_of(tables, table, ONE_DIM)
+        slot = 2 * begin.to(tl.int64) // piece
+        g = tl.load(sums + slot[:, None] * WIDTH + columns, mask=(live & summed)[:, None] & (columns >= 0), other=0.0)
+        length = tl.where(live & (length <= CHUNK), length, 0)
+        for place in tl.range(0, tl.max(length, axis=0), loop_unroll_factor=UNROLL):
+            g = g + _gradients(
+                begin + place,
+                place < length,
+                dim,
+                columns,
+                gradient,
+                weights,
+                lengths,
+                lookups,
+                vector_of_lookup,
+                block_of_vector,
+                blocks,
+                SEQUENCE,
+                WEIGHTED,
+                MEAN,
+                ALIGN,
+            )
+        step_rows(
+            g,
+            live,
+            table,
+            row,
+            tables,
+            bad,
+            constants,
+            step,
+            seed_low,
+            seed_high,
+            KIND,
+            CLIPPED,
+            DECAY,
+            DECAY_AFTER,
+            KEEP,
+            RUNS,
+            WIDTH,
+            ONE_DIM,
+            PRECISIONS,
+            ALIGN,
+            STOCHASTIC,
+        )
+
+
+@triton.jit(do_not_specialize=["step", "seed_low", "seed_high"])
+def sum_long_kernel(
+    gradient,
+    values,
+    weights,
+    lengths,
+    lookups,
+    vector_of_lookup,
+    block_of_vector,
+    blocks,
+    tables,
+    bad,
+    constants,
+    step,
+    seed_low,
+    seed_high,
+    run_starts,
+    long_runs,
+    pieces_until,
+    long_of_piece,
+    long_count,
+    sums,
+    SEQUENCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    ONE_DIM: tl.constexpr,
+    PRECISIONS: tl.constexpr,
+    ALIGN: tl.constexpr,
+    KIND: tl.constexpr,
+    CLIPPED: tl.constexpr,
+    DECAY: tl.constexpr,
+    DECAY_AFTER: tl.constexpr,
+    KEEP: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """Runs of several chunks, a piece at a time; those of one piece are updated."""
+    piece: tl.constexpr = CHUNK * CHUNKS
+    columns = tl.arange(0, WIDTH)[None, :]
+    for item in tl.range(tl.program_id(0), tl.load(pieces_until + long_count), tl.num_programs(0)):
+        long = tl.load(long_of_piece + item)
+        number = item - tl.load(pieces_until + long)
+        run = tl.load(long_runs + long)
+        begin = tl.load(run_starts + run)
+        end = tl.load(run_starts + run + 1)
+        everywhere = tl.full([1], 1, tl.int1)
+        first = begin + tl.zeros([1], tl.int32)
+        table, row = _table_and_row(
+            first, everywhere, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE
+        )
+        dim = dims_of(tables, table, ONE_DIM)
+        chunk = begin + number * piece + tl.arange(0, CHUNKS) * CHUNK
+        g = tl.zeros([CHUNKS, WIDTH], tl.float32)
+        for place in tl.range(0, CHUNK, loop_unroll_factor=UNROLL):
+            g = g + _gradients(
+                chunk + place,
+                chunk + place < end,
+                dim,
+                columns,
+                gradient,
+                weights,
+                lengths,
+                lookups,
+                vector_of_lookup,
+                block_of_vector,
+                blocks,
+                SEQUENCE,
+                WEIGHTED,
+                MEAN,
+                ALIGN,
+            )
+        g = pair_tree(g, CHUNKS, WIDTH)
+        if end - begin > piece:
+            slot = 2 * begin.to(tl.int64) // piece + number
+            tl.store(sums + slot * WIDTH + columns, g)
+        else:
+            step_rows(
+                g,
+                everywhere,
+                table,
+                row,
+                tables,
+                bad,
+                constants,
+                step,
+                seed_low,
+                seed_high,
+                KIND,
+                CLIPPED,
+                DECAY,
+                DECAY_AFTER,
+                KEEP,
+                1,
+                WIDTH,
+                ONE_DIM,
+                PRECISIONS,
+                ALIGN,
+                STOCHASTIC,
+            )
+
+
+@triton.jit(do_not_specialize=["stride"])
+def combine_kernel(
+    sums,
+    run_starts,
+    long_runs,
+    pieces_until,
+    long_of_piece,
+    long_count,
+    stride,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Sums of pieces 0, stride, 2·stride, … of a run: CHUNKS at a time become one, in the place of the first of them.
+
+    A run that begins at place b of the sorted order has its sums from slot 2b // piece: it has more than one piece, so
+    twice its length in pieces is never less than the slots that it needs.
+    """
+    piece: tl.constexpr = CHUNK * CHUNKS
+    columns = tl.arange(0, WIDTH)[None, :]
+    for item in tl.range(tl.program_id(0), tl.load(pieces_until + long_count), tl.num_programs(0)):
+        long = tl.load(long_of_piece + item)
+        before = tl.load(pieces_until + long)
+        number = item - before
+        count = tl.load(pieces_until + long + 1) - before
+        if (count > stride) & (number % (stride * CHUNKS) == 0):
+            begin = tl.load(run_starts + tl.load(long_runs + long))
+            each = number + tl.arange(0, CHUNKS) * stride
+            at = sums + (2 * begin.to(tl.int64) // piece + each)[:, None] * WIDTH + columns
+            x = tl.load(at, mask=(each < count)[:, None] & (columns >= 0), other=0.0)
+            slot = 2 * begin.to(tl.int64) // piece + number
+            tl.store(sums + slot * WIDTH + columns, pair_tree(x, CHUNKS, WIDTH))
