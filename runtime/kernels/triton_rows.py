@@ -72,15 +72,15 @@ def load_rows(tables, table, row, dim, columns, mask, PRECISIONS: tl.constexpr, 
         return tl.load(element_pointers(address, row, dim, columns, tl.float32, ALIGN), mask=mask, other=0.0)
     precision = table_field(tables, table, _PRECISION)[:, None]
     x = tl.zeros(mask.shape, tl.float32)
-    if PRECISIONS & _FP32:
+    if _FP32 & PRECISIONS:
         own = mask & (precision == _FP32)
         x = tl.load(element_pointers(address, row, dim, columns, tl.float32, ALIGN), mask=own, other=0.0)
     bits = tl.load(
         element_pointers(address, row, dim, columns, tl.uint16, ALIGN), mask=mask & (precision != _FP32), other=0
     )
-    if PRECISIONS & _FP16:
+    if _FP16 & PRECISIONS:
         x = tl.where(precision == _FP16, bits.to(tl.float16, bitcast=True).to(tl.float32), x)
-    if PRECISIONS & _BF16:
+    if _BF16 & PRECISIONS:
         x = tl.where(precision == _BF16, (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True), x)
     return x
 
@@ -109,7 +109,7 @@ def store_rows(
         tl.store(element_pointers(address, row, dim, columns, tl.float32, ALIGN), x, mask=mask)
     else:
         precision = table_field(tables, table, _PRECISION)[:, None]
-        if PRECISIONS & _FP32:
+        if _FP32 & PRECISIONS:
             own = mask & (precision == _FP32)
             tl.store(element_pointers(address, row, dim, columns, tl.float32, ALIGN), x, mask=own)
         if STOCHASTIC:
@@ -117,9 +117,9 @@ def store_rows(
         else:
             words = tl.zeros([ROWS, WIDTH], tl.uint32)
         bits = tl.zeros([ROWS, WIDTH], tl.uint16)
-        if PRECISIONS & _FP16:
+        if _FP16 & PRECISIONS:
             bits = tl.where(precision == _FP16, _half(x, words, STOCHASTIC), bits)
-        if PRECISIONS & _BF16:
+        if _BF16 & PRECISIONS:
             bits = tl.where(precision == _BF16, _bfloat(x, words, STOCHASTIC), bits)
         low = element_pointers(address, row, dim, columns, tl.uint16, ALIGN)
         tl.store(low, bits, mask=mask & (precision != _FP32))
