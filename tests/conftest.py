@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import zlib
+from pathlib import Path
 
 import hypothesis
 import numpy as np
@@ -15,6 +16,9 @@ from sennit.testbed import capabilities
 # Inherited by every process a test starts.
 os.environ.setdefault("SENNIT_INTERFACES", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read where Triton is imported: without a GPU its kernels run in its interpreter.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell starts what runs in its background with interrupts ignored, and processes inherit that, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

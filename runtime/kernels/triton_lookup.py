@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from sennit.runtime.kernels.triton_rows import dims_of, lane_tree, load_rows, table_field
+from sennit.runtime.kernels.triton_rows import dims_of, lane_tree, load_rows, table_field, weights_of
 from sennit.runtime.kernels.triton_tables import PADDED
 
 _PADDED = tl.constexpr(PADDED)
@@ -35,6 +35,7 @@ def lookup_kernel(
     live = vector < vector_count
     block = tl.load(block_of_vector + vector, mask=live, other=0)
     table = tl.load(blocks + block * 2)
+    address, precision = weights_of(tables, table)
     dim = dims_of(tables, table, ONE_DIM)
     start = tl.load(blocks + block * 2 + 1) + vector * dim
     if ALIGN > 1:
@@ -43,7 +44,7 @@ def lookup_kernel(
     inside = columns < dim[:, None]
     if SEQUENCE:
         row = tl.load(values + vector, mask=live, other=-1).to(tl.int64)
-        x = load_rows(tables, table, row, dim, columns, inside & (row >= 0)[:, None], PRECISIONS, ALIGN)
+        x = load_rows(address, precision, row, dim, columns, inside & (row >= 0)[:, None], PRECISIONS, ALIGN)
     else:
         first = tl.load(offsets + vector, mask=live, other=0)
         length = tl.load(offsets + vector + 1, mask=live, other=0) - first
@@ -51,7 +52,7 @@ def lookup_kernel(
         for place in tl.range(0, tl.max(length, axis=0), loop_unroll_factor=UNROLL):
             here = place < length
             row = tl.load(values + first + place, mask=here, other=-1).to(tl.int64)
-            each = load_rows(tables, table, row, dim, columns, inside & (row >= 0)[:, None], PRECISIONS, ALIGN)
+            each = load_rows(address, precision, row, dim, columns, inside & (row >= 0)[:, None], PRECISIONS, ALIGN)
             if WEIGHTED:
                 weight = tl.load(weights + first + place, mask=here, other=0.0)[:, None]
                 each = tl.where((row >= 0)[:, None], weight * each, 0.0)
@@ -83,6 +84,7 @@ def weight_gradient_kernel(
     vector = tl.load(vector_of_lookup + lookup, mask=live, other=0).to(tl.int64)
     block = tl.load(block_of_vector + vector)
     table = tl.load(blocks + block * 2)
+    address, precision = weights_of(tables, table)
     dim = dims_of(tables, table, ONE_DIM)
     start = tl.load(blocks + block * 2 + 1) + vector * dim
     if ALIGN > 1:
@@ -90,7 +92,7 @@ def weight_gradient_kernel(
     row = tl.load(values + lookup, mask=live, other=-1).to(tl.int64)
     columns = tl.arange(0, WIDTH)[None, :]
     mask = (columns < dim[:, None]) & (row >= 0)[:, None]
-    x = load_rows(tables, table, row, dim, columns, mask, PRECISIONS, ALIGN)
+    x = load_rows(address, precision, row, dim, columns, mask, PRECISIONS, ALIGN)
     product = tl.load(gradient + start[:, None] + columns, mask=mask, other=0.0) * x
     # A table's own padding is +0; that for wider tables is -0, which changes no sum, not even one of -0.
     product = tl.where(columns < table_field(tables, table, _PADDED)[:, None], product, -0.0)

@@ -65,11 +65,14 @@ class Tiles:
 
 
 def tiles_for(width: int, device: torch.device) -> Tiles:
-    """A warp for 128 columns of a row, and so many chunks side by side that a thread holds 16 elements or 64."""
-    if device.type == "cpu":  # the interpreter: operations cost, elements do not; several programs, pieces and levels
-        return Tiles(
-            vectors=64, vector_warps=1, runs=64, run_warps=1, chunks=8, chunk_warps=1, programs=2, unroll=1
-        )
+    """For a device: large tiles in the interpreter, where operations cost and elements do not."""
+    if device.type == "cpu":
+        return Tiles(vectors=64, vector_warps=1, runs=64, run_warps=1, chunks=8, chunk_warps=1, programs=2, unroll=1)
+    return tiles_of_gpu(width, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
+    """A warp for 128 columns of a row; chunks side by side until a thread holds 16 elements, or 32 of wide rows."""
     chunks = max(2, min(16, 8192 // width))
     return Tiles(
         vectors=max(1, 512 // width),
@@ -78,7 +81,7 @@ def tiles_for(width: int, device: torch.device) -> Tiles:
         run_warps=max(1, min(8, width // 128)),
         chunks=chunks,
         chunk_warps=max(1, min(8, chunks * width // 512)),
-        programs=32 * torch.cuda.get_device_properties(device).multi_processor_count,
+        programs=32 * multiprocessors,
         unroll=4,
     )
 

@@ -55,22 +55,26 @@ def dims_of(tables, table, ONE_DIM: tl.constexpr):
 
 @triton.jit
 def element_pointers(address, row, dim, columns, element: tl.constexpr, ALIGN: tl.constexpr):
-    """[rows, columns] pointers from base addresses; ALIGN divides all dims, and where it is not 1 bases are 16-aligned."""
+    """[rows, columns] pointers from base addresses. ALIGN divides all dims; where it is not 1, 16 divides addresses."""
     offset = row * dim
-    if ALIGN > 1:
-        address = tl.multiple_of(address, [16])
-        offset = tl.multiple_of(offset, [ALIGN])
     base = address.to(tl.pointer_type(element))
+    if ALIGN > 1:
+        base = tl.multiple_of(base, [16])
+        offset = tl.multiple_of(offset, [ALIGN])
     return base[:, None] + offset[:, None] + columns
 
 
 @triton.jit
-def load_rows(tables, table, row, dim, columns, mask, PRECISIONS: tl.constexpr, ALIGN: tl.constexpr):
+def weights_of(tables, table):
+    """Addresses and precisions of each table's weights, for `load_rows` and `store_rows`."""
+    return table_field(tables, table, _WEIGHT), table_field(tables, table, _PRECISION)[:, None]
+
+
+@triton.jit
+def load_rows(address, precision, row, dim, columns, mask, PRECISIONS: tl.constexpr, ALIGN: tl.constexpr):
     """Float32 [rows, columns] of the weights, +0 where `mask` is not set. PRECISIONS: which occur in the tables."""
-    address = table_field(tables, table, _WEIGHT)
     if PRECISIONS == _FP32:
         return tl.load(element_pointers(address, row, dim, columns, tl.float32, ALIGN), mask=mask, other=0.0)
-    precision = table_field(tables, table, _PRECISION)[:, None]
     x = tl.zeros(mask.shape, tl.float32)
     if _FP32 & PRECISIONS:
         own = mask & (precision == _FP32)
@@ -89,6 +93,8 @@ def load_rows(tables, table, row, dim, columns, mask, PRECISIONS: tl.constexpr, 
 def store_rows(
     tables,
     table,
+    address,
+    precision,
     row,
     dim,
     columns,
@@ -104,11 +110,9 @@ def store_rows(
     STOCHASTIC: tl.constexpr,
 ):
     """Writes float32 [ROWS, WIDTH] to the weights in each table's precision, where `mask` is set."""
-    address = table_field(tables, table, _WEIGHT)
     if PRECISIONS == _FP32:
         tl.store(element_pointers(address, row, dim, columns, tl.float32, ALIGN), x, mask=mask)
     else:
-        precision = table_field(tables, table, _PRECISION)[:, None]
         if _FP32 & PRECISIONS:
             own = mask & (precision == _FP32)
             tl.store(element_pointers(address, row, dim, columns, tl.float32, ALIGN), x, mask=own)
@@ -146,9 +150,7 @@ def pair_tree(x, COUNT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def random_words(
-    tables, table, row, step, seed_low, seed_high, ROWS: tl.constexpr, WIDTH: tl.constexpr
-):
+def random_words(tables, table, row, step, seed_low, seed_high, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Uint32 [ROWS, WIDTH], WIDTH 64 or more, by Philox4x32-10: counters as in docs/embedding.md."""
     tl.static_assert(WIDTH % 64 == 0, "a block of 16 lanes makes the words of 64 columns")
     groups: tl.constexpr = WIDTH // 64
@@ -171,10 +173,7 @@ def _bfloat(x, words, STOCHASTIC: tl.constexpr):
     """The bits of float32 in bf16. The interpreter's own conversion cuts off."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
-    if STOCHASTIC:
-        moved = magnitude + (words & 0xFFFF)
-    else:
-        moved = magnitude + 0x7FFF + ((magnitude >> 16) & 1)
+    moved = magnitude + (words & 0xFFFF) if STOCHASTIC else magnitude + 0x7FFF + ((magnitude >> 16) & 1)
     kept = tl.where(magnitude < _INFINITY, moved >> 16, 0x7F80) | ((bits >> 31) << 15)
     return tl.where(magnitude > _INFINITY, 0x7FC0, kept).to(tl.uint16)
 

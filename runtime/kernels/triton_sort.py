@@ -32,10 +32,7 @@ def keys_kernel(
     """Keys, rows counted through all tables with `ignored_key` behind the last, and the lookups' numbers."""
     lookup = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = lookup < lookup_count
-    if SEQUENCE:
-        vector = lookup
-    else:
-        vector = tl.load(vector_of_lookup + lookup, mask=live, other=0)
+    vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
     table = tl.load(blocks + tl.load(block_of_vector + vector, mask=live, other=0) * 2)
     row = tl.load(values + lookup, mask=live, other=-1).to(tl.int64)
     key = tl.where(row >= 0, table_field(tables, table, _FIRST_KEY) + row, ignored_key)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device function that takes an optimizer's step on a tile of rows, from their summed gradients to the stored weights."""
+"""Device function that takes an optimizer's step on a tile of rows, from summed gradients to stored weights."""
 
 import triton
 import triton.language as tl
@@ -11,6 +11,7 @@ from sennit.runtime.kernels.triton_rows import (
     load_rows,
     store_rows,
     table_field,
+    weights_of,
 )
 from sennit.runtime.kernels.triton_tables import STATE0, STATE1
 
@@ -71,7 +72,8 @@ def step_rows(
     live = live & (is_bad == 0)
     mask = inside & live[:, None]
 
-    w = load_rows(tables, table, row, dim, columns, mask, PRECISIONS, ALIGN)
+    address, precision = weights_of(tables, table)
+    w = load_rows(address, precision, row, dim, columns, mask, PRECISIONS, ALIGN)
     if CLIPPED:
         g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
     if DECAY:
@@ -122,6 +124,8 @@ def step_rows(
     store_rows(
         tables,
         table,
+        address,
+        precision,
         row,
         dim,
         columns,

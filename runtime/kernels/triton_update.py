@@ -3,9 +3,9 @@
 
 A run is the lookups of one row. Runs of one chunk are summed and updated many to a program (`update_short_kernel`).
 Longer ones are cut into pieces of CHUNKS chunks, a subtree each, and a program sums the chunks of a piece side by side
-(`sum_long_kernel`); a run of one piece is updated there, sums of others go to a buffer, are added up a level of the tree
-a launch (`combine_kernel`), and are updated with the short runs. Programs take their work by stride, since how much
-there is is known on the device alone; who takes what changes no sum.
+(`sum_long_kernel`). A run of one piece is updated there; sums of others go to a buffer, are added up some levels of the
+tree a launch (`combine_kernel`), and are updated with the short runs. Programs take their work by stride, since how
+much there is is known on the device alone; who takes what changes no sum.
 """
 
 import triton
@@ -35,10 +35,8 @@ def _gradients(
 ):
     """Float32 [places, columns] of the lookups at `places` of the sorted order, +0 where they are not `live`."""
     lookup = tl.load(lookups + places, mask=live, other=0)
-    if SEQUENCE:
-        vector = lookup.to(tl.int64)
-    else:
-        vector = tl.load(vector_of_lookup + lookup, mask=live, other=0).to(tl.int64)
+    vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
+    vector = vector.to(tl.int64)
     block = tl.load(block_of_vector + vector, mask=live, other=0)
     start = tl.load(blocks + block * 2 + 1) + vector * dim
     if ALIGN > 1:
@@ -57,10 +55,7 @@ def _gradients(
 def _table_and_row(place, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE: tl.constexpr):
     """Of the lookups at `place` [..] of the sorted order."""
     lookup = tl.load(lookups + place, mask=live, other=0)
-    if SEQUENCE:
-        vector = lookup
-    else:
-        vector = tl.load(vector_of_lookup + lookup, mask=live, other=0)
+    vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
     table = tl.load(blocks + tl.load(block_of_vector + vector, mask=live, other=0) * 2)
     return table, tl.load(values + lookup, mask=live, other=0).to(tl.int64)
 
@@ -113,9 +108,7 @@ def update_short_kernel(
         length = tl.load(run_starts + run + 1, mask=live, other=0) - begin
         summed = length > piece
         live = live & ((length <= CHUNK) | summed)
-        table, row = _table_and_row(
-            begin, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE
-        )
+        table, row = _table_and_row(begin, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE)
         dim = dims_of(tables, table, ONE_DIM)
         slot = 2 * begin.to(tl.int64) // piece
         g = tl.load(sums + slot[:, None] * WIDTH + columns, mask=(live & summed)[:, None] & (columns >= 0), other=0.0)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the Triton kernels for a GPU that need not be there: `python triton_compiling.py FOLDER` writes their PTX.
+
+A program of its own, since kernels that were imported for the interpreter cannot be compiled. The operator runs as it
+is, on tensors of the CPU; where it would launch a kernel, the kernel is compiled for an H100 instead.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, KernelParam, mangle_type
+
+from sennit.runtime.kernels import triton_operator
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.layout import allocate
+from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
+from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, TableSpec
+
+H100 = GPUTarget("cuda", 90, 32)
+MULTIPROCESSORS = 132
+OPTIONS = ("num_warps", "enable_fp_fusion")
+
+
+def attributes(parameter: KernelParam, value: Any) -> list[list[Any]]:
+    """What a launch tells the compiler of an argument: addresses and numbers that 16 divides."""
+    is_known = isinstance(value, torch.Tensor) or (isinstance(value, int) and not parameter.do_not_specialize)
+    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return [["tt.divisibility", 16]] if is_known and number % 16 == 0 else []
+
+
+def compiled(kernel: JITFunction[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str:
+    """PTX of one launch."""
+    named = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
+    signature: dict[str, Any] = {}
+    constants: dict[str, Any] = {}
+    known: dict[tuple[int, ...], Any] = {}
+    for place, parameter in enumerate(kernel.params):
+        value = named[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+        elif isinstance(value, tuple):
+            signature[parameter.name] = tuple(mangle_type(element) for element in value)
+        else:
+            signature[parameter.name] = mangle_type(value)
+            if found := attributes(parameter, value):
+                known[(place,)] = found
+    source = ASTSource(kernel, signature, constants, known)
+    options = {name: keywords[name] for name in OPTIONS if name in keywords}
+    return str(triton.compile(source, target=H100, options=options).asm["ptx"])
+
+
+class Compiler:
+    """Stands for a kernel: what is launched through it is compiled, once a combination of constants, and written."""
+
+    def __init__(self, kernel: JITFunction[Any], folder: Path) -> None:
+        self.kernel, self.folder = kernel, folder
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Compiler:
+        return self
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> None:
+        ptx = compiled(self.kernel, arguments, keywords)
+        number = len(list(self.folder.glob(f"{self.kernel.__name__}-*.ptx")))
+        (self.folder / f"{self.kernel.__name__}-{number}.ptx").write_text(ptx)
+
+
+def cases() -> list[tuple[tuple[TableSpec, ...], OptimizerSpec, Pooling, bool]]:
+    """Every optimizer, pooling and precision at least once; the first is the shape of the benchmark."""
+
+    def tables(*dims: int, precision: Precision = Precision.FP32) -> tuple[TableSpec, ...]:
+        return tuple(TableSpec(name=str(dim), row_count=1000, dim=dim, precision=precision) for dim in dims)
+
+    mixed = (*tables(20), *tables(64, precision=Precision.FP16), *tables(7, precision=Precision.BF16))
+    decayed = {"weight_decay": 0.1, "max_gradient": 1.0}
+    return [
+        (tables(128), OptimizerSpec(kind=Optimizer.SGD), Pooling.NONE, False),
+        (tables(128), OptimizerSpec(kind=Optimizer.ADAM), Pooling.SUM, True),
+        (mixed, OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD, decay=Decay.DECOUPLED, **decayed), Pooling.MEAN, False),
+        (mixed, OptimizerSpec(kind=Optimizer.ADAGRAD, decay=Decay.L2, **decayed), Pooling.SUM, False),
+        (tables(4096), OptimizerSpec(kind=Optimizer.PARTIAL_ROW_WISE_ADAM), Pooling.SUM, False),
+        (mixed, OptimizerSpec(kind=Optimizer.LAMB, decay=Decay.DECOUPLED, **decayed), Pooling.SUM, False),
+    ]
+
+
+def main(folder: Path) -> None:
+    for name, value in list(vars(triton_operator).items()):
+        if isinstance(value, JITFunction):
+            setattr(triton_operator, name, Compiler(value, folder))
+    triton_operator.tiles_for = lambda width, device: triton_operator.tiles_of_gpu(width, MULTIPROCESSORS)
+    operator = object.__new__(triton_operator.TritonOperator)  # it would ask for a device
+    for specs, optimizer, pooling, weighted in cases():
+        memory = [allocate(spec, optimizer, torch.device("cpu")) for spec in specs]
+        lookups = 1024 * len(specs)
+        batch = Batch(
+            table_of_block=tuple(range(len(specs))),
+            bags_of_block=(1024,) * len(specs),
+            lengths=torch.ones(lookups, dtype=torch.int32),
+            values=torch.zeros(lookups, dtype=torch.int64),
+            weights=torch.ones(lookups) if weighted else None,
+            pooling=pooling,
+        )
+        gradient = torch.zeros(batch.output_size(specs))
+        operator.lookup(memory, batch)
+        if weighted:
+            operator.weight_gradient(memory, batch, gradient)
+        operator.launch_update(
+            memory,
+            batch,
+            gradient,
+            kind=optimizer.kind,
+            constants=optimizer.constants(step=1, rate=0.1),
+            rounding=Rounding.STOCHASTIC,
+            seed=0,
+        )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
