@@ -256,6 +256,32 @@ def bench_embedding(
         json_path.write_text(json.dumps(embedding.as_json(results, rounds=rounds, seed=seed), indent=1) + "\n")
 
 
+@bench.command("embedding")
+def bench_embedding(
+    device: Annotated[str, typer.Option(help="cuda")],
+    rounds: Annotated[int, typer.Option(help="samples of each; the median counts", min=1)] = 50,
+    seed: Annotated[int, typer.Option(help="of the ids", min=0)] = 1,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+    ] = None,
+) -> None:
+    """Time embedding tables: lookups, and updates from gradients."""
+    if device != "cuda":
+        raise typer.BadParameter(f"{device}; allowed: cuda", param_hint="--device")
+    from sennit.testbed import capabilities
+
+    reason = capabilities.missing("gpu")
+    if reason is not None:
+        typer.echo(f"error: {reason}", err=True)
+        raise typer.Exit(1)
+    from sennit.testbed.bench import embedding_cuda
+
+    report = embedding_cuda.run(rounds=rounds, seed=seed)
+    embedding_cuda.render(report, stdout_console())
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 @bench.command()
 def rdma(
     size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in an operation")] = "64KiB",

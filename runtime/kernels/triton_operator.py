@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Concatenate, Final, ParamSpec
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ from sennit.runtime.kernels.triton_sort import (
 from sennit.runtime.kernels.triton_tables import FP32, Tables, Vectors, describe, vectors_of
 from sennit.runtime.kernels.triton_update import combine_kernel, sum_long_kernel, update_short_kernel
 from sennit.transport.errors import ArgumentError, Unsupported
+
+P = ParamSpec("P")
 
 # Keys a program sorts, and bits of a digit: a tile of ones is [TILE, 2^DIGIT_BITS].
 TILE: Final = 1024
@@ -103,6 +106,21 @@ class Runs:
     """[2]: how many runs and long runs there are."""
 
 
+def _on_its_device(
+    method: Callable[Concatenate[TritonOperator, Sequence[TableMemory], Batch, P], Tensor],
+) -> Callable[Concatenate[TritonOperator, Sequence[TableMemory], Batch, P], Tensor]:
+    """Triton launches on the current device, which need not be that of the batch."""
+
+    @functools.wraps(method)
+    def launch(
+        self: TritonOperator, tables: Sequence[TableMemory], batch: Batch, *args: P.args, **kwargs: P.kwargs
+    ) -> Tensor:
+        with torch.cuda.device_of(batch.lengths):
+            return method(self, tables, batch, *args, **kwargs)
+
+    return launch
+
+
 class TritonOperator:
     """The functions of `reference`, with the same bits (docs/embedding.md). Keeps nothing between calls."""
 
@@ -110,6 +128,7 @@ class TritonOperator:
         if not torch.cuda.is_available() and not knobs.runtime.interpret:
             raise Unsupported("implementation triton", "no CUDA device, and TRITON_INTERPRET=1 is not set")
 
+    @_on_its_device
     def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor:
         result = torch.empty(
             batch.output_size(tuple(table.spec for table in tables)), dtype=torch.float32, device=_device(batch)
@@ -139,6 +158,7 @@ class TritonOperator:
         )
         return result
 
+    @_on_its_device
     def weight_gradient(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor:
         count = len(batch.values)
         result = torch.empty(count, dtype=torch.float32, device=_device(batch))
@@ -183,6 +203,7 @@ class TritonOperator:
             if count > 0
         ]
 
+    @_on_its_device
     def launch_update(
         self,
         tables: Sequence[TableMemory],
@@ -196,7 +217,8 @@ class TritonOperator:
     ) -> Tensor:
         """`update` without a wait for the device: int64 [tables, 2], rows left alone and the lowest of them."""
         device, count = _device(batch), len(batch.values)
-        bad = torch.tensor([[0, torch.iinfo(torch.int64).max]], device=device).repeat(len(tables), 1)
+        bad = torch.zeros(len(tables), 2, dtype=torch.int64, device=device)
+        bad[:, 1] = torch.iinfo(torch.int64).max
         if count > MAX_LOOKUPS:
             raise ArgumentError(f"{count} lookups; allowed: {MAX_LOOKUPS}")
         if count == 0:
@@ -241,7 +263,7 @@ class TritonOperator:
             _word(seed >> 32),
             runs.starts,
         )
-        chosen = {
+        chosen: dict[str, object] = {
             "SEQUENCE": is_sequence,
             "WEIGHTED": batch.weights is not None,
             "MEAN": batch.pooling is Pooling.MEAN,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.layout import TableMemory
-from sennit.runtime.kernels.spec import Pooling, Precision
+from sennit.runtime.kernels.spec import Pooling, Precision, TableSpec
 
 # Fields of a table, one row of int64 each.
 WEIGHT: Final = 0
@@ -78,7 +78,7 @@ def describe(tables: Sequence[TableMemory], device: torch.device) -> Tables:
 
 
 @lru_cache(maxsize=64)
-def _describe(specs: tuple, addresses: tuple[tuple[int, ...], ...], device: torch.device) -> Tables:  # type: ignore[type-arg]
+def _describe(specs: tuple[TableSpec, ...], addresses: tuple[tuple[int, ...], ...], device: torch.device) -> Tables:
     rows, first_key = [], 0
     for spec, (weight, *states) in zip(specs, addresses, strict=True):
         state0, state1 = (*states, 0, 0)[:2]
@@ -127,7 +127,8 @@ def vectors_of(batch: Batch, tables: Sequence[TableMemory], offsets: Tensor) -> 
     dims = tuple(tables[table].spec.dim for table in batch.table_of_block)
     shape = _block_shape(batch.table_of_block, batch.bags_of_block, dims, batch.lengths.device)
     if batch.pooling is not Pooling.NONE:
-        return Vectors(count=len(batch.lengths), block_of_vector=shape.block_of_bag, blocks=shape.blocks)
+        owner = _block_of_bag(batch.bags_of_block, batch.lengths.device)
+        return Vectors(count=len(batch.lengths), block_of_vector=owner, blocks=shape.blocks)
     first_lookup = offsets[shape.first_bag]
     counts = first_lookup.diff()
     starts = (counts * shape.dims).cumsum(0) - counts * shape.dims
@@ -151,9 +152,6 @@ class _BlockShape:
     first_bag: Tensor
     """Int64 [blocks + 1]."""
 
-    block_of_bag: Tensor
-    """Int32 [bags]."""
-
     blocks: Tensor
     """`Vectors.blocks` where bags are pooled."""
 
@@ -166,12 +164,17 @@ def _block_shape(
     bags, dim = torch.tensor(bags_of_block, dtype=torch.int64), torch.tensor(dims, dtype=torch.int64)
     first_bag = torch.tensor([0, *bags_of_block]).cumsum(0)
     starts = (bags * dim).cumsum(0) - bags * dim
-    numbers = torch.arange(len(dims), dtype=torch.int32)
     tables = torch.tensor(table_of_block, dtype=torch.int64)
     return _BlockShape(
-        numbers=numbers.to(device),
+        numbers=torch.arange(len(dims), dtype=torch.int32, device=device),
         dims=dim.to(device),
         first_bag=first_bag.to(device),
-        block_of_bag=torch.repeat_interleave(numbers, bags).to(device),
         blocks=torch.stack((tables, starts - first_bag[:-1] * dim), 1).to(device),
     )
+
+
+@lru_cache(maxsize=16)
+def _block_of_bag(bags_of_block: tuple[int, ...], device: torch.device) -> Tensor:
+    """Int32 [bags]."""
+    blocks = torch.arange(len(bags_of_block), dtype=torch.int32)
+    return torch.repeat_interleave(blocks, torch.tensor(bags_of_block, dtype=torch.int64)).to(device)
