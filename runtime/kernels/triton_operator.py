@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Concatenate, Final, ParamSpec
+from typing import Final, ParamSpec, cast
 
 import torch
 from torch import Tensor
@@ -106,17 +106,14 @@ class Runs:
     """[2]: how many runs and long runs there are."""
 
 
-def _on_its_device(
-    method: Callable[Concatenate[TritonOperator, Sequence[TableMemory], Batch, P], Tensor],
-) -> Callable[Concatenate[TritonOperator, Sequence[TableMemory], Batch, P], Tensor]:
-    """Triton launches on the current device, which need not be that of the batch."""
+def _on_its_device(method: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Of methods that take tables and a batch: Triton launches on the current device, which may be another."""
 
     @functools.wraps(method)
-    def launch(
-        self: TritonOperator, tables: Sequence[TableMemory], batch: Batch, *args: P.args, **kwargs: P.kwargs
-    ) -> Tensor:
-        with torch.cuda.device_of(batch.lengths):
-            return method(self, tables, batch, *args, **kwargs)
+    def launch(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        batch = cast(Batch, args[2])
+        with torch.cuda.device_of(batch.lengths):  # type: ignore[no-untyped-call]
+            return method(*args, **kwargs)
 
     return launch
 
