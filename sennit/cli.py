@@ -225,8 +225,24 @@ def bench_ingest(
         json_path.write_text(json.dumps(ingest.as_json(found), indent=1) + "\n")
 
 
+def _bench_embedding_on_a_gpu(rounds: int, seed: int, json_path: Path | None) -> None:
+    from sennit.testbed import capabilities
+
+    reason = capabilities.missing("gpu")
+    if reason is not None:
+        typer.echo(f"error: {reason}", err=True)
+        raise typer.Exit(1)
+    from sennit.testbed.bench import embedding_cuda
+
+    report = embedding_cuda.run(rounds=rounds, seed=seed)
+    embedding_cuda.render(report, stdout_console())
+    if json_path is not None:
+        json_path.write_text(json.dumps(report, indent=1) + "\n")
+
+
 @bench.command("embedding")
 def bench_embedding(
+    device: Annotated[str, typer.Option(help="cpu, or cuda: the Triton kernels at their peer's shape")] = "cpu",
     against: Annotated[list[str] | None, typer.Option(help="fbgemm or torch; may be repeated")] = None,
     only: Annotated[str, typer.Option(help="shapes whose name contains this")] = "",
     rounds: Annotated[int, typer.Option(help="turns of each peer", min=1)] = 15,
@@ -235,7 +251,14 @@ def bench_embedding(
         Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
     ] = None,
 ) -> None:
-    """Time lookups and updates of embedding tables beside fbgemm and torch, on one thread."""
+    """Time lookups and updates of embedding tables beside fbgemm and torch, on one thread, or on a GPU."""
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device {device}; allowed: cpu, cuda")
+    if device == "cuda":
+        if against or only:
+            raise typer.BadParameter("--against and --only are for --device cpu")
+        _bench_embedding_on_a_gpu(rounds, seed, json_path)
+        return
     from sennit.testbed.bench import embedding, embedding_peers
 
     names = tuple(against or ("fbgemm", "torch"))
@@ -254,32 +277,6 @@ def bench_embedding(
     embedding.render(results, stdout_console())
     if json_path is not None:
         json_path.write_text(json.dumps(embedding.as_json(results, rounds=rounds, seed=seed), indent=1) + "\n")
-
-
-@bench.command("embedding")
-def bench_embedding(
-    device: Annotated[str, typer.Option(help="cuda")],
-    rounds: Annotated[int, typer.Option(help="samples of each; the median counts", min=1)] = 50,
-    seed: Annotated[int, typer.Option(help="of the ids", min=0)] = 1,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
-    ] = None,
-) -> None:
-    """Time embedding tables: lookups, and updates from gradients."""
-    if device != "cuda":
-        raise typer.BadParameter(f"{device}; allowed: cuda", param_hint="--device")
-    from sennit.testbed import capabilities
-
-    reason = capabilities.missing("gpu")
-    if reason is not None:
-        typer.echo(f"error: {reason}", err=True)
-        raise typer.Exit(1)
-    from sennit.testbed.bench import embedding_cuda
-
-    report = embedding_cuda.run(rounds=rounds, seed=seed)
-    embedding_cuda.render(report, stdout_console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=1) + "\n")
 
 
 @bench.command()

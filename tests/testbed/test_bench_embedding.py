@@ -32,6 +32,11 @@ def test_command_names_what_is_missing() -> None:
     assert "gpu" in result.output.lower()
 
 
+def test_options_of_the_other_device_are_refused() -> None:
+    for options in (["--device", "tpu"], ["--device", "cuda", "--against", "torch"]):
+        assert CliRunner().invoke(app, ["bench", "embedding", *options]).exit_code == 2
+
+
 @pytest.mark.gpu
 def test_command_writes_every_figure(tmp_path: Path) -> None:
     result = CliRunner().invoke(
