@@ -35,6 +35,7 @@ from sennit.offload.ingest.protocol import (
 )
 from sennit.offload.ingest.record_socket import RecordSocket
 from sennit.offload.ingest.trainer_search import FeedError, meet
+from sennit.offload.ingest.window import Window
 from sennit.offload.record_store import RecordStore
 
 RECEIVE_BYTES: Final = 1 << 16
@@ -86,25 +87,32 @@ class FeedCounters:
 class Outgoing:
     """One batch on its way to one rank. Sans-IO: says how much may be sent."""
 
-    def __init__(self, batch: int, records: NDArray[np.int64]) -> None:
+    def __init__(self, batch: int, records: NDArray[np.int64], window: Window) -> None:
         """`records`: the numbers of those in the rank's part of it."""
-        self.batch, self.records = batch, records
+        self.batch, self.records, self.window = batch, records, window
         self.next_row = 0
         self._taken = 0
+        self._cut_row = 0
         self._sent: list[tuple[int, int, int]] = []
         """Not yet taken: first row, row behind the last, packets."""
 
     def rewind(self, row: int) -> bool:
         """Goes on with this row. Whether it had been sent."""
         was_sent = row < self.next_row
+        if was_sent and row >= self._cut_row:
+            # Rows that had been sent when the window was last cut tell nothing new of the way.
+            self.window.lost()
+            self._cut_row = self.next_row
         self.next_row = self._taken = row
         self._sent.clear()
         return was_sent
 
     def taken(self, row: int) -> bool:
         """The rows before this one have come; whether these are all."""
+        before = self.packets_on_the_way
         self._taken = max(self._taken, row)
         self._sent = [sent for sent in self._sent if sent[1] > self._taken]
+        self.window.taken(before - self.packets_on_the_way)
         self.next_row = max(self.next_row, self._taken)
         return row >= len(self.records)
 
@@ -115,6 +123,11 @@ class Outgoing:
     @property
     def is_sent(self) -> bool:
         return self.next_row >= len(self.records)
+
+    @property
+    def packets_due(self) -> int:
+        """How many the window allows now."""
+        return self.window.packets - self.packets_on_the_way
 
     @property
     def packets_on_the_way(self) -> int:
@@ -129,6 +142,9 @@ class _Rank:
         self.control, self.terms, self.reader = control, terms, LineReader()
         self.records = RecordSocket(control.getpeername(), terms, store)
         self.outgoing: dict[int, Outgoing] = {}
+        self.window = Window(terms.window_packets)
+        """As the last batch left it."""
+
         self.is_over = False
         self.retry_at_s = 0.0
         self.refused_since_s: float | None = None
@@ -223,12 +239,14 @@ class Feeder(Closing):
     def _obey(self, rank: _Rank, message: Message) -> None:
         if isinstance(message, Send):
             if message.batch not in rank.outgoing:
-                rank.outgoing[message.batch] = Outgoing(message.batch, self._part(rank, message.batch))
+                records = self._part(rank, message.batch)
+                rank.outgoing[message.batch] = Outgoing(message.batch, records, rank.window.following())
             self.counters.rewinds += rank.outgoing[message.batch].rewind(message.row)
         elif isinstance(message, Taken):
             outgoing = rank.outgoing.get(message.batch)
             if outgoing is not None and outgoing.taken(message.row):
                 del rank.outgoing[message.batch]
+                rank.window = outgoing.window
                 self.counters.batches += 1
         elif isinstance(message, End):
             rank.is_over = True
@@ -266,14 +284,13 @@ class Feeder(Closing):
         """The earliest batch first: it is what the trainer waits for."""
         for batch in sorted(rank.outgoing):
             outgoing = rank.outgoing[batch]
-            if not outgoing.is_sent and outgoing.packets_on_the_way < rank.terms.window_packets:
+            if not outgoing.is_sent and outgoing.packets_due > 0:
                 yield outgoing
 
     def _send(self, rank: _Rank, outgoing: Outgoing) -> int:
         """As much of the batch as the window allows. The error of the socket, or 0."""
-        packets_max = rank.terms.window_packets - outgoing.packets_on_the_way
         first = outgoing.next_row
-        next_row, packets, failure = rank.records.send(outgoing.records, outgoing.batch, first, packets_max)
+        next_row, packets, failure = rank.records.send(outgoing.records, outgoing.batch, first, outgoing.packets_due)
         if packets:
             outgoing.sent(next_row, packets)
             self.counters.records += next_row - first

@@ -14,7 +14,7 @@ from typing import Final
 
 from sennit.offload.ingest.protocol import Message, Send, Taken
 
-# How long a silence may be before rows are asked for again: RFC 6298 section 2, over the silences of the feeder.
+# How long a silence may be before rows are asked for again: RFC 6298 section 2, over how long the feeder took before.
 ASK_FIRST_S: Final = 0.5
 ASK_MIN_S: Final = 0.01
 ASK_MAX_S: Final = 1.0
@@ -35,36 +35,39 @@ class Why(enum.IntEnum):
     """From a feeder that went, or of which nothing came."""
 
 
-class SilenceEstimate:
-    """How long nothing comes of a feeder that sends."""
+class WaitEstimate:
+    """How long something may take, by how long it took before."""
 
     def __init__(self) -> None:
         self._mean_s: float | None = None
         self._deviation_s = 0.0
 
-    def add(self, silence_s: float) -> None:
+    def add(self, took_s: float) -> None:
         if self._mean_s is None:
-            self._mean_s, self._deviation_s = silence_s, silence_s / 2
+            self._mean_s, self._deviation_s = took_s, took_s / 2
             return
-        self._deviation_s += _DEVIATION_GAIN * (abs(self._mean_s - silence_s) - self._deviation_s)
-        self._mean_s += _GAIN * (silence_s - self._mean_s)
+        self._deviation_s += _DEVIATION_GAIN * (abs(self._mean_s - took_s) - self._deviation_s)
+        self._mean_s += _GAIN * (took_s - self._mean_s)
 
-    def ask_after_s(self, tries: int) -> float:
-        """Twice as long after each try (section 5.5)."""
+    def bound_s(self) -> float:
         mean_s = self._mean_s
-        wait_s = ASK_FIRST_S if mean_s is None else max(ASK_MIN_S, mean_s + 4 * self._deviation_s)
-        return min(ASK_MAX_S, wait_s * 2.0 ** min(tries, 16))
+        return ASK_FIRST_S if mean_s is None else min(ASK_MAX_S, max(ASK_MIN_S, mean_s + 4 * self._deviation_s))
 
 
 @dataclass
 class _Feeder:
-    silence: SilenceEstimate = field(default_factory=SilenceEstimate)
+    answer: WaitEstimate = field(default_factory=WaitEstimate)
+    """From an order to the first row that comes of it: with a queue in between much longer than a pause."""
+
+    pause: WaitEstimate = field(default_factory=WaitEstimate)
+    """From rows to rows while it sends."""
+
     leases: int = 0
     turn: int = 0
     """When it was given its last lease; among equals the one that waited longest is next."""
 
     is_stalled: bool = False
-    """Nothing came of its last lease. It gets batches only if all others are like that."""
+    """Nothing came of a lease, and nothing has since. The others come first."""
 
 
 @dataclass
@@ -86,7 +89,13 @@ class _Open:
     was_given: bool = False
     """To any feeder, who may have left."""
 
+    stalled_feeder: int | None = None
+    """Of which nothing came for so long that another one was to send it."""
+
     ask_at_s: float = 0.0
+    unanswered_s: float | None = None
+    """When the first order went out of those of which no row has come yet."""
+
     asked_row: int | None = None
     """Where it was when it was told to send again: until then, rows ahead may be of those sent before."""
 
@@ -165,11 +174,16 @@ class Leases:
         lease = self._open[batch]
         feeder = None if lease.feeder is None else self._feeders[lease.feeder]
         if taken > lease.taken:
-            if feeder is not None and lease.feeder is not None:
-                if not lease.tries:  # else it is not known what the rows are the answer to (Karn)
-                    feeder.silence.add(now_s - lease.lease_s)
+            if feeder is not None:
+                if lease.unanswered_s is None:
+                    feeder.pause.add(now_s - lease.lease_s)
+                else:
+                    # Of several orders it is not known which one is answered (Karn). The first one makes the estimate
+                    # too long at worst; to leave it out, as RFC 6298 does, would never learn of a slow link.
+                    feeder.answer.add(now_s - lease.unanswered_s)
+                    lease.unanswered_s = None
                 feeder.is_stalled = False
-                lease.ask_at_s = now_s + feeder.silence.ask_after_s(0)
+                lease.ask_at_s = now_s + max(feeder.pause.bound_s(), feeder.answer.bound_s())
             lease.taken, lease.tries, lease.progress_s, lease.lease_s = taken, 0, now_s, now_s
             if lease.is_complete:
                 self._end_lease(lease)
@@ -220,11 +234,13 @@ class Leases:
             self._open[batch] = _Open(rows=self._rows_of(batch), progress_s=now_s)
 
     def _give(self, batch: int, lease: _Open, now_s: float) -> None:
-        number = min(self._feeders, key=lambda number: self._preference(self._feeders[number]))
+        others = self._feeders.keys() - {lease.stalled_feeder} or self._feeders.keys()
+        number = min(others, key=lambda number: self._preference(self._feeders[number]))
         feeder = self._feeders[number]
         self._turns += 1
         feeder.leases, feeder.turn = feeder.leases + 1, self._turns
-        lease.feeder, lease.lease_s, lease.tries, lease.asked_row = number, now_s, 0, None
+        lease.feeder, lease.lease_s, lease.tries = number, now_s, 0
+        lease.asked_row = lease.unanswered_s = None
         why = Why.MOVED if lease.was_given else Why.OPENED
         lease.was_given = True
         lease.told.add(number)
@@ -237,7 +253,11 @@ class Leases:
     def _ask(self, batch: int, lease: _Open, now_s: float, why: Why) -> None:
         assert lease.feeder is not None
         self._asked(batch, lease.taken, why)
-        lease.ask_at_s = now_s + self._feeders[lease.feeder].silence.ask_after_s(lease.tries)
+        if lease.unanswered_s is None:
+            lease.unanswered_s = now_s
+        # Twice as long after each try (section 5.5).
+        wait_s = self._feeders[lease.feeder].answer.bound_s() * 2.0 ** min(lease.tries, 16)
+        lease.ask_at_s = now_s + min(ASK_MAX_S, wait_s)
         self._outbox.append((lease.feeder, Send(batch=batch, row=lease.taken)))
 
     def _ask_after_silence(self, batch: int, lease: _Open, now_s: float) -> None:
@@ -245,8 +265,10 @@ class Leases:
         feeder = self._feeders[lease.feeder]
         if now_s - lease.lease_s >= STALL_S:
             feeder.is_stalled = True
-            if any(not other.is_stalled for other in self._feeders.values()):
+            # Also to one that had stalled: it may have been the network, and only rows can show that it is back.
+            if len(self._feeders) > 1:
                 self.counters.moved += 1
+                lease.stalled_feeder = lease.feeder
                 self._end_lease(lease)
                 return
         self.counters.silences += 1

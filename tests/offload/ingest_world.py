@@ -18,6 +18,7 @@ from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.ingest.feeder import Outgoing
 from sennit.offload.ingest.leases import Leases
 from sennit.offload.ingest.protocol import Message, Send, Taken
+from sennit.offload.ingest.window import Window
 from sennit.offload.plan import Plan, Sparse
 from sennit.offload.records import Rows, encode_packets, encode_records
 from sennit.offload.schema import Ids, Schema
@@ -56,6 +57,11 @@ class Network:
     jitter_s: float = 0.0
     """More than the distance of two packets reorders them."""
 
+    packet_s: float = 0.0
+    """What the slowest link takes for a packet; then packets queue before it."""
+
+    queue_packets: int = 0
+
 
 @dataclass
 class _Feeder:
@@ -81,7 +87,7 @@ class IngestWorld:
     ) -> None:
         self.now_s = 0.0
         self.random = random.Random(seed)
-        self.sizes, self.network, self.window_packets, self.step_s = sizes, network, window_packets, step_s
+        self.sizes, self.network, self.step_s = sizes, network, step_s
         self.receiver = HostReceiver(BatchLayout(plan=PLAN, batch_rows=max(sizes), slots=slots), session=SESSION)
         for batch in range(max(0, first_batch - slots), first_batch):
             self.receiver.release(batch)
@@ -90,6 +96,9 @@ class IngestWorld:
         )
         self.first_batch = first_batch
         self.feeders = {number: _Feeder(behaviour) for number, behaviour in enumerate(feeders, 1)}
+        self.windows = {number: Window(window_packets) for number in self.feeders}
+        self.link_free_s = 0.0
+        self.packets_sent = 0
         self.trained: list[list[int]] = []
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = itertools.count()
@@ -138,7 +147,7 @@ class IngestWorld:
         if isinstance(message, Send):
             if message.batch not in feeder.outgoing:
                 records = np.array(expected(self.sizes, message.batch), np.int64)
-                feeder.outgoing[message.batch] = Outgoing(message.batch, records)
+                feeder.outgoing[message.batch] = Outgoing(message.batch, records, self.windows[number].following())
                 feeder.ready_s = max(self.now_s, feeder.ready_s) + feeder.behaviour.think_s
             feeder.outgoing[message.batch].rewind(message.row)
         elif (
@@ -146,7 +155,7 @@ class IngestWorld:
             and message.batch in feeder.outgoing
             and feeder.outgoing[message.batch].taken(message.row)
         ):
-            del feeder.outgoing[message.batch]
+            self.windows[number] = feeder.outgoing.pop(message.batch).window
 
     def _pump(self, number: int) -> None:
         feeder = self.feeders[number]
@@ -154,7 +163,7 @@ class IngestWorld:
             return
         if self.now_s >= feeder.ready_s:
             for outgoing in feeder.outgoing.values():
-                for place in range(self.window_packets - outgoing.packets_on_the_way):
+                for place in range(outgoing.packets_due):
                     if outgoing.is_sent:
                         break
                     first, end = outgoing.next_row, outgoing.next_row + feeder.behaviour.records_in_packet
@@ -165,6 +174,11 @@ class IngestWorld:
 
     def _send(self, datagram: bytes, at_s: float) -> None:
         network, dice = self.network, self.random
+        self.packets_sent += 1
+        if network.packet_s:
+            if self.link_free_s - at_s > network.queue_packets * network.packet_s:
+                return
+            at_s = self.link_free_s = max(at_s, self.link_free_s) + network.packet_s
         copies = 0 if dice.random() < network.drop else 2 if dice.random() < network.duplicate else 1
         for _ in range(copies):
             late_s = network.delay_s + dice.random() * network.jitter_s

@@ -30,6 +30,7 @@ from sennit.offload.ingest.protocol import (
     error,
 )
 from sennit.offload.ingest.trainer_search import FeedError, meet
+from sennit.offload.ingest.window import LEAST_PACKETS, Window
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from sennit.offload.records import HEADER
 from sennit.offload.schema import Ids, Schema
@@ -104,14 +105,14 @@ def test_a_window_of_packets_moves_with_what_was_taken(store: RecordStore) -> No
         assert rows(rank, 4) == [(3, row, samples(3, row)) for row in (0, 8, 16, 24)]
         rank.say(Taken(batch=3, row=16))
         assert rows(rank, 2) == [(3, row, samples(3, row)) for row in (32, 40)]
-        # A gap: everything from there again, and no more than the window.
+        # A gap: everything from there again, and no more than the window, which is now half of what it was.
         rank.say(Send(batch=3, row=24))
-        assert rows(rank, 4) == [(3, row, samples(3, row)) for row in (24, 32, 40, 48)]
+        assert rows(rank, 2) == [(3, row, samples(3, row)) for row in (24, 32)]
         assert rank.nothing_more()
         rank.say(Taken(batch=3, row=BATCH_ROWS), Taken(batch=3, row=BATCH_ROWS), Taken(batch=8, row=1), End())
         assert rank.control.recv(1) == b""
     assert not failures
-    assert (feeder.counters.records, feeder.counters.packets) == (80, 10)
+    assert (feeder.counters.records, feeder.counters.packets) == (64, 8)
     assert (feeder.counters.rewinds, feeder.counters.batches) == (1, 1)
 
 
@@ -265,13 +266,12 @@ def test_the_window_is_never_exceeded_and_every_row_is_sent(data: st.DataObject)
         data.draw(st.integers(1, 9)),
         data.draw(st.integers(1, 8)),
     )
-    outgoing = Outgoing(0, np.arange(count))
+    outgoing = Outgoing(0, np.arange(count), Window(window))
     taken = 0
     arrived = 0
     while taken < count:
-        room = window - outgoing.packets_on_the_way
-        if not outgoing.is_sent and room > 0:
-            packets = data.draw(st.integers(1, room))
+        if not outgoing.is_sent and outgoing.packets_due > 0:
+            packets = data.draw(st.integers(1, outgoing.packets_due))
             end = min(count, outgoing.next_row + packets * in_packet)
             outgoing.sent(end, -(-(end - outgoing.next_row) // in_packet))
         assert 0 <= outgoing.packets_on_the_way <= window
@@ -284,3 +284,28 @@ def test_the_window_is_never_exceeded_and_every_row_is_sent(data: st.DataObject)
             assert outgoing.rewind(taken) == (taken < arrived)
             arrived = taken
     assert outgoing.is_sent
+
+
+def test_the_window_halves_once_for_what_was_on_the_way_and_grows_by_a_packet_a_window() -> None:
+    window = Window(32)
+    outgoing = Outgoing(0, np.arange(1000), window)
+    outgoing.sent(32, 32)
+    assert outgoing.rewind(4)
+    assert window.packets == 16
+    outgoing.sent(20, 16)
+    assert outgoing.rewind(9)  # which was among those on the way
+    assert window.packets == 16
+    outgoing.sent(41, 16)
+    assert outgoing.rewind(40)
+    assert window.packets == 8
+    for begin in range(40, 120, 8):
+        outgoing.sent(begin + 8, 8)
+        outgoing.taken(begin + 8)
+    assert 14 <= window.packets <= 18
+    for _ in range(20):
+        window.lost()
+    assert window.packets == LEAST_PACKETS
+    window.taken(10_000)
+    assert window.packets == 32
+    assert window.following().packets == 32
+    assert Window(1).packets == 1

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sennit.offload.admission import Verdict
-from sennit.offload.ingest.leases import ASK_FIRST_S, ASK_MAX_S, STALL_S, Leases, SilenceEstimate
+from sennit.offload.ingest.leases import ASK_FIRST_S, ASK_MAX_S, ASK_MIN_S, STALL_S, Leases, WaitEstimate
 from sennit.offload.ingest.protocol import Send, Taken
 from tests.offload.ingest_world import Behaviour, IngestWorld, Network, expected
 
@@ -160,11 +160,40 @@ def test_one_gap_is_asked_for_once_and_a_second_one_again() -> None:
     assert leases.counters.gaps == 2
 
 
-@given(silences=st.lists(st.floats(0, 100), max_size=20), tries=st.integers(0, 1000))
-def test_asking_again_is_never_too_early_nor_too_late(silences: list[float], tries: int) -> None:
-    estimate = SilenceEstimate()
-    assert estimate.ask_after_s(0) == ASK_FIRST_S
-    for silence_s in silences:
-        estimate.add(silence_s)
-    assert 0.01 <= estimate.ask_after_s(tries) <= ASK_MAX_S
-    assert estimate.ask_after_s(tries) <= estimate.ask_after_s(tries + 1)
+def test_a_slow_link_with_a_long_queue_is_not_filled_with_the_same_rows(seed: int) -> None:
+    """10 Mbit/s with room for 160 ms of packets, which the window exceeds, and 1 % loss: most packets are sent once."""
+    network = Network(drop=0.01, packet_s=0.00112, queue_packets=143)
+    sizes = [1200] * 20
+    world = IngestWorld(sizes, [Behaviour()], network, seed=seed, slots=4, window_packets=48)
+    world.run(UNTIL_S)
+    assert len(world.trained) == len(sizes)
+    needed = sum(-(-size // 4) for size in sizes)
+    assert world.packets_sent < 1.5 * needed
+
+
+def test_orders_wait_for_the_answer_that_a_long_way_takes() -> None:
+    """The first timer is longer than the way; those after it know it, though rows come in quick succession."""
+    way_s = 0.3
+    leases = Leases(lambda batch: 10, first_batch=0, batch_count=9, slots=1, now_s=0)
+    leases.join(1, 0.0)
+    now_s = 0.0
+    for batch in range(8):
+        ordered_s = now_s
+        while now_s < ordered_s + way_s:
+            leases.observe(batch, 0, 0, now_s)
+            leases.advance(now_s)
+            now_s += 0.001
+        for taken in range(1, 11):
+            leases.observe(batch, taken, 0, now_s)
+            now_s += 0.001
+        leases.release(batch, now_s)
+    assert leases.counters.silences == 0
+
+
+@given(waits=st.lists(st.floats(0, 100), max_size=20))
+def test_no_wait_is_too_short_or_too_long(waits: list[float]) -> None:
+    estimate = WaitEstimate()
+    assert estimate.bound_s() == ASK_FIRST_S
+    for wait_s in waits:
+        estimate.add(wait_s)
+    assert not waits or ASK_MIN_S <= estimate.bound_s() <= ASK_MAX_S
