@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
+
+#include "id_kernels.hpp"
 
 // What the BPF programs compute with, too.
 #include "../../ebpf/include/operators.h"
@@ -31,30 +32,6 @@ Column map_dense(const Column& x, Function function) {
   for (std::size_t i = 0, end = x.rows; i < end; i++) to[i] = function(in[i]);
   return dense_column(x.rows, std::move(out));
 }
-
-// The remainder with the divisor's sign, by a multiplication with the inverse (Barrett). The quotient of a number below
-// 2^64 comes out right or one too low.
-class FloorMod {
- public:
-  explicit FloorMod(std::int64_t divisor)
-      : divisor_(static_cast<std::uint64_t>(divisor)),
-        inverse_(divisor == 1 ? std::numeric_limits<std::uint64_t>::max()
-                              : static_cast<std::uint64_t>((static_cast<unsigned __int128>(1) << 64) / divisor_)) {}
-
-  std::int64_t operator()(std::uint64_t value) const {
-    // A negative number is the complement of one that is not, and its remainder counts from the other end.
-    const auto sign = static_cast<std::uint64_t>(static_cast<std::int64_t>(value) >> 63);
-    const std::uint64_t magnitude = value ^ sign;
-    const auto quotient = static_cast<std::uint64_t>((static_cast<unsigned __int128>(magnitude) * inverse_) >> 64);
-    std::uint64_t remainder = magnitude - quotient * divisor_;
-    // Without branches: of hashes every second one is negative.
-    remainder -= divisor_ & (std::uint64_t{0} - static_cast<std::uint64_t>(remainder >= divisor_));
-    return static_cast<std::int64_t>((sign & (divisor_ - 1 - remainder)) | (~sign & remainder));
-  }
-
- private:
-  std::uint64_t divisor_, inverse_;
-};
 
 }  // namespace
 
@@ -87,15 +64,15 @@ Column bucketize(const Column& x, const std::vector<float>& borders) {
 }
 
 Column sigrid_hash(const Column& ids, std::int64_t salt, std::int64_t max_value) {
-  const FloorMod modulus(max_value);
-  const auto first = static_cast<std::uint64_t>(salt);
-  return map_values(
-      ids, [=](std::int64_t id) { return modulus(hash_combine(first, twang_mix64(static_cast<std::uint64_t>(id)))); });
+  auto out = buffer<std::int64_t>(ids.count);
+  id_kernels().sigrid_hash(ids.values, out->data(), ids.count, salt, max_value);
+  return same_lengths(ids, std::move(out));
 }
 
 Column positive_modulus(const Column& ids, std::int64_t divisor) {
-  const FloorMod modulus(divisor);
-  return map_values(ids, [=](std::int64_t id) { return modulus(static_cast<std::uint64_t>(id)); });
+  auto out = buffer<std::int64_t>(ids.count);
+  id_kernels().positive_modulus(ids.values, out->data(), ids.count, divisor);
+  return same_lengths(ids, std::move(out));
 }
 
 Column clamp_list(const Column& ids, std::int64_t low, std::int64_t high) {

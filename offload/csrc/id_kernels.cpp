@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of one instruction set; CMake compiles this file once for each and names it by SENNIT_ISA. Plain loops
+// that the compiler vectorises. AVX2 has no variant: without a multiplication of 64 bits it is no faster than scalars.
+#include "id_kernels.hpp"
+
+#include <limits>
+
+// What the BPF programs compute with, too.
+#include "../../ebpf/include/operators.h"
+
+namespace sennit::offload::SENNIT_ISA {
+namespace {
+
+// The upper half of a product of 128 bits.
+inline std::uint64_t multiply_high(std::uint64_t a, std::uint64_t b) {
+#if defined(__AVX512DQ__)
+  // In products of 32 bits, which vectors have.
+  const std::uint64_t a_low = a & 0xffffffff, a_high = a >> 32, b_low = b & 0xffffffff, b_high = b >> 32;
+  const std::uint64_t middle = a_high * b_low + (a_low * b_low >> 32);
+  const std::uint64_t other = a_low * b_high + (middle & 0xffffffff);
+  return a_high * b_high + (middle >> 32) + (other >> 32);
+#else
+  return static_cast<std::uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+#endif
+}
+
+// The remainder with the divisor's sign, by a multiplication with the inverse (Barrett). The quotient of a number below
+// 2^64 comes out right or one too low.
+class FloorMod {
+ public:
+  explicit FloorMod(std::int64_t divisor)
+      : divisor_(static_cast<std::uint64_t>(divisor)),
+        inverse_(divisor == 1 ? std::numeric_limits<std::uint64_t>::max()
+                              : static_cast<std::uint64_t>((static_cast<unsigned __int128>(1) << 64) / divisor_)) {}
+
+  std::int64_t operator()(std::uint64_t value) const {
+    // A negative number is the complement of one that is not, and its remainder counts from the other end.
+    const auto sign = static_cast<std::uint64_t>(static_cast<std::int64_t>(value) >> 63);
+    const std::uint64_t magnitude = value ^ sign;
+    const std::uint64_t quotient = multiply_high(magnitude, inverse_);
+    std::uint64_t remainder = magnitude - quotient * divisor_;
+    // Without branches: of hashes every second one is negative.
+    remainder -= divisor_ & (std::uint64_t{0} - static_cast<std::uint64_t>(remainder >= divisor_));
+    return static_cast<std::int64_t>((sign & (divisor_ - 1 - remainder)) | (~sign & remainder));
+  }
+
+ private:
+  std::uint64_t divisor_, inverse_;
+};
+
+void sigrid_hash(const std::int64_t* __restrict ids, std::int64_t* __restrict out, std::size_t count, std::int64_t salt,
+                 std::int64_t divisor) {
+  const FloorMod modulus(divisor);
+  const auto first = static_cast<std::uint64_t>(salt);
+  for (std::size_t i = 0; i < count; i++)
+    out[i] = modulus(hash_combine(first, twang_mix64(static_cast<std::uint64_t>(ids[i]))));
+}
+
+void positive_modulus(const std::int64_t* __restrict ids, std::int64_t* __restrict out, std::size_t count,
+                      std::int64_t divisor) {
+  const FloorMod modulus(divisor);
+  for (std::size_t i = 0; i < count; i++) out[i] = modulus(static_cast<std::uint64_t>(ids[i]));
+}
+
+}  // namespace
+
+const IdKernels ID_KERNELS{.sigrid_hash = sigrid_hash, .positive_modulus = positive_modulus};
+
+}  // namespace sennit::offload::SENNIT_ISA
