@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from scapy.utils import RawPcapNgReader
 
 from sennit.testbed.topology import Planes
 from sennit.transport import wire
-from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, last_pages, session
+from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, Start, last_pages, session
 
 ROCE_PORT = 4791
 WRITE_IMMEDIATE, SEND_ONLY = 0x2B, 0x24
@@ -47,20 +49,32 @@ def barriers(ranks: Ranks) -> None:
             assert ranks.answer(rank)
 
 
-@pytest.mark.root
-@pytest.mark.needs("tc-bpf", "nsenter")
-def test_every_packet_of_a_host_is_there_as_it_was_on_the_wire(tmp_path: Path, seed: int) -> None:
-    """Super-packets of 64 KiB included: each packet cut from one has the right ICRC."""
-    path = tmp_path / "all.pcapng"
+@contextlib.contextmanager
+def planes_and_starter() -> Iterator[tuple[Planes, Start]]:
+    """A host a rank, each a namespace: so both have RoCE's port, whatever else runs on this machine."""
     environment = {**os.environ, "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     with Planes(hosts=WORLD, planes=1) as planes:
 
         def start(rank: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
             return planes.popen(rank, command, env=environment | planes.environment(rank), **options)
 
-        enter = ["nsenter", f"--net=/run/netns/{planes.netns_name(0)}"]
-        options = ["packets", "--interface", planes.interfaces(0)[0], "--write", str(path)]
-        with session(*options, said="packets of", enter=enter):
+        yield planes, start
+
+
+def of_first_host(planes: Planes) -> tuple[list[str], list[str]]:
+    """What is put before a command that is to run there, and the options of a capture there."""
+    enter = ["nsenter", f"--net=/run/netns/{planes.netns_name(0)}"]
+    return enter, ["packets", "--interface", planes.interfaces(0)[0]]
+
+
+@pytest.mark.root
+@pytest.mark.needs("tc-bpf", "nsenter")
+def test_every_packet_of_a_host_is_there_as_it_was_on_the_wire(tmp_path: Path, seed: int) -> None:
+    """Super-packets of 64 KiB included: each packet cut from one has the right ICRC."""
+    path = tmp_path / "all.pcapng"
+    with planes_and_starter() as (planes, start):
+        enter, options = of_first_host(planes)
+        with session(*options, "--write", str(path), said="packets of", enter=enter):
             pages = last_pages(Ranks(start, tmp_path, seed))
         ours = planes.addresses(0)[0]
     found = packets_of(path)
@@ -78,15 +92,14 @@ def test_every_packet_of_a_host_is_there_as_it_was_on_the_wire(tmp_path: Path, s
 
 
 @pytest.mark.root
-@pytest.mark.needs("tc-bpf", "loopback-ipv6")
+@pytest.mark.needs("tc-bpf", "nsenter")
 def test_one_flow_is_filtered_in_the_kernel(tmp_path: Path, seed: int) -> None:
-    here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+    with planes_and_starter() as (planes, start), Ranks(start, tmp_path, seed) as ranks:
+        enter, options = of_first_host(planes)
 
-    def capture(name: str, *options: str) -> AbstractContextManager[subprocess.Popen[str]]:
-        written = str(tmp_path / name)
-        return session("packets", "--interface", "lo", "--write", written, *options, said="packets of")
+        def capture(name: str, *flow: str) -> AbstractContextManager[subprocess.Popen[str]]:
+            return session(*options, "--write", str(tmp_path / name), *flow, said="packets of", enter=enter)
 
-    with Ranks(lambda _, command, **options: subprocess.Popen(command, env=here, **options), tmp_path, seed) as ranks:
         # Numbers of queue pairs and ports are random: those of a first look.
         with capture("all"):
             barriers(ranks)
@@ -95,14 +108,14 @@ def test_one_flow_is_filtered_in_the_kernel(tmp_path: Path, seed: int) -> None:
         with (
             capture("qpn", "--qpn", f"{qpn}"),
             capture("source_port", "--source-port", f"{source_port}"),
-            capture("peer", "--peer", "::1"),
+            capture("peer", "--peer", planes.addresses(1)[0]),
             capture("stranger", "--peer", "10.9.8.7"),
         ):
             barriers(ranks)
-        command = [*SENNIT, "trace", "packets", "--interface", "lo", "--count", "40", "--write", str(tmp_path / "some")]
+        command = [*enter, *SENNIT, "trace", *options, "--count", "40", "--write", str(tmp_path / "some")]
         ended = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert ended.stderr is not None
-        assert "packets of lo" in ended.stderr.readline()
+        assert "packets of" in ended.stderr.readline()
         barriers(ranks)
         output, _ = ended.communicate(timeout=DEADLINE_S)
     assert (ended.returncode, output) == (0, f"{tmp_path / 'some'}: 40 packets, 0 dropped\n")
