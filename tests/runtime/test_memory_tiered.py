@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine over a cache and a file against the engine in memory: equal bits, for all optimizers and precisions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.checks import IdError
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
+from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.memory import store
+from sennit.runtime.memory.layout import Arrays
+from sennit.runtime.memory.tiered import TieredTables, layout_of
+from sennit.transport.errors import ConfigError
+
+ROWS = (3_000, 0, 1_000)
+
+
+def batch_of(rng: np.random.Generator, pooling: Pooling) -> Batch:
+    """Two blocks for one table and one for another; low ids are frequent."""
+    bags = (20, 10, 15)
+    lengths = rng.integers(0, 5, sum(bags))
+    ids = [
+        (rows * rng.random(int(part.sum())) ** 3).astype(np.int64)
+        for rows, part in zip((ROWS[0], ROWS[2], ROWS[0]), np.split(lengths, np.cumsum(bags)[:-1]), strict=True)
+    ]
+    return Batch(
+        table_of_block=(0, 2, 0),
+        bags_of_block=bags,
+        lengths=torch.from_numpy(lengths),
+        values=torch.from_numpy(np.concatenate(ids)),
+        pooling=pooling,
+    )
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("kind", Optimizer)
+def test_tables_on_a_file_train_to_the_bits_of_tables_in_memory(
+    tmp_path: Path, kind: Optimizer, precision: Precision, rng: np.random.Generator
+) -> None:
+    specs = [TableSpec(name=f"table{n}", row_count=rows, dim=12, precision=precision) for n, rows in enumerate(ROWS)]
+    optimizer = OptimizerSpec(kind=kind)
+    memory = EmbeddingEngine(specs, optimizer, implementation_name="native", rounding=Rounding.NEAREST)
+    for spec in specs:
+        memory.weight(spec.name).copy_(torch.from_numpy(rng.standard_normal((spec.row_count, 12))))
+
+    def whole() -> Arrays:
+        """All that memory holds, as the store's parts."""
+        weights = torch.cat([memory.weight(spec.name) for spec in specs])
+        parts = {"weight": weights.view(torch.uint16) if precision is Precision.BF16 else weights}
+        for name in optimizer.states:
+            parts[name] = torch.cat([memory.states(spec.name)[name] for spec in specs]).reshape(sum(ROWS), -1)
+        return {name: part.numpy() for name, part in parts.items()}
+
+    initial = whole()
+    layout = layout_of(specs, optimizer)
+    path = tmp_path / "rows"
+    rows = store.create(
+        path, layout, lambda first, n: {name: part[first : first + n] for name, part in initial.items()}
+    )
+    tiered = TieredTables(specs, optimizer, rows, line_count=192, spare_count=200)
+    steps = [batch_of(rng, Pooling.NONE if number % 4 == 3 else Pooling.SUM) for number in range(30)]
+    ahead = tiered.prefetch(steps[0])
+    for number, batch in enumerate(steps):
+        current, ahead = ahead, tiered.prefetch(steps[(number + 1) % len(steps)])
+        expected = memory.lookup(batch)
+        assert torch.equal(tiered.lookup(current), expected)
+        memory.update(batch, expected.cos(), rate=0.1)
+        tiered.update(current, expected.cos(), rate=0.1)
+    tiered.release(ahead)
+    assert tiered.flush() == 1
+    assert tiered.cache.counters["evictions"] > 100
+    tiered.cache.close()
+    rows.close()
+    with store.open_store(path, layout) as again:
+        assert again.tag == len(steps)
+        for name, part in again.read(np.arange(layout.row_count)).items():
+            np.testing.assert_array_equal(part.view(np.uint8), whole()[name].view(np.uint8), name)
+
+
+def test_mistakes_are_named(rng: np.random.Generator) -> None:
+    spec = TableSpec(name="ads", row_count=100, dim=4, precision=Precision.FP16)
+    optimizer = OptimizerSpec(kind=Optimizer.SGD)
+    layout = layout_of([spec], optimizer)
+    rows = store.in_dram(layout, {"weight": np.zeros((100, 4), np.float16)})
+    with pytest.raises(ConfigError, match="2 dims and precisions"):
+        layout_of([spec, TableSpec(name="users", row_count=1, dim=8)], optimizer)
+    with pytest.raises(ConfigError, match="other tables or parts"):
+        TieredTables([spec], OptimizerSpec(), rows, line_count=32, spare_count=0)
+    with pytest.raises(ConfigError, match="stochastic"):
+        TieredTables([spec], optimizer, rows, line_count=32, spare_count=0, rounding=Rounding.STOCHASTIC)
+    tiered = TieredTables([spec], optimizer, rows, line_count=32, spare_count=0)
+    batch = Batch(table_of_block=(0,), bags_of_block=(1,), lengths=torch.tensor([1]), values=torch.tensor([100]))
+    with pytest.raises(IdError, match="ads"):
+        tiered.prefetch(batch)
