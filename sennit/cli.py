@@ -169,6 +169,34 @@ def bench_offload(
         json_path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
+@bench.command("tiers")
+def bench_tiers(
+    folder: Annotated[Path, typer.Option(help="the file of rows, 1.5 GB, is made here and removed")] = Path("."),
+    steps: Annotated[int, typer.Option(help="of 256 samples of 26 × 20 lookups", min=1)] = 10,
+    seed: Annotated[int, typer.Option(help="of rows and lookups", min=0)] = 1,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+    ] = None,
+) -> None:
+    """Time training of tables ten times larger than their cache, on a file and in DRAM, beside tables in memory."""
+    from sennit.testbed.bench import embedding_tiers
+    from sennit.transport.errors import SennitError
+
+    load = embedding_tiers.Load()
+    try:
+        results = [
+            embedding_tiers.run(folder, load, home=home, steps=steps, seed=seed) for home in embedding_tiers.HOMES
+        ]
+    except SennitError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    embedding_tiers.render(results, stdout_console())
+    if json_path is not None:
+        json_path.write_text(
+            json.dumps(embedding_tiers.as_json(results, load, steps=steps, seed=seed), indent=1) + "\n"
+        )
+
+
 @bench.command("feed")
 def bench_feed(
     records: Annotated[int, typer.Option(help="in memory", min=1 << 17)] = 500_000,

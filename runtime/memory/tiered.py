@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
@@ -121,3 +123,11 @@ class TieredTables:
     def flush(self) -> int:
         """Makes all rows durable with the number of steps taken as the tag; returns the generation."""
         return self.cache.flush(self.engine.step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cache.close()

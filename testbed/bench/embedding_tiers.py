@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit bench tiers`: training of tables that are larger than memory, beside the same tables in memory.
+
+Rows live in a file (past the page cache, or through it) or, to see what the cache itself costs, in DRAM; a tenth of
+them fits the cache. One thread computes, one brings the next batch's rows. Memory and tiers take turns, step by step,
+with equal batches, and the results of each step must be equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.optimizers import OptimizerSpec
+from sennit.runtime.kernels.spec import Rounding, TableSpec
+from sennit.runtime.memory import store
+from sennit.runtime.memory.layout import Arrays
+from sennit.runtime.memory.tiered import TieredTables, layout_of
+from sennit.runtime.seeds import torch_stream
+from sennit.testbed.bench.machine import describe
+
+HOMES: Final = ("file", "page-cache", "dram")
+ZIPF: Final = 1.05
+RATE: Final = 0.01
+WARM_ROWS: Final = 100_000
+"""Of the most frequent ones, brought in at once before the first step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What is trained: the rows' frequencies are Zipf's, in random order."""
+
+    table_count: int = 26
+    row_count: int = 100_000
+    dim: int = 64
+    bags: int = 256
+    length: int = 20
+    cached_share: float = 0.1
+
+    @property
+    def lookup_count(self) -> int:
+        return self.table_count * self.bags * self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Seconds of each step, and counts of a step on average."""
+
+    home: str
+    access: str
+    memory_s: list[float]
+    tiers_s: list[float]
+    wait_s: list[float]
+    misses: float
+    reads: float
+    bytes_read: float
+    bytes_written: float
+
+    @property
+    def ratio(self) -> float:
+        """Samples/s of the tiers over those in memory: the median of steps."""
+        return statistics.median(m / t for m, t in zip(self.memory_s, self.tiers_s, strict=True))
+
+
+def run(folder: Path, load: Load, *, home: str, steps: int, seed: int) -> Result:
+    """Makes the file in `folder` and removes it. Raises `AssertionError` where results differ."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    path = folder / f"rows-{seed}"
+    try:
+        return _run(path, load, home, steps, seed)
+    finally:
+        torch.set_num_threads(threads)
+        path.unlink(missing_ok=True)
+
+
+def _run(path: Path, load: Load, home: str, steps: int, seed: int) -> Result:
+    generator = torch_stream(seed, "bench tiers")
+    specs = [TableSpec(name=f"table{n}", row_count=load.row_count, dim=load.dim) for n in range(load.table_count)]
+    optimizer = OptimizerSpec()
+    memory = EmbeddingEngine(specs, optimizer, implementation_name="native", rounding=Rounding.NEAREST)
+    for spec in specs:
+        memory.weight(spec.name).uniform_(-0.1, 0.1, generator=generator)
+    layout = layout_of(specs, optimizer)
+    weights = torch.cat([memory.weight(spec.name) for spec in specs]).numpy()
+    initial: Arrays = {"weight": weights, "sum": np.zeros((layout.row_count, 1), np.float32)}
+    if home == "dram":
+        rows, access = store.in_dram(layout, initial), "memory"
+    else:
+        rows = store.create(
+            path,
+            layout,
+            lambda first, count: {name: part[first : first + count] for name, part in initial.items()},
+            access=store.FileAccess(is_direct=home == "file"),
+        )
+        access = rows.access
+        del weights, initial
+    line_count = int(layout.row_count * load.cached_share) // 32 * 32
+    ranks = [torch.randperm(load.row_count, generator=generator) for _ in specs]
+    batches = [_batch(load, ranks, generator) for _ in range(steps + 2)]
+    gradient = torch.randn(load.table_count * load.bags * load.dim, generator=generator) * 0.01
+    with rows, TieredTables(specs, optimizer, rows, line_count=line_count, spare_count=load.lookup_count) as tiers:
+        # Not of a cold start: the frequent rows are there.
+        for warm in torch.cat(
+            [
+                order[: line_count * 9 // 10 // load.table_count] + layout.first_row(spec.name)
+                for spec, order in zip(specs, ranks, strict=True)
+            ]
+        ).split(WARM_ROWS):  # type: ignore[no-untyped-call]
+            some = tiers.cache.prefetch(warm.numpy())
+            some.wait()
+            some.release(is_dirty=False)
+        memory_s, tiers_s, wait_s = [], [], []
+        before: dict[str, int] = {}
+        ahead = tiers.prefetch(batches[0])
+        for number, batch in enumerate(batches[:-1]):
+            start = time.perf_counter()
+            expected = memory.lookup(batch)
+            memory.update(batch, gradient, rate=RATE)
+            memory_s.append(time.perf_counter() - start)
+            # Nothing of the next batch may come in while memory has its turn: it comes in while this batch is computed.
+            ahead.rows.wait()
+            if number == 1:
+                before = _counts(tiers, rows, home)
+            start = time.perf_counter()
+            current, ahead = ahead, tiers.prefetch(batches[number + 1])
+            found = tiers.lookup(current)
+            tiers.update(current, gradient, rate=RATE)
+            computed = time.perf_counter()
+            ahead.rows.wait()
+            tiers_s.append(time.perf_counter() - start)
+            wait_s.append(time.perf_counter() - computed)
+            if not torch.equal(found, expected):
+                raise AssertionError(f"step {number}: the results of the tiers differ from those in memory")
+        after = _counts(tiers, rows, home)
+        tiers.release(ahead)
+    mean = {name: (after[name] - before[name]) / steps for name in after}
+    return Result(
+        home=home,
+        access=access,
+        memory_s=memory_s[1:],
+        tiers_s=tiers_s[1:],
+        wait_s=wait_s[1:],
+        misses=mean["misses"],
+        reads=mean.get("reads", 0),
+        bytes_read=mean.get("bytes_read", 0),
+        bytes_written=mean.get("bytes_written", 0),
+    )
+
+
+def _counts(tiers: TieredTables, rows: store.RowStore, home: str) -> dict[str, int]:
+    return tiers.cache.counters | ({} if home == "dram" else rows.counters)
+
+
+def _batch(load: Load, ranks: list[Tensor], generator: torch.Generator) -> Batch:
+    weights = torch.arange(1, load.row_count + 1, dtype=torch.float64) ** -ZIPF
+    edges = torch.cumsum(weights / weights.sum(), 0)
+    count = load.bags * load.length
+    ids = []
+    for order in ranks:
+        drawn = torch.searchsorted(edges, torch.rand(count, generator=generator, dtype=torch.float64))
+        ids.append(order[drawn.clamp(max=load.row_count - 1)])
+    return Batch(
+        table_of_block=tuple(range(load.table_count)),
+        bags_of_block=(load.bags,) * load.table_count,
+        lengths=torch.full((load.table_count * load.bags,), load.length),
+        values=torch.cat(ids),
+    )
+
+
+def as_json(results: list[Result], load: Load, *, steps: int, seed: int) -> dict[str, Any]:
+    """With all times, so that others can take other statistics."""
+    return {
+        "machine": describe(),
+        "steps": steps,
+        "seed": seed,
+        "lookups": load.lookup_count,
+        "homes": [{**vars(result), "ratio": result.ratio} for result in results],
+    }
+
+
+def render(results: list[Result], console: Console) -> None:
+    """Milliseconds and counts of a step; medians and means."""
+    table = Table(
+        "rows in", "access", "memory ms", "tiers ms", "of it waiting", "tiers / memory", "misses", "reads", "MB"
+    )
+    for result in results:
+        times = [f"{statistics.median(part) * 1e3:.1f}" for part in (result.memory_s, result.tiers_s, result.wait_s)]
+        megabytes = (result.bytes_read + result.bytes_written) / 1e6
+        counts = [f"{result.misses:,.0f}", f"{result.reads:,.0f}", f"{megabytes:.1f}"]
+        table.add_row(result.home, result.access, *times, f"{result.ratio:.3f}", *counts)
+    console.print(table)
