@@ -235,8 +235,10 @@ def _work(task: _Task, number: int, end: Connection) -> None:
     try:
         part_of = functools.partial(_part, _Orders(task.facts["name"], len(task.store)))
         with Feeder(feeder_name, task.facts, task.store, part_of, timeout_s=task.timeout_s) as feeder:
-            feeder.run(task.address.host, task.address.port, end.send)
-            end.send(feeder.counters)
+            try:
+                feeder.run(task.address.host, task.address.port, end.send)
+            finally:  # what it sent counts, also where a trainer that is done has gone before it said so to all
+                end.send(feeder.counters)
         outcome = _Outcome(None)
     except (FeedError, SennitError) as error:
         outcome = _Outcome(str(error))

@@ -8,8 +8,10 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -23,6 +25,7 @@ from sennit.cli import app
 from sennit.offload.batches import BatchLayout
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import End, FactsOf, Send, Taken
+from sennit.offload.ingest.protocol import encode as encode_message
 from sennit.offload.targets import Target, compile_plan
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.features import Feature, RawSamples
@@ -147,8 +150,12 @@ def feeding(rank: Rank, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def workers_of(feed: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{feed.pid}/task/{feed.pid}/children").read_text().split()
-    return [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in Path(f"/proc/{feed.pid}/task/{feed.pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError):  # over since
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(int(pid))
+    return found
 
 
 def output(feed: subprocess.Popen[str]) -> str:
@@ -174,6 +181,28 @@ def test_a_run_is_fed_to_its_end(tmp_path: Path) -> None:
         assert "fed 64 records in" in output(feed)
     report = json.loads(path.read_text())
     assert (report["counters"]["records"], report["counters"]["batches"], report["replaced"]) == (64, 1, 0)
+
+
+@pytest.mark.slow
+def test_records_of_a_worker_that_heard_no_end_are_counted() -> None:
+    """A trainer that is done may be gone before it has said so to every worker."""
+    packets = 13  # of a batch of 64 records, five in each
+    rank = Rank(order=ORDER, window_packets=1000)
+    with feeding(rank, "--workers", "2") as feed:
+        rank.accept()
+        told, rank.control = rank.control, socket.socket()
+        rank.accept()
+        with told, rank.control:
+            told.sendall(encode_message(Send(batch=0, row=0)))
+            assert {batch for batch, _, _ in rank.packets(packets)} == {0}
+            told.sendall(encode_message(End()))
+            deadline_s = time.monotonic() + 30
+            while len(workers_of(feed)) > 1:
+                assert time.monotonic() < deadline_s
+            rank.say(Send(batch=1, row=0))
+            assert {batch for batch, _, _ in rank.packets(packets)} == {1}
+        assert feed.wait(30) == 0, output(feed)
+        assert "fed 128 records in" in output(feed)
 
 
 @pytest.mark.slow
