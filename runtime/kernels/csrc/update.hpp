@@ -6,28 +6,46 @@
 
 namespace sennit::kernels::SENNIT_ISA {
 
-// Rows are fetched this many lookups before they are used.
-constexpr std::size_t rows_ahead = 12;
+// Rows and gradients are fetched this many lookups before they are used. In the order of rows both lie anywhere, and
+// processors foresee neither: without gradients fetched ahead, sequences took 1.7 times as long, and bags 1.3 times.
+constexpr std::size_t update_ahead = 16;
 
-SENNIT_INLINE const float* gradient_of(const Gradients& gradients, std::uint32_t key, float& factor) {
-  std::size_t vector = key;
-  if (gradients.bag_of_lookup != nullptr) vector = gradients.bag_of_lookup[key - gradients.first_lookup];
-  if (gradients.weights != nullptr)
-    factor = gradients.weights[key];
-  else if (gradients.lengths.data != nullptr)
-    factor = 1.0f / static_cast<float>(gradients.lengths[vector]);
+// Which vector of the gradient a key is for.
+SENNIT_INLINE std::size_t vector_of(const Gradients& gradients, std::uint32_t key) {
+  return gradients.bag_of_lookup == nullptr ? key : gradients.bag_of_lookup[key - gradients.first_lookup];
+}
+
+SENNIT_INLINE const float* gradient_of(const Gradients& gradients, std::size_t vector) {
   const std::uint32_t block = gradients.block_of == nullptr ? 0 : gradients.block_of[vector - gradients.first_vector];
   return gradients.gradient + (static_cast<std::int64_t>(vector * gradients.dim) + gradients.shifts[block]);
 }
 
+SENNIT_INLINE float factor_of(const Gradients& gradients, std::uint32_t key, std::size_t vector) {
+  if (gradients.weights != nullptr) return gradients.weights[key];
+  return 1.0f / static_cast<float>(gradients.lengths[vector]);
+}
+
+// Part of a run, and where entries to look ahead at end.
+struct Part {
+  const Entry* entries;
+  std::size_t count;
+  const Entry* all_end;
+};
+
 // The sum of one chunk: `vectors` vectors from `column`, with `last` columns in the last one.
 template <std::size_t vectors, bool has_factors>
-SENNIT_INLINE void fold_tile(const Gradients& gradients, const Entry* entries, std::size_t count, std::size_t column,
-                             std::size_t last, Floats (&sums)[vectors]) {
+SENNIT_INLINE void fold_tile(const Gradients& gradients, const Part& chunk, std::size_t column, std::size_t last,
+                             Floats (&sums)[vectors]) {
   for (Floats& sum : sums) sum = Floats{};
-  for (std::size_t n = 0; n < count; n++) {
-    float factor = 1;
-    const float* g = gradient_of(gradients, entries[n].key, factor) + column;
+  const Entry* const end = chunk.entries + chunk.count;
+  for (const Entry* entry = chunk.entries; entry < end; entry++) {
+    if (chunk.all_end - entry > static_cast<std::ptrdiff_t>(update_ahead)) {
+      const float* next = gradient_of(gradients, vector_of(gradients, entry[update_ahead].key)) + column;
+      for (std::size_t v = 0; v < vectors; v++) __builtin_prefetch(next + v * lanes);
+    }
+    const std::size_t vector = vector_of(gradients, entry->key);
+    const float* g = gradient_of(gradients, vector) + column;
+    const float factor = has_factors ? factor_of(gradients, entry->key, vector) : 1.0f;
     for (std::size_t v = 0; v < vectors; v++) {
       const Floats x = load(g + v * lanes, v + 1 < vectors ? lanes : last);
       sums[v] = has_factors ? sums[v] + factor * x : sums[v] + x;
@@ -36,17 +54,17 @@ SENNIT_INLINE void fold_tile(const Gradients& gradients, const Entry* entries, s
 }
 
 template <bool has_factors>
-void fold(const Gradients& gradients, const Entry* entries, std::size_t count, float* sum) {
+void fold(const Gradients& gradients, const Part& chunk, float* sum) {
   std::size_t column = 0;
   for (; column + 4 * lanes <= gradients.dim; column += 4 * lanes) {
     Floats sums[4];
-    fold_tile<4, has_factors>(gradients, entries, count, column, lanes, sums);
+    fold_tile<4, has_factors>(gradients, chunk, column, lanes, sums);
     for (std::size_t v = 0; v < 4; v++) store(sum + column + v * lanes, sums[v]);
   }
   for (; column < gradients.dim; column += lanes) {
     const std::size_t rest = gradients.dim - column;
     Floats sums[1];
-    fold_tile<1, has_factors>(gradients, entries, count, column, rest < lanes ? rest : lanes, sums);
+    fold_tile<1, has_factors>(gradients, chunk, column, rest < lanes ? rest : lanes, sums);
     store(sum + column, sums[0]);
   }
 }
@@ -56,16 +74,17 @@ void fold(const Gradients& gradients, const Entry* entries, std::size_t count, f
 template <bool has_factors>
 float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count) {
   const std::size_t dim = update.table->dim, stride = sum_stride(dim);
+  const Entry* const all_end = update.entries + update.count;
   float* levels = update.sums + stride;
   if (count <= chunk_lookups) {
-    fold<has_factors>(update.gradients, entries, count, levels);
+    fold<has_factors>(update.gradients, {entries, count, all_end}, levels);
     return levels;
   }
   float* sum = update.sums;
   const std::size_t chunks = (count + chunk_lookups - 1) / chunk_lookups;
   for (std::size_t chunk = 0; chunk < chunks; chunk++) {
     const std::size_t first = chunk * chunk_lookups, rest = count - first;
-    fold<has_factors>(update.gradients, entries + first, rest < chunk_lookups ? rest : chunk_lookups, sum);
+    fold<has_factors>(update.gradients, {entries + first, rest < chunk_lookups ? rest : chunk_lookups, all_end}, sum);
     float* level = levels;
     for (std::size_t carry = chunk; carry & 1; carry >>= 1, level += stride)
       for (std::size_t at = 0; at < dim; at += lanes) store(sum + at, load(level + at) + load(sum + at));
@@ -235,14 +254,14 @@ SENNIT_INLINE bool all_finite(const Floats (&x)[count]) {
 
 template <Optimizer optimizer, Precision precision, std::size_t fixed, bool has_factors>
 BadRows update_with(const RowUpdate& update) {
-  const Entry* const entries = update.entries;
+  const Entry *const entries = update.entries, *const all_end = entries + update.count;
   BadRows bad;
   std::size_t fetched = 0;
   for (std::size_t first = 0, end; first < update.count; first = end) {
     const std::uint32_t row = entries[first].row;
     for (end = first + 1; end < update.count && entries[end].row == row; end++) {
     }
-    const std::size_t until = end + rows_ahead < update.count ? end + rows_ahead : update.count;
+    const std::size_t until = end + update_ahead < update.count ? end + update_ahead : update.count;
     for (; fetched < until; fetched++)
       if (fetched == 0 || entries[fetched].row != entries[fetched - 1].row)
         prefetch_row<optimizer, precision, fixed>(*update.table, entries[fetched].row);
@@ -251,7 +270,7 @@ BadRows update_with(const RowUpdate& update) {
     if constexpr (fixed != 0) {
       Floats sum[fixed];
       if (end - first <= chunk_lookups) {
-        fold_tile<fixed, has_factors>(update.gradients, entries + first, end - first, 0, lanes, sum);
+        fold_tile<fixed, has_factors>(update.gradients, {entries + first, end - first, all_end}, 0, lanes, sum);
       } else {
         const float* found = sum_run<has_factors>(update, entries + first, end - first);
         for (std::size_t v = 0; v < fixed; v++) sum[v] = load(found + v * lanes);
