@@ -92,6 +92,7 @@ def collectives(
     """
     from sennit.testbed.bench import cases, collectives, report
     from sennit.testbed.bench.conductor import WorkerError
+    from sennit.transport.sizes import parse_size
 
     try:
         settings = collectives.Settings(
@@ -102,7 +103,7 @@ def collectives(
             collectives=tuple(
                 cases.Collective(name.strip()) for name in (only or ",".join(cases.Collective)).split(",")
             ),
-            sizes_bytes=tuple(cases.parse_size(size) for size in sizes.split(",")),
+            sizes_bytes=tuple(parse_size(size) for size in sizes.split(",")),
             rounds=rounds,
         )
     except ValueError as error:
@@ -326,12 +327,13 @@ def rdma(
 
     Runs in the VM: sennit testbed vm -- sennit bench rdma
     """
-    from sennit.testbed.bench import cases, rdma, rdma_report
+    from sennit.testbed.bench import rdma, rdma_report
     from sennit.testbed.bench.conductor import WorkerError
+    from sennit.transport.sizes import parse_size
 
     try:
         settings = rdma.Settings(
-            part_bytes=cases.parse_size(size),
+            part_bytes=parse_size(size),
             in_flight=tuple(int(number) for number in in_flight.split(",")),
             rounds=rounds,
             netem=tuple(netem or rdma.NETEM),

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is measured: a collective at a size, in the same words for every peer."""
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 
 ELEMENT_BYTES = 4  # float32 throughout: what gradients and pooled embeddings are
-
-UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class Collective(StrEnum):
@@ -48,19 +45,3 @@ class Case:
                 return part, whole
             case _:
                 return whole, whole
-
-
-def parse_size(text: str) -> int:
-    """Bytes from '4096', '64KiB', '16 MiB'."""
-    match = re.fullmatch(r"\s*(\d+)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in UNITS:
-        raise ValueError(f"size {text!r}: expected a number with one of {', '.join(unit for unit in UNITS if unit)}")
-    return int(match[1]) * UNITS[match[2]]
-
-
-def format_size(size_bytes: int) -> str:
-    """The shortest exact form: '64 KiB', '4100 B'."""
-    for unit in ("GiB", "MiB", "KiB"):
-        if size_bytes and size_bytes % UNITS[unit] == 0:
-            return f"{size_bytes // UNITS[unit]} {unit}"
-    return f"{size_bytes} B"

@@ -11,11 +11,12 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
 from sennit.testbed.bench import machine
-from sennit.testbed.bench.cases import Case, Collective, format_size
+from sennit.testbed.bench.cases import Case, Collective
 from sennit.testbed.bench.commands import Allocate, Join, Measure, ReadPeak, ResetPeak, Verify
 from sennit.testbed.bench.conductor import Workers
 from sennit.testbed.bench.library import LIBRARIES
 from sennit.testbed.bench.results import Report, Row
+from sennit.transport.sizes import format_size
 
 SAMPLE_S = 0.05  # how long one sample should take; long against a scheduler's time slice
 MAX_ITERATIONS = 2_000

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Final
 
 from sennit.testbed.bench import machine
-from sennit.testbed.bench.cases import IN_FLIGHT_MAX, Case, Collective, format_size
+from sennit.testbed.bench.cases import IN_FLIGHT_MAX, Case, Collective
 from sennit.testbed.bench.commands import Join, Measure, Verify
 from sennit.testbed.bench.conductor import Workers
 from sennit.testbed.vm import links
+from sennit.transport.sizes import format_size
 
 WORLD: Final = 2
 PEERS: Final = {"verbs": "core", "udp": "core", "kernel-rc": "kernel_rc"}

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sennit.testbed.bench.cases import format_size
 from sennit.testbed.bench.results import Report, Row
+from sennit.transport.sizes import format_size
 
 # Okabe & Ito's palette: told apart also by those who see no red or no green.
 COLOURS = {

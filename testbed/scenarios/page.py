@@ -9,10 +9,10 @@ from html import escape
 from pathlib import Path
 from typing import Any, Final
 
-from sennit.testbed.bench.cases import format_size
 from sennit.testbed.scenarios import measures, plots
 from sennit.testbed.scenarios.results import Case, Results
 from sennit.testbed.scenarios.verdicts import Status
+from sennit.transport.sizes import format_size
 
 STYLE: Final = Path(__file__).with_name("page.css")
 GIGA: Final = 1e9

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from sennit.testbed.bench.cases import format_size
 from sennit.testbed.trace import histogram
 from sennit.transport.signature import Kind
+from sennit.transport.sizes import format_size
 
 PROGRAM: Final = "ops"
 PROBES: Final = ("operation_begin", "operation_end")

@@ -9,10 +9,11 @@ import pytest
 from rich.console import Console
 
 from sennit.testbed.bench import collectives, ingest, rdma, rdma_report, report, results
-from sennit.testbed.bench.cases import Case, Collective, format_size, parse_size
+from sennit.testbed.bench.cases import Case, Collective
 from sennit.testbed.bench.collectives import Settings
 from sennit.testbed.bench.commands import Join
 from sennit.testbed.bench.conductor import WorkerError, Workers
+from sennit.transport.sizes import format_size, parse_size
 
 
 @pytest.mark.parametrize(("text", "size_bytes"), [("4096", 4096), ("4KiB", 4096), (" 64 MiB ", 64 << 20), ("7B", 7)])
