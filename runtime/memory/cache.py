@@ -16,6 +16,12 @@ from sennit.runtime.memory.store import RowStore
 from sennit.transport.errors import ArgumentError, TimeoutError
 
 WAYS: Final = 32
+NOTE_BYTES: Final = 20
+"""Of a line, for what the cache knows of it (`RowCache::Set` in csrc/row_cache.hpp)."""
+
+LOCATION_BYTES: Final = 4
+"""Of a row of a file, for where in the log it is."""
+
 POLICIES: Final = ("lru", "lfu")
 
 
@@ -72,6 +78,14 @@ class RowCache:
     def prefetch(self, rows: NDArray[np.int64]) -> CachedBatch:
         """Begins to bring in `rows`, int64 [n], which may repeat, and pins them. Returns at once."""
         return CachedBatch(self, self.native.fetch(rows))
+
+    def read(self, rows: NDArray[np.int64], *, timeout_s: float = 60.0) -> Arrays:
+        """The parts of `rows`, int64 [n], each once, as they are now: in the cache, or in the store. No batch may be in
+        use. Raises `TimeoutError`."""
+        arrays = self.store.layout.empty(len(rows))
+        if not self.native.read(rows, self.store.layout.as_bytes(arrays, len(rows)), timeout_s):
+            raise TimeoutError(f"{len(rows)} rows were not read within {timeout_s:g} s")
+        return arrays
 
     def flush(self, tag: int = 0, *, timeout_s: float = 600.0) -> int:
         """Writes changed rows back and makes them durable: a generation of the store, whose number it returns.

@@ -46,6 +46,12 @@ void BatchQueue::check() {
   if (failure_) std::rethrow_exception(failure_);
 }
 
+void BatchQueue::check_unused(const char* why) const {
+  if (in_use_ != 0)
+    throw StoreError(Fault::ARGUMENT, std::to_string(in_use_) + " batches were waited for and are not released: " +
+                                          why + " rows that are half way through an update");
+}
+
 void BatchQueue::put(std::function<void()> command) {
   commands_.push_back(std::move(command));
   changed_.notify_all();
@@ -94,10 +100,7 @@ void BatchQueue::release(const std::shared_ptr<Batch>& batch, bool is_dirty) {
 std::optional<std::uint64_t> BatchQueue::flush(std::uint64_t tag, std::chrono::steady_clock::time_point deadline) {
   std::unique_lock guard(mutex_);
   check();
-  if (in_use_ != 0)
-    throw StoreError(Fault::ARGUMENT, std::to_string(in_use_) +
-                                          " batches were waited for and are not released: a generation would hold "
-                                          "rows that are half way through an update");
+  check_unused("a generation would hold");
   // Outlives a caller that gives up.
   const auto generation = std::make_shared<std::optional<std::uint64_t>>();
   put([this, generation, tag] {
@@ -108,6 +111,37 @@ std::optional<std::uint64_t> BatchQueue::flush(std::uint64_t tag, std::chrono::s
   changed_.wait_until(guard, deadline, [&] { return generation->has_value() || failure_; });
   if (!generation->has_value()) check();
   return *generation;
+}
+
+std::shared_ptr<const BatchQueue::Parts> BatchQueue::read(std::vector<std::int64_t> rows,
+                                                          const std::vector<std::size_t>& row_bytes,
+                                                          std::chrono::steady_clock::time_point deadline) {
+  RowCache::check_rows(rows, row_count_);
+  // Outlives a caller that gives up.
+  struct Reading {
+    std::vector<std::int64_t> rows;
+    Parts parts;
+    bool is_done = false;
+  };
+  const auto reading = std::make_shared<Reading>();
+  for (const std::size_t size : row_bytes) reading->parts.emplace_back(rows.size() * size);
+  reading->rows = std::move(rows);
+  std::unique_lock guard(mutex_);
+  check();
+  check_unused("they may have");
+  put([this, reading, row_bytes] {
+    Lines out;
+    for (std::size_t n = 0; n < row_bytes.size(); n++) out.parts.push_back({reading->parts[n].data(), row_bytes[n]});
+    cache_.read(reading->rows, out);
+    const std::lock_guard inner(mutex_);
+    reading->is_done = true;
+  });
+  changed_.wait_until(guard, deadline, [&] { return reading->is_done || failure_; });
+  if (!reading->is_done) {
+    check();
+    return nullptr;
+  }
+  return {reading, &reading->parts};
 }
 
 RowCache::Counters BatchQueue::counters() {

@@ -38,12 +38,17 @@ class BatchQueue {
   void release(const std::shared_ptr<Batch>& batch, bool is_dirty);
   // The number of the generation once it is durable; nothing if the deadline comes first, and then it may still be.
   std::optional<std::uint64_t> flush(std::uint64_t tag, std::chrono::steady_clock::time_point deadline);
+  // The parts of `rows`, each once, as they are now; null if the deadline comes first. `row_bytes`: of each part.
+  using Parts = std::vector<std::vector<std::byte>>;
+  std::shared_ptr<const Parts> read(std::vector<std::int64_t> rows, const std::vector<std::size_t>& row_bytes,
+                                    std::chrono::steady_clock::time_point deadline);
   RowCache::Counters counters();
 
  private:
   void run();
   void put(std::function<void()> command);
   void check();
+  void check_unused(const char* why) const;
 
   RowCache& cache_;
   std::uint64_t row_count_;

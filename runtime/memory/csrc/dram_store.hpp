@@ -19,20 +19,13 @@ class DramStore final : public RowStore {
         if (at.row >= row_count_)
           throw StoreError(Fault::ARGUMENT,
                            "row " + std::to_string(at.row) + "; allowed: below " + std::to_string(row_count_));
-    for (const RowAt& at : written) copy(lines, at.line, rows_, at.row);
-    for (const RowAt& at : wanted) copy(rows_, at.row, lines, at.line);
+    for (const RowAt& at : written) rows_.copy(at.row, lines, at.line);
+    for (const RowAt& at : wanted) lines.copy(at.line, rows_, at.row);
   }
 
   std::uint64_t flush(std::uint64_t) override { return ++generation_; }
 
  private:
-  static void copy(const Lines& from, std::uint64_t source, const Lines& to, std::uint64_t target) {
-    for (std::size_t n = 0; n < from.parts.size(); n++) {
-      const std::size_t size = from.parts[n].row_bytes;
-      std::memcpy(to.parts[n].data + target * size, from.parts[n].data + source * size, size);
-    }
-  }
-
   Lines rows_;
   std::uint64_t row_count_;
   std::uint64_t generation_ = 0;

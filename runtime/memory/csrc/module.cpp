@@ -10,6 +10,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <cstring>
 #include <memory>
 
 #include "batch_queue.hpp"
@@ -139,6 +140,7 @@ class Cache {
     store_->has_cache = false;
   }
   std::uint64_t set_of(std::uint64_t row) const { return cache_.set_of(row); }
+  const std::vector<std::size_t>& row_bytes() const { return store_->row_bytes; }
 
  private:
   std::shared_ptr<Store> store_;
@@ -313,6 +315,20 @@ void bind_cache(nb::module_& module) {
           "release",
           [](Cache& cache, const BatchHandle& handle, bool is_dirty) { cache.queue().release(handle.batch, is_dirty); },
           "batch"_a, "is_dirty"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "read",
+          [](Cache& cache, const Rows& rows, const std::vector<Bytes>& arrays, double timeout_s) {
+            std::vector<std::int64_t> copied(rows.data(), rows.data() + rows.shape(0));
+            const Lines out = to_lines(arrays, cache.row_bytes(), rows.shape(0));
+            BatchQueue& queue = cache.queue();
+            const nb::gil_scoped_release released;
+            const auto parts = queue.read(std::move(copied), cache.row_bytes(), deadline(timeout_s));
+            if (parts)
+              for (std::size_t n = 0; n < parts->size(); n++)
+                std::memcpy(out.parts[n].data, (*parts)[n].data(), (*parts)[n].size());
+            return parts != nullptr;
+          },
+          "rows"_a, "parts"_a, "timeout_s"_a)
       .def(
           "flush",
           [](Cache& cache, std::uint64_t tag, double timeout_s) {

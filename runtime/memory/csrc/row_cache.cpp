@@ -211,6 +211,28 @@ void RowCache::release(const Pins& pins, bool is_dirty) {
   if (!written_.empty()) store_.exchange(written_, {}, lines_);
 }
 
+// The line of a row that is here, else NO_LINE.
+std::uint64_t RowCache::line_of(std::uint64_t row, std::uint64_t hash) const {
+  const std::uint64_t index = index_of(hash, sets_.size());
+  if (const std::uint32_t way = find(sets_[index], static_cast<std::uint8_t>(hash), row); way != NO_WAY)
+    return index * WAYS + way;
+  const auto found = spare_of_row_.find(row);
+  return found == spare_of_row_.end() ? NO_LINE : spare_first() + found->second;
+}
+
+void RowCache::read(std::span<const std::int64_t> rows, const Lines& out) {
+  wanted_.clear();
+  for (std::size_t n = 0; n < rows.size(); n++) {
+    const auto row = static_cast<std::uint64_t>(rows[n]);
+    const std::uint64_t line = line_of(row, hash_of(row));
+    if (line == NO_LINE)
+      wanted_.push_back({row, n});
+    else
+      out.copy(n, lines_, line);
+  }
+  store_.exchange({}, wanted_, out);
+}
+
 std::uint64_t RowCache::flush(std::uint64_t tag) {
   written_.clear();
   for (std::size_t index = 0; index < sets_.size(); index++) {

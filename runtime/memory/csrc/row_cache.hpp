@@ -36,6 +36,8 @@ class RowCache {
   Pins fetch(std::span<const std::int64_t> rows, std::int64_t* out);
   // The batch of these pins is done, and has changed its rows if `is_dirty`.
   void release(const Pins& pins, bool is_dirty);
+  // Copies rows, each once, as they are now, wherever they are: rows[n] to line n of `out`. Nothing moves in or out.
+  void read(std::span<const std::int64_t> rows, const Lines& out);
   // Writes changed rows to the store and makes them a generation.
   std::uint64_t flush(std::uint64_t tag);
 
@@ -68,6 +70,7 @@ class RowCache {
 
   std::uint32_t find(const Set& set, std::uint8_t tag, std::uint64_t row) const;
   std::uint32_t victim(const Set& set) const;
+  std::uint64_t line_of(std::uint64_t row, std::uint64_t hash) const;
   std::uint64_t touch(std::uint64_t row, std::uint64_t hash, Pins& pins);
   std::uint64_t place(std::uint64_t row, std::uint64_t hash, Pins& pins);
   std::uint64_t spare_first() const { return sets_.size() * WAYS; }

@@ -31,6 +31,14 @@ struct Lines {
     }
   }
 
+  // Line `source` of others that have the same parts.
+  void copy(std::uint64_t line, const Lines& others, std::uint64_t source) const {
+    for (std::size_t n = 0; n < parts.size(); n++) {
+      const std::size_t size = parts[n].row_bytes;
+      std::memcpy(parts[n].data + line * size, others.parts[n].data + source * size, size);
+    }
+  }
+
   void scatter(std::uint64_t line, const std::byte* in) const {
     for (const Part& part : parts) {
       std::memcpy(part.data + line * part.row_bytes, in, part.row_bytes);
