@@ -39,6 +39,9 @@ class RankReport:
     ingest: dict[str, int | float] = field(default_factory=dict)
     """What came from feeders; empty where samples are in memory."""
 
+    rows: dict[str, int] = field(default_factory=dict)
+    """What the cache of rows and the file behind it did; empty where tables are in memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
@@ -135,6 +138,13 @@ class RunReport:
         datagrams = {str(verdict): total.pop(str(verdict)) for verdict in VERDICTS}
         return {"target": str(self.config.ingest), "data": self.data, "datagrams": datagrams, **total}
 
+    def rows(self) -> dict[str, int] | None:
+        """Sums over ranks; None where tables are in memory."""
+        if self.config.table_store is None:
+            return None
+        names = {name: None for rank in self.ranks for name in rank.rows}
+        return {name: sum(rank.rows.get(name, 0) for rank in self.ranks) for name in names}
+
     def as_json(self) -> dict[str, Any]:
         return {
             "config": asdict(self.config),
@@ -152,6 +162,7 @@ class RunReport:
             "phases_s": self.phases_s(),
             "bytes_moved": self.bytes_moved(),
             "ingest": self.ingest(),
+            "rows": self.rows(),
             "ranks": [asdict(rank) for rank in self.ranks],
             "weights_sha256": self.weights_sha256,
         }
@@ -190,6 +201,12 @@ def render(report: RunReport, console: Console) -> None:
         again = ingest["gaps"] + ingest["silences"]
         text = f"{ingest['records']:,} records, waited {ingest['waited_s']:.1f} s; asked again {again} times"
         summary.add_row("ingest", f"{ingest['target']}: {text}, feeders lost: {ingest['feeders_lost']}")
+    rows = report.rows()
+    if rows is not None:
+        asked = rows["hits"] + rows["misses"]
+        text = f"{rows['misses']:,} of {asked:,} were not in memory, {rows['conflicts']:,} found their set full"
+        summary.add_row("rows", f"{text}; read {rows['bytes_read'] / 2**20:,.0f} MiB, "
+                        f"wrote {rows['bytes_written'] / 2**20:,.0f} MiB")  # fmt: skip
     for change in report.changes:
         summary.add_row("changed", str(change))
     console.print(summary)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,8 +40,18 @@ def train(
     training stops there and this rank's part of the state is the result.
     """
     before = transport_counters(config.backend)
-    trainer = Trainer(config, source)
-    first = trainer.rank == 0
+    with contextlib.closing(Trainer(config, source)) as trainer:
+        return _train(trainer, changes, begin, is_awaited, before)
+
+
+def _train(
+    trainer: Trainer,
+    changes: list[Change],
+    begin: Begin,
+    is_awaited: Callable[[], bool] | None,
+    before: dict[str, int],
+) -> RunReport | Holding:
+    config, source, first = trainer.config, trainer.source, trainer.rank == 0
     begin(trainer)
     source.begin(trainer.order.next_batch(trainer.step), trainer.placement.wire_order)
     first_step = trainer.step
@@ -80,6 +91,7 @@ def train(
         phases_s=dict(trainer.clock.seconds),
         counters={name: count - before.get(name, 0) for name, count in after.items()},
         ingest=source.counters(),
+        rows=trainer.embedding.counters(),
     )
     gathered: list[RankReport | None] = [None] * trainer.world_size
     dist.all_gather_object(gathered, mine)

@@ -19,10 +19,12 @@ from sennit.offload.ingest.target import IngestTarget, TargetError
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.sources import Source
+from sennit.runtime.dlrm.stored import TableStore
 from sennit.runtime.launch import Address, run_ranks, serve_store
 from sennit.runtime.training_config import TrainingConfig
 from sennit.runtime.training_run import Place, join_run, run_rank
 from sennit.transport.errors import ConfigError, SennitError
+from sennit.transport.sizes import parse_size
 
 _DEFAULT = TrainingConfig()
 _SOURCE = _DEFAULT.source
@@ -56,6 +58,12 @@ def command(
     dense_rate: Annotated[float, typer.Option(help="learning rate of the MLPs")] = _DEFAULT.dense_rate,
     dense_optimizer: Annotated[str, typer.Option(help="adagrad, adam or sgd")] = _DEFAULT.dense_optimizer,
     decay: Annotated[str, typer.Option(help="learning rates over the run: linear or none")] = _DEFAULT.decay,
+    table_store: Annotated[
+        Path | None, typer.Option(help="folder on a disk for the embedding tables, where they are larger than memory")
+    ] = None,
+    table_memory: Annotated[
+        str | None, typer.Option(help="with --table-store: memory of each rank for rows of tables, like 64MiB")
+    ] = None,
     split: Annotated[str, typer.Option(help="evaluation samples: random, or last")] = _DEFAULT.split,
     eval_fraction: Annotated[float, typer.Option(help="share of the samples held back")] = _DEFAULT.eval_fraction,
     checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
@@ -105,6 +113,7 @@ def command(
             dense_rate=dense_rate,
             dense_optimizer=dense_optimizer,
             decay=decay,
+            table_store=_table_store(table_store, table_memory),
             backend=backend,
             timeout_s=timeout,
             checkpoint=checkpoint,
@@ -130,6 +139,7 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
         sources.check(config.source)
     for name, folder in (
         ("--checkpoint", config.checkpoint),
+        ("--table-store", config.table_store.folder if config.table_store is not None else None),
         ("--tensorboard", config.tensorboard),
         ("--json", config.json_path.absolute().parent if config.json_path is not None else None),
         ("--sketch", config.sketch_path.absolute().parent if config.sketch_path is not None else None),
@@ -207,6 +217,17 @@ def _ingest_target(context: typer.Context, text: str) -> IngestTarget:
         return IngestTarget.parse(text)
     except TargetError as error:
         raise ConfigError(str(error)) from error
+
+
+def _table_store(folder: Path | None, memory: str | None) -> TableStore | None:
+    if folder is None and memory is None:
+        return None
+    if folder is None or memory is None:
+        raise ConfigError("--table-store and --table-memory are given together, or neither is")
+    try:
+        return TableStore(folder=folder, memory_bytes=parse_size(memory))
+    except ValueError as error:
+        raise ConfigError(f"--table-memory: {error}") from None
 
 
 def _make_folder(name: str, folder: Path) -> None:

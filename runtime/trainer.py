@@ -3,12 +3,14 @@
 
 A step: cut this rank's part of the global batch -> ids to the owners -> lookup -> pooled vectors back ->
 dense model and loss -> backward (DDP sums dense gradients, pooled gradients go to the owners) -> update.
+Where tables are larger than memory, the next batch and its ids come first, so that its rows come in meanwhile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,11 +25,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from sennit.runtime.dlrm.embedding import embedding_engine
+from sennit.runtime.dlrm.embedding import EmbeddingTables, ResidentTables
 from sennit.runtime.dlrm.exchange import Exchange
 from sennit.runtime.dlrm.model import DenseModel
 from sennit.runtime.dlrm.optimizer import dense_optimizer, rate_factor
 from sennit.runtime.dlrm.sharding import Placement, place
+from sennit.runtime.dlrm.stored import StoredTables
 from sennit.runtime.ingest.source import BatchSource
 from sennit.runtime.metrics import Quality, quality
 from sennit.runtime.phases import PhaseClock
@@ -55,6 +58,23 @@ class StepReport:
     """Mean of this rank's part of the batch."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A batch whose ids are with the owners of the tables."""
+
+    number: int
+    counts: list[int]
+    """Samples of each rank."""
+
+    dense: Tensor
+    labels: Tensor
+    bags: Any
+    """As the embedding tables announced them."""
+
+    is_lent: bool
+    """Whether the tensors are the source's, which has to be told when they are done with."""
+
+
 class Trainer:
     """Owns model, tables, optimizers and the position in the data. Every method is collective."""
 
@@ -70,7 +90,24 @@ class Trainer:
         self.tables = source.tables
         self.placement: Placement = place(self.tables, world_size=self.world_size, dim=config.embedding_dim)
         own = [self.tables[table] for table in self.placement.tables_of[self.rank]]
-        self.embedding = embedding_engine(own, dim=config.embedding_dim, seed=config.seed)
+        self.embedding: EmbeddingTables
+        if config.table_store is None or not own:
+            self.embedding = ResidentTables(own, dim=config.embedding_dim, seed=config.seed)
+        else:
+            with self.clock.phase("table store"):
+                self.embedding = StoredTables(
+                    own,
+                    config.table_store,
+                    rank=self.rank,
+                    dim=config.embedding_dim,
+                    seed=config.seed,
+                    clock=self.clock,
+                    timeout_s=config.timeout_s,
+                )
+        # The exchange of ids is collective: all ranks do it ahead, or none.
+        self._batches_ahead = 0 if config.table_store is None else StoredTables.batches_ahead
+        self.arrived: deque[Arrival] = deque()
+        """Batches that are announced and not computed yet."""
         self.exchange = Exchange(self.placement, dim=config.embedding_dim, clock=self.clock)
         self.dense = DenseModel(
             dense_count=source.dense_count,
@@ -114,15 +151,14 @@ class Trainer:
     def train_step(self) -> float:
         """One step on the next global batch; the loss of this rank's part."""
         factor = rate_factor(self.config.decay, self.step, self.step_count)
-        number = self.order.training_batch(self.step)
-        counts = self.order.counts(number, self.world_size)
-        with self.clock.phase("input"):
-            batch = self.source.take(number)
-        bags = self.exchange.send_ids(batch, counts)
+        # Up to the next evaluation, which takes other batches.
+        end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
+        until = min(self.step + 1 + self._batches_ahead, end)
+        batch = self._next([self.order.training_batch(step) for step in range(self.step, until)])
         with self.clock.phase("lookup"):
-            pooled = self.embedding.lookup(bags).view(-1, self.config.embedding_dim).requires_grad_()
+            pooled = self.embedding.lookup(batch.bags).view(-1, self.config.embedding_dim).requires_grad_()
         with self.clock.phase("dense forward"):
-            vectors = self.exchange.return_pooled(pooled, counts)
+            vectors = self.exchange.return_pooled(pooled, batch.counts)
             logits = self.replicated(batch.dense, vectors)
             loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
             value = loss.item()
@@ -134,50 +170,72 @@ class Trainer:
         with self.clock.phase("backward and AllReduce"):
             self.optimizer.zero_grad()
             # Gradients are averaged over ranks: a rank with more samples than the mean counts for more.
-            share = counts[self.rank] * self.world_size / self.config.batch_size
+            share = batch.counts[self.rank] * self.world_size / self.config.batch_size
             torch.autograd.backward(loss if share == 1 else loss * share)
-        self.source.release(number)
+        if batch.is_lent:
+            self.source.release(batch.number)
         with self.clock.phase("dense update"):
             for part in self.optimizer.param_groups:
                 part["lr"] = self.config.dense_rate * factor
             self.optimizer.step()
         with self.clock.phase("sparse update"):
             assert pooled.grad is not None
-            self.embedding.update(bags, pooled.grad.flatten(), rate=self.config.sparse_rate * factor)
+            self.embedding.update(batch.bags, pooled.grad.flatten(), rate=self.config.sparse_rate * factor)
         self.step += 1
         return value
+
+    def _next(self, numbers: Sequence[int]) -> Arrival:
+        """The first batch of these; the others have been announced to the tables by then, if they want that."""
+        for number in numbers[len(self.arrived) :]:
+            with self.clock.phase("input"):
+                batch = self.source.take(number)
+            counts = self.order.counts(number, self.world_size)
+            bags = self.embedding.announce(self.exchange.send_ids(batch, counts))
+            is_lent = self._batches_ahead == 0
+            dense, labels = batch.dense, batch.labels
+            if not is_lent:
+                # Sources lend one batch at a time.
+                dense, labels = dense.clone(), labels.clone()
+                self.source.release(number)
+            self.arrived.append(
+                Arrival(number=number, counts=counts, dense=dense, labels=labels, bags=bags, is_lent=is_lent)
+            )
+        return self.arrived.popleft()
 
     @torch.no_grad()
     def evaluate(self) -> Quality:
         """Exact metrics over all evaluation rows; the same on every rank."""
         with self.clock.phase("evaluation"):
             logits, labels = [], []
-            for number in self.order.evaluation_batches(self.step):
-                counts = self.order.counts(number, self.world_size)
-                batch = self.source.take(number)
-                bags = self.exchange.send_ids(batch, counts)
-                pooled = self.embedding.lookup(bags).view(-1, self.config.embedding_dim)
-                logits.append(self.dense(batch.dense, self.exchange.return_pooled(pooled, counts)))
+            training, self.arrived = self.arrived, deque()
+            numbers = self.order.evaluation_batches(self.step)
+            for place in range(len(numbers)):
+                batch = self._next(numbers[place : place + 1 + self._batches_ahead])
+                pooled = self.embedding.lookup(batch.bags).view(-1, self.config.embedding_dim)
+                self.embedding.release(batch.bags)
+                logits.append(self.dense(batch.dense, self.exchange.return_pooled(pooled, batch.counts)))
                 labels.append(batch.labels.clone())
-                self.source.release(number)
+                if batch.is_lent:
+                    self.source.release(batch.number)
+            self.arrived = training
             both = gather_rows(torch.stack((torch.cat(logits), torch.cat(labels)), 1))
             return quality(both[:, 0].numpy(), both[:, 1].numpy())
 
     @property
     def own_tables(self) -> tuple[str, ...]:
         """Names of the tables that this rank owns."""
-        return tuple(spec.name for spec in self.embedding.specs)
+        return self.embedding.names
 
     def weights(self) -> dict[str, Tensor]:
         """The weights this rank holds, under global names."""
-        named = {f"dense.{name}": parameter.detach() for name, parameter in self.dense.named_parameters()}
-        named.update({f"table.{name}": self.embedding.weight(name) for name in self.own_tables})
-        return named
+        return self._dense_weights() | self.embedding.weights()
+
+    def _dense_weights(self) -> dict[str, Tensor]:
+        return {f"dense.{name}": parameter.detach() for name, parameter in self.dense.named_parameters()}
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint holds; tensors are the trainer's own memory, so that loading fills them."""
-        state: dict[str, Any] = dict(self.weights())
-        state.update({f"row_state.{name}": self.embedding.states(name)["sum"] for name in self.own_tables})
+        """All that a checkpoint holds. Loading fills its tensors; `restore` takes over what is not our own memory."""
+        state: dict[str, Any] = self._dense_weights() | self.embedding.state()
         dense = get_optimizer_state_dict(self.replicated, self.optimizer, options=_FLAT)
         state.update({f"optimizer.{name}": value for name, value in dense.items()})
         # Order of samples and initial weights are functions of seed and position, so no generator is saved.
@@ -193,7 +251,14 @@ class Trainer:
         prefix = "optimizer."
         dense = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         set_optimizer_state_dict(self.replicated, self.optimizer, dense, options=_FLAT)
+        while self.arrived:
+            self.embedding.release(self.arrived.popleft().bags)
+        self.embedding.restore(state)
         self.step = self.embedding.step = int(position["step"])
+
+    def close(self) -> None:
+        """Removes what lies on disk for the run only."""
+        self.embedding.close()
 
 
 def gather_rows(part: Tensor) -> Tensor:

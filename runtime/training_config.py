@@ -10,6 +10,7 @@ from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend import BACKEND_NAME
 from sennit.runtime.data.sources import Source
 from sennit.runtime.dlrm.optimizer import DECAYS, DENSE_OPTIMIZERS
+from sennit.runtime.dlrm.stored import TableStore
 from sennit.transport.errors import ConfigError
 
 
@@ -61,6 +62,9 @@ class TrainingConfig:
 
     decay: str = "linear"
     """Both rates over the run: "linear" to zero, or "none"."""
+
+    table_store: TableStore | None = None
+    """Where the embedding tables lie; None: in memory."""
 
     backend: str = "sennit"
     """Name of the torch.distributed backend; "gloo" for comparison."""
@@ -121,6 +125,10 @@ class TrainingConfig:
             raise ConfigError("--sketch without --ingest; it counts what feeders send")
         if self.elastic and self.ingest is not None:
             raise ConfigError("--ingest in an elastic run; allowed: one of them (ranks that come and go need all data)")
+        if self.elastic and self.table_store is not None:
+            raise ConfigError(
+                "--table-store in an elastic run; allowed: one of them (tables are handed over in memory)"
+            )
         if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):
             raise ConfigError("resuming and a checkpoint interval need a checkpoint folder (--checkpoint DIR)")
 

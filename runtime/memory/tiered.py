@@ -48,6 +48,10 @@ class PrefetchedBatch:
         self.batch, self.rows = batch, rows
         self.lines: Batch | None = None
 
+    def wait(self, timeout_s: float = 60.0) -> None:
+        """Until the rows are here. Raises `TimeoutError`."""
+        self.rows.wait(timeout_s)
+
 
 class TieredTables:
     """As `EmbeddingEngine`, but batches are named one step ahead: `prefetch`, `lookup`, `update`. Not thread-safe.
@@ -124,10 +128,14 @@ class TieredTables:
         """Makes all rows durable with the number of steps taken as the tag; returns the generation."""
         return self.cache.flush(self.engine.step)
 
+    def close(self) -> None:
+        """Changed rows that were not flushed are given up."""
+        self.cache.close()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.cache.close()
+        self.close()

@@ -63,6 +63,12 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
         (["--data", "criteo"], "error: data set 'criteo'; allowed: flights, movielens, adult, synthetic"),
         ([*TINY, "--ranks", "3"], "error: batch size 64 cannot be cut into 3 equal parts; allowed: multiples of 3"),
         ([*TINY, "--json", "/dev/null/report.json"], "error: --json: [Errno"),
+        ([*TINY, "--table-memory", "1MiB"], "error: --table-store and --table-memory are given together"),
+        ([*TINY, "--table-store", "/tmp", "--table-memory", "1M"], "error: --table-memory: size '1M': expected"),
+        (
+            [*TINY, "--table-store", "/tmp", "--table-memory", "1MiB", "--elastic"],
+            "error: --table-store in an elastic run; allowed: one of them",
+        ),
         ([*TINY, "--top", "8,x"], "error: --top '8,x'; allowed: widths separated by commas"),
     ],
 )
@@ -75,6 +81,40 @@ def test_mistakes_are_told_before_a_rank_starts(
     told = capsys.readouterr().err
     assert told.startswith(message)
     assert len(told.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_tables_on_a_file_end_with_the_weights_of_tables_in_memory(tmp_path: Path) -> None:
+    memory, stored, folder = tmp_path / "memory.json", tmp_path / "stored.json", tmp_path / "rows"
+    data = [
+        "--data",
+        "synthetic",
+        "--samples",
+        "600",
+        "--row-limit",
+        "3000",
+        *TINY[6:],
+        "--batch-size",
+        "32",
+        "--epochs",
+        "1",
+    ]
+    store = ["--table-store", str(folder), "--table-memory", "320KiB"]
+    for path, options in ((memory, []), (stored, store)):
+        done = run(*data, *options, "--ranks", "2", "--json", str(path))
+        assert done.returncode == 0, done.stderr
+    assert "were not in memory" in done.stdout
+    report = json.loads(stored.read_text())
+    assert report["weights_sha256"] == json.loads(memory.read_text())["weights_sha256"]
+    assert report["rows"]["evictions"] > 0
+    assert report["rows"]["misses"] == sum(rank["rows"]["misses"] for rank in report["ranks"])
+    assert json.loads(memory.read_text())["rows"] is None
+    assert not list(folder.iterdir())
+    (folder / "rows-0").write_text("mine")
+    done = run(*data, *store)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: rank 0: {folder / 'rows-0'}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_failure_on_the_ranks_is_one_message() -> None:

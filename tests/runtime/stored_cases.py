@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one rank does in the tests of training with tables on a file: 6,000 rows, some hundreds of them in memory."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sennit.runtime import checkpoint
+from sennit.runtime.data.samples import Column, Samples
+from sennit.runtime.dlrm.stored import TableStore
+from sennit.runtime.fingerprint import fingerprint
+from sennit.runtime.ingest.source import MemorySource
+from sennit.runtime.seeds import numpy_stream
+from sennit.runtime.trainer import Trainer
+from sennit.runtime.training_config import TrainingConfig
+from sennit.transport.errors import SennitError
+
+SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "top": (8,), "epochs": 3}
+ROWS = (5_000, 6, 994)
+
+
+def samples(seed: int, count: int = 400) -> Samples:
+    """Three tables, one with bags of 0 to 3 ids; low ids are frequent."""
+    stream = numpy_stream(seed, "stored_cases")
+    lengths = stream.integers(0, 4, count)
+    counts = (count, int(lengths.sum()), count)
+    ids = [(rows * stream.random(number) ** 2).astype(np.int64) for rows, number in zip(ROWS, counts, strict=True)]
+    dense = stream.standard_normal((count, 3))
+    return Samples(
+        name="small",
+        dense=torch.from_numpy(dense.astype(np.float32)),
+        labels=torch.from_numpy((dense[:, 0] + stream.standard_normal(count) > 0).astype(np.float32)),
+        columns=(
+            Column.single("user", ROWS[0], ids[0]),
+            Column.bags("genre", ROWS[1], ids[1], lengths),
+            Column.single("item", ROWS[2], ids[2]),
+        ),
+    )
+
+
+def trainer(seed: int, folder: str | None, memory_bytes: int) -> Trainer:
+    home = None if folder is None else TableStore(folder=Path(folder), memory_bytes=memory_bytes)
+    config = TrainingConfig(seed=seed, table_store=home, **SMALL)
+    source = MemorySource(samples(seed), config, rank=dist.get_rank(), world_size=dist.get_world_size())
+    made = Trainer(config, source)
+    source.begin(0, made.placement.wire_order)
+    return made
+
+
+def train(rank: int, world: int, *, seed: int, steps: int, folder: str | None = None, memory_bytes: int = 0) -> Any:
+    """With an evaluation after each epoch: losses, AUC, weights and optimizer states, what the cache counted."""
+    run = trainer(seed, folder, memory_bytes)
+    losses, qualities = [], []
+    for _ in range(steps):
+        losses.append(run.train_step())
+        if run.step % run.steps_per_epoch == 0:
+            qualities.append(run.evaluate().auc)
+    tensors = {name: value for name, value in run.state().items() if isinstance(value, torch.Tensor)}
+    found = {
+        "losses": losses,
+        "auc": qualities,
+        "sha256": fingerprint(run.weights()),
+        "state": fingerprint(tensors),
+        "rows": run.embedding.counters(),
+    }
+    run.close()
+    return found
+
+
+def save_and_go_on(rank: int, world: int, *, seed: int, checkpoints: str, folder: str | None, memory_bytes: int) -> Any:
+    """Fingerprints at a checkpoint in the middle of an epoch, and some steps later."""
+    run = trainer(seed, folder, memory_bytes)
+    for _ in range(7):
+        run.train_step()
+    checkpoint.save(Path(checkpoints), run.step, run.state())
+    return _go_on(run)
+
+
+def resume_and_go_on(
+    rank: int, world: int, *, seed: int, checkpoints: str, folder: str | None, memory_bytes: int
+) -> Any:
+    """The same from the checkpoint; a step before it must leave nothing behind."""
+    run = trainer(seed, folder, memory_bytes)
+    run.train_step()
+    found = checkpoint.latest(Path(checkpoints))
+    assert found is not None
+    state = run.state()
+    checkpoint.load(found, state)
+    run.restore(state)
+    return _go_on(run)
+
+
+def _go_on(run: Trainer) -> list[str]:
+    at_checkpoint = fingerprint(run.weights())
+    for _ in range(9):
+        run.train_step()
+    later = fingerprint(run.weights())
+    run.close()
+    return [at_checkpoint, later]
+
+
+def error(
+    rank: int, world: int, *, seed: int, folder: str, memory_bytes: int, file_limit_bytes: int | None = None
+) -> str:
+    """What a step over such a store says."""
+    if file_limit_bytes is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, resource.RLIM_INFINITY))
+    try:
+        trainer(seed, folder, memory_bytes).train_step()
+    except SennitError as told:
+        return f"{type(told).__name__}: {told}"
+    finally:
+        if file_limit_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return "no error"
