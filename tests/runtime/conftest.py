@@ -90,7 +90,7 @@ class World:
                 ready = selector.select(max(deadline_s - time.monotonic(), 0))
                 if not ready:
                     missing = [rank for rank, line in enumerate(lines) if line is None]
-                    self.close(kill=True)
+                    self.close()
                     raise RankError({rank: f"no answer within {timeout_s:g} s" for rank in missing})
                 for key, _ in ready:
                     data = os.read(key.fd, 1 << 20)
@@ -103,29 +103,20 @@ class World:
         answers = [json.loads(line) if line is not None else {"value": None} for line in lines]
         errors = {rank: str(answer["error"]) for rank, answer in enumerate(answers) if "error" in answer}
         if errors:
-            self.close(kill=True)
+            self.close()
             raise RankError(errors)
         return [answer["value"] for answer in answers]
 
-    def close(self, *, kill: bool = False) -> None:
-        """Ends the processes; those that do not end by themselves within seconds are killed."""
+    def close(self) -> None:
+        """Ends the processes, whatever they are doing."""
         self.alive = False
         for process in self._ranks:
-            if kill and process.poll() is None:
-                process.kill()
+            process.kill()
+            process.wait()
             assert process.stdin is not None
             assert process.stdout is not None
-            if not process.stdin.closed:
-                # A rank that is gone already has no use for the end of its input.
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.close()
-        for process in self._ranks:
-            try:
-                process.wait(15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            assert process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # a request that it did not take
+                process.stdin.close()
             process.stdout.close()
         self._folder.cleanup()
 
@@ -133,7 +124,7 @@ class World:
 WorldFactory = Callable[..., World]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def kept_world() -> Iterator[WorldFactory]:
     """`kept_world(size, transport)`: a world that earlier tests may have used and later ones will."""
     kept: dict[tuple[int, str], World] = {}
@@ -162,4 +153,4 @@ def new_world() -> Iterator[WorldFactory]:
     yield make
     for world in made:
         if world.alive:
-            world.close(kill=True)
+            world.close()
