@@ -8,6 +8,7 @@ Where tables are larger than memory, the next batch and its ids come first, so t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -25,10 +26,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from sennit.runtime.dlrm.embedding import EmbeddingTables, ResidentTables
+from sennit.runtime.dlrm.embedding import ROW_WISE_ADAGRAD, EmbeddingTables, ResidentTables
 from sennit.runtime.dlrm.exchange import Exchange
 from sennit.runtime.dlrm.model import DenseModel
-from sennit.runtime.dlrm.optimizer import dense_optimizer, rate_factor
+from sennit.runtime.dlrm.optimizer import dense_optimizer
 from sennit.runtime.dlrm.sharding import Placement, place
 from sennit.runtime.dlrm.stored import StoredTables
 from sennit.runtime.ingest.source import BatchSource
@@ -85,14 +86,21 @@ class Trainer:
         self.clock = PhaseClock()
         self.source, self.order = source, source.order
         self.steps_per_epoch, self.step_count = self.order.steps_per_epoch, self.order.step_count
+        self.rate_factor = config.schedule(self.step_count)
         self.step = 0
 
         self.tables = source.tables
         self.placement: Placement = place(self.tables, world_size=self.world_size, dim=config.embedding_dim)
         own = [self.tables[table] for table in self.placement.tables_of[self.rank]]
+        rows = dataclasses.replace(
+            ROW_WISE_ADAGRAD,
+            weight_decay=config.weight_decay,
+            max_gradient=config.clip_value,
+            max_gradient_norm=config.clip_norm,
+        )
         self.embedding: EmbeddingTables
         if config.table_store is None or not own:
-            self.embedding = ResidentTables(own, dim=config.embedding_dim, seed=config.seed)
+            self.embedding = ResidentTables(own, dim=config.embedding_dim, seed=config.seed, optimizer=rows)
         else:
             with self.clock.phase("table store"):
                 self.embedding = StoredTables(
@@ -103,6 +111,7 @@ class Trainer:
                     seed=config.seed,
                     clock=self.clock,
                     timeout_s=config.timeout_s,
+                    optimizer=rows,
                 )
         # The exchange of ids is collective: all ranks do it ahead, or none.
         self._batches_ahead = 0 if config.table_store is None else StoredTables.batches_ahead
@@ -118,7 +127,12 @@ class Trainer:
             seed=config.seed,
         )
         self.replicated = DistributedDataParallel(self.dense, gradient_as_bucket_view=True)
-        self.optimizer = dense_optimizer(config.dense_optimizer, self.replicated.parameters(), rate=config.dense_rate)
+        self.optimizer = dense_optimizer(
+            config.dense_optimizer,
+            self.replicated.parameters(),
+            rate=config.dense_rate,
+            weight_decay=config.weight_decay,
+        )
 
     def run(
         self,
@@ -150,7 +164,7 @@ class Trainer:
 
     def train_step(self) -> float:
         """One step on the next global batch; the loss of this rank's part."""
-        factor = rate_factor(self.config.decay, self.step, self.step_count)
+        factor = self.rate_factor(self.step)
         # Up to the next evaluation, which takes other batches.
         end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
         until = min(self.step + 1 + self._batches_ahead, end)
@@ -175,6 +189,7 @@ class Trainer:
         if batch.is_lent:
             self.source.release(batch.number)
         with self.clock.phase("dense update"):
+            self._clip_dense()
             for part in self.optimizer.param_groups:
                 part["lr"] = self.config.dense_rate * factor
             self.optimizer.step()
@@ -201,6 +216,13 @@ class Trainer:
                 Arrival(number=number, counts=counts, dense=dense, labels=labels, bags=bags, is_lent=is_lent)
             )
         return self.arrived.popleft()
+
+    def _clip_dense(self) -> None:
+        """Averaged gradients are the same on all ranks, and so is what is left of them."""
+        if self.config.clip_value is not None:
+            nn.utils.clip_grad_value_(self.dense.parameters(), self.config.clip_value, foreach=False)
+        if self.config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.dense.parameters(), self.config.clip_norm, foreach=False)
 
     @torch.no_grad()
     def evaluate(self) -> Quality:

@@ -9,7 +9,8 @@ from pathlib import Path
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend import BACKEND_NAME
 from sennit.runtime.data.sources import Source
-from sennit.runtime.dlrm.optimizer import DECAYS, DENSE_OPTIMIZERS
+from sennit.runtime.dlrm.optimizer import DENSE_OPTIMIZERS
+from sennit.runtime.dlrm.schedule import RateSchedule
 from sennit.runtime.dlrm.stored import TableStore
 from sennit.transport.errors import ConfigError
 
@@ -61,7 +62,31 @@ class TrainingConfig:
     """adagrad, adam or sgd."""
 
     decay: str = "linear"
-    """Both rates over the run: "linear" to zero, or "none"."""
+    """Both rates over the run: "linear" or "polynomial" to zero, or "none"."""
+
+    warmup: int = 0
+    """Steps in which both rates rise to what they are."""
+
+    decay_start: int | None = None
+    """Steps before decay begins; None: those of the warm-up."""
+
+    decay_steps: int | None = None
+    """Steps that decay takes; None: to the end of the run."""
+
+    decay_power: float = 2.0
+    """Of the polynomial."""
+
+    decay_floor: float = 0.0
+    """Share of the rates that is left at the end of decay and after it."""
+
+    clip_value: float | None = None
+    """Gradients are clipped to plus and minus this: of dense weights, and of rows, summed."""
+
+    clip_norm: float | None = None
+    """The dense gradient, all of it, is scaled down to this norm where it is longer; so is that of each row alone."""
+
+    weight_decay: float = 0.0
+    """Times a weight it joins the gradient (L2). Rows that a step does not look up do not decay."""
 
     table_store: TableStore | None = None
     """Where the embedding tables lie; None: in memory."""
@@ -114,7 +139,12 @@ class TrainingConfig:
         if not 0 < self.timeout_s <= 86_400:
             raise ConfigError(f"timeout {self.timeout_s} s; allowed: above 0, at most 86,400")
         _one_of("split", self.split, ("random", "last"))
-        _one_of("decay", self.decay, DECAYS)
+        self.schedule(self.max_steps or 2**40)
+        for name, most in (("clip value", self.clip_value), ("clip norm", self.clip_norm)):
+            if most is not None and not 0 < most < 1e30:
+                raise ConfigError(f"{name} {most}; allowed: above 0, below 1e30")
+        if not 0 <= self.weight_decay < 1000:
+            raise ConfigError(f"weight decay {self.weight_decay}; allowed: 0 or more, below 1000")
         _one_of("dense optimizer", self.dense_optimizer, DENSE_OPTIMIZERS)
         if not 0 < self.eval_fraction < 1:
             raise ConfigError(f"evaluation part {self.eval_fraction}; allowed: between 0 and 1")
@@ -131,6 +161,18 @@ class TrainingConfig:
             )
         if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):
             raise ConfigError("resuming and a checkpoint interval need a checkpoint folder (--checkpoint DIR)")
+
+    def schedule(self, step_count: int) -> RateSchedule:
+        """Of the learning rates of a run of `step_count` steps."""
+        start = self.warmup if self.decay_start is None else self.decay_start
+        return RateSchedule(
+            decay=self.decay,
+            warmup_steps=self.warmup,
+            decay_start=start,
+            decay_end=step_count if self.decay_steps is None else start + self.decay_steps,
+            power=self.decay_power,
+            floor=self.decay_floor,
+        )
 
     def check_world(self, world_size: int) -> None:
         """The global batch is cut evenly, or up to one sample in an elastic run, which may come to any world size."""

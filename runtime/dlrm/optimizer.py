@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense part's optimizers, and the rate of a step."""
+"""The dense part's optimizers."""
 
 from __future__ import annotations
 
@@ -11,26 +11,17 @@ from torch import nn
 from sennit.transport.errors import ConfigError
 
 DENSE_OPTIMIZERS = ("adagrad", "adam", "sgd")
-DECAYS = ("linear", "none")
 
 
-def dense_optimizer(name: str, parameters: Iterable[nn.Parameter], *, rate: float) -> torch.optim.Optimizer:
-    """The optimizer of the replicated part."""
+def dense_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], *, rate: float, weight_decay: float = 0.0
+) -> torch.optim.Optimizer:
+    """The optimizer of the replicated part; `weight_decay` times the weight joins its gradient (L2)."""
     match name:
         case "adagrad":
-            return torch.optim.Adagrad(parameters, lr=rate, eps=1e-8, foreach=False)
+            return torch.optim.Adagrad(parameters, lr=rate, eps=1e-8, weight_decay=weight_decay, foreach=False)
         case "adam":
-            return torch.optim.Adam(parameters, lr=rate, foreach=False)
+            return torch.optim.Adam(parameters, lr=rate, weight_decay=weight_decay, foreach=False)
         case "sgd":
-            return torch.optim.SGD(parameters, lr=rate, foreach=False)
+            return torch.optim.SGD(parameters, lr=rate, weight_decay=weight_decay, foreach=False)
     raise ConfigError(f"dense optimizer {name!r}; allowed: {', '.join(DENSE_OPTIMIZERS)}")
-
-
-def rate_factor(decay: str, step: int, step_count: int) -> float:
-    """What step `step` of `step_count` multiplies the learning rates by."""
-    match decay:
-        case "none":
-            return 1.0
-        case "linear":
-            return 1.0 - step / step_count
-    raise ConfigError(f"decay {decay!r}; allowed: {', '.join(DECAYS)}")

@@ -76,6 +76,7 @@ class NativeOperator:
             constants.decay,
             constants.keep,
             constants.max_gradient,
+            constants.max_norm,
         ]
         bad = self._operator(tables, kind).update(
             *_arguments(batch),

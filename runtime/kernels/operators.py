@@ -24,6 +24,19 @@ _numbers = itertools.count()
 _tables: weakref.WeakValueDictionary[int, FusedTables] = weakref.WeakValueDictionary()
 
 
+class FusedRate(torch.optim.Optimizer):
+    """Holds the learning rate of tables that the backward pass updates, so that torch's schedulers can set it.
+
+    `step` changes nothing: when it is called the rows have been updated.
+    """
+
+    def __init__(self, anchor: nn.Parameter, *, rate: float) -> None:
+        super().__init__([anchor], {"lr": rate})
+
+    def step(self, closure: Any = None) -> Any:
+        return None if closure is None else closure()
+
+
 class FusedTables(nn.Module):
     """An engine as a module whose backward pass updates its tables at learning rate `rate`.
 
@@ -33,12 +46,23 @@ class FusedTables(nn.Module):
 
     def __init__(self, engine: EmbeddingEngine, *, rate: float) -> None:
         super().__init__()
-        self.engine, self.rate = engine, rate
+        self.engine = engine
         self.dims = [spec.dim for spec in engine.specs]
         # Autograd calls the backward pass of what requires a gradient; this is empty and gets an empty one.
         self.anchor = nn.Parameter(torch.empty(0, device=engine.device))
+        self.optimizer = FusedRate(self.anchor, rate=rate)
+        """For `torch.optim.lr_scheduler`."""
         self.number = next(_numbers)
         _tables[self.number] = self
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next backward pass."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @rate.setter
+    def rate(self, rate: float) -> None:
+        self.optimizer.param_groups[0]["lr"] = rate
 
     def forward(
         self,

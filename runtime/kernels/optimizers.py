@@ -81,6 +81,10 @@ class OptimizerSpec:
     max_gradient: float | None = None
     """Each element of a row's summed gradient is clipped to [-max_gradient, max_gradient]."""
 
+    max_gradient_norm: float | None = None
+    """A row's summed gradient, after that, is scaled down to this 2-norm where it is longer: a row for a layer, as LAMB
+    has it. The norm over all tables, which `clip_grad_norm_` takes, is known only when the last row is summed."""
+
     def __post_init__(self) -> None:
         def refuse(field: str, allowed: str) -> None:
             raise ConfigError(f"{field} {getattr(self, field)}; allowed: {allowed}")
@@ -92,8 +96,10 @@ class OptimizerSpec:
                 refuse(field, "[0, 1)")
         if not 0 <= self.weight_decay < math.inf:
             refuse("weight_decay", "0 or more")
-        if self.max_gradient is not None and not 0 < self.max_gradient < math.inf:
-            refuse("max_gradient", "above 0, or None")
+        for field in ("max_gradient", "max_gradient_norm"):
+            most = getattr(self, field)
+            if most is not None and not 0 < most < math.inf:
+                refuse(field, "above 0, or None")
 
     @property
     def states(self) -> dict[str, StateShape]:
@@ -130,6 +136,7 @@ class OptimizerSpec:
             decay_after=decoupled and is_lamb,
             keep=_f32(1.0 - rate * self.weight_decay if decoupled and not is_lamb else 1.0),
             max_gradient=_f32(math.inf if self.max_gradient is None else self.max_gradient),
+            max_norm=_f32(math.inf if self.max_gradient_norm is None else self.max_gradient_norm),
             step=step,
         )
 
@@ -163,6 +170,9 @@ class StepConstants:
     """Decoupled decay: what weights are multiplied by before the step; left out if 1."""
 
     max_gradient: float
+    """Left out if infinite."""
+
+    max_norm: float
     """Left out if infinite."""
 
     step: int

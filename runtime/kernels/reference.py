@@ -182,6 +182,9 @@ def _apply(
     w = table.weight[rows].to(torch.float32)
     if constants.max_gradient < float("inf"):
         g = torch.minimum(torch.maximum(g, -f32("max_gradient")), f32("max_gradient"))
+    if constants.max_norm < float("inf"):
+        norm = _root(lane_tree(g * g)).unsqueeze(1)
+        g = torch.where(norm > f32("max_norm"), (f32("max_norm") / norm) * g, g)
     if constants.decay != 0 and not constants.decay_after:
         g = g + f32("decay") * w
     if constants.keep != 1:

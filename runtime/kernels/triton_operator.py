@@ -27,6 +27,7 @@ from sennit.runtime.kernels.triton_sort import (
     scatter_kernel,
     write_runs_kernel,
 )
+from sennit.runtime.kernels.triton_step import CLIP_NORM, CLIP_VALUE
 from sennit.runtime.kernels.triton_tables import FP32, Tables, Vectors, describe, vectors_of
 from sennit.runtime.kernels.triton_update import combine_kernel, sum_long_kernel, update_short_kernel
 from sennit.transport.errors import ArgumentError, Unsupported
@@ -254,6 +255,7 @@ class TritonOperator:
                 constants.decay,
                 constants.keep,
                 constants.max_gradient,
+                constants.max_norm,
             ),
             _word(constants.step),
             _word(seed),
@@ -266,7 +268,8 @@ class TritonOperator:
             "MEAN": batch.pooling is Pooling.MEAN,
             **_shape(about),
             "KIND": kind.value,
-            "CLIPPED": math.isfinite(constants.max_gradient),
+            "CLIPPED": (CLIP_VALUE if math.isfinite(constants.max_gradient) else 0)
+            | (CLIP_NORM if math.isfinite(constants.max_norm) else 0),
             "DECAY": constants.decay != 0 and not constants.decay_after,
             "DECAY_AFTER": constants.decay != 0 and constants.decay_after,
             "KEEP": constants.keep != 1,

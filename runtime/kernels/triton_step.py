@@ -15,6 +15,12 @@ from sennit.runtime.kernels.triton_rows import (
 )
 from sennit.runtime.kernels.triton_tables import STATE0, STATE1
 
+# Bits of CLIPPED.
+CLIP_VALUE = 1
+CLIP_NORM = 2
+
+_CLIP_VALUE = tl.constexpr(CLIP_VALUE)
+_CLIP_NORM = tl.constexpr(CLIP_NORM)
 _STATE0 = tl.constexpr(STATE0)
 _STATE1 = tl.constexpr(STATE1)
 _INFINITY = tl.constexpr(0x7F800000)
@@ -60,7 +66,7 @@ def step_rows(
     `constants` are those of `optimizers.StepConstants` in the order of `triton_operator`. `bad` int64 [tables, 2]
     counts rows that are skipped and keeps the lowest: integers, so the order in which programs get there is no matter.
     """
-    rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient = constants
+    rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient, max_norm = constants
     dim = dims_of(tables, table, ONE_DIM)
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < dim[:, None]
@@ -74,8 +80,13 @@ def step_rows(
 
     address, precision = weights_of(tables, table)
     w = load_rows(address, precision, row, dim, columns, mask, PRECISIONS, ALIGN)
-    if CLIPPED:
+    if _CLIP_VALUE & CLIPPED:
         g = tl.minimum(tl.maximum(g, -max_gradient), max_gradient)
+    if _CLIP_NORM & CLIPPED:
+        norm = tl.sqrt_rn(lane_tree(g * g, ROWS, WIDTH))
+        is_long = norm > max_norm
+        most = tl.zeros([ROWS], tl.float32) + max_norm
+        g = tl.where(is_long, tl.div_rn(most, tl.where(is_long, norm, 1.0)), 1.0)[:, None] * g
     if DECAY:
         g = g + decay * w
     if KEEP:

@@ -79,6 +79,10 @@ def _cases() -> Iterator[Case]:
         for decay in Decay:
             optimizer = OptimizerSpec(kind=kind, weight_decay=0.03, decay=decay, max_gradient=0.7)
             yield Case(name=f"{kind.value} decay {decay.value} clipped", tables=tables, blocks=two, optimizer=optimizer)
+        for max_gradient in (None, 0.7):
+            optimizer = OptimizerSpec(kind=kind, weight_decay=0.03, max_gradient=max_gradient, max_gradient_norm=4.0)
+            name = f"{kind.value} clipped by norm{'' if max_gradient is None else ' after value'}"
+            yield Case(name=name, tables=tables, blocks=two, optimizer=optimizer)
     for dim in (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 92, 128, 129, 200, 257):
         for precision in (Precision.FP32, Precision.BF16):
             yield Case(

@@ -12,7 +12,7 @@ from torch import nn
 
 from sennit.runtime.dlrm.embedding import embedding_engine
 from sennit.runtime.dlrm.model import DenseModel
-from sennit.runtime.dlrm.optimizer import dense_optimizer, rate_factor
+from sennit.runtime.dlrm.optimizer import dense_optimizer
 from sennit.runtime.dlrm.sharding import Table, place
 from sennit.runtime.fingerprint import line
 from sennit.runtime.metrics import auc, quality
@@ -107,15 +107,19 @@ def test_phases_count_each_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.seconds == {"outer": 106.0, "inner": 10.0}
 
 
-def test_rates_and_optimizers_are_checked() -> None:
-    assert [rate_factor("linear", step, 4) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
-    assert rate_factor("none", 3, 4) == 1.0
+def test_optimizers_and_configurations_are_checked() -> None:
     with pytest.raises(ConfigError, match="dense optimizer 'lion'; allowed: adagrad, adam, sgd"):
         dense_optimizer("lion", nn.Linear(1, 1).parameters(), rate=1)
     with pytest.raises(ConfigError, match="batch size 10 cannot be cut into 3 equal parts; allowed: multiples of 3"):
         TrainingConfig(batch_size=10).check_world(3)
     with pytest.raises(ConfigError, match="dense rate -1; allowed: above 0"):
         TrainingConfig(dense_rate=-1)
+    with pytest.raises(ConfigError, match="clip norm 0; allowed: above 0"):
+        TrainingConfig(clip_norm=0)
+    with pytest.raises(ConfigError, match="weight decay -1; allowed: 0 or more"):
+        TrainingConfig(weight_decay=-1)
+    with pytest.raises(ConfigError, match="decay end 5; allowed: above 7"):
+        TrainingConfig(warmup=7, max_steps=5)
     with pytest.raises(ConfigError, match="need a checkpoint folder"):
         TrainingConfig(resume=True)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sennit.runtime.dlrm.schedule import RateSchedule
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.operators import FusedTables
@@ -74,6 +75,22 @@ def test_a_forward_pass_alone_changes_nothing(seed: int) -> None:
         fused(*lookups(torch_stream(seed, "alone")), **BLOCKS)
     assert torch.equal(fused.engine.weight("a"), before)
     assert fused.engine.step == 0
+
+
+def test_torchs_schedulers_set_the_rate_of_the_backward_pass(seed: int) -> None:
+    by_hand, fused = engine_of(seed), FusedTables(engine_of(seed), rate=0.5)
+    schedule = RateSchedule(decay="polynomial", warmup_steps=2, decay_end=6)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(fused.optimizer, schedule)
+    generator = torch_stream(seed, "schedule")
+    for step in range(6):
+        lengths, values = lookups(generator)
+        batch = Batch(**BLOCKS, lengths=lengths, values=values)
+        by_hand.update(batch, torch.ones_like(by_hand.lookup(batch)), rate=0.5 * schedule(step))
+        torch.autograd.backward(fused(lengths, values, **BLOCKS).sum())
+        fused.optimizer.step()
+        scheduler.step()
+    for name in ("a", "b"):
+        assert torch.equal(fused.engine.weight(name), by_hand.weight(name))
 
 
 def test_ops_keep_torchs_rules(seed: int) -> None:

@@ -287,7 +287,14 @@ def test_a_gradient_that_is_not_finite_names_table_and_row() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("epsilon", -1.0), ("beta1", 1.0), ("beta2", float("nan")), ("weight_decay", -0.1), ("max_gradient", 0.0)],
+    [
+        ("epsilon", -1.0),
+        ("beta1", 1.0),
+        ("beta2", float("nan")),
+        ("weight_decay", -0.1),
+        ("max_gradient", 0.0),
+        ("max_gradient_norm", -1.0),
+    ],
 )
 def test_hyperparameters_out_of_range_are_refused(field: str, value: float) -> None:
     with pytest.raises(ConfigError, match=field):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,8 +37,11 @@ def world(request: pytest.FixtureRequest, kept_world: Any, new_world: Any) -> An
     return kept_world(int(size)) if backend == "sennit" else new_world(int(size), backend=backend)
 
 
-def reference(seed: int, steps: int) -> dict[str, torch.Tensor]:
-    """The same training in one process: `nn.EmbeddingBag`-like lookups by autograd, dense gradients, no exchange."""
+def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Tensor]:
+    """The same training in one process: `nn.EmbeddingBag`-like lookups by autograd, dense gradients, no exchange.
+
+    `is_bounded`: with all of `BOUNDED`.
+    """
     from sennit.runtime.data.samples import split
     from sennit.runtime.dlrm.embedding import embedding_engine
     from sennit.runtime.dlrm.model import DenseModel
@@ -60,6 +64,8 @@ def reference(seed: int, steps: int) -> dict[str, torch.Tensor]:
     for step in range(steps):
         rows = order[step * batch_size : (step + 1) * batch_size]
         factor = 1 - step / step_count
+        if is_bounded:
+            factor = (step + 1) / 3 if step < 3 else ((step_count - step) / (step_count - 3)) ** 2
         pooled, touched = [], {}
         for column in whole.columns:
             lengths, ids = column.gather(rows)
@@ -69,11 +75,15 @@ def reference(seed: int, steps: int) -> dict[str, torch.Tensor]:
         loss = F.binary_cross_entropy_with_logits(model(whole.dense[rows], torch.stack(pooled)), whole.labels[rows])
         parameters = list(model.parameters())
         gradients = torch.autograd.grad(loss, [*parameters, *tables.values()])
+        dense, sparse = gradients[: len(parameters)], gradients[len(parameters) :]
+        if is_bounded:
+            dense = bounded(dense, parameters, by_row=False)
+            sparse = bounded(sparse, list(tables.values()), by_row=True)
         with torch.no_grad():
-            for parameter, total, gradient in zip(parameters, dense_state, gradients, strict=False):
+            for parameter, total, gradient in zip(parameters, dense_state, dense, strict=True):
                 total += gradient.square()
                 parameter.sub_(0.02 * factor * gradient / (total.sqrt() + 1e-8))
-            for (name, weight), gradient in zip(tables.items(), gradients[len(parameters) :], strict=True):
+            for (name, weight), gradient in zip(tables.items(), sparse, strict=True):
                 part = touched[name]
                 state[name][part] += gradient[part].square().mean(1)
                 weight[part] -= 0.15 * factor * gradient[part] / (state[name][part].sqrt() + 1e-8)[:, None]
@@ -81,13 +91,31 @@ def reference(seed: int, steps: int) -> dict[str, torch.Tensor]:
     return {**named, **{f"table.{name}": weight.detach() for name, weight in tables.items()}}
 
 
-def test_equals_plain_torch(world: Any, seed: int) -> None:
+BOUNDED = {"decay": "polynomial", "warmup": 3, "clip_value": 0.001, "clip_norm": 0.0015, "weight_decay": 0.01}
+
+
+def bounded(
+    gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *, by_row: bool
+) -> tuple[torch.Tensor, ...]:
+    """Clipped by value, then by the norm of each row or of all together; decay joins them."""
+    clipped = [gradient.clamp(-0.001, 0.001) for gradient in gradients]
+    whole = torch.cat([gradient.flatten() for gradient in clipped]).norm()
+    norms = [gradient.norm(dim=1, keepdim=True) if by_row else whole for gradient in clipped]
+    assert any(bool((norm > 0.0015).any()) for norm in norms)
+    return tuple(
+        gradient * (0.0015 / norm).clamp(max=1) + 0.01 * weight.detach()
+        for gradient, norm, weight in zip(clipped, norms, weights, strict=True)
+    )
+
+
+@pytest.mark.parametrize("is_bounded", [False, True], ids=["", "bounded"])
+def test_equals_plain_torch(world: Any, seed: int, is_bounded: bool) -> None:
     """The same weights as one process without any exchange, up to the rounding of sums in another order."""
-    answers = world.run(CASES, "train", seed=seed, steps=8)
+    answers = world.run(CASES, "train", seed=seed, steps=8, **(BOUNDED if is_bounded else {}))
     found: dict[str, Any] = {}
     for answer in answers:
         found.update(answer["weights"])
-    expected = reference(seed, 8)
+    expected = reference(seed, 8, is_bounded=is_bounded)
     assert set(found) == set(expected)
     for name, weight in expected.items():
         torch.testing.assert_close(torch.tensor(found[name]), weight, rtol=2e-4, atol=2e-5, msg=name)

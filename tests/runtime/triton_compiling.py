@@ -79,7 +79,7 @@ def cases() -> list[tuple[tuple[TableSpec, ...], OptimizerSpec, Pooling, bool]]:
         return tuple(TableSpec(name=str(dim), row_count=1000, dim=dim, precision=precision) for dim in dims)
 
     mixed = (*tables(20), *tables(64, precision=Precision.FP16), *tables(7, precision=Precision.BF16))
-    decayed = {"weight_decay": 0.1, "max_gradient": 1.0}
+    decayed = {"weight_decay": 0.1, "max_gradient": 1.0, "max_gradient_norm": 1.0}
     return [
         (tables(128), OptimizerSpec(kind=Optimizer.SGD), Pooling.NONE, False),
         (tables(128), OptimizerSpec(kind=Optimizer.ADAM), Pooling.SUM, True),

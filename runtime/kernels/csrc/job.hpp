@@ -50,7 +50,7 @@ struct Batch {
 
 // StepConstants of optimizers.py, and how weights are stored.
 struct Step {
-  float rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient;
+  float rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient, max_norm;
   bool decay_after;
   bool is_stochastic;
   std::uint32_t number;

@@ -160,17 +160,21 @@ struct Row {
   }
 
   SENNIT_INLINE_MEMBER void prepare(Floats* g) const {
-    const bool is_clipped = step.max_gradient < __builtin_inff(), decays = step.decay != 0 && !step.decay_after;
-    if (!is_clipped && !decays) return;
-    for (std::size_t v = 0; v < vectors; v++) {
-      Floats x = g[v];
-      if (is_clipped) {
-        x = x < -step.max_gradient ? all(-step.max_gradient) : x;
-        x = x > step.max_gradient ? all(step.max_gradient) : x;
+    constexpr float infinity = __builtin_inff();
+    const bool decays = step.decay != 0 && !step.decay_after;
+    if (step.max_gradient == infinity && step.max_norm == infinity && !decays) return;
+    if (step.max_gradient < infinity)
+      for (std::size_t v = 0; v < vectors; v++) {
+        const Floats x = g[v] < -step.max_gradient ? all(-step.max_gradient) : g[v];
+        g[v] = x > step.max_gradient ? all(step.max_gradient) : x;
       }
-      if (decays) x = x + step.decay * w(v);
-      g[v] = x;
+    if (step.max_norm < infinity) {
+      const float norm = __builtin_sqrtf(sum([&](std::size_t v) { return g[v] * g[v]; }));
+      if (norm > step.max_norm)
+        for (std::size_t v = 0; v < vectors; v++) g[v] = (step.max_norm / norm) * g[v];
     }
+    if (decays)
+      for (std::size_t v = 0; v < vectors; v++) g[v] = g[v] + step.decay * w(v);
   }
 
   // First moments; the new one is stored.

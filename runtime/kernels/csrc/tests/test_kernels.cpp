@@ -66,7 +66,8 @@ std::vector<std::byte> run(const Kernels& kernels, const Shape& shape) {
     op.lookup(batch, blocks, result.data());
     for (float& x : gradient) x = numbers(random);
     if (shape.is_weighted) op.weight_gradient(batch, blocks, gradient.data(), dots.data());
-    const Step step{0.1f, 0.2f, 1.5f, 1e-8f, 0.9f, 0.1f, 0.99f, 0.01f, 0.01f, 0.999f, 3.0f, false, true, number, 12345};
+    const Step step{0.1f,  0.2f,   1.5f, 1e-8f, 0.9f,  0.1f, 0.99f,  0.01f,
+                    0.01f, 0.999f, 3.0f, 2.0f,  false, true, number, 12345};
     CHECK(op.update(batch, blocks, gradient.data(), step).empty());
     for (const auto& part : {bytes_of(result), bytes_of(dots)}) left.insert(left.end(), part.begin(), part.end());
   }
@@ -107,7 +108,7 @@ TEST_CASE("a row whose gradient is not finite is reported and stays as it was") 
     Step step{};
     step.rate = 0.5f;
     step.keep = 1;
-    step.max_gradient = __builtin_inff();
+    step.max_gradient = step.max_norm = __builtin_inff();
     const auto bad = op.update(batch, op.blocks(batch, {0}, {3}), gradient.data(), step);
     REQUIRE(bad.size() == 1);
     CHECK(bad[0].row_count == 2);
@@ -131,7 +132,7 @@ TEST_CASE("scratch is at most 24 bytes a lookup, beside one vector a level") {
   Step step{};
   step.rate = 0.5f;
   step.keep = 1;
-  step.max_gradient = __builtin_inff();
+  step.max_gradient = step.max_norm = __builtin_inff();
   op.update(batch, op.blocks(batch, {0, 0}, {5'000, 15'000}), gradient.data(), step);
   const std::size_t vectors = (level_count(values.size()) + 1) * sum_stride(4) * sizeof(float);
   CHECK(op.scratch_bytes() > 0);
