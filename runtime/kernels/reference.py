@@ -48,8 +48,8 @@ def weight_gradient(tables: Sequence[TableMemory], batch: Batch, gradient: Tenso
     """Float32 [lookups]: dot product of each lookup's row and its bag's gradient; 0 for ignored ids."""
     result = torch.zeros(len(batch.values))
     for block, part in places_of_outputs(batch, [table.spec for table in tables]):
-        ids = batch.values[block.lookups]
-        product = gradient[part].view(block.bag_count, -1)[_bags(batch, block)] * _rows_of(tables[block.table], ids)
+        table, ids = tables[block.table], batch.values[block.lookups]
+        product = gradient[part].view(-1, table.spec.dim)[_bags(batch, block)] * _rows_of(table, ids)
         result[block.lookups] = torch.where(ids < 0, 0.0, lane_tree(product))
     return result
 

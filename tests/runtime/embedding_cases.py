@@ -244,7 +244,7 @@ def run(case: Case, implementation: str, device: torch.device | str = "cpu") -> 
         result = engine.lookup(on(device, batch))
         found[f"result {step}"] = result.cpu()
         gradient = torch.randn(len(result), generator=generator) * case.scale
-        if case.bad_gradients and step == 1:
+        if case.bad_gradients and step == 1 and len(gradient):
             gradient[torch.randint(len(gradient), (3,), generator=generator)] = torch.tensor(
                 [float("nan"), float("inf"), float("-inf")]
             )

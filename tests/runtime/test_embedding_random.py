@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random tables, batches and optimizers: every implementation makes the bits of the reference.
+
+The test table (`embedding_cases`) has what its writers thought of; hypothesis finds what they did not, and shrinks it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sennit.runtime.kernels.engine import implementation
+from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
+from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, TableSpec
+from sennit.transport.errors import Unsupported
+from tests.runtime.embedding_cases import BlockShape, Case, run, same_bits
+
+NATIVE = ("native", "native-avx2", "native-portable")
+# Around the widths of vectors (16 lanes), of the kernels made for one dim (16, 32, 64, 128) and of random words (64).
+DIMS = st.one_of(st.integers(1, 40), st.sampled_from((47, 48, 63, 64, 65, 96, 100, 127, 128, 129, 160, 256)))
+# Around what a digit of the sort holds: 4 bits in Triton, 9 in C++.
+ROWS = st.one_of(st.integers(1, 40), st.sampled_from((511, 512, 513)))
+FIRST_ROWS = st.one_of(st.just(0), st.integers(0, (1 << 48) - (1 << 20)))
+
+
+@st.composite
+def optimizers(draw: st.DrawFn) -> OptimizerSpec:
+    return OptimizerSpec(
+        kind=draw(st.sampled_from(Optimizer)),
+        epsilon=draw(st.sampled_from((1e-8, 0.0, 0.5))),
+        beta1=draw(st.sampled_from((0.9, 0.0, 0.5))),
+        beta2=draw(st.sampled_from((0.999, 0.0, 0.9))),
+        weight_decay=draw(st.sampled_from((0.0, 0.01, 30.0))),
+        decay=draw(st.sampled_from(Decay)),
+        max_gradient=draw(st.sampled_from((None, 0.7, 1e-30))),
+        max_gradient_norm=draw(st.sampled_from((None, 0.7, 4.0))),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, most_lookups: int) -> Case:
+    tables = tuple(
+        TableSpec(
+            name=f"t{number}",
+            row_count=draw(ROWS),
+            dim=draw(DIMS),
+            precision=draw(st.sampled_from(Precision)),
+            first_row=draw(FIRST_ROWS),
+        )
+        for number in range(draw(st.integers(1, 3)))
+    )
+    blocks = []
+    for _ in range(draw(st.integers(0, 6))):
+        bags = draw(st.integers(0, 60))
+        most = draw(st.integers(0, most_lookups // (6 * bags) if bags else most_lookups))
+        blocks.append(BlockShape(table=draw(st.integers(0, len(tables) - 1)), bags=bags, most=most))
+    pooling = draw(st.sampled_from(Pooling))
+    bounds = draw(st.sampled_from(Bounds))
+    return Case(
+        name=f"random {draw(st.integers(0, 1 << 16))}",
+        tables=tables,
+        blocks=tuple(blocks),
+        optimizer=draw(optimizers()),
+        pooling=pooling,
+        weighted=pooling is Pooling.SUM and draw(st.booleans()),
+        bounds=bounds,
+        rounding=draw(st.sampled_from(Rounding)),
+        ids=draw(st.sampled_from((torch.int32, torch.int64))),
+        lengths=draw(st.sampled_from((torch.int32, torch.int64))),
+        # A row that half of all lookups are for, as in the head of a Zipf distribution.
+        skew=draw(st.sampled_from((1.0, 4.0, 20.0))),
+        outside=0.0 if bounds is Bounds.ERROR else draw(st.sampled_from((0.0, 0.3, 1.0))),
+        bad_gradients=draw(st.booleans()),
+        scale=draw(st.sampled_from((1.0, 1e-4, 1e-38, 1e18, 3e38))),
+    )
+
+
+def differing(case: Case, names: tuple[str, ...]) -> list[str]:
+    """What implementations make of a case that the reference makes otherwise."""
+    wanted, wrong = run(case, "reference"), []
+    for name in names:
+        found = run(case, name)
+        assert found.keys() == wanted.keys()
+        wrong += [f"{name}: {part}" for part, tensor in wanted.items() if not same_bits(found[part], tensor)]
+    return wrong
+
+
+def available(names: tuple[str, ...]) -> tuple[str, ...]:
+    there = []
+    for name in names:
+        try:
+            implementation(name)
+        except Unsupported:
+            continue
+        there.append(name)
+    return tuple(there)
+
+
+@settings(max_examples=150)
+@given(case=cases(most_lookups=1200))
+def test_any_case_makes_the_bits_of_the_reference(case: Case) -> None:
+    """Natively, with each instruction set that this processor has."""
+    assert not differing(case, available(NATIVE))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the whole test table")
+@settings(max_examples=25)
+@given(case=cases(most_lookups=150))
+def test_any_case_makes_the_bits_of_the_reference_in_triton(case: Case) -> None:
+    if not available(("triton",)):
+        pytest.skip("no Triton here")
+    with np.errstate(all="ignore"):  # its interpreter counts in numpy, which warns of infinities
+        assert not differing(case, ("triton",))
