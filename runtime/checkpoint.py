@@ -72,11 +72,11 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     return final
 
 
-def load(path: Path, state: dict[str, Any]) -> None:
-    """Reads into the tensors of `state`, and replaces its other values. Collective."""
+def load(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
+    """Reads into the tensors of `state`, and replaces its other values. Collective, unless this process is `alone`."""
     try:
         with _quiet():
-            state_dict_loader.load(state, storage_reader=FileSystemReader(path))
+            state_dict_loader.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
     except CheckpointException as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {_reasons(error)}") from error
 

@@ -63,6 +63,26 @@ def train(context: typer.Context) -> None:
     main(context.args)
 
 
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of several: the newest is taken")],
+    output: Annotated[Path, typer.Argument(help="file to write; torch.load reads it")],
+) -> None:
+    """Write a checkpoint's embedding tables in 8 bits a weight, for inference with torch, and its dense weights."""
+    from rich.filesize import decimal
+
+    from sennit.runtime.export import export_int8
+    from sennit.transport.errors import SennitError
+
+    try:
+        found = export_int8(checkpoint, output)
+    except SennitError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    before, after = decimal(found.before_bytes), decimal(found.after_bytes)
+    typer.echo(f"{output}: {found.tables} tables of {found.source} in {after} instead of {before}")
+
+
 @bench.command()
 def collectives(
     against: Annotated[
