@@ -77,7 +77,7 @@ def _run_fed(config: TrainingConfig) -> RunReport:
     try:
         report = _run(config, source)
     except BaseException as error:
-        source.close(f"rank {rank}: {error}")
+        source.close(str(error))
         raise
     source.close()
     return report

@@ -26,6 +26,10 @@ class Implementation(Protocol):
     Batches are checked: ids are in range or `checks.IGNORED`, gradients have the shape of the result.
     """
 
+    @property
+    def device_type(self) -> str:
+        """Whose memory it reaches."""
+
     def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor: ...
 
     def weight_gradient(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor: ...
@@ -91,9 +95,14 @@ class EmbeddingEngine:
         if not 0 <= seed < 1 << 64:
             raise ConfigError(f"seed {seed}; allowed: 0 to 2^64 - 1")
         self.device = torch.device(device)
+        self._implementation = implementation(implementation_name)
+        if self.device.type != self._implementation.device_type:
+            raise ConfigError(
+                f"implementation {implementation_name} with tables on {self.device}; "
+                f"allowed: {self._implementation.device_type} (triton reaches cuda, all others the cpu)"
+            )
         self.tables = tuple(allocate(spec, optimizer, self.device) for spec in self.specs)
         self._by_name = {table.spec.name: table for table in self.tables}
-        self._implementation = implementation(implementation_name)
         self.step = 0
         """Optimizer steps taken; belongs into checkpoints."""
         self.ids_outside: Counter[str] = Counter()

@@ -33,6 +33,8 @@ _OPTIMIZERS: Final = (
 class NativeOperator:
     """Keeps what the native side knows of the tables, and its scratch memory, between calls. One thread."""
 
+    device_type: Final = "cpu"
+
     def __init__(self, instruction_set: str | None = None) -> None:
         """`instruction_set`: `avx512`, `avx2` or `portable`; None for the best one."""
         there = _kernels.instruction_sets()

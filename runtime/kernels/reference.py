@@ -24,6 +24,8 @@ from sennit.runtime.kernels.spec import Pooling, Rounding
 CHUNK: Final = 32
 """Lookups of one row that are summed one after the other."""
 
+device_type: Final = "cpu"
+
 LANES: Final = 16
 """The fewest columns that a sum over columns is padded to."""
 

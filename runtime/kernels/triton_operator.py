@@ -125,6 +125,8 @@ class TritonOperator:
     def __init__(self) -> None:
         if not torch.cuda.is_available() and not knobs.runtime.interpret:
             raise Unsupported("implementation triton", "no CUDA device, and TRITON_INTERPRET=1 is not set")
+        # The interpreter follows the tables' addresses on the CPU.
+        self.device_type = "cpu" if knobs.runtime.interpret else "cuda"
 
     @_on_its_device
     def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor:

@@ -309,6 +309,9 @@ def test_tables_and_engines_out_of_range_are_refused() -> None:
         EmbeddingEngine([SPEC, SPEC], OptimizerSpec())
     with pytest.raises(ConfigError, match="implementation 'x'"):
         EmbeddingEngine([SPEC], OptimizerSpec(), implementation_name="x")
+    for name in ("reference", "native", "native-portable"):
+        with pytest.raises(ConfigError, match=f"{name} with tables on cuda:0; allowed: cpu"):
+            EmbeddingEngine([SPEC], OptimizerSpec(), implementation_name=name, device="cuda:0")
 
 
 def test_bits_depend_on_neither_the_other_tables_nor_the_split_of_rows(seed: int) -> None:

@@ -118,6 +118,18 @@ def check_sketch(found: Sketch, *, ranks: int) -> None:
     assert found.counts.any()
 
 
+@pytest.mark.slow
+def test_feeders_are_told_why_a_run_failed(port: int) -> None:
+    rates = ["--dense-optimizer", "sgd", "--dense-rate", "900", "--sparse-rate", "900"]
+    with feeder(port) as process:
+        done = train("--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "60", *rates)
+        assert done.returncode == 1
+        assert "error: rank 0: loss is " in done.stderr
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert "error: rank 0: loss is " in said
+
+
 def test_without_a_feeder_it_ends_at_the_deadline(port: int) -> None:
     done = train("--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "1")
     assert done.returncode == 1
