@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench tiers`: training of tables that are larger than memory, beside the same tables in memory.
+"""Lookups and updates of tables that are larger than memory, beside the same tables in memory.
 
-Rows live in a file (past the page cache, or through it) or, to see what the cache itself costs, in DRAM; a tenth of
-them fits the cache. One thread computes, one brings the next batch's rows. Memory and tiers take turns, step by step,
-with equal batches, and the results of each step must be equal bit for bit.
+Rows live in a file (past the page cache, or through it) or, to see what the cache itself costs, in DRAM; memory for a
+tenth of them is before that. One thread computes, one brings the next batch's rows. Memory and tiers take turns, step
+by step, with equal batches, and the results of each step must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from sennit.runtime.dlrm.embedding import ROW_WISE_ADAGRAD
+from sennit.runtime.dlrm.stored import lines_in
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
-from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import Rounding, TableSpec
 from sennit.runtime.memory import store
-from sennit.runtime.memory.layout import Arrays
+from sennit.runtime.memory.layout import Arrays, StoreLayout
 from sennit.runtime.memory.tiered import TieredTables, layout_of
 from sennit.runtime.seeds import torch_stream
-from sennit.testbed.bench.machine import describe
 
 HOMES: Final = ("file", "page-cache", "dram")
+OPTIMIZER: Final = ROW_WISE_ADAGRAD
 ZIPF: Final = 1.05
 RATE: Final = 0.01
 WARM_ROWS: Final = 100_000
@@ -44,13 +43,37 @@ class Load:
     table_count: int = 26
     row_count: int = 100_000
     dim: int = 64
-    bags: int = 256
-    length: int = 20
-    cached_share: float = 0.1
+    bags: int = 2_048
+    """Of each table: samples."""
+
+    length: int = 1
+    memory_share: float = 0.1
+    """Of what rows and optimizer states take."""
 
     @property
     def lookup_count(self) -> int:
         return self.table_count * self.bags * self.length
+
+    @property
+    def specs(self) -> list[TableSpec]:
+        return [
+            TableSpec(name=f"table_{n:02d}", row_count=self.row_count, dim=self.dim) for n in range(self.table_count)
+        ]
+
+    @property
+    def layout(self) -> StoreLayout:
+        return layout_of(self.specs, OPTIMIZER)
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self.layout.row_count * self.layout.row_bytes * self.memory_share)
+
+    def draw(self, order: Tensor, count: int, generator: torch.Generator) -> Tensor:
+        """Int64 ids [count] of a table whose rows, from the most frequent one, are `order` [row_count]."""
+        weights = torch.arange(1, self.row_count + 1, dtype=torch.float64) ** -ZIPF
+        edges = torch.cumsum(weights / weights.sum(), 0)
+        drawn = torch.searchsorted(edges, torch.rand(count, generator=generator, dtype=torch.float64))
+        return order[drawn.clamp(max=self.row_count - 1)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +110,10 @@ def run(folder: Path, load: Load, *, home: str, steps: int, seed: int) -> Result
 
 def _run(path: Path, load: Load, home: str, steps: int, seed: int) -> Result:
     generator = torch_stream(seed, "bench tiers")
-    specs = [TableSpec(name=f"table{n}", row_count=load.row_count, dim=load.dim) for n in range(load.table_count)]
-    optimizer = OptimizerSpec()
-    memory = EmbeddingEngine(specs, optimizer, implementation_name="native", rounding=Rounding.NEAREST)
+    specs, layout = load.specs, load.layout
+    memory = EmbeddingEngine(specs, OPTIMIZER, implementation_name="native", rounding=Rounding.NEAREST)
     for spec in specs:
         memory.weight(spec.name).uniform_(-0.1, 0.1, generator=generator)
-    layout = layout_of(specs, optimizer)
     weights = torch.cat([memory.weight(spec.name) for spec in specs]).numpy()
     initial: Arrays = {"weight": weights, "sum": np.zeros((layout.row_count, 1), np.float32)}
     if home == "dram":
@@ -106,11 +127,11 @@ def _run(path: Path, load: Load, home: str, steps: int, seed: int) -> Result:
         )
         access = rows.access
         del weights, initial
-    line_count = int(layout.row_count * load.cached_share) // 32 * 32
+    line_count, spare_count = lines_in(load.memory_bytes, layout)
     ranks = [torch.randperm(load.row_count, generator=generator) for _ in specs]
     batches = [_batch(load, ranks, generator) for _ in range(steps + 2)]
     gradient = torch.randn(load.table_count * load.bags * load.dim, generator=generator) * 0.01
-    with rows, TieredTables(specs, optimizer, rows, line_count=line_count, spare_count=load.lookup_count) as tiers:
+    with rows, TieredTables(specs, OPTIMIZER, rows, line_count=line_count, spare_count=spare_count) as tiers:
         # Not of a cold start: the frequent rows are there.
         for warm in torch.cat(
             [
@@ -164,40 +185,9 @@ def _counts(tiers: TieredTables, rows: store.RowStore, home: str) -> dict[str, i
 
 
 def _batch(load: Load, ranks: list[Tensor], generator: torch.Generator) -> Batch:
-    weights = torch.arange(1, load.row_count + 1, dtype=torch.float64) ** -ZIPF
-    edges = torch.cumsum(weights / weights.sum(), 0)
-    count = load.bags * load.length
-    ids = []
-    for order in ranks:
-        drawn = torch.searchsorted(edges, torch.rand(count, generator=generator, dtype=torch.float64))
-        ids.append(order[drawn.clamp(max=load.row_count - 1)])
     return Batch(
         table_of_block=tuple(range(load.table_count)),
         bags_of_block=(load.bags,) * load.table_count,
         lengths=torch.full((load.table_count * load.bags,), load.length),
-        values=torch.cat(ids),
+        values=torch.cat([load.draw(order, load.bags * load.length, generator) for order in ranks]),
     )
-
-
-def as_json(results: list[Result], load: Load, *, steps: int, seed: int) -> dict[str, Any]:
-    """With all times, so that others can take other statistics."""
-    return {
-        "machine": describe(),
-        "steps": steps,
-        "seed": seed,
-        "lookups": load.lookup_count,
-        "homes": [{**vars(result), "ratio": result.ratio} for result in results],
-    }
-
-
-def render(results: list[Result], console: Console) -> None:
-    """Milliseconds and counts of a step; medians and means."""
-    table = Table(
-        "rows in", "access", "memory ms", "tiers ms", "of it waiting", "tiers / memory", "misses", "reads", "MB"
-    )
-    for result in results:
-        times = [f"{statistics.median(part) * 1e3:.1f}" for part in (result.memory_s, result.tiers_s, result.wait_s)]
-        megabytes = (result.bytes_read + result.bytes_written) / 1e6
-        counts = [f"{result.misses:,.0f}", f"{result.reads:,.0f}", f"{megabytes:.1f}"]
-        table.add_row(result.home, result.access, *times, f"{result.ratio:.3f}", *counts)
-    console.print(table)
