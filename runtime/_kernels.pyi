@@ -15,6 +15,7 @@ class Operator:
         stream: int,
         state1: int,
         state2: int,
+        row_numbers: int,
         /,
     ) -> None: ...
     def lookup(

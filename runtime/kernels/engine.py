@@ -85,8 +85,12 @@ class EmbeddingEngine:
         rounding: Rounding = Rounding.STOCHASTIC,
         seed: int = 0,
         device: torch.device | str = "cpu",
+        memory: Sequence[TableMemory] | None = None,
     ) -> None:
-        """Tables of zeros: fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding."""
+        """Tables of zeros: fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding.
+
+        `memory` is where the tables are, in their order, for those who have them already.
+        """
         self.specs = tuple(tables)
         self.optimizer, self.bounds, self.rounding, self.seed = optimizer, bounds, rounding, seed
         twice = [name for name, count in Counter(table.name for table in self.specs).items() if count > 1]
@@ -101,7 +105,9 @@ class EmbeddingEngine:
                 f"implementation {implementation_name} with tables on {self.device}; "
                 f"allowed: {self._implementation.device_type} (triton reaches cuda, all others the cpu)"
             )
-        self.tables = tuple(allocate(spec, optimizer, self.device) for spec in self.specs)
+        self.tables = (
+            tuple(allocate(spec, optimizer, self.device) for spec in self.specs) if memory is None else tuple(memory)
+        )
         self._by_name = {table.spec.name: table for table in self.tables}
         self.step = 0
         """Optimizer steps taken; belongs into checkpoints."""
@@ -162,9 +168,10 @@ class EmbeddingEngine:
             self.rows_skipped[self.specs[part.table].name] += part.row_count
         if bad:
             first = bad[0]
+            row = self.tables[first.table].id_of(first.first_row)
             raise GradientError(
                 f"step {self.step}: the gradient of {sum(part.row_count for part in bad)} rows is not finite, "
-                f"first table {self.specs[first.table].name} row {first.first_row}; they were left as they were"
+                f"first table {self.specs[first.table].name} row {row}; they were left as they were"
             )
 
     def _check_device(self, batch: Batch) -> None:

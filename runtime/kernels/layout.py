@@ -29,6 +29,13 @@ class TableMemory:
     states: dict[str, Tensor]
     """Float32, in the order of `OptimizerSpec.states`."""
 
+    row_numbers: Tensor | None = None
+    """Int64 [row_count]: the global number of each row, if rows are lines of a cache; None: from `spec.first_row`."""
+
+    def id_of(self, row: int) -> int:
+        """The id, in the table that is held here, of what lies in row `row` of the memory."""
+        return row if self.row_numbers is None else int(self.row_numbers[row]) - self.spec.first_row
+
 
 def allocate(spec: TableSpec, optimizer: OptimizerSpec, device: torch.device) -> TableMemory:
     """A table of zeros."""

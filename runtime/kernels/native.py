@@ -111,7 +111,9 @@ class NativeOperator:
                     _PRECISIONS.index(table.spec.precision),
                     table.spec.first_row,
                     table.spec.stream,
-                    *states[:2],
+                    states[0],
+                    states[1],
+                    0 if table.row_numbers is None else table.row_numbers.data_ptr(),
                 )
         return operator
 

@@ -214,7 +214,8 @@ def _apply(
             of_w, of_u = _root(lane_tree(w * w)), _root(lane_tree(u * u))
             trust = torch.where((of_w > 0) & (of_u > 0), of_w / of_u, 1.0)
             w = w - (f32("rate") * trust).unsqueeze(1) * u
-    table.weight[rows] = rounded(table.spec, w, rows, rounding, step=constants.step, seed=seed)
+    numbers = rows + table.spec.first_row if table.row_numbers is None else table.row_numbers[rows]
+    table.weight[rows] = rounded(table.spec, w, numbers, rounding, step=constants.step, seed=seed)
     for name, state in states.items():
         table.states[name][rows] = state
 

@@ -38,14 +38,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: int) -> tuple[Te
 
 
 def random_words(spec: TableSpec, rows: Tensor, *, step: int, seed: int) -> Tensor:
-    """The 32-bit word of each element of `rows` (int64 [n]) of a table, as int64 [n, dim].
+    """The 32-bit word of each element of `rows` (int64 [n], global numbers) of a table, as int64 [n, dim].
 
     Counter: low 32 bits of the global row; bits 32 to 47 of it above a 16-bit block; step; table. Column c takes word
     (c / 16) mod 4 of block (c / 64) · 16 + c mod 16, so that 16 lanes make 64 columns without moving between lanes.
     """
     columns = torch.arange(spec.dim)
     block = columns // 64 * 16 + columns % 16
-    row = (rows + spec.first_row).unsqueeze(1)
+    row = rows.unsqueeze(1)
     shape = torch.zeros(len(rows), spec.dim, dtype=torch.int64)
     words = philox(
         (
@@ -60,7 +60,7 @@ def random_words(spec: TableSpec, rows: Tensor, *, step: int, seed: int) -> Tens
 
 
 def rounded(spec: TableSpec, x: Tensor, rows: Tensor, rounding: Rounding, *, step: int, seed: int) -> Tensor:
-    """Float32 [n, dim] in the precision of the table, whose rows they are."""
+    """Float32 [n, dim] in the precision of the table, whose rows they are: int64 [n], global numbers."""
     if spec.precision is Precision.FP32:
         return x
     if rounding is Rounding.NEAREST:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import resolve
 from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Precision, Rounding, TableSpec
 from sennit.runtime.memory.cache import CachedBatch, RowCache
@@ -44,8 +44,8 @@ def layout_of(tables: Sequence[TableSpec], optimizer: OptimizerSpec) -> StoreLay
 class PrefetchedBatch:
     """A batch whose rows are on their way."""
 
-    def __init__(self, batch: Batch, rows: CachedBatch) -> None:
-        self.batch, self.rows = batch, rows
+    def __init__(self, batch: Batch, rows: CachedBatch, numbers: Tensor) -> None:
+        self.batch, self.rows, self.numbers = batch, rows, numbers
         self.lines: Batch | None = None
 
     def wait(self, timeout_s: float = 60.0) -> None:
@@ -56,8 +56,8 @@ class PrefetchedBatch:
 class TieredTables:
     """As `EmbeddingEngine`, but batches are named one step ahead: `prefetch`, `lookup`, `update`. Not thread-safe.
 
-    The results are those of the engine in memory, bit for bit. Stochastic rounding is refused for now: it goes by the
-    number of the row, which a line does not have.
+    The results are those of the engine in memory, bit for bit. Rows of all tables are in one cache: to the engine, each
+    table is all of its lines, and knows which of its rows a line has.
     """
 
     def __init__(
@@ -70,25 +70,35 @@ class TieredTables:
         spare_count: int,
         policy: str = "lfu",
         implementation_name: str = "native",
-        rounding: Rounding = Rounding.NEAREST,
+        rounding: Rounding = Rounding.STOCHASTIC,
+        seed: int = 0,
     ) -> None:
-        """`store` has the layout `layout_of(tables, optimizer)`. Ids out of range raise before any row is read."""
+        """`store` has the layout `layout_of(tables, optimizer)`. Ids out of range raise before any row is read.
+
+        `implementation_name`, `rounding` and `seed` as of `EmbeddingEngine`; of the implementations, those for the CPU.
+        """
+        if implementation_name == "triton":
+            raise ConfigError("implementation 'triton' over a cache in memory; allowed: those for the CPU")
         layout = layout_of(tables, optimizer)
         if store.layout != layout:
             raise ConfigError("the store has other tables or parts than layout_of(tables, optimizer)")
-        if rounding is not Rounding.NEAREST and tables[0].precision is not Precision.FP32:
-            raise ConfigError("stochastic rounding of rows in a cache; allowed: nearest")
         self.specs = tuple(tables)
-        lines = TableSpec(
-            name="lines", row_count=line_count + spare_count, dim=tables[0].dim, precision=tables[0].precision
-        )
+        total = line_count + spare_count
+        whole = allocate(replace(tables[0], row_count=total), optimizer, torch.device("cpu"))
+        self._row_numbers = torch.zeros(total, dtype=torch.int64)
+        memory = [
+            replace(whole, spec=replace(spec, row_count=total), row_numbers=self._row_numbers) for spec in self.specs
+        ]
         self.engine = EmbeddingEngine(
-            [lines], optimizer, implementation_name=implementation_name, rounding=Rounding.NEAREST
+            [part.spec for part in memory],
+            optimizer,
+            implementation_name=implementation_name,
+            rounding=rounding,
+            seed=seed,
+            memory=memory,
         )
-        weight = self.engine.weight("lines")
-        arrays = {"weight": weight.view(torch.uint16) if weight.dtype is torch.bfloat16 else weight}
-        for name, state in self.engine.states("lines").items():
-            arrays[name] = state.view(len(state), -1)
+        weight = whole.weight.view(torch.uint16) if whole.weight.dtype is torch.bfloat16 else whole.weight
+        arrays = {"weight": weight, **{name: state.view(total, -1) for name, state in whole.states.items()}}
         self.cache = RowCache(
             store,
             line_count=line_count,
@@ -96,19 +106,23 @@ class TieredTables:
             policy=policy,
             arrays={name: array.numpy() for name, array in arrays.items()},
         )
-        self._first_rows = torch.tensor([layout.first_row(table.name) for table in tables])
+        # Of each table: in the store, and in the random numbers of rounding.
+        self._first_rows = torch.tensor([layout.first_row(spec.name) for spec in tables])
+        self._first_numbers = torch.tensor([spec.first_row for spec in tables])
 
     def prefetch(self, batch: Batch) -> PrefetchedBatch:
         """Begins to bring in the rows of `batch`, and returns at once. Raises `IdError`."""
         batch, _ = resolve(batch, self.specs, Bounds.ERROR)
         counts = torch.tensor([block.lookup_count for block in batch.blocks()])
-        bases = torch.repeat_interleave(self._first_rows[list(batch.table_of_block)], counts)
-        return PrefetchedBatch(batch, self.cache.prefetch((batch.values + bases).numpy().astype(np.int64, copy=False)))
+        tables = torch.repeat_interleave(torch.tensor(batch.table_of_block, dtype=torch.int64), counts)
+        rows = self.cache.prefetch((batch.values + self._first_rows[tables]).numpy())
+        return PrefetchedBatch(batch, rows, batch.values + self._first_numbers[tables])
 
     def lookup(self, ahead: PrefetchedBatch, *, timeout_s: float = 60.0) -> Tensor:
         """As `EmbeddingEngine.lookup`. Waits for the rows; raises `TimeoutError`."""
-        values = torch.from_numpy(ahead.rows.wait(timeout_s))
-        ahead.lines = replace(ahead.batch, table_of_block=(0,) * len(ahead.batch.table_of_block), values=values)
+        lines = torch.from_numpy(ahead.rows.wait(timeout_s))
+        self._row_numbers[lines] = ahead.numbers
+        ahead.lines = replace(ahead.batch, values=lines)
         return self.engine.lookup(ahead.lines)
 
     def update(self, ahead: PrefetchedBatch, gradient: Tensor, *, rate: float) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.kernels.checks import IdError
+from sennit.runtime.kernels.checks import GradientError, IdError
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, TableSpec
@@ -39,14 +39,19 @@ def batch_of(rng: np.random.Generator, pooling: Pooling) -> Batch:
     )
 
 
+@pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("precision", Precision)
 @pytest.mark.parametrize("kind", Optimizer)
 def test_tables_on_a_file_train_to_the_bits_of_tables_in_memory(
-    tmp_path: Path, kind: Optimizer, precision: Precision, rng: np.random.Generator
+    tmp_path: Path, kind: Optimizer, precision: Precision, rounding: Rounding, rng: np.random.Generator
 ) -> None:
-    specs = [TableSpec(name=f"table{n}", row_count=rows, dim=12, precision=precision) for n, rows in enumerate(ROWS)]
+    """Random numbers of rounding go by tables and rows, wherever in the cache they are."""
+    specs = [
+        TableSpec(name=f"table{n}", row_count=rows, dim=12, precision=precision, first_row=(1 << 33) * n)
+        for n, rows in enumerate(ROWS)
+    ]
     optimizer = OptimizerSpec(kind=kind)
-    memory = EmbeddingEngine(specs, optimizer, implementation_name="native", rounding=Rounding.NEAREST)
+    memory = EmbeddingEngine(specs, optimizer, implementation_name="native", rounding=rounding, seed=3)
     for spec in specs:
         memory.weight(spec.name).copy_(torch.from_numpy(rng.standard_normal((spec.row_count, 12))))
 
@@ -64,7 +69,7 @@ def test_tables_on_a_file_train_to_the_bits_of_tables_in_memory(
     rows = store.create(
         path, layout, lambda first, n: {name: part[first : first + n] for name, part in initial.items()}
     )
-    tiered = TieredTables(specs, optimizer, rows, line_count=192, spare_count=200)
+    tiered = TieredTables(specs, optimizer, rows, line_count=192, spare_count=200, rounding=rounding, seed=3)
     steps = [batch_of(rng, Pooling.NONE if number % 4 == 3 else Pooling.SUM) for number in range(30)]
     ahead = tiered.prefetch(steps[0])
     for number, batch in enumerate(steps):
@@ -93,9 +98,30 @@ def test_mistakes_are_named(rng: np.random.Generator) -> None:
         layout_of([spec, TableSpec(name="users", row_count=1, dim=8)], optimizer)
     with pytest.raises(ConfigError, match="other tables or parts"):
         TieredTables([spec], OptimizerSpec(), rows, line_count=32, spare_count=0)
-    with pytest.raises(ConfigError, match="stochastic"):
-        TieredTables([spec], optimizer, rows, line_count=32, spare_count=0, rounding=Rounding.STOCHASTIC)
+    with pytest.raises(ConfigError, match="triton"):
+        TieredTables([spec], optimizer, rows, line_count=32, spare_count=0, implementation_name="triton")
     tiered = TieredTables([spec], optimizer, rows, line_count=32, spare_count=0)
     batch = Batch(table_of_block=(0,), bags_of_block=(1,), lengths=torch.tensor([1]), values=torch.tensor([100]))
     with pytest.raises(IdError, match="ads"):
         tiered.prefetch(batch)
+
+
+@pytest.mark.parametrize("implementation_name", ["native", "reference"])
+def test_a_gradient_that_is_not_finite_is_told_by_its_table_and_row(implementation_name: str) -> None:
+    specs = [TableSpec(name=name, row_count=100, dim=4) for name in ("ads", "users")]
+    optimizer = OptimizerSpec(kind=Optimizer.SGD)
+    rows = store.in_dram(layout_of(specs, optimizer), {"weight": np.ones((200, 4), np.float32)})
+    with TieredTables(
+        specs, optimizer, rows, line_count=64, spare_count=0, implementation_name=implementation_name
+    ) as tiered:
+        batch = Batch(
+            table_of_block=(0, 1), bags_of_block=(1, 2), lengths=torch.ones(3).int(), values=torch.tensor([5, 77, 8])
+        )
+        ahead = tiered.prefetch(batch)
+        tiered.lookup(ahead)
+        gradient = torch.ones(12)
+        gradient[5] = torch.inf
+        with pytest.raises(GradientError, match="of 1 rows is not finite, first table users row 77"):
+            tiered.update(ahead, gradient, rate=0.5)
+        now = tiered.cache.read(np.array([5, 177, 108]))["weight"]
+        np.testing.assert_array_equal(now[:, 0], [0.5, 1, 0.5])

@@ -29,6 +29,8 @@ struct Table {
   std::uint64_t first_row;
   std::uint32_t stream;
   float* states[2];  // In the order of OptimizerSpec.states; null where there is none.
+  // Global numbers of the rows, where they are lines of a cache; null: first_row, first_row + 1, ...
+  const std::uint64_t* row_numbers = nullptr;
 
   std::size_t row_bytes() const { return std::size_t{dim} * (precision == Precision::fp32 ? 4 : 2); }
 };

@@ -67,14 +67,16 @@ NB_MODULE(_kernels, module) {
            })
       .def("add",
            [](Operator& self, std::uintptr_t weight, std::uint32_t row_count, std::uint32_t dim, int precision,
-              std::uint64_t first_row, std::uint32_t stream, std::uintptr_t state1, std::uintptr_t state2) {
+              std::uint64_t first_row, std::uint32_t stream, std::uintptr_t state1, std::uintptr_t state2,
+              std::uintptr_t row_numbers) {
              self.add({pointer<std::byte>(weight),
                        row_count,
                        dim,
                        static_cast<Precision>(precision),
                        first_row,
                        stream,
-                       {pointer<float>(state1), pointer<float>(state2)}});
+                       {pointer<float>(state1), pointer<float>(state2)},
+                       pointer<const std::uint64_t>(row_numbers)});
            })
       .def("lookup",
            [](const Operator& self, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
