@@ -61,3 +61,21 @@ class Operator:
     def instruction_set(self) -> str: ...
     @property
     def scratch_bytes(self) -> int: ...
+
+class Products:
+    def __init__(self, instruction_set: str, /) -> None: ...
+    def runs_of(
+        self, keys: int, members: int, key_count: int, distinct: int, order: int, starts: int, places: int, /
+    ) -> int: ...
+    def fold_products(
+        self,
+        left: tuple[int, int, int, int, int],
+        right: tuple[int, int, int, int, int],
+        starts: int,
+        items: int,
+        rows: int,
+        depth: int,
+        columns: int,
+        result: int,
+        /,
+    ) -> None: ...

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch import Tensor
 
+from sennit.runtime.dlrm.tensor_train import parts
 from sennit.runtime.trainer import Trainer
 
 # The parts of `Trainer.state` that belong to a table; everything else is equal on all ranks.
@@ -78,7 +79,8 @@ def take_over(trainer: Trainer, source: Source, holding: Holding | None) -> None
     # Every rank goes through the same list in the same order, so each meets its partner.
     for table, owner in zip(trainer.tables, trainer.placement.owner_of, strict=True):
         holder = source.holder_of[table.name]
-        for key in (f"{part}.{table.name}" for part in TABLE_PARTS):
+        names = [spec.name for spec in parts(trainer.spec_of(table))]
+        for key in (f"{part}.{name}" for name in names for part in TABLE_PARTS):
             if trainer.rank == holder == owner:
                 state[key].copy_(held[key])
             elif trainer.rank == holder:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sennit.offload.admission import Verdict
+from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.metrics import Quality
 from sennit.runtime.training_config import TrainingConfig
 from sennit.transport.errors import SennitError
@@ -78,6 +81,36 @@ def _ranks(numbers: list[int]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingSize:
+    """How many numbers the embedding tables of a run are, over all ranks, without states of optimizers."""
+
+    tables: int
+    tensor_trains: int
+    """Of these tables."""
+
+    table_numbers: int
+    """Rows times columns."""
+
+    stored_numbers: int
+    """Fewer, where tables are tensor trains."""
+
+    @classmethod
+    def of(cls, specs: Sequence[TableSpec]) -> EmbeddingSize:
+        trains = [spec for spec in specs if isinstance(spec, TensorTrainSpec)]
+        whole = sum(spec.row_count * spec.dim for spec in specs)
+        saved = sum(train.row_count * train.dim - train.parameter_count for train in trains)
+        return cls(tables=len(specs), tensor_trains=len(trains), table_numbers=whole, stored_numbers=whole - saved)
+
+    def __str__(self) -> str:
+        text = f"{self.tables} tables, {self.table_numbers:,} numbers"
+        if not self.tensor_trains:
+            return text
+        trains = "tensor train" if self.tensor_trains == 1 else "tensor trains"
+        ratio = self.table_numbers / self.stored_numbers
+        return f"{text}; {self.stored_numbers:,} stored ({ratio:.1f} times fewer): {self.tensor_trains} {trains}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
     """A finished run."""
 
@@ -96,6 +129,7 @@ class RunReport:
 
     quality: Quality
     weights_sha256: str
+    embedding: EmbeddingSize
     data: str
     """Name of the data set."""
 
@@ -159,6 +193,7 @@ class RunReport:
             "samples_per_s": self.samples_per_s,
             "final_loss": self.final_loss,
             "quality": asdict(self.quality),
+            "embedding": asdict(self.embedding),
             "phases_s": self.phases_s(),
             "bytes_moved": self.bytes_moved(),
             "ingest": self.ingest(),
@@ -189,6 +224,7 @@ def render(report: RunReport, console: Console) -> None:
         ("data", f"{report.data}, seed {report.config.seed}, {report.config.split} split"),
         ("ranks", f"{len(report.ranks)} over {report.config.backend}"),
         ("steps", f"{report.first_step + 1} to {report.step}, {report.config.batch_size:,} samples each"),
+        ("embeddings", str(report.embedding)),
         ("speed", f"{report.samples_per_s:,.0f} samples/s, {report.train_s:.1f} s of training"),
         ("AUC", f"{quality.auc:.4f} on {quality.sample_count:,} held-back samples"),
         ("normalised entropy", f"{quality.normalised_entropy:.4f} (log loss {quality.log_loss:.4f}, "

@@ -18,7 +18,7 @@ from sennit.runtime.handover import Holding
 from sennit.runtime.ingest.sketches import save_sketch
 from sennit.runtime.ingest.source import BatchSource
 from sennit.runtime.metrics import Quality
-from sennit.runtime.report import Change, RankReport, RunReport, render, write_json
+from sennit.runtime.report import Change, EmbeddingSize, RankReport, RunReport, render, write_json
 from sennit.runtime.trainer import StepReport, Trainer
 from sennit.runtime.training_config import TrainingConfig
 
@@ -106,6 +106,7 @@ def _train(
         quality=result,
         weights_sha256=fingerprint(trainer.weights()),
         changes=changes,
+        embedding=EmbeddingSize.of([trainer.spec_of(table) for table in trainer.tables]),
         data=config.source.data if config.ingest is None else source.order.name,
     )
     if first:

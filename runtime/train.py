@@ -20,6 +20,7 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.sources import Source
 from sennit.runtime.dlrm.stored import TableStore
+from sennit.runtime.dlrm.tensor_train import TensorTrainRule
 from sennit.runtime.launch import Address, run_ranks, serve_store
 from sennit.runtime.training_config import TrainingConfig
 from sennit.runtime.training_run import Place, join_run, run_rank
@@ -52,6 +53,10 @@ def command(
     steps: Annotated[int | None, typer.Option(help="stop after this many steps")] = None,
     batch_size: Annotated[int, typer.Option(help="samples a step, all ranks together")] = _DEFAULT.batch_size,
     dim: Annotated[int, typer.Option(help="embedding dimension")] = _DEFAULT.embedding_dim,
+    tensor_train: Annotated[
+        str | None,
+        typer.Option(metavar="ROWS:RANK", help="hold tables of at least ROWS rows as tensor trains of rank RANK"),
+    ] = None,
     bottom: Annotated[str, typer.Option(help="hidden widths of the bottom MLP")] = "64",
     top: Annotated[str, typer.Option(help="hidden widths of the top MLP")] = "128,64",
     sparse_rate: Annotated[float, typer.Option(help="learning rate of the embeddings")] = _DEFAULT.sparse_rate,
@@ -115,6 +120,7 @@ def command(
             max_steps=steps,
             batch_size=batch_size,
             embedding_dim=dim,
+            tensor_train=None if tensor_train is None else TensorTrainRule.parse(tensor_train),
             bottom=_widths("bottom", bottom),
             top=_widths("top", top),
             sparse_rate=sparse_rate,

@@ -30,9 +30,11 @@ from sennit.runtime.dlrm.embedding import ROW_WISE_ADAGRAD, EmbeddingTables, Res
 from sennit.runtime.dlrm.exchange import Exchange
 from sennit.runtime.dlrm.model import DenseModel
 from sennit.runtime.dlrm.optimizer import dense_optimizer
-from sennit.runtime.dlrm.sharding import Placement, place
+from sennit.runtime.dlrm.sharding import Placement, Table, place
 from sennit.runtime.dlrm.stored import StoredTables
+from sennit.runtime.dlrm.tensor_train import table_spec
 from sennit.runtime.ingest.source import BatchSource
+from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.metrics import Quality, quality
 from sennit.runtime.phases import PhaseClock
 from sennit.runtime.training_config import TrainingConfig
@@ -100,7 +102,9 @@ class Trainer:
         )
         self.embedding: EmbeddingTables
         if config.table_store is None or not own:
-            self.embedding = ResidentTables(own, dim=config.embedding_dim, seed=config.seed, optimizer=rows)
+            self.embedding = ResidentTables(
+                own, dim=config.embedding_dim, seed=config.seed, optimizer=rows, tensor_train=config.tensor_train
+            )
         else:
             with self.clock.phase("table store"):
                 self.embedding = StoredTables(
@@ -247,6 +251,10 @@ class Trainer:
     def own_tables(self) -> tuple[str, ...]:
         """Names of the tables that this rank owns."""
         return self.embedding.names
+
+    def spec_of(self, table: Table) -> TableSpec:
+        """What any table of the run is held as, whoever owns it."""
+        return table_spec(table, dim=self.config.embedding_dim, rule=self.config.tensor_train)
 
     def weights(self) -> dict[str, Tensor]:
         """The weights this rank holds, under global names."""

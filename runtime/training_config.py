@@ -12,6 +12,7 @@ from sennit.runtime.data.sources import Source
 from sennit.runtime.dlrm.optimizer import DENSE_OPTIMIZERS
 from sennit.runtime.dlrm.schedule import RateSchedule
 from sennit.runtime.dlrm.stored import TableStore
+from sennit.runtime.dlrm.tensor_train import TensorTrainRule
 from sennit.transport.errors import ConfigError
 
 
@@ -45,6 +46,9 @@ class TrainingConfig:
 
     embedding_dim: int = 16
     """Width of every table, of the bottom MLP's output and of the interaction."""
+
+    tensor_train: TensorTrainRule | None = None
+    """Which tables are held in tensor-train form (docs/embedding.md); None: none."""
 
     bottom: tuple[int, ...] = (64,)
     """Hidden widths of the bottom MLP."""
@@ -155,6 +159,8 @@ class TrainingConfig:
             raise ConfigError("--sketch without --ingest; it counts what feeders send")
         if self.elastic and self.ingest is not None:
             raise ConfigError("--ingest in an elastic run; allowed: one of them (ranks that come and go need all data)")
+        if self.tensor_train is not None and self.table_store is not None:
+            raise ConfigError("--tensor-train with --table-store; allowed: one of them (cores are small)")
         if self.elastic and self.table_store is not None:
             raise ConfigError(
                 "--table-store in an elastic run; allowed: one of them (tables are handed over in memory)"

@@ -10,10 +10,12 @@ from typing import Any, Final, Protocol
 from torch import Generator, Tensor
 
 from sennit.runtime.dlrm.sharding import Table
+from sennit.runtime.dlrm.tensor_train import TensorTrainRule, table_spec
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec, initialise
 from sennit.runtime.seeds import torch_stream
 
 ROW_WISE_ADAGRAD: Final = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD, epsilon=1e-8)
@@ -67,9 +69,15 @@ class ResidentTables:
     batches_ahead = 0
 
     def __init__(
-        self, tables: Sequence[Table], *, dim: int, seed: int, optimizer: OptimizerSpec = ROW_WISE_ADAGRAD
+        self,
+        tables: Sequence[Table],
+        *,
+        dim: int,
+        seed: int,
+        optimizer: OptimizerSpec = ROW_WISE_ADAGRAD,
+        tensor_train: TensorTrainRule | None = None,
     ) -> None:
-        self.engine = embedding_engine(tables, dim=dim, seed=seed, optimizer=optimizer)
+        self.engine = embedding_engine(tables, dim=dim, seed=seed, optimizer=optimizer, tensor_train=tensor_train)
 
     @property
     def step(self) -> int:
@@ -96,11 +104,12 @@ class ResidentTables:
         pass
 
     def weights(self) -> dict[str, Tensor]:
-        return {f"table.{name}": self.engine.weight(name) for name in self.names}
+        """Of a tensor train its cores, by `table.NAME.core1` and so on."""
+        return {f"table.{name}": self.engine.weight(name) for name in self.engine.names}
 
     def state(self) -> dict[str, Tensor]:
         """The tables' own memory, so that loading fills them."""
-        return self.weights() | {f"row_state.{name}": self.engine.states(name)["sum"] for name in self.names}
+        return self.weights() | {f"row_state.{name}": self.engine.states(name)["sum"] for name in self.engine.names}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         pass
@@ -113,12 +122,22 @@ class ResidentTables:
 
 
 def embedding_engine(
-    tables: Sequence[Table], *, dim: int, seed: int, optimizer: OptimizerSpec = ROW_WISE_ADAGRAD
+    tables: Sequence[Table],
+    *,
+    dim: int,
+    seed: int,
+    optimizer: OptimizerSpec = ROW_WISE_ADAGRAD,
+    tensor_train: TensorTrainRule | None = None,
 ) -> EmbeddingEngine:
     """The tables that one rank owns, in float32."""
-    engine = EmbeddingEngine(table_specs(tables, dim=dim), optimizer)
-    for table in tables:
-        fill(engine.weight(table.name), table, stream(table, seed))
+    engine = EmbeddingEngine([table_spec(table, dim=dim, rule=tensor_train) for table in tables], optimizer)
+    for table, spec in zip(tables, engine.specs, strict=True):
+        if isinstance(spec, TensorTrainSpec):
+            # The variance of `fill`'s distribution.
+            deviation = (3 * table.row_count) ** -0.5
+            initialise(spec, [engine.weight(core.name) for core in spec.cores], deviation, stream(table, seed))
+        else:
+            fill(engine.weight(table.name), table, stream(table, seed))
     return engine
 
 

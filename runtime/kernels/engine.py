@@ -13,10 +13,12 @@ from torch import Tensor
 from sennit.runtime.kernels import reference
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import BadGradients, GradientError, check_gradient, resolve
-from sennit.runtime.kernels.layout import TableMemory, allocate
+from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.native import NativeOperator
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec, StepConstants
+from sennit.runtime.kernels.products import products
 from sennit.runtime.kernels.spec import Bounds, Rounding, TableSpec
+from sennit.runtime.kernels.tensor_train_tables import TensorTrainTables, Update
 from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
 
@@ -90,12 +92,11 @@ class EmbeddingEngine:
         """Tables of zeros: fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding.
 
         `memory` is where the tables are, in their order, for those who have them already.
+
+        Tables may be in tensor-train form (`TensorTrainSpec`); each of its cores is then a table called as in its spec.
         """
         self.specs = tuple(tables)
         self.optimizer, self.bounds, self.rounding, self.seed = optimizer, bounds, rounding, seed
-        twice = [name for name, count in Counter(table.name for table in self.specs).items() if count > 1]
-        if twice:
-            raise ConfigError(f"two tables are called {twice[0]}")
         if not 0 <= seed < 1 << 64:
             raise ConfigError(f"seed {seed}; allowed: 0 to 2^64 - 1")
         self.device = torch.device(device)
@@ -105,20 +106,47 @@ class EmbeddingEngine:
                 f"implementation {implementation_name} with tables on {self.device}; "
                 f"allowed: {self._implementation.device_type} (triton reaches cuda, all others the cpu)"
             )
-        self.tables = (
-            tuple(allocate(spec, optimizer, self.device) for spec in self.specs) if memory is None else tuple(memory)
+        self._tables = TensorTrainTables(
+            self.specs,
+            optimizer,
+            self.device,
+            operator=self._implementation,
+            of_cores=implementation(implementation_name),
+            products=products(implementation_name),
+            memory=memory,
         )
-        self._by_name = {table.spec.name: table for table in self.tables}
+        names = Counter(table.name for table in self.specs)
+        names.update(core.spec.name for core in self._tables.cores)
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ConfigError(f"two tables are called {twice[0]}")
+        self._by_name = {table.spec.name: table for table in self._tables.memories}
         self.step = 0
         """Optimizer steps taken; belongs into checkpoints."""
         self.ids_outside: Counter[str] = Counter()
         """Ids out of range that lookups met, by table."""
         self.rows_skipped: Counter[str] = Counter()
-        """Rows left alone by updates since their gradient was not finite, by table."""
+        """Rows left alone by updates since their gradient was not finite, by table or core."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that has weights and states: tables, and cores of tensor trains in place of these."""
+        return tuple(self._by_name)
 
     def weight(self, name: str) -> Tensor:
-        """[row_count, dim] in the table's precision; the engine's own memory."""
+        """[row_count, dim] in the table's precision; the engine's own memory. A core has a slice a row."""
         return self._by_name[name].weight
+
+    def materialise(self, name: str, first: int, count: int) -> Tensor:
+        """Float32 [count, dim], a copy: rows `first` and following of a table, as a lookup gives them."""
+        for number, spec in enumerate(self.specs):
+            if spec.name == name:
+                if not 0 <= first <= first + count <= spec.row_count:
+                    raise ArgumentError(
+                        f"table {name}: rows {first} to {first + count}; allowed: within 0 to {spec.row_count}"
+                    )
+                return self._tables.materialise(number, first, count)
+        raise ArgumentError(f"table {name!r}; allowed: {', '.join(spec.name for spec in self.specs)}")
 
     def states(self, name: str) -> dict[str, Tensor]:
         """The optimizer's states of a table by name (`OptimizerSpec.states`); the engine's own memory."""
@@ -133,7 +161,8 @@ class EmbeddingEngine:
         batch, outside = resolve(batch, self.specs, self.bounds)
         for table, count in outside.items():
             self.ids_outside[self.specs[table].name] += count
-        return self._implementation.lookup(self.tables, batch)
+        batch = self._tables.prepare(batch)
+        return self._implementation.lookup(self._tables.tables, batch)
 
     def weight_gradient(self, batch: Batch, gradient: Tensor) -> Tensor:
         """Float32 [lookups]: gradient of `batch.weights`, from that of the result and the rows as they are now."""
@@ -142,7 +171,8 @@ class EmbeddingEngine:
         self._check_device(batch)
         batch, _ = resolve(batch, self.specs, self.bounds)
         check_gradient(batch, gradient, self.specs)
-        return self._implementation.weight_gradient(self.tables, batch, gradient)
+        batch = self._tables.prepare(batch)
+        return self._implementation.weight_gradient(self._tables.tables, batch, gradient)
 
     def update(self, batch: Batch, gradient: Tensor, *, rate: float) -> None:
         """One optimizer step at learning rate `rate` on the rows of `batch`, from the gradient of its lookup's result.
@@ -155,23 +185,14 @@ class EmbeddingEngine:
         check_gradient(batch, gradient, self.specs)
         constants = self.optimizer.constants(step=self.step + 1, rate=rate)
         self.step += 1
-        bad = self._implementation.update(
-            self.tables,
-            batch,
-            gradient,
-            kind=self.optimizer.kind,
-            constants=constants,
-            rounding=self.rounding,
-            seed=self.seed,
-        )
+        update = Update(kind=self.optimizer.kind, constants=constants, rounding=self.rounding, seed=self.seed)
+        bad = self._tables.update(batch, gradient, update)
         for part in bad:
-            self.rows_skipped[self.specs[part.table].name] += part.row_count
+            self.rows_skipped[part.name] += part.row_count
         if bad:
-            first = bad[0]
-            row = self.tables[first.table].id_of(first.first_row)
             raise GradientError(
                 f"step {self.step}: the gradient of {sum(part.row_count for part in bad)} rows is not finite, "
-                f"first table {self.specs[first.table].name} row {row}; they were left as they were"
+                f"first table {bad[0].name} row {bad[0].first_row}; they were left as they were"
             )
 
     def _check_device(self, batch: Batch) -> None:

@@ -78,6 +78,8 @@ def update(
             continue
         rows = torch.cat([batch.values[block.lookups] for block, _ in own]).to(torch.int64)
         each = torch.cat([_gradients(batch, block, gradient[part], table.spec.dim) for block, part in own])
+        if not bool((rows >= 0).any()):
+            continue
         rows, sums = sums_by_row(rows[rows >= 0], each[rows >= 0])
         finite = sums.isfinite().all(1)
         if not bool(finite.all()):

@@ -235,9 +235,9 @@ def run(case: Case, implementation: str, device: torch.device | str = "cpu") -> 
         device=device,
     )
     generator = torch_stream(1, case.name)
-    for spec in case.tables:
-        start = torch.randn(spec.row_count, spec.dim, generator=generator) * case.scale
-        engine.weight(spec.name).copy_(start)
+    for name in engine.names:
+        start = torch.randn(engine.weight(name).shape, generator=generator) * case.scale
+        engine.weight(name).copy_(start)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
         batch = batch_of(case, step, generator)
@@ -255,12 +255,13 @@ def run(case: Case, implementation: str, device: torch.device | str = "cpu") -> 
             engine.update(on(device, batch), gradient, rate=0.05 * (step + 1))
         except GradientError as error:
             found[f"error {step}"] = torch.tensor(list(str(error).encode()))
-    for spec in case.tables:
-        found[f"weight {spec.name}"] = engine.weight(spec.name).cpu()
-        for name, state in engine.states(spec.name).items():
-            found[f"{name} {spec.name}"] = state.cpu()
-        counters = [engine.ids_outside[spec.name], engine.rows_skipped[spec.name]]
-        found[f"counters {spec.name}"] = torch.tensor(counters)
+    for table in engine.names:
+        found[f"weight {table}"] = engine.weight(table).cpu()
+        for name, state in engine.states(table).items():
+            found[f"{name} {table}"] = state.cpu()
+    for table in {*engine.names, *(spec.name for spec in case.tables)}:
+        counters = [engine.ids_outside[table], engine.rows_skipped[table]]
+        found[f"counters {table}"] = torch.tensor(counters)
     return found
 
 

@@ -95,15 +95,20 @@ def whole_run(folder: Path, name: str, *arguments: str, **variables: Any) -> dic
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("transport", "ranks", "victim", "optimizer"),
-    [("shm", 2, 1, "adagrad"), ("udp", 2, 0, "adagrad"), ("shm", 3, 0, "adam"), ("udp", 3, 1, "adagrad")],
+    ("transport", "ranks", "victim", "options"),
+    [
+        ("shm", 2, 1, []),
+        ("udp", 2, 0, []),
+        ("shm", 3, 0, ["--dense-optimizer", "adam", "--tensor-train", "150:3"]),
+        ("udp", 3, 1, []),
+    ],
 )
 def test_a_rank_dies_and_a_new_one_takes_its_place(
-    tmp_path: Path, transport: str, ranks: int, victim: int, optimizer: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, transport: str, ranks: int, victim: int, options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the join on, losses and weights are those of a run resumed at that step with as many ranks."""
     monkeypatch.setenv("SENNIT_TRANSPORT", transport)
-    common = ["--dense-optimizer", optimizer, "--checkpoint-every", "3"]
+    common = [*options, "--checkpoint-every", "3"]
     mine = [*common, "--checkpoint", str(tmp_path / "saved")]
     halt = tmp_path / "halted"
     deaths, halts = [[victim, 5, str(tmp_path / "died")]], [[ranks - 1, 5, str(halt)]]
@@ -124,8 +129,9 @@ def test_a_rank_dies_and_a_new_one_takes_its_place(
     resumed = ["--checkpoint", str(other), "--resume", *common]
     expected = whole_run(tmp_path, "resumed", "--ranks", f"{ranks}", *resumed)
     assert expected["steps"]["first"] == 6
-    for name in ("weights_sha256", "final_loss", "quality"):
+    for name in ("weights_sha256", "final_loss", "quality", "embedding"):
         assert report[name] == expected[name]
+    assert (report["embedding"]["tensor_trains"] > 0) == ("--tensor-train" in options)
 
 
 @pytest.mark.slow

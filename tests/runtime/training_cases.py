@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from sennit.runtime import checkpoint
 from sennit.runtime.data.samples import Column, Samples
+from sennit.runtime.dlrm.tensor_train import TensorTrainRule
 from sennit.runtime.fingerprint import fingerprint
 from sennit.runtime.ingest.source import MemorySource
 from sennit.runtime.seeds import numpy_stream
@@ -42,8 +43,9 @@ def samples(seed: int, count: int = 331) -> Samples:
     )
 
 
-def trainer(seed: int, **changed: Any) -> Trainer:
-    config = TrainingConfig(seed=seed, **{**SMALL, **changed})
+def trainer(seed: int, tensor_train: str | None = None, **changed: Any) -> Trainer:
+    rule = None if tensor_train is None else TensorTrainRule.parse(tensor_train)
+    config = TrainingConfig(seed=seed, tensor_train=rule, **{**SMALL, **changed})
     source = MemorySource(samples(seed), config, rank=dist.get_rank(), world_size=dist.get_world_size())
     made = Trainer(config, source)
     source.begin(0, made.placement.wire_order)

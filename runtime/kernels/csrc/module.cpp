@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "instruction_sets.hpp"
+#include "module_products.hpp"
 #include "operator.hpp"
 
 namespace nb = nanobind;
@@ -57,6 +58,8 @@ NB_MODULE(_kernels, module) {
     for (const Kernels* kernels : available_kernels()) names.emplace_back(kernels->name);
     return names;
   });
+
+  bind_products(module);
 
   nb::class_<Operator>(module, "Operator")
       .def("__init__",

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs of equal keys: which keys there are, and which members have each.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "sort.hpp"
+
+namespace sennit::kernels {
+
+// Where `runs_of` writes; each has room for all members, `starts` for one more.
+struct Runs {
+  std::int64_t* keys;
+  std::int64_t* order;
+  std::int64_t* starts;
+  std::int64_t* places;
+};
+
+// Members with negative keys are left out: their place is -1. Returns how many keys there are.
+std::size_t runs_of(const std::int64_t* keys, std::size_t members, std::uint32_t key_count, const Runs& runs,
+                    std::vector<Entry>& scratch);
+
+}  // namespace sennit::kernels
