@@ -36,7 +36,7 @@ TOP: Final = (512, 256)
 TURN_STEPS: Final = 5
 """Steps that a trainer takes before the other one has its turn."""
 
-WARM_STEPS: Final = 100
+WARM_STEPS: Final = 60
 """Of both before anything is timed: until the cache knows the frequent rows."""
 
 
