@@ -178,6 +178,22 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_flush_of_more_rows_than_are_copied_at_once(tmp_path: Path, rng: np.random.Generator) -> None:
+    """Records of 1 KiB: of 64 MiB that are taken from the log together, 16 MiB go to the base together."""
+    count = 70_000
+    layout = StoreLayout(
+        tables=(StoredTable(name="ads", row_count=count),), parts=(RowPart(name="weight", columns=256),)
+    )
+    columns = np.arange(256, dtype=np.float32)
+    with store.create(tmp_path / "rows", layout, lambda first, n: {"weight": np.zeros((n, 256), np.float32)}) as rows:
+        for part in np.array_split(rng.permutation(count), 7):
+            rows.write(part, {"weight": (part[:, None] + columns).astype(np.float32)})
+        rows.flush()
+    with store.open_store(tmp_path / "rows", layout) as rows:
+        for part in np.array_split(np.arange(count), 7):
+            np.testing.assert_array_equal(rows.read(part)["weight"], part[:, None] + columns)
+
+
 def test_a_file_that_may_not_be_so_large_is_not_left_behind(tmp_path: Path) -> None:
     path = tmp_path / "rows"
     with (

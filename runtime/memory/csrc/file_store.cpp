@@ -17,7 +17,9 @@ constexpr std::size_t CACHED_READ_GAP_BYTES = 2 << 10;
 constexpr std::size_t READ_LIMIT_BYTES = 256 << 10;
 constexpr std::size_t APPLY_GAP_BYTES = 64 << 10;
 constexpr std::size_t APPLY_LIMIT_BYTES = 1 << 20;
-constexpr std::size_t APPLY_ROWS = 4096;  // of at most ROUND_BYTES in all
+// Records that are taken from the log at once: so many that they lie close together there, and are read in large
+// transfers though they are wanted in another order.
+constexpr std::size_t APPLY_BYTES = 64 << 20;
 
 }  // namespace
 
@@ -137,11 +139,11 @@ void FileStore::write_superblock(Superblock::State state) {
 // Copies what the log holds into the base. A write that a power cut tears hurts only rows that are in the log: of all
 // others the bytes before and after are the same.
 void FileStore::apply() {
-  const std::size_t most_rows = std::clamp<std::size_t>(ROUND_BYTES / record_bytes_, 1, APPLY_ROWS);
+  const std::size_t most_rows =
+      std::min<std::size_t>(std::max<std::size_t>(APPLY_BYTES / record_bytes_, 1), log_->live_records());
   std::vector<std::byte> records(most_rows * record_bytes_);
   std::vector<Piece> in_log, in_base;
-  std::vector<Operation> operations;
-  AlignedBuffer blocks;
+  std::vector<Operation> none;
   for (std::uint64_t row = 0; row < block_.row_count;) {
     in_log.clear();
     in_base.clear();
@@ -153,30 +155,41 @@ void FileStore::apply() {
       in_log.push_back(piece);
     }
     if (in_base.empty()) break;
-    operations.clear();
-    read_pieces(in_log, operations, [&](const Piece& piece, const std::byte* record) {
+    read_pieces(in_log, none, [&](const Piece& piece, const std::byte* record) {
       std::memcpy(records.data() + piece.line * record_bytes_, record, record_bytes_);
     });
-    const std::vector<Extent> extents =
-        join(in_base, record_bytes_, BLOCK_BYTES, APPLY_GAP_BYTES, APPLY_LIMIT_BYTES, false);
-    std::size_t size_bytes = 0;
-    for (const Extent& extent : extents) size_bytes += extent.size_bytes;
-    blocks.reserve(size_bytes);
-    std::byte* data = blocks.data();
-    for (const Extent& extent : extents) {
-      operations.push_back({Operation::Kind::READ, extent.offset, data, extent.size_bytes, 0});
-      data += extent.size_bytes;
-    }
-    std::vector<Operation> writes = operations;
-    for (Operation& operation : writes) operation.kind = Operation::Kind::WRITE;
-    device_->run(operations);
-    for (std::size_t n = 0; n < extents.size(); n++)
-      for (std::size_t p = extents[n].first; p < extents[n].last; p++)
-        std::memcpy(writes[n].data + (in_base[p].offset - extents[n].offset),
-                    records.data() + in_base[p].line * record_bytes_, record_bytes_);
-    device_->run(writes);
+    change_base(in_base, records);
   }
   device_->sync();
+}
+
+// Replaces records of the base, given in the order of the file: line n of `records` is that of the piece with this
+// line.
+void FileStore::change_base(const std::vector<Piece>& pieces, const std::vector<std::byte>& records) {
+  const std::vector<Extent> extents =
+      join(pieces, record_bytes_, BLOCK_BYTES, APPLY_GAP_BYTES, APPLY_LIMIT_BYTES, false);
+  std::vector<Operation> reads, writes;
+  for (std::size_t next = 0; next < extents.size();) {
+    std::size_t size_bytes = 0, end = next;
+    while (end < extents.size() && (end == next || size_bytes + extents[end].size_bytes <= ROUND_BYTES))
+      size_bytes += extents[end++].size_bytes;
+    scratch_.reserve(size_bytes);
+    std::byte* data = scratch_.data();
+    reads.clear();
+    for (std::size_t n = next; n < end; n++) {
+      reads.push_back({Operation::Kind::READ, extents[n].offset, data, extents[n].size_bytes, 0});
+      data += extents[n].size_bytes;
+    }
+    writes = reads;
+    for (Operation& operation : writes) operation.kind = Operation::Kind::WRITE;
+    device_->run(reads);
+    for (std::size_t n = next; n < end; n++)
+      for (std::size_t p = extents[n].first; p < extents[n].last; p++)
+        std::memcpy(writes[n - next].data + (pieces[p].offset - extents[n].offset),
+                    records.data() + pieces[p].line * record_bytes_, record_bytes_);
+    device_->run(writes);
+    next = end;
+  }
 }
 
 }  // namespace sennit::memory

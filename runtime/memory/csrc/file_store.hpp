@@ -62,6 +62,7 @@ class FileStore final : public RowStore {
   void read_pieces(std::vector<Piece>& pieces, std::vector<Operation>& operations,
                    const std::function<void(const Piece&, const std::byte*)>& take);
   void apply();
+  void change_base(const std::vector<Piece>& pieces, const std::vector<std::byte>& records);
   [[noreturn]] void refuse_record(const Piece& piece) const;
 
   std::unique_ptr<Device> device_;

@@ -32,6 +32,7 @@ class SpillLog {
 
   bool holds(std::uint64_t row) const { return locations_[row] != 0; }
   bool is_empty() const { return live_records_ == 0; }
+  std::uint64_t live_records() const { return live_records_; }
   // The record of a row that it holds: its memory, or null and then `offset` in the device.
   const std::byte* find(std::uint64_t row, std::uint64_t& offset) const;
 
