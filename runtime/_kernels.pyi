@@ -2,9 +2,17 @@
 from collections.abc import Sequence
 
 def instruction_sets() -> list[str]: ...
+def is_sound(
+    row_counts: Sequence[int],
+    bags: Sequence[int],
+    lengths: tuple[int, bool],
+    values: tuple[int, bool],
+    value_count: int,
+    /,
+) -> bool: ...
 
 class Operator:
-    def __init__(self, instruction_set: str, optimizer: int, /) -> None: ...
+    def __init__(self, instruction_set: str, optimizer: int, threads: int, /) -> None: ...
     def add(
         self,
         weight: int,

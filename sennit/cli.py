@@ -289,18 +289,19 @@ def bench_embedding(
     device: Annotated[str, typer.Option(help="cpu, or cuda: the Triton kernels at their peer's shape")] = "cpu",
     against: Annotated[list[str] | None, typer.Option(help="fbgemm or torch; may be repeated")] = None,
     only: Annotated[str, typer.Option(help="shapes whose name contains this")] = "",
+    threads: Annotated[int, typer.Option(help="of each peer", min=1, max=256)] = 1,
     rounds: Annotated[int, typer.Option(help="turns of each peer", min=1)] = 15,
     seed: Annotated[int, typer.Option(help="of ids and weights", min=0)] = 1,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
     ] = None,
 ) -> None:
-    """Time lookups and updates of embedding tables beside fbgemm and torch, on one thread, or on a GPU."""
+    """Time lookups and updates of embedding tables beside fbgemm and torch, or on a GPU."""
     if device not in ("cpu", "cuda"):
         raise typer.BadParameter(f"--device {device}; allowed: cpu, cuda")
     if device == "cuda":
-        if against or only:
-            raise typer.BadParameter("--against and --only are for --device cpu")
+        if against or only or threads != 1:
+            raise typer.BadParameter("--against, --only and --threads are for --device cpu")
         _bench_embedding_on_a_gpu(rounds, seed, json_path)
         return
     from sennit.testbed.bench import embedding, embedding_peers
@@ -316,11 +317,14 @@ def bench_embedding(
             rounds=rounds,
             seed=seed,
             only=only,
+            threads=threads,
             on_progress=lambda what: progress.update(task, description=what),
         )
     embedding.render(results, stdout_console())
     if json_path is not None:
-        json_path.write_text(json.dumps(embedding.as_json(results, rounds=rounds, seed=seed), indent=1) + "\n")
+        json_path.write_text(
+            json.dumps(embedding.as_json(results, rounds=rounds, seed=seed, threads=threads), indent=1) + "\n"
+        )
 
 
 @bench.command()

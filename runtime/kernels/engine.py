@@ -53,15 +53,24 @@ IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable
 """Names that `EmbeddingEngine` takes; two are for tests: the native one with fewer instructions."""
 
 
-def implementation(name: str) -> Implementation:
-    """The implementation called `name`; raises `ConfigError`, or `Unsupported` where this machine cannot run it."""
+MAX_THREADS: Final = 256
+
+
+def implementation(name: str, *, threads: int = 1) -> Implementation:
+    """The implementation called `name`; raises `ConfigError`, or `Unsupported` where this machine cannot run it.
+
+    Only native ones take several threads.
+    """
+    most = MAX_THREADS if name.startswith("native") else 1
+    if not 1 <= threads <= most:
+        raise ConfigError(f"{threads} threads for implementation {name}; allowed: 1 to {most}")
     match name:
         case "reference":
             return reference
         case "native":
-            return NativeOperator()
+            return NativeOperator(threads=threads)
         case "native-avx2" | "native-portable":
-            return NativeOperator(name.removeprefix("native-"))
+            return NativeOperator(name.removeprefix("native-"), threads=threads)
         case "triton":
             try:
                 from sennit.runtime.kernels.triton_operator import TritonOperator
@@ -88,10 +97,12 @@ class EmbeddingEngine:
         seed: int = 0,
         device: torch.device | str = "cpu",
         memory: Sequence[TableMemory] | None = None,
+        threads: int = 1,
     ) -> None:
         """Tables of zeros: fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding.
 
-        `memory` is where the tables are, in their order, for those who have them already.
+        `memory` is where the tables are, in their order, for those who have them already. `threads` of the native
+        implementation share each call; results are the same for any number.
 
         Tables may be in tensor-train form (`TensorTrainSpec`); each of its cores is then a table called as in its spec.
         """
@@ -100,7 +111,7 @@ class EmbeddingEngine:
         if not 0 <= seed < 1 << 64:
             raise ConfigError(f"seed {seed}; allowed: 0 to 2^64 - 1")
         self.device = torch.device(device)
-        self._implementation = implementation(implementation_name)
+        self._implementation = implementation(implementation_name, threads=threads)
         if self.device.type != self._implementation.device_type:
             raise ConfigError(
                 f"implementation {implementation_name} with tables on {self.device}; "
@@ -111,7 +122,7 @@ class EmbeddingEngine:
             optimizer,
             self.device,
             operator=self._implementation,
-            of_cores=implementation(implementation_name),
+            of_cores=implementation(implementation_name, threads=threads),
             products=products(implementation_name),
             memory=memory,
         )

@@ -31,16 +31,18 @@ _OPTIMIZERS: Final = (
 
 
 class NativeOperator:
-    """Keeps what the native side knows of the tables, and its scratch memory, between calls. One thread."""
+    """Keeps what the native side knows of the tables, and its scratch memory, between calls."""
 
     device_type: Final = "cpu"
 
-    def __init__(self, instruction_set: str | None = None) -> None:
-        """`instruction_set`: `avx512`, `avx2` or `portable`; None for the best one."""
+    def __init__(self, instruction_set: str | None = None, *, threads: int = 1) -> None:
+        """`instruction_set`: `avx512`, `avx2` or `portable`; None for the best one. `threads`: of each call, the
+        caller's among them; results do not depend on it."""
         there = _kernels.instruction_sets()
         if instruction_set is not None and instruction_set not in there:
             raise Unsupported(f"instruction set {instruction_set}", f"this processor has: {', '.join(there)}")
         self.instruction_set = instruction_set or there[0]
+        self._threads = threads
         self._tables: Sequence[TableMemory] = ()
         self._operators: dict[Optimizer, _kernels.Operator] = {}
 
@@ -101,7 +103,9 @@ class NativeOperator:
             self._tables, self._operators = tables, {}
         operator = self._operators.get(kind)
         if operator is None:
-            operator = self._operators[kind] = _kernels.Operator(self.instruction_set, _OPTIMIZERS.index(kind))
+            operator = self._operators[kind] = _kernels.Operator(
+                self.instruction_set, _OPTIMIZERS.index(kind), self._threads
+            )
             for table in tables:
                 states = [*(state.data_ptr() for state in table.states.values()), 0, 0]
                 operator.add(

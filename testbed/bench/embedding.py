@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sennit bench embedding`: a forward pass and a backward pass with the optimizer, beside peers in the same process.
 
-One thread. Peers take turns within each round, so that whatever else the machine does meets all of them; a ratio is the
-median over rounds of peer / sennit. Before the rounds the results of the forward pass and the updated weights are
-compared.
+One thread a peer, unless more are asked for. Peers take turns within each round, so that whatever else the machine does
+meets all of them; a ratio is the median over rounds of peer / sennit. Before the rounds the results of the forward pass
+and the updated weights are compared.
 """
 
 from __future__ import annotations
@@ -98,29 +98,30 @@ def run(
     rounds: int,
     seed: int,
     only: str = "",
+    threads: int = 1,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
-    """Measures the shapes whose names contain `only`, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """Measures the shapes whose names contain `only`, on `threads` threads a peer."""
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
         results = []
         for shape in shapes():
             if only in shape.name:
                 on_progress(shape.name)
-                results.append(_measure(shape, (OURS, *against), rounds, seed))
+                results.append(_measure(shape, (OURS, *against), rounds, seed, threads))
         return results
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(threads_before)
 
 
-def _measure(shape: Shape, names: Sequence[str], rounds: int, seed: int) -> Result:
+def _measure(shape: Shape, names: Sequence[str], rounds: int, seed: int, threads: int) -> Result:
     data = data_of(shape, seed)
     peers: dict[str, Peer] = {}
     absent: dict[str, str] = {}
     for name in names:
         try:
-            peers[name] = PEERS[name](shape, data)
+            peers[name] = PEERS[name](shape, data, threads)
         except Unsupported as reason:
             absent[name] = str(reason)
     _compare(shape, peers)
@@ -173,11 +174,12 @@ def _spread(ratios: list[float]) -> str:
     return f"{statistics.median(ratios):.2f} ({quantile(ratios, 0.1):.2f} to {quantile(ratios, 0.9):.2f})"
 
 
-def as_json(results: list[Result], *, rounds: int, seed: int) -> dict[str, Any]:
+def as_json(results: list[Result], *, rounds: int, seed: int, threads: int) -> dict[str, Any]:
     return {
         "machine": describe(),
         "rounds": rounds,
         "seed": seed,
+        "threads": threads,
         "shapes": [
             {
                 "name": result.shape.name,

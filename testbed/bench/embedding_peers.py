@@ -74,8 +74,8 @@ class Peer(ABC):
     """One of those that are compared, on one shape."""
 
     @abstractmethod
-    def __init__(self, shape: Shape, data: Data) -> None:
-        """Raises `Unsupported` where the peer is not installed or cannot do this."""
+    def __init__(self, shape: Shape, data: Data, threads: int) -> None:
+        """Raises `Unsupported` where the peer is not installed or cannot do this. Torch is set to `threads`, too."""
 
     @abstractmethod
     def forward(self) -> Tensor:
@@ -97,12 +97,12 @@ class Peer(ABC):
 class Sennit(Peer):
     """The native kernels, driven by autograd."""
 
-    def __init__(self, shape: Shape, data: Data) -> None:
+    def __init__(self, shape: Shape, data: Data, threads: int) -> None:
         specs = [
             TableSpec(name=str(table), row_count=shape.row_count, dim=shape.dim, precision=shape.precision)
             for table in range(shape.table_count)
         ]
-        engine = EmbeddingEngine(specs, OptimizerSpec(kind=shape.optimizer), rounding=Rounding.NEAREST)
+        engine = EmbeddingEngine(specs, OptimizerSpec(kind=shape.optimizer), rounding=Rounding.NEAREST, threads=threads)
         for spec, weight in zip(specs, data.weights, strict=True):
             engine.weight(spec.name).copy_(weight)
         self._tables = FusedTables(engine, rate=RATE)
@@ -134,7 +134,7 @@ class Sennit(Peer):
 class Fbgemm(Peer):
     """fbgemm_gpu's split table-batched embeddings on the CPU."""
 
-    def __init__(self, shape: Shape, data: Data) -> None:
+    def __init__(self, shape: Shape, data: Data, threads: int) -> None:
         # The package prints and warns about GPUs when it is imported.
         try:
             with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
@@ -199,7 +199,7 @@ class Torch(Peer):
     torch has no row-wise AdaGrad: AdaGrad takes its place, and the updated weights are not compared.
     """
 
-    def __init__(self, shape: Shape, data: Data) -> None:
+    def __init__(self, shape: Shape, data: Data, threads: int) -> None:
         if shape.precision is not Precision.FP32:
             raise Unsupported("torch's EmbeddingBag", f"{shape.precision.name} with sparse gradients is not compared")
         self._weights = [torch.nn.Parameter(weight.clone()) for weight in data.weights]

@@ -223,7 +223,7 @@ def on(device: torch.device | str, batch: Batch) -> Batch:
     )
 
 
-def run(case: Case, implementation: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def run(case: Case, implementation: str, device: torch.device | str = "cpu", *, threads: int = 1) -> dict[str, Tensor]:
     """Everything that the steps of a case make, by name, on the CPU."""
     engine = EmbeddingEngine(
         case.tables,
@@ -233,6 +233,7 @@ def run(case: Case, implementation: str, device: torch.device | str = "cpu") -> 
         rounding=case.rounding,
         seed=0x0123_4567_89AB_CDEF,
         device=device,
+        threads=threads,
     )
     generator = torch_stream(1, case.name)
     for name in engine.names:

@@ -312,6 +312,9 @@ def test_tables_and_engines_out_of_range_are_refused() -> None:
     for name in ("reference", "native", "native-portable"):
         with pytest.raises(ConfigError, match=f"{name} with tables on cuda:0; allowed: cpu"):
             EmbeddingEngine([SPEC], OptimizerSpec(), implementation_name=name, device="cuda:0")
+    for name, threads in (("native", 0), ("native", 257), ("reference", 2), ("triton", 2)):
+        with pytest.raises(ConfigError, match=f"{threads} threads for implementation {name}; allowed: 1"):
+            EmbeddingEngine([SPEC], OptimizerSpec(), implementation_name=name, threads=threads)
 
 
 def test_bits_depend_on_neither_the_other_tables_nor_the_split_of_rows(seed: int) -> None:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.engine import IMPLEMENTATIONS, implementation
+from sennit.runtime.kernels.spec import Precision
 from sennit.transport.errors import Unsupported
-from tests.runtime.embedding_cases import CASES, expected, run, same_bits
+from tests.runtime.embedding_cases import CASES, BlockShape, Case, expected, run, same_bits, table
 
 
 def is_spared_the_interpreter(case: str) -> bool:
@@ -45,6 +48,28 @@ def test_bits_equal_the_reference(name: str, case: str) -> None:
     with np.errstate(all="ignore"):  # Triton's interpreter counts in numpy, which warns of infinities
         found = run(CASES[case], name)
     assert_equal(found, expected(case))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_several_threads_make_the_bits_of_the_reference(case: str) -> None:
+    assert_equal(run(CASES[case], "native", threads=3), expected(case))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_a_run_that_is_cut_among_threads_makes_the_bits_of_the_reference(threads: int) -> None:
+    """Three in four of 30,000 lookups are of one row."""
+    giant = Case(
+        name="one giant run",
+        tables=(table("a", 50, 20, Precision.FP16), table("b", 5000, 64)),
+        blocks=(BlockShape(table=0, bags=3000, most=20), BlockShape(table=1, bags=3000, most=20)),
+        skew=30.0,
+    )
+    assert_equal(run(giant, "native", threads=threads), _giant_expected(giant))
+
+
+@functools.cache
+def _giant_expected(case: Case) -> dict[str, Tensor]:
+    return run(case, "reference")
 
 
 @pytest.mark.gpu

@@ -59,23 +59,29 @@ struct Step {
   std::uint64_t seed;
 };
 
-// One lookup in the order of rows. Its key is a bag, where bags are looked up unweighted, and else a lookup.
-struct Entry {
-  std::uint32_t row;
-  std::uint32_t key;
+// One lookup in the order of rows. Its key is a bag, where bags are looked up unweighted, and else a lookup. One word,
+// since sorting is mostly storing them.
+class Entry {
+ public:
+  Entry() = default;
+  Entry(std::uint32_t row, std::uint32_t key) : word_(std::uint64_t{row} << 32 | key) {}
+
+  std::uint32_t row() const { return static_cast<std::uint32_t>(word_ >> 32); }
+  std::uint32_t key() const { return static_cast<std::uint32_t>(word_); }
+
+ private:
+  std::uint64_t word_;
 };
 
 // Finds the gradient of an entry: that of its bag, and what it is multiplied by.
 struct Gradients {
   const float* gradient;
   std::size_t dim;
-  const std::int64_t* shifts;     // Of each block of the table: its vector v begins at v * dim + shift.
-  const std::uint32_t* block_of;  // By vector less first_vector; null where the table has one block.
-  std::size_t first_vector;
-  const std::uint32_t* bag_of_lookup;  // By lookup less first_lookup; null where keys are vectors.
-  std::size_t first_lookup;
-  const float* weights;  // By lookup; null: none.
-  Integers lengths;      // Of bags, for a mean; null data otherwise.
+  const std::int64_t* shifts;          // Of blocks: vector v of one begins at v * dim + its shift.
+  const std::uint32_t* block_of;       // Of each vector; null where the table has one block, and that the one shift.
+  const std::uint32_t* bag_of_lookup;  // Null where keys are vectors.
+  const float* weights;                // By lookup; null: none.
+  Integers lengths;                    // Of bags, for a mean; null data otherwise.
 };
 
 struct BadRows {
@@ -83,7 +89,7 @@ struct BadRows {
   std::uint32_t first = 0;
 };
 
-// The rows of one table, sorted, with their gradients.
+// Rows of one table, sorted, with their gradients.
 struct RowUpdate {
   const Table* table;
   Optimizer optimizer;
@@ -91,7 +97,8 @@ struct RowUpdate {
   const Entry* entries;
   std::size_t count;
   Gradients gradients;
-  float* sums;  // level_count(count) + 1 vectors of sum_stride(dim) floats.
+  float* sums;                 // level_count(count) + 1 vectors of sum_stride(dim) floats.
+  float* known_sum = nullptr;  // Of the gradients of the one row that there is, where it has been summed already.
 };
 
 constexpr std::size_t chunk_lookups = 32;
@@ -122,6 +129,10 @@ struct Kernels {
   void (*lookup)(const Table&, const Batch&, const Block&, float* output);
   void (*weight_gradient)(const Table&, const Batch&, const Block&, const float* gradient, float* result);
   BadRows (*update)(const RowUpdate&);
+  // The sum of gradients of part of one row, or of a whole one: somewhere in `sums`.
+  float* (*sum)(const RowUpdate&);
+  // Whether all ids are in [0, row_count).
+  bool (*in_range)(const Integers& values, std::size_t first, std::size_t count, std::uint64_t row_count);
 };
 
 }  // namespace sennit::kernels

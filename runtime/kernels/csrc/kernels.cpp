@@ -9,6 +9,6 @@
 namespace sennit::kernels::SENNIT_ISA {
 
 extern const Kernels kernels;
-const Kernels kernels{SENNIT_TEXT(SENNIT_ISA), lookup, weight_gradient, update};
+const Kernels kernels{SENNIT_TEXT(SENNIT_ISA), lookup, weight_gradient, update, sum, in_range};
 
 }  // namespace sennit::kernels::SENNIT_ISA

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows to pooled vectors (rules 1 and 2 of docs/embedding.md), and the gradient of weights (rule 5).
+// Rows to pooled vectors (rules 1 and 2 of docs/embedding.md), the gradient of weights (rule 5), and the check of ids.
 #pragma once
 
 #include "rounding.hpp"
@@ -111,6 +111,22 @@ inline void lookup(const Table& table, const Batch& batch, const Block& block, f
     case Precision::bf16:
       return lookup_in<Precision::bf16>(table, batch, block, output);
   }
+}
+
+template <typename Id>
+bool all_below(const Id* ids, std::size_t count, std::uint64_t row_count) {
+  // Negative ids are the greatest. No way out of the loop, so that it is done in vectors.
+  std::uint64_t greatest = 0;
+  for (std::size_t n = 0; n < count; n++) {
+    const auto id = static_cast<std::uint64_t>(std::int64_t{ids[n]});
+    greatest = greatest < id ? id : greatest;
+  }
+  return count == 0 || greatest < row_count;
+}
+
+inline bool in_range(const Integers& values, std::size_t first, std::size_t count, std::uint64_t row_count) {
+  return values.is_wide ? all_below(static_cast<const std::int64_t*>(values.data) + first, count, row_count)
+                        : all_below(static_cast<const std::int32_t*>(values.data) + first, count, row_count);
 }
 
 template <Precision precision>

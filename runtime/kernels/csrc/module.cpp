@@ -32,13 +32,17 @@ struct Call {
 // Lengths and values: address, and whether elements have 64 bits.
 using Address = std::tuple<std::uintptr_t, bool>;
 
+Batch batch_of(const Address& lengths, const Address& values, std::uintptr_t weights, int pooling) {
+  return {{pointer<const void>(std::get<0>(lengths)), std::get<1>(lengths)},
+          {pointer<const void>(std::get<0>(values)), std::get<1>(values)},
+          pointer<const float>(weights),
+          static_cast<Pooling>(pooling)};
+}
+
 Call call_of(const Operator& op, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
              const Address& lengths, const Address& values, std::uintptr_t weights, int pooling) {
   Call call{};
-  call.batch.lengths = {pointer<const void>(std::get<0>(lengths)), std::get<1>(lengths)};
-  call.batch.values = {pointer<const void>(std::get<0>(values)), std::get<1>(values)};
-  call.batch.weights = pointer<const float>(weights);
-  call.batch.pooling = static_cast<Pooling>(pooling);
+  call.batch = batch_of(lengths, values, weights, pooling);
   call.blocks = op.blocks(call.batch, tables, bags);
   // Sorted entries hold 32-bit numbers of bags and lookups.
   constexpr std::size_t most = std::numeric_limits<std::uint32_t>::max();
@@ -60,13 +64,18 @@ NB_MODULE(_kernels, module) {
   });
 
   bind_products(module);
+  module.def("is_sound", [](const std::vector<std::uint64_t>& row_counts, const std::vector<std::size_t>& bags,
+                            Address lengths, Address values, std::size_t value_count) {
+    const nb::gil_scoped_release release;
+    return is_sound(batch_of(lengths, values, 0, 0), row_counts, bags, value_count);
+  });
 
   nb::class_<Operator>(module, "Operator")
       .def("__init__",
-           [](Operator* self, const std::string& instruction_set, int optimizer) {
+           [](Operator* self, const std::string& instruction_set, int optimizer, unsigned threads) {
              const Kernels* kernels = find_kernels(instruction_set);
              if (kernels == nullptr) throw std::invalid_argument("no instruction set " + instruction_set);
-             new (self) Operator(*kernels, static_cast<Optimizer>(optimizer));
+             new (self) Operator(*kernels, static_cast<Optimizer>(optimizer), threads);
            })
       .def("add",
            [](Operator& self, std::uintptr_t weight, std::uint32_t row_count, std::uint32_t dim, int precision,

@@ -2,12 +2,26 @@
 #include "operator.hpp"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 
+#include "instruction_sets.hpp"
+#include "parallel.hpp"
 #include "sort.hpp"
 
 namespace sennit::kernels {
+
+namespace {
+
+// Lookups that a worker takes at once, where there are several: a subtree's of a long run.
+constexpr std::size_t piece_lookups = chunk_lookups << 7;
+
+std::size_t lookups_of(const std::vector<Block>& blocks) {
+  return blocks.empty() ? 0 : blocks.back().first_lookup + blocks.back().lookup_count;
+}
+
+}  // namespace
 
 void* Scratch::reserve(std::size_t bytes) {
   if (bytes > size_bytes_) {
@@ -23,6 +37,23 @@ void* Scratch::reserve(std::size_t bytes) {
 }
 
 void Scratch::Free::operator()(void* memory) const { std::free(memory); }
+
+bool is_sound(const Batch& batch, const std::vector<std::uint64_t>& row_counts, const std::vector<std::size_t>& bags,
+              std::size_t value_count) {
+  const Kernels& kernels = *available_kernels().front();
+  std::size_t bag = 0, first = 0;
+  for (std::size_t n = 0; n < row_counts.size(); n++) {
+    const std::size_t start = first;
+    for (const std::size_t end = bag + bags[n]; bag < end; bag++) {
+      // A negative one is too long, too.
+      const auto length = static_cast<std::uint64_t>(batch.lengths[bag]);
+      if (length > value_count - first) return false;
+      first += length;
+    }
+    if (!kernels.in_range(batch.values, start, first - start, row_counts[n])) return false;
+  }
+  return first == value_count;
+}
 
 std::vector<Block> Operator::blocks(const Batch& batch, const std::vector<std::uint32_t>& tables,
                                     const std::vector<std::size_t>& bags) const {
@@ -43,76 +74,172 @@ std::vector<Block> Operator::blocks(const Batch& batch, const std::vector<std::u
   return found;
 }
 
+unsigned Operator::workers_for(std::size_t lookups) const {
+  return static_cast<unsigned>(std::min<std::size_t>(threads_, 1 + lookups / piece_lookups));
+}
+
+// Blocks as they are for one thread; for several, cut between bags.
+std::vector<Block> Operator::pieces_of(const Batch& batch, const std::vector<Block>& blocks) const {
+  if (threads_ == 1) return blocks;
+  std::vector<Block> pieces;
+  for (const Block& block : blocks) {
+    Block piece = block;
+    piece.bag_count = piece.lookup_count = 0;
+    for (std::size_t bag = block.first_bag; bag < block.first_bag + block.bag_count; bag++) {
+      piece.bag_count++;
+      piece.lookup_count += batch.lengths[bag];
+      if (piece.lookup_count < piece_lookups) continue;
+      pieces.push_back(piece);
+      const std::size_t vectors = batch.pooling == Pooling::none ? piece.lookup_count : piece.bag_count;
+      piece.first_output += vectors * tables_[block.table].dim;
+      piece.first_bag += piece.bag_count;
+      piece.first_lookup += piece.lookup_count;
+      piece.bag_count = piece.lookup_count = 0;
+    }
+    if (piece.bag_count != 0) pieces.push_back(piece);
+  }
+  return pieces;
+}
+
 void Operator::lookup(const Batch& batch, const std::vector<Block>& blocks, float* output) const {
-  for (const Block& block : blocks) kernels_.lookup(tables_[block.table], batch, block, output + block.first_output);
+  const std::vector<Block> pieces = pieces_of(batch, blocks);
+  parallel_for(workers_for(lookups_of(blocks)), pieces.size(), [&](std::size_t n, unsigned) {
+    kernels_.lookup(tables_[pieces[n].table], batch, pieces[n], output + pieces[n].first_output);
+  });
 }
 
 void Operator::weight_gradient(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
                                float* result) const {
-  for (const Block& block : blocks)
-    kernels_.weight_gradient(tables_[block.table], batch, block, gradient + block.first_output,
-                             result + block.first_lookup);
-}
-
-std::vector<BadTable> Operator::update(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
-                                       const Step& step) {
-  std::vector<BadTable> bad;
-  std::vector<std::vector<Block>> of_table(tables_.size());
-  for (const Block& block : blocks)
-    if (block.lookup_count != 0) of_table[block.table].push_back(block);
-  for (std::uint32_t table = 0; table < tables_.size(); table++) {
-    if (of_table[table].empty()) continue;
-    const BadRows rows = update_table(batch, of_table[table], gradient, step);
-    if (rows.count != 0) bad.push_back({table, rows.count, rows.first});
-  }
-  return bad;
+  const std::vector<Block> pieces = pieces_of(batch, blocks);
+  parallel_for(workers_for(lookups_of(blocks)), pieces.size(), [&](std::size_t n, unsigned) {
+    const Block& piece = pieces[n];
+    kernels_.weight_gradient(tables_[piece.table], batch, piece, gradient + piece.first_output,
+                             result + piece.first_lookup);
+  });
 }
 
 // Keys are numbers of vectors of the gradient within the batch: bags, or lookups of sequences; with weights they are
 // lookups, and a list says which bag each is in.
-BadRows Operator::update_table(const Batch& batch, const std::vector<Block>& own, const float* gradient,
-                               const Step& step) {
-  const Table& table = tables_[own.front().table];
+std::vector<BadTable> Operator::update(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
+                                       const Step& step) {
   const bool is_sequence = batch.pooling == Pooling::none;
-  const auto first_vector = [&](const Block& block) { return is_sequence ? block.first_lookup : block.first_bag; };
-  const auto vector_count = [&](const Block& block) { return is_sequence ? block.lookup_count : block.bag_count; };
-
-  std::size_t lookups = 0;
+  std::vector<Part> parts;
+  std::vector<std::size_t> part_of(tables_.size(), SIZE_MAX);
   std::vector<std::int64_t> shifts;
-  for (const Block& block : own) {
-    lookups += block.lookup_count;
+  bool is_shared = false;
+  for (std::size_t n = 0; n < blocks.size(); n++) {
+    const Block& block = blocks[n];
+    const std::size_t first_vector = is_sequence ? block.first_lookup : block.first_bag;
     shifts.push_back(static_cast<std::int64_t>(block.first_output) -
-                     static_cast<std::int64_t>(first_vector(block) * table.dim));
+                     static_cast<std::int64_t>(first_vector * tables_[block.table].dim));
+    if (block.lookup_count == 0) continue;
+    std::size_t& place = part_of[block.table];
+    if (place == SIZE_MAX) {
+      place = parts.size();
+      parts.push_back({&tables_[block.table], block.table, {}});
+    }
+    parts[place].blocks.push_back(n);
+    parts[place].lookup_count += block.lookup_count;
+    is_shared = is_shared || parts[place].blocks.size() > 1;
   }
+  if (parts.empty()) return {};
+  std::ranges::sort(parts, {}, &Part::number);
+
   Gradients gradients{};
   gradients.gradient = gradient;
-  gradients.dim = table.dim;
   gradients.shifts = shifts.data();
   gradients.weights = batch.weights;
   if (batch.pooling == Pooling::mean) gradients.lengths = batch.lengths;
-  gradients.first_vector = first_vector(own.front());
-  gradients.first_lookup = own.front().first_lookup;
-  if (own.size() > 1) {
-    const std::size_t span = first_vector(own.back()) + vector_count(own.back()) - gradients.first_vector;
-    auto* owners = static_cast<std::uint32_t*>(owners_.reserve(span * sizeof(std::uint32_t)));
-    for (std::uint32_t n = 0; n < own.size(); n++)
-      std::fill_n(owners + (first_vector(own[n]) - gradients.first_vector), vector_count(own[n]), n);
+  const Block& last = blocks.back();
+  if (is_shared) {
+    const std::size_t vectors = is_sequence ? last.first_lookup + last.lookup_count : last.first_bag + last.bag_count;
+    auto* owners = static_cast<std::uint32_t*>(owners_.reserve(vectors * sizeof(std::uint32_t)));
     gradients.block_of = owners;
+    for (std::uint32_t n = 0; n < blocks.size(); n++)
+      owners = std::fill_n(owners, is_sequence ? blocks[n].lookup_count : blocks[n].bag_count, n);
   }
   if (batch.weights != nullptr) {
-    const std::size_t span = own.back().first_lookup + own.back().lookup_count - gradients.first_lookup;
-    auto* bags = static_cast<std::uint32_t*>(bags_.reserve(span * sizeof(std::uint32_t)));
-    for (const Block& block : own) {
-      std::uint32_t* to = bags + (block.first_lookup - gradients.first_lookup);
-      for (std::size_t bag = block.first_bag; bag < block.first_bag + block.bag_count; bag++)
-        to = std::fill_n(to, batch.lengths[bag], static_cast<std::uint32_t>(bag));
-    }
+    auto* bags = static_cast<std::uint32_t*>(bags_.reserve(lookups_of(blocks) * sizeof(std::uint32_t)));
     gradients.bag_of_lookup = bags;
+    for (std::size_t bag = 0; bag < last.first_bag + last.bag_count; bag++)
+      bags = std::fill_n(bags, batch.lengths[bag], static_cast<std::uint32_t>(bag));
   }
 
-  const bool keys_are_lookups = is_sequence || batch.weights != nullptr;
+  // One thread takes one table after the other: less memory, and what is sorted is still in its cache.
+  const std::size_t at_once = threads_ == 1 ? 1 : parts.size();
+  const Call call{batch, blocks, step, gradients};
+  for (std::size_t n = 0; n < parts.size(); n += at_once) take_turn(call, std::span(parts).subspan(n, at_once));
+
+  std::vector<BadTable> bad;
+  for (const Part& part : parts)
+    if (part.bad.count != 0) bad.push_back({part.number, part.bad.count, part.bad.first});
+  return bad;
+}
+
+void Operator::take_turn(const Call& call, std::span<Part> parts) {
+  std::size_t lookups = 0;
+  bool needs_both = false;
+  std::vector<std::size_t> starts;
+  for (const Part& part : parts) {
+    starts.push_back(lookups);
+    lookups += part.lookup_count;
+    needs_both = needs_both || RowSort(part.table->row_count).buffer_count() > 1;
+  }
+  auto* one = static_cast<Entry*>(entries_.reserve(lookups * sizeof(Entry)));
+  auto* other = needs_both ? static_cast<Entry*>(others_.reserve(lookups * sizeof(Entry))) : one;
+  const unsigned workers = workers_for(lookups);
+  parallel_for(workers, parts.size(), [&](std::size_t n, unsigned) {
+    parts[n].sorted = sort(call, parts[n], one + starts[n], other + starts[n]);
+  });
+
+  std::vector<Piece> pieces;
+  std::vector<CutRun> runs;
+  for (Part& part : parts) cut(part, pieces, runs);
+
+  std::size_t stride = 0, levels = 0, cut_pieces = 0;
+  for (const Piece& piece : pieces) {
+    stride = std::max(stride, sum_stride(piece.part->table->dim));
+    levels = std::max(levels, level_count(piece.entries.size()) + 1);
+  }
+  for (const CutRun& run : runs) cut_pieces += run.piece_count;
+  auto* sums = static_cast<float*>(sums_.reserve((workers * levels + cut_pieces) * stride * sizeof(float)));
+  float* sum = sums + workers * levels * stride;
+  for (const CutRun& run : runs)
+    for (std::size_t n = 0; n < run.piece_count; n++, sum += stride) pieces[run.first_piece + n].sum = sum;
+
+  parallel_for(workers, pieces.size(), [&](std::size_t n, unsigned worker) {
+    Piece& piece = pieces[n];
+    const RowUpdate update = job(call, piece, sums + worker * levels * stride);
+    if (piece.sum == nullptr)
+      piece.bad = kernels_.update(update);
+    else
+      std::copy_n(kernels_.sum(update), sum_stride(piece.part->table->dim), piece.sum);
+  });
+
+  for (const CutRun& run : runs) {
+    const std::span<Piece> own = std::span(pieces).subspan(run.first_piece, run.piece_count);
+    const std::size_t columns = sum_stride(own.front().part->table->dim);
+    for (std::size_t width = 1; width < own.size(); width *= 2)
+      for (std::size_t n = 0; n + width < own.size(); n += 2 * width)
+        for (std::size_t column = 0; column < columns; column++) own[n].sum[column] += own[n + width].sum[column];
+    RowUpdate update = job(call, own.front(), sums);
+    update.count = 1;
+    update.known_sum = own.front().sum;
+    own.front().bad = kernels_.update(update);
+  }
+  for (const Piece& piece : pieces) {
+    BadRows& bad = piece.part->bad;
+    if (bad.count == 0) bad.first = piece.bad.first;
+    bad.count += piece.bad.count;
+  }
+}
+
+std::span<const Entry> Operator::sort(const Call& call, const Part& part, Entry* one, Entry* other) const {
+  const Batch& batch = call.batch;
+  const bool keys_are_lookups = batch.pooling == Pooling::none || batch.weights != nullptr;
   const auto each = [&](auto take) {
-    for (const Block& block : own) {
+    for (const std::size_t n : part.blocks) {
+      const Block& block = call.blocks[n];
       std::size_t lookup = block.first_lookup;
       for (std::size_t bag = block.first_bag; bag < block.first_bag + block.bag_count; bag++)
         for (const std::size_t end = lookup + batch.lengths[bag]; lookup < end; lookup++)
@@ -120,14 +247,48 @@ BadRows Operator::update_table(const Batch& batch, const std::vector<Block>& own
             take(static_cast<std::uint32_t>(id), static_cast<std::uint32_t>(keys_are_lookups ? lookup : bag));
     }
   };
-  RowSort sort(table.row_count);
-  auto* one = static_cast<Entry*>(entries_.reserve(lookups * sizeof(Entry)));
-  auto* other = sort.buffer_count() == 1 ? nullptr : static_cast<Entry*>(others_.reserve(lookups * sizeof(Entry)));
-  const std::span<const Entry> sorted = sort(each, one, other);
+  return RowSort(part.table->row_count)(each, one, other);
+}
 
-  const std::size_t sum_bytes = (level_count(sorted.size()) + 1) * sum_stride(table.dim) * sizeof(float);
-  auto* sums = static_cast<float*>(sums_.reserve(sum_bytes));
-  return kernels_.update({&table, optimizer_, &step, sorted.data(), sorted.size(), gradients, sums});
+// Pieces of about piece_lookups that end with a row; runs of more than two are cut within.
+void Operator::cut(Part& part, std::vector<Piece>& pieces, std::vector<CutRun>& runs) const {
+  const std::span<const Entry> all = part.sorted;
+  if (threads_ == 1) {
+    pieces.push_back({&part, all});
+    return;
+  }
+  for (auto at = all.begin(); at != all.end();) {
+    if (all.end() - at <= static_cast<std::ptrdiff_t>(piece_lookups)) {
+      pieces.push_back({&part, {at, all.end()}});
+      return;
+    }
+    const auto run = std::ranges::equal_range(at, all.end(), at[piece_lookups].row(), {}, &Entry::row);
+    if (run.size() <= 2 * piece_lookups) {
+      pieces.push_back({&part, {at, run.end()}});
+    } else {
+      if (at != run.begin()) pieces.push_back({&part, {at, run.begin()}});
+      const std::size_t first = pieces.size();
+      for (auto from = run.begin(); from != run.end();) {
+        const auto rest = run.end() - from;
+        const auto to = from + std::min(rest, static_cast<std::ptrdiff_t>(piece_lookups));
+        pieces.push_back({&part, {from, to}});
+        from = to;
+      }
+      runs.push_back({first, pieces.size() - first});
+    }
+    at = run.end();
+  }
+}
+
+RowUpdate Operator::job(const Call& call, const Piece& piece, float* sums) const {
+  const Part& part = *piece.part;
+  Gradients gradients = call.gradients;
+  gradients.dim = part.table->dim;
+  if (part.blocks.size() == 1) {
+    gradients.block_of = nullptr;
+    gradients.shifts += part.blocks.front();
+  }
+  return {part.table, optimizer_, &call.step, piece.entries.data(), piece.entries.size(), gradients, sums};
 }
 
 }  // namespace sennit::kernels

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "job.hpp"
@@ -30,10 +31,18 @@ struct BadTable {
   std::uint32_t first_row;
 };
 
+// Whether lengths are 0 or more and count `value_count` values, and all ids are in [0, row_count) of their block.
+bool is_sound(const Batch& batch, const std::vector<std::uint64_t>& row_counts, const std::vector<std::size_t>& bags,
+              std::size_t value_count);
+
 // Batches are checked by the caller: lengths count the values, ids are below their table's row_count.
+//
+// With several threads tables are sorted side by side, and then updated in pieces: whole rows, or parts of a row's run
+// that are subtrees of its tree, so that results do not depend on how many there are.
 class Operator {
  public:
-  Operator(const Kernels& kernels, Optimizer optimizer) : kernels_(kernels), optimizer_(optimizer) {}
+  Operator(const Kernels& kernels, Optimizer optimizer, unsigned threads = 1)
+      : kernels_(kernels), optimizer_(optimizer), threads_(threads) {}
 
   void add(const Table& table) { tables_.push_back(table); }
   std::size_t table_count() const { return tables_.size(); }
@@ -56,10 +65,43 @@ class Operator {
   }
 
  private:
-  BadRows update_table(const Batch& batch, const std::vector<Block>& own, const float* gradient, const Step& step);
+  struct Call {
+    const Batch& batch;
+    const std::vector<Block>& blocks;
+    const Step& step;
+    Gradients gradients;  // With the shifts of all blocks.
+  };
+  // A table that a call updates, and its blocks.
+  struct Part {
+    const Table* table;
+    std::uint32_t number;
+    std::vector<std::size_t> blocks;
+    std::size_t lookup_count = 0;
+    std::span<const Entry> sorted{};
+    BadRows bad{};
+  };
+  // Entries of one part that a worker takes at once: whole rows, or some of a run, whose sum goes to `sum`.
+  struct Piece {
+    Part* part;
+    std::span<const Entry> entries;
+    float* sum = nullptr;
+    BadRows bad{};
+  };
+  // A run that lies in several pieces.
+  struct CutRun {
+    std::size_t first_piece, piece_count;
+  };
+
+  std::vector<Block> pieces_of(const Batch& batch, const std::vector<Block>& blocks) const;
+  unsigned workers_for(std::size_t lookups) const;
+  void take_turn(const Call& call, std::span<Part> parts);
+  std::span<const Entry> sort(const Call& call, const Part& part, Entry* one, Entry* other) const;
+  void cut(Part& part, std::vector<Piece>& pieces, std::vector<CutRun>& runs) const;
+  RowUpdate job(const Call& call, const Piece& piece, float* sums) const;
 
   const Kernels& kernels_;
   Optimizer optimizer_;
+  unsigned threads_;
   std::vector<Table> tables_;
   Scratch entries_, others_, bags_, owners_, sums_;
 };

@@ -27,7 +27,7 @@ std::size_t runs_of(const std::int64_t* keys, std::size_t members, std::uint32_t
     };
     std::fill_n(runs.places, members, -1);
     Entry* other = scratch.data() + members * (sort.buffer_count() - 1);
-    for (const Entry& entry : sort(each, scratch.data(), other)) append(entry.row, entry.key);
+    for (const Entry& entry : sort(each, scratch.data(), other)) append(entry.row(), entry.key());
   }
   runs.starts[count] = static_cast<std::int64_t>(kept);
   return count;

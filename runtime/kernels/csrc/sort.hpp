@@ -49,7 +49,7 @@ class RowSort {
     each([&](std::uint32_t row, std::uint32_t key) { one[places_[0][row & mask]++] = {row, key}; });
     for (int pass = 1; pass < passes_; pass++) {
       const int shift = pass * digit_bits_;
-      for (std::size_t at = 0; at < count; at++) other[places_[pass][one[at].row >> shift & mask]++] = one[at];
+      for (std::size_t at = 0; at < count; at++) other[places_[pass][one[at].row() >> shift & mask]++] = one[at];
       std::swap(one, other);
     }
     return {one, count};

@@ -12,11 +12,11 @@ constexpr std::size_t update_ahead = 16;
 
 // Which vector of the gradient a key is for.
 SENNIT_INLINE std::size_t vector_of(const Gradients& gradients, std::uint32_t key) {
-  return gradients.bag_of_lookup == nullptr ? key : gradients.bag_of_lookup[key - gradients.first_lookup];
+  return gradients.bag_of_lookup == nullptr ? key : gradients.bag_of_lookup[key];
 }
 
 SENNIT_INLINE const float* gradient_of(const Gradients& gradients, std::size_t vector) {
-  const std::uint32_t block = gradients.block_of == nullptr ? 0 : gradients.block_of[vector - gradients.first_vector];
+  const std::uint32_t block = gradients.block_of == nullptr ? 0 : gradients.block_of[vector];
   return gradients.gradient + (static_cast<std::int64_t>(vector * gradients.dim) + gradients.shifts[block]);
 }
 
@@ -40,12 +40,12 @@ SENNIT_INLINE void fold_tile(const Gradients& gradients, const Part& chunk, std:
   const Entry* const end = chunk.entries + chunk.count;
   for (const Entry* entry = chunk.entries; entry < end; entry++) {
     if (chunk.all_end - entry > static_cast<std::ptrdiff_t>(update_ahead)) {
-      const float* next = gradient_of(gradients, vector_of(gradients, entry[update_ahead].key)) + column;
+      const float* next = gradient_of(gradients, vector_of(gradients, entry[update_ahead].key())) + column;
       for (std::size_t v = 0; v < vectors; v++) __builtin_prefetch(next + v * lanes);
     }
-    const std::size_t vector = vector_of(gradients, entry->key);
+    const std::size_t vector = vector_of(gradients, entry->key());
     const float* g = gradient_of(gradients, vector) + column;
-    const float factor = has_factors ? factor_of(gradients, entry->key, vector) : 1.0f;
+    const float factor = has_factors ? factor_of(gradients, entry->key(), vector) : 1.0f;
     for (std::size_t v = 0; v < vectors; v++) {
       const Floats x = load(g + v * lanes, v + 1 < vectors ? lanes : last);
       sums[v] = has_factors ? sums[v] + factor * x : sums[v] + x;
@@ -262,13 +262,13 @@ BadRows update_with(const RowUpdate& update) {
   BadRows bad;
   std::size_t fetched = 0;
   for (std::size_t first = 0, end; first < update.count; first = end) {
-    const std::uint32_t row = entries[first].row;
-    for (end = first + 1; end < update.count && entries[end].row == row; end++) {
+    const std::uint32_t row = entries[first].row();
+    for (end = first + 1; end < update.count && entries[end].row() == row; end++) {
     }
     const std::size_t until = end + update_ahead < update.count ? end + update_ahead : update.count;
     for (; fetched < until; fetched++)
-      if (fetched == 0 || entries[fetched].row != entries[fetched - 1].row)
-        prefetch_row<optimizer, precision, fixed>(*update.table, entries[fetched].row);
+      if (fetched == 0 || entries[fetched].row() != entries[fetched - 1].row())
+        prefetch_row<optimizer, precision, fixed>(*update.table, entries[fetched].row());
     const Row<optimizer, precision, fixed> place(update, row);
     bool finite = true;
     if constexpr (fixed != 0) {
@@ -282,7 +282,9 @@ BadRows update_with(const RowUpdate& update) {
       finite = all_finite(sum);
       if (finite) place.apply(sum);
     } else {
-      auto* sum = reinterpret_cast<Floats*>(sum_run<has_factors>(update, entries + first, end - first));
+      float* const found =
+          update.known_sum != nullptr ? update.known_sum : sum_run<has_factors>(update, entries + first, end - first);
+      auto* sum = reinterpret_cast<Floats*>(found);
       for (std::size_t v = 0; v < place.vectors; v++) finite = finite && !any(not_finite(sum[v]));
       if (finite) place.apply(sum);
     }
@@ -291,15 +293,24 @@ BadRows update_with(const RowUpdate& update) {
   return bad;
 }
 
+inline bool has_factors(const Gradients& gradients) {
+  return gradients.weights != nullptr || gradients.lengths.data != nullptr;
+}
+
+inline float* sum(const RowUpdate& update) {
+  return has_factors(update.gradients) ? sum_run<true>(update, update.entries, update.count)
+                                       : sum_run<false>(update, update.entries, update.count);
+}
+
 template <Optimizer optimizer, Precision precision, std::size_t fixed>
 BadRows update_sized(const RowUpdate& update) {
-  const bool has_factors = update.gradients.weights != nullptr || update.gradients.lengths.data != nullptr;
-  return has_factors ? update_with<optimizer, precision, fixed, true>(update)
-                     : update_with<optimizer, precision, fixed, false>(update);
+  return has_factors(update.gradients) ? update_with<optimizer, precision, fixed, true>(update)
+                                       : update_with<optimizer, precision, fixed, false>(update);
 }
 
 template <Optimizer optimizer, Precision precision>
 BadRows update_in(const RowUpdate& update) {
+  if (update.known_sum != nullptr) return update_sized<optimizer, precision, 0>(update);
   switch (update.table->dim) {
     case 16:
       return update_sized<optimizer, precision, 1>(update);

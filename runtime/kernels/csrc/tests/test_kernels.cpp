@@ -3,6 +3,7 @@
 // is read or written, and all make the same bits. What the bits are is for the test table in tests/runtime.
 #include <doctest/doctest.h>
 
+#include <cstdint>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -137,4 +138,40 @@ TEST_CASE("scratch is at most 24 bytes a lookup, beside one vector a level") {
   const std::size_t vectors = (level_count(values.size()) + 1) * sum_stride(4) * sizeof(float);
   CHECK(op.scratch_bytes() > 0);
   CHECK(op.scratch_bytes() <= 24 * values.size() + vectors + 5 * 64);
+}
+
+TEST_CASE("an id out of range is found wherever it is") {
+  for (const Kernels* kernels : available_kernels()) {
+    for (const std::size_t count : {1, 2, 15, 16, 17, 100}) {
+      std::vector<std::int32_t> narrow(count, 9);
+      std::vector<std::int64_t> wide(count, 9);
+      CHECK(kernels->in_range({narrow.data(), false}, 0, count, 10));
+      CHECK(kernels->in_range({wide.data(), true}, 0, count, 10));
+      for (std::size_t place = 0; place < count; place++)
+        for (const std::int32_t id : {-1, 10, INT32_MAX, INT32_MIN}) {
+          narrow[place] = id;
+          wide[place] = id;
+          CHECK(!kernels->in_range({narrow.data(), false}, 0, count, 10));
+          CHECK(!kernels->in_range({wide.data(), true}, 0, count, 10));
+          CHECK(!kernels->in_range({narrow.data(), false}, 0, count, 0xffffffffu) == (id < 0));
+          CHECK(kernels->in_range({wide.data(), true}, place + 1, count - place - 1, 10));
+          narrow[place] = 9;
+          wide[place] = 9;
+        }
+    }
+    CHECK(kernels->in_range({nullptr, true}, 0, 0, 0));
+  }
+}
+
+TEST_CASE("lengths have to count the ids") {
+  const std::vector<std::int64_t> values{0, 1, 2, 3, 4};
+  const auto sound = [&](std::vector<std::int64_t> lengths, std::size_t count) {
+    return is_sound({{lengths.data(), true}, {values.data(), true}, nullptr, Pooling::sum}, {5, 5}, {1, 2}, count);
+  };
+  CHECK(sound({2, 3, 0}, 5));
+  CHECK(!sound({2, 3, 0}, 4));
+  CHECK(!sound({2, 2, 0}, 5));
+  CHECK(!sound({2, -1, 4}, 5));
+  CHECK(!sound({2, INT64_MAX, INT64_MIN}, 5));
+  CHECK(!sound({-1, 3, 3}, 5));
 }

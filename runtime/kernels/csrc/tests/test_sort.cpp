@@ -19,18 +19,19 @@ TEST_CASE("a radix sort is the stable sort by row, at every number of rows that 
       for (std::uint32_t key = 0; key < count; key++)
         given[key] = {static_cast<std::uint32_t>(random() % std::min(row_count, 300u)), key};
       // The highest row too, so that all digits are used.
-      if (count > 2) given[1].row = given[count / 2].row = row_count - 1;
+      if (count > 2)
+        for (const std::size_t place : {std::size_t{1}, count / 2}) given[place] = {row_count - 1, given[place].key()};
       RowSort sort(row_count);
       REQUIRE(sort.buffer_count() == (row_count > 512 ? 2 : 1));
       const auto sorted = sort(
           [&](auto take) {
-            for (const Entry& entry : given) take(entry.row, entry.key);
+            for (const Entry& entry : given) take(entry.row(), entry.key());
           },
           one.data(), sort.buffer_count() == 2 ? other.data() : nullptr);
-      std::stable_sort(given.begin(), given.end(), [](const Entry& a, const Entry& b) { return a.row < b.row; });
+      std::stable_sort(given.begin(), given.end(), [](const Entry& a, const Entry& b) { return a.row() < b.row(); });
       REQUIRE(sorted.size() == count);
       CHECK(std::equal(sorted.begin(), sorted.end(), given.begin(),
-                       [](const Entry& a, const Entry& b) { return a.row == b.row && a.key == b.key; }));
+                       [](const Entry& a, const Entry& b) { return a.row() == b.row() && a.key() == b.key(); }));
     }
   }
 }

@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+// Jobs shared among threads that live as long as the jobs: nothing is left that waits, or that a fork would lose.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+namespace sennit::kernels {
+
+// job(n, worker) for each n below `count`, on up to `threads` threads, the caller's among them. `worker` is below
+// `threads`, and no two jobs run at once that have the same. Jobs start in the order of n. They must not throw.
+template <typename Job>
+void parallel_for(unsigned threads, std::size_t count, Job job) {
+  std::atomic<std::size_t> next{0};
+  const auto work = [&](unsigned worker) {
+    for (std::size_t n; (n = next.fetch_add(1, std::memory_order_relaxed)) < count;) job(n, worker);
+  };
+  std::vector<std::jthread> others;
+  try {
+    for (unsigned worker = 1; worker < threads && worker < count; worker++) others.emplace_back(work, worker);
+  } catch (const std::system_error&) {
+    // No more threads to be had: those that there are do the work.
+  }
+  work(0);
+}
+
+}  // namespace sennit::kernels
