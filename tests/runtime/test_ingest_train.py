@@ -70,7 +70,8 @@ def report(path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path, port: int) -> None:
-    """Checkpoint in the second epoch; the rest is fed to another run, which begins with a later batch."""
+    """Checkpoint in the second epoch; the rest is fed to another run, which begins with a later batch and takes each
+    one ahead, since its tables are on a file."""
     memory, fed, rest = tmp_path / "memory.json", tmp_path / "fed.json", tmp_path / "rest.json"
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "11"]
     done = train(*MEMORY, "--ranks", "2", "--json", str(memory))
@@ -91,7 +92,8 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
 
     (tmp_path / "saved" / "step-000000016").rename(tmp_path / "lost")
     with feeder(port):
-        done = train(*target, *saved, "--resume", "--json", str(rest))
+        stored = ["--table-store", str(tmp_path / "rows"), "--table-memory", "256KiB"]
+        done = train(*target, *saved, *stored, "--resume", "--json", str(rest))
         assert done.returncode == 0, done.stderr
     assert report(rest)["steps"] == {"first": 11, "last": 16}
     assert report(rest)["ingest"]["records"] == 5 * 64 + 60
