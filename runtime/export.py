@@ -42,7 +42,7 @@ def export_int8(folder: Path, output: Path) -> Exported:
 
     `folder` is a checkpoint, or has checkpoints, of which the newest is taken. Takes memory for the largest table and
     all rows in 8 bits. Raises `ConfigError`, `CheckpointError`, `ArgumentError` (a weight that is not finite),
-    `DeviceError` (the disk is full); `output` is whole or as it was.
+    `DeviceError` (the disk is full); `output` is whole or as it was. Tensor trains are a `ConfigError`, too.
     """
     source = folder if (folder / ".metadata").is_file() else checkpoint.latest(folder)
     if source is None:
@@ -50,7 +50,15 @@ def export_int8(folder: Path, output: Path) -> Exported:
     tables: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
     before_bytes = 0
-    for key, about in sorted(FileSystemReader(source).read_metadata().state_dict_metadata.items()):
+    found = FileSystemReader(source).read_metadata().state_dict_metadata
+    for key in sorted(found):
+        train = key.removeprefix(_TABLE).removesuffix(".core1")
+        if {f"{_TABLE}{train}.core{number}" for number in (1, 2, 3)} <= found.keys():
+            raise ConfigError(
+                f"{source}: table {train} is a tensor train; allowed: tables with rows of their own "
+                "(sennit.runtime.kernels: EmbeddingEngine.materialise makes them)"
+            )
+    for key, about in sorted(found.items()):
         if not isinstance(about, TensorStorageMetadata) or not key.startswith((_TABLE, _DENSE)):
             continue
         state: dict[str, Any] = {key: torch.empty(about.size, dtype=about.properties.dtype)}

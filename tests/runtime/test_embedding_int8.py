@@ -130,6 +130,14 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     assert "error: " in done.output
 
 
+def test_tensor_trains_are_refused_by_name(kept_world: Any, seed: int, tmp_path: Path) -> None:
+    arguments = {"seed": seed, "folder": str(tmp_path), "before": 1, "after": 0, "tensor_train": "10:2"}
+    kept_world(1).run("training_cases.py", "save_then_train_on", **arguments)
+    with pytest.raises(ConfigError, match="table hour is a tensor train; allowed: tables with rows of their own"):
+        export_int8(tmp_path, tmp_path / "rows.pt")
+    assert not (tmp_path / "rows.pt").exists()
+
+
 def test_a_full_disk_leaves_no_half_file(kept_world: Any, seed: int, tmp_path: Path) -> None:
     kept_world(1).run("training_cases.py", "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
     (tmp_path / "out.partial").symlink_to("/dev/full")
