@@ -12,7 +12,8 @@ import torch
 
 from sennit.runtime.dlrm.embedding import ROW_WISE_ADAGRAD, embedding_engine, table_specs
 from sennit.runtime.dlrm.sharding import Table
-from sennit.runtime.dlrm.stored import InitialRows
+from sennit.runtime.dlrm.stored import InitialRows, lines_in
+from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
 from sennit.runtime.memory.store import ROWS_AT_ONCE
 from sennit.runtime.memory.tiered import layout_of
 
@@ -47,6 +48,18 @@ def test_checkpoints_are_the_same_from_a_file_and_from_memory(
     read = world.run(CASES, "resume_and_go_on", folder=place[reader_is_stored], **arguments)
     assert read == written
     assert not list(folder.iterdir())
+
+
+def test_memory_is_not_exceeded_and_no_more_is_taken_than_helps() -> None:
+    layout = layout_of(table_specs([Table(name="ads", row_count=10_000, mean_length=1)], dim=15), ROW_WISE_ADAGRAD)
+    line_bytes, locations_bytes = 64 + NOTE_BYTES, 10_000 * LOCATION_BYTES
+    for memory_bytes in (50_000, 123_456, 800_000):
+        lines, spares = lines_in(memory_bytes, layout)
+        taken = (lines + spares) * line_bytes + locations_bytes
+        assert memory_bytes - line_bytes < taken <= memory_bytes
+        assert lines % WAYS == 0
+        assert spares >= (lines + spares) // 16
+    assert sum(lines_in(1 << 40, layout)) == 20_000
 
 
 def test_initial_rows_are_those_in_memory_however_they_are_cut() -> None:
