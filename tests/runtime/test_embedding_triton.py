@@ -17,7 +17,7 @@ from sennit.runtime.seeds import torch_stream
 
 pytest.importorskip("triton")
 
-from sennit.runtime.kernels import triton_operator
+from sennit.runtime.kernels import triton_operator, triton_products
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.layout import TableMemory, allocate
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
@@ -43,7 +43,8 @@ def test_kernels_compile_for_an_h100_to_exact_instructions(tmp_path: Path) -> No
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
     )
     found = {path.stem: path.read_text() for path in tmp_path.glob("*.ptx")}
-    kernels = {name for name, value in vars(triton_operator).items() if name.endswith("_kernel")}
+    launched = vars(triton_operator) | vars(triton_products)
+    kernels = {name for name in launched if name.endswith("_kernel")}
     assert {name.rpartition("-")[0] for name in found} == kernels
     for name, ptx in found.items():
         assert not INEXACT.findall(ptx), name

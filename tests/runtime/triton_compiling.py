@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, KernelParam, mangle_type
 
-from sennit.runtime.kernels import triton_operator
+from sennit.runtime.kernels import triton_operator, triton_products
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
@@ -90,10 +90,21 @@ def cases() -> list[tuple[tuple[TableSpec, ...], OptimizerSpec, Pooling, bool]]:
     ]
 
 
+def fold() -> None:
+    """The folds of tensor-train tables: one member an item, and runs of members, the left matrices transposed."""
+    numbers = torch.zeros(64, dtype=torch.int64)
+    left, right = torch.zeros(10, 4, 16), torch.zeros(10, 16, 32)
+    triton_products.fold_products(left, numbers, right, numbers, None)
+    left = torch.zeros(10, 16, 4).transpose(1, 2)
+    triton_products.fold_products(left, numbers, right, numbers, torch.tensor([0, 5, 64]))
+
+
 def main(folder: Path) -> None:
-    for name, value in list(vars(triton_operator).items()):
-        if isinstance(value, JITFunction):
-            setattr(triton_operator, name, Compiler(value, folder))
+    for module in (triton_operator, triton_products):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                setattr(module, name, Compiler(value, folder))
+    fold()
     triton_operator.tiles_for = lambda width, device: triton_operator.tiles_of_gpu(width, MULTIPROCESSORS)
     operator = object.__new__(triton_operator.TritonOperator)  # it would ask for a device
     for specs, optimizer, pooling, weighted in cases():
