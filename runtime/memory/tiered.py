@@ -19,6 +19,7 @@ from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Precision, Rounding, TableSpec
 from sennit.runtime.memory.cache import CachedBatch, RowCache
 from sennit.runtime.memory.layout import RowPart, StoredTable, StoreLayout
+from sennit.runtime.memory.narrow import widened
 from sennit.runtime.memory.store import RowStore
 from sennit.transport.errors import ArgumentError, ConfigError
 
@@ -57,7 +58,8 @@ class TieredTables:
     """As `EmbeddingEngine`, but batches are named one step ahead: `prefetch`, `lookup`, `update`. Not thread-safe.
 
     The results are those of the engine in memory, bit for bit. Rows of all tables are in one cache: to the engine, each
-    table is all of its lines, and knows which of its rows a line has.
+    table is all of its lines, and knows which of its rows a line has. With a cache of float32 before tables of fp16 or
+    bf16 it is otherwise: rows are rounded not by each update, but when they are written back (`narrow.widened`).
     """
 
     def __init__(
@@ -72,22 +74,34 @@ class TieredTables:
         implementation_name: str = "native",
         rounding: Rounding = Rounding.STOCHASTIC,
         seed: int = 0,
+        cache_precision: Precision | None = None,
+        step: int = 0,
     ) -> None:
         """`store` has the layout `layout_of(tables, optimizer)`. Ids out of range raise before any row is read.
 
         `implementation_name`, `rounding` and `seed` as of `EmbeddingEngine`; of the implementations, those for the CPU.
+        `cache_precision`: of the rows in the cache, None: as in the store. `step`: steps taken before, the tag of a
+        store that was opened again.
         """
         if implementation_name == "triton":
             raise ConfigError("implementation 'triton' over a cache in memory; allowed: those for the CPU")
         layout = layout_of(tables, optimizer)
         if store.layout != layout:
             raise ConfigError("the store has other tables or parts than layout_of(tables, optimizer)")
+        stored = tables[0].precision
+        precision = cache_precision or stored
+        if precision not in {stored, Precision.FP32}:
+            raise ConfigError(f"a cache of {precision.name} before tables of {stored.name}; allowed: the same, or FP32")
+        self._widened: RowStore | None = None
+        if precision is not stored:
+            store = self._widened = widened(store, tables, rounding=rounding, seed=seed, write_backs=step)
         self.specs = tuple(tables)
         total = line_count + spare_count
-        whole = allocate(replace(tables[0], row_count=total), optimizer, torch.device("cpu"))
+        whole = allocate(replace(tables[0], row_count=total, precision=precision), optimizer, torch.device("cpu"))
         self._row_numbers = torch.zeros(total, dtype=torch.int64)
         memory = [
-            replace(whole, spec=replace(spec, row_count=total), row_numbers=self._row_numbers) for spec in self.specs
+            replace(whole, spec=replace(spec, row_count=total, precision=precision), row_numbers=self._row_numbers)
+            for spec in self.specs
         ]
         self.engine = EmbeddingEngine(
             [part.spec for part in memory],
@@ -97,6 +111,7 @@ class TieredTables:
             seed=seed,
             memory=memory,
         )
+        self.engine.step = step
         weight = whole.weight.view(torch.uint16) if whole.weight.dtype is torch.bfloat16 else whole.weight
         arrays = {"weight": weight, **{name: state.view(total, -1) for name, state in whole.states.items()}}
         self.cache = RowCache(
@@ -145,6 +160,8 @@ class TieredTables:
     def close(self) -> None:
         """Changed rows that were not flushed are given up."""
         self.cache.close()
+        if self._widened is not None:
+            self._widened.close()
 
     def __enter__(self) -> Self:
         return self

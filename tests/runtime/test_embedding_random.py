@@ -78,11 +78,11 @@ def cases(draw: st.DrawFn, *, most_lookups: int) -> Case:
     )
 
 
-def differing(case: Case, names: tuple[str, ...]) -> list[str]:
+def differing(case: Case, names: tuple[str, ...], *, threads: int) -> list[str]:
     """What implementations make of a case that the reference makes otherwise."""
     wanted, wrong = run(case, "reference"), []
     for name in names:
-        found = run(case, name)
+        found = run(case, name, threads=threads)
         assert found.keys() == wanted.keys()
         wrong += [f"{name}: {part}" for part, tensor in wanted.items() if not same_bits(found[part], tensor)]
     return wrong
@@ -102,8 +102,9 @@ def available(names: tuple[str, ...]) -> tuple[str, ...]:
 @settings(max_examples=150)
 @given(case=cases(most_lookups=1200))
 def test_any_case_makes_the_bits_of_the_reference(case: Case) -> None:
-    """Natively, with each instruction set that this processor has."""
-    assert not differing(case, available(NATIVE))
+    """Natively, with each instruction set that this processor has, and with several threads."""
+    assert not differing(case, available(NATIVE), threads=1)
+    assert not differing(case, ("native",), threads=3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the whole test table")
@@ -113,4 +114,4 @@ def test_any_case_makes_the_bits_of_the_reference_in_triton(case: Case) -> None:
     if not available(("triton",)):
         pytest.skip("no Triton here")
     with np.errstate(all="ignore"):  # its interpreter counts in numpy, which warns of infinities
-        assert not differing(case, ("triton",))
+        assert not differing(case, ("triton",), threads=1)

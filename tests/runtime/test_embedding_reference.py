@@ -61,6 +61,10 @@ ORACLES: dict[str, tuple[OptimizerSpec, Made]] = {
         OptimizerSpec(kind=Optimizer.ADAGRAD, epsilon=1e-6),
         lambda p: torch.optim.Adagrad([p], lr=0.1, eps=1e-6),
     ),
+    "adagrad, decay": (
+        OptimizerSpec(kind=Optimizer.ADAGRAD, epsilon=1e-6, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad([p], lr=0.1, eps=1e-6, weight_decay=0.1),
+    ),
     "adam": (OptimizerSpec(kind=Optimizer.ADAM), lambda p: torch.optim.Adam([p], lr=0.1, eps=1e-8)),
     "adam, decay": (
         OptimizerSpec(kind=Optimizer.ADAM, weight_decay=0.1),
@@ -139,6 +143,22 @@ def test_row_wise_optimizers_equal_their_definitions_in_float64(kind: Optimizer,
         u = m / (1 - 0.9**step) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
         w -= 0.1 * u * (w.norm(dim=1, keepdim=True) / u.norm(dim=1, keepdim=True) if kind is Optimizer.LAMB else 1)
     torch.testing.assert_close(engine.weight("t").to(torch.float64), w, rtol=1e-4, atol=1e-5)
+
+
+def test_clipping_acts_on_the_summed_gradient_of_each_row() -> None:
+    """By value, then by norm; a row that is below both stays as it is."""
+    spec = OptimizerSpec(kind=Optimizer.SGD, max_gradient=4.0, max_gradient_norm=5.0)
+    engine = EmbeddingEngine([TableSpec(name="t", row_count=3, dim=2)], spec, implementation_name="reference")
+    batch = Batch(
+        table_of_block=(0,),
+        bags_of_block=(4,),
+        lengths=torch.ones(4, dtype=torch.int32),
+        values=torch.tensor([0, 2, 0, 1]),
+    )
+    # Row 0 gets (3, 1) + (6, 2) = (9, 3), by value (4, 3), whose norm is 5; row 1 (-8, 8), (-4, 4), and less by norm.
+    engine.update(batch, torch.tensor([3.0, 1.0, 0.5, -0.5, 6.0, 2.0, -8.0, 8.0]), rate=1.0)
+    expected = torch.tensor([[-4.0, -3.0], [5 / 2**0.5, -5 / 2**0.5], [-0.5, 0.5]])
+    torch.testing.assert_close(engine.weight("t"), expected)
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 97, 160, 161, 1000])

@@ -133,6 +133,9 @@ struct Kernels {
   float* (*sum)(const RowUpdate&);
   // Whether all ids are in [0, row_count).
   bool (*in_range)(const Integers& values, std::size_t first, std::size_t count, std::uint64_t row_count);
+  // The weights of a row of fp16 or bf16, from float32 and to it.
+  void (*narrow_row)(const Table&, const Step&, std::uint32_t row, const float* from, std::byte* to);
+  void (*widen_row)(const Table&, const std::byte* from, float* to);
 };
 
 }  // namespace sennit::kernels

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Compiled once for each instruction set: SENNIT_ISA is its name, and the namespace of all that is in the headers.
+#include "convert.hpp"
 #include "lookup.hpp"
 #include "update.hpp"
 
@@ -9,6 +10,6 @@
 namespace sennit::kernels::SENNIT_ISA {
 
 extern const Kernels kernels;
-const Kernels kernels{SENNIT_TEXT(SENNIT_ISA), lookup, weight_gradient, update, sum, in_range};
+const Kernels kernels{SENNIT_TEXT(SENNIT_ISA), lookup, weight_gradient, update, sum, in_range, narrow_row, widen_row};
 
 }  // namespace sennit::kernels::SENNIT_ISA

@@ -16,6 +16,7 @@
 #include "batch_queue.hpp"
 #include "dram_store.hpp"
 #include "file_store.hpp"
+#include "narrow_store.hpp"
 #include "simulated_disk.hpp"
 #include "store_error.hpp"
 
@@ -89,12 +90,21 @@ std::unique_ptr<Device> simulated(const std::shared_ptr<SimulatedDisk>& disk) {
 struct Store {
   std::vector<std::size_t> row_bytes;
   std::uint64_t row_count = 0;
+  std::shared_ptr<Store> below;  // of a NarrowStore
   std::unique_ptr<RowStore> rows;
   std::vector<Bytes> memory;  // of a DramStore
   FileStore* file = nullptr;
   bool is_direct = false;
   std::string note;
   bool has_cache = false;
+
+  void close() {
+    rows.reset();
+    file = nullptr;
+    if (below) below->has_cache = false;
+    below.reset();
+  }
+  ~Store() { close(); }
 };
 
 std::shared_ptr<Store> wrap(std::unique_ptr<FileStore> file) {
@@ -207,8 +217,7 @@ void bind_stores(nb::module_& module) {
       .def("close",
            [](Store& store) {
              if (store.has_cache) throw StoreError(Fault::ARGUMENT, "the store is used by a cache: close that first");
-             store.file = nullptr;
-             store.rows.reset();
+             store.close();
            })
       .def_ro("row_count", &Store::row_count)
       .def_ro("is_direct", &Store::is_direct)
@@ -280,7 +289,40 @@ void bind_stores(nb::module_& module) {
       "parts"_a, "row_count"_a);
 }
 
+// Tables as (rows, first global row, stream), for random numbers.
+using Streams = std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint32_t>>;
+
+std::shared_ptr<Store> narrow_store(const std::shared_ptr<Store>& below, const Streams& streams, std::uint32_t dim,
+                                    bool is_bf16, bool is_stochastic, std::uint64_t seed, std::uint64_t number) {
+  if (below->row_bytes.empty() || below->row_bytes[0] != dim * sizeof(std::uint16_t))
+    throw StoreError(Fault::ARGUMENT, "weights are not " + std::to_string(dim) + " numbers of 16 bits");
+  std::vector<kernels::Table> tables;
+  std::uint64_t row_count = 0;
+  for (const auto& [rows, first_row, stream] : streams) {
+    const auto precision = is_bf16 ? kernels::Precision::bf16 : kernels::Precision::fp16;
+    tables.push_back({nullptr, rows, dim, precision, first_row, stream, {nullptr, nullptr}});
+    row_count += rows;
+  }
+  if (row_count != below->row_count)
+    throw StoreError(Fault::ARGUMENT,
+                     std::to_string(row_count) + " rows of tables over a store of " + std::to_string(below->row_count));
+  auto store = std::make_shared<Store>();
+  store->rows = std::make_unique<NarrowStore>(rows_of(*below), std::move(tables), is_stochastic, seed, number);
+  store->row_bytes = below->row_bytes;
+  store->row_bytes[0] = dim * sizeof(float);
+  store->row_count = row_count;
+  store->file = below->file;
+  store->is_direct = below->is_direct;
+  store->note = below->note;
+  store->below = below;
+  below->has_cache = true;
+  return store;
+}
+
 void bind_cache(nb::module_& module) {
+  module.def("narrow_store", &narrow_store, "below"_a, "tables"_a, "dim"_a, "is_bf16"_a, "is_stochastic"_a, "seed"_a,
+             "number"_a);
+
   nb::class_<BatchHandle>(module, "Batch");
   nb::class_<Cache>(module, "Cache")
       .def(nb::init<std::shared_ptr<Store>, std::vector<Bytes>, std::uint64_t, std::uint64_t, bool>(), "store"_a,
