@@ -181,6 +181,21 @@ def test_bits_do_not_depend_on_other_tables_or_the_placement(seed: int) -> None:
         assert torch.equal(left, right)
 
 
+def test_threads_change_no_bit(seed: int) -> None:
+    """Of the operator that pools rows, sums their gradients and updates slices."""
+    spec = TensorTrainSpec(name="t", **SHAPES[3])
+    found = []
+    for threads in (1, 3):
+        engine = engine_of(spec, seed=seed, threads=threads, optimizer=OptimizerSpec(kind=Optimizer.ADAM))
+        generator = torch_stream(seed, "threads")
+        for _ in range(2):
+            # Long runs of one id and of one slice, which threads share.
+            ids = (torch.rand(20_000, generator=generator) ** 6 * spec.row_count).to(torch.int64)
+            engine.update(lookups(ids), torch.randn(len(ids) * spec.dim, generator=generator), rate=0.01)
+        found.append([engine.lookup(lookups(torch.arange(spec.row_count))), *cores_of(engine, "t")])
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
 def test_autograd_and_compile_take_the_step_of_the_engine(seed: int) -> None:
     spec = TensorTrainSpec(name="t", **SHAPES[0])
     plain = TableSpec(name="v", row_count=7, dim=3)
