@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import statistics
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,16 @@ class Report:
 
 
 def run(folder: Path, load: Load, *, steps: int, seed: int) -> Report:
-    """Files are made in `folder` and removed. Raises `AssertionError` where results differ."""
-    return Report(
-        load=load,
-        steps=steps,
-        seed=seed,
-        trainer=training_tiers.run(folder, load, steps=steps, seed=seed),
-        homes=[embedding_tiers.run(folder, load, home=home, steps=steps, seed=seed) for home in HOMES],
-    )
+    """Files are made in a new folder in `folder`, and removed. Raises `AssertionError` where results differ."""
+    with tempfile.TemporaryDirectory(prefix="sennit-tiers-", dir=folder) as made:
+        own = Path(made)
+        return Report(
+            load=load,
+            steps=steps,
+            seed=seed,
+            trainer=training_tiers.run(own, load, steps=steps, seed=seed),
+            homes=[embedding_tiers.run(own, load, home=home, steps=steps, seed=seed) for home in HOMES],
+        )
 
 
 def render(report: Report, console: Console) -> None:
