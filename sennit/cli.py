@@ -287,7 +287,7 @@ def _bench_embedding_on_a_gpu(rounds: int, seed: int, json_path: Path | None) ->
 @bench.command("embedding")
 def bench_embedding(
     device: Annotated[str, typer.Option(help="cpu, or cuda: the Triton kernels at their peer's shape")] = "cpu",
-    against: Annotated[list[str] | None, typer.Option(help="fbgemm or torch; may be repeated")] = None,
+    against: Annotated[list[str] | None, typer.Option(help="fbgemm, torch or tensor-train; may be repeated")] = None,
     only: Annotated[str, typer.Option(help="shapes whose name contains this")] = "",
     threads: Annotated[int, typer.Option(help="of each peer", min=1, max=256)] = 1,
     rounds: Annotated[int, typer.Option(help="turns of each peer", min=1)] = 15,
@@ -307,9 +307,10 @@ def bench_embedding(
     from sennit.testbed.bench import embedding, embedding_peers
 
     names = tuple(against or ("fbgemm", "torch"))
+    allowed = [name for name in embedding_peers.PEERS if name != embedding.OURS]
     for name in names:
-        if name == embedding.OURS or name not in embedding_peers.PEERS:
-            raise typer.BadParameter(f"--against {name}; allowed: fbgemm, torch")
+        if name not in allowed:
+            raise typer.BadParameter(f"--against {name}; allowed: {', '.join(allowed)}")
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         results = embedding.run(

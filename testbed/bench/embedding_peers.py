@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Those that `sennit bench embedding` compares: sennit, fbgemm's tables on the CPU, and torch's own modules.
+"""Those that `sennit bench embedding` compares: sennit, its tensor trains, fbgemm's tables on the CPU, torch's modules.
 
-All get the same initial weights, ids and gradient, and are timed over a forward pass and a backward pass that ends with
-the tables updated.
+All get the same initial weights, but for tensor trains, and the same ids and gradient, and are timed over a forward
+pass and a backward pass that ends with the tables updated.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.operators import FusedTables
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, Precision, Rounding, TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec, initialise
 from sennit.transport.errors import Unsupported
 
 RATE: Final = 0.01
@@ -73,6 +74,9 @@ class Data:
 class Peer(ABC):
     """One of those that are compared, on one shape."""
 
+    HOLDS_ANY_WEIGHTS: ClassVar[bool] = True
+    """Otherwise its results are its own."""
+
     @abstractmethod
     def __init__(self, shape: Shape, data: Data, threads: int) -> None:
         """Raises `Unsupported` where the peer is not installed or cannot do this. Torch is set to `threads`, too."""
@@ -98,17 +102,20 @@ class Sennit(Peer):
     """The native kernels, driven by autograd."""
 
     def __init__(self, shape: Shape, data: Data, threads: int) -> None:
-        specs = [
-            TableSpec(name=str(table), row_count=shape.row_count, dim=shape.dim, precision=shape.precision)
-            for table in range(shape.table_count)
-        ]
+        specs = [self._spec(str(table), shape) for table in range(shape.table_count)]
         engine = EmbeddingEngine(specs, OptimizerSpec(kind=shape.optimizer), rounding=Rounding.NEAREST, threads=threads)
         for spec, weight in zip(specs, data.weights, strict=True):
-            engine.weight(spec.name).copy_(weight)
+            self._fill(engine, spec, weight)
         self._tables = FusedTables(engine, rate=RATE)
         self._shape, self._ids = shape, data.ids
         self._gradient = data.gradient.flatten()
         self._lengths = torch.full((shape.feature_count * shape.bags,), shape.length, dtype=torch.int32)
+
+    def _spec(self, name: str, shape: Shape) -> TableSpec:
+        return TableSpec(name=name, row_count=shape.row_count, dim=shape.dim, precision=shape.precision)
+
+    def _fill(self, engine: EmbeddingEngine, spec: TableSpec, weight: Tensor) -> None:
+        engine.weight(spec.name).copy_(weight)
 
     def forward(self) -> Tensor:
         shape = self._shape
@@ -129,6 +136,23 @@ class Sennit(Peer):
 
     def weight(self, table: int) -> Tensor:
         return self._tables.engine.weight(str(table))
+
+
+class SennitTensorTrain(Sennit):
+    """The same tables in tensor-train form: what that costs where the plain ones would fit, too."""
+
+    HOLDS_ANY_WEIGHTS = False
+    RANK: Final = 16
+
+    def _spec(self, name: str, shape: Shape) -> TensorTrainSpec:
+        return TensorTrainSpec.of_rank(
+            name=name, row_count=shape.row_count, dim=shape.dim, rank=self.RANK, precision=shape.precision
+        )
+
+    def _fill(self, engine: EmbeddingEngine, spec: TableSpec, weight: Tensor) -> None:
+        assert isinstance(spec, TensorTrainSpec)
+        cores = [engine.weight(core.name) for core in spec.cores]
+        initialise(spec, cores, float(weight.std()), torch.Generator().manual_seed(0))
 
 
 class Fbgemm(Peer):
@@ -202,6 +226,8 @@ class Torch(Peer):
     def __init__(self, shape: Shape, data: Data, threads: int) -> None:
         if shape.precision is not Precision.FP32:
             raise Unsupported("torch's EmbeddingBag", f"{shape.precision.name} with sparse gradients is not compared")
+        # Said so that torch does not warn of what it does not check by itself.
+        torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
         self._weights = [torch.nn.Parameter(weight.clone()) for weight in data.weights]
         made = torch.optim.SGD if shape.optimizer is Optimizer.SGD else torch.optim.Adagrad
         self._optimizer = made(self._weights, lr=RATE)
@@ -232,4 +258,9 @@ class Torch(Peer):
         return self._weights[table].detach()
 
 
-PEERS: Final[dict[str, type[Peer]]] = {"sennit": Sennit, "fbgemm": Fbgemm, "torch": Torch}
+PEERS: Final[dict[str, type[Peer]]] = {
+    "sennit": Sennit,
+    "fbgemm": Fbgemm,
+    "torch": Torch,
+    "tensor-train": SennitTensorTrain,
+}

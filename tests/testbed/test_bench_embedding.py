@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench embedding --device cuda`: its data here, the rest where there is a GPU."""
+"""`sennit bench embedding`: peers on the CPU; on a GPU its data, and the rest where there is one."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from typer.testing import CliRunner
 pytest.importorskip("triton")
 
 from sennit.cli import app
+from sennit.runtime.kernels.spec import Pooling, Precision
 from sennit.testbed import capabilities
-from sennit.testbed.bench import embedding_cuda
+from sennit.testbed.bench import embedding, embedding_cuda, embedding_peers
+from sennit.testbed.bench.embedding_peers import Shape
 
 
 def test_ids_follow_the_power_law() -> None:
@@ -33,8 +36,41 @@ def test_command_names_what_is_missing() -> None:
 
 
 def test_options_of_the_other_device_are_refused() -> None:
-    for options in (["--device", "tpu"], ["--device", "cuda", "--against", "torch"]):
+    for options in (["--device", "tpu"], ["--device", "cuda", "--against", "torch"], ["--against", "sennit"]):
         assert CliRunner().invoke(app, ["bench", "embedding", *options]).exit_code == 2
+
+
+def test_peers_take_turns_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: dict[str, Any] = {"table_count": 2, "row_count": 100, "dim": 8, "bags": 16, "length": 3}
+    shapes = [
+        Shape(name="bags", **sizes, zipf=1.2),
+        Shape(name="sequences", **sizes, pooling=Pooling.NONE),
+        Shape(name="halves", **sizes, precision=Precision.FP16),
+    ]
+    monkeypatch.setattr(embedding, "shapes", lambda: shapes)
+    path = tmp_path / "found.json"
+    options = ["--against", "torch", "--against", "tensor-train", "--rounds", "3", "--json", str(path)]
+    result = CliRunner().invoke(app, ["bench", "embedding", *options])
+    assert result.exit_code == 0, result.output
+    found = {shape["name"]: shape for shape in json.loads(path.read_text())["shapes"]}
+    assert {name: sorted(shape["ratio"]) for name, shape in found.items()} == {
+        "bags": ["tensor-train", "torch"],
+        "sequences": ["tensor-train", "torch"],
+        "halves": ["tensor-train"],
+    }
+    assert "torch" in found["halves"]["absent"]
+    for shape in found.values():
+        for seconds in (*shape["forward_s"].values(), *shape["backward_s"].values()):
+            assert len(seconds) == 3
+            assert min(seconds) > 0
+
+
+def test_a_peer_with_other_results_is_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(name="bags", table_count=1, row_count=10, dim=8, bags=4, length=3)
+    monkeypatch.setattr(embedding, "shapes", lambda: [shape])
+    monkeypatch.setattr(embedding_peers.SennitTensorTrain, "HOLDS_ANY_WEIGHTS", True)
+    with pytest.raises(AssertionError, match="not close"):
+        embedding.run(against=["tensor-train"], rounds=1, seed=1)
 
 
 @pytest.mark.gpu
