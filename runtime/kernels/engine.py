@@ -5,79 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels import reference
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.kernels.checks import BadGradients, GradientError, check_gradient, resolve
+from sennit.runtime.kernels.checks import GradientError, check_gradient, resolve
+from sennit.runtime.kernels.implementations import implementation
 from sennit.runtime.kernels.layout import TableMemory
-from sennit.runtime.kernels.native import NativeOperator
-from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec, StepConstants
+from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.products import products
 from sennit.runtime.kernels.spec import Bounds, Rounding, TableSpec
 from sennit.runtime.kernels.tensor_train_tables import TensorTrainTables, Update
-from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
-
-
-class Implementation(Protocol):
-    """What an implementation of the operator has to offer: the functions of `reference`, with the same bits.
-
-    Batches are checked: ids are in range or `checks.IGNORED`, gradients have the shape of the result.
-    """
-
-    @property
-    def device_type(self) -> str:
-        """Whose memory it reaches."""
-
-    def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor: ...
-
-    def weight_gradient(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> Tensor: ...
-
-    def update(
-        self,
-        tables: Sequence[TableMemory],
-        batch: Batch,
-        gradient: Tensor,
-        *,
-        kind: Optimizer,
-        constants: StepConstants,
-        rounding: Rounding,
-        seed: int,
-    ) -> list[BadGradients]: ...
-
-
-IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable", "triton")
-"""Names that `EmbeddingEngine` takes; two are for tests: the native one with fewer instructions."""
-
-
-MAX_THREADS: Final = 256
-
-
-def implementation(name: str, *, threads: int = 1) -> Implementation:
-    """The implementation called `name`; raises `ConfigError`, or `Unsupported` where this machine cannot run it.
-
-    Only native ones take several threads.
-    """
-    most = MAX_THREADS if name.startswith("native") else 1
-    if not 1 <= threads <= most:
-        raise ConfigError(f"{threads} threads for implementation {name}; allowed: 1 to {most}")
-    match name:
-        case "reference":
-            return reference
-        case "native":
-            return NativeOperator(threads=threads)
-        case "native-avx2" | "native-portable":
-            return NativeOperator(name.removeprefix("native-"), threads=threads)
-        case "triton":
-            try:
-                from sennit.runtime.kernels.triton_operator import TritonOperator
-            except ModuleNotFoundError as error:
-                raise Unsupported("implementation triton", str(error)) from error
-            return TritonOperator()
-    raise ConfigError(f"implementation {name!r}; allowed: {', '.join(IMPLEMENTATIONS)}")
+from sennit.transport.errors import ArgumentError, ConfigError
 
 
 class EmbeddingEngine:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch, Block
-from sennit.runtime.kernels.checks import IGNORED, BadGradients
+from sennit.runtime.kernels.checks import IGNORED
+from sennit.runtime.kernels.implementations import Implementation
 from sennit.runtime.kernels.layout import TableMemory, allocate
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec, StepConstants
 from sennit.runtime.kernels.products import Products
@@ -38,25 +39,9 @@ _PLAIN: Final = OptimizerSpec(kind=Optimizer.SGD)
 _SUM: Final = _PLAIN.constants(step=1, rate=-1.0)
 
 
-class Operator(Protocol):
-    """What of the embedding operator is needed here."""
-
-    def update(
-        self,
-        tables: Sequence[TableMemory],
-        batch: Batch,
-        gradient: Tensor,
-        *,
-        kind: Optimizer,
-        constants: StepConstants,
-        rounding: Rounding,
-        seed: int,
-    ) -> list[BadGradients]: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One step of an optimizer, as `Operator.update` takes it."""
+    """One step of an optimizer, as `Implementation.update` takes it."""
 
     kind: Optimizer
     constants: StepConstants
@@ -82,8 +67,8 @@ class TensorTrainTables:
         optimizer: OptimizerSpec,
         device: torch.device,
         *,
-        operator: Operator,
-        of_cores: Operator,
+        operator: Implementation,
+        of_cores: Implementation,
         products: Products,
         memory: Sequence[TableMemory] | None = None,
     ) -> None:

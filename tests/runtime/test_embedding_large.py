@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
-from sennit.runtime.kernels.engine import IMPLEMENTATIONS, EmbeddingEngine
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.implementations import IMPLEMENTATIONS
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Precision, Rounding, TableSpec
 from sennit.runtime.seeds import torch_stream

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sennit.runtime.kernels.engine import implementation
+from sennit.runtime.kernels.implementations import implementation
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, TableSpec
 from sennit.transport.errors import Unsupported

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.engine import IMPLEMENTATIONS, implementation
+from sennit.runtime.kernels.implementations import IMPLEMENTATIONS, implementation
 from sennit.runtime.kernels.spec import Precision
 from sennit.transport.errors import Unsupported
 from tests.runtime.embedding_cases import CASES, BlockShape, Case, expected, run, same_bits, table
