@@ -13,11 +13,7 @@ struct PathFeedback {
   uint32_t marked_packets;  // of them, with the ECN codepoint "congestion experienced" (RFC 3168)
   uint64_t fabric_us;       // round trip without the waits inside both hosts; 0: no sample
   uint64_t fabric_min_us;   // the least of its rail so far
-  uint64_t jitter_us = 0;   // so much more says nothing of a queue: packets overtake one another
-  uint64_t queue_us() const {
-    const uint64_t above_us = fabric_us > fabric_min_us ? fabric_us - fabric_min_us : 0;
-    return above_us > jitter_us ? above_us - jitter_us : 0;
-  }
+  uint64_t queue_us() const { return fabric_us > fabric_min_us ? fabric_us - fabric_min_us : 0; }
 };
 
 }  // namespace sennit::flow

@@ -35,7 +35,7 @@ uint32_t Outstanding::insert(const DataOut& packet) {
   const uint32_t id = free_;
   free_ = records_[id].next;
   ++size_;
-  records_[id] = Record{packet, 0, 0, 0, NO_RECORD, NO_RECORD, 0, 0, NO_PATH, 0, false};
+  records_[id] = Record{packet, 0, 0, 0, NO_RECORD, NO_RECORD, 0, 0, 0, false};
   const auto mask = static_cast<uint32_t>(cells_.size() - 1);
   uint32_t cell = home(packet.immediate);
   while (cells_[cell] != NO_RECORD) cell = (cell + 1) & mask;

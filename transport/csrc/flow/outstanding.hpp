@@ -12,7 +12,6 @@
 namespace sennit::flow {
 
 inline constexpr uint32_t NO_RECORD = UINT32_MAX;
-inline constexpr uint16_t NO_PATH = UINT16_MAX;
 
 struct Record {
   DataOut packet;
@@ -21,7 +20,6 @@ struct Record {
   uint64_t serial;  // and over all paths
   uint32_t previous, next;
   uint16_t path, moved_from;  // moved_from: by a probe, which asks what became of this path; else the same
-  uint16_t condemned_on;      // the path whose later packets condemned it before this transmission; or NO_PATH
   uint8_t transmissions;
   bool lost;
 };

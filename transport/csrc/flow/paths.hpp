@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The paths (entropies) between two ranks: what each has in flight and how it does.
 //
-// Every path is taken to be in order by itself until it shows otherwise (flow/reordering.hpp); packets of different
-// paths overtake each other freely. Path p runs over rail p mod rail_count (docs/wire.md, "Offer"): paths of one rail
-// are likely to fail together.
+// Every path is taken to be in order by itself; packets of different paths overtake each other freely. Path p
+// runs over rail p mod rail_count (docs/wire.md, "Offer"): paths of one rail are likely to fail together.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "flow/outstanding.hpp"
-#include "flow/reordering.hpp"
 #include "flow/rtt.hpp"
 
 namespace sennit::flow {
@@ -29,7 +27,6 @@ struct Transmission {
 
 // Paths of one rail end in the same socket, which the peer reads in order of arrival.
 struct Rail {
-  Reordering reordering;
   RecentMinimum fabric_min;
   Transmission arrived;          // the youngest that is known to have arrived over it
   uint64_t reported_serial = 0;  // the next serial when an arrival over it was last reported
@@ -40,7 +37,6 @@ struct Path {
   uint32_t in_flight_packets = 0;
   uint64_t next_order = 1;
   uint64_t newest_acked_order = 0;
-  uint64_t settled_order = 0;  // the same, when acknowledgements were last judged
   PathState state = PathState::good;
   uint64_t until_us = 0;              // skip: its end. Bad: next try. Probing: next probe
   uint64_t question = 0;              // a probe with this serial took its packet elsewhere, and arrived there

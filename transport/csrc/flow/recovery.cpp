@@ -166,7 +166,6 @@ bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
   unlink_in_flight(paths_[from], id);
   launch(now_us, path_index, id);
   outstanding_[id].moved_from = static_cast<uint16_t>(from);
-  outstanding_[id].condemned_on = NO_PATH;
   out = outstanding_[id].packet;
   ++counters_.tail_probe_packets;
   trace::probe_timeout(ends_, path_index, unanswered_probes_, counters_.rto_us);
@@ -230,7 +229,6 @@ void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
   if (id == NO_RECORD) return;
   const Record& record = outstanding_[id];
   Path& path = paths_[record.path];
-  note_order(now_us, record);
   if (record.lost) {
     outstanding_.unlink(lost_, id);
   } else {
@@ -247,19 +245,6 @@ void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
   unanswered_probes_ = 0;
   last_heard_us_ = now_us;
   outstanding_.erase(id);
-}
-
-// What an acknowledgement says of the order of packets on its path.
-void Recovery::note_order(uint64_t now_us, const Record& record) {
-  if (record.transmissions == 1 && !record.lost) {
-    paths_.rail(record.path).reordering.on_arrival(record.order < paths_[record.path].settled_order);
-    return;
-  }
-  if (record.condemned_on == NO_PATH) return;
-  // Sent again it would not be back yet (compare RFC 3522's Eifel detection, which has timestamps for that).
-  const uint64_t least_us = paths_.fabric_min_us(record.path);
-  if (record.lost || (least_us != UINT64_MAX && now_us < record.sent_us + least_us))
-    paths_.rail(record.condemned_on).reordering.on_wrong_verdict(record.serial, next_serial_);
 }
 
 void Recovery::end_of_acks(uint64_t now_us) {
@@ -279,7 +264,6 @@ void Recovery::end_of_acks(uint64_t now_us) {
       path.question = 0;
     }
     if (is_idle) path.is_mark_wanted = false;
-    path.settled_order = path.newest_acked_order;
     detect_losses(now_us, index);
     path.is_doubted = is_overtaken(path) && outstanding_[path.in_flight.head].serial < previous_begin_;
   }
@@ -291,12 +275,11 @@ void Recovery::unlink_in_flight(Path& path, uint32_t id) {
   --in_flight_;
 }
 
-void Recovery::mark_lost(Path& path, uint32_t id, uint16_t condemned_on) {
+void Recovery::mark_lost(Path& path, uint32_t id) {
   unlink_in_flight(path, id);
   outstanding_.push_back(lost_, id);
   Record& record = outstanding_[id];
   record.lost = true;
-  record.condemned_on = condemned_on;
   ++path_counters_[record.path]->lost_packets;
   trace::packet_lost(ends_, record.path, record.packet.immediate, record.sent_us);
 }
@@ -309,14 +292,13 @@ void Recovery::note_losses(uint64_t now_us, uint32_t index, uint32_t packets) {
 
 void Recovery::detect_losses(uint64_t now_us, uint32_t index) {
   Path& path = paths_[index];
-  const Reordering& reordering = paths_.rail(index).reordering;
   uint32_t lost = 0;
   while (!path.in_flight.empty()) {
     const Record& oldest = outstanding_[path.in_flight.head];
     if (oldest.order >= path.newest_acked_order) break;
-    const bool far_behind = path.newest_acked_order - oldest.order >= REORDER_PACKETS && !reordering.is_seen();
-    if (!far_behind && now_us < oldest.sent_us + reordering.deadline_us(round_trip(path))) break;
-    mark_lost(path, path.in_flight.head, static_cast<uint16_t>(index));
+    const bool far_behind = path.newest_acked_order - oldest.order >= REORDER_PACKETS;
+    if (!far_behind && now_us < oldest.sent_us + round_trip(path).reorder_deadline_us()) break;
+    mark_lost(path, path.in_flight.head);
     ++lost;
   }
   if (lost != 0) note_losses(now_us, index, lost);
@@ -346,7 +328,7 @@ void Recovery::detect_silence(uint64_t now_us, uint32_t index) {
   const bool is_alive = outstanding_[path.in_flight.head].order < path.newest_acked_order;
   uint32_t lost = 0;
   while (!path.in_flight.empty() && is_silent(index, outstanding_[path.in_flight.head])) {
-    mark_lost(path, path.in_flight.head, NO_PATH);
+    mark_lost(path, path.in_flight.head);
     ++lost;
   }
   // (Later ones of this path are there: then it is as alive as any.)
@@ -382,12 +364,11 @@ uint64_t Recovery::confirm_at_us() const {
   return at_us;
 }
 
-uint64_t Recovery::reorder_at_us(uint32_t index) const {
-  const Path& path = paths_[index];
+uint64_t Recovery::reorder_at_us(const Path& path) const {
   if (path.in_flight.empty()) return UINT64_MAX;
   const Record& oldest = outstanding_[path.in_flight.head];
   if (oldest.order >= path.newest_acked_order) return UINT64_MAX;
-  return oldest.sent_us + paths_.rail(index).reordering.deadline_us(round_trip(path));
+  return oldest.sent_us + round_trip(path).reorder_deadline_us();
 }
 
 uint64_t Recovery::next_timeout_us() const {
@@ -397,7 +378,7 @@ uint64_t Recovery::next_timeout_us() const {
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     const Path& path = paths_[index];
     if (marks_tail() && is_mark_due(path)) return 0;
-    next_us = std::min(next_us, reorder_at_us(index));
+    next_us = std::min(next_us, reorder_at_us(path));
   }
   return next_us;
 }

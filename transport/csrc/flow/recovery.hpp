@@ -6,8 +6,7 @@
 // timer. Only the peer's word condemns a packet, never the time alone (RFC 9002, 6.2): threads that share a core do not
 // run for milliseconds, and what is sent twice to such a peer delays its answer further.
 //   order     a later packet of the same path was acknowledged, by 3 packets or by the reorder window
-//             (RFC 8985's RACK, per path: spraying alone causes no retransmission). Where a packet that was condemned
-//             so turns up, the window alone decides, and grows (flow/reordering.hpp)
+//             (RFC 8985's RACK, per path: spraying alone causes no retransmission)
 //   silence   a packet sent a round trip of this path later arrived over the same rail, whose packets the peer
 //             reads in order. Or the whole rail is silent for two rounds of others (docs/decisions/0026). If
 //             nothing came, of all that was on the path: the path is bad, and with it its rail if that is silent
@@ -94,15 +93,14 @@ class Recovery {
   }
   uint64_t probe_at_us() const;
   uint64_t confirm_at_us() const;
-  uint64_t reorder_at_us(uint32_t index) const;
+  uint64_t reorder_at_us(const Path& path) const;
   bool is_overtaken(const Path& path) const;
   bool is_silent(uint32_t index, const Record& record) const;
   void note_arrived(uint32_t path, const Transmission& transmission);
   void want_mark(uint32_t path);
   void launch(uint64_t now_us, uint32_t path, uint32_t id);
   void unlink_in_flight(Path& path, uint32_t id);
-  void mark_lost(Path& path, uint32_t id, uint16_t condemned_on);
-  void note_order(uint64_t now_us, const Record& record);
+  void mark_lost(Path& path, uint32_t id);
   void detect_losses(uint64_t now_us, uint32_t index);
   void detect_silence(uint64_t now_us, uint32_t index);
   void note_window();

@@ -53,13 +53,8 @@ void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_
   paths_.rail(echo.path).reported_serial = next_serial_;
   on_answer(now_us, path);
   if (fabric_us != 0) paths_.rail(echo.path).fabric_min.add(now_us, fabric_us);
-  const PathFeedback feedback{now_us,
-                              echo.path,
-                              received,
-                              std::min(marked, received),
-                              fabric_us,
-                              paths_.fabric_min_us(echo.path),
-                              paths_.rail(echo.path).reordering.jitter_us(round_trip(path))};
+  const PathFeedback feedback{
+      now_us, echo.path, received, std::min(marked, received), fabric_us, paths_.fabric_min_us(echo.path)};
   if (fabric_us != 0) newest_queue_us_ = std::max<uint64_t>(feedback.queue_us(), 1);
   policy_->on_feedback(feedback);
   congestion_->on_feedback(feedback, paths_.count() - bad_paths_, in_flight_);
@@ -81,7 +76,7 @@ uint64_t Recovery::take_queue_us() {
 
 void Recovery::make_bad(uint64_t now_us, uint32_t index) {
   Path& path = paths_[index];
-  while (!path.in_flight.empty()) mark_lost(path, path.in_flight.head, NO_PATH);
+  while (!path.in_flight.empty()) mark_lost(path, path.in_flight.head);
   path.is_doubted = false;
   if (path.is_bad()) return;
   set_state(path, PathState::bad);

@@ -72,6 +72,8 @@ class RoundTrip {
   uint64_t silence_us() const {
     return std::max(smoothed_us() + std::max(variation_4_, CLOCK_GRANULARITY_US), SILENCE_MIN_US);
   }
+  // How long after sending a packet is lost once a later one of its path is there.
+  uint64_t reorder_deadline_us() const { return smoothed_us() + std::max(smoothed_us() / 4, REORDER_MIN_US); }
 
  private:
   uint64_t smoothed_8_ = 0, variation_4_ = 0, min_us_ = UINT64_MAX;

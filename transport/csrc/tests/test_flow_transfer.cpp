@@ -199,34 +199,3 @@ TEST_CASE("Several senders share one link: drops in its queue are made good") {
   REQUIRE(arrived);
   CHECK(network.counters().queue_drops > 0);
 }
-TEST_CASE("A path that reorders is given more time, and little is sent twice") {
-  uint64_t in_order_us = 0;
-  for (const uint64_t jitter_us : {0, 100, 1'000, 4'000}) {
-    CAPTURE(jitter_us);
-    const SimLinkConfig link{
-        .delay_us = 5'000 - jitter_us / 2, .jitter_us = jitter_us, .rate_bytes_per_s = 500'000'000};
-    SimPair pair(7, flow::FlowConfig{}, link, link);
-    pair.exchange(bulk(400, 65'536), bulk(400, 65'536));
-    REQUIRE(pair.run(60 * SECOND_US));
-    const flow::FlowCounters& a = pair.a.flow().counters();
-    if (jitter_us == 0) in_order_us = pair.network.now_us();
-    // Half of all packets are overtaken by three or more.
-    CHECK(a.retransmitted_packets < a.data_packets_sent / 30);
-    CHECK(pair.network.now_us() < in_order_us + in_order_us * 3 / 10);
-    MESSAGE(jitter_us, " us: ", a.data_packets_sent, " sent, ", a.retransmitted_packets, " again, ",
-            pair.b.flow().counters().duplicate_packets, " duplicates, ", pair.network.now_us(), " us");
-  }
-}
-
-TEST_CASE("Losses of a path that reorders are still found by order") {
-  const SimLinkConfig link{
-      .delay_us = 3'000, .jitter_us = 4'000, .rate_bytes_per_s = 500'000'000, .loss_fraction = 0.01};
-  SimPair pair(8, flow::FlowConfig{}, link, link);
-  pair.exchange(bulk(400, 65'536), bulk(400, 65'536));
-  REQUIRE(pair.run(60 * SECOND_US));
-  const flow::FlowCounters& a = pair.a.flow().counters();
-  CHECK(a.retransmitted_packets < a.data_packets_sent / 15);
-  CHECK(a.local_ack_timeout_err == 0);
-  MESSAGE(a.data_packets_sent, " sent, ", a.retransmitted_packets, " again, ",
-          pair.b.flow().counters().duplicate_packets, " duplicates, ", pair.network.now_us(), " us");
-}
