@@ -86,8 +86,8 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 	@$(BENCH) --core --against openmpi --transport shm --sizes 4KiB --json build/bench-core-shm.json
 	@$(BENCH) --core --against udp-bare --transport udp --sizes 64MiB --json build/bench-core-udp.json
 
-simulate: build  ## the transport in fabrics of 1,024 simulated hosts; writes docs/simulation.md
-	@$(PY) -m sennit testbed simulate --page docs/simulation.md
+simulate: build  ## the transport in fabrics of 1,024 simulated hosts; writes docs/lab/simulation.md
+	@$(PY) -m sennit testbed simulate --page docs/lab/simulation.md
 
 testbed: build  ## every scenario of loss and failure at full size, as root; report in build/testbed/report.html
 	@$(PY) -m sennit testbed run all

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a datagram: the reference of ebpf/include/feed.h, in the same order (docs/records.md)."""
+"""What becomes of a datagram: the reference of ebpf/include/feed.h, in the same order (docs/reference/records.md)."""
 
 from __future__ import annotations
 

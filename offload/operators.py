@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operators of a plan: what they are given, and the type of what comes out.
 
-Names and results are those of TorchArrow (`torcharrow.functional`) where it has the operator; docs/offload.md has the
-definitions. `reference` computes them.
+Names and results are those of TorchArrow (`torcharrow.functional`) where it has the operator.
+docs/reference/feature-plans.md has the definitions, and `reference` computes them.
 """
 
 from __future__ import annotations

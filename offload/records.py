@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records on the wire, and the packets that carry them. docs/records.md is the specification."""
+"""Records on the wire, and the packets that carry them. docs/reference/records.md is the specification."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a record holds on the wire: a label, dense numbers and sparse ids. docs/records.md is the specification."""
+"""What a record holds: a label, dense numbers and sparse ids. docs/reference/records.md is the specification."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class Sketch:
         self.rows += other.rows
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes an .npz (docs/offload.md has its fields)."""
+        """Writes an .npz (docs/reference/feature-plans.md has its fields)."""
         with open(path, "wb") as file:
             np.savez_compressed(
                 file,

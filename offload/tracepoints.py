@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tracers find the tracepoints of ingest (docs/tracepoints.md)."""
+"""Where tracers find the tracepoints of ingest (docs/reference/tracepoints.md)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plan as a BPF program in C: one program for one plan and batch layout, with nothing left to decide for a packet.
 
-The text is for clang and for people: docs/offload.md shows one.
+The text is for clang and for people: docs/reference/feature-plans.md shows one.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
     """Lets a group of this backend say so, where torch calls every backend from outside "custom".
 
     TorchRec takes "custom" for a stand-in without peers and replaces AlltoAll by a local copy: silently wrong data
-    (docs/torch.md). Groups of any other backend answer as before.
+    (docs/reference/torch.md). Groups of any other backend answer as before.
     """
 
     def named(original: Callable[[dist.ProcessGroup], str]) -> Callable[[dist.ProcessGroup], str]:

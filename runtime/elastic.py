@@ -8,7 +8,7 @@
         model = DistributedDataParallel(plain_model)
 
 Groups made from the old default group end with it, and what was built on them (DDP, meshes, samplers) is built again.
-Protocol, timers and limits: docs/reconfigure.md.
+Protocol, timers and limits: docs/reference/membership.md.
 """
 
 from __future__ import annotations

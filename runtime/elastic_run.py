@@ -3,7 +3,7 @@
 
 A run is then a chain of stretches (`stretch`). One ends with the run; or by a failure, after which the living begin the
 next one from the last checkpoint; or at the boundary of a step, when newcomers wait: the members keep their state and
-hand it over (`handover`). docs/training.md says what the weights are equal to.
+hand it over (`handover`). docs/how-to/train.md says what the weights are equal to.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class TrainingConfig:
     """Width of every table, of the bottom MLP's output and of the interaction."""
 
     tensor_train: TensorTrainRule | None = None
-    """Which tables are held in tensor-train form (docs/embedding.md); None: none."""
+    """Which tables are held in tensor-train form (docs/reference/embedding.md); None: none."""
 
     bottom: tuple[int, ...] = (64,)
     """Hidden widths of the bottom MLP."""

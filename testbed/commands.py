@@ -173,7 +173,7 @@ def simulate(
 ) -> None:
     """Run the real flow in simulated fabrics.
 
-    Writes the table and the figure of docs/simulation.md.
+    Writes the table and the figure of docs/lab/simulation.md.
     """
     from sennit.testbed.simulation import report, runner, suite
 

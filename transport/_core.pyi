@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Final, final
 
 WIRE_REVISION: Final[int]
-"""Of the control payload and of packets (docs/wire.md)."""
+"""Of the control payload and of packets (docs/reference/wire.md)."""
 
 PATH_POLICIES: Final[tuple[str, ...]]
 """How a flow may choose among its paths (csrc/flow/path_policy.hpp)."""
@@ -19,7 +19,7 @@ def rdma_ports() -> list[tuple[str, int, int, bool, int, list[int], list[tuple[i
 
 @final
 class Plan:
-    """A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes."""
+    """A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes."""
 
     def __init__(self, data: bytes) -> None: ...
     @property

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a REDUCE computes, bit for bit, in NumPy (docs/plan.md, "Arithmetic"): the truth for the native kernels."""
+"""What a REDUCE computes, bit for bit, in NumPy: the reference of the native kernels.
+
+docs/reference/plans.md defines it under "Arithmetic".
+"""
 
 from __future__ import annotations
 

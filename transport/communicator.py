@@ -180,7 +180,7 @@ class Communicator(ArrayCollectives):
         return tuple(self._core.find_gone_ranks())
 
     def counters(self) -> dict[str, int]:
-        """What this rank has counted since the group was made, in all; docs/counters.md has the names."""
+        """What this rank has counted since the group was made, in all; docs/reference/counters.md has the names."""
         return self._core.counters()
 
     def describe(self) -> str:
@@ -225,7 +225,7 @@ class Communicator(ArrayCollectives):
 
         Every rank that is to be in it calls this, after a failure or when all have agreed to. Ranks keep their order
         and are numbered anew. Raises TimeoutError if no group comes about in time, PeerError if the others went on
-        without this rank. docs/reconfigure.md has the protocol.
+        without this rank. docs/reference/membership.md has the protocol.
         """
         if self._membership is None:
             self._membership = membership.Membership.of_founder(

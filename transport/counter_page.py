@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counters that Python keeps where other processes read them: the writer beside `counters`, the reader.
 
-The file is that of the native core's counters (docs/counters.md, "The file"; telemetry/counter_page.hpp).
+The file is that of the native core's counters (docs/reference/counters.md, "The file"; telemetry/counter_page.hpp).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the counters of ranks of this machine while they run, and of those that were killed (docs/counters.md).
+"""Reads the counters of ranks of this machine, while they run and after a kill (docs/reference/counters.md).
 
 Each process group keeps its counters in a file of /dev/shm that the native core counts in (telemetry/counter_page.hpp).
 Reading one costs its rank nothing.

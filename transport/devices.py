@@ -30,7 +30,7 @@ CAP_IPC_LOCK: Final = 14
 LOCKED_MEMORY_MIN_BYTES: Final = 64 << 20
 # InfiniBand Architecture Specification 1.4, 10.9.2: the upper bit of a partition key tells full members.
 PARTITION_MASK: Final = 0x7FFF
-# The partition of all packets (docs/wire.md).
+# The partition of all packets (docs/reference/wire.md).
 PARTITION: Final = 0x7FFF
 # infiniband/verbs.h, enum ibv_port_state
 PORT_STATES: Final = {1: "down", 2: "init", 3: "armed", 4: "active"}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Element types and reduction operations, numbered as in `core.h`, and which go together.
 
-What each operation means bit for bit is written in docs/plan.md ("Arithmetic"); `reference.py` and
+What each operation means bit for bit is written in docs/reference/plans.md ("Arithmetic"); `reference.py` and
 the native kernels both follow it.
 """
 

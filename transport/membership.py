@@ -4,7 +4,7 @@
 A group's life is a chain of *epochs*. Epoch 0 is the group as it was made. Whoever wants to be in the next one
 announces itself there and beats; a member that sees everybody it expects (or knows why not) proposes the list of those
 present; the store's compare-and-set makes one proposal the decision, which nobody can change. Nobody who is gone takes
-part, and one store means one decision. The protocol, its timers and its limits: docs/reconfigure.md.
+part, and one store means one decision. The protocol, its timers and its limits: docs/reference/membership.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: one rank's part of one collective as a graph of steps over byte ranges (docs/plan.md).
+"""Plans: one rank's part of one collective as a graph of steps over byte ranges (docs/reference/plans.md).
 
 `algorithms/` write plans with `PlanBuilder`, `plan_check.py` holds every rule, `plan_codec.py` turns a plan into
 the bytes the native executor loads, `reference.py` runs the plans of all ranks in NumPy.
@@ -155,7 +155,7 @@ class PlanBuilder:
         return self._add(Reduce(tuple(operands), buffer, offset, size_bytes, dtype, op, waits))
 
     def build(self) -> Plan:
-        """The plan, checked against every rule of docs/plan.md."""
+        """The plan, checked against every rule of docs/reference/plans.md."""
         from sennit.transport.plan_check import check
 
         plan = Plan(

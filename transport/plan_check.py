@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of docs/plan.md that one plan can break on its own; the native loader holds the same ones.
+"""The rules of docs/reference/plans.md that one plan can break on its own; the native loader holds the same ones.
 
 That two plans fit together (sizes, order, overlapping writes) is for `reference.py` to find.
 """

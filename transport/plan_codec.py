@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The binary form of a plan (docs/plan.md, "Binary form"): what the native executor loads.
+"""The binary form of a plan (docs/reference/plans.md, "Binary form"): what the native executor loads.
 
 Written column by column with NumPy, because a plan may have 100,000 steps.
 """

@@ -43,7 +43,7 @@ class Interface:
 
     @property
     def address(self) -> str | None:
-        """IPv6 first: its packets have no identification under the ICRC (docs/wire.md)."""
+        """IPv6 first: its packets have no identification under the ICRC (docs/reference/wire.md)."""
         return next(iter((*self.ipv6, *self.ipv4)), None)
 
 

@@ -30,7 +30,7 @@ from sennit.transport.errors import ConfigError, MismatchError, Unsupported
 from sennit.transport.rails import Rail
 
 Record: TypeAlias = dict[str, Any]
-IP_VERSIONS: Final = (6, 4)  # in the order in which rails are paired (docs/wire.md, "Offer")
+IP_VERSIONS: Final = (6, 4)  # in the order in which rails are paired (docs/reference/wire.md, "Offer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ def _of_interface(name: str, rails: Sequence[RdmaRail], ports: Sequence[Port]) -
 
 
 def _best(rails: Sequence[RdmaRail]) -> RdmaRail:
-    """IPv6 first: its packets have no identification under the ICRC (docs/wire.md)."""
+    """IPv6 first: its packets have no identification under the ICRC (docs/reference/wire.md)."""
     return next((rail for rail in rails if ":" in rail.address), rails[0])
 
 

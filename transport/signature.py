@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 64-bit signature that every message of a plan carries, so that ranks which disagree find out.
 
-Bit layout: docs/plan.md ("Signature"). The core compares signatures on arrival and prints both sides in
+Bit layout: docs/reference/plans.md ("Signature"). The core compares signatures on arrival and prints both sides in
 the words of `describe_signature`.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tracers find the tracepoints of the native core (docs/tracepoints.md), and what their numbers mean."""
+"""Where tracers find the core's tracepoints (docs/reference/tracepoints.md), and what their numbers mean."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-# What ranks say to each other through the store: rendezvous and membership records, plans (docs/plan.md), the
-# shared-memory layout. Raised when any of them changes.
+# What ranks say to each other through the store: rendezvous and membership records, plans
+# (docs/reference/plans.md), the shared-memory layout. Raised when any of them changes.
 PROTOCOL_VERSION: Final = 3
-# What ranks send to each other: packets, control payloads, the udp offer (docs/wire.md). Raised when any of them
-# changes, together with flow::CONTROL_VERSION.
+# What ranks send to each other: packets, control payloads, the udp offer (docs/reference/wire.md). Raised when any of
+# them changes, together with flow::CONTROL_VERSION.
 WIRE_REVISION: Final = 2
 
 

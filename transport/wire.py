@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoCEv2 packets in Python: an implementation of docs/wire.md that shares no code with the native one.
+"""RoCEv2 packets in Python: an implementation of docs/reference/wire.md that shares no code with the native one.
 
 Tests, captures and the simulator's reports read packets with it; the data plane never does.
 IBTA architecture specification, volume 1, sections 9.2, 9.3.3, 9.3.6 and annex A17.
@@ -31,8 +31,8 @@ class Opcode(enum.IntEnum):
     UC_WRITE_ONLY_IMMEDIATE = 0x2B
 
 
-# The checks that a packet passes on arrival, in their order: docs/wire.md. The core drops it at the first one that it
-# fails, and counts it under this name.
+# The checks that a packet passes on arrival, in their order (docs/reference/wire.md). The core drops it at the first
+# one that fails, and counts it under this name.
 REFUSALS: Final = (
     "truncated", "bad_opcode", "bad_version", "bad_partition", "bad_pad", "oversized", "bad_length", "unknown_qpn",
     "bad_key", "bad_range", "bad_slot", "bad_icrc",

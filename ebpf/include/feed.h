@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a program that takes records shares with Python: the header of a packet, the state of a slot, counters,
-// settings. docs/records.md specifies the header. Python reads the layouts from BTF; offload/batches.py has the slot's.
+// settings. docs/reference/records.md specifies the header. Python reads the layouts from BTF; offload/batches.py has
+// the slot's.
 #pragma once
 
 #include <linux/bpf.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The integer arithmetic of the operators, for generated BPF programs and for the native core alike. Plain C, no loops.
-// offload/hashing.py and offload/reference.py are the reference; docs/offload.md has the definitions.
+// offload/hashing.py and offload/reference.py are the reference; docs/reference/feature-plans.md has the definitions.
 #pragma once
 
 #include <linux/types.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators of a feature plan, a column at a time. docs/offload.md defines them, offload/reference.py is the
-// reference.
+// The operators of a feature plan, a column at a time. docs/reference/feature-plans.md defines them,
+// offload/reference.py is the reference.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of a datagram, and the ring of batches that records go into: docs/records.md, in the order of
+// What becomes of a datagram, and the ring of batches that records go into: docs/reference/records.md, in the order of
 // offload/admission.py.
 #pragma once
 

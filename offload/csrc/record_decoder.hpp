@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records of any schema into columns: docs/records.md is the specification, offload/records.py the reference.
+// Records of any schema into columns: docs/reference/records.md is the specification, offload/records.py the reference.
 #pragma once
 
 #include <cstddef>

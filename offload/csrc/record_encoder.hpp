@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Columns of a data set -> records as docs/records.md has them, one behind the other. offload/records.py is the
-// reference, and offload/record_store.py checks the numbers before they come here.
+// Columns of a data set -> records as docs/reference/records.md has them, one behind the other. offload/records.py is
+// the reference, and offload/record_store.py checks the numbers before they come here.
 #pragma once
 
 #include <cstddef>

@@ -22,7 +22,7 @@
 namespace sennit::offload {
 namespace {
 
-// docs/records.md
+// docs/reference/records.md
 constexpr std::uint16_t MAGIC = 0x5e17;
 constexpr std::uint8_t VERSION = 1;
 // One system call takes so much: it stays in the second-level cache between packing and the kernel's copy.

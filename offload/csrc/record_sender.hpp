@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Encoded records -> packets of docs/records.md -> a connected UDP socket.
+// Encoded records -> packets of docs/reference/records.md -> a connected UDP socket.
 #pragma once
 
 #include <sys/socket.h>

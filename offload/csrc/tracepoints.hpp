@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tracepoints of ingest (USDT, provider `sennit`): names and arguments are an interface, described in
-// docs/tracepoints.md. One that nobody listens to is two nops, as in transport/csrc/trace/tracepoints.hpp, of which
-// this library knows nothing.
+// docs/reference/tracepoints.md. One that nobody listens to is two nops, as in transport/csrc/trace/tracepoints.hpp, of
+// which this library knows nothing.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between a feeder and a rank: lines of JSON over TCP. docs/ingest.md says when which is sent.
+"""The messages between a feeder and a rank: lines of JSON over TCP. docs/reference/ingest.md says when which is sent.
 
 Everything that comes is checked here, so that what is behind sees only whole messages with numbers in their range.
 """

@@ -20,7 +20,7 @@
 
 namespace sennit::runtime {
 
-// docs/plan.md, "Signature".
+// docs/reference/plans.md, "Signature".
 enum class Collective : uint8_t {
   ALLREDUCE = 1,
   REDUCE = 2,

@@ -15,7 +15,7 @@
     salt = 7
     first = 20
 
-`dense = ["price", "age"]` is short for columns with which nothing is done. docs/training.md says what the keys mean.
+`dense = ["price", "age"]` is short for columns that stay as they are. docs/how-to/train.md explains the keys.
 """
 
 from __future__ import annotations

@@ -1,2 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding tables: one operator, several implementations, the same bits. docs/embedding.md defines the arithmetic."""
+"""Embedding tables: one operator, several implementations, the same bits.
+
+docs/reference/embedding.md defines the arithmetic.
+"""

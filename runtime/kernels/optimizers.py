@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which optimizer a table is updated by, the states it keeps, and the numbers of one step.
 
-The formulas, operation by operation, are in docs/embedding.md. Everything that a step needs besides rows and gradients
-is worked out here once, in float64, and rounded to float32 once, so that all implementations start from equal bits.
+The formulas, operation by operation, are in docs/reference/embedding.md. Everything that a step needs besides rows
+and gradients is worked out here once, in float64, and rounded to float32 once. So all implementations start from
+equal bits.
 """
 
 from __future__ import annotations

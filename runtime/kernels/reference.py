@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator in plain torch: slow, readable, and what the other implementations must equal to the bit.
 
-docs/embedding.md is the definition; each function here is one of its rules. Sums start at +0, and therefore are
-never -0, so that adding +0 for what is missing changes nothing.
+docs/reference/embedding.md is the definition; each function here is one of its rules. Sums start at +0. So they are
+never -0, and adding +0 for what is missing changes nothing.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def fold_products(
     *,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Float32 [items, X, Y]: sums of matrix products, one after the other (rule 9 of docs/embedding.md).
+    """Float32 [items, X, Y]: sums of matrix products, one after the other (rule 9 of docs/reference/embedding.md).
 
     `left` is float32 [.., X, K] with any strides, `right` float32 [.., K, Y] whose last stride is 1. Member m
     multiplies `left[left_rows[m]]` by `right[right_rows[m]]`; item i has the members from `starts[i]` to

@@ -38,7 +38,7 @@ class Rounding(Enum):
     """To nearest, ties to even."""
 
     STOCHASTIC = "stochastic"
-    """Up or down with probabilities that keep the mean, from a counter-based generator (docs/embedding.md)."""
+    """Up or down with probabilities that keep the mean (docs/reference/embedding.md, rule 8)."""
 
 
 class Pooling(Enum):

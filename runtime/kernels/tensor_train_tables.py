@@ -2,7 +2,7 @@
 """Tensor-train tables beside ordinary ones: the rows of a batch are made once, and then looked up like any others.
 
 On the way back the operator sums the gradients of equal rows, products of those with the cores are the gradients of the
-cores' slices, and the operator updates these as rows of sequences. docs/embedding.md, *Tensor-train tables*.
+cores' slices, and the operator updates these as rows of sequences. docs/reference/embedding.md, *Tensor-train tables*.
 """
 
 from __future__ import annotations

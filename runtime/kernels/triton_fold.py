@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel that folds products of matrices (docs/embedding.md, rule 9)."""
+"""The kernel that folds products of matrices (docs/reference/embedding.md, rule 9)."""
 
 import triton
 import triton.language as tl

@@ -120,7 +120,7 @@ def _on_its_device(method: Callable[P, Tensor]) -> Callable[P, Tensor]:
 
 
 class TritonOperator:
-    """The functions of `reference`, with the same bits (docs/embedding.md). Keeps nothing between calls."""
+    """The functions of `reference`, with the same bits (docs/reference/embedding.md). Keeps nothing between calls."""
 
     def __init__(self) -> None:
         if not torch.cuda.is_available() and not knobs.runtime.interpret:

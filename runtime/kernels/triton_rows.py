@@ -151,7 +151,7 @@ def pair_tree(x, COUNT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def random_words(tables, table, row, step, seed_low, seed_high, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Uint32 [ROWS, WIDTH], WIDTH 64 or more, by Philox4x32-10: counters as in docs/embedding.md."""
+    """Uint32 [ROWS, WIDTH], WIDTH 64 or more, by Philox4x32-10: counters as in docs/reference/embedding.md."""
     tl.static_assert(WIDTH % 64 == 0, "a block of 16 lanes makes the words of 64 columns")
     groups: tl.constexpr = WIDTH // 64
     global_row = table_field(tables, table, _FIRST_ROW) + row

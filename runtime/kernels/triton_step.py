@@ -61,7 +61,7 @@ def step_rows(
     ALIGN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """docs/embedding.md, rules 7 and 8, for the rows [ROWS] that are `live`; `g` is +0 beyond a row's columns.
+    """Rules 7 and 8 of docs/reference/embedding.md for the rows [ROWS] that are `live`; `g` is +0 beyond a row's end.
 
     `constants` are those of `optimizers.StepConstants` in the order of `triton_operator`. `bad` int64 [tables, 2]
     counts rows that are skipped and keeps the lowest: integers, so the order in which programs get there is no matter.

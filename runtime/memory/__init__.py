@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiers of embedding tables: rows on a file or in DRAM, and a cache of them before that (docs/embedding-store.md)."""
+"""Tiers of embedding tables: rows on a file or in DRAM, behind a cache (docs/reference/embedding-store.md)."""

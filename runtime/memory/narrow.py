@@ -2,7 +2,8 @@
 """Weights of 16 bits in a store, and of 32 in the cache before it: rounded once, when a row is written back.
 
 Updates that are too small for fp16 or bf16 add up for as long as a row is in the cache. Neo (Mudigere et al., ISCA
-2022, section 4.1.4) has such a cache before half-precision tables. docs/embedding-store.md says when what is rounded.
+2022, section 4.1.4) has such a cache before half-precision tables. docs/reference/embedding-store.md says when a row
+is rounded.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scenarios there are. Each states its goals; docs/scenarios.md lists them and says how they are measured."""
+"""All scenarios. Each states its goals; docs/how-to/scenarios.md lists them and says how they are measured."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAME_BITS: Final = Goal(measure="distinct_digests", at_least=1, at_most=1, must=
 
 SHORT_WORKLOAD: Final[dict[str, Any]] = {"size_bytes": 2 * MIB, "repetitions": 2, "rounds": 2}
 
-# Loss of packets -> (least goodput kept, least ratio to gloo over TCP): docs/scenarios.md.
+# Loss of packets -> (least goodput kept, least ratio to gloo over TCP): docs/how-to/scenarios.md.
 LOSS_GOALS: Final = {0.001: (0.97, None), 0.01: (0.92, 3.0), 0.05: (0.75, 5.0)}
 
 

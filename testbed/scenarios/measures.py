@@ -20,7 +20,7 @@ from sennit.transport import wire
 
 Measures = dict[str, float]
 
-# The report and docs/scenarios.md point here. A name that ends in a dot stands for all that begin with it.
+# The report and docs/how-to/scenarios.md point here. A name that ends in a dot stands for all that begin with it.
 MEANINGS: Final = {
     "results": "results compared byte for byte",
     "wrong_results": "results that differ anywhere from what NumPy makes of the same inputs",
@@ -41,7 +41,7 @@ MEANINGS: Final = {
     "duplicate_packets": "packets that sennit received twice",
     "corrupt_counted": "corrupt packets that sennit counted / those that were made",
     "refused_packets": "packets that sennit counted as malformed, unknown or corrupt",
-    "refused.": "the same by the name under which they were counted (docs/wire.md)",
+    "refused.": "the same by the name under which they were counted (docs/reference/wire.md)",
     "hostile_sent": "packets of junk that the stranger sent",
     "hostile_packets_per_s": "how many a second; the goal of the case is the most that it tries",
     "queue_drops": "packets dropped in the queue of the limited port, in all repetitions after a warm-up",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table and the figure of docs/simulation.md."""
+"""The table and the figure of docs/lab/simulation.md."""
 
 from __future__ import annotations
 

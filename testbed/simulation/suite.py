@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of docs/simulation.md: workloads and failures, and each of them under several ways to use the paths."""
+"""The cases of docs/lab/simulation.md: workloads and failures, and each of them under several ways to use the paths."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hosts and planes on one machine: network namespaces, and a switch that loses, marks, duplicates, corrupts, reorders,
-delays and limits what they send, from a seed. docs/testbed.md shows the topology and what is exact.
+delays and limits what they send, from a seed. docs/how-to/testbed.md shows the topology and what is exact.
 """
 
 from sennit.testbed.topology.capture import Capture

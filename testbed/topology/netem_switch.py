@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The switch of kernels with sch_netem: a bridge a plane forwards, a netem queue at every host's way out impairs.
 
-Nothing of BPF is needed. What differs from the BPF program is in docs/testbed.md.
+Nothing of BPF is needed. What differs from the BPF program is in docs/how-to/testbed.md.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ PACKAGE = "rdma_conformance"
 LOOPBACK = {4: ("127.0.0.1", "127.0.0.2"), 6: ("::1", "fd5e:77:0:1::1")}
 STRANGER = {4: "10.77.0.99", 6: "fd5e:77:1::99"}
 COMMAND_TIMEOUT_S = 30.0
-PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "conformance.md"
 
 
 def load(name: str) -> ModuleType:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank written from docs/wire.md alone, in Python over pyverbs, and the native engine understand each other."""
+"""A rank written from docs/reference/wire.md alone, in Python over pyverbs, talks with the native engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MANY_PACKETS = 200  # more than may be on the way, in either direction
 # Nothing, one packet, the last that goes eagerly, the first that does not, some packets, and many.
 SIZES = (0, 1, EAGER_MAX, EAGER_MAX + 1, 10_000, MANY_PACKETS * PAYLOAD_MAX + 77)
 EAGER_SLOTS = 64
-# docs/wire.md, "Messages"
+# docs/reference/wire.md, "Messages"
 P2P_KEY = 1 << 63
 SLOT_BITS = 20
 

@@ -4,7 +4,7 @@
 """Every collective against its definition, bit for bit: run on each rank by test_backend_collectives.py.
 
 All ranks make all ranks' inputs from one seed, so each checks its own result alone. Reductions are compared with
-`sennit.transport.arithmetic.fold`, the left fold in rank order that docs/plan.md promises.
+`sennit.transport.arithmetic.fold`, the left fold in rank order that docs/reference/plans.md promises.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def names(rank: int, world: int) -> None:
         assert tensor.tolist() == [world] * 3
         assert group._get_backend(torch.device("cpu")).name() == "sennit"
         if spelling == "sennit":
-            # TorchRec takes "custom" for a stand-in without peers (docs/torch.md).
+            # TorchRec takes "custom" for a stand-in without peers (docs/reference/torch.md).
             assert group._get_backend_name() == "sennit"
             assert group.name() == "sennit"
             assert dist.get_backend(group) == "sennit"

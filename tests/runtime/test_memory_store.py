@@ -275,7 +275,7 @@ def crc32c(data: bytes) -> int:
 
 
 def test_the_file_is_as_documented(tmp_path: Path) -> None:
-    """docs/embedding-store.md, read by other code than that which wrote it."""
+    """docs/reference/embedding-store.md, read by other code than that which wrote it."""
     path = tmp_path / "rows"
     with store.create(path, LAYOUT, first_rows) as rows:
         rows.write(ALL[:5], rows_of(1, ALL[:5]))

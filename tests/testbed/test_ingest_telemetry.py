@@ -24,7 +24,7 @@ from sennit.testbed.telemetry import openmetrics, samples, top
 from sennit.transport import counters
 
 pytestmark = pytest.mark.slow
-PAGE = Path(__file__).parents[2] / "docs" / "counters.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "counters.md"
 DATA = ["--data", "synthetic", "--samples", "600", "--row-limit", "200"]
 # So long that it is ended while it runs.
 TRAIN = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8", "--epochs", "100000", "--timeout", "60"]

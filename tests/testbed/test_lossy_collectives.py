@@ -25,7 +25,7 @@ WORKER = Path(__file__).with_name("lossy_worker.py")
 WORLD = 2
 DEADLINE_S = 60.0
 # The ICRC leaves out the fifth byte of the transport header, which switches may write: a change there is none.
-# docs/wire.md
+# docs/reference/wire.md
 CORRUPT_SKIP_BYTES = 5
 
 

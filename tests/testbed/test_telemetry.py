@@ -23,7 +23,7 @@ from sennit.testbed.telemetry import openmetrics, rates, samples, top
 from sennit.transport import counters
 from tests.testbed.counting_ranks import DEADLINE_S, OPERATIONS, WORLD, Ranks
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "counters.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "counters.md"
 ROW = re.compile(r"^\| (?P<group>\w*)[^|]*\| `(?P<name>\w+)` \| (?:`(?P<exported>\w+)`)? *\|", re.MULTILINE)
 SENNIT = (sys.executable, "-m", "sennit")
 

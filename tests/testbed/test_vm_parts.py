@@ -110,7 +110,7 @@ def test_a_patched_kernel_is_one_of_its_own(empty_cache: Path, tmp_path: Path) -
 
 
 def test_the_tool_needs_nothing_that_has_to_be_built() -> None:
-    # Installed without the native parts (docs/testbed-vm.md), and in no time.
+    # Installed without the native parts (docs/how-to/soft-roce-vm.md), and in no time.
     modules = "sennit.cli, sennit.testbed.vm.commands, sennit.testbed.vm.runner"
     code = f"import sys, {modules}; print([m for m in ('torch', 'numpy', 'sennit.transport') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: every rule of docs/plan.md refused by name, and the binary form byte by byte."""
+"""Plans: every rule of docs/reference/plans.md refused by name, and the binary form byte by byte."""
 
 from __future__ import annotations
 

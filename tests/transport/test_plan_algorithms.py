@@ -72,7 +72,7 @@ def run(draw: DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[Arra
 
 
 def check_pair_order(plans: Sequence[Plan]) -> None:
-    """docs/plan.md rule 4: a receiver lists messages in their sender's order; sizes fit (rule 2)."""
+    """docs/reference/plans.md rule 4: a receiver lists messages in their sender's order; sizes fit (rule 2)."""
     for sender, receiver in itertools.permutations(plans, 2):
         sends = [(s.slot, s.size_bytes) for s in sender.steps if isinstance(s, Send) and s.peer == receiver.rank]
         recvs = [(s.slot, s.size_bytes) for s in receiver.steps if isinstance(s, Recv) and s.peer == sender.rank]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of docs/plan.md in NumPy, against other implementations of the same definitions."""
+"""The arithmetic of docs/reference/plans.md in NumPy, against other implementations of the same definitions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tracepoints of the native core are those that docs/tracepoints.md promises."""
+"""The tracepoints of the native core are those that docs/reference/tracepoints.md promises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sennit.ebpf import usdt
 from sennit.offload import tracepoints as ingest
 from sennit.transport import tracepoints
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "tracepoints.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "tracepoints.md"
 ROW = re.compile(r"^\| `(?P<name>\w+)` \| (?P<arguments>[^|]+) \|", re.MULTILINE)
 
 

@@ -2,7 +2,7 @@
 """Writes packets.json, the golden packets that the C++ and the Python tests read.
 
 Run by hand, once a format change: `python tests/vectors/make_packets.py`. Random numbers come from a fixed
-seed, so that the file is a function of docs/wire.md.
+seed, so that the file is a function of docs/reference/wire.md.
 """
 
 from __future__ import annotations

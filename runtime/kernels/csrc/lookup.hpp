@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows to pooled vectors (rules 1 and 2 of docs/embedding.md), the gradient of weights (rule 5), and the check of ids.
+// Rows to pooled vectors (rules 1 and 2 of docs/reference/embedding.md), the gradient of weights (rule 5), and the
+// check of ids.
 #pragma once
 
 #include "rounding.hpp"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Folds of matrix products (rule 9 of docs/embedding.md): rows and columns of a result are summed side by side in
-// registers, members and the depth of their matrices one after the other. Compiled once for each instruction set.
+// Folds of matrix products (rule 9 of docs/reference/embedding.md): rows and columns of a result are summed side by
+// side in registers, members and the depth of their matrices one after the other. Compiled once for each instruction
+// set.
 #include "products.hpp"
 
 #include "vector.hpp"

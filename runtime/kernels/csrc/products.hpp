@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a fold of matrix products is given (rule 9 of docs/embedding.md). Plain pointers into memory that the caller
-// keeps.
+// What a fold of matrix products is given (rule 9 of docs/reference/embedding.md). Plain pointers into memory that the
+// caller keeps.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows in fp32, fp16 and bf16 as float32, and back: to nearest, or stochastic (rule 8 of docs/embedding.md).
+// Rows in fp32, fp16 and bf16 as float32, and back: to nearest, or stochastic (rule 8 of docs/reference/embedding.md).
 #pragma once
 
 #include "vector.hpp"

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sums the gradients of each row and applies the optimizer to it, in place (rules 3, 4 and 7 of docs/embedding.md).
+// Sums the gradients of each row and applies the optimizer to it, in place (rules 3, 4 and 7 of
+// docs/reference/embedding.md).
 #pragma once
 
 #include "rounding.hpp"

@@ -116,7 +116,7 @@ SENNIT_INLINE bool any(Words mask) {
 #endif
 }
 
-// The sum over lanes of docs/embedding.md: halves are added until one lane is left.
+// The sum over lanes of docs/reference/embedding.md: halves are added until one lane is left.
 SENNIT_INLINE float lane_sum(Floats x) {
   using Floats8 = float __attribute__((vector_size(32)));
   using Floats4 = float __attribute__((vector_size(16)));

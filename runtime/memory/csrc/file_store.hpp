@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows on a file or block device, in generations that survive a kill and a power cut: docs/embedding-store.md.
+// Rows on a file or block device, in generations that survive a kill and a power cut:
+// docs/reference/embedding-store.md.
 #pragma once
 
 #include <memory>

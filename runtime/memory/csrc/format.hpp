@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The bytes of a store's file: docs/embedding-store.md.
+// The bytes of a store's file: docs/reference/embedding-store.md.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A store whose rows have weights of 16 bits, for a cache that has them in 32: docs/embedding-store.md.
+// A store whose rows have weights of 16 bits, for a cache that has them in 32: docs/reference/embedding-store.md.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A set-associative cache of rows over a store, a batch at a time: docs/embedding-store.md says exactly which row goes.
+// A set-associative cache of rows over a store, a batch at a time: docs/reference/embedding-store.md says exactly which
+// row goes.
 #pragma once
 
 #include <array>

@@ -53,8 +53,8 @@ class RowStore {
   // Takes the rows `written`, each once, then reads the rows `wanted`, each once. Raises StoreError; after one of
   // Fault::DEVICE or Fault::CORRUPT the store takes no more calls.
   virtual void exchange(std::span<const RowAt> written, std::span<const RowAt> wanted, const Lines& lines) = 0;
-  // All rows as they were last written make one generation, whose number it returns (docs/embedding-store.md).
-  // `tag` is kept with it.
+  // All rows as they were last written make one generation, whose number it returns
+  // (docs/reference/embedding-store.md). `tag` is kept with it.
   virtual std::uint64_t flush(std::uint64_t tag) = 0;
 };
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same packet to a queue pair of the kernel's RoCE and to the udp port: docs/conformance.md.
+"""The same packet to a queue pair of the kernel's RoCE and to the udp port: docs/reference/conformance.md.
 
     packets      a packet of any shape, right or wrong, as bytes
     cases        what is sent, and what becomes of it on either side: the table

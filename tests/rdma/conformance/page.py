@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/conformance.md, written from the cases: `cd tests/rdma && python -m conformance.page PAGE`.
+"""The table of docs/reference/conformance.md, written from the cases.
 
-The tests hold both sides to the cases, and the page to the table.
+`cd tests/rdma && python -m conformance.page PAGE` writes it. The tests hold both sides to the cases,
+and the page to the table.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _row(case: Case) -> str:
 def _on_rxe(case: Case) -> str:
     text = _fate(case.rxe) + (" ≠" if case.why else "")
     if case.patched is not None:
-        text += f"; with [patch {case.patch[:4]}](upstream/README.md): {_fate(case.patched)}"
+        text += f"; with [patch {case.patch[:4]}](../upstream/README.md): {_fate(case.patched)}"
     return text
 
 

@@ -9,7 +9,8 @@ from typing import Final, Self
 
 from .packets import Datagram, Source
 
-# linux/in.h, linux/in6.h: no fragments. An unconnected IPv4 socket then writes identification 0 (docs/wire.md).
+# linux/in.h, linux/in6.h: no fragments. An unconnected IPv4 socket then writes identification 0
+# (docs/reference/wire.md).
 IP_MTU_DISCOVER: Final = 10
 IPV6_MTU_DISCOVER: Final = 23
 PMTUDISC_DO: Final = 2

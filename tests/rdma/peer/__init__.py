@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank written from docs/wire.md in Python over pyverbs, which shares no code with the native engine.
+"""A rank written from docs/reference/wire.md in Python over pyverbs, which shares no code with the native engine.
 
     numbers    short numbers on the wire, long ones inside
     offer      what ranks tell each other before the first packet

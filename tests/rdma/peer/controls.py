@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control payload, after the byte table of docs/wire.md."""
+"""The control payload, after the byte table of docs/reference/wire.md."""
 
 from __future__ import annotations
 

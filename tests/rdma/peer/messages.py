@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message is, and the payload of an eager packet (docs/wire.md, "Messages" and "Eager messages")."""
+"""What a message is, and the payload of an eager packet (docs/reference/wire.md, "Messages" and "Eager messages")."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are 64 bits wide inside and shorter on the wire (docs/wire.md, "Flow" and "Immediate")."""
+"""Numbers that are 64 bits wide inside and shorter on the wire (docs/reference/wire.md, "Flow" and "Immediate")."""
 
 from __future__ import annotations
 

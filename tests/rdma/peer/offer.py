@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The offer: what ranks tell each other through rendezvous (docs/wire.md, "Offer")."""
+"""The offer: what ranks tell each other through rendezvous (docs/reference/wire.md, "Offer")."""
 
 from __future__ import annotations
 

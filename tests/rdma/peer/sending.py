@@ -22,7 +22,7 @@ from .numbers import (
 )
 
 RESEND_S: Final = 0.1
-# Beyond the first one missing of a credit: what a SACK entry can tell of (docs/wire.md, "Control payload").
+# Beyond the first one missing of a credit: what a SACK entry can tell of (docs/reference/wire.md, "Control payload").
 REACH_PACKETS: Final = 1_984
 EAGER_STREAM: Final = -1  # where the number of a credit stands otherwise
 

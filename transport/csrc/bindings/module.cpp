@@ -363,7 +363,7 @@ NB_MODULE(_core, m) {
       "The ports of all RDMA devices: (device, number, state, Ethernet or not, largest payload, partition keys, RoCE "
       "v2 "
       "GIDs as (index, address, interface index), problem). Number 0: only `problem` counts, why it cannot be read.");
-  nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/plan.md). Raises ArgumentError for malformed bytes.")
+  nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)
       .def_prop_ro("name", [](const PyPlan& self) { return self.plan().name; })
       .def_prop_ro("step_count", [](const PyPlan& self) { return self.plan().steps.size(); });

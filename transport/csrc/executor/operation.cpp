@@ -103,7 +103,7 @@ bool Operation::run_ready(bool copies) {
   bool ran = false;
   for (;;) {
     if (!ready_network_.empty()) {
-      // In list order (docs/plan.md rule 4); done() may append while we walk.
+      // In list order (docs/reference/plans.md rule 4); done() may append while we walk.
       for (size_t i = 0; i < ready_network_.size(); ++i) dispatch_network(ready_network_[i]);
       ready_network_.clear();
     } else if (!ready_folds_.empty()) {

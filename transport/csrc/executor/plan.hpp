@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A compiled plan, decoded from its binary form (docs/plan.md) and checked once, so that running it needs no checks.
+// A compiled plan, decoded from its binary form (docs/reference/plans.md) and checked once, so that running it needs no
+// checks.
 #pragma once
 
 #include <atomic>

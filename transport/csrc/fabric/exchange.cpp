@@ -13,7 +13,7 @@ constexpr uint32_t BATCH_PACKETS_MAX = 64;
 constexpr uint32_t TICKS_PER_US_MAX = 1'000;
 // A flow that always has something to send has its timers looked at so often.
 constexpr uint64_t TIMER_SLICE_US = 10;
-// The dynamic ports (RFC 6335), as docs/wire.md has it for entropies.
+// The dynamic ports (RFC 6335), as docs/reference/wire.md has it for entropies.
 constexpr uint32_t FIRST_PORT = 0xC000, PORT_COUNT = 0x4000;
 
 TransportConfig checked(const TransportConfig& config) {

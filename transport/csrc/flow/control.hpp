@@ -2,7 +2,7 @@
 // The control payload: what one side tells the other about credits, arrivals and its end.
 //
 // Every field is cumulative or idempotent, so that a control packet may be lost, repeated or overtaken.
-// Byte table: docs/wire.md, "Control payload". Little-endian.
+// Byte table: docs/reference/wire.md, "Control payload". Little-endian.
 #pragma once
 #include <cstddef>
 #include <cstdint>

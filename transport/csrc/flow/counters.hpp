@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a flow counts. Names follow the RDMA hw_counters where one exists; docs/counters.md says what each means.
+// What a flow counts. Names follow the RDMA hw_counters where one exists; docs/reference/counters.md says what each
+// means.
 #pragma once
 
 #include <cstdint>

@@ -4,7 +4,7 @@
 // It owns no clock, socket, thread or random source: `now_us` and a seed come in, packets and events go
 // out. What drives it: the message layer (send_eager, advertise, transfer), a packet (locate, on_data,
 // on_control), a timer (next_timeout_us, on_timeout). The same object code runs under the udp, verbs and
-// sim ports. Protocol: docs/wire.md.
+// sim ports. Protocol: docs/reference/wire.md.
 //
 // How a port drives one:
 //   arrival   data: locate -> place the bytes -> on_data (also for Verdict::duplicate, which must be

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The immediate of a data packet, and the sequence numbers behind it (docs/wire.md, Flow).
+// The immediate of a data packet, and the sequence numbers behind it (docs/reference/wire.md, Flow).
 //
 // A verbs completion shows immediate, length and queue pair, but not the RETH: so the immediate alone
 // names the packet. Sequence numbers are 64 bits wide inside and travel as their low bits.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How far the numbers of the flow protocol reach (docs/wire.md, Flow). Equal on both sides.
+// How far the numbers of the flow protocol reach (docs/reference/wire.md, Flow). Equal on both sides.
 //
 // A file of its own, so that the model of faults can run the same sources with numbers that wrap after a few
 // packets (model/small/flow/numbers.hpp).

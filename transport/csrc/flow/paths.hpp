@@ -2,7 +2,7 @@
 // The paths (entropies) between two ranks: what each has in flight and how it does.
 //
 // Every path is taken to be in order by itself; packets of different paths overtake each other freely. Path p
-// runs over rail p mod rail_count (docs/wire.md, "Offer"): paths of one rail are likely to fail together.
+// runs over rail p mod rail_count (docs/reference/wire.md, "Offer"): paths of one rail are likely to fail together.
 #pragma once
 
 #include <cstdint>

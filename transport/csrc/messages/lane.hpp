@@ -19,12 +19,12 @@ struct pollfd;
 
 namespace sennit {
 
-// docs/plan.md rule 3: the most a receive without destination may hold.
+// docs/reference/plans.md rule 3: the most a receive without destination may hold.
 inline constexpr uint64_t MAX_LOAN_BYTES = 131'072;
 
 struct MessageHeader {
   uint64_t key;         // collectives: operation sequence << 20 | slot; P2P: 1 << 63 | tag
-  uint64_t signature;   // docs/plan.md
+  uint64_t signature;   // docs/reference/plans.md
   uint64_t size_bytes;  // of the whole message
 };
 

@@ -42,7 +42,8 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
     throw std::invalid_argument(who + (theirs.is_reliable ? " uses" : " does not use") +
                                 " reliable queue pairs, this rank does" + (ours.is_reliable ? "" : " not") +
                                 ": set SENNIT_VERBS_SERVICE to the same on all ranks");
-  // A device numbers its IPv4 packets at will and sends to one port only; a socket sees no numbers (docs/wire.md).
+  // A device numbers its IPv4 packets at will and sends to one port only; a socket sees no numbers
+  // (docs/reference/wire.md).
   if (ours.is_device != theirs.is_device) {
     const RoceOffer& socket = ours.is_device ? theirs : ours;
     for (const auto& [mine, other] : out.pairs) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a rank tells its peers so that they can send to it: addresses, ports, queue pairs, keys.
 //
-// One offer goes to all peers through rendezvous, little-endian (docs/wire.md, "Offer").
+// One offer goes to all peers through rendezvous, little-endian (docs/reference/wire.md, "Offer").
 #pragma once
 
 #include <cstddef>

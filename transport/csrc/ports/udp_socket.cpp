@@ -145,7 +145,7 @@ UdpSocket::UdpSocket(const wire::Endpoint& local) : local_(local) {
   fd_ = socket(family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_UDP);
   if (fd_ < 0) raise(errno, advice(errno, local));
   try {
-    // No fragments: RoCE forbids them, and IPv4's identification is then predictable (docs/wire.md).
+    // No fragments: RoCE forbids them, and IPv4's identification is then predictable (docs/reference/wire.md).
     if (local.is_ipv6) {
       set_option(fd_, IPPROTO_IPV6, IPV6_V6ONLY, 1, "IPV6_V6ONLY");
       set_option(fd_, IPPROTO_IPV6, IPV6_MTU_DISCOVER, IPV6_PMTUDISC_DO, "IPV6_MTU_DISCOVER");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // fold: the arithmetic of reductions. dst[i] = op(op(source0[i], source1[i]), …), always from the left,
-// so that a result depends on its inputs alone (docs/plan.md rule 1).
+// so that a result depends on its inputs alone (docs/reference/plans.md rule 1).
 #pragma once
 
 #include <cstddef>

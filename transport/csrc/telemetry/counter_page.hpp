@@ -2,9 +2,9 @@
 // Counters that other processes can read: the ones that the data plane counts in, in a file of /dev/shm. Nothing is
 // copied and nobody is asked, so they are current while a rank computes, and still there after it was killed.
 //
-// Layout, native byte order (docs/counters.md): a header, then records of 8-byte multiples that say themselves how long
-// they are: names of a kind of counters, and blocks of such counters. One writer; a reader takes `used_bytes` first,
-// then what lies below it. Counters are 64 bits wide, aligned, and written by one thread at a time.
+// Layout, native byte order (docs/reference/counters.md): a header, then records of 8-byte multiples that say
+// themselves how long they are: names of a kind of counters, and blocks of such counters. One writer; a reader takes
+// `used_bytes` first, then what lies below it. Counters are 64 bits wide, aligned, and written by one thread at a time.
 #pragma once
 
 #include <cstddef>

@@ -18,7 +18,7 @@ using namespace sennit;
 
 namespace {
 
-// Writes the binary form of docs/plan.md, step by step.
+// Writes the binary form of docs/reference/plans.md, step by step.
 class PlanWriter {
  public:
   PlanWriter(uint32_t world, uint32_t rank, uint16_t buffer_count, uint64_t signature)
@@ -401,7 +401,7 @@ TEST_CASE("no damaged plan is accepted silently or crashes the decoder") {
   CHECK_THROWS_WITH_AS(Plan::decode(bytes.data(), bytes.size()), doctest::Contains("circle"), PlanError);
 }
 
-TEST_CASE("a plan that breaks a rule of docs/plan.md is refused, and says which") {
+TEST_CASE("a plan that breaks a rule of docs/reference/plans.md is refused, and says which") {
   constexpr uint64_t ALLREDUCE = uint64_t{1} << 56, P2P = uint64_t{9} << 56;
   const auto refusal = [](const PlanWriter& writer) {
     const std::vector<std::byte> bytes = writer.bytes();

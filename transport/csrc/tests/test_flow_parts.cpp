@@ -125,7 +125,7 @@ TEST_CASE("A sequence ring keeps numbers across growth") {
   }
 }
 
-TEST_CASE("A control payload has the bytes of docs/wire.md") {
+TEST_CASE("A control payload has the bytes of docs/reference/wire.md") {
   std::array<std::byte, 256> out{};
   ControlWriter writer(out);
   writer.header.flags = CONTROL_ASK;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tracepoints of the data plane: user-level statically defined tracing (USDT), as perf, bcc, bpftrace and libbpf
 // read it from the ELF notes of this library. Provider `sennit`; names and arguments are an interface, described in
-// docs/tracepoints.md; bpftrace reads the first six.
+// docs/reference/tracepoints.md; bpftrace reads the first six.
 //
 // One that nobody listens to is two nops: no branch, no load beyond what its arguments need. So arguments are values at
 // hand, of fixed width, and never computed for the tracepoint alone. They fire in the simulator as well.

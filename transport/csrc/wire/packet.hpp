@@ -6,7 +6,7 @@
 //   eager    SEND ONLY with immediate         BTH | ImmDt | payload | pad | ICRC      to a device only
 //
 // IBTA architecture specification, volume 1: 9.2 (BTH), 9.3.3 (RETH), 9.3.6 (ImmDt), 9.2.2 (pad count),
-// annex A17 (RoCEv2). Byte tables: docs/wire.md. A packet is parsed from its first bytes and its size
+// annex A17 (RoCEv2). Byte tables: docs/reference/wire.md. A packet is parsed from its first bytes and its size
 // alone, so that the payload may lie anywhere.
 #pragma once
 

@@ -20,7 +20,7 @@ struct Shape {
   std::size_t rows, depth, columns;
 };
 
-// Rule 9 of docs/embedding.md; volatile, so that nothing is contracted.
+// Rule 9 of docs/reference/embedding.md; volatile, so that nothing is contracted.
 std::vector<float> plain(const ProductFold& fold) {
   std::vector<float> result(fold.items * fold.rows * fold.columns);
   for (std::size_t item = 0; item < fold.items; item++)

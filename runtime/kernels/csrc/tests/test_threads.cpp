@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Results are the same for any number of threads, however runs are cut; TSan runs this as well (docs/embedding.md).
+// Results are the same for any number of threads, however runs are cut; TSan runs this as well
+// (docs/reference/embedding.md).
 #include <doctest/doctest.h>
 
 #include <algorithm>

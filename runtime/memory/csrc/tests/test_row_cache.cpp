@@ -28,7 +28,7 @@ struct Numbers {
   std::vector<std::uint64_t> values;
 };
 
-// What docs/embedding-store.md says, in words that a computer reads, without pins.
+// What docs/reference/embedding-store.md says, in words that a computer reads, without pins.
 struct Definition {
   struct Line {
     bool is_used = false;

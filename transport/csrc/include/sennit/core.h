@@ -2,7 +2,7 @@
 // The C face of the native core: what the torch extension and the Python binding call.
 //
 // One `sennit_comm` is one process group: this rank's channels to every peer, and the operations in
-// flight on them. An operation is a compiled plan (docs/plan.md) run over caller-owned buffers.
+// flight on them. An operation is a compiled plan (docs/reference/plans.md) run over caller-owned buffers.
 // No function here throws; every wait has a deadline. All functions are safe to call from several
 // threads; none needs the Python GIL.
 #pragma once

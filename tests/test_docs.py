@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pages of docs: links between them, what sources say of them, and how wide they are."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = ["docs", "ebpf", "offload", "runtime", "sennit", "testbed", "tests", "transport", "examples", ".github"]
+TEXT_SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".h", ".c", ".sh", ".md", ".txt", ".toml", ".yml", ".yaml", ".ini"}
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+MENTION = re.compile(r"(?<![\w/.])docs/[\w./-]*\w")
+HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    titles = HEADING.findall(FENCE.sub("", page.read_text()))
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower().strip() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.relative_to(ROOT)}: no file for the link {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.relative_to(ROOT)}: no heading for the link {link}"
+
+
+def texts() -> Iterator[Path]:
+    yield from (path for path in ROOT.iterdir() if path.is_file() and path.suffix in TEXT_SUFFIXES | {""})
+    for folder in OURS:
+        yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in TEXT_SUFFIXES)
+
+
+def test_pages_that_sources_mention_exist() -> None:
+    missing = []
+    for path in texts():
+        for mention in MENTION.findall(path.read_text()):
+            target = ROOT / mention
+            # Decisions and patches may be mentioned by their number: docs/decisions/0030.
+            if not target.exists() and not [*target.parent.glob(target.name + "-*")]:
+                missing.append(f"{path.relative_to(ROOT)}: {mention}")
+    assert not missing, missing
