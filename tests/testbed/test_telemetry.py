@@ -251,7 +251,7 @@ def test_a_collector_that_is_not_there_is_no_end() -> None:
 def test_the_dashboard_asks_for_what_is_exported() -> None:
     text = PAGE.read_text()
     names = {samples.exported_name(row["name"]) for row in ROW.finditer(text)}
-    dashboard = json.loads((PAGE.parent / "grafana" / "sennit.json").read_text())
+    dashboard = json.loads((PAGE.parents[1] / "grafana" / "sennit.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     asked = {
         name.removesuffix("_total") for expression in expressions for name in re.findall(r"sennit_\w+", expression)
