@@ -15,7 +15,7 @@
     salt = 7
     first = 20
 
-`dense = ["price", "age"]` is short for columns that stay as they are. docs/how-to/train.md explains the keys.
+`dense = ["price", "age"]` is short for columns that stay as they are. docs/reference/data-sets.md explains the keys.
 """
 
 from __future__ import annotations

@@ -100,5 +100,5 @@ def _files(source: Source) -> tuple[DataFile, ...]:
 
 def _schema(source: Source) -> Schema:
     if source.schema is None:
-        raise DataError(f"data set {source.data!r}: Parquet files need --schema FILE (docs/how-to/train.md)")
+        raise DataError(f"data set {source.data!r}: Parquet files need --schema FILE (docs/reference/data-sets.md)")
     return read_schema(source.schema)
