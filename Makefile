@@ -12,7 +12,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build:  ## make .venv, install what is missing, build the native extensions
-	@testbed/setup/build.sh
+	@sennit/setup/build.sh
 
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit train --data flights --ranks 2
@@ -33,11 +33,11 @@ test-model: build  ## a million schedules of faults against the real flow, witho
 	@ctest --test-dir build/model -L model --output-on-failure --no-tests=error
 
 test-fuzz: build  ## a few seconds of each fuzzer
-	@testbed/setup/fuzz.sh 8
+	@sennit/setup/fuzz.sh 8
 
 SECONDS ?= 600
 fuzz: build  ## libFuzzer on the parsers and the flow, SECONDS=600 each
-	@testbed/setup/fuzz.sh $(SECONDS)
+	@sennit/setup/fuzz.sh $(SECONDS)
 
 ebpf: build  ## compile the BPF programs into build/ebpf, and name what this kernel lacks
 	@$(PY) -m sennit.ebpf build/ebpf
@@ -79,7 +79,7 @@ types: build  ## mypy --strict
 
 BENCH := $(PY) -m sennit bench collectives
 bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures of docs/performance.md
-	@testbed/setup/build.sh mpi
+	@sennit/setup/build.sh mpi
 	@for run in "shm 2" "shm 4" "udp 2"; do set -- $$run; \
 	  $(BENCH) --against gloo --against openmpi --transport $$1 --world $$2 \
 	    --json build/bench-$$1-$$2.json --plot build/bench-$$1-$$2.png; done

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.ebpf.library import BpfError, clear_log, library, refusal
 
 if TYPE_CHECKING:

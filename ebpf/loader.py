@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from sennit.closing import Closing
 from sennit.ebpf.arena import BPF_MAP_TYPE_ARENA, Arena, free_address, pages
 from sennit.ebpf.btf import Btf, BtfError
-from sennit.ebpf.closing import Closing
 from sennit.ebpf.elf import Elf, ElfError
 from sennit.ebpf.library import BpfError, clear_log, library, refusal
 from sennit.ebpf.maps import BpfMap

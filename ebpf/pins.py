@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.maps import BpfMap
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.ebpf.library import SAMPLE_CALLBACK, BpfError, clear_log, library, refusal
 from sennit.ebpf.maps import BpfMap
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.ebpf.library import BpfError, clear_log, library, refusal
 from sennit.ebpf.maps import BpfMap, MapOptions
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import warnings
 from typing import Final
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.offload._native import DenseField, IdsField, RecordSchema, RowFilters, SocketReader
 from sennit.offload._native import Receiver as NativeReceiver
 from sennit.offload.admission import FeedCounters, Verdict

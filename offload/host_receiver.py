@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.offload import hashing, reference
 from sennit.offload.admission import FeedCounters, Verdict, check_header, check_sequence
 from sennit.offload.batches import Batch, BatchLayout

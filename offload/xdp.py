@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import socket
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.ebpf.compiler import ToolMissing, compile_source
 from sennit.ebpf.features import missing_privileges
 from sennit.ebpf.library import BpfError

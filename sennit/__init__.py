@@ -21,7 +21,7 @@ def _autoload() -> None:
     A broken installation of sennit must not break `import torch` for programs that do not use it.
     """
     try:
-        from sennit.runtime.backend import register
+        from sennit.runtime.backend.process_group import register
 
         register()
     except Exception as error:

@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 import sennit
+from sennit.command_line import figure_file, stdout_console, writable_file
 from sennit.runtime.ingest.command import feed
-from sennit.testbed.command_line import figure_file, stdout_console, writable_file
+from sennit.runtime.telemetry.commands import metrics, top
+from sennit.runtime.trace.commands import app as trace
 from sennit.testbed.commands import app as testbed
-from sennit.testbed.telemetry.commands import metrics, top
-from sennit.testbed.trace.commands import app as trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,7 +40,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
     """Say what this machine can do, why not, and what to do about it."""
-    from sennit.testbed import doctor
+    from sennit import doctor
 
     findings = doctor.examine()
     if as_json:
@@ -57,8 +57,8 @@ def doctor(
     help="Train a DLRM over sennit.",
 )
 def train(context: typer.Context) -> None:
-    # Its options are its own, so that `python -m sennit.runtime.train` under torchrun has the same.
-    from sennit.runtime.train import main
+    # Its options are its own, so that `python -m sennit.runtime.training` under torchrun has the same.
+    from sennit.runtime.training.command import main
 
     main(context.args)
 
@@ -71,7 +71,7 @@ def export(
     """Write a checkpoint's embedding tables in 8 bits a weight, for inference with torch, and its dense weights."""
     from rich.filesize import decimal
 
-    from sennit.runtime.export import export_int8
+    from sennit.runtime.training.export import export_int8
     from sennit.transport.errors import SennitError
 
     try:
@@ -164,7 +164,7 @@ def bench_offload(
 
     Needs root, clang 19 or later and Linux 6.9 or later.
     """
-    from sennit.testbed import capabilities
+    from sennit import capabilities
     from sennit.testbed.bench import offload
 
     reason = capabilities.missing("bpf", "arena", *(("netns", "native-xdp") if end_to_end else ()))
@@ -227,7 +227,7 @@ def bench_feed(
 
     Needs what `sennit bench offload` needs.
     """
-    from sennit.testbed import capabilities
+    from sennit import capabilities
     from sennit.testbed.bench import feed as feeding
 
     reason = capabilities.missing("bpf", "arena", "native-xdp", "tc-bpf")
@@ -252,7 +252,7 @@ def bench_ingest(
 
     Needs what `sennit bench offload` needs, and two cores.
     """
-    from sennit.testbed import capabilities
+    from sennit import capabilities
     from sennit.testbed.bench import ingest
 
     reason = capabilities.missing("bpf", "arena", "native-xdp", "tc-bpf")
@@ -270,7 +270,7 @@ def bench_ingest(
 
 
 def _bench_embedding_on_a_gpu(rounds: int, seed: int, json_path: Path | None) -> None:
-    from sennit.testbed import capabilities
+    from sennit import capabilities
 
     reason = capabilities.missing("gpu")
     if reason is not None:

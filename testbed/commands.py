@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.testbed.command_line import stdout_console, writable_file
+from sennit.command_line import stdout_console, writable_file
 from sennit.testbed.vm.commands import kernel, vm
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def list_() -> None:
     _check_packages()
     from rich.table import Table
 
-    from sennit.testbed import capabilities
+    from sennit import capabilities
     from sennit.testbed.scenarios.catalogue import SCENARIOS
     from sennit.testbed.topology.switch import Impairer, resolve
 

@@ -11,7 +11,7 @@ import hypothesis
 import numpy as np
 import pytest
 
-from sennit.testbed import capabilities
+from sennit import capabilities
 
 # Inherited by every process a test starts.
 os.environ.setdefault("SENNIT_INTERFACES", "lo")

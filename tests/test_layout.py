@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "ebpf": set[str](),
     "offload": {"ebpf"},
     "transport": set[str](),
-    "runtime": {"transport", "offload"},
+    "runtime": {"ebpf", "offload", "transport"},
     "testbed": {"ebpf", "offload", "transport", "runtime"},
     "sennit": {"ebpf", "offload", "transport", "runtime", "testbed"},
 }
@@ -58,6 +58,33 @@ def test_folder_imports_only_what_it_may(folder: str) -> None:
             target = rest.partition(".")[0]
             if first == "sennit" and target in MAY_IMPORT and target != folder:
                 assert target in MAY_IMPORT[folder], f"{path}: {folder} may not import {module}"
+
+
+# Files of `sennit/` that every folder may use.
+SHARED = {"cache", "closing", "command_line", "debian", "exports"}
+
+
+def test_what_all_folders_share_imports_none_of_them() -> None:
+    for name in SHARED:
+        for module in imported_modules(ROOT / "sennit" / f"{name}.py"):
+            assert not module.startswith("sennit.") or module.split(".")[1] in SHARED, f"{name}: {module}"
+
+
+@pytest.mark.parametrize("room", sorted(path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")))
+def test_public_names_of_a_room_are_what_type_checkers_see(room: str) -> None:
+    """Each name stands twice: for type checkers in an import, at run time in the table of `exporter`."""
+    path = ROOT / "runtime" / room / "__init__.py"
+    seen = {
+        alias.asname: (node.module or "").removeprefix(f"sennit.runtime.{room}.")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sennit.runtime.")
+        for alias in node.names
+    }
+    tables = [ast.literal_eval(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Dict)]
+    assert seen == (tables[0] if tables else {})
+    for name, module in seen.items():
+        defined = (ROOT / "runtime" / room / f"{module}.py").read_text()
+        assert re.search(rf"^(class |def |{name}\b)", defined, re.M), f"{module} has no {name}"
 
 
 def test_links_for_type_checkers_match_the_table() -> None:
@@ -124,7 +151,7 @@ def test_environment_variables_are_read_in_one_file_and_documented() -> None:
 def test_import_is_cheap_and_finds_its_parts_from_any_folder(folder: Path) -> None:
     """The repository has a folder `sennit`; run from there, Python must still find the installed whole."""
     program = (
-        "import sys, sennit, sennit.transport.errors, sennit.testbed\n"
+        "import sys, sennit, sennit.transport.errors, sennit.testbed, sennit.runtime.data, sennit.runtime.training\n"
         "heavy = {'torch', 'numpy', 'sennit.transport._core'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )

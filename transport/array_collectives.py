@@ -29,7 +29,7 @@ _DTYPES: Final[dict[str, Dtype]] = {
 }  # fmt: skip
 
 
-# The type code of what has no arithmetic; codes from 0x80 up are torch's (runtime/csrc).
+# The type code of what has no arithmetic; codes from 0x80 up are torch's (runtime/backend/csrc).
 OTHER_TYPE: Final = 0x7F
 
 

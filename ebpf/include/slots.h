@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A histogram's slot for a value: eight to every doubling, so that a percentile read from it is right to 1/16. The
-// other half is testbed/trace/histogram.py. (ebpf/programs/slots.bcc.h is the same for bcc.)
+// other half is runtime/trace/histogram.py. (ebpf/programs/slots.bcc.h is the same for bcc.)
 #pragma once
 
 #include <linux/types.h>

@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.offload.ingest.protocol import (
     End,
     Error,

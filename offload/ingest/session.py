@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Final
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.offload._native import (
     trace_batch_begun,
     trace_batch_complete,

@@ -14,7 +14,7 @@ import struct
 import time
 from typing import Final
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.ebpf.compiler import compile_program
 from sennit.ebpf.links import Link, attach_xdp
 from sennit.ebpf.loader import BpfObject

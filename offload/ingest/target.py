@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.ebpf.features import missing_privileges
 from sennit.offload.batches import BatchLayout
 from sennit.offload.ingest.shared_interface import follow, lead

@@ -1,2 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data sets for the trainer: sources, encoding, and batches in the combined format."""
+"""Training data: data sets, their encoding, the order of samples, and the batches of one rank.
+
+`Source` names a data set, `Order` says which sample is in which batch, `BatchSource` hands out batches.
+"""
+
+from typing import TYPE_CHECKING
+
+from sennit.exports import exporter
+
+if TYPE_CHECKING:
+    from sennit.runtime.data.batch_source import BatchSource as BatchSource
+    from sennit.runtime.data.batch_source import MemorySource as MemorySource
+    from sennit.runtime.data.combined import CombinedBatch as CombinedBatch
+    from sennit.runtime.data.errors import DataError as DataError
+    from sennit.runtime.data.features import Feature as Feature
+    from sennit.runtime.data.features import RawSamples as RawSamples
+    from sennit.runtime.data.order import Order as Order
+    from sennit.runtime.data.samples import Column as Column
+    from sennit.runtime.data.samples import Samples as Samples
+    from sennit.runtime.data.sources import Source as Source
+
+__getattr__ = exporter(
+    __name__,
+    {
+        "BatchSource": "batch_source",
+        "MemorySource": "batch_source",
+        "CombinedBatch": "combined",
+        "DataError": "errors",
+        "Feature": "features",
+        "RawSamples": "features",
+        "Order": "order",
+        "Column": "samples",
+        "Samples": "samples",
+        "Source": "sources",
+    },
+)

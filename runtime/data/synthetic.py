@@ -14,7 +14,7 @@ import torch
 
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.samples import Column, Samples
-from sennit.runtime.seeds import numpy_stream
+from sennit.runtime.data.seeds import numpy_stream
 
 # MLPerf Training, recommendation_v2: multi_hot_sizes and num_embeddings_per_feature (40 M cap).
 BAG_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)

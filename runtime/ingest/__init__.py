@@ -1,2 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How samples come to the trainer: the order that a run defines, and where its batches are taken from."""
+"""Fed runs: samples that feeders send over the network become batches of the trainer.
+
+`FedSource` is the trainer's end, `sennit feed` (`command`) the feeder's; docs/reference/ingest.md.
+"""
+
+from typing import TYPE_CHECKING
+
+from sennit.exports import exporter
+
+if TYPE_CHECKING:
+    from sennit.runtime.ingest.fed import FedSource as FedSource
+    from sennit.runtime.ingest.fed import IngestFailure as IngestFailure
+    from sennit.runtime.ingest.feed import FeedFailure as FeedFailure
+    from sennit.runtime.ingest.feed import FeedReport as FeedReport
+
+__getattr__ = exporter(
+    __name__,
+    {
+        "FedSource": "fed",
+        "IngestFailure": "fed",
+        "FeedFailure": "feed",
+        "FeedReport": "feed",
+    },
+)

@@ -45,7 +45,7 @@ def feed(
     from sennit.runtime.data import sources
     from sennit.runtime.data.sources import Source
     from sennit.runtime.ingest import feed as feeding
-    from sennit.runtime.launch import Address
+    from sennit.runtime.training.launch import Address
     from sennit.transport.errors import ConfigError, SennitError
 
     # As in a rank: with more threads the sums behind means would depend on their number.

@@ -18,12 +18,12 @@ from sennit.offload.ingest.protocol import VERSION, Terms
 from sennit.offload.ingest.session import IngestError, Session
 from sennit.offload.ingest.target import TargetError
 from sennit.offload.sketch import Sketch
+from sennit.runtime.data.batch_source import order_of
 from sennit.runtime.data.combined import CombinedBatch
-from sennit.runtime.dlrm.sharding import Table
-from sennit.runtime.ingest.order import Order
+from sennit.runtime.data.order import Order
 from sennit.runtime.ingest.page import IngestPage
-from sennit.runtime.ingest.source import order_of
-from sennit.runtime.training_config import TrainingConfig
+from sennit.runtime.model.sharding import Table
+from sennit.runtime.training.config import TrainingConfig
 from sennit.transport.errors import ConfigError, SennitError
 
 SLOTS: Final = 4

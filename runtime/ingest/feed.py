@@ -24,10 +24,10 @@ from sennit.offload.record_store import RecordStore
 from sennit.offload.records import HEADER
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.features import RawSamples
+from sennit.runtime.data.order import Order
 from sennit.runtime.data.samples import standardise
 from sennit.runtime.ingest.facts import encode
-from sennit.runtime.ingest.order import Order
-from sennit.runtime.launch import Address
+from sennit.runtime.training.launch import Address
 from sennit.transport.errors import SennitError
 
 # Of workers that die. More deaths have a cause that another process does not end.

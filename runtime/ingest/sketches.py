@@ -8,7 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from sennit.offload.sketch import Sketch
-from sennit.runtime.ingest.source import BatchSource
+from sennit.runtime.data.batch_source import BatchSource
 
 
 def save_sketch(source: BatchSource, path: Path) -> None:

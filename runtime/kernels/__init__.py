@@ -1,5 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding tables: one operator, several implementations, the same bits.
+"""Embedding tables: one operator, several implementations (plain torch, native, Triton), the same bits.
 
-docs/reference/embedding.md defines the arithmetic.
+`EmbeddingEngine` looks up and updates tables; docs/reference/embedding.md defines the arithmetic.
 """
+
+from typing import TYPE_CHECKING
+
+from sennit.exports import exporter
+
+if TYPE_CHECKING:
+    from sennit.runtime.kernels.batch import Batch as Batch
+    from sennit.runtime.kernels.engine import EmbeddingEngine as EmbeddingEngine
+    from sennit.runtime.kernels.int8 import float_rows as float_rows
+    from sennit.runtime.kernels.int8 import int8_rows as int8_rows
+    from sennit.runtime.kernels.operators import FusedTables as FusedTables
+    from sennit.runtime.kernels.optimizers import Decay as Decay
+    from sennit.runtime.kernels.optimizers import Optimizer as Optimizer
+    from sennit.runtime.kernels.optimizers import OptimizerSpec as OptimizerSpec
+    from sennit.runtime.kernels.spec import Bounds as Bounds
+    from sennit.runtime.kernels.spec import Pooling as Pooling
+    from sennit.runtime.kernels.spec import Precision as Precision
+    from sennit.runtime.kernels.spec import Rounding as Rounding
+    from sennit.runtime.kernels.spec import TableSpec as TableSpec
+    from sennit.runtime.kernels.tensor_train import TensorTrainSpec as TensorTrainSpec
+    from sennit.runtime.kernels.tensor_train import initialise as initialise
+
+__getattr__ = exporter(
+    __name__,
+    {
+        "Batch": "batch",
+        "EmbeddingEngine": "engine",
+        "float_rows": "int8",
+        "int8_rows": "int8",
+        "FusedTables": "operators",
+        "Decay": "optimizers",
+        "Optimizer": "optimizers",
+        "OptimizerSpec": "optimizers",
+        "Bounds": "spec",
+        "Pooling": "spec",
+        "Precision": "spec",
+        "Rounding": "spec",
+        "TableSpec": "spec",
+        "TensorTrainSpec": "tensor_train",
+        "initialise": "tensor_train",
+    },
+)

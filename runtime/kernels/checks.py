@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sennit.runtime import _kernels
+from sennit.runtime.kernels import _kernels
 from sennit.runtime.kernels.batch import Batch, Block
 from sennit.runtime.kernels.spec import Bounds, Pooling, TableSpec
 from sennit.transport.errors import ArgumentError, SennitError

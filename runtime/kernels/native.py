@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from sennit.runtime import _kernels
+from sennit.runtime.kernels import _kernels
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import BadGradients
 from sennit.runtime.kernels.layout import TableMemory

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sennit.runtime import _kernels
+from sennit.runtime.kernels import _kernels
 from sennit.runtime.kernels.reference_products import Runs
 
 

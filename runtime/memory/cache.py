@@ -10,7 +10,7 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sennit.runtime import _memory
+from sennit.runtime.memory import _memory
 from sennit.runtime.memory.layout import Arrays
 from sennit.runtime.memory.store import RowStore
 from sennit.transport.errors import ArgumentError, TimeoutError

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from sennit.runtime import _memory
 from sennit.runtime.kernels.spec import Precision, Rounding, TableSpec
+from sennit.runtime.memory import _memory
 from sennit.runtime.memory.store import RowStore
 from sennit.transport.errors import ArgumentError
 

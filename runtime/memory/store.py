@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sennit.runtime import _memory
+from sennit.runtime.memory import _memory
 from sennit.runtime.memory.layout import Arrays, StoreLayout, from_native
 from sennit.transport.errors import ArgumentError
 

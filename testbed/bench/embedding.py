@@ -18,9 +18,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.optimizers import Optimizer
 from sennit.runtime.kernels.spec import Pooling, Precision
-from sennit.runtime.seeds import torch_stream
 from sennit.testbed.bench.embedding_peers import PEERS, Data, Peer, Shape
 from sennit.testbed.bench.machine import describe
 from sennit.testbed.bench.results import quantile

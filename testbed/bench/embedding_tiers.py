@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sennit.runtime.dlrm.embedding import ROW_WISE_ADAGRAD
-from sennit.runtime.dlrm.stored import lines_in
+from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.spec import Rounding, TableSpec
 from sennit.runtime.memory import store
 from sennit.runtime.memory.layout import Arrays, StoreLayout
 from sennit.runtime.memory.tiered import TieredTables, layout_of
-from sennit.runtime.seeds import torch_stream
+from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD
+from sennit.runtime.model.stored import lines_in
 
 HOMES: Final = ("file", "page-cache", "dram")
 OPTIMIZER: Final = ROW_WISE_ADAGRAD

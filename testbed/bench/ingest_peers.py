@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.ebpf.compiler import find_clang
 from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.ebpf.loader import Program

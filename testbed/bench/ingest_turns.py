@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from sennit.offload.ingest.target import IngestTarget
-from sennit.runtime.backend import BACKEND_NAME, register
+from sennit.runtime.backend.process_group import BACKEND_NAME, register
 from sennit.runtime.data import sources
+from sennit.runtime.data.batch_source import BatchSource, MemorySource
 from sennit.runtime.data.sources import Source
-from sennit.runtime.fingerprint import fingerprint
 from sennit.runtime.ingest.fed import FedSource
-from sennit.runtime.ingest.source import BatchSource, MemorySource
-from sennit.runtime.trainer import Trainer
-from sennit.runtime.training_config import TrainingConfig
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.fingerprint import fingerprint
+from sennit.runtime.training.trainer import Trainer
 
 TIMEOUT_S = 60.0
 EPOCHS_MAX = 1000

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.ebpf.compiler import PROGRAMS, compile_source
 from sennit.ebpf.links import XdpMode, attach_xdp
 from sennit.ebpf.loader import BpfObject

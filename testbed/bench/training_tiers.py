@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from sennit.runtime.backend import BACKEND_NAME, register
+from sennit.runtime.backend.process_group import BACKEND_NAME, register
+from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.data.samples import Column, Samples
-from sennit.runtime.dlrm.stored import TableStore
-from sennit.runtime.fingerprint import fingerprint
-from sennit.runtime.ingest.source import MemorySource
-from sennit.runtime.seeds import numpy_stream, torch_stream
-from sennit.runtime.trainer import Trainer
-from sennit.runtime.training_config import TrainingConfig
+from sennit.runtime.data.seeds import numpy_stream, torch_stream
+from sennit.runtime.model.stored import TableStore
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.fingerprint import fingerprint
+from sennit.runtime.training.trainer import Trainer
 from sennit.testbed.bench.embedding_tiers import Load
 
 DENSE_COUNT: Final = 13

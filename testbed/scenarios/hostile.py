@@ -18,7 +18,7 @@ import sys
 import time
 from typing import Final
 
-from sennit.testbed.capabilities import UDP_SEGMENT
+from sennit.capabilities import UDP_SEGMENT
 from sennit.transport import wire
 
 # linux/udp.h before Linux 6.9: UDP_MAX_SEGMENTS

@@ -236,7 +236,7 @@ class Scenario:
         return dataclasses.replace(self, **changes)
 
     def needs(self, impairer: Impairer) -> tuple[str, ...]:
-        """Capabilities (`testbed/capabilities.py`) without which the case is unsupported."""
+        """Capabilities (`sennit/capabilities.py`) without which the case is unsupported."""
         return (*TOPOLOGY_NEEDS[impairer], "core", *(("torch",) if Library.GLOO in self.libraries else ()))
 
     def why_not_by(self, impairer: Impairer) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from sennit.testbed import capabilities
+from sennit import capabilities
 from sennit.testbed.bench import machine
 from sennit.testbed.scenarios import measures, results, stage, verdicts
 from sennit.testbed.scenarios.model import Scenario

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from sennit.testbed import capabilities
+from sennit import capabilities
 from sennit.testbed.scenarios.counters import difference, total
 from sennit.testbed.scenarios.model import NO_IMPAIRMENT, KillRank, Library, Scenario, SuspendRank, SwitchPlane, Variant
 from sennit.testbed.scenarios.ranks import Answer, Event, RankError, Ranks

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from pyroute2 import IPRoute
 
-from sennit.ebpf.closing import Closing
+from sennit.closing import Closing
 from sennit.testbed.topology import namespace
 
 NEAR: Final = "near"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, NoReturn
 
 import typer
 
-from sennit.testbed.command_line import EXIT_UNAVAILABLE
+from sennit.command_line import EXIT_UNAVAILABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -59,8 +59,8 @@ def vm(
 
     Exits as the command does; with 124 after the time limit, and 125 if the VM itself failed.
     """
+    from sennit.debian import StepFailed, Unavailable
     from sennit.testbed.vm import kernels, runner
-    from sennit.testbed.vm.debian import StepFailed, Unavailable
     from sennit.testbed.vm.links import Links
 
     try:
@@ -110,7 +110,8 @@ def kernel(
 
     Exits with 69 where something has to be installed first.
     """
-    from sennit.testbed.vm import debian, kernels
+    from sennit import debian
+    from sennit.testbed.vm import kernels
 
     def say(what: str) -> None:
         typer.echo(f"kernel: {what}", err=True)

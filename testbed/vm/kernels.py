@@ -10,7 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from sennit.testbed.vm import cache, debian, stock_kernel, uml_kernel
+from sennit import cache, debian
+from sennit.testbed.vm import stock_kernel, uml_kernel
 
 GUEST_PROGRAM: Final = Path(__file__).parent / "guest" / "init.c"
 DIGEST_LETTERS: Final = 12

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from sennit.testbed.vm import debian, initramfs, stock_kernel, uml_kernel
+from sennit import debian
+from sennit.testbed.vm import initramfs, stock_kernel, uml_kernel
 from sennit.testbed.vm.job import Channels, Mount, Record
 from sennit.testbed.vm.kernels import Kind
 

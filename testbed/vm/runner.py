@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from sennit.testbed.vm import debian, initramfs, job, kernels
+from sennit import debian
+from sennit.testbed.vm import initramfs, job, kernels
 from sennit.testbed.vm.links import Links
 from sennit.testbed.vm.machines import MACHINES, MIB, Descriptors, Machine
 

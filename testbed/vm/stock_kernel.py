@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from sennit.testbed.vm import debian
+from sennit import debian
 
 # The meta-package names the newest of its series, which is the one to take.
 META_PACKAGE: Final = "linux-image-amd64"

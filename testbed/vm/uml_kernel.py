@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from sennit.testbed.vm import debian
+from sennit import debian
 
 CONFIGURATION: Final = Path(__file__).parent / "uml.config"
 PACKAGE: Final = "linux-source-6.12"

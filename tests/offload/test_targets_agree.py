@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
+from sennit import capabilities
 from sennit.offload._native import Program
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
@@ -28,7 +29,6 @@ from sennit.offload.sketch import Sketch, SketchShape
 from sennit.offload.split import split
 from sennit.offload.targets import Receiver, Target, compile_plan
 from sennit.offload.xdp import XdpReceiver
-from sennit.testbed import capabilities
 from tests.offload.agreement import assert_same_batch, assert_same_bits, assert_same_column
 from tests.offload.strategies import plans, random_rows, sketch_shapes
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sennit.testbed import capabilities
+from sennit import capabilities
 from sennit.testbed.vm import links
 from sennit.transport import devices
 

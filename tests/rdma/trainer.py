@@ -21,12 +21,12 @@ import torch
 import torch._dynamo  # DDP imports it: here once instead of in each rank
 import torch.distributed as dist
 
-from sennit.runtime.backend import register
+from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
-from sennit.runtime.ingest.source import MemorySource
-from sennit.runtime.report import RunReport
-from sennit.runtime.stretch import train
-from sennit.runtime.training_config import TrainingConfig
+from sennit.runtime.data.batch_source import MemorySource
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.report import RunReport
+from sennit.runtime.training.stretch import train
 from sennit.testbed.vm import links
 
 WORLD = 2

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
-from sennit.runtime import elastic
-from sennit.runtime.backend import communicator
+from sennit.runtime.backend import elastic
+from sennit.runtime.backend.process_group import communicator
 from sennit.transport.errors import SennitError
 from sennit.transport.membership import Terms
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, TableSpec
-from sennit.runtime.seeds import torch_stream
 
 STEPS = 3
 

@@ -16,10 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sennit.runtime import elastic, elastic_run
-from sennit.runtime.handover import take_over
-from sennit.runtime.train import main
-from sennit.runtime.trainer import Trainer
+from sennit.runtime.backend import elastic
+from sennit.runtime.training import elastic_run
+from sennit.runtime.training.command import main
+from sennit.runtime.training.handover import take_over
+from sennit.runtime.training.trainer import Trainer
 
 DEADLINE_S = 120.0
 LOOK_S = 0.02

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from sennit.runtime.backend import Options
+from sennit.runtime.backend.process_group import Options
 
 # More elements than the slots of a lane hold together, so that every slot is used again.
 MANY = 3_000_001

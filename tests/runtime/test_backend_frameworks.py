@@ -100,9 +100,9 @@ def test_registration_loads_nothing_native() -> None:
     run_python(
         """
         import sys, sennit, torch
-        from sennit.runtime.backend import register
+        from sennit.runtime.backend.process_group import register
         register()
-        assert "sennit.runtime._c10d" not in sys.modules
+        assert "sennit.runtime.backend._c10d" not in sys.modules
         assert "sennit.transport" not in sys.modules
         """
     )
@@ -111,7 +111,7 @@ def test_registration_loads_nothing_native() -> None:
 def test_another_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from sennit.runtime import backend
+    from sennit.runtime.backend import process_group as backend
 
     backend._load_extension.cache_clear()
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")

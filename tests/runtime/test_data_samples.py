@@ -12,8 +12,8 @@ from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.packages import package_file, require
 from sennit.runtime.data.samples import Column, Samples, split, vocabulary
+from sennit.runtime.data.seeds import derive, numpy_stream
 from sennit.runtime.data.sources import Source
-from sennit.runtime.seeds import derive, numpy_stream
 
 
 def two_tables() -> Samples:

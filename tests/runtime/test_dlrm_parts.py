@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from sennit.runtime.dlrm.embedding import embedding_engine
-from sennit.runtime.dlrm.model import DenseModel
-from sennit.runtime.dlrm.optimizer import dense_optimizer
-from sennit.runtime.dlrm.sharding import Table, place
-from sennit.runtime.fingerprint import line
-from sennit.runtime.metrics import auc, quality
-from sennit.runtime.phases import PhaseClock
-from sennit.runtime.seeds import numpy_stream
-from sennit.runtime.training_config import TrainingConfig
+from sennit.runtime.data.seeds import numpy_stream
+from sennit.runtime.model.embedding import embedding_engine
+from sennit.runtime.model.model import DenseModel
+from sennit.runtime.model.optimizer import dense_optimizer
+from sennit.runtime.model.phases import PhaseClock
+from sennit.runtime.model.sharding import Table, place
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.fingerprint import line
+from sennit.runtime.training.metrics import auc, quality
 from sennit.transport.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from sennit.runtime.dlrm.schedule import RateSchedule
+from sennit.runtime.model.schedule import RateSchedule
 from sennit.transport.errors import ConfigError
 
 

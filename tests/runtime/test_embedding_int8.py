@@ -12,10 +12,10 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from sennit.cli import app
-from sennit.runtime import checkpoint
-from sennit.runtime.export import export_int8
+from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.int8 import float_rows, int8_rows
-from sennit.runtime.seeds import torch_stream
+from sennit.runtime.training import checkpoint
+from sennit.runtime.training.export import export_int8
 from sennit.transport.errors import ArgumentError, ConfigError, DeviceError
 
 ROWS = 5000  # more than are packed at once

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.implementations import IMPLEMENTATIONS
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Precision, Rounding, TableSpec
-from sennit.runtime.seeds import torch_stream
 from sennit.transport.errors import Unsupported
 
 DIM = 64

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sennit.runtime.dlrm.schedule import RateSchedule
+from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.operators import FusedTables
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, TableSpec
-from sennit.runtime.seeds import torch_stream
+from sennit.runtime.model.schedule import RateSchedule
 
 BLOCKS: dict[str, Any] = {"table_of_block": (0, 1, 0), "bags_of_block": (4, 3, 2)}
 BAGS = 9

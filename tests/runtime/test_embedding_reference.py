@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import GradientError, IdError
 from sennit.runtime.kernels.engine import EmbeddingEngine
@@ -17,7 +18,6 @@ from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
 from sennit.runtime.kernels.reference import lane_tree, pair_tree, sums_by_row
 from sennit.runtime.kernels.reference_rounding import philox, rounded
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, TableSpec
-from sennit.runtime.seeds import torch_stream
 from sennit.transport.errors import ArgumentError, ConfigError
 
 ROWS, DIM, BAGS = 12, 6, 40

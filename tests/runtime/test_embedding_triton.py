@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sennit.runtime.seeds import torch_stream
+from sennit.runtime.data.seeds import torch_stream
 
 pytest.importorskip("triton")
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.order import Order
 from sennit.runtime.data.samples import split
-from sennit.runtime.ingest.order import Order
-from sennit.runtime.seeds import numpy_stream
+from sennit.runtime.data.seeds import numpy_stream
 
 orders = st.builds(
     Order,

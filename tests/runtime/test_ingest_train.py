@@ -19,10 +19,10 @@ import torch
 from sennit.offload.ingest import target
 from sennit.offload.sketch import Sketch, sampled_rows
 from sennit.runtime.data import sources
+from sennit.runtime.data.batch_source import order_of
 from sennit.runtime.data.sources import Source
-from sennit.runtime.ingest.source import order_of
-from sennit.runtime.train import main
-from sennit.runtime.training_config import TrainingConfig
+from sennit.runtime.training.command import main
+from sennit.runtime.training.config import TrainingConfig
 
 SAMPLES, ROW_LIMIT = "600", "200"
 MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
@@ -31,7 +31,7 @@ MEMORY = ["--data", "synthetic", "--samples", SAMPLES, "--row-limit", ROW_LIMIT]
 
 def train(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "sennit.runtime.train", *MODEL, *arguments],
+        [sys.executable, "-m", "sennit.runtime.training", *MODEL, *arguments],
         capture_output=True,
         text=True,
         timeout=100,

@@ -19,8 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from sennit.runtime import _memory
-from sennit.runtime.memory import store
+from sennit.runtime.memory import _memory, store
 from sennit.runtime.memory.errors import CorruptStore, ForeignStore
 from sennit.runtime.memory.layout import Arrays, RowPart, StoredTable, StoreLayout
 from sennit.transport.errors import ArgumentError, DeviceError

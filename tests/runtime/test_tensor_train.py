@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels import tensor_train_tables
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import GradientError, IdError
@@ -21,7 +22,6 @@ from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, TableSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec, factor_columns, factor_rows, initialise
 from sennit.runtime.kernels.tensor_train_tables import bands
-from sennit.runtime.seeds import torch_stream
 from sennit.transport.errors import ArgumentError, ConfigError
 
 SHAPES: list[dict[str, Any]] = [

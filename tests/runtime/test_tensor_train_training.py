@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from sennit.runtime.dlrm.embedding import embedding_engine
-from sennit.runtime.dlrm.sharding import Table
-from sennit.runtime.dlrm.stored import TableStore
-from sennit.runtime.dlrm.tensor_train import TensorTrainRule, parts, table_spec
 from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
-from sennit.runtime.report import EmbeddingSize
-from sennit.runtime.training_config import TrainingConfig
+from sennit.runtime.model.embedding import embedding_engine
+from sennit.runtime.model.sharding import Table
+from sennit.runtime.model.stored import TableStore
+from sennit.runtime.model.tensor_train import TensorTrainRule, parts, table_spec
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.report import EmbeddingSize
 from sennit.transport.errors import ConfigError
 
 CASES = "training_cases.py"

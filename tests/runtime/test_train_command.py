@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sennit.runtime.train import main
+from sennit.runtime.training.command import main
 
 TINY = [
     "--data", "synthetic", "--samples", "600", "--row-limit", "200", "--batch-size", "64", "--dim", "4",
@@ -20,7 +20,7 @@ TINY = [
 
 def run(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *launcher, "-m", "sennit.runtime.train", *arguments],
+        [sys.executable, *launcher, "-m", "sennit.runtime.training", *arguments],
         capture_output=True,
         text=True,
         timeout=100,

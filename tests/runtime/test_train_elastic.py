@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sennit.runtime.train import main
+from sennit.runtime.training.command import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

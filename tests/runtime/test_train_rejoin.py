@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from sennit.runtime.handover import Claim, Source, find_source
+from sennit.runtime.training.handover import Claim, Source, find_source
 
 PROGRAM = Path(__file__).with_name("mortal_trainer.py")
 TINY = [

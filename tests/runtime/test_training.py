@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sennit.runtime import checkpoint
+from sennit.runtime.training import checkpoint
 
 CASES = "training_cases.py"
 
@@ -43,10 +43,10 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
     `is_bounded`: with all of `BOUNDED`.
     """
     from sennit.runtime.data.samples import split
-    from sennit.runtime.dlrm.embedding import embedding_engine
-    from sennit.runtime.dlrm.model import DenseModel
-    from sennit.runtime.dlrm.sharding import Table
-    from sennit.runtime.seeds import numpy_stream
+    from sennit.runtime.data.seeds import numpy_stream
+    from sennit.runtime.model.embedding import embedding_engine
+    from sennit.runtime.model.model import DenseModel
+    from sennit.runtime.model.sharding import Table
 
     whole = cases.samples(seed)
     train_rows, _ = split(len(whole), eval_fraction=0.1, order="random", generator=numpy_stream(seed, "split"))

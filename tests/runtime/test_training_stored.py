@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from sennit.runtime.dlrm.embedding import ROW_WISE_ADAGRAD, embedding_engine, table_specs
-from sennit.runtime.dlrm.sharding import Table
-from sennit.runtime.dlrm.stored import InitialRows, lines_in
 from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
 from sennit.runtime.memory.store import ROWS_AT_ONCE
 from sennit.runtime.memory.tiered import layout_of
+from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, embedding_engine, table_specs
+from sennit.runtime.model.sharding import Table
+from sennit.runtime.model.stored import InitialRows, lines_in
 
 CASES = "stored_cases.py"
 MEMORY_BYTES = 40 << 10

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sennit.runtime import checkpoint
+from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.data.samples import Column, Samples
-from sennit.runtime.dlrm.tensor_train import TensorTrainRule
-from sennit.runtime.fingerprint import fingerprint
-from sennit.runtime.ingest.source import MemorySource
-from sennit.runtime.seeds import numpy_stream
-from sennit.runtime.trainer import Trainer, TrainingError
-from sennit.runtime.training_config import TrainingConfig
+from sennit.runtime.data.seeds import numpy_stream
+from sennit.runtime.model.tensor_train import TensorTrainRule
+from sennit.runtime.training import checkpoint
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.fingerprint import fingerprint
+from sennit.runtime.training.trainer import Trainer, TrainingError
 
 SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "top": (8,), "epochs": 3}
 

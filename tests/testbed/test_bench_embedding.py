@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 pytest.importorskip("triton")
 
+from sennit import capabilities
 from sennit.cli import app
 from sennit.runtime.kernels.spec import Pooling, Precision
-from sennit.testbed import capabilities
 from sennit.testbed.bench import embedding, embedding_cuda, embedding_peers
 from sennit.testbed.bench.embedding_peers import Shape
 

@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
 from sennit.ebpf import features
-from sennit.testbed.telemetry import bpf_maps
-from sennit.testbed.telemetry.samples import STANDARD_NAMES, UNUSED
+from sennit.runtime.telemetry import bpf_maps
+from sennit.runtime.telemetry.samples import STANDARD_NAMES, UNUSED
 from sennit.transport import counters
 from tests.testbed.counting_ranks import DEADLINE_S, Ranks
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from sennit.testbed import capabilities, doctor
+from sennit import capabilities, doctor
 
 
 @pytest.mark.parametrize("name", capabilities.PROBES)

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("torch")
 
 from sennit.runtime.ingest.page import GROUP
-from sennit.testbed.telemetry import openmetrics, samples, top
+from sennit.runtime.telemetry import openmetrics, samples, top
 from sennit.transport import counters
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ class Ingest:
         self._processes = processes
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.trainer = self._start("-m", "sennit.runtime.train", *TRAIN, "--ingest", f"cpu://127.0.0.1:{self.port}")
+        self.trainer = self._start("-m", "sennit.runtime.training", *TRAIN, "--ingest", f"cpu://127.0.0.1:{self.port}")
 
     def feed(self) -> subprocess.Popen[bytes]:
         return self._start("-m", "sennit", "feed", *DATA, "--to", f"127.0.0.1:{self.port}", "--timeout", "60")

@@ -19,8 +19,8 @@ from scapy.layers.l2 import Ether
 from scapy.packet import Raw
 from scapy.utils import RawPcapNgReader
 
-from sennit.testbed.trace import pcapng
-from sennit.testbed.trace.super_packets import wire_packets
+from sennit.runtime.trace import pcapng
+from sennit.runtime.trace.super_packets import wire_packets
 
 ROCE_PORT = 4791
 SEGMENT_BYTES = 1_000

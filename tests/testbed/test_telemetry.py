@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
-from sennit.testbed.telemetry import openmetrics, rates, samples, top
+from sennit.runtime.telemetry import openmetrics, rates, samples, top
 from sennit.transport import counters
 from tests.testbed.counting_ranks import DEADLINE_S, OPERATIONS, WORLD, Ranks
 
@@ -197,7 +197,7 @@ def test_a_collector_gets_counts_and_gauges() -> None:
     pytest.importorskip("opentelemetry.exporter", reason="the OpenTelemetry SDK is not installed")
     from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
-    from sennit.testbed.telemetry.otlp import Exporter
+    from sennit.runtime.telemetry.otlp import Exporter
 
     count = samples.Sample(name="sennit_lost_packets", is_gauge=False, labels={"rank": "0", "peer": "1"}, value=5)
     gauge = samples.Sample(name="sennit_rtt_us", is_gauge=True, labels={"rank": "0"}, value=80)

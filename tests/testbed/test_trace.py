@@ -18,8 +18,8 @@ pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is n
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
 from sennit.offload import tracepoints as ingest
+from sennit.runtime.trace import histogram
 from sennit.testbed.topology import Impairment, Planes
-from sennit.testbed.trace import histogram
 from sennit.transport import tracepoints
 from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, exchange, session
 

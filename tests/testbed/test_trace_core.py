@@ -16,8 +16,8 @@ pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is n
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
 from sennit.ebpf.loader import BpfObject
+from sennit.runtime.trace import paths, tracing
 from sennit.testbed.topology import Impairment, Planes
-from sennit.testbed.trace import paths, tracing
 from sennit.transport import counters, tracepoints
 from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, last_pages, session
 

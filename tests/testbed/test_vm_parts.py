@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from sennit import cache
 from sennit.cli import app
-from sennit.testbed.vm import cache, initramfs, job, kernels, links, runner, stock_kernel, uml_kernel
-from sennit.testbed.vm.debian import StepFailed, Unavailable, require
+from sennit.debian import StepFailed, Unavailable, require
+from sennit.testbed.vm import initramfs, job, kernels, links, runner, stock_kernel, uml_kernel
 
 
 @pytest.fixture(autouse=True)

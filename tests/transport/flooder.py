@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 
-from sennit.testbed.capabilities import UDP_SEGMENT
+from sennit.capabilities import UDP_SEGMENT
 from sennit.transport import wire
 
 BATCH_PACKETS = 64  # linux/udp.h before Linux 6.9: UDP_MAX_SEGMENTS

@@ -1,0 +1,1 @@
+../../sennit/command_line.py

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `torch.distributed` backend "sennit": process groups in C++ (`csrc/`), registration, elastic groups.
+
+`import torch` registers it by itself. `reconfigure` and `join` replace the default group after a failure.
+"""
+
+from typing import TYPE_CHECKING
+
+from sennit.exports import exporter
+
+if TYPE_CHECKING:
+    from sennit.runtime.backend.elastic import join as join
+    from sennit.runtime.backend.elastic import reconfigure as reconfigure
+    from sennit.runtime.backend.elastic import waiting_count as waiting_count
+    from sennit.runtime.backend.process_group import BACKEND_NAME as BACKEND_NAME
+    from sennit.runtime.backend.process_group import Options as Options
+    from sennit.runtime.backend.process_group import communicator as communicator
+    from sennit.runtime.backend.process_group import register as register
+
+__getattr__ = exporter(
+    __name__,
+    {
+        "join": "elastic",
+        "reconfigure": "elastic",
+        "waiting_count": "elastic",
+        "BACKEND_NAME": "process_group",
+        "Options": "process_group",
+        "communicator": "process_group",
+        "register": "process_group",
+    },
+)

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces torch's default process group after a failure, or to take newcomers in, within the processes.
+
+    try:
+        train(model)
+    except torch.distributed.DistBackendError:
+        view = elastic.reconfigure()      # every survivor; rank and world are new
+        model = DistributedDataParallel(plain_model)
+
+Groups made from the old default group end with it, and what was built on them (DDP, meshes, samplers) is built again.
+Protocol, timers and limits: docs/reference/membership.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from sennit.runtime.backend import process_group as backend
+from sennit.transport import config
+from sennit.transport.communicator import Communicator, Witness, connect_next
+from sennit.transport.errors import ArgumentError
+from sennit.transport.membership import Membership, NoEvidence, Terms, View
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
+
+GROUP_NAME = "default"
+
+
+@dataclass
+class _Lineage:
+    """The chain of default groups that this process is in."""
+
+    store: Store
+    """That of the first of them: nothing in it depends on an epoch."""
+
+    own: Membership
+    current: Communicator
+
+
+_lineage: _Lineage | None = None
+
+
+def reconfigure(terms: Terms | None = None) -> View:
+    """Makes a new default process group of those who live. Every rank that is to be in it calls this.
+
+    Raises TimeoutError or PeerError (`sennit.transport.errors`) as `Communicator.reconfigure` does; the old group is
+    still there then, but of no use.
+    """
+    import torch
+    import torch.distributed as dist
+
+    global _lineage
+    group = dist.distributed_c10d._get_default_group()
+    current = backend.communicator(group)
+    name, _ = dist.distributed_c10d._world.pg_map[group]
+    if name != backend.BACKEND_NAME:
+        raise ArgumentError(
+            f"the default group's backend is {name!r}; allowed: {backend.BACKEND_NAME!r} for all devices"
+        )
+    lineage = _lineage
+    if lineage is None or lineage.current is not current:
+        store = _users_store(group)
+        founder = Membership.of_founder(store, name=GROUP_NAME, rank=current.rank, world=current.world)
+        lineage = _Lineage(store, founder, current)
+    torch_backend: Any = group._get_backend(torch.device("cpu"))
+    torch_backend = getattr(torch_backend, "wrapped_pg", torch_backend)
+    options = backend.Options(
+        plan_cache_bytes=torch_backend.options.plan_cache_bytes,
+        stage_host_tensors=torch_backend.options.stage_host_tensors,
+    )
+    timeout = torch_backend.options._timeout
+    view, successor = connect_next(
+        lineage.own,
+        terms or Terms(),
+        Witness(current),
+        store=lineage.store,
+        config=current.config,
+        name=GROUP_NAME,
+        timeout_s=timeout.total_seconds(),
+        ranks_here_min=backend.ranks_here(),
+    )
+    # Nobody waits for a goodbye of the old groups.
+    for other in list(dist.distributed_c10d._world.pg_map):
+        for device in other._device_types:
+            other._get_backend(device).abort()
+    dist.destroy_process_group()
+    _begin(view, successor, lineage.store, lineage.own, timeout, options)
+    return view
+
+
+def join(
+    store: Store,
+    *,
+    terms: Terms | None = None,
+    timeout: timedelta | None = None,
+    options: backend.Options | None = None,
+) -> View:
+    """Makes this process, which has no process group yet, a newcomer of one: with its members' next `reconfigure`.
+
+    `store`: what the members gave to `init_process_group`, or `PrefixStore("default_pg", store)` where they gave an
+    init method (torch puts this prefix then).
+    """
+    import torch.distributed as dist
+
+    backend.register()
+    if dist.is_initialized():
+        raise ArgumentError("this process has a default group already; allowed: processes that are in none")
+    settings = config.from_environment()
+    limit = timeout or timedelta(seconds=settings.timeout_s)
+    own = Membership.of_newcomer(store, name=GROUP_NAME)
+    view, group = connect_next(
+        own,
+        terms or Terms(),
+        NoEvidence(),
+        store=store,
+        config=settings,
+        name=GROUP_NAME,
+        timeout_s=limit.total_seconds(),
+    )
+    _begin(view, group, store, own, limit, options or backend.Options())
+    return view
+
+
+def waiting_count() -> int:
+    """How many processes wait for the next `reconfigure`: newcomers, or members that have called it already."""
+    import torch.distributed as dist
+
+    group = dist.distributed_c10d._get_default_group()
+    current = backend.communicator(group)
+    if _lineage is not None and _lineage.current is current:
+        return _lineage.own.waiting_count()
+    return Membership.of_founder(
+        _users_store(group), name=GROUP_NAME, rank=current.rank, world=current.world
+    ).waiting_count()
+
+
+def _users_store(group: dist.ProcessGroup) -> Store:
+    """What `init_process_group` was given; torch put the group's name in front."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    _, store = dist.distributed_c10d._world.pg_map[group]
+    return store.underlying_store if isinstance(store, PrefixStore) else store
+
+
+def _begin(
+    view: View, group: Communicator, store: Store, own: Membership, timeout: timedelta, options: backend.Options
+) -> None:
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    global _lineage
+    backend.prepare(group)
+    dist.init_process_group(
+        backend.BACKEND_NAME,
+        store=PrefixStore(f"sennit-epoch-{view.epoch}", store),
+        rank=view.rank,
+        world_size=view.world,
+        timeout=timeout,
+        pg_options=options,
+    )
+    _lineage = _Lineage(store, own, group)

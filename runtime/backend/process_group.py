@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The name "sennit" for `torch.distributed`: registration, and the Python half of making a process group.
+
+`register` is called when torch or sennit is imported (`sennit/__init__.py`), so nothing heavy is imported up here.
+A group's rendezvous and plans are Python (sennit.transport); every call on it is C++ (runtime/backend/csrc).
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from sennit.transport.communicator import Communicator
+    from sennit.transport.plan import Plan
+
+BACKEND_NAME: Final = "sennit"
+DEVICES: Final = ("cpu", "cuda")
+
+# How often this process has made a group of one name: a group made again must not read the first one's records.
+_made: Counter[str] = Counter()
+# Of all groups so far, the most ranks of one that run on this machine; later groups share the cores with them.
+_ranks_here = 1
+# Made and connected ahead of the next default group, which takes it (elastic.py).
+_prepared: Communicator | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `init_process_group(..., pg_options=...)` and `new_group` take for this backend."""
+
+    plan_cache_bytes: int = 16 << 20
+    """Compiled plans a group keeps, in bytes; the least recently used go first. Room for thousands of shapes."""
+
+    stage_host_tensors: bool = False
+    """Send host tensors down the path of accelerator tensors (staging buffers, a thread): for tests of that path."""
+
+    def __post_init__(self) -> None:
+        if self.plan_cache_bytes < 0:
+            raise ValueError(f"plan_cache_bytes {self.plan_cache_bytes}; allowed: 0 or more")
+
+
+def register() -> None:
+    """Makes "sennit" a backend of `torch.distributed`; more calls do nothing."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or hasattr(dist.Backend, BACKEND_NAME.upper()):
+        return
+    dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(DEVICES))
+    _name_groups(dist.ProcessGroup)
+
+
+def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
+    """Lets a group of this backend say so, where torch calls every backend from outside "custom".
+
+    TorchRec takes "custom" for a stand-in without peers and replaces AlltoAll by a local copy: silently wrong data
+    (docs/reference/torch.md). Groups of any other backend answer as before.
+    """
+
+    def named(original: Callable[[dist.ProcessGroup], str]) -> Callable[[dist.ProcessGroup], str]:
+        @functools.wraps(original)
+        def name(self: dist.ProcessGroup) -> str:
+            text = original(self)
+            if text != "custom":
+                return text
+            backends = {self._get_backend(device).name() for device in self._device_types}
+            return BACKEND_NAME if BACKEND_NAME in backends else text
+
+        return name
+
+    for method in ("_get_backend_name", "name"):
+        setattr(process_group, method, named(getattr(process_group, method)))
+
+
+def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
+    """The transport's end of a group (default: the default group): routes, counters, `describe()`."""
+    import torch
+    import torch.distributed as dist
+
+    chosen = dist.group.WORLD if group is None else group
+    if chosen is None:
+        raise RuntimeError("there is no default process group; call init_process_group first")
+    names = []
+    for device in (torch.device(name) for name in DEVICES):
+        if device not in chosen._device_types:
+            continue
+        backend: Any = chosen._get_backend(device)
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around the backend.
+        backend = getattr(backend, "wrapped_pg", backend)
+        if hasattr(backend, "compile_plan"):
+            found: Communicator = backend.compile_plan.communicator
+            return found
+        names.append(backend.name())
+    raise ValueError(f"the group's backends are {names}; allowed: groups of backend {BACKEND_NAME!r}")
+
+
+def _create(group: Any, options: Options | None) -> dist.Backend:
+    """Torch's creator function: `group` is its `_DistributedBackendOptions`."""
+    global _prepared, _ranks_here
+    if options is not None and not isinstance(options, Options):
+        raise TypeError(
+            f"pg_options is a {type(options).__name__}; allowed: sennit.runtime.backend.process_group.Options or None"
+        )
+    options = options or Options()
+    _load_extension()
+    from sennit.transport.communicator import Communicator
+
+    name = str(group.group_id)
+    if _prepared is not None:
+        communicator, _prepared = _prepared, None
+    else:
+        _made[name] += 1
+        communicator = Communicator(
+            rank=group.group_rank,
+            world=group.group_size,
+            store=group.store,
+            name=f"{name}.{_made[name]}",
+            timeout_s=group.timeout.total_seconds(),
+            ranks_here_min=_ranks_here,
+        )
+    return _backend_of(communicator, name, list(group.global_ranks_in_group), group.timeout, options)
+
+
+def _backend_of(
+    communicator: Communicator, name: str, global_ranks: list[int], timeout: timedelta, options: Options
+) -> dist.Backend:
+    global _ranks_here
+    _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))
+
+    def shrink(excluded: list[int], abort: bool) -> dist.Backend:
+        """`torch.distributed.shrink_group`: a backend of the ranks that remain, which all call this."""
+        from sennit.transport.membership import Terms
+
+        if abort:
+            communicator.abort("shrink_group was called with SHRINK_ABORT")
+        smaller = communicator.reconfigure(Terms(timeout_s=timeout.total_seconds(), exclude=tuple(excluded)))
+        remaining = [rank for place, rank in enumerate(global_ranks) if place not in excluded]
+        return _backend_of(smaller, f"{name}:shrunk", remaining, timeout, options)
+
+    backend: dist.Backend = _load_extension().SennitBackend(
+        communicator=communicator.handle,
+        compile_plan=PlanCompiler(communicator),
+        shrink=shrink,
+        timeout=timeout,
+        group_name=name,
+        global_ranks=global_ranks,
+        plan_cache_bytes=options.plan_cache_bytes,
+        stage_host_tensors=options.stage_host_tensors,
+    )
+    return backend
+
+
+def prepare(communicator: Communicator) -> None:
+    """The next group takes `communicator` instead of making its own. Names of groups begin anew with it."""
+    global _prepared
+    _prepared = communicator
+    _made.clear()
+
+
+def ranks_here() -> int:
+    """Of all groups so far, the most ranks of one that run on this machine."""
+    return _ranks_here
+
+
+@functools.cache
+def _load_extension() -> Any:
+    """The extension `_c10d`; an ImportError that says what to do where it was built for another torch."""
+    import torch
+
+    found = torch.__version__.partition("+")[0]
+    built = _built_for()
+    if built is not None and built != found:
+        raise ImportError(f"sennit.runtime.backend._c10d was built for torch {built}, found {found}: run make build")
+    try:
+        from sennit.runtime.backend import _c10d
+    except ImportError as error:
+        raise ImportError(
+            f"sennit.runtime.backend._c10d cannot be loaded with torch {found} ({error}): run make build"
+        ) from error
+    if found != _c10d.BUILT_FOR_TORCH:
+        raise ImportError(
+            f"sennit.runtime.backend._c10d was built for torch {_c10d.BUILT_FOR_TORCH}, found {found}: run make build"
+        )
+    # Peers hear a goodbye also from programs that never call destroy_process_group.
+    atexit.register(_c10d.close_all)
+    return _c10d
+
+
+def _built_for() -> str | None:
+    """The torch version that the build wrote down, known before its libraries are loaded; None where it is not."""
+    from importlib.util import find_spec
+
+    spec = find_spec("sennit.runtime.backend._c10d")
+    if spec is None or spec.origin is None:
+        return None
+    note = Path(spec.origin).with_name("build_info.json")
+    if not note.exists():
+        return None
+    version: str = json.loads(note.read_text())["torch"]
+    return version.partition("+")[0]
+
+
+class PlanCompiler:
+    """Compiles the plans that the C++ plan cache misses. Also keeps the communicator alive as long as the backend."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    def __call__(
+        self,
+        kind: int,
+        type_code: int,
+        reduce_op: int,
+        item_bytes: int,
+        root: int,
+        separate: bool,
+        in_place: bool,
+        is_send: bool,
+        counts: tuple[int, ...],
+    ) -> bytes:
+        """The encoded plan; the arguments are the fields of `PlanShape` (runtime/backend/csrc/plan_cache.hpp)."""
+        from sennit.transport import algorithms
+        from sennit.transport.elements import Dtype, ReduceOp
+        from sennit.transport.signature import Kind
+
+        world, rank = self.communicator.world, self.communicator.rank
+        moved: dict[str, Any] = {"world": world, "rank": rank, "item_bytes": item_bytes, "type_code": type_code}
+
+        def reduced() -> dict[str, Any]:
+            return {"world": world, "rank": rank, "dtype": Dtype(type_code), "op": ReduceOp(reduce_op)}
+
+        plan: Plan
+        match Kind(kind):
+            case Kind.ALLREDUCE:
+                plan = algorithms.allreduce(**reduced(), elements=counts[0])
+            case Kind.REDUCE:
+                plan = algorithms.reduce(**reduced(), elements=counts[0], root=root)
+            case Kind.BROADCAST:
+                plan = algorithms.broadcast(**moved, elements=counts[0], root=root)
+            case Kind.ALLGATHER:
+                plan = algorithms.allgather(**moved, counts=counts, in_place=in_place, list_output=separate)
+            case Kind.GATHER:
+                plan = algorithms.gather(**moved, counts=counts, root=root, list_output=separate)
+            case Kind.SCATTER:
+                plan = algorithms.scatter(**moved, counts=counts, root=root, list_input=separate)
+            case Kind.REDUCE_SCATTER:
+                plan = algorithms.reduce_scatter(**reduced(), counts=counts, list_input=separate)
+            case Kind.ALLTOALL:
+                sent, received = counts[:world], counts[world:]
+                plan = algorithms.alltoall(
+                    **moved, send_counts=sent, recv_counts=received, list_input=separate, list_output=separate
+                )
+            case Kind.P2P:
+                one_way = algorithms.send if is_send else algorithms.recv
+                plan = one_way(**moved, peer=root, elements=counts[0])
+            case Kind.BARRIER:
+                plan = algorithms.barrier(world=world, rank=rank)
+        return plan.encode()

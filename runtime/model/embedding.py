@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This rank's embedding tables as the trainer uses them, and their initial weights, which depend on the seed and the
+tables' names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+from torch import Generator, Tensor
+
+from sennit.runtime.data.seeds import torch_stream
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
+from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec, initialise
+from sennit.runtime.model.sharding import Table
+from sennit.runtime.model.tensor_train import TensorTrainRule, table_spec
+
+ROW_WISE_ADAGRAD: Final = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD, epsilon=1e-8)
+"""Neo, Mudigere et al. 2022, section 4.1.4."""
+
+
+class EmbeddingTables(Protocol):
+    """Tables of one rank, wherever their rows are. Every batch is announced, looked up, and updated or released."""
+
+    batches_ahead: int
+    """How many batches, after the one that is computed, should have been announced."""
+
+    step: int
+    """Updates so far."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the tables."""
+
+    def announce(self, batch: Batch) -> Any:
+        """What `lookup`, `update` and `release` take. Returns at once."""
+
+    def lookup(self, announced: Any) -> Tensor:
+        """The flat float32 result (`EmbeddingEngine.lookup`)."""
+
+    def update(self, announced: Any, gradient: Tensor, *, rate: float) -> None:
+        """One optimizer step on the rows of the batch that was looked up."""
+
+    def release(self, announced: Any) -> None:
+        """Instead of `update`: nothing changes."""
+
+    def weights(self) -> dict[str, Tensor]:
+        """Float32 [row_count, dim] of each table by `table.NAME`."""
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, and float32 [row_count] of the optimizer by `row_state.NAME`, for checkpoints."""
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what `state` gave once its tensors have other values; no batch may be announced."""
+
+    def counters(self) -> dict[str, int]:
+        """What the cache before a store did, by name; empty where there is none."""
+
+    def close(self) -> None:
+        """Gives up what is not memory."""
+
+
+class ResidentTables:
+    """Tables in this process's memory."""
+
+    batches_ahead = 0
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        dim: int,
+        seed: int,
+        optimizer: OptimizerSpec = ROW_WISE_ADAGRAD,
+        tensor_train: TensorTrainRule | None = None,
+    ) -> None:
+        self.engine = embedding_engine(tables, dim=dim, seed=seed, optimizer=optimizer, tensor_train=tensor_train)
+
+    @property
+    def step(self) -> int:
+        return self.engine.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.engine.step = step
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(spec.name for spec in self.engine.specs)
+
+    def announce(self, batch: Batch) -> Batch:
+        return batch
+
+    def lookup(self, announced: Batch) -> Tensor:
+        return self.engine.lookup(announced)
+
+    def update(self, announced: Batch, gradient: Tensor, *, rate: float) -> None:
+        self.engine.update(announced, gradient, rate=rate)
+
+    def release(self, announced: Batch) -> None:
+        pass
+
+    def weights(self) -> dict[str, Tensor]:
+        """Of a tensor train its cores, by `table.NAME.core1` and so on."""
+        return {f"table.{name}": self.engine.weight(name) for name in self.engine.names}
+
+    def state(self) -> dict[str, Tensor]:
+        """The tables' own memory, so that loading fills them."""
+        return self.weights() | {f"row_state.{name}": self.engine.states(name)["sum"] for name in self.engine.names}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+def embedding_engine(
+    tables: Sequence[Table],
+    *,
+    dim: int,
+    seed: int,
+    optimizer: OptimizerSpec = ROW_WISE_ADAGRAD,
+    tensor_train: TensorTrainRule | None = None,
+) -> EmbeddingEngine:
+    """The tables that one rank owns, in float32."""
+    engine = EmbeddingEngine([table_spec(table, dim=dim, rule=tensor_train) for table in tables], optimizer)
+    for table, spec in zip(tables, engine.specs, strict=True):
+        if isinstance(spec, TensorTrainSpec):
+            # The variance of `fill`'s distribution.
+            deviation = (3 * table.row_count) ** -0.5
+            initialise(spec, [engine.weight(core.name) for core in spec.cores], deviation, stream(table, seed))
+        else:
+            fill(engine.weight(table.name), table, stream(table, seed))
+    return engine
+
+
+def table_specs(tables: Sequence[Table], *, dim: int) -> list[TableSpec]:
+    return [TableSpec(name=table.name, row_count=table.row_count, dim=dim) for table in tables]
+
+
+def stream(table: Table, seed: int) -> Generator:
+    """Where the table's initial weights come from, row after row."""
+    return torch_stream(seed, "table", table.name)
+
+
+def fill(rows: Tensor, table: Table, generator: Generator) -> None:
+    """Gives the next rows of a table their initial weights: uniform within 1 / sqrt(row_count), as in the reference
+    code of Naumov et al. 2019."""
+    bound = table.row_count**-0.5
+    rows.uniform_(-bound, bound, generator=generator)

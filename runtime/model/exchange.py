@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three AlltoAll exchanges of a step: ids to the tables' owners, pooled vectors back, gradients again.
+
+Order is what makes them cheap. A batch is cut with its tables grouped by owner, so each owner's part is one
+range. The owner looks bags up in the order in which they arrived (source rank, table, sample), which is the
+order of its reply; and what a rank receives is [table, sample, dim] as it lies. Only at the very end are the
+tables brought back from the order of owners into the global one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sennit.runtime.data.combined import CombinedBatch
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.model.phases import PhaseClock
+from sennit.runtime.model.sharding import Placement
+
+
+class Exchange:
+    """The exchanges of one placement over one process group."""
+
+    def __init__(self, placement: Placement, *, dim: int, clock: PhaseClock, group: dist.ProcessGroup | None = None):
+        self.placement = placement
+        self.rank = dist.get_rank(group)
+        self.dim = dim
+        self._group = group
+        self._clock = clock
+        self._table_counts = [len(tables) for tables in placement.tables_of]
+        self._wire_place = torch.tensor(placement.wire_place)
+
+    def send_ids(self, batch: CombinedBatch, sample_counts: Sequence[int]) -> Batch:
+        """Gives every owner its part of this rank's batch (tables in wire order), and gets a block of bags for each
+        source rank and table that this rank owns. Collective.
+
+        `sample_counts`: samples of each rank's batch, known to all. Lengths go first, then the ids they count.
+        """
+        with self._clock.phase("input exchange"):
+            mine = self._table_counts[self.rank]
+            send_bags = [count * batch.sample_count for count in self._table_counts]
+            receive_bags = [mine * count for count in sample_counts]
+            lengths = batch.lengths.new_empty(sum(receive_bags))
+            self._all_to_all(lengths, batch.lengths.flatten(), receive_bags, send_bags)
+            send_ids = [int(part.sum()) for part in torch.split(batch.lengths, self._table_counts)]
+            receive_ids = [int(part.sum()) for part in torch.split(lengths, receive_bags)]
+            values = batch.values.new_empty(sum(receive_ids))
+            self._all_to_all(values, batch.values, receive_ids, send_ids)
+            return Batch(
+                table_of_block=tuple(range(mine)) * len(sample_counts),
+                bags_of_block=tuple(count for count in sample_counts for _ in range(mine)),
+                lengths=lengths,
+                values=values,
+            )
+
+    def return_pooled(self, pooled: Tensor, sample_counts: Sequence[int]) -> Tensor:
+        """[bags, dim] in the order of `send_ids` -> this rank's samples as [T, B, dim], tables in global order.
+
+        Collective, and so is its backward: the reverse AlltoAll, with the gradient divided by the world size,
+        since every rank's loss is the mean over its own part of the global batch.
+        """
+        mine = sample_counts[self.rank]
+        send = [self._table_counts[self.rank] * count for count in sample_counts]
+        receive = [count * mine for count in self._table_counts]
+        arrived: Tensor = _PooledAllToAll.apply(pooled, self, receive, send)  # type: ignore[no-untyped-call]
+        return arrived.view(len(self._wire_place), mine, self.dim).index_select(0, self._wire_place)
+
+    def _all_to_all(self, output: Tensor, source: Tensor, receive: list[int], send: list[int]) -> None:
+        dist.all_to_all_single(output, source, receive, send, group=self._group)
+
+
+class _PooledAllToAll(torch.autograd.Function):
+    """AlltoAll of rows with uneven splits; the gradient takes the way back."""
+
+    @staticmethod
+    def forward(context: Any, pooled: Tensor, exchange: Exchange, receive: list[int], send: list[int]) -> Tensor:
+        context.exchange, context.receive, context.send = exchange, receive, send
+        output = pooled.new_empty(sum(receive), exchange.dim)
+        with exchange._clock.phase("AlltoAll forward"):
+            exchange._all_to_all(output, pooled.contiguous(), receive, send)
+        return output
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        exchange: Exchange = context.exchange
+        (gradient,) = gradients
+        output = gradient.new_empty(sum(context.send), exchange.dim)
+        with exchange._clock.phase("AlltoAll backward"):
+            exchange._all_to_all(output, gradient.contiguous(), context.send, context.receive)
+        return output.div_(dist.get_world_size(exchange._group)), None, None, None

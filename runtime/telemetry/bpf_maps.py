@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters as pinned BPF maps: what the pages of live ranks have, for bpftool and other readers of maps.
+
+A map for each group of counters, made from the names on the pages: its BTF has them, so no compiler is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from sennit.closing import Closing
+from sennit.ebpf.library import BpfError
+from sennit.ebpf.pins import BPFFS, PinFolder
+from sennit.ebpf.typed_maps import TypedHash
+from sennit.runtime.telemetry.samples import STANDARD_NAMES, UNUSED
+from sennit.transport.counters import Block, Page
+
+FOLDER_NAME: Final = "counters"
+ENTRIES_MAX: Final = 1 << 16
+# There are eight groups of counters; pages may be anybody's.
+MAPS_MAX: Final = 64
+KEY: Final = np.dtype([("page", "<u8"), ("process", "<u4"), ("rank", "<u4"), ("peer", "<i4"), ("path", "<i4")])
+"""The number of a page tells process groups of one process apart; peer and path are -1 where there is none."""
+NONE: Final = -1
+
+Key = tuple[int, int, int, int, int]
+
+
+class Publisher(Closing):
+    """The maps, and their names in the BPF file system until `close`."""
+
+    def __init__(self, bpffs: Path = BPFFS) -> None:
+        """BpfError: no right to, or another process publishes there already."""
+        self._folder = PinFolder(FOLDER_NAME, bpffs)
+        self.path = self._folder.path
+        self._maps: dict[tuple[str, tuple[str, ...]], TypedHash] = {}
+        self._keys: dict[tuple[str, tuple[str, ...]], set[Key]] = {}
+        self.refused: dict[str, str] = {}
+        """Group of counters -> why there is no map of it."""
+
+    def publish(self, pages: Iterable[Page]) -> int:
+        """Makes the maps what the pages of live ranks are now; how many entries they have."""
+        before, self._keys = self._keys, {}
+        for page in pages:
+            if page.is_alive:
+                for block in page.blocks:
+                    self._write(page, block)
+        for kind, keys in before.items():
+            for key in keys - self._keys.get(kind, set()):
+                del self._maps[kind][key]
+        return sum(map(len, self._keys.values()))
+
+    def _write(self, page: Page, block: Block) -> None:
+        names = tuple(STANDARD_NAMES.get(name, name) for name in block.values if name != UNUSED)
+        kind = block.group, names
+        try:
+            key = _key(page, block)
+            self._map(kind)[key] = tuple(value for name, value in block.values.items() if name != UNUSED)
+        except (BpfError, ValueError, OverflowError) as error:  # too many, or a page that is none of ours
+            self.refused[block.group] = f"{error}".splitlines()[0]
+            return
+        self._keys.setdefault(kind, set()).add(key)
+
+    def _map(self, kind: tuple[str, tuple[str, ...]]) -> TypedHash:
+        group, names = kind
+        if kind not in self._maps:
+            if not group.isidentifier() or not names:
+                raise ValueError(f"{group!r} is no group of counters")
+            if len(self._maps) == MAPS_MAX:
+                raise ValueError(f"more than {MAPS_MAX} groups of counters")
+            dtype = np.dtype([(name, "<u8") for name in names])
+            made = TypedHash(group, key=KEY, value=dtype, entries=ENTRIES_MAX)
+            # Ranks of two versions of sennit may have different counters in a group.
+            versions = 1 + sum(known == group for known, _ in self._maps)
+            try:
+                self._folder.pin(made.map, group if versions == 1 else f"{group}-{versions}")
+            except BpfError:
+                made.close()
+                raise
+            self._maps[kind] = made
+        return self._maps[kind]
+
+    def close(self) -> None:
+        self._folder.close()
+        for made in self._maps.values():
+            made.close()
+        self._maps.clear()
+
+
+def _key(page: Page, block: Block) -> Key:
+    peer, path = (NONE if number is None else number for number in (block.peer, block.path))
+    return int(page.number, 16), page.process, page.rank, peer, path

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit top` and `sennit metrics`. Each imports what it needs late."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from sennit.command_line import EXIT_UNAVAILABLE, stdout_console
+
+
+def top(
+    interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.1)] = 1.0,
+    paths: Annotated[bool, typer.Option("--paths", help="every path as well")] = False,
+    once: Annotated[bool, typer.Option("--once", help="one look: everything since each rank began")] = False,
+) -> None:
+    """The ranks of this machine: operations, throughput, losses, round trips, paths, ingest. An interrupt ends it."""
+    from rich.console import Group
+    from rich.live import Live
+
+    from sennit.runtime.telemetry import top as view
+
+    def shown(look: view.Look) -> Group:
+        tables = [view.ranks_table(look.ranks)] if look.ranks else []
+        tables += [view.paths_table(look.ranks)] if look.ranks and paths else []
+        tables += [view.ingests_table(look.ingests)] if look.ingests else []
+        return Group(*tables) if tables else Group("no rank of this user runs here")
+
+    console = stdout_console()
+    looks = view.looks(interval)
+    if once:
+        console.print(shown(next(looks)))
+        return
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
+        for look in itertools.islice(looks, 1, None):
+            live.update(shown(look), refresh=True)
+
+
+def metrics(
+    listen: Annotated[str | None, typer.Option(help="ADDRESS:PORT to answer GET /metrics on, for Prometheus")] = None,
+    otlp: Annotated[
+        str | None, typer.Option(help="URL of an OpenTelemetry collector, which is sent everything")
+    ] = None,
+    bpffs: Annotated[bool, typer.Option("--bpffs", help="publish as pinned BPF maps, for bpftool")] = False,
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="with --bpffs: a BPF file system, if not /sys/fs/bpf")
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(help="seconds between two sendings with --otlp, two looks with --bpffs", min=0.1)
+    ] = 10.0,
+) -> None:
+    """Counters of this machine's ranks and RDMA devices: served, sent, published, or else written as OpenMetrics."""
+    from sennit.runtime.telemetry import openmetrics, samples
+
+    if (listen is not None) + (otlp is not None) + bpffs > 1:
+        raise typer.BadParameter("--listen, --otlp and --bpffs: one of them")
+    if directory is not None and not bpffs:
+        raise typer.BadParameter(f"{directory}: only --bpffs takes a directory")
+    if bpffs:
+        _publish(directory, interval)
+        return
+    if otlp is not None:
+        _send(otlp, interval)
+        return
+    if listen is None:
+        typer.echo(openmetrics.render(samples.read()), nl=False)
+        return
+    address, separator, port = listen.rpartition(":")
+    if not separator or not port.isdecimal() or int(port) > 65_535:
+        raise typer.BadParameter(f"--listen {listen}, must be ADDRESS:PORT, such as 127.0.0.1:9464")
+    try:
+        server = openmetrics.server(address.strip("[]"), int(port))
+    except OSError as error:
+        typer.echo(f"sennit metrics: {listen}: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
+    with server, _until_ended():
+        typer.echo(f"sennit metrics: http://{address}:{server.server_port}/metrics", err=True)
+        server.serve_forever()
+
+
+@contextlib.contextmanager
+def _until_ended() -> Iterator[None]:
+    """SIGTERM, which ends services, and an interrupt are the orderly end."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _send(endpoint: str, interval_s: float) -> None:
+    if importlib.util.find_spec("opentelemetry.exporter") is None:
+        typer.echo("sennit metrics: the OpenTelemetry SDK is not installed: pip install 'sennit[telemetry]'", err=True)
+        raise typer.Exit(EXIT_UNAVAILABLE)
+    from sennit.runtime.telemetry.otlp import Exporter
+
+    with _until_ended(), contextlib.closing(Exporter(endpoint)) as exporter:
+        typer.echo(f"sennit metrics: to {endpoint} every {interval_s:g} s; an interrupt ends it", err=True)
+        while True:
+            if not exporter.send():
+                typer.echo(f"sennit metrics: {endpoint} did not take it; trying again in {interval_s:g} s", err=True)
+            time.sleep(interval_s)
+
+
+def _publish(directory: Path | None, interval_s: float) -> None:
+    from sennit.ebpf import features
+    from sennit.ebpf.library import BpfError
+    from sennit.ebpf.pins import BPFFS
+    from sennit.runtime.telemetry.bpf_maps import Publisher
+    from sennit.transport import counters
+
+    maps = features.probe("map")
+    if not maps.available:
+        typer.echo(f"sennit metrics: BPF maps: {maps.absent_because}; {maps.remedy}", err=True)
+        raise typer.Exit(EXIT_UNAVAILABLE)
+    with _until_ended():
+        try:
+            publisher = Publisher(directory or BPFFS)
+        except BpfError as error:
+            typer.echo(f"sennit metrics: {error.strerror}", err=True)
+            raise typer.Exit(EXIT_UNAVAILABLE) from None
+        with publisher:
+            typer.echo(f"sennit metrics: {publisher.path} every {interval_s:g} s; an interrupt ends it", err=True)
+            said: set[tuple[str, str]] = set()
+            while True:
+                publisher.publish(counters.pages())
+                for group, why in publisher.refused.items() - said:
+                    typer.echo(f"sennit metrics: no map of {group!r}: {why}", err=True)
+                said |= publisher.refused.items()
+                time.sleep(interval_s)

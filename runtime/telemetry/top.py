@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit top`: the ranks of this machine, as they run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from rich.table import Table
+
+from sennit.runtime.telemetry.rates import INGEST, IngestRates, RankRates, difference, ingest_difference
+from sennit.transport import counters
+from sennit.transport.tracepoints import PathState
+
+UNITS: Final = ("B/s", "kB/s", "MB/s", "GB/s", "TB/s")
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was seen in one interval."""
+
+    ranks: list[RankRates]
+    ingests: list[IngestRates]
+
+
+def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
+    """First everything since each rank began, then what happened in each interval; without end."""
+    before: dict[Path, counters.Page] = {}
+    last_s = 0.0
+    while True:
+        now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+        pages = sorted(counters.pages(folder), key=lambda page: (page.process, page.rank))
+        look = Look([], [])
+        for page in pages:
+            passed_s = _passed_s(page, page.file in before, now_s, last_s)
+            if any(block.group == INGEST for block in page.blocks):
+                look.ingests.append(ingest_difference(page, before.get(page.file), passed_s))
+            else:
+                look.ranks.append(difference(page, before.get(page.file), passed_s))
+        yield look
+        before, last_s = {page.file: page for page in pages}, now_s
+        time.sleep(interval_s)
+
+
+def _passed_s(page: counters.Page, is_known: bool, now_s: float, last_s: float) -> float:
+    return max(now_s - (last_s if is_known else page.began_ns / 1e9), 1e-6)
+
+
+def ranks_table(ranks: list[RankRates]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    columns = ("process", "rank", "", "op/s", "mean µs", "sent", "received", "sent twice", "rtt µs", "paths", "failed")
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for rank in ranks:
+        page = rank.page
+        paths = f"{rank.paths - rank.bad_paths}/{rank.paths}" if rank.paths else ""
+        table.add_row(
+            f"{page.process}",
+            f"{page.rank}/{page.world}",
+            "" if page.is_alive else "[red]gone[/red]",
+            f"{rank.operations_a_second:,.0f}",
+            f"{rank.operation_us:,.0f}",
+            _rate(rank.sent_bytes_a_second),
+            _rate(rank.received_bytes_a_second),
+            f"{rank.retransmitted_share:.2%}" if rank.paths else "",
+            f"{rank.rtt_us:,}" if rank.paths else "",
+            f"[red]{paths}[/red]" if rank.bad_paths else paths,
+            f"[red]{rank.failed_operations:,}[/red]" if rank.failed_operations else "0",
+        )
+    return table
+
+
+def ingests_table(ingests: list[IngestRates]) -> Table:
+    """Where the batches of ranks come from feeders."""
+    table = Table(box=None, pad_edge=False)
+    columns = ("process", "rank", "", "records/s", "received", "batches/s", "ready", "waited", "refused", "asked again")
+    for name in (*columns, "feeders", "lost"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for ingest in ingests:
+        page = ingest.page
+        table.add_row(
+            f"{page.process}",
+            f"{page.rank}/{page.world}",
+            "" if page.is_alive else "[red]gone[/red]",
+            f"{ingest.records_a_second:,.0f}",
+            _rate(ingest.bytes_a_second),
+            f"{ingest.batches_a_second:,.1f}",
+            f"{ingest.batches_ready}",
+            f"{ingest.waited_share:.1%}",
+            f"{ingest.refused_datagrams:,}",
+            f"{ingest.asked_again:,}",
+            f"{ingest.feeders_connected}" if ingest.feeders_connected else "[red]0[/red]",
+            f"[red]{ingest.feeders_lost}[/red]" if ingest.feeders_lost else "0",
+        )
+    return table
+
+
+def paths_table(ranks: list[RankRates]) -> Table:
+    """Every path of every rank, since it began."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("process", "rank", "peer", "path", "state", "rtt µs", "packets", "sent again", "lost", "marked"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in ranks:
+        for block in rank.page.blocks:
+            if block.group != "path":
+                continue
+            values = block.values
+            state = PathState(values["state"]).name.lower()
+            names = ("rtt_us", "data_packets_sent", "retransmitted_packets", "lost_packets", "ecn_marked_packets")
+            table.add_row(
+                f"{rank.page.process}",
+                f"{rank.page.rank}",
+                f"{block.peer}",
+                f"{block.path}",
+                state if values["state"] == PathState.GOOD else f"[red]{state}[/red]",
+                *(f"{values[name]:,}" for name in names),
+            )
+    return table
+
+
+def _rate(bytes_a_second: float) -> str:
+    power = 0
+    while bytes_a_second >= 1000 and power < len(UNITS) - 1:
+        bytes_a_second /= 1000
+        power += 1
+    return f"{bytes_a_second:.3g} {UNITS[power]}"

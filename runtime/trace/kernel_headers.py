@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernel headers for bcc, which compiles every program against some, also where it reads nothing of the kernel.
+
+Where those of the running kernel are installed, or in the kernel itself (CONFIG_IKHEADERS), bcc finds them. Elsewhere
+the headers of another Debian kernel do: our programs read arguments of tracepoints only, no kernel structures.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+from sennit import cache, debian
+
+VARIABLE: Final = "BCC_KERNEL_SOURCE"
+"""Read by bcc."""
+IN_KERNEL: Final = Path("/sys/kernel/kheaders.tar.xz")
+# Debian 12's own series: what its clang and bcc were made for.
+PACKAGE: Final = re.compile(r"linux-headers-(6\.1\.0-(\d+))-amd64")
+PREFIX: Final = "headers-"
+
+
+def installed() -> bool:
+    """Whether bcc finds headers by itself."""
+    return VARIABLE in os.environ or IN_KERNEL.exists() or Path("/lib/modules", platform.release(), "build").exists()
+
+
+def find() -> Path | None:
+    """Headers in the cache; None where there are none."""
+    return next(iter(sorted(cache.folder().glob(f"{PREFIX}*"), reverse=True)), None)
+
+
+def provide() -> Path:
+    """Headers in the cache, downloaded with apt and unpacked if there are none; nothing is installed.
+
+    Raises `Unavailable` where apt has none, and `StepFailed`.
+    """
+    found = find()
+    if found is not None:
+        return found
+    debian.require([("apt-cache", "apt")], "headers of another kernel than the running one")
+    names = debian.execute(["apt-cache", "pkgnames", "linux-headers-6.1.0-"], timeout_s=debian.QUERY_TIMEOUT_S)
+    matches = [match for name in names.splitlines() if (match := PACKAGE.fullmatch(name))]
+    if not matches:
+        raise debian.Unavailable("apt knows no linux-headers-6.1.0-*-amd64: install the headers of the running kernel")
+    newest = max(matches, key=lambda match: int(match[2]))[1]
+
+    def unpack(entry: Path) -> None:
+        # The two packages refer to each other by absolute paths; as one tree they stand alone.
+        for part in ("common", "amd64"):
+            package = f"linux-headers-{newest}-{part}"
+            unpacked = entry.parent / part
+            debian.unpack(package, debian.candidate(package), unpacked)
+            shutil.copytree(unpacked / "usr/src" / package, entry, dirs_exist_ok=True, ignore=_links)
+            shutil.rmtree(unpacked)
+
+    return cache.provide(f"{PREFIX}{newest}", unpack)
+
+
+def _links(folder: str, names: list[str]) -> list[str]:
+    """They lead to tools of a third package, which no header needs."""
+    return [name for name in names if Path(folder, name).is_symlink()]

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session `loss`: what is lost on which path, how soon that is known, and what the flow does about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from rich.table import Table
+
+from sennit.runtime.trace import histogram
+
+PROGRAM: Final = "loss"
+PROBES: Final = ("packet_lost", "retransmit", "probe_timeout", "path_state")
+COUNTS: Final = ("lost", "retransmitted", "moved", "timeouts", "turned_bad", "readmitted")
+
+
+@dataclass(kw_only=True)
+class Path:
+    """One path from a rank to a peer."""
+
+    rank: int
+    peer: int
+    path: int
+    lost: int = 0
+    retransmitted: int = 0
+    """Sent again on this path."""
+    moved: int = 0
+    """Of these, what had been on another one."""
+    timeouts: int = 0
+    turned_bad: int = 0
+    readmitted: int = 0
+    detected_us: Counter[int] = field(default_factory=Counter)
+    """From sending to the verdict that it is lost; counts by slot (histogram.py)."""
+
+    def as_json(self) -> dict[str, object]:
+        detected = {histogram.lower_bound(slot): self.detected_us[slot] for slot in sorted(self.detected_us)}
+        return {
+            **asdict(self),
+            "detected_us": detected,
+            **{
+                f"detected_p{percent}_us": histogram.percentile(self.detected_us, percent / 100) for percent in (50, 99)
+            },
+        }
+
+
+def collect(program: Any) -> list[Path]:
+    """What the program has seen so far."""
+    paths: dict[tuple[int, int, int], Path] = {}
+
+    def path_of(key: Any) -> Path:
+        return paths.setdefault((key.rank, key.peer, key.number), Path(rank=key.rank, peer=key.peer, path=key.number))
+
+    for key, total in program["totals"].items():
+        path = path_of(key)
+        for name in COUNTS:
+            setattr(path, name, getattr(path, name) + getattr(total, name))
+    for key, count in program["latencies"].items():
+        path_of(key.path).detected_us[key.slot] += count.value
+    return [paths[key] for key in sorted(paths)]
+
+
+def table(paths: list[Path]) -> Table:
+    shown = Table(box=None, pad_edge=False)
+    for name in ("rank", "peer", "path", "lost", "sent again", "moved here", "timeouts", "turned bad", "readmitted"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for name in ("known after: p50 µs", "p99 µs"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("known after")
+    for path in paths:
+        shown.add_row(
+            *(f"{value:,}" for value in (path.rank, path.peer, path.path, *(getattr(path, name) for name in COUNTS))),
+            *(f"{histogram.percentile(path.detected_us, share):,}" for share in (0.5, 0.99)),
+            histogram.bars(path.detected_us),
+        )
+    return shown

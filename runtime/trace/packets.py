@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session `packets`: the packets of one flow at an interface, as a file for Wireshark."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from sennit.closing import Closing
+from sennit.ebpf import features
+from sennit.ebpf.compiler import CompileError, compile_program
+from sennit.ebpf.library import BpfError
+from sennit.ebpf.links import attach_tcx
+from sennit.ebpf.loader import BpfObject
+from sennit.ebpf.ringbuffer import RingBuffer
+from sennit.runtime.trace import pcapng
+from sennit.runtime.trace.session import SessionError
+from sennit.runtime.trace.super_packets import wire_packets
+
+PROGRAM: Final = "packets"
+DRAIN_EVERY_S: Final = 0.05
+# linux/sockios.h, linux/if.h
+_SIOCGIFHWADDR: Final = 0x8927
+_REQUEST: Final = struct.Struct("16sH22x")
+# linux/if_arp.h: what has Ethernet headers.
+_ARPHRD_ETHER: Final = 1
+_ARPHRD_LOOPBACK: Final = 772
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flow:
+    """Which packets with the destination port of RoCEv2; None: any."""
+
+    peer: ipaddress.IPv4Address | ipaddress.IPv6Address | None = None
+    """Source or destination."""
+    qpn: int | None = None
+    """The destination's queue pair."""
+    source_port: int | None = None
+
+
+class PacketCapture(Closing):
+    """Running from the beginning; `drain` writes what came."""
+
+    def __init__(self, interface: str, flow: Flow, path: Path, count: int | None) -> None:
+        """`count`: no more packets than that. Raises `SessionError` and OSError."""
+        kind = _kind_of(interface)
+        if kind not in (_ARPHRD_ETHER, _ARPHRD_LOOPBACK):
+            raise SessionError(f"{interface} has no Ethernet headers (its type is {kind})")
+        for feature in ("privileges", "libbpf"):
+            found = features.probe(feature)
+            if not found.available:
+                raise SessionError(f"{found.absent_because}: {found.remedy}")
+        self.packets = 0
+        """Written: as on the wire."""
+        self._count = count
+        mapped = flow.peer
+        if isinstance(mapped, ipaddress.IPv4Address):
+            mapped = ipaddress.IPv6Address(b"\0" * 10 + b"\xff\xff" + mapped.packed)
+        constants = {
+            "has_peer": mapped is not None,
+            "peer": list(mapped.packed if mapped is not None else bytes(16)),
+            "has_qpn": flow.qpn is not None,
+            "qpn": flow.qpn or 0,
+            "has_source_port": flow.source_port is not None,
+            "source_port": flow.source_port or 0,
+        }
+        index = socket.if_nametoindex(interface)
+        try:
+            self._object = BpfObject(compile_program(PROGRAM), read_only=constants)
+            self._head = self._object.btf.dtype("head")
+            self._ring = RingBuffer(self._object.map("packets"))
+            self._links = [
+                attach_tcx(self._object.program("packets_in"), index),
+                attach_tcx(self._object.program("packets_out"), index, egress=True),
+            ]
+        except (BpfError, CompileError) as error:
+            raise SessionError(f"{interface}: {error}") from None
+        # pcap-ng counts from 1970, the program from when the machine began.
+        self._since_1970_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        self._writer = pcapng.Writer(path, interface, "sennit trace packets")
+
+    def drain(self) -> bool:
+        """Writes what has come; True when there are as many as wished."""
+        for record in self._ring.read(0):
+            head = np.frombuffer(record, self._head, 1)[0]
+            frame = record[self._head.itemsize : self._head.itemsize + int(head["size_bytes"])]
+            for packet in wire_packets(frame, int(head["segment_bytes"])):
+                if self.packets == self._count:
+                    return True
+                self._writer.packet(int(head["time_ns"]) + self._since_1970_ns, packet, int(head["direction"]))
+                self.packets += 1
+        return self.packets == self._count
+
+    def dropped(self) -> int:
+        """Packets of the flow that the file has not: the ring buffer was full, or they were larger than 64 KiB."""
+        missed = self._object.map("missed").values(0)[0]
+        return int(missed["ring_full"]) + int(missed["too_large"])
+
+    def close(self) -> None:
+        """Ends it, and the file with what is in it and what is not."""
+        for link in self._links:
+            link.close()
+        self.drain()
+        dropped = self.dropped()
+        now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + self._since_1970_ns
+        self._writer.statistics(now_ns, received=self.packets + dropped, dropped=dropped)
+        self._writer.close()
+        self._ring.close()
+        self._object.close()
+
+
+def _kind_of(interface: str) -> int:
+    # (/sys shows another network namespace than this one, where it was entered later.)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            answer = fcntl.ioctl(any_socket, _SIOCGIFHWADDR, _REQUEST.pack(interface.encode(), 0))
+        except OSError:
+            names = ", ".join(name for _, name in socket.if_nameindex())
+            raise SessionError(f"there is no interface {interface!r} here; there are {names}") from None
+    return int(_REQUEST.unpack(answer)[1])

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session `paths`: what each path carries, what it loses, how long its round trips are, and its states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from rich.table import Table
+
+from sennit.runtime.trace import histogram
+from sennit.transport.tracepoints import PathState
+
+if TYPE_CHECKING:
+    from sennit.runtime.trace.tracing import Tracing
+
+PROGRAM: Final = "paths"
+PROBES: Final = ("packet_sent", "packet_received", "rtt_sample", "packet_lost", "path_state")
+COUNTS: Final = (
+    "sent_packets", "sent_bytes", "retransmitted_packets", "received_packets", "received_bytes", "duplicate_packets",
+    "lost_packets", "state_changes",
+)  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Path:
+    """One path from a rank to a peer; of packets, those with data."""
+
+    rank: int
+    peer: int
+    path: int
+    sent_packets: int = 0
+    sent_bytes: int = 0
+    retransmitted_packets: int = 0
+    """Of those sent."""
+    received_packets: int = 0
+    received_bytes: int = 0
+    duplicate_packets: int = 0
+    """Beside those received."""
+    lost_packets: int = 0
+    state_changes: int = 0
+    state: PathState = PathState.GOOD
+    state_s: dict[str, float] = field(default_factory=dict)
+    """How long it was in each state, until its last measured round trip."""
+    rtt_us: Counter[int] = field(default_factory=Counter)
+    """Counts by slot (histogram.py)."""
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            **asdict(self),
+            "state": self.state.name.lower(),
+            "rtt_us": {histogram.lower_bound(slot): self.rtt_us[slot] for slot in sorted(self.rtt_us)},
+            **{f"rtt_p{percent}_us": histogram.percentile(self.rtt_us, percent / 100) for percent in (50, 90, 99)},
+        }
+
+
+def collect(tracing: Tracing) -> list[Path]:
+    """What the program has seen so far; ranks of one number in several jobs are counted together."""
+    paths: dict[tuple[int, int, int], Path] = {}
+    seen_ns: dict[tuple[int, int, int], int] = {}
+    for key, value in tracing.entries("paths", "path_key"):
+        name = int(key["rank"]), int(key["peer"]), int(key["path"])
+        path = paths.setdefault(name, Path(rank=name[0], peer=name[1], path=name[2]))
+        for count in COUNTS:
+            setattr(path, count, getattr(path, count) + int(value[count]))
+        path.rtt_us += histogram.from_array(value["rtt_us"])
+        state = PathState(int(value["state"]))
+        in_state_ns = value["state_ns"].astype(int).tolist()
+        in_state_ns[state] += int(value["seen_ns"]) - int(value["state_since_ns"])
+        for number, time_ns in enumerate(in_state_ns):
+            if time_ns > 0:
+                known = path.state_s.get(PathState(number).name.lower(), 0.0)
+                path.state_s[PathState(number).name.lower()] = known + time_ns / 1e9
+        if int(value["seen_ns"]) >= seen_ns.get(name, 0):
+            path.state, seen_ns[name] = state, int(value["seen_ns"])
+    return [paths[name] for name in sorted(paths)]
+
+
+def table(paths: list[Path]) -> Table:
+    shown = Table(box=None, pad_edge=False)
+    for name in ("rank", "peer", "path", "sent", "MB", "again", "received", "MB", "lost"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for name in ("RTT p50 µs", "p90 µs", "p99 µs"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("RTT", no_wrap=True)
+    shown.add_column("changes", justify="right", no_wrap=True)
+    shown.add_column("seconds in states")
+    for path in paths:
+        shown.add_row(
+            f"{path.rank}",
+            f"{path.peer}",
+            f"{path.path}",
+            f"{path.sent_packets:,}",
+            f"{path.sent_bytes / 1e6:,.1f}",
+            f"{path.retransmitted_packets:,}",
+            f"{path.received_packets:,}",
+            f"{path.received_bytes / 1e6:,.1f}",
+            f"[red]{path.lost_packets:,}[/red]" if path.lost_packets else "0",
+            *(f"{histogram.percentile(path.rtt_us, share):,}" for share in (0.5, 0.9, 0.99)),
+            histogram.bars(path.rtt_us),
+            f"{path.state_changes:,}",
+            " ".join(f"{name} {time_s:.2f}" for name, time_s in path.state_s.items()),
+        )
+    return shown

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every session does: a program on tracepoints of the core, in all processes or one, for as long as wished."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from sennit.ebpf.compiler import PROGRAMS
+from sennit.runtime.trace import kernel_headers
+from sennit.transport import tracepoints
+
+TRACEFS: Final = Path("/sys/kernel/tracing")
+# sched.h, sys/mount.h
+CLONE_NEWNS: Final = 0x20000
+MS_REC_PRIVATE: Final = 0x4000 | 0x40000
+END_TIMEOUT_S: Final = 10.0
+LOOK_EVERY_S: Final = 0.05
+
+
+class SessionError(RuntimeError):
+    """The session cannot be had here; the message says why, and what to do."""
+
+
+def problem() -> str:
+    """Why no bcc session can be had on this machine, and what to do about it; empty where one can."""
+    if os.geteuid() != 0:
+        return "attaching to tracepoints needs root"
+    try:
+        import bcc  # noqa: F401
+    except ImportError as error:
+        return f"{error}: install bcc for this Python (Debian: python3-bpfcc)"
+    if not kernel_headers.installed() and kernel_headers.find() is None:
+        return "bcc finds no kernel headers: install those of the running kernel, or run 'sennit trace headers'"
+    return ""
+
+
+@contextlib.contextmanager
+def open_bcc(name: str, probes: Sequence[str], process: int | None) -> Iterator[Any]:
+    """A bcc.BPF with `programs/<name>.bcc.c`, each of its functions on the tracepoint of that name.
+
+    Raises `SessionError`.
+    """
+    what = problem()
+    if what:
+        raise SessionError(what)
+    if not kernel_headers.installed():
+        os.environ[kernel_headers.VARIABLE] = os.fspath(kernel_headers.find() or "")
+    _make_tracefs_visible()
+    from bcc import BPF, USDT
+
+    library = tracepoints.library()
+    try:
+        usdt = USDT(path=os.fspath(library)) if process is None else USDT(path=os.fspath(library), pid=process)
+        for probe in probes:
+            usdt.enable_probe(probe=probe, fn_name=probe)
+        text = (PROGRAMS / f"{name}.bcc.c").read_text()
+        program = BPF(text=text, usdt_contexts=[usdt], cflags=[f"-I{PROGRAMS}"])
+    except Exception as error:  # bcc raises this class itself
+        raise SessionError(f"bcc: {error}; is {library} built with tracepoints, and in that process?") from None
+    try:
+        yield program
+    finally:
+        program.cleanup()
+
+
+def _make_tracefs_visible() -> None:
+    """bcc attaches through it. Where it is not mounted, it is for this process alone, and for what that starts."""
+    if (TRACEFS / "events").exists():
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    tracefs, target = b"tracefs", os.fsencode(TRACEFS)
+    if (
+        libc.unshare(CLONE_NEWNS) != 0
+        or libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC_PRIVATE), None) != 0
+        or libc.mount(tracefs, target, tracefs, ctypes.c_ulong(0), None) != 0
+    ):
+        raise SessionError(f"{TRACEFS} cannot be mounted: {os.strerror(ctypes.get_errno())}")
+
+
+def run(command: Sequence[str], seconds: float | None, interval_s: float, tick: Callable[[], bool | None]) -> int:
+    """Calls `tick` every `interval_s` (0: never) until the command ends, the time is over, an interrupt comes, or it
+    returns True.
+
+    The command's exit code, 128 + signal if one ended it; 0 without a command.
+    """
+    begin_s = time.monotonic()
+    end_s = begin_s + seconds if seconds is not None else float("inf")
+    next_s = begin_s + interval_s if interval_s > 0 else float("inf")
+    process = subprocess.Popen(command) if command else None
+    try:
+        with _interrupts() as interrupted:
+            while not interrupted() and (process is None or process.poll() is None):
+                now_s = time.monotonic()
+                if now_s >= end_s:
+                    break
+                if now_s >= next_s:
+                    next_s += interval_s
+                    if tick():
+                        break
+                time.sleep(LOOK_EVERY_S)
+    finally:
+        code = _end(process)
+    return code
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """A first SIGINT or SIGTERM ends the session in order, with its table."""
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        del frame
+        came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> int:
+    if process is None:
+        return 0
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(END_TIMEOUT_S)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode

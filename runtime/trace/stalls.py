@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The session `stalls`: whether a job waits for the network, for its receivers' credit or for the reduction."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final
+
+from rich.table import Table
+
+from sennit.runtime.trace import histogram
+
+if TYPE_CHECKING:
+    from sennit.runtime.trace.tracing import Tracing
+
+PROGRAM: Final = "stalls"
+PROBES: Final = (
+    "operation_begin", "operation_end", "step_begin", "step_end", "credit_stall_begin", "credit_stall_end",
+)  # fmt: skip
+NO_PEER: Final = 0xFFFFFFFF
+
+
+class Kind(IntEnum):
+    """What is waited for: `enum wait_kind` of programs/stalls.bpf.c."""
+
+    SEND = 0
+    RECEIVE = 1
+    COPY = 2
+    REDUCE = 3
+    CREDIT = 4
+    OPERATION = 5
+
+
+ORDER: Final = (Kind.OPERATION, Kind.SEND, Kind.RECEIVE, Kind.REDUCE, Kind.COPY, Kind.CREDIT)
+
+
+@dataclass(kw_only=True)
+class Wait:
+    """What a rank waited for, over all peers or for one."""
+
+    rank: int
+    kind: Kind
+    peer: int | None
+    count: int = 0
+    """That are over."""
+    time_s: float = 0.0
+    """Of these together; several may go on at a time."""
+    open: int = 0
+    """That go on now. Of all peers only, as what follows."""
+    busy_s: float = 0.0
+    """There was at least one."""
+    share: float = 0.0
+    """`busy_s` of the time in which an operation was under way."""
+    failed: int = 0
+    """Of operations."""
+    time_us: Counter[int] = field(default_factory=Counter)
+    """Counts by slot (histogram.py)."""
+
+    def as_json(self) -> dict[str, object]:
+        whole = {"open": self.open, "busy_s": self.busy_s, "share": self.share} if self.peer is None else {}
+        return {
+            "rank": self.rank,
+            "wait": self.kind.name.lower(),
+            "peer": self.peer,
+            "count": self.count,
+            "time_s": self.time_s,
+            **whole,
+            **({"failed": self.failed} if self.kind is Kind.OPERATION else {}),
+            **{f"p{percent}_us": histogram.percentile(self.time_us, percent / 100) for percent in (50, 90, 99)},
+            "time_us": {histogram.lower_bound(slot): self.time_us[slot] for slot in sorted(self.time_us)},
+        }
+
+
+def collect(tracing: Tracing, *, by_peer: bool) -> list[Wait]:
+    """What the program has seen so far, as long as it lasted until now where it goes on."""
+    waits: dict[tuple[int, int, int], Wait] = {}
+
+    def wait_of(rank: int, kind: Kind, peer: int | None) -> Wait:
+        key = rank, ORDER.index(kind), -1 if peer is None else peer
+        return waits.setdefault(key, Wait(rank=rank, kind=kind, peer=peer))
+
+    now_ns = time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+    for key, value in tracing.entries("ranks", "rank_key"):
+        rank = int(key["rank"])
+        for kind in Kind:
+            busy_ns, open_now = int(value["busy_ns"][kind]), int(value["open"][kind])
+            if open_now:
+                busy_ns += now_ns - int(value["since_ns"][kind])
+            if not busy_ns:
+                continue
+            wait = wait_of(rank, kind, None)
+            wait.open += open_now
+            wait.busy_s += busy_ns / 1e9
+            wait.failed += int(value["failed"]) if kind is Kind.OPERATION else 0
+    for key, value in tracing.entries("waits", "wait_key"):
+        rank, kind, peer = int(key["rank"]), Kind(int(key["kind"])), int(key["peer"])
+        for one in (None, peer) if by_peer and peer != NO_PEER else (None,):
+            wait = wait_of(rank, kind, one)
+            wait.count += int(value["count"])
+            wait.time_s += int(value["time_ns"]) / 1e9
+            wait.time_us += histogram.from_array(value["time_us"])
+    for wait in waits.values():
+        whole = waits.get((wait.rank, 0, -1))
+        if wait.peer is None and whole is not None and whole.busy_s > 0:
+            wait.share = wait.busy_s / whole.busy_s
+    return [waits[key] for key in sorted(waits)]
+
+
+def table(waits: list[Wait]) -> Table:
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("rank", justify="right", no_wrap=True)
+    shown.add_column("waits for", no_wrap=True)
+    for name in ("peer", "count", "now", "seconds", "share", "p50 µs", "p90 µs", "p99 µs"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("time", no_wrap=True)
+    for wait in waits:
+        is_whole = wait.peer is None
+        shown.add_row(
+            f"{wait.rank}" if wait.kind is Kind.OPERATION else "",
+            wait.kind.name.lower() + (f" [red]({wait.failed:,} failed)[/red]" if wait.failed else ""),
+            "all" if is_whole else f"{wait.peer}",
+            f"{wait.count:,}",
+            f"{wait.open:,}" if is_whole else "",
+            f"{wait.busy_s if is_whole else wait.time_s:.3f}",
+            f"{wait.share:.0%}" if is_whole else "",
+            *(f"{histogram.percentile(wait.time_us, share):,}" for share in (0.5, 0.9, 0.99)),
+            histogram.bars(wait.time_us),
+        )
+    return shown

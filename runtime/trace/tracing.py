@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our own programs at the tracepoints of a library: what the sessions that need no bcc are made of."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sennit.closing import Closing
+from sennit.ebpf import features, links, usdt, usdt_entries
+from sennit.ebpf.compiler import CompileError, compile_with_header
+from sennit.ebpf.library import BpfError
+from sennit.ebpf.loader import BpfObject
+from sennit.runtime.trace.session import SessionError
+
+
+def problem() -> str:
+    """Why no session of this kind can be had on this machine, and what to do about it; empty where one can."""
+    if os.geteuid() != 0:
+        return "attaching to tracepoints needs root"
+    for name in ("libbpf", "uprobe"):
+        found = features.probe(name)
+        if not found.available:
+            return f"{found.absent_because}: {found.remedy}"
+    return ""
+
+
+@contextlib.contextmanager
+def attached(name: str, probes: Sequence[str], library: Callable[[], Path], process: int | None) -> Iterator[Tracing]:
+    """The same for a library that is looked for when the block begins. Raises `SessionError`, and what that raises."""
+    with Tracing(name, probes, library(), process) as tracing:
+        yield tracing
+
+
+class Tracing(Closing):
+    """`programs/<name>.bpf.c`, attached while this is open."""
+
+    def __init__(self, name: str, probes: Sequence[str], library: Path, process: int | None) -> None:
+        """At these tracepoints of the library, in one process or in all that use it. Raises `SessionError`."""
+        what = problem()
+        if what:
+            raise SessionError(what)
+        points = {point.name: point for point in usdt.read(library)}
+        missing = [probe for probe in probes if probe not in points]
+        if missing:
+            raise SessionError(f"{library} has no tracepoint {', '.join(missing)}: was it built with sys/sdt.h?")
+        wanted = [points[probe] for probe in probes]
+        # The kernel may call where there is room for a call, and traps elsewhere.
+        can_call = features.probe("uprobe-call").available
+        self._held = contextlib.ExitStack()
+        try:
+            text = usdt_entries.source(wanted)
+            self.object = self._held.enter_context(BpfObject(compile_with_header(name, usdt_entries.HEADER, text)))
+            for point in wanted:
+                for number, place in enumerate(point.places):
+                    program = self.object.program(usdt_entries.program_name(point.name, number))
+                    offset = place.offset + (can_call and place.has_call_nop)
+                    of = links.EVERY_PROCESS if process is None else process
+                    self._held.enter_context(links.attach_uprobe_at(program, library, offset, process=of))
+        except (BpfError, CompileError, usdt_entries.UnknownOperand) as error:
+            self.close()
+            raise SessionError(
+                f"{error}" + (f"; is there a process {process}?" if process is not None else "")
+            ) from None
+
+    def entries(self, name: str, key: str) -> list[tuple[Any, Any]]:
+        """The entries of a hash map, whose keys are of `struct key`: pairs of NumPy records."""
+        found, dtype = self.object.map(name), self.object.btf.dtype(key)
+        return [(np.frombuffer(raw, dtype)[0], found.values(raw)[0]) for raw in list(found.each_key())]
+
+    def uncounted(self) -> dict[str, int]:
+        """Hits that are missing in what the session shows, by why (`struct uncounted` in tracepoint.h)."""
+        counted = self.object.map("uncounted").values(0)[0]
+        return {name: int(counted[name]) for name in counted.dtype.names}
+
+    def close(self) -> None:
+        self._held.close()

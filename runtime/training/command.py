@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit train`, and the same under torchrun: `torchrun … -m sennit.runtime.training --data flights`.
+
+Alone it starts its ranks itself; under torchrun (RANK and WORLD_SIZE are set) it is one of them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from torch._C._distributed_c10d import Store
+
+from sennit.offload.ingest.target import IngestTarget, TargetError
+from sennit.runtime.data import sources
+from sennit.runtime.data.packages import require
+from sennit.runtime.data.sources import Source
+from sennit.runtime.model.stored import TableStore
+from sennit.runtime.model.tensor_train import TensorTrainRule
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.launch import Address, run_ranks, serve_store
+from sennit.runtime.training.run import Place, join_run, run_rank
+from sennit.transport.errors import ConfigError, SennitError
+from sennit.transport.sizes import parse_size
+
+_DEFAULT = TrainingConfig()
+_SOURCE = _DEFAULT.source
+
+
+def command(
+    context: typer.Context,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"{', '.join(sources.NAMES)}, or Parquet files: path, pattern, folder or URL; may be repeated"
+        ),
+    ] = None,
+    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet files, TOML or JSON")] = None,
+    ingest: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TARGET", help="take samples from feeders: xdp://INTERFACE[,…][:PORT] or cpu://ADDRESS[:PORT]"
+        ),
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="processes to start here; 1 without; not under torchrun")] = None,
+    backend: Annotated[str, typer.Option(help="torch.distributed backend")] = _DEFAULT.backend,
+    seed: Annotated[int, typer.Option(help="controls everything that is random")] = _DEFAULT.seed,
+    epochs: Annotated[int, typer.Option(help="passes over the training samples")] = _DEFAULT.epochs,
+    steps: Annotated[int | None, typer.Option(help="stop after this many steps")] = None,
+    batch_size: Annotated[int, typer.Option(help="samples a step, all ranks together")] = _DEFAULT.batch_size,
+    dim: Annotated[int, typer.Option(help="embedding dimension")] = _DEFAULT.embedding_dim,
+    tensor_train: Annotated[
+        str | None,
+        typer.Option(metavar="ROWS:RANK", help="hold tables of at least ROWS rows as tensor trains of rank RANK"),
+    ] = None,
+    bottom: Annotated[str, typer.Option(help="hidden widths of the bottom MLP")] = "64",
+    top: Annotated[str, typer.Option(help="hidden widths of the top MLP")] = "128,64",
+    sparse_rate: Annotated[float, typer.Option(help="learning rate of the embeddings")] = _DEFAULT.sparse_rate,
+    dense_rate: Annotated[float, typer.Option(help="learning rate of the MLPs")] = _DEFAULT.dense_rate,
+    dense_optimizer: Annotated[str, typer.Option(help="adagrad, adam or sgd")] = _DEFAULT.dense_optimizer,
+    decay: Annotated[str, typer.Option(help="learning rates over the run: linear, polynomial, none")] = _DEFAULT.decay,
+    warmup: Annotated[int, typer.Option(help="steps in which learning rates rise")] = _DEFAULT.warmup,
+    decay_start: Annotated[int | None, typer.Option(help="steps before decay; the warm-up's without")] = None,
+    decay_steps: Annotated[int | None, typer.Option(help="steps of the decay; to the end without")] = None,
+    decay_power: Annotated[float, typer.Option(help="power of polynomial decay")] = _DEFAULT.decay_power,
+    decay_floor: Annotated[float, typer.Option(help="share of the rates that decay leaves")] = _DEFAULT.decay_floor,
+    clip_value: Annotated[float | None, typer.Option(help="clip elements of gradients, also of rows")] = None,
+    clip_norm: Annotated[float | None, typer.Option(help="clip norms: of the dense gradient, of each row's")] = None,
+    weight_decay: Annotated[float, typer.Option(help="times a weight: joins its gradient")] = _DEFAULT.weight_decay,
+    table_store: Annotated[
+        Path | None, typer.Option(help="folder on a disk for the embedding tables, where they are larger than memory")
+    ] = None,
+    table_memory: Annotated[
+        str | None, typer.Option(help="with --table-store: memory of each rank for rows of tables, like 64MiB")
+    ] = None,
+    split: Annotated[str, typer.Option(help="evaluation samples: random, or last")] = _DEFAULT.split,
+    eval_fraction: Annotated[float, typer.Option(help="share of the samples held back")] = _DEFAULT.eval_fraction,
+    checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the latest checkpoint")] = False,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="go on without ranks that die, and take in those that join")
+    ] = False,
+    port: Annotated[int, typer.Option(help="elastic: where ranks can join; 0: a free port", min=0, max=65_535)] = 0,
+    join: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="elastic: the run to join, with the same options")
+    ] = None,
+    min_ranks: Annotated[int, typer.Option(help="elastic: fail with fewer ranks left")] = _DEFAULT.min_ranks,
+    tensorboard: Annotated[Path | None, typer.Option(help="folder for TensorBoard events")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    sketch: Annotated[
+        Path | None, typer.Option(help="with --ingest: write here how often each row was used, for planners")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="deadline of a collective, seconds")] = _DEFAULT.timeout_s,
+    samples: Annotated[int, typer.Option(help="synthetic: number of samples")] = _SOURCE.samples,
+    row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = _SOURCE.row_limit,
+    zipf: Annotated[float, typer.Option(help="synthetic: skew of the rows")] = _SOURCE.zipf_exponent,
+) -> None:
+    """Train a DLRM and report speed, quality, time by phase, bytes moved and the weights' SHA-256."""
+    first, *further = data or [_SOURCE.data]
+    try:
+        config = TrainingConfig(
+            source=Source(
+                data=first,
+                further=tuple(further),
+                schema=schema,
+                samples=samples,
+                row_limit=row_limit,
+                zipf_exponent=zipf,
+            ),
+            ingest=None if ingest is None else _ingest_target(context, ingest),
+            split=split,
+            eval_fraction=eval_fraction,
+            seed=seed,
+            epochs=epochs,
+            max_steps=steps,
+            batch_size=batch_size,
+            embedding_dim=dim,
+            tensor_train=None if tensor_train is None else TensorTrainRule.parse(tensor_train),
+            bottom=_widths("bottom", bottom),
+            top=_widths("top", top),
+            sparse_rate=sparse_rate,
+            dense_rate=dense_rate,
+            dense_optimizer=dense_optimizer,
+            decay=decay,
+            table_store=_table_store(table_store, table_memory),
+            warmup=warmup,
+            decay_start=decay_start,
+            decay_steps=decay_steps,
+            decay_power=decay_power,
+            decay_floor=decay_floor,
+            clip_value=clip_value,
+            clip_norm=clip_norm,
+            weight_decay=weight_decay,
+            backend=backend,
+            timeout_s=timeout,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            resume=resume,
+            elastic=elastic,
+            min_ranks=min_ranks,
+            tensorboard=tensorboard,
+            json_path=json_path,
+            sketch_path=sketch,
+        )
+        start(config, ranks, port=port, join=None if join is None else Address.parse(join))
+    except SennitError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Address | None = None) -> None:
+    """Runs this process's rank under torchrun, else starts the ranks. What can be checked early is."""
+    if (join is not None or port) and not config.elastic:
+        raise ConfigError("--port and --join are for elastic runs (--elastic)")
+    if config.ingest is None:
+        sources.check(config.source)
+    for name, folder in (
+        ("--checkpoint", config.checkpoint),
+        ("--table-store", config.table_store.folder if config.table_store is not None else None),
+        ("--tensorboard", config.tensorboard),
+        ("--json", config.json_path.absolute().parent if config.json_path is not None else None),
+        ("--sketch", config.sketch_path.absolute().parent if config.sketch_path is not None else None),
+    ):
+        if folder is not None:
+            _make_folder(name, folder)
+    if config.tensorboard is not None:
+        require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if join is not None or port:
+            raise ConfigError("--port and --join under torchrun, which ends all ranks of a group when one dies")
+        world_size = int(os.environ["WORLD_SIZE"])
+        if ranks is not None and ranks != world_size:
+            raise ConfigError(f"--ranks {ranks}, but torchrun started {world_size}; leave it out under torchrun")
+        config.check_world(world_size)
+        _check_ingest(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        run_rank(config, Place(rank=int(os.environ["RANK"]), world_size=world_size))
+        return
+    world_size = ranks if ranks is not None else 1
+    if join is not None:
+        join.check()
+        run_ranks(
+            _join_here, config, world_size, address=join, store_timeout_s=config.timeout_s, on_loss=_tell_newcomer
+        )
+        return
+    config.check_world(world_size)
+    _check_ingest(config, world_size)
+    # Held until the last rank is done.
+    store, address = serve_store(port, timeout_s=config.timeout_s)
+    if config.elastic:
+        typer.echo(f"ranks can join with --join {address}")
+    run_ranks(
+        _run_here,
+        config,
+        world_size,
+        address=address,
+        store_timeout_s=config.timeout_s,
+        on_loss=_tell_loss if config.elastic else None,
+    )
+    del store
+
+
+def _run_here(config: TrainingConfig, rank: int, world_size: int, store: Store) -> Any:
+    return run_rank(config, Place(rank=rank, world_size=world_size, store=store)).weights_sha256
+
+
+def _join_here(config: TrainingConfig, number: int, count: int, store: Store) -> Any:
+    return join_run(config, store).weights_sha256
+
+
+def _tell_newcomer(number: int, error: str) -> None:
+    typer.echo(f"newcomer {number} did not come to the end: {error}", err=True)
+
+
+def _tell_loss(rank: int, error: str) -> None:
+    typer.echo(f"rank {rank} did not come to the end: {error}", err=True)
+
+
+def _check_ingest(config: TrainingConfig, local_ranks: int) -> None:
+    if config.ingest is not None:
+        try:
+            config.ingest.check(local_ranks)
+        except TargetError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _ingest_target(context: typer.Context, text: str) -> IngestTarget:
+    """The samples are the feeders' then, so nothing here says which."""
+    for name in ("data", "schema", "samples", "row_limit", "zipf"):
+        given = context.get_parameter_source(name)
+        if given is not None and given.name != "DEFAULT":
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} with --ingest; the data set is the feeders': give it to sennit feed")
+    try:
+        return IngestTarget.parse(text)
+    except TargetError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _table_store(folder: Path | None, memory: str | None) -> TableStore | None:
+    if folder is None and memory is None:
+        return None
+    if folder is None or memory is None:
+        raise ConfigError("--table-store and --table-memory are given together, or neither is")
+    try:
+        return TableStore(folder=folder, memory_bytes=parse_size(memory))
+    except ValueError as error:
+        raise ConfigError(f"--table-memory: {error}") from None
+
+
+def _make_folder(name: str, folder: Path) -> None:
+    """Before training, not after hours of it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"{name}: no permission to write in {folder}")
+
+
+def _widths(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise ConfigError(f"--{name} {text!r}; allowed: widths separated by commas, like 128,64") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line of `python -m sennit.runtime.training`."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    app.command()(command)
+    app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="sennit train")

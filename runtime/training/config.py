@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that decides a training run. The command line fills it; every rank gets the same one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sennit.offload.ingest.target import IngestTarget
+from sennit.runtime.backend.process_group import BACKEND_NAME
+from sennit.runtime.data.sources import Source
+from sennit.runtime.model.optimizer import DENSE_OPTIMIZERS
+from sennit.runtime.model.schedule import RateSchedule
+from sennit.runtime.model.stored import TableStore
+from sennit.runtime.model.tensor_train import TensorTrainRule
+from sennit.transport.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """Checked once, when made; `check_world` checks what depends on the number of ranks."""
+
+    source: Source = field(default_factory=Source)
+    """The data set."""
+
+    ingest: IngestTarget | None = None
+    """Where feeders send the samples to; None: they are read from `source`."""
+
+    split: str = "random"
+    """Evaluation rows: "random", or "last" for the end of the data set (flights and movielens: the latest)."""
+
+    eval_fraction: float = 0.1
+    """Share of the samples held back for evaluation."""
+
+    seed: int = 1
+    """Controls initial weights, split, order of samples and synthetic data."""
+
+    epochs: int = 2
+    """Passes over the training rows."""
+
+    max_steps: int | None = None
+    """Stop after this many steps; the learning rate then decays to zero over these. None: all epochs."""
+
+    batch_size: int = 2048
+    """Samples a step over all ranks together, so that the run is the same at any world size."""
+
+    embedding_dim: int = 16
+    """Width of every table, of the bottom MLP's output and of the interaction."""
+
+    tensor_train: TensorTrainRule | None = None
+    """Which tables are held in tensor-train form (docs/reference/embedding.md); None: none."""
+
+    bottom: tuple[int, ...] = (64,)
+    """Hidden widths of the bottom MLP."""
+
+    top: tuple[int, ...] = (128, 64)
+    """Hidden widths of the top MLP."""
+
+    sparse_rate: float = 0.15
+    """Learning rate of the embeddings (row-wise AdaGrad)."""
+
+    dense_rate: float = 0.02
+    """Learning rate of the MLPs."""
+
+    dense_optimizer: str = "adagrad"
+    """adagrad, adam or sgd."""
+
+    decay: str = "linear"
+    """Both rates over the run: "linear" or "polynomial" to zero, or "none"."""
+
+    warmup: int = 0
+    """Steps in which both rates rise to what they are."""
+
+    decay_start: int | None = None
+    """Steps before decay begins; None: those of the warm-up."""
+
+    decay_steps: int | None = None
+    """Steps that decay takes; None: to the end of the run."""
+
+    decay_power: float = 2.0
+    """Of the polynomial."""
+
+    decay_floor: float = 0.0
+    """Share of the rates that is left at the end of decay and after it."""
+
+    clip_value: float | None = None
+    """Gradients are clipped to plus and minus this: of dense weights, and of rows, summed."""
+
+    clip_norm: float | None = None
+    """The dense gradient, all of it, is scaled down to this norm where it is longer; so is that of each row alone."""
+
+    weight_decay: float = 0.0
+    """Times a weight it joins the gradient (L2). Rows that a step does not look up do not decay."""
+
+    table_store: TableStore | None = None
+    """Where the embedding tables lie; None: in memory."""
+
+    backend: str = "sennit"
+    """Name of the torch.distributed backend; "gloo" for comparison."""
+
+    timeout_s: float = 300.0
+    """Deadline of each collective and of finding the other ranks."""
+
+    checkpoint: Path | None = None
+    """Folder for checkpoints."""
+
+    checkpoint_every: int | None = None
+    """Steps between checkpoints; None: one at the end."""
+
+    resume: bool = False
+    """Go on from the latest checkpoint, if there is one."""
+
+    elastic: bool = False
+    """When a rank dies the others go on without it, from the last checkpoint (without one: from the start); ranks that
+    join are taken in at the next step."""
+
+    min_ranks: int = 1
+    """With fewer ranks left an elastic run fails."""
+
+    tensorboard: Path | None = None
+    """Folder for TensorBoard events, written by rank 0."""
+
+    json_path: Path | None = None
+    """File for the report, written by rank 0."""
+
+    sketch_path: Path | None = None
+    """File for the sketch of the ids that feeders sent, written by rank 0."""
+
+    def __post_init__(self) -> None:
+        _in_range("seed", self.seed, 0, 2**63 - 1)
+        _in_range("epochs", self.epochs, 1, 100_000)
+        _in_range("batch size", self.batch_size, 1, 2**24)
+        _in_range("embedding dimension", self.embedding_dim, 1, 4096)
+        for name, widths in (("bottom", self.bottom), ("top", self.top)):
+            for width in widths:
+                _in_range(f"width in the {name} MLP", width, 1, 65_536)
+        for name, steps in (("steps", self.max_steps), ("checkpoint interval", self.checkpoint_every)):
+            if steps is not None:
+                _in_range(name, steps, 1, 2**40)
+        for name, rate in (("sparse rate", self.sparse_rate), ("dense rate", self.dense_rate)):
+            if not 0 < rate < 1000:
+                raise ConfigError(f"{name} {rate}; allowed: above 0, below 1000")
+        if not 0 < self.timeout_s <= 86_400:
+            raise ConfigError(f"timeout {self.timeout_s} s; allowed: above 0, at most 86,400")
+        _one_of("split", self.split, ("random", "last"))
+        self.schedule(self.max_steps or 2**40)
+        for name, most in (("clip value", self.clip_value), ("clip norm", self.clip_norm)):
+            if most is not None and not 0 < most < 1e30:
+                raise ConfigError(f"{name} {most}; allowed: above 0, below 1e30")
+        if not 0 <= self.weight_decay < 1000:
+            raise ConfigError(f"weight decay {self.weight_decay}; allowed: 0 or more, below 1000")
+        _one_of("dense optimizer", self.dense_optimizer, DENSE_OPTIMIZERS)
+        if not 0 < self.eval_fraction < 1:
+            raise ConfigError(f"evaluation part {self.eval_fraction}; allowed: between 0 and 1")
+        _in_range("least number of ranks", self.min_ranks, 1, 4096)
+        if self.elastic and self.backend != BACKEND_NAME:
+            raise ConfigError(f"an elastic run over {self.backend!r}; allowed: {BACKEND_NAME!r}")
+        if self.sketch_path is not None and self.ingest is None:
+            raise ConfigError("--sketch without --ingest; it counts what feeders send")
+        if self.elastic and self.ingest is not None:
+            raise ConfigError("--ingest in an elastic run; allowed: one of them (ranks that come and go need all data)")
+        if self.tensor_train is not None and self.table_store is not None:
+            raise ConfigError("--tensor-train with --table-store; allowed: one of them (cores are small)")
+        if self.elastic and self.table_store is not None:
+            raise ConfigError(
+                "--table-store in an elastic run; allowed: one of them (tables are handed over in memory)"
+            )
+        if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):
+            raise ConfigError("resuming and a checkpoint interval need a checkpoint folder (--checkpoint DIR)")
+
+    def schedule(self, step_count: int) -> RateSchedule:
+        """Of the learning rates of a run of `step_count` steps."""
+        start = self.warmup if self.decay_start is None else self.decay_start
+        return RateSchedule(
+            decay=self.decay,
+            warmup_steps=self.warmup,
+            decay_start=start,
+            decay_end=step_count if self.decay_steps is None else start + self.decay_steps,
+            power=self.decay_power,
+            floor=self.decay_floor,
+        )
+
+    def check_world(self, world_size: int) -> None:
+        """The global batch is cut evenly, or up to one sample in an elastic run, which may come to any world size."""
+        _in_range("number of ranks", world_size, 1, min(4096, self.batch_size))
+        if self.elastic:
+            _in_range("number of ranks", world_size, self.min_ranks, 4096)
+        elif self.batch_size % world_size:
+            raise ConfigError(
+                f"batch size {self.batch_size} cannot be cut into {world_size} equal parts; "
+                f"allowed: multiples of {world_size}"
+            )
+
+
+def _in_range(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} {value}; allowed: {low} to {high}")
+
+
+def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} {value!r}; allowed: {', '.join(allowed)}")

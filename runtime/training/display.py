@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Progress of a training run: a live bar on a terminal, a line now and then elsewhere, TensorBoard events."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from sennit.runtime.data.packages import require
+from sennit.runtime.training.metrics import Quality
+from sennit.runtime.training.trainer import StepReport
+
+# A log file should stay readable: at most one line in this time, between epochs.
+PLAIN_INTERVAL_S = 5.0
+# A file or a pipe has no width of its own.
+PIPE_WIDTH = 120
+
+
+def stdout_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False)
+
+
+class Listener(Protocol):
+    """Hears what rank 0 does."""
+
+    def on_step(self, report: StepReport) -> None: ...
+    def on_epoch(self, epoch: int, step: int, quality: Quality) -> None: ...
+    def close(self) -> None: ...
+
+
+class ConsoleDisplay:
+    """The bar, or plain lines where there is no terminal."""
+
+    def __init__(self, console: Console, *, batch_size: int) -> None:
+        self._console = console
+        self._batch_size = batch_size
+        self._began = self._last_line = time.monotonic()
+        self._first_step: int | None = None
+        self._bar: Progress | None = None
+        self._task: Any = None
+
+    def on_step(self, report: StepReport) -> None:
+        now = time.monotonic()
+        if self._first_step is None:
+            self._first_step, self._began = report.step, now
+            self._open_bar(report)
+        rate = (report.step - self._first_step) * self._batch_size / max(now - self._began, 1e-9)
+        if self._bar is not None:
+            self._bar.update(
+                self._task, completed=report.step, epoch=report.epoch + 1, loss=report.loss, rate=f"{rate:,.0f}"
+            )
+        elif now - self._last_line >= PLAIN_INTERVAL_S:
+            self._last_line = now
+            self._console.print(
+                f"step {report.step}/{report.step_count} epoch {report.epoch + 1} "
+                f"loss {report.loss:.4f} {rate:,.0f} samples/s"
+            )
+
+    def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
+        self._console.print(
+            f"epoch {epoch + 1} (step {step}): AUC {quality.auc:.4f}, "
+            f"normalised entropy {quality.normalised_entropy:.4f}"
+        )
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _open_bar(self, report: StepReport) -> None:
+        if not self._console.is_terminal:
+            return
+        self._bar = Progress(
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]} samples/s"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("", total=report.step_count, epoch=1, loss=report.loss, rate="0")
+        self._bar.start()
+
+
+class TensorBoardLog:
+    """Scalars by step: loss, AUC, normalised entropy."""
+
+    def __init__(self, folder: Path) -> None:
+        module = require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
+        self._writer: Any = module.SummaryWriter(str(folder))
+
+    def on_step(self, report: StepReport) -> None:
+        self._writer.add_scalar("loss/train", report.loss, report.step)
+
+    def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
+        self._writer.add_scalar("quality/auc", quality.auc, step)
+        self._writer.add_scalar("quality/normalised_entropy", quality.normalised_entropy, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Listeners:
+    """Several listeners as one; closes them all. No listeners on ranks other than 0."""
+
+    def __init__(self, listeners: Sequence[Listener]) -> None:
+        self._listeners = tuple(listeners)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for listener in self._listeners:
+            listener.close()
+
+    def on_step(self, report: StepReport) -> None:
+        for listener in self._listeners:
+            listener.on_step(report)
+
+    def on_epoch(self, epoch: int, step: int, quality: Quality) -> None:
+        for listener in self._listeners:
+            listener.on_epoch(epoch, step, quality)

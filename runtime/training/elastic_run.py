@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training over ranks that come and go: on without those that die, on with those that join.
+
+A run is then a chain of stretches (`stretch`). One ends with the run; or by a failure, after which the living begin the
+next one from the last checkpoint; or at the boundary of a step, when newcomers wait: the members keep their state and
+hand it over (`handover`). docs/how-to/train.md says what the weights are equal to.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import asdict
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from sennit.runtime.backend.elastic import reconfigure, waiting_count
+from sennit.runtime.backend.process_group import communicator
+from sennit.runtime.data.batch_source import MemorySource
+from sennit.runtime.data.samples import Samples
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
+from sennit.runtime.training.report import Change, RunReport
+from sennit.runtime.training.stretch import resume, train
+from sennit.runtime.training.trainer import Trainer
+from sennit.transport.errors import ConfigError, PeerError
+from sennit.transport.membership import Terms
+
+TERMS_KEY: Final = "sennit/train/terms"
+# What a newcomer may choose for itself; everything else decides what is computed, or which calls are collective.
+OWN_CHOICES: Final = ("resume", "elastic", "min_ranks", "timeout_s", "tensorboard", "json_path")
+
+
+def publish_terms(store: Store, config: TrainingConfig) -> None:
+    """Says what newcomers must have in common with this run."""
+    store.set(TERMS_KEY, json.dumps(_terms(config)))
+
+
+def check_terms(store: Store, config: TrainingConfig) -> None:
+    """A newcomer's own check, before it announces itself: what differs is a ConfigError."""
+    if not store.check([TERMS_KEY]):
+        raise ConfigError("nobody can join the run at this address: it has not begun, or is not an elastic one")
+    theirs, ours = json.loads(store.get(TERMS_KEY)), _terms(config)
+    differing = [name for name in ours if theirs.get(name) != ours[name]]
+    if differing:
+        raise ConfigError(
+            "a rank that joins needs the options of the run; "
+            + ", ".join(f"{name} is {ours[name]!r} here and {theirs.get(name)!r} there" for name in differing)
+        )
+
+
+class ElasticRun:
+    """One rank's way through all stretches. The default process group is there, and is replaced by every change."""
+
+    def __init__(self, config: TrainingConfig, samples: Samples, *, is_newcomer: bool) -> None:
+        self._config = config
+        self._samples = samples
+        self._begins_alone = not is_newcomer
+        self._changes: list[Change] = []
+        self._holding: Holding | None = None
+
+    def run(self) -> RunReport:
+        """Trains until a stretch comes to the run's end."""
+        while True:
+            reason = ""
+            try:
+                if (report := self._stretch()) is not None:
+                    return report
+            except Exception:
+                # An error of this rank's own is not cured by going on.
+                reason = communicator().failure
+                if not reason:
+                    raise
+            # The error's frames, or the stretch's, held the trainer with the old group in it.
+            gc.collect()
+            self._change(reason)
+
+    def _stretch(self) -> RunReport | None:
+        """None when newcomers wait: this rank's part of the state is kept then."""
+        source = MemorySource(self._samples, self._config, rank=dist.get_rank(), world_size=dist.get_world_size())
+        outcome = train(self._config, source, self._changes, begin=self._begin, is_awaited=self._is_awaited)
+        if isinstance(outcome, RunReport):
+            return outcome
+        self._holding = outcome
+        return None
+
+    def _change(self, reason: str) -> None:
+        before = dist.get_world_size()
+        view = reconfigure(Terms(timeout_s=self._config.timeout_s, min_world=self._config.min_ranks))
+        lost = sorted(set(range(before)) - set(view.previous_ranks))
+        if reason and not lost:
+            raise PeerError(f"all ranks live, so going on would end like this again: {reason}")
+        joined = [rank for rank, previous in enumerate(view.previous_ranks) if previous is None]
+        self._changes.append(Change(lost=lost, joined=joined, world_size=view.world, reason=reason))
+        self._begins_alone = False
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Brings a new trainer to where the run is: by a handover, else by the checkpoint, else to the start."""
+        if self._begins_alone:
+            if self._config.resume:
+                resume(trainer, self._config)
+            return
+        claim = None if self._holding is None else Claim(step=self._holding.step, tables=self._holding.tables)
+        gathered: list[Any] = [None] * trainer.world_size
+        dist.all_gather_object(gathered, (claim, self._changes))
+        # Members come before newcomers, so rank 0 knows the run's history.
+        self._changes[:] = gathered[0][1]
+        source = find_source([claim for claim, _ in gathered], [table.name for table in trainer.tables])
+        if source is not None:
+            take_over(trainer, source, self._holding)
+            dist.barrier()
+        elif self._config.checkpoint is not None:
+            resume(trainer, self._config)
+        self._holding = None
+
+    def _is_awaited(self) -> bool:
+        """Whether somebody waits to be taken in, and there is work for one rank more; the same on all ranks."""
+        if dist.get_world_size() >= self._config.batch_size:
+            return False
+        waiting = torch.tensor([waiting_count() if dist.get_rank() == 0 else 0])
+        dist.broadcast(waiting, src=0)
+        return bool(waiting.item())
+
+
+def _terms(config: TrainingConfig) -> dict[str, Any]:
+    """As JSON gives it back, so that both sides compare the same."""
+    chosen = {name: value for name, value in asdict(config).items() if name not in OWN_CHOICES}
+    terms: dict[str, Any] = json.loads(json.dumps(chosen, default=str))
+    return terms

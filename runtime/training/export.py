@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a checkpoint for inference: embedding tables in 8 bits a weight, dense weights as they are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from sennit.runtime.kernels.int8 import int8_rows
+from sennit.runtime.training import checkpoint
+from sennit.transport.errors import ConfigError, DeviceError
+
+_TABLE, _DENSE = "table.", "dense."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What was written."""
+
+    source: Path
+    """The checkpoint."""
+
+    tables: int
+    before_bytes: int
+    """Of the tables' weights in the checkpoint."""
+
+    after_bytes: int
+    """Of their rows in the file."""
+
+
+def export_int8(folder: Path, output: Path) -> Exported:
+    """Writes `output`, which `torch.load(output, weights_only=True, mmap=True)` reads: a dict with
+
+    - `tables`: by name, uint8 [rows, dim + 8] (`int8.int8_rows`);
+    - `dense`: by name, the weights of the dense model, float32.
+
+    `folder` is a checkpoint, or has checkpoints, of which the newest is taken. Takes memory for the largest table and
+    all rows in 8 bits. Raises `ConfigError`, `CheckpointError`, `ArgumentError` (a weight that is not finite),
+    `DeviceError` (the disk is full); `output` is whole or as it was. Tensor trains are a `ConfigError`, too.
+    """
+    source = folder if (folder / ".metadata").is_file() else checkpoint.latest(folder)
+    if source is None:
+        raise ConfigError(f"{folder}: no checkpoint, and no folder of checkpoints")
+    tables: dict[str, torch.Tensor] = {}
+    dense: dict[str, torch.Tensor] = {}
+    before_bytes = 0
+    found = FileSystemReader(source).read_metadata().state_dict_metadata
+    for key in sorted(found):
+        train = key.removeprefix(_TABLE).removesuffix(".core1")
+        if {f"{_TABLE}{train}.core{number}" for number in (1, 2, 3)} <= found.keys():
+            raise ConfigError(
+                f"{source}: table {train} is a tensor train; allowed: tables with rows of their own "
+                "(sennit.runtime.kernels: EmbeddingEngine.materialise makes them)"
+            )
+    for key, about in sorted(found.items()):
+        if not isinstance(about, TensorStorageMetadata) or not key.startswith((_TABLE, _DENSE)):
+            continue
+        state: dict[str, Any] = {key: torch.empty(about.size, dtype=about.properties.dtype)}
+        checkpoint.load(source, state, alone=True)
+        if key.startswith(_DENSE):
+            dense[key.removeprefix(_DENSE)] = state[key]
+            continue
+        name = key.removeprefix(_TABLE)
+        before_bytes += state[key].nbytes
+        tables[name] = int8_rows(state[key], name=name)
+    if not tables:
+        raise ConfigError(f"{source}: a checkpoint without embedding tables")
+    _write(output, {"tables": tables, "dense": dense})
+    after_bytes = sum(rows.nbytes for rows in tables.values())
+    return Exported(source=source, tables=len(tables), before_bytes=before_bytes, after_bytes=after_bytes)
+
+
+def _write(output: Path, content: dict[str, Any]) -> None:
+    partial = output.with_name(f"{output.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(output)
+    except (OSError, RuntimeError) as error:
+        # torch reports what a full disk does to its writer as a RuntimeError.
+        partial.unlink(missing_ok=True)
+        raise DeviceError(f"{output} was not written: {error}") from error

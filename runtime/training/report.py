@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run ends with: one record, printed for people and written as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from sennit.offload.admission import Verdict
+from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.metrics import Quality
+from sennit.transport.errors import SennitError
+
+VERDICTS = tuple(verdict.name.lower() for verdict in Verdict)
+# The part of a run in which samples are trained on; evaluation and checkpoints are counted apart.
+NOT_TRAINING = ("evaluation", "checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankReport:
+    """One rank's share."""
+
+    tables: list[str]
+    """Names of the tables it owns."""
+
+    phases_s: dict[str, float]
+    """Seconds in each phase of this process."""
+
+    counters: dict[str, int]
+    """The backend's counters over the run; empty for a backend that has none."""
+
+    ingest: dict[str, int | float] = field(default_factory=dict)
+    """What came from feeders; empty where samples are in memory."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    """What the cache of rows and the file behind it did; empty where tables are in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """How an elastic run went on without ranks that it lost, or with newcomers."""
+
+    lost: list[int]
+    """Ranks before it."""
+
+    joined: list[int]
+    """Ranks afterwards."""
+
+    world_size: int
+    """Ranks afterwards, in all."""
+
+    reason: str
+    """The transport's; empty where nothing was lost."""
+
+    step: int | None = None
+    """Where training went on: where it was if nobody was lost, else that of the last checkpoint, or 0; None until it
+    is there."""
+
+    def __str__(self) -> str:
+        what = [f"lost {_ranks(self.lost)}"] if self.lost else []
+        what += [f"took in {_ranks(self.joined)}"] if self.joined else []
+        # A newcomer that was gone again when its turn came.
+        text = " and ".join(what or ["nobody came"]) + f", went on with {self.world_size}"
+        if self.step is not None:
+            text += f" from step {self.step + 1}"
+        return f"{text}: {self.reason}" if self.reason else text
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingSize:
+    """How many numbers the embedding tables of a run are, over all ranks, without states of optimizers."""
+
+    tables: int
+    tensor_trains: int
+    """Of these tables."""
+
+    table_numbers: int
+    """Rows times columns."""
+
+    stored_numbers: int
+    """Fewer, where tables are tensor trains."""
+
+    @classmethod
+    def of(cls, specs: Sequence[TableSpec]) -> EmbeddingSize:
+        trains = [spec for spec in specs if isinstance(spec, TensorTrainSpec)]
+        whole = sum(spec.row_count * spec.dim for spec in specs)
+        saved = sum(train.row_count * train.dim - train.parameter_count for train in trains)
+        return cls(tables=len(specs), tensor_trains=len(trains), table_numbers=whole, stored_numbers=whole - saved)
+
+    def __str__(self) -> str:
+        text = f"{self.tables} tables, {self.table_numbers:,} numbers"
+        if not self.tensor_trains:
+            return text
+        trains = "tensor train" if self.tensor_trains == 1 else "tensor trains"
+        ratio = self.table_numbers / self.stored_numbers
+        return f"{text}; {self.stored_numbers:,} stored ({ratio:.1f} times fewer): {self.tensor_trains} {trains}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunReport:
+    """A finished run."""
+
+    config: TrainingConfig
+    ranks: list[RankReport]
+    sample_count: int
+    """Samples trained on in this process, over all ranks; a resumed run counts its own part."""
+
+    first_step: int
+    step: int
+    run_s: float
+    """Wall clock of the loop on this rank: training, evaluations, checkpoints."""
+
+    final_loss: float | None
+    """Rank 0's loss in the last step."""
+
+    quality: Quality
+    weights_sha256: str
+    embedding: EmbeddingSize
+    data: str
+    """Name of the data set."""
+
+    changes: list[Change] = field(default_factory=list)
+    """Of an elastic run, in order."""
+
+    @property
+    def train_s(self) -> float:
+        """Seconds of training: the run without evaluations and checkpoints."""
+        return self.run_s - sum(self.ranks[0].phases_s.get(name, 0.0) for name in NOT_TRAINING)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.sample_count / self.train_s if self.train_s else 0.0
+
+    def phases_s(self) -> dict[str, float]:
+        """Mean over ranks, longest first."""
+        names = {name for rank in self.ranks for name in rank.phases_s}
+        mean = {name: sum(rank.phases_s.get(name, 0.0) for rank in self.ranks) / len(self.ranks) for name in names}
+        return dict(sorted(mean.items(), key=lambda item: -item[1]))
+
+    def bytes_moved(self) -> dict[str, int]:
+        """The counters whose name speaks of bytes, summed over ranks."""
+        total: dict[str, int] = {}
+        for rank in self.ranks:
+            for name, count in rank.counters.items():
+                if "bytes" in name and count:
+                    total[name] = total.get(name, 0) + count
+        return dict(sorted(total.items()))
+
+    def ingest(self) -> dict[str, Any] | None:
+        """Sums over ranks, but for the seconds waited, which are a mean; None where samples are in memory."""
+        if self.config.ingest is None:
+            return None
+        total: dict[str, float] = {}
+        for rank in self.ranks:
+            for name, count in rank.ingest.items():
+                total[name] = total.get(name, 0) + count
+        total["waited_s"] /= len(self.ranks)
+        datagrams = {str(verdict): total.pop(str(verdict)) for verdict in VERDICTS}
+        return {"target": str(self.config.ingest), "data": self.data, "datagrams": datagrams, **total}
+
+    def rows(self) -> dict[str, int] | None:
+        """Sums over ranks; None where tables are in memory."""
+        if self.config.table_store is None:
+            return None
+        names = {name: None for rank in self.ranks for name in rank.rows}
+        return {name: sum(rank.rows.get(name, 0) for rank in self.ranks) for name in names}
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "config": asdict(self.config),
+            "world_size": len(self.ranks),
+            "torch": torch.__version__,
+            "machine": f"{platform.machine()} {platform.system()}",
+            "changes": [asdict(change) for change in self.changes],
+            "steps": {"first": self.first_step, "last": self.step},
+            "samples": self.sample_count,
+            "run_s": self.run_s,
+            "train_s": self.train_s,
+            "samples_per_s": self.samples_per_s,
+            "final_loss": self.final_loss,
+            "quality": asdict(self.quality),
+            "embedding": asdict(self.embedding),
+            "phases_s": self.phases_s(),
+            "bytes_moved": self.bytes_moved(),
+            "ingest": self.ingest(),
+            "rows": self.rows(),
+            "ranks": [asdict(rank) for rank in self.ranks],
+            "weights_sha256": self.weights_sha256,
+        }
+
+
+def write_json(report: RunReport, path: Path) -> None:
+    """Whole or not at all: written beside its place, then renamed."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(report.as_json(), indent=2, default=str) + "\n", encoding="utf-8")
+        partial.rename(path)
+    except OSError as error:
+        raise SennitError(f"report {path} was not written: {error}") from error
+
+
+def render(report: RunReport, console: Console) -> None:
+    """The summary of a run."""
+    quality = report.quality
+    summary = Table(show_header=False, box=None, pad_edge=False)
+    summary.add_column(style="bold")
+    summary.add_column()
+    for name, value in (
+        ("data", f"{report.data}, seed {report.config.seed}, {report.config.split} split"),
+        ("ranks", f"{len(report.ranks)} over {report.config.backend}"),
+        ("steps", f"{report.first_step + 1} to {report.step}, {report.config.batch_size:,} samples each"),
+        ("embeddings", str(report.embedding)),
+        ("speed", f"{report.samples_per_s:,.0f} samples/s, {report.train_s:.1f} s of training"),
+        ("AUC", f"{quality.auc:.4f} on {quality.sample_count:,} held-back samples"),
+        ("normalised entropy", f"{quality.normalised_entropy:.4f} (log loss {quality.log_loss:.4f}, "
+         f"base rate {quality.base_rate:.4f})"),
+        ("weights SHA-256", report.weights_sha256),
+    ):  # fmt: skip
+        summary.add_row(name, value)
+    ingest = report.ingest()
+    if ingest is not None:
+        again = ingest["gaps"] + ingest["silences"]
+        text = f"{ingest['records']:,} records, waited {ingest['waited_s']:.1f} s; asked again {again} times"
+        summary.add_row("ingest", f"{ingest['target']}: {text}, feeders lost: {ingest['feeders_lost']}")
+    rows = report.rows()
+    if rows is not None:
+        asked = rows["hits"] + rows["misses"]
+        text = f"{rows['misses']:,} of {asked:,} were not in memory, {rows['conflicts']:,} found their set full"
+        summary.add_row("rows", f"{text}; read {rows['bytes_read'] / 2**20:,.0f} MiB, "
+                        f"wrote {rows['bytes_written'] / 2**20:,.0f} MiB")  # fmt: skip
+    for change in report.changes:
+        summary.add_row("changed", str(change))
+    console.print(summary)
+
+    phases = report.phases_s()
+    total = sum(phases.values()) or 1.0
+    times = Table(title="time by phase, mean over ranks", title_justify="left", box=None, pad_edge=False)
+    times.add_column("phase")
+    times.add_column("s", justify="right")
+    times.add_column("share", justify="right")
+    for name, seconds in phases.items():
+        times.add_row(name, f"{seconds:.2f}", f"{seconds / total:.0%}")
+    console.print(times)
+
+    moved = report.bytes_moved()
+    if moved:
+        traffic = Table(title="bytes moved, all ranks", title_justify="left", box=None, pad_edge=False)
+        traffic.add_column("counter")
+        traffic.add_column("MiB", justify="right")
+        for name, count in moved.items():
+            traffic.add_row(name, f"{count / 2**20:,.2f}")
+        console.print(traffic)
+    else:
+        console.print(f"bytes moved: not counted ({report.config.backend}, world size {len(report.ranks)})")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's run from start to end: join the group, load, train, report, leave."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from sennit.runtime.backend import elastic
+from sennit.runtime.backend.process_group import register
+from sennit.runtime.data import sources
+from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.ingest.fed import FedSource
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
+from sennit.runtime.training.report import RunReport
+from sennit.runtime.training.stretch import resume, train
+from sennit.runtime.training.trainer import Trainer
+from sennit.transport.membership import Terms
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where this process stands in the group. `store` None: the environment says it (torchrun)."""
+
+    rank: int
+    world_size: int
+    store: Store | None = None
+
+
+def run_rank(config: TrainingConfig, place: Place) -> RunReport:
+    """The whole run of one rank. Makes and destroys the default process group."""
+    _prepare()
+    timeout = datetime.timedelta(seconds=config.timeout_s)
+    if place.store is None:
+        dist.init_process_group(config.backend, timeout=timeout)
+    else:
+        if config.elastic and place.rank == 0:
+            publish_terms(place.store, config)
+        dist.init_process_group(
+            config.backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
+        )
+    if config.ingest is not None:
+        return _leave(_run_fed(config))
+    samples = sources.load(config.source, seed=config.seed)
+    if config.elastic:
+        return _leave(ElasticRun(config, samples, is_newcomer=False).run())
+    source = MemorySource(samples, config, rank=dist.get_rank(), world_size=dist.get_world_size())
+    return _leave(_run(config, source))
+
+
+def _run(config: TrainingConfig, source: BatchSource) -> RunReport:
+    def begin(trainer: Trainer) -> None:
+        if config.resume:
+            resume(trainer, config)
+
+    report = train(config, source, [], begin=begin)
+    assert isinstance(report, RunReport)
+    return report
+
+
+def _run_fed(config: TrainingConfig) -> RunReport:
+    """With samples that feeders send: they are told how it ends."""
+    rank = dist.get_rank()
+    # Set by torchrun; without it all ranks are on this machine.
+    world_size = dist.get_world_size()
+    local_rank, local_ranks = (
+        int(os.environ.get(name, value)) for name, value in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world_size))
+    )
+    source = FedSource(config, rank=rank, world_size=world_size, local_rank=local_rank, local_ranks=local_ranks)
+    try:
+        report = _run(config, source)
+    except BaseException as error:
+        source.close(str(error))
+        raise
+    source.close()
+    return report
+
+
+def join_run(config: TrainingConfig, store: Store) -> RunReport:
+    """The run of a rank that comes to a run which goes on, by that one's store."""
+    _prepare()
+    check_terms(store, config)
+    # The members wait from the boundary at which they see this rank: it has all else done by then.
+    samples = sources.load(config.source, seed=config.seed)
+    timeout = datetime.timedelta(seconds=config.timeout_s)
+    elastic.join(store, terms=Terms(timeout_s=config.timeout_s), timeout=timeout)
+    return _leave(ElasticRun(config, samples, is_newcomer=True).run())
+
+
+def _prepare() -> None:
+    # One thread a rank: ranks share the cores, and more threads would make sums depend on their number.
+    torch.set_num_threads(1)
+    # Also where neither torch's entry point nor `import sennit` has done it.
+    register()
+
+
+def _leave(report: RunReport) -> RunReport:
+    """After a failure the group is left to the end of the process: taking it down may wait for peers that are gone."""
+    # DDP's hooks hold the group; they have to go first.
+    gc.collect()
+    dist.destroy_process_group()
+    return report

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One stretch of a run: training in one group of ranks, from where it begins to the end, or until somebody waits."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
+from sennit.runtime.data.batch_source import BatchSource
+from sennit.runtime.ingest.sketches import save_sketch
+from sennit.runtime.training import checkpoint
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
+from sennit.runtime.training.fingerprint import fingerprint
+from sennit.runtime.training.handover import Holding
+from sennit.runtime.training.metrics import Quality
+from sennit.runtime.training.report import Change, EmbeddingSize, RankReport, RunReport, render, write_json
+from sennit.runtime.training.trainer import StepReport, Trainer
+
+Begin = Callable[[Trainer], None]
+
+
+def train(
+    config: TrainingConfig,
+    source: BatchSource,
+    changes: list[Change],
+    *,
+    begin: Begin,
+    is_awaited: Callable[[], bool] | None = None,
+) -> RunReport | Holding:
+    """Trains in the default process group, prints and writes what rank 0 should. Collective.
+
+    `begin` brings the new trainer to where this stretch starts. `changes`: how an elastic run came to its present
+    ranks; the last one learns here where training goes on. When `is_awaited` is true at the boundary of a step,
+    training stops there and this rank's part of the state is the result.
+    """
+    before = transport_counters(config.backend)
+    with contextlib.closing(Trainer(config, source)) as trainer:
+        return _train(trainer, changes, begin, is_awaited, before)
+
+
+def _train(
+    trainer: Trainer,
+    changes: list[Change],
+    begin: Begin,
+    is_awaited: Callable[[], bool] | None,
+    before: dict[str, int],
+) -> RunReport | Holding:
+    config, source, first = trainer.config, trainer.source, trainer.rank == 0
+    begin(trainer)
+    source.begin(trainer.order.next_batch(trainer.step), trainer.placement.wire_order)
+    first_step = trainer.step
+    if changes:
+        changes[-1] = replace(changes[-1], step=first_step)
+        if first:
+            stdout_console().print(str(changes[-1]))
+    last_loss: list[float] = []
+
+    listeners: list[Listener] = []
+    if first:
+        listeners.append(ConsoleDisplay(stdout_console(), batch_size=config.batch_size))
+        if config.tensorboard is not None:
+            listeners.append(TensorBoardLog(config.tensorboard))
+    with Listeners(listeners) as heard:
+
+        def on_step(step: StepReport) -> None:
+            last_loss[:] = [step.loss]
+            heard.on_step(step)
+
+        def on_epoch(epoch: int, quality: Quality) -> None:
+            heard.on_epoch(epoch, trainer.step, quality)
+
+        def on_checkpoint(step: int) -> None:
+            assert config.checkpoint is not None
+            checkpoint.save(config.checkpoint, step, trainer.state())
+
+        began = time.perf_counter()
+        result = trainer.run(on_step, on_epoch, on_checkpoint, is_awaited)
+        run_s = time.perf_counter() - began
+    if result is None:
+        return Holding.of(trainer)
+
+    after = transport_counters(config.backend)
+    mine = RankReport(
+        tables=list(trainer.own_tables),
+        phases_s=dict(trainer.clock.seconds),
+        counters={name: count - before.get(name, 0) for name, count in after.items()},
+        ingest=source.counters(),
+        rows=trainer.embedding.counters(),
+    )
+    gathered: list[RankReport | None] = [None] * trainer.world_size
+    dist.all_gather_object(gathered, mine)
+    report = RunReport(
+        config=config,
+        ranks=[rank for rank in gathered if rank is not None],
+        sample_count=(trainer.step - first_step) * config.batch_size,
+        first_step=first_step,
+        run_s=run_s,
+        step=trainer.step,
+        final_loss=last_loss[0] if last_loss else None,
+        quality=result,
+        weights_sha256=fingerprint(trainer.weights()),
+        changes=changes,
+        embedding=EmbeddingSize.of([trainer.spec_of(table) for table in trainer.tables]),
+        data=config.source.data if config.ingest is None else source.order.name,
+    )
+    if first:
+        render(report, stdout_console())
+        if config.json_path is not None:
+            write_json(report, config.json_path)
+    if config.sketch_path is not None:
+        save_sketch(source, config.sketch_path)
+    # Nobody leaves while another still needs an answer.
+    dist.barrier()
+    return report
+
+
+def resume(trainer: Trainer, config: TrainingConfig) -> None:
+    """Goes on from the newest checkpoint; without one the trainer stays at the start. Collective."""
+    assert config.checkpoint is not None
+    # Rank 0 looks, so that all ranks take the same one.
+    found = [checkpoint.latest(config.checkpoint) if trainer.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    if found[0] is None:
+        return
+    state = trainer.state()
+    checkpoint.load(found[0], state)
+    trainer.restore(state)
+
+
+def transport_counters(backend: str) -> dict[str, int]:
+    """The counters of sennit's default group; other backends have none."""
+    return communicator().counters() if backend == BACKEND_NAME else {}

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part of a training run: the step, the evaluation, the state that a checkpoint holds.
+
+A step: cut this rank's part of the global batch -> ids to the owners -> lookup -> pooled vectors back ->
+dense model and loss -> backward (DDP sums dense gradients, pooled gradients go to the owners) -> update.
+Where tables are larger than memory, the next batch and its ids come first, so that its rows come in meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from sennit.runtime.data.batch_source import BatchSource
+from sennit.runtime.kernels.spec import TableSpec
+from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, EmbeddingTables, ResidentTables
+from sennit.runtime.model.exchange import Exchange
+from sennit.runtime.model.model import DenseModel
+from sennit.runtime.model.optimizer import dense_optimizer
+from sennit.runtime.model.phases import PhaseClock
+from sennit.runtime.model.sharding import Placement, Table, place
+from sennit.runtime.model.stored import StoredTables
+from sennit.runtime.model.tensor_train import table_spec
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.metrics import Quality, quality
+from sennit.transport.errors import ConfigError, SennitError
+
+# The flattened form has one entry a parameter name and kind, which DCP can read at any world size.
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class TrainingError(SennitError):
+    """Training cannot go on; the message names the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """What the display gets after each step."""
+
+    step: int
+    """Steps done."""
+
+    step_count: int
+    epoch: int
+    loss: float
+    """Mean of this rank's part of the batch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrival:
+    """A batch whose ids are with the owners of the tables."""
+
+    number: int
+    counts: list[int]
+    """Samples of each rank."""
+
+    dense: Tensor
+    labels: Tensor
+    bags: Any
+    """As the embedding tables announced them."""
+
+    is_lent: bool
+    """Whether the tensors are the source's, which has to be told when they are done with."""
+
+
+class Trainer:
+    """Owns model, tables, optimizers and the position in the data. Every method is collective."""
+
+    def __init__(self, config: TrainingConfig, source: BatchSource) -> None:
+        self.config = config
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        config.check_world(self.world_size)
+        self.clock = PhaseClock()
+        self.source, self.order = source, source.order
+        self.steps_per_epoch, self.step_count = self.order.steps_per_epoch, self.order.step_count
+        self.rate_factor = config.schedule(self.step_count)
+        self.step = 0
+
+        self.tables = source.tables
+        self.placement: Placement = place(self.tables, world_size=self.world_size, dim=config.embedding_dim)
+        own = [self.tables[table] for table in self.placement.tables_of[self.rank]]
+        rows = dataclasses.replace(
+            ROW_WISE_ADAGRAD,
+            weight_decay=config.weight_decay,
+            max_gradient=config.clip_value,
+            max_gradient_norm=config.clip_norm,
+        )
+        self.embedding: EmbeddingTables
+        if config.table_store is None or not own:
+            self.embedding = ResidentTables(
+                own, dim=config.embedding_dim, seed=config.seed, optimizer=rows, tensor_train=config.tensor_train
+            )
+        else:
+            with self.clock.phase("table store"):
+                self.embedding = StoredTables(
+                    own,
+                    config.table_store,
+                    rank=self.rank,
+                    dim=config.embedding_dim,
+                    seed=config.seed,
+                    clock=self.clock,
+                    timeout_s=config.timeout_s,
+                    optimizer=rows,
+                )
+        # The exchange of ids is collective: all ranks do it ahead, or none.
+        self._batches_ahead = 0 if config.table_store is None else StoredTables.batches_ahead
+        self.arrived: deque[Arrival] = deque()
+        """Batches that are announced and not computed yet."""
+        self.exchange = Exchange(self.placement, dim=config.embedding_dim, clock=self.clock)
+        self.dense = DenseModel(
+            dense_count=source.dense_count,
+            table_count=len(self.tables),
+            dim=config.embedding_dim,
+            bottom=config.bottom,
+            top=config.top,
+            seed=config.seed,
+        )
+        self.replicated = DistributedDataParallel(self.dense, gradient_as_bucket_view=True)
+        self.optimizer = dense_optimizer(
+            config.dense_optimizer,
+            self.replicated.parameters(),
+            rate=config.dense_rate,
+            weight_decay=config.weight_decay,
+        )
+
+    def run(
+        self,
+        on_step: Callable[[StepReport], None],
+        on_epoch: Callable[[int, Quality], None],
+        on_checkpoint: Callable[[int], None],
+        is_awaited: Callable[[], bool] | None = None,
+    ) -> Quality | None:
+        """Trains to the end, evaluates after each epoch, and returns the last evaluation.
+
+        `is_awaited` is asked before each step; once it is true training stops there, and the result is None.
+        """
+        result: Quality | None = None
+        while self.step < self.step_count:
+            if is_awaited is not None and is_awaited():
+                return None
+            loss = self.train_step()
+            done = self.step == self.step_count
+            epoch = (self.step - 1) // self.steps_per_epoch
+            on_step(StepReport(step=self.step, step_count=self.step_count, epoch=epoch, loss=loss))
+            every = self.config.checkpoint_every
+            if self.config.checkpoint is not None and (done or (every is not None and self.step % every == 0)):
+                with self.clock.phase("checkpoint"):
+                    on_checkpoint(self.step)
+            if done or self.step % self.steps_per_epoch == 0:
+                result = self.evaluate()
+                on_epoch(epoch, result)
+        return result if result is not None else self.evaluate()
+
+    def train_step(self) -> float:
+        """One step on the next global batch; the loss of this rank's part."""
+        factor = self.rate_factor(self.step)
+        # Up to the next evaluation, which takes other batches.
+        end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
+        until = min(self.step + 1 + self._batches_ahead, end)
+        batch = self._next([self.order.training_batch(step) for step in range(self.step, until)])
+        with self.clock.phase("lookup"):
+            pooled = self.embedding.lookup(batch.bags).view(-1, self.config.embedding_dim).requires_grad_()
+        with self.clock.phase("dense forward"):
+            vectors = self.exchange.return_pooled(pooled, batch.counts)
+            logits = self.replicated(batch.dense, vectors)
+            loss = F.binary_cross_entropy_with_logits(logits, batch.labels)
+            value = loss.item()
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"loss is {value} at step {self.step + 1} on rank {self.rank}; try lower learning rates "
+                f"(now {self.config.dense_rate} dense, {self.config.sparse_rate} sparse)"
+            )
+        with self.clock.phase("backward and AllReduce"):
+            self.optimizer.zero_grad()
+            # Gradients are averaged over ranks: a rank with more samples than the mean counts for more.
+            share = batch.counts[self.rank] * self.world_size / self.config.batch_size
+            torch.autograd.backward(loss if share == 1 else loss * share)
+        if batch.is_lent:
+            self.source.release(batch.number)
+        with self.clock.phase("dense update"):
+            self._clip_dense()
+            for part in self.optimizer.param_groups:
+                part["lr"] = self.config.dense_rate * factor
+            self.optimizer.step()
+        with self.clock.phase("sparse update"):
+            assert pooled.grad is not None
+            self.embedding.update(batch.bags, pooled.grad.flatten(), rate=self.config.sparse_rate * factor)
+        self.step += 1
+        return value
+
+    def _next(self, numbers: Sequence[int]) -> Arrival:
+        """The first batch of these; the others have been announced to the tables by then, if they want that."""
+        for number in numbers[len(self.arrived) :]:
+            with self.clock.phase("input"):
+                batch = self.source.take(number)
+            counts = self.order.counts(number, self.world_size)
+            bags = self.embedding.announce(self.exchange.send_ids(batch, counts))
+            is_lent = self._batches_ahead == 0
+            dense, labels = batch.dense, batch.labels
+            if not is_lent:
+                # Sources lend one batch at a time.
+                dense, labels = dense.clone(), labels.clone()
+                self.source.release(number)
+            self.arrived.append(
+                Arrival(number=number, counts=counts, dense=dense, labels=labels, bags=bags, is_lent=is_lent)
+            )
+        return self.arrived.popleft()
+
+    def _clip_dense(self) -> None:
+        """Averaged gradients are the same on all ranks, and so is what is left of them."""
+        if self.config.clip_value is not None:
+            nn.utils.clip_grad_value_(self.dense.parameters(), self.config.clip_value, foreach=False)
+        if self.config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.dense.parameters(), self.config.clip_norm, foreach=False)
+
+    @torch.no_grad()
+    def evaluate(self) -> Quality:
+        """Exact metrics over all evaluation rows; the same on every rank."""
+        with self.clock.phase("evaluation"):
+            logits, labels = [], []
+            training, self.arrived = self.arrived, deque()
+            numbers = self.order.evaluation_batches(self.step)
+            for place in range(len(numbers)):
+                batch = self._next(numbers[place : place + 1 + self._batches_ahead])
+                pooled = self.embedding.lookup(batch.bags).view(-1, self.config.embedding_dim)
+                self.embedding.release(batch.bags)
+                logits.append(self.dense(batch.dense, self.exchange.return_pooled(pooled, batch.counts)))
+                labels.append(batch.labels.clone())
+                if batch.is_lent:
+                    self.source.release(batch.number)
+            self.arrived = training
+            both = gather_rows(torch.stack((torch.cat(logits), torch.cat(labels)), 1))
+            return quality(both[:, 0].numpy(), both[:, 1].numpy())
+
+    @property
+    def own_tables(self) -> tuple[str, ...]:
+        """Names of the tables that this rank owns."""
+        return self.embedding.names
+
+    def spec_of(self, table: Table) -> TableSpec:
+        """What any table of the run is held as, whoever owns it."""
+        return table_spec(table, dim=self.config.embedding_dim, rule=self.config.tensor_train)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights this rank holds, under global names."""
+        return self._dense_weights() | self.embedding.weights()
+
+    def _dense_weights(self) -> dict[str, Tensor]:
+        return {f"dense.{name}": parameter.detach() for name, parameter in self.dense.named_parameters()}
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint holds. Loading fills its tensors; `restore` takes over what is not our own memory."""
+        state: dict[str, Any] = self._dense_weights() | self.embedding.state()
+        dense = get_optimizer_state_dict(self.replicated, self.optimizer, options=_FLAT)
+        state.update({f"optimizer.{name}": value for name, value in dense.items()})
+        # Order of samples and initial weights are functions of seed and position, so no generator is saved.
+        state["position"] = {"step": self.step, "seed": self.config.seed, "batch_size": self.config.batch_size}
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Takes over what is not the trainer's own memory in a loaded `state`."""
+        position = state["position"]
+        for name, ours in (("seed", self.config.seed), ("batch_size", self.config.batch_size)):
+            if position[name] != ours:
+                raise ConfigError(f"the checkpoint has {name} {position[name]}, but this run has {ours}")
+        prefix = "optimizer."
+        dense = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+        set_optimizer_state_dict(self.replicated, self.optimizer, dense, options=_FLAT)
+        while self.arrived:
+            self.embedding.release(self.arrived.popleft().bags)
+        self.embedding.restore(state)
+        self.step = self.embedding.step = int(position["step"])
+
+    def close(self) -> None:
+        """Removes what lies on disk for the run only."""
+        self.embedding.close()
+
+
+def gather_rows(part: Tensor) -> Tensor:
+    """All ranks' rows in the order of ranks, on every rank; ranks may have different numbers of rows."""
+    world_size = dist.get_world_size()
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(counts, torch.tensor([len(part)]))
+    longest = max(int(count) for count in counts)
+    padded = F.pad(part, (0, 0, 0, longest - len(part))).contiguous()
+    gathered = [torch.empty_like(padded) for _ in range(world_size)]
+    dist.all_gather(gathered, padded)
+    return torch.cat([piece[: int(count)] for piece, count in zip(gathered, counts, strict=True)])

