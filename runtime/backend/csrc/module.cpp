@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// sennit.runtime.backend._c10d: the backend class, for runtime/backend/process_group.py. Types: runtime/backend/_c10d.pyi.
+// sennit.runtime.backend._c10d: the backend class, for runtime/backend/process_group.py. Types:
+// runtime/backend/_c10d.pyi.
 #include <pybind11/chrono.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
