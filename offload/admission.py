@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of a datagram: the reference of ebpf/include/feed.h, in the same order (docs/reference/records.md)."""
+"""Decides what becomes of a datagram. The reference for ebpf/include/feed.h (docs/reference/records.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sennit.offload.records import HEADER, MAGIC, VERSION, Header
 
 
 class Verdict(enum.IntEnum):
-    """Exactly one for each datagram; `enum feed_verdict` has the same numbers."""
+    """Every datagram gets exactly one verdict. `enum feed_verdict` has the same numbers."""
 
     ACCEPTED = 0
     TRUNCATED = 1
@@ -29,17 +29,17 @@ class Verdict(enum.IntEnum):
 
 @dataclass(kw_only=True, slots=True)
 class FeedCounters:
-    """What came, by name."""
+    """Datagrams and records received, counted by name."""
 
     datagrams: dict[Verdict, int] = field(default_factory=lambda: dict.fromkeys(Verdict, 0))
     records: int = 0
-    """In accepted datagrams."""
+    """Records in accepted datagrams."""
 
     filtered: int = 0
-    """Of these, not kept."""
+    """Accepted records that the plan did not keep."""
 
     body_bytes: int = 0
-    """Of accepted datagrams."""
+    """Body bytes of accepted datagrams."""
 
     def as_mapping(self) -> Mapping[str, int]:
         counted = {verdict.name.lower(): number for verdict, number in self.datagrams.items()}
@@ -47,7 +47,7 @@ class FeedCounters:
 
 
 def check_header(datagram: bytes, *, schema_id: int, session: int, batch_rows: int) -> Verdict | Header:
-    """The header if nothing can be said against it, or else what."""
+    """Returns the parsed header, or the verdict that refuses the datagram."""
     if len(datagram) < HEADER.size:
         return Verdict.TRUNCATED
     magic, version, flags, schema, session_found, batch, row, records, body_bytes = HEADER.unpack_from(datagram)
@@ -67,7 +67,7 @@ def check_header(datagram: bytes, *, schema_id: int, session: int, batch_rows: i
 
 
 def check_sequence(header: Header, *, open_batch: int, next_row: int) -> Verdict:
-    """Against the batch that the slot takes, and the row that it expects next. Batches count modulo 2^32."""
+    """Compares a packet with the slot's batch and the next row that it expects. Batch numbers wrap at 2^32."""
     ahead = (header.batch - open_batch + (1 << 31)) % (1 << 32) - (1 << 31)
     if ahead < 0:
         return Verdict.DUPLICATE

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the columns of a batch lie in memory, and a batch as a view of them.
+"""The memory layout of a batch's columns, and a batch as a view of that memory.
 
 The combined format of Neo (Mudigere et al., ISCA 2022, section 4.4): lengths and values for each table, dense numbers,
 labels. Batch `n` is in slot `n % slots`, until it is released.
@@ -45,16 +45,16 @@ class BatchLayout:
     batch_rows: int
     slots: int = 4
     cursors: tuple[int, ...] = field(init=False)
-    """The tables whose rows have different lengths, so that the next value's place must be kept."""
+    """Tables with a varying number of ids per row. The program keeps a cursor for each."""
 
     saved_offset: int = field(init=False)
-    """Cursors as they were before the packet, for one that turns out malformed."""
+    """The cursors before the current packet. A malformed packet restores them."""
 
     labels_offset: int = field(init=False)
     dense_offset: int = field(init=False)
     lengths_offset: int = field(init=False)
     lengths_pitch: int = field(init=False)
-    """Bytes from a table's lengths to the next table's."""
+    """The distance in bytes between the lengths of two successive tables."""
 
     values_offsets: tuple[int, ...] = field(init=False)
     slot_bytes: int = field(init=False)
@@ -97,7 +97,7 @@ class BatchLayout:
         return self.slot_bytes * self.slots
 
     def state(self, memory: NDArray[np.uint8], slot: int) -> NDArray[Any]:
-        """The slot's state, an array of one."""
+        """The slot's state as an array of length 1."""
         at = slot * self.slot_bytes
         return memory[at : at + STATE_DTYPE.itemsize].view(STATE_DTYPE)
 
@@ -106,7 +106,7 @@ class BatchLayout:
         return memory[at : at + 8 * len(self.cursors)].view(np.uint64)
 
     def prepare(self, memory: NDArray[np.uint8]) -> None:
-        """Makes every slot ready for its first batch, and writes the lengths that never change."""
+        """Prepares every slot for its first batch and writes the lengths that never change."""
         for slot in range(self.slots):
             lengths = self.lengths(memory, slot)
             for number, table in enumerate(self.plan.tables):
@@ -114,7 +114,7 @@ class BatchLayout:
             self.open(memory, slot, slot)
 
     def open(self, memory: NDArray[np.uint8], slot: int, batch: int) -> None:
-        """Lets the slot take this batch. The number comes last: with it, whoever fills the slot may begin."""
+        """Assigns the batch to the slot. Its number is written last: the producer starts when it sees the number."""
         state = self.state(memory, slot)
         state["next_row"] = state["rows"] = state["ahead_row"] = 0
         self.cursor_values(memory, slot)[:] = 0
@@ -126,7 +126,7 @@ class BatchLayout:
         return rows.reshape(tables, self.lengths_pitch // _LENGTH.itemsize)[:, : self.batch_rows]
 
     def batch(self, memory: NDArray[np.uint8], number: int) -> Batch:
-        """The columns of a batch as far as it has come: views, no copy."""
+        """The columns of a batch with the rows received so far. These are views; nothing is copied."""
         slot = number % self.slots
         rows = int(self.state(memory, slot)["rows"][0])
         begin = slot * self.slot_bytes
@@ -151,13 +151,13 @@ class BatchLayout:
 
 
 def _next(offset: int, size_bytes: int) -> int:
-    """Where the column after this one begins."""
+    """The offset of the next column."""
     return (offset + size_bytes + 2 * CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """B rows with D dense numbers and T tables. Views of a slot are good until the batch is released."""
+    """B rows with D dense features and T tables. Views of a slot are valid until the batch is released."""
 
     number: int
     labels: NDArray[np.float32]
@@ -170,10 +170,10 @@ class Batch:
     """[T, B]: how many ids row b has in table t."""
 
     values: tuple[NDArray[np.int64], ...]
-    """Of each table its ids, row after row."""
+    """For each table its ids, row after row."""
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
-        """Labels, dense, lengths and values as torch tensors over the same memory."""
+        """Labels, dense features, lengths and values as torch tensors that share this memory."""
         import torch
 
         values = tuple(torch.from_numpy(column) for column in self.values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns: their types, which a plan is checked with, and their values, which the reference computes with."""
+"""Column types, which check a plan, and column values, which the reference computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INT64_MAX: Final = (1 << 63) - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseType:
-    """One float32 a row."""
+    """One float32 per row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,14 +33,14 @@ ColumnType = DenseType | IdsType
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Ids of several rows: how many each row has, and all of them, row after row."""
+    """The ids of several rows: a count for each row, and all ids, row after row."""
 
     lengths: NDArray[np.int32]
     values: NDArray[np.int64]
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """Where each row begins."""
+        """The index of each row's first id."""
         return np.cumsum(self.lengths, dtype=np.int64) - self.lengths
 
     def keep_rows(self, keep: NDArray[np.bool_]) -> Ragged:
@@ -48,7 +48,7 @@ class Ragged:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Of each value in its row, from 0."""
+        """The position of each value in its row, from 0."""
         return np.arange(len(self.values), dtype=np.int64) - np.repeat(self.starts, self.lengths)
 
 

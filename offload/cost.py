@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator costs on the CPU, for the message of a plan that cannot be offloaded."""
+"""Estimates what an operator costs on the CPU. The error for a plan that cannot be offloaded quotes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sennit.offload.operators import (
     TableOperator,
 )
 
-# Of the native core, nanoseconds a value, on the machine of docs/performance.md. Only the order of magnitude is meant:
+# Nanoseconds per value in the native core, on the machine of docs/performance.md. Only the order of magnitude counts:
 # tables that miss the caches cost several times that.
 NS_PER_VALUE: Final[dict[type[Operator], float]] = {
     SigridHash: 5.0,
@@ -28,7 +28,7 @@ OTHER_NS_PER_VALUE: Final = 2.0
 
 
 def cpu_ns_per_record(operator: Operator, result: ColumnType) -> float:
-    """For the longest row that there can be."""
+    """The cost in nanoseconds of the longest possible row."""
     values = result.length if isinstance(result, IdsType) else 1
     for kind, ns in NS_PER_VALUE.items():
         if isinstance(operator, kind):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target `cpu`: records are taken and columns made in C++, for hosts without BPF."""
+"""The target `cpu`: C++ receives records and computes columns, for hosts without BPF."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from sennit.offload.plan import Plan
 from sennit.offload.schema import ByteOrder, DenseKind, LabelKind
 from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape
 
-# What 100 Gbit/s bring in the 2 ms that a thread may wait for its turn.
+# What arrives at 100 Gbit/s while a thread waits 2 ms to be scheduled.
 RECEIVE_BUFFER_BYTES: Final = 32 << 20
 STOP_TIMEOUT_MS: Final = 5000
 
 
 class CpuReceiver(Closing):
-    """Takes the records of one session, from `deliver` or, once it listens, by a native thread from a socket.
+    """Receives the records of one session from `deliver`, or from a socket by a native thread after `listen`.
 
     Batches have memory of their own: a released slot does not change them.
     """
 
     def __init__(self, layout: BatchLayout, *, session: int, sketch: SketchShape | None = DEFAULT_SHAPE) -> None:
-        """OSError where there is not the address space for the batches' fields."""
+        """Raises OSError if the address space cannot hold the batches' fields."""
         plan = layout.plan
         self.layout, self.session = layout, session
         self._transform = NativeTransform(plan.graph, plan.outputs)
@@ -45,7 +45,7 @@ class CpuReceiver(Closing):
         )
         self._socket: SocketReader | None = None
         self._sketch = Sketch.of_plan(plan, sketch) if sketch and plan.sparse else None
-        """Of the batches released."""
+        """Counters of the batches released so far."""
 
     def listen(self, address: str, port: int = 0, *, receive_buffer_bytes: int = RECEIVE_BUFFER_BYTES) -> int:
         """Takes what comes to this IPv4 or IPv6 address from now on, and returns the port: a free one for 0.
@@ -79,13 +79,13 @@ class CpuReceiver(Closing):
         self._native.deliver(datagram)
 
     def rows_taken(self, batch: int) -> int:
-        """How many of the batch's records have come. OSError when the socket has failed."""
+        """The number of the batch's records received so far. Raises OSError if the socket has failed."""
         if self._socket is not None:
             self._socket.check()
         return self._native.rows_taken(batch)
 
     def row_ahead(self, batch: int) -> int:
-        """The highest row that came out of sequence since the last one taken; 0: no gap is known."""
+        """The highest row received out of sequence since the last row taken in order; 0 if no gap is known."""
         return self._native.row_ahead(batch)
 
     def batch(self, number: int) -> Batch:
@@ -108,7 +108,7 @@ class CpuReceiver(Closing):
         return total
 
     def _count(self, sketch: Sketch, batch: int) -> None:
-        """Of the batch in this one's slot, as far as it has come. Columns are made of the sampled rows only."""
+        """The batch in this slot, with the rows received so far. Only sampled rows become columns."""
         shift = sketch.shape.one_row_in.bit_length() - 1
         sketch.rows += self._native.count_ids(batch, self._transform.program, self._sparse, shift, sketch.counts)
 
@@ -118,14 +118,14 @@ class CpuReceiver(Closing):
         return FeedCounters(datagrams=counted, records=records, filtered=filtered, body_bytes=body_bytes)
 
     def close(self) -> None:
-        """Ends the thread. OSError when it does not end within 5 s."""
+        """Stops the thread. Raises OSError if it does not stop within 5 s."""
         if self._socket is not None:
             reader, self._socket = self._socket, None
             reader.stop(timeout_ms=STOP_TIMEOUT_MS)
 
 
 def _native_schema(plan: Plan, wanted: set[str]) -> RecordSchema:
-    """Fields that no column of a batch is made of are checked, but not kept."""
+    """Fields that no column needs. They are checked but not stored."""
     schema = plan.schema
     return RecordSchema(
         is_big_endian=schema.byte_order is ByteOrder.BIG,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be wrong with a schema, a plan or a target, classed by who must act."""
+"""Errors of schemas, plans and targets, classed by who must act."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class PlanError(ValueError):
 
 
 class RecordError(ValueError):
-    """A record does not fit the schema. Whoever feeds must act."""
+    """A record does not fit the schema. The feeder must act."""
 
 
 class SketchError(ValueError):
-    """A sketch of that shape, table or file cannot be. Whoever asks for it must act."""
+    """A sketch cannot have this shape, table or file. The caller must act."""
 
 
 class NotOffloadable(PlanError):
-    """A target cannot run this operator; `str()` says which, why, and what running it on the CPU costs."""
+    """A target cannot run this operator. `str()` says which operator, why, and what it costs on the CPU."""
 
     def __init__(self, column: str, operator: str, reason: str, cpu_ns_per_record: float) -> None:
         super().__init__(
@@ -34,4 +34,4 @@ class NotOffloadable(PlanError):
 
 
 class TargetUnavailable(RuntimeError):
-    """This machine or this process cannot run the target; the message says what is missing and what to use instead."""
+    """This machine or process cannot run the target. The message says what is missing and which target works."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ethernet, IPv6 and UDP around a datagram (IEEE 802.3, RFC 8200, RFC 768): to run a program on without a network."""
+"""Ethernet, IPv6 and UDP headers around a datagram (IEEE 802.3, RFC 8200, RFC 768), for runs without a network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SENDER_PORT: Final = 49152
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ends:
-    """Whence a frame comes and whither it goes: hardware addresses of 6 bytes, IPv6 addresses of 16."""
+    """Source and destination: hardware addresses of 6 bytes, IPv6 addresses of 16 bytes."""
 
     source_hardware: bytes = bytes(6)
     hardware: bytes = bytes(6)
@@ -27,7 +27,7 @@ LOOPBACK: Final = Ends()
 
 
 def frame(datagram: bytes, udp_port: int, ends: Ends = LOOPBACK, *, with_checksum: bool = False) -> bytes:
-    """Without a checksum it is left at 0, as on a link whose device computes it."""
+    """`checksum=False` leaves the UDP checksum 0, as on a link whose device computes it."""
     size = _UDP_BYTES + len(datagram)
     ether = ends.hardware + ends.source_hardware + struct.pack(">H", ETHERTYPE_IPV6)
     ip = struct.pack(">IHBB", 6 << 28, size, IPPROTO_UDP, 64) + ends.source + ends.address
@@ -39,7 +39,7 @@ def frame(datagram: bytes, udp_port: int, ends: Ends = LOOPBACK, *, with_checksu
 
 
 def _checksum(content: bytes) -> int:
-    """RFC 1071; 0 is sent as its complement (RFC 8200, 8.1)."""
+    """The checksum of RFC 1071. A result of 0 is sent as 0xFFFF (RFC 8200, section 8.1)."""
     padded = content + bytes(len(content) % 2)
     total = sum(struct.unpack(f">{len(padded) // 2}H", padded))
     while total >> 16:

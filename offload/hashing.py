@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The integer hashes of TorchArrow's operators over NumPy arrays: the reference that the other targets are held to.
+"""The integer hashes of TorchArrow's operators over NumPy arrays: the reference for the other targets.
 
 `twang_mix64` is Thomas Wang's 64-bit mix, `hash_combine` folds from the right with CityHash's Hash128to64 (Pike and
 Alakuijala); folly has both under these names.
@@ -30,7 +30,7 @@ def twang_mix64(ids: U64) -> U64:
 
 
 def hash_combine(first: U64, second: U64) -> U64:
-    """Of two hashes; for more, `hash_combine(a, hash_combine(b, c))`."""
+    """Combines two hashes. For three, use `hash_combine(a, hash_combine(b, c))`."""
     a = (second ^ first) * _CITY_MULTIPLIER
     a = a ^ (a >> np.uint64(47))
     b = (first ^ a) * _CITY_MULTIPLIER
@@ -39,7 +39,7 @@ def hash_combine(first: U64, second: U64) -> U64:
 
 
 def splitmix64(seed: int, numbers: U64) -> U64:
-    """Output `numbers` of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014): a draw for seed and number."""
+    """Output number `numbers` of SplitMix64 with this seed (Steele, Lea, Flood, OOPSLA 2014)."""
     state = np.uint64(seed) + (numbers + np.uint64(1)) * _GOLDEN_GAMMA
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target `numpy`: the reference of what becomes of a packet, and of the columns of a batch."""
+"""The target `numpy`: the reference for packet handling and for the columns of a batch."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class _Slot:
     next_row: int = 0
     ahead_row: int = 0
     parts: list[Rows] = field(default_factory=list)
-    """Of each packet the kept rows, as they came."""
+    """The kept rows of each packet, in order of arrival."""
 
 
 class HostReceiver(Closing):
-    """Takes the records of one session."""
+    """Receives the records of one session."""
 
     def __init__(self, layout: BatchLayout, *, session: int, sketch: SketchShape | None = DEFAULT_SHAPE) -> None:
         self.layout, self.session = layout, session
         self._slots = [_Slot(number) for number in range(layout.slots)]
         self._counters = FeedCounters()
         self._sketch = Sketch.of_plan(layout.plan, sketch) if sketch and layout.plan.sparse else None
-        """Of the batches released."""
+        """Counters of the batches released so far."""
 
     def deliver(self, datagram: bytes) -> None:
         self._counters.datagrams[self._take(datagram)] += 1
@@ -108,7 +108,7 @@ class HostReceiver(Closing):
         return total
 
     def _count(self, sketch: Sketch, slot: _Slot) -> None:
-        """Of the batch as far as it has come. Columns are made of the sampled rows only."""
+        """The columns of the rows received so far. Only sampled rows become columns."""
         ends = np.cumsum([len(part) for part in slot.parts], dtype=np.int64)
         rows = int(ends[-1]) if slot.parts else 0
         chosen = sampled_rows(slot.batch, rows, sketch.shape.one_row_in)
@@ -132,7 +132,7 @@ class HostReceiver(Closing):
 
 
 def kept_rows(plan: Plan, rows: Rows, header: Header) -> NDArray[np.bool_]:
-    """Which rows the plan keeps."""
+    """Which rows the plan keeps, as booleans."""
     keep = np.ones(len(rows), np.bool_)
     for condition in plan.keep:
         keep &= _condition(condition, rows, header)
@@ -159,7 +159,7 @@ def _select(rows: Rows, keep: NDArray[np.bool_]) -> Rows:
 
 
 def _joined(parts: list[Rows]) -> Rows:
-    """The rows of several packets."""
+    """Joins the rows of several packets."""
     columns: dict[str, ColumnValues] = {}
     for name, first in parts[0].columns.items():
         if isinstance(first, Ragged):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators on the CPU: a graph of columns as a native program, run for a whole batch in one call."""
+"""Operators on the CPU: a graph of columns compiled to a native program that one call runs on a whole batch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sennit.offload.tables import function_table, id_table
 
 
 class NativeTransform:
-    """Makes some columns of a graph out of its sources: what `reference.evaluate` does, in C++."""
+    """Computes columns of a graph from its sources in C++, like `reference.evaluate`."""
 
     def __init__(self, graph: Graph, outputs: tuple[str, ...]) -> None:
         needed = graph.needed(outputs)
@@ -37,7 +37,7 @@ class NativeTransform:
         self.program = Program()
         self.sources = [name for name in graph.sources if name in needed]
         self.numbers: dict[str, int] = {}
-        """Of the columns in the program."""
+        """The number of columns in the program."""
 
         for name in self.sources:
             is_dense = isinstance(graph.sources[name], DenseType)
@@ -48,7 +48,7 @@ class NativeTransform:
                 self.numbers[name] = self._add(operator, *(self.numbers[source] for source in operator.inputs))
 
     def __call__(self, columns: Mapping[str, ColumnValues]) -> dict[str, ColumnValues]:
-        """The output columns of these rows."""
+        """Computes the output columns of these rows."""
         sources = [_given(columns[name]) for name in self.sources]
         found = self.program.run(sources, [self.numbers[name] for name in self.outputs])
         return {name: _taken(column) for name, column in zip(self.outputs, found, strict=True)}

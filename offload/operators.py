@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of a plan: what they are given, and the type of what comes out.
+"""The operators of a plan: their inputs, their parameters and the type of their result.
 
 Names and results are those of TorchArrow (`torcharrow.functional`) where it has the operator.
 docs/reference/feature-plans.md has the definitions, and `reference` computes them.
@@ -21,27 +21,27 @@ BORDERS_MAX: Final = 4096
 MAP_MAX_ENTRIES: Final = 1 << 20
 TABLE_BITS: Final = range(10, 25)
 NGRAM_MAX: Final = 16
-# Beyond this a row of one column would not be a row any more, but a batch.
+# The most ids that one row of a column may have.
 COLUMN_MAX_LENGTH: Final = 4096
 _FLOAT32_MAX: Final = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operator:
-    """Makes a column of one or two others."""
+    """Computes one column from one or two others."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
         raise NotImplementedError
 
     def infer(self, *types: ColumnType) -> ColumnType:
-        """The type of what comes out; PlanError if an input's type is wrong or something overflows."""
+        """The result's type. Raises PlanError if an input has the wrong type or a size overflows."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseOperator(Operator):
-    """Takes a dense column."""
+    """An operator on a dense column."""
 
     column: str
 
@@ -60,7 +60,7 @@ class DenseOperator(Operator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IdsOperator(Operator):
-    """Takes a column of ids."""
+    """An operator on a column of ids."""
 
     column: str
 
@@ -88,7 +88,7 @@ def _check_int64(operator: Operator, **values: int) -> None:
 
 
 def _check_float32(operator: object, **values: float) -> None:
-    """Numbers are rounded to float32 where they are used."""
+    """Parameters are rounded to float32 where they are used."""
     for name, value in values.items():
         if math.isnan(value) or (math.isfinite(value) and abs(value) > _FLOAT32_MAX):
             raise PlanError(f"{type(operator).__name__}: {name} {value!r} is not in the range of float32")
@@ -96,7 +96,7 @@ def _check_float32(operator: object, **values: float) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clamp(DenseOperator):
-    """std::clamp(x, low, high); NaN stays NaN."""
+    """std::clamp(x, low, high). NaN stays NaN."""
 
     low: float
     high: float
@@ -109,7 +109,7 @@ class Clamp(DenseOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableOperator(DenseOperator):
-    """A function by table: of x rounded to its upper `bits` bits (16: bfloat16), in float64, then rounded to float32.
+    """A function by table lookup: x is rounded to its upper `bits` bits, computed in float64, rounded to float32.
 
     No target computes it twice differently, and BPF needs no floating point.
     """
@@ -125,7 +125,7 @@ class TableOperator(DenseOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Log1p(TableOperator):
-    """log(1 + x); NaN below -1."""
+    """log(1 + x). NaN below -1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +142,7 @@ class Logit(TableOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoxCox(TableOperator):
-    """(x^power - 1) / power, and log(x) where power is 0; NaN unless x is above 0."""
+    """(x^power - 1) / power, and log(x) for power 0. NaN unless x > 0."""
 
     power: float
 
@@ -154,7 +154,7 @@ class BoxCox(TableOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucketize(DenseOperator):
-    """The number of the first border that is not below x; len(borders) above all, and for NaN."""
+    """The number of borders below x. NaN gives len(borders)."""
 
     borders: tuple[float, ...]
 
@@ -171,7 +171,7 @@ class Bucketize(DenseOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SigridHash(IdsOperator):
-    """floor-mod(hash_combine(salt, twang_mix64(id)), max_value), as folly and TorchArrow have it."""
+    """floor-mod(hash_combine(salt, twang_mix64(id)), max_value), as in folly and TorchArrow."""
 
     salt: int
     max_value: int
@@ -187,7 +187,7 @@ class SigridHash(IdsOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PositiveModulus(IdsOperator):
-    """The id modulo the divisor, from 0 to divisor - 1 for negative ids too."""
+    """The id modulo the divisor. The result is from 0 to divisor - 1, also for negative ids."""
 
     divisor: int
 
@@ -202,7 +202,7 @@ class PositiveModulus(IdsOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClampList(IdsOperator):
-    """std::clamp(id, low, high) of every id."""
+    """std::clamp(id, low, high) for every id."""
 
     low: int
     high: int
@@ -219,7 +219,7 @@ class ClampList(IdsOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MapId(IdsOperator):
-    """What the dictionary says for the id, or the default."""
+    """The dictionary's value for the id, or the default."""
 
     mapping: Mapping[int, int]
     default: int = 0
@@ -245,7 +245,7 @@ class Enumerate(IdsOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstX(IdsOperator):
-    """The first `count` ids of a row, or all if it has fewer."""
+    """The first `count` ids of a row, or all ids if the row has fewer."""
 
     count: int
 
@@ -259,7 +259,7 @@ class FirstX(IdsOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NGram(IdsOperator):
-    """hash_combine(a, b, ...) of every `count` successive ids of a row; nothing for a row with fewer."""
+    """hash_combine(a, b, ...) of every `count` successive ids of a row. Empty for a row with fewer ids."""
 
     count: int
 
@@ -276,7 +276,7 @@ class NGram(IdsOperator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cross(Operator):
-    """hash_combine(a, b) of every a of the left row with every b of the right (the Cartesian product), a slower."""
+    """hash_combine(a, b) for every pair of an id a of the left row and an id b of the right row; b varies fastest."""
 
     left: str
     right: str
@@ -298,7 +298,7 @@ class Cross(Operator):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """Keeps a row with this probability, by its batch, its row in it and the seed alone: every target the same rows."""
+    """Keeps a row with this probability. The draw depends on batch, row and seed alone: all targets agree."""
 
     fraction: float
     seed: int = 0
@@ -311,13 +311,13 @@ class Sample:
 
     @property
     def below(self) -> int:
-        """A row is kept when the upper 32 bits of its draw are below this."""
+        """A row is kept if the upper 32 bits of its draw are below this value."""
         return round(self.fraction * (1 << 32))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepRange:
-    """Keeps a row when low <= x <= high of a dense column of the schema; NaN is dropped."""
+    """Keeps a row if low <= x <= high for a dense column of the schema. Drops NaN."""
 
     column: str
     low: float
@@ -329,7 +329,7 @@ class KeepRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeepLength:
-    """Keeps a row when a list of the schema has from `least` to `most` ids."""
+    """Keeps a row if a list of the schema has `least` to `most` ids."""
 
     column: str
     least: int = 1

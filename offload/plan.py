@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A feature plan: columns made of columns, and which of them a batch has. Checked when it is made."""
+"""A feature plan: columns computed from columns, and the columns that a batch holds. Checked on construction."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from sennit.offload.schema import Schema
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sparse:
-    """A column of ids that a batch has: one embedding table's input."""
+    """A column of ids in the batch: the input of one embedding table."""
 
     column: str
     rows: int | None = None
-    """Of the table. With it, ids outside [0, rows) are an error when the plan is made."""
+    """Rows of the table. If given, a plan that could produce ids outside [0, rows) is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Columns made of columns, whatever the first ones come from."""
+    """A graph of columns, whatever its sources are."""
 
     sources: Mapping[str, ColumnType]
     columns: Mapping[str, Operator]
     types: Mapping[str, ColumnType] = field(init=False)
-    """Of every column, sources included."""
+    """The type of every column, sources included."""
 
     order: tuple[str, ...] = field(init=False)
-    """The made columns, each after those it is made of."""
+    """The computed columns in topological order."""
 
     def __post_init__(self) -> None:
         sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
@@ -62,7 +62,7 @@ class Graph:
         object.__setattr__(self, "order", order)
 
     def needed(self, outputs: tuple[str, ...]) -> set[str]:
-        """All that these columns are made of, and they themselves."""
+        """These columns and everything that they are computed from."""
         found: set[str] = set()
         waiting = list(outputs)
         while waiting:
@@ -75,20 +75,20 @@ class Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What becomes of a record."""
+    """What to compute from a record."""
 
     schema: Schema
     columns: Mapping[str, Operator] = field(default_factory=dict)
-    """The name of each made column -> how."""
+    """Name of each computed column -> operator."""
 
     dense: tuple[str, ...] = ()
     """The dense columns of a batch."""
 
     sparse: tuple[Sparse, ...] = ()
-    """The columns of ids of a batch: one a table."""
+    """The columns of ids in a batch, one for each table."""
 
     keep: tuple[RowFilter, ...] = ()
-    """A record that one of these does not keep is in no batch."""
+    """A record is dropped unless all of these keep it."""
 
     graph: Graph = field(init=False)
 
@@ -129,10 +129,10 @@ class Plan:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The columns that a batch has, each once."""
+        """All columns of the batch, each once."""
         return tuple(dict.fromkeys([*self.dense, *(table.column for table in self.sparse)]))
 
     @property
     def tables(self) -> tuple[IdsType, ...]:
-        """The type of each sparse column of a batch."""
+        """The type of each sparse column of the batch."""
         return tuple(found for table in self.sparse if isinstance(found := self.graph.types[table.column], IdsType))

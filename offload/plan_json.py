@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The columns of a plan as JSON: what travels to those who run it."""
+"""The columns of a plan as JSON, to send a plan to another process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OPERATORS: Final[dict[str, type[Operator]]] = {
 
 
 def columns_as_json(columns: Mapping[str, Operator]) -> dict[str, Any]:
-    """name of each made column -> {"operator": its name, and its parameters}; a mapping is a list of pairs."""
+    """name of each computed column -> {"operator": its name, and its parameters}; a mapping is a list of pairs."""
     return {
         name: {
             "operator": type(operator).__name__,
@@ -47,7 +47,7 @@ def columns_as_json(columns: Mapping[str, Operator]) -> dict[str, Any]:
 
 
 def columns_from_json(content: Any) -> dict[str, Operator]:
-    """PlanError names the column that is not as it should be. Whether they fit together only a plan can say."""
+    """Raises PlanError that names the malformed column. Whether the columns fit together is checked by `Plan`."""
     if not isinstance(content, dict):
         raise PlanError("columns are no JSON object")
     return {name: _operator(name, entry) for name, entry in content.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set as the records of its packets, one behind the other, in memory that several processes map.
+"""A data set encoded as wire records, one after another, in memory that several processes map.
 
 A feeder sends every record once an epoch, in an order that is random. So records are encoded once, and a packet is then
 a copy of some of them: one place in memory a record, where columns would be one a column.
@@ -31,10 +31,10 @@ class IdColumn:
     """The ids of one field for N rows."""
 
     values: NDArray[np.int32] | NDArray[np.int64]
-    """Row after row."""
+    """All ids, row after row."""
 
     offsets: NDArray[np.int64] | None = None
-    """[N + 1]: where each row's ids begin, for a list. None for a fixed number of ids."""
+    """[N + 1]: the index of each row's first id, for a list. None for a fixed number of ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,15 +52,15 @@ class Columns:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extent:
-    """What another process must know to map the records, beside the descriptor of their memory."""
+    """What another process needs to map the records, besides the file descriptor of their memory."""
 
     schema: Schema
     count: int
     body_bytes: int
-    """Of all records together; where each begins follows behind them, if there are lists."""
+    """Size of all records together. With lists, the offset of each record follows behind them."""
 
     record_bytes: int
-    """Of each record, or 0 where they differ."""
+    """Bytes of each record, or 0 if sizes differ."""
 
     @property
     def size_bytes(self) -> int:
@@ -76,10 +76,10 @@ class Extent:
 
 
 class RecordStore:
-    """Encoded records. `fd` is memory of this machine without a name: it is gone with the last process that has it."""
+    """Encoded records. `fd` is anonymous memory; it is freed with the last process that holds it."""
 
     def __init__(self, fd: int, extent: Extent) -> None:
-        """Maps records that `encode` made; takes over the descriptor."""
+        """Maps records that `encode` wrote. Takes ownership of the descriptor."""
         self.fd, self.extent = fd, extent
         size = os.fstat(fd).st_size
         if size != extent.size_bytes:
@@ -89,7 +89,7 @@ class RecordStore:
 
     @classmethod
     def encode(cls, schema: Schema, columns: Columns) -> RecordStore:
-        """RecordError names the field and row that do not fit the schema, MemoryError what does not fit the machine."""
+        """Raises RecordError for a field and row that do not fit the schema, MemoryError for too little memory."""
         count = len(columns.labels)
         if not count:
             raise RecordError("no rows")
@@ -109,7 +109,7 @@ class RecordStore:
         extent = Extent(schema=schema, count=count, body_bytes=native.size_bytes, record_bytes=native.record_bytes)
         fd = os.memfd_create("sennit-records", os.MFD_CLOEXEC)
         try:
-            # All of it now: a page that cannot be had later would be a signal, not an error.
+            # Allocate all pages now. A page missing later would raise SIGBUS instead of an error.
             os.posix_fallocate(fd, 0, extent.size_bytes)
         except OSError as error:
             os.close(fd)
@@ -121,7 +121,7 @@ class RecordStore:
         return store
 
     def __reduce__(self) -> tuple[Callable[..., RecordStore], tuple[Any, Extent]]:
-        """To a process that is being started the memory goes, not what is in it."""
+        """Pickling for a child process passes the memory itself, not a copy of its content."""
         return _mapped, (DupFd(self.fd), self.extent)
 
     def __len__(self) -> int:
@@ -136,13 +136,13 @@ class RecordStore:
         return None if self.extent.record_bytes else self._memory[self.extent.starts_offset :].view(np.uint64)
 
     def digest(self) -> str:
-        """SHA-256 of all records and of what they are records of."""
+        """SHA-256 of all records and of their schema."""
         found = hashlib.sha256(self.extent.schema.schema_id.to_bytes(4, "big"))
         found.update(self._memory.data)
         return found.hexdigest()
 
     def record(self, number: int) -> bytes:
-        """One record, as it goes on the wire."""
+        """One record as it is sent on the wire."""
         if self._starts is None:
             begin, end = (at * self.extent.record_bytes for at in (number, number + 1))
         else:
@@ -150,14 +150,14 @@ class RecordStore:
         return self._bytes[begin:end].tobytes()
 
     def sender(self, *, session: int, body_max_bytes: int = RECORD_MAX_BYTES) -> RecordSender:
-        """For one socket. ValueError if a record is longer than a body may be."""
+        """A sender for one socket. Raises ValueError if a record is longer than a packet's body may be."""
         extent = self.extent
         return RecordSender(
             self._bytes, self._starts, extent.record_bytes, extent.schema.schema_id, session, body_max_bytes
         )
 
     def close(self) -> None:
-        """The memory stays mapped while senders are there."""
+        """The memory stays mapped as long as a sender exists."""
         os.close(self.fd)
 
 
@@ -166,7 +166,7 @@ def _mapped(fd: Any, extent: Extent) -> RecordStore:
 
 
 def check_columns(schema: Schema, columns: Columns) -> None:
-    """Everything that `encode_records` refuses, before anything is written."""
+    """Checks everything that `encode_records` refuses, before anything is written."""
     count = len(columns.labels)
     if columns.dense.shape != (count, len(schema.dense)):
         raise RecordError(f"dense is {columns.dense.shape}; expected: {(count, len(schema.dense))}")

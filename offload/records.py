@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records on the wire, and the packets that carry them. docs/reference/records.md is the specification."""
+"""Records on the wire and the packets that carry them. docs/reference/records.md is the specification."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from sennit.offload.schema import ByteOrder, DenseKind, LabelKind, Schema
 
 MAGIC: Final = 0x5E17
 VERSION: Final = 1
-# Magic, version, flags, schema, session, batch, first row, records, bytes of the body: all in network order.
+# Magic, version, flags, schema, session, batch, first row, record count, body bytes. All in network byte order.
 HEADER: Final = struct.Struct(">HBBIIIIHH")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """What a packet says of the records behind it."""
+    """The header of a packet of records."""
 
     schema_id: int
     session: int
-    """Chosen at random for a run: a packet of another run is no packet of this one."""
+    """A random number for each run. It tells packets of another run apart."""
 
     batch: int
-    """Number of the batch that all its records are of."""
+    """The number of the batch that all of the packet's records belong to."""
 
     row: int
-    """Of its first record in the batch: batch and row are the record's sequence number."""
+    """Row of the packet's first record. Batch and row together are the record's sequence number."""
 
     records: int
     body_bytes: int
@@ -66,7 +66,7 @@ class Rows:
 
 
 def encode_records(schema: Schema, rows: Rows) -> list[bytes]:
-    """Each row as a record. RecordError names the field and row that do not fit."""
+    """Encodes each row as a record. Raises RecordError that names the field and row that do not fit."""
     order: Literal["<", ">"] = "<" if schema.byte_order is ByteOrder.LITTLE else ">"
     parts: list[list[bytes]] = [[] for _ in range(len(rows))]
     if schema.label is LabelKind.BINARY:
@@ -107,7 +107,7 @@ def encode_records(schema: Schema, rows: Rows) -> list[bytes]:
 def encode_packets(
     schema: Schema, records: Sequence[bytes], *, session: int, batch: int, row: int = 0, body_max_bytes: int
 ) -> list[bytes]:
-    """Datagrams with as many of the records each as fit, in order."""
+    """Packs the records in order into datagrams, as many per datagram as fit."""
     packets: list[bytes] = []
     body: list[bytes] = []
     size = first = 0
@@ -131,7 +131,7 @@ def encode_packets(
 
 
 def decode_records(schema: Schema, body: bytes, count: int) -> Rows:
-    """The `count` records of a packet's body. RecordError where they do not end with it, or a list is too long."""
+    """Decodes the `count` records of a packet's body. Raises RecordError for a bad end or a list that is too long."""
     order: Literal["<", ">"] = "<" if schema.byte_order is ByteOrder.LITTLE else ">"
     labels = np.zeros(count, np.float32)
     dense = {part.name: np.zeros(count, np.uint32) for part in schema.dense}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every operator computes, in NumPy and one by one: written to be read, and what the other targets are held to."""
+"""Every operator in NumPy, written for reading. The other targets are tested against it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from sennit.offload.tables import NAN_BITS, function_table
 
 
 def evaluate(graph: Graph, sources: Mapping[str, ColumnValues], outputs: tuple[str, ...]) -> dict[str, ColumnValues]:
-    """The columns `outputs` of these rows."""
+    """Computes the columns `outputs` of these rows."""
     values = dict(sources)
     needed = graph.needed(outputs)
     for name in graph.order:
@@ -42,7 +42,7 @@ def evaluate(graph: Graph, sources: Mapping[str, ColumnValues], outputs: tuple[s
 
 @functools.singledispatch
 def apply(operator: Operator, *inputs: ColumnValues) -> ColumnValues:
-    """What the operator makes of its inputs."""
+    """Applies one operator to its inputs."""
     raise NotImplementedError(type(operator).__name__)
 
 
@@ -60,7 +60,7 @@ def _function_table(operator: TableOperator) -> NDArray[np.uint32]:
 @apply.register
 def _(operator: TableOperator, x: DenseValues) -> DenseValues:
     shift = 32 - operator.bits
-    # Rounded half up in the last bit that is kept, like bfloat16 but for ties.
+    # Rounds half up in the last kept bit. bfloat16 differs only in ties.
     index = (x.view(np.uint32).astype(np.uint64) + np.uint64(1 << shift - 1)) >> np.uint64(shift)
     is_nan = np.isnan(x)
     found = _function_table(operator)[np.where(is_nan, np.uint64(0), index)]
@@ -69,7 +69,7 @@ def _(operator: TableOperator, x: DenseValues) -> DenseValues:
 
 @apply.register
 def _(operator: Bucketize, x: DenseValues) -> Ragged:
-    # NumPy sorts NaN behind everything, which is where TorchArrow's comparison leaves it.
+    # NumPy sorts NaN last, which agrees with TorchArrow's comparison.
     found = np.searchsorted(np.array(operator.borders, np.float32), x, side="left")
     return Ragged(np.ones(len(x), np.int32), found.astype(np.int64))
 
@@ -78,7 +78,7 @@ def _(operator: Bucketize, x: DenseValues) -> Ragged:
 def _(operator: SigridHash, ids: Ragged) -> Ragged:
     mixed = hashing.twang_mix64(ids.values.view(np.uint64))
     salt = np.full(len(mixed), operator.salt, np.int64).view(np.uint64)
-    # NumPy's remainder has the sign of the divisor, like the operator's.
+    # NumPy's remainder takes the sign of the divisor, as the operator does.
     return Ragged(ids.lengths, hashing.hash_combine(salt, mixed).view(np.int64) % np.int64(operator.max_value))
 
 

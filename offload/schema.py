@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a record holds: a label, dense numbers and sparse ids. docs/reference/records.md is the specification."""
+"""The fields of a record: label, dense features and sparse ids. docs/reference/records.md is the specification."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from sennit.offload.columns import IdsType
 from sennit.offload.errors import SchemaError
 
 WIDTHS_BYTES: Final = (1, 2, 4, 8)
-# A list's length is one byte, or two where it can be above 255.
+# A list's length takes one byte, or two if it can exceed 255.
 LIST_MAX_LENGTH: Final = 1024
 FIELDS_MAX: Final = 512
-# What fits a datagram below the MTU that native XDP takes on a virtual interface without fragments (3,506 bytes).
+# The payload that fits one packet of 3,506 bytes, the largest that native XDP takes on a veth without fragments.
 RECORD_MAX_BYTES: Final = 3392
 
 
 class ByteOrder(enum.StrEnum):
-    """Of every number in a record; a packet's header is always in network order."""
+    """The byte order of all numbers in a record. A packet's header is always in network byte order."""
 
     LITTLE = "little"
     BIG = "big"
 
 
 class LabelKind(enum.StrEnum):
-    """How the label is written."""
+    """The encoding of the label."""
 
     BINARY = "binary"  # one byte, 0 or 1
     FLOAT32 = "float32"
 
 
 class DenseKind(enum.StrEnum):
-    """How a dense number is written; it becomes float32."""
+    """The encoding of a dense feature on the wire. In a batch it is float32."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"  # the upper half of a float32
@@ -49,7 +49,7 @@ LABEL_BYTES: Final = {LabelKind.BINARY: 1, LabelKind.FLOAT32: 4}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dense:
-    """One real number a record."""
+    """One real number per record."""
 
     name: str
     kind: DenseKind = DenseKind.FLOAT32
@@ -57,26 +57,26 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ids:
-    """A fixed number of ids a record, or a list of up to that many."""
+    """A fixed number of ids per record, or a list with a maximum length."""
 
     name: str
     width_bytes: int = 4
     signed: bool = False
-    """Two's complement; ids of 8 bytes always are."""
+    """Bytes per id. Two's complement; ids of 8 bytes are always signed."""
 
     length: int = 1
-    """How many ids, or at most how many in a list."""
+    """The number of ids, or the maximum length of a list."""
 
     is_list: bool = False
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """In the byte order of the machine."""
+        """Numbers on the wire as NumPy types in the machine's byte order."""
         return np.dtype(f"{'i' if self.signed or self.width_bytes == 8 else 'u'}{self.width_bytes}")
 
     @property
     def length_bytes(self) -> int:
-        """Of the list's length on the wire."""
+        """The type of a list's length on the wire."""
         return (1 if self.length < 256 else 2) if self.is_list else 0
 
     @property
@@ -87,7 +87,7 @@ class Ids:
 
 @dataclass(frozen=True, kw_only=True)
 class Schema:
-    """The fields of a record, in their order on the wire: label, dense, fixed ids and lengths of lists, lists."""
+    """The fields of a record in wire order: label, dense, fixed ids and list lengths, lists."""
 
     dense: tuple[Dense, ...] = ()
     ids: tuple[Ids, ...] = ()
@@ -117,13 +117,13 @@ class Schema:
 
     @property
     def fixed_bytes(self) -> int:
-        """Of a record without the ids of its lists."""
+        """Bytes of a record without the ids of its lists."""
         size = LABEL_BYTES[self.label] + sum(DENSE_BYTES[field.kind] for field in self.dense)
         return size + sum(field.length_bytes or field.width_bytes * field.length for field in self.ids)
 
     @property
     def schema_id(self) -> int:
-        """The first 32 bits of the SHA-256 of the schema as canonical JSON: what a packet names it by."""
+        """The first 32 bits of the SHA-256 of the schema's canonical JSON. Packets carry it."""
         canonical = json.dumps(self.as_json(), sort_keys=True, separators=(",", ":"))
         return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:4], "big")
 
@@ -167,7 +167,7 @@ _IDS_TYPES: Final[dict[str, type]] = {"name": str, "width_bytes": int, "signed":
 
 
 def _of_type(kind: type, value: Any) -> Any:
-    """JSON's own types: true is no integer."""
+    """Checks JSON types strictly: `true` is not an integer."""
     if type(value) is not kind:
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How often the rows of each embedding table are used: a count-min sketch of the ids in batches, for sharding planners.
+"""A count-min sketch of the ids in batches: how often each row of an embedding table is used, for sharding planners.
 
 Count-min: Cormode and Muthukrishnan, Journal of Algorithms 55 (2005). Every target fills the same sketch, bit for bit:
 which rows are sampled and which cells an id has depend on numbers alone. ebpf/include/sketch.h is the same in C.
@@ -24,28 +24,28 @@ from sennit.offload.plan import Plan
 
 SAMPLE_SEED: Final = 0x53414D504C45
 HASH_SEED: Final = 0x534B45544348
-# A 64-bit hash has so many places of 16 bits, one for each line of cells.
+# A 64-bit hash holds this many 16-bit fields, one for each line of cells.
 DEPTH_MAX: Final = 4
 WIDTH_MAX: Final = 1 << 16
 ONE_ROW_IN_MAX: Final = 1 << 20
 FILE_VERSION: Final = 1
-# Rows whose estimates are made at once.
+# Rows whose estimates are computed at once.
 _CHUNK_ROWS: Final = 1 << 16
 _UNKNOWN_ROWS: Final = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SketchShape:
-    """How large a sketch is, and how much it sees. Cells of every table: depth * width."""
+    """Size and sampling rate of a sketch. Each table has depth * width cells."""
 
     width: int = 4096
-    """Cells in a line, a power of two."""
+    """Cells per line, a power of two."""
 
     depth: int = 4
-    """Lines. An id has one cell in each."""
+    """Lines. Each id has one cell in every line."""
 
     one_row_in: int = 64
-    """Of so many successive rows of a batch one is counted: a power of two, 1 counts all."""
+    """One of this many successive rows is counted: a power of two, 1 counts all rows."""
 
     def __post_init__(self) -> None:
         for name, value, most in (("width", self.width, WIDTH_MAX), ("one_row_in", self.one_row_in, ONE_ROW_IN_MAX)):
@@ -59,7 +59,7 @@ DEFAULT_SHAPE: Final = SketchShape()
 
 
 def sampled_rows(batch: int, rows: int, one_row_in: int) -> NDArray[np.int64]:
-    """The rows of a batch that are counted: one of each `one_row_in` in sequence, drawn by SplitMix64."""
+    """The counted rows of a batch: one of every `one_row_in` successive rows, drawn by SplitMix64."""
     strata = np.arange(-(-rows // one_row_in), dtype=np.uint64)
     draws = hashing.splitmix64(SAMPLE_SEED, np.uint64((batch & 0xFFFFFFFF) << 32) | strata)
     found = strata * np.uint64(one_row_in) + (draws & np.uint64(one_row_in - 1))
@@ -77,16 +77,16 @@ class Sketch:
     def __init__(self, *, tables: Sequence[str], table_rows: Sequence[int | None], shape: SketchShape) -> None:
         self.shape = shape
         self.tables = tuple(tables)
-        """The sparse columns of the plan."""
+        """The sparse columns of the plan, one for each table."""
 
         self.table_rows = tuple(table_rows)
-        """Rows of each embedding table, None where the plan does not say it."""
+        """Rows of each embedding table; None if the plan does not say."""
 
         self.rows = 0
-        """Of all batches, sampled or not."""
+        """Rows of all batches, sampled or not."""
 
         self.counts = np.zeros((len(self.tables), shape.depth, shape.width), np.uint64)
-        """[T, depth, width]: sampled ids in each cell."""
+        """[T, depth, width]: sampled ids per cell."""
 
     @classmethod
     def of_plan(cls, plan: Plan, shape: SketchShape) -> Self:
@@ -97,7 +97,7 @@ class Sketch:
         )
 
     def add(self, plan: Plan, batch: Batch) -> None:
-        """Counts a batch of the plan. To be called once for each, when all its rows are there."""
+        """Counts a complete batch of the plan. Call it once per batch."""
         rows = len(batch.labels)
         chosen = sampled_rows(batch.number, rows, self.shape.one_row_in)
         columns = zip(plan.tables, batch.lengths, batch.values, strict=True)
@@ -123,7 +123,7 @@ class Sketch:
         np.add.at(self.counts.reshape(-1), lines * np.uint64(self.shape.width) + cells, np.uint64(1))
 
     def estimate(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """How often each of these ids [n] was in a row so far, sampled or not: a multiple of `one_row_in`."""
+        """Estimates how often each of these ids [n] occurred in all rows: a multiple of `one_row_in`."""
         counts = self.counts[self._number(table)]
         cells = _cells(np.asarray(ids, np.int64), self.shape).view(np.int64)
         least: NDArray[np.uint64] = counts[0].take(cells[0])
@@ -132,7 +132,7 @@ class Sketch:
         return least * np.uint64(self.shape.one_row_in)
 
     def hot_rows(self, table: str, count: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-        """The `count` rows of a table that are used most, and the estimate of each; most first, equal ones by number.
+        """The `count` most used rows of a table with their estimates; most used first, ties by row number.
 
         Every row of the table is looked up. Rows that were never sampled are left out, so there may be fewer.
         """
@@ -152,11 +152,11 @@ class Sketch:
         return hot, estimates
 
     def ids_sampled(self, table: str) -> int:
-        """N of the error bound."""
+        """N of the error bound: the sampled ids of the table."""
         return int(self.counts[self._number(table), 0].sum())
 
     def merge(self, other: Sketch) -> None:
-        """Adds what another one counted: of other ranks or runs of the same tables and shape."""
+        """Adds the counts of another sketch of the same tables and shape, from another rank or run."""
         mine, its = (self.tables, self.table_rows, self.shape), (other.tables, other.table_rows, other.shape)
         if mine != its:
             raise SketchError(f"a sketch of {its} cannot be merged into one of {mine}")
@@ -164,7 +164,7 @@ class Sketch:
         self.rows += other.rows
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes an .npz (docs/reference/feature-plans.md has its fields)."""
+        """Writes an .npz file (docs/reference/feature-plans.md lists its fields)."""
         with open(path, "wb") as file:
             np.savez_compressed(
                 file,
@@ -178,7 +178,7 @@ class Sketch:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads what `save` wrote. SketchError where the file is something else."""
+        """Reads a file that `save` wrote. Raises SketchError for anything else."""
         try:
             with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
                 version = int(file["version"])
@@ -216,7 +216,7 @@ def _cells(ids: NDArray[np.int64], shape: SketchShape) -> NDArray[np.uint64]:
 
 
 def _of_list(lengths: NDArray[np.int32], values: NDArray[np.int64], chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The ids of some rows of a table whose rows have different lengths."""
+    """The ids of some rows of a table with varying lengths."""
     starts = (np.cumsum(lengths, dtype=np.int64) - lengths)[chosen]
     found = lengths[chosen]
     before = np.cumsum(found, dtype=np.int64) - found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a plan: what XDP can do runs there, the rest on the CPU over the columns that come out."""
+"""Splits a plan: XDP runs what it can, the CPU computes the rest from XDP's columns."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from sennit.offload.xdp_source import generate
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPlan:
-    """Two halves that make the same batch as the whole."""
+    """Two halves that together make the batch of the whole plan."""
 
     prefix: Plan
-    """For XDP. Its batches have the columns that the rest begins with."""
+    """The part for XDP. Its batches hold the columns that the rest starts from."""
 
     rest: Graph | None
-    """For the CPU: from the prefix's columns to the whole plan's. None if XDP can do it all."""
+    """The part for the CPU: from the prefix's columns to the plan's columns. None if XDP can run everything."""
 
     dense: tuple[str, ...]
     """The dense columns of the whole plan."""
@@ -30,11 +30,11 @@ class SplitPlan:
     """The sparse columns of the whole plan."""
 
     refused: tuple[NotOffloadable, ...]
-    """What XDP cannot do, and why."""
+    """Columns that XDP cannot compute, and why."""
 
 
 def split(plan: Plan, *, on_cpu: Iterable[str] = ()) -> SplitPlan:
-    """`on_cpu` names columns that are to be made on the CPU even where XDP could."""
+    """`on_cpu` names columns that the CPU computes even if XDP could."""
     moved, refused = set(on_cpu), []
     unknown = moved - plan.columns.keys()
     if unknown:
@@ -54,7 +54,7 @@ def split(plan: Plan, *, on_cpu: Iterable[str] = ()) -> SplitPlan:
 
 def _divide(plan: Plan, moved: set[str]) -> tuple[Plan, Graph | None]:
     graph = plan.graph
-    # Whatever is made of a moved column moves too.
+    # Columns that depend on a moved column move too.
     later = set(moved)
     for name in graph.order:
         if later & set(graph.columns[name].inputs):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables behind Log1p, Logit, BoxCox and MapId. Every target looks up in the same ones."""
+"""The lookup tables of Log1p, Logit, BoxCox and MapId. Every target uses the same tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROBES_MAX: Final = 8
 
 
 def function_table(operator: TableOperator) -> NDArray[np.uint32]:
-    """Bits of the results: entry i for the float32 whose bits are i << (32 - operator.bits)."""
+    """Result bits: entry i belongs to the float32 with the bits i << (32 - operator.bits)."""
     bits = np.arange(1 << operator.bits, dtype=np.uint32) << np.uint32(32 - operator.bits)
     with np.errstate(all="ignore"):
         results = _function(operator, bits.view(np.float32).astype(np.float64)).astype(np.float32)
@@ -40,7 +40,7 @@ def _function(operator: TableOperator, x: NDArray[np.float64]) -> NDArray[np.flo
 
 @dataclass(frozen=True, slots=True)
 class IdTable:
-    """A dictionary as an open-addressed table: an id is in one of `probes` places from its hash on, or nowhere."""
+    """A dictionary as an open-addressed table: an id is in one of the `probes` places from its hash on, or absent."""
 
     multiplier: int
     shift: int
@@ -50,7 +50,7 @@ class IdTable:
 
 
 def id_table(operator: MapId) -> IdTable:
-    """At most half full; the multiplier with the fewest probes of some that are tried."""
+    """At most half full. Several multipliers are tried; the one with the fewest probes wins."""
     keys = np.fromiter(operator.mapping.keys(), np.int64, len(operator.mapping))
     values = np.fromiter(operator.mapping.values(), np.int64, len(operator.mapping))
     bits = max(4, int(2 * len(keys) - 1).bit_length())
@@ -65,16 +65,16 @@ def id_table(operator: MapId) -> IdTable:
 
 
 def _place(keys: NDArray[np.int64], values: NDArray[np.int64], default: int, multiplier: int, bits: int) -> IdTable:
-    """Linear probing in the order of the homes: each key goes to its home, or behind the one before it."""
+    """Linear probing in order of the home places: each key goes to its home or behind the key before it."""
     homes = (keys.view(np.uint64) * np.uint64(multiplier) >> np.uint64(64 - bits)).astype(np.int64)
     order = np.argsort(homes, kind="stable")
     steps = np.arange(len(keys), dtype=np.int64)
     places = np.maximum.accumulate(homes[order] - steps) + steps
     probes = int((places - homes[order]).max()) + 1
-    # A tail behind the last home, so that looking never wraps around.
+    # Extra places behind the last home, so that a search never wraps around.
     size = (1 << bits) + probes
-    # A place that is not used has some key and the default. Looking for that key never gets there: the places from
-    # its home to its own are all used, and the first that has it is taken.
+    # An unused place holds an existing key and the default. A search for that key never reaches it: all places from the
+    # key's home to its own place are used, and the first match wins.
     table_keys, table_values = np.full(size, keys[0]), np.full(size, default, np.int64)
     table_keys[places], table_values[places] = keys[order], values[order]
     return IdTable(multiplier=multiplier, shift=64 - bits, probes=probes, keys=table_keys, values=table_values)

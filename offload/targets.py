@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets: what runs a plan. All make the same batches, bit for bit."""
+"""Targets run a plan. All targets make the same batches, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape
 
 
 class Target(enum.StrEnum):
-    """Who computes."""
+    """Who computes the plan."""
 
     NUMPY = "numpy"  # the reference
     CPU = "cpu"  # the native core, a batch at a time
-    XDP = "xdp"  # a program of its own in the kernel, on every packet as it arrives
+    XDP = "xdp"  # a BPF program in the kernel, run on every packet as it arrives
 
 
 class Receiver(Protocol):
-    """Takes the records of one session into a ring of batches.
+    """Receives the records of one session into a ring of batches.
 
     A batch is complete when `rows_taken` says that all its records have come. Slots are the senders' credit: the
     `slots` batches after the last one released can be sent. A packet before its turn is counted and must be sent again.
@@ -31,32 +31,32 @@ class Receiver(Protocol):
     session: int
 
     def deliver(self, datagram: bytes) -> None:
-        """Takes one datagram, as if it had arrived."""
+        """Processes one datagram as if it had arrived."""
 
     def rows_taken(self, batch: int) -> int:
-        """How many of the batch's records have come, and whence the sender must go on."""
+        """The number of the batch's records received so far. The sender must continue from there."""
 
     def row_ahead(self, batch: int) -> int:
-        """The highest row that came out of sequence since the last one taken; 0: no gap is known.
+        """The highest row received out of sequence since the last row taken in order; 0 if no gap is known.
 
         Where there is one, the row `rows_taken` is missing. Every packet taken clears it, so that a second gap is known
         from the first.
         """
 
     def batch(self, number: int) -> Batch:
-        """The batch as far as it has come."""
+        """The batch with the rows received so far."""
 
     def release(self, batch: int) -> None:
-        """Gives the slot to the batch that is `slots` later. Views of the batch are then worth nothing."""
+        """Assigns the slot to the batch `slots` later. Views of the released batch become invalid."""
 
     def sketch(self) -> Sketch | None:
-        """How often ids were in the rows so far, those of open batches included; None where it is off."""
+        """How often ids occurred so far, open batches included; None if the sketch is off."""
 
     def counters(self) -> FeedCounters:
-        """What became of every datagram, by name."""
+        """Datagrams by verdict."""
 
     def close(self) -> None:
-        """Ends it and the memory of its batches."""
+        """Stops the receiver and frees the memory of its batches."""
 
     def __enter__(self) -> Self: ...
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tracers find the tracepoints of ingest (docs/reference/tracepoints.md)."""
+"""Finds the ingest tracepoints for tracers (docs/reference/tracepoints.md)."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from sennit.offload import _native
 
 
 def library() -> Path:
-    """The file with the tracepoints, which every process that sends or takes records has mapped."""
+    """The file that contains the tracepoints. Every process that sends or receives records maps it."""
     return Path(_native.__file__)

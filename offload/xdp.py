@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target `xdp`: a plan runs in the kernel on each packet as it arrives, and batches appear in an arena."""
+"""The target `xdp`: the kernel runs the plan on each packet as it arrives and writes batches into an arena."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from sennit.offload.xdp_sketch import SlotSketches
 from sennit.offload.xdp_source import generate
 
 RING = "ring"
-# Of one session on one machine, with counters that are pinned.
+# Receivers of one session on one machine that may have pinned counters.
 RECEIVERS_MAX = 64
 
 
 class XdpReceiver(Closing):
-    """Takes the records of one session. Batch `n` is there when `rows_taken(n)` is all that was sent of it."""
+    """Receives the records of one session. Batch `n` is complete when `rows_taken(n)` equals the rows sent."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class XdpReceiver(Closing):
         sketch: SketchShape | None = DEFAULT_SHAPE,
         repeatable: bool = False,
     ) -> None:
-        """`repeatable` adds a program for measuring, which takes the same packet again and again."""
+        """`repeatable` adds a program for measuring that accepts the same packet again and again."""
         self.layout, self.session, self.udp_port = layout, session, udp_port
         self.sketches = SlotSketches(layout, sketch) if sketch and layout.plan.sparse else None
-        """Where the program counts ids."""
+        """The memory where the program counts ids."""
 
         self.source = generate(layout, sketches=self.sketches, repeatable=repeatable)
         try:
@@ -61,14 +61,14 @@ class XdpReceiver(Closing):
         self.memory = self.object.arena(RING).memory
         layout.prepare(self.memory)
         self.attached: Closing | None = None
-        """What brings it its packets, and ends with it."""
+        """The attachments that bring packets. They are closed with the receiver."""
 
         self.pins = _pinned(self.object.map("counters"), f"ingest-{session:08x}")
-        """Where bpftool finds the counters. None: there is no BPF file system, and none can be mounted."""
+        """Where bpftool finds the counters; None if there is no BPF file system and none can be mounted."""
 
     @property
     def program(self) -> Program:
-        """To be attached to the interface that the records come in at."""
+        """The program, to be attached to the interface where the records arrive."""
         return self.object.program("feed")
 
     @property
@@ -76,20 +76,20 @@ class XdpReceiver(Closing):
         return self.object.program("feed_again")
 
     def attach(self, interface: str) -> None:
-        """Takes what comes in there, in the driver where that can run programs. An interface takes one receiver."""
+        """Attaches to an interface, in the driver if it can run programs. An interface takes one receiver."""
         self.attached = attach_xdp(self.program, socket.if_nametoindex(interface))
 
     def deliver(self, datagram: bytes) -> None:
-        """Runs the program on one datagram without any interface."""
+        """Runs the program on one datagram without an interface."""
         self.program.test_run(frame(datagram, self.udp_port))
 
     def rows_taken(self, batch: int) -> int:
-        """How many of the batch's records have come, and whence the sender must go on."""
+        """The number of the batch's records received so far. The sender must continue from there."""
         state = self.layout.state(self.memory, batch % self.layout.slots)
         return int(state["next_row"][0]) if int(state["batch"][0]) == batch else 0
 
     def row_ahead(self, batch: int) -> int:
-        """The highest row that came out of sequence since the last one taken; 0: no gap is known."""
+        """The highest row received out of sequence since the last row taken in order; 0 if no gap is known."""
         state = self.layout.state(self.memory, batch % self.layout.slots)
         return int(state["ahead_row"][0]) if int(state["batch"][0]) == batch else 0
 
@@ -97,14 +97,14 @@ class XdpReceiver(Closing):
         return self.layout.batch(self.memory, number)
 
     def release(self, batch: int) -> None:
-        """Gives the batch's slot to the batch that is `slots` later: its sender's credit."""
+        """Assigns the slot to the batch `slots` later, which gives its sender credit."""
         if self.sketches:
             self.sketches.released(self.memory, batch)
         following = (batch + self.layout.slots) % (1 << 32)
         self.layout.open(self.memory, batch % self.layout.slots, following)
 
     def sketch(self) -> Sketch | None:
-        """How often ids were in the rows so far, those of open batches included; None where it is off."""
+        """How often ids occurred so far, open batches included; None if the sketch is off."""
         counted = self.counters()
         return self.sketches.total(self.memory, counted.records - counted.filtered) if self.sketches else None
 
@@ -119,7 +119,7 @@ class XdpReceiver(Closing):
         )
 
     def close(self) -> None:
-        """Batches are views of the arena, which ends here."""
+        """Batches are views of the arena, so they become invalid here."""
         if self.attached is not None:
             self.attached.close()
         if self.pins:
@@ -128,7 +128,7 @@ class XdpReceiver(Closing):
 
 
 def _pinned(counters: BpfMap, name: str) -> PinFolder | None:
-    """Receivers of one session on one machine get numbers behind the name."""
+    """Numbers the receivers of one session on one machine, behind the name."""
     for number in range(1, RECEIVERS_MAX + 1):
         try:
             folder = PinFolder(name if number == 1 else f"{name}-{number}")
@@ -142,13 +142,13 @@ def _pinned(counters: BpfMap, name: str) -> PinFolder | None:
 
 
 def _work(graph: Graph, column: str) -> tuple[bool, float]:
-    """Loops in loops come first: they are what the verifier walks longest."""
+    """Nested loops first: the verifier spends most time on them."""
     operator = graph.columns[column]
     return isinstance(operator, Cross), cpu_ns_per_record(operator, graph.types[column])
 
 
 def _explained(error: BpfError, layout: BatchLayout) -> Exception:
-    """What the user can do about it, where that is known."""
+    """What the user can do about it, if known."""
     lacking = missing_privileges()
     if error.errno in (errno.EPERM, errno.EACCES) and lacking:
         return TargetUnavailable(f"xdp: this process lacks {', '.join(lacking)}; the target cpu needs none")

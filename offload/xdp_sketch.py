@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a plan's program that fills the sketch, and the cells that it fills.
+"""The part of a plan's BPF program that fills the sketch, and the cells that it fills.
 
 Each slot has cells of its own behind the ring of slots, which whoever fills the slot counts in, so processors do not
 meet. They are not cleared when a batch is released: that would cost more than all the counting.
@@ -27,25 +27,25 @@ class SlotSketches:
         self._cells = len(layout.plan.sparse) * shape.depth * shape.width
         self.slot_bytes = -(-self._cells * _CELL.itemsize // PAGE_BYTES) * PAGE_BYTES
         self._moved = Sketch.of_plan(layout.plan, shape)
-        # What a batch can add to a cell at most, if all its ids are the same one.
+        # The most that one batch can add to a cell: all its ids are equal.
         sampled = -(-layout.batch_rows // shape.one_row_in)
         most = sampled * max((table.length for table in layout.plan.tables), default=1)
         self.batches_until_full = np.iinfo(_CELL).max // most
-        """Of one slot, before a cell of 32 bits may overflow."""
+        """Batches that a slot may count before a 32-bit cell could overflow."""
 
     @property
     def size_bytes(self) -> int:
         return self.slot_bytes * self._layout.slots
 
     def released(self, memory: NDArray[np.uint8], batch: int) -> None:
-        """Before the slot is given to another batch. `memory` begins with the ring of slots."""
+        """Collects a slot's counts before the slot gets another batch. `memory` begins with the ring of slots."""
         if batch // self._layout.slots % self.batches_until_full == self.batches_until_full - 1:
             cells = self._of_slot(memory, batch % self._layout.slots)
             self._moved.counts += cells
             cells[:] = 0
 
     def total(self, memory: NDArray[np.uint8], rows: int) -> Sketch:
-        """All that was counted in the `rows` rows so far."""
+        """Everything counted in the first `rows` rows so far."""
         total = Sketch.of_plan(self._layout.plan, self.shape)
         total.merge(self._moved)
         for slot in range(self._layout.slots):
@@ -59,7 +59,7 @@ class SlotSketches:
         return cells.reshape(self._moved.counts.shape)
 
     def row_function(self) -> list[str]:
-        """The function that counts the ids of one kept row of a packet that was accepted.
+        """Generates the function that counts the ids of one kept row of an accepted packet.
 
         Tables of one kind that follow each other are walked in a loop: their columns are equally far apart.
         """
@@ -89,7 +89,7 @@ class SlotSketches:
         offsets = layout.values_offsets
         pitch = offsets[numbers[1]] - offsets[first] if len(numbers) > 1 else 0
         if is_list:
-            # Cursors are past the packet's last row by now: the row is found from where they were before it.
+            # The cursors are already past the packet's last row. The row is found from their earlier values.
             cursor = layout.saved_offset + 8 * layout.cursors.index(first)
             out.line(f"__u64 begin = *AT(__u64, slot_at + {cursor} + 8 * n);")
             lengths = layout.lengths_offset + layout.lengths_pitch * first
@@ -108,7 +108,7 @@ class SlotSketches:
             out.line("id_at += 8;")
 
     def packet_lines(self, out: Writer) -> None:
-        """In `fill`, after the last record: the sampled rows of slot->rows to kept - 1."""
+        """Generates the code in `fill`, after the last record, for the sampled rows from slot->rows to kept - 1."""
         out.line("const __u64 first_of_packet = slot->rows;")
         out.line("const __u32 batch = bpf_ntohl(header->batch);")
         lines = f"{self._layout.ring_bytes}ull + (batch & (SLOTS - 1)) * {self.slot_bytes}ull"

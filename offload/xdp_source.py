@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as a BPF program in C: one program for one plan and batch layout, with nothing left to decide for a packet.
+"""Generates a BPF program in C for one plan and one batch layout. It decides nothing per packet that is known before.
 
 The text is for clang and for people: docs/reference/feature-plans.md shows one.
 """
@@ -22,7 +22,7 @@ from sennit.offload.schema import DENSE_BYTES, LABEL_BYTES, Ids, LabelKind, Sche
 from sennit.offload.xdp_sketch import SlotSketches
 from sennit.offload.xdp_values import UNROLLED_IDS_MAX, ValueWriter, Writer, greatest_key, least_key
 
-# Lists that one function walks. A call costs about 10 ns, and the verifier as much more as loops follow each other.
+# Lists that one function walks. A call costs about 10 ns. The verifier's work grows with each further loop.
 LISTS_IN_FUNCTION = 8
 
 _HEAD = """\
@@ -96,7 +96,7 @@ SEC("xdp")
 int feed(struct xdp_md* context) { return receive(context); }
 """
 
-# For measuring: BPF_PROG_TEST_RUN gives the same packet again and again.
+# For measuring only: BPF_PROG_TEST_RUN repeats the same packet.
 _REPEAT = """
 // Makes the packet the next one of its batch, from the first row again when the batch is full, and takes it.
 SEC("xdp")
@@ -120,14 +120,14 @@ int feed_again(struct xdp_md* context) {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class XdpSource:
-    """A program's text, and what the loader puts into its read-only arrays."""
+    """The program's text, and the content of its read-only arrays."""
 
     text: str
     tables: dict[str, NDArray[Any]]
 
 
 def generate(layout: BatchLayout, *, sketches: SlotSketches | None = None, repeatable: bool = False) -> XdpSource:
-    """NotOffloadable names the operator that BPF cannot do. `repeatable` adds the program for measuring."""
+    """Raises NotOffloadable for an operator that BPF cannot run. `repeatable` adds the program for measuring."""
     return _Generator(layout, sketches).generate(repeatable)
 
 
@@ -171,7 +171,7 @@ class _Generator:
         return XdpSource(text="\n".join(text) + "\n", tables=self._values.tables)
 
     def _fill(self) -> None:
-        """The function that takes the records of a packet: all of them or, where one is malformed, none."""
+        """Generates the function that takes all records of a packet, or none if one is malformed."""
         out, cursors = self._out, len(self._layout.cursors)
         save = f"{CURSORS_OFFSET} + 8 * n", f"{self._layout.saved_offset} + 8 * n"
         out.line(
@@ -189,7 +189,7 @@ class _Generator:
             if self._plan.keep:
                 out.line("__u64 filtered = 0;")
             if cursors:
-                # Unrolled, it would keep the addresses of all of them on the stack.
+                # An unrolled loop would keep all addresses on the stack.
                 out.line("#pragma clang loop unroll(disable)")
                 with out.block(f"for (__u32 n = 0; n < {cursors}; n++)"):
                     out.line(f"*AT(__u64, slot_at + {save[1]}) = *AT(__u64, slot_at + {save[0]});")
@@ -264,10 +264,10 @@ class _Generator:
 
     @contextlib.contextmanager
     def _function(self, out: Writer, head: str, if_malformed: str, used: tuple[str, ...]) -> Iterator[None]:
-        """What every function of its own begins and ends with."""
+        """The first and last lines of every generated function."""
         with self._values.function(out), out.block(f"__noinline {head}"):
             out.line("void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;")
-            # What is not used is not passed either, but the verifier wants to see it.
+            # Unused arguments are not passed, but the verifier wants them initialised.
             operands = ", ".join(f'"r"({name})' for name in used)
             out.line(f'asm volatile("" ::{operands});')
             out.line("const __u64 row_of = place >> 16;")
@@ -291,7 +291,7 @@ class _Generator:
         return self._values.load(4, "fixed")
 
     def _filter(self) -> None:
-        """Skips a record that is not kept, but not before its lists are seen to be in order."""
+        """Skips a record that is not kept, after its lists have been checked."""
         out, schema = self._out, self._plan.schema
         wanted = " && ".join(self._condition(condition) for condition in self._plan.keep)
         with out.block(f"if (!({wanted}))"):
@@ -317,7 +317,7 @@ class _Generator:
         return f"{length} >= {max(0, condition.least)}u && {length} <= {max(0, condition.most)}u"
 
     def _tables_of(self, part: Ids | None) -> list[int]:
-        """The tables made of this list, and no other; of none: those made of fixed fields."""
+        """The tables computed from this list alone; for no list, those computed from fixed fields."""
         found = []
         for number, table in enumerate(self._plan.sparse):
             lists = self._lists_of(table.column)
@@ -334,7 +334,7 @@ class _Generator:
         return [part.name for part in self._plan.schema.lists if part.name in needed]
 
     def _table(self, out: Writer, number: int) -> None:
-        """Right here where a few stores or one simple loop over a list do, or else in a function of its own."""
+        """Inlines a few stores or one simple loop over a list; everything longer becomes a function."""
         column = self._plan.sparse[number].column
         lists = self._lists_of(column)
         fields = [part for part in self._plan.schema.ids if part.name in self._plan.graph.needed((column,))]
@@ -385,7 +385,7 @@ class _Generator:
 
 
 def _fixed_offsets(schema: Schema) -> dict[str, int]:
-    """Where in a record each dense number, fixed ids and length of a list are."""
+    """The offset in a record of each dense feature, fixed id and list length."""
     offsets, at = {}, LABEL_BYTES[schema.label]
     for dense in schema.dense:
         offsets[dense.name] = at

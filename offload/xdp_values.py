@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expressions and loops of a plan's columns as C for BPF: every operator, without the program around them.
+"""Expressions and loops for a plan's columns in C for BPF: every operator, without the program around it.
 
 Ids are generated in continuation-passing style: `ids(column, use)` writes the loops that walk a column and calls `use`
 for the place where one id is in a variable. So columns made of columns become nested loops over the packet and
@@ -36,13 +36,13 @@ from sennit.offload.plan import Graph
 from sennit.offload.schema import ByteOrder, Dense, DenseKind, Ids, Schema
 from sennit.offload.tables import NAN_BITS, function_table, id_table
 
-# Bytes of read-only data that the kernel is asked for, for all tables of a plan.
+# Bytes of read-only data for all tables of a plan.
 MAP_ENTRIES_MAX = 1 << 16
 TABLE_BITS_MAX = 20
-# Above this the ids of a fixed field are walked by a loop. Loops are in functions of their own.
+# Above this count, a loop walks the ids of a fixed field. Loops live in functions of their own.
 UNROLLED_IDS_MAX = 8
 UNROLLED_IDS_IN_FUNCTION_MAX = 4
-# Every offset into a packet is held below this, so that the verifier knows that adding a width does not overflow.
+# Every packet offset stays below this, so the verifier knows that adding a width does not overflow.
 OFFSET_LIMIT = 0x3FFF
 
 Use = Callable[[str], None]
@@ -50,7 +50,7 @@ Use = Callable[[str], None]
 
 @dataclass
 class Writer:
-    """Lines of C, indented as they nest."""
+    """Lines of C, indented by nesting depth."""
 
     lines: list[str] = field(default_factory=list)
     depth: int = 0
@@ -68,13 +68,13 @@ class Writer:
         self.line("}")
 
     def name(self, stem: str) -> str:
-        """A variable name that nothing else has."""
+        """A variable name that is not used yet."""
         self.names += 1
         return f"{stem}_{self.names}"
 
 
 def signed64(value: int) -> str:
-    """A constant; C has no literal for the least."""
+    """A C constant. C has no literal for the least integer."""
     return "(-0x7fffffffffffffffll - 1)" if value == -(1 << 63) else f"{value}ll"
 
 
@@ -91,13 +91,13 @@ _ZERO_KEYS = {order_key(0x80000000), order_key(0)}
 
 
 def least_key(value: float) -> int:
-    """x < value as keys is key(x) < least_key(value): both zeros count as the lower."""
+    """x < value, compared as keys: key(x) < least_key(value). Both zeros count as the lower one."""
     key = order_key(float_bits(value))
     return min(_ZERO_KEYS) if key in _ZERO_KEYS else key
 
 
 def greatest_key(value: float) -> int:
-    """x > value as keys is key(x) > greatest_key(value)."""
+    """x > value, compared as keys: key(x) > greatest_key(value)."""
     key = order_key(float_bits(value))
     return max(_ZERO_KEYS) if key in _ZERO_KEYS else key
 
@@ -124,7 +124,7 @@ class ValueWriter:
 
     @contextlib.contextmanager
     def function(self, out: Writer) -> Iterator[None]:
-        """Writes to `out`, where nothing is known yet and loops are allowed."""
+        """Writes at a place where nothing is known yet and loops are allowed."""
         before = self._out, self._known, self._unrolled_max
         self._out, self._known, self._unrolled_max = out, {}, UNROLLED_IDS_IN_FUNCTION_MAX
         yield
@@ -138,7 +138,7 @@ class ValueWriter:
         return f"({kind})__builtin_bswap{8 * width_bytes}(*(const __u{8 * width_bytes} *)({address}))"
 
     def require_dense(self, column: str) -> None:
-        """Writes, in the scope of the record, the dense columns that `column` is made of, if they are not yet there."""
+        """Writes, inside the record's scope, the dense columns that `column` needs and that are not there yet."""
         if column in self._dense:
             if column not in self._known:
                 self._known[column] = self._dense_source(self._dense[column])
@@ -150,7 +150,7 @@ class ValueWriter:
             self._known[column] = self._dense_operator(column, operator)
 
     def dense(self, column: str) -> str:
-        """The bits of a dense column, after `require_dense`."""
+        """The bits of a dense column. Call `require_dense` first."""
         return self._known[column]
 
     def _dense_source(self, part: Dense) -> str:
@@ -180,7 +180,7 @@ class ValueWriter:
         return result
 
     def ids(self, column: str, use: Use, limit: int | None = None) -> None:
-        """Writes what walks the ids of a row, with `use` for each in order; of the first `limit` only."""
+        """Writes a loop over the ids of a row that calls `use` for each in order, for the first `limit` ids only."""
         if column in self._ids:
             self._ids_source(self._ids[column], use, limit)
             return
@@ -242,9 +242,9 @@ class ValueWriter:
             use(value)
 
     def inside(self, at: str, size_bytes: int) -> str:
-        """Writes the check that bytes of the packet are there, and gives their address."""
+        """Writes a check that the bytes are inside the packet, and returns their address."""
         element = self._out.name("here")
-        # Without the barrier the compiler derives the check from another one that the verifier does not connect.
+        # Without the barrier the compiler derives this check from another one, and the verifier loses the connection.
         self._out.line(f'asm volatile("" : "+r"({at}));')
         self._out.line(f"if ({at} > {OFFSET_LIMIT}) goto malformed;")
         self._out.line(f"const __u8* {element} = data + {at};")
@@ -252,11 +252,11 @@ class ValueWriter:
         return element
 
     def _bucket(self, column: str, operator: Bucketize) -> str:
-        """Binary search without branches, over keys in a table that is filled up to a power of two."""
+        """A branchless binary search over keys in a table padded to a power of two."""
         out, x = self._out, self.dense(operator.column)
         size = 1 << len(operator.borders).bit_length()
         keys = np.full(size, 0xFFFFFFFF, np.uint32)
-        # x <= border, with the zeros equal, is key(x) <= key(border) where a border of -0 counts as +0.
+        # x <= border with equal zeros is key(x) <= key(border), where a border of -0 counts as +0.
         keys[: len(operator.borders)] = [greatest_key(border) for border in operator.borders]
         table, key, found = f"borders_{column}", out.name("key"), out.name(column)
         self.tables[table] = keys
@@ -267,7 +267,7 @@ class ValueWriter:
             probed = f"{table}[({found} + {step - 1}) & {size - 1}]"
             out.line(f"{found} += bit_below({probed}, {key}) << {step.bit_length() - 1};")
             step //= 2
-        # NaN is above the filling too.
+        # NaN is above the padding too.
         if len(operator.borders) < size - 1:
             out.line(f"{found} = least_of({found}, {len(operator.borders)});")
         return found
@@ -281,7 +281,7 @@ class ValueWriter:
             found = self._graph.types[operator.column]
             assert isinstance(found, IdsType)
             if found.low >= 0 and operator.divisor & operator.divisor - 1:
-                # Of ids below 2^32 the processor divides in half the time.
+                # For ids below 2^32 the processor divides in half the time.
                 width = "__u32" if found.high < 1 << 32 and operator.divisor < 1 << 32 else "__u64"
                 out.line(f"const __s64 {result} = ({width}){value} % ({width}){signed64(operator.divisor)};")
             else:
@@ -312,7 +312,7 @@ class ValueWriter:
         self.tables[keys], self.tables[values] = table.keys, table.values
         out.line(f"const __u64 {home} = ((__u64){value} * {table.multiplier}ull) >> {table.shift};")
         out.line(f"__s64 {result} = {signed64(operator.default)};")
-        # The first place that has the id counts, so it is looked at last.
+        # The first place with the id wins, so it is checked last.
         for probe in reversed(range(table.probes)):
             at = f"[{home} + {probe}]"
             out.line(f"{result} = choose(mask_equal({keys}{at}, {value}), {values}{at}, {result});")
@@ -358,16 +358,16 @@ class ValueWriter:
 
             self.ids(operator.right, each_right, limit)
 
-        # Where a right row has ids at all, the first `limit` of the left ones give enough.
+        # If a right row has any ids, the first `limit` ids of the left row are enough.
         self.ids(operator.left, each_left, limit)
 
     def _loops(self, column: str) -> bool:
-        """Whether walking the column takes a loop of the program."""
+        """Whether walking the column needs a loop."""
         fields = (self._ids[name] for name in self._graph.needed((column,)) if name in self._ids)
         return any(part.is_list or part.length > self._unrolled_max for part in fields)
 
     def is_one_pass(self, column: str) -> bool:
-        """Whether one loop over one list does, with a number of ids out for each that goes in."""
+        """Whether a single loop over one list is enough, with a fixed number of ids out for each id in."""
         while column in self._graph.columns:
             operator = self._graph.columns[column]
             if isinstance(operator, (Cross, NGram, Bucketize, Enumerate)):
