@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The session `ingest` (docs/reference/tracepoints.md): how long batches take to come, wait for the trainer, and are waited for.
+// The session `ingest` (docs/how-to/trace.md): how long batches take to come, wait for the trainer, and are waited for.
 #include "slots.h"
 #include "tracepoint.h"
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is lost on which path, how soon that is known, and what is done about it (docs/reference/tracepoints.md). */
+/* What is lost on which path, how soon that is known, and what is done about it (docs/how-to/trace.md). */
 #include <uapi/linux/ptrace.h>
 #include "slots.bcc.h"
 

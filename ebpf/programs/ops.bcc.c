@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Operations from their tracepoints (docs/reference/tracepoints.md): how many, how long, how many bytes. */
+/* Operations from their tracepoints (docs/how-to/trace.md): how many, how long, how many bytes. */
 #include <uapi/linux/ptrace.h>
 #include "slots.bcc.h"
 

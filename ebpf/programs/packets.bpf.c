@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The session `packets` (docs/reference/tracepoints.md): RoCEv2 packets of one flow at an interface, handed over whole. At tcx,
+// The session `packets` (docs/how-to/trace.md): RoCEv2 packets of one flow at an interface, handed over whole. At tcx,
 // both ways; what is captured goes on to whoever is next.
 #include <linux/bpf.h>
 #include <linux/if_ether.h>

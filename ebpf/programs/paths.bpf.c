@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The session `paths` (docs/reference/tracepoints.md): what each path of each flow carries, loses and takes for a round trip.
+// The session `paths` (docs/how-to/trace.md): what each path of each flow carries, loses and takes for a round trip.
 //
 // A flow is driven by one thread at a time, so an entry has one writer and need not be one a CPU; additions are atomic
 // for threads of several groups with the same ranks.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The session `stalls` (docs/reference/tracepoints.md): what operations wait for. How long each wait took, by what for and peer,
+// The session `stalls` (docs/how-to/trace.md): what operations wait for. How long each wait took, by what for and peer,
 // and for how much of the time a rank had at least one such wait.
 #include "slots.h"
 #include "tracepoint.h"

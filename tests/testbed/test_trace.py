@@ -118,8 +118,8 @@ def test_without_root_it_says_so() -> None:
     assert "needs root" in done.stderr
 
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "tracepoints.md"
-ONE_LINERS = re.findall(r'^bpftrace -e "(.*)"$', PAGE.read_text(), re.MULTILINE)
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "trace.md"
+ONE_LINERS = re.findall(r'^bpftrace -e "([^"]*)"$', PAGE.read_text(), re.MULTILINE)
 # Seen in any exchange: the others need losses, or a receiver that is short of memory.
 ALWAYS_SEEN = ("packets", "us", "rtt_us", "bytes", "path_rtt_us", "registered")
 
