@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make ebpf`: compiles every program of the package, for bpftool and for reading, and says what this kernel lacks."""
+"""`make ebpf`: compiles every program of the package for bpftool and for reading. Names what this kernel lacks."""
 
 from __future__ import annotations
 

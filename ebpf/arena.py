@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An arena: memory that BPF programs address with plain pointers and a process maps (BPF_MAP_TYPE_ARENA, Linux 6.9).
+"""An arena: memory that BPF programs address by plain pointers and a process maps (BPF_MAP_TYPE_ARENA, Linux 6.9).
 
-The kernel keeps the lower 32 bits of an arena's addresses equal on both sides. So the mapping begins at a multiple of
-4 GiB: then a program's pointer is the offset from the beginning, and programs hold no address.
+The kernel keeps the lower 32 bits of arena addresses equal on both sides. The mapping starts at a multiple of 4 GiB,
+so a program's pointer is the offset from the start, and programs hold no address.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def pages(size_bytes: int) -> int:
-    """How many entries an arena map of this size has."""
+    """The number of entries (pages) of an arena map of this size."""
     if not 0 < size_bytes <= MAX_BYTES:
         raise BpfError(errno.EINVAL, f"an arena of {size_bytes} bytes; allowed: 1 to {MAX_BYTES}")
     return -(-size_bytes // mmap.PAGESIZE)
@@ -52,24 +52,24 @@ def free_address() -> int:
 
 
 class Arena:
-    """The mapping of an arena. Its pages are there from the beginning, so that a program never misses one."""
+    """The mapping of an arena. All pages exist from the start, so a program never misses one."""
 
     def __init__(self, descriptor: int, address: int, size_bytes: int, name: str) -> None:
         flags = mmap.MAP_SHARED | _MAP_FIXED_NOREPLACE
         mapped = _libc.mmap(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
         if mapped != address:
             code = ctypes.get_errno()
-            if mapped != _MAP_FAILED:  # a kernel that takes the address for a hint
+            if mapped != _MAP_FAILED:  # a kernel that treats the address as a hint
                 _libc.munmap(mapped, size_bytes)
                 code = errno.EEXIST
             raise BpfError(code, f"arena {name}: cannot map {size_bytes} bytes at {address:#x}: {os.strerror(code)}")
         self.name = name
         self.size_bytes = size_bytes
         self._address: int | None = address
-        # A fault of this process allocates the page; one of the program would only read zeros and lose writes.
+        # A fault of this process allocates the page. A fault of the program would read zeros and lose writes.
         mapping = (ctypes.c_uint8 * size_bytes).from_address(address)
         self.memory: NDArray[np.uint8] = np.ctypeslib.as_array(mapping)
-        """All of it as bytes. Views end with the arena: touching one after `close` is a segmentation fault."""
+        """The whole arena as bytes. Views end with the arena: touching one after `close` is a segmentation fault."""
         self.memory[:: mmap.PAGESIZE] = 0
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The types of an object file as NumPy dtypes, read from its BTF (Linux, Documentation/bpf/btf.rst).
+"""Types of an object file as NumPy dtypes, read from its BTF (Linux, Documentation/bpf/btf.rst).
 
-So the layout of a C struct is never written twice: what Python sees is what clang laid out.
+A C struct's layout is therefore written once: Python sees what clang laid out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _POINTER_BYTES: Final = 8
 
 
 class BtfError(ValueError):
-    """The object has no such type, or one that has no dtype."""
+    """The object has no such type, or the type has no dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class _Type:
     size_or_type: int
     is_bit_field: bool
     at: int
-    """Where what follows it begins."""
+    """The offset of the next type."""
 
 
 class Btf:
@@ -65,7 +65,7 @@ class Btf:
             at += _MEMBER_BYTES.get(kind, 0) * members + _TRAILER_BYTES.get(kind, 0)
 
     def dtype(self, name: str) -> np.dtype[Any]:
-        """Of the struct, union or typedef `name`."""
+        """The dtype of the struct, union or typedef `name`."""
         for number, found in enumerate(self._types):
             if found.name == name and found.kind in (_STRUCT, _UNION, _TYPEDEF, _ENUM, _ENUM64):
                 return self._dtype(number)
@@ -80,7 +80,7 @@ class Btf:
         raise BtfError(f"the object's BTF has no enum {name!r}")
 
     def map_value_dtype(self, name: str) -> np.dtype[Any]:
-        """Of a map's values, as its definition in SEC(".maps") says with __type(value, ...)."""
+        """The dtype of a map's values, from __type(value, ...) in its SEC(".maps") definition."""
         for found in self._types:
             if found.kind == _VAR and found.name == name:
                 definition = self._types[self._resolve(found.size_or_type)]
@@ -91,7 +91,7 @@ class Btf:
         raise BtfError(f"the object's BTF has no map {name!r}")
 
     def variable_dtype(self, name: str) -> np.dtype[Any]:
-        """Of the global variable `name`."""
+        """The dtype of the global variable `name`."""
         for found in self._types:
             if found.kind == _VAR and found.name == name:
                 return self._dtype(found.size_or_type)
@@ -102,7 +102,7 @@ class Btf:
         return self._data[start : self._data.index(b"\0", start)].decode()
 
     def _resolve(self, number: int) -> int:
-        """The type behind typedefs and qualifiers."""
+        """Resolves typedefs and qualifiers."""
         while self._types[number].kind in _TRANSPARENT:
             number = self._types[number].size_or_type
         return number

@@ -17,26 +17,26 @@ from typing import Final
 PROGRAMS: Final = Path(__file__).parent / "programs"
 INCLUDE: Final = Path(__file__).parent / "include"
 COMPILE_TIMEOUT_S: Final = 60.0
-# v3 has compare-and-swap and fetch-and-add: Linux 5.12.
+# v3 has compare-and-swap and fetch-and-add (Linux 5.12).
 INSTRUCTION_SET: Final = "v3"
-# v4 has signed division and byte swaps, and clang 19 knows the address space of arenas: Linux 6.9.
+# v4 has signed division and byte swaps, and clang 19 knows the arena address space (Linux 6.9).
 ARENA_INSTRUCTION_SET: Final = "v4"
 ARENA_CLANG_VERSION: Final = 19
-# How bpf_tracing.h names the machines on which it knows registers.
+# The architecture names of bpf_tracing.h.
 TARGET_ARCHITECTURES: Final = {"x86_64": "x86", "aarch64": "arm64"}
 NEWEST_CLANG_VERSION: Final = 40
 
 
 class CompileError(RuntimeError):
-    """clang refused; the message has its output."""
+    """clang failed; the message has its output."""
 
 
 class ToolMissing(CompileError):
-    """There is no clang that is new enough, or there are no headers."""
+    """No clang is new enough, or headers are missing."""
 
 
 def find_clang(version: int = 0) -> str:
-    """The path of a clang: `clang` if it is of this version or later, or else the newest `clang-N` that is."""
+    """The path of a clang: `clang` if it has this version or later, else the newest `clang-N` that has."""
     plain = shutil.which("clang")
     if plain is not None and (version == 0 or _version(plain) >= version):
         return plain
@@ -76,14 +76,14 @@ def compile_source(name: str, source: str) -> bytes:
     with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
         path = Path(folder) / f"{name}.bpf.c"
         path.write_text(source)
-        # A generated program computes what nobody reads here and there; clang leaves it out.
+        # Generated programs compute some values that nobody reads. clang removes them.
         return _compile(
             path, ARENA_INSTRUCTION_SET, find_clang(ARENA_CLANG_VERSION), "-Wno-unused-variable", "-Wno-unused-label"
         )
 
 
 def _compile(source: Path, instruction_set: str, clang: str, *options: str) -> bytes:
-    # asm/types.h is where the host's compiler has it, which clang does not look at for the target bpf.
+    # asm/types.h is in the host compiler's folder, which clang does not search for the target bpf.
     multiarch = Path("/usr/include") / (sysconfig.get_config_var("MULTIARCH") or "")
     with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
         target = Path(folder) / "program.o"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read from an object file: sections and symbols."""
+"""Reads sections and symbols of an object file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from elftools.elf.sections import SymbolTableSection
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Symbol:
-    """A named thing in a section."""
+    """A symbol in a section."""
 
     section: str
     offset: int
@@ -36,7 +36,7 @@ class Elf:
         self.symbols: dict[str, Symbol] = {}
         for table in found:
             for symbol in table.iter_symbols() if isinstance(table, SymbolTableSection) else ():
-                # What lies in no section has a word in place of the section's number.
+                # Symbols without a section have a special section index.
                 if symbol.name and isinstance(symbol["st_shndx"], int):
                     self.symbols[symbol.name] = Symbol(
                         section=found[symbol["st_shndx"]].name, offset=symbol["st_value"], size_bytes=symbol["st_size"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of BPF this kernel, this process and this machine have, and what is absent, by name.
+"""Which BPF features this kernel, process and machine have, and which are missing, by name.
 
-Each probe tries the thing itself: versions say little, as distributions take features out and put others in.
+Each probe tries the feature itself. Versions say little, because distributions remove and backport features.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sennit.ebpf.library import BpfError, library
 from sennit.ebpf.links import BPF_XDP, XdpMode, create_link
 from sennit.ebpf.maps import BPF_F_MMAPABLE, MapOptions
 
-# uapi/linux/capability.h. CAP_SYS_ADMIN has the others' rights too.
+# uapi/linux/capability.h. CAP_SYS_ADMIN includes the others.
 CAP_SYS_ADMIN: Final = 21
 CAPABILITIES: Final = {"CAP_BPF": 39, "CAP_NET_ADMIN": 12, "CAP_PERFMON": 38}
 # uapi/linux/bpf.h
@@ -35,22 +35,22 @@ _BPF_TRACE_RAW_TP: Final = 23
 _BPF_TRACE_FENTRY: Final = 24
 # r0 = 0; exit
 _RETURN_0: Final = bytes.fromhex("b7000000000000009500000000000000")
-# A function and a tracepoint that every kernel with networking has.
+# A function and a tracepoint of every kernel with networking.
 _TRACED_FUNCTION: Final = "udp_rcv"
 _TRACED_POINT: Final = "netif_receive_skb"
 TOOL_TIMEOUT_S: Final = 10.0
-# arch/x86/entry/syscalls/syscall_64.tbl, Linux 6.18: only the kernel's own calls from where a nop was may use it.
+# arch/x86/entry/syscalls/syscall_64.tbl, Linux 6.18: works only from the kernel's own call in place of a nop.
 _UPROBE_SYSCALL: Final = 336
 _PMU_FOLDER: Final = Path("/sys/bus/event_source/devices")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feature:
-    """What one probe found."""
+    """The result of one probe."""
 
     name: str
     absent_because: str = ""
-    """Empty: it is there."""
+    """Empty if the feature is there."""
 
     remedy: str = ""
 
@@ -77,7 +77,7 @@ class _ProgramOptions(ctypes.Structure):
 
 
 def missing_privileges(effective: int | None = None) -> list[str]:
-    """The capabilities that loading and attaching take and this process has not."""
+    """Capabilities that loading and attaching need and this process lacks."""
     held = effective_capabilities() if effective is None else effective
     if held >> CAP_SYS_ADMIN & 1 and held >> CAPABILITIES["CAP_NET_ADMIN"] & 1:
         return []
@@ -85,7 +85,7 @@ def missing_privileges(effective: int | None = None) -> list[str]:
 
 
 def effective_capabilities() -> int:
-    """Of this process, a bit each."""
+    """The effective capabilities of this process, one bit each."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)
@@ -150,7 +150,7 @@ def _xdp() -> Feature:
 
 
 def _tracing(name: str, attach_type: int, target: str, remedy: str) -> Feature:
-    """Loads and attaches: some kernels refuse only the latter."""
+    """Loads and attaches, because some kernels refuse only the attachment."""
     identifier = library().libbpf_find_vmlinux_btf_id(target.encode(), attach_type)
     if identifier < 0:
         return Feature(name=name, absent_because=f"BTF of the kernel: {_why(-identifier)}", remedy=remedy)
@@ -182,9 +182,9 @@ def _uprobe_call() -> Feature:
 
 
 def try_native_xdp(near: str, far: str) -> None:
-    """Makes a pair of virtual interfaces and attaches a program to one; raises what is said against it.
+    """Makes a pair of virtual interfaces and attaches a program to one. Raises what the kernel refuses.
 
-    In a network namespace of its own, which takes the pair with it.
+    Run it in a network namespace of its own, which removes the pair at its end.
     """
     subprocess.run(["ip", "link", "add", near, "type", "veth", "peer", "name", far], check=True, timeout=TOOL_TIMEOUT_S)
     descriptor = _load("xdp", _BPF_PROG_TYPE_XDP)
@@ -222,13 +222,13 @@ PROBES: Final[dict[str, Callable[[], Feature]]] = {
 
 @functools.cache
 def probe(name: str) -> Feature:
-    """One feature, tried at most once a process."""
+    """Probes one feature, at most once per process."""
     try:
         return PROBES[name]()
-    except BpfError as error:  # there is no libbpf
+    except BpfError as error:  # no libbpf
         return Feature(name=name, absent_because=str(error), remedy="install libbpf 1.0 or later (libbpf1)")
 
 
 def absent() -> list[Feature]:
-    """All that is not there."""
+    """All features that are missing."""
     return [found for name in PROBES if not (found := probe(name)).available]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""libbpf by ctypes: its functions with their types, its log, and the error that carries both.
+"""libbpf by ctypes: its functions with types, its log, and the error that carries both.
 
-libbpf 1.0 is enough. What it is too old for on some distributions is done without it: an arena's memory is mapped by
-`arena`, and tcx links are made by number (docs/decisions/0040-libbpf-of-the-distribution.md).
+libbpf 1.0 is enough. Newer features do without it: `arena` maps an arena's memory, and tcx links are made by number
+(docs/decisions/0040-libbpf-of-the-distribution.md).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 from typing import Any, Final
 
 LIBRARY: Final = "libbpf.so.1"
-# Of what libbpf says for one object, the end is kept: there the verifier's verdict stands.
+# The end of libbpf's log for one object is kept, because the verifier's verdict is there.
 LOG_LINE_MAX_BYTES: Final = 1 << 20
 LOG_TAIL_CHARS: Final = 4000
 LIBBPF_INFO: Final = 1
@@ -81,11 +81,11 @@ _vsnprintf = ctypes.CDLL(None).vsnprintf
 
 
 class BpfError(OSError):
-    """The kernel or libbpf refused. The message names the program or map, and ends with the verifier's log."""
+    """The kernel or libbpf refused. The message names the program or map and ends with the verifier's log."""
 
 
 def _keep_log(level: int, template: bytes, arguments: int) -> int:
-    """What libbpf says goes into the error that follows, instead of to stderr."""
+    """libbpf's messages go into the next error instead of stderr."""
     if level <= LIBBPF_INFO:
         line = ctypes.create_string_buffer(LOG_LINE_MAX_BYTES)
         _vsnprintf(line, ctypes.c_size_t(LOG_LINE_MAX_BYTES), ctypes.c_char_p(template), ctypes.c_void_p(arguments))
@@ -117,7 +117,7 @@ def clear_log() -> None:
 
 
 def refusal(code: int, what: str) -> BpfError:
-    """The error for `what`, with the end of what libbpf said since `clear_log`."""
+    """The error for `what`, with the end of libbpf's log since `clear_log`."""
     log = _log.decode(errors="replace").strip()
     text = f"{what}: {os.strerror(code)}"
     return BpfError(code, f"{text}\n{log[-LOG_TAIL_CHARS:]}" if log else text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaching programs: XDP, tcx, tracepoints with types (tp_btf), uprobes, USDT. A link detaches when it is closed."""
+"""Attaches programs: XDP, tcx, typed tracepoints (tp_btf), uprobes, USDT. Closing a link detaches it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BPF_TCX_EGRESS: Final = 47
 EVERY_PROCESS: Final = -1
 
 
-# What else the kernel means by these, of an interface that is to run a program.
+# What these error numbers mean when an interface gets a program.
 _XDP_HINTS: Final = {
     errno.EBUSY: "it has an XDP program already (`ip link` shows it)",
     errno.ERANGE: "its MTU is above what its driver runs programs for (veth: 3,506 bytes)",
@@ -63,7 +63,7 @@ class _UprobeOptions(ctypes.Structure):
 
 
 class Link(Closing):
-    """What is attached; closing it, or the end of the process, detaches it."""
+    """An attachment. Closing it, or the end of the process, detaches the program."""
 
     def __init__(self, *, descriptor: int | None = None, pointer: int | None = None) -> None:
         self._descriptor, self._pointer = descriptor, pointer
@@ -78,7 +78,7 @@ class Link(Closing):
 
 
 def attach_xdp(program: Program, interface_index: int, mode: XdpMode = XdpMode.ANY) -> Link:
-    """To an interface of the caller's network namespace. An interface takes one program."""
+    """Attaches to an interface of the caller's network namespace. An interface takes one program."""
     what = f"XDP ({mode.name.lower()})"
     try:
         return create_link(program.descriptor, program.name, interface_index, BPF_XDP, what, mode)
@@ -90,7 +90,7 @@ def attach_xdp(program: Program, interface_index: int, mode: XdpMode = XdpMode.A
 
 
 def attach_tcx(program: Program, interface_index: int, *, egress: bool = False) -> Link:
-    """Behind the tcx programs that are there already (Linux 6.6)."""
+    """Attaches behind the tcx programs that are already there (Linux 6.6)."""
     kind = _BPF_TCX_EGRESS if egress else _BPF_TCX_INGRESS
     what = "tcx egress" if egress else "tcx ingress"
     return create_link(program.descriptor, program.name, interface_index, kind, what)
@@ -107,7 +107,7 @@ def create_link(descriptor: int, name: str, interface_index: int, kind: int, wha
 
 
 def attach_tracepoint(program: Program) -> Link:
-    """Where its section says: tp_btf, raw_tp, tp."""
+    """Attaches where the program's section says: tp_btf, raw_tp, tp."""
     clear_log()
     return _made(library().bpf_program__attach(program.pointer), program, "where its section says")
 
@@ -115,7 +115,7 @@ def attach_tracepoint(program: Program) -> Link:
 def attach_uprobe(
     program: Program, binary: Path, function: str, *, at_return: bool = False, process: int = EVERY_PROCESS
 ) -> Link:
-    """To the entry of a function of an executable or shared library, or to its return."""
+    """Attaches to the entry, or the return, of a function of an executable or shared library."""
     options = _UprobeOptions(sz=ctypes.sizeof(_UprobeOptions), retprobe=at_return, func_name=function.encode())
     clear_log()
     made = library().bpf_program__attach_uprobe_opts(
@@ -125,7 +125,7 @@ def attach_uprobe(
 
 
 def attach_uprobe_at(program: Program, binary: Path, offset: int, *, process: int = EVERY_PROCESS) -> Link:
-    """To the instruction that is so many bytes from the beginning of the file."""
+    """Attaches to the instruction at this file offset in bytes."""
     options = _UprobeOptions(sz=ctypes.sizeof(_UprobeOptions))
     clear_log()
     made = library().bpf_program__attach_uprobe_opts(
@@ -135,7 +135,7 @@ def attach_uprobe_at(program: Program, binary: Path, offset: int, *, process: in
 
 
 def attach_usdt(program: Program, binary: Path, provider: str, name: str, *, process: int = EVERY_PROCESS) -> Link:
-    """To every place of a statically defined tracepoint of an executable or shared library."""
+    """Attaches to every place of a statically defined tracepoint of an executable or shared library."""
     clear_log()
     made = library().bpf_program__attach_usdt(
         program.pointer, process, os.fsencode(binary), provider.encode(), name.encode(), None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object files into the kernel: set read-only data and sizes, load, find programs, maps and arenas.
+"""Loads object files into the kernel: sets read-only data and sizes, loads, finds programs, maps and arenas.
 
-Nothing is pinned unless asked, so all is gone when the process is, and no bpffs is needed.
+Nothing is pinned unless asked. Everything ends with the process, and no bpffs is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sennit.ebpf.trial import Trial, run_program, send_frames
 
 @dataclass(frozen=True, slots=True)
 class ProgramStatistics:
-    """What the kernel counts while kernel.bpf_stats_enabled is 1. Reading the clock is in the time."""
+    """What the kernel counts while kernel.bpf_stats_enabled is 1. The time includes reading the clock."""
 
     run_time_ns: int
     runs: int
@@ -42,22 +42,22 @@ class Program:
         self.instructions = int(library().bpf_program__insn_cnt(pointer))
 
     def test_run(self, packet: bytes, *, repeat: int = 1) -> Trial:
-        """Runs it on a packet without any device (BPF_PROG_TEST_RUN)."""
+        """Runs it on a packet without a device (BPF_PROG_TEST_RUN)."""
         return run_program(self.descriptor, self.name, packet, repeat=repeat)
 
     def statistics(self) -> ProgramStatistics:
-        """Of all processors together, since the program was loaded."""
+        """Counts over all processors since the program was loaded."""
         lines = Path(f"/proc/self/fdinfo/{self.descriptor}").read_text().splitlines()
         found = dict(line.split(":", 1) for line in lines)
         return ProgramStatistics(run_time_ns=int(found["run_time_ns"]), runs=int(found["run_cnt"]))
 
     def send(self, packet: bytes, count: int) -> None:
-        """Runs it on so many copies of a packet that are real, and does with each what it says (Linux 5.18)."""
+        """Runs it on copies of a packet that then really go where the program says (Linux 5.18)."""
         send_frames(self.descriptor, self.name, packet, count)
 
 
 class BpfObject(Closing):
-    """A loaded object file: its programs, maps and arenas live as long as this, and as what they are attached to."""
+    """A loaded object file. Its programs, maps and arenas live as long as this object and their attachments."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class BpfObject(Closing):
         read_only: Mapping[str, Any] | None = None,
         arenas: Mapping[str, int] | None = None,
     ) -> None:
-        """`max_entries`: map -> number of entries, instead of what the source says. `read_only`: global variable in
-        .rodata -> its value, which the verifier then takes for a constant. `arenas`: arena -> its size in bytes.
+        """`max_entries`: map -> number of entries, overriding the source. `read_only`: global variable in .rodata ->
+        its value, which the verifier treats as a constant. `arenas`: arena -> its size in bytes.
         """
         loaded = library()
         clear_log()
@@ -170,7 +170,7 @@ class BpfObject(Closing):
         ctypes.memmove(section + symbol.offset, raw, len(raw))
 
     def _place_arena(self, name: str, size_bytes: int) -> int:
-        """Gives an arena its size and address before it is made: the verifier wants to know the latter."""
+        """Sets an arena's size and address before it is created. The verifier needs the address."""
         found = self._find_map(name)
         kind = library().bpf_map__type(found)
         if kind != BPF_MAP_TYPE_ARENA:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps: entries by key, per-CPU values, and the memory of an array as a NumPy view that the programs write."""
+"""BPF maps: entries by key, per-CPU values, and arrays as NumPy views that programs write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sennit.ebpf.library import BpfError, clear_log, library, refusal
 
-# uapi/linux/bpf.h: map types whose value is one a CPU, and the flag of those that can be mapped.
+# uapi/linux/bpf.h: map types with one value per CPU, and the flag of maps that can be mapped.
 PER_CPU_TYPES: Final = frozenset({5, 6, 10, 21})
 BPF_F_MMAPABLE: Final = 1 << 10
 _INDEX_BYTES: Final = 4
@@ -39,7 +39,7 @@ class MapOptions(ctypes.Structure):
 
 
 class BpfMap:
-    """A map. Keys are indices, or bytes where the map's are not 32 bits wide."""
+    """A map. Keys are integers, or bytes if the map's keys are not 32 bits wide."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class BpfMap:
         self.key_bytes, self.value_bytes = key_bytes, value_bytes
         self.descriptor = descriptor
         self.dtype = dtype
-        """Of a value, where the object's BTF says it."""
+        """The dtype of a value, if the object's BTF has it."""
         # The kernel rounds each CPU's value up to 8 bytes.
         self._stride = (self.value_bytes + 7) // 8 * 8
         self._cpus = int(library().libbpf_num_possible_cpus()) if self.type in PER_CPU_TYPES else 0
 
     @classmethod
     def of_object(cls, pointer: int, dtype: np.dtype[Any] | None) -> BpfMap:
-        """One of a loaded object's, by libbpf's pointer to it."""
+        """A map of a loaded object, by libbpf's pointer."""
         loaded = library()
         return cls(
             name=loaded.bpf_map__name(pointer).decode(),
@@ -78,7 +78,7 @@ class BpfMap:
         )
 
     def read(self, key: int | bytes) -> bytes:
-        """The value; of a per-CPU map all of them, each in a multiple of 8 bytes."""
+        """The value; for a per-CPU map all values, each padded to a multiple of 8 bytes."""
         value = ctypes.create_string_buffer(self._stride * self._cpus or self.value_bytes)
         self._check(library().bpf_map_lookup_elem(self.descriptor, self._key(key), value), key)
         return value.raw
@@ -93,14 +93,14 @@ class BpfMap:
         self._check(library().bpf_map_delete_elem(self.descriptor, self._key(key)), key)
 
     def each_key(self) -> Iterator[bytes]:
-        """All keys as bytes; entries that come or go meanwhile may be met or not."""
+        """All keys as bytes. Entries added or removed meanwhile may be missing."""
         key, following = None, ctypes.create_string_buffer(self.key_bytes)
         while library().bpf_map_get_next_key(self.descriptor, key, following) == 0:
             yield following.raw
             key = ctypes.create_string_buffer(following.raw, self.key_bytes)
 
     def values(self, key: int | bytes) -> NDArray[Any]:
-        """The value with its fields, as an array of one; of a per-CPU map one a CPU. A copy."""
+        """The value with its fields, as an array of length 1; for a per-CPU map one element per CPU. A copy."""
         if self.dtype is None:
             raise BpfError(errno.EINVAL, f"map {self.name}: the object's BTF does not say what its values are")
         raw = np.frombuffer(self.read(key), dtype=np.uint8).reshape(max(1, self._cpus), -1)
@@ -118,7 +118,7 @@ class BpfMap:
         return raw if self.dtype is None else raw[:, : self.value_bytes].view(self.dtype)[:, 0]
 
     def pin(self, path: str | os.PathLike[str]) -> None:
-        """Gives it a name on a mounted bpffs, where bpftool and other processes find it (`pins` cares for the rest)."""
+        """Pins it on a mounted bpffs, for bpftool and other processes. `pins` handles the rest."""
         clear_log()
         result = library().bpf_obj_pin(self.descriptor, os.fsencode(path))
         if result != 0:

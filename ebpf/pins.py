@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps with a name on the BPF file system, for `bpftool map dump pinned` and other processes.
+"""Pinned maps on the BPF file system, for `bpftool map dump pinned` and other processes.
 
-A folder of pins belongs to the process that holds its lock. What a killed process left there goes away when the next
-folder is made.
+A folder of pins belongs to the process that holds its lock. The next process that makes a folder removes what killed
+processes left.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from sennit.ebpf.library import BpfError
 from sennit.ebpf.maps import BpfMap
 
 BPFFS: Final = Path("/sys/fs/bpf")
-"""Where it is mounted by convention."""
+"""The usual mount point."""
 PARENT_NAME: Final = "sennit"
-"""The folder that all folders are in; nothing outside of it is ever removed."""
+"""The folder that contains all pin folders. Nothing outside it is ever removed."""
 LOCK_TIMEOUT_S: Final = 2.0
 _LOOK_EVERY_S: Final = 0.01
 # uapi/linux/magic.h
 _BPF_FS_MAGIC: Final = 0xCAFE4A11
-# More than any `struct statfs` has; its first field, a long, is the file system's magic number.
+# Larger than any `struct statfs`. Its first field, a long, is the file system's magic number.
 _STATFS_LONGS: Final = 32
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class PinFolder(Closing):
-    """A folder of pinned maps, this process's alone as long as it is open."""
+    """A folder of pinned maps that only this process uses while it is open."""
 
     def __init__(self, name: str, bpffs: Path = BPFFS) -> None:
-        """`name` without dots, which the file system reserves.
+        """`name` has no dots, because the file system reserves them.
 
-        Mounts the BPF file system if it is missing at its usual place. BpfError: no right to, `bpffs` is something
-        else, or another process has the folder (EBUSY).
+        Mounts the BPF file system at its usual place if needed. Raises BpfError without the right to, if `bpffs` is
+        something else, or if another process has the folder (EBUSY).
         """
         self._descriptor = -1
         _require_bpffs(bpffs)
@@ -64,13 +64,13 @@ class PinFolder(Closing):
             raise BpfError(error.errno or 0, f"{self.path}: {error.strerror}") from None
 
     def pin(self, pinned: BpfMap, name: str = "") -> Path:
-        """Gives the map a name in the folder, its own if none is given."""
+        """Pins the map in the folder, under its own name by default."""
         path = self.path / (name or pinned.name)
         pinned.pin(path)
         return path
 
     def close(self) -> None:
-        """Takes the names away; who has opened a map keeps it."""
+        """Removes the names. Processes that opened a map keep it."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             _remove(self.path)
@@ -95,7 +95,7 @@ def _is_bpffs(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Alone in the folder that the folders of all processes are in."""
+    """Locks the folder that contains the folders of all processes."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         deadline_s = time.monotonic() + LOCK_TIMEOUT_S
@@ -113,7 +113,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """What processes left that are no more: nobody holds its lock."""
+    """Folders of processes that ended: nobody holds their lock."""
     for folder in parent.iterdir():
         try:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -122,7 +122,7 @@ def _remove_abandoned(parent: Path) -> None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _remove(folder)
-        except OSError:  # a live one's, or another user's
+        except OSError:  # a live process's folder, or another user's
             continue
         finally:
             os.close(descriptor)

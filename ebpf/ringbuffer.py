@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading a ring buffer (BPF_MAP_TYPE_RINGBUF): samples come as bytes, in the order of their commits."""
+"""Reads a ring buffer (BPF_MAP_TYPE_RINGBUF). Samples come as bytes, in commit order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RingBuffer(Closing):
             raise refusal(ctypes.get_errno(), f"ring buffer {source.name}")
 
     def read(self, timeout_s: float) -> list[bytes]:
-        """What is there; if nothing is, waits for the first sample, but no longer than the timeout."""
+        """The samples that are there. If there are none, waits for the first one until the timeout."""
         if self._pointer is None:
             raise BpfError(0, f"ring buffer {self._name} is closed")
         clear_log()
@@ -44,7 +44,7 @@ class RingBuffer(Closing):
         return samples
 
     def records(self, dtype: np.dtype[Any], timeout_s: float) -> NDArray[Any]:
-        """The same as structs, whose dtype the object's BTF gives."""
+        """The same as structs, with the dtype from the object's BTF."""
         return np.frombuffer(b"".join(sample[: dtype.itemsize] for sample in self.read(timeout_s)), dtype)
 
     def close(self) -> None:

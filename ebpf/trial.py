@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a loaded program on a packet without any device: bpf(BPF_PROG_TEST_RUN)."""
+"""Runs a loaded program on a packet without a device: bpf(BPF_PROG_TEST_RUN)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Final
 
 from sennit.ebpf.library import BpfError, clear_log, library, refusal
 
-# An Ethernet header: shorter packets are refused by the kernel.
+# An Ethernet header. The kernel refuses shorter packets.
 PACKET_MIN_BYTES: Final = 14
-# What a program may put before and behind the packet.
+# Room for what a program may add before and behind the packet.
 PACKET_GROWTH_BYTES: Final = 512
-# linux/bpf.h (Linux 5.18): the packets are real ones, and what the program says of them is done.
+# linux/bpf.h (Linux 5.18): real packets, which go where the program says.
 _LIVE_FRAMES: Final = 1 << 1
 
 
@@ -51,11 +51,11 @@ class Trial:
     """The packet as the program left it after the last run."""
 
     duration_ns: int
-    """Of one run, the mean over all of them."""
+    """Mean duration of a run."""
 
 
 def run_program(descriptor: int, name: str, packet: bytes, *, repeat: int = 1) -> Trial:
-    """Runs it `repeat` times on the same packet memory: what a run changes, the next one sees."""
+    """Runs it `repeat` times on the same packet memory: the next run sees what a run changed."""
     if len(packet) < PACKET_MIN_BYTES:
         raise BpfError(
             errno.EINVAL, f"program {name}: a packet of {len(packet)} bytes; allowed: {PACKET_MIN_BYTES} or more"
@@ -82,9 +82,9 @@ def run_program(descriptor: int, name: str, packet: bytes, *, repeat: int = 1) -
 
 
 def send_frames(descriptor: int, name: str, packet: bytes, count: int) -> None:
-    """Runs an XDP program on `count` copies of a packet as if they had come in, and does what it returns with them.
+    """Runs an XDP program on `count` copies of a packet as if they had arrived, and does what it returns.
 
-    An interface that it redirects to is one of the thread's network namespace.
+    Redirection targets are interfaces of the thread's network namespace.
     """
     source = ctypes.create_string_buffer(packet, len(packet))
     options = _Options(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hash maps made without any object file, with BTF made from NumPy dtypes: bpftool shows their fields by name."""
+"""Hash maps created without an object file, with BTF from NumPy dtypes. bpftool shows their fields by name."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from sennit.ebpf.library import BpfError, clear_log, library, refusal
 from sennit.ebpf.maps import BpfMap, MapOptions
 
 NAME_MAX_CHARS: Final = 15
-"""Of a map; the kernel's BPF_OBJ_NAME_LEN has the NUL as well."""
+"""Characters of a map's name. The kernel's BPF_OBJ_NAME_LEN includes the NUL."""
 # uapi/linux/bpf.h
 _HASH: Final = 1
 _NO_PREALLOC: Final = 1
-# dtype -> the name that the kernel's headers give to it, and whether it is signed (uapi/linux/btf.h).
+# dtype -> its name in the kernel's headers, and whether it is signed (uapi/linux/btf.h).
 _INTEGERS: Final = {"<u4": ("__u32", 0), "<i4": ("__s32", 1), "<u8": ("__u64", 0), "<i8": ("__s64", 1)}
 
 
 class TypedHash(Closing):
-    """A hash map of this process, gone with it and with its pins."""
+    """A hash map of this process. It ends with the process and its pins."""
 
     def __init__(self, name: str, *, key: np.dtype[Any], value: np.dtype[Any], entries: int) -> None:
-        """Key and value: structs of integers of 4 and 8 bytes, whose fields lie as in the dtype.
+        """Key and value: structs of 4-byte and 8-byte integers, laid out as in the dtype.
 
-        BpfError: the kernel refuses, for want of CAP_BPF or because a field's name is none in C.
+        Raises BpfError without CAP_BPF, or if a field's name is not a C identifier.
         """
         self.key, self.value = key, value
         with _types({f"{name}_key": key, f"{name}_value": value}) as (btf, (key_type, value_type)):
@@ -71,7 +71,7 @@ class TypedHash(Closing):
 
 @contextlib.contextmanager
 def _types(structs: dict[str, np.dtype[Any]]) -> Iterator[tuple[int, list[int]]]:
-    """The descriptor of BTF that has these structs, and their numbers in it."""
+    """The descriptor of BTF with these structs, and their type numbers."""
     loaded = library()
     clear_log()
     btf = loaded.btf__new_empty()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tracepoints that a program or library has (USDT): read from its ELF notes, where every tracer finds them.
+"""The statically defined tracepoints (USDT) of a program or library, read from its ELF notes.
 
-A note of the kind "stapsdt" has the provider, the name, and for each argument its width and where it is at that
-instruction, in the words of the assembler (https://sourceware.org/systemtap/wiki/UserSpaceProbeImplementation).
+A note of the kind "stapsdt" has the provider, the name, and for each argument its width and its place at that
+instruction in assembler syntax (https://sourceware.org/systemtap/wiki/UserSpaceProbeImplementation).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ SECTION: Final = ".note.stapsdt"
 BASE_SECTION: Final = ".stapsdt.base"
 OWNER: Final = "stapsdt"
 _ADDRESSES: Final = struct.Struct("<QQQ")
-"""Of the instruction, of a section that tells how far the file was relocated, and of a semaphore."""
+"""The addresses of the instruction, of the section that shows how the file was relocated, and of a semaphore."""
 _ARGUMENT: Final = re.compile(r"(-?)(\d)@(\S+)")
-# What some x86 libraries have instead of one nop: a second one of five bytes, for a call (github.com/libbpf/usdt).
+# Some x86 libraries have a second nop of five bytes behind the first, for a call (github.com/libbpf/usdt).
 _NOP_AND_NOP5: Final = bytes.fromhex("90 0f1f440000")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Argument:
-    """One value that a tracepoint hands over."""
+    """One argument of a tracepoint."""
 
     size_bytes: int
     is_signed: bool
@@ -40,18 +40,18 @@ class Place:
     """One instruction of a tracepoint."""
 
     offset: int
-    """In the file."""
+    """Offset in the file."""
 
     operands: tuple[str, ...]
-    """Where each argument is there: a register, a number, or memory at a register."""
+    """The place of each argument: a register, a constant, or memory at a register."""
 
     has_call_nop: bool
-    """A nop of five bytes follows, which Linux 6.18 replaces by a call instead of a trap."""
+    """A nop of five bytes follows. Linux 6.18 replaces it by a call instead of a trap."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tracepoint:
-    """A name, which may stand at several instructions."""
+    """A named tracepoint, which may have several instructions."""
 
     provider: str
     name: str
@@ -60,9 +60,9 @@ class Tracepoint:
 
 
 def read(path: Path) -> list[Tracepoint]:
-    """The tracepoints of an ELF file, by provider and name; empty where it has none.
+    """The tracepoints of an ELF file, by provider and name; empty if it has none.
 
-    Raises ValueError if it is no ELF file, or if two places of one name disagree about its arguments.
+    Raises ValueError if the file is not ELF, or if two places of one name have different arguments.
     """
     found: dict[tuple[str, str], Tracepoint] = {}
     with path.open("rb") as file:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BPF programs for tracepoints of a binary: one at each place, with the arguments read right where the compiler has
-put them there.
+"""Generates BPF programs for the tracepoints of a binary: one for each place, which reads each argument where the
+compiler put it.
 
-libbpf and bcc read arguments at run time, from a table, by a helper call each: for six of them 0.27 us a hit, as much
-as all the rest together (docs/performance.md). A source includes what is generated here; in it, `TRACEPOINT(name,
-types and names of arguments)` is followed by what is to be done at a hit.
+libbpf and bcc read arguments at run time, from a table, with one helper call each. For six arguments this takes
+0.27 us per hit, as much as everything else together (docs/performance.md). A source includes the generated text. In
+it, `TRACEPOINT(name, types and names of arguments)` is followed by the code for a hit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from sennit.ebpf.usdt import Argument, Tracepoint
 
 HEADER: Final = "entries.h"
-# struct pt_regs of the x86-64 ABI has the names of the full registers; `low` are their parts.
+# struct pt_regs of the x86-64 ABI has the full registers' names; `low` are names of their parts.
 _X86_REGISTERS: Final[dict[str, str]] = {
     part: full
     for full, parts in {
@@ -33,16 +33,16 @@ _NUMBER: Final = re.compile(r"[$#]?(-?\d+)")
 
 
 class UnknownOperand(ValueError):
-    """An argument is somewhere that is not known here; the message has the assembler's word for it."""
+    """An argument is in an unknown kind of place. The message has the assembler text."""
 
 
 def program_name(name: str, place: int) -> str:
-    """Of the program for one place of a tracepoint."""
+    """The name of the program for one place of a tracepoint."""
     return f"{name}_{place}"
 
 
 def source(tracepoints: Iterable[Tracepoint], machine: str = platform.machine()) -> str:
-    """C text with the programs for every place of these.
+    """C text with the programs for every place of these tracepoints.
 
     Raises `UnknownOperand`.
     """
@@ -61,7 +61,7 @@ def source(tracepoints: Iterable[Tracepoint], machine: str = platform.machine())
 
 
 def _value(argument: Argument, operand: str, name: str, machine: str) -> str:
-    """The C expression for an argument, of its own width."""
+    """The C expression that reads an argument, with the argument's own width."""
     kind = f"__{'s' if argument.is_signed else 'u'}{8 * argument.size_bytes}"
     number = _NUMBER.fullmatch(operand)
     if number:
@@ -76,7 +76,7 @@ def _value(argument: Argument, operand: str, name: str, machine: str) -> str:
 
 
 def _x86(operand: str) -> tuple[str, int | None] | None:
-    """The register, and where from it the argument is if it is not in it."""
+    """The register, and the offset from it if the argument is in memory."""
     if operand.startswith("%"):
         register, offset = operand[1:], None
     else:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feeders and trainers: who sends which records when. docs/reference/ingest.md has the protocol."""
+"""Which feeder sends which records to which trainer, and when. docs/reference/ingest.md has the protocol."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A feeder's connection as the trainer has it: messages in, messages out, never waiting for the other side."""
+"""The trainer's end of a feeder connection. Sending and receiving messages never block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import LineReader, Message, encode
 
 RECEIVE_BYTES: Final = 1 << 16
-# A feeder that does not read its orders is as good as dead.
+# A feeder that does not read its orders counts as dead.
 UNSENT_MAX_BYTES: Final = 1 << 20
 
 
@@ -19,7 +19,7 @@ class Connection:
     """One accepted socket."""
 
     def __init__(self, number: int, accepted: socket.socket, peer: Any, *, deadline_s: float) -> None:
-        """`deadline_s`: until when it must have said what it has."""
+        """`deadline_s`: when the feeder must have described its data."""
         accepted.setblocking(False)
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.number, self.socket, self.deadline_s = number, accepted, deadline_s
@@ -35,7 +35,7 @@ class Connection:
         return f"{self.feeder} at {self._peer}" if self.feeder else self._peer
 
     def receive(self) -> Iterator[Message]:
-        """The messages that have come. ConnectionError: the feeder has gone."""
+        """The messages received. Raises ConnectionError if the feeder has gone."""
         try:
             received = self.socket.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -50,7 +50,10 @@ class Connection:
         self.unsent += encode(message)
 
     def flush(self) -> bool:
-        """Sends what can be sent; whether that is all. ConnectionError: the feeder has gone, or does not read."""
+        """Sends what fits now.
+
+        True if nothing is left. Raises ConnectionError if the feeder has gone or does not read.
+        """
         try:
             while self.unsent:
                 del self.unsent[: self.socket.send(self.unsent)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a feeder says of its data, so that a trainer that holds none can make tables, a plan and an order."""
+"""What a feeder says about its data. A trainer without data builds tables, a plan and an order from it."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ class TableFacts:
     name: str
     row_count: int
     mean_length: float
-    """Ids a sample, on average."""
+    """Mean number of ids per sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """One data set, as records. All feeders of a run have the same."""
+    """Describes one data set as records. All feeders of a run must have the same."""
 
     name: str
     fingerprint: str
-    """Of all samples: data sets with the same name may differ."""
+    """A hash over all samples: data sets with the same name may differ."""
 
     sample_count: int
     tables: tuple[TableFacts, ...]
     dense_names: tuple[str, ...]
     plan: Plan
-    """What becomes of a record: its sparse columns are the tables, its dense ones the dense features, in their order.
-    It keeps every row."""
+    """The plan: sparse columns become the tables, dense columns the dense features, in this order.
+    It keeps every row.
+    """
 
     def __post_init__(self) -> None:
         if len(self.plan.sparse) != len(self.tables) or len(self.plan.dense) != len(self.dense_names):
@@ -58,7 +59,7 @@ class Facts:
         return Plan(schema=self.plan.schema, columns=self.plan.columns, dense=self.plan.dense, sparse=sparse)
 
     def difference(self, other: Facts) -> str | None:
-        """What differs first, for people; None where nothing does."""
+        """The first difference, as text for people; None if there is none."""
         ours, theirs = self.as_json(), other.as_json()
         for part in fields(self):
             if ours[part.name] != theirs[part.name]:
@@ -82,7 +83,7 @@ class Facts:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Self:
-        """ProtocolError says what is wrong with facts that came from outside."""
+        """Raises ProtocolError that says what is wrong with facts from outside."""
         try:
             tables = tuple(
                 TableFacts(

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A feeder: connects to the ranks of a run, and sends the records that they order.
+"""A feeder: connects to the ranks of a run and sends the records that they order.
 
-It does what it is told, and keeps no state of the run but the batches that are not complete: another feeder with the
-same data can go on at any row.
+It keeps no state of the run except unfinished batches. Another feeder with the same data can continue at any row.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from sennit.offload.record_store import RecordStore
 
 RECEIVE_BYTES: Final = 1 << 16
 REPORT_S: Final = 0.2
-# Between two tries where the network takes nothing: a device's queue is empty after less, a route is not there sooner.
+# The pause after the network refused a packet. A full device queue drains sooner; a missing route takes longer.
 RETRY_S: Final = 0.001
-# What may pass by itself: full queues, nobody that listens yet (ICMP), a link or route that is down, a filter.
+# Errors that may pass: full queues, nobody listening yet (ICMP), a link or route that is down, a filter.
 PASSING_ERRORS: Final = frozenset(
     {
         errno.EAGAIN,
@@ -58,7 +57,7 @@ PASSING_ERRORS: Final = frozenset(
 )
 
 PartOf = Callable[[Terms, int], NDArray[np.int64]]
-"""(terms, batch) -> the numbers of the records in the batch's part for the rank of the terms, in order."""
+"""(terms, batch) -> the record numbers of this rank's part of the batch, in order."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -66,17 +65,17 @@ class FeedCounters:
     """What one feeder did."""
 
     records: int = 0
-    """Sent, those sent again included."""
+    """Records sent, repetitions included."""
 
     packets: int = 0
     batches: int = 0
-    """Parts of ranks that are complete."""
+    """Finished parts of batches, one per rank and batch."""
 
     rewinds: int = 0
-    """Orders to send again from a row that had been sent."""
+    """Orders to send again from an earlier row."""
 
     refused: int = 0
-    """Times that the network did not take a packet."""
+    """How often the network refused a packet."""
 
     def __add__(self, other: FeedCounters) -> FeedCounters:
         return FeedCounters(
@@ -88,19 +87,19 @@ class Outgoing:
     """One batch on its way to one rank. Sans-IO: says how much may be sent."""
 
     def __init__(self, batch: int, records: NDArray[np.int64], window: Window) -> None:
-        """`records`: the numbers of those in the rank's part of it."""
+        """`records`: the record numbers of this rank's part."""
         self.batch, self.records, self.window = batch, records, window
         self.next_row = 0
         self._taken = 0
         self._cut_row = 0
         self._sent: list[tuple[int, int, int]] = []
-        """Not yet taken: first row, row behind the last, packets."""
+        """Packets in flight: first row, row behind the last, packet count."""
 
     def rewind(self, row: int) -> bool:
-        """Goes on with this row. Whether it had been sent."""
+        """Continues from this row. True if the row had been sent before."""
         was_sent = row < self.next_row
         if was_sent and row >= self._cut_row:
-            # Rows that had been sent when the window was last cut tell nothing new of the way.
+            # Losses among rows sent before the last cut of the window say nothing new about the path.
             self.window.lost()
             self._cut_row = self.next_row
         self.next_row = self._taken = row
@@ -108,7 +107,7 @@ class Outgoing:
         return was_sent
 
     def taken(self, row: int) -> bool:
-        """The rows before this one have come; whether these are all."""
+        """All rows before this one have arrived. True if the batch is complete."""
         before = self.packets_on_the_way
         self._taken = max(self._taken, row)
         self._sent = [sent for sent in self._sent if sent[1] > self._taken]
@@ -126,24 +125,24 @@ class Outgoing:
 
     @property
     def packets_due(self) -> int:
-        """How many the window allows now."""
+        """Packets that the window still allows."""
         return self.window.packets - self.packets_on_the_way
 
     @property
     def packets_on_the_way(self) -> int:
-        """Of several that were sent at once, in proportion to the rows that have not come."""
+        """The share of packets, among several sent at once, that covers rows still missing."""
         return sum(-(-packets * (end - max(begin, self._taken)) // (end - begin)) for begin, end, packets in self._sent)
 
 
 class _Rank:
-    """The connection to one rank, and the batches that it has ordered."""
+    """The connection to one rank, and the batches that the rank has ordered."""
 
     def __init__(self, control: socket.socket, terms: Terms, store: RecordStore) -> None:
         self.control, self.terms, self.reader = control, terms, LineReader()
         self.records = RecordSocket(control.getpeername(), terms, store)
         self.outgoing: dict[int, Outgoing] = {}
         self.window = Window(terms.window_packets)
-        """As the last batch left it."""
+        """The window that the last batch ended with."""
 
         self.is_over = False
         self.retry_at_s = 0.0
@@ -161,7 +160,10 @@ class Feeder(Closing):
     """One feeder. `run` returns when the run is over."""
 
     def __init__(self, name: str, facts: dict[str, Any], store: RecordStore, part_of: PartOf, *, timeout_s: float):
-        """`facts`: of the data set (`Facts.as_json`). `timeout_s`: how long a rank or the network may be away."""
+        """`facts`:
+
+        of the data set (`Facts.as_json`). `timeout_s`: how long a rank or the network may be unreachable.
+        """
         self.counters = FeedCounters()
         self._name, self._facts, self._store, self._part_of = name, facts, store, part_of
         self._timeout_s = timeout_s
@@ -169,9 +171,9 @@ class Feeder(Closing):
         self._selector = selectors.DefaultSelector()
 
     def run(self, host: str, port: int, on_report: Callable[[FeedCounters], None] | None = None) -> None:
-        """Finds all ranks by this one, and serves them until each says that the run is over.
+        """Finds all ranks through this one and serves them until each says that the run is over.
 
-        `on_report` hears of the counters now and then. FeedError says why the run cannot be fed, or not any more.
+        Calls `on_report` with the counters from time to time. Raises FeedError if the run cannot be fed, or no longer.
         """
         self._meet_all(host, port)
         for rank in self._ranks:
@@ -263,7 +265,7 @@ class Feeder(Closing):
             raise ProtocolError(str(wrong)) from wrong
 
     def _pump(self) -> float:
-        """Sends what may be sent now. How long to wait for orders before it is tried again."""
+        """Sends what may be sent now. Returns how long to wait for orders before the next try."""
         wait_s = REPORT_S
         for rank in self._ranks:
             now_s = time.monotonic()
@@ -281,14 +283,14 @@ class Feeder(Closing):
 
     @staticmethod
     def _due(rank: _Rank) -> Iterator[Outgoing]:
-        """The earliest batch first: it is what the trainer waits for."""
+        """The earliest batch first, because the trainer waits for it."""
         for batch in sorted(rank.outgoing):
             outgoing = rank.outgoing[batch]
             if not outgoing.is_sent and outgoing.packets_due > 0:
                 yield outgoing
 
     def _send(self, rank: _Rank, outgoing: Outgoing) -> int:
-        """As much of the batch as the window allows. The error of the socket, or 0."""
+        """Sends as much of the batch as the window allows. Returns the socket's error number, or 0."""
         first = outgoing.next_row
         next_row, packets, failure = rank.records.send(outgoing.records, outgoing.batch, first, outgoing.packets_due)
         if packets:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which feeder sends which batch of one rank, from which row, and when it is told again.
+"""Decides which feeder sends which batch of one rank, from which row, and when to ask again.
 
-Sans-IO: no clock, socket or thread. Times come in, messages go out. A *lease* is a batch whose slot is open, with the
-feeder that was told to send it. It ends when all rows have come, when the feeder goes, or when nothing comes of it.
+Sans-IO: no clock, socket or thread. Times come in, messages go out. A *lease* is a batch with an open slot and the
+feeder that was told to send it. It ends when all rows have arrived, when the feeder leaves, or when it stalls.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Final
 
 from sennit.offload.ingest.protocol import Message, Send, Taken
 
-# How long a silence may be before rows are asked for again: RFC 6298 section 2, over how long the feeder took before.
+# How long a silence may last before rows are asked for again: RFC 6298 section 2, from the feeder's earlier delays.
 ASK_FIRST_S: Final = 0.5
 ASK_MIN_S: Final = 0.01
 ASK_MAX_S: Final = 1.0
 _GAIN: Final = 1 / 8
 _DEVIATION_GAIN: Final = 1 / 4
-# A feeder of which nothing comes for so long loses the batch, if there is another one.
+# A feeder that stays silent this long loses the batch, if another feeder is there.
 STALL_S: Final = 3.0
 
 
 class Why(enum.IntEnum):
-    """Rows are asked for; an argument of the tracepoint `rows_requested`."""
+    """Why rows are requested; an argument of the tracepoint `rows_requested`."""
 
     OPENED = 0
     """Nobody was asked for the batch before."""
     GAP = 1
     SILENCE = 2
     MOVED = 3
-    """From a feeder that went, or of which nothing came."""
+    """The feeder left or stalled."""
 
 
 class WaitEstimate:
-    """How long something may take, by how long it took before."""
+    """A timeout estimated from earlier durations."""
 
     def __init__(self) -> None:
         self._mean_s: float | None = None
@@ -57,17 +57,17 @@ class WaitEstimate:
 @dataclass
 class _Feeder:
     answer: WaitEstimate = field(default_factory=WaitEstimate)
-    """From an order to the first row that comes of it: with a queue in between much longer than a pause."""
+    """From an order to its first row. With a queue on the path this is much longer than a pause between rows."""
 
     pause: WaitEstimate = field(default_factory=WaitEstimate)
-    """From rows to rows while it sends."""
+    """From one arrival to the next while the feeder sends."""
 
     leases: int = 0
     turn: int = 0
-    """When it was given its last lease; among equals the one that waited longest is next."""
+    """When the feeder got its last lease. Among equals, the one that waited longest is next."""
 
     is_stalled: bool = False
-    """Nothing came of a lease, and nothing has since. The others come first."""
+    """Its last lease stalled, and nothing has arrived since. Other feeders come first."""
 
 
 @dataclass
@@ -76,28 +76,28 @@ class _Open:
 
     rows: int
     progress_s: float
-    """When its last row came, or else when it opened."""
+    """When its last row arrived, or else when the slot opened."""
 
     lease_s: float = 0.0
-    """When its last row came, or else when its lease began."""
+    """When its last row arrived, or else when its lease began."""
 
     taken: int = 0
     feeder: int | None = None
     told: set[int] = field(default_factory=set)
-    """Every feeder that was ever told to send it, and is to be told that it is complete."""
+    """Every feeder that was ever told to send the batch. Each is told when it is complete."""
 
     was_given: bool = False
-    """To any feeder, who may have left."""
+    """Orders sent to any feeder, also to one that left."""
 
     stalled_feeder: int | None = None
-    """Of which nothing came for so long that another one was to send it."""
+    """Feeders whose lease stalled, so that another one took over."""
 
     ask_at_s: float = 0.0
     unanswered_s: float | None = None
-    """When the first order went out of those of which no row has come yet."""
+    """When the first unanswered order was sent."""
 
     asked_row: int | None = None
-    """Where it was when it was told to send again: until then, rows ahead may be of those sent before."""
+    """The row where it was told to send again. Until then, later rows may belong to the earlier order."""
 
     tries: int = 0
 
@@ -108,23 +108,23 @@ class _Open:
 
 @dataclass(kw_only=True, slots=True)
 class LeaseCounters:
-    """What was done about what did not come."""
+    """Counters of repairs."""
 
     gaps: int = 0
-    """Orders to send again because a later row had come."""
+    """Orders to send again because a later row arrived."""
 
     silences: int = 0
-    """The same because nothing came."""
+    """Orders to send again because nothing arrived."""
 
     moved: int = 0
-    """Batches given to another feeder before they were complete."""
+    """Unfinished batches given to another feeder."""
 
     feeders_lost: int = 0
-    """That had leases when they went."""
+    """Feeders that left while they held leases."""
 
 
 class Leases:
-    """The batches of one rank from `first_batch` to the end. Feeders go by numbers that the caller gives them."""
+    """The batches of one rank from `first_batch` to the end. The caller numbers the feeders."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class Leases:
         now_s: float,
         asked: Callable[[int, int, Why], None] = lambda batch, row, why: None,
     ) -> None:
-        """`rows_of(batch)`: how many records it has; `batch_count`: where numbers end. `asked(batch, row, why)` hears
-        of every order to a feeder.
+        """`rows_of(batch)`: its record count; `batch_count`: one past the last batch. `asked(batch, row, why)` is
+        called for every order to a feeder.
         """
         self.counters = LeaseCounters()
         self._rows_of, self._batch_count, self._slots = rows_of, batch_count, slots
@@ -154,7 +154,7 @@ class Leases:
         self.advance(now_s)
 
     def leave(self, feeder: int, now_s: float) -> None:
-        """It has died, or was sent away: its batches are sent by others, from where it was."""
+        """The feeder died or was sent away. Others send its batches from the row it reached."""
         gone = self._feeders.pop(feeder, None)
         if gone is None:
             return
@@ -166,11 +166,11 @@ class Leases:
         self.advance(now_s)
 
     def awaited(self) -> Iterator[int]:
-        """The batches of which rows may come."""
+        """The batches whose slots are open."""
         return (batch for batch, lease in self._open.items() if lease.told and not lease.is_complete)
 
     def observe(self, batch: int, taken: int, row_ahead: int, now_s: float) -> None:
-        """What the receiver says of a batch: the rows taken, and whether a later one came before its turn."""
+        """Takes the receiver's state of a batch: rows taken, and whether a later row arrived out of order."""
         lease = self._open[batch]
         feeder = None if lease.feeder is None else self._feeders[lease.feeder]
         if taken > lease.taken:
@@ -178,8 +178,10 @@ class Leases:
                 if lease.unanswered_s is None:
                     feeder.pause.add(now_s - lease.lease_s)
                 else:
-                    # Of several orders it is not known which one is answered (Karn). The first one makes the estimate
-                    # too long at worst; to leave it out, as RFC 6298 does, would never learn of a slow link.
+                    # With several orders open, nobody knows which one is answered (Karn's problem). Measuring from the
+                    # first one makes
+                    # the estimate too long at worst. Leaving it out, as RFC 6298 does, would never learn that a link is
+                    # slow.
                     feeder.answer.add(now_s - lease.unanswered_s)
                     lease.unanswered_s = None
                 feeder.is_stalled = False
@@ -196,7 +198,7 @@ class Leases:
             self._ask(batch, lease, now_s, Why.GAP)
 
     def advance(self, now_s: float) -> None:
-        """Gives out batches that nobody sends, and asks again for what does not come."""
+        """Assigns batches that nobody sends, and asks again for missing rows."""
         for batch, lease in self._open.items():
             if lease.is_complete:
                 continue
@@ -206,25 +208,25 @@ class Leases:
                 self._give(batch, lease, now_s)
 
     def release(self, batch: int, now_s: float) -> None:
-        """The receiver has opened the batch's slot for the one that is `slots` later."""
+        """The receiver has given the batch's slot to the batch `slots` later."""
         del self._open[batch]
         self._open_slot(batch + self._slots, now_s)
         self.advance(now_s)
 
     def complete(self) -> Iterator[int]:
-        """The batches of which all rows are there and that were not released."""
+        """Complete batches that are not released yet."""
         return (batch for batch, lease in self._open.items() if lease.is_complete)
 
     def is_complete(self, batch: int) -> bool:
         return self._open[batch].is_complete
 
     def progress(self, batch: int) -> tuple[int, int, float]:
-        """(rows taken, rows in all, time since which none has come) of an open batch."""
+        """(rows taken, rows in all, time of the last arrival) of an open batch."""
         lease = self._open[batch]
         return lease.taken, lease.rows, lease.progress_s
 
     def drain(self) -> list[tuple[int, Message]]:
-        """The messages to send, with the feeder that each is for. Those to feeders that have left are dropped."""
+        """Messages to send, each with its feeder. Messages to feeders that left are dropped."""
         messages = [(feeder, message) for feeder, message in self._outbox if feeder in self._feeders]
         self._outbox.clear()
         return messages
@@ -255,7 +257,7 @@ class Leases:
         self._asked(batch, lease.taken, why)
         if lease.unanswered_s is None:
             lease.unanswered_s = now_s
-        # Twice as long after each try (section 5.5).
+        # The timeout doubles after each try (RFC 6298, section 5.5).
         wait_s = self._feeders[lease.feeder].answer.bound_s() * 2.0 ** min(lease.tries, 16)
         lease.ask_at_s = now_s + min(ASK_MAX_S, wait_s)
         self._outbox.append((lease.feeder, Send(batch=batch, row=lease.taken)))
@@ -265,7 +267,8 @@ class Leases:
         feeder = self._feeders[lease.feeder]
         if now_s - lease.lease_s >= STALL_S:
             feeder.is_stalled = True
-            # Also to one that had stalled: it may have been the network, and only rows can show that it is back.
+            # A stalled feeder is asked too: the network may have been at fault, and only rows can show that it
+            # recovered.
             if len(self._feeders) > 1:
                 self.counters.moved += 1
                 lease.stalled_feeder = lease.feeder

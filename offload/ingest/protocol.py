@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between a feeder and a rank: lines of JSON over TCP. docs/reference/ingest.md says when which is sent.
+"""Messages between a feeder and a rank: lines of JSON over TCP. docs/reference/ingest.md has their order.
 
-Everything that comes is checked here, so that what is behind sees only whole messages with numbers in their range.
+Everything received is checked here. The code behind sees only whole messages with numbers in their range.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _UINT32_MAX: Final = (1 << 32) - 1
 
 
 class ProtocolError(ValueError):
-    """The other side sent what no message is; the text says what, and goes to it."""
+    """The other side sent something that is not a message. The text says what, and is sent back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """One line. Every field has a range that `__post_init__` holds."""
+    """One message, one line. `__post_init__` checks the range of every field."""
 
     kind: ClassVar[str]
 
@@ -38,7 +38,7 @@ class Message:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hello(Message):
-    """Feeder: here I am. The first message of a connection."""
+    """Feeder: introduces itself. The first message of a connection."""
 
     kind: ClassVar[str] = "hello"
     version: int
@@ -52,7 +52,7 @@ class Hello(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms(Message):
-    """Rank: what this run is, from which a feeder knows which samples every batch of every rank holds."""
+    """Rank: the terms of the run. From them a feeder knows the samples of every batch of every rank."""
 
     kind: ClassVar[str] = "terms"
     version: int
@@ -63,10 +63,10 @@ class Terms(Message):
     """[host, port] of each rank: TCP for these messages, UDP for records. A feeder connects to all of them."""
 
     packet_bytes: int
-    """The longest datagram."""
+    """Bytes of the longest datagram."""
 
     window_packets: int
-    """So many datagrams of a batch may be on the way: those behind the row that was last `taken`."""
+    """Datagrams of a batch that may be in flight, counted from the row that was last `taken`."""
 
     order: dict[str, Any]
     """What the order of samples depends on, as the trainer writes it."""
@@ -90,7 +90,7 @@ class Terms(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FactsOf(Message):
-    """Feeder: what it has. `facts.Facts` reads the content."""
+    """Feeder: describes its data. `facts.Facts` reads the content."""
 
     kind: ClassVar[str] = "facts"
     facts: dict[str, Any]
@@ -101,7 +101,7 @@ class FactsOf(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Send(Message):
-    """Rank: send the batch's records from this row on. Credit, re-request and failover are the same order."""
+    """Rank: send the batch's records from this row on. Grants credit, requests rows again, and moves batches."""
 
     kind: ClassVar[str] = "send"
     batch: int
@@ -113,7 +113,7 @@ class Send(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken(Message):
-    """Rank: the batch's rows before this one have come. With all of them the feeder is done with the batch."""
+    """Rank: the batch's rows before this one have arrived. With all of them the feeder is done with the batch."""
 
     kind: ClassVar[str] = "taken"
     batch: int
@@ -125,14 +125,14 @@ class Taken(Message):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End(Message):
-    """Rank: the run is over, nothing more is wanted."""
+    """Rank: the run is over."""
 
     kind: ClassVar[str] = "end"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Error(Message):
-    """Either side, as its last message: why it goes."""
+    """Either side, as its last message: why it leaves."""
 
     kind: ClassVar[str] = "error"
     text: str
@@ -151,15 +151,15 @@ def encode(message: Message) -> bytes:
 
 
 def error(text: str) -> Error:
-    """Cut to what a line may hold."""
+    """Cuts a text to what a line may hold."""
     return Error(text=text[:TEXT_MAX] or "no reason given")
 
 
 def decode(line: bytes) -> Message:
-    """One line without its end."""
+    """Parses one line without its newline."""
     try:
         content = json.loads(line)
-    except (ValueError, RecursionError):  # no UTF-8, no JSON, a number of too many digits, or nested too deeply
+    except (ValueError, RecursionError):  # not UTF-8, not JSON, a number with too many digits, or nested too deeply
         raise ProtocolError("a line that is no JSON") from None
     if not isinstance(content, dict):
         raise ProtocolError("a line that is no JSON object")
@@ -170,15 +170,15 @@ def decode(line: bytes) -> Message:
 
 
 class LineReader:
-    """Messages out of a stream of bytes, however it is cut."""
+    """Splits a byte stream into messages, however the stream is cut."""
 
     def __init__(self, max_bytes: int = LINE_MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._kept = bytearray()
 
     def feed(self, received: bytes) -> Iterator[Message]:
-        """The messages that end in these bytes. ProtocolError, after those before it."""
-        # Only what is new can hold the end of a line.
+        """The messages that end in these bytes. Raises ProtocolError after the valid ones before the error."""
+        # Only new bytes can hold the end of a line.
         searched = len(self._kept)
         self._kept += received
         while (end := self._kept.find(b"\n", searched)) >= 0:

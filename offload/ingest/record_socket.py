@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The UDP socket of one feeder to one rank. Packets are no longer than the path takes."""
+"""The UDP socket from one feeder to one rank. No packet exceeds the path MTU."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from sennit.offload.record_store import RecordStore
 from sennit.offload.records import HEADER
 
 SEND_BUFFER_BYTES: Final = 4 << 20
-# linux/in.h and linux/in6.h: level, option to set, "never fragment", option that says the path's MTU.
+# linux/in.h and linux/in6.h: level, option to set, "never fragment", option that reads the path MTU.
 _PATH_MTU: Final = {
     socket.AF_INET: (socket.IPPROTO_IP, 10, 2, 14),
     socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 2, 24),
 }
-# IP and UDP.
+# IP and UDP headers.
 _HEADERS_BYTES: Final = {socket.AF_INET: 28, socket.AF_INET6: 48}
 
 
 class RecordSocket:
-    """Connected to a rank's port for records."""
+    """A socket connected to a rank's record port."""
 
     def __init__(self, address: Any, terms: Terms, store: RecordStore) -> None:
-        """FeedError where not even one record fits a packet."""
+        """Raises FeedError if not even one record fits a packet."""
         self.peer = f"{address[0]} port {address[1]}"
         self._terms, self._store = terms, store
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -37,7 +37,7 @@ class RecordSocket:
         try:
             self._level, discover, never_fragment, self._mtu_option = _PATH_MTU[family]
             self._headers_bytes = _HEADERS_BYTES[family]
-            # A program in the kernel sees packets, not datagrams that are put together again.
+            # A BPF program sees packets, not reassembled datagrams.
             self._socket.setsockopt(self._level, discover, never_fragment)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
             self._socket.setblocking(False)
@@ -48,10 +48,13 @@ class RecordSocket:
             raise
 
     def send(self, records: NDArray[np.int64], batch: int, first: int, packets_max: int) -> tuple[int, int, int]:
-        """Rows of the batch from `first` on: the next row, packets sent, and the socket's error or 0."""
+        """Sends rows of the batch from `first` on.
+
+        Returns the next row, the packets sent, and the socket's error or 0.
+        """
         next_row, packets, failure = self._sender.send(self._socket.fileno(), records, batch, first, packets_max)
         if failure == errno.EMSGSIZE:
-            # The path has become narrower (ICMP packet too big): shorter packets from here on.
+            # The path MTU shrank (ICMP packet too big): packets are shorter from here on.
             before, self._sender = self._body_bytes, self._make_sender()
             failure = errno.EAGAIN if self._body_bytes < before else failure
         return next_row, packets, failure

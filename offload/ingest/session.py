@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's side of ingest: takes connections of feeders, tells them what to send, hands out complete batches.
+"""One rank's end of ingest: accepts feeders, orders records, hands out complete batches.
 
-A thread does it, beside the one that trains. It looks at the receiver about every millisecond while rows may come, and
+A thread of its own does this beside training. It checks the receiver about every millisecond while rows may come, and
 sleeps while all slots are full.
 """
 
@@ -39,16 +39,16 @@ IDLE_S: Final = 0.1
 OBSERVE_EVERY_S: Final = 0.2
 CONNECTIONS_MAX: Final = 256
 HELLO_S: Final = 10.0
-# For what waits to be sent when the session ends.
+# How long messages may take to leave when the session ends.
 LAST_WORDS_S: Final = 2.0
 
 
 class IngestError(RuntimeError):
-    """No batch comes; the text says which, and who was to send it."""
+    """A batch does not come. The text says which batch, and who was to send it."""
 
 
 class Session(Closing):
-    """Feeders may come and go at any time until it is closed."""
+    """Serves feeders until it is closed. Feeders may come and go at any time."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Session(Closing):
         self._thread.start()
 
     def wait_for_facts(self) -> Facts:
-        """Those of the first feeder that comes."""
+        """The facts of the first feeder that arrives."""
         with self._changed:
             if not self._wait(lambda: self._facts is not None, time.monotonic() + self._timeout_s):
                 raise IngestError(f"no feeder came to {self._place} within {self._timeout_s:g} s{self._departed()}")
@@ -97,7 +97,7 @@ class Session(Closing):
             return self._facts
 
     def agree(self, facts: Facts) -> None:
-        """What the run has; feeders that came already and have something else are refused."""
+        """Sets the run's facts. Feeders with other facts are refused, those already connected too."""
         with self._changed:
             self._facts = facts
             for connection in list(self._connections.values()):
@@ -108,7 +108,7 @@ class Session(Closing):
     def start(
         self, receiver: Receiver, rows_of: Callable[[int], int], *, first_batch: int, batch_count: int, slots: int
     ) -> None:
-        """Feeders get orders from now on. The receiver expects `first_batch`; the session closes it."""
+        """Starts to order records. The receiver expects `first_batch`; the session closes it."""
         with self._changed:
             now_s = time.monotonic()
             self._receiver = receiver
@@ -123,7 +123,7 @@ class Session(Closing):
             self._wake_up()
 
     def take(self, number: int) -> Batch:
-        """Waits for the batch; its columns are good until it is released."""
+        """Waits for the batch. Its columns are valid until it is released."""
         with self._changed:
             receiver, leases = self._started()
             began_s = self._waits_since_s = time.monotonic()
@@ -140,7 +140,7 @@ class Session(Closing):
         return receiver.batch(number)
 
     def release(self, number: int) -> None:
-        """Gives the batch's slot to a later one."""
+        """Gives the batch's slot to a later batch."""
         with self._changed:
             receiver, leases = self._started()
             receiver.release(number)
@@ -150,9 +150,10 @@ class Session(Closing):
             self._wake_up()
 
     def counters(self) -> dict[str, int | float]:
-        """What came: datagrams by verdict, records, bytes; what was done about what did not; seconds waited.
+        """Counters: datagrams by verdict, records, bytes, repairs, and seconds waited.
 
-        Always the same names; `feeders_connected` and `batches_ready` are of the moment, the others only grow.
+        The names are always the same. `feeders_connected` and `batches_ready` are momentary values; all others only
+        grow.
         """
         with self._changed:
             came = FeedCounters() if self._receiver is None else self._receiver.counters()
@@ -170,12 +171,12 @@ class Session(Closing):
             }
 
     def sketch(self) -> Sketch | None:
-        """How often ids came so far, by the plan's columns; None where no records are taken, or nobody counts."""
+        """How often ids occurred so far, by column of the plan; None before records are taken or without a sketch."""
         with self._changed:
             return None if self._receiver is None else self._receiver.sketch()
 
     def close(self, failure: str | None = None) -> None:
-        """Tells the feeders that the run is over, or why it failed, and ends the receiver."""
+        """Tells the feeders that the run is over, or why it failed, and closes the receiver."""
         with self._changed:
             if self._ends:
                 return
@@ -202,7 +203,7 @@ class Session(Closing):
         return max(began_s, leases.progress(number)[2]) + self._timeout_s
 
     def _wait(self, condition: Callable[[], bool], deadline_s: float) -> bool:
-        """Whether it came true before the deadline. What ended the thread is raised here."""
+        """Waits for a condition; False after the deadline. Raises whatever ended the thread."""
 
         def is_over() -> bool:
             return self._failure is not None or condition()
@@ -229,7 +230,7 @@ class Session(Closing):
     def _departed(self) -> str:
         return f"; gone: {'; '.join(self._departures)}" if self._departures else ""
 
-    # What follows runs in the session's thread.
+    # Everything below runs in the session's thread.
 
     def _run(self) -> None:
         try:
@@ -262,7 +263,7 @@ class Session(Closing):
             self._accept()
         else:
             connection: Connection = key.data
-            if connection.is_closed:  # by the other thread, after the selector had seen it
+            if connection.is_closed:  # closed by the other thread after the selector had seen it
                 return
             if events & selectors.EVENT_READ:
                 self._hear(connection)
@@ -272,7 +273,7 @@ class Session(Closing):
     def _accept(self) -> None:
         try:
             accepted, peer = self._listener.accept()
-        except OSError:  # gone again, or no descriptors left: the next one may do better
+        except OSError:  # the peer is gone again, or no descriptors are left: the next connection may succeed
             return
         self._accepted += 1
         deadline_s = time.monotonic() + min(HELLO_S, self._timeout_s)
@@ -328,7 +329,7 @@ class Session(Closing):
                 self._leases.join(connection.number, time.monotonic())
 
     def _look(self) -> None:
-        """At the rows that have come, and at the clock."""
+        """Handles rows that arrived and timeouts."""
         now_s = time.monotonic()
         if self._receiver is not None and self._leases is not None:
             for batch in list(self._leases.awaited()):
@@ -390,7 +391,7 @@ class Session(Closing):
             self._send_orders()
 
     def _say_goodbye(self) -> None:
-        """Waits, not for long, until the last messages are on their way."""
+        """Waits a short time until the last messages have left."""
         deadline_s = time.monotonic() + LAST_WORDS_S
         with self._changed:
             for connection in list(self._connections.values()):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several ranks of a machine at one interface, which takes one XDP program.
+"""Shares one interface, which takes one XDP program, among several ranks of a machine.
 
-The first of them attaches a dispatcher (ebpf/programs/dispatch.bpf.c). The others, processes of their own, hand it
-their programs as descriptors over a Unix socket, whose abstract name only this network namespace knows (unix(7)).
+The first rank attaches a dispatcher (ebpf/programs/dispatch.bpf.c). The other processes pass their programs to it as
+descriptors over a Unix socket. Its abstract name is visible in this network namespace only (unix(7)).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 
 class Dispatcher(Closing):
-    """At the interface: packets for UDP port `first_port + n` go to receiver `n`, others to the host."""
+    """The dispatcher at an interface: UDP port `first_port + n` goes to receiver `n`, everything else to the host."""
 
     def __init__(self, *, first_port: int, receivers: int) -> None:
         self._object = BpfObject(
@@ -52,9 +52,9 @@ class Dispatcher(Closing):
 def lead(
     program_descriptor: int, interface: str, ranks: range, *, session: int, first_port: int, timeout_s: float
 ) -> Dispatcher:
-    """The first of the ranks at the interface: returns when all have handed over their programs.
+    """Run by the first rank at the interface. Returns when all others have passed their programs.
 
-    TargetUnavailable: one has not by the deadline.
+    Raises TargetUnavailable if one has not by the deadline.
     """
     deadline_s = time.monotonic() + timeout_s
     dispatcher = Dispatcher(first_port=first_port, receivers=ranks.stop)
@@ -84,7 +84,7 @@ def lead(
 
 
 def follow(program_descriptor: int, interface: str, number: int, *, session: int, timeout_s: float) -> None:
-    """One of the others: hands its program over. TargetUnavailable: the first one is not there by the deadline."""
+    """Run by the other ranks: passes the program. Raises TargetUnavailable if the first rank is not there in time."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:
@@ -102,7 +102,7 @@ def follow(program_descriptor: int, interface: str, number: int, *, session: int
 
 
 def _receive(visitor: socket.socket, dispatcher: Dispatcher, missing: set[int]) -> int:
-    """The number of the rank that has handed over its program; -1: nobody that is awaited."""
+    """The number of the rank that passed its program; -1 for a process that is not expected."""
     _, user, _ = _CREDENTIALS.unpack(visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     said, descriptors, _, _ = socket.recv_fds(visitor, _NUMBER.size, 1)
     try:

@@ -27,29 +27,29 @@ KINDS: Final = ("xdp", "cpu")
 XDP_MTU_MAX: Final = 3506
 CPU_PACKET_BYTES: Final = 8192
 HEADERS_BYTES: Final = 48  # IPv6 and UDP
-# Datagrams on the way to a rank, over all its open batches: below the 256 that a virtual interface's ring holds.
+# Datagrams in flight to a rank, over all its open batches. Below 256, the ring size of a veth interface.
 ON_THE_WAY_MAX: Final = 192
 CPU_BUFFER_BYTES: Final = ON_THE_WAY_MAX * CPU_PACKET_BYTES
 # linux/sockios.h
 _SIOCGIFADDR: Final = 0x8915
 _SIOCGIFMTU: Final = 0x8921
-# asm-generic/socket.h: above net.core.rmem_max, for those who may.
+# asm-generic/socket.h: exceeds net.core.rmem_max for processes with the right to.
 _SO_RCVBUFFORCE: Final = 33
 
 
 class TargetError(ValueError):
-    """Records cannot be received there. The message says why, and what is allowed."""
+    """Records cannot be received at this target. The message says why, and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IngestTarget:
-    """Local rank `i` takes records at UDP port `port + i`, and feeders at the TCP port of the same number."""
+    """Local rank `i` takes records at UDP port `port + i` and feeders at the TCP port of the same number."""
 
     kind: str
     """"xdp" or "cpu"."""
 
     places: tuple[str, ...]
-    """xdp: interfaces, which local ranks take in turn. cpu: one address of this machine."""
+    """xdp: interfaces, assigned to local ranks in turn. cpu: one address of this machine."""
 
     port: int = PORT
 
@@ -78,7 +78,7 @@ class IngestTarget:
         return cls(kind=kind, places=places, port=int(port) if colon else PORT)
 
     def check(self, local_ranks: int) -> None:
-        """What can be known before a run begins is said at once."""
+        """Everything that can be checked before a run is checked at once."""
         if self.port + local_ranks - 1 > 65_535:
             raise TargetError(f"port {self.port} for {local_ranks} ranks; allowed: up to {65_536 - local_ranks}")
         if self.kind == "xdp":
@@ -91,7 +91,7 @@ class IngestTarget:
             self.listen(local_rank).close()
 
     def address(self, local_rank: int) -> str:
-        """Where feeders reach the rank, as a number."""
+        """Where feeders reach the rank, as a numeric address."""
         if self.kind == "xdp":
             return interface_address(self._interface(local_rank))
         try:
@@ -120,7 +120,7 @@ class IngestTarget:
     def receiver(
         self, layout: BatchLayout, local_rank: int, *, local_ranks: int, session: int, timeout_s: float
     ) -> Receiver:
-        """Takes the rank's records from now on. PlanError, TargetUnavailable and OSError say why it cannot."""
+        """Starts to receive the rank's records. Raises PlanError, TargetUnavailable or OSError."""
         port = self.port + local_rank
         if self.kind == "xdp":
             from sennit.offload.xdp import XdpReceiver
@@ -140,7 +140,7 @@ class IngestTarget:
         return self.places[local_rank % len(self.places)]
 
     def _attach(self, receiver: XdpReceiver, ranks: range, timeout_s: float) -> None:
-        """To the interface that it may share with other ranks."""
+        """Attaches to an interface that other ranks may share."""
         local_rank = receiver.udp_port - self.port
         interface, program, session = self._interface(local_rank), receiver.program.descriptor, receiver.session
         if len(ranks) == 1:
@@ -153,20 +153,20 @@ class IngestTarget:
             follow(program, interface, local_rank, session=session, timeout_s=timeout_s)
 
     def packets_on_the_way(self, local_ranks: int) -> int:
-        """How many datagrams may be sent to a rank before it says that they have come: no queue there holds more."""
+        """Datagrams that may be in flight to a rank. No queue on the host holds more."""
         if self.kind == "xdp":
             return ON_THE_WAY_MAX // -(-local_ranks // len(self.places))  # ranks at one interface share its ring
         return min(ON_THE_WAY_MAX, _receive_buffer_bytes() // CPU_PACKET_BYTES)
 
     def packet_bytes(self, local_rank: int) -> int:
-        """The longest datagram. A feeder takes less where the path's MTU is smaller."""
+        """Bytes of the longest datagram. A feeder uses less where the path MTU is smaller."""
         if self.kind == "cpu":
             return CPU_PACKET_BYTES
         return min(interface_mtu(self._interface(local_rank)), XDP_MTU_MAX) - HEADERS_BYTES
 
 
 def _receive_buffer_bytes() -> int:
-    """What the kernel grants for all datagrams on the way; it takes twice as much, for its own use (socket(7))."""
+    """The receive buffer for all datagrams in flight. The kernel doubles it for its own use (socket(7))."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as tried:
         try:
             tried.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, CPU_BUFFER_BYTES)
@@ -185,7 +185,7 @@ def _closed_on_error(receiver: Closing) -> Iterator[None]:
 
 
 def interface_address(name: str) -> str:
-    """Of the interface, the first global IPv6 address, or else its IPv4 address."""
+    """The interface's first global IPv6 address, or else its IPv4 address."""
     try:
         socket.if_nametoindex(name)
     except OSError:

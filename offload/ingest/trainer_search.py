@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a feeder finds a rank: it connects until the deadline, says who it is, and hears the terms of the run."""
+"""How a feeder finds a rank: it connects until the deadline, introduces itself, and receives the run's terms."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Final
 from sennit.offload.ingest.protocol import LINE_MAX_BYTES, VERSION, Error, Hello, ProtocolError, Terms, decode, encode
 
 RETRY_S: Final = 0.1
-# A host that is gone without a word is missed after so many questions (tcp(7)).
+# A host that vanished without a word is noticed after this many keep-alive probes (tcp(7)).
 KEEPALIVE_PROBES: Final = 5
 
 
 class FeedError(RuntimeError):
-    """The run cannot be fed, or not any more; the text says why."""
+    """The run cannot be fed, or no longer. The text says why."""
 
 
 def meet(host: str, port: int, *, name: str, deadline_s: float) -> tuple[socket.socket, Terms]:
-    """A connection to the rank, and its terms.
+    """Returns a connection to the rank, and its terms.
 
-    `deadline_s`: on the monotonic clock. FeedError: nobody is there until then, or somebody who is no trainer.
+    `deadline_s` is on the monotonic clock. Raises FeedError if nobody answers in time, or not a trainer.
     """
     place = f"{host} port {port}"
     while True:
@@ -39,14 +39,14 @@ def meet(host: str, port: int, *, name: str, deadline_s: float) -> tuple[socket.
         else:
             control.close()
             reason = "closed the connection"
-        # A run that is just ending, or one that is not ready yet.
+        # A run that is just ending, or not ready yet.
         if time.monotonic() + RETRY_S >= deadline_s:
             raise FeedError(f"no terms from {place}: {reason}")
         time.sleep(RETRY_S)
 
 
 def _connect(host: str, port: int, deadline_s: float) -> socket.socket:
-    """Tries until the deadline: the trainer may be started later."""
+    """Tries until the deadline, because the trainer may start later."""
     while True:
         try:
             control = socket.create_connection((host, port), max(0.01, deadline_s - time.monotonic()))
@@ -69,7 +69,7 @@ def _connect(host: str, port: int, deadline_s: float) -> socket.socket:
 
 
 def _line(control: socket.socket, deadline_s: float) -> bytes:
-    """The first line, or nothing if the connection ends before. What follows it stays in the socket."""
+    """The first line, or nothing if the connection ends before. Bytes behind it stay in the socket."""
     found = bytearray()
     while len(found) < LINE_MAX_BYTES:
         control.settimeout(max(0.01, deadline_s - time.monotonic()))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many packets of a batch may be on the way: as many as the rank allows, fewer where they get lost.
+"""The number of packets of a batch that may be in flight: the rank's limit, less after losses.
 
-Additive increase, multiplicative decrease (Chiu and Jain 1989; RFC 5681 section 3.1): halved when the rank wants rows
-again, one packet more for each window of packets taken.
+Additive increase, multiplicative decrease (Chiu and Jain 1989; RFC 5681 section 3.1): the window is halved when the
+rank asks for rows again, and grows by one packet for each window of packets taken.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import copy
 from typing import Final
 
-# With a single packet a second loss in a row could not be told from the first.
+# With a single packet, a second loss in a row could not be told from the first.
 LEAST_PACKETS: Final = 2
 
 
 class Window:
-    """Of one batch. The first begins with the most: the rank has chosen what its own end holds, and most links hold
-    more than that.
+    """The window of one batch. The first batch starts at the limit: the rank chose what its end holds, and most links
+    hold more than that.
     """
 
     def __init__(self, most_packets: int) -> None:
         self._most = self._packets = float(most_packets)
 
     def following(self) -> Window:
-        """Of a batch that goes the same way after this one."""
+        """The window of the next batch on the same path."""
         return copy.copy(self)
 
     @property
