@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from sennit.ebpf.elf import Elf
+from sennit.errors import FormatError
 
 _MAGIC: Final = 0xEB9F
 _HEADER: Final = struct.Struct("<HBBIIIII")
@@ -27,7 +28,7 @@ _INT_SIGNED: Final = 1
 _POINTER_BYTES: Final = 8
 
 
-class BtfError(ValueError):
+class BtfError(FormatError):
     """The object has no such type, or the type has no dtype."""
 
 

@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from sennit.errors import SennitError
+
 PROGRAMS: Final = Path(__file__).parent / "programs"
 INCLUDE: Final = Path(__file__).parent / "include"
 COMPILE_TIMEOUT_S: Final = 60.0
@@ -27,7 +29,7 @@ TARGET_ARCHITECTURES: Final = {"x86_64": "x86", "aarch64": "arm64"}
 NEWEST_CLANG_VERSION: Final = 40
 
 
-class CompileError(RuntimeError):
+class CompileError(SennitError):
     """clang failed; the message has its output."""
 
 

@@ -10,6 +10,8 @@ from elftools.common.exceptions import ELFError
 from elftools.elf.elffile import ELFFile
 from elftools.elf.sections import SymbolTableSection
 
+from sennit.errors import FormatError
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Symbol:
@@ -20,7 +22,7 @@ class Symbol:
     size_bytes: int
 
 
-class ElfError(ValueError):
+class ElfError(FormatError):
     """Not an object file."""
 
 

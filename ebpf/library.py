@@ -13,6 +13,8 @@ import functools
 import os
 from typing import Any, Final
 
+from sennit.errors import SennitError
+
 LIBRARY: Final = "libbpf.so.1"
 # The end of libbpf's log for one object is kept, because the verifier's verdict is there.
 LOG_LINE_MAX_BYTES: Final = 1 << 20
@@ -80,7 +82,7 @@ _log = bytearray()
 _vsnprintf = ctypes.CDLL(None).vsnprintf
 
 
-class BpfError(OSError):
+class BpfError(OSError, SennitError):
     """The kernel or libbpf refused. The message names the program or map and ends with the verifier's log."""
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from sennit.ebpf.usdt import Argument, Tracepoint
+from sennit.errors import FormatError
 
 HEADER: Final = "entries.h"
 # struct pt_regs of the x86-64 ABI has the full registers' names; `low` are names of their parts.
@@ -32,7 +33,7 @@ _ARM_MEMORY: Final = re.compile(r"\[(\w+)(?:,\s*#?(-?\d+))?\]")
 _NUMBER: Final = re.compile(r"[$#]?(-?\d+)")
 
 
-class UnknownOperand(ValueError):
+class UnknownOperand(FormatError):
     """An argument is in an unknown kind of place. The message has the assembler text."""
 
 

@@ -3,20 +3,22 @@
 
 from __future__ import annotations
 
+from sennit.errors import ArgumentError, SennitError
 
-class SchemaError(ValueError):
+
+class SchemaError(ArgumentError):
     """A field of the schema is wrong. The author of the schema must act."""
 
 
-class PlanError(ValueError):
+class PlanError(ArgumentError):
     """The plan is wrong: an unknown column, a cycle, an overflow, a wrong type. The author of the plan must act."""
 
 
-class RecordError(ValueError):
+class RecordError(ArgumentError):
     """A record does not fit the schema. The feeder must act."""
 
 
-class SketchError(ValueError):
+class SketchError(ArgumentError):
     """A sketch cannot have this shape, table or file. The caller must act."""
 
 
@@ -33,5 +35,5 @@ class NotOffloadable(PlanError):
         self.cpu_ns_per_record = cpu_ns_per_record
 
 
-class TargetUnavailable(RuntimeError):
+class TargetUnavailable(SennitError):
     """This machine or process cannot run the target. The message says what is missing and which target works."""

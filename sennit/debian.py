@@ -12,16 +12,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from sennit.errors import SennitError
+
 QUERY_TIMEOUT_S: Final = 60.0
 DOWNLOAD_TIMEOUT_S: Final = 1200.0
 OUTPUT_TAIL_LINES: Final = 30
 
 
-class Unavailable(RuntimeError):
+class Unavailable(SennitError):
     """This machine lacks something that has to be installed first; the message says what, and how."""
 
 
-class StepFailed(RuntimeError):
+class StepFailed(SennitError):
     """A program that should have worked did not; the message has the end of its output."""
 
 

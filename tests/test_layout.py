@@ -2,13 +2,14 @@
 """The layout that docs/architecture.md promises: who imports whom, names, links, file sizes, documented variables."""
 
 import ast
+import builtins
 import itertools
 import os
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_folder_imports_only_what_it_may(folder: str) -> None:
 
 
 # Files of `sennit/` that every folder may use.
-SHARED = {"cache", "closing", "command_line", "debian", "exports"}
+SHARED = {"cache", "closing", "command_line", "debian", "errors", "exports"}
 
 
 def test_what_all_folders_share_imports_none_of_them() -> None:
@@ -161,3 +162,31 @@ def test_import_is_cheap_and_finds_its_parts_from_any_folder(folder: Path) -> No
 def test_nothing_beside_the_clone_can_be_imported() -> None:
     """A folder next to it called `triton` would be torch's."""
     assert str(ROOT.parent) not in sys.path
+
+
+def test_there_is_one_tree_of_errors() -> None:
+    """Every exception of the product derives from `SennitError`, so that one `except` catches what sennit raises."""
+    roots = {"SennitError"}
+    declared: dict[str, set[str]] = {}
+    for folder in MAY_IMPORT:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    declared.setdefault(node.name, set()).update(
+                        base.id if isinstance(base, ast.Name) else base.attr
+                        for base in node.bases
+                        if isinstance(base, ast.Name | ast.Attribute)
+                    )
+
+    def reaches(name: str, wanted: Callable[[str], bool], above: frozenset[str] = frozenset()) -> bool:
+        if wanted(name):
+            return True
+        return any(reaches(base, wanted, above | {name}) for base in declared.get(name, ()) if base not in above)
+
+    def is_builtin_error(name: str) -> bool:
+        kind = getattr(builtins, name, None)
+        return isinstance(kind, type) and issubclass(kind, Exception)
+
+    errors = {name for name in declared if name not in roots and reaches(name, is_builtin_error)}
+    assert len(errors) > 30
+    assert not {name for name in errors if not reaches(name, roots.__contains__)}

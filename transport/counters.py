@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from sennit.errors import FormatError
+
 FOLDER: Final = Path("/dev/shm")
 PATTERN: Final = "sennit.counters-*"
 MAGIC: Final = 0x31_52_54_43_4E_4E_45_53
@@ -29,7 +31,7 @@ NAMES, COUNTERS = 1, 2
 NONE: Final = 0xFFFFFFFF
 
 
-class PageError(ValueError):
+class PageError(FormatError):
     """A file that is no page of counters, or one of another version."""
 
 

@@ -1,78 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every error that sennit's transport raises, classed by who must act.
-
-    SennitError
-      ConfigError      the caller: a SENNIT_* variable or a configuration field is out of range
-      ArgumentError    the caller: sizes, dtype, operation or buffers of one call; nothing was sent
-      MismatchError    the caller: ranks disagree about the operation that they run together
-      PeerError        the operator: a rank died, aborted, or never arrived
-      TimeoutError     the operator: a deadline passed; the message names the ranks still awaited
-      AbortedError     nobody: this rank called abort or shutdown
-      DeviceError      the operator: a socket, device or shared-memory error, with its errno
-      Unsupported      nobody can, here: the message names the missing capability
-
-The native core's `sennit_status` maps to these one to one (`from_status`).
-"""
+"""The errors that the transport raises. The native core's `sennit_status` maps to them one to one."""
 
 from __future__ import annotations
 
-import builtins
-import os
 from typing import Final
 
+from sennit.errors import (
+    AbortedError,
+    ArgumentError,
+    ConfigError,
+    DeviceError,
+    MismatchError,
+    PeerError,
+    SennitError,
+    TimeoutError,
+    Unsupported,
+)
 
-class SennitError(RuntimeError):
-    """The root: catches whatever the transport can raise."""
-
-
-class ConfigError(SennitError, ValueError):
-    """A configuration value is wrong; the message carries the value and what is allowed."""
-
-
-class ArgumentError(SennitError, ValueError):
-    """An argument of one call is wrong; nothing was sent."""
-
-
-class MismatchError(SennitError):
-    """A peer runs another operation, size, dtype or split; the message has both sides."""
-
-
-class PeerError(SennitError):
-    """A peer died, aborted, reported a failure or never arrived.
-
-    `rank` is that peer, or None where the error is about several (the message names them).
-    """
-
-    def __init__(self, reason: str, rank: int | None = None) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.rank = rank
-
-
-class TimeoutError(SennitError, builtins.TimeoutError):
-    """A deadline passed. Also the builtin `TimeoutError`, so that generic handlers see it."""
-
-
-class AbortedError(SennitError):
-    """The communicator was aborted or shut down on this rank."""
-
-
-class DeviceError(SennitError, OSError):
-    """The operating system refused something; `errno` says what (None where it gave no number)."""
-
-    def __init__(self, reason: str, errno: int | None = None) -> None:
-        text = reason if errno is None else f"{reason}: {os.strerror(errno)}"
-        super().__init__(text)
-        self.errno = errno
-
-
-class Unsupported(SennitError, NotImplementedError):
-    """This machine or build cannot do it; `capability` names what is missing."""
-
-    def __init__(self, capability: str, reason: str) -> None:
-        super().__init__(f"{capability}: {reason}")
-        self.capability = capability
-
+__all__ = [
+    "AbortedError",
+    "ArgumentError",
+    "ConfigError",
+    "DeviceError",
+    "MismatchError",
+    "PeerError",
+    "SennitError",
+    "TimeoutError",
+    "Unsupported",
+    "from_status",
+]
 
 # sennit_status of core.h, in its order.
 _BY_STATUS: Final[dict[int, type[SennitError]]] = {

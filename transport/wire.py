@@ -14,6 +14,8 @@ import zlib
 from dataclasses import dataclass
 from typing import Final
 
+from sennit.errors import FormatError
+
 ROCE_UDP_PORT = 4791
 DEFAULT_PARTITION_KEY = 0xFFFF
 PAYLOAD_MAX_BYTES = 4_096
@@ -39,7 +41,7 @@ REFUSALS: Final = (
 )  # fmt: skip
 
 
-class WireError(ValueError):
+class WireError(FormatError):
     """Bytes that are not a packet; `reason` has the name of the native core's counter."""
 
     def __init__(self, reason: str, detail: str) -> None:

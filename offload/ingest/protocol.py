@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Final, Self
 
+from sennit.errors import FormatError
+
 VERSION: Final = 1
 # A plan and a schema of 512 fields take about a tenth of this.
 LINE_MAX_BYTES: Final = 1 << 20
@@ -18,7 +20,7 @@ TEXT_MAX: Final = 1024
 _UINT32_MAX: Final = (1 << 32) - 1
 
 
-class ProtocolError(ValueError):
+class ProtocolError(FormatError):
     """The other side sent something that is not a message. The text says what, and is sent back."""
 
 

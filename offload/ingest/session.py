@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Final
 
 from sennit.closing import Closing
+from sennit.errors import SennitError
 from sennit.offload._native import (
     trace_batch_begun,
     trace_batch_complete,
@@ -43,7 +44,7 @@ HELLO_S: Final = 10.0
 LAST_WORDS_S: Final = 2.0
 
 
-class IngestError(RuntimeError):
+class IngestError(SennitError):
     """A batch does not come. The text says which batch, and who was to send it."""
 
 

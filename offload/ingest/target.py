@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from sennit.closing import Closing
 from sennit.ebpf.features import missing_privileges
+from sennit.errors import ConfigError
 from sennit.offload.batches import BatchLayout
 from sennit.offload.ingest.shared_interface import follow, lead
 from sennit.offload.targets import Receiver
@@ -37,7 +38,7 @@ _SIOCGIFMTU: Final = 0x8921
 _SO_RCVBUFFORCE: Final = 33
 
 
-class TargetError(ValueError):
+class TargetError(ConfigError):
     """Records cannot be received at this target. The message says why, and what is allowed."""
 
 

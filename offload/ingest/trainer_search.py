@@ -7,6 +7,7 @@ import socket
 import time
 from typing import Final
 
+from sennit.errors import SennitError
 from sennit.offload.ingest.protocol import LINE_MAX_BYTES, VERSION, Error, Hello, ProtocolError, Terms, decode, encode
 
 RETRY_S: Final = 0.1
@@ -14,7 +15,7 @@ RETRY_S: Final = 0.1
 KEEPALIVE_PROBES: Final = 5
 
 
-class FeedError(RuntimeError):
+class FeedError(SennitError):
     """The run cannot be fed, or no longer. The text says why."""
 
 

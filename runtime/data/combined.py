@@ -28,15 +28,6 @@ class CombinedBatch:
     values: Tensor
     """Int64 [lengths.sum()]: row ids, table after table, and sample after sample within a table."""
 
-    def pinned(self) -> CombinedBatch:
-        """A copy in memory that a GPU copies from by itself."""
-        return CombinedBatch(
-            dense=self.dense.pin_memory(),
-            labels=self.labels.pin_memory(),
-            lengths=self.lengths.pin_memory(),
-            values=self.values.pin_memory(),
-        )
-
     @property
     def sample_count(self) -> int:
         return self.labels.shape[0]

@@ -10,16 +10,12 @@ from sennit.exports import exporter
 
 if TYPE_CHECKING:
     from sennit.runtime.ingest.fed import FedSource as FedSource
-    from sennit.runtime.ingest.fed import IngestFailure as IngestFailure
-    from sennit.runtime.ingest.feed import FeedFailure as FeedFailure
     from sennit.runtime.ingest.feed import FeedReport as FeedReport
 
 __getattr__ = exporter(
     __name__,
     {
         "FedSource": "fed",
-        "IngestFailure": "fed",
-        "FeedFailure": "feed",
         "FeedReport": "feed",
     },
 )

@@ -15,8 +15,7 @@ from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import PlanError, TargetUnavailable
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import VERSION, Terms
-from sennit.offload.ingest.session import IngestError, Session
-from sennit.offload.ingest.target import TargetError
+from sennit.offload.ingest.session import Session
 from sennit.offload.sketch import Sketch
 from sennit.runtime.data.batch_source import order_of
 from sennit.runtime.data.combined import CombinedBatch
@@ -24,15 +23,11 @@ from sennit.runtime.data.order import Order
 from sennit.runtime.ingest.page import IngestPage
 from sennit.runtime.model.sharding import Table
 from sennit.runtime.training.config import TrainingConfig
-from sennit.transport.errors import ConfigError, SennitError
+from sennit.transport.errors import ConfigError
 
 SLOTS: Final = 4
 # What of the configuration the order of samples depends on: feeders get it as it is.
 ORDER_SETTINGS: Final = ("seed", "split", "eval_fraction", "batch_size", "epochs", "max_steps")
-
-
-class IngestFailure(SennitError):
-    """No batch comes, or none can; the message says which, and why."""
 
 
 class FedSource:
@@ -45,10 +40,7 @@ class FedSource:
         self._rank, self._world_size = rank, world_size
         self._local_rank, self._local_ranks = local_rank, local_ranks
         self._timeout_s = config.timeout_s
-        try:
-            listener = self._target.listen(local_rank)
-        except TargetError as error:
-            raise ConfigError(str(error)) from error
+        listener = self._target.listen(local_rank)
         self._session_number = _shared(secrets.randbits(32) if rank == 0 else None)
         endpoints: list[Any] = [None] * world_size
         dist.all_gather_object(endpoints, [*listener.getsockname()[:2]])
@@ -99,13 +91,9 @@ class FedSource:
         )
 
     def take(self, number: int) -> CombinedBatch:
-        """Views of the ring, but for the ids, which are put one table behind the other. With a GPU, pinned copies."""
-        try:
-            labels, dense, lengths, values = self._session.take(number).tensors()
-        except IngestError as error:
-            raise IngestFailure(str(error)) from error
-        batch = CombinedBatch(dense=dense, labels=labels, lengths=lengths, values=torch.cat(values))
-        return batch.pinned() if torch.cuda.is_available() else batch
+        """Views of the ring, except the ids, which are copied: one table behind the other."""
+        labels, dense, lengths, values = self._session.take(number).tensors()
+        return CombinedBatch(dense=dense, labels=labels, lengths=lengths, values=torch.cat(values))
 
     def release(self, number: int) -> None:
         self._session.release(number)
@@ -127,10 +115,7 @@ class FedSource:
 
     def _agree(self) -> Facts:
         """Rank 0 says what the data are: what its first feeder has."""
-        try:
-            mine = self._session.wait_for_facts().as_json() if self._rank == 0 else None
-        except IngestError as error:
-            raise IngestFailure(str(error)) from error
+        mine = self._session.wait_for_facts().as_json() if self._rank == 0 else None
         facts = Facts.from_json(_shared(mine))
         self._session.agree(facts)
         return facts

@@ -35,10 +35,6 @@ REPLACEMENTS_MAX: Final = 2
 LEAVE_S: Final = 5.0
 
 
-class FeedFailure(SennitError):
-    """The run could not be fed to its end; the message says why and what to do."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedReport:
     """What was done, when the run is over."""
@@ -101,7 +97,7 @@ def find_trainer(address: Address, *, name: str, timeout_s: float) -> Terms:
             address.host, address.port, name=f"{name} (asks)", deadline_s=time.monotonic() + timeout_s
         )
     except FeedError as error:
-        raise FeedFailure(f"{error}; start `sennit train --ingest …` there, or give it more --timeout") from error
+        raise FeedError(f"{error}; start `sennit train --ingest …` there, or give it more --timeout") from error
     control.close()
     return terms
 
@@ -113,7 +109,7 @@ def prepare(raw: RawSamples, terms: Terms) -> tuple[dict[str, Any], RecordStore]
         dense = standardise(raw.dense, order.train_rows)
         facts, store = encode(raw, dense, body_max_bytes=terms.packet_bytes - HEADER.size)
     except MemoryError as error:
-        raise FeedFailure(f"{raw.name} does not fit this machine's memory: {error}") from error
+        raise FeedError(f"{raw.name} does not fit this machine's memory: {error}") from error
     return facts.as_json(), store
 
 
@@ -129,7 +125,7 @@ def run(
     on_event: Listener,
     on_progress: Callable[[FeedCounters], None],
 ) -> FeedReport:
-    """Feeds until the trainer says that the run is over. FeedFailure, or KeyboardInterrupt, ends all workers."""
+    """Feeds until the trainer says that the run is over. FeedError, or KeyboardInterrupt, ends all workers."""
     task = _Task(name=name, address=address, timeout_s=timeout_s, store=store, facts=facts)
     crew = _Crew(task, workers, on_event)
     began_s = ended_s = time.monotonic()
@@ -166,7 +162,7 @@ class _Crew:
             self._start(number)
 
     def progress(self) -> Iterator[FeedCounters]:
-        """What all have done so far, as they tell it, until the run is over. FeedFailure: not to its end."""
+        """What all have done so far, as they tell it, until the run is over. FeedError: not to its end."""
         is_over = False
         while self._workers:
             for end in multiprocessing.connection.wait(list(self._workers)):
@@ -182,7 +178,7 @@ class _Crew:
                 if isinstance(said, _Outcome):
                     self._leave(worker)
                     if said.error is not None and not is_over:
-                        raise FeedFailure(said.error)
+                        raise FeedError(said.error)
                     is_over = True
                 else:
                     worker.counters = said
@@ -224,7 +220,7 @@ class _Crew:
         elif self._workers:
             self._on_event(f"worker {worker.number} died with {how}; {len(self._workers)} go on")
         else:
-            raise FeedFailure(f"worker {worker.number} died with {how}, as {self.replaced} before it")
+            raise FeedError(f"worker {worker.number} died with {how}, as {self.replaced} before it")
 
 
 def _work(task: _Task, number: int, end: Connection) -> None:
@@ -240,7 +236,7 @@ def _work(task: _Task, number: int, end: Connection) -> None:
             finally:  # what it sent counts, also where a trainer that is done has gone before it said so to all
                 end.send(feeder.counters)
         outcome = _Outcome(None)
-    except (FeedError, SennitError) as error:
+    except SennitError as error:
         outcome = _Outcome(str(error))
     except BrokenPipeError:  # the parent is gone
         return
@@ -272,4 +268,4 @@ def _order(name: str, sample_count: int, terms: Terms) -> Order:
     except DataError:
         raise
     except (TypeError, ValueError) as error:
-        raise FeedFailure(f"the trainer names an order that this feeder does not know: {error}") from error
+        raise FeedError(f"the trainer names an order that this feeder does not know: {error}") from error

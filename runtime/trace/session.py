@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, Final
 
 from sennit.ebpf.compiler import PROGRAMS
+from sennit.errors import SennitError
 from sennit.runtime.trace import kernel_headers
 from sennit.transport import tracepoints
 
@@ -26,7 +27,7 @@ END_TIMEOUT_S: Final = 10.0
 LOOK_EVERY_S: Final = 0.05
 
 
-class SessionError(RuntimeError):
+class SessionError(SennitError):
     """The session cannot be had here; the message says why, and what to do."""
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from torch._C._distributed_c10d import Store
 
-from sennit.offload.ingest.target import IngestTarget, TargetError
+from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.sources import Source
@@ -222,10 +222,7 @@ def _tell_loss(rank: int, error: str) -> None:
 
 def _check_ingest(config: TrainingConfig, local_ranks: int) -> None:
     if config.ingest is not None:
-        try:
-            config.ingest.check(local_ranks)
-        except TargetError as error:
-            raise ConfigError(str(error)) from error
+        config.ingest.check(local_ranks)
 
 
 def _ingest_target(context: typer.Context, text: str) -> IngestTarget:
@@ -235,10 +232,7 @@ def _ingest_target(context: typer.Context, text: str) -> IngestTarget:
         if given is not None and given.name != "DEFAULT":
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} with --ingest; the data set is the feeders': give it to sennit feed")
-    try:
-        return IngestTarget.parse(text)
-    except TargetError as error:
-        raise ConfigError(str(error)) from error
+    return IngestTarget.parse(text)
 
 
 def _table_store(folder: Path | None, memory: str | None) -> TableStore | None:

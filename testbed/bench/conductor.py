@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from sennit.errors import SennitError
 from sennit.testbed.bench.commands import Command, Failure, Stop
 
 COMMAND_TIMEOUT_S = 180.0
@@ -26,7 +27,7 @@ STOP_TIMEOUT_S = 20.0
 POLL_S = 0.5
 
 
-class WorkerError(RuntimeError):
+class WorkerError(SennitError):
     """A worker failed, ended or did not answer."""
 
 

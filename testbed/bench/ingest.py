@@ -19,6 +19,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from sennit.errors import SennitError
 from sennit.testbed.bench.ingest_turns import MEMORY
 from sennit.testbed.topology import Planes
 
@@ -33,7 +34,7 @@ DEADLINE_S: Final = 600.0
 LEAVE_S: Final = 30.0
 
 
-class BenchError(RuntimeError):
+class BenchError(SennitError):
     """Nothing was measured; the message is the trainer's last line."""
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from sennit.errors import SennitError
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.records import HEADER, encode_packets, encode_records
@@ -43,7 +44,7 @@ BPF_STATISTICS: Final = Path("/proc/sys/kernel/bpf_stats_enabled")
 LOAD: Final = "load alone"
 
 
-class BenchError(RuntimeError):
+class BenchError(SennitError):
     """Nothing arrives, or something else than was sent."""
 
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
+from sennit.errors import SennitError
 from sennit.testbed.bench import machine
 from sennit.testbed.bench.cases import IN_FLIGHT_MAX, Case, Collective
 from sennit.testbed.bench.commands import Join, Measure, Verify
@@ -41,7 +42,7 @@ TC_TIMEOUT_S: Final = 30.0
 _UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
-class Unusable(RuntimeError):
+class Unusable(SennitError):
     """This is not a machine for it; the message says what is."""
 
 

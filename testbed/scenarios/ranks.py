@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from sennit.errors import SennitError
 from sennit.testbed.scenarios.model import Library, Variant
 from sennit.testbed.topology import Planes
 
@@ -29,7 +30,7 @@ LOG_TAIL_LINES: Final = 30
 READ_BYTES: Final = 1 << 20
 
 
-class RankError(RuntimeError):
+class RankError(SennitError):
     """A rank ended, failed or was silent where it should not have been; the message has its last words."""
 
 

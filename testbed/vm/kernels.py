@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from sennit import cache, debian
+from sennit.errors import SennitError
 from sennit.testbed.vm import stock_kernel, uml_kernel
 
 GUEST_PROGRAM: Final = Path(__file__).parent / "guest" / "init.c"
@@ -27,7 +28,7 @@ class Kind(StrEnum):
     """Debian's kernel under emulation: several seconds to start and slow, but two real processors."""
 
 
-class KernelMissing(RuntimeError):
+class KernelMissing(SennitError):
     """There is no kernel of this kind in the cache yet."""
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from sennit.runtime.data import sources, synthetic
-from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.packages import package_file, require
 from sennit.runtime.data.samples import Column, Samples, split, vocabulary
@@ -141,17 +140,3 @@ def test_packaged_data_set(name: str, count: int, base_rate: float, tables: int)
     assert len(samples) == count
     assert len(samples.columns) == tables
     assert float(samples.labels.mean()) == pytest.approx(base_rate, abs=1e-4)
-
-
-@pytest.mark.gpu
-def test_a_pinned_batch_is_the_same_batch() -> None:
-    batch = CombinedBatch(
-        dense=torch.rand(3, 2),
-        labels=torch.ones(3),
-        lengths=torch.ones(2, 4, dtype=torch.int32)[:, :3],
-        values=torch.arange(6),
-    )
-    pinned = batch.pinned()
-    for name in ("dense", "labels", "lengths", "values"):
-        assert getattr(pinned, name).is_pinned()
-        assert torch.equal(getattr(pinned, name), getattr(batch, name))

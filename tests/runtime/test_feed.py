@@ -26,12 +26,13 @@ from sennit.offload.batches import BatchLayout
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import End, FactsOf, Send, Taken
 from sennit.offload.ingest.protocol import encode as encode_message
+from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.targets import Target, compile_plan
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.features import Feature, RawSamples
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.ingest.facts import encode
-from sennit.runtime.ingest.feed import FeedFailure, prepare
+from sennit.runtime.ingest.feed import prepare
 from tests.offload.fake_rank import Rank
 
 SESSION, COUNT, BODY_BYTES = 3, 60, 1400
@@ -128,9 +129,7 @@ def test_a_data_set_that_memory_does_not_hold_is_named(
     rank = Rank(order={**ORDER, "batch_size": 8})
     with (
         contextlib.closing(rank),
-        pytest.raises(
-            FeedFailure, match=r"made does not fit this machine's memory: 60 records take \d+ bytes: No space"
-        ),
+        pytest.raises(FeedError, match=r"made does not fit this machine's memory: 60 records take \d+ bytes: No space"),
     ):
         prepare(raw_samples(rng), rank.terms)
 
