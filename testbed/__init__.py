@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What imitates and measures: networks, machines, failures and benchmarks.
+"""Imitates networks, machines and failures, and measures.
 
 `topology` joins namespaces by planes that lose and fail, `scenarios` plays on them (`sennit testbed run`), `simulation`
 runs the flow in simulated fabrics (`sennit testbed simulate`), `vm` runs a command in a virtual machine with soft-RoCE

@@ -31,12 +31,12 @@ DEFAULT_FOLDER = Path("build/testbed")
 RESULTS_NAME = "results.json"
 PAGE_NAME = "report.html"
 COLOURS = {"passed": "green", "failed": "bold red", "unsupported": "yellow"}
-# Measures that say nothing when all is well.
+# Measures that are zero when all is well.
 QUIET = ("results", "wrong_results", "failed_ranks", "distinct_digests")
 
 
 def _check_packages() -> None:
-    """Ends the command where what every scenario needs is not installed."""
+    """Ends the command if something that every scenario needs is not installed."""
     for package in ("pyroute2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             typer.echo(f"error: {package} is not installed: pip install 'sennit[testbed]', or make build", err=True)
@@ -111,7 +111,7 @@ def run(
         try:
             runner.run(outcome, scenarios, folder=folder, say=say, finished=finished)
         finally:
-            # Also of a run that is interrupted: the cases that are done took minutes.
+            # Also after an interruption: the finished cases took minutes.
             for path in (folder / RESULTS_NAME, *([json_path] if json_path else [])):
                 outcome.write(path)
             page.write(outcome, folder / PAGE_NAME)
@@ -145,7 +145,7 @@ def report(
 
 
 def show(case: Case, console: Console) -> None:
-    """A line a case, and one for each goal that was not met."""
+    """One line per case, and one for each goal that was missed."""
     from rich.text import Text
 
     line = Text.assemble((f"{case.status:12}", COLOURS[case.status]), f"{case.name:24}", f"{case.seconds:6.1f} s  ")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured: a collective at a size, in the same words for every peer."""
+"""A measured case: one collective at one size, named the same for every peer."""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
-ELEMENT_BYTES = 4  # float32 throughout: what gradients and pooled embeddings are
+ELEMENT_BYTES = 4  # float32 throughout, as gradients and pooled embeddings
 
 
 class Collective(StrEnum):
@@ -28,10 +28,10 @@ class Case:
     """Bytes of the larger of a rank's two buffers: the input of reduce_scatter, the output of all_gather."""
 
     in_flight: int = 1
-    """Operations at a time, up to `IN_FLIGHT_MAX`; one only but for sennit-core and kernel-rc."""
+    """Operations in flight, at most `IN_FLIGHT_MAX`. More than one only for sennit-core and kernel-rc."""
 
     def elements(self, world: int) -> tuple[int, int]:
-        """How many float32 a rank gives and gets; a multiple of the world size."""
+        """float32 elements that each rank sends and receives; a multiple of the world size."""
         whole = self.size_bytes // ELEMENT_BYTES // world * world
         if whole == 0:
             raise ValueError(

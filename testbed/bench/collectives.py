@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sennit bench collectives`: the four collectives of recommendation training, sennit beside its peers.
 
-A round measures every peer once, one after the other, in an order that turns from round to round; a sample is
-the time of the slowest rank. Small sizes run many times within one sample.
+A round measures every peer once. The order of peers rotates from round to round. A sample is the time of the slowest
+rank. Small sizes run many times within one sample.
 """
 
 import os
@@ -18,7 +18,7 @@ from sennit.testbed.bench.library import LIBRARIES
 from sennit.testbed.bench.results import Report, Row
 from sennit.transport.sizes import format_size
 
-SAMPLE_S = 0.05  # how long one sample should take; long against a scheduler's time slice
+SAMPLE_S = 0.05  # How long one sample should take. It is long compared with a scheduler's time slice.
 MAX_ITERATIONS = 2_000
 
 
@@ -36,15 +36,15 @@ class Settings:
     """Peers, from `LIBRARIES`."""
 
     ours: str = "sennit"
-    """What is compared with them: sennit through torch, or "sennit-core", the native core alone."""
+    """The subject: sennit through torch, or "sennit-core", the native core alone."""
 
     collectives: tuple[Collective, ...] = tuple(Collective)
 
     sizes_bytes: tuple[int, ...] = (4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-    """As `Case.size_bytes`."""
+    """See `Case.size_bytes`."""
 
     rounds: int = 15
-    """Samples of every case and peer."""
+    """Samples per case and peer."""
 
     def __post_init__(self) -> None:
         if self.world < 2:
@@ -63,7 +63,7 @@ class Settings:
         return [Case(collective, size) for collective in self.collectives for size in self.sizes_bytes]
 
     def environment(self) -> dict[str, str]:
-        """All ranks are here, so the traffic of sennit and of gloo stays on loopback unless the user says otherwise."""
+        """All ranks run here, so sennit and gloo use loopback unless the user chose other interfaces."""
         environment = {"SENNIT_TRANSPORT": self.transport}
         for name in ("SENNIT_INTERFACES", "GLOO_SOCKET_IFNAME"):
             environment[name] = os.environ.get(name, "lo")
@@ -71,7 +71,7 @@ class Settings:
 
 
 def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report:
-    """Measures all cases; `progress(what, done, total)` is called before each."""
+    """Measures all cases. Calls `progress(what, done, total)` before each."""
     report = Report(ours=settings.ours, settings=asdict(settings), machine=machine.describe())
     cases = settings.cases()
     peers = list(dict.fromkeys((settings.ours, *settings.against)))
@@ -96,7 +96,7 @@ def _measure_case(case: Case, peers: list[str], workers: dict[str, Workers], rou
     iterations = {}
     for peer in peers:
         workers[peer].ask(Verify(peer, case))
-        # The second estimate starts warm: caches of plans and buffers are filled by the first.
+        # The second estimate is warm: the first one has filled caches of plans and buffers.
         workers[peer].ask(Measure(peer, case, 1))
         once_s = max(workers[peer].ask(Measure(peer, case, 3)))
         iterations[peer] = max(1, min(MAX_ITERATIONS, round(SAMPLE_S / once_s)))
@@ -108,16 +108,16 @@ def _measure_case(case: Case, peers: list[str], workers: dict[str, Workers], rou
 
 
 def _orders(peers: list[str], rounds: int) -> Iterator[list[str]]:
-    """Every peer is first, second, … equally often."""
+    """Rotates the peers, so that each is first, second, … equally often."""
     for turn in range(rounds):
         first = turn % len(peers)
         yield peers[first:] + peers[:first]
 
 
 def memory_growth_bytes(settings: Settings) -> int:
-    """Peak resident bytes a rank of sennit takes beyond the tensors, over all collectives at the largest size.
+    """Peak resident bytes per rank that sennit adds to the tensors, over all collectives at the largest size.
 
-    Counted from before the group is made, in fresh workers; shared memory that a rank touches is counted as its own.
+    Counted from before the group is made, in fresh workers. Shared memory counts for each rank that touches it.
     """
     growth = 0
     for collective in settings.collectives:

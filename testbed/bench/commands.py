@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the conductor asks of a worker; sent pickled over a Unix socket, answered one by one."""
+"""Commands from the conductor to a worker. They are pickled, sent over a Unix socket and answered one by one."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Verify:
-    """Run the case once with values that tell the ranks apart, and check every element."""
+    """Run the case once with different values on each rank, and check every element."""
 
     peer: str
     case: Case
@@ -23,7 +23,7 @@ class Verify:
 
 @dataclass(frozen=True)
 class Measure:
-    """Run the case `iterations` times; answers with the seconds one took."""
+    """Run the case `iterations` times. Answers with the seconds per run."""
 
     peer: str
     case: Case
@@ -32,14 +32,14 @@ class Measure:
 
 @dataclass(frozen=True)
 class Allocate:
-    """Make and touch the tensors of a case and keep them: what the user's program would hold."""
+    """Allocate, touch and keep the tensors of a case, as a user's program would."""
 
     case: Case
 
 
 @dataclass(frozen=True)
 class ResetPeak:
-    """Start to watch peak memory; answers with the resident bytes now."""
+    """Start to watch peak memory. Answers with the resident bytes now."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ReadPeak:
 
 @dataclass(frozen=True)
 class Stop:
-    """Leave the groups and end."""
+    """Leave all groups and end."""
 
 
 Command = Join | Verify | Measure | Allocate | ResetPeak | ReadPeak | Stop

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conductor's side: starts a set of workers, sends all ranks a command, gathers their answers.
+"""The conductor: starts a set of workers, sends a command to all ranks and gathers their answers.
 
-Every wait has a deadline, and a worker that ends or fails ends the run with an error that names it.
+Every wait has a deadline. A worker that ends or fails ends the run with an error that names it.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class WorkerError(SennitError):
 
 
 class Workers:
-    """The processes of all ranks of one library; a context manager that leaves none behind."""
+    """The processes of all ranks of one library. The context manager leaves none behind."""
 
     def __init__(
         self,
@@ -42,11 +42,11 @@ class Workers:
         environment: dict[str, str],
         by_rank: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """`by_rank`: variables that a rank has beside those of all, where each is started here."""
+        """`by_rank`: further variables for each rank, if the ranks are started here."""
         self._library = library
         self._folder = Path(tempfile.mkdtemp(prefix="sennit-bench-"))
         address = str(self._folder / "conductor")
-        # The folder is this user's alone, so the socket needs no key of its own.
+        # Only this user can enter the folder, so the socket needs no key.
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(world)
@@ -103,7 +103,7 @@ class Workers:
         return "\n".join(lines[-40:])
 
     def ask(self, command: Command) -> list[float]:
-        """Sends the command to every rank; their answers in rank order (0.0 for a command without one)."""
+        """Sends the command to every rank. Returns the answers in rank order (0.0 for a command without an answer)."""
         for connection in self._connections:
             connection.send(command)
         answers: dict[int, float] = {}
@@ -128,7 +128,7 @@ class Workers:
         return [answers[rank] for rank in range(len(self._connections))]
 
     def stop(self) -> None:
-        """The orderly end: every rank leaves its groups."""
+        """Ends in order: every rank leaves its groups."""
         self.ask(Stop())
         for process in self._processes:
             process.wait(STOP_TIMEOUT_S)

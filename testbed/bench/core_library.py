@@ -19,7 +19,7 @@ Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
 class CoreLibrary:
-    """One rank of a group that is made over a folder instead of a torch store."""
+    """One rank of a group that meets in a folder instead of a torch store."""
 
     def __init__(self, rank: str, world: str, store_path: str) -> None:
         self.rank = int(rank)
@@ -55,9 +55,9 @@ class CoreLibrary:
         return self._joined.time_plan(case, self._compile(case), [b.view(np.uint8) for b in buffers], iterations)
 
     def _start(self, case: Case) -> Callable[[], Callable[[], object]]:
-        """Posts an operation; what it returns waits for that."""
+        """Posts an operation. Returns a function that waits for it."""
         given, got = self._buffers[case]
-        # Each in flight has a place of its own for what it gets.
+        # Each operation in flight has its own output buffer.
         places = itertools.cycle([got, *(np.zeros_like(got) for _ in range(case.in_flight - 1))])
         compile_plan = self._compile(case)
         return lambda: self._joined.post(case, compile_plan, [given.view(np.uint8), next(places).view(np.uint8)]).wait
@@ -82,7 +82,7 @@ class CoreLibrary:
                 return lambda: algorithms.allgather(world=world, rank=rank, counts=parts, item_bytes=ELEMENT_BYTES)
 
     def verify(self, peer: str, case: Case) -> None:
-        """Only the last element: the core has tests of its own."""
+        """Checks the last element only: the core has its own tests."""
         given_count, got_count = case.elements(self.world)
         given = np.full(given_count, float(self.rank), np.float32)
         got = np.full(got_count, -1.0, np.float32)

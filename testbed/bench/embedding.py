@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench embedding`: a forward pass and a backward pass with the optimizer, beside peers in the same process.
+"""`sennit bench embedding`: forward pass, and backward pass with the optimizer, beside peers in the same process.
 
-One thread a peer, unless more are asked for. Peers take turns within each round, so that whatever else the machine does
-meets all of them; a ratio is the median over rounds of peer / sennit. Before the rounds the results of the forward pass
-and the updated weights are compared.
+One thread per peer unless told otherwise. Peers take turns within each round, so a disturbance of the machine hits all
+of them. A ratio is the median over rounds of peer / sennit. Before the rounds, results of the forward pass and the
+updated weights are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sennit.transport.errors import Unsupported
 
 OURS: Final = "sennit"
 ZIPF: Final = 1.2
-# fbgemm's tests allow updated weights this much, relative.
+# Relative tolerance of updated weights, as in fbgemm's tests.
 _TOLERANCE: Final = {Precision.FP32: 1e-4, Precision.FP16: 1e-2, Precision.BF16: 1e-2}
 
 
@@ -51,13 +51,13 @@ def shapes() -> list[Shape]:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of one shape: seconds by peer, a number a round."""
+    """The result for one shape: seconds by peer, one value per round."""
 
     shape: Shape
     forward_s: dict[str, list[float]]
     backward_s: dict[str, list[float]]
     absent: dict[str, str]
-    """Peers that did not run it, and why."""
+    """Peers that did not run, and why."""
 
     def total_s(self, peer: str) -> list[float]:
         return [sum(pair) for pair in zip(self.forward_s[peer], self.backward_s[peer], strict=True)]
@@ -101,7 +101,7 @@ def run(
     threads: int = 1,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> list[Result]:
-    """Measures the shapes whose names contain `only`, on `threads` threads a peer."""
+    """Measures the shapes whose names contain `only`, on `threads` threads per peer."""
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -128,7 +128,7 @@ def _measure(shape: Shape, names: Sequence[str], rounds: int, seed: int, threads
     forward: dict[str, list[float]] = {name: [] for name in peers}
     backward: dict[str, list[float]] = {name: [] for name in peers}
     for number in range(rounds):
-        # Who comes first finds the caches as another one left them, so that changes, too.
+        # The first peer finds the caches as another one left them, so the order rotates too.
         turn = number % len(peers)
         for name in [*peers][turn:] + [*peers][:turn]:
             start = time.perf_counter()
@@ -141,7 +141,7 @@ def _measure(shape: Shape, names: Sequence[str], rounds: int, seed: int, threads
 
 
 def _compare(shape: Shape, peers: dict[str, Peer]) -> None:
-    """One step of each; raises unless those agree that can."""
+    """One step of each peer. Raises unless all comparable peers agree."""
     peers = {name: peer for name, peer in peers.items() if peer.HOLDS_ANY_WEIGHTS}
     tolerance = _TOLERANCE[shape.precision]
     results = {name: peer.forward() for name, peer in peers.items()}
@@ -157,7 +157,7 @@ def _compare(shape: Shape, peers: dict[str, Peer]) -> None:
 
 
 def render(results: list[Result], console: Console) -> None:
-    """Milliseconds are medians; a ratio is the median of rounds, with the 10th and the 90th percentile."""
+    """Milliseconds are medians; a ratio is the median of rounds, with the 10th and 90th percentiles."""
     table = Table("shape", "peer", "forward ms", "backward ms", "peer / sennit", "backward alone")
     for result in results:
         for name in result.forward_s:

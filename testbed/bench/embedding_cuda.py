@@ -2,9 +2,9 @@
 """`sennit bench embedding --device cuda`: the Triton operator at the shape of NVIDIA's recsys-examples benchmark.
 
 10 tables, 1,048,570 lookups without pooling, dim 128 in fp32, ids by a power law with exponent 1.05. Published there
-for an H100: FBGEMM's forward 0.345 ms, backward with SGD 0.614 ms, with Adam 1.005 ms. Times are medians of replays of
-a CUDA graph, so that launches by Python do not count; those of plain calls stand beside them. Kernels are compiled by a
-call before. Bandwidth is held against a copy in the same run.
+for an H100: FBGEMM's forward 0.345 ms, backward with SGD 0.614 ms, with Adam 1.005 ms. Times are medians of replays
+of a CUDA graph, so Python's launches do not count. Times of plain calls are shown too. A call beforehand compiles the
+kernels. Bandwidth is compared with a copy in the same run.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ TABLES: Final = 10
 LOOKUPS: Final = 1_048_570
 DIM: Final = 128
 ROWS: Final = 1_000_000
-"""Of each table; gives about as many distinct rows as the peer's data have, 350,000."""
+"""Rows of each table. Gives about as many distinct rows as the peer's data, 350,000."""
 EXPONENT: Final = 1.05
 COPY_BYTES: Final = 1 << 30
 _FP32_BYTES: Final = 4
 
-# Of the peer on an H100, milliseconds.
+# The peer's figures on an H100, milliseconds.
 GOALS_MS: Final = {"forward": 0.345, "backward+sgd": 0.614, "backward+adam": 1.005}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of one operation."""
+    """The times of one operation."""
 
     name: str
     graph_ms: float
-    """Median of replays of a graph."""
+    """Median over replays of a graph."""
 
     graph_min_ms: float
     graph_max_ms: float
     call_ms: float
-    """Median of plain calls: with their launches."""
+    """Median over plain calls, launches included."""
 
     bytes_moved: int
-    """Rows, states, results and gradients, each read or written once; ids and the sort do not count."""
+    """Rows, states, results and gradients, each read or written once. Ids and the sort do not count."""
 
     share_of_copy: float
-    """Of the bandwidth of a copy in this run."""
+    """Share of the bandwidth of a copy in this run."""
 
     goal_ms: float
 
 
 def power_law_batch(device: torch.device, seed: int, *, lookups: int = LOOKUPS, rows: int = ROWS) -> Batch:
-    """Sequences for `TABLES` tables; the k-th row of one is drawn with a weight of k^-1.05, and rows are shuffled."""
+    """Sequences for `TABLES` tables. The k-th most frequent row is drawn with weight k^-1.05; rows are shuffled."""
     generator = torch.Generator().manual_seed(seed)
     share = torch.arange(1, rows + 1, dtype=torch.float64).pow(-EXPONENT).cumsum(0)
     bags = lookups // TABLES
@@ -80,7 +80,7 @@ def power_law_batch(device: torch.device, seed: int, *, lookups: int = LOOKUPS, 
 
 
 def run(*, rounds: int, seed: int) -> dict[str, Any]:
-    """The whole report; needs a CUDA device with 20 GB of memory. Ends in `RuntimeError` where bits do not repeat."""
+    """The whole report. Needs a CUDA device with 20 GB of memory. Raises RuntimeError if bits do not repeat."""
     device = torch.device("cuda")
     batch = power_law_batch(device, seed)
     counted = batch.values + ROWS * torch.arange(TABLES, device=device).repeat_interleave(LOOKUPS // TABLES)
@@ -147,7 +147,7 @@ def run(*, rounds: int, seed: int) -> dict[str, Any]:
 
 
 def render(report: dict[str, Any], console: Console) -> None:
-    """A table of what `run` found."""
+    """Renders the result of `run` as a table."""
     table = Table("operation", "ms", "min to max", "a call, ms", "of a copy", "FBGEMM on an H100", box=None)
     for one in report["results"]:
         table.add_row(
@@ -188,7 +188,7 @@ def _call_ms(operation: Callable[[], object], rounds: int) -> list[float]:
 def _graph_ms(operation: Callable[[], object], rounds: int) -> list[float]:
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles, and fills the allocator of the stream that is captured
+    with torch.cuda.stream(side):  # compiles, and fills the allocator of the captured stream
         operation()
         operation()
     torch.cuda.current_stream().wait_stream(side)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Those that `sennit bench embedding` compares: sennit, its tensor trains, fbgemm's tables on the CPU, torch's modules.
+"""The peers of `sennit bench embedding`: sennit, its tensor trains, fbgemm on the CPU, torch's modules.
 
-All get the same initial weights, but for tensor trains, and the same ids and gradient, and are timed over a forward
-pass and a backward pass that ends with the tables updated.
+All get the same ids and gradient, and (except tensor trains) the same initial weights. The timed part is a forward
+pass, and a backward pass that ends with updated tables.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Shape:
     dim: int = 64
     features_a_table: int = 1
     bags: int = 2048
-    """Of each feature."""
+    """Bags per feature."""
 
     length: int = 20
-    """Lookups of each bag."""
+    """Lookups per bag."""
 
     precision: Precision = Precision.FP32
     optimizer: Optimizer = Optimizer.ROW_WISE_ADAGRAD
     pooling: Pooling = Pooling.SUM
     zipf: float | None = None
-    """Exponent of the rows' frequencies, in random order; None: all the same."""
+    """Zipf exponent of the rows' frequencies, in random order; None for uniform."""
 
     @property
     def feature_count(self) -> int:
@@ -59,7 +59,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What all peers get for a shape."""
+    """The input of all peers for one shape."""
 
     ids: Tensor
     """Int64 [features · bags · length], feature after feature."""
@@ -68,22 +68,22 @@ class Data:
     """Float32 [features, bags (lookups for sequences), dim]."""
 
     weights: list[Tensor]
-    """Float32 [row_count, dim] of each table."""
+    """Float32 [row_count, dim] for each table."""
 
 
 class Peer(ABC):
-    """One of those that are compared, on one shape."""
+    """One peer on one shape."""
 
     HOLDS_ANY_WEIGHTS: ClassVar[bool] = True
-    """Otherwise its results are its own."""
+    """If False, its results differ by design and are not compared."""
 
     @abstractmethod
     def __init__(self, shape: Shape, data: Data, threads: int) -> None:
-        """Raises `Unsupported` where the peer is not installed or cannot do this. Torch is set to `threads`, too."""
+        """Raises `Unsupported` if the peer is not installed or cannot run this shape. Sets torch to `threads` too."""
 
     @abstractmethod
     def forward(self) -> Tensor:
-        """The result; what `backward` takes."""
+        """Runs the forward pass. Returns the argument of `backward`."""
 
     @abstractmethod
     def backward(self, result: Tensor) -> None:
@@ -91,11 +91,11 @@ class Peer(ABC):
 
     @abstractmethod
     def vectors(self, result: Tensor) -> Tensor:
-        """The result as `Data.gradient` is ordered."""
+        """The result in the order of `Data.gradient`."""
 
     @abstractmethod
     def weight(self, table: int) -> Tensor:
-        """Weights of a table as they are now."""
+        """The current weights of a table."""
 
 
 class Sennit(Peer):
@@ -139,7 +139,7 @@ class Sennit(Peer):
 
 
 class SennitTensorTrain(Sennit):
-    """The same tables in tensor-train form: what that costs where the plain ones would fit, too."""
+    """The same tables in tensor-train form, to show the cost where plain tables would fit."""
 
     HOLDS_ANY_WEIGHTS = False
     RANK: Final = 16
@@ -159,7 +159,7 @@ class Fbgemm(Peer):
     """fbgemm_gpu's split table-batched embeddings on the CPU."""
 
     def __init__(self, shape: Shape, data: Data, threads: int) -> None:
-        # The package prints and warns about GPUs when it is imported.
+        # The package prints and warns about GPUs on import.
         try:
             with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -218,15 +218,15 @@ class Fbgemm(Peer):
 
 
 class Torch(Peer):
-    """nn.EmbeddingBag (nn.Embedding for sequences) with sparse gradients, one a table, and torch's optimizer.
+    """nn.EmbeddingBag (nn.Embedding for sequences) with sparse gradients, one per table, and torch's optimizer.
 
-    torch has no row-wise AdaGrad: AdaGrad takes its place, and the updated weights are not compared.
+    torch has no row-wise AdaGrad. Plain AdaGrad takes its place, and the updated weights are not compared.
     """
 
     def __init__(self, shape: Shape, data: Data, threads: int) -> None:
         if shape.precision is not Precision.FP32:
             raise Unsupported("torch's EmbeddingBag", f"{shape.precision.name} with sparse gradients is not compared")
-        # Said so that torch does not warn of what it does not check by itself.
+        # Explicit, so that torch does not warn that it does not check by itself.
         torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped-call]
         self._weights = [torch.nn.Parameter(weight.clone()) for weight in data.weights]
         made = torch.optim.SGD if shape.optimizer is Optimizer.SGD else torch.optim.Adagrad

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lookups and updates of tables that are larger than memory, beside the same tables in memory.
+"""Lookups and updates of tables larger than memory, beside the same tables in memory.
 
-Rows live in a file (past the page cache, or through it) or, to see what the cache itself costs, in DRAM; memory for a
-tenth of them is before that. One thread computes, one brings the next batch's rows. Memory and tiers take turns, step
-by step, with equal batches, and the results of each step must be equal bit for bit.
+Rows live in a file (past the page cache, or through it) or in DRAM, which shows the cost of the cache itself. The cache
+in front holds a tenth of the rows. One thread computes, another fetches the next batch's rows. Memory and tiers take
+turns, step by step, with equal batches. The results of each step must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ OPTIMIZER: Final = ROW_WISE_ADAGRAD
 ZIPF: Final = 1.05
 RATE: Final = 0.01
 WARM_ROWS: Final = 100_000
-"""Of the most frequent ones, brought in at once before the first step."""
+"""The share of the most frequent rows that is loaded before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is trained: the rows' frequencies are Zipf's, in random order."""
+    """What is trained. Row frequencies follow Zipf's law, in random order."""
 
     table_count: int = 26
     row_count: int = 100_000
     dim: int = 64
     bags: int = 2_048
-    """Of each table: samples."""
+    """Samples per table."""
 
     length: int = 1
     memory_share: float = 0.1
-    """Of what rows and optimizer states take."""
+    """Bytes of rows and optimizer states."""
 
     @property
     def lookup_count(self) -> int:
@@ -69,7 +69,7 @@ class Load:
         return int(self.layout.row_count * self.layout.row_bytes * self.memory_share)
 
     def draw(self, order: Tensor, count: int, generator: torch.Generator) -> Tensor:
-        """Int64 ids [count] of a table whose rows, from the most frequent one, are `order` [row_count]."""
+        """Int64 ids [count] of a table whose rows, most frequent first, are `order` [row_count]."""
         weights = torch.arange(1, self.row_count + 1, dtype=torch.float64) ** -ZIPF
         edges = torch.cumsum(weights / weights.sum(), 0)
         drawn = torch.searchsorted(edges, torch.rand(count, generator=generator, dtype=torch.float64))
@@ -78,7 +78,7 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Seconds of each step, and counts of a step on average."""
+    """Seconds of each step, and mean counts per step."""
 
     home: str
     access: str
@@ -92,12 +92,12 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """Samples/s of the tiers over those in memory: the median of steps."""
+        """Samples/s of the tiers divided by those in memory: the median over steps."""
         return statistics.median(m / t for m, t in zip(self.memory_s, self.tiers_s, strict=True))
 
 
 def run(folder: Path, load: Load, *, home: str, steps: int, seed: int) -> Result:
-    """Makes the file in `folder` and removes it. Raises `AssertionError` where results differ."""
+    """Creates the file in `folder` and removes it. Raises AssertionError if results differ."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     path = folder / f"rows-{seed}"
@@ -132,7 +132,7 @@ def _run(path: Path, load: Load, home: str, steps: int, seed: int) -> Result:
     batches = [_batch(load, ranks, generator) for _ in range(steps + 2)]
     gradient = torch.randn(load.table_count * load.bags * load.dim, generator=generator) * 0.01
     with rows, TieredTables(specs, OPTIMIZER, rows, line_count=line_count, spare_count=spare_count) as tiers:
-        # Not of a cold start: the frequent rows are there.
+        # Not a cold start: the frequent rows are loaded.
         for warm in torch.cat(
             [
                 order[: line_count * 9 // 10 // load.table_count] + layout.first_row(spec.name)
@@ -150,7 +150,7 @@ def _run(path: Path, load: Load, home: str, steps: int, seed: int) -> Result:
             expected = memory.lookup(batch)
             memory.update(batch, gradient, rate=RATE)
             memory_s.append(time.perf_counter() - start)
-            # Nothing of the next batch may come in while memory has its turn: it comes in while this batch is computed.
+            # The next batch must not be fetched while memory has its turn. It is fetched while this batch is computed.
             ahead.rows.wait()
             if number == 1:
                 before = _counts(tiers, rows, home)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench feed`: what one core of a feeder delivers, for 26 ids and 13 dense numbers a record.
+"""`sennit bench feed`: what one core of a feeder delivers, for 26 ids and 13 dense features per record.
 
-The core packs the records of random samples, sends them over a virtual link, and runs the XDP program of the plan on
-them, which takes place in the sender's time. Python's reference packs the same beside it.
+The core packs the records of random samples, sends them over a virtual link, and runs the plan's XDP program on them,
+which happens in the sender's time. Python's reference packs the same records for comparison.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from sennit.testbed.topology import Planes
 SHAPE: Final = "26 ids hashed, 13 clamped"
 BATCH_ROWS: Final = 4096
 PYTHON_ROWS: Final = 1024
-# As trainers order it: datagrams of a batch that are on the way.
+# Datagrams of a batch in flight, as a trainer orders them.
 WINDOW_PACKETS: Final = 48
 MTUS: Final = (1500, 3506)
 IP_UDP_BYTES: Final = 48
@@ -46,7 +46,7 @@ DEADLINE_S: Final = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of one way to do one thing."""
+    """The rate of one way to do one thing."""
 
     what: str
     records_a_packet: int
@@ -67,7 +67,7 @@ def columns(count: int, seed: int) -> Columns:
 
 
 def run(*, records: int, batches: int, rounds: int, seed: int) -> list[Result]:
-    """`records` in memory, of which `batches` random batches are sent in each round. On one core."""
+    """Holds `records` in memory and sends `batches` random batches of them in each round, on one core."""
     plan = shapes()[SHAPE]
     schema = plan.schema
     order = np.random.default_rng(seed).permutation(records)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench ingest`: a trainer from memory beside the same one from feeders, through `cpu://` and `xdp://`.
+"""`sennit bench ingest`: a trainer from memory beside the same trainer from feeders, through `cpu://` and `xdp://`.
 
-The trainers are in one process on one core and take turns, so that slow seconds of the machine hit all of them. Their
-feeders are on another core, in another network namespace. The weights of all must be the same in the end.
+The trainers share one process and one core and take turns, so slow seconds of the machine hit all of them. Their
+feeders run on another core in another network namespace. All final weights must be equal.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ from sennit.errors import SennitError
 from sennit.testbed.bench.ingest_turns import MEMORY
 from sennit.testbed.topology import Planes
 
-# The most that native XDP takes on a veth interface.
+# The largest packet that native XDP takes on a veth interface.
 MTU_BYTES: Final = 3506
 PORTS: Final = {"xdp": 4800, "cpu": 4900}
 FEEDER_HOST, TRAINER_HOST = 0, 1
 STEPS: Final = 11
-"""Of a turn."""
+"""Steps of a turn."""
 
 DEADLINE_S: Final = 600.0
 LEAVE_S: Final = 30.0
 
 
 class BenchError(SennitError):
-    """Nothing was measured; the message is the trainer's last line."""
+    """Nothing was measured. The message is the trainer's last line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of one source of samples."""
+    """The result of one source of samples."""
 
     source: str
     samples_per_s: float
     ratio_to_memory: float
-    """Median over turns of memory's time / its own: above 1 it is the faster."""
+    """Median over turns of memory's time / its own. Above 1 it is faster."""
 
     input_ms: float
-    """A step's phase "input"."""
+    """Seconds of a step's phase "input"."""
 
     counters: dict[str, float]
-    """Of the session with the feeders."""
+    """Counters of the session with the feeders."""
 
 
 def run(*, data: str, turns: int) -> list[Result]:
-    """BenchError says why there are no figures."""
+    """Raises BenchError if there are no figures."""
     cores = sorted(os.sched_getaffinity(0))
     with Planes(hosts=2, planes=1, mtu=MTU_BYTES, per_packet=True) as planes, contextlib.ExitStack() as feeders:
         address, interface = planes.addresses(TRAINER_HOST)[0], planes.interfaces(TRAINER_HOST)[0]
@@ -85,7 +85,7 @@ def run(*, data: str, turns: int) -> list[Result]:
 
 
 def results(measured: dict[str, Any]) -> list[Result]:
-    """Out of what `ingest_turns` says."""
+    """Reads the output of `ingest_turns`."""
     found = []
     memory_s = [elapsed_s for elapsed_s, _ in measured["turns"][MEMORY]]
     for source, turns in measured["turns"].items():
@@ -123,5 +123,5 @@ def as_json(found: list[Result]) -> list[dict[str, Any]]:
 
 
 def _on(core: int) -> list[str]:
-    """Python on one core, however many threads it has."""
+    """Runs Python on one core, however many threads it has."""
     return ["taskset", "-c", str(core), sys.executable]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to take the same records from a link into columns, for `sennit bench offload --end-to-end`."""
+"""Ways to receive the same records from a link into columns, for `sennit bench offload --end-to-end`."""
 
 from __future__ import annotations
 
@@ -41,34 +41,34 @@ def attached(link: cable.Cable, program: Program) -> Iterator[None]:
 
 
 class Peer(Closing):
-    """Takes one batch after the other. `take` may be called again until all rows are there."""
+    """Receives one batch after the other. Call `take` until all rows are there."""
 
     name: str
     packets_at_a_time: int = 1 << 16
-    """What it takes best: more packets that wait do not stay in the cache, but more are joined."""
+    """The best number of waiting packets: more would leave the cache, fewer would join less."""
 
     def __init__(self, layout: BatchLayout, udp_port: int) -> None:
         self.layout, self.udp_port = layout, udp_port
 
     @contextlib.contextmanager
     def listening(self, link: cable.Cable) -> Iterator[None]:
-        """What comes to the far end is this one's meanwhile."""
+        """While it is open, everything that arrives at the far end is its own."""
         yield
 
     @abstractmethod
     def take(self, batch: int) -> int:
-        """Takes what is there, and says how many rows of the batch have come."""
+        """Takes what is there. Returns the number of the batch's rows received so far."""
 
     @abstractmethod
     def batch(self, number: int) -> Batch:
-        """The columns of a batch, made by the plan's operators."""
+        """The columns of a batch, computed by the plan's operators."""
 
     def release(self, batch: int) -> None:
-        """The batch is not looked at any more."""
+        """The batch is no longer used."""
 
 
 class XdpPeer(Peer):
-    """XDP into an arena, which torch sees."""
+    """XDP into an arena that torch sees."""
 
     name = "XDP"
 
@@ -110,7 +110,7 @@ class NativePeer(Peer):
         )
 
     def take(self, batch: int) -> int:
-        os.sched_yield()  # it is on the same processor
+        os.sched_yield()  # both run on the same processor
         return self.receiver.rows_taken(batch)
 
     def batch(self, number: int) -> Batch:
@@ -126,7 +126,7 @@ class NativePeer(Peer):
 
 
 class _SocketPeer(Peer):
-    """A socket at the far end, and one place for the columns of a batch."""
+    """A socket at the far end, and one buffer for the columns of a batch."""
 
     packets_at_a_time = 1024
 
@@ -134,11 +134,11 @@ class _SocketPeer(Peer):
         super().__init__(layout, udp_port)
         rows, plan = layout.batch_rows, layout.plan
         self._taken = {0: 0}
-        """Rows of the batch that is being taken."""
+        """Rows of the current batch."""
 
         self._labels = np.zeros(rows, np.float32)
         self._dense = np.zeros((rows, len(plan.dense)), np.float32)
-        self._values = np.zeros((len(plan.sparse), rows + 8), np.int64)  # no power of two apart
+        self._values = np.zeros((len(plan.sparse), rows + 8), np.int64)  # distances that are not powers of two
         self._lengths = np.ones((len(plan.sparse), rows), np.int32)
         self.socket = link.within(cable.FAR, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
         self.socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)

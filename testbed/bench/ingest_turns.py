@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of `sennit bench ingest` that trains: from memory and from feeders, in turns, one rank.
+"""The training process of `sennit bench ingest`: one rank, from memory and from feeders in turns.
 
 `python -m sennit.testbed.bench.ingest_turns DATA TURNS STEPS TARGET…`; its last line is JSON.
 """
@@ -48,7 +48,7 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
         trainer = trainers[name] = Trainer(config, source)
         source.begin(0, trainer.placement.wire_order)
     names = list(trainers)
-    for name in names:  # what only the first steps cost
+    for name in names:  # steps that pay one-time costs
         _turn(trainers[name], steps)
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in range(turns):
@@ -64,7 +64,7 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
 
 
 def _turn(trainer: Trainer, steps: int) -> tuple[float, float]:
-    """Seconds of so many steps, and of their phase "input". An evaluation, where one is due, is not counted."""
+    """Seconds of these steps, and of their phase "input". An evaluation in between is not counted."""
     elapsed_s, input_before_s = 0.0, trainer.clock.seconds.get("input", 0.0)
     for _ in range(steps):
         began_s = time.perf_counter()

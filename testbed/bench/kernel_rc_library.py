@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel alone makes of loss, in a benchmark worker: reliable queue pairs of soft-RoCE, which go back N.
+"""How the kernel alone handles loss, in a benchmark worker: reliable queue pairs of soft-RoCE, which go back N.
 
-Nothing of sennit is in it. An operation is one RDMA write with immediate of a peer's part each way, and is over
-when the own one is acknowledged and the peer's is there. Two ranks, with pyverbs, on the two devices of a link.
+Nothing of sennit is in it. An operation is one RDMA write with immediate of a peer's part each way. It ends when the
+own write is acknowledged and the peer's has arrived. Two ranks, with pyverbs, on the two devices of a link.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from sennit.testbed.vm import links
 from sennit.transport.store import FileStore
 
 PORT: Final = 1
-# The peer may have started as many again as are in flight when this one waits for the first.
+# The peer may have posted a full set of further operations when this one waits for the first.
 DEPTH: Final = 2 * IN_FLIGHT_MAX
-# InfiniBand Architecture Specification 1.4, 9.7.5.2.8 and 11.2.4.2: 4.096 us * 2^14 = 67 ms; 7 is without end for RNR.
+# InfiniBand Architecture Specification 1.4, 9.7.5.2.8 and 11.2.4.2: 4.096 us * 2^14 = 67 ms; 7 means no limit for RNR.
 ACK_TIMEOUT: Final = 14
 RETRIES: Final = 7
 TIMEOUT_S: Final = 60.0
@@ -58,7 +58,7 @@ class KernelRcLibrary:
         self._memory: Any = None
         self._part_bytes = 0
         self._remote: dict[str, int] = {}
-        # Of all operations; a reliable queue pair completes in order.
+        # Completions over all operations; a reliable queue pair completes in order.
         self._waited = 0
         self._sent = 0
         self._received = 0
@@ -83,7 +83,7 @@ class KernelRcLibrary:
         self._queue_pair.to_rts(attributes)
 
     def allocate(self, case: Case) -> None:
-        """First what is sent, then what is received; the peer has to do the same at the same time."""
+        """Buffers: what is sent, then what is received. The peer must do the same at the same time."""
         part_bytes = case.elements(2)[0] // 2 * ELEMENT_BYTES
         if part_bytes == self._part_bytes:
             return
@@ -125,7 +125,7 @@ class KernelRcLibrary:
         return answer
 
     def _post_receive(self) -> None:
-        # (pyverbs wants memory even for an immediate alone.)
+        # (pyverbs wants memory even for a lone immediate.)
         self._queue_pair.post_recv(RecvWR(num_sge=1, sg=[SGE(self._memory.buf, 1, self._memory.lkey)]))
 
     def _start(self) -> Callable[[], None]:
@@ -136,13 +136,13 @@ class KernelRcLibrary:
         return self._wait
 
     def _wait(self) -> None:
-        """For the oldest operation that was not waited for."""
+        """Waits for the oldest operation not waited for yet."""
         self._waited += 1
         signal.setitimer(signal.ITIMER_REAL, TIMEOUT_S)
         while min(self._sent, self._received) < self._waited:
             if self._take_completions():
                 continue
-            # What comes from now on is announced; what came before is looked for once more.
+            # New completions raise an event. Look once more for those that came before.
             self._completions.req_notify()
             if not self._take_completions():
                 self._channel.get_cq_event(self._completions)

@@ -17,7 +17,7 @@ LIBRARIES = {
     "openmpi": "openmpi",
     "udp-bare": "udp_bare",
 }
-# Library -> module and class; a module imports its library at its top, so only a worker of it imports the module.
+# Library -> module and class. A module imports its library on load, so only that library's worker imports the module.
 _CLASSES = {
     "torch": ("torch_library", "TorchLibrary"),
     "core": ("core_library", "CoreLibrary"),
@@ -33,23 +33,23 @@ class Library(Protocol):
     rank: int
 
     def join(self, peer: str) -> None:
-        """Makes the group; every rank calls it."""
+        """Makes the group. Every rank calls it."""
 
     def allocate(self, case: Case) -> None:
-        """Makes and touches the tensors of a case, and forgets those of other cases."""
+        """Allocates and touches the tensors of a case, and frees those of other cases."""
 
     def run(self, peer: str, case: Case, iterations: int) -> float:
-        """Runs the case back to back; the mean seconds of one."""
+        """Runs the case back to back. Returns the mean seconds per run."""
 
     def verify(self, peer: str, case: Case) -> None:
-        """Runs the case once and raises where the result is wrong."""
+        """Runs the case once. Raises if the result is wrong."""
 
     def stop(self) -> None:
         """Leaves the groups."""
 
 
 def make_library(name: str, arguments: Sequence[str]) -> Library:
-    """The library of this worker; `arguments` are what its workers are started with."""
+    """The library of this worker. `arguments` come from the workers' command line."""
     module, class_name = _CLASSES[name]
     made = getattr(importlib.import_module(f"sennit.testbed.bench.{module}"), class_name)(*arguments)
     return cast(Library, made)
@@ -64,7 +64,7 @@ def mean_seconds(operation: Callable[[], object], iterations: int) -> float:
 
 
 def mean_seconds_in_flight(start: Callable[[], Callable[[], object]], in_flight: int, iterations: int) -> float:
-    """Starts operations ahead, `in_flight` of them at most; `start` returns what waits for the one it started."""
+    """Keeps up to `in_flight` operations started. `start` returns a function that waits for its operation."""
     begin = time.perf_counter()
     waiting: deque[Callable[[], object]] = deque()
     for _ in range(iterations):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a measurement was taken: processor, memory, kernel, load and versions, without names of hosts."""
+"""Where a measurement was taken: processor, memory, kernel, load and versions, without host names."""
 
 import importlib.metadata
 import os

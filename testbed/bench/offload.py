@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench offload`: what a record costs in XDP, in the native core and in NumPy for models' usual shapes.
+"""`sennit bench offload`: the cost of a record in XDP, in the native core and in NumPy, for common model shapes.
 
-XDP is timed by BPF_PROG_TEST_RUN, without any device: each run takes the packet as the next one of its batch, so
-columns are written through whole batches. The native core and NumPy transform batches that are
-decoded already. XDP is held against NumPy first.
+BPF_PROG_TEST_RUN times XDP without a device. Each run takes the packet as the next one of its batch, so whole batches
+of columns are written. The native core and NumPy transform decoded batches. XDP's results are first compared with
+NumPy's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.xdp import XdpReceiver
 
 BATCH_ROWS: Final = 4096
-# Fits an MTU of 3,506 bytes, the most that native XDP takes on a virtual interface.
+# Fits an MTU of 3,506 bytes, the largest that native XDP takes on a virtual interface.
 BODY_MAX_BYTES: Final = 3400
 UDP_PORT: Final = 4800
 SESSION: Final = 1
@@ -43,13 +43,13 @@ FIRST_ROWS: Final = 100_003
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Of one shape."""
+    """The result for one shape."""
 
     shape: str
     records_a_packet: int
     packet_bytes: int
     xdp_ns_a_record: float
-    """With the sketch of ids, as plans are compiled by default."""
+    """With the sketch of ids, which plans include by default."""
 
     xdp_without_sketch_ns_a_record: float
     ids_a_record: float
@@ -58,7 +58,7 @@ class Result:
 
 
 def shapes() -> dict[str, Plan]:
-    """26 sparse and 13 dense fields, as Criteo's; and 26 lists."""
+    """26 sparse and 13 dense fields, as in Criteo's data; and 26 lists."""
     dense = tuple(Dense(name=f"d{n}") for n in range(DENSE))
     single = tuple(Ids(name=f"s{n}") for n in range(TABLES))
     clamps: dict[str, Operator] = {f"c{n}": Clamp(column=f"d{n}", low=0.0, high=1.0) for n in range(DENSE)}
@@ -110,7 +110,7 @@ def run(*, rounds: int, repeat: int, seed: int) -> list[Result]:
                     plan.schema, records[:many], session=SESSION, batch=1, body_max_bytes=BODY_MAX_BYTES
                 )[0]
                 framed = frame(packet, UDP_PORT)
-                # In turn, so that whatever else the machine does meets both.
+                # In turn, so that a disturbance hits both.
                 runs = [
                     [
                         target.repeated_program.test_run(framed, repeat=repeat).duration_ns
@@ -136,7 +136,7 @@ def run(*, rounds: int, repeat: int, seed: int) -> list[Result]:
 
 
 def _check(receiver: XdpReceiver, layout: BatchLayout, packets: list[bytes]) -> None:
-    """Raises unless XDP makes of the packets what NumPy makes."""
+    """Raises unless XDP and NumPy make the same batch of the packets."""
     with HostReceiver(layout, session=SESSION) as reference:
         for packet in packets:
             receiver.deliver(packet)

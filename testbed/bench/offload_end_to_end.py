@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sennit bench offload --end-to-end`: from packets on a link to columns that torch sees, on one processor.
 
-An XDP program sends the packets of a batch over a veth cable between two namespaces; each way to take them does so on
-the same processor, in turn. Whatever is lost is sent again and counted. Every column of every batch is compared with
-the reference, outside of what is timed.
+An XDP program sends the packets of a batch over a veth cable between two namespaces. Each receiver takes them on the
+same processor, in turn. Lost packets are sent again and counted. Every column of every batch is compared with the
+reference, outside the timed part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sennit.testbed.bench.offload import FIRST_ROWS, rows_of, shapes
 from sennit.testbed.bench.record_source import FrameSink, RecordSource
 from sennit.testbed.topology import cable
 
-# The most that native XDP takes on a veth interface.
+# The largest packet that native XDP takes on a veth interface.
 MTU_BYTES: Final = 3506
 BATCH_ROWS: Final = 4095  # 195 packets of 21 records
 RECORDS_A_PACKET: Final = (1, 21)
@@ -50,32 +50,32 @@ class BenchError(SennitError):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One way to take records, of one packet size."""
+    """One receiver with one packet size."""
 
     peer: str
     records_a_packet: int
     records_per_s: float
-    """The median of the rounds, load included."""
+    """The median over rounds, load included."""
 
     lowest_per_s: float
     highest_per_s: float
     ns_a_record: float
     without_load_ns: float
-    """What is left when the load alone (to a program that drops it) is taken off."""
+    """The time without the load, which is measured alone with a program that drops it."""
 
     program_ns: float | None
-    """Of that, in the receiver's BPF program, by the kernel's statistics; the reading of the clock is in it."""
+    """The part spent in the receiver's BPF program, by the kernel's statistics. Includes reading the clock."""
 
     times_xdp: float
     """How many times as fast XDP is."""
 
     packets: int
     lost_packets: int
-    """Sent again, all rounds together."""
+    """Packets sent again, over all rounds."""
 
 
 def run(*, rounds: int, batches: int, seed: int) -> list[Measured]:
-    """`rounds` samples of each peer, in turn, of `batches` batches each."""
+    """Takes `rounds` samples of each peer, in turn, of `batches` batches each."""
     processors = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(processors)})  # threads made from here on inherit it
     try:
@@ -126,7 +126,7 @@ def _measure(per_packet: int, *, rounds: int, batches: int, seed: int) -> list[M
 
 
 class Sampler:
-    """Batches through one peer. To be called at the near end."""
+    """Sends batches through one peer. Call it at the near end."""
 
     def __init__(self, peer: Peer, source: RecordSource) -> None:
         self.peer, self.source = peer, source
@@ -134,14 +134,14 @@ class Sampler:
         self._batch = 0
 
     def load(self, batches: int) -> float:
-        """Seconds that it takes to send the packets of a batch to nobody."""
+        """Seconds to send the packets of a batch to nobody."""
         start = time.perf_counter()
         for _ in range(batches):
             self.source.send(self.peer.udp_port, 0, 0, self.source.count)
         return (time.perf_counter() - start) / batches
 
     def sample(self, batches: int, expected: Batch) -> float:
-        """Seconds that a batch takes from its first packet to its columns."""
+        """Seconds of a batch from its first packet to its columns."""
         total_s = 0.0
         for _ in range(batches):
             start = time.perf_counter()
@@ -154,7 +154,7 @@ class Sampler:
         return total_s / batches
 
     def _send(self) -> None:
-        """Sends the batch, as many packets at a time as the peer takes best, and what of it is lost again."""
+        """Sends the batch in bursts of the size that suits the peer, and repeats lost packets."""
         per_packet = BATCH_ROWS // self.source.count
         deadline_s = time.monotonic() + SAMPLE_TIMEOUT_S
         begin = 0
@@ -167,7 +167,7 @@ class Sampler:
             self.lost_packets += end - begin
 
     def _wait(self, rows: int, deadline_s: float) -> int:
-        """The rows that came: these, or less when nothing more comes."""
+        """The rows that arrived: all of these, or fewer when nothing more comes."""
         taken, progress_s = 0, time.monotonic()
         while (found := self.peer.take(self._batch)) < rows:
             now_s = time.monotonic()
@@ -189,7 +189,7 @@ def _compare(name: str, found: Batch, expected: Batch) -> None:
 
 
 def _program_ns(link: cable.Cable, sampler: Sampler, batches: int, expected: Batch) -> float:
-    """Of the XDP receiver's program, a record."""
+    """Time of the XDP receiver's program per record."""
     assert isinstance(sampler.peer, XdpPeer)
     with _bpf_statistics(), sampler.peer.listening(link):
         before = sampler.peer.receiver.program.statistics()

@@ -14,7 +14,7 @@ Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
 class OpenMpiLibrary:
-    """One MPI rank; `peer` is always "openmpi" and the group is COMM_WORLD."""
+    """One MPI rank. `peer` is always "openmpi"; the group is COMM_WORLD."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
@@ -46,7 +46,7 @@ class OpenMpiLibrary:
                 return functools.partial(self._world.Allgather, given, got)
 
     def verify(self, peer: str, case: Case) -> None:
-        """Only that the sum or the last block is right: the peer is not under test."""
+        """Checks the sum or the last block only: the peer is not under test."""
         given_count, got_count = case.elements(self._world.Get_size())
         given = np.full(given_count, float(self.rank), np.float32)
         got = np.full(got_count, -1.0, np.float32)

@@ -27,9 +27,9 @@ from sennit.transport.sizes import format_size
 
 WORLD: Final = 2
 PEERS: Final = {"verbs": "core", "udp": "core", "kernel-rc": "kernel_rc"}
-"""Peer -> library. verbs: UC queue pairs and sennit's recovery; kernel-rc: RC ones and nothing of sennit."""
+"""Peer -> library. verbs: UC queue pairs with sennit's recovery; kernel-rc: RC queue pairs, nothing of sennit."""
 WAYS: Final = {"verbs": 3, "udp": 3, "kernel-rc": 2}
-"""How often an operation crosses the link: its advert, which the kernel has not, its data, their acknowledgement."""
+"""How often an operation crosses the link: its advert (not for the kernel), its data, their acknowledgement."""
 NETEM: Final = (
     "", "loss 0.1%", "loss 1%", "loss 5%", "delay 5ms", "delay 5ms 2ms", "duplicate 1%", "corrupt 1%",
 )  # fmt: skip
@@ -43,7 +43,7 @@ _UNITS_S: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 class Unusable(SennitError):
-    """This is not a machine for it; the message says what is."""
+    """This machine is not suitable; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,22 +51,22 @@ class Settings:
     """What to run."""
 
     part_bytes: int = 64 << 10
-    """What each rank sends to the other in an operation."""
+    """Bytes that each rank sends to the other per operation."""
 
     in_flight: tuple[int, ...] = (1, 8)
-    """Operations at a time."""
+    """Operations in flight."""
 
     rounds: int = 5
     """Samples of every peer under every setting."""
 
     netem: tuple[str, ...] = NETEM
-    """Settings of tc-netem(8) for what both ends send. The others are compared with the first."""
+    """Settings of tc-netem(8) for both senders. All others are compared with the first."""
 
     against: tuple[str, ...] = ("kernel-rc",)
     """Peers of `verbs`, from `PEERS`."""
 
     cpu: bool = True
-    """Also take the CPU time per GB of verbs and udp, on the link as it is."""
+    """Also measures the CPU time per GB of verbs and udp, on the unimpaired link."""
 
     def __post_init__(self) -> None:
         if not self.in_flight or not all(1 <= number <= IN_FLIGHT_MAX for number in self.in_flight):
@@ -85,12 +85,12 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One setting of netem with so many operations in flight."""
+    """One setting of netem with this many operations in flight."""
 
     netem: str
     in_flight: int
     samples_s: dict[str, list[float]] = field(default_factory=dict)
-    """By peer: seconds an operation in each round."""
+    """By peer: seconds per operation in each round."""
 
     def median_s(self, peer: str) -> float:
         return statistics.median(self.samples_s[peer])
@@ -104,25 +104,25 @@ class Report:
     machine: dict[str, object]
     rows: list[Row] = field(default_factory=list)
     cpu_s_per_gb: dict[str, list[float]] = field(default_factory=dict)
-    """By peer: the whole VM's busy time for each 1e9 bytes that each rank sends and receives, by round."""
+    """By peer: the VM's busy seconds for each 1e9 bytes that each rank sends and receives, by round."""
 
     def base(self, row: Row) -> Row:
-        """What a row is compared with: the first setting with as many in flight."""
+        """The row's baseline: the first setting with as many in flight."""
         return next(base for base in self.rows if base.in_flight == row.in_flight)
 
     def goodput(self, row: Row, peer: str) -> float:
-        """Bytes a second, each way."""
+        """Bytes per second, each way."""
         return self.settings.part_bytes / row.median_s(peer)
 
     def kept(self, row: Row, peer: str) -> float:
-        """Share of the goodput that the first setting has."""
+        """Share of the baseline's goodput."""
         return self.base(row).median_s(peer) / row.median_s(peer)
 
     def of_ideal(self, row: Row, peer: str) -> float | None:
-        """Share of the goodput that delay leaves to a transport that nothing else holds up; None without delay.
+        """Share of the goodput that a transport limited only by the delay would keep; None without delay.
 
-        The window is what the operations in flight send. Each takes as long as without netem and its ways across the
-        link more, and no more come through than without netem. That delays vary is no excuse.
+        The operations in flight are the window. Each takes as long as without netem plus its ways across the link, and
+        no more complete per second than without netem. Varying delays are no excuse.
         """
         delay_s = one_way_delay_s(row.netem)
         if delay_s == 0:
@@ -152,13 +152,13 @@ class Report:
 
 
 def one_way_delay_s(netem: str) -> float:
-    """The mean delay that a setting asks for."""
+    """The mean delay of a setting."""
     found = re.search(r"\bdelay (\d+(?:\.\d+)?)(us|ms|s)\b", netem)
     return float(found[1]) * _UNITS_S[found[2]] if found else 0.0
 
 
 def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report:
-    """Measures everything; `progress(what, done, total)` is called before each step."""
+    """Measures everything. Calls `progress(what, done, total)` before each step."""
     check_devices()
     report = Report(settings=settings, machine=machine.describe())
     report.rows = [
@@ -169,7 +169,8 @@ def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report
     total = (len(report.rows) + int(settings.cpu)) * settings.rounds
     with ExitStack() as stack:
         stack.callback(set_netem, "")
-        # Each setting has ranks of its own: what they learn of one link, as its least delay, says nothing of another.
+        # Each setting gets fresh ranks: what they learn of one link, such as its least delay, says nothing about
+        # another.
         workers: dict[str, dict[str, Workers]] = {}
         for netem in settings.netem:
             progress(f"starting: {netem or NONE}", 0, total)
@@ -201,7 +202,7 @@ def _measure_cpu(report: Report, progress: Callable[[int], None]) -> None:
                 operations = max(SAMPLE_MIN_OPERATIONS, round(SAMPLE_S / once_s))
                 before_s = busy_s()
                 workers[peer].ask(Measure(peer, case, operations))
-                # A worker runs one more, untimed, before what it times.
+                # A worker runs one more operation, untimed, before the timed ones.
                 taken[peer].append((busy_s() - before_s) / ((operations + 1) * CPU_PART_BYTES) * 1e9)
     report.cpu_s_per_gb = taken
 
@@ -216,7 +217,7 @@ def _sample(workers: Workers, peer: str, case: Case) -> float:
 
 @contextmanager
 def _joined(peer: str, part_bytes: int) -> Iterator[Workers]:
-    """The ranks of a peer, each at its end of the link, after an operation whose result was right."""
+    """The ranks of a peer, each at its end of the link, after one operation with a correct result."""
     with Workers(
         library=PEERS[peer],
         world=WORLD,
@@ -233,7 +234,7 @@ def _alltoall(part_bytes: int, in_flight: int = 1) -> Case:
 
 
 def check_devices() -> None:
-    """Raises where this is not the VM with its first link."""
+    """Raises if this is not the VM with its first link."""
     missing = [f"rxe{number}" for number in range(WORLD) if not Path(f"/sys/class/infiniband/rxe{number}").exists()]
     if missing:
         raise Unusable(
@@ -242,7 +243,7 @@ def check_devices() -> None:
 
 
 def set_netem(settings: str) -> None:
-    """For what both ends send; "" takes it away."""
+    """Sets netem for both senders; "" removes it."""
     for number in range(WORLD):
         interface = links.netdev(number)
         if settings:
@@ -265,9 +266,9 @@ def _tc(action: str, interface: str, *settings: str) -> str:
 
 
 def busy_s() -> float:
-    """How long all processors together have not been idle since some moment (proc(5), /proc/stat).
+    """Busy time of all processors together since some moment (proc(5), /proc/stat).
 
-    The one measure for everything: a User-Mode Linux charges programs, kernel and interrupts alike to the system.
+    This one measure covers everything: User-Mode Linux charges programs, kernel and interrupts alike to the system.
     """
     cpu, processors = 0.0, 0
     for line in Path("/proc/stat").read_text().splitlines():
@@ -279,7 +280,7 @@ def busy_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) * processors - cpu / TICKS_PER_S
 
 
-TICKS_PER_S: Final = 100  # USER_HZ, which is the same on every Linux that this runs on
+TICKS_PER_S: Final = 100  # USER_HZ, the same on every Linux that this runs on
 
 
 def describe(settings: Settings) -> str:

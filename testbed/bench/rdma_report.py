@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows what `sennit bench rdma` found: goodput each way, the share of it that is kept, CPU time."""
+"""Shows the result of `sennit bench rdma`: goodput each way, the share that is kept, CPU time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sennit.testbed.bench.rdma import NONE, Report, Row, describe
 
 
 def render(report: Report, console: Console) -> None:
-    """A line a setting of netem; then the CPU."""
+    """One line per netem setting, then the CPU time."""
     table = Table(
         title=describe(report.settings),
         caption="kept: of the first row's goodput; of ideal: of what the delay leaves, with so many in flight",

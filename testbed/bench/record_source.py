@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of the end-to-end bench: packets of a batch, sent again and again by an XDP program without a socket."""
+"""The load of the end-to-end benchmark: an XDP program without a socket sends the packets of a batch repeatedly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sennit.ebpf.loader import BpfObject
 from sennit.offload.framing import Ends, frame
 from sennit.testbed.topology import cable
 
-# Through whose interfaces a frame goes.
+# The interfaces that a frame passes.
 ENDS: Final = Ends(
     source_hardware=bytes.fromhex(cable.NEAR_HARDWARE_ADDRESS.replace(":", "")),
     hardware=bytes.fromhex(cable.FAR_HARDWARE_ADDRESS.replace(":", "")),
@@ -25,7 +25,7 @@ ENDS: Final = Ends(
 
 
 class RecordSource(Closing):
-    """Packets of one batch with equal sizes and equal numbers of records."""
+    """Packets of one batch, all with the same size and number of records."""
 
     def __init__(self, datagrams: Sequence[bytes], link: cable.Cable) -> None:
         frames = [frame(datagram, 0, ENDS, with_checksum=True) for datagram in datagrams]
@@ -40,14 +40,15 @@ class RecordSource(Closing):
         stored = self._object.map("frames")
         for number, each in enumerate(frames):
             stored.write(number, each.ljust(place_bytes, b"\0"))
-        # A program that is attached somewhere is in the kernel's table of direct calls to XDP programs. Otherwise each
-        # run would enter it there and take it out again, which takes 20 ms: nothing comes in at this interface.
+        # An attached program is in the kernel's table of direct calls to XDP programs. Otherwise each run would enter
+        # it there
+        # and remove it again, which takes 20 ms. Nothing arrives at this interface.
         self._link = link.within(
             cable.NEAR, lambda: attach_xdp(self._program, socket.if_nametoindex("lo"), XdpMode.GENERIC)
         )
 
     def send(self, udp_port: int, batch: int, begin: int, end: int) -> None:
-        """The packets `begin` to `end` - 1 of a batch, to this port. The link may drop some."""
+        """Sends packets `begin` to `end` - 1 of a batch to this port. The link may drop some."""
         self._object.map("state").write(0, struct.pack("=4I", begin, batch, self._interface_index, udp_port))
         self._program.send(self._first, end - begin)
 
@@ -57,7 +58,7 @@ class RecordSource(Closing):
 
 
 class FrameSink(Closing):
-    """Drops what comes in at an interface: what is left is the cost of the load."""
+    """Drops what arrives at an interface: the remaining cost is the load's."""
 
     def __init__(self) -> None:
         self._object = BpfObject(compile_source("frames", (PROGRAMS / "frames.bpf.c").read_text()))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows a benchmark's numbers: a table for the terminal, a figure for a page; the ratio comes first."""
+"""Shows a benchmark's figures: a table for the terminal, a plot for a page; ratios first."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from rich.text import Text
 from sennit.testbed.bench.results import Report, Row
 from sennit.transport.sizes import format_size
 
-# Okabe & Ito's palette: told apart also by those who see no red or no green.
+# Okabe & Ito's palette, which people without red or green vision can tell apart.
 COLOURS = {
     "sennit": "#0072B2",
     "sennit-core": "#56B4E9",
@@ -36,7 +36,7 @@ def _cell(row: Row, peer: str) -> str:
 
 
 def render(report: Report, console: Console) -> None:
-    """One line a case: how many times faster than each peer, then the medians and spreads."""
+    """One line per case: the speed-up over each peer, then medians and spreads."""
     peers = report.peers()
     table = Table(title=_title(report), caption=_caption(report), caption_justify="left")
     table.add_column("collective", no_wrap=True)
@@ -82,7 +82,7 @@ def _caption(report: Report) -> str:
 
 
 def plot(report: Report, path: Path) -> None:
-    """One panel a collective: time against size on logarithmic axes, with bands from p10 to p90."""
+    """One panel per collective: time against size on logarithmic axes, with bands from p10 to p90."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of one run: samples by peer, their median and spread, and the ratio to sennit."""
+"""The figures of one run: samples by peer, their median and spread, and the ratio to sennit."""
 
 import statistics
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from sennit.testbed.bench.cases import Case
 
 
 def quantile(samples: list[float], fraction: float) -> float:
-    """Linear interpolation between the nearest ranks; `fraction` in 0..1."""
+    """Linear interpolation between the nearest ranks. `fraction` is in 0..1."""
     ordered = sorted(samples)
     position = fraction * (len(ordered) - 1)
     low = int(position)
@@ -18,7 +18,7 @@ def quantile(samples: list[float], fraction: float) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """All rounds of one case. A sample is seconds an operation took on the slowest rank of that round."""
+    """All rounds of one case. A sample is the seconds per operation on the slowest rank of that round."""
 
     case: Case
     samples_s: dict[str, list[float]]
@@ -27,13 +27,13 @@ class Row:
         return statistics.median(self.samples_s[peer])
 
     def spread_s(self, peer: str) -> tuple[float, float]:
-        """The 10th and the 90th percentile."""
+        """The 10th and 90th percentiles."""
         return quantile(self.samples_s[peer], 0.1), quantile(self.samples_s[peer], 0.9)
 
     def ratio(self, peer: str, ours: str) -> float:
-        """How many times faster ours was: the median over rounds of peer / ours.
+        """The speed-up: the median over rounds of peer / ours.
 
-        Taken round by round, because the two of a round ran within a second of each other.
+        Taken round by round, because both ran within a second of each other.
         """
         return statistics.median(
             theirs / ours for theirs, ours in zip(self.samples_s[peer], self.samples_s[ours], strict=True)
@@ -51,7 +51,7 @@ class Report:
     machine: dict[str, object]
     rows: list[Row] = field(default_factory=list)
     memory_growth_bytes: int | None = None
-    """Peak resident memory of sennit beyond the user's tensors, largest over ranks."""
+    """Peak resident memory of sennit beyond the user's tensors, the largest over ranks."""
 
     def peers(self) -> list[str]:
         return [peer for peer in self.rows[0].samples_s if peer != self.ours] if self.rows else []

@@ -19,17 +19,17 @@ from sennit.testbed.bench.machine import describe
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one call measured."""
+    """The result of one call."""
 
     load: Load
     steps: int
     seed: int
     trainer: training_tiers.Result
     homes: list[embedding_tiers.Result]
-    """Of the operator."""
+    """The operator's result."""
 
     def as_json(self) -> dict[str, Any]:
-        """With all times, so that others can take other statistics."""
+        """All times, so that others can compute other statistics."""
         return {
             "machine": describe(),
             "steps": self.steps,
@@ -48,7 +48,7 @@ class Report:
 
 
 def run(folder: Path, load: Load, *, steps: int, seed: int) -> Report:
-    """Files are made in a new folder in `folder`, and removed. Raises `AssertionError` where results differ."""
+    """Creates files in a new folder in `folder` and removes them. Raises AssertionError if results differ."""
     with tempfile.TemporaryDirectory(prefix="sennit-tiers-", dir=folder) as made:
         own = Path(made)
         return Report(
@@ -61,7 +61,7 @@ def run(folder: Path, load: Load, *, steps: int, seed: int) -> Report:
 
 
 def render(report: Report, console: Console) -> None:
-    """Medians of times, with the lowest and highest ratio; counts of a step."""
+    """Median times, with the lowest and highest ratio; counts per step."""
     table = Table("what", "rows in", "memory ms", "tiers ms", "tiers / memory", "misses", "reads", "MB")
     trainer = report.trainer
     rows = [("trainer", "file", trainer.memory_s, trainer.stored_s, trainer.ratio, trainer.counts)]

@@ -16,7 +16,7 @@ TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class TorchLibrary:
-    """One rank with a process group for each backend it was told to join."""
+    """One rank with a process group for each requested backend."""
 
     def __init__(self, rank: str, world: str, store_path: str) -> None:
         torch.set_num_threads(1)
@@ -38,10 +38,10 @@ class TorchLibrary:
 
     def allocate(self, case: Case) -> None:
         if case not in self._tensors:
-            # One case at a time: the benchmark's own memory stays two buffers.
+            # One case at a time, so that the benchmark itself holds two buffers only.
             self._tensors.clear()
             given, got = case.elements(self.world)
-            # Zeros stay zeros however often they are summed; `fill_` touches every page.
+            # Zeros stay zeros however often they are summed. `fill_` touches every page.
             self._tensors[case] = torch.empty(given).fill_(0.0), torch.empty(got).fill_(0.0)
 
     def run(self, peer: str, case: Case, iterations: int) -> float:

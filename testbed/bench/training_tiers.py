@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's step with tables that are larger than memory, beside the same trainer with tables in memory.
+"""The trainer's step with tables larger than memory, beside the same trainer with tables in memory.
 
 A DLRM of Criteo's shape with the MLPs of Naumov et al. 2019. Both trainers run in this process and take turns, step by
-step, with equal batches; the loss of each step, and all weights in the end, must be equal bit for bit. One thread
-computes; the cache's thread brings rows in.
+step, with equal batches. The loss of each step and all final weights must be equal bit for bit. One thread computes;
+the cache's thread fetches rows.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ DENSE_COUNT: Final = 13
 BOTTOM: Final = (512, 256)
 TOP: Final = (512, 256)
 TURN_STEPS: Final = 5
-"""Steps that a trainer takes before the other one has its turn."""
+"""Steps of a trainer before the other one's turn."""
 
 WARM_STEPS: Final = 60
-"""Of both before anything is timed: until the cache knows the frequent rows."""
+"""Steps of both before the timing starts: until the cache knows the frequent rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Seconds of each step, and what the cache and the file counted, a step on average."""
+    """Seconds of each step, and mean counters of the cache and the file per step."""
 
     memory_s: list[float]
-    """One for each turn."""
+    """One value per turn."""
 
     stored_s: list[float]
     phases_s: dict[str, dict[str, float]]
-    """By trainer, then by phase: seconds a step, on average."""
+    """By trainer, then by phase: mean seconds per step."""
 
     counts: dict[str, float]
 
     @property
     def ratio(self) -> float:
-        """Samples/s over those in memory: the median of turns."""
+        """Samples/s over those in memory: the median over turns."""
         return statistics.median(m / s for m, s in zip(self.memory_s, self.stored_s, strict=True))
 
 
 def run(folder: Path, load: Load, *, steps: int, seed: int, warm_steps: int = WARM_STEPS) -> Result:
-    """Makes the file in `folder` and removes it. Raises `AssertionError` where results differ."""
+    """Creates the file in `folder` and removes it. Raises AssertionError if results differ."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -90,7 +90,7 @@ def _run(folder: Path, load: Load, steps: int, warm_steps: int, seed: int) -> Re
             for trainer, seconds in times.items():
                 start = time.perf_counter()
                 losses.append([trainer.train_step() for _ in range(TURN_STEPS)])
-                # No rows may come in while the other one has its turn.
+                # No rows may be fetched while the other trainer has its turn.
                 for arrival in trainer.arrived:
                     if trainer is stored:
                         arrival.bags.wait()

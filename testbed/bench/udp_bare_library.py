@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ceiling of the udp port in a benchmark worker: the bytes of the case both ways, and nothing else.
+"""The upper bound of the udp port, in a benchmark worker: the bytes of the case both ways, and nothing else.
 
 No ICRC, no acknowledgements, no order: only datagrams of the same size through the same system calls. Two ranks.
 """
@@ -36,7 +36,7 @@ class UdpBareLibrary:
         """Its buffers are its own."""
 
     def run(self, peer: str, case: Case, iterations: int) -> float:
-        # What each of two ranks must send at the least: half of what it holds, and twice that to reduce everywhere.
+        # What each of two ranks must send at least: half of its data, and twice that to reduce everywhere.
         sent_bytes = case.size_bytes if case.collective is Collective.ALLREDUCE else case.size_bytes // 2
         return statistics.fmean(
             self._socket.exchange(ADDRESS, self._peer_port, sent_bytes, TIMEOUT_S) for _ in range(iterations)

@@ -2,7 +2,7 @@
 """The worker's side of the benchmark: obeys the conductor's commands, one at a time.
 
 `python -m sennit.testbed.bench.worker LIBRARY SOCKET [RANK WORLD STORE]`. Between commands a worker sleeps in a
-socket read, whatever its peer library does while it waits.
+socket read, even if its library would busy-wait.
 """
 
 import sys
@@ -31,7 +31,7 @@ def _status_bytes(field: str) -> int:
 
 
 def _measure(library: Library, command: Measure) -> float:
-    library.run(command.peer, command.case, 1)  # untimed: brings the ranks into step
+    library.run(command.peer, command.case, 1)  # untimed: aligns the ranks
     return library.run(command.peer, command.case, command.iterations)
 
 
@@ -57,7 +57,7 @@ def _obey(library: Library, command: Command) -> float | int | None:
 
 
 def main(arguments: list[str]) -> None:
-    """Connects to the conductor, says who it is, and obeys until told to stop."""
+    """Connects to the conductor, introduces itself, and obeys until told to stop."""
     library = make_library(arguments[0], arguments[2:])
     with Client(arguments[1], family="AF_UNIX") as conductor:
         conductor.send(library.rank)
