@@ -32,7 +32,7 @@ SAME_BITS: Final = Goal(measure="distinct_digests", at_least=1, at_most=1, must=
 
 SHORT_WORKLOAD: Final[dict[str, Any]] = {"size_bytes": 2 * MIB, "repetitions": 2, "rounds": 2}
 
-# Loss of packets -> (least goodput kept, least ratio to gloo over TCP): docs/how-to/scenarios.md.
+# Packet loss -> (least goodput kept, least ratio to gloo over TCP): docs/how-to/scenarios.md.
 LOSS_GOALS: Final = {0.001: (0.97, None), 0.01: (0.92, 3.0), 0.05: (0.75, 5.0)}
 
 
@@ -143,7 +143,7 @@ def _peers() -> list[Scenario]:
             workload=Workload(size_bytes=16 * MIB, duration_s=30.0, rounds=1, timeout_s=2.0),
             faults=(SuspendRank(rank=2, at_s=0.5),),
             recovers=True,
-            # The deadline, and what it takes a busy machine to say so.
+            # The deadline, plus the time a busy machine needs to report it.
             goals=(*died, Goal(measure="error_within_s", at_most=3.0, must=True)),
             short=short,
         ),
@@ -172,7 +172,7 @@ def _others() -> list[Scenario]:
                 reorder_depth=64,
                 duplicate_fraction=0.02,
                 corrupt_fraction=0.01,
-                # The fifth byte is for switches to change (congestion marks), and so outside the ICRC.
+                # Switches may change the fifth byte (congestion marks), so the ICRC leaves it out.
                 corrupt_skip_bytes=5,
             ),
             beside_calm=True,
@@ -202,7 +202,7 @@ def _others() -> list[Scenario]:
         Scenario(
             name="hostile",
             title="a stranger sends packets of junk at rank 0 during an AllReduce",
-            # Junk comes in super-packets, as a packet a call would be slower than what it is to disturb.
+            # Junk is sent as super-packets. One call per packet would be slower than the ranks that it should disturb.
             topology=Topology(strangers=1, per_packet=False),
             hostile=Hostile(packets_per_s=1_000_000),
             beside_calm=True,
@@ -235,7 +235,7 @@ SCENARIOS: Final = _all()
 
 
 def choose(names: list[str]) -> list[Scenario]:
-    """Those of the names given; "all" is all of them. A ValueError lists what there is."""
+    """The scenarios with these names; "all" gives all of them. Raises ValueError that lists the known names."""
     if "all" in names:
         return list(SCENARIOS.values())
     unknown = [name for name in names if name not in SCENARIOS]

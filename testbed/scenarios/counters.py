@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic of counters by name."""
+"""Arithmetic on counters by name."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def total(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """What was counted in between; a counter that is new began at 0."""
+    """The differences by name. A new counter started at 0."""
     return {name: value - before.get(name, 0) for name, value in after.items()}

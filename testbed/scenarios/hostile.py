@@ -39,7 +39,7 @@ def _truncated(rng: random.Random, source: tuple[str, int], target: tuple[str, i
 
 
 def _unknown_data(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
-    """Right in everything, also its ICRC, but for a queue pair and a key that nobody gave out."""
+    """Valid in everything, ICRC included, except that nobody gave out this queue pair and key."""
     payload_bytes = PACKET_BYTES - 36
     packet = wire.Packet.data(
         qpn=rng.getrandbits(24),
@@ -53,7 +53,7 @@ def _unknown_data(rng: random.Random, source: tuple[str, int], target: tuple[str
 
 
 def _mutated(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
-    """Like the one above, with one to four bytes changed anywhere: its ICRC is wrong, or a field before it."""
+    """A valid packet with one to four bytes changed: its ICRC is wrong, or a field before it."""
     packet = bytearray(_unknown_data(rng, source, target))
     for _ in range(rng.randint(1, 4)):
         packet[rng.randrange(len(packet))] ^= rng.randint(1, 255)
@@ -91,7 +91,7 @@ class Attack:
         }
 
     def send(self, kind: str, number: int) -> bool:
-        """A batch; False where the target's port is closed by now or the way is full."""
+        """Sends a batch. False if the target's port is closed by now or the path is full."""
         batch = self._batches[kind][number % VARIETIES]
         self._socket.setsockopt(socket.IPPROTO_UDP, UDP_SEGMENT, len(batch) // BATCH_PACKETS)
         try:
@@ -112,10 +112,10 @@ def main() -> None:
     batches = 0
     print("sending", flush=True)
     started_s = time.monotonic()
-    # Our end is the end of stdin: the conductor closed it, or is gone.
+    # Ends with stdin: the conductor closed it, or is gone.
     while not select.select([sys.stdin], [], [], TICK_S)[0]:
         due = int((time.monotonic() - started_s) * int(packets_per_s)) // BATCH_PACKETS
-        # What a busy machine did not let us send in time is not made up for in one burst.
+        # What a busy machine prevented from being sent is not made up for in one burst.
         batches = max(batches, due - int(packets_per_s) // BATCH_PACKETS // 100 - 1)
         while batches < due:
             kind = kinds[batches % len(kinds)]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two libraries of a scenario behind one face: sennit's native core without torch, and torch's gloo over TCP.
+"""The two libraries of a scenario behind one interface: sennit's native core without torch, and torch's gloo over TCP.
 
-Both suffer the same planes. Rendezvous goes over files, since TCP between the namespaces would suffer with them.
+Both use the same planes. Rendezvous uses files, because TCP between the namespaces would suffer from the impairments.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ class Group(Protocol):
     """A joined group of ranks."""
 
     def run(self, payload: Payload) -> None:
-        """One repetition, blocking; raises what the library raises."""
+        """Runs one repetition and blocks. Raises what the library raises."""
 
     def counters(self) -> dict[str, int]: ...
 
     def describe(self) -> str: ...
 
     def bytes_received(self) -> int:
-        """Payload that has arrived so far."""
+        """Payload bytes received so far."""
 
     def lost_ranks(self) -> list[int]:
-        """Ranks that the library gave up."""
+        """Ranks that the library reported as lost."""
 
     def reconfigure(self, timeout_s: float) -> tuple[int, int]:
-        """Goes on as a group of those who live; this rank and the world in it."""
+        """Continues as a group of the survivors. Returns this rank and the world size in it."""
 
     def close(self) -> None: ...
 
@@ -109,7 +109,7 @@ class SennitGroup:
 
 
 class GlooGroup:
-    """One process group; `GLOO_SOCKET_IFNAME` names all planes."""
+    """One process group. `GLOO_SOCKET_IFNAME` names the interfaces of all planes."""
 
     def __init__(self, *, rank: int, world: int, store: Path, timeout_s: float) -> None:
         import torch

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers from observations, by names that goals use; `MEANINGS` says what each is.
+"""Computes measures from observations, by the names that goals use. `MEANINGS` explains each.
 
-A measure that a scenario does not give is absent.
+A measure that a scenario cannot give is absent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sennit.transport import wire
 
 Measures = dict[str, float]
 
-# The report and docs/how-to/scenarios.md point here. A name that ends in a dot stands for all that begin with it.
+# The report and docs/how-to/scenarios.md link here. A name that ends in a dot covers all names that start with it.
 MEANINGS: Final = {
     "results": "results compared byte for byte",
     "wrong_results": "results that differ anywhere from what NumPy makes of the same inputs",
@@ -61,7 +61,7 @@ MEANINGS: Final = {
     "the AllReduce that followed",
 }
 
-# Of sennit's counters, those of packets that it refused: whole ones, and acknowledgements of what was never sent.
+# Counters of packets that sennit refused: malformed ones, and acknowledgements of packets that were never sent.
 REFUSALS: Final = (*wire.REFUSALS, "bad_control")
 
 
@@ -74,7 +74,7 @@ def family(name: str) -> str:
 
 
 def repetition_times_s(run: Run) -> list[float]:
-    """From when all ranks are in to when all are done, one a completed repetition."""
+    """Seconds from the last rank's entry to the last rank's exit, for each completed repetition."""
     alive = [answer for answer in run.answers if answer]
     begins = zip(*(answer["begins_s"] for answer in alive), strict=False)
     ends = zip(*(answer["ends_s"] for answer in alive), strict=False)
@@ -87,7 +87,7 @@ def goodput_bytes_per_s(scenario: Scenario, run: Run) -> float | None:
 
 
 def measure(seen: Observations) -> Measures:
-    """Everything that these observations can say."""
+    """All measures that these observations give."""
     measures = _correctness(seen) | _speed(seen) | _impairment(seen)
     if seen.scenario.victims():
         measures |= _deaths(seen)
@@ -135,7 +135,7 @@ def _speed(seen: Observations) -> Measures:
         ("ratio_to_gloo", ours, theirs),
         ("ratio_to_gloo_calm", ours_calm, theirs_calm),
     ):
-        # Of one round each, since a machine that slows down for a minute slows both.
+        # Ratios are taken within a round, because a machine that slows down for a minute slows both.
         if top and bottom and len(top) == len(bottom):
             measures[name] = statistics.median(a / b for a, b in zip(top, bottom, strict=True))
     times_s = [
@@ -200,7 +200,7 @@ def _names(message: str, ranks: Iterable[int]) -> bool:
 
 
 def path_shares(runs: Sequence[Run]) -> dict[str, float]:
-    """What part of all bytes that ranks received came over each interface (a plane)."""
+    """The share of all received bytes that came over each interface (plane)."""
     received = total(answer.get("received_bytes", {}) for run in runs for answer in run.answers)
     whole = sum(received.values())
     return {name: value / whole for name, value in received.items()} if whole else {}

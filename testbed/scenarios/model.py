@@ -2,7 +2,7 @@
 """A scenario as data: where it runs, what goes wrong, what is run, and what must come out.
 
 Frozen dataclasses instead of a file format: the catalogue generates families (loss × collective), mypy and
-`__post_init__` check every field before anything is set up, and `as_json` writes the whole scenario beside its results.
+`__post_init__` check every field before anything is set up, and `as_json` writes the scenario beside its results.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ class Operation(StrEnum):
     ALLREDUCE = "allreduce"
     ALLTOALL = "alltoall"
     INCAST = "incast"
-    """A gather at rank 0: everyone sends to it at once."""
+    """A gather at rank 0: all ranks send to it at once."""
 
 
 class Library(StrEnum):
-    """Who carries out the collective."""
+    """Who runs the collective."""
 
     SENNIT = "sennit"
     """The native core through `sennit.transport.communicator`, without torch."""
     GLOO = "gloo"
-    """torch's gloo over TCP, given every plane's interface: it takes them in turn, one an operation."""
+    """torch's gloo over TCP with every plane's interface: it uses them in turn, one per operation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Hosts, each with one rank and one interface in every plane; a plane is a switch of its own."""
+    """Hosts with one rank each and one interface in every plane. Each plane has its own switch."""
 
     hosts: int = 2
-    """Ranks."""
+    """Number of ranks."""
     planes: int = 4
-    """Disjoint networks between the hosts, which the ranks use as rails."""
+    """Disjoint networks between the hosts. The ranks use them as rails."""
     mtu_bytes: int = 9000
     per_packet: bool = True
-    """No segmentation offload (`gso_max_segs 1`), so that one loss is one packet. False: faster, but a loss would
-    take a batch of up to 64 KiB; only for scenarios that lose nothing at random."""
+    """No segmentation offload (`gso_max_segs 1`), so one loss is one packet. False is faster, but a loss would take a
+    batch of up to 64 KiB; only for scenarios without random loss.
+    """
     rate_bits_per_s: int | None = None
-    """Of the switch port towards host 0. None: as fast as the machine."""
+    """Rate of the switch port towards host 0. None: as fast as the machine."""
     queue_bytes: int = 0
-    """Of that port; with a rate only."""
+    """Queue of that port; with a rate only."""
     strangers: int = 0
-    """Further hosts without a rank, for hostile senders."""
+    """Additional hosts without a rank, for hostile senders."""
 
     def __post_init__(self) -> None:
         hosts_max = HOSTS_MAX - self.strangers
@@ -81,12 +82,12 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchPlane:
-    """A plane goes off (every packet on it vanishes, links stay up: what a router does that forwards into nothing)."""
+    """A plane goes down: it drops every packet while its links stay up, like a router that forwards into nothing."""
 
     plane: int
     up: bool
     at_s: float
-    """After the beginning of the run, as for every fault."""
+    """Seconds after the start of the run, as for every fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,21 +111,21 @@ Fault: TypeAlias = SwitchPlane | KillRank | SuspendRank
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A collective, repeated; every result of every rank is compared byte for byte."""
+    """A collective, repeated. Every result of every rank is compared byte for byte."""
 
     operation: Operation = Operation.ALLREDUCE
     size_bytes: int = 64 << 20
-    """Of one rank's input."""
+    """Bytes of one rank's input."""
     repetitions: int = 5
-    """At least so many in a run."""
+    """The least repetitions in a run."""
     duration_s: float = 0.0
-    """A run goes on so long; only AllReduce, whose payload can carry rank 0's word to stop."""
+    """How long a run lasts; AllReduce only, whose payload carries rank 0's signal to stop."""
     rounds: int = 3
     """How often every library and condition has its turn: A, B, A, B, …"""
     timeout_s: float = 60.0
     """Deadline of one operation."""
     timeline: bool = False
-    """Sample progress and planes every millisecond, for stalls and plots. Costs some speed."""
+    """Samples progress and planes every millisecond, for stalls and plots. Costs some speed."""
 
     def __post_init__(self) -> None:
         _require(self.size_bytes >= 4096, f"size_bytes {self.size_bytes}; allowed: 4096 or more")
@@ -139,7 +140,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One configuration of sennit under which the workload runs; all variants must give the same bits."""
+    """One configuration of sennit for the workload. All variants must give the same bits."""
 
     transport: str = "udp"
     paths: int = 8
@@ -148,14 +149,18 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Goal:
-    """A bound on one measure; without bounds it is shown for comparison. `measures.py` has names and meanings."""
+    """A bound on one measure.
+
+    Without bounds the measure is shown for comparison. `measures.py` has names and meanings.
+    """
 
     measure: str
     at_least: float = -math.inf
     at_most: float = math.inf
     must: bool = False
-    """Correctness or bounded time: missed, the case has failed. Other goals are about speed, reported as met or
-    short, and fail a case only with `--strict`."""
+    """For correctness and bounded time: if missed, the case fails. Other goals concern speed. They are reported as met
+    or short, and fail a case only with `--strict`.
+    """
 
     def met_by(self, value: float | None) -> bool:
         return value is not None and self.at_least <= value <= self.at_most
@@ -173,7 +178,7 @@ class Hostile:
     """A stranger's packets at rank 0's ports while the workload runs (`hostile.py`)."""
 
     packets_per_s: int
-    """At most: a sender that gets too little of the processors sends fewer, and the case says how many."""
+    """The upper limit. A sender with too little processor time sends fewer packets, and the case says how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +187,7 @@ class Scenario:
 
     name: str
     title: str
-    """What is shown, in one line."""
+    """What the scenario shows, in one line."""
     topology: Topology = dataclasses.field(default_factory=Topology)
     impairment: Impairment = NO_IMPAIRMENT
     """On every host's way out, on every plane."""
@@ -228,7 +233,7 @@ class Scenario:
         return frozenset(fault.rank for fault in self.faults if not isinstance(fault, SwitchPlane))
 
     def shortened(self) -> Scenario:
-        """The form that takes seconds: less data, fewer rounds, the same faults and the same goals."""
+        """The form that takes seconds: less data and fewer rounds, but the same faults and goals."""
         changes: dict[str, Any] = {}
         for name, value in self.short.items():
             part = getattr(self, name)
@@ -240,7 +245,7 @@ class Scenario:
         return (*TOPOLOGY_NEEDS[impairer], "core", *(("torch",) if Library.GLOO in self.libraries else ()))
 
     def why_not_by(self, impairer: Impairer) -> str | None:
-        """What this way of impairing cannot do of the scenario, on any machine."""
+        """What this kind of impairment cannot do for the scenario, on any machine."""
         if impairer is not Impairer.NETEM:
             return None
         uncounted = [goal.measure for goal in self.goals if goal.measure in NOT_COUNTED_BY_NETEM]
@@ -260,7 +265,7 @@ class Scenario:
 
 
 def goal_as_json(goal: Goal) -> dict[str, Any]:
-    """Bounds that are not there are null: JSON has no infinity."""
+    """Missing bounds are null, because JSON has no infinity."""
     return {
         "measure": goal.measure,
         "at_least": goal.at_least if math.isfinite(goal.at_least) else None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The HTML report: one file without links to anywhere but its own logs and captures. The table first, then plots."""
+"""The HTML report: one file that links only to its own logs and captures. The table comes first, then plots."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sennit.transport.sizes import format_size
 
 STYLE: Final = Path(__file__).with_name("page.css")
 GIGA: Final = 1e9
-# Goals of every case: that all results came, and were right.
+# Goals of every case: all results arrived and were correct.
 EXACT: Final = ("results", "wrong_results", "failed_ranks", "distinct_digests")
 
 
@@ -106,7 +106,7 @@ def _shortfall(case: Case) -> str:
 
 
 def conditions(case: Case) -> str:
-    """Size, ranks, planes, how packets are cut and who impairs them, in a line: figures mean little without."""
+    """Size, ranks, planes, packet segmentation and impairer in one line. Figures mean little without them."""
     scenario = case.scenario
     topology, workload = scenario["topology"], scenario["workload"]
     words = [
@@ -122,7 +122,7 @@ def conditions(case: Case) -> str:
 
 
 def _goals(goals: list[dict[str, Any]]) -> list[str]:
-    """A line a goal; those of correctness share one as long as they are met."""
+    """One line per goal. Correctness goals share a line while they are met."""
     exact = [goal for goal in goals if goal["measure"] in EXACT]
     if not exact or not all(goal["met"] for goal in exact):
         return [_goal(goal) for goal in goals]
@@ -138,12 +138,12 @@ def _goal(goal: dict[str, Any]) -> str:
 
 
 def _measure(name: str) -> str:
-    """A measure's name, which leads to its meaning."""
+    """A measure's name, linked to its meaning."""
     return f'<a class="measure" href="#measure-{escape(measures.family(name))}">{escape(name)}</a>'
 
 
 def _glossary(cases: list[Case]) -> str:
-    """The meaning of every measure that the page shows, in the order of `MEANINGS`."""
+    """The meaning of every measure on the page, in the order of `MEANINGS`."""
     named = [name for case in cases for name in (*case.measures, *(goal["measure"] for goal in case.goals))]
     shown = {measures.family(name) for name in named}
     rows = []
@@ -193,7 +193,7 @@ def _details(cases: list[Case]) -> str:
 
 def _detail(case: Case) -> str:
     parts = [
-        # The name leads to what is inside: a browser opens the fold around the place that it goes to.
+        # The name links to an element inside: a browser then opens the fold around its target.
         f'<details><summary><b>{escape(case.name)}</b> <span class="{case.status}">{case.status}</span></summary>',
         f'<div id="{escape(case.name)}" class="inside"></div>',
         f"<h3>Repeat</h3><pre>{escape(case.command)}</pre>",

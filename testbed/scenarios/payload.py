@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a workload sends, and the check of every byte that comes back.
 
-Every repetition sends other bytes (the same random numbers, rotated), so that a late packet of the repetition before
-cannot pass for the right one. All ranks can compute all ranks' inputs, and so the expected result, on their own.
+Every repetition sends different bytes (the same random numbers, rotated), so that a late packet of the previous
+repetition cannot pass as correct. Each rank can compute all ranks' inputs, and so the expected result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sennit.testbed.scenarios.model import ELEMENT_BYTES, Operation
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-# By how many elements a repetition is rotated against the one before: odd, and longer than a cache line.
+# Elements by which a repetition is rotated against the previous one: odd, and longer than a cache line.
 ROTATION_ELEMENTS: Final = 131
 
 
@@ -27,7 +27,7 @@ def random_input(seed: int, rank: int, elements: int) -> Floats:
 
 
 class Payload:
-    """The buffers of one rank, laid out as blocks by rank; `given` and `got` are one array in AllReduce (in place)."""
+    """The buffers of one rank, as blocks by rank. In AllReduce `given` and `got` are one array (in place)."""
 
     def __init__(self, operation: Operation, *, rank: int, world: int, size_bytes: int, seed: int) -> None:
         self.operation = operation
@@ -36,12 +36,12 @@ class Payload:
         match operation:
             case Operation.ALLREDUCE:
                 self._base = random_input(seed, rank, self.elements).reshape(1, -1)
-                # The left fold in rank order, which is what the transport promises.
+                # The left fold in rank order, which the transport promises.
                 total = random_input(seed, 0, self.elements)
                 for peer in range(1, world):
                     total += random_input(seed, peer, self.elements)
                 self._expected = total.reshape(1, -1)
-                # One element more carries rank 0's word that this repetition is the last.
+                # One more element carries rank 0's signal that this repetition is the last.
                 self.got = self.given = np.zeros(self.elements + 1, np.float32)
             case Operation.ALLTOALL:
                 self._base = random_input(seed, rank, self.elements).reshape(world, part)
@@ -57,7 +57,7 @@ class Payload:
                 self.got = np.zeros(receives * self.elements, np.float32)
 
     def fill(self, repetition: int, *, last: bool) -> None:
-        """Before a repetition; `last` is rank 0's to say, in AllReduce."""
+        """Prepares a repetition. In AllReduce, rank 0 sets `last`."""
         if self.operation is not Operation.ALLREDUCE:
             self.got.fill(np.nan)
         given = self.given[: self._base.size].reshape(self._base.shape)
@@ -68,11 +68,11 @@ class Payload:
             self.given[-1] = last
 
     def was_last(self) -> bool:
-        """After a repetition: what rank 0 said."""
+        """Reads rank 0's signal after a repetition."""
         return bool(self.got[-1] != 0)
 
     def wrong_elements(self, repetition: int) -> int:
-        """How many elements of the result differ in any bit from what they must be."""
+        """Elements of the result that differ in any bit from the expected ones."""
         got = self.got[: self._expected.size].reshape(self._expected.shape).view(np.uint32)
         expected = self._expected.view(np.uint32)
         turn = self._turn(repetition, expected.shape[1])
@@ -82,7 +82,7 @@ class Payload:
         return int((got != np.roll(expected, -turn, axis=1)).sum())
 
     def digest(self) -> str:
-        """SHA-256 of the result as it lies."""
+        """SHA-256 of the result's bytes."""
         return hashlib.sha256(self.got[: self._expected.size].view(np.uint8).data).hexdigest()
 
     @staticmethod

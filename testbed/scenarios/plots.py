@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of the report, as SVG that takes its ink from the page around it: read in light and in dark."""
+"""The plots of the report, as SVG that uses the page's text colour: readable in light and dark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe & Ito's palette, told apart also by those who see no red or green; these stand out on white and on black.
+# Okabe & Ito's palette, which people without red or green vision can tell apart; chosen to stand out on white and
+# black.
 COLOURS: Final = {"sennit": "#0072B2", "gloo": "#D55E00"}
 PLANES: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 # Written by matplotlib, replaced by the page's text colour.
@@ -35,7 +36,7 @@ Parameters = ParamSpec("Parameters")
 
 
 def _styled(draw: Callable[Parameters, Figure | None]) -> Callable[Parameters, Figure | None]:
-    """Draws all of a figure in the page's ink: matplotlib asks for the style whenever it makes a text."""
+    """Draws all of a figure in the page's text colour: matplotlib reads the style whenever it makes a text."""
 
     @functools.wraps(draw)
     def drawn(*arguments: Parameters.args, **options: Parameters.kwargs) -> Figure | None:
@@ -49,7 +50,7 @@ def _styled(draw: Callable[Parameters, Figure | None]) -> Callable[Parameters, F
 
 @_styled
 def loss_figure(cases: Sequence[Case]) -> Figure | None:
-    """Goodput against the fraction of packets lost, one panel a collective, a dot a round, a line of medians."""
+    """Goodput against the fraction of lost packets: one panel per collective, a dot per round, a line of medians."""
     from matplotlib.ticker import LogLocator
 
     points = _loss_points(cases)
@@ -80,7 +81,7 @@ def loss_figure(cases: Sequence[Case]) -> Figure | None:
 
 
 def _loss_points(cases: Sequence[Case]) -> dict[tuple[str, str], dict[float, list[float]]]:
-    """(collective, library) -> loss -> MB/s of every round; the calm rounds of all cases are those without loss."""
+    """(collective, library) -> loss -> MB/s of every round. The undisturbed rounds of all cases count as loss 0."""
     points: dict[tuple[str, str], dict[float, list[float]]] = {}
     for case in cases:
         if not case.name.startswith("loss-"):
@@ -128,7 +129,7 @@ def timeline_figure(case: Case) -> Figure | None:
 
 
 def _together(events: Sequence[tuple[str, float]]) -> list[tuple[float, list[str]]]:
-    """Events too near to each other to be told apart share a line."""
+    """Events too close together to tell apart share a line."""
     groups: list[tuple[float, list[str]]] = []
     for name, at_s in sorted(events, key=lambda event: event[1]):
         if groups and at_s - groups[-1][0] < TOGETHER_S:
@@ -140,7 +141,7 @@ def _together(events: Sequence[tuple[str, float]]) -> list[tuple[float, list[str
 
 @_styled
 def shares_figure(cases: Sequence[Case]) -> Figure | None:
-    """What part of the bytes came over each plane, a bar a case, of sennit's disturbed runs."""
+    """The share of bytes over each plane, one bar per case, from sennit's disturbed runs."""
     rows = [(case.name, shares) for case in cases if len(shares := disturbed_shares(case)) > 1]
     if not rows:
         return None
@@ -164,14 +165,14 @@ def shares_figure(cases: Sequence[Case]) -> Figure | None:
 
 
 def disturbed_shares(case: Case) -> dict[str, float]:
-    """By interface, over all disturbed runs of sennit; empty where nothing went over interfaces."""
+    """By interface, over all disturbed runs of sennit; empty if nothing went over interfaces."""
     runs = [run for run in case.runs if run["library"] == "sennit" and run["disturbed"] and run["path_shares"]]
     sums = total(run["path_shares"] for run in runs)
     return {name: value / len(runs) for name, value in sums.items()}
 
 
 def as_svg(figure: Figure, name: str) -> str:
-    """The SVG element, for a page with its own style; `name` keeps the identifiers of several figures apart."""
+    """The SVG element, for a page with its own style. `name` keeps identifiers of several figures apart."""
     import matplotlib
     from matplotlib import pyplot
 
@@ -181,7 +182,7 @@ def as_svg(figure: Figure, name: str) -> str:
     pyplot.close(figure)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
-    # The page scales it; the view box keeps its proportions.
+    # The page scales the figure; the view box keeps its proportions.
     return re.sub(
         r'(<svg[^>]*?) height="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1), count=1
     )

@@ -70,7 +70,7 @@ class Rank:
         return self._group
 
     def _run(self, *, repetitions: int, duration_s: float, timeline: bool) -> dict[str, Any]:
-        """Repeats the collective; a failure ends the run and is part of the answer."""
+        """Repeats the collective. A failure ends the run and is part of the answer."""
         group, payload = self._joined(), self._payload
         if payload is None:
             raise RuntimeError(f"rank {self._rank} has no payload")
@@ -90,7 +90,7 @@ class Rank:
                 begins_s.append(time.monotonic())
                 try:
                     group.run(payload)
-                except Exception as error:  # of either library, and of torch: what they say is the observation
+                except Exception as error:  # errors of either library and of torch: they are the observation
                     answer["error"] = {
                         "kind": type(error).__name__,
                         "message": str(error),
@@ -110,7 +110,7 @@ class Rank:
 
 
 def serve(rank: Rank, commands: TextIO, answers: TextIO) -> None:
-    """Until the conductor says stop or is gone. A command that raises is answered with `failure`, and is the last."""
+    """Runs until the conductor says stop or is gone. A failing command is answered with `failure` and is the last."""
     for line in commands:
         command = json.loads(line)
         stops = command["do"] == "stop"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conductor's end of the ranks of one library: starts them in their namespaces, asks, waits, ends them."""
+"""The conductor's end of one library's ranks: starts them in their namespaces, asks, waits, ends them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sennit.testbed.topology import Planes
 
 Answer = dict[str, Any]
 
-# Importing torch on a busy machine is what takes long.
+# Importing torch on a busy machine takes the longest.
 JOIN_TIMEOUT_S: Final = 90.0
 STOP_TIMEOUT_S: Final = 15.0
 LOG_TAIL_LINES: Final = 30
@@ -31,21 +31,21 @@ READ_BYTES: Final = 1 << 20
 
 
 class RankError(SennitError):
-    """A rank ended, failed or was silent where it should not have been; the message has its last words."""
+    """A rank ended, failed or stayed silent unexpectedly. The message has its last words."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something the conductor does while it waits."""
+    """An action of the conductor while it waits."""
 
     at_s: float
-    """After the question was asked."""
+    """Seconds after the question was asked."""
     name: str
     do: Callable[[], None]
 
 
 class Ranks:
-    """One process a host. A context manager: on leaving it nothing of them is left."""
+    """One process per host. The context manager leaves nothing of them behind."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Ranks:
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=stderr,
-                        # A terminal's interrupt is for the conductor, which then ends them in order.
+                        # A terminal's interrupt is for the conductor, which then ends the ranks in order.
                         start_new_session=True,
                     )
                 self._processes.append(process)
@@ -93,9 +93,9 @@ class Ranks:
         events: Sequence[Event] = (),
         silent: Collection[int] = (),
     ) -> list[Answer]:
-        """Every rank's answer, in rank order; an empty one for those that are `silent`, which nobody waits for.
+        """Every rank's answer, in rank order; an empty one for `silent` ranks, which nobody waits for.
 
-        Fires `events` meanwhile, however soon the answers are there.
+        Fires all `events` meanwhile, even if the answers come sooner.
         """
         line = json.dumps(command).encode() + b"\n"
         for rank, process in enumerate(self._processes):
@@ -140,7 +140,7 @@ class Ranks:
         os.kill(self._pids[rank], signal.SIGSTOP)
 
     def stop(self, silent: Collection[int] = ()) -> None:
-        """The orderly end of all that are not `silent`."""
+        """Ends all ranks that are not `silent` in order."""
         self.ask({"do": "stop"}, timeout_s=STOP_TIMEOUT_S, silent=silent)
 
     def log_tails(self) -> dict[str, str]:
@@ -163,7 +163,7 @@ class Ranks:
                     with contextlib.suppress(BrokenPipeError):
                         pipe.close()
         for process in self._processes:
-            process.kill()  # a suspended process dies of it as well
+            process.kill()  # this kills a suspended process too
             process.wait(STOP_TIMEOUT_S)
 
     def __enter__(self) -> Self:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All cases of one run as plain data: what the page is made of, and what other programs read.
+"""All cases of one run as plain data: the source of the page, and what other programs read.
 
-`results.json` has the fields of `Results.as_json`; a change of their meaning raises SCHEMA.
+`results.json` has the fields of `Results.as_json`. A change of their meaning increases SCHEMA.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Case:
     """Why it failed, or the missing capability."""
     seconds: float = 0.0
     command: str = ""
-    """Repeats it."""
+    """The command that repeats it."""
     impairer: str = ""
     """Who impaired the packets: bpf or netem."""
     scenario: dict[str, Any] = field(default_factory=dict)
     goals: list[dict[str, Any]] = field(default_factory=list)
-    """Each with `value`, `met` and `word`: met, short (a goal about speed was missed) or failed."""
+    """Each with `value`, `met` and `word`: met, short (a speed goal was missed) or failed."""
     measures: dict[str, float] = field(default_factory=dict)
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """Times of repetitions, path shares and counters, one a library, condition and round."""
+    """Repetition times, plane shares and counters, one per library, condition and round."""
     series: dict[str, Any] = field(default_factory=dict)
-    """Of runs with faults: goodput and bytes of each plane over time, and the faults."""
+    """For runs with faults: goodput and bytes of each plane over time, and the faults."""
     descriptions: list[str] = field(default_factory=list)
     log_tails: dict[str, str] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Results:
     seed: int
     machine: dict[str, object]
     impairer: str = "auto"
-    """What was asked for; every case says what it was."""
+    """The requested impairer; every case says which one it used."""
     cases: list[Case] = field(default_factory=list)
 
     def count(self, status: Status) -> int:
@@ -74,7 +74,7 @@ class Results:
 
 
 def read(path: Path) -> Results:
-    """What `write` wrote; a ValueError for anything else."""
+    """Reads what `write` wrote. Raises ValueError for anything else."""
     try:
         data = json.loads(path.read_text())
         if data.pop("schema") != SCHEMA:
@@ -118,7 +118,7 @@ def runs_as_json(seen: Observations) -> list[dict[str, Any]]:
 
 
 def series(scenario: Scenario, runs: Sequence[Run]) -> dict[str, Any]:
-    """Of the last run of sennit that has samples; empty without one."""
+    """Samples of the last run of sennit that has any; empty otherwise."""
     sampled = [run for run in runs if run.library is Library.SENNIT and any(a.get("samples") for a in run.answers)]
     if not sampled:
         return {}

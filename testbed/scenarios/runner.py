@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs scenarios one after the other: whether each can run here, its observations, its verdict, its files."""
+"""Runs scenarios one after another: whether each can run here, its observations, its verdict, its files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def begin(*, short: bool, strict: bool, seed: int, impairer: Impairer = Impairer
 def run(
     outcome: Results, scenarios: Sequence[Scenario], *, folder: Path, say: Say, finished: Callable[[Case], None]
 ) -> None:
-    """Adds a case for each scenario, as soon as it is done; `finished` hears of it. Each has its folder in `folder`."""
+    """Adds each scenario's case as soon as it is done and calls `finished`.
+
+    Each case has its own folder in `folder`.
+    """
     short = outcome.form == "short"
     for scenario in scenarios:
         case = run_case(
@@ -74,7 +77,7 @@ def run_case(
     if missing is not None:
         case.reason = missing
         return case
-    # Absolute: the store of torch is named by a URL.
+    # Absolute, because torch's store is named by a URL.
     place = folder.resolve() / scenario.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(parents=True)
@@ -84,7 +87,7 @@ def run_case(
             scenario, impairer=chosen, seed=seed, folder=place, say=lambda what: say(f"{scenario.name}: {what}")
         )
         _judge(case, scenario, seen, strict=strict)
-    except Exception as error:  # whatever breaks one case must not cost the others: it is failed, with its trace
+    except Exception as error:  # one broken case must not cost the others: it counts as failed
         case.status = Status.FAILED
         case.reason = f"{type(error).__name__}: {error}"
         (place / "conductor.log").write_text(traceback.format_exc())
@@ -114,7 +117,7 @@ def _judge(case: Case, scenario: Scenario, seen: stage.Observations, *, strict: 
 
 
 def _kept(place: Path) -> list[Path]:
-    """Logs with something in them, and captures; the stores of rendezvous are of no more use."""
+    """Keeps non-empty logs, and captures. The stores of rendezvous are no longer needed."""
     for store in place.rglob("*-store*"):
         if store.is_dir():
             shutil.rmtree(store)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of progress while a rank is inside its collectives: payload received, and bytes by interface."""
+"""Samples progress while a rank is inside its collectives: payload received, and bytes by interface."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from types import TracebackType
 from typing import Final, Self
 
 PERIOD_S: Final = 0.001
-# Of this network namespace; /sys would show the namespace that it was mounted in.
+# /proc shows this network namespace; /sys would show the namespace that it was mounted in.
 NET_DEV: Final = Path("/proc/self/net/dev")
-# The column of received bytes after the interface's name (proc(5)).
+# The column of received bytes, counted after the interface's name (proc(5)).
 RX_BYTES: Final = 0
 
 
 def received_bytes(names: Sequence[str]) -> dict[str, int]:
-    """By name, what these interfaces have received since they were made."""
+    """Bytes that these interfaces have received since they were created, by name."""
     lines = (line.partition(":") for line in NET_DEV.read_text().splitlines()[2:])
     return {name.strip(): int(columns.split()[RX_BYTES]) for name, _, columns in lines if name.strip() in names}
 
@@ -36,7 +36,7 @@ class Sampler:
         self._thread = threading.Thread(target=self._sample, name="sampler")
 
     def _sample(self) -> None:
-        # Ahead of the ranks, which keep all processors busy: a sample taken late would look like a stall.
+        # Higher priority than the ranks, which keep all processors busy: a late sample would look like a stall.
         with contextlib.suppress(PermissionError):
             os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(os.sched_get_priority_min(os.SCHED_FIFO)))
         while not self._end.wait(PERIOD_S):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays one scenario: topology, ranks, impairments and faults in their turn; what comes out are observations."""
+"""Plays one scenario: topology, ranks, impairments and faults in turn. Returns observations."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from sennit.testbed.scenarios.model import NO_IMPAIRMENT, KillRank, Library, Sce
 from sennit.testbed.scenarios.ranks import Answer, Event, RankError, Ranks
 from sennit.testbed.topology import Direction, Impairer, Planes
 
-# A payload is generated, or a result checked, within this time on a busy machine.
+# A busy machine generates a payload, or checks a result, within this time.
 PREPARE_TIMEOUT_S: Final = 60.0
 COUNTERS_TIMEOUT_S: Final = 10.0
 HOSTILE_TIMEOUT_S: Final = 10.0
 SETTLE_TIMEOUT_S: Final = 1.0
 RECONFIGURE_TIMEOUT_S: Final = 20.0
-# What goes into the capture: enough to see the protocol, little enough to open.
+# Bytes of each packet in the capture: enough to see the protocol, few enough to open.
 CAPTURE_SIZE_BYTES: Final = 256 << 10
-# It writes what it has seen twice a second; what it is told to stop before that is lost.
+# It writes twice a second; what it saw after the last write before its end is lost.
 CAPTURE_TIMEOUT_S: Final = 3.0
 CAPTURE_LOOK_S: Final = 0.02
 CAPTURE_HEADER_BYTES: Final = 24
@@ -45,7 +45,7 @@ class Run:
     variant: Variant
     round: int
     answers: list[Answer]
-    """By rank; empty for one that was not to live."""
+    """By rank; empty for a rank that was not to live."""
     events: list[tuple[str, float]]
     """Faults with their monotonic time."""
     impairment_counters: dict[str, int]
@@ -58,35 +58,35 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """How the survivors of a death went on."""
+    """How the survivors of a death continued."""
 
     reconfigured: list[Answer]
-    """Of each survivor: when it began and ended to reconfigure, its new rank and world."""
+    """For each survivor: when it began and finished to reconfigure, its new rank and world size."""
     answers: list[Answer]
-    """Of the collective that followed."""
+    """Results of the collective that followed."""
 
 
 @dataclass(kw_only=True)
 class Observations:
-    """All that was seen of one case."""
+    """All observations of one case."""
 
     scenario: Scenario
     seed: int
     runs: list[Run] = field(default_factory=list)
     recovery: Recovery | None = None
     hostile_sent: dict[str, int] = field(default_factory=dict)
-    """Packets of junk by kind."""
+    """Junk packets by kind."""
     hostile_s: float = 0.0
-    """In how much time."""
+    """Seconds that sending them took."""
     descriptions: list[str] = field(default_factory=list)
-    """What every rank says of itself at the end."""
+    """What every rank says about itself at the end."""
     log_tails: dict[str, str] = field(default_factory=dict)
 
 
 def play(
     scenario: Scenario, *, impairer: Impairer, seed: int, folder: Path, say: Callable[[str], None]
 ) -> Observations:
-    """Runs the scenario with its logs below `folder`, which is empty. `say` hears what is going on."""
+    """Runs the scenario with its logs below `folder`, which is empty. Calls `say` with progress messages."""
     seen = Observations(scenario=scenario, seed=seed)
     topology = scenario.topology
     say("topology")
@@ -104,14 +104,14 @@ def play(
         for index, variant in enumerate(scenario.variants):
             place = folder / f"variant{index}" if len(scenario.variants) > 1 else folder
             place.mkdir(exist_ok=True)
-            # Peers that are no part of what varies run once.
+            # Peers that do not vary run once.
             libraries = scenario.libraries if index == 0 else (Library.SENNIT,)
             _Stage(scenario, seen, planes, variant, libraries, place, say).play(capture=index == 0)
     return seen
 
 
 class _Stage:
-    """One variant of a scenario on planes that are up."""
+    """Plays one variant of a scenario on planes that are up."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class _Stage:
                     }
 
     def _rehearse(self, crews: dict[Library, Ranks], capture: bool) -> None:
-        """One small repetition of each library, with the impairment, into the capture; then the true payload once."""
+        """One small repetition of each library, with the impairment, into the capture; then the real payload once."""
         workload = self._scenario.workload
         capture = capture and capabilities.missing("dumpcap") is None
         with self._impaired(self._variant.impairment_seed) if capture else contextlib.nullcontext():
@@ -220,7 +220,7 @@ class _Stage:
         )
 
     def _recover(self, crew: Ranks) -> None:
-        """The survivors make a new group, and each checks a result of it."""
+        """The survivors make a new group, and each checks one result of it."""
         workload, victims = self._scenario.workload, self._scenario.victims()
         self._say(f"{crew.library}: reconfigure")
         command: dict[str, Any] = {"do": "reconfigure", "timeout_s": RECONFIGURE_TIMEOUT_S}
@@ -240,7 +240,7 @@ class _Stage:
         timeline: bool = False,
         events: Sequence[Event] = (),
     ) -> list[Answer]:
-        # Every repetition may use up its deadline, and is checked.
+        # Every repetition may use its whole deadline, and is checked.
         limit_s = repetitions * self._scenario.workload.timeout_s + duration_s + PREPARE_TIMEOUT_S
         command = {"do": "run", "repetitions": repetitions, "duration_s": duration_s, "timeline": timeline}
         silent = self._scenario.victims() if events or crew.happened else ()
@@ -267,7 +267,7 @@ class _Stage:
 
     @contextlib.contextmanager
     def _disturbance(self, seed: int) -> Iterator[None]:
-        """The impairment and the hostile sender, for as long as the block runs."""
+        """Applies the impairment and runs the hostile sender while the block runs."""
         hostile = self._scenario.hostile
         with (
             self._impaired(seed),
@@ -305,7 +305,7 @@ class _Stage:
             if not select.select([process.stdout], [], [], HOSTILE_TIMEOUT_S)[0] or not process.stdout.readline():
                 raise RankError(f"the hostile sender does not begin; see {log.name}")
             yield
-            # Closes its stdin, which is its sign to stop.
+            # Closing its stdin tells it to stop.
             output, _ = process.communicate(timeout=HOSTILE_TIMEOUT_S)
             if process.returncode:
                 raise RankError(f"the hostile sender ended with status {process.returncode}; see {log.name}")
@@ -318,10 +318,10 @@ class _Stage:
             self._seen.hostile_sent[kind] = self._seen.hostile_sent.get(kind, 0) + count
 
     def _settled_counters(self, crew: Ranks) -> tuple[dict[str, int], dict[str, int], list[dict[str, int]]]:
-        """What the impairment, the limited queues and the ranks have counted, once nothing is under way any more.
+        """What the impairment, the limited queues and the ranks have counted, once nothing is in flight any more.
 
-        The last acknowledgements are still on their way when a collective is done: what one end has counted and the
-        other has not yet would be missing between two runs.
+        The last acknowledgements are still in flight when a collective is done. Otherwise something that one end has
+        counted and the other has not would be missing between two runs.
         """
         deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
         now = self._impairment_counters(), self._queue_counters(), self._rank_counters(crew)
@@ -355,7 +355,7 @@ class _Stage:
 
 
 def _wait_for_packets(capture: Path) -> None:
-    """Until the file has packets. A capture is for people to look at: that it is empty is no reason to fail."""
+    """Waits until the file has packets. A capture is for people to look at, so an empty one is no failure."""
     deadline_s = time.monotonic() + CAPTURE_TIMEOUT_S
     while capture.stat().st_size <= CAPTURE_HEADER_BYTES and time.monotonic() < deadline_s:
         time.sleep(CAPTURE_LOOK_S)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's samples say about a fault in the middle of it: stalls, goodput before and after, a plane's return.
+"""What a run's samples say about a fault in the middle: stalls, goodput before and after, a plane's return.
 
-Every rank's samples have times of one clock. Between collectives ranks check results, which is no stall: only the
-times when all ranks are inside the same collective count.
+All ranks' samples use one clock. Between collectives ranks check results, which is no stall. Only times when all
+ranks are inside the same collective count.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from sennit.testbed.scenarios.stage import Run
 
 # A sample row is (time, payload bytes received, bytes of plane 0, plane 1, …).
 FIRST_PLANE = 2
-# Over this much a plane's rate is taken when its return is looked for.
+# A plane's rate is averaged over this time when its return is looked for.
 RETURN_WINDOW_S = 0.01
-# Without any sample for so many periods the machine stood still.
+# No sample for this many periods means that the machine stood still.
 UNSAMPLED_PERIODS = 3
-# The plane is used again when it carries this part of its rate before the fault.
+# The plane is in use again when it carries this share of its rate before the fault.
 RETURN_FRACTION = 0.25
 
 Interval = tuple[float, float]
 
 
 def common_intervals(run: Run) -> list[Interval]:
-    """When all ranks that lived to answer were inside the same repetition."""
+    """When all surviving ranks were inside the same repetition."""
     alive = [answer for answer in run.answers if answer]
     begins = zip(*(answer["begins_s"] for answer in alive), strict=False)
     ends = zip(*(answer["ends_s"] for answer in alive), strict=False)
@@ -38,13 +38,13 @@ def common_intervals(run: Run) -> list[Interval]:
 
 
 def pauses(run: Run) -> list[Interval]:
-    """Between collectives: from when the first rank left one until the last rank entered the next."""
+    """Between collectives: from the first rank's exit to the last rank's entry into the next one."""
     common = common_intervals(run)
     return [(end, begin) for (_, end), (begin, _) in itertools.pairwise(common)]
 
 
 def progress_times_s(run: Run) -> list[float]:
-    """When some rank was seen to have received more payload than at its sample before."""
+    """When some rank had received more payload than at its previous sample."""
     moments = []
     for answer in run.answers:
         rows = answer["samples"]
@@ -53,14 +53,15 @@ def progress_times_s(run: Run) -> list[float]:
 
 
 def unsampled(run: Run, period_s: float = PERIOD_S) -> list[Interval]:
-    """When no rank's sampler ran for several periods. Samplers go ahead of everything else on their host, so it was
-    the machine that stood still, and nobody knows what there would have been to see."""
+    """When no rank's sampler ran for several periods. Samplers have the highest priority on their host, so the machine
+    stood still, and nobody knows what happened meanwhile.
+    """
     moments = sorted(row[0] for answer in run.answers for row in answer["samples"])
     return [(a, b) for a, b in itertools.pairwise(moments) if b - a > UNSAMPLED_PERIODS * period_s]
 
 
 def longest_stall_s(run: Run, since_s: float, until_s: float, period_s: float = PERIOD_S) -> float | None:
-    """The longest time without progress inside a collective, less what nobody sampled; right to a sampling period."""
+    """The longest time without progress inside a collective, minus unsampled time; accurate to a sampling period."""
     moments = progress_times_s(run)
     blind = unsampled(run, period_s)
     longest: float | None = None
@@ -103,7 +104,7 @@ def first_sample_s(run: Run) -> float:
 
 
 def _at(rows: Sequence[Sequence[float]], column: int, at_s: float) -> float:
-    """The column at a time, between two samples by interpolation."""
+    """The column at a time, interpolated between two samples."""
     high = min(max(bisect.bisect_right(rows, at_s, key=_time_s), 1), len(rows) - 1)
     before, after = rows[high - 1], rows[high]
     span_s = after[0] - before[0]
@@ -116,7 +117,7 @@ def _time_s(row: Sequence[float]) -> float:
 
 
 def goodput_within(run: Run, since_s: float, until_s: float) -> float | None:
-    """Payload a second, all ranks added, of the time in which all were inside one collective."""
+    """Payload per second, summed over ranks, over the time when all were inside one collective."""
     received, seconds = 0.0, 0.0
     for begin, end in common_intervals(run):
         low, high = max(begin, since_s), min(end, until_s)
@@ -129,7 +130,7 @@ def goodput_within(run: Run, since_s: float, until_s: float) -> float | None:
 
 
 def measure(scenario: Scenario, run: Run) -> dict[str, float]:
-    """The measures of planes switched off (and on again) during the run (`measures`); none of a run that failed."""
+    """Measures of planes switched off (and on again) during the run (`measures`); none for a run that failed."""
     found: dict[str, float] = {}
     off = [
         at_s for (_, at_s), fault in _matched(scenario, run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures against goals: a case has passed, failed, or could not run here."""
+"""Compares measures with goals: a case has passed, failed, or could not run here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sennit.testbed.scenarios.model import Goal
 
 
 class Status(StrEnum):
-    """Of a case."""
+    """The outcome of a case."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -20,11 +20,11 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A goal with what was measured."""
+    """A goal with the measured value."""
 
     goal: Goal
     value: float | None
-    """None: the run gave no such number."""
+    """None: the run gave no such measure."""
 
     @property
     def met(self) -> bool:
