@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a simulated run gave, as far as the report needs it."""
+"""The result of a simulated run, as far as the report needs it."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -7,16 +7,16 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class TierUse:
-    """The links of one tier and direction, without those that failed."""
+    """The links of one tier and direction, without the failed ones."""
 
     links: int
     least: float
     mean: float
     most: float
-    """Share of the run's time in which a link sent."""
+    """Share of the run's time in which a link was sending."""
 
     shares: list[float]
-    """The same of every link, ascending."""
+    """The same for every link, in ascending order."""
 
     peak_queue_bytes: int
     dropped_packets: int
@@ -24,7 +24,7 @@ class TierUse:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What a run gave."""
+    """The result of a run."""
 
     scenario: dict[str, Any]
     is_complete: bool
@@ -37,7 +37,7 @@ class Outcome:
     """Quantiles of the time from posting to arrival, evenly spaced from 0 to 1."""
 
     arrived_bytes: list[int]
-    """Payload that arrived, a sample each."""
+    """Payload that arrived, by sample."""
 
     tiers: dict[str, TierUse] = field(default_factory=dict)
     fingerprint: str = ""
@@ -48,7 +48,7 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """Completion time over the ideal."""
+        """Completion time divided by the ideal time."""
         return self.completion_us / self.ideal_us
 
     def quantile_us(self, fraction: float) -> float:

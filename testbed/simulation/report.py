@@ -22,7 +22,7 @@ HEAD = (
 
 
 def table(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
-    """Markdown; a row for every case that has an outcome."""
+    """Markdown with a row for every case that has an outcome."""
     lines = [HEAD, "| --- " * HEAD.count(" | ") + "| --- |"]
     for case in cases:
         if case.name not in outcomes:
@@ -54,7 +54,7 @@ def milliseconds(time_us: float) -> str:
 
 
 def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
-    """What was run: enough to run it again."""
+    """The parameters needed to run it again."""
     known = [case for case in cases if case.name in outcomes]
     first = known[0].scenario
     events = sum(outcomes[case.name].counters["events"] for case in known)
@@ -68,7 +68,7 @@ def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
 
 
 def write_page(page: Path, text: str) -> None:
-    """Replaces what is between the page's two markers. Raises ValueError where it has none."""
+    """Replaces the text between the page's two markers. Raises ValueError if it has none."""
     content = page.read_text()
     before, begin, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -78,7 +78,7 @@ def write_page(page: Path, text: str) -> None:
 
 
 def plot(cases: Sequence[Case], outcomes: dict[str, Outcome], path: Path) -> None:
-    """Times over ideal, goodput while links die, and how evenly the uplinks are used."""
+    """Plots time over ideal, goodput while links die, and how evenly the uplinks are used."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -124,7 +124,7 @@ def _plot_ratios(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]
     axis.xaxis.set_minor_formatter("{x:g}")
     axis.set_xlim(0.9, 1.6 * max(outcomes[case.name].ratio for case in cases))
     axis.set_xlabel("completion time / ideal")
-    # For all three: the colours are the same.
+    # One legend for all three, because the colours are the same.
     axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
 
 

@@ -37,7 +37,7 @@ COUNTERS = (
 )
 
 
-# Dying links and full queues are in it. Nothing of it may follow a change of the suite.
+# Dying links and full queues are in it. It does not change when the suite does.
 FINGERPRINTED = QUICK.with_(
     window_bytes=64 << 10,
     peers_at_a_time=24,
@@ -49,7 +49,7 @@ FINGERPRINTED = QUICK.with_(
 
 
 def fingerprint() -> str:
-    """Tells cores whose flows or fabrics behave differently apart: the trace of one small run, in a second."""
+    """Tells cores apart whose flows or fabrics behave differently: the trace of one small run, in a second."""
     from sennit.transport._core import FabricSimulation
 
     simulation = FabricSimulation(FINGERPRINTED.as_dict())
@@ -108,8 +108,8 @@ def run_cases(
 ) -> dict[str, Outcome]:
     """Runs all cases and writes each outcome to `folder`/NAME.json as soon as it is there.
 
-    An outcome that is there already, of the very same scenario and of a core that behaves the same, is taken as it is:
-    it would come out the same.
+    An existing outcome of the very same scenario, from a core that behaves the same, is reused: the result would be
+    equal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     core = fingerprint()
@@ -122,7 +122,7 @@ def run_cases(
             done(case, kept)
         else:
             waiting.append(case)
-    # Fresh processes: a simulation's memory goes back when its process ends.
+    # Fresh processes, so that a simulation's memory is freed when its process ends.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1) as pool:
         futures = {pool.submit(run, case.scenario): case for case in waiting}
@@ -139,7 +139,7 @@ def run_cases(
 
 
 def load(path: Path) -> Outcome | None:
-    """The outcome in a file; None where there is none, or one of another version."""
+    """The outcome in a file; None if there is none, or one of another version."""
     try:
         return Outcome.from_json(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):

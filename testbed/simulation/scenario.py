@@ -7,43 +7,43 @@ from typing import Any, Self
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A fabric, what fails in it, a transport and a workload. The native core checks the ranges."""
+    """A fabric, its failures, a transport and a workload. The native core checks the ranges."""
 
     hosts: int = 1024
 
     hosts_per_leaf: int = 32
 
     spines: int = 32
-    """Of the fabric; with three tiers, of each pod."""
+    """Spines of the fabric; with three tiers, of each pod."""
 
     leaves_per_pod: int = 0
-    """0: two tiers."""
+    """0 means two tiers."""
 
     cores_per_spine: int = 0
-    """Three tiers only."""
+    """For three tiers only."""
 
     rate_gbps: int = 100
-    """Of every link."""
+    """Rate of every link."""
 
     delay_ns: int = 1000
-    """Of a hop: cable and switch pipeline."""
+    """Delay of a hop: cable and switch pipeline."""
 
     queue_limit_bytes: int = 1 << 20
-    """Of a switch port; what does not fit is dropped."""
+    """Queue of a switch port. A packet that does not fit is dropped."""
 
     mark_min_bytes: int = 128 << 10
     """A packet that finds less in the queue is not marked (ECN) ..."""
 
     mark_max_bytes: int = 512 << 10
-    """... one that finds more always; linearly in between."""
+    """... a packet that finds more is always marked; linear in between."""
 
     failed_fraction: float = 0.0
-    """Of the cables between switches."""
+    """Share of the cables between switches that fail."""
 
     fail_at_us: int = 0
 
     convergence_us: int = 0
-    """From the failure until switches no longer hash packets onto dead links."""
+    """Time from the failure until switches stop hashing packets onto dead links."""
 
     path_count: int = 16
     """Entropies (UDP source ports) of a flow."""
@@ -60,7 +60,7 @@ class Scenario:
     payload_bytes: int = 4096
 
     window_bytes: int = 32 << 10
-    """Half of a block: what a pair may have in flight. More overflows the queues of leaves that lost uplinks."""
+    """Half of a block: what a pair may have in flight. More would overflow the queues of leaves that lost uplinks."""
 
     ack_every_packets: int = 16
 
@@ -69,30 +69,30 @@ class Scenario:
     target_queue_us: int = 25
 
     batch_packets: int = 1
-    """Packets that follow each other on one path: 1 as a NIC does, 15 as a GSO send does."""
+    """Packets sent back to back on one path: 1 as a NIC does, 15 as a GSO send does."""
 
     ticks_per_us: int = 5
-    """Of the flow's clock: its timers' floors, made for busy hosts, are so many times shorter, as on a NIC."""
+    """Divides the floors of the flow's timers, which are made for busy hosts, down to a NIC's."""
 
     kind: str = "alltoall"
     """alltoall, allreduce_direct, allreduce_ring, permutation or incast."""
 
     size_bytes: int = 64 << 10
-    """alltoall: what each host sends to each other one; allreduce: the vector; else what each host sends."""
+    """alltoall: bytes from each host to each other; allreduce: the vector; otherwise bytes from each host."""
 
     message_max_bytes: int = 64 << 10
     """Longer blocks are cut into several messages."""
 
     peers_at_a_time: int = 16
-    """Pairs for which a host has posted receives."""
+    """Peers for which a host has posted receives."""
 
     is_shuffled: bool = True
-    """Peers in one seeded order of distances instead of 1, 2, 3, ..."""
+    """Visits peers in a seeded order of distances instead of 1, 2, 3, ..."""
 
     seed: int = 1
 
     deadline_us: int = 10_000_000
-    """Of virtual time."""
+    """Virtual time after which the run ends."""
 
     sample_us: int = 100
     """Resolution of the goodput over time."""

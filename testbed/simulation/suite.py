@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cases of docs/lab/simulation.md: workloads and failures, and each of them under several ways to use the paths."""
+"""The cases of docs/lab/simulation.md: workloads and failures, each with several ways to use the paths."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Case:
     """A scenario and its place in the table."""
 
     group: str
-    """What is done and what fails: a block of the table."""
+    """Workload and failure: a block of the table."""
 
     way: str
     """One of WAYS."""
@@ -45,14 +45,14 @@ def cases(*, quick: bool, seed: int) -> list[Case]:
     dying = {**failed, "fail_at_us": mid_us, "convergence_us": 10 * mid_us}
     vector_bytes = base.hosts * (base.size_bytes // 4)
     found: list[Case] = []
-    # What a host sends to another is one message here, so that static ECMP is a single path; and most of it is sent
-    # before an entropy could come back, so that reps is nearly round robin.
+    # A host sends one message to each other host, so static ECMP uses a single path. Most of the message is sent
+    # before an entropy could return, so reps is nearly round robin.
     ways = ("reps", "static ECMP")
     found += _group(f"alltoall, {percent} links failed", base.with_(**failed), ways)
     found += _group("alltoall", base, ways)
     found += _group(f"alltoall, {percent} links die in the middle", base.with_(**dying), ways)
     found += _group("allreduce direct", base.with_(kind="allreduce_direct", size_bytes=vector_bytes), ways)
-    # A step's block leaves at once only while the window holds those before it, which are not acknowledged yet.
+    # A step's block leaves at once only while the window holds the unacknowledged blocks before it.
     ahead = base.with_(peers_at_a_time=24)
     ring = ahead.with_(kind="allreduce_ring", size_bytes=vector_bytes, window_bytes=128 << 10)
     found += _group("allreduce ring", ring, ways)

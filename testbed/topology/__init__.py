@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts and planes on one machine: network namespaces, and a switch that loses, marks, duplicates, corrupts, reorders,
-delays and limits what they send, from a seed. docs/how-to/testbed.md shows the topology and what is exact.
+"""Hosts and planes on one machine: network namespaces, and a switch that impairs their packets from a seed.
+
+The switch loses, marks, duplicates, corrupts, reorders, delays and rate-limits. docs/how-to/testbed.md shows the
+topology and says what is exact.
 """
 
 from sennit.testbed.topology.capture import Capture

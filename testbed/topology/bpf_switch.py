@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch of one BPF program and, once something is delayed, one relay process."""
+"""The switch made of one BPF program and, once something is delayed, one relay process."""
 
 from __future__ import annotations
 

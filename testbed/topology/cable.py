@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts in network namespaces and one cable between them: nothing in the way of a packet that could cost time."""
+"""Two hosts in network namespaces and one cable between them, with nothing in between that costs time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Cable(Closing):
     """An interface `near` in one namespace, `far` in another. Needs root."""
 
     def __init__(self, *, mtu_bytes: int) -> None:
-        """The far interface joins packets (GRO): only then, or with an XDP program, does veth take frames of XDP."""
+        """Makes the far interface join packets (GRO). Without that, or an XDP program, veth refuses frames of XDP."""
         prefix = namespace.unique_prefix(next(_serials))
         self._names = {NEAR: f"{prefix}-{NEAR}", FAR: f"{prefix}-{FAR}"}
         self._stack = contextlib.ExitStack()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes what passes an interface to a pcap file, by dumpcap."""
+"""Captures what passes an interface into a pcap file, by dumpcap."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Capture:
     """A running capture; `stop` ends it. Packets that arrive at the very end may be missing."""
 
     def __init__(self, entry: list[str], interface: str, path: Path, snap_bytes: int) -> None:
-        """`entry`: what enters the namespace of the interface, to be put before the command."""
+        """`entry`: a command prefix that enters the interface's namespace."""
         self.path = path
         self.packets = 0
-        """In the file; known when it has stopped."""
+        """Packets in the file; known after `stop`."""
         self.dropped = 0
-        """Not in the file, as dumpcap could not keep up; known when it has stopped."""
+        """Packets that dumpcap was too slow for; known after `stop`."""
         command = [*entry, "dumpcap", "-q", "-P", "-i", interface, "-s", f"{snap_bytes}", "-w", f"{path}"]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE)
         self._log = b""
         assert self._process.stderr is not None
-        # It says where it writes to as soon as it listens.
+        # dumpcap names its output file as soon as it listens.
         while b"File:" not in self._log:
             ready, _, _ = select.select([self._process.stderr], [], [], START_TIMEOUT_S)
             piece = os.read(self._process.stderr.fileno(), 65_536) if ready else b""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbered datagrams through a plane, and an account of what arrived: shows that the switch's counters are true."""
+"""Numbered datagrams through a plane, and an account of what arrived: checks that the switch's counters are true."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LOOK_S: Final = 0.005
 
 @dataclass
 class Account:
-    """What a receiver saw of `sent` numbered datagrams, and what the switch says of them."""
+    """What a receiver saw of `sent` numbered datagrams, and what the switch reports about them."""
 
     sent: int
     order: list[int] = field(default_factory=list)
-    """Numbers in the order of arrival."""
+    """Numbers in order of arrival."""
     damaged: list[int] = field(default_factory=list)
     marked: list[int] = field(default_factory=list)
     counters: ImpairmentCounters | None = None
@@ -57,7 +57,7 @@ class Account:
 
     @property
     def late(self) -> list[int]:
-        """Those that came after a higher number."""
+        """Datagrams that arrived after a higher number."""
         found, highest = [], -1
         for number in self.order:
             if number < highest:
@@ -78,7 +78,7 @@ def open_socket(address: str) -> socket.socket:
 
 @contextlib.contextmanager
 def one_processor() -> Iterator[None]:
-    """Keeps this thread on one processor, as packets of two would overtake each other on their own."""
+    """Keeps this thread on one processor, because packets from two would overtake each other."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
@@ -103,9 +103,12 @@ def send_datagrams(
     segments: int = 1,
     arrivals: int | None = None,
 ) -> Account:
-    """Sends `count` datagrams, `segments` with one call (GSO), and receives what the switch says will come, or
-    `arrivals` of them; more would be received too. Where netem impairs, which cannot say: what comes until its queue is
-    empty."""
+    """Sends `count` datagrams, `segments` per call (GSO), and receives until the switch's count or `arrivals` is
+    reached.
+
+    Additional arrivals are received too. netem cannot report what will come, so there it receives until the queue is
+    empty.
+    """
     body = bytes(index * 7 & 0xFF for index in range(size_bytes - NUMBER_BYTES))
     account = Account(count)
     is_counted = planes.impairer is Impairer.BPF

@@ -14,7 +14,7 @@ from pyroute2 import IPRoute
 from sennit.testbed.topology import namespace
 from sennit.testbed.topology.relay_table import READY, RelayCounters, RelayTable, make_table
 
-# Packets to be delayed go in here; the relay reads them at the other end.
+# Packets to be delayed enter here; the relay reads them at the other end.
 INLET_IFINDEX: Final = 900
 _INLET, _OUTLET = "delay0", "delay1"
 DELAY_MAX_US: Final = 10_000_000

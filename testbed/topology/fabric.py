@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch between the hosts: fabric.bpf.c loaded, attached to its ports, configured and read."""
+"""The switch between the hosts: loads, attaches, configures and reads fabric.bpf.c."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sennit.testbed.topology.impairment import (
     unpack_counters,
 )
 
-# fabric.bpf.c has these too, by the same names; a test compares them.
+# fabric.bpf.c defines these by the same names; a test compares them.
 HOSTS_MAX: Final = 64
 PLANES_MAX: Final = 16
 FIRST_PORT_IFINDEX: Final = 1000
@@ -43,7 +43,7 @@ def mac_address(host: int, plane: int) -> str:
 
 
 class Fabric:
-    """The program and what it knows of each port. Ports must exist before they are attached."""
+    """The program and its state for each port. Ports must exist before they are attached."""
 
     def __init__(self, hosts: int, planes: int) -> None:
         rings = hosts * planes
@@ -58,7 +58,7 @@ class Fabric:
             self._write(port)
 
     def attach(self) -> None:
-        """To be called inside the switch's namespace."""
+        """Call it inside the switch's namespace."""
         descriptor = self._object.program("fabric").descriptor
         with IPRoute() as route:
             for host, plane in self._ports:
@@ -79,7 +79,7 @@ class Fabric:
         self._object.close()
 
     def impair(self, impairment: Impairment, ports: Iterable[tuple[int, int]]) -> None:
-        """New dice for the ports (host, plane), from their first throw."""
+        """Restarts the dice of the ports (host, plane)."""
         for port in ports:
             self._ports[port] = replace(
                 self._ports[port],
@@ -105,7 +105,7 @@ class Fabric:
             self._write(port)
 
     def set_relay(self, ifindex: int, ports: Iterable[tuple[int, int]]) -> None:
-        """Packets of the ports leave by this interface of the switch's namespace; 0: straight to their destination."""
+        """The ports' packets leave by this interface of the switch's namespace; 0: straight to their destination."""
         for port in ports:
             self._ports[port] = replace(self._ports[port], relay_ifindex=ifindex)
             self._write(port)

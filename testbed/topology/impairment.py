@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plane does to a host's packets, what it has done, and the dice that decide; the C side is fabric.bpf.c."""
+"""What a plane does to a host's packets, what it has done, and the dice that decide. The C side is fabric.bpf.c."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 from typing import Final
 
-# As in fabric.bpf.c: the places in a ring of held packets, so the depth is one less.
+# As in fabric.bpf.c: the slots in a ring of held packets. The usable depth is one less.
 HELD_MAX: Final = 128
 REORDER_DEPTH_MAX: Final = HELD_MAX - 1
 _ALWAYS: Final = 1 << 32
@@ -18,7 +18,7 @@ _FRACTIONS: Final = ("loss", "ecn", "duplicate", "corrupt", "reorder")
 
 
 class Draw(IntEnum):
-    """Which of a packet's draws decides what (enum draw)."""
+    """Which of a packet's random draws decides what (enum draw)."""
 
     DROP = 0
     DUPLICATE = 1
@@ -33,38 +33,42 @@ DRAWS: Final = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Impairment:
-    """What happens to the UDP and TCP packets that one host sends on one plane; everything else passes.
+    """What happens to UDP and TCP packets that one host sends on one plane. Everything else passes.
 
-    Fractions are of what the switch sees: packets on planes made with `per_packet`, otherwise super-packets (GSO) of up
-    to 64 KiB, all of whose packets share their fate.
+    Fractions count what the switch sees: packets on planes made with `per_packet`, otherwise super-packets (GSO) of up
+    to 64 KiB, whose packets all share one fate.
     """
 
     loss_fraction: float = 0
     """Dropped."""
 
     ecn_fraction: float = 0
-    """Marked Congestion Experienced (RFC 3168), where the sender said that it understands marks."""
+    """Marked Congestion Experienced (RFC 3168) if the sender declared ECN support."""
 
     duplicate_fraction: float = 0
     """Delivered twice, the clean copy first."""
 
     corrupt_fraction: float = 0
-    """One byte of the UDP payload changed, which no checksum below the application finds. TCP has such a
-    checksum: its packets are dropped instead."""
+    """One byte of the UDP payload is changed, and no checksum below the application finds it. TCP has such a checksum,
+    so its packets are dropped instead.
+    """
 
     corrupt_skip_bytes: int = 0
-    """So many bytes at the beginning of the payload are never changed; a shorter payload is left alone."""
+    """This many bytes at the start of the payload are never changed. A payload that is not longer is left alone."""
 
     reorder_fraction: float = 0
-    """Held back until `reorder_depth` later packets have passed. Needs those: at the end of the traffic, up to so many
-    stay behind. Super-packets are not held, nor are frames below 80 bytes; a held one is not marked or corrupted."""
+    """Held back until `reorder_depth` later packets have passed. At the end of traffic, up to that many stay behind.
+
+    Super-packets are not held, nor frames below 80 bytes. A held packet is neither marked nor corrupted.
+    """
 
     reorder_depth: int = 0
-    """1 to 127 where reorder_fraction is not 0."""
+    """1 to 127 if reorder_fraction is not 0."""
 
     seed: int = 0
-    """The same seed hits the same packets, counted from the call of `Planes.impair`. Each host and plane has
-    dice of its own made from it."""
+    """The same seed hits the same packets, counted from the call of `Planes.impair`. Each host and plane derives its
+    own dice from it.
+    """
 
     def __post_init__(self) -> None:
         for kind in _FRACTIONS:
@@ -80,7 +84,7 @@ class Impairment:
             raise ValueError(f"seed {self.seed}; allowed: 0..2^64-1")
 
     def below(self, draw: Draw) -> int:
-        """A packet is hit when the upper half of its draw is below this."""
+        """A packet is hit if the upper half of its draw is below this."""
         fraction = {
             Draw.DROP: self.loss_fraction,
             Draw.DUPLICATE: self.duplicate_fraction,
@@ -104,7 +108,7 @@ def port_seed(seed: int, host: int, plane: int) -> int:
 
 
 def dice(impairment: Impairment, host: int, plane: int, draw: Draw) -> Iterator[bool]:
-    """Whether each packet in turn is hit, as fabric.bpf.c decides: a prediction, packet by packet."""
+    """Predicts, packet by packet, whether fabric.bpf.c hits it."""
     seed, below = port_seed(impairment.seed, host, plane), impairment.below(draw)
     number = draw + 1
     while True:
@@ -114,7 +118,7 @@ def dice(impairment: Impairment, host: int, plane: int, draw: Draw) -> Iterator[
 
 @dataclass(frozen=True, kw_only=True)
 class PortConfig:
-    """`struct port_config`: what the program is told about one port."""
+    """`struct port_config`: the program's settings for one port."""
 
     seed: int = 0
     drop_below: int = 0
@@ -134,49 +138,51 @@ class PortConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ImpairmentCounters:
-    """What happened to the packets that one host sent on one plane, since the planes were made. In packets as a
-    receiver counts them: a super-packet counts as its segments."""
+    """What happened to the packets that one host sent on one plane, since the planes were made.
+
+    Counted in packets as a receiver counts them: a super-packet counts as its segments.
+    """
 
     packets: int
-    """UDP and TCP packets that came to the switch."""
+    """UDP and TCP packets that reached the switch."""
 
     bytes: int
-    """Their sizes with all headers."""
+    """Their bytes with all headers."""
 
     dropped: int
     duplicated: int
 
     marked: int
-    """Only those that could be: not without ECT from the sender."""
+    """Only packets that could be marked: the sender declared ECN support."""
 
     corrupted: int
 
     held: int
     released: int
-    """Of those held; what is missing is still held back, or lost when the impairment was changed meanwhile."""
+    """Held packets released later. The rest is still held, or was lost when the impairment changed meanwhile."""
 
     unheld: int
-    """Chosen to be held back, but too large, too small or out of space."""
+    """Chosen to be held, but too large, too small or out of space."""
 
     blackholed: int
-    """UDP and TCP packets that came while the plane was switched off by black hole."""
+    """UDP and TCP packets that arrived while the plane was a black hole."""
 
     other: int
-    """Neither UDP nor TCP, and so left alone."""
+    """Neither UDP nor TCP, so not impaired."""
 
     strangers: int
-    """To an address that no host has, or to all: dropped."""
+    """Sent to an unknown address or to all: dropped."""
 
     failed: int
-    """Lost because the kernel was out of memory. Anything but 0 makes the other figures inexact."""
+    """Lost because the kernel was out of memory. Any value but 0 makes the other figures inexact."""
 
     def __sub__(self, before: ImpairmentCounters) -> ImpairmentCounters:
-        """What happened since `before`."""
+        """The difference since `before`."""
         pairs = zip(astuple(self), astuple(before), strict=True)
         return ImpairmentCounters(**dict(zip((f.name for f in fields(self)), (a - b for a, b in pairs), strict=True)))
 
 
 def unpack_counters(data: bytes) -> ImpairmentCounters:
-    """From `struct port_counters`."""
+    """Reads `struct port_counters`."""
     names = [field.name for field in fields(ImpairmentCounters)]
     return ImpairmentCounters(**dict(zip(names, struct.unpack(f"={len(names)}Q", data), strict=True)))

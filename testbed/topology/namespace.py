@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Network namespaces by name, and running a function inside one.
 
-A name is bound below /run/netns, where `ip netns` finds it too. It carries the process that made it, so that what a
-killed process left behind is recognised and removed by the next one. `ip netns exec` would also remount /sys and
-hide bpffs; entering with setns(2), or `nsenter --net`, leaves the file systems alone.
+A name is bound below /run/netns, where `ip netns` finds it too. It contains the process that made it, so the next
+process recognises and removes what a killed one left behind. `ip netns exec` would also remount /sys and hide bpffs;
+entering with setns(2), or `nsenter --net`, leaves the file systems alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 def unique_prefix(serial: int) -> str:
-    """The beginning of names that no other process uses: its number, and when it started, as numbers come again."""
+    """A prefix that no other process uses: the process number and its start time, because numbers are reused."""
     return f"sennit-{os.getpid()}-{_start_ticks(os.getpid())}-{serial}"
 
 
@@ -49,7 +49,7 @@ def create(name: str) -> None:
         _check(_libc.mount(source.encode(), os.fsencode(path), b"none", MS_BIND, None), f"bind {path}")
 
     try:
-        # unshare(2) is the thread's, and the thread ends here; the bind mount keeps the namespace.
+        # unshare(2) affects the thread, which ends here. The bind mount keeps the namespace.
         _in_thread(unshare_and_bind)
     except BaseException:
         path.unlink()
@@ -57,14 +57,14 @@ def create(name: str) -> None:
 
 
 def remove(name: str) -> None:
-    """Takes the name away; the namespace ends when its last process and socket do. Fine if there is none."""
+    """Removes the name. The namespace ends with its last process and socket. A missing name is no error."""
     path = path_of(name)
     _libc.umount2(os.fsencode(path), MNT_DETACH)
     path.unlink(missing_ok=True)
 
 
 def remove_stale() -> list[str]:
-    """Removes what processes left behind that do not live any more, and says what."""
+    """Removes what dead processes left behind, and returns its names."""
     removed = []
     for path in sorted(FOLDER.glob("sennit-*")):
         match = _NAME.match(path.name)
@@ -75,20 +75,20 @@ def remove_stale() -> list[str]:
 
 
 def processes_in(names: Iterable[str]) -> list[int]:
-    """Processes inside these namespaces, by what their main threads are in; this process is none of them."""
+    """Processes inside these namespaces, by the namespace of their main threads. This process is not among them."""
     inodes = {path_of(name).stat().st_ino for name in names}
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if (folder / "ns" / "net").stat().st_ino in inodes and int(folder.name) != os.getpid():
                 found.append(int(folder.name))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or hides itself
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is hidden
             continue
     return found
 
 
 def within(name: str, function: Callable[..., Result], *arguments: Any) -> Result:
-    """The result of `function`, called by a thread inside the namespace. A socket it makes stays in there."""
+    """Returns the result of `function`, called by a thread inside the namespace. Sockets that it makes stay inside."""
 
     def enter() -> Result:
         descriptor = os.open(path_of(name), os.O_RDONLY | os.O_CLOEXEC)
@@ -122,12 +122,12 @@ def _in_thread(function: Callable[[], Result]) -> Result:
 
 
 def _start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot (proc(5), field 22 of stat); 0 where there is none."""
+    """When a process started, in clock ticks since boot (proc(5), field 22 of stat); 0 if there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    # The command name, in parentheses, may hold anything.
+    # The command name, in parentheses, may contain anything.
     return int(text.rpartition(")")[2].split()[19])
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tc is told about a host's netem queue (tc-netem(8)), and what it says the queue did."""
+"""The settings of a host's netem queue for tc (tc-netem(8)), and the queue's counters."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from sennit.testbed.topology.rate_limit import ETHERNET_HEADER_BYTES
 
 COMMAND_TIMEOUT_S: Final = 20.0
 NO_IMPAIRMENT: Final = Impairment()
-# Packets that may be in a queue without a rate; netem's own default of 1,000 would lose what is only delayed.
+# Packets that a queue without a rate may hold. netem's own default of 1,000 would lose packets that are only delayed.
 LIMIT_PACKETS: Final = 100_000
-# netem reorders by letting some pass at once while the others are delayed, so without a delay nothing is reordered.
+# netem reorders by sending some packets at once while others are delayed. Without a delay nothing is reordered.
 REORDER_DELAY_US: Final = 1_000
-# What is delayed no longer counts for its sender's socket buffer.
+# Delayed packets no longer count for their sender's socket buffer.
 ORPHAN_DELAY_US: Final = 1
 
 
@@ -30,15 +30,15 @@ class NetemCounters:
     """
 
     packets: int
-    """That left it: a super-packet counts as its packets, a duplicate twice."""
+    """Packets that left it: a super-packet counts as its packets, a duplicate twice."""
 
     bytes: int
 
     dropped: int
-    """By its dice, or for want of room."""
+    """Dropped by chance or for lack of room."""
 
     waiting: int
-    """In it now."""
+    """Packets in the queue now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class NetemQueue:
     is_orphaning: bool = False
     bits_per_s: int | None = None
     queue_bytes: int = 0
-    """Of packets that wait for the rate, in full frames."""
+    """Packets that wait for the rate, in full frames."""
 
     def words(self, *, seed: int | None) -> list[str]:
-        """The arguments after `netem`. `seed` None: this tc knows no seeds."""
+        """The arguments after `netem`. With `seed` None, this tc does not support seeds."""
         asked = self.impairment
         delay_us = self.delay_us
         if asked.reorder_fraction:
@@ -88,7 +88,7 @@ class NetemQueue:
 
 
 def why_not(impairment: Impairment) -> str | None:
-    """What netem cannot do of this; None where it can do all."""
+    """What netem cannot do of this; None if it can do all."""
     if impairment.ecn_fraction and impairment.loss_fraction:
         return "netem marks packets instead of dropping them, and so does one or the other"
     if impairment.corrupt_skip_bytes:
@@ -97,12 +97,12 @@ def why_not(impairment: Impairment) -> str | None:
 
 
 def batch_line(interface: str, words: Sequence[str]) -> str:
-    """A line for `tc -batch`: makes the queue, or changes it and keeps its counters."""
+    """A line for `tc -batch`: creates the queue, or changes it and keeps its counters."""
     return " ".join(["qdisc", "replace", "dev", interface, "root", "handle", "1:", "netem", *words])
 
 
 def run_batch(program: str, netns: str, lines: Sequence[str]) -> None:
-    """tc or bridge, both of iproute2, with a command a line."""
+    """Runs tc or bridge, both of iproute2, with one command per line."""
     done = subprocess.run(
         [program, "-n", netns, "-batch", "-"],
         input="".join(f"{line}\n" for line in lines),
@@ -116,7 +116,7 @@ def run_batch(program: str, netns: str, lines: Sequence[str]) -> None:
 
 
 def read_counters(netns: str, interface: str) -> NetemCounters:
-    """All zero where the interface has no netem."""
+    """All zero if the interface has no netem."""
     done = subprocess.run(
         ["tc", "-n", netns, "-s", "-j", "qdisc", "show", "dev", interface],
         capture_output=True,
@@ -128,7 +128,7 @@ def read_counters(netns: str, interface: str) -> NetemCounters:
 
 
 def parse_counters(shown: str) -> NetemCounters:
-    """From what `tc -s -j qdisc show` printed."""
+    """Reads the output of `tc -s -j qdisc show`."""
     for queue in json.loads(shown):
         if queue["kind"] == "netem":
             return NetemCounters(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch of kernels with sch_netem: a bridge a plane forwards, a netem queue at every host's way out impairs.
+"""The switch for kernels with sch_netem: one bridge per plane forwards, a netem queue at every host's way out impairs.
 
-Nothing of BPF is needed. What differs from the BPF program is in docs/how-to/testbed.md.
+It needs no BPF. docs/how-to/testbed.md lists the differences to the BPF program.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sennit.testbed.topology.switch import Port
 # linux/if_bridge.h: states of a port
 DISABLED: Final = 0
 FORWARDING: Final = 3
-# linux/neighbour.h: an entry of the bridge's table, which leads to the port and never ages
+# linux/neighbour.h: an entry of the bridge's table that names the port and never ages
 NTF_MASTER: Final = 0x04
 NUD_NOARP: Final = 0x40
 
 
 class NetemSwitch:
-    """`netns_of` names the namespace of a host, `name` that of the switch."""
+    """`netns_of` gives the namespace of a host, `name` is that of the switch."""
 
     def __init__(self, *, hosts: int, planes: int, name: str, mtu: int, netns_of: Callable[[int], str]) -> None:
         self._hosts, self._planes, self._name = hosts, planes, name
@@ -44,7 +44,7 @@ class NetemSwitch:
                 for host in range(self._hosts):
                     port = port_ifindex(host, plane)
                     route.link("set", index=port, master=bridge)
-                    # Who is where is known, as with the BPF program: nothing is learnt, nothing flooded.
+                    # All addresses are known, as with the BPF program: nothing is learnt, nothing flooded.
                     route.brport("set", index=port, learning=0, unicast_flood=0, mcast_flood=0, bcast_flood=0)
                     route.fdb("add", ifindex=port, lladdr=mac_address(host, plane), flags=NTF_MASTER, state=NUD_NOARP)
                 route.link("set", index=bridge, state="up")
@@ -55,7 +55,7 @@ class NetemSwitch:
         self._change(ports, impairment=impairment)
 
     def set_blackhole(self, on: bool, ports: Iterable[Port]) -> None:
-        # pyroute2 has no name for this attribute: its `state` is the link's.
+        # pyroute2 has no name for this attribute; its `state` is the link's.
         state = DISABLED if on else FORWARDING
         lines = [f"link set dev p{plane}h{host} state {state}" for host, plane in ports]
         netem.run_batch("bridge", self._name, lines)
@@ -70,7 +70,7 @@ class NetemSwitch:
         return RelayCounters(received=0, sent=0, lost=0, overrun=0)
 
     def limit_rate(self, bits_per_s: int | None, queue_bytes: int, ports: Iterable[Port]) -> None:
-        """What these hosts send: netem is their queue, so it has their rate as well."""
+        """The rate of what these hosts send. netem is their queue, so it carries the rate too."""
         self._change(ports, bits_per_s=bits_per_s, queue_bytes=queue_bytes)
 
     def counters(self, host: int, plane: int) -> NetemCounters:

@@ -47,7 +47,7 @@ IPV4_PREFIX_BITS: Final = 24
 IFA_F_NODAD: Final = 0x02
 # linux/neighbour.h
 NUD_PERMANENT: Final = 0x80
-# net.ipv6.conf.*.addr_gen_mode: no link-local address, so nobody looks for routers and groups
+# net.ipv6.conf.*.addr_gen_mode: no link-local address, so nobody searches for routers and groups
 ADDR_GEN_MODE_NONE: Final = 1
 CHILD_TIMEOUT_S: Final = 10.0
 
@@ -57,15 +57,14 @@ Ports = Iterable[int] | None
 
 
 class Planes:
-    """`hosts` hosts, each with an interface on each of `planes` planes: a context manager; leaving it removes
-    all, processes started in it included.
+    """`hosts` hosts, each with an interface on each of `planes` planes. A context manager.
 
-    A plane is a switch with one veth cable to every host. All switches share one namespace. `impairer` says what
-    forwards and impairs there: one BPF program at their ports (fabric.bpf.c), or bridges and the kernel's netem. Every
-    host knows every other's hardware address, so there is no neighbour discovery that could fail instead of the packets
-    under test.
+    Leaving it removes everything, including processes started in it. A plane is a switch with one veth cable to every
+    host. All switches share one namespace. `impairer` says what forwards and impairs there: one BPF program at their
+    ports (fabric.bpf.c), or bridges and the kernel's netem. Every host knows every other host's hardware address, so no
+    neighbour discovery can fail in place of the packets under test.
 
-    `per_packet`: hosts give whole packets to the switch instead of super-packets (GSO) of up to 64 KiB, so that every
+    `per_packet`: hosts give whole packets to the switch instead of super-packets (GSO) of up to 64 KiB. Then every
     packet rolls its own dice, as on a wire. It costs throughput: say which one a figure was taken with.
     """
 
@@ -133,7 +132,7 @@ class Planes:
         return f"{self._prefix}-host{host}"
 
     def interfaces(self, host: int) -> list[str]:
-        """A host's interface on each plane: the value of SENNIT_INTERFACES, joined by commas."""
+        """A host's interface on each plane. Joined by commas it is the value of SENNIT_INTERFACES."""
         self._pick(host, range(self.hosts), "host")
         return [f"plane{plane}" for plane in range(self.planes)]
 
@@ -148,7 +147,7 @@ class Planes:
         return [_ipv4(host, plane) for plane in range(self.planes)]
 
     def environment(self, host: int) -> dict[str, str]:
-        """Variables with which a rank on this host uses its planes, and takes ranks on other hosts for remote."""
+        """Variables with which a rank on this host uses its planes and treats ranks on other hosts as remote."""
         return {
             "SENNIT_TRANSPORT": "udp",
             "SENNIT_INTERFACES": ",".join(self.interfaces(host)),
@@ -156,36 +155,37 @@ class Planes:
         }
 
     def popen(self, host: int, command: list[str], **popen_args: Any) -> subprocess.Popen[Any]:
-        """Starts a command on a host. What still runs at the end of the planes is killed, with all that it started."""
+        """Starts a command on a host. The end of the planes kills it with all that it started."""
         child = subprocess.Popen([*self._entry(host), *command], **popen_args)
         self._children.append(child)
         return child
 
     def within(self, host: int, function: Callable[..., Result], *arguments: Any) -> Result:
-        """The result of `function`, called on a host: a socket that it makes stays the host's."""
+        """Returns the result of `function`, called on a host. A socket that it makes stays on the host."""
         return namespace.within(self.netns_name(host), function, *arguments)
 
     def impair(self, impairment: Impairment, *, hosts: Ports = None, planes: Ports = None) -> None:
-        """From now on, what these hosts send on these planes suffers this, and only this. None: all of them."""
+        """Replaces the impairment of what these hosts send on these planes. None: all of them."""
         self._switch.impair(impairment, self._ports(hosts, planes))
 
     def counters(self, host: int, plane: int) -> ImpairmentCounters:
-        """What has happened so far to what `host` sent on `plane`. Only of planes impaired by bpf."""
+        """What has happened so far to what `host` sent on `plane`. Only for planes impaired by bpf."""
         self._ports([host], [plane])
         if self._bpf is None:
             raise RuntimeError(f"these planes have no counters of the switch: they are impaired by {self.impairer}")
         return self._bpf.counters(host, plane)
 
     def netem_counters(self, host: int, plane: int) -> NetemCounters:
-        """The same, of planes impaired by netem."""
+        """The same, for planes impaired by netem."""
         self._ports([host], [plane])
         if self._netem is None:
             raise RuntimeError(f"these planes have no counters of netem: they are impaired by {self.impairer}")
         return self._netem.counters(host, plane)
 
     def switch(self, plane: int, *, up: bool, how: Literal["blackhole", "link"] = "blackhole") -> None:
-        """Switches a plane off or on for all hosts. blackhole: packets vanish and no host is told. link: the hosts
-        lose the carrier too. Each way is switched on again by its own name."""
+        """Switches a plane off or on for all hosts. blackhole: packets vanish and no host is told. link: the hosts lose
+        the carrier too. Each way is switched on again by its own name.
+        """
         ports = self._ports(None, [plane])
         if how == "blackhole":
             self._switch.set_blackhole(not up, ports)
@@ -203,8 +203,9 @@ class Planes:
         planes: Ports = None,
         direction: Direction = Direction.SEND,
     ) -> None:
-        """Limits what these hosts send, or receive, on each of these planes; None: no limit any more. A queue of
-        `queue_bytes` takes what is too much, and drops what does not fit."""
+        """Limits what these hosts send, or receive, on each of these planes; None removes the limit. A queue of
+        `queue_bytes` takes the excess, and drops what does not fit.
+        """
         if bits_per_s is not None:
             if not RATE_MIN_BITS_PER_S <= bits_per_s <= RATE_MAX_BITS_PER_S:
                 raise ValueError(f"bits_per_s {bits_per_s}; allowed: {RATE_MIN_BITS_PER_S}..{RATE_MAX_BITS_PER_S}")
@@ -224,7 +225,7 @@ class Planes:
                 self._switch.set_queued(queued, self._ports(None, [plane]))
 
     def queue_counters(self, host: int, plane: int, direction: Direction = Direction.SEND) -> QueueCounters:
-        """What the queue of a rate limit did since it was made; changing the limit keeps it."""
+        """What the queue of a rate limit did since it was made. Changing the limit keeps the counters."""
         self._ports([host], [plane])
         name, interface = self._queue(host, plane, Direction(direction))
         found = namespace.within(name, read_queue, interface)
@@ -233,19 +234,19 @@ class Planes:
         return found
 
     def delay(self, delay_us: int, *, hosts: Ports = None, planes: Ports = None) -> None:
-        """Packets that these hosts send on these planes arrive so much later; 0: at once, and those still on their
+        """Delays packets that these hosts send on these planes; 0: at once, so they overtake packets still delayed.
         way are overtaken."""
         if not 0 <= delay_us <= DELAY_MAX_US:
             raise ValueError(f"delay_us {delay_us}; allowed: 0..{DELAY_MAX_US}")
         self._switch.delay(delay_us, self._ports(hosts, planes))
 
     def delay_counters(self) -> RelayCounters:
-        """What the delaying process has handled; all zero where nothing was ever delayed, or netem delays."""
+        """What the relay process has handled; all zero if nothing was ever delayed, or if netem delays."""
         return self._switch.delay_counters()
 
     @contextlib.contextmanager
     def capture(self, host: int, plane: int, path: Path | str, *, snap_bytes: int = SNAP_BYTES) -> Iterator[Capture]:
-        """Writes to a pcap file what a host sends, before any impairment, and receives, after it."""
+        """Captures into a pcap file what a host sends, before any impairment, and what it receives, after it."""
         self._ports([host], [plane])
         reason = capabilities.missing("dumpcap")
         if reason is not None:
@@ -347,13 +348,13 @@ class Planes:
                             )
 
     def _stop_processes(self) -> None:
-        """Ends the children, and what they have started: none of it may keep the namespaces alive."""
+        """Ends the children and what they started: none of it may keep the namespaces alive."""
         for child in self._children:
             if child.poll() is None:  # it may not even have entered its namespace
                 child.kill()
         hosts = [self.netns_name(host) for host in range(self.hosts)]
         deadline_s = time.monotonic() + CHILD_TIMEOUT_S
-        # More than one look: a process that is being killed may still fork.
+        # More than one pass: a process that is being killed may still fork.
         while (running := namespace.processes_in(hosts)) and time.monotonic() < deadline_s:
             for pid in running:
                 with contextlib.suppress(ProcessLookupError):
@@ -363,7 +364,7 @@ class Planes:
             os.sched_yield()
         for child in self._children:
             child.wait(CHILD_TIMEOUT_S)
-            # Nobody waits for what these had to say.
+            # Nobody waits for their output.
             for stream in (child.stdin, child.stdout, child.stderr):
                 if stream is not None:
                     stream.close()
@@ -371,7 +372,7 @@ class Planes:
 
 
 def _ipv6(host: int, plane: int) -> str:
-    """A unique local address (RFC 4193); namespaces keep it apart from everyone's."""
+    """A unique local address (RFC 4193); namespaces keep it apart from real ones."""
     return str(IPv6Address(f"fd5e:4e17:0:{plane:x}::{host + 1:x}"))
 
 
@@ -404,7 +405,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _termination_raises() -> Iterator[None]:
-    """Lets SIGTERM unwind the stack, so that it cleans up, where the program has no handler of its own."""
+    """Lets SIGTERM unwind the stack and clean up, if the program has no handler of its own."""
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if not ours:
         yield

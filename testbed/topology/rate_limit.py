@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token buckets (tc-tbf) on the interfaces of one namespace, and what their queues did. Called inside it."""
+"""Token buckets (tc-tbf) on the interfaces of one namespace, and their queues' counters. Called inside it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, Final
 from pyroute2 import IPRoute
 
 ETHERNET_HEADER_BYTES: Final = 14
-# The attribute of tc-tbf that pyroute2 writes has 32 bits for bytes a second.
+# The tc-tbf attribute that pyroute2 writes has 32 bits for bytes per second.
 RATE_MAX_BITS_PER_S: Final = 8 * ((1 << 32) - 1)
 RATE_MIN_BITS_PER_S: Final = 8_000
-# The bucket holds what comes in this time, so that a late timer does not cost rate, but at least two packets.
+# The bucket holds what arrives in this time, so that a late timer costs no rate, and at least two packets.
 BUCKET_US: Final = 200
 HANDLE: Final = 0x10000
 ROOT: Final = 0xFFFFFFFF
@@ -23,10 +23,10 @@ class Direction(StrEnum):
     """Which of the two queues between a host and its switch."""
 
     SEND = "send"
-    """The host's own: what it sends; a full queue pushes back on its sockets, as a network card's does."""
+    """The host's own, for what it sends. A full queue pushes back on its sockets, as a network card's does."""
 
     RECEIVE = "receive"
-    """The switch's, towards the host: what others send to it; a full queue drops, and nobody is told."""
+    """The switch's, towards the host. A full queue drops, and nobody is told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,14 @@ class QueueCounters:
     packets: int
     bytes: int
     dropped: int
-    """For want of room in the queue. A super-packet (GSO) without room counts once, one with room as its packets."""
+    """Dropped for lack of room. A super-packet (GSO) without room counts once, one with room as its packets."""
 
     backlog_bytes: int
-    """In it now."""
+    """In the queue now."""
 
 
 def set_limit(interface: str, bits_per_s: int | None, queue_bytes: int, mtu: int) -> None:
-    """Replaces the limit of an interface; None takes it away."""
+    """Replaces the limit of an interface; None removes it."""
     with IPRoute() as route:
         index = route.link_lookup(ifname=interface)[0]
         if bits_per_s is None:
@@ -56,7 +56,7 @@ def set_limit(interface: str, bits_per_s: int | None, queue_bytes: int, mtu: int
 
 
 def read_queue(interface: str) -> QueueCounters | None:
-    """The counters of the interface's limit; None where it has none."""
+    """The counters of the interface's limit; None if it has none."""
     with IPRoute() as route:
         found = _find_limit(route, route.link_lookup(ifname=interface)[0])
     if found is None:

@@ -35,7 +35,7 @@ OFFLOAD_HEADER_BYTES: Final = 10
 PACKET_MAX_BYTES: Final = OFFLOAD_HEADER_BYTES + 14 + 65_536
 DESTINATION_PLANE: Final = OFFLOAD_HEADER_BYTES + 4
 SOURCE_PLANE: Final = OFFLOAD_HEADER_BYTES + 10
-# Packets read before those due are sent: reading has to keep up, sending may be late by so many.
+# Packets read before due ones are sent: reading must keep up, sending may be late by this many.
 READ_BATCH: Final = 64
 STATISTICS_INTERVAL_NS: Final = 50_000_000
 
@@ -50,7 +50,7 @@ def _packet_socket(protocol: int) -> socket.socket:
 
 
 class Relay:
-    """Packets by the time they are due, and a socket for each port they leave by."""
+    """Packets by due time, and a socket for each port that they leave by."""
 
     def __init__(self, interface: str, table: RelayTable) -> None:
         self._table = table

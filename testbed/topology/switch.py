@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What planes need of whatever forwards between hosts and spoils what they send; and the two that there are."""
+"""The interface between planes and what forwards and impairs their packets, and the two implementations."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Impairer(StrEnum):
     """Who rolls the dice."""
 
     AUTO = "auto"
-    """bpf where it can be had, since its dice are seeded and its counters exact; else netem."""
+    """bpf if available, because its dice are seeded and its counters exact; else netem."""
 
     BPF = "bpf"
     """One tc-BPF program that forwards and impairs, and a process that delays."""
@@ -34,7 +34,7 @@ NEEDS: Final = {Impairer.BPF: (*_COMMON, "tc-bpf"), Impairer.NETEM: (*_COMMON, "
 
 
 def resolve(asked: Impairer) -> Impairer:
-    """What `auto` is on this machine; where neither can be had, bpf, whose lack is then reported."""
+    """What `auto` means on this machine. If neither is available, bpf, whose missing capability is then reported."""
     if asked is not Impairer.AUTO:
         return asked
     bpf, netem = (capabilities.missing(*NEEDS[kind]) is None for kind in (Impairer.BPF, Impairer.NETEM))
@@ -45,22 +45,22 @@ class Switch(Protocol):
     """All planes' switches. Ports must exist before `attach`."""
 
     def attach(self) -> None:
-        """Begins to forward. To be called inside the switch's namespace."""
+        """Begins to forward. Call it inside the switch's namespace."""
 
     def impair(self, impairment: Impairment, ports: Iterable[Port]) -> None:
-        """From now on, what these ports' hosts send suffers this, and only this."""
+        """Replaces the impairment of what these ports' hosts send."""
 
     def set_blackhole(self, on: bool, ports: Iterable[Port]) -> None:
-        """Lets everything vanish, or no more."""
+        """Drops everything, or stops doing so."""
 
     def set_queued(self, on: bool, ports: Iterable[Port]) -> None:
         """Whether packets of these ports may wait in the switch, where they must not fill their sender's buffer."""
 
     def delay(self, delay_us: int, ports: Iterable[Port]) -> None:
-        """What these ports' hosts send arrives so much later."""
+        """Delays what these ports' hosts send."""
 
     def delay_counters(self) -> RelayCounters:
-        """Of the process that delays; all zero where there is none."""
+        """Counters of the process that delays; all zero if there is none."""
 
     def close(self) -> None:
-        """Its interfaces go with the namespaces."""
+        """Its interfaces end with the namespaces."""
