@@ -28,10 +28,10 @@ class Batch:
     """[K]: number of the table that each block is for."""
 
     bags_of_block: tuple[int, ...]
-    """[K]: its bags."""
+    """[K]: the number of bags of each block."""
 
     lengths: Tensor
-    """Int32 or int64 [bags]: lookups of each bag, block after block."""
+    """Int32 or int64 [bags]: lookups per bag, block after block."""
 
     values: Tensor
     """Int32 or int64 [lookups]: ids within the block's table, bag after bag."""
@@ -72,7 +72,7 @@ class Batch:
             raise ArgumentError(f"blocks of {sum(self.bags_of_block)} bags in all, but {len(self.lengths)} lengths")
 
     def output_size(self, tables: tuple[TableSpec, ...]) -> int:
-        """Floats that a lookup returns. Reads `lengths` where sequences have different dims."""
+        """Floats that a lookup returns. Reads `lengths` if sequences have different dims."""
         dims = [tables[table].dim for table in self.table_of_block]
         if self.pooling is not Pooling.NONE:
             return sum(bags * dim for bags, dim in zip(self.bags_of_block, dims, strict=True))
@@ -91,7 +91,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Where one block lies in a batch."""
+    """The position of one block in a batch."""
 
     table: int
     first_bag: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a batch before its rows are touched, and with gradients after."""
+"""Checks batches before rows are touched, and gradients after."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sennit.runtime.kernels.spec import Bounds, Pooling, TableSpec
 from sennit.transport.errors import ArgumentError, SennitError
 
 IGNORED = -1
-"""The id that stands for one that is to be ignored: kernels take ids in [0, row_count) and this one."""
+"""Stands for an ignored id. Kernels accept ids in [0, row_count) and this value."""
 
 
 class IdError(ArgumentError, IndexError):
-    """An id is outside its table; the message names table, position, id and what is allowed."""
+    """An id is outside its table. The message names table, position, id and the allowed range."""
 
 
 class GradientError(SennitError, ArithmeticError):
@@ -32,16 +32,16 @@ class GradientError(SennitError, ArithmeticError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadGradients:
-    """Rows of one table that were not updated, since their summed gradient was not finite."""
+    """Rows of one table that were not updated, because their summed gradient was not finite."""
 
     table: int
     row_count: int
     first_row: int
-    """The lowest of them."""
+    """The lowest of these rows."""
 
 
 def check_lengths(batch: Batch) -> None:
-    """Raises `ArgumentError` unless lengths are 0 or more and count the ids."""
+    """Raises `ArgumentError` unless all lengths are at least 0 and their sum is the number of ids."""
     if len(batch.lengths):
         least = int(batch.lengths.min())
         if least < 0:
@@ -100,7 +100,7 @@ def resolve(batch: Batch, tables: Sequence[TableSpec], bounds: Bounds) -> tuple[
 
 
 def _is_sound(batch: Batch, tables: Sequence[TableSpec]) -> bool:
-    """Whether nothing is wrong with a batch on the CPU, found in one pass over it; what is, the slow way tells."""
+    """Whether a batch on the CPU is valid, found in one pass. The slow way finds out what is wrong."""
     if batch.lengths.device.type != "cpu":
         return False
     return _kernels.is_sound(
@@ -113,7 +113,7 @@ def _is_sound(batch: Batch, tables: Sequence[TableSpec]) -> bool:
 
 
 def places_of_outputs(batch: Batch, tables: Sequence[TableSpec]) -> list[tuple[Block, slice]]:
-    """Each block with the part of the flat result that is its own."""
+    """Each block with its part of the flat result."""
     found, start = [], 0
     for block in batch.blocks():
         vectors = block.lookup_count if batch.pooling is Pooling.NONE else block.bag_count

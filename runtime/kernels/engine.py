@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owns embedding tables with their optimizer's states, and runs the operator on them in one of its implementations."""
+"""Owns embedding tables with their optimizer states, and runs one implementation of the operator on them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ class EmbeddingEngine:
     ) -> None:
         """Tables of zeros: fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding.
 
-        `memory` is where the tables are, in their order, for those who have them already. `threads` of the native
-        implementation share each call; results are the same for any number.
-
-        Tables may be in tensor-train form (`TensorTrainSpec`); each of its cores is then a table called as in its spec.
+        `memory`: existing memory of the tables, in their order. `threads`: how many threads of the native
+        implementation share each call; results do not depend on it. Tables may be in tensor-train form
+        (`TensorTrainSpec`). Each of its cores is then a table, named as in its spec.
         """
         self.specs = tuple(tables)
         self.optimizer, self.bounds, self.rounding, self.seed = optimizer, bounds, rounding, seed
@@ -73,19 +72,19 @@ class EmbeddingEngine:
             raise ConfigError(f"two tables are called {twice[0]}")
         self._by_name = {table.spec.name: table for table in self._tables.memories}
         self.step = 0
-        """Optimizer steps taken; belongs into checkpoints."""
+        """Optimizer steps taken. Checkpoints must hold it."""
         self.ids_outside: Counter[str] = Counter()
-        """Ids out of range that lookups met, by table."""
+        """Ids out of range in lookups, by table."""
         self.rows_skipped: Counter[str] = Counter()
-        """Rows left alone by updates since their gradient was not finite, by table or core."""
+        """Rows that updates skipped because their gradient was not finite, by table or core."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of all that has weights and states: tables, and cores of tensor trains in place of these."""
+        """Everything with weights and states: tables, and the cores of tensor trains."""
         return tuple(self._by_name)
 
     def weight(self, name: str) -> Tensor:
-        """[row_count, dim] in the table's precision; the engine's own memory. A core has a slice a row."""
+        """[row_count, dim] in the table's precision; the engine's own memory. For a core, each row is a slice."""
         return self._by_name[name].weight
 
     def materialise(self, name: str, first: int, count: int) -> Tensor:
@@ -100,7 +99,7 @@ class EmbeddingEngine:
         raise ArgumentError(f"table {name!r}; allowed: {', '.join(spec.name for spec in self.specs)}")
 
     def states(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's states of a table by name (`OptimizerSpec.states`); the engine's own memory."""
+        """The optimizer states of a table by name (`OptimizerSpec.states`); the engine's own memory."""
         return self._by_name[name].states
 
     def lookup(self, batch: Batch) -> Tensor:
@@ -116,7 +115,10 @@ class EmbeddingEngine:
         return self._implementation.lookup(self._tables.tables, batch)
 
     def weight_gradient(self, batch: Batch, gradient: Tensor) -> Tensor:
-        """Float32 [lookups]: gradient of `batch.weights`, from that of the result and the rows as they are now."""
+        """Float32 [lookups]:
+
+        the gradient of `batch.weights`, from the result's gradient and the rows as they are now.
+        """
         if batch.weights is None:
             raise ArgumentError("the batch has no weights")
         self._check_device(batch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an implementation of the operator is, and which there are."""
+"""The interface of an implementation of the operator, and the list of implementations."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from sennit.transport.errors import ConfigError, Unsupported
 
 
 class Implementation(Protocol):
-    """What an implementation of the operator has to offer: the functions of `reference`, with the same bits.
+    """An implementation of the operator: the functions of `reference`, with the same bits.
 
-    Batches are checked: ids are in range or `checks.IGNORED`, gradients have the shape of the result.
+    Batches have been checked: ids are in range or `checks.IGNORED`, gradients have the shape of the result.
     """
 
     @property
     def device_type(self) -> str:
-        """Whose memory it reaches."""
+        """The device whose memory it can use."""
 
     def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor: ...
 
@@ -46,15 +46,15 @@ class Implementation(Protocol):
 
 
 IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable", "triton")
-"""Names that `EmbeddingEngine` takes; two are for tests: the native one with fewer instructions."""
+"""Names that `EmbeddingEngine` accepts. Two are for tests: the native one with fewer instructions."""
 
 MAX_THREADS: Final = 256
 
 
 def implementation(name: str, *, threads: int = 1) -> Implementation:
-    """The implementation called `name`; raises `ConfigError`, or `Unsupported` where this machine cannot run it.
+    """The implementation called `name`. Raises `ConfigError`, or `Unsupported` if this machine cannot run it.
 
-    Only native ones take several threads.
+    Only native implementations use several threads.
     """
     most = MAX_THREADS if name.startswith("native") else 1
     if not 1 <= threads <= most:

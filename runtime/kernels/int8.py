@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in 8 bits a weight, with a scale and a bias of their own: for inference, in the form of torch's operators.
+"""Rows with 8 bits per weight, each with its own scale and bias, for inference in torch's format.
 
-The form is FBGEMM's ("fused 8-bit row-wise"), which `torch.ops.quantized.embedding_bag_byte_rowwise_offsets` looks up:
-dim bytes q, then the float32 `scale` and the float32 `bias`, little-endian; a weight is q · scale + bias.
+The format is FBGEMM's "fused 8-bit row-wise", which `torch.ops.quantized.embedding_bag_byte_rowwise_offsets` reads:
+dim bytes q, then the float32 `scale` and the float32 `bias`, little-endian. A weight is q · scale + bias.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _ROWS_AT_ONCE: Final = 4096
 
 
 def int8_rows(weight: Tensor, *, name: str = "") -> Tensor:
-    """Uint8 [rows, dim + 8] of float32, float16 or bfloat16 [rows, dim] on the CPU. No weight is off by more than
-    scale / 2, before what reads it rounds.
+    """Uint8 [rows, dim + 8] of float32, float16 or bfloat16 [rows, dim] on the CPU.
 
-    bias is the least weight of the row, scale the least float32 that is not below (greatest − least) / 255, and q the
-    nearest integer to (weight − bias) / scale, ties to even; 0 where scale is 0. It is worked out in float64. Raises
-    `ArgumentError` where a weight is not finite; the message has `name`, of the table, and the row.
+    No weight is off by more than scale / 2, before the reader's rounding. bias is the least weight of the row, scale
+    the least float32 that is not below (greatest − least) / 255, and q the nearest integer to (weight − bias) / scale,
+    ties to even; 0 if scale is 0. Computed in float64. Raises `ArgumentError` if a weight is not finite; the message
+    has `name`, the table's, and the row.
     """
     row_count, dim = weight.shape
     packed = torch.empty(row_count, dim + SCALE_AND_BIAS_BYTES, dtype=torch.uint8)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A table in memory: its weights and the states of its optimizer, named for checkpoints."""
+"""A table in memory: its weights and optimizer states, named for checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TableMemory:
     """Int64 [row_count]: the global number of each row, if rows are lines of a cache; None: from `spec.first_row`."""
 
     def id_of(self, row: int) -> int:
-        """The id, in the table that is held here, of what lies in row `row` of the memory."""
+        """The id, within this part of the table, of the row at `row` in memory."""
         return row if self.row_numbers is None else int(self.row_numbers[row]) - self.spec.first_row
 
 
@@ -47,12 +47,12 @@ def allocate(spec: TableSpec, optimizer: OptimizerSpec, device: torch.device) ->
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On huge pages where the kernel gives them: rows are read at random, and most would miss the TLB otherwise."""
+    """On huge pages if the kernel has them: rows are read at random, and most reads would miss the TLB otherwise."""
     count = math.prod(shape)
     size_bytes = count * dtype.itemsize
     if device.type != "cpu" or size_bytes < HUGE_PAGE_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
-    # One page more, so that the table can begin with one.
+    # One page more, so that the table can start on a page boundary.
     memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

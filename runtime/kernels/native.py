@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator on the CPU in C++ (csrc/), for the best instruction set that the processor has."""
+"""The operator on the CPU in C++ (csrc/), for the best instruction set of the processor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
 from sennit.runtime.kernels.spec import Pooling, Precision, Rounding
 from sennit.transport.errors import Unsupported
 
-# As csrc/job.hpp numbers them.
+# Numbered as in csrc/job.hpp.
 _PRECISIONS: Final = (Precision.FP32, Precision.FP16, Precision.BF16)
 _POOLINGS: Final = (Pooling.SUM, Pooling.MEAN, Pooling.NONE)
 _OPTIMIZERS: Final = (
@@ -31,13 +31,15 @@ _OPTIMIZERS: Final = (
 
 
 class NativeOperator:
-    """Keeps what the native side knows of the tables, and its scratch memory, between calls."""
+    """Keeps the native side's view of the tables, and its scratch memory, between calls."""
 
     device_type: Final = "cpu"
 
     def __init__(self, instruction_set: str | None = None, *, threads: int = 1) -> None:
-        """`instruction_set`: `avx512`, `avx2` or `portable`; None for the best one. `threads`: of each call, the
-        caller's among them; results do not depend on it."""
+        """`instruction_set`: `avx512`, `avx2` or `portable`; None for the best one.
+
+        `threads`: threads per call, the caller included. Results do not depend on it.
+        """
         there = _kernels.instruction_sets()
         if instruction_set is not None and instruction_set not in there:
             raise Unsupported(f"instruction set {instruction_set}", f"this processor has: {', '.join(there)}")
@@ -95,7 +97,7 @@ class NativeOperator:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory that updates have needed so far beside tables, batch and gradient."""
+        """Bytes that updates have needed so far besides tables, batch and gradient."""
         return sum(operator.scratch_bytes for operator in self._operators.values())
 
     def _operator(self, tables: Sequence[TableMemory], kind: Optimizer = Optimizer.SGD) -> _kernels.Operator:

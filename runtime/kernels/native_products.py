@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of keys and folds of products on the CPU in C++ (csrc/), for the best instruction set that the processor has."""
+"""Runs of keys and folds of products on the CPU in C++ (csrc/), for the best instruction set of the processor."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizer a table is updated by, the states it keeps, and the numbers of one step.
+"""Optimizers of embedding tables: the states that each keeps, and the constants of one step.
 
-The formulas, operation by operation, are in docs/reference/embedding.md. Everything that a step needs besides rows
-and gradients is worked out here once, in float64, and rounded to float32 once. So all implementations start from
-equal bits.
+docs/reference/embedding.md has the formulas, operation by operation. Everything that a step needs besides rows and
+gradients is computed here once, in float64, and rounded to float32 once. So all implementations start from equal bits.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from sennit.transport.errors import ConfigError
 
 
 class Optimizer(Enum):
-    """The kinds, with the paper that each comes from."""
+    """The optimizers, with the paper of each."""
 
     SGD = "sgd"
     ADAGRAD = "adagrad"
     """Duchi, Hazan, Singer 2011."""
 
     ROW_WISE_ADAGRAD = "row_wise_adagrad"
-    """One accumulator a row: Gupta et al. 2014; Mudigere et al. 2022, section 4.1.4."""
+    """One accumulator per row: Gupta et al. 2014; Mudigere et al. 2022, section 4.1.4."""
 
     ADAM = "adam"
     """Kingma, Ba 2015; AdamW (Loshchilov, Hutter 2019) with decoupled decay. Rows without lookups are left alone."""
 
     PARTIAL_ROW_WISE_ADAM = "partial_row_wise_adam"
-    """Adam with one second moment a row."""
+    """Adam with one second moment per row."""
 
     LAMB = "lamb"
-    """You et al. 2020, with a row for a layer."""
+    """You et al. 2020, with a row in the place of a layer."""
 
 
 class Decay(Enum):
@@ -49,7 +48,7 @@ class Decay(Enum):
 
 
 class StateShape(Enum):
-    """Floats that a state has for each row."""
+    """Floats that a state has per row."""
 
     ELEMENT = "element"
     """As many as the table has columns: [row_count, dim]."""
@@ -83,8 +82,9 @@ class OptimizerSpec:
     """Each element of a row's summed gradient is clipped to [-max_gradient, max_gradient]."""
 
     max_gradient_norm: float | None = None
-    """A row's summed gradient, after that, is scaled down to this 2-norm where it is longer: a row for a layer, as LAMB
-    has it. The norm over all tables, which `clip_grad_norm_` takes, is known only when the last row is summed."""
+    """A row's summed gradient is then scaled down to this 2-norm if it is longer. As in LAMB, a row takes the place of
+    a layer. The norm over all tables, which `clip_grad_norm_` uses, is known only after the last row is summed.
+    """
 
     def __post_init__(self) -> None:
         def refuse(field: str, allowed: str) -> None:
@@ -104,7 +104,7 @@ class OptimizerSpec:
 
     @property
     def states(self) -> dict[str, StateShape]:
-        """Names and shapes of the states, float32, zeros at the start, in the order in which kernels take them."""
+        """Names and shapes of the states in the order of the kernels. All are float32 and start at zero."""
         return _STATES[self.kind]
 
     def state_shape(self, name: str, table: TableSpec) -> tuple[int, ...]:
@@ -144,14 +144,14 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConstants:
-    """The numbers of one step. Floats are float32 values; a term whose constant changes nothing is left out."""
+    """The constants of one step. Floats are float32 values. A term whose constant changes nothing is left out."""
 
     rate: float
     scale1: float
-    """Of the first moment: rate / (1 - beta1^step); for LAMB without the rate."""
+    """Factor of the first moment: rate / (1 - beta1^step); for LAMB without the rate."""
 
     scale2: float
-    """Of the second moment's root: 1 / sqrt(1 - beta2^step)."""
+    """Factor of the second moment's root: 1 / sqrt(1 - beta2^step)."""
 
     epsilon: float
     beta1: float
@@ -163,12 +163,12 @@ class StepConstants:
     """1 - beta2."""
 
     decay: float
-    """Weight times this joins the gradient, or LAMB's direction if `decay_after`; left out if 0."""
+    """The weight times this is added to the gradient, or to LAMB's direction if `decay_after`; left out if 0."""
 
     decay_after: bool
 
     keep: float
-    """Decoupled decay: what weights are multiplied by before the step; left out if 1."""
+    """Decoupled decay: weights are multiplied by this before the step; left out if 1."""
 
     max_gradient: float
     """Left out if infinite."""
@@ -177,7 +177,7 @@ class StepConstants:
     """Left out if infinite."""
 
     step: int
-    """From 1; its low 32 bits are the step's word in the counters of random numbers."""
+    """Counts from 1. Its low 32 bits are the step's word in the counters of random numbers."""
 
 
 def _f32(value: float) -> float:

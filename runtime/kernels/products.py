@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folds of products that tensor-train tables are made with, in the implementation that an engine has."""
+"""Folds of products for tensor-train tables, in the engine's implementation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Products(Protocol):
 
 
 def products(implementation_name: str) -> Products:
-    """Those of an implementation that `engine.implementation` has made, so that it is there."""
+    """The products of an implementation that `engine.implementation` has already made."""
     if implementation_name == "triton":
         from sennit.runtime.kernels import triton_products
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator in plain torch: slow, readable, and what the other implementations must equal to the bit.
+"""The operator in plain torch: slow and readable. The other implementations must equal it to the bit.
 
 docs/reference/embedding.md is the definition; each function here is one of its rules. Sums start at +0. So they are
-never -0, and adding +0 for what is missing changes nothing.
+never -0, and adding +0 for something missing changes nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sennit.runtime.kernels.reference_rounding import rounded
 from sennit.runtime.kernels.spec import Pooling, Rounding
 
 CHUNK: Final = 32
-"""Lookups of one row that are summed one after the other."""
+"""Lookups of one row that are summed one after another."""
 
 device_type: Final = "cpu"
 
@@ -68,7 +68,8 @@ def update(
 ) -> list[BadGradients]:
     """Updates each row that was looked up once, by the sum of its lookups' gradients.
 
-    `gradient` is that of `lookup`'s result. Returns which rows were left alone since their sum was not finite.
+    `gradient` is the gradient of `lookup`'s result. Returns the rows that were skipped because their sum was not
+    finite.
     """
     bad = []
     places = places_of_outputs(batch, [table.spec for table in tables])
@@ -104,7 +105,7 @@ def sums_by_row(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def left_fold(vectors: Tensor, lengths: Tensor) -> Tensor:
-    """Sums of consecutive `lengths` [n] of `vectors` [.., dim], one after the other, starting at +0: [n, dim]."""
+    """Sums of consecutive `lengths` [n] of `vectors` [.., dim], one after another, starting at +0: [n, dim]."""
     sums = torch.zeros(len(lengths), vectors.shape[1])
     starts = torch.cumsum(lengths, 0) - lengths
     for place in range(int(lengths.max()) if len(lengths) else 0):
@@ -176,7 +177,7 @@ def _apply(
     rounding: Rounding,
     seed: int,
 ) -> None:
-    """The optimizer's formulas. Scalars are tensors of float32, so that every operation is one of float32."""
+    """The optimizers' formulas. Scalars are float32 tensors, so that every operation is a float32 operation."""
 
     def f32(name: str) -> Tensor:
         return torch.tensor(getattr(constants, name), dtype=torch.float32)

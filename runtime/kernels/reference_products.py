@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensor-train tables need besides the operator, in plain torch: runs of equal keys, and folds of products."""
+"""Runs of equal keys and folds of products in plain torch: what tensor-train tables need besides the operator."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Runs:
     """[n]: distinct keys, rising."""
 
     order: Tensor
-    """[members that are kept]: their numbers, key after key, in rising order for each."""
+    """[kept members]: member numbers, key after key, ascending within each key."""
 
     starts: Tensor
     """[n + 1]: where the members of each key start in `order`, and where the last ones end."""
 
     places: Tensor
-    """[members]: place of each one's key in `keys`; -1 for those left out."""
+    """[members]: the index of each member's key in `keys`; -1 for members left out."""
 
 
 def runs_of(keys: Tensor, key_count: int) -> Runs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device function that takes an optimizer's step on a tile of rows, from summed gradients to stored weights."""
+"""Device function that applies an optimizer step to a tile of rows, from summed gradients to stored weights."""
 
 import triton
 import triton.language as tl

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton kernels know of tables and of a batch: small integer tensors on the device."""
+"""The Triton kernels' view of tables and of a batch: small integer tensors on the device."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from sennit.runtime.kernels.spec import Pooling, Precision, TableSpec
 
 # Fields of a table, one row of int64 each.
 WEIGHT: Final = 0
-"""Address."""
+"""The address of the weights."""
 STATE0: Final = 1
 STATE1: Final = 2
-"""Addresses of the optimizer's states, in the order of `OptimizerSpec.states`; 0 where there is none."""
+"""Addresses of the optimizer states, in the order of `OptimizerSpec.states`; 0 if there is none."""
 DIM: Final = 3
 PADDED: Final = 4
-"""Columns that sums over columns are padded to."""
+"""Columns after padding for sums over columns."""
 PRECISION: Final = 5
 FIRST_KEY: Final = 6
-"""Rows of all tables before: row numbers, counted through all tables, are what is sorted."""
+"""Rows of all previous tables. Row numbers counted through all tables are the sort keys."""
 FIRST_ROW: Final = 7
 STREAM: Final = 8
 FIELDS: Final = 9
@@ -42,7 +42,7 @@ _LANES: Final = 16
 
 
 def padded(dim: int) -> int:
-    """Columns with padding: a power of two from 16."""
+    """Columns with padding: a power of two, at least 16."""
     return max(_LANES, 1 << (dim - 1).bit_length())
 
 
@@ -54,23 +54,23 @@ class Tables:
     """Int64 [tables, FIELDS]."""
 
     row_count: int
-    """Of all tables."""
+    """Rows of all tables."""
 
     width: int
     """Columns of the widest table, padded."""
 
     one_dim: int
-    """The dim of all tables, or 0 where they differ."""
+    """The dim of all tables, or 0 if dims differ."""
 
     precisions: int
-    """Which occur."""
+    """The precisions that occur."""
 
     align: int
-    """Divides all dims; where it is not 1 all addresses are multiples of 16 bytes."""
+    """Divides all dims. Unless it is 1, all addresses are multiples of 16 bytes."""
 
 
 def describe(tables: Sequence[TableMemory], device: torch.device) -> Tables:
-    """The tables as kernels take them; copied to the device when one of them is new or has moved."""
+    """The tables as kernels take them. Copied to the device when a table is new or has moved."""
     addresses = tuple(
         (table.weight.data_ptr(), *(state.data_ptr() for state in table.states.values())) for table in tables
     )
@@ -119,11 +119,17 @@ class Vectors:
     """Int32 [count]."""
 
     blocks: Tensor
-    """Int64 [blocks, 2]: its table, and where the result has its vectors: vector v begins at float base + v · dim."""
+    """Int64 [blocks, 2]:
+
+    the block's table, and the base of its vectors in the result: vector v starts at float base + v · dim.
+    """
 
 
 def vectors_of(batch: Batch, tables: Sequence[TableMemory], offsets: Tensor) -> Vectors:
-    """Where a batch's vectors lie; `offsets` int64 [bags + 1]: lookups before each bag. No wait for the device."""
+    """The positions of a batch's vectors.
+
+    `offsets` int64 [bags + 1]: lookups before each bag. Does not wait for the device.
+    """
     dims = tuple(tables[table].spec.dim for table in batch.table_of_block)
     shape = _block_shape(batch.table_of_block, batch.bags_of_block, dims, batch.lengths.device)
     if batch.pooling is not Pooling.NONE:
@@ -141,7 +147,7 @@ def vectors_of(batch: Batch, tables: Sequence[TableMemory], offsets: Tensor) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BlockShape:
-    """What follows from tables and bags of a batch's blocks alone."""
+    """What depends on the tables and bags of a batch's blocks alone."""
 
     numbers: Tensor
     """Int32 [blocks]: 0, 1, …"""
@@ -160,7 +166,7 @@ class _BlockShape:
 def _block_shape(
     table_of_block: tuple[int, ...], bags_of_block: tuple[int, ...], dims: tuple[int, ...], device: torch.device
 ) -> _BlockShape:
-    """Kept, since batches of one shape follow each other."""
+    """Cached, because batches of one shape follow each other."""
     bags, dim = torch.tensor(bags_of_block, dtype=torch.int64), torch.tensor(dims, dtype=torch.int64)
     first_bag = torch.tensor([0, *bags_of_block]).cumsum(0)
     starts = (bags * dim).cumsum(0) - bags * dim

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of rows before a store: 32 ways, LRU or LFU; the next batch's rows come while one is computed."""
+"""A cache of rows in front of a store:
+
+32 ways, LRU or LFU. It fetches the next batch's rows during the current step.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from sennit.transport.errors import ArgumentError, TimeoutError
 
 WAYS: Final = 32
 NOTE_BYTES: Final = 20
-"""Of a line, for what the cache knows of it (`RowCache::Set` in csrc/row_cache.hpp)."""
+"""Bytes per line of the cache's bookkeeping (`RowCache::Set` in csrc/row_cache.hpp)."""
 
 LOCATION_BYTES: Final = 4
-"""Of a row of a file, for where in the log it is."""
+"""Bytes per row of a file, for its position in the log."""
 
 POLICIES: Final = ("lru", "lfu")
 
@@ -39,7 +42,7 @@ class CachedBatch:
         return lines
 
     def release(self, *, is_dirty: bool) -> None:
-        """The batch is done; `is_dirty` if its rows were changed. The cache writes them back when it needs room."""
+        """Ends the batch. `is_dirty`: its rows were changed, and the cache writes them back when it needs room."""
         self._cache.native.release(self._native, is_dirty)
 
 
@@ -76,12 +79,14 @@ class RowCache:
         )
 
     def prefetch(self, rows: NDArray[np.int64]) -> CachedBatch:
-        """Begins to bring in `rows`, int64 [n], which may repeat, and pins them. Returns at once."""
+        """Starts to fetch `rows`, int64 [n], which may repeat, and pins them. Returns at once."""
         return CachedBatch(self, self.native.fetch(rows))
 
     def read(self, rows: NDArray[np.int64], *, timeout_s: float = 60.0) -> Arrays:
-        """The parts of `rows`, int64 [n], each once, as they are now: in the cache, or in the store. No batch may be in
-        use. Raises `TimeoutError`."""
+        """The current parts of `rows`, int64 [n], each once, from the cache or the store.
+
+        No batch may be in use. Raises `TimeoutError`.
+        """
         arrays = self.store.layout.empty(len(rows))
         if not self.native.read(rows, self.store.layout.as_bytes(arrays, len(rows)), timeout_s):
             raise TimeoutError(f"{len(rows)} rows were not read within {timeout_s:g} s")
@@ -103,12 +108,13 @@ class RowCache:
 
     @property
     def counters(self) -> dict[str, int]:
-        """`lookups` as given; `hits`, `misses` and `conflicts` (misses that took a spare line), each row once a batch;
-        `evictions`, `write_backs`."""
+        """`lookups`, repetitions included; per batch and distinct row `hits`, `misses` and `conflicts` (misses that
+        took a spare line); `evictions`, `write_backs`.
+        """
         return self.native.counters
 
     def close(self) -> None:
-        """Changed rows that were not flushed are given up."""
+        """Changed rows that were not flushed are lost."""
         self.native.close()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store of rows raises, besides `ArgumentError` and `DeviceError` of the transport; classed by who must act."""
+"""Errors of row stores, besides `ArgumentError` and `DeviceError`; classed by who must act."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from sennit.transport.errors import ArgumentError, DeviceError, SennitError
 
 
 class ForeignStore(SennitError):
-    """The caller: the file is no embedding store, or one of other tables; the message says what differs."""
+    """The caller: the file is not an embedding store, or holds other tables. The message says what differs."""
 
 
 class CorruptStore(SennitError):
-    """The operator: bytes that were written once are no longer there; the message has file, offset and table."""
+    """The operator: bytes that were written once are gone. The message has file, offset and table."""
 
 
 def from_fault(fault: int, message: str, error_number: int) -> SennitError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a store holds: tables whose rows all have the same parts, one after the other in one row space."""
+"""The content of a store: tables whose rows all have the same parts, one after another in one row space."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DTYPES: Final[dict[str, np.dtype[np.generic]]] = {
     "int8": np.dtype(np.int8),
     "uint8": np.dtype(np.uint8),
 }
-"""Of parts, and what NumPy holds them in: it has no bfloat16, so that goes by its bits."""
+"""Part dtypes, and the NumPy dtypes that hold them. NumPy has no bfloat16, so its bits are stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTable:
-    """One table, or the part of one that this process holds."""
+    """One table, or the part of it that this process holds."""
 
     name: str
     row_count: int
@@ -35,7 +35,7 @@ class StoredTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowPart:
-    """What each row has of one thing: its weights, or one state of its optimizer."""
+    """One part of each row: its weights, or one state of its optimizer."""
 
     name: str
     columns: int
@@ -55,7 +55,7 @@ class RowPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreLayout:
-    """The tables and parts of one store. Tables of other dimensions or precisions go into a store of their own."""
+    """The tables and parts of one store. Tables with another dim or precision need another store."""
 
     tables: tuple[StoredTable, ...]
     parts: tuple[RowPart, ...]
@@ -66,11 +66,11 @@ class StoreLayout:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row in memory."""
+        """Bytes of one row in memory."""
         return sum(part.row_bytes for part in self.parts)
 
     def first_row(self, name: str) -> int:
-        """The store's number of the first row of table `name`: add ids to it."""
+        """The store's number of the first row of table `name`. Add ids to it."""
         first = 0
         for table in self.tables:
             if table.name == name:
@@ -83,7 +83,7 @@ class StoreLayout:
         return {part.name: np.empty((count, part.columns), DTYPES[part.dtype]) for part in self.parts}
 
     def as_bytes(self, arrays: Mapping[str, NDArray[np.generic]], count: int) -> list[NDArray[np.uint8]]:
-        """The arrays of all parts as [rows, row_bytes], the same memory. Raises `ArgumentError` for others."""
+        """The arrays of all parts as [rows, row_bytes], the same memory. Raises `ArgumentError` if they do not fit."""
         found = []
         for part in self.parts:
             array = arrays.get(part.name)
@@ -97,13 +97,13 @@ class StoreLayout:
 
     @property
     def native(self) -> tuple[list[tuple[str, int]], list[tuple[str, str, int, int]]]:
-        """As `_memory` takes it."""
+        """In the form that `_memory` takes."""
         tables = [(table.name, table.row_count) for table in self.tables]
         return tables, [(part.name, part.dtype, part.columns, part.row_bytes) for part in self.parts]
 
 
 def from_native(tables: Sequence[tuple[str, int]], parts: Sequence[tuple[str, str, int, int]]) -> StoreLayout:
-    """The layout that a file has in its directory."""
+    """The layout in the header of a store file."""
     return StoreLayout(
         tables=tuple(StoredTable(name=name, row_count=count) for name, count in tables),
         parts=tuple(RowPart(name=name, dtype=dtype, columns=columns) for name, dtype, columns, _ in parts),

@@ -25,13 +25,13 @@ class FileAccess:
     """How a file is read and written."""
 
     is_direct: bool = True
-    """Past the page cache (O_DIRECT), where the file system can."""
+    """Past the page cache (O_DIRECT), if the file system can."""
 
     backend: str = ""
     """`io_uring`, `threads`, or empty for the first of them that works here."""
 
     depth: int = 128
-    """Transfers at once with io_uring."""
+    """Concurrent transfers with io_uring."""
 
     threads: int = 4
     """Threads of the other backend."""
@@ -43,7 +43,7 @@ class FileAccess:
 
     @property
     def native(self) -> _memory.FileOptions:
-        """As `_memory` takes it."""
+        """In the form that `_memory` takes."""
         return _memory.FileOptions(self.is_direct, self.backend, self.depth, self.threads)
 
 
@@ -59,10 +59,10 @@ def create(
     *,
     access: FileAccess | None = None,
 ) -> RowStore:
-    """Makes the file `path`, or takes over a block device, and fills it: generation 0.
+    """Creates the file `path`, or takes over a block device, and fills it: generation 0.
 
-    `rows(first, count)` gives the parts of that many rows. Raises `DeviceError` where the file exists or the disk
-    is full; a file that could not be filled is removed.
+    `rows(first, count)` returns the parts of these rows. Raises `DeviceError` if the file exists or the disk is full. A
+    file that could not be filled is removed.
     """
     access = access or FileAccess()
     is_device = Path(path).is_block_device()
@@ -82,7 +82,7 @@ def create(
 def fill(
     builder: _memory.StoreBuilder, layout: StoreLayout, rows: Callable[[int, int], Mapping[str, NDArray[np.generic]]]
 ) -> None:
-    """Gives a builder all rows of its store, and finishes it."""
+    """Writes all rows through a builder, and finishes it."""
     widths = [part.row_bytes for part in layout.parts]
     for first in range(0, layout.row_count, ROWS_AT_ONCE):
         count = min(ROWS_AT_ONCE, layout.row_count - first)
@@ -93,13 +93,13 @@ def fill(
 def open_store(
     path: str | os.PathLike[str], layout: StoreLayout | None = None, *, access: FileAccess | None = None
 ) -> RowStore:
-    """Opens a store at its last complete generation. Raises `ForeignStore` if it has another layout, `CorruptStore`."""
+    """Opens a store at its last complete generation. Raises `ForeignStore` for another layout, or `CorruptStore`."""
     native = _memory.open_file(os.fspath(path), layout.native if layout else None, (access or FileAccess()).native)
     return RowStore(native, layout or from_native(*native.geometry))
 
 
 def in_dram(layout: StoreLayout, arrays: Mapping[str, NDArray[np.generic]]) -> RowStore:
-    """A store in the memory of these arrays, of [row_count, columns] each. Nothing of it survives the process."""
+    """A store in the memory of these arrays, [row_count, columns] each. Nothing survives the process."""
     return RowStore(_memory.dram_store(layout.as_bytes(arrays, layout.row_count), layout.row_count), layout)
 
 
@@ -120,22 +120,22 @@ class RowStore:
         self.native.write(rows, self.layout.as_bytes(arrays, len(rows)))
 
     def flush(self, tag: int = 0) -> int:
-        """Makes all that was written durable, as one generation, and returns its number. `tag` is kept with it."""
+        """Makes all writes durable as one generation, and returns its number. `tag` is stored with it."""
         return self.native.flush(tag)
 
     @property
     def generation(self) -> int:
-        """Number of the last complete generation, of a file."""
+        """Number of a file's last complete generation."""
         return self.native.generation
 
     @property
     def tag(self) -> int:
-        """What `flush` was given for that generation."""
+        """The tag that `flush` stored with that generation."""
         return self.native.tag
 
     @property
     def was_replayed(self) -> bool:
-        """Whether opening it had to finish a flush that a crash had cut short."""
+        """Whether opening it had to finish a flush that a crash had interrupted."""
         return self.native.was_replayed
 
     @property
@@ -146,11 +146,11 @@ class RowStore:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Transfers and bytes of the file, rows that its log took, and rows that were moved within it."""
+        """Transfers and bytes of the file, rows that its log took, and rows moved within it."""
         return self.native.counters
 
     def close(self) -> None:
-        """What was written since the last flush is given up. A cache over it must be closed first."""
+        """Writes since the last flush are lost. Close a cache over it first."""
         self.native.close()
 
     def __enter__(self) -> Self:

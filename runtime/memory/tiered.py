@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding tables that are larger than memory: the engine works on the lines of a cache, the rows live in a store."""
+"""Embedding tables larger than memory: the engine works on the lines of a cache, the rows live in a store."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def layout_of(tables: Sequence[TableSpec], optimizer: OptimizerSpec) -> StoreLay
 
 
 class PrefetchedBatch:
-    """A batch whose rows are on their way."""
+    """A batch whose rows are being fetched."""
 
     def __init__(self, batch: Batch, rows: CachedBatch, numbers: Tensor) -> None:
         self.batch, self.rows, self.numbers = batch, rows, numbers
         self.lines: Batch | None = None
 
     def wait(self, timeout_s: float = 60.0) -> None:
-        """Until the rows are here. Raises `TimeoutError`."""
+        """Waits for the rows. Raises `TimeoutError`."""
         self.rows.wait(timeout_s)
 
 
@@ -126,7 +126,7 @@ class TieredTables:
         self._first_numbers = torch.tensor([spec.first_row for spec in tables])
 
     def prefetch(self, batch: Batch) -> PrefetchedBatch:
-        """Begins to bring in the rows of `batch`, and returns at once. Raises `IdError`."""
+        """Starts to fetch the rows of `batch`, and returns at once. Raises `IdError`."""
         batch, _ = resolve(batch, self.specs, Bounds.ERROR)
         counts = torch.tensor([block.lookup_count for block in batch.blocks()])
         tables = torch.repeat_interleave(torch.tensor(batch.table_of_block, dtype=torch.int64), counts)
@@ -134,14 +134,14 @@ class TieredTables:
         return PrefetchedBatch(batch, rows, batch.values + self._first_numbers[tables])
 
     def lookup(self, ahead: PrefetchedBatch, *, timeout_s: float = 60.0) -> Tensor:
-        """As `EmbeddingEngine.lookup`. Waits for the rows; raises `TimeoutError`."""
+        """Like `EmbeddingEngine.lookup`. Waits for the rows; raises `TimeoutError`."""
         lines = torch.from_numpy(ahead.rows.wait(timeout_s))
         self._row_numbers[lines] = ahead.numbers
         ahead.lines = replace(ahead.batch, values=lines)
         return self.engine.lookup(ahead.lines)
 
     def update(self, ahead: PrefetchedBatch, gradient: Tensor, *, rate: float) -> None:
-        """As `EmbeddingEngine.update`, for the batch of the last `lookup`; its rows may leave the cache then."""
+        """Like `EmbeddingEngine.update`, for the batch of the last `lookup`. Its rows may leave the cache then."""
         if ahead.lines is None:
             raise ArgumentError("update of a batch without lookup")
         try:
@@ -150,7 +150,7 @@ class TieredTables:
             ahead.rows.release(is_dirty=True)
 
     def release(self, ahead: PrefetchedBatch) -> None:
-        """Instead of `update`, after an evaluation."""
+        """Replaces `update` after an evaluation."""
         ahead.rows.release(is_dirty=False)
 
     def flush(self) -> int:
@@ -158,7 +158,7 @@ class TieredTables:
         return self.cache.flush(self.engine.step)
 
     def close(self) -> None:
-        """Changed rows that were not flushed are given up."""
+        """Changed rows that were not flushed are lost."""
         self.cache.close()
         if self._widened is not None:
             self._widened.close()
