@@ -22,24 +22,26 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="A multi-path transport for torch.distributed, and a DLRM trainer that uses it.",
+    help="A torch.distributed backend that uses many network paths, and a trainer for recommendation models.",
 )
 
 
-bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure sennit beside its peers in one run.")
+bench = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run."
+)
 app.add_typer(bench, name="bench")
 app.add_typer(testbed, name="testbed")
 app.add_typer(trace, name="trace")
-app.command()(top)
-app.command()(metrics)
-app.command()(feed)
+app.command(epilog="Example: sennit top --paths")(top)
+app.command(epilog="Example: sennit metrics --listen 127.0.0.1:9464")(metrics)
+app.command(epilog="Example: sennit feed --data flights --to 10.0.0.5:4800")(feed)
 
 
-@app.command()
+@app.command(epilog="Example: sennit doctor --json")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
-    """Say what this machine can do, why not, and what to do about it."""
+    """Check this machine: what works, what is missing, and how to install it."""
     from sennit import doctor
 
     findings = doctor.examine()
@@ -54,7 +56,7 @@ def doctor(
 @app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    help="Train a DLRM over sennit.",
+    help="Train a recommendation model (DLRM) over sennit.",
 )
 def train(context: typer.Context) -> None:
     # Its options are its own, so that `python -m sennit.runtime.training` under torchrun has the same.
@@ -63,12 +65,14 @@ def train(context: typer.Context) -> None:
     main(context.args)
 
 
-@app.command()
+@app.command(epilog="Example: sennit export runs/checkpoints rows.pt")
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="a checkpoint, or a folder of several: the newest is taken")],
+    checkpoint: Annotated[
+        Path, typer.Argument(help="a checkpoint, or a folder of checkpoints, of which the newest is read")
+    ],
     output: Annotated[Path, typer.Argument(help="file to write; torch.load reads it")],
 ) -> None:
-    """Write a checkpoint's embedding tables in 8 bits a weight, for inference with torch, and its dense weights."""
+    """Export a checkpoint for inference with torch: embedding tables in 8 bits a weight, dense weights as they are."""
     from rich.filesize import decimal
 
     from sennit.runtime.training.export import export_int8
@@ -83,32 +87,32 @@ def export(
     typer.echo(f"{output}: {found.tables} tables of {found.source} in {after} instead of {before}")
 
 
-@bench.command()
+@bench.command(epilog="Example: sennit bench collectives --against gloo --sizes 4KiB,64MiB")
 def collectives(
     against: Annotated[
-        list[str] | None, typer.Option(help="gloo, openmpi, sennit-core or udp-bare; may be repeated")
+        list[str] | None, typer.Option(help="peer: gloo, openmpi, sennit-core or udp-bare; may be repeated")
     ] = None,
-    core: Annotated[
-        bool, typer.Option("--core", help="compare the native core alone instead of sennit in torch")
-    ] = False,
+    core: Annotated[bool, typer.Option("--core", help="measure the native core alone, without torch")] = False,
     transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
-    world: Annotated[int, typer.Option(help="ranks, all on this machine", min=2)] = 2,
-    sizes: Annotated[str, typer.Option(help="bytes of a rank's larger buffer")] = "4KiB,64KiB,1MiB,16MiB,64MiB",
+    world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 2,
+    sizes: Annotated[
+        str, typer.Option(help="message sizes, comma-separated: bytes of a rank's larger buffer")
+    ] = "4KiB,64KiB,1MiB,16MiB,64MiB",
     only: Annotated[
         str | None,
-        typer.Option(help="of allreduce, alltoall, reduce_scatter, all_gather, comma-separated; all without"),
+        typer.Option(help="some of allreduce, alltoall, reduce_scatter, all_gather, comma-separated; default: all"),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="samples of every case and peer", min=1)] = 15,
+    rounds: Annotated[int, typer.Option(help="measurements of each case and peer", min=1)] = 15,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the report here", callback=writable_file)
+        Path | None, typer.Option("--json", help="write the report to this file", callback=writable_file)
     ] = None,
     plot_path: Annotated[
-        Path | None, typer.Option("--plot", help="draw the figure here (.png, .svg, .pdf)", callback=figure_file)
+        Path | None, typer.Option("--plot", help="write a figure to this file (.png, .svg, .pdf)", callback=figure_file)
     ] = None,
 ) -> None:
-    """Time four collectives beside gloo, OpenMPI or bare UDP.
+    """Time AllReduce, AlltoAll, ReduceScatter and AllGather beside gloo, OpenMPI or a bare UDP transfer.
 
-    They are those of recommendation training. Peers take turns round by round; the ratio comes first.
+    Peers take turns round by round. The report begins with the ratios.
     """
     from sennit.testbed.bench import cases, collectives, report
     from sennit.testbed.bench.conductor import WorkerError
@@ -146,21 +150,23 @@ def collectives(
         report.plot(result, plot_path)
 
 
-@bench.command("offload")
+@bench.command("offload", epilog="Example: sennit bench offload --end-to-end")
 def bench_offload(
-    rounds: Annotated[int, typer.Option(help="samples of each; the median counts", min=1)] = 7,
-    repeat: Annotated[int, typer.Option(help="runs of the program in a sample", min=1)] = 50_000,
-    seed: Annotated[int, typer.Option(help="of the records", min=0)] = 1,
+    rounds: Annotated[int, typer.Option(help="measurements of each; the median counts", min=1)] = 7,
+    repeat: Annotated[int, typer.Option(help="runs of the program in a measurement", min=1)] = 50_000,
+    seed: Annotated[int, typer.Option(help="seed of the records", min=0)] = 1,
     end_to_end: Annotated[
         bool,
-        typer.Option("--end-to-end", help="from packets on a veth link to tensors, beside sockets in C and Python"),
+        typer.Option(
+            "--end-to-end", help="measure from packets on a veth link to tensors, beside sockets in C and Python"
+        ),
     ] = False,
-    batches: Annotated[int, typer.Option(help="in a sample of --end-to-end", min=1)] = 16,
+    batches: Annotated[int, typer.Option(help="batches in a measurement of --end-to-end", min=1)] = 16,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
     ] = None,
 ) -> None:
-    """Time feature plans in XDP, in the native core and in NumPy.
+    """Time the preprocessing of records in XDP, in the native core and in NumPy.
 
     Needs root, clang 19 or later and Linux 6.9 or later.
     """
@@ -190,16 +196,18 @@ def bench_offload(
         json_path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-@bench.command("tiers")
+@bench.command("tiers", epilog="Example: sennit bench tiers --folder /mnt/nvme")
 def bench_tiers(
-    folder: Annotated[Path, typer.Option(help="files of rows, 1.6 GB, are made here and removed")] = Path("."),
-    steps: Annotated[int, typer.Option(help="of 2,048 samples with an id for each of 26 tables", min=1)] = 50,
-    seed: Annotated[int, typer.Option(help="of rows and ids", min=0)] = 1,
+    folder: Annotated[Path, typer.Option(help="folder for files of rows, 1.6 GB, which are removed at the end")] = Path(
+        "."
+    ),
+    steps: Annotated[int, typer.Option(help="steps of 2,048 samples with an id for each of 26 tables", min=1)] = 50,
+    seed: Annotated[int, typer.Option(help="seed of rows and ids", min=0)] = 1,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
     ] = None,
 ) -> None:
-    """Time the trainer, and the bare operator, with tables ten times larger than their memory, beside all in memory."""
+    """Time training with embedding tables ten times larger than their memory, beside all tables in memory."""
     from sennit.testbed.bench import embedding_tiers, tiers
     from sennit.transport.errors import SennitError
 
@@ -213,19 +221,19 @@ def bench_tiers(
         json_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
 
 
-@bench.command("feed")
+@bench.command("feed", epilog="Example: sennit bench feed --rounds 7")
 def bench_feed(
-    records: Annotated[int, typer.Option(help="in memory", min=1 << 17)] = 500_000,
-    batches: Annotated[int, typer.Option(help="of 4,096 records, sent in a sample", min=1, max=32)] = 32,
-    rounds: Annotated[int, typer.Option(help="samples of each; the median counts", min=1)] = 7,
-    seed: Annotated[int, typer.Option(help="of the records and their order", min=0)] = 1,
+    records: Annotated[int, typer.Option(help="records in memory", min=1 << 17)] = 500_000,
+    batches: Annotated[int, typer.Option(help="batches of 4,096 records, sent in a measurement", min=1, max=32)] = 32,
+    rounds: Annotated[int, typer.Option(help="measurements of each; the median counts", min=1)] = 7,
+    seed: Annotated[int, typer.Option(help="seed of the records and their order", min=0)] = 1,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
     ] = None,
 ) -> None:
-    """Time one core of a feeder: packing, and sending over a virtual link into XDP.
+    """Time one core of a feeder: packing records, and sending them over a virtual link into XDP.
 
-    Needs what `sennit bench offload` needs.
+    Needs root, clang 19 or later and Linux 6.9 or later.
     """
     from sennit import capabilities
     from sennit.testbed.bench import feed as feeding
@@ -240,17 +248,17 @@ def bench_feed(
         json_path.write_text(json.dumps(feeding.as_json(results), indent=1) + "\n")
 
 
-@bench.command("ingest")
+@bench.command("ingest", epilog="Example: sennit bench ingest --data flights")
 def bench_ingest(
     data: Annotated[str, typer.Option(help="flights, movielens, adult or synthetic")] = "flights",
-    turns: Annotated[int, typer.Option(help="of each trainer; the median counts", min=1)] = 50,
+    turns: Annotated[int, typer.Option(help="turns of each trainer; the median counts", min=1)] = 50,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
     ] = None,
 ) -> None:
-    """Time a trainer from memory beside the same one from feeders.
+    """Time a trainer that is fed over the network beside the same trainer with its data in memory.
 
-    Needs what `sennit bench offload` needs, and two cores.
+    Needs root, clang 19 or later, Linux 6.9 or later and two cores.
     """
     from sennit import capabilities
     from sennit.testbed.bench import ingest
@@ -284,16 +292,20 @@ def _bench_embedding_on_a_gpu(rounds: int, seed: int, json_path: Path | None) ->
         json_path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-@bench.command("embedding")
+@bench.command("embedding", epilog="Example: sennit bench embedding --against torch --rounds 5")
 def bench_embedding(
-    device: Annotated[str, typer.Option(help="cpu, or cuda: the Triton kernels at their peer's shape")] = "cpu",
-    against: Annotated[list[str] | None, typer.Option(help="fbgemm, torch or tensor-train; may be repeated")] = None,
-    only: Annotated[str, typer.Option(help="shapes whose name contains this")] = "",
-    threads: Annotated[int, typer.Option(help="of each peer", min=1, max=256)] = 1,
-    rounds: Annotated[int, typer.Option(help="turns of each peer", min=1)] = 15,
-    seed: Annotated[int, typer.Option(help="of ids and weights", min=0)] = 1,
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: the Triton kernels, at the shape for which FBGEMM published times")
+    ] = "cpu",
+    against: Annotated[
+        list[str] | None, typer.Option(help="peer: fbgemm, torch or tensor-train; may be repeated")
+    ] = None,
+    only: Annotated[str, typer.Option(help="only shapes whose name contains this")] = "",
+    threads: Annotated[int, typer.Option(help="threads of each peer", min=1, max=256)] = 1,
+    rounds: Annotated[int, typer.Option(help="turns of each peer; the median counts", min=1)] = 15,
+    seed: Annotated[int, typer.Option(help="seed of ids and weights", min=0)] = 1,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures here", callback=writable_file)
+        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
     ] = None,
 ) -> None:
     """Time lookups and updates of embedding tables beside fbgemm and torch, or on a GPU."""
@@ -328,24 +340,24 @@ def bench_embedding(
         )
 
 
-@bench.command()
+@bench.command(epilog="Example: sennit testbed vm -- sennit bench rdma --rounds 3")
 def rdma(
-    size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in an operation")] = "64KiB",
+    size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in one operation")] = "64KiB",
     netem: Annotated[
         list[str] | None,
-        typer.Option(help="settings of tc-netem(8), the first to compare with ('' for none); may be repeated"),
+        typer.Option(help="settings of tc-netem(8); the first is compared with ('': none); may be repeated"),
     ] = None,
-    against: Annotated[list[str] | None, typer.Option(help="kernel-rc or udp; may be repeated")] = None,
-    in_flight: Annotated[str, typer.Option(help="operations at a time, numbers separated by commas")] = "1,8",
-    rounds: Annotated[int, typer.Option(help="samples of every peer and setting", min=1)] = 5,
-    cpu: Annotated[bool, typer.Option(help="also the CPU time per GB, of verbs and of udp")] = True,
+    against: Annotated[list[str] | None, typer.Option(help="peer: kernel-rc or udp; may be repeated")] = None,
+    in_flight: Annotated[str, typer.Option(help="operations in flight, comma-separated numbers")] = "1,8",
+    rounds: Annotated[int, typer.Option(help="measurements of each peer and setting", min=1)] = 5,
+    cpu: Annotated[bool, typer.Option(help="also measure the CPU time per GB of verbs and udp")] = True,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the report here", callback=writable_file)
+        Path | None, typer.Option("--json", help="write the report to this file", callback=writable_file)
     ] = None,
 ) -> None:
-    """Time AlltoAll over soft-RoCE with loss, delay and the like, beside the kernel's own recovery.
+    """Time AlltoAll over soft-RoCE under loss, delay and reordering, beside the kernel's reliable queue pairs.
 
-    Runs in the VM: sennit testbed vm -- sennit bench rdma
+    Runs in the VM of `sennit testbed vm`.
     """
     from sennit.testbed.bench import rdma, rdma_report
     from sennit.testbed.bench.conductor import WorkerError
@@ -377,9 +389,9 @@ def rdma(
         json_path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
 
 
-@app.command()
+@app.command(epilog="Example: sennit version")
 def version() -> None:
-    """Print the versions of sennit and of the torch that it runs under."""
+    """Print the versions of sennit and torch."""
     typer.echo(f"sennit {sennit.__version__}")
     try:
         typer.echo(f"torch {importlib.metadata.version('torch')}")

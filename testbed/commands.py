@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Scenarios of failure, soft-RoCE VMs, simulated fabrics.",
+    help="Try sennit on bad networks: scenarios of failure, a VM with soft-RoCE, simulated fabrics.",
 )
 
-app.command(no_args_is_help=True, context_settings={"allow_interspersed_args": False})(vm)
-app.command()(kernel)
+app.command(
+    no_args_is_help=True,
+    context_settings={"allow_interspersed_args": False},
+    epilog="Example: sennit testbed vm --links 2 --netem 'loss 1%' -- rdma link show",
+)(vm)
+app.command(epilog="Example: sennit testbed kernel uml --patch rxe-fix.patch")(kernel)
 
 DEFAULT_FOLDER = Path("build/testbed")
 RESULTS_NAME = "results.json"
@@ -43,9 +47,9 @@ def _check_packages() -> None:
             raise typer.Exit(2)
 
 
-@app.command("list")
+@app.command("list", epilog="Example: sennit testbed list")
 def list_() -> None:
-    """Name every scenario and what it shows."""
+    """List the scenarios, and whether this machine can run them."""
     _check_packages()
     from rich.table import Table
 
@@ -60,25 +64,25 @@ def list_() -> None:
     stdout_console().print(table)
 
 
-@app.command()
+@app.command(epilog="Example: sennit testbed run plane-off --short --seed 7")
 def run(
     names: Annotated[list[str], typer.Argument(help="scenarios of 'sennit testbed list', or all")],
-    short: Annotated[bool, typer.Option("--short", help="less data and fewer rounds: seconds a scenario")] = False,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="goals about speed also decide whether a case passes")
+    short: Annotated[
+        bool, typer.Option("--short", help="less data and fewer rounds: some seconds per scenario")
     ] = False,
-    seed: Annotated[int, typer.Option(help="of the payload; losses have theirs in the scenario", min=0)] = 1,
+    strict: Annotated[bool, typer.Option("--strict", help="a case that misses a goal about speed fails")] = False,
+    seed: Annotated[int, typer.Option(help="seed of the payload; a scenario has its own seed of losses", min=0)] = 1,
     impairment: Annotated[
-        str, typer.Option(help="who loses, delays, reorders: bpf, netem; auto: bpf where it can be had")
+        str, typer.Option(help="what impairs the network: bpf, netem, or auto (bpf where it is available)")
     ] = "auto",
-    folder: Annotated[Path, typer.Option(help="logs, captures, results and report go here")] = DEFAULT_FOLDER,
+    folder: Annotated[Path, typer.Option(help="folder for logs, captures, results and report")] = DEFAULT_FOLDER,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="also write the results here", callback=writable_file)
+        Path | None, typer.Option("--json", help="also write the results to this file", callback=writable_file)
     ] = None,
 ) -> None:
     """Run scenarios and write a report.
 
-    Ends with 0 if no case failed, with 1 if one did, with 2 if the command was wrong.
+    Exit status: 0 if no case failed, 1 if one did, 2 if the command was wrong.
     """
     _check_packages()
     from rich.console import Console
@@ -121,14 +125,14 @@ def run(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(epilog="Example: sennit testbed report --html report.html")
 def report(
-    folder: Annotated[Path, typer.Option(help="where 'sennit testbed run' left its results")] = DEFAULT_FOLDER,
+    folder: Annotated[Path, typer.Option(help="folder of the results of 'sennit testbed run'")] = DEFAULT_FOLDER,
     html: Annotated[
-        Path | None, typer.Option(help="the page to write; report.html in the folder without", callback=writable_file)
+        Path | None, typer.Option(help="page to write; default: report.html in the folder", callback=writable_file)
     ] = None,
 ) -> None:
-    """Write the report of the last run again, and show its cases."""
+    """Show the cases of the last run, and write its report again."""
     _check_packages()
     from sennit.testbed.scenarios import page, results
 
@@ -158,22 +162,22 @@ def show(case: Case, console: Console) -> None:
             console.print(f"{'':12}short of its goal: {goal['measure']} {value}, goal {goal['text']}", highlight=False)
 
 
-@app.command()
+@app.command(epilog="Example: sennit testbed simulate --quick --only permutation")
 def simulate(
     quick: Annotated[
-        bool, typer.Option("--quick", help="64 hosts instead of 1,024: seconds instead of minutes")
+        bool, typer.Option("--quick", help="64 hosts instead of 1,024: takes seconds instead of minutes")
     ] = False,
-    out: Annotated[Path, typer.Option(help="outcomes, table and figure go here; outcomes that fit are reused")] = Path(
-        "build/simulation"
-    ),
-    page: Annotated[Path | None, typer.Option(help="also put table and figure into this page")] = None,
-    seed: Annotated[int, typer.Option(help="of all that is random", min=0)] = 1,
-    jobs: Annotated[int, typer.Option(help="runs at a time; a full one takes about 2 GiB", min=1)] = 1,
-    only: Annotated[str, typer.Option(help="cases whose name contains this")] = "",
+    out: Annotated[
+        Path, typer.Option(help="folder for outcomes, table and figure; outcomes that fit are reused")
+    ] = Path("build/simulation"),
+    page: Annotated[Path | None, typer.Option(help="also write table and figure into this page")] = None,
+    seed: Annotated[int, typer.Option(help="seed of everything random", min=0)] = 1,
+    jobs: Annotated[int, typer.Option(help="runs at a time; a full run takes about 2 GiB", min=1)] = 1,
+    only: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
 ) -> None:
-    """Run the real flow in simulated fabrics.
+    """Run the transport among 1,024 simulated hosts, beside static ECMP.
 
-    Writes the table and the figure of docs/lab/simulation.md.
+    `make simulate` writes docs/lab/simulation.md with it.
     """
     from sennit.testbed.simulation import report, runner, suite
 

@@ -4,8 +4,12 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import sennit
@@ -19,6 +23,33 @@ def test_help_names_all_commands() -> None:
     assert result.exit_code == 0
     for command in ("doctor", "train", "testbed", "bench", "version"):
         assert command in result.output
+
+
+def commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Name as typed, and command, of all commands below a group."""
+    for part, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, f"{name} {part}")
+        else:
+            yield f"{name} {part}", command
+
+
+COMMANDS = dict(commands(typer.main.get_command(app), "sennit"))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command_has_a_sentence_and_an_example(name: str) -> None:
+    result = runner.invoke(app, [*name.split()[1:], "--help"])
+    assert result.exit_code == 0
+    _, found, example = " ".join(result.output.split()).partition("Example: ")
+    assert found, result.output
+    assert name in example
+    assert COMMANDS[name].help.rstrip().endswith(".")
+
+
+def test_the_reference_has_every_command() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "reference" / "commands.md").read_text()
+    assert not [name for name in COMMANDS if f"| `{name}` |" not in page]
 
 
 def test_version_names_sennit_and_torch() -> None:

@@ -23,22 +23,22 @@ EXIT_INTERRUPTED = 130
 
 def feed(
     paths: Annotated[
-        list[str] | None, typer.Argument(metavar="[DATA]...", help="Parquet: files, folders, patterns or URLs")
+        list[str] | None, typer.Argument(metavar="[DATA]...", help="Parquet files, folders, patterns or URLs")
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="NAME", help="instead: flights, movielens, adult or synthetic")
+        str | None, typer.Option(metavar="NAME", help="instead of files: flights, movielens, adult or synthetic")
     ] = None,
-    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet files, TOML or JSON")] = None,
-    to: Annotated[str, typer.Option(metavar="HOST:PORT", help="any rank of the run")] = "127.0.0.1:4800",
-    workers: Annotated[int, typer.Option(help="processes that send", min=1, max=256)] = 1,
-    timeout: Annotated[float, typer.Option(help="seconds to wait for trainer or network")] = 300.0,
-    json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
-    seed: Annotated[int, typer.Option(help="synthetic: as the trainer's", min=0)] = 1,
+    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet files (TOML or JSON)")] = None,
+    to: Annotated[str, typer.Option(metavar="HOST:PORT", help="address of any rank of the run")] = "127.0.0.1:4800",
+    workers: Annotated[int, typer.Option(help="number of processes that send", min=1, max=256)] = 1,
+    timeout: Annotated[float, typer.Option(help="seconds to wait for the trainer or the network")] = 300.0,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the report to this file")] = None,
+    seed: Annotated[int, typer.Option(help="synthetic: seed, equal to the trainer's", min=0)] = 1,
     samples: Annotated[int, typer.Option(help="synthetic: number of samples")] = 32_768,
     row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = 100_000,
     zipf: Annotated[float, typer.Option(help="synthetic: skew of the rows")] = 1.05,
 ) -> None:
-    """Send a data set to the ranks of `sennit train --ingest`, until the run is over."""
+    """Send a data set to the ranks of `sennit train --ingest` until the run ends."""
     import torch
     from rich.console import Console
 

@@ -19,11 +19,16 @@ from sennit.command_line import EXIT_UNAVAILABLE, stdout_console
 
 
 def top(
-    interval: Annotated[float, typer.Option(help="seconds between two looks", min=0.1)] = 1.0,
-    paths: Annotated[bool, typer.Option("--paths", help="every path as well")] = False,
-    once: Annotated[bool, typer.Option("--once", help="one look: everything since each rank began")] = False,
+    interval: Annotated[float, typer.Option(help="seconds between two updates", min=0.1)] = 1.0,
+    paths: Annotated[bool, typer.Option("--paths", help="also show every path")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="print one table, counted from the start of each rank, and end")
+    ] = False,
 ) -> None:
-    """The ranks of this machine: operations, throughput, losses, round trips, paths, ingest. An interrupt ends it."""
+    """Show the ranks of this machine as they run: throughput, losses, round trips, batches from feeders.
+
+    Ctrl-C ends it.
+    """
     from rich.console import Group
     from rich.live import Live
 
@@ -46,19 +51,18 @@ def top(
 
 
 def metrics(
-    listen: Annotated[str | None, typer.Option(help="ADDRESS:PORT to answer GET /metrics on, for Prometheus")] = None,
-    otlp: Annotated[
-        str | None, typer.Option(help="URL of an OpenTelemetry collector, which is sent everything")
-    ] = None,
-    bpffs: Annotated[bool, typer.Option("--bpffs", help="publish as pinned BPF maps, for bpftool")] = False,
+    listen: Annotated[str | None, typer.Option(help="serve GET /metrics for Prometheus at ADDRESS:PORT")] = None,
+    otlp: Annotated[str | None, typer.Option(help="send to the OpenTelemetry collector at this URL")] = None,
+    bpffs: Annotated[bool, typer.Option("--bpffs", help="publish as pinned BPF maps, for bpftool (root)")] = False,
     directory: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="with --bpffs: a BPF file system, if not /sys/fs/bpf")
     ] = None,
-    interval: Annotated[
-        float, typer.Option(help="seconds between two sendings with --otlp, two looks with --bpffs", min=0.1)
-    ] = 10.0,
+    interval: Annotated[float, typer.Option(help="seconds between two updates of --otlp and --bpffs", min=0.1)] = 10.0,
 ) -> None:
-    """Counters of this machine's ranks and RDMA devices: served, sent, published, or else written as OpenMetrics."""
+    """Export the counters of this machine's ranks and RDMA devices.
+
+    Without an option, print them once as OpenMetrics text.
+    """
     from sennit.runtime.telemetry import openmetrics, samples
 
     if (listen is not None) + (otlp is not None) + bpffs > 1:

@@ -21,21 +21,25 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Watch the native core through its tracepoints, as root. Of all processes, of one, or of a command.",
+    help="Watch running ranks through their tracepoints, as root: all processes, one, or those of a command.",
 )
 
 SESSION = {"allow_interspersed_args": False}
 
-Command = Annotated[list[str] | None, typer.Argument(help="run this, best after --, and end with it")]
-Process = Annotated[int | None, typer.Option("--pid", help="only this process; all that use this library without")]
-Seconds = Annotated[float | None, typer.Option(help="end after so long; without, at an interrupt", min=0.1)]
-Interval = Annotated[float, typer.Option(help="seconds between two tables; 0: only one, at the end", min=0)]
-Json = Annotated[Path | None, typer.Option("--json", help="also write the last table here", callback=writable_file)]
+Command = Annotated[list[str] | None, typer.Argument(help="run this command and end with it; put it after --")]
+Process = Annotated[
+    int | None, typer.Option("--pid", help="watch only this process; default: all that use this installation")
+]
+Seconds = Annotated[float | None, typer.Option(help="end after this many seconds; default: at Ctrl-C", min=0.1)]
+Interval = Annotated[float, typer.Option(help="seconds between two tables; 0: one table at the end", min=0)]
+Json = Annotated[
+    Path | None, typer.Option("--json", help="also write the last table to this file", callback=writable_file)
+]
 
 
-@app.command("list")
+@app.command("list", epilog="Example: sennit trace list")
 def list_() -> None:
-    """Name the tracepoints of this installation, with the widths of their arguments."""
+    """List the tracepoints of this installation, with the sizes of their arguments in bytes."""
     from sennit.ebpf import usdt
     from sennit.offload import tracepoints as of_ingest
     from sennit.transport import tracepoints
@@ -54,16 +58,16 @@ def list_() -> None:
             _fail(f"{path} was built without sys/sdt.h (Debian: systemtap-sdt-dev): install it, then build again")
 
 
-@app.command(context_settings=SESSION)
+@app.command(context_settings=SESSION, epilog="Example: sennit trace ops -- python program.py")
 def ops(
     command: Command = None,
     process: Process = None,
     seconds: Seconds = None,
     interval: Interval = 0,
-    by_rank: Annotated[bool, typer.Option("--by-rank", help="each rank in a row of its own")] = False,
+    by_rank: Annotated[bool, typer.Option("--by-rank", help="one row for each rank")] = False,
     json_path: Json = None,
 ) -> None:
-    """Latency and throughput of collectives and messages, by kind and size."""
+    """Show latency and throughput of collectives and messages, by kind and size."""
     from sennit.runtime.trace import ops, session
 
     _session(
@@ -73,7 +77,7 @@ def ops(
     )  # fmt: skip
 
 
-@app.command(context_settings=SESSION)
+@app.command(context_settings=SESSION, epilog="Example: sennit trace loss --seconds 10")
 def loss(
     command: Command = None,
     process: Process = None,
@@ -81,7 +85,7 @@ def loss(
     interval: Interval = 0,
     json_path: Json = None,
 ) -> None:
-    """What is lost on which path, how soon that is known, and what is sent again where."""
+    """Show the losses of each path, how soon they were noticed, and where packets were sent again."""
     from sennit.runtime.trace import loss, session
 
     _session(
@@ -91,7 +95,7 @@ def loss(
     )  # fmt: skip
 
 
-@app.command(context_settings=SESSION)
+@app.command(context_settings=SESSION, epilog="Example: sennit trace paths --interval 1")
 def paths(
     command: Command = None,
     process: Process = None,
@@ -99,7 +103,7 @@ def paths(
     interval: Interval = 0,
     json_path: Json = None,
 ) -> None:
-    """Packets, bytes, losses, round trips and states of every path of every rank to every peer."""
+    """Show packets, bytes, losses, round trips and states of each path."""
     from sennit.runtime.trace import paths
     from sennit.runtime.trace.tracing import attached
     from sennit.transport import tracepoints
@@ -111,16 +115,16 @@ def paths(
     )  # fmt: skip
 
 
-@app.command(context_settings=SESSION)
+@app.command(context_settings=SESSION, epilog="Example: sennit trace stalls -- python program.py")
 def stalls(
     command: Command = None,
     process: Process = None,
     seconds: Seconds = None,
     interval: Interval = 0,
-    by_peer: Annotated[bool, typer.Option("--by-peer", help="also each peer in a row of its own")] = False,
+    by_peer: Annotated[bool, typer.Option("--by-peer", help="also one row for each peer")] = False,
     json_path: Json = None,
 ) -> None:
-    """What operations wait for: the network, receivers' credit, the reduction."""
+    """Show what operations wait for: the network, the receiver's credit, or the reduction."""
     from sennit.runtime.trace import stalls
     from sennit.runtime.trace.tracing import attached
     from sennit.transport import tracepoints
@@ -132,7 +136,7 @@ def stalls(
     )  # fmt: skip
 
 
-@app.command(context_settings=SESSION)
+@app.command(context_settings=SESSION, epilog="Example: sennit trace ingest --interval 1")
 def ingest(
     command: Command = None,
     process: Process = None,
@@ -140,7 +144,7 @@ def ingest(
     interval: Interval = 0,
     json_path: Json = None,
 ) -> None:
-    """How long batches take to come, wait for the trainer and are waited for; what is asked for again, and refused."""
+    """Show whether batches from feeders wait for the trainer, or the trainer for them; and what was lost or refused."""
     from sennit.offload import tracepoints
     from sennit.runtime.trace import ingest
     from sennit.runtime.trace.tracing import attached
@@ -152,18 +156,18 @@ def ingest(
     )  # fmt: skip
 
 
-@app.command(context_settings=SESSION)
+@app.command(context_settings=SESSION, epilog="Example: sennit trace packets --interface eth0 --write flow.pcapng")
 def packets(
-    interface: Annotated[str, typer.Option(help="of this network namespace")],
-    write: Annotated[Path, typer.Option(help="the pcap-ng file", metavar="FILE", callback=writable_file)],
+    interface: Annotated[str, typer.Option(help="network interface to capture at")],
+    write: Annotated[Path, typer.Option(help="pcap-ng file to write", metavar="FILE", callback=writable_file)],
     command: Command = None,
     peer: Annotated[str | None, typer.Option(help="only to or from this IP address", metavar="ADDRESS")] = None,
     qpn: Annotated[int | None, typer.Option(help="only to this queue pair", min=0, max=0xFFFFFF)] = None,
     source_port: Annotated[int | None, typer.Option(help="only from this UDP port", min=1, max=65535)] = None,
-    count: Annotated[int | None, typer.Option(help="end with so many packets", min=1)] = None,
+    count: Annotated[int | None, typer.Option(help="end after this many packets", min=1)] = None,
     seconds: Seconds = None,
 ) -> None:
-    """Write RoCEv2 packets that come and go at an interface to a file that Wireshark opens."""
+    """Write the RoCEv2 packets of an interface to a file for Wireshark."""
     from ipaddress import ip_address
 
     from sennit.runtime.trace import session
@@ -191,9 +195,9 @@ def packets(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(epilog="Example: sennit trace headers")
 def headers() -> None:
-    """Unpack kernel headers for bcc into the cache, where those of the running kernel are not installed (Debian)."""
+    """Unpack the kernel headers that `ops` and `loss` need into the cache, if they are not installed (Debian)."""
     from sennit import debian
     from sennit.runtime.trace import kernel_headers
 

@@ -39,19 +39,21 @@ def command(
             help=f"{', '.join(sources.NAMES)}, or Parquet files: path, pattern, folder or URL; may be repeated"
         ),
     ] = None,
-    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet files, TOML or JSON")] = None,
+    schema: Annotated[Path | None, typer.Option(help="schema of the Parquet files (TOML or JSON)")] = None,
     ingest: Annotated[
         str | None,
         typer.Option(
             metavar="TARGET", help="take samples from feeders: xdp://INTERFACE[,…][:PORT] or cpu://ADDRESS[:PORT]"
         ),
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="processes to start here; 1 without; not under torchrun")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="ranks to start on this machine; default: 1; not under torchrun")
+    ] = None,
     backend: Annotated[str, typer.Option(help="torch.distributed backend")] = _DEFAULT.backend,
-    seed: Annotated[int, typer.Option(help="controls everything that is random")] = _DEFAULT.seed,
+    seed: Annotated[int, typer.Option(help="seed of everything random")] = _DEFAULT.seed,
     epochs: Annotated[int, typer.Option(help="passes over the training samples")] = _DEFAULT.epochs,
     steps: Annotated[int | None, typer.Option(help="stop after this many steps")] = None,
-    batch_size: Annotated[int, typer.Option(help="samples a step, all ranks together")] = _DEFAULT.batch_size,
+    batch_size: Annotated[int, typer.Option(help="samples per step, all ranks together")] = _DEFAULT.batch_size,
     dim: Annotated[int, typer.Option(help="embedding dimension")] = _DEFAULT.embedding_dim,
     tensor_train: Annotated[
         str | None,
@@ -63,44 +65,53 @@ def command(
     dense_rate: Annotated[float, typer.Option(help="learning rate of the MLPs")] = _DEFAULT.dense_rate,
     dense_optimizer: Annotated[str, typer.Option(help="adagrad, adam or sgd")] = _DEFAULT.dense_optimizer,
     decay: Annotated[str, typer.Option(help="learning rates over the run: linear, polynomial, none")] = _DEFAULT.decay,
-    warmup: Annotated[int, typer.Option(help="steps in which learning rates rise")] = _DEFAULT.warmup,
-    decay_start: Annotated[int | None, typer.Option(help="steps before decay; the warm-up's without")] = None,
-    decay_steps: Annotated[int | None, typer.Option(help="steps of the decay; to the end without")] = None,
+    warmup: Annotated[int, typer.Option(help="steps during which the learning rates rise")] = _DEFAULT.warmup,
+    decay_start: Annotated[
+        int | None, typer.Option(help="step at which decay starts; default: after the warm-up")
+    ] = None,
+    decay_steps: Annotated[int | None, typer.Option(help="steps of the decay; default: to the end")] = None,
     decay_power: Annotated[float, typer.Option(help="power of polynomial decay")] = _DEFAULT.decay_power,
-    decay_floor: Annotated[float, typer.Option(help="share of the rates that decay leaves")] = _DEFAULT.decay_floor,
-    clip_value: Annotated[float | None, typer.Option(help="clip elements of gradients, also of rows")] = None,
-    clip_norm: Annotated[float | None, typer.Option(help="clip norms: of the dense gradient, of each row's")] = None,
-    weight_decay: Annotated[float, typer.Option(help="times a weight: joins its gradient")] = _DEFAULT.weight_decay,
+    decay_floor: Annotated[
+        float, typer.Option(help="share of the rates that remains after decay")
+    ] = _DEFAULT.decay_floor,
+    clip_value: Annotated[
+        float | None, typer.Option(help="clip each element of a gradient, also of embedding rows")
+    ] = None,
+    clip_norm: Annotated[
+        float | None, typer.Option(help="clip the norm of the dense gradient, and of each embedding row's")
+    ] = None,
+    weight_decay: Annotated[float, typer.Option(help="L2 weight decay")] = _DEFAULT.weight_decay,
     table_store: Annotated[
-        Path | None, typer.Option(help="folder on a disk for the embedding tables, where they are larger than memory")
+        Path | None, typer.Option(help="folder on a disk for embedding tables larger than memory")
     ] = None,
     table_memory: Annotated[
-        str | None, typer.Option(help="with --table-store: memory of each rank for rows of tables, like 64MiB")
+        str | None, typer.Option(help="with --table-store: memory of each rank for rows, such as 64MiB")
     ] = None,
-    split: Annotated[str, typer.Option(help="evaluation samples: random, or last")] = _DEFAULT.split,
-    eval_fraction: Annotated[float, typer.Option(help="share of the samples held back")] = _DEFAULT.eval_fraction,
+    split: Annotated[str, typer.Option(help="which samples are for evaluation: random, or last")] = _DEFAULT.split,
+    eval_fraction: Annotated[float, typer.Option(help="share of the samples for evaluation")] = _DEFAULT.eval_fraction,
     checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the latest checkpoint")] = False,
-    elastic: Annotated[
-        bool, typer.Option("--elastic", help="go on without ranks that die, and take in those that join")
-    ] = False,
-    port: Annotated[int, typer.Option(help="elastic: where ranks can join; 0: a free port", min=0, max=65_535)] = 0,
+    elastic: Annotated[bool, typer.Option("--elastic", help="go on when ranks die or join")] = False,
+    port: Annotated[
+        int, typer.Option(help="elastic: port where ranks can join; 0: any free port", min=0, max=65_535)
+    ] = 0,
     join: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="elastic: the run to join, with the same options")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="elastic: join the run at this address, with the same options"),
     ] = None,
-    min_ranks: Annotated[int, typer.Option(help="elastic: fail with fewer ranks left")] = _DEFAULT.min_ranks,
+    min_ranks: Annotated[int, typer.Option(help="elastic: fewest ranks to go on with")] = _DEFAULT.min_ranks,
     tensorboard: Annotated[Path | None, typer.Option(help="folder for TensorBoard events")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="write the report here")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="write the report to this file")] = None,
     sketch: Annotated[
-        Path | None, typer.Option(help="with --ingest: write here how often each row was used, for planners")
+        Path | None, typer.Option(help="with --ingest: write to this file how often each row was used")
     ] = None,
     timeout: Annotated[float, typer.Option(help="deadline of a collective, seconds")] = _DEFAULT.timeout_s,
     samples: Annotated[int, typer.Option(help="synthetic: number of samples")] = _SOURCE.samples,
     row_limit: Annotated[int, typer.Option(help="synthetic: rows of the largest tables")] = _SOURCE.row_limit,
     zipf: Annotated[float, typer.Option(help="synthetic: skew of the rows")] = _SOURCE.zipf_exponent,
 ) -> None:
-    """Train a DLRM and report speed, quality, time by phase, bytes moved and the weights' SHA-256."""
+    """Train a recommendation model (DLRM). Report its quality, speed, time by phase and hash of the weights."""
     first, *further = data or [_SOURCE.data]
     try:
         config = TrainingConfig(
@@ -266,5 +277,5 @@ def _widths(name: str, text: str) -> tuple[int, ...]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line of `python -m sennit.runtime.training`."""
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    app.command()(command)
+    app.command(epilog="Example: sennit train --data flights --ranks 2")(command)
     app(args=list(sys.argv[1:] if arguments is None else arguments), prog_name="sennit train")

@@ -33,31 +33,40 @@ class Interrupted(BaseException):
 
 
 def vm(
-    command: Annotated[list[str], typer.Argument(help="what to run, best after --")],
-    kind: Annotated[str, typer.Option("--kernel", help="uml, or qemu: slow, but with two processors")] = "uml",
+    command: Annotated[list[str], typer.Argument(help="command to run in the VM; put it after --")],
+    kind: Annotated[
+        str, typer.Option("--kernel", help="uml (User-Mode Linux) or qemu (slow, with two processors)")
+    ] = "uml",
     patch: Annotated[
-        list[Path] | None, typer.Option(help="of the kernel, as given to `sennit testbed kernel`; may be repeated")
+        list[Path] | None,
+        typer.Option(help="patch of the kernel, as given to `sennit testbed kernel`; may be repeated"),
     ] = None,
-    links: Annotated[int, typer.Option(help="RoCE links; link k joins the devices rxe(2k) and rxe(2k+1)")] = 1,
-    mtu: Annotated[int, typer.Option(help="of the links' interfaces, in bytes")] = 4200,
+    links: Annotated[
+        int, typer.Option(help="number of RoCE links; link k joins the devices rxe(2k) and rxe(2k+1)")
+    ] = 1,
+    mtu: Annotated[int, typer.Option(help="MTU of the links' interfaces, in bytes")] = 4200,
     netem: Annotated[
         list[str] | None,
         typer.Option(help="settings of tc-netem(8) for every device, or rxe0='loss 1%' for one; may be repeated"),
     ] = None,
-    memory: Annotated[str, typer.Option(help="of the VM, with the unit M or G; taken as it is used")] = "4G",
-    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds; then the VM is killed")] = 600.0,
+    memory: Annotated[
+        str, typer.Option(help="memory of the VM, with the unit M or G; taken from the host as it is used")
+    ] = "4G",
+    timeout_s: Annotated[float, typer.Option("--timeout", help="seconds after which the VM is killed")] = 600.0,
     env: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE beside the environment here; may be repeated")
+        list[str] | None, typer.Option(help="NAME=VALUE, added to the environment of the command; may be repeated")
     ] = None,
     bring_back: Annotated[
         list[Path] | None,
-        typer.Option(help="folder that is written for real; may be repeated; the first is SENNIT_VM_OUT"),
+        typer.Option(help="folder whose files are kept after the VM; may be repeated; the first is SENNIT_VM_OUT"),
     ] = None,
-    show_console: Annotated[bool, typer.Option("--console", help="show what the VM's kernel says, on stderr")] = False,
+    show_console: Annotated[
+        bool, typer.Option("--console", help="show the messages of the VM's kernel on stderr")
+    ] = False,
 ) -> None:
-    """Run a command in a VM with soft-RoCE. It sees this machine's files; what it writes is gone afterwards.
+    """Run a command in a VM with soft-RoCE. It sees this machine's files. What it writes is gone afterwards.
 
-    Exits as the command does; with 124 after the time limit, and 125 if the VM itself failed.
+    Exit status: that of the command; 124 after the time limit; 125 if the VM itself failed.
     """
     from sennit.debian import StepFailed, Unavailable
     from sennit.testbed.vm import kernels, runner
@@ -106,9 +115,9 @@ def kernel(
         typer.Option(help="applied to the source of the uml kernel, which is one of its own then; may be repeated"),
     ] = None,
 ) -> None:
-    """Build the VM's kernel into the cache, or download it; at once if it is there. Needs no root.
+    """Build or download the kernel of the VM, unless the cache has it. Needs no root.
 
-    Exits with 69 where something has to be installed first.
+    Exit status: 69 if something must be installed first.
     """
     from sennit import debian
     from sennit.testbed.vm import kernels
