@@ -15,38 +15,50 @@ if TYPE_CHECKING:
 
 BEGIN, END = "<!-- results: written by sennit testbed simulate -->", "<!-- end of results -->"
 COLOURS = {"reps": "tab:blue", "round robin": "tab:cyan", "static ECMP": "tab:orange", "single path": "tab:red"}
-HEAD = (
-    "| workload | paths | time | ideal | time / ideal | busy leaf uplinks, least–mean–most "
-    "| largest queue | dropped | black-holed | sent again | message P50 / P99 |"
-)
+TIMES = "| workload | paths | time | ideal | time / ideal | dropped | black-holed | sent again |"
+QUEUES = "| workload | paths | busy leaf uplinks, least–mean–most | largest queue | message P50 / P99 |"
 
 
 def table(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
-    """Markdown with a row for every case that has an outcome."""
-    lines = [HEAD, "| --- " * HEAD.count(" | ") + "| --- |"]
+    """Two tables in Markdown, of times and of queues; a row in each for every case that has an outcome."""
+    times, queues = [_head(TIMES)], [_head(QUEUES)]
     for case in cases:
         if case.name not in outcomes:
             continue
         outcome = outcomes[case.name]
         count = outcome.counters
         uplinks = outcome.tiers["leaf_up"]
-        ratio = f"{outcome.ratio:.2f}" if outcome.is_complete else "did not end"
         peak_bytes = max(tier.peak_queue_bytes for tier in outcome.tiers.values())
-        cells = (
-            case.group,
-            case.way,
-            milliseconds(outcome.completion_us),
-            milliseconds(outcome.ideal_us),
-            ratio,
-            f"{100 * uplinks.least:.0f}–{100 * uplinks.mean:.0f}–{100 * uplinks.most:.0f} %",
-            f"{peak_bytes / 1024:.0f} KiB",
-            f"{count['queue_dropped_packets']:,}",
-            f"{count['black_holed_packets']:,}",
-            f"{count['retransmitted_packets']:,}",
-            f"{outcome.quantile_us(0.5):.0f} / {outcome.quantile_us(0.99):.0f} µs",
+        times.append(
+            _row(
+                case.group,
+                case.way,
+                milliseconds(outcome.completion_us),
+                milliseconds(outcome.ideal_us),
+                f"{outcome.ratio:.2f}" if outcome.is_complete else "did not end",
+                f"{count['queue_dropped_packets']:,}",
+                f"{count['black_holed_packets']:,}",
+                f"{count['retransmitted_packets']:,}",
+            )
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        queues.append(
+            _row(
+                case.group,
+                case.way,
+                f"{100 * uplinks.least:.0f}–{100 * uplinks.mean:.0f}–{100 * uplinks.most:.0f} %",
+                f"{peak_bytes / 1024:.0f} KiB",
+                f"{outcome.quantile_us(0.5):.0f} / {outcome.quantile_us(0.99):.0f} µs",
+            )
+        )
+    return "\n".join([*times, "", *queues])
+
+
+def _head(names: str) -> str:
+    return f"{names}\n" + "| --- " * (names.count("|") - 1) + "|"
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def milliseconds(time_us: float) -> str:
@@ -61,7 +73,7 @@ def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
     wall_s = sum(outcomes[case.name].wall_s for case in known)
     return (
         f"{first.hosts:,} hosts, {first.hosts // first.hosts_per_leaf} leaves, {first.spines} spines, "
-        f"{first.rate_gbps} Gb/s, {first.delay_ns} ns a hop; seed {first.seed}; "
+        f"{first.rate_gbps} Gb/s, {first.delay_ns} ns per hop; seed {first.seed};\n"
         f"flow and fabric of fingerprint {outcomes[known[0].name].fingerprint}; {len(known)} of {len(cases)} runs, "
         f"{events / 1e6:,.0f} million events in {wall_s / 60:.0f} minutes of one core."
     )
