@@ -151,7 +151,7 @@ if ! fresh data "${DATA_PACKAGES[*]}"; then
   fi
 fi
 
-mapfile -t cmake_files < <(find CMakeLists.txt transport runtime ebpf offload -name CMakeLists.txt | sort)
+mapfile -t cmake_files < <(find CMakeLists.txt transport runtime testbed ebpf offload -name CMakeLists.txt | sort)
 editable_key="$(digest pyproject.toml "${cmake_files[@]}") $(ls -d ./*/) $torch"
 if ! fresh editable "$editable_key"; then
   say "building the extensions against torch $torch ($jobs jobs)"

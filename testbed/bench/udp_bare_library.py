@@ -7,8 +7,8 @@ No ICRC, no acknowledgements, no order: only datagrams of the same size through 
 import statistics
 from datetime import timedelta
 
+from sennit.testbed._lab import UdpBare
 from sennit.testbed.bench.cases import Case, Collective
-from sennit.transport._core import UdpBare
 from sennit.transport.store import FileStore
 
 ADDRESS = "::1"

@@ -50,7 +50,7 @@ FINGERPRINTED = QUICK.with_(
 
 def fingerprint() -> str:
     """Tells cores apart whose flows or fabrics behave differently: the trace of one small run, in a second."""
-    from sennit.transport._core import FabricSimulation
+    from sennit.testbed._lab import FabricSimulation
 
     simulation = FabricSimulation(FINGERPRINTED.as_dict())
     simulation.run()
@@ -59,7 +59,7 @@ def fingerprint() -> str:
 
 def run(scenario: Scenario) -> Outcome:
     """Runs one scenario here. Raises ValueError for one out of range."""
-    from sennit.transport._core import FabricSimulation
+    from sennit.testbed._lab import FabricSimulation
 
     start_s = time.monotonic()
     simulation = FabricSimulation(scenario.as_dict())

@@ -57,7 +57,7 @@ def test_what_cannot_be_run_is_refused(changes: dict[str, Any], message: str) ->
 
 
 def test_missing_field_is_named() -> None:
-    from sennit.transport._core import FabricSimulation
+    from sennit.testbed._lab import FabricSimulation
 
     with pytest.raises(KeyError, match="hosts"):
         FabricSimulation({})

@@ -14,12 +14,10 @@
 #include <string_view>
 #include <system_error>
 
-#include "bindings/fabric.hpp"
 #include "executor/engine.hpp"
 #include "flow/congestion.hpp"
 #include "flow/control.hpp"
 #include "flow/path_policy.hpp"
-#include "ports/udp_bare.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -410,12 +408,4 @@ NB_MODULE(_core, m) {
       .def("describe", &PyCommunicator::describe)
       .def("abort", &PyCommunicator::abort, "reason"_a)
       .def("shutdown", &PyCommunicator::shutdown, "timeout_s"_a = 5.0);
-
-  nb::class_<sennit::UdpBare>(m, "UdpBare", "The bare both-ways UDP transfer that benchmarks compare with.")
-      .def(nb::init<const std::string&>(), "local_address"_a)
-      .def_prop_ro("port", &sennit::UdpBare::port)
-      .def("exchange", &sennit::UdpBare::exchange, "peer_address"_a, "peer_port"_a, "size_bytes"_a, "timeout_s"_a,
-           nb::call_guard<nb::gil_scoped_release>());
-
-  bind_fabric(m);
 }

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "flow/flow.hpp"
-#include "ports/sim.hpp"
+#include "sim.hpp"
 
 namespace sennit::test {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "ports/flow_lane.hpp"
-#include "ports/sim.hpp"
+#include "sim.hpp"
 
 using namespace sennit;
 

@@ -19,7 +19,7 @@
 #include "flow/sender.hpp"
 #include "flow/sequence_ring.hpp"
 #include "flow/window_ring.hpp"
-#include "ports/sim.hpp"
+#include "sim.hpp"
 
 using namespace sennit;
 using namespace sennit::flow;

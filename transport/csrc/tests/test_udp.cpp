@@ -19,7 +19,6 @@
 
 #include "flow/congestion.hpp"
 #include "flow/path_policy.hpp"
-#include "ports/udp_bare.hpp"
 #include "ports/udp_port.hpp"
 #include "tests/port_pair.hpp"
 

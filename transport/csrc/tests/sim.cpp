@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ports/sim.hpp"
+#include "sim.hpp"
 
 #include <algorithm>
 #include <array>

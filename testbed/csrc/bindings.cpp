@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// sennit.transport._core.FabricSimulation: one simulated run, for sennit.testbed.simulation.
-#include "bindings/fabric.hpp"
-
+// sennit.testbed._lab: simulated fabrics for sennit.testbed.simulation, a bare UDP transfer for the benchmarks.
+#include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <array>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
 #include "fabric/simulation.hpp"
+#include "udp_bare.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -129,11 +131,18 @@ class PyFabricSimulation {
 
 }  // namespace
 
-void bind_fabric(nb::module_& m) {
+NB_MODULE(_lab, m) {
+  m.doc() = "What simulations and benchmarks run natively.";
   nb::class_<PyFabricSimulation>(m, "FabricSimulation", "One simulated run of flows over a Clos fabric.")
       .def(nb::init<const nb::dict&>(), "config"_a,
            "Every field of sennit.testbed.simulation's Scenario by name. Raises KeyError for a missing one, ValueError "
            "for one out of range.")
       .def("run", &PyFabricSimulation::run, "Until everything has arrived or the deadline has passed.")
       .def("result", &PyFabricSimulation::result);
+
+  nb::class_<sennit::UdpBare>(m, "UdpBare", "The bare both-ways UDP transfer that benchmarks compare with.")
+      .def(nb::init<const std::string&>(), "local_address"_a)
+      .def_prop_ro("port", &sennit::UdpBare::port)
+      .def("exchange", &sennit::UdpBare::exchange, "peer_address"_a, "peer_port"_a, "size_bytes"_a, "timeout_s"_a,
+           nb::call_guard<nb::gil_scoped_release>());
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "ports/udp_bare.hpp"
+#include "udp_bare.hpp"
 
 #include <poll.h>
 

@@ -2,7 +2,7 @@
 // What lies between the two ranks: packets on their way, in virtual time.
 //
 // No bytes are encoded here, since a million schedules must not cost more than a minute: a packet is what the
-// flow gave out, beside what the model knows of it. (ports/sim.hpp is the network that encodes every packet.)
+// flow gave out, beside what the model knows of it. (sim.hpp is the network that encodes every packet.)
 #pragma once
 #include <array>
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 #include "flow/flow.hpp"
 #include "model/schedule.hpp"
-#include "ports/sim.hpp"
+#include "sim.hpp"
 
 namespace sennit::model {
 

@@ -10,8 +10,8 @@
 #include <tuple>
 
 #include "fabric/event_queue.hpp"
+#include "fabric/hash.hpp"
 #include "fabric/network.hpp"
-#include "ports/sim.hpp"
 
 using namespace sennit;
 using namespace sennit::fabric;
@@ -56,15 +56,16 @@ uint32_t make_packet(Network& network, uint32_t source, uint32_t destination, ui
 }  // namespace
 
 TEST_CASE("Events come out by time, and those of one time in the order in which they went in") {
-  SimRandom random(1);
+  uint64_t draws = 0;
+  const auto below = [&](uint64_t bound) { return mix(++draws) % bound; };
   EventQueue queue;
   using Entry = std::tuple<uint64_t, uint32_t>;
   std::priority_queue<Entry, std::vector<Entry>, std::greater<>> expected;
   uint32_t pushed = 0;
   for (int step = 0; step < 200'000; ++step) {
-    if (expected.empty() || random.chance(0.55)) {
+    if (expected.empty() || below(100) < 55) {
       // Few distinct times near by, and now and then one far away.
-      const uint64_t at_ps = queue.now_ps() + (random.chance(0.01) ? random.below(1ull << 40) : random.below(50));
+      const uint64_t at_ps = queue.now_ps() + (below(100) == 0 ? below(1ull << 40) : below(50));
       queue.push({at_ps, Event::Kind::timer, pushed});
       expected.emplace(at_ps, pushed++);
     } else {

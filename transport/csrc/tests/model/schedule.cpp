@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "ports/sim.hpp"
+#include "sim.hpp"
 
 namespace sennit::model {
 namespace {
