@@ -3,6 +3,7 @@
 
 import ast
 import builtins
+import graphlib
 import itertools
 import os
 import re
@@ -24,6 +25,16 @@ MAY_IMPORT = {
     "testbed": {"ebpf", "offload", "transport", "runtime"},
     "sennit": {"ebpf", "offload", "transport", "runtime", "testbed"},
 }
+# transport/csrc, bottom up. A file may include files of its own folder and of lower layers; folders of one layer know
+# nothing of each other. `sennit` is the C interface (include/sennit).
+CORE_LAYERS = (
+    {"sennit", "wire", "trace", "telemetry"},
+    {"reduce", "flow"},
+    {"messages"},
+    {"ports"},
+    {"executor"},
+    {"bindings"},
+)
 SOURCE_SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".h", ".c", ".sh"}
 MAX_LINES = 500
 # File -> why it is longer than MAX_LINES all the same.
@@ -86,6 +97,42 @@ def test_public_names_of_a_room_are_what_type_checkers_see(room: str) -> None:
     for name, module in seen.items():
         defined = (ROOT / "runtime" / room / f"{module}.py").read_text()
         assert re.search(rf"^(class |def |{name}\b)", defined, re.M), f"{module} has no {name}"
+
+
+def quoted_includes(path: Path) -> list[str]:
+    return re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE)
+
+
+def test_includes_of_the_core_run_bottom_up() -> None:
+    core = ROOT / "transport" / "csrc"
+    layer_of = {folder: level for level, layer in enumerate(CORE_LAYERS) for folder in layer}
+    files = [path for path in core.rglob("*.?pp") if path.relative_to(core).parts[0] != "tests"]
+    assert {path.relative_to(core).parts[0] for path in files} | {"sennit"} == layer_of.keys()
+    for path in files:
+        folder = path.relative_to(core).parts[0]
+        for include in quoted_includes(path):
+            target = include.partition("/")[0]
+            assert target in layer_of, f"{path} includes {include}: name it from transport/csrc"
+            assert target == folder or layer_of[target] < layer_of[folder], (
+                f"{path}: {folder} may not include {include}"
+            )
+
+
+def test_files_of_the_core_do_not_include_each_other_in_a_circle() -> None:
+    core = ROOT / "transport" / "csrc"
+    headers = {str(path.relative_to(core)): quoted_includes(path) for path in core.rglob("*.hpp")}
+    sorted_headers = graphlib.TopologicalSorter(headers).static_order()
+    assert set(sorted_headers) >= headers.keys()
+
+
+def test_other_native_code_sees_the_core_through_its_c_interface() -> None:
+    """All but the testbed, whose simulators and benchmarks drive flows and sockets themselves."""
+    folders = {path.name for path in (ROOT / "transport" / "csrc").iterdir() if path.is_dir()}
+    for path in sources(".cpp", ".hpp"):
+        owner = path.relative_to(ROOT).parts[0]
+        if owner not in ("transport", "testbed"):
+            for include in quoted_includes(path):
+                assert include == "sennit/core.h" or include.partition("/")[0] not in folders, f"{path}: {include}"
 
 
 def test_links_for_type_checkers_match_the_table() -> None:

@@ -21,7 +21,7 @@ constexpr size_t BUFFER_BYTES = 8 << 20;
 
 }  // namespace
 
-UdpBare::UdpBare(const std::string& local_address) : socket_(parse_endpoint(local_address, 0)) {
+UdpBare::UdpBare(const std::string& local_address) : socket_(wire::parse_endpoint(local_address, 0)) {
   // Half of the granted memory is the kernel's own bookkeeping; two windows may be on the way (below).
   window_bytes_ = socket_.set_receive_buffer(BUFFER_BYTES) / 8;
   socket_.set_send_buffer(BUFFER_BYTES);
@@ -31,7 +31,7 @@ UdpBare::UdpBare(const std::string& local_address) : socket_(parse_endpoint(loca
 double UdpBare::exchange(const std::string& peer_address, uint16_t peer_port, uint64_t size_bytes, double timeout_s) {
   source_.resize(size_bytes, std::byte{0x5A});
   destination_.resize(size_bytes + RECEIVE_MAX_BYTES);
-  const SocketAddress peer(parse_endpoint(peer_address, peer_port));
+  const SocketAddress peer(wire::parse_endpoint(peer_address, peer_port));
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
   const auto check_deadline = [&] {

@@ -352,7 +352,7 @@ NB_MODULE(_core, m) {
              guarded([] { return sennit::find_verbs_ports(sennit::VerbsLibrary::system()); })) {
           nb::list gids;
           for (const sennit::VerbsAddress& one : port.addresses)
-            gids.append(nb::make_tuple(one.gid_index, sennit::address_text(one.endpoint), one.interface_index));
+            gids.append(nb::make_tuple(one.gid_index, sennit::wire::address_text(one.endpoint), one.interface_index));
           out.append(nb::make_tuple(port.device, port.number, static_cast<int>(port.state), port.is_ethernet,
                                     port.mtu_bytes, port.partitions, gids, port.problem));
         }

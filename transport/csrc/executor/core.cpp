@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "executor/engine.hpp"
-#include "messages/utf8.hpp"
+#include "wire/utf8.hpp"
 
 namespace {
 

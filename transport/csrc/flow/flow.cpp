@@ -7,7 +7,7 @@
 
 #include "flow/immediate.hpp"
 #include "flow/state.hpp"
-#include "messages/utf8.hpp"
+#include "wire/utf8.hpp"
 
 namespace sennit::flow {
 

@@ -22,7 +22,7 @@
 
 #include "flow/counters.hpp"
 #include "flow/keys.hpp"
-#include "messages/lane.hpp"
+#include "flow/message.hpp"
 #include "trace/tracepoints.hpp"
 
 namespace sennit {
@@ -101,8 +101,8 @@ class Flow {
   // What the peer's rendezvous said of its eager ring. Before the first poll_data.
   void set_remote_eager(uint64_t address, uint32_t rkey);
 
-  // Message side (see messages/lane.hpp for the meaning). The peer's advertised address is `destination`
-  // itself. `destination` may be null for a message of size 0 only.
+  // Message side: a small message goes eagerly, a large one into memory that its receiver has advertised. The peer's
+  // advertised address is `destination` itself. `destination` may be null for a message of size 0 only.
   uint64_t eager_max_bytes() const;
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data, uint64_t now_us);
   void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys,

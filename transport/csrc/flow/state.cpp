@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "flow/immediate.hpp"
-#include "messages/utf8.hpp"
 #include "telemetry/counter_page.hpp"
+#include "wire/utf8.hpp"
 
 namespace sennit::flow {
 namespace {

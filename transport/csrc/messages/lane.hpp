@@ -15,23 +15,14 @@
 #include <utility>
 #include <vector>
 
+#include "flow/message.hpp"
+
 struct pollfd;
 
 namespace sennit {
 
 // docs/reference/plans.md rule 3: the most a receive without destination may hold.
 inline constexpr uint64_t MAX_LOAN_BYTES = 131'072;
-
-struct MessageHeader {
-  uint64_t key;         // collectives: operation sequence << 20 | slot; P2P: 1 << 63 | tag
-  uint64_t signature;   // docs/reference/plans.md
-  uint64_t size_bytes;  // of the whole message
-};
-
-enum EagerFlags : uint32_t {
-  EAGER_DATA = 0,     // header + size_bytes of data
-  EAGER_REQUEST = 1,  // header only: "I have this message, advertise memory for it" (large P2P)
-};
 
 class LaneSink {
  public:

@@ -6,7 +6,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "ports/udp_socket.hpp"
 #include "wire/packet.hpp"
 
 namespace sennit {

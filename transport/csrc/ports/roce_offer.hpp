@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "wire/icrc.hpp"
+#include "wire/endpoint.hpp"
 
 namespace sennit {
 

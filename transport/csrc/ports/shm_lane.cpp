@@ -5,8 +5,8 @@
 #include <cstring>
 #include <utility>
 
-#include "messages/utf8.hpp"
 #include "reduce/stream_copy.hpp"
+#include "wire/utf8.hpp"
 
 namespace sennit {
 namespace {

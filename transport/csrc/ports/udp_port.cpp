@@ -10,9 +10,9 @@
 #include <system_error>
 
 #include "flow/control.hpp"
-#include "messages/utf8.hpp"
 #include "ports/call_clock.hpp"
 #include "ports/udp_setup.hpp"
+#include "wire/utf8.hpp"
 
 namespace sennit {
 namespace {

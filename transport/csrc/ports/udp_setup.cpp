@@ -15,12 +15,12 @@ constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_B
 }  // namespace
 
 UdpSocket open_listener(const std::string& address, uint16_t port) {
-  if (port != 0) return UdpSocket(parse_endpoint(address, port));
+  if (port != 0) return UdpSocket(wire::parse_endpoint(address, port));
   try {
-    return UdpSocket(parse_endpoint(address, wire::ROCE_UDP_PORT));
+    return UdpSocket(wire::parse_endpoint(address, wire::ROCE_UDP_PORT));
   } catch (const std::system_error& error) {
     if (error.code().value() != EADDRINUSE) throw;
-    return UdpSocket(parse_endpoint(address, 0));  // several ranks share this address
+    return UdpSocket(wire::parse_endpoint(address, 0));  // several ranks share this address
   }
 }
 
@@ -29,7 +29,7 @@ UdpSocket open_sender(const std::string& address) {
   for (int attempt = 1;; ++attempt) {
     const auto port = static_cast<uint16_t>(wire::ENTROPY_PORT_MIN | random_value<uint16_t>());
     try {
-      return UdpSocket(parse_endpoint(address, port));
+      return UdpSocket(wire::parse_endpoint(address, port));
     } catch (const std::system_error& error) {
       if (error.code().value() != EADDRINUSE || attempt == ATTEMPT_COUNT) throw;
     }

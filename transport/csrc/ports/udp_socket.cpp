@@ -16,7 +16,6 @@
 #include <cstring>
 #include <ctime>
 #include <memory>
-#include <stdexcept>
 #include <system_error>
 #include <utility>
 
@@ -100,29 +99,6 @@ size_t set_buffer(int fd, int forced, int plain, size_t size_bytes) {
 }
 
 }  // namespace
-
-wire::Endpoint parse_endpoint(const std::string& address, uint16_t port) {
-  wire::Endpoint end;
-  end.port = port;
-  end.is_ipv6 = address.find(':') != std::string::npos;
-  if (inet_pton(end.is_ipv6 ? AF_INET6 : AF_INET, address.c_str(), end.address.data()) != 1)
-    throw std::invalid_argument("udp: \"" + address +
-                                "\" is not an IPv4 or IPv6 address (write 192.0.2.1 or 2001:db8::1)");
-  return end;
-}
-
-std::string address_text(const wire::Endpoint& endpoint) {
-  char text[INET6_ADDRSTRLEN] = "";
-  inet_ntop(endpoint.is_ipv6 ? AF_INET6 : AF_INET, endpoint.address.data(), text, sizeof text);
-  return text;
-}
-
-std::string text_of(const wire::Endpoint& endpoint) {
-  std::string out = endpoint.is_ipv6 ? "[" : "";
-  out += address_text(endpoint);
-  out += endpoint.is_ipv6 ? "]:" : ":";
-  return out += std::to_string(endpoint.port);
-}
 
 SocketAddress::SocketAddress(const wire::Endpoint& endpoint) {
   if (endpoint.is_ipv6) {
@@ -348,7 +324,7 @@ size_t interface_mtu_bytes(const wire::Endpoint& local) {
 }
 
 size_t loopback_mtu_bytes(bool is_ipv6) {
-  return interface_mtu_bytes(parse_endpoint(is_ipv6 ? "::1" : "127.0.0.1", 0));
+  return interface_mtu_bytes(wire::parse_endpoint(is_ipv6 ? "::1" : "127.0.0.1", 0));
 }
 
 }  // namespace sennit

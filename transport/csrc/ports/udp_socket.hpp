@@ -14,7 +14,7 @@
 #include <string>
 #include <vector>
 
-#include "wire/icrc.hpp"
+#include "wire/endpoint.hpp"
 #include "wire/packet.hpp"
 
 namespace sennit {
@@ -22,11 +22,6 @@ namespace sennit {
 // A send must fit one IPv6 datagram of 65,535 bytes; the kernel takes at most 64 segments (128 from 6.9 on).
 inline constexpr size_t SEND_MAX_BYTES = 65'000;
 inline constexpr size_t RECEIVE_MAX_BYTES = 65'535;
-
-// A literal IPv4 or IPv6 address, without scope. Throws std::invalid_argument.
-wire::Endpoint parse_endpoint(const std::string& address, uint16_t port);
-std::string address_text(const wire::Endpoint& endpoint);  // the address alone
-std::string text_of(const wire::Endpoint& endpoint);
 
 struct SocketAddress {
   sockaddr_storage storage{};

@@ -12,7 +12,6 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "ports/udp_socket.hpp"
 #include "wire/packet.hpp"
 
 namespace sennit {
@@ -172,7 +171,7 @@ std::vector<VerbsDevicePort> find_verbs_ports(const VerbsLibrary& library) {
 }
 
 VerbsAddress choose_verbs_address(const std::vector<VerbsDevicePort>& known, const std::string& address) {
-  const wire::Endpoint wanted = parse_endpoint(address, wire::ROCE_UDP_PORT);
+  const wire::Endpoint wanted = wire::parse_endpoint(address, wire::ROCE_UDP_PORT);
   const VerbsAddress* found = nullptr;
   for (const VerbsDevicePort& port : known)
     for (const VerbsAddress& one : port.addresses)

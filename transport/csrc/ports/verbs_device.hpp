@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "ports/verbs_library.hpp"
-#include "wire/icrc.hpp"
+#include "wire/endpoint.hpp"
 
 namespace sennit {
 

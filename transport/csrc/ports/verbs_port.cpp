@@ -13,11 +13,11 @@
 
 #include "flow/control.hpp"
 #include "flow/immediate.hpp"
-#include "messages/utf8.hpp"
 #include "ports/call_clock.hpp"
 #include "ports/verbs_path.hpp"
 #include "ports/verbs_request.hpp"
 #include "wire/packet.hpp"
+#include "wire/utf8.hpp"
 
 namespace sennit {
 namespace {

@@ -6,7 +6,6 @@
 #include <string>
 #include <system_error>
 
-#include "ports/udp_socket.hpp"
 #include "wire/packet.hpp"
 
 namespace sennit {

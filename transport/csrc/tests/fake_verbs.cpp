@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstring>
 
-#include "ports/udp_socket.hpp"
 #include "ports/verbs_device.hpp"
 
 namespace sennit::test {
@@ -73,7 +72,7 @@ size_t FakeVerbs::device_of(const ibv_context* context) const { return context->
 size_t FakeVerbs::device_with(const ibv_gid& gid) const {
   return std::any_of(second_addresses.begin(), second_addresses.end(),
                      [&](const std::string& address) {
-                       const ibv_gid own = gid_of(parse_endpoint(address, 0));
+                       const ibv_gid own = gid_of(wire::parse_endpoint(address, 0));
                        return std::memcmp(own.raw, gid.raw, sizeof gid.raw) == 0;
                      })
              ? 1
@@ -220,7 +219,7 @@ FakeVerbs::FakeVerbs() {
     const auto& addresses = self().device_of(context) == 0 ? self().addresses : self().second_addresses;
     for (size_t index = 0; index < addresses.size(); ++index) {
       out[index] = {};
-      out[index].gid = gid_of(parse_endpoint(addresses[index], 0));
+      out[index].gid = gid_of(wire::parse_endpoint(addresses[index], 0));
       out[index].gid_index = static_cast<uint32_t>(index);
       out[index].port_num = 1;
       out[index].gid_type = IBV_GID_TYPE_ROCE_V2;

@@ -13,8 +13,8 @@
 #include "messages/failure.hpp"
 #include "messages/key_index.hpp"
 #include "messages/mailbox.hpp"
-#include "messages/utf8.hpp"
 #include "sennit/core.h"
+#include "wire/utf8.hpp"
 
 using namespace sennit;
 

@@ -137,7 +137,7 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
     Pair pair(config_for(address));
     const RoceOffer offer = RoceOffer::decode(pair.b.port.local_info());
     const wire::Endpoint target = offer.rails[0].listen;
-    UdpSocket stranger(parse_endpoint(address, 0));
+    UdpSocket stranger(wire::parse_endpoint(address, 0));
     const SocketAddress to(target);
     std::mt19937_64 random(7);
     const auto send = [&](std::vector<std::byte> bytes) {
@@ -198,7 +198,7 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
 TEST_CASE("a queue pair that was offered to a rank of another port is as unknown as any other") {
   UdpPort port(0, 3, config_for("::1"));
   const RoceOffer offer = RoceOffer::decode(port.local_info());
-  const UdpSocket stranger(parse_endpoint("::1", 0));
+  const UdpSocket stranger(wire::parse_endpoint("::1", 0));
   const SocketAddress to(offer.rails[0].listen);
   const auto send = [&](std::span<std::byte> bytes) {
     iovec piece{bytes.data(), bytes.size()};
@@ -267,7 +267,7 @@ TEST_CASE("set-up mistakes are named") {
   CHECK_THROWS_WITH_AS(open("203.0.113.77", 0), doctest::Contains("not an address of this machine"), std::system_error);
   CHECK_THROWS_WITH_AS(open("::1", 0, 257), doctest::Contains("1 to 256"), std::invalid_argument);
   CHECK_THROWS_WITH_AS(UdpPort(0, 2, UdpConfig{}), doctest::Contains("no rail"), std::invalid_argument);
-  const UdpSocket taken(parse_endpoint("::1", 0));
+  const UdpSocket taken(wire::parse_endpoint("::1", 0));
   CHECK_THROWS_WITH_AS(open("::1", taken.local().port), doctest::Contains("taken by another process"),
                        std::system_error);
 }

@@ -59,8 +59,8 @@ Received drain(const UdpSocket& socket, const wire::NetworkCrc& network) {
 TEST_CASE("packets go one by one where the device cannot segment") {
   for (const char* address : {"::1", "127.0.0.1"}) {
     CAPTURE(address);
-    UdpSocket receiver(parse_endpoint(address, 0));
-    UdpSocket socket(parse_endpoint(address, 0));
+    UdpSocket receiver(wire::parse_endpoint(address, 0));
+    UdpSocket socket(wire::parse_endpoint(address, 0));
     const bool is_ipv6 = socket.local().is_ipv6;
     forbid_checksums(socket, is_ipv6);
     const wire::NetworkCrc network(socket.local(), receiver.local(), wire::data_packet_bytes(1'024));
@@ -97,7 +97,7 @@ TEST_CASE("packets go one by one where the device cannot segment") {
 }
 
 TEST_CASE("packet numbers of a path go on at 0 after 2^24 - 1, within a batch and between controls") {
-  UdpSocket receiver(parse_endpoint("::1", 0)), socket(parse_endpoint("::1", 0));
+  UdpSocket receiver(wire::parse_endpoint("::1", 0)), socket(wire::parse_endpoint("::1", 0));
   const wire::NetworkCrc network(socket.local(), receiver.local(), wire::data_packet_bytes(64));
   UdpSendCounters counters;
   UdpSender sender(std::move(socket), counters);
@@ -125,8 +125,8 @@ TEST_CASE("packet numbers of a path go on at 0 after 2^24 - 1, within a batch an
 TEST_CASE("a packet that came back is known by its destination and queue pair") {
   for (const char* address : {"::1", "127.0.0.1"}) {
     CAPTURE(address);
-    const wire::Endpoint closed = UdpSocket(parse_endpoint(address, 0)).local();
-    UdpSocket socket(parse_endpoint(address, 0));
+    const wire::Endpoint closed = UdpSocket(wire::parse_endpoint(address, 0)).local();
+    UdpSocket socket(wire::parse_endpoint(address, 0));
     socket.report_refusals();
     UdpSendCounters counters;
     UdpSender sender(std::move(socket), counters);
@@ -145,7 +145,7 @@ TEST_CASE("a packet that came back is known by its destination and queue pair") 
     // A report that quotes too little of a packet to know it by says nothing.
     const std::array<std::byte, 4> stub{};
     iovec piece{const_cast<std::byte*>(stub.data()), stub.size()};
-    UdpSocket other(parse_endpoint(address, 0));
+    UdpSocket other(wire::parse_endpoint(address, 0));
     other.report_refusals();
     REQUIRE(send_segments(other.fd(), SocketAddress(closed), std::span(&piece, 1), 0) == 0);
     CHECK(take_refused_packets(other.fd()).empty());
@@ -162,7 +162,7 @@ TEST_CASE("The receiver sees a router's congestion mark, and how long a packet w
   for (const bool is_ipv6 : {true, false}) {
     CAPTURE(is_ipv6);
     const std::string address = is_ipv6 ? "::1" : "127.0.0.1";
-    UdpSocket receiver(parse_endpoint(address, 0)), sender(parse_endpoint(address, 0));
+    UdpSocket receiver(wire::parse_endpoint(address, 0)), sender(wire::parse_endpoint(address, 0));
     receiver.report_arrivals();
     REQUIRE(receiver.enable_receive_offload());
     sender.announce_ecn();

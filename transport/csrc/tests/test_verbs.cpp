@@ -455,9 +455,9 @@ TEST_CASE("a socket and a device agree only where they can understand each other
     socket.rank = 1;
     socket.is_device = false;
     socket.is_reliable = is_reliable;
-    socket.rails[0].listen = parse_endpoint(address, listen_port);
+    socket.rails[0].listen = wire::parse_endpoint(address, listen_port);
     RoceOffer ours = device;
-    if (address.find(':') == std::string::npos) ours.rails[0].listen = parse_endpoint("192.0.2.1", 4'791);
+    if (address.find(':') == std::string::npos) ours.rails[0].listen = wire::parse_endpoint("192.0.2.1", 4'791);
     return agree(ours, 1, socket, SendConfig{}, [](const auto&, const auto&) { return 4'096u; });
   };
   CHECK(agree_with("fd00::2", 4'791, false).flow.payload_max_bytes == 4'096);

@@ -13,14 +13,9 @@
 #include <cstdint>
 #include <span>
 
-namespace sennit::wire {
+#include "wire/endpoint.hpp"
 
-struct Endpoint {
-  bool is_ipv6 = true;
-  std::array<std::byte, 16> address{};  // network order; IPv4 uses the first four
-  uint16_t port = 0;
-  bool operator==(const Endpoint&) const = default;
-};
+namespace sennit::wire {
 
 uint32_t extend(uint32_t crc, std::span<const std::byte> bytes);
 // `header` starts with BTH; its byte 4 is taken as ones.
