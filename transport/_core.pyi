@@ -17,6 +17,9 @@ def rdma_ports() -> list[tuple[str, int, int, bool, int, list[int], list[tuple[i
     """The ports of all RDMA devices: (device, number, state, Ethernet or not, largest payload, partition keys, RoCE v2
     GIDs as (index, address, interface index), problem). Number 0: only `problem` counts, why it cannot be read."""
 
+def describe_signature(signature: int) -> str:
+    """A plan's signature in words, as errors name it: "allreduce of float32 (sum), 1024 elements"."""
+
 @final
 class Plan:
     """A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes."""

@@ -20,7 +20,6 @@ import numpy.typing as npt
 from sennit.transport.arithmetic import fold
 from sennit.transport.errors import ArgumentError, MismatchError, SennitError
 from sennit.transport.plan import ANY_PEER, Copy, Operand, Plan, Recv, Reduce, Send, Step
-from sennit.transport.signature import describe_signature
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -233,6 +232,8 @@ class Interpreter:
         assert isinstance(send, Send)
         assert isinstance(recv, Recv)
         if sender.plan.signature != receiver.plan.signature or send.size_bytes != recv.size_bytes:
+            from sennit.transport._core import describe_signature
+
             raise MismatchError(
                 f"rank {sender.plan.rank} sends {describe_signature(sender.plan.signature)}, {send.size_bytes} bytes; "
                 f"rank {receiver.plan.rank} expects {describe_signature(receiver.plan.signature)}, {recv.size_bytes}"

@@ -3,21 +3,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import struct
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sennit.transport import _core
+from sennit.transport._core import describe_signature
 from sennit.transport.algorithms import allreduce, alltoall, barrier, broadcast, recv
-from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, SLOT_LIMIT, Copy, Operand, Plan, PlanBuilder, Recv, Send
 from sennit.transport.plan_check import check
 from sennit.transport.plan_codec import HEADER, OPERAND, STEP, decode
-from sennit.transport.signature import Kind, describe_signature, signature
+from sennit.transport.signature import Kind, signature
 
 
 def builder(*buffers: int, rank: int = 0, kind: Kind = Kind.ALLREDUCE) -> PlanBuilder:
@@ -168,13 +172,26 @@ def test_signature_keeps_fields_apart(kind: Kind, code: int, op: int, root: int,
     value = signature(kind, type_code=code, op=op, root=root, elements=elements)
     assert value < 1 << 64
     assert struct.pack(">Q", value) == struct.pack(">BBBBI", kind, code, op, root & 0xFF, elements & 0xFFFFFFFF)
-    assert describe_signature(value).startswith(kind.name.lower())
 
 
 def test_signatures_in_words() -> None:
-    describe = describe_signature
     value = signature(Kind.ALLREDUCE, type_code=Dtype.F32, op=ReduceOp.SUM, elements=1024)
-    assert describe(value) == "allreduce(f32, sum, elements=1024)"
-    assert describe(signature(Kind.BROADCAST, type_code=0x97, root=3)) == "broadcast(0x97, root=3, elements=any)"
-    assert describe(signature(Kind.BARRIER)) == "barrier()"
-    assert describe(0xFE << 56) == "0xfe(u8, elements=any)"
+    assert describe_signature(value) == "allreduce of float32 (sum), 1024 elements"
+    assert describe_signature(signature(Kind.BROADCAST, type_code=0x97, root=3)) == "broadcast of bytes, root 3"
+    assert describe_signature(signature(Kind.BARRIER)) == "barrier"
+    assert describe_signature(0xFE << 56) == "unknown operation of uint8"
+
+
+def test_kinds_are_those_of_the_core() -> None:
+    words = {Kind.P2P: "send/recv"}
+    for kind in Kind:
+        assert describe_signature(signature(kind)).split(" of ")[0] == words.get(kind, kind.name.lower())
+    assert describe_signature(signature(Kind.BARRIER) + (1 << 56)).startswith("unknown operation")
+
+
+def test_reductions_are_those_of_the_core() -> None:
+    core = ctypes.CDLL(str(Path(_core.__file__).with_name("libsennit_core.so")))
+    for dtype in range(256):
+        for op in range(256):
+            expected = dtype in list(Dtype) and op in list(ReduceOp) and op in reduce_ops(Dtype(dtype))
+            assert bool(core.sennit_reduce_is_defined(dtype, op)) == expected, (dtype, op)

@@ -15,39 +15,15 @@ std::string place(std::string_view what, int64_t index) {
   return text;
 }
 
-constexpr uint32_t bit(sennit_reduce op) { return 1u << op; }
-constexpr uint32_t FIELD = bit(SENNIT_SUM) | bit(SENNIT_AVG) | bit(SENNIT_PRODUCT);
-constexpr uint32_t ORDERED = bit(SENNIT_MIN) | bit(SENNIT_MAX);
-constexpr uint32_t BITWISE = bit(SENNIT_BAND) | bit(SENNIT_BOR) | bit(SENNIT_BXOR);
-
-// The same table as transport/elements.py; a test compares the two.
-uint32_t allowed_reduces(uint8_t code) {
-  switch (code) {
-    case SENNIT_F16:
-    case SENNIT_BF16:
-    case SENNIT_F32:
-    case SENNIT_F64:
-      return FIELD | ORDERED | bit(SENNIT_PREMUL_SUM);
-    case SENNIT_C32:
-    case SENNIT_C64:
-    case SENNIT_C128:
-      return FIELD | bit(SENNIT_PREMUL_SUM);
-    case SENNIT_BOOL:
-      return bit(SENNIT_SUM) | bit(SENNIT_PRODUCT) | ORDERED | BITWISE;
-    default:
-      return code >= MOVED_ONLY ? 0u : FIELD | ORDERED | BITWISE | bit(SENNIT_PREMUL_SUM);
-  }
-}
-
 const char* reduce_name(uint32_t op) {
   static constexpr const char* NAMES[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
   return op < std::size(NAMES) ? NAMES[op] : "unknown";
 }
 
-std::string reduce_names(uint32_t allowed) {
+std::string defined_reduces(uint8_t code) {
   std::string text;
   for (uint32_t op = 0; op <= SENNIT_PREMUL_SUM; ++op) {
-    if ((allowed >> op & 1u) != 0) text += (text.empty() ? "" : ", ") + std::string(reduce_name(op));
+    if (sennit_reduce_is_defined(code, op) != 0) text += (text.empty() ? "" : ", ") + std::string(reduce_name(op));
   }
   return text.empty() ? "none (this type can only be moved)" : text;
 }
@@ -162,9 +138,9 @@ void check_splits(std::string_view what, const std::vector<int64_t>& splits, con
 
 sennit_reduce checked_reduce(const c10d::ReduceOp& op, at::ScalarType type) {
   const auto number = static_cast<uint32_t>(op.op_);
-  const uint32_t allowed = allowed_reduces(type_code(type));
-  TORCH_CHECK_VALUE(number <= SENNIT_PREMUL_SUM && (allowed >> number & 1u) != 0, "reduce op ", reduce_name(number),
-                    " is not defined for dtype ", type, "; allowed: ", reduce_names(allowed));
+  const uint8_t code = type_code(type);
+  TORCH_CHECK_VALUE(sennit_reduce_is_defined(code, number) != 0, "reduce op ", reduce_name(number),
+                    " is not defined for dtype ", type, "; allowed: ", defined_reduces(code));
   return static_cast<sennit_reduce>(number);
 }
 

@@ -22,16 +22,16 @@ namespace sennit::runtime {
 
 // docs/reference/plans.md, "Signature".
 enum class Collective : uint8_t {
-  ALLREDUCE = 1,
-  REDUCE = 2,
-  BROADCAST = 3,
-  ALLGATHER = 4,
-  GATHER = 5,
-  SCATTER = 6,
-  REDUCE_SCATTER = 7,
-  ALLTOALL = 8,
-  P2P = 9,
-  BARRIER = 10,
+  ALLREDUCE = SENNIT_ALLREDUCE,
+  REDUCE = SENNIT_REDUCE,
+  BROADCAST = SENNIT_BROADCAST,
+  ALLGATHER = SENNIT_ALLGATHER,
+  GATHER = SENNIT_GATHER,
+  SCATTER = SENNIT_SCATTER,
+  REDUCE_SCATTER = SENNIT_REDUCE_SCATTER,
+  ALLTOALL = SENNIT_ALLTOALL,
+  P2P = SENNIT_P2P,
+  BARRIER = SENNIT_BARRIER,
 };
 
 // Everything a plan depends on besides the group's rank and size, which are fixed. Buffers are posted in the order

@@ -18,6 +18,7 @@
 #include "flow/congestion.hpp"
 #include "flow/control.hpp"
 #include "flow/path_policy.hpp"
+#include "messages/signature.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -361,6 +362,7 @@ NB_MODULE(_core, m) {
       "The ports of all RDMA devices: (device, number, state, Ethernet or not, largest payload, partition keys, RoCE "
       "v2 "
       "GIDs as (index, address, interface index), problem). Number 0: only `problem` counts, why it cannot be read.");
+  m.def("describe_signature", &sennit::describe_signature, "signature"_a, "A plan's signature in words.");
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)
       .def_prop_ro("name", [](const PyPlan& self) { return self.plan().name; })

@@ -27,6 +27,11 @@ void report(const std::string& text, char* error, size_t error_size) {
 
 }  // namespace
 
+int sennit_reduce_is_defined(uint32_t dtype, uint32_t reduce) {
+  return dtype <= SENNIT_C32 && reduce <= SENNIT_PREMUL_SUM &&
+         sennit::find_fold(static_cast<sennit_dtype>(dtype), static_cast<sennit_reduce>(reduce)) != nullptr;
+}
+
 sennit_plan* sennit_plan_load(const void* bytes, size_t size_bytes, char* error, size_t error_size) {
   try {
     return reinterpret_cast<sennit_plan*>(Plan::decode(bytes, size_bytes).release());

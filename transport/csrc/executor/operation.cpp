@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "executor/engine.hpp"
+#include "messages/signature.hpp"
 #include "reduce/stream_copy.hpp"
 #include "trace/tracepoints.hpp"
 

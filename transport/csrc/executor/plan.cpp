@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "messages/lane.hpp"
+#include "messages/signature.hpp"
 
 namespace sennit {
 namespace {
@@ -14,7 +15,6 @@ namespace {
 constexpr uint32_t PLAN_MAGIC = 0x31504E53;
 constexpr uint16_t PLAN_VERSION = 1;
 constexpr uint32_t SLOT_LIMIT = 1u << 20;
-constexpr uint64_t SIGNATURE_P2P = 9;  // the kind in a signature
 
 struct FileHeader {
   uint32_t magic;
@@ -83,7 +83,7 @@ class Checker {
       refuse(where + " has peer " + std::to_string(step.peer));
     }
     if (step.peer == SENNIT_ANY_PEER && step.kind == StepKind::send) refuse(where + " sends to any peer");
-    if (step.peer == SENNIT_ANY_PEER && step.kind == StepKind::receive && plan_.signature >> 56 != SIGNATURE_P2P)
+    if (step.peer == SENNIT_ANY_PEER && step.kind == StepKind::receive && collective_of(plan_.signature) != SENNIT_P2P)
       refuse(where + " receives from any peer, but the plan is no send/recv");
     const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
     if (loan && (step.size_bytes == 0 || step.size_bytes > MAX_LOAN_BYTES))

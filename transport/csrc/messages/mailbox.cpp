@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "reduce/fold.hpp"
+#include "messages/signature.hpp"
 #include "sennit/core.h"
 
 namespace sennit {
@@ -24,21 +24,6 @@ constexpr uint32_t LOAN_PEER_SHIFT = 40;
 bool is_p2p(uint64_t key) { return (key & P2P_KEY) != 0; }
 
 }  // namespace
-
-std::string describe_signature(uint64_t signature) {
-  static constexpr const char* KINDS[] = {"?",       "allreduce",      "reduce",   "broadcast", "allgather", "gather",
-                                          "scatter", "reduce_scatter", "alltoall", "send/recv", "barrier"};
-  const uint64_t kind = signature >> 56;
-  const uint32_t dtype = (signature >> 48) & 0xFF;
-  const uint32_t reduce = (signature >> 40) & 0xFF;
-  std::string text = kind < sizeof KINDS / sizeof *KINDS ? KINDS[kind] : "unknown operation";
-  if (kind == 10) return text;
-  text += std::string(" of ") + dtype_name(dtype);
-  if (kind == 1 || kind == 2 || kind == 7) text += std::string(" (") + reduce_name(reduce) + ")";
-  if ((signature & 0xFFFFFFFF) != 0) text += ", " + std::to_string(signature & 0xFFFFFFFF) + " elements";
-  if (kind == 2 || kind == 3 || kind == 5 || kind == 6) text += ", root " + std::to_string((signature >> 32) & 0xFF);
-  return text;
-}
 
 Mailbox::Mailbox(uint32_t rank, uint32_t world)
     : rank_(rank), world_(world), lanes_(world, nullptr), lost_(world), waiting_eager_(world) {}

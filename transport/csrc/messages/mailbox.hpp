@@ -168,7 +168,4 @@ class Mailbox final : public LaneSink {
   std::unique_ptr<MailboxFailure> failure_;
 };
 
-// docs/reference/plans.md, "Signature", for people.
-std::string describe_signature(uint64_t signature);
-
 }  // namespace sennit

@@ -53,17 +53,4 @@ uint32_t element_size_bytes(sennit_dtype dtype) {
   return 0;
 }
 
-const char* dtype_name(uint32_t dtype) {
-  static constexpr const char* NAMES[] = {"uint8",    "int8",    "int16",   "int32",     "int64",      "float16",
-                                          "bfloat16", "float32", "float64", "complex64", "complex128", "bool",
-                                          "uint16",   "uint32",  "uint64",  "complex32"};
-  return dtype < sizeof NAMES / sizeof *NAMES ? NAMES[dtype] : "bytes";
-}
-
-const char* reduce_name(uint32_t reduce) {
-  static constexpr const char* NAMES[] = {"sum",         "avg",        "product",     "min",       "max",
-                                          "bitwise and", "bitwise or", "bitwise xor", "premul sum"};
-  return reduce < sizeof NAMES / sizeof *NAMES ? NAMES[reduce] : "none";
-}
-
 }  // namespace sennit

@@ -26,7 +26,5 @@ using FoldKernel = void (*)(const FoldArguments&);
 FoldKernel find_fold(sennit_dtype dtype, sennit_reduce reduce);
 
 uint32_t element_size_bytes(sennit_dtype dtype);
-const char* dtype_name(uint32_t dtype);
-const char* reduce_name(uint32_t reduce);
 
 }  // namespace sennit

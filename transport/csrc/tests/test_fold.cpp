@@ -9,6 +9,7 @@
 #include <random>
 #include <vector>
 
+#include "messages/signature.hpp"
 #include "reduce/fold.hpp"
 #include "reduce/stream_copy.hpp"
 

@@ -60,6 +60,20 @@ typedef enum sennit_reduce {
   SENNIT_PREMUL_SUM = 8,
 } sennit_reduce;
 
+// What a plan does: the top byte of its signature (docs/reference/plans.md).
+typedef enum sennit_collective {
+  SENNIT_ALLREDUCE = 1,
+  SENNIT_REDUCE = 2,
+  SENNIT_BROADCAST = 3,
+  SENNIT_ALLGATHER = 4,
+  SENNIT_GATHER = 5,
+  SENNIT_SCATTER = 6,
+  SENNIT_REDUCE_SCATTER = 7,
+  SENNIT_ALLTOALL = 8,
+  SENNIT_P2P = 9,  // send or receive
+  SENNIT_BARRIER = 10,
+} sennit_collective;
+
 typedef struct sennit_comm sennit_comm;
 typedef struct sennit_plan sennit_plan;
 typedef struct sennit_op sennit_op;
@@ -82,6 +96,9 @@ typedef struct sennit_post_options {
   uint32_t tag;   // P2P only
   double scalar;  // factor of SENNIT_PREMUL_SUM
 } sennit_post_options;
+
+// Whether `reduce` is defined for elements of type `dtype`, so that a plan may contain it.
+SENNIT_API int sennit_reduce_is_defined(uint32_t dtype, uint32_t reduce);
 
 // Plans: immutable, reference-counted, shared by any number of operations.
 SENNIT_API sennit_plan* sennit_plan_load(const void* bytes, size_t size_bytes, char* error, size_t error_size);

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "messages/signature.hpp"
+
+#include <iterator>
+
+namespace sennit {
+
+const char* dtype_name(uint32_t dtype) {
+  static constexpr const char* NAMES[] = {"uint8",    "int8",    "int16",   "int32",     "int64",      "float16",
+                                          "bfloat16", "float32", "float64", "complex64", "complex128", "bool",
+                                          "uint16",   "uint32",  "uint64",  "complex32"};
+  return dtype < std::size(NAMES) ? NAMES[dtype] : "bytes";
+}
+
+const char* reduce_name(uint32_t reduce) {
+  static constexpr const char* NAMES[] = {"sum",         "avg",        "product",     "min",       "max",
+                                          "bitwise and", "bitwise or", "bitwise xor", "premul sum"};
+  return reduce < std::size(NAMES) ? NAMES[reduce] : "none";
+}
+
+std::string describe_signature(uint64_t signature) {
+  static constexpr const char* NAMES[] = {"?",       "allreduce",      "reduce",   "broadcast", "allgather", "gather",
+                                          "scatter", "reduce_scatter", "alltoall", "send/recv", "barrier"};
+  const uint8_t collective = collective_of(signature);
+  const bool is_reducing =
+      collective == SENNIT_ALLREDUCE || collective == SENNIT_REDUCE || collective == SENNIT_REDUCE_SCATTER;
+  const bool is_rooted = collective == SENNIT_REDUCE || collective == SENNIT_BROADCAST || collective == SENNIT_GATHER ||
+                         collective == SENNIT_SCATTER;
+  std::string text = collective < std::size(NAMES) ? NAMES[collective] : "unknown operation";
+  if (collective == SENNIT_BARRIER) return text;
+  text += std::string(" of ") + dtype_name(signature >> 48 & 0xFF);
+  if (is_reducing) text += std::string(" (") + reduce_name(signature >> 40 & 0xFF) + ")";
+  if (const uint64_t elements = signature & 0xFFFF'FFFF; elements != 0)
+    text += ", " + std::to_string(elements) + " elements";
+  if (is_rooted) text += ", root " + std::to_string(signature >> 32 & 0xFF);
+  return text;
+}
+
+}  // namespace sennit

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a message belongs to, in 64 bits that travel with it: collective, element type, reduction, root, element count
+// (docs/reference/plans.md, "Signature"). Ranks that run different collectives find out by it.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "sennit/core.h"
+
+namespace sennit {
+
+constexpr uint8_t collective_of(uint64_t signature) { return static_cast<uint8_t>(signature >> 56); }
+// "allreduce of float32 (sum), 1024 elements"
+std::string describe_signature(uint64_t signature);
+
+const char* dtype_name(uint32_t dtype);
+const char* reduce_name(uint32_t reduce);
+
+}  // namespace sennit
