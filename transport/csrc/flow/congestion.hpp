@@ -1,17 +1,28 @@
 // SPDX-License-Identifier: Apache-2.0
-// How much may be in flight. Classes by name, one a file; FlowConfig::congestion names one.
+// How much may be in flight. FlowConfig::congestion names one of the classes; congestion.cpp lists them.
 //
 // One window a flow, fed by every path: a path's congestion takes its share from the window, and the path policy
 // moves load away from it meanwhile. Windows are counted in full packets.
 #pragma once
+
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <string_view>
 
-#include "flow/feedback.hpp"
-
 namespace sennit::flow {
+
+// What a flow learns of one path from an echo of the peer, since the echo before: the input of path policies and
+// congestion control. Counts are arrivals at the peer, duplicates included.
+struct PathFeedback {
+  uint64_t now_us;
+  uint32_t path;
+  uint32_t received_packets;
+  uint32_t marked_packets;  // of them, with the ECN codepoint "congestion experienced" (RFC 3168)
+  uint64_t fabric_us;       // round trip without the waits inside both hosts; 0: no sample
+  uint64_t fabric_min_us;   // the least of its rail so far
+  uint64_t queue_us() const { return fabric_us > fabric_min_us ? fabric_us - fabric_min_us : 0; }
+};
 
 struct CongestionLimits {
   uint32_t window_max_packets;
@@ -37,7 +48,6 @@ std::span<const std::string_view> congestion_controls();
 // Throws std::invalid_argument naming the allowed names.
 std::unique_ptr<CongestionControl> make_congestion_control(std::string_view name, const CongestionLimits& limits);
 
-std::unique_ptr<CongestionControl> make_fixed_window(const CongestionLimits& limits);
 std::unique_ptr<CongestionControl> make_swift(const CongestionLimits& limits);
 
 }  // namespace sennit::flow

@@ -10,7 +10,7 @@
 #include <span>
 #include <string_view>
 
-#include "flow/keys.hpp"
+#include "flow/message.hpp"
 
 namespace sennit::flow {
 

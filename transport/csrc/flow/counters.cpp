@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "flow/counters.hpp"
 
+#include <algorithm>
+
 namespace sennit::flow {
 
 std::span<const FlowCounters::Field> FlowCounters::fields() {
@@ -38,6 +40,17 @@ std::vector<std::string> FlowCounters::names() {
   std::vector<std::string> out;
   for (const Field& field : fields()) out.emplace_back(field.name);
   return out;
+}
+
+void add_to_totals(FlowCounters& totals, const FlowCounters& one) {
+  for (const auto& [name, value, kind] : FlowCounters::fields())
+    totals.*value =
+        kind == FlowCounters::Kind::gauge ? std::max(totals.*value, one.*value) : totals.*value + one.*value;
+}
+
+void append_totals(CounterList& out, const FlowCounters& totals) {
+  for (const auto& [name, value, kind] : FlowCounters::fields())
+    if (kind != FlowCounters::Kind::refusal) out.emplace_back(name, totals.*value);
 }
 
 std::vector<std::string> PathCounters::names() {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "telemetry/counter_page.hpp"
+
 namespace sennit::flow {
 
 struct FlowCounters {
@@ -32,6 +34,11 @@ struct FlowCounters {
   static constexpr const char* GROUP = "flow";
   static std::vector<std::string> names();
 };
+
+// The counters of a port's flows together: counts are added, of times and windows the largest is kept.
+void add_to_totals(FlowCounters& totals, const FlowCounters& one);
+// All but the refusals, which a port counts together with its own.
+void append_totals(CounterList& out, const FlowCounters& totals);
 
 struct PathCounters {
   uint64_t data_packets_sent, retransmitted_packets;  // the second: of the first

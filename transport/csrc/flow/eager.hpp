@@ -10,9 +10,9 @@
 #include <span>
 #include <vector>
 
-#include "flow/bitmap.hpp"
 #include "flow/control.hpp"
 #include "flow/flow.hpp"
+#include "flow/sequence_ring.hpp"
 
 namespace sennit::flow {
 

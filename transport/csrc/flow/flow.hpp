@@ -21,7 +21,6 @@
 #include <vector>
 
 #include "flow/counters.hpp"
-#include "flow/keys.hpp"
 #include "flow/message.hpp"
 #include "trace/tracepoints.hpp"
 

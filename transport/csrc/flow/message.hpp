@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both ranks know of a message, and how small ones are marked on their way.
+// What both ranks know of a message: its header, the flags of small ones, the keys that open its memory.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 namespace sennit {
@@ -18,3 +19,17 @@ enum EagerFlags : uint32_t {
 };
 
 }  // namespace sennit
+
+namespace sennit::flow {
+
+// The keys of one region of memory: one for each device through which it may be reached, in the devices' order.
+struct Keys {
+  static constexpr uint32_t MAX_COUNT = 8;
+
+  Keys(uint32_t key = 0) : of{key} {}
+
+  uint32_t count = 1;
+  std::array<uint32_t, MAX_COUNT> of{};
+};
+
+}  // namespace sennit::flow

@@ -6,6 +6,25 @@
 namespace sennit::flow {
 namespace {
 
+// Every path in turn: the baseline, and the best where all paths are equal.
+class RoundRobin final : public PathPolicy {
+ public:
+  RoundRobin(uint32_t path_count, uint64_t seed) : cursor_(static_cast<uint32_t>(seed % path_count)) {}
+  std::string_view name() const override { return "round_robin"; }
+
+  uint32_t choose(uint64_t now_us, const Paths& paths, uint32_t avoided) override {
+    return cursor_ = next_offered(paths, cursor_, now_us, avoided);
+  }
+  void on_feedback(const PathFeedback&) override {}
+
+ private:
+  uint32_t cursor_;
+};
+
+std::unique_ptr<PathPolicy> make_round_robin(uint32_t path_count, uint64_t seed) {
+  return std::make_unique<RoundRobin>(path_count, seed);
+}
+
 constexpr Registry REGISTRY(std::to_array<Named<decltype(&make_reps)>>({
     {"round_robin", make_round_robin},
     {"reps", make_reps},

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which path the next batch takes. Classes by name, one a file; FlowConfig::path_policy names one.
+// Which path the next batch takes. FlowConfig::path_policy names one of the classes; path_policy.cpp lists them.
 //
 // A policy decides among the paths that offer themselves (Paths::offers); which ones those are (not bad, not
 // to be skipped) is the same for all policies and is Recovery's business.
@@ -9,7 +9,7 @@
 #include <span>
 #include <string_view>
 
-#include "flow/feedback.hpp"
+#include "flow/congestion.hpp"
 #include "flow/paths.hpp"
 
 namespace sennit::flow {
@@ -34,7 +34,6 @@ std::span<const std::string_view> path_policies();
 // Throws std::invalid_argument naming the allowed names.
 std::unique_ptr<PathPolicy> make_path_policy(std::string_view name, uint32_t path_count, uint64_t seed);
 
-std::unique_ptr<PathPolicy> make_round_robin(uint32_t path_count, uint64_t seed);
 std::unique_ptr<PathPolicy> make_reps(uint32_t path_count, uint64_t seed);
 
 }  // namespace sennit::flow

@@ -9,12 +9,10 @@
 #include <span>
 #include <vector>
 
-#include "flow/bitmap.hpp"
 #include "flow/control.hpp"
 #include "flow/flow.hpp"
 #include "flow/immediate.hpp"
 #include "flow/sequence_ring.hpp"
-#include "flow/window_ring.hpp"
 
 namespace sennit::flow {
 

@@ -3,22 +3,46 @@
 //
 // Credits are sent in the order in which their transfers were called; within one, by packet index.
 #pragma once
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "flow/bitmap.hpp"
 #include "flow/control.hpp"
-#include "flow/early_adverts.hpp"
 #include "flow/flow.hpp"
-#include "flow/grants.hpp"
 #include "flow/immediate.hpp"
+#include "flow/numbers.hpp"
+#include "flow/receive_budget.hpp"
 #include "flow/recovery.hpp"
 #include "flow/sequence_ring.hpp"
-#include "flow/window_ring.hpp"
 
 namespace sennit::flow {
+
+// Adverts whose predecessors have not arrived: on several paths controls overtake each other all the time, and one
+// that is thrown away is missed for a round trip.
+class EarlyAdverts {
+ public:
+  // `number` lies less than CREDIT_WINDOW above the next one that is taken.
+  void keep(uint64_t number, const Advert& advert) {
+    if (cells_.empty()) cells_.resize(CREDIT_WINDOW);  // most flows on one path never need them
+    cells_[number % CREDIT_WINDOW] = {number, advert};
+  }
+  // Null: it has not come.
+  const Advert* find(uint64_t number) const {
+    if (cells_.empty()) return nullptr;
+    const Cell& cell = cells_[number % CREDIT_WINDOW];
+    return cell.number == number ? &cell.advert : nullptr;
+  }
+  void clear() { cells_.clear(); }
+
+ private:
+  struct Cell {
+    uint64_t number = UINT64_MAX;
+    Advert advert{};
+  };
+  std::vector<Cell> cells_;
+};
 
 class Sender {
  public:

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A queue whose elements are named by their running number: push at the end, pop in front, look up by
-// number. Grows by doubling and never shrinks, so that it does not allocate once it is warm.
+// Containers over running numbers: a queue, a sliding window, a set of bits.
 #pragma once
+
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -9,6 +10,8 @@
 
 namespace sennit::flow {
 
+// A queue whose elements are named by their running number: push at the end, pop in front, look up by
+// number. Grows by doubling and never shrinks, so that it does not allocate once it is warm.
 template <typename T>
 class SequenceRing {
  public:
@@ -41,6 +44,45 @@ class SequenceRing {
 
   std::vector<T> cells_;
   uint64_t first_ = 0, end_ = 0;
+};
+
+// Cells of a window of running numbers that slides forward. Grows by doubling with the widest window seen: most
+// flows never have more than a few credits open, and a rank has a flow to every other rank.
+template <typename T>
+class WindowRing {
+ public:
+  T& operator[](uint64_t number) { return cells_[number & (cells_.size() - 1)]; }
+  const T& operator[](uint64_t number) const { return cells_[number & (cells_.size() - 1)]; }
+
+  // The window is [first, end) now: it has cells for all of these, and those in use keep what they hold.
+  void cover(uint64_t first, uint64_t end) {
+    if (end - first <= cells_.size()) return;
+    std::vector<T> larger(std::bit_ceil(static_cast<size_t>(end - first)));
+    if (!cells_.empty()) {
+      const uint64_t kept_end = first + cells_.size();
+      for (uint64_t number = first; number != kept_end; ++number)
+        larger[number & (larger.size() - 1)] = std::move((*this)[number]);
+    }
+    cells_ = std::move(larger);
+  }
+
+ private:
+  std::vector<T> cells_;
+};
+
+// Which packets of a credit are there: one bit a packet, in words of 64 that travel as they are.
+class Bitmap {
+ public:
+  // Keeps its capacity: a credit's place in its ring is used again and again.
+  void reset(uint32_t bit_count) { words_.assign((bit_count + 63) / 64, 0); }
+  bool test(uint32_t bit) const { return words_[bit / 64] >> (bit % 64) & 1; }
+  void set(uint32_t bit) { words_[bit / 64] |= uint64_t{1} << (bit % 64); }
+  void clear(uint32_t bit) { words_[bit / 64] &= ~(uint64_t{1} << (bit % 64)); }
+  uint64_t word(uint32_t index) const { return words_[index]; }
+  uint32_t word_count() const { return static_cast<uint32_t>(words_.size()); }
+
+ private:
+  std::vector<uint64_t> words_;
 };
 
 }  // namespace sennit::flow

@@ -14,7 +14,7 @@
 #include "flow/control.hpp"
 #include "flow/eager.hpp"
 #include "flow/flow.hpp"
-#include "flow/grants.hpp"
+#include "flow/receive_budget.hpp"
 #include "flow/receiver.hpp"
 #include "flow/recovery.hpp"
 #include "flow/sender.hpp"

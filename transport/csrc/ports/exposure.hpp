@@ -11,7 +11,7 @@
 #include <functional>
 #include <utility>
 
-#include "flow/keys.hpp"
+#include "flow/message.hpp"
 #include "trace/tracepoints.hpp"
 
 namespace sennit {

@@ -7,7 +7,7 @@
 
 #include "messages/lane.hpp"
 #include "ports/shm_lane.hpp"
-#include "telemetry/counter_list.hpp"
+#include "telemetry/counter_page.hpp"
 
 namespace sennit {
 

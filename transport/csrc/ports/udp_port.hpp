@@ -19,7 +19,6 @@
 #include "ports/agreement.hpp"
 #include "ports/exposure.hpp"
 #include "ports/flow_lane.hpp"
-#include "ports/flow_totals.hpp"
 #include "ports/roce_offer.hpp"
 #include "ports/send_config.hpp"
 #include "ports/udp_receiver.hpp"

@@ -20,7 +20,6 @@
 #include "messages/lane.hpp"
 #include "ports/agreement.hpp"
 #include "ports/flow_lane.hpp"
-#include "ports/flow_totals.hpp"
 #include "ports/send_config.hpp"
 #include "ports/verbs_adapter.hpp"
 #include "ports/verbs_buffers.hpp"

@@ -7,6 +7,8 @@
 // `used_bytes` first, then what lies below it. Counters are 64 bits wide, aligned, and written by one thread at a time.
 #pragma once
 
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -14,6 +16,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace sennit {
@@ -76,5 +79,29 @@ class Counted {
   Counters own_{};
   Counters& counters_;
 };
+
+// Counters with their names, as a rank reads its own. Names are those of its page (counter_page.hpp).
+using CounterList = std::vector<std::pair<std::string, uint64_t>>;
+
+// A struct of 64-bit integers as these, in their order.
+template <class Counters>
+auto words_of(const Counters& counters) {
+  return std::bit_cast<std::array<uint64_t, sizeof(Counters) / sizeof(uint64_t)>>(counters);
+}
+
+template <class Counters>
+void append_counters(CounterList& out, const Counters& counters) {
+  const auto words = words_of(counters);
+  const std::vector<std::string> names = Counters::names();
+  for (size_t i = 0; i < words.size(); ++i) out.emplace_back(names.at(i), words[i]);
+}
+
+template <class Counters>
+void add_counters(Counters& sum, const Counters& one) {
+  auto words = words_of(sum);
+  const auto more = words_of(one);
+  for (size_t i = 0; i < words.size(); ++i) words[i] += more[i];
+  sum = std::bit_cast<Counters>(words);
+}
 
 }  // namespace sennit

@@ -10,7 +10,6 @@
 #include <fstream>
 #include <iterator>
 
-#include "telemetry/counter_list.hpp"
 #include "telemetry/counter_page.hpp"
 
 using namespace sennit;

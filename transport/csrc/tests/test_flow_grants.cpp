@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <functional>
 
-#include "flow/grants.hpp"
 #include "flow/receive_budget.hpp"
 #include "sim_peer.hpp"
 

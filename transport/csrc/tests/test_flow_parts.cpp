@@ -11,14 +11,13 @@
 
 #include "flow/ack_pacing.hpp"
 #include "flow/control.hpp"
-#include "flow/grants.hpp"
 #include "flow/immediate.hpp"
 #include "flow/outstanding.hpp"
+#include "flow/receive_budget.hpp"
 #include "flow/receiver.hpp"
 #include "flow/rtt.hpp"
 #include "flow/sender.hpp"
 #include "flow/sequence_ring.hpp"
-#include "flow/window_ring.hpp"
 #include "sim.hpp"
 
 using namespace sennit;
