@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "flow/flow.hpp"
+#include "flow/probe_table.hpp"
 
 namespace sennit::flow {
 
@@ -32,12 +33,15 @@ struct RecordList {
 class Outstanding {
  public:
   explicit Outstanding(uint32_t capacity);
-  uint32_t size() const { return size_; }
+  uint32_t size() const { return static_cast<uint32_t>(by_immediate_.size()); }
   bool full() const { return free_ == NO_RECORD; }
   Record& operator[](uint32_t id) { return records_[id]; }
   const Record& operator[](uint32_t id) const { return records_[id]; }
 
-  uint32_t find(uint32_t immediate) const;
+  uint32_t find(uint32_t immediate) const {
+    const size_t at = by_immediate_.find(immediate);
+    return at == by_immediate_.NONE ? NO_RECORD : by_immediate_.value_at(at);
+  }
   uint32_t insert(const DataOut& packet);  // not full, and in no list yet
   void erase(uint32_t id);                 // in no list any more
   void push_back(RecordList& list, uint32_t id);
@@ -45,10 +49,9 @@ class Outstanding {
   void clear();
 
  private:
-  uint32_t home(uint32_t immediate) const { return (immediate * 0x9E37'79B1u) >> shift_; }
   std::vector<Record> records_;
-  std::vector<uint32_t> cells_;  // record id or NO_RECORD; linear probing
-  uint32_t shift_, free_ = NO_RECORD, size_ = 0;
+  ProbeTable<uint32_t, uint32_t, NO_RECORD> by_immediate_;  // record ids
+  uint32_t free_ = NO_RECORD;
 };
 
 }  // namespace sennit::flow
