@@ -51,7 +51,6 @@ class Mailbox final : public LaneSink {
   const MailboxFailure* failure() const { return failure_.get(); }
   bool idle() const { return waiting_eager_count_ == 0; }
   bool lost(uint32_t peer) const { return !lost_[peer].empty(); }
-  const std::string& lost_reason(uint32_t peer) const { return lost_[peer]; }
   // Drops everything posted: no user memory is touched any more.
   void abandon();
   // Peers that something posted here waits for, ascending.

@@ -73,7 +73,6 @@ Refusal parse(std::span<const std::byte> head, size_t packet_bytes, Packet& out)
 
   out.opcode = opcode;
   out.pad_bytes = pad_bytes;
-  out.congestion_seen = (static_cast<uint8_t>(bth[4]) & 0x80) != 0;
   out.qpn = read_qpn(head.first<BTH_BYTES>());
   out.psn = load_be32(bth + 8) & PSN_MASK;
   out.payload_offset = static_cast<uint32_t>(header_bytes);

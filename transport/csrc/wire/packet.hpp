@@ -63,7 +63,6 @@ std::string_view name(Refusal refusal);
 struct Packet {
   Opcode opcode;
   uint8_t pad_bytes;
-  bool congestion_seen;     // FECN
   uint32_t qpn;             // destination queue pair, 24 bits
   uint32_t psn;             // 24 bits
   uint64_t remote_address;  // data only
