@@ -13,6 +13,9 @@ PATH_POLICIES: Final[tuple[str, ...]]
 CONGESTION_CONTROLS: Final[tuple[str, ...]]
 """What may decide how much is in flight (csrc/flow/congestion.hpp)."""
 
+DEFAULTS: Final[dict[str, int | str]]
+"""What C++ takes for fields of `Config` that it is not given: the defaults of config.py."""
+
 def rdma_ports() -> list[tuple[str, int, int, bool, int, list[int], list[tuple[int, str, int]], str]]:
     """The ports of all RDMA devices: (device, number, state, Ethernet or not, largest payload, partition keys, RoCE v2
     GIDs as (index, address, interface index), problem). Number 0: only `problem` counts, why it cannot be read."""

@@ -111,6 +111,11 @@ def test_names_of_settings_are_those_of_the_core() -> None:
     assert tuple(Congestion) == _core.CONGESTION_CONTROLS
 
 
+def test_defaults_of_settings_are_those_of_the_core() -> None:
+    config = Config()
+    assert {name: getattr(config, name) for name in _core.DEFAULTS} == _core.DEFAULTS
+
+
 @pytest.mark.parametrize("congestion", list(Congestion))
 @pytest.mark.parametrize("path_policy", list(PathPolicy))
 def test_every_policy_and_control_gives_the_same_bits(path_policy: str, congestion: str, tmp_path: Path) -> None:

@@ -344,6 +344,13 @@ NB_MODULE(_core, m) {
   m.doc() = "The native data plane: plans run over shared memory, RoCEv2 on UDP, and RDMA devices.";
   m.attr("WIRE_REVISION") = static_cast<int>(sennit::flow::CONTROL_VERSION);
   m.attr("PATH_POLICIES") = to_names(sennit::flow::path_policies());
+  const sennit::flow::FlowConfig config;
+  nb::dict defaults;
+  defaults["paths"] = config.path_count;
+  defaults["window_bytes"] = config.window_bytes;
+  defaults["path_policy"] = std::string(config.path_policy);
+  defaults["congestion"] = std::string(config.congestion);
+  m.attr("DEFAULTS") = defaults;
   m.attr("CONGESTION_CONTROLS") = to_names(sennit::flow::congestion_controls());
   m.def(
       "rdma_ports",

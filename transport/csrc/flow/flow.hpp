@@ -38,11 +38,12 @@ inline constexpr uint32_t EAGER_HEADER_BYTES = 32;
 
 class ReceiveBudget;
 
+// The defaults of settings are those of transport/config.py.
 struct FlowConfig {
-  uint32_t path_count = 4;                // entropies sprayed over, 1..256
+  uint32_t path_count = 8;                // entropies sprayed over, 1..256
   uint32_t payload_max_bytes = 4'096;     // data packet payload, multiple of 4; equal on both sides
   uint32_t eager_slot_count = 64;         // receive ring for eager packets, power of two, 8..1,024; equal on both sides
-  uint32_t window_bytes = 1'048'576;      // most data in flight, counted in full packets
+  uint32_t window_bytes = 2'097'152;      // most data in flight, counted in full packets
   uint32_t ack_every_packets = 32;        // acknowledge at the latest after so many data packets ...
   uint32_t ack_delay_us = 400;            // ... or after this time; below the tail probe's 1 ms
   uint64_t peer_timeout_us = 10'000'000;  // silence in the middle of a bulk message that means a dead peer

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <string>
 
+#include "flow/flow.hpp"
+
 namespace sennit {
 
 class CounterPage;
@@ -14,12 +16,13 @@ inline constexpr uint32_t PATH_MAX_COUNT = 256;
 
 // Peers need not have the same; of different path counts the smaller one is used.
 struct SendConfig {
-  uint32_t path_count = 4;  // entropies a peer and rail
-  uint64_t seed = 0;        // of choices that tests repeat; keys and queue pairs are always random
-  std::string path_policy = "round_robin", congestion = "fixed";  // flow/path_policy.hpp, flow/congestion.hpp
+  uint32_t path_count = flow::FlowConfig{}.path_count;  // entropies a peer and rail
+  uint64_t seed = 0;  // of choices that tests repeat; keys and queue pairs are always random
+  std::string path_policy{flow::FlowConfig{}.path_policy};  // flow/path_policy.hpp
+  std::string congestion{flow::FlowConfig{}.congestion};    // flow/congestion.hpp
   // Most in flight to one peer, whose receive memory may allow less. More than fits the processor's second-level
   // cache only makes copies slower, unless the network holds more in a round trip.
-  uint32_t window_bytes = 2 << 20;
+  uint32_t window_bytes = flow::FlowConfig{}.window_bytes;
   CounterPage* counter_page = nullptr;  // where to count, outlives the port; null: in the port
 
   // Throws std::invalid_argument with the value and what is allowed.

@@ -106,7 +106,7 @@ TEST_CASE("A path that dies costs a few packets, and is used again when it comes
   const SimLinkConfig good{.delay_us = 20, .rate_bytes_per_s = 200'000'000};
   SimLinkConfig bad = good;
   bad.black_holes.push_back({2'000, 60'000});
-  SimPair pair(4, flow::FlowConfig{}, {good, bad, good, good}, {good, good, good, good});
+  SimPair pair(4, flow::FlowConfig{.path_count = 4}, {good, bad, good, good}, {good, good, good, good});
   pair.exchange(bulk(20, 4'194'304), {});
   REQUIRE(pair.run(10 * SECOND_US));
   const flow::FlowCounters& a = pair.a.flow().counters();
