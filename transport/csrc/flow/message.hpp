@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What both ranks know of a message: its header, the flags of small ones, the keys that open its memory.
+// What both ranks know about a message: its header, the flags of small messages, the keys of its memory.
 #pragma once
 
 #include <array>

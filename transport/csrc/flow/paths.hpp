@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The paths (entropies) between two ranks: what each has in flight and how it does.
+// The paths (entropies) between two ranks: what each has in flight, and its state.
 //
-// Every path is taken to be in order by itself; packets of different paths overtake each other freely. Path p
+// Packets of one path are expected to stay in order; packets of different paths overtake each other freely. Path p
 // runs over rail p mod rail_count (docs/reference/wire.md, "Offer"): paths of one rail are likely to fail together.
 #pragma once
 
@@ -15,12 +15,12 @@ namespace sennit::flow {
 
 enum class PathState : uint8_t {
   good,
-  skip,     // marked by ECN: not chosen for a round trip
-  bad,      // not answering: not chosen until a probe comes back
-  probing,  // bad, and a probe is out
+  skip,     // marked by ECN: not chosen for one round trip
+  bad,      // does not answer: not chosen until a probe is answered
+  probing,  // bad, and a probe is in flight
 };
 
-// When a packet was given out, by the clock and by the running number over all paths.
+// When a packet was sent: by the clock, and by the running number over all paths.
 struct Transmission {
   uint64_t serial = 0, sent_us = 0;
 };
@@ -28,7 +28,7 @@ struct Transmission {
 // Paths of one rail end in the same socket, which the peer reads in order of arrival.
 struct Rail {
   RecentMinimum fabric_min;
-  Transmission arrived;          // the youngest that is known to have arrived over it
+  Transmission arrived;          // the latest one that is known to have arrived over it
   uint64_t reported_serial = 0;  // the next serial when an arrival over it was last reported
 };
 
@@ -39,18 +39,18 @@ struct Path {
   uint64_t newest_acked_order = 0;
   PathState state = PathState::good;
   uint64_t until_us = 0;              // skip: its end. Bad: next try. Probing: next probe
-  uint64_t question = 0;              // a probe with this serial took its packet elsewhere, and arrived there
-  uint32_t silences = 0;              // in a row: losses of all that was on it, without an acknowledgement
-  uint32_t probes = 0;                // since it is bad
-  bool is_doubted = false;            // younger packets of other paths were acknowledged: these first
+  uint64_t question = 0;              // serial of a probe that moved a packet to another path, where it arrived
+  uint32_t silences = 0;              // in a row: all packets on the path were lost without an acknowledgement
+  uint32_t probes = 0;                // sent since the path is bad
+  bool is_doubted = false;            // later packets of other paths were acknowledged before those of this one
   Transmission mark;                  // the newest tail mark (Recovery::take_tail_mark)
-  uint64_t mark_order = 0;            // its order
-  uint16_t mark_number = 0;           // its probe number
-  bool is_mark_open = false;          // not answered
-  bool is_mark_wanted = false;        // now, whatever else
-  uint16_t received = 0, marked = 0;  // the peer's counts of arrivals over it, modulo 2^16
-  RoundTrip round_trip;               // as the sender sees it
-  RoundTrip fabric_round_trip;        // without the waits inside both hosts
+  uint64_t mark_order = 0;            // the order of the mark
+  uint16_t mark_number = 0;           // the probe number of the mark
+  bool is_mark_open = false;          // the mark is not answered
+  bool is_mark_wanted = false;        // send a mark at the next chance
+  uint16_t received = 0, marked = 0;  // the peer's counts of arrivals over the path, modulo 2^16
+  RoundTrip round_trip;               // from sending to acknowledgement
+  RoundTrip fabric_round_trip;        // the same without the waits inside both hosts
 
   bool is_bad() const { return state == PathState::bad || state == PathState::probing; }
 };
@@ -68,11 +68,11 @@ class Paths {
   Rail& rail(uint32_t path) { return rails_[rail_of(path)]; }
   const Rail& rail(uint32_t path) const { return rails_[rail_of(path)]; }
 
-  // The least round trip in the fabric that any path of the rail showed lately. Paths of one rail join the same two
-  // interfaces; one that was first used when a queue stood already could not tell the queue from the way.
+  // The least recent round trip in the fabric over all paths of the rail. Paths of one rail join the same two
+  // interfaces. A path that was first used when a queue had already formed could not tell the queue from the distance.
   uint64_t fabric_min_us(uint32_t path) const { return rail(path).fabric_min.min_us(); }
 
-  // A path that holds more than its share does not get the rest as well: were it dead, all would wait for it.
+  // A limit for each path: if one that holds all packets in flight were dead, everything would wait for it.
   void set_in_flight_limit(uint32_t packets) { in_flight_limit_ = packets; }
   // May be chosen for data now.
   bool offers(uint32_t index, uint64_t now_us) const {
@@ -80,7 +80,7 @@ class Paths {
     if (path.is_bad() || path.is_doubted || path.in_flight_packets >= in_flight_limit_) return false;
     return path.state == PathState::good || path.until_us <= now_us;
   }
-  // When no path offers itself: one that is only held back, else the bad one whose turn comes first.
+  // Where no path offers itself: one that is only held back, else the bad path that is next in turn.
   uint32_t least_bad() const {
     uint32_t best = 0;
     for (uint32_t index = 1; index < count(); ++index) {

@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// What all senders to one rank may together have on the way to it: the remedy against incast.
+// How many bytes all senders to one rank may have in flight to it: the remedy against incast.
 //
-// A receive that is posted makes a sender; that alone says nothing about whether its bytes fit the last hop.
-// So an advert carries a grant, and each further control extends it as data arrives: never more than the budget
-// is granted and not yet received, divided evenly among the flows that expect something (receiver-driven credit
+// Every posted receive has a sender, whether or not the last hop can carry the bytes of all of them. So an advert
+// carries a grant, and each later control extends the grant as data arrives. The bytes that are granted and not yet
+// received never exceed the budget, which is divided evenly among the flows that expect data (receiver-driven credit
 // as in EQDS, Olteanu et al., NSDI 2022, and Homa, Montazeri et al., SIGCOMM 2018). The budget follows the
-// bottleneck: it grows while the arrivals are unmarked and the senders see no queue, and shrinks otherwise.
+// bottleneck: it grows while arrivals are unmarked and senders see no queue, and shrinks otherwise.
 //
-// A grant cannot be taken back, and its sender may compute or be stopped. What nothing was taken of for a while is
-// parked: it leaves the budget to the others, and counts again from the flow's next arrival on. There is no timer:
-// the flows that do receive look for those that do not.
-// Shared by the flows of one port; single-threaded, and outlives them.
+// A grant cannot be taken back, and its sender may compute or be stopped. A grant that nothing was taken from for a
+// while is parked: it no longer counts against the budget, until the flow's next arrival. There is no timer: the flows
+// that receive look for those that do not.
+//
+// All flows of a port share one budget, which outlives them. Single-threaded.
 #pragma once
 
 #include <algorithm>
@@ -21,10 +22,10 @@
 namespace sennit::flow {
 
 struct ReceiveBudgetConfig {
-  uint64_t max_bytes = 2'097'152;  // with one sender as good as no limit
-  uint64_t start_bytes = 262'144;  // a quarter more by each two rounds of good news, until the first bad
+  uint64_t max_bytes = 2'097'152;  // large enough not to limit a single sender
+  uint64_t start_bytes = 262'144;  // grows by a quarter every two good rounds, until the first bad one
   uint64_t min_bytes = 32'768;     // however long the queue is
-  uint64_t target_queue_us = 100;  // queueing that the senders may see
+  uint64_t target_queue_us = 100;  // queueing delay that senders may see
 };
 
 class ReceiveBudget {
@@ -34,44 +35,46 @@ class ReceiveBudget {
 
   // A flow's part; known to the budget while the flow expects data.
   struct Account {
-    uint64_t idle_us = 0;        // parked after so long without an arrival or a new grant; the flow's to set
-    uint64_t granted_bytes = 0;  // and not received
-    uint64_t parked_bytes = 0;   // of these
+    uint64_t idle_us = 0;        // parked after this time without an arrival or a new grant; set by the flow
+    uint64_t granted_bytes = 0;  // granted and not received
+    uint64_t parked_bytes = 0;   // part of granted_bytes
     uint64_t touched_us = 0, touched_look = 0;
-    // What was granted to others before is here when so much has arrived: behind them in a queue it is not late.
+    // Until the budget has seen this many arrivals, the flow's data may wait in a queue behind data that was granted
+    // to others earlier. So the flow is not idle yet.
     uint64_t behind_bytes = 0;
     size_t index = 0;
     bool is_parked = false;
   };
 
   uint64_t bytes() const { return static_cast<uint64_t>(bytes_); }
-  // A flow's part of the budget while it expects data.
+  // One flow's share of the budget while it expects data.
   uint64_t share_bytes() const;
-  // Another number whenever the share is another one.
+  // Changes whenever the share does.
   uint64_t share_version() const { return share_version_; }
   uint32_t expecting_flows() const { return static_cast<uint32_t>(accounts_.size()); }
 
-  // A flow begins or ends to expect data; at the end nothing is granted to it.
+  // A flow begins to expect data, or stops; when it stops, nothing may be granted to it.
   void on_expecting(Account& account, bool expects);
-  // `wanted_bytes`: what its share had room for, if its data arrives.
+  // `wanted_bytes`: what the flow's share had room for, if its data arrives.
   void on_granted(Account& account, uint64_t now_us, uint64_t bytes, uint64_t wanted_bytes);
   void on_arrival(Account& account, uint64_t now_us, uint32_t bytes, bool ecn_marked);
-  // What was granted is here, or its flow is gone.
+  // Granted bytes arrived, or their flow is gone.
   void on_settled(Account& account, uint64_t bytes);
-  // Parks what is idle. Often called and seldom busy.
+  // Parks the grants of idle flows. Called often; does something seldom.
   void look(uint64_t now_us);
 
-  // Granted, not received and not parked, over all flows.
+  // Granted, not received and not parked: the sum over all flows.
   uint64_t granted_bytes() const { return granted_bytes_; }
   uint64_t parked_bytes() const { return parked_bytes_; }
-  // For a flow whose data arrives.
+  // What a flow may be granted whose data arrives.
   uint64_t grantable_bytes() const { return bytes() > granted_bytes_ ? bytes() - granted_bytes_ : 0; }
-  // For one of which nothing is known: all that may begin at any moment is at most one budget.
+  // What a flow may be granted that has sent nothing yet: all senders that may begin at any moment get one budget
+  // together at most.
   uint64_t grantable_unseen_bytes() const {
     return grantable_bytes() > parked_bytes_ ? grantable_bytes() - parked_bytes_ : 0;
   }
 
-  // A sender's own measurement of the queueing towards us.
+  // The queueing delay towards this rank, as a sender measured it.
   void on_queue_report(uint64_t queue_us);
 
  private:
@@ -89,16 +92,16 @@ class ReceiveBudget {
   uint64_t looks_ = 0, look_at_us_ = 0;
   uint64_t arrived_bytes_ = 0;  // since the start
   bool is_starting_ = true;
-  // A round is one budget's worth of arrivals: about a round trip. By the clock only when they are few.
+  // A round is one budget of arrivals, about a round trip. It ends by the clock only where arrivals are few.
   uint64_t round_bytes_ = 0, round_marked_bytes_ = 0, round_began_us_ = 0;
-  bool is_short_ = false;  // some flow got less in this round than it wanted
+  bool is_short_ = false;  // a flow got less in this round than it wanted
   uint64_t round_queue_us_ = 0;
-  uint32_t good_rounds_ = 0;    // in a row; a round's reports are of the one before
-  bool is_reported_ = false;    // some sender said in this round what it sees
+  uint32_t good_rounds_ = 0;    // in a row; the reports of a round are about the one before
+  bool is_reported_ = false;    // a sender reported its queueing delay in this round
   double marked_fraction_ = 0;  // smoothed, RFC 8257
 };
 
-// Without a budget: ahead of what was received by more than any window.
+// Granted beyond what was received where there is no budget: more than any window.
 inline constexpr uint64_t GRANT_UNLIMITED_PACKETS = uint64_t{1} << 30;
 
 // The receiving side of a flow's credit: how many bulk packets its sender may have sent, counted from the start.
@@ -120,15 +123,15 @@ class Grants {
     if (budget_ == nullptr) return;
     arrived_us_ = now_us;
     budget_->on_arrival(account_, now_us, payload_max_bytes_, ecn_marked);
-    // A sender that takes more than it was granted gets no more for it.
+    // A sender that exceeds its grant gains nothing by it.
     if (++received_ <= granted_)
       budget_->on_settled(account_, payload_max_bytes_);
     else
       granted_ = received_;
     note_expecting();
   }
-  // Asked after an arrival: a control should tell of a larger grant now, for the sender has used half of what it had,
-  // or all and waits.
+  // Asked after an arrival: whether a control should announce a larger grant now. It should when the sender has used
+  // half of its grant, or has used all of it and waits.
   bool is_due() {
     if (budget_ == nullptr || granted_ == opened_) return false;
     const uint64_t share = share_packets();
@@ -136,7 +139,7 @@ class Grants {
     if (outstanding > share / 2) return false;
     return extension(true) >= (outstanding == 0 ? 1 : std::max<uint64_t>(share / 4, 1));
   }
-  // The count for the next control; extended as far as the budget goes.
+  // The count for the next control, extended as far as the budget allows.
   uint32_t issue(uint64_t now_us, uint64_t received_packets, uint64_t smoothed_rtt_us) {
     if (budget_ == nullptr) return static_cast<uint32_t>(received_packets + GRANT_UNLIMITED_PACKETS);
     account_.idle_us = std::max(2 * smoothed_rtt_us, IDLE_MIN_US);
@@ -159,13 +162,13 @@ class Grants {
   }
 
  private:
-  // However many senders there are, each goes on: its arrivals bring the next grant.
+  // However many senders there are, each of them makes progress: its arrivals bring the next grant.
   static constexpr uint64_t LEAST_PACKETS = 2;
 
-  // A few round trips of a data centre, so that what is only late is not taken for idle.
+  // A few round trips of a data centre, so that a flow that is only late is not taken for idle.
   static constexpr uint64_t IDLE_MIN_US = 1'000;
 
-  // (Kept, because it is asked for with each arrival and changes once a round.)
+  // Cached: it is needed at each arrival and changes once a round.
   uint64_t share_packets() {
     if (share_version_ != budget_->share_version()) {
       share_version_ = budget_->share_version();
@@ -173,7 +176,7 @@ class Grants {
     }
     return share_packets_;
   }
-  // What its share leaves; nothing for a sender that sits on what it has.
+  // What the share leaves; nothing for a sender that does not use its grant.
   uint64_t room() {
     if (account_.is_parked) return 0;
     const uint64_t target = std::min(opened_, received_ + share_packets());
