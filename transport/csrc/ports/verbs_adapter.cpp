@@ -8,7 +8,7 @@
 #include <cerrno>
 #include <stdexcept>
 
-#include "ports/verbs_request.hpp"
+#include "ports/verbs_queue_pair.hpp"
 #include "wire/packet.hpp"
 
 namespace sennit {

@@ -9,7 +9,7 @@
 #include "flow/immediate.hpp"
 #include "ports/verbs_path.hpp"
 #include "ports/verbs_port.hpp"
-#include "ports/verbs_request.hpp"
+#include "ports/verbs_queue_pair.hpp"
 
 namespace sennit {
 namespace {

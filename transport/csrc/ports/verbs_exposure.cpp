@@ -5,9 +5,10 @@
 #include <cstring>
 #include <system_error>
 
-#include "ports/verbs_request.hpp"
+#include "ports/verbs_queue_pair.hpp"
 
 namespace sennit {
+
 namespace {
 
 // A bind counts the lowest byte of the window's key up by one (IBTA, 10.6.7.2.1), and a message is two binds.
@@ -248,6 +249,29 @@ bool VerbsExposure::close_all() {
   for (uint64_t number = loans_.first(); number < loans_.end(); ++number)
     if (loans_.holds(number) && !loans_[number].is_forgotten) is_returned(number);
   return regions_.empty() && loans_.empty();
+}
+
+bool VerbsJointExposure::is_open(uint64_t region, flow::Keys& keys) {
+  keys.count = static_cast<uint32_t>(devices_.size());
+  bool is_open = true;
+  for (uint32_t index = 0; index < keys.count; ++index) {
+    flow::Keys own;
+    is_open &= devices_[index]->is_open(region, own);
+    keys.of[index] = own.of[0];
+  }
+  return is_open;
+}
+
+bool VerbsJointExposure::close_all() {
+  bool is_closed = true;
+  for (VerbsExposure* device : devices_) is_closed &= device->close_all();
+  return is_closed;
+}
+
+std::string_view VerbsJointExposure::failure() const {
+  for (const VerbsExposure* device : devices_)
+    if (!device->failure().empty()) return device->failure();
+  return {};
 }
 
 }  // namespace sennit

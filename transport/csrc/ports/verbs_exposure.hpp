@@ -2,7 +2,8 @@
 // A key for each message, and the end of it before the message is handed over (docs/decisions/0030).
 //
 // Where the device has memory windows (type 1), opening and closing are one bind each on a queue pair made for that,
-// over a registration that serves the whole buffer. Elsewhere each message is registered and deregistered.
+// over a registration that serves the whole buffer. Elsewhere each message is registered and deregistered. Of several
+// devices each has a key of its own to the same memory.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +11,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "flow/sequence_ring.hpp"
@@ -108,6 +110,60 @@ class VerbsExposure final : public Exposure {
   uint64_t last_loan_ = 0;  // read from last: most likely the next one, too
   std::string failure_;
   VerbsExposureCounters counters_;
+};
+
+// Memory that several devices may write and read at a time: open once all have opened it, closed once all have closed
+// it. Every device hears of every region and loan, in one order, so that their numbers are the same with all devices.
+class VerbsJointExposure final : public Exposure {
+ public:
+  // Outlives this object; at most flow::Keys::MAX_COUNT.
+  void add(VerbsExposure& device) { devices_.push_back(&device); }
+
+  uint64_t open(std::byte* address, size_t size_bytes) override {
+    for (VerbsExposure* device : devices_) device->open(address, size_bytes);
+    return regions_.push(0);
+  }
+  bool is_open(uint64_t region, flow::Keys& keys) override;
+  void close(uint64_t region) override {
+    for (VerbsExposure* device : devices_) device->close(region);
+  }
+  bool is_closed(uint64_t region) override {
+    return is_done(regions_, region, [](VerbsExposure& device, uint64_t number) { return device.is_closed(number); });
+  }
+  void keep(std::byte* address, size_t size_bytes) override {
+    for (VerbsExposure* device : devices_) device->keep(address, size_bytes);
+  }
+  uint64_t lend(const std::byte* address, size_t size_bytes) override {
+    for (VerbsExposure* device : devices_) device->lend(address, size_bytes);
+    return loans_.push(0);
+  }
+  bool is_returned(uint64_t loan) override {
+    return is_done(loans_, loan, [](VerbsExposure& device, uint64_t number) { return device.is_returned(number); });
+  }
+
+  void set_now(uint64_t now_us) {
+    for (VerbsExposure* device : devices_) device->set_now(now_us);
+  }
+  // VerbsExposure::close_all of every device.
+  bool close_all();
+  // Of the first device that has one.
+  std::string_view failure() const;
+
+ private:
+  using Done = uint32_t;  // a bit for each device that has let go of it
+  uint32_t all() const { return (1u << devices_.size()) - 1; }
+  // A device forgets a number when it says that it is done, so each is asked until then and not again.
+  template <class Ask>
+  bool is_done(flow::SequenceRing<Done>& ring, uint64_t number, Ask ask) {
+    for (size_t index = 0; index < devices_.size(); ++index)
+      if ((ring[number] >> index & 1) == 0 && ask(*devices_[index], number)) ring[number] |= 1u << index;
+    if (ring[number] != all()) return false;
+    while (!ring.empty() && ring.front() == all()) ring.pop();
+    return true;
+  }
+
+  std::vector<VerbsExposure*> devices_;
+  flow::SequenceRing<Done> regions_, loans_;
 };
 
 }  // namespace sennit

@@ -15,7 +15,7 @@
 #include "flow/immediate.hpp"
 #include "ports/call_clock.hpp"
 #include "ports/verbs_path.hpp"
-#include "ports/verbs_request.hpp"
+#include "ports/verbs_queue_pair.hpp"
 #include "wire/packet.hpp"
 #include "wire/utf8.hpp"
 

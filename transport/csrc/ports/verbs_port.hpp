@@ -23,7 +23,7 @@
 #include "ports/send_config.hpp"
 #include "ports/verbs_adapter.hpp"
 #include "ports/verbs_buffers.hpp"
-#include "ports/verbs_joint_exposure.hpp"
+#include "ports/verbs_exposure.hpp"
 #include "ports/verbs_queue_pair.hpp"
 #include "telemetry/counter_page.hpp"
 
