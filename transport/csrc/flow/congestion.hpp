@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How much may be in flight. FlowConfig::congestion names one of the classes; congestion.cpp lists them.
 //
-// One window a flow, fed by every path: a path's congestion takes its share from the window, and the path policy
-// moves load away from it meanwhile. Windows are counted in full packets.
+// Each flow has one window for all its paths. Congestion of a path takes that path's share from the window, while the
+// path policy moves load to other paths. Windows are counted in full packets.
 #pragma once
 
 #include <cstdint>
@@ -35,15 +35,15 @@ class CongestionControl {
   virtual ~CongestionControl() = default;
   virtual std::string_view name() const = 0;
   virtual uint32_t window_packets() const = 0;
-  // Batches are spread over the round trip, since a burst would only wait in the queue that limits us.
+  // Whether batches are spread over the round trip: a burst would only wait in the queue of the bottleneck.
   virtual bool paces() const = 0;
-  // `usable_paths`: those not bad. `in_flight_packets`: before what the echo acknowledges is taken off.
+  // `usable_paths`: how many are not bad. `in_flight_packets`: including those that the echo acknowledges.
   virtual void on_feedback(const PathFeedback& feedback, uint32_t usable_paths, uint32_t in_flight_packets) = 0;
-  // Packets found lost on a path that goes on answering. Single ones are not congestion.
+  // Packets were lost on a path that still answers. Single losses are no sign of congestion.
   virtual void on_losses(uint64_t now_us, uint32_t path, uint32_t packets) = 0;
 };
 
-// The names there are.
+// All names.
 std::span<const std::string_view> congestion_controls();
 // Throws std::invalid_argument naming the allowed names.
 std::unique_ptr<CongestionControl> make_congestion_control(std::string_view name, const CongestionLimits& limits);

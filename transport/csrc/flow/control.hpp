@@ -46,16 +46,16 @@ struct ControlHeader {
   uint32_t eager_received = 0;   // all eager packets below have arrived
   uint32_t eager_consumed = 0;   // all eager packets below have been taken by the message layer
   uint32_t advert_first = 0;     // credit number of the first advert here
-  uint32_t granted = 0;          // so many bulk packets may have been sent, from the start
+  uint32_t granted = 0;          // how many bulk packets may be sent, counted from the start
   uint16_t probe_number = 0;     // with CONTROL_PROBE
-  // In the fabric towards the peer, as last seen; 0: nothing new. QUEUE_OVERFLOWED_US: it lost packets.
+  // Newest queueing delay in the fabric towards the peer; 0: nothing new. QUEUE_OVERFLOWED_US: a queue lost packets.
   uint16_t queue_us = 0;
 };
 
-// Of one path: its newest data packet, how long that was held back (one round-trip sample), and what came over it
-// so far, modulo 2^16, so that a lost echo is made good by the next.
+// What the receiver says about one path: its newest data packet, how long the answer to it was held back (which makes a
+// round-trip sample), and the counts of arrivals so far, modulo 2^16. Counts make a lost echo harmless.
 struct Echo {
-  uint32_t immediate;  // or of a probe: ECHO_PROBE
+  uint32_t immediate;  // of the newest packet; where that was a probe, ECHO_PROBE
   uint32_t delay_us;   // 24 bits
   uint8_t path;
   uint16_t received;   // packets, probes and duplicates included
@@ -63,8 +63,8 @@ struct Echo {
   uint16_t waited_us;  // the part of the round trip that the packet spent inside the receiving host
 };
 inline constexpr uint16_t QUEUE_OVERFLOWED_US = UINT16_MAX;
-// The newest on the path was a probe: its number is in the low half. The index is behind the last packet of any
-// credit, so no data packet has such an immediate.
+// The newest packet of the path was a probe, whose number is in the low half. No data packet has such an immediate: the
+// index in it lies behind the last packet of any credit.
 inline constexpr uint32_t ECHO_PROBE = 0xFFFF'0000;
 inline constexpr uint32_t ECHO_DELAY_MAX_US = 0xFF'FFFF;
 
@@ -76,7 +76,7 @@ struct Advert {
   uint64_t key, signature, message_bytes;  // first part only; later parts continue the message before
 };
 
-// Words as they lie in the packet, unaligned.
+// 64-bit words in a packet, where they may be unaligned.
 class WordView {
  public:
   WordView() = default;
@@ -99,8 +99,8 @@ struct Sack {
   WordView words;  // bit 0 of word 0 is packet first_missing & ~63
 };
 
-// Fills one control payload from front to back in the order of the byte table; an add that does not fit
-// (or is out of order) leaves it unchanged and returns false.
+// Fills one control payload from front to back in the order of the byte table. An entry that does not fit leaves the
+// payload unchanged, and its call returns false.
 class ControlWriter {
  public:
   explicit ControlWriter(std::span<std::byte> out) : out_(out) {}
@@ -122,7 +122,7 @@ class ControlWriter {
   size_t used_ = CONTROL_HEADER_BYTES;
 };
 
-// Reads a payload; `parse` checks its structure as a whole, so that the walks need no more checks.
+// Reads a payload. `parse` checks its whole structure first, so that the other calls need no checks.
 class ControlReader {
  public:
   bool parse(std::span<const std::byte> payload);

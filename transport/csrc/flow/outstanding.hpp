@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The packets that are sent and not yet acknowledged: found by immediate, kept in order of sending.
 //
-// A fixed slab of records, a hash index over their immediates (unique among unacknowledged packets), and
-// lists threaded through the records. Nothing allocates after construction; every operation is O(1).
+// A fixed set of records, a hash table over their immediates (unique among unacknowledged packets), and lists linked
+// through the records. Nothing allocates after construction; every operation is O(1).
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -18,7 +18,7 @@ struct Record {
   DataOut packet;
   uint64_t sent_us;
   uint64_t order;   // running number of the transmission on its path
-  uint64_t serial;  // and over all paths
+  uint64_t serial;  // running number of the transmission over all paths
   uint32_t previous, next;
   uint16_t path, moved_from;  // moved_from: by a probe, which asks what became of this path; else the same
   uint8_t transmissions;

@@ -6,8 +6,8 @@
 namespace sennit::flow {
 namespace {
 
-// A control may be lost. Would the next one keep silent about a credit in which nothing happened since, its
-// packets would look lost beside younger ones of their path.
+// In how many controls a change of a credit is reported, because a control may be lost. If the next control then left
+// the credit out, its packets would look lost beside later packets of their path.
 constexpr uint8_t SACK_REPORTS = 3;
 
 }  // namespace

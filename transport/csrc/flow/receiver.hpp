@@ -23,25 +23,25 @@ class Receiver {
   void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys);
 
   Verdict locate(uint32_t immediate, uint64_t address, uint32_t rkey, uint32_t size_bytes, Placement& out) const;
-  // What a completion without RETH can be checked for.
+  // As much of `locate` as can be checked without the RETH, which a completion does not show.
   Verdict classify(uint32_t immediate, uint32_t size_bytes) const;
   struct Arrival {
     bool in_order;
     bool message_complete;
-    bool is_last_packet;  // of its credit: what is missing now was lost, or is on another path
+    bool is_last_packet;  // of its credit: packets that are missing now were lost, or are on another path
     uint64_t credit;
   };
   // After classify said `place`. A complete message adds its event to `events`.
   Arrival on_data(uint32_t immediate, SequenceRing<Event>& events);
-  // The sender repeats itself: its credit's state goes into the next control again.
+  // The sender repeated a packet: the state of its credit goes into the next control again.
   void on_duplicate(uint32_t immediate);
-  // The next control says of every credit what is there of it.
+  // The next control reports every open credit.
   void report_all();
   // Places of the next packets: behind the newest arrival, or from the packet that `immediate` names on.
   size_t predict(std::span<Placement> out) const;
   size_t predict_from(uint32_t immediate, std::span<Placement> out) const;
 
-  // Adverts the peer has seen, by its own word or by its data. False: more than there are.
+  // False: the peer claims to have seen more adverts than there are.
   bool check_seen(const ControlHeader& header) const;
   // True when the peer has seen more than before.
   bool on_seen(const ControlHeader& header) { return on_seen_below(nearest<32>(header.credits_seen, seen_below_)); }
@@ -50,7 +50,7 @@ class Receiver {
   bool has_unseen_adverts() const { return seen_below_ < next_credit_; }
   // When the oldest of them was last sent; 0: not yet.
   uint64_t oldest_unseen_sent_us() const { return credit(seen_below_).advert_sent_us; }
-  // A bulk message stopped in the middle, or arrives right now.
+  // Part of a bulk message has arrived, and part is missing.
   bool has_partial() const { return partial_credits_ != 0; }
   bool has_open() const { return completed_below_ < next_credit_ || !waiting_.empty(); }
 
@@ -61,7 +61,7 @@ class Receiver {
   bool has_postponed_sacks() const { return sacks_postponed_; }
   void write_adverts(ControlWriter& writer, uint64_t now_us);
   void clear();
-  // Since the start: packets of all credits opened so far, and those of them that are here.
+  // Since the start: packets of all credits opened so far, and how many of them have arrived.
   uint64_t opened_packets() const { return opened_packets_; }
   uint64_t received_packets() const { return received_packets_; }
   uint64_t open_credits() const { return next_credit_ - completed_below_; }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recycled entropies: what just delivered without a mark is used again (Bonato et al., REPS: Recycled Entropy
-// Packet Spraying for Adaptive Load Balancing and Failure Mitigation, arXiv 2407.21625).
+// Recycled entropies: a path that just delivered packets without a mark is used again (Bonato et al., REPS: Recycled
+// Entropy Packet Spraying for Adaptive Load Balancing and Failure Mitigation, arXiv 2407.21625).
 //
-// Arrivals without a mark put their path into a small ring; a batch takes the oldest of the ring, or of the two
-// oldest the one that is faster by measured delay. So a slow path, which returns fewer entropies, gets fewer
-// batches. With an empty ring, and for each eighth batch, the paths are explored in turn: a path that is not
-// used returns nothing, and would stay forgotten after it recovers.
+// Unmarked arrivals put their path into a small ring. A batch takes one of the two oldest paths of the ring: the one
+// with the smaller measured delay. So a slow path, which returns fewer entropies, gets fewer batches. When the ring is
+// empty, and for every eighth batch, the paths take turns: a path that is not used returns nothing, and would stay
+// forgotten after it recovers.
 #include <algorithm>
 #include <array>
 #include <vector>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr uint32_t RING_COUNT = 64;
 constexpr uint32_t EXPLORE_EVERY = 8;
-// The mean batch is taken over so many of the last ones.
+// The mean batch size is taken over this many recent batches.
 constexpr uint64_t BATCHES_REMEMBERED = 1'024;
 
 class Reps final : public PathPolicy {
@@ -32,7 +32,7 @@ class Reps final : public PathPolicy {
       if (first != Paths::NONE) {
         const uint32_t second = take(now_us, paths, avoided);
         if (second == Paths::NONE) return first;
-        // Both go back in order of age but for the one that is used.
+        // The one that is not used goes back in front, where it was.
         const bool is_second_faster = paths[second].round_trip.smoothed_us() < paths[first].round_trip.smoothed_us();
         put_back(is_second_faster ? first : second);
         return is_second_faster ? second : first;
@@ -54,8 +54,8 @@ class Reps final : public PathPolicy {
   }
 
  private:
-  // A NIC sends packets one by one, a GSO send carries 64 KiB. What is still on its way counts as a batch that brought
-  // nothing, so entropies return rather too early than never.
+  // How many packets a batch has depends on the port: a NIC sends them one by one, a GSO send carries 64 KiB. Batches
+  // in flight count as if they had brought nothing, so that entropies return too early rather than never.
   uint32_t mean_batch_packets() {
     if (batches_ >= BATCHES_REMEMBERED) {
       batches_ /= 2;
@@ -68,7 +68,7 @@ class Reps final : public PathPolicy {
     ring_[end_++ % RING_COUNT] = path;
   }
   void put_back(uint32_t path) { ring_[--first_ % RING_COUNT] = path; }
-  // Entropies that went bad, are to be skipped or are full meanwhile are forgotten on the way.
+  // Drops paths that meanwhile went bad, are to be skipped or have reached their limit.
   uint32_t take(uint64_t now_us, const Paths& paths, uint32_t avoided) {
     while (first_ != end_) {
       const uint32_t path = ring_[first_++ % RING_COUNT];
@@ -78,7 +78,7 @@ class Reps final : public PathPolicy {
   }
   std::array<uint32_t, RING_COUNT> ring_{};
   uint64_t first_ = RING_COUNT, end_ = RING_COUNT;  // never below 0 by put_back
-  std::vector<uint32_t> returned_;                  // arrivals not worth a batch yet, by path
+  std::vector<uint32_t> returned_;                  // by path: arrivals that do not make up a batch yet
   uint32_t cursor_;
   uint64_t choices_ = 0;
   uint64_t batches_ = 0, arrived_packets_ = 0;

@@ -19,16 +19,16 @@
 
 namespace sennit::flow {
 
-// Adverts whose predecessors have not arrived: on several paths controls overtake each other all the time, and one
-// that is thrown away is missed for a round trip.
+// Adverts that arrived before their predecessors. On several paths controls overtake each other all the time, and an
+// advert that is thrown away costs a round trip.
 class EarlyAdverts {
  public:
-  // `number` lies less than CREDIT_WINDOW above the next one that is taken.
+  // `number` is less than CREDIT_WINDOW above the next number to be taken.
   void keep(uint64_t number, const Advert& advert) {
     if (cells_.empty()) cells_.resize(CREDIT_WINDOW);  // most flows on one path never need them
     cells_[number % CREDIT_WINDOW] = {number, advert};
   }
-  // Null: it has not come.
+  // Null: it has not arrived.
   const Advert* find(uint64_t number) const {
     if (cells_.empty()) return nullptr;
     const Cell& cell = cells_[number % CREDIT_WINDOW];
@@ -48,31 +48,31 @@ class Sender {
  public:
   explicit Sender(const FlowConfig& config);
 
-  // `advert_id` is the event's. Empty on success, else what is wrong with the call.
+  // `advert_id` is that of the event. Returns null on success, else what is wrong with the call.
   const char* transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
   bool has_unsent() const;
   DataOut take_unsent();  // has_unsent() first
-  // Of the credit that a packet not acknowledged yet belongs to.
+  // The keys of the credit that an unacknowledged packet belongs to.
   const Keys& keys_of(uint32_t immediate) const;
   bool has_backlog() const { return !to_send_.empty(); }
-  // There is more to send, and only the receiver's grant stands against it.
+  // There is more to send, and only the receiver's grant prevents it.
   bool is_out_of_grant() const { return is_within_reach() && sent_packets_ >= granted_packets_; }
-  // The receiver limits what is on the way to it at all.
+  // The receiver limits what is in flight to it.
   bool is_granted_narrowly() const { return granted_packets_ - sent_packets_ < GRANT_UNLIMITED_PACKETS / 2; }
   uint64_t granted_packets() const { return granted_packets_; }
-  // (Not by nearest<32>: an old count from before the start would be a huge one.)
+  // Not computed by nearest<32>: there, an old count from before the start would become a huge one.
   void on_granted(uint32_t granted) {
     const auto more = static_cast<int32_t>(granted - static_cast<uint32_t>(granted_packets_));
     if (more > 0) granted_packets_ += static_cast<uint32_t>(more);
   }
-  // Transfers not wholly acknowledged.
+  // Transfers that are not acknowledged completely.
   uint64_t open_transfers() const { return open_transfers_; }
-  // Data is on its way into credits of the peer.
+  // Some credit of the peer is partly sent and not acknowledged completely.
   bool has_unacknowledged() const { return partial_credits_ != 0; }
 
-  // Whether a control payload is possible at all; nothing is changed before it is.
+  // Whether a control payload is consistent with what was sent. Must be true before any of it is applied.
   bool check(const ControlReader& control) const;
-  // Acknowledgements, then adverts. Both add events.
+  // First the acknowledgements, then the adverts. Both add events.
   void apply_acks(uint64_t now_us, const ControlReader& control, Recovery& recovery, SequenceRing<Event>& events);
   // True when new adverts came.
   bool apply_adverts(const ControlReader& control, SequenceRing<Event>& events);
@@ -101,9 +101,9 @@ class Sender {
   };
 
   bool is_within_reach() const;
-  // Of the newest message, not advertised yet.
+  // The bytes of the newest message that are not advertised yet.
   uint64_t missing_bytes() const;
-  // Whether `advert` may follow where the newest message misses so many bytes, which are then less by its part.
+  // Whether `advert` may come next while the newest message lacks `missing_bytes`. Takes the advert's part off them.
   bool is_possible(const Advert& advert, uint64_t& missing_bytes) const;
   void accept(const Advert& advert, SequenceRing<Event>& events);
   Credit& credit(uint64_t number) { return credits_[number]; }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A window by delay and ECN.
+// A window that follows delay and ECN marks.
 //
-// Delay as in Swift (Kumar et al., SIGCOMM 2020): a target for the queueing in the fabric, the waits inside the
-// hosts taken off; additive increase below it, a decrease in proportion to the excess above it, once a round
-// trip. ECN as in DCTCP (RFC 8257): a decrease by half the smoothed fraction of marked packets. Each path judges
-// its own round trips, and takes only its share of the window: the other paths have their own queues.
-// Loss alone is no sign of congestion, except for much of a round trip's packets at once.
+// Delay as in Swift (Kumar et al., SIGCOMM 2020): there is a target for the queueing delay in the fabric, which leaves
+// out the waits inside the hosts. Below the target the window increases additively; above it, it decreases once a round
+// trip in proportion to the excess. ECN as in DCTCP (RFC 8257): the window decreases by half the smoothed fraction of
+// marked packets. Each path judges its own round trips and takes only its share of the window, since other paths have
+// other queues. Loss is a sign of congestion only where a large part of a round trip's packets is lost at once.
 #include <algorithm>
 #include <vector>
 
@@ -15,8 +15,8 @@ namespace sennit::flow {
 namespace {
 
 constexpr double WINDOW_MIN_PACKETS = 2;
-// Half a MiB of full packets: a round trip of the loopback interface at its speed, so that a start costs nothing
-// there. Receivers keep the sum over their senders small (ReceiveBudget).
+// Half a MiB of full packets: what the loopback interface carries in a round trip, so that starting costs nothing
+// there. Receivers limit the sum over their senders (ReceiveBudget).
 constexpr double WINDOW_START_PACKETS = 128;
 constexpr double INCREASE_PACKETS = 4;    // a round trip
 constexpr double DELAY_GAIN = 0.8;        // Swift's beta
@@ -43,7 +43,7 @@ class Swift final : public CongestionControl {
     round.received += feedback.received_packets;
     round.marked += feedback.marked_packets;
     if (feedback.fabric_us != 0) round.least_queue_us = std::min(round.least_queue_us, feedback.queue_us());
-    // A window that the program does not fill says nothing about a larger one.
+    // If the program does not fill the window, success says nothing about a larger one.
     const bool is_filled = in_flight_packets + feedback.received_packets >= window_ / 2;
     const bool is_clear = feedback.marked_packets == 0 && static_cast<double>(feedback.queue_us()) < target_us_ / 2;
     if (is_filled && is_clear) {
@@ -71,11 +71,11 @@ class Swift final : public CongestionControl {
     round.marked_fraction += MARKED_GAIN * (round.marked / received - round.marked_fraction);
     double decrease = 0;
     if (round.marked != 0) {
-      // The first marks end the start at once; the average would take sixteen round trips to notice.
+      // The first marks end the start at once. The smoothed fraction alone would take sixteen round trips to rise.
       if (is_starting_) round.marked_fraction = std::max(round.marked_fraction, round.marked / received);
       decrease = round.marked_fraction / 2;
     }
-    // The least delay of the round: a standing queue, not our own burst.
+    // The least delay of the round shows a standing queue and not this flow's own burst.
     if (round.least_queue_us != UINT64_MAX) {
       const auto queue_us = static_cast<double>(round.least_queue_us);
       if (queue_us > target_us_) decrease = std::max(decrease, DELAY_GAIN * (queue_us - target_us_) / queue_us);
