@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a REDUCE computes, bit for bit, in NumPy: the reference of the native kernels.
+"""The exact result of a REDUCE in NumPy: the reference of the native kernels.
 
 docs/reference/plans.md defines it under "Arithmetic".
 """
@@ -16,7 +16,7 @@ from sennit.transport.elements import COMPLEXES, Dtype, ReduceOp, check_reducibl
 
 Array: TypeAlias = npt.NDArray[Any]
 
-# How elements lie in memory; complex numbers are pairs, bfloat16 is its bits.
+# How elements lie in memory. A complex number is a pair; bfloat16 is stored as its bits.
 _STORED: Final[dict[Dtype, str]] = {
     Dtype.U8: "u1", Dtype.I8: "i1", Dtype.I16: "i2", Dtype.I32: "i4", Dtype.I64: "i8",
     Dtype.F16: "f2", Dtype.BF16: "u2", Dtype.F32: "f4", Dtype.F64: "f8",
@@ -48,7 +48,7 @@ def widen(data: Array, dtype: Dtype) -> Array:
 
 
 def narrow(values: Array, dtype: Dtype) -> Array:
-    """Accumulators as stored bytes, rounded to nearest even."""
+    """Accumulators to stored bytes, rounded to nearest even."""
     if dtype is Dtype.BF16:
         bits = np.ascontiguousarray(values).view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -61,7 +61,7 @@ def narrow(values: Array, dtype: Dtype) -> Array:
 def fold(operands: Sequence[Array], dtype: Dtype, op: ReduceOp, *, world: int, scalar: float = 1.0) -> Array:
     """The left fold of byte arrays of equal size, as bytes."""
     check_reducible(dtype, op)
-    # Overflow to infinity and NaN from infinities are results here, not accidents.
+    # Overflow to infinity and NaN from infinities are expected results here.
     with np.errstate(all="ignore"):
         total = _prepare(operands[0], dtype, op, scalar)
         for operand in operands[1:]:
@@ -75,7 +75,7 @@ def _prepare(operand: Array, dtype: Dtype, op: ReduceOp, scalar: float) -> Array
     values = widen(operand, dtype)
     if op is not ReduceOp.PREMUL_SUM:
         return values
-    # Integers: by way of 64 bits, so that the factor wraps as two's complement does.
+    # Integers are converted to 64 bits, so that the factor wraps as two's complement does.
     factor = np.array(scalar if values.dtype.kind == "f" else int(scalar)).astype(values.dtype)
     scaled: Array = values * factor
     return scaled
@@ -102,6 +102,6 @@ def _divide(total: Array, world: int) -> Array:
         quotient = total.astype(np.uint64) // np.uint64(world)
     else:
         wide = total.astype(np.int64)
-        # Floor division rounds down; towards zero is wanted.
+        # Floor division rounds down; rounding towards zero is wanted.
         quotient = wide // world + ((wide < 0) & (wide % world != 0))
     return quotient.astype(total.dtype)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives over NumPy arrays: the short way to use the transport without torch.
+"""Collectives over NumPy arrays: the simple way to use the transport without torch.
 
-Blocking, and deliberately plain: arrays in, new arrays out. Ranks pass arrays of one shape and type where the
-operation needs that; a disagreement is found by the core and raised as MismatchError.
+Blocking and plain: arrays in, new arrays out. Where an operation needs it, ranks pass arrays of one shape and type. The
+core finds a disagreement and raises MismatchError.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DTYPES: Final[dict[str, Dtype]] = {
 }  # fmt: skip
 
 
-# The type code of what has no arithmetic; codes from 0x80 up are torch's (runtime/backend/csrc).
+# The type code of types without arithmetic. Codes from 0x80 up are torch's (runtime/backend/csrc).
 OTHER_TYPE: Final = 0x7F
 
 
@@ -51,7 +51,7 @@ class Operation(Protocol):
 
 
 class ArrayCollectives(ABC):
-    """Mixed into `Communicator`, which posts the plans."""
+    """A mixin of `Communicator`, which posts the plans."""
 
     rank: int
     world: int
@@ -78,7 +78,7 @@ class ArrayCollectives(ABC):
         return output
 
     def reduce(self, array: Array, root: int, op: ReduceOp = ReduceOp.SUM, *, scalar: float = 1.0) -> Array | None:
-        """The fold at `root`, None elsewhere."""
+        """The fold at `root`; None elsewhere."""
         given, dtype = _contiguous(array), dtype_of(array)
         output = np.empty_like(given) if self.rank == root else None
         plan = _Call(algorithms.reduce, self, elements=given.size, dtype=dtype, op=op, root=root, in_place=False)
@@ -88,7 +88,7 @@ class ArrayCollectives(ABC):
     def reduce_scatter(
         self, array: Array, op: ReduceOp = ReduceOp.SUM, *, counts: Sequence[int] | None = None, scalar: float = 1.0
     ) -> Array:
-        """This rank's share of the fold along the first axis: `counts[rank]` rows, by default equal shares."""
+        """This rank's share of the fold along the first axis: `counts[rank]` rows, equal shares by default."""
         given, dtype = _contiguous(array), dtype_of(array)
         rows = _splits("counts", counts, given, self.world)
         output = np.empty((rows[self.rank], *given.shape[1:]), given.dtype)
@@ -100,14 +100,14 @@ class ArrayCollectives(ABC):
         return output
 
     def broadcast(self, array: Array, root: int) -> Array:
-        """The root's array; the others' give shape and type."""
+        """The root's array. The other ranks' arrays give shape and type."""
         data = array.copy(order="C")
         plan = _Call(algorithms.broadcast, self, elements=data.size, root=root, **_movement(data))
         self._run(plan, [data])
         return data
 
     def allgather(self, array: Array, *, counts: Sequence[int] | None = None) -> Array:
-        """All ranks' arrays along the first axis; `counts` are their rows where they differ."""
+        """All ranks' arrays along the first axis. `counts` gives their rows if they differ."""
         given = _contiguous(array)
         rows = tuple(counts) if counts is not None else (given.shape[0],) * self.world
         if len(rows) != self.world or rows[self.rank] != given.shape[0]:
@@ -119,7 +119,7 @@ class ArrayCollectives(ABC):
         return output
 
     def gather(self, array: Array, root: int) -> Array | None:
-        """At `root` all ranks' equally shaped arrays, stacked along a new first axis; None elsewhere."""
+        """At `root`, all ranks' equally shaped arrays stacked along a new first axis; None elsewhere."""
         given = _contiguous(array)
         output = np.empty((self.world, *given.shape), given.dtype) if self.rank == root else None
         plan = _Call(algorithms.gather, self, counts=(given.size,) * self.world, root=root, **_movement(given))
@@ -127,7 +127,7 @@ class ArrayCollectives(ABC):
         return output
 
     def scatter(self, array: Array, root: int) -> Array:
-        """Row `rank` of the root's array; elsewhere `array` gives the row's shape and type."""
+        """Row `rank` of the root's array. Elsewhere `array` gives the row's shape and type."""
         given = _contiguous(array)
         if self.rank == root and given.shape[:1] != (self.world,):
             raise ArgumentError(f"the root's array has shape {given.shape}; allowed: {self.world} rows")
@@ -139,7 +139,10 @@ class ArrayCollectives(ABC):
     def alltoall(
         self, array: Array, *, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
     ) -> Array:
-        """Rows of the first axis to and from every rank: `send_counts[j]` to rank j, by default equal shares."""
+        """Exchanges rows of the first axis with every rank:
+
+        `send_counts[j]` rows to rank j, equal shares by default.
+        """
         given = _contiguous(array)
         sent = _splits("send_counts", send_counts, given, self.world)
         received = tuple(recv_counts) if recv_counts is not None else sent
@@ -194,12 +197,12 @@ class _Call:
 
 
 def _contiguous(array: Array) -> Array:
-    # Not ascontiguousarray: that makes a scalar a vector.
+    # Not ascontiguousarray: it turns a scalar into a vector.
     return array if array.flags.c_contiguous else array.copy(order="C")
 
 
 def _movement(array: Array) -> dict[str, int]:
-    """What data movement knows of elements; types without arithmetic share a code, and differ by size only."""
+    """The type code for data movement. Types without arithmetic share a code and differ only in size."""
     if array.dtype.hasobject:
         raise ArgumentError(f"dtype {array.dtype.str}; allowed: any without Python objects")
     dtype = _DTYPES.get(array.dtype.name)

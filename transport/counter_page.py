@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters that Python keeps where other processes read them: the writer beside `counters`, the reader.
+"""Writes Python's counters to a file that other processes read. `counters` is the reader.
 
 The file is that of the native core's counters (docs/reference/counters.md, "The file"; telemetry/counter_page.hpp).
 """
@@ -30,9 +30,9 @@ class CounterPage:
     """A page of this process, until it is closed or the process ends."""
 
     def __init__(self, rank: int, world_size: int, folder: Path = counters.FOLDER) -> None:
-        """Where the file cannot be made (no such folder, or full), counters are kept for this process alone."""
+        """If the file cannot be created (no such folder, or full), only this process sees the counters."""
         self.path: Path | None = None
-        """None where there is no file."""
+        """None without a file."""
 
         self._used_bytes = 0
         self._names = 0
@@ -59,9 +59,9 @@ class CounterPage:
     def add(
         self, group: str, names: Sequence[str], *, peer: int | None = None, path: int | None = None
     ) -> NDArray[np.uint64]:
-        """Zeroed counters, one for each name: what is written to them others see at once.
+        """Zeroed counters, one for each name. Others see every write at once.
 
-        ValueError where the page has no room for so many.
+        Raises ValueError if the page has no room for them.
         """
         self._names += 1
         nobody = counters.NONE
@@ -82,7 +82,7 @@ class CounterPage:
         if end > FILE_BYTES:
             raise ValueError(f"a page of counters with {end} bytes; allowed: {FILE_BYTES}")
         self._memory[self._used_bytes : end] = content
-        # Last, since a reader takes what is below it.
+        # Written last, because readers trust everything before it.
         np.frombuffer(self._memory, np.uint64, 1, counters.USED_BYTES_OFFSET)[0] = self._used_bytes = end
 
 
@@ -92,7 +92,10 @@ def _record(kind: int, names: int, peer: int, path: int, payload: bytes) -> byte
 
 
 def _unnamed_file(folder: Path) -> tuple[int, mmap.mmap]:
-    """Locked, and with all its memory: running out later would be a SIGBUS. It gets a name when it has content."""
+    """A locked file with all its memory allocated:
+
+    running out later would be a SIGBUS. It is named once it has content.
+    """
     descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -106,14 +109,14 @@ def _unnamed_file(folder: Path) -> tuple[int, mmap.mmap]:
 def _give_name(descriptor: int, folder: Path, name: str) -> None:
     into = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Only with a folder's descriptor Python follows the symbolic link.
+        # Only with a folder's descriptor does Python follow the symbolic link.
         os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=into, follow_symlinks=True)
     finally:
         os.close(into)
 
 
 def _remove_orphans(folder: Path) -> None:
-    """Pages of this user whose writers were killed: they are kept for readers until somebody makes another one."""
+    """Pages of this user whose writers were killed. Readers keep them until somebody creates another page."""
     for path in folder.glob(counters.PATTERN):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -127,6 +130,6 @@ def _remove_orphans(folder: Path) -> None:
 
 
 def _end(descriptor: int, path: Path, process: int) -> None:
-    if os.getpid() == process:  # not at the end of a process that was forked
+    if os.getpid() == process:  # not at the end of a forked process
         path.unlink(missing_ok=True)
     os.close(descriptor)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the counters of ranks of this machine, while they run and after a kill (docs/reference/counters.md).
+"""Reads the counters of this machine's ranks, while they run and after a kill (docs/reference/counters.md).
 
-Each process group keeps its counters in a file of /dev/shm that the native core counts in (telemetry/counter_page.hpp).
-Reading one costs its rank nothing.
+Each process group keeps its counters in a file of /dev/shm that the native core writes (telemetry/counter_page.hpp).
+Reading it costs the rank nothing.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ NONE: Final = 0xFFFFFFFF
 
 
 class PageError(FormatError):
-    """A file that is no page of counters, or one of another version."""
+    """The file is not a page of counters, or of another version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """Counters that belong together."""
+    """One group of counters."""
 
     group: str
-    """What they are about: engine, shm, udp_send, udp_receive, verbs, flow or path."""
+    """The subject: engine, shm, udp_send, udp_receive, verbs, flow or path."""
     peer: int | None
     path: int | None
     values: dict[str, int]
@@ -48,22 +48,22 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """What one rank has counted, at one moment."""
+    """The counters of one rank at one moment."""
 
     file: Path
     rank: int
     world: int
     process: int
-    """As the rank itself sees its number."""
+    """The number that the rank itself sees."""
     began_ns: int
-    """Of CLOCK_BOOTTIME."""
+    """On CLOCK_BOOTTIME."""
     is_alive: bool
     """The rank's process still holds the file."""
     blocks: tuple[Block, ...]
 
     @property
     def number(self) -> str:
-        """Hexadecimal; tells process groups of one process apart."""
+        """Hexadecimal. It tells process groups of one process apart."""
         return self.file.name.rpartition("-")[2]
 
     def total(self, group: str, name: str) -> int:
@@ -72,7 +72,7 @@ class Page:
 
 
 def pages(folder: Path = FOLDER) -> Iterator[Page]:
-    """Every rank of this machine whose counters this user may read; what goes away meanwhile is left out."""
+    """Every rank of this machine whose counters this user may read. Files that vanish meanwhile are skipped."""
     for file in sorted(folder.glob(PATTERN)):
         try:
             yield read(file)
@@ -83,7 +83,7 @@ def pages(folder: Path = FOLDER) -> Iterator[Page]:
 def read(file: Path) -> Page:
     """One rank's counters.
 
-    Raises OSError where the file cannot be read, `PageError` where it is something else or not complete yet.
+    Raises OSError if the file cannot be read, `PageError` if it is something else or not complete yet.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

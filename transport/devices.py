@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RDMA devices as the verbs port finds them: ports, GIDs, packet sizes, counters; and what keeps one from being used.
+"""RDMA devices: ports, GIDs, packet sizes, counters, and what prevents the verbs port from using one.
 
-Reads through pyverbs, the Python face of rdma-core, which is imported when it is first needed. Data is moved by native
-code; this is for choosing a device, for `sennit doctor` and for telling a user what is wrong before anything is tried.
+Reads through pyverbs, the Python interface of rdma-core, imported on first use. Native code moves the data. This module
+chooses a device, feeds `sennit doctor`, and tells a user what is wrong before anything is tried.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SYSFS: Final = Path("/sys/class/infiniband")
 HW_COUNTERS: Final = "hw_counters"
 CRYPTO: Final = Path("/proc/crypto")
 PROCESS_STATUS: Final = Path("/proc/self/status")
-# uapi/linux/capability.h: registers memory beyond the limit
+# uapi/linux/capability.h: lets a process register memory beyond the limit
 CAP_IPC_LOCK: Final = 14
-# A registered ring for each of some ten peers, and the tensors of a small model.
+# A registered ring for each of about ten peers, and the tensors of a small model.
 LOCKED_MEMORY_MIN_BYTES: Final = 64 << 20
-# InfiniBand Architecture Specification 1.4, 10.9.2: the upper bit of a partition key tells full members.
+# InfiniBand Architecture Specification 1.4, 10.9.2: the upper bit of a partition key marks full members.
 PARTITION_MASK: Final = 0x7FFF
 # The partition of all packets (docs/reference/wire.md).
 PARTITION: Final = 0x7FFF
@@ -40,12 +40,12 @@ MTU_BASE_BYTES: Final = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Gid:
-    """An address of a port, of RoCE version 2: its packets are UDP."""
+    """An address of a port with RoCE version 2, whose packets are UDP."""
 
     index: int
     address: ipaddress.IPv4Address | ipaddress.IPv6Address
     interface: str
-    """The network interface that has it; empty where that is gone."""
+    """The network interface that has it; empty if it is gone."""
 
     @property
     def is_link_local(self) -> bool:
@@ -62,29 +62,29 @@ class Port:
     """As the specification names it: active, down, init, armed."""
     is_ethernet: bool
     mtu_bytes: int
-    """The greatest packet's payload at present, which the interface's MTU decides."""
+    """The largest payload of a packet now. The interface's MTU decides it."""
     gids: tuple[Gid, ...]
-    """Those of RoCE version 2."""
+    """RoCE version 2 GIDs only."""
     partitions: tuple[int, ...]
-    """Partition keys without the bit of full members; two ports talk where they share one."""
+    """Partition keys without the bit of full members. Two ports can talk if they share one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """An RDMA device with what the verbs port asks of it."""
+    """An RDMA device, with what the verbs port needs of it."""
 
     name: str
     firmware: str
     ports: tuple[Port, ...]
     queue_pairs: int
     work_requests: int
-    """Of one queue."""
+    """Work requests of one queue."""
     scatter_entries: int
     completions: int
-    """Of one completion queue."""
+    """Entries of one completion queue."""
     shared_receive_queues: int
     region_bytes: int
-    """The greatest registered region."""
+    """The largest region that can be registered."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Problem:
     what: str
     remedy: str
     is_fatal: bool = True
-    """False: it works, but not as well as it could."""
+    """False if it works, but not as well as it could."""
 
 
 def whats(problems: Sequence[Problem]) -> str:
@@ -106,12 +106,12 @@ def remedies(problems: Sequence[Problem]) -> str:
 
 
 def read_devices() -> tuple[Device, ...]:
-    """Every device of this machine, by name; none is not an error."""
+    """Every device of this machine, by name. Having none is no error."""
     module = _pyverbs("device")
     try:
         names = sorted(entry.name.decode() for entry in module.get_device_list())
     except _pyverbs("pyverbs_error").PyverbsRDMAError:
-        return ()  # a kernel without RDMA: pyverbs raises where it could return an empty list
+        return ()  # a kernel without RDMA: pyverbs raises instead of returning an empty list
     devices = []
     for name in names:
         try:
@@ -123,7 +123,7 @@ def read_devices() -> tuple[Device, ...]:
 
 
 def read_counters(port: Port, sysfs: Path = SYSFS) -> dict[str, int]:
-    """What the device counts at a port (`hw_counters`), under the driver's names; empty where it counts nothing.
+    """The device's counters of a port (`hw_counters`), under the driver's names; empty if it has none.
 
     The kernel asks the device again only after `lifespan` milliseconds, ten if nobody changed it.
     """
@@ -132,7 +132,7 @@ def read_counters(port: Port, sysfs: Path = SYSFS) -> dict[str, int]:
 
 
 def counter_files(folder: Path) -> list[Path]:
-    """A file for each counter of a port: all but the driver's setting that stands among them."""
+    """A file for each counter of a port, without the driver's setting in the same folder."""
     return [path for path in sorted(folder.iterdir()) if path.name != "lifespan"]
 
 
@@ -142,7 +142,7 @@ def usable_ports(devices: Sequence[Device]) -> list[Port]:
 
 
 def port_problems(port: Port) -> list[Problem]:
-    """What keeps a port from being used."""
+    """What prevents using a port."""
     name = f"port {port.number} of {port.device}"
     if not port.is_ethernet:
         return [Problem(what=f"{name} is InfiniBand; sennit speaks RoCE version 2", remedy="use an Ethernet port")]
@@ -161,7 +161,7 @@ def port_problems(port: Port) -> list[Problem]:
 
 
 def pair_problems(near: Port, far: Port) -> list[Problem]:
-    """What keeps two ports from understanding each other."""
+    """What prevents two ports from talking to each other."""
     found = []
     if near.mtu_bytes != far.mtu_bytes:
         what = f"packets of {near.mtu_bytes} bytes on {near.device} and of {far.mtu_bytes} on {far.device}"
@@ -179,12 +179,12 @@ def pair_problems(near: Port, far: Port) -> list[Problem]:
 
 
 def machine_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module")) -> list[Problem]:
-    """What keeps any device of this machine from being used."""
+    """What prevents using any device of this machine."""
     return locked_memory_problems() + soft_roce_problems(crypto, modules)
 
 
 def locked_memory_problems() -> list[Problem]:
-    """Whether as much memory may be registered as operations need."""
+    """Whether operations may register as much memory as they need."""
     found = []
     limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit_bytes != resource.RLIM_INFINITY and limit_bytes < LOCKED_MEMORY_MIN_BYTES and not _may_lock_memory():
@@ -195,10 +195,10 @@ def locked_memory_problems() -> list[Problem]:
 
 
 def soft_roce_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module")) -> list[Problem]:
-    """What keeps soft-RoCE from having devices."""
+    """What prevents soft-RoCE from having devices."""
     found = []
-    # rxe asks the crypto layer by name, where no dependency of modules tells of it: adding a device then fails
-    # with "No such file or directory".
+    # rxe asks the crypto layer by name, and no module dependency says so. Without it, adding a device fails with
+    # "No such file or directory".
     if (modules / "rdma_rxe").is_dir() and crypto.is_file() and not _has_crc32(crypto.read_text()):
         what = "soft-RoCE (rdma_rxe) is loaded, but the kernel has no crc32 for it"
         found.append(Problem(what=what, remedy="modprobe crc32_generic, then add the device again"))
@@ -206,7 +206,7 @@ def soft_roce_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module"
 
 
 def absence_problems(root: Path = ROOT) -> list[Problem]:
-    """Why this process finds no RDMA device that it can use; asked where it found none."""
+    """Why this process finds no usable RDMA device."""
     devices = _names(root / "sys/class/infiniband")
     if devices:
         nodes = [path for path in (root / "dev/infiniband").glob("uverbs*") if os.access(path, os.R_OK | os.W_OK)]
@@ -282,7 +282,7 @@ def _port(device: str, number: int, context: Any) -> Port:
         try:
             entry = context.query_gid_ex(number, index)
         except _pyverbs("pyverbs_error").PyverbsRDMAError:
-            continue  # an empty place of the table
+            continue  # an empty entry of the table
         if entry.gid_type == ibv.IBV_GID_TYPE_ROCE_V2:
             gids.append(_gid(index, entry))
     return Port(

@@ -81,7 +81,7 @@ def reduce_ops(dtype: Dtype) -> frozenset[ReduceOp]:
 
 
 def check_reducible(dtype: Dtype, op: ReduceOp) -> None:
-    """Raises ArgumentError, naming what is allowed, where `op` means nothing for `dtype`."""
+    """Raises ArgumentError, naming what is allowed, if `op` is not defined for `dtype`."""
     allowed = reduce_ops(dtype)
     if op not in allowed:
         names = ", ".join(sorted(allowed_op.name for allowed_op in allowed))

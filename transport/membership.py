@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Membership: the processes of a group agree, through its store alone, who makes up the group from now on.
+"""Membership: the processes of a group agree through its store who makes up the group from now on.
 
-A group's life is a chain of *epochs*. Epoch 0 is the group as it was made. Whoever wants to be in the next one
-announces itself there and beats; a member that sees everybody it expects (or knows why not) proposes the list of those
-present; the store's compare-and-set makes one proposal the decision, which nobody can change. Nobody who is gone takes
-part, and one store means one decision. The protocol, its timers and its limits: docs/reference/membership.md.
+A group's life is a chain of *epochs*. Epoch 0 is the group as it was made. A process that wants to be in the next
+epoch announces itself there and beats. A member that sees everybody it expects (or knows why not) proposes the list of
+those present. The store's compare-and-set turns one proposal into the decision, which nobody can change. Dead ranks
+take no part, and one store gives one decision. docs/reference/membership.md has the protocol, its timers and limits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sennit.transport.errors import ArgumentError, MismatchError, PeerError, Sen
 from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
 
-# A candidate rewrites its record this often, and reads the others'; slower with many, as each reads all.
+# A candidate rewrites its record this often and reads the others'. With many it is slower, because each reads all.
 BEAT_S: Final = 0.05
 BEAT_S_PER_CANDIDATE: Final = 0.001
-# A candidate whose beats stop for so long has died or given up.
+# A candidate whose beats stop for this long has died or given up.
 STALE_S: Final = 1.0
-# How long a rank that fell silent (not known to be dead) may take to turn up all the same.
+# How long a silent rank (not known to be dead) may take to appear after all.
 SUSPECT_S: Final = 0.5
-# One attempt to connect an epoch that was agreed upon; then the next epoch.
+# One attempt to connect a decided epoch; then the next epoch is tried.
 CONNECT_S: Final = 15.0
 
 Connected = TypeVar("Connected")
@@ -35,17 +35,17 @@ Watch = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """An epoch that was agreed upon, as one of its members sees it."""
+    """A decided epoch, as one of its members sees it."""
 
     epoch: int
     members: tuple[str, ...]
-    """Tokens in the order of ranks: survivors in their old order, then newcomers in the order in which they came."""
+    """Tokens in rank order: survivors in their old order, then newcomers in order of arrival."""
 
     rank: int
-    """This process's."""
+    """This process's token."""
 
     previous_ranks: tuple[int | None, ...]
-    """By new rank: the rank in the group that this process was in; None for those that were not."""
+    """By new rank: the rank in this process's previous group; None for ranks that were not in it."""
 
     @property
     def world(self) -> int:
@@ -53,7 +53,7 @@ class View:
 
 
 class Evidence(Protocol):
-    """What the old communicator knows of its ranks; both may change from call to call."""
+    """What the old communicator knows about its ranks. Both may change from call to call."""
 
     def find_gone(self) -> Collection[int]:
         """Ranks whose processes, or whose ends of the group, are gone."""
@@ -63,7 +63,7 @@ class Evidence(Protocol):
 
 
 class NoEvidence:
-    """A newcomer's."""
+    """A newcomer's witness: it knows nothing."""
 
     def find_gone(self) -> Collection[int]:
         return ()
@@ -74,23 +74,25 @@ class NoEvidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What a member asks of the next epoch."""
+    """A member's requirements for the next epoch."""
 
     timeout_s: float = 60.0
-    """For all of it: agreement, connection, further attempts."""
+    """Deadline for everything: agreement, connection, further attempts."""
 
     wait_s: float = 10.0
-    """How long to wait for ranks that are not here and not known to be gone, and for `expect`."""
+    """How long to wait for ranks that are absent and not known to be gone, and for `expect`."""
 
     min_world: int = 1
-    """With fewer ranks there is no next epoch but an error."""
+    """With fewer ranks, the result is an error instead of an epoch."""
 
     expect: int | None = None
-    """Wait for so many ranks, newcomers included (at most `wait_s`)."""
+    """Wait for this many ranks, newcomers included (at most `wait_s`)."""
 
     exclude: tuple[int, ...] = ()
-    """Old ranks that are not to be in it, alive or not; they need not call. Checked against the group's size by
-    `reform`: 0 to world - 1, without the own rank."""
+    """Old ranks to leave out, alive or not. They need not call.
+
+    Checked against the group's size by `reform`: 0 to world - 1, without the own rank.
+    """
 
     def __post_init__(self) -> None:
         for name, value in (("timeout_s", self.timeout_s), ("wait_s", self.wait_s)):
@@ -113,7 +115,7 @@ class _Candidate:
 
 
 class Membership:
-    """This process's place in the chain of epochs of one group. Not for several threads."""
+    """This process's place in the chain of epochs of one group. Not thread-safe."""
 
     def __init__(self, store: Store, *, name: str, token: str, members: tuple[str, ...], versions: Versions) -> None:
         self._store = CheckedStore(
@@ -130,13 +132,13 @@ class Membership:
 
     @classmethod
     def of_founder(cls, store: Store, *, name: str, rank: int, world: int) -> Membership:
-        """Of a rank that is in the group from its beginning."""
+        """For a rank that is in the group from its beginning."""
         members = tuple(f"rank-{founder}" for founder in range(world))
         return cls(store, name=name, token=members[rank], members=members, versions=Versions.ours())
 
     @classmethod
     def of_newcomer(cls, store: Store, *, name: str) -> Membership:
-        """Of a process that is not in the group yet."""
+        """For a process that is not in the group yet."""
         number = store.add(f"sennit/{name}/membership/newcomers", 1)
         return cls(store, name=name, token=f"newcomer-{number}", members=(), versions=Versions.ours())
 
@@ -155,10 +157,10 @@ class Membership:
     def reform(
         self, terms: Terms, evidence: Evidence, connect: Callable[[View, Watch, float], Connected]
     ) -> tuple[View, Connected]:
-        """Agrees on an epoch and connects it; as many epochs as it takes, all before the deadline.
+        """Agrees on an epoch and connects it. Tries further epochs until the deadline.
 
-        `connect(view, watch, timeout_s)` joins the ranks of `view`; while it waits it calls `watch`, which raises when
-        the attempt is in vain.
+        `connect(view, watch, timeout_s)` joins the ranks of `view`. While it waits it calls `watch`, which raises when
+        the attempt can no longer succeed.
         """
         self._check_excluded(terms)
         deadline_s = time.monotonic() + terms.timeout_s
@@ -195,7 +197,7 @@ class Membership:
                 )
 
     def _agree(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> View:
-        """The first decision from `epoch` on that has this process in it (a member's must be `epoch` itself)."""
+        """The first decision from `epoch` on that includes this process (for a member it must be `epoch` itself)."""
         while True:
             members = self._decide(epoch, terms, evidence, deadline_s, failure)
             if self._token in members:
@@ -215,7 +217,7 @@ class Membership:
             epoch += 1
 
     def _decide(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> tuple[str, ...]:
-        """Takes part in `epoch` until it is decided: by us, as soon as it may, or by another."""
+        """Takes part in `epoch` until it is decided, by this process or another."""
         key = self._key(epoch, "decision")
         if (decided := self._read_decision(epoch)) is not None:
             return decided
@@ -259,7 +261,7 @@ class Membership:
             except (ValueError, TypeError, KeyError):
                 continue
             if (reason := self._versions.mismatch(record)) is not None:
-                # Members go on without it; it learns why from theirs.
+                # Members go on without it. It learns the reason from their record.
                 if self.is_newcomer:
                     raise MismatchError(f"{self._name}: {token} {reason}")
                 continue
@@ -272,7 +274,7 @@ class Membership:
     def _judge(
         self, seen: dict[str, _Candidate], terms: Terms, now_s: float, waited_s: float
     ) -> tuple[set[str], set[str], bool]:
-        """(who is here, whom we wait for, whether nobody more is worth waiting for)."""
+        """(who is here, whom we wait for, whether nobody else is worth waiting for)."""
         fresh = {token: one for token, one in seen.items() if now_s - one.changed_s < STALE_S}
 
         def told(field: str) -> set[str]:
@@ -281,7 +283,7 @@ class Membership:
         excluded = told("exclude")
         present = {token for token, one in fresh.items() if one.is_confirmed and token not in excluded}
         unclear = {token for token, one in fresh.items() if not one.is_confirmed and token not in excluded}
-        # One that announced itself lives, whatever is said of it.
+        # A process that announced itself is alive, whatever others say.
         missing = set(self._members) - fresh.keys() - excluded - told("gone")
         if waited_s >= SUSPECT_S:
             missing -= told("suspects")

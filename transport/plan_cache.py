@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans already compiled and loaded, the least recently used ones dropped: a repeated call compiles nothing."""
+"""Compiled and loaded plans, the least recently used dropped: a repeated call compiles nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sennit.transport.plan import Plan
 
 Loaded = TypeVar("Loaded")
 
-# Room for some hundred plans of 64 MiB operations.
+# Room for several hundred plans of 64 MiB operations.
 DEFAULT_LIMIT_BYTES: Final = 16 << 20
 
 
 class PlanCache(Generic[Loaded]):
-    """Keeps what `load` makes of an encoded plan, at most `limit_bytes` of encoded plans."""
+    """Keeps the results of `load` for encoded plans, at most `limit_bytes` of encoded plans."""
 
     def __init__(self, load: Callable[[bytes], Loaded], limit_bytes: int = DEFAULT_LIMIT_BYTES) -> None:
         self._load = load
@@ -31,13 +31,13 @@ class PlanCache(Generic[Loaded]):
         return self._held_bytes
 
     def get(self, key: Hashable, compile_plan: Callable[[], Plan]) -> Loaded:
-        """The loaded plan of `key`; `compile_plan` runs only if it is not there."""
+        """The loaded plan of `key`. `compile_plan` runs only if it is missing."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
                 self._entries.move_to_end(key)
                 return entry[0]
-        # Without the lock: two threads may compile the same plan, which costs time once but no order.
+        # Without the lock: two threads may compile the same plan, which costs time once and changes nothing.
         data = compile_plan().encode()
         loaded = self._load(data)
         with self._lock:

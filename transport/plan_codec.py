@@ -54,7 +54,7 @@ def _row(step: Step) -> tuple[int, int, int, int, int, int, int, int, int]:
 
 
 def _firsts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where each step's part of a shared table begins."""
+    """Where each step's part of a shared table starts."""
     return np.cumsum(counts) - counts
 
 
@@ -79,7 +79,7 @@ def encode(plan: Plan) -> bytes:
     operands["index"] = [operand.index for operand in flat]
     operands["offset"] = [operand.offset for operand in flat]
 
-    # Steps name what they wait for; the executor wants, for each step, who waits for it.
+    # Steps name what they wait for. The executor needs the reverse: for each step, who waits for it.
     wait_counts = np.fromiter((len(step.after) for step in plan.steps), np.int64, count)
     waiting = np.repeat(np.arange(count), wait_counts)
     awaited = np.fromiter((e for step in plan.steps for e in step.after), np.int64, int(wait_counts.sum()))

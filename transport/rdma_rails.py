@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses of RDMA devices the verbs port uses, one rail an interface, and what two ranks must have in common.
+"""Which addresses of RDMA devices the verbs port uses, one rail per interface, and what two ranks must share.
 
-Ports are read by the native core, which opens libibverbs itself: a rank needs no pyverbs.
+The native core reads the ports and opens libibverbs itself, so a rank needs no pyverbs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ IP_VERSIONS: Final = (6, 4)  # in the order in which rails are paired (docs/refe
 
 @dataclass(frozen=True, kw_only=True)
 class RdmaRail(Rail):
-    """A RoCE v2 address that can be used, and the port that serves it."""
+    """A usable RoCE v2 address, and the port that serves it."""
 
     port: Port
 
@@ -53,7 +53,7 @@ class RdmaRail(Rail):
 
 
 def find_rdma_rails(wanted: Sequence[str] = ()) -> list[RdmaRail]:
-    """The rails of this machine: addresses of the interfaces named, or of the first device that has any."""
+    """The rails of this machine: addresses of the named interfaces, or of the first device that has any."""
     ports, unreadable = read_ports()
     rails = choose_rdma_rails(ports, wanted, unreadable)
     if problems := locked_memory_problems():
@@ -62,7 +62,7 @@ def find_rdma_rails(wanted: Sequence[str] = ()) -> list[RdmaRail]:
 
 
 def read_ports() -> tuple[list[Port], list[Problem]]:
-    """The ports of every device, and what is wrong with those devices that cannot be read."""
+    """The ports of every device, and the errors of devices that cannot be read."""
     from sennit.transport import _core
 
     interfaces = dict(socket.if_nameindex())
@@ -92,7 +92,7 @@ def read_ports() -> tuple[list[Port], list[Problem]]:
 def choose_rdma_rails(
     ports: Sequence[Port], wanted: Sequence[str], unreadable: Sequence[Problem] = ()
 ) -> list[RdmaRail]:
-    """Of each interface named, in their order, its best address; else of each usable port of the first device."""
+    """The best address of each named interface, in their order; else of each usable port of the first device."""
     if not ports:
         raise Unsupported("verbs", _text(unreadable or absence_problems()))
     # A link-local address has a scope, which rendezvous does not carry.
@@ -119,8 +119,10 @@ def choose_rdma_rails(
 
 
 def check_pair(near: Sequence[Record], far: Sequence[Record], peer: int) -> None:
-    """Compares this rank's rails with a peer's, as records. Raises MismatchError where no packet could arrive; where
-    packets are only smaller than they could be, warns."""
+    """Compares this rank's rails with a peer's, both as records.
+
+    Raises MismatchError if no packet could arrive. Warns if packets are only smaller than they could be.
+    """
     for version in IP_VERSIONS:
         for ours, theirs in zip(_of_version(near, version), _of_version(far, version), strict=False):
             for problem in pair_problems(ours, theirs):
@@ -161,7 +163,7 @@ def _of_interface(name: str, rails: Sequence[RdmaRail], ports: Sequence[Port]) -
 
 
 def _best(rails: Sequence[RdmaRail]) -> RdmaRail:
-    """IPv6 first: its packets have no identification under the ICRC (docs/reference/wire.md)."""
+    """IPv6 first: its packets have no identification field under the ICRC (docs/reference/wire.md)."""
     return next((rail for rail in rails if ":" in rail.address), rails[0])
 
 

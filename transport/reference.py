@@ -30,7 +30,7 @@ class PlanFault(SennitError):
 
 @dataclass(slots=True)
 class _Span:
-    """Memory in use by a step: addresses, not buffer numbers, because buffers may overlap."""
+    """Memory in use by a step. Addresses, not buffer numbers, because buffers may overlap."""
 
     low: int
     high: int
@@ -44,10 +44,10 @@ class _Rank:
     buffers: list[Bytes]
     waits: list[int]
     waiters: list[list[int]]
-    # Ready steps that have not started: messages in list order, local work in any.
+    # Ready steps that have not started: messages in list order, local work in any order.
     messages: list[int] = field(default_factory=list)
     local: list[int] = field(default_factory=list)
-    # Started sends and receives, in the order in which they started.
+    # Started sends and receives, in starting order.
     sends: list[int] = field(default_factory=list)
     recvs: list[int] = field(default_factory=list)
     loans: dict[int, Bytes] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class _Rank:
         return self.buffers[buffer][offset : offset + size_bytes]
 
     def claim(self, step: int, data: Bytes, *, writing: bool) -> None:
-        """Marks memory as in use; a fault where another step uses it and one of both writes."""
+        """Marks memory as in use. Raises PlanFault if another step uses it and one of the two writes."""
         low = data.__array_interface__["data"][0]
         span = _Span(low, low + data.size, writing, step)
         for other in self.spans:
@@ -93,7 +93,7 @@ def _flat(array: npt.NDArray[Any]) -> Bytes:
 
 
 class Interpreter:
-    """All ranks' plans over all ranks' buffers; `run` changes the buffers in place."""
+    """All ranks' plans over all ranks' buffers. `run` changes the buffers in place."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class Interpreter:
         if step.buffer is not None:
             data = rank.bytes_at(step.buffer, step.offset, step.size_bytes)
             rank.claim(number, data, writing=True)
-            # From here on the network may write: whoever reads too early reads noise.
+            # From here on the network may write, so a step that reads too early reads noise.
             data[:] = self._noise.integers(0, 256, data.size, np.uint8)
         rank.recvs.append(number)
 

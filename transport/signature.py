@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 64-bit signature that every message of a plan carries, so that ranks which disagree find out.
+"""The 64-bit signature in every message of a plan. Ranks that run different operations find out by it.
 
 Bit layout: docs/reference/plans.md ("Signature"). The core compares signatures on arrival; where they differ it prints
 both in words (`_core.describe_signature`).
@@ -11,7 +11,7 @@ from enum import IntEnum
 
 
 class Kind(IntEnum):
-    """What a plan does, as the top byte of its signature."""
+    """The collective, as the top byte of a signature."""
 
     ALLREDUCE = 1
     REDUCE = 2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of bytes as people write them: '64 KiB'."""
+"""Byte counts as people write them: '64 KiB'."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rendezvous needs of a key-value store, and a small one over a shared folder.
+"""The key-value store that rendezvous needs, and a small one over a shared folder.
 
 Any `torch.distributed` store fits `Store`; `FileStore` serves programs without torch.
 """
@@ -22,14 +22,14 @@ from sennit.transport.errors import DeviceError, PeerError, SennitError, Timeout
 # First and longest pause between two looks at the folder, or at its lock.
 POLL_FIRST_S: Final = 0.001
 POLL_LAST_S: Final = 0.05
-# A lock is held for one small file. Who holds it for so long is stopped (SIGSTOP), or the folder's server is gone.
+# A lock is held for writing one small file. A longer hold means a stopped process (SIGSTOP) or a dead file server.
 LOCK_TIMEOUT_S: Final = 30.0
 
 Result = TypeVar("Result")
 
 
 class Store(Protocol):
-    """The part of torch's Store that is used; `wait` raises (anything) when its time is over."""
+    """The used part of torch's Store. `wait` raises (anything) when its time is over."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -40,22 +40,22 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
 
     def add(self, key: str, amount: int, /) -> int:
-        """Adds to the number at `key`, which begins at 0; the sum."""
+        """Adds to the number at `key`, which starts at 0. Returns the sum."""
         ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Sets `key` if its value is `expected` (empty: if it has none). The value afterwards."""
+        """Sets `key` if its value is `expected` (empty: if it has none). Returns the value afterwards."""
         ...
 
 
 class CheckedStore:
-    """A store whose failures say what they are: stores raise what they like, this one PeerError with the reason.
+    """Gives a store's failures a clear error: stores raise anything, this one PeerError with the reason.
 
-    Errors of ours pass, and so does whatever `wait` raises: only its caller knows whether time was over.
+    Our own errors pass through, and so does whatever `wait` raises: only its caller knows whether time was over.
     """
 
     def __init__(self, store: Store, *, purpose: str, advice: str = "") -> None:
-        """`purpose` begins the message, `advice` ends it."""
+        """The message starts with `purpose` and ends with `advice`."""
         self._store = store
         self._purpose = purpose
         self._advice = advice
@@ -90,7 +90,7 @@ class CheckedStore:
 class FileStore:
     """Keys are files in `folder`, which all ranks see. Use a fresh folder for each run.
 
-    `add` and `compare_set` raise TimeoutError where another process keeps the folder locked for `lock_timeout_s`.
+    `add` and `compare_set` raise TimeoutError if another process locks the folder for `lock_timeout_s`.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
@@ -134,7 +134,7 @@ class FileStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One process at a time. The kernel lets go of the lock of one that dies."""
+        """One process at a time. The kernel releases the lock of a process that dies."""
         path = self._folder / ".lock"
         with path.open("a") as lock:
 
@@ -154,7 +154,7 @@ class FileStore:
 
 
 def _poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it was done in time; looks at least once."""
+    """Whether it was done in time. Checks at least once."""
     deadline_s = time.monotonic() + timeout_s
     pause_s = POLL_FIRST_S
     while not is_done():

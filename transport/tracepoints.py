@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where tracers find the core's tracepoints (docs/reference/tracepoints.md), and what their numbers mean."""
+"""Finds the core's tracepoints (docs/reference/tracepoints.md), and names their numbers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class StepKind(IntEnum):
 
 
 def library() -> Path:
-    """The file with the tracepoints, which every process that uses this installation has mapped.
+    """The file that contains the tracepoints. Every process that uses this installation maps it.
 
-    Raises `Unsupported` where the native core is not built.
+    Raises `Unsupported` if the native core is not built.
     """
     core = importlib.util.find_spec("sennit.transport._core")
     path = Path(core.origin).with_name(LIBRARY) if core is not None and core.origin is not None else None

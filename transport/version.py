@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which versions two processes must share before they exchange anything, and what is said when they do not."""
+"""The versions that two processes must share, and the message if they do not."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-# What ranks say to each other through the store: rendezvous and membership records, plans
-# (docs/reference/plans.md), the shared-memory layout. Raised when any of them changes.
+# What ranks exchange through the store: rendezvous and membership records, plans (docs/reference/plans.md), the
+# shared-memory layout. Increased when any of them changes.
 PROTOCOL_VERSION: Final = 3
-# What ranks send to each other: packets, control payloads, the udp offer (docs/reference/wire.md). Raised when any of
-# them changes, together with flow::CONTROL_VERSION.
+# What ranks send to each other: packets, control payloads, the udp offer (docs/reference/wire.md). Increased when any
+# of them changes, together with flow::CONTROL_VERSION.
 WIRE_REVISION: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """Of one process. The package's version is for people; the other two decide."""
+    """The versions of one process. The package's version is for people; the other two decide."""
 
     package: str
     protocol: int
@@ -25,7 +25,7 @@ class Versions:
 
     @classmethod
     def ours(cls) -> Self:
-        # Late: the package's root imports from here.
+        # Imported late, because the package's root imports this module.
         import sennit
 
         return cls(package=sennit.__version__, protocol=PROTOCOL_VERSION, wire=WIRE_REVISION)
@@ -37,7 +37,7 @@ class Versions:
     def mismatch(self, record: Mapping[str, Any]) -> str | None:
         """Why the writer of `record` cannot talk to us, or None. Raises KeyError for a record without versions.
 
-        A version of the protocol may change everything else in a record, so it is compared first.
+        Another protocol version may change everything else in a record, so it is compared first.
         """
         if record["version"] == self.protocol and record["wire"] == self.wire:
             return None

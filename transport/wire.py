@@ -33,8 +33,8 @@ class Opcode(enum.IntEnum):
     UC_WRITE_ONLY_IMMEDIATE = 0x2B
 
 
-# The checks that a packet passes on arrival, in their order (docs/reference/wire.md). The core drops it at the first
-# one that fails, and counts it under this name.
+# The checks of an arriving packet, in their order (docs/reference/wire.md). The core drops the packet at the first
+# failing check and counts it under this name.
 REFUSALS: Final = (
     "truncated", "bad_opcode", "bad_version", "bad_partition", "bad_pad", "oversized", "bad_length", "unknown_qpn",
     "bad_key", "bad_range", "bad_slot", "bad_icrc",
@@ -42,7 +42,7 @@ REFUSALS: Final = (
 
 
 class WireError(FormatError):
-    """Bytes that are not a packet; `reason` has the name of the native core's counter."""
+    """Bytes that are not a packet. `reason` is the name of the native core's counter."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -107,7 +107,7 @@ class Bth:
 
 @dataclass(frozen=True, kw_only=True)
 class Reth:
-    """RDMA extended transport header, 16 bytes: where the payload goes."""
+    """RDMA extended transport header, 16 bytes: the destination of the payload."""
 
     remote_address: int
     rkey: int
@@ -206,13 +206,13 @@ def icrc(
 
 
 def seal(packet: Packet, source: tuple[str, int], destination: tuple[str, int], *, identification: int = 0) -> bytes:
-    """The UDP payload of `packet`: with its ICRC, least significant byte first."""
+    """The UDP payload of `packet` with its ICRC, least significant byte first."""
     body = packet.push()
     return body + struct.pack("<I", icrc(body, source, destination, identification=identification))
 
 
 def _masked_ip(source: IpAddress, destination: IpAddress, udp_bytes: int, identification: int) -> bytes:
-    """The IP header with what routers may change set to ones."""
+    """The IP header with all fields set to ones that routers may change."""
     if source.version == 6:
         return struct.pack(">IHBB", 0x6FFF_FFFF, udp_bytes, PROTOCOL_UDP, 0xFF) + source.packed + destination.packed
     fields = (0x45, 0xFF, 20 + udp_bytes, identification, IPV4_DO_NOT_FRAGMENT, 0xFF, PROTOCOL_UDP, 0xFFFF)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alltoall: rank i's part j becomes rank j's part i. Parts may be uneven or empty (empty ones are sent too, so
-that ranks which disagree about splits find out)."""
+"""Alltoall: rank i's part j becomes rank j's part i.
+
+Parts may be uneven or empty. Empty ones are sent too, so that ranks that disagree about splits find out.
+"""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from sennit.transport.signature import Kind, signature
 
 
 def barrier(*, world: int, rank: int) -> Plan:
-    """Buffers: none."""
+    """No buffers."""
     builder = PlanBuilder("barrier", world=world, rank=rank, signature=signature(Kind.BARRIER), buffer_bytes=[])
-    # With no buffers of the caller, number 0 is the (empty) scratch buffer.
+    # Without buffers of the caller, number 0 is the (empty) scratch buffer.
     heard: list[int] = []
     for slot in range((world - 1).bit_length()):
         distance = 1 << slot

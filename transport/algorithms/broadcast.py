@@ -11,7 +11,7 @@ from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import Operand, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
-# Large enough that a step costs nothing beside it, small enough that 64 MiB fill a tree of several levels.
+# Large enough that a step's cost is negligible, small enough that 64 MiB fill a tree of several levels.
 DEFAULT_SEGMENT_BYTES: Final = 1_048_576
 
 
@@ -38,7 +38,7 @@ def broadcast(
         buffer_bytes=[size_bytes],
     )
     parent, children = _tree(world, rank, root)
-    # Two ranks have no levels to overlap; the transport cuts a message into packets by itself.
+    # Two ranks have no levels to overlap, and the transport cuts a message into packets by itself.
     for slot, part in enumerate(chunks(size_bytes, segment_bytes if world > 2 else max(size_bytes, 1))):
         after: tuple[int, ...] = ()
         if parent is not None:

@@ -15,14 +15,14 @@ from sennit.transport.algorithms.ranges import Range, copy_local, peers_after, p
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.plan import Operand, PlanBuilder
 
-# A folded chunk goes out this many chunks behind the contributions: by then it has been folded, so that a
-# rank that runs ready steps in list order keeps sending contributions while it folds.
+# A folded chunk is sent this many chunks behind the contributions. By then it has been folded, so a rank that runs
+# ready steps in list order keeps sending contributions while it folds.
 GATHER_LAG_CHUNKS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One owner's part: where each rank has its contribution, and the chunks it is cut into."""
+    """One owner's part: the position of each rank's contribution, and the chunks it is cut into."""
 
     buffer: int
     offset: int
@@ -34,7 +34,10 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """What is folded, and into which buffer: share j's result belongs at `result_offsets[j]` of `result_buffer`."""
+    """The input of the fold, and the place of its results:
+
+    share j's result goes to `result_offsets[j]` of `result_buffer`.
+    """
 
     world: int
     rank: int
@@ -46,7 +49,7 @@ class Fold:
     gather: bool
     """Whether every rank gets every share's result (allreduce)."""
     in_place: bool
-    """Whether results are written over contributions that may not have left yet."""
+    """Whether results overwrite contributions that may still have to be sent."""
 
 
 def add_fold(builder: PlanBuilder, fold: Fold) -> None:
@@ -98,14 +101,14 @@ def _add_gather(
     for peer in peers_before(fold.rank, fold.world):
         if number < len(fold.shares[peer].chunks):
             chunk = fold.shares[peer].chunks[number]
-            # In place, the result lands on the contribution: that one must have left.
+            # In place, the result overwrites the contribution, which must have been sent before.
             after = (sent[peer, number],) if fold.in_place else ()
             offset = fold.result_offsets[peer] + chunk.offset
             builder.recv(peer, 2 * number + 1, fold.result_buffer, offset, chunk.size_bytes, after=after)
 
 
 def _add_alone(builder: PlanBuilder, fold: Fold) -> None:
-    """One rank: the result is the contribution, scaled where the operation scales, and truth values 0 or 1."""
+    """One rank: the result is the contribution, scaled if the operation scales. Booleans become 0 or 1."""
     share, offset = fold.shares[0], fold.result_offsets[0]
     if fold.op is ReduceOp.PREMUL_SUM or fold.dtype is Dtype.BOOL:
         for chunk in share.chunks:

@@ -11,9 +11,9 @@ from typing import Final
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import MAX_LOAN_BYTES, Operand, PlanBuilder
 
-# Shares and chunks begin on cache lines of the vector, so that no two ranks' writes share one.
+# Shares and chunks start on cache lines of the vector, so that no two ranks' writes share one.
 ALIGNMENT_BYTES: Final = 64
-# As large as a loan may be: fewer steps, and still well inside a core's second-level cache.
+# As large as a loan may be: few steps, and still well inside a core's second-level cache.
 DEFAULT_CHUNK_BYTES: Final = MAX_LOAN_BYTES
 # Local copies are cut so that the executor looks at the network in between.
 COPY_PIECE_BYTES: Final = 262_144
@@ -36,7 +36,7 @@ def shares(elements: int, world: int, item_bytes: int) -> list[Range]:
 
 
 def chunks(size_bytes: int, chunk_bytes: int) -> list[Range]:
-    """Consecutive parts of at most `chunk_bytes`; nothing gives one empty chunk, because its message is real."""
+    """Consecutive parts of at most `chunk_bytes`. An empty range gives one empty chunk, because its message is real."""
     if not size_bytes:
         return [Range(0, 0)]
     return [Range(low, min(chunk_bytes, size_bytes - low)) for low in range(0, size_bytes, chunk_bytes)]
@@ -62,7 +62,7 @@ def check_root(root: int, world: int) -> None:
 
 
 def places(counts: Sequence[int], item_bytes: int, first_buffer: int, in_list: bool) -> list[tuple[int, Range]]:
-    """(buffer, range) of every rank's part: each in a buffer of its own, or one after the other in one."""
+    """(buffer, range) of every rank's part: each in its own buffer, or one after another in one buffer."""
     sizes = [count * item_bytes for count in counts]
     if in_list:
         return [(first_buffer + rank, Range(0, size)) for rank, size in enumerate(sizes)]
@@ -76,12 +76,12 @@ def buffer_sizes(counts: Sequence[int], item_bytes: int, in_list: bool) -> list[
 
 
 def peers_after(rank: int, world: int) -> Iterator[int]:
-    """Every other rank, the next one first: at any time each rank sends to another peer."""
+    """Every other rank, the next one first, so that at any time each rank sends to a different peer."""
     return ((rank + step) % world for step in range(1, world))
 
 
 def peers_before(rank: int, world: int) -> Iterator[int]:
-    """Every other rank in the order in which they come to send to `rank` (see `peers_after`)."""
+    """Every other rank in the order in which they send to `rank` (see `peers_after`)."""
     return ((rank - step) % world for step in range(1, world))
 
 
