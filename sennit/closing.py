@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is closed at the end of a `with` block."""
+"""A base class for what is closed at the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends it; once more does nothing."""
+        """Closes it. Another call does nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: how wide they print, and files that options name."""
+"""What the commands share: output width, and checks of files named by options."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-# A file or a pipe has no width of its own; the widest table takes this much.
+# A file or pipe has no width. The widest table needs this much.
 PIPE_WIDTH: Final = 160
-# sysexits.h, EX_UNAVAILABLE: this machine lacks something, and what was said.
+# sysexits.h, EX_UNAVAILABLE: this machine lacks something, and the message says what.
 EXIT_UNAVAILABLE: Final = 69
 FIGURE_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 
 def stdout_console() -> Console:
-    # Late, so that --help stays quick.
+    # Imported late, so that --help stays quick.
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
 
 
 def writable_file(path: Path | None) -> Path | None:
-    """The callback of an option that names a file: makes its folder now, not after minutes of measuring."""
+    """Callback of an option that names a file: creates its folder now, not after minutes of measuring."""
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def writable_file(path: Path | None) -> Path | None:
 
 
 def figure_file(path: Path | None) -> Path | None:
-    """The callback of an option that names a figure."""
+    """Callback of an option that names a figure."""
     if path is not None and path.suffix not in FIGURE_SUFFIXES:
         raise typer.BadParameter(f"{path}; allowed: names that end in {', '.join(FIGURE_SUFFIXES)}")
     return writable_file(path)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sennit doctor`: what this machine can do, why not, and what to do about it.
 
-`examine` gathers, `render` prints for people; `--json` prints the same findings for programs.
+`examine` gathers, `render` prints for people, and `--json` prints the same findings for programs.
 """
 
 import dataclasses
@@ -15,16 +15,16 @@ from sennit.capabilities import Capability, probe
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Something a user wants to do, and the capabilities that it takes."""
+    """Something a user wants to do, and the capabilities that it needs."""
 
     title: str
-    """What would work, as a user says it."""
+    """The user's words for it."""
 
     needs: tuple[str, ...]
-    """Names of capabilities, in the order in which they are reported."""
+    """Names of capabilities, in the order of the report."""
 
     required: bool = False
-    """Without it, sennit is of no use on this machine."""
+    """Without it, sennit is useless on this machine."""
 
 
 QUESTIONS = (
@@ -65,19 +65,19 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Runs every probe; takes a few seconds, mostly the import of torch."""
+    """Runs every probe. Takes a few seconds, mostly for importing torch."""
     return [
         Finding(question=question, capabilities=tuple(probe(name) for name in question.needs)) for question in QUESTIONS
     ]
 
 
 def healthy(findings: list[Finding]) -> bool:
-    """Whether everything that sennit cannot do without is there."""
+    """Whether everything required is there."""
     return all(finding.ok for finding in findings if finding.question.required)
 
 
 def as_json(findings: list[Finding]) -> dict[str, object]:
-    """The findings as plain data; a stable form that programs may rely on."""
+    """The findings as plain data, in a stable form that programs may rely on."""
     return {
         "healthy": healthy(findings),
         "questions": [
@@ -93,7 +93,7 @@ def as_json(findings: list[Finding]) -> dict[str, object]:
 
 
 def render(findings: list[Finding], console: Console) -> None:
-    """A line a question, below it a line a capability, with what to do where it is missing."""
+    """One line per question, below it one line per capability, with what to do if it is missing."""
     width = max(len(name) for question in QUESTIONS for name in question.needs)
     for finding in findings:
         state = Text("ok     ", style="bold green")

@@ -44,7 +44,7 @@ class FormatError(SennitError, ValueError):
 class PeerError(SennitError):
     """A peer died, aborted, reported a failure or never arrived.
 
-    `rank` is that peer, or None where the error is about several (the message names them).
+    `rank` is that peer, or None if the error is about several (the message names them).
     """
 
     def __init__(self, reason: str, rank: int | None = None) -> None:
@@ -62,7 +62,7 @@ class AbortedError(SennitError):
 
 
 class DeviceError(SennitError, OSError):
-    """The operating system refused something; `errno` says what (None where it gave no number)."""
+    """The operating system refused something. `errno` says what (None if it gave no number)."""
 
     def __init__(self, reason: str, errno: int | None = None) -> None:
         text = reason if errno is None else f"{reason}: {os.strerror(errno)}"

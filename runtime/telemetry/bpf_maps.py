@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters as pinned BPF maps: what the pages of live ranks have, for bpftool and other readers of maps.
+"""Counters as pinned BPF maps: the pages of live ranks, for bpftool and other readers of maps.
 
-A map for each group of counters, made from the names on the pages: its BTF has them, so no compiler is needed.
+Each group of counters has a map, made from the names on the pages. Its BTF has the names, so no compiler is needed.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from sennit.transport.counters import Block, Page
 
 FOLDER_NAME: Final = "counters"
 ENTRIES_MAX: Final = 1 << 16
-# There are eight groups of counters; pages may be anybody's.
+# There are eight groups of counters. Any process may write pages.
 MAPS_MAX: Final = 64
 KEY: Final = np.dtype([("page", "<u8"), ("process", "<u4"), ("rank", "<u4"), ("peer", "<i4"), ("path", "<i4")])
-"""The number of a page tells process groups of one process apart; peer and path are -1 where there is none."""
+"""The number of a page tells process groups of one process apart; peer and path are -1 if there is none."""
 NONE: Final = -1
 
 Key = tuple[int, int, int, int, int]
 
 
 class Publisher(Closing):
-    """The maps, and their names in the BPF file system until `close`."""
+    """The maps, pinned in the BPF file system until `close`."""
 
     def __init__(self, bpffs: Path = BPFFS) -> None:
-        """BpfError: no right to, or another process publishes there already."""
+        """Raises BpfError without the right to, or if another process already publishes there."""
         self._folder = PinFolder(FOLDER_NAME, bpffs)
         self.path = self._folder.path
         self._maps: dict[tuple[str, tuple[str, ...]], TypedHash] = {}
         self._keys: dict[tuple[str, tuple[str, ...]], set[Key]] = {}
         self.refused: dict[str, str] = {}
-        """Group of counters -> why there is no map of it."""
+        """Group of counters -> why it has no map."""
 
     def publish(self, pages: Iterable[Page]) -> int:
-        """Makes the maps what the pages of live ranks are now; how many entries they have."""
+        """Updates the maps to the pages of live ranks. Returns the number of entries."""
         before, self._keys = self._keys, {}
         for page in pages:
             if page.is_alive:
@@ -60,7 +60,7 @@ class Publisher(Closing):
         try:
             key = _key(page, block)
             self._map(kind)[key] = tuple(value for name, value in block.values.items() if name != UNUSED)
-        except (BpfError, ValueError, OverflowError) as error:  # too many, or a page that is none of ours
+        except (BpfError, ValueError, OverflowError) as error:  # too many, or a malformed page
             self.refused[block.group] = f"{error}".splitlines()[0]
             return
         self._keys.setdefault(kind, set()).add(key)

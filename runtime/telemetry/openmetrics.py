@@ -14,7 +14,7 @@ CONTENT_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-
 
 
 def render(found: Iterable[samples.Sample]) -> str:
-    """One exposition: a family for each name, in which samples are told apart by their labels."""
+    """One exposition: a family for each name. Labels tell its samples apart."""
     families: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for sample in found:
         labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
@@ -29,7 +29,7 @@ def render(found: Iterable[samples.Sample]) -> str:
 class Handler(http.server.BaseHTTPRequestHandler):
     """Answers GET /metrics."""
 
-    # Somebody who connects and says nothing is let go.
+    # A client that connects and says nothing is disconnected.
     timeout = 5.0
 
     def do_GET(self) -> None:
@@ -48,8 +48,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def server(address: str, port: int) -> http.server.ThreadingHTTPServer:
-    """Bound, to be run by `serve_forever`; port 0 takes a free one.
+    """A bound server, to be run by `serve_forever`; port 0 takes a free port.
 
-    Raises OSError where the address cannot be had.
+    Raises OSError if the address is not available.
     """
     return http.server.ThreadingHTTPServer((address, port), Handler)

@@ -16,12 +16,12 @@ from opentelemetry.sdk.resources import Resource
 from sennit.runtime.telemetry import samples
 
 TIMEOUT_S: Final = 5.0
-"""Of one sending."""
+"""Seconds for one export."""
 METER: Final = "sennit"
 
 
 class _OnDemand(MetricReader):
-    """Hands over what one collection found."""
+    """Hands over the result of one collection."""
 
     def __init__(self, exporter: OTLPMetricExporter) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _OnDemand(MetricReader):
 
 
 class Exporter:
-    """One instrument for each counter, made when it is first seen."""
+    """One instrument for each counter, created when the counter first appears."""
 
     def __init__(self, endpoint: str) -> None:
         self._reader = _OnDemand(OTLPMetricExporter(endpoint=endpoint, timeout=TIMEOUT_S))
@@ -51,7 +51,7 @@ class Exporter:
         self._known: set[str] = set()
 
     def send(self, found: Iterable[samples.Sample] | None = None) -> bool:
-        """Everything of this machine, or what is given, once; False where the collector did not take it."""
+        """Exports all samples of this machine, or the given ones, once. False if the collector did not take them."""
         now: dict[str, list[Observation]] = defaultdict(list)
         gauges = set()
         for sample in samples.read() if found is None else found:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of this machine do now: the difference of two looks at their counters."""
+"""Rates of this machine's ranks: the difference of two readings of their counters."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ REFUSED: Final = tuple(f"ingest_{verdict.name.lower()}" for verdict in Verdict i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRates:
-    """One rank, over the time between two looks; since it began where there was no earlier one."""
+    """One rank, over the time between two readings, or since it began without an earlier one."""
 
     page: Page
     operations_a_second: float
     operation_us: float
-    """Mean time from post to end of those that ended; 0 where none did."""
+    """Mean time from post to end of operations that ended; 0 if none did."""
     sent_bytes_a_second: float
     received_bytes_a_second: float
     retransmitted_share: float
-    """Of the data packets sent over a network."""
+    """Retransmitted share of the data packets sent over a network."""
     rtt_us: int
-    """The largest of its peers'."""
+    """The largest smoothed round trip of its peers."""
     bad_paths: int
     paths: int
     failed_operations: int
 
 
 def difference(now: Page, before: Page | None, passed_s: float) -> RankRates:
-    """`before` is of the same file, `passed_s` earlier; without it, everything counted so far is over `passed_s`."""
+    """`before` is of the same file, `passed_s` earlier.
+
+    Without it, everything counted so far is spread over `passed_s`.
+    """
 
     def grown(*names: tuple[str, str]) -> int:
         return sum(now.total(*name) - (before.total(*name) if before else 0) for name in names)
@@ -66,21 +69,21 @@ class IngestRates:
     page: Page
     records_a_second: float
     bytes_a_second: float
-    """Of the records."""
+    """Payload of the records."""
     batches_a_second: float
     batches_ready: int
     waited_share: float
-    """Of the time, the trainer waited for a batch."""
+    """Share of the time in which the trainer waited for a batch."""
     refused_datagrams: int
-    """So far."""
+    """Total so far."""
     asked_again: int
-    """Times that records were asked for again, so far."""
+    """Records requested again so far."""
     feeders_connected: int
     feeders_lost: int
 
 
 def ingest_difference(now: Page, before: Page | None, passed_s: float) -> IngestRates:
-    """As `difference`, of a page with the counters of an ingest."""
+    """Like `difference`, for a page with ingest counters."""
 
     def total(name: str) -> int:
         return now.total(INGEST, f"ingest_{name}")

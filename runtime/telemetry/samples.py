@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters as monitoring systems take them: a name, labels, a value. Of ranks, and of RDMA devices beside them.
+"""Counters as monitoring systems take them: name, labels, value. From ranks, and from RDMA devices.
 
-Every name has the prefix `sennit_`. What RDMA devices count as well has the name that they use (`STANDARD_NAMES`).
+Every name starts with `sennit_`. A counter that RDMA devices have too gets their name for it (`STANDARD_NAMES`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 from sennit.transport import counters, devices
 
 PREFIX: Final = "sennit_"
-# Ours -> what mlx5 and rxe call the same (drivers/infiniband/hw/mlx5/counters.c, sw/rxe/rxe_hw_counters.c).
+# Our names -> the names in mlx5 and rxe (drivers/infiniband/hw/mlx5/counters.c, sw/rxe/rxe_hw_counters.c).
 STANDARD_NAMES: Final = {
     "data_bytes_sent": "rdma_tx_bytes",
     "data_bytes_received": "rdma_rx_bytes",
@@ -35,7 +35,7 @@ GAUGES: Final = frozenset(
     }
 )
 UNUSED: Final = "none"
-"""The reason that no refused packet has."""
+"""A reason that no refused packet has."""
 DEVICE_GROUP: Final = "device"
 
 
@@ -45,7 +45,7 @@ class Sample:
 
     name: str
     is_gauge: bool
-    """A value of the moment; else a count that only grows."""
+    """True for a momentary value, False for a counter that only grows."""
     labels: dict[str, str]
     value: int
 
@@ -66,18 +66,18 @@ def of_pages(pages: Iterable[counters.Page]) -> Iterator[Sample]:
 
 
 def of_devices(sysfs: Path = devices.SYSFS) -> Iterator[Sample]:
-    """What RDMA devices count at their ports (`hw_counters`), all processes together; nothing without devices."""
+    """Counters of RDMA devices' ports (`hw_counters`), over all processes; nothing without devices."""
     for folder in sorted(sysfs.glob(f"*/ports/*/{devices.HW_COUNTERS}")):
         device, _, port, _ = folder.parts[-4:]
         labels = {"device": device, "port": port, "group": DEVICE_GROUP}
         for file in devices.counter_files(folder):
             try:
                 value = int(file.read_text())
-            except (OSError, ValueError):  # the device went away, or its driver does not say
+            except (OSError, ValueError):  # the device went away, or its driver has no counters
                 continue
             yield Sample(name=PREFIX + file.name, is_gauge=False, labels=labels, value=value)
 
 
 def read() -> list[Sample]:
-    """All of this machine, now."""
+    """All counters of this machine, now."""
     return [*of_pages(counters.pages()), *of_devices()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit top`: the ranks of this machine, as they run."""
+"""`sennit top`: the ranks of this machine as they run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Look:
 
 
 def looks(interval_s: float, folder: Path = counters.FOLDER) -> Iterator[Look]:
-    """First everything since each rank began, then what happened in each interval; without end."""
+    """Yields everything since each rank began, then each interval; never ends."""
     before: dict[Path, counters.Page] = {}
     last_s = 0.0
     while True:
@@ -74,7 +74,7 @@ def ranks_table(ranks: list[RankRates]) -> Table:
 
 
 def ingests_table(ingests: list[IngestRates]) -> Table:
-    """Where the batches of ranks come from feeders."""
+    """Ranks whose batches come from feeders."""
     table = Table(box=None, pad_edge=False)
     columns = ("process", "rank", "", "records/s", "received", "batches/s", "ready", "waited", "refused", "asked again")
     for name in (*columns, "feeders", "lost"):

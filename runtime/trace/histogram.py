@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Histograms with eight slots to every doubling, as `slot_of` in ebpf/include/slots.h fills them."""
+"""Histograms with eight slots per doubling, filled by `slot_of` in ebpf/include/slots.h."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def lower_bound(slot: int) -> int:
 
 
 def from_array(slots: NDArray[Any]) -> Counter[int]:
-    """Counts by slot, of those that have any."""
+    """Counts by slot, without empty slots."""
     return Counter({int(slot): int(slots[slot]) for slot in np.flatnonzero(slots)})
 
 
 def percentile(counts: Mapping[int, int], share: float) -> int:
-    """The value that `share` (0 to 1) of all are not above: the middle of its slot, right to 1/16. No counts: 0."""
+    """The quantile `share` (0 to 1): the middle of its slot, accurate to 1/16. 0 without counts."""
     left = share * sum(counts.values())
     for slot in sorted(counts):
         left -= counts[slot]
@@ -48,5 +48,5 @@ def bars(counts: Mapping[int, int]) -> str:
     for slot, count in counts.items():
         heights[(slot - first) // merged] += count
     top = max(heights)
-    # What is there at all is seen.
+    # Any count at all is visible.
     return "".join(BARS[-(-height * (len(BARS) - 1) // top)] for height in heights)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session `ingest`: whether batches wait for the trainer or it for them, and what comes that is refused."""
+"""The session `ingest`:
+
+whether batches wait for the trainer or the trainer for batches, and which datagrams are refused.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +35,18 @@ class Trainer:
     process: int
     rank: int
     batches: int = 0
-    """Complete."""
+    """Complete batches."""
     rows: int = 0
-    """Of these."""
+    """Records in complete batches."""
     seconds: float = 0.0
-    """From the first complete batch to the last."""
+    """Seconds from the first complete batch to the last."""
     released: int = 0
     asked: dict[str, int] = field(default_factory=dict)
-    """Orders to feeders, by why."""
+    """Orders to feeders, by reason."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Datagrams that the target `cpu` refused, by the name of the verdict; of the whole process."""
+    """Datagrams that the target `cpu` refused, by verdict; for the whole process."""
     times: dict[str, Counter[int]] = field(default_factory=dict)
-    """By name, in microseconds; counts by slot (histogram.py). filling: from a batch's first row to its last. waiting:
+    """Microseconds by name, as counts by slot (histogram.py). filling: from a batch's first row to its last. waiting:
     it was complete and not taken. starved: the trainer wanted it and did not have it.
     """
 
@@ -72,10 +75,10 @@ class Feeder:
     session: int
     packets: int
     rows: int
-    """Those sent again included."""
+    """Datagrams, repetitions included."""
     calls: int
     blocked: int
-    """Calls for which the socket had no room."""
+    """Calls that found no room in the socket."""
     errors: int
 
     def as_json(self) -> dict[str, object]:
@@ -84,7 +87,7 @@ class Feeder:
 
 
 def collect(tracing: Tracing) -> list[Trainer | Feeder]:
-    """What the program has seen so far: ranks first."""
+    """What the program has seen so far, ranks first."""
     trainers = []
     refused: dict[int, Counter[str]] = {}
     for key, value in tracing.entries("refused", "process_key"):

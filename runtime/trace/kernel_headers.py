@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernel headers for bcc, which compiles every program against some, also where it reads nothing of the kernel.
+"""Kernel headers for bcc, which compiles every program against some, even if it reads nothing of the kernel.
 
-Where those of the running kernel are installed, or in the kernel itself (CONFIG_IKHEADERS), bcc finds them. Elsewhere
-the headers of another Debian kernel do: our programs read arguments of tracepoints only, no kernel structures.
+bcc finds the running kernel's headers if they are installed or in the kernel itself (CONFIG_IKHEADERS). Otherwise the
+headers of another Debian kernel do: our programs read only arguments of tracepoints, no kernel structures.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sennit import cache, debian
 VARIABLE: Final = "BCC_KERNEL_SOURCE"
 """Read by bcc."""
 IN_KERNEL: Final = Path("/sys/kernel/kheaders.tar.xz")
-# Debian 12's own series: what its clang and bcc were made for.
+# Debian 12's own series, which its clang and bcc were made for.
 PACKAGE: Final = re.compile(r"linux-headers-(6\.1\.0-(\d+))-amd64")
 PREFIX: Final = "headers-"
 
@@ -30,14 +30,14 @@ def installed() -> bool:
 
 
 def find() -> Path | None:
-    """Headers in the cache; None where there are none."""
+    """Headers in the cache; None if there are none."""
     return next(iter(sorted(cache.folder().glob(f"{PREFIX}*"), reverse=True)), None)
 
 
 def provide() -> Path:
-    """Headers in the cache, downloaded with apt and unpacked if there are none; nothing is installed.
+    """Headers in the cache. If there are none, apt downloads them and they are unpacked; nothing is installed.
 
-    Raises `Unavailable` where apt has none, and `StepFailed`.
+    Raises `Unavailable` if apt has none, and `StepFailed`.
     """
     found = find()
     if found is not None:
@@ -50,7 +50,7 @@ def provide() -> Path:
     newest = max(matches, key=lambda match: int(match[2]))[1]
 
     def unpack(entry: Path) -> None:
-        # The two packages refer to each other by absolute paths; as one tree they stand alone.
+        # The two packages refer to each other by absolute paths. Merged into one tree they stand alone.
         for part in ("common", "amd64"):
             package = f"linux-headers-{newest}-{part}"
             unpacked = entry.parent / part
@@ -62,5 +62,5 @@ def provide() -> Path:
 
 
 def _links(folder: str, names: list[str]) -> list[str]:
-    """They lead to tools of a third package, which no header needs."""
+    """These link to tools of a third package, which no header needs."""
     return [name for name in names if Path(folder, name).is_symlink()]

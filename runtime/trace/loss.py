@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session `loss`: what is lost on which path, how soon that is known, and what the flow does about it."""
+"""The session `loss`: what is lost on which path, how soon the flow knows it, and what it does about it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Path:
     path: int
     lost: int = 0
     retransmitted: int = 0
-    """Sent again on this path."""
+    """Packets retransmitted on this path."""
     moved: int = 0
-    """Of these, what had been on another one."""
+    """Of these, packets that were lost on another path."""
     timeouts: int = 0
     turned_bad: int = 0
     readmitted: int = 0
     detected_us: Counter[int] = field(default_factory=Counter)
-    """From sending to the verdict that it is lost; counts by slot (histogram.py)."""
+    """Time from sending to the loss verdict; counts by slot (histogram.py)."""
 
     def as_json(self) -> dict[str, object]:
         detected = {histogram.lower_bound(slot): self.detected_us[slot] for slot in sorted(self.detected_us)}

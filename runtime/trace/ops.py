@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session `ops`: latency and throughput of operations, by what they do and how large they are."""
+"""The session `ops`: latency and throughput of operations, by kind and size."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROBES: Final = ("operation_begin", "operation_end")
 
 @dataclass(kw_only=True)
 class Group:
-    """Operations of one kind and size; the size is that of all sent, or all received if that is more."""
+    """Operations of one kind and size. The size is all bytes sent, or received if that is more."""
 
     kind: str
     bytes_log2: int

@@ -30,27 +30,27 @@ DRAIN_EVERY_S: Final = 0.05
 # linux/sockios.h, linux/if.h
 _SIOCGIFHWADDR: Final = 0x8927
 _REQUEST: Final = struct.Struct("16sH22x")
-# linux/if_arp.h: what has Ethernet headers.
+# linux/if_arp.h: interface types with Ethernet headers.
 _ARPHRD_ETHER: Final = 1
 _ARPHRD_LOOPBACK: Final = 772
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """Which packets with the destination port of RoCEv2; None: any."""
+    """Selects packets with RoCEv2's destination port; None means any."""
 
     peer: ipaddress.IPv4Address | ipaddress.IPv6Address | None = None
-    """Source or destination."""
+    """Source or destination address."""
     qpn: int | None = None
-    """The destination's queue pair."""
+    """The destination queue pair."""
     source_port: int | None = None
 
 
 class PacketCapture(Closing):
-    """Running from the beginning; `drain` writes what came."""
+    """Captures from construction on. `drain` writes what has arrived."""
 
     def __init__(self, interface: str, flow: Flow, path: Path, count: int | None) -> None:
-        """`count`: no more packets than that. Raises `SessionError` and OSError."""
+        """`count`: the most packets to capture. Raises `SessionError` and OSError."""
         kind = _kind_of(interface)
         if kind not in (_ARPHRD_ETHER, _ARPHRD_LOOPBACK):
             raise SessionError(f"{interface} has no Ethernet headers (its type is {kind})")
@@ -59,7 +59,7 @@ class PacketCapture(Closing):
             if not found.available:
                 raise SessionError(f"{found.absent_because}: {found.remedy}")
         self.packets = 0
-        """Written: as on the wire."""
+        """Packets written, counted as on the wire."""
         self._count = count
         mapped = flow.peer
         if isinstance(mapped, ipaddress.IPv4Address):
@@ -83,12 +83,12 @@ class PacketCapture(Closing):
             ]
         except (BpfError, CompileError) as error:
             raise SessionError(f"{interface}: {error}") from None
-        # pcap-ng counts from 1970, the program from when the machine began.
+        # pcap-ng counts from 1970, the program from boot.
         self._since_1970_ns = time.time_ns() - time.clock_gettime_ns(time.CLOCK_MONOTONIC)
         self._writer = pcapng.Writer(path, interface, "sennit trace packets")
 
     def drain(self) -> bool:
-        """Writes what has come; True when there are as many as wished."""
+        """Writes what has arrived. True when the wanted number is reached."""
         for record in self._ring.read(0):
             head = np.frombuffer(record, self._head, 1)[0]
             frame = record[self._head.itemsize : self._head.itemsize + int(head["size_bytes"])]
@@ -100,12 +100,12 @@ class PacketCapture(Closing):
         return self.packets == self._count
 
     def dropped(self) -> int:
-        """Packets of the flow that the file has not: the ring buffer was full, or they were larger than 64 KiB."""
+        """Packets of the flow missing in the file: the ring buffer was full, or they were larger than 64 KiB."""
         missed = self._object.map("missed").values(0)[0]
         return int(missed["ring_full"]) + int(missed["too_large"])
 
     def close(self) -> None:
-        """Ends it, and the file with what is in it and what is not."""
+        """Stops, and completes the file with the counts of packets in it and missing."""
         for link in self._links:
             link.close()
         self.drain()
@@ -118,7 +118,7 @@ class PacketCapture(Closing):
 
 
 def _kind_of(interface: str) -> int:
-    # (/sys shows another network namespace than this one, where it was entered later.)
+    # (/sys shows another network namespace than this one, if the process entered it later.)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFHWADDR, _REQUEST.pack(interface.encode(), 0))

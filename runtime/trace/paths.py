@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session `paths`: what each path carries, what it loses, how long its round trips are, and its states."""
+"""The session `paths`: what each path carries, what it loses, its round trips and its states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COUNTS: Final = (
 
 @dataclass(kw_only=True)
 class Path:
-    """One path from a rank to a peer; of packets, those with data."""
+    """One path from a rank to a peer. Packets are data packets."""
 
     rank: int
     peer: int
@@ -33,16 +33,16 @@ class Path:
     sent_packets: int = 0
     sent_bytes: int = 0
     retransmitted_packets: int = 0
-    """Of those sent."""
+    """Retransmissions among the sent packets."""
     received_packets: int = 0
     received_bytes: int = 0
     duplicate_packets: int = 0
-    """Beside those received."""
+    """Repeated packets, not counted as received."""
     lost_packets: int = 0
     state_changes: int = 0
     state: PathState = PathState.GOOD
     state_s: dict[str, float] = field(default_factory=dict)
-    """How long it was in each state, until its last measured round trip."""
+    """Seconds in each state, until its last measured round trip."""
     rtt_us: Counter[int] = field(default_factory=Counter)
     """Counts by slot (histogram.py)."""
 
@@ -56,7 +56,7 @@ class Path:
 
 
 def collect(tracing: Tracing) -> list[Path]:
-    """What the program has seen so far; ranks of one number in several jobs are counted together."""
+    """What the program has seen so far. Ranks with equal numbers in several jobs are counted together."""
     paths: dict[tuple[int, int, int], Path] = {}
     seen_ns: dict[tuple[int, int, int], int] = {}
     for key, value in tracing.entries("paths", "path_key"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes pcap-ng (draft-ietf-opsawg-pcapng): packets with nanoseconds and direction, and how many were dropped.
+"""Writes pcap-ng (draft-ietf-opsawg-pcapng): packets with nanoseconds and direction, and drop counts.
 
 scapy's writer knows neither the resolution of an interface's times nor its statistics.
 """
@@ -43,7 +43,7 @@ class Writer(Closing):
         self._block(_PACKET, head + _padded(frame), [(_EPB_FLAGS, struct.pack("<I", direction))])
 
     def statistics(self, time_ns: int, *, received: int, dropped: int) -> None:
-        """Of the interface, in packets; `dropped`: of those received, what is not in the file."""
+        """The interface's packets. `dropped`: received packets that are missing in the file."""
         head = struct.pack("<III", 0, time_ns >> 32, time_ns & 0xFFFF_FFFF)
         options = [(_ISB_IFRECV, struct.pack("<Q", received)), (_ISB_OSDROP, struct.pack("<Q", dropped))]
         self._block(_STATISTICS, head, options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every session does: a program on tracepoints of the core, in all processes or one, for as long as wished."""
+"""What every session does: runs a program on tracepoints of the core, in one process or all, for a given time."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LOOK_EVERY_S: Final = 0.05
 
 
 class SessionError(SennitError):
-    """The session cannot be had here; the message says why, and what to do."""
+    """The session cannot run here. The message says why, and what to do."""
 
 
 def problem() -> str:
-    """Why no bcc session can be had on this machine, and what to do about it; empty where one can."""
+    """Why no bcc session can run on this machine, and what to do about it; empty if one can."""
     if os.geteuid() != 0:
         return "attaching to tracepoints needs root"
     try:
@@ -46,7 +46,7 @@ def problem() -> str:
 
 @contextlib.contextmanager
 def open_bcc(name: str, probes: Sequence[str], process: int | None) -> Iterator[Any]:
-    """A bcc.BPF with `programs/<name>.bcc.c`, each of its functions on the tracepoint of that name.
+    """A bcc.BPF with `programs/<name>.bcc.c`, each of its functions attached to the tracepoint of that name.
 
     Raises `SessionError`.
     """
@@ -74,7 +74,7 @@ def open_bcc(name: str, probes: Sequence[str], process: int | None) -> Iterator[
 
 
 def _make_tracefs_visible() -> None:
-    """bcc attaches through it. Where it is not mounted, it is for this process alone, and for what that starts."""
+    """bcc attaches through tracefs. If it is not mounted, it is mounted for this process and its children alone."""
     if (TRACEFS / "events").exists():
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -88,10 +88,10 @@ def _make_tracefs_visible() -> None:
 
 
 def run(command: Sequence[str], seconds: float | None, interval_s: float, tick: Callable[[], bool | None]) -> int:
-    """Calls `tick` every `interval_s` (0: never) until the command ends, the time is over, an interrupt comes, or it
-    returns True.
+    """Calls `tick` every `interval_s` (0: never) until the command ends, the time is over, an interrupt arrives, or
+    `tick` returns True.
 
-    The command's exit code, 128 + signal if one ended it; 0 without a command.
+    Returns the command's exit code, 128 + signal if a signal ended it; 0 without a command.
     """
     begin_s = time.monotonic()
     end_s = begin_s + seconds if seconds is not None else float("inf")

@@ -39,23 +39,23 @@ ORDER: Final = (Kind.OPERATION, Kind.SEND, Kind.RECEIVE, Kind.REDUCE, Kind.COPY,
 
 @dataclass(kw_only=True)
 class Wait:
-    """What a rank waited for, over all peers or for one."""
+    """The waits of a rank, over all peers or for one."""
 
     rank: int
     kind: Kind
     peer: int | None
     count: int = 0
-    """That are over."""
+    """Finished waits."""
     time_s: float = 0.0
-    """Of these together; several may go on at a time."""
+    """Their total time; several may overlap."""
     open: int = 0
-    """That go on now. Of all peers only, as what follows."""
+    """Current waits. This and the following only over all peers."""
     busy_s: float = 0.0
-    """There was at least one."""
+    """Time with at least one wait."""
     share: float = 0.0
-    """`busy_s` of the time in which an operation was under way."""
+    """`busy_s` as a share of the time in which an operation was in flight."""
     failed: int = 0
-    """Of operations."""
+    """Durations of operations."""
     time_us: Counter[int] = field(default_factory=Counter)
     """Counts by slot (histogram.py)."""
 
@@ -75,7 +75,7 @@ class Wait:
 
 
 def collect(tracing: Tracing, *, by_peer: bool) -> list[Wait]:
-    """What the program has seen so far, as long as it lasted until now where it goes on."""
+    """What the program has seen so far. Current waits count up to now."""
     waits: dict[tuple[int, int, int], Wait] = {}
 
     def wait_of(rank: int, kind: Kind, peer: int | None) -> Wait:

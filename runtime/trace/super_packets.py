@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the stack carries as one packet and a wire as many (UDP segmentation offload), cut as a device would cut it.
+"""Cuts what the stack carries as one packet and a wire as many (UDP segmentation offload), as a device would.
 
-Every segment gets the lengths, the IPv4 identification and the checksums of its own, as Linux's `__udp_gso_segment`
-gives them, so its ICRC is right: that was made for the packets on the wire.
+Every segment gets its own lengths, IPv4 identification and checksums, as Linux's `__udp_gso_segment` sets them. Its
+ICRC is then correct, because it was computed for the packets on the wire.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _IPV4_TYPE: Final = 0x0800
 
 
 def wire_packets(frame: bytes, segment_bytes: int) -> Iterator[bytes]:
-    """The Ethernet frames on the wire. `segment_bytes`: of the UDP payload in each; 0: the frame is one already.
+    """The Ethernet frames on the wire. `segment_bytes`: UDP payload of each; 0: the frame is a single packet.
 
-    A checksum that the stack has left to the device is filled in.
+    Fills in a checksum that the stack left to the device.
     """
     is_ipv4 = struct.unpack_from("!H", frame, ETHERNET_BYTES - 2)[0] == _IPV4_TYPE
     ip_bytes = (frame[ETHERNET_BYTES] & 0xF) * 4 if is_ipv4 else IPV6_BYTES
@@ -34,7 +34,7 @@ def wire_packets(frame: bytes, segment_bytes: int) -> Iterator[bytes]:
     if segment_bytes == 0 or len(payload) <= segment_bytes:
         pseudo = addresses + struct.pack("!II", _PROTOCOL_UDP, UDP_BYTES + len(payload))
         (checksum,) = struct.unpack_from("!H", frame, udp_at + 6)
-        # CHECKSUM_PARTIAL of Linux: the sum over what the device does not know.
+        # CHECKSUM_PARTIAL of Linux: the sum over the fields that the device does not know.
         is_left = checksum == ~_checksum(pseudo) & 0xFFFF
         yield _with_checksum(bytearray(frame[:payload_at]), udp_at, pseudo, payload) if is_left else frame
         return
@@ -55,7 +55,7 @@ def wire_packets(frame: bytes, segment_bytes: int) -> Iterator[bytes]:
 
 def _with_checksum(head: bytearray, udp_at: int, pseudo: bytes, payload: bytes) -> bytes:
     struct.pack_into("!H", head, udp_at + 6, 0)
-    # (0 would mean that there is none, RFC 768.)
+    # (0 would mean "no checksum", RFC 768.)
     struct.pack_into("!H", head, udp_at + 6, _checksum(pseudo + bytes(head[udp_at:]) + payload) or 0xFFFF)
     return bytes(head) + payload
 

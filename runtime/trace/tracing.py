@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our own programs at the tracepoints of a library: what the sessions that need no bcc are made of."""
+"""Attaches our own programs to the tracepoints of a library, for the sessions that need no bcc."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sennit.runtime.trace.session import SessionError
 
 
 def problem() -> str:
-    """Why no session of this kind can be had on this machine, and what to do about it; empty where one can."""
+    """Why no such session can run on this machine, and what to do about it; empty if one can."""
     if os.geteuid() != 0:
         return "attaching to tracepoints needs root"
     for name in ("libbpf", "uprobe"):
@@ -32,7 +32,7 @@ def problem() -> str:
 
 @contextlib.contextmanager
 def attached(name: str, probes: Sequence[str], library: Callable[[], Path], process: int | None) -> Iterator[Tracing]:
-    """The same for a library that is looked for when the block begins. Raises `SessionError`, and what that raises."""
+    """The same, for a library that is located when the block starts. Also raises what locating it raises."""
     with Tracing(name, probes, library(), process) as tracing:
         yield tracing
 
@@ -41,7 +41,7 @@ class Tracing(Closing):
     """`programs/<name>.bpf.c`, attached while this is open."""
 
     def __init__(self, name: str, probes: Sequence[str], library: Path, process: int | None) -> None:
-        """At these tracepoints of the library, in one process or in all that use it. Raises `SessionError`."""
+        """Attaches to these tracepoints of the library, in one process or in all that use it. Raises `SessionError`."""
         what = problem()
         if what:
             raise SessionError(what)
@@ -50,7 +50,7 @@ class Tracing(Closing):
         if missing:
             raise SessionError(f"{library} has no tracepoint {', '.join(missing)}: was it built with sys/sdt.h?")
         wanted = [points[probe] for probe in probes]
-        # The kernel may call where there is room for a call, and traps elsewhere.
+        # The kernel can use a call where there is room for one, and traps elsewhere.
         can_call = features.probe("uprobe-call").available
         self._held = contextlib.ExitStack()
         try:
@@ -69,12 +69,12 @@ class Tracing(Closing):
             ) from None
 
     def entries(self, name: str, key: str) -> list[tuple[Any, Any]]:
-        """The entries of a hash map, whose keys are of `struct key`: pairs of NumPy records."""
+        """The entries of a hash map with keys of `struct key`: pairs of NumPy records."""
         found, dtype = self.object.map(name), self.object.btf.dtype(key)
         return [(np.frombuffer(raw, dtype)[0], found.values(raw)[0]) for raw in list(found.each_key())]
 
     def uncounted(self) -> dict[str, int]:
-        """Hits that are missing in what the session shows, by why (`struct uncounted` in tracepoint.h)."""
+        """Hits missing in the session's figures, by reason (`struct uncounted` in tracepoint.h)."""
         counted = self.object.map("uncounted").values(0)[0]
         return {name: int(counted[name]) for name in counted.dtype.names}
 
