@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Whole rows of fp16 or bf16 as float32, and back: what a store of such rows does under a cache of float32.
+// Converts whole rows between fp16 or bf16 and float32, for a store of such rows under a cache of float32.
 #pragma once
 
 #include "rounding.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of each instruction set, and which of them this processor runs.
+// The kernels of each instruction set, and which of them this processor can run.
 #pragma once
 
 #include <span>
@@ -9,10 +9,10 @@
 
 namespace sennit::kernels {
 
-// Those that this processor has, the fastest first; "portable" is always there.
+// The sets that this processor has, the fastest first; "portable" is always there.
 std::span<const Kernels* const> available_kernels();
 
-// Null where this processor has none of that name.
+// Null if this processor does not have the set of that name.
 const Kernels* find_kernels(std::string_view name);
 
 }  // namespace sennit::kernels

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels are given: tables, a batch, the numbers of a step. Plain pointers into memory that the caller keeps.
+// The kernels' arguments: tables, a batch, the constants of a step. Plain pointers into memory that the caller keeps.
 #pragma once
 
 #include <cstddef>
@@ -28,14 +28,14 @@ struct Table {
   Precision precision;
   std::uint64_t first_row;
   std::uint32_t stream;
-  float* states[2];  // In the order of OptimizerSpec.states; null where there is none.
-  // Global numbers of the rows, where they are lines of a cache; null: first_row, first_row + 1, ...
+  float* states[2];  // In the order of OptimizerSpec.states; null if there is none.
+  // Global numbers of the rows, if they are lines of a cache; null: first_row, first_row + 1, ...
   const std::uint64_t* row_numbers = nullptr;
 
   std::size_t row_bytes() const { return std::size_t{dim} * (precision == Precision::fp32 ? 4 : 2); }
 };
 
-// Part of a batch that is for one table. Places are within the whole batch.
+// The part of a batch that belongs to one table. Positions count within the whole batch.
 struct Block {
   std::uint32_t table;
   std::size_t first_bag, bag_count;
@@ -59,8 +59,8 @@ struct Step {
   std::uint64_t seed;
 };
 
-// One lookup in the order of rows. Its key is a bag, where bags are looked up unweighted, and else a lookup. One word,
-// since sorting is mostly storing them.
+// One lookup in row order. Its key is a bag for unweighted bags, otherwise a lookup. It is one word, because sorting is
+// mostly storing them.
 class Entry {
  public:
   Entry() = default;
@@ -73,15 +73,15 @@ class Entry {
   std::uint64_t word_;
 };
 
-// Finds the gradient of an entry: that of its bag, and what it is multiplied by.
+// Finds the gradient of an entry: the gradient of its bag, and the factor.
 struct Gradients {
   const float* gradient;
   std::size_t dim;
-  const std::int64_t* shifts;          // Of blocks: vector v of one begins at v * dim + its shift.
-  const std::uint32_t* block_of;       // Of each vector; null where the table has one block, and that the one shift.
-  const std::uint32_t* bag_of_lookup;  // Null where keys are vectors.
-  const float* weights;                // By lookup; null: none.
-  Integers lengths;                    // Of bags, for a mean; null data otherwise.
+  const std::int64_t* shifts;          // Per block: vector v of a block starts at v * dim + its shift.
+  const std::uint32_t* block_of;       // Per vector; null if the table has one block, which has a single shift.
+  const std::uint32_t* bag_of_lookup;  // Null if keys are vectors.
+  const float* weights;                // Per lookup; null: none.
+  Integers lengths;                    // Per bag, for a mean; null data otherwise.
 };
 
 struct BadRows {
@@ -98,14 +98,14 @@ struct RowUpdate {
   std::size_t count;
   Gradients gradients;
   float* sums;                 // level_count(count) + 1 vectors of sum_stride(dim) floats.
-  float* known_sum = nullptr;  // Of the gradients of the one row that there is, where it has been summed already.
+  float* known_sum = nullptr;  // The summed gradient of the single row, if it has been summed already.
 };
 
 constexpr std::size_t chunk_lookups = 32;
 constexpr std::size_t lanes = 16;
 constexpr std::size_t max_dim = 4096;
 
-// The columns that a sum over columns is padded to.
+// The columns after padding for a sum over columns.
 constexpr std::size_t padded(std::size_t dim) {
   std::size_t size = lanes;
   while (size < dim) size *= 2;
@@ -129,11 +129,11 @@ struct Kernels {
   void (*lookup)(const Table&, const Batch&, const Block&, float* output);
   void (*weight_gradient)(const Table&, const Batch&, const Block&, const float* gradient, float* result);
   BadRows (*update)(const RowUpdate&);
-  // The sum of gradients of part of one row, or of a whole one: somewhere in `sums`.
+  // Sums the gradients of part of one row, or of a whole row. The result lies somewhere in `sums`.
   float* (*sum)(const RowUpdate&);
   // Whether all ids are in [0, row_count).
   bool (*in_range)(const Integers& values, std::size_t first, std::size_t count, std::uint64_t row_count);
-  // The weights of a row of fp16 or bf16, from float32 and to it.
+  // The weights of a row between fp16 or bf16 and float32.
   void (*narrow_row)(const Table&, const Step&, std::uint32_t row, const float* from, std::byte* to);
   void (*widen_row)(const Table&, const std::byte* from, float* to);
 };

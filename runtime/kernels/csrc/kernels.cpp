@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled once for each instruction set: SENNIT_ISA is its name, and the namespace of all that is in the headers.
+// Compiled once for each instruction set: SENNIT_ISA is its name, and the namespace of everything in the headers.
 #include "convert.hpp"
 #include "lookup.hpp"
 #include "update.hpp"

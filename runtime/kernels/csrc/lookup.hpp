@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows to pooled vectors (rules 1 and 2 of docs/reference/embedding.md), the gradient of weights (rule 5), and the
-// check of ids.
+// Sums rows to pooled vectors (rules 1 and 2 of docs/reference/embedding.md), computes the gradient of weights (rule
+// 5),
+// and checks ids.
 #pragma once
 
 #include "rounding.hpp"
 
 namespace sennit::kernels::SENNIT_ISA {
 
-// Rows are fetched this many lookups before they are added. Where many are in a cache already, lookups go by fast: with
-// 32, Zipf took 1.3 times as long. Uniform rows of 256 bytes, which wait for memory either way, take 1.06 times as
+// Rows are prefetched this many lookups ahead. If many rows are cached, lookups pass quickly: with 32, Zipf took 1.3
+// times as long. Uniform rows of 256 bytes, which wait for memory either way, take 1.06 times as
 // long.
 constexpr std::size_t lookups_ahead = 64;
 
@@ -23,7 +24,7 @@ SENNIT_INLINE void prefetch(const std::byte* from, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += cache_line_bytes) __builtin_prefetch(from + at);
 }
 
-// Adds the columns of one tile of bags' rows. `last` columns are in its last vector.
+// Adds up one tile of columns over the bags' rows. The tile's last vector has `last` columns.
 template <Precision precision, std::size_t vectors, bool is_weighted, typename Id>
 void pool_tile(const Table& table, const Batch& batch, const Block& block, std::size_t column, std::size_t last,
                float* output) {
@@ -122,7 +123,7 @@ inline void lookup(const Table& table, const Batch& batch, const Block& block, f
 
 template <typename Id>
 bool all_below(const Id* ids, std::size_t count, std::uint64_t row_count) {
-  // Negative ids are the greatest. No way out of the loop, so that it is done in vectors.
+  // As unsigned numbers, negative ids are the greatest. The loop has no early exit, so it is vectorised.
   std::uint64_t greatest = 0;
   for (std::size_t n = 0; n < count; n++) {
     const auto id = static_cast<std::uint64_t>(std::int64_t{ids[n]});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operator for Python: tensors come as addresses, so that the extension fits every torch.
+// The operator for Python. Tensors are passed as addresses, so that the extension fits every torch.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -29,7 +29,7 @@ struct Call {
   std::vector<Block> blocks;
 };
 
-// Lengths and values: address, and whether elements have 64 bits.
+// Lengths or values: address, and whether elements have 64 bits.
 using Address = std::tuple<std::uintptr_t, bool>;
 
 Batch batch_of(const Address& lengths, const Address& values, std::uintptr_t weights, int pooling) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operator over all blocks of a batch: splits it by table, keeps scratch memory between calls.
+// The operator over all blocks of a batch: splits the batch by table, and keeps scratch memory between calls.
 #pragma once
 
 #include <cstddef>
@@ -31,14 +31,15 @@ struct BadTable {
   std::uint32_t first_row;
 };
 
-// Whether lengths are 0 or more and count `value_count` values, and all ids are in [0, row_count) of their block.
+// Whether all lengths are at least 0 and sum to `value_count`, and all ids are in [0, row_count) of their block's
+// table.
 bool is_sound(const Batch& batch, const std::vector<std::uint64_t>& row_counts, const std::vector<std::size_t>& bags,
               std::size_t value_count);
 
 // Batches are checked by the caller: lengths count the values, ids are below their table's row_count.
 //
-// With several threads tables are sorted side by side, and then updated in pieces: whole rows, or parts of a row's run
-// that are subtrees of its tree, so that results do not depend on how many there are.
+// With several threads, tables are sorted side by side and then updated in pieces: whole rows, or parts of a row's run
+// that are subtrees of its tree. So results do not depend on the number of threads.
 class Operator {
  public:
   Operator(const Kernels& kernels, Optimizer optimizer, unsigned threads = 1)
@@ -48,7 +49,7 @@ class Operator {
   std::size_t table_count() const { return tables_.size(); }
   const char* instruction_set() const { return kernels_.name; }
 
-  // Splits a batch. `tables` and `bags` have an entry a block.
+  // Splits a batch. `tables` and `bags` have one entry per block.
   std::vector<Block> blocks(const Batch& batch, const std::vector<std::uint32_t>& tables,
                             const std::vector<std::size_t>& bags) const;
 
@@ -58,7 +59,7 @@ class Operator {
   std::vector<BadTable> update(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
                                const Step& step);
 
-  // Memory beside tables and batch that updates have needed so far.
+  // Bytes that updates have needed so far besides tables and batch.
   std::size_t scratch_bytes() const {
     return entries_.size_bytes() + others_.size_bytes() + bags_.size_bytes() + owners_.size_bytes() +
            sums_.size_bytes();
@@ -69,7 +70,7 @@ class Operator {
     const Batch& batch;
     const std::vector<Block>& blocks;
     const Step& step;
-    Gradients gradients;  // With the shifts of all blocks.
+    Gradients gradients;  // Including the shifts of all blocks.
   };
   // A table that a call updates, and its blocks.
   struct Part {
@@ -80,14 +81,14 @@ class Operator {
     std::span<const Entry> sorted{};
     BadRows bad{};
   };
-  // Entries of one part that a worker takes at once: whole rows, or some of a run, whose sum goes to `sum`.
+  // Entries that a worker takes at once: whole rows, or part of a run, whose sum goes to `sum`.
   struct Piece {
     Part* part;
     std::span<const Entry> entries;
     float* sum = nullptr;
     BadRows bad{};
   };
-  // A run that lies in several pieces.
+  // A run spread over several pieces.
   struct CutRun {
     std::size_t first_piece, piece_count;
   };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Folds of matrix products (rule 9 of docs/reference/embedding.md): rows and columns of a result are summed side by
-// side in registers, members and the depth of their matrices one after the other. Compiled once for each instruction
+// Folds of matrix products (rule 9 of docs/reference/embedding.md). Rows and columns of a result are summed side by
+// side
+// in registers, members and the depth of their matrices one after another. Compiled once for each instruction
 // set.
 #include "products.hpp"
 
@@ -10,10 +11,10 @@ namespace sennit::kernels::SENNIT_ISA {
 
 void fold_products(const ProductFold& fold);
 
-// Members' matrices are fetched this long before they are multiplied.
+// Members' matrices are prefetched this many members ahead.
 constexpr std::size_t members_ahead = 4;
 
-// Rows and vectors of a result that are in registers at once.
+// Rows and vectors of a result kept in registers.
 #if defined(__AVX512F__)
 constexpr std::size_t product_rows = 8, product_vectors = 2;
 #elif defined(__AVX2__)
@@ -27,7 +28,7 @@ SENNIT_INLINE void prefetch_matrix(const Matrices& matrices, std::size_t member,
   for (std::size_t at = 0; at < floats; at += cache_line_bytes / sizeof(float)) __builtin_prefetch(from + at);
 }
 
-// The tile of one item from `row` and `column`; `last` columns are in its last vector.
+// The tile of one item from `row` and `column`. Its last vector has `last` columns.
 template <std::size_t rows, std::size_t vectors>
 SENNIT_INLINE void product_tile(const ProductFold& fold, std::size_t item, std::size_t row, std::size_t column,
                                 std::size_t last) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a fold of matrix products is given (rule 9 of docs/reference/embedding.md). Plain pointers into memory that the
+// The arguments of a fold of matrix products (rule 9 of docs/reference/embedding.md). Plain pointers into memory that
+// the
 // caller keeps.
 #pragma once
 
@@ -9,18 +10,18 @@
 
 namespace sennit::kernels {
 
-// Matrices of one shape in one tensor, of which members take some by number. Strides are in floats.
+// Matrices of one shape in one tensor; members name theirs by number. Strides are in floats.
 struct Matrices {
   const float* data;
   std::size_t stride, row_stride, column_stride;
-  const std::int64_t* numbers;  // By member.
+  const std::int64_t* numbers;  // Per member.
 };
 
 // Item i is the sum of left · right over the members from starts[i] to starts[i + 1], or over member i alone.
 struct ProductFold {
   Matrices left;               // [rows, depth].
   Matrices right;              // [depth, columns], whose column stride is 1.
-  const std::int64_t* starts;  // Null: a member an item.
+  const std::int64_t* starts;  // Null: one member per item.
   std::size_t items;
   std::size_t rows, depth, columns;
   float* result;  // [items, rows, columns].
@@ -28,7 +29,7 @@ struct ProductFold {
 
 using FoldProducts = void (*)(const ProductFold&);
 
-// As compiled for one of `available_kernels()`; null where this processor has none of that name.
+// As compiled for one of `available_kernels()`; null if this processor does not have that set.
 FoldProducts find_fold_products(std::string_view instruction_set);
 
 }  // namespace sennit::kernels

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows in fp32, fp16 and bf16 as float32, and back: to nearest, or stochastic (rule 8 of docs/reference/embedding.md).
+// Converts rows between fp32, fp16 or bf16 and float32: to nearest, or stochastic (rule 8 of
+// docs/reference/embedding.md).
 #pragma once
 
 #include "vector.hpp"
@@ -49,7 +50,7 @@ SENNIT_INLINE Halves to_fp16(Floats x) {
 #else
   const Words bits = bits_of(x), magnitude = bits & 0x7fffffffu;
   const Words normal = ((magnitude + 0xfffu + (magnitude >> 13 & 1u)) >> 13) - (112u << 10);
-  // The unit of 1/2 is 2^-24, that of fp16's subnormal numbers: the addition rounds.
+  // The unit of 1/2 is 2^-24, as for fp16's subnormal numbers, so the addition rounds.
   const Words subnormal = bits_of(floats_of(magnitude) + 0.5f) - 0x3f000000u;
   Words half = choose(below(magnitude, 0x47800000), normal, all_words(0x7c00));
   half = choose(below(magnitude, 0x38800000), subnormal, half);

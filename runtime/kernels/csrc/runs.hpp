@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs of equal keys: which keys there are, and which members have each.
+// Runs of equal keys: the distinct keys, and the members of each.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace sennit::kernels {
 
-// Where `runs_of` writes; each has room for all members, `starts` for one more.
+// Output of `runs_of`. Each array has room for all members, `starts` for one more.
 struct Runs {
   std::int64_t* keys;
   std::int64_t* order;
@@ -18,7 +18,7 @@ struct Runs {
   std::int64_t* places;
 };
 
-// Members with negative keys are left out: their place is -1. Returns how many keys there are.
+// Members with negative keys are left out: their place is -1. Returns the number of distinct keys.
 std::size_t runs_of(const std::int64_t* keys, std::size_t members, std::uint32_t key_count, const Runs& runs,
                     std::vector<Entry>& scratch);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A table's lookups in the order of rows, equal rows in the order of the batch.
+// Sorts a table's lookups by row, equal rows in the order of the batch.
 #pragma once
 
 #include <array>
@@ -11,8 +11,8 @@
 
 namespace sennit::kernels {
 
-// Least-significant-digit radix sort (Knuth, TAOCP 3, 5.2.5) by the bits that row numbers have. The first pass takes
-// its entries from the batch itself.
+// Least-significant-digit radix sort (Knuth, TAOCP 3, 5.2.5) over the bits that row numbers have. The first pass reads
+// its entries directly from the batch.
 class RowSort {
  public:
   static constexpr int max_digit_bits = 9;
@@ -24,11 +24,11 @@ class RowSort {
     digit_bits_ = (bits + passes_ - 1) / passes_;
   }
 
-  // One pass needs no second buffer.
+  // A single pass needs no second buffer.
   std::size_t buffer_count() const { return passes_ > 1 ? 2 : 1; }
 
   // `each(take)` calls take(row, key) for each lookup, in order, and is called twice. Both buffers have room for all
-  // lookups. Returns the sorted entries, in one of them.
+  // lookups. Returns the sorted entries, which are in one of them.
   template <typename Each>
   std::span<Entry> operator()(Each each, Entry* one, Entry* other) {
     const std::uint32_t mask = (1u << digit_bits_) - 1;

@@ -7,11 +7,11 @@
 
 namespace sennit::kernels::SENNIT_ISA {
 
-// Rows and gradients are fetched this many lookups before they are used. In the order of rows both lie anywhere, and
-// processors foresee neither: without gradients fetched ahead, sequences took 1.7 times as long, and bags 1.3 times.
+// Rows and gradients are prefetched this many lookups ahead. In row order both are scattered, and processors cannot
+// predict either: without prefetched gradients, sequences took 1.7 times as long, and bags 1.3 times.
 constexpr std::size_t update_ahead = 16;
 
-// Which vector of the gradient a key is for.
+// The gradient's vector that belongs to a key.
 SENNIT_INLINE std::size_t vector_of(const Gradients& gradients, std::uint32_t key) {
   return gradients.bag_of_lookup == nullptr ? key : gradients.bag_of_lookup[key];
 }
@@ -26,7 +26,7 @@ SENNIT_INLINE float factor_of(const Gradients& gradients, std::uint32_t key, std
   return 1.0f / static_cast<float>(gradients.lengths[vector]);
 }
 
-// Part of a run, and where entries to look ahead at end.
+// Part of a run, and the end of the entries that may be prefetched.
 struct Part {
   const Entry* entries;
   std::size_t count;
@@ -70,8 +70,8 @@ void fold(const Gradients& gradients, const Part& chunk, float* sum) {
   }
 }
 
-// The sum of a run: chunks' sums in a tree of neighbours, walked like the carries of a binary counter, so that one
-// vector a level is enough. Returns where it lies, in `sums`.
+// The sum of a run: chunk sums in a tree of neighbours, walked like the carries of a binary counter, so that one
+// vector per level is enough. Returns its position in `sums`.
 template <bool has_factors>
 float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count) {
   const std::size_t dim = update.table->dim, stride = sum_stride(dim);
@@ -108,7 +108,7 @@ SENNIT_INLINE std::size_t row_bytes(const Table& table) {
   return bytes * (fixed != 0 ? fixed * lanes : table.dim);
 }
 
-// One row's place in its table, and the columns of its vectors. `fixed` vectors of full lanes, known when compiling so
+// One row's place in its table, and the columns of its vectors. `fixed`: full vectors, known at compile time so
 // that a row stays in registers; 0: any number.
 template <Optimizer optimizer, Precision precision, std::size_t fixed>
 struct Row {
@@ -146,7 +146,7 @@ struct Row {
     return tree_sum(parts, count);
   }
 
-  // Stores what a function of the weight and the vector makes of each vector.
+  // Stores a function of the weight and the vector for each vector.
   template <typename Function>
   SENNIT_INLINE_MEMBER void change(Function function) const {
     Words words[4] = {};
@@ -178,7 +178,7 @@ struct Row {
       for (std::size_t v = 0; v < vectors; v++) g[v] = g[v] + step.decay * w(v);
   }
 
-  // First moments; the new one is stored.
+  // First moments; stores the new one.
   SENNIT_INLINE_MEMBER Floats moment1(Floats g, std::size_t v) const {
     const Floats m = step.beta1 * load(state(0, v), columns(v)) + step.beta1_rest * g;
     store(state(0, v), m, columns(v));
@@ -218,7 +218,7 @@ struct Row {
       const float factor = step.scale1 / (__builtin_sqrtf(moment) * step.scale2 + step.epsilon);
       change([&](Floats w, std::size_t v) { return w - factor * moment1(g(v), v); });
     } else {
-      // The direction takes the place of the gradient. Lanes behind the last column may divide 0 by 0.
+      // The direction replaces the gradient. Lanes behind the last column may divide 0 by 0.
       for (std::size_t v = 0; v < vectors; v++) {
         const Floats m = moment1(g(v), v);
         Floats u = (step.scale1 * m) / (root(moment2(g(v), v)) * step.scale2 + step.epsilon);

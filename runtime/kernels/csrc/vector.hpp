@@ -30,7 +30,7 @@ SENNIT_INLINE Words bits_of(Floats x) { return reinterpret_cast<Words>(x); }
 SENNIT_INLINE Floats floats_of(Words x) { return reinterpret_cast<Floats>(x); }
 SENNIT_INLINE Words lane_numbers() { return Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
-// `yes` where the mask's lanes are all ones.
+// `yes` in the lanes where the mask is all ones.
 SENNIT_INLINE Words choose(Words mask, Words yes, Words no) { return (mask & yes) | (~mask & no); }
 SENNIT_INLINE Words below(Words x, std::uint32_t limit) { return reinterpret_cast<Words>(x < limit); }
 
@@ -105,7 +105,7 @@ SENNIT_INLINE Floats root(Floats x) {
 // All ones in lanes that are infinite or NaN.
 SENNIT_INLINE Words not_finite(Floats x) { return reinterpret_cast<Words>((bits_of(x) & 0x7f800000u) == 0x7f800000u); }
 
-// Whether a bit of a mask is set.
+// Whether any bit of a mask is set.
 SENNIT_INLINE bool any(Words mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask(reinterpret_cast<__m512i>(mask), reinterpret_cast<__m512i>(mask)) != 0;
