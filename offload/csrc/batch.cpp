@@ -7,7 +7,7 @@
 namespace sennit::offload {
 namespace {
 
-// A field as it came is memory of the slot, and the batch must outlive that.
+// A passed-through field is the slot's memory, which the batch outlives.
 template <typename Element>
 Buffer<Element> owned(const Element* data, std::size_t size, const Buffer<Element>& owner) {
   if (owner) return owner;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A batch in the combined format (offload/batches.py), made of what a receiver has taken.
+// A batch in the combined format (offload/batches.py), computed from the rows that a receiver has taken.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ struct Batch {
   std::vector<Values> values;  // of each table
 };
 
-// `dense` and `sparse` are numbers of the program's columns, whose sources are the receiver's wanted fields. Throws
-// std::invalid_argument where they are not.
+// `dense` and `sparse` are column numbers of the program, whose sources are the receiver's wanted fields. Throws
+// std::invalid_argument if they are not.
 Batch make_batch(const Receiver& receiver, std::uint32_t number, const Program& program,
                  const std::vector<std::size_t>& dense, const std::vector<std::size_t>& sparse);
 

@@ -7,8 +7,8 @@
 namespace sennit::offload {
 
 void bind_program(nanobind::module_& module);      // Program
-void bind_receiver(nanobind::module_& module);     // Receiver, SocketReader and what they are made with
+void bind_receiver(nanobind::module_& module);     // Receiver, SocketReader and their arguments
 void bind_records(nanobind::module_& module);      // RecordColumns and RecordSender
-void bind_tracepoints(nanobind::module_& module);  // of what Python does
+void bind_tracepoints(nanobind::module_& module);  // tracepoints that Python fires
 
 }  // namespace sennit::offload

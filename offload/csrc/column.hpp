@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A column of a batch: one float for each row, or ids with the length of each row.
+// A column of a batch: one float per row, or ids with a length per row.
 #pragma once
 
 #include <cstddef>
@@ -15,15 +15,15 @@ using Buffer = std::shared_ptr<std::vector<Element>>;
 
 constexpr std::size_t SPARE_BUFFERS_MAX = 256;
 
-// Of this thread. Never destroyed, as buffers may come back when their thread ends.
+// Per thread. Never destroyed, because buffers may return while their thread ends.
 template <typename Element>
 std::vector<std::unique_ptr<std::vector<Element>>>& spare_buffers() {
   static thread_local auto* spare = new std::vector<std::unique_ptr<std::vector<Element>>>;
   return *spare;
 }
 
-// At least `size` elements, with anything in them. Memory that was used before, where there is some: the pages of new
-// memory cost several times what an operator takes to fill them.
+// At least `size` uninitialised elements. Reuses memory if it can: touching the pages of new memory costs several times
+// what an operator needs to fill them.
 template <typename Element>
 Buffer<Element> buffer(std::size_t size) {
   auto& spare = spare_buffers<Element>();
@@ -35,13 +35,13 @@ Buffer<Element> buffer(std::size_t size) {
   if (found->size() < size) found->resize(size);
   return {found.release(), [](std::vector<Element>* used) {
             std::unique_ptr<std::vector<Element>> owned(used);
-            // Of the thread that lets go, which need not be the one that asked.
+            // The cache of the releasing thread, which need not be the allocating one.
             auto& back = spare_buffers<Element>();
             if (back.size() < SPARE_BUFFERS_MAX) back.push_back(std::move(owned));
           }};
 }
 
-// Memory that the column made itself lives as long as a column that uses it.
+// Memory that the column allocated lives as long as any column that uses it.
 struct Column {
   bool is_dense = false;
   std::size_t rows = 0;
@@ -49,7 +49,7 @@ struct Column {
   const std::int32_t* lengths = nullptr;
   const std::int64_t* values = nullptr;
   std::size_t count = 0;  // of values
-  std::size_t each = 0;   // ids that every row has; 0: they may differ
+  std::size_t each = 0;   // ids of every row; 0: lengths may differ
 
   Buffer<float> own_dense;
   Buffer<std::int32_t> own_lengths;
@@ -65,7 +65,7 @@ inline Column dense_column(std::size_t rows, Buffer<float> numbers) {
   return made;
 }
 
-// Ids with other lengths.
+// Ids with new lengths.
 inline Column ids_column(std::size_t rows, Buffer<std::int32_t> lengths, std::size_t count,
                          Buffer<std::int64_t> values) {
   Column made;
@@ -78,7 +78,7 @@ inline Column ids_column(std::size_t rows, Buffer<std::int32_t> lengths, std::si
   return made;
 }
 
-// Other ids with the same lengths.
+// New ids with the same lengths.
 inline Column same_lengths(const Column& of, Buffer<std::int64_t> values) {
   Column made = of;
   made.values = values->data();

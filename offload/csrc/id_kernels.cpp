@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels of one instruction set; CMake compiles this file once for each and names it by SENNIT_ISA. Plain loops
-// that the compiler vectorises. AVX2 has no variant: without a multiplication of 64 bits it is no faster than scalars.
+// The kernels of one instruction set. CMake compiles this file once for each and names it by SENNIT_ISA. Plain loops
+// that the compiler vectorises. AVX2 has no variant: without a 64-bit multiplication it is no faster than scalar code.
 #include "id_kernels.hpp"
 
 #include <limits>
 
-// What the BPF programs compute with, too.
+// The BPF programs use the same header.
 #include "../../ebpf/include/operators.h"
 
 namespace sennit::offload::SENNIT_ISA {
 namespace {
 
-// The upper half of a product of 128 bits.
+// The upper half of a 128-bit product.
 inline std::uint64_t multiply_high(std::uint64_t a, std::uint64_t b) {
 #if defined(__AVX512DQ__)
-  // In products of 32 bits, which vectors have.
+  // Composed of 32-bit products, which vectors have.
   const std::uint64_t a_low = a & 0xffffffff, a_high = a >> 32, b_low = b & 0xffffffff, b_high = b >> 32;
   const std::uint64_t middle = a_high * b_low + (a_low * b_low >> 32);
   const std::uint64_t other = a_low * b_high + (middle & 0xffffffff);
@@ -24,8 +24,8 @@ inline std::uint64_t multiply_high(std::uint64_t a, std::uint64_t b) {
 #endif
 }
 
-// The remainder with the divisor's sign, by a multiplication with the inverse (Barrett). The quotient of a number below
-// 2^64 comes out right or one too low.
+// The remainder with the divisor's sign, by multiplication with the inverse (Barrett). The quotient of a number below
+// 2^64 is right or one too low.
 class FloorMod {
  public:
   explicit FloorMod(std::int64_t divisor)
@@ -34,12 +34,12 @@ class FloorMod {
                               : static_cast<std::uint64_t>((static_cast<unsigned __int128>(1) << 64) / divisor_)) {}
 
   std::int64_t operator()(std::uint64_t value) const {
-    // A negative number is the complement of one that is not, and its remainder counts from the other end.
+    // A negative number is the complement of a non-negative one, and its remainder counts from the other end.
     const auto sign = static_cast<std::uint64_t>(static_cast<std::int64_t>(value) >> 63);
     const std::uint64_t magnitude = value ^ sign;
     const std::uint64_t quotient = multiply_high(magnitude, inverse_);
     std::uint64_t remainder = magnitude - quotient * divisor_;
-    // Without branches: of hashes every second one is negative.
+    // Branchless, because half of all hashes are negative.
     remainder -= divisor_ & (std::uint64_t{0} - static_cast<std::uint64_t>(remainder >= divisor_));
     return static_cast<std::int64_t>((sign & (divisor_ - 1 - remainder)) | (~sign & remainder));
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is computed for each id alone, for several instruction sets. The results are the same.
+// Computations on single ids, for several instruction sets with equal results.
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ namespace avx512 {
 extern const IdKernels ID_KERNELS;
 }
 
-// Those for the widest vectors that this processor has.
+// The kernels for the widest vectors of this processor.
 const IdKernels& id_kernels();
 bool has_avx512();
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Buffers as NumPy arrays that keep them.
+// Buffers as NumPy arrays that keep the buffer alive.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -7,7 +7,7 @@
 
 #include "id_kernels.hpp"
 
-// What the BPF programs compute with, too.
+// The BPF programs use the same header.
 #include "../../ebpf/include/operators.h"
 
 namespace sennit::offload {
@@ -44,7 +44,7 @@ Column look_up(const Column& x, int bits, const std::vector<std::uint32_t>& tabl
   return map_dense(x, [&](float value) {
     const auto raw = std::bit_cast<std::uint32_t>(value);
     const std::uint64_t rounded = (raw + (std::uint64_t{1} << (shift - 1))) >> shift;
-    // Not std::isnan: what comes out must be exactly these bits.
+    // Not std::isnan: the result must have exactly these bits.
     const bool is_nan = (raw & 0x7fffffffu) > 0x7f800000u;
     return std::bit_cast<float>(is_nan ? NAN_BITS : table[rounded]);
   });
@@ -56,7 +56,7 @@ Column bucketize(const Column& x, const std::vector<float>& borders) {
   auto out = buffer<std::int64_t>(x.rows);
   for (std::size_t row = 0; row < x.rows; row++) {
     const float value = x.dense[row];
-    // NaN is not below any border, but behind all of them.
+    // NaN is below no border, so it comes after all of them.
     const auto is_before = [=](float border) { return !(value <= border); };
     (*out)[row] = std::partition_point(borders.begin(), borders.end(), is_before) - borders.begin();
   }
@@ -112,7 +112,7 @@ Column first_x(const Column& ids, std::int32_t count) {
 
 Column ngram(const Column& ids, std::int32_t count) {
   auto lengths = buffer<std::int32_t>(ids.rows);
-  // Never more than ids.
+  // Never more elements than ids.
   auto out = buffer<std::int64_t>(ids.count);
   const std::int64_t* from = ids.values;
   std::int64_t* to = out->data();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operators of a feature plan, a column at a time. docs/reference/feature-plans.md defines them,
+// The operators of a feature plan, one column at a time. docs/reference/feature-plans.md defines them,
 // offload/reference.py is the reference.
 #pragma once
 
@@ -11,7 +11,7 @@
 namespace sennit::offload {
 
 Column clamp(const Column& x, float low, float high);
-// `table` has 2^bits entries: bits of the results.
+// `table` has 2^bits entries: the bits of the results.
 Column look_up(const Column& x, int bits, const std::vector<std::uint32_t>& table);
 Column bucketize(const Column& x, const std::vector<float>& borders);
 
@@ -23,7 +23,7 @@ Column first_x(const Column& ids, std::int32_t count);
 Column ngram(const Column& ids, std::int32_t count);
 Column cross(const Column& left, const Column& right);
 
-// A dictionary as offload/tables.py lays it out: open addressing, at most `probes` places from an id's home.
+// A dictionary laid out as in offload/tables.py: open addressing, at most `probes` places from an id's home.
 struct IdTable {
   std::uint64_t multiplier;
   int shift;

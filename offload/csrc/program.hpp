@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A plan as a list of steps over columns. Steps are added once; a run makes the columns of a whole batch.
+// A plan as a list of steps over columns. Steps are added once; a run computes the columns of a whole batch.
 #pragma once
 
 #include <cstddef>
@@ -33,10 +33,10 @@ class Program {
     return columns_++;
   }
 
-  // Whether each source is dense, in the order in which they were added.
+  // Whether each source is dense, in the order of adding.
   const std::vector<bool>& sources() const { return is_dense_; }
 
-  // All columns of the program: the given sources, and behind them what each step makes.
+  // All columns of the program: the sources, followed by the result of each step.
   std::vector<Column> run(std::vector<Column> columns) const {
     if (columns.size() != is_dense_.size())
       throw std::invalid_argument(std::to_string(columns.size()) + " sources; the program has " +
@@ -70,7 +70,7 @@ class Program {
   std::vector<std::function<Column(const Columns&)>> steps_;
 };
 
-// A column of a run. Throws std::invalid_argument when it is not there, or of the other type.
+// A column of a run. Throws std::invalid_argument if it is missing or of the other type.
 inline const Column& column_of(const std::vector<Column>& columns, std::size_t number, bool is_dense) {
   if (number >= columns.size() || columns[number].is_dense != is_dense)
     throw std::invalid_argument("column " + std::to_string(number) + " is no " + (is_dense ? "dense" : "sparse") +

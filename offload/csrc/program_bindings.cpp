@@ -21,7 +21,7 @@ using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::c
 using Lengths = nb::ndarray<const std::int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Values = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// A column of the input, passed through, belongs to the caller: it gets a copy that owns itself.
+// A passed-through input column belongs to the caller, so the caller gets an owning copy.
 template <typename Element>
 nb::object passed_on(const Element* data, std::size_t size, const Buffer<Element>& owner) {
   auto kept = owner;
@@ -59,7 +59,7 @@ Column read(nb::handle source, bool is_dense) {
   return column;
 }
 
-// `sources`: an array of floats, or a pair of lengths and values, in the order in which they were added.
+// `sources`: an array of floats, or a pair of lengths and values, in the order of adding.
 nb::list run(const Program& program, const nb::list& sources, const std::vector<std::size_t>& outputs) {
   const std::vector<bool>& is_dense = program.sources();
   if (sources.size() != is_dense.size())

@@ -82,7 +82,7 @@ Verdict Receiver::judge(Datagram datagram) {
 
   Slot& slot = slot_of(batch);
   const std::uint64_t open = slot.next_row.load(std::memory_order_relaxed);
-  // Batches count modulo 2^32.
+  // Batch numbers wrap at 2^32.
   if (const auto ahead = static_cast<std::int32_t>(batch - batch_of(open)); ahead != 0)
     return ahead < 0 ? Verdict::duplicate : Verdict::no_credit;
   if (row < row_of(open)) return Verdict::duplicate;
@@ -104,7 +104,7 @@ Verdict Receiver::append(Slot& slot, std::uint8_t* memory, Datagram body, std::u
   counters_.body_bytes += body.size();
   std::swap(slot.filled, next_);
   slot.row_ahead.store(state(batch, 0), std::memory_order_relaxed);
-  // After the columns: who reads this reads them.
+  // Stored after the columns: a reader that sees this row may read them.
   slot.next_row.store(state(batch, row + records), std::memory_order_release);
   return Verdict::accepted;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of a datagram, and the ring of batches that records go into: docs/reference/records.md, in the order of
-// offload/admission.py.
+// What becomes of a datagram, and the ring of batches that records go into. docs/reference/records.md specifies it; the
+// checks come in the order of offload/admission.py.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@
 
 namespace sennit::offload {
 
-// The numbers of offload/admission.py. `busy` is what only BPF programs say.
+// The numbers of offload/admission.py. Only BPF programs return `busy`.
 enum class Verdict : std::uint8_t {
   accepted,
   truncated,
@@ -36,7 +36,7 @@ constexpr std::size_t VERDICTS = 12;
 struct FeedCounters {
   std::array<std::uint64_t, VERDICTS> datagrams{};
   std::uint64_t records = 0;   // in accepted datagrams
-  std::uint64_t filtered = 0;  // of these, not kept
+  std::uint64_t filtered = 0;  // of these, dropped by the plan's filters
   std::uint64_t body_bytes = 0;
 };
 
@@ -45,13 +45,13 @@ struct Session {
   std::uint32_t id;
 };
 
-// Any thread may call anything. Whoever fills a batch and whoever reads it meet in one atomic word per slot: rows that
-// `rows_taken` has told of are complete.
+// All functions are thread-safe. Writer and readers of a batch synchronise by one atomic word per slot: rows that
+// `rows_taken` has reported are complete.
 class Receiver {
  public:
   using Datagram = std::span<const std::uint8_t>;
 
-  // `slots` is a power of two. Throws std::system_error when there is not the address space for all batches.
+  // `slots` is a power of two. Throws std::system_error if the address space cannot hold all batches.
   Receiver(const RecordSchema& schema, const RowFilters& filters, Session session, std::uint32_t batch_rows,
            std::uint32_t slots);
   Receiver(const Receiver&) = delete;
@@ -60,12 +60,12 @@ class Receiver {
   void take(std::span<const Datagram> datagrams);
 
   std::uint32_t rows_taken(std::uint32_t batch) const;
-  // The highest row that came out of sequence since the last datagram accepted; 0: none.
+  // The highest row received out of sequence since the last accepted datagram; 0: none.
   std::uint32_t row_ahead(std::uint32_t batch) const;
   void release(std::uint32_t batch);
   FeedCounters counters() const;
 
-  // What the slot of a batch holds. Its slot cannot be released as long as this is there.
+  // The content of a batch's slot. The slot cannot be released while this exists.
   struct Content {
     std::unique_lock<std::mutex> reading;
     std::uint32_t batch;  // that the slot takes
@@ -76,7 +76,7 @@ class Receiver {
   Content content(std::uint32_t batch) const;
 
  private:
-  // Address space; pages come when they are written. No list is as long as it may be all the time.
+  // Address space only: pages are allocated when written. Lists are rarely as long as they may be.
   class Memory {
    public:
     explicit Memory(std::size_t size_bytes);
@@ -91,7 +91,7 @@ class Receiver {
   };
 
   struct Slot {
-    // batch << 32 | row: in one word, so that nobody reads the row of one batch with the number of another.
+    // batch << 32 | row, in one word, so that nobody reads the row of one batch with the number of another.
     std::atomic<std::uint64_t> next_row{0};
     std::atomic<std::uint64_t> row_ahead{0};
     Filled filled;
@@ -109,9 +109,9 @@ class Receiver {
   const RecordDecoder decoder_;
   const std::size_t slot_bytes_;
   const Memory memory_;
-  mutable std::mutex filling_;  // everything below but the atomics
+  mutable std::mutex filling_;  // guards everything below except the atomics
   std::unique_ptr<Slot[]> slots_;
-  Filled next_;  // kept for its memory
+  Filled next_;  // kept to reuse its memory
   FeedCounters counters_;
 };
 

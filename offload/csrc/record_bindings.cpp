@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Encoder and sender of records for Python. Both work without the interpreter.
+// Encoder and sender of records for Python. Both release the GIL.
 #include "bindings.hpp"
 
 #include <nanobind/ndarray.h>
@@ -34,7 +34,7 @@ std::span<Element> span_of(const Vector<Element>& vector) {
   return {vector.data(), vector.shape(0)};
 }
 
-// Columns, with the memory that they are in.
+// Columns, and owners of their memory.
 class BoundColumns {
  public:
   BoundColumns(bool is_big_endian, Vector<const float> labels, bool is_binary, Matrix dense,
@@ -108,7 +108,7 @@ class BoundColumns {
   std::vector<Vector<const std::int64_t>> offsets_;
 };
 
-// A sender, with the memory that its records are in.
+// A sender, and the owner of its records' memory.
 class BoundSender {
  public:
   BoundSender(ConstBytes bytes, std::optional<Vector<const std::uint64_t>> starts, std::size_t record_bytes,

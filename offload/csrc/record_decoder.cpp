@@ -41,7 +41,7 @@ std::uint64_t load_any(const std::uint8_t* from) {
 
 std::uint64_t load_binary_label(const std::uint8_t* from) { return *from != 0 ? ONE_BITS : 0; }
 
-// What an element of a column is made of: an id of any width, or the bits of a float.
+// The element type of a column: an id of any width, or the bits of a float.
 template <typename Number, bool swapped>
 std::int64_t load_id(const std::uint8_t* from) {
   return static_cast<std::int64_t>(load<Number, swapped>(from));
@@ -126,8 +126,8 @@ RecordDecoder::RecordDecoder(const RecordSchema& schema, const RowFilters& filte
   add_filters(schema, filters);
 }
 
-// Columns follow each other with a line between them: at distances of powers of two they would fall into one set of the
-// first-level cache.
+// A cache line separates columns: at distances of powers of two they would all fall into one set of the first-level
+// cache.
 std::size_t RecordDecoder::reserve(std::size_t row_bytes) {
   const std::size_t begin = columns_bytes_;
   columns_bytes_ = (begin + row_bytes * batch_rows_ + 2 * LINE_BYTES - 1) / LINE_BYTES * LINE_BYTES;
@@ -241,7 +241,7 @@ bool RecordDecoder::is_kept(const std::uint8_t* record, const std::uint32_t* len
     if (splitmix64(sample.seed, number) >> 32 >= sample.below) return false;
   for (const Range& range : ranges_) {
     const auto x = std::bit_cast<float>(static_cast<std::uint32_t>(range.load(record + range.offset)));
-    if (!(x >= range.low && x <= range.high)) return false;  // so is NaN
+    if (!(x >= range.low && x <= range.high)) return false;  // so does NaN
   }
   for (const Bounds& bound : bounds_)
     if (lengths[bound.list] < bound.least || lengths[bound.list] > bound.most) return false;

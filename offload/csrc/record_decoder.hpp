@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Records of any schema into columns: docs/reference/records.md is the specification, offload/records.py the reference.
+// Decodes records of any schema into columns. docs/reference/records.md specifies them, offload/records.py is the
+// reference.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +13,7 @@
 
 namespace sennit::offload {
 
-// As offload/schema.py has them; "wanted" is what a plan makes columns of.
+// As in offload/schema.py. "Wanted" fields are those that a plan computes columns from.
 struct DenseField {
   bool is_bfloat16 = false;
   bool is_wanted = true;
@@ -21,7 +22,7 @@ struct DenseField {
 struct IdsField {
   int width_bytes = 4;
   bool is_signed = false;
-  std::uint32_t length = 1;  // how many ids, or at most how many in a list
+  std::uint32_t length = 1;  // the number of ids, or the maximum of a list
   bool is_list = false;
   bool is_wanted = true;
 };
@@ -33,7 +34,7 @@ struct RecordSchema {
   std::vector<IdsField> ids;
 };
 
-// A row that one of these does not keep is in no batch (offload/operators.py).
+// A row that one of these does not keep is dropped (offload/operators.py).
 struct Sample {
   std::uint64_t seed;
   std::uint64_t below;
@@ -55,34 +56,34 @@ struct RowFilters {
 // How far the columns of a batch are filled.
 struct Filled {
   std::size_t rows = 0;
-  std::vector<std::size_t> ids;  // of each list that is wanted
+  std::vector<std::size_t> ids;  // for each wanted list
 };
 
-// What a schema comes to: a short table of what to copy, made once. Records are not looked at by the name of a field.
+// A schema compiled to a short table of copies, made once. No field is looked up by name for a record.
 class RecordDecoder {
  public:
-  // Throws std::invalid_argument for what is no schema, or a filter of what is no field.
+  // Throws std::invalid_argument for an invalid schema, or a filter on an unknown field.
   RecordDecoder(const RecordSchema& schema, const RowFilters& filters, std::size_t batch_rows);
 
   // Memory for the columns of a batch.
   std::size_t columns_bytes() const { return columns_bytes_; }
   Filled nothing() const { return {0, std::vector<std::size_t>(wanted_lists_)}; }
 
-  // Appends `records` records to the columns at `memory`. False when a list is longer than the schema allows, or the
-  // records do not end with the body: then `filled` means nothing, and all columns are as before up to what it was.
-  // `number` is the first record's batch << 32 | row. The caller sees that no batch gets more than `batch_rows`.
+  // Appends `records` records to the columns at `memory`. False if a list is longer than the schema allows, or if the
+  // records do not end with the body. Then `filled` is undefined, and columns are unchanged up to its previous value.
+  // `number` is the first record's batch << 32 | row. The caller ensures that no batch gets more than `batch_rows`.
   bool append(std::span<const std::uint8_t> body, std::size_t records, std::uint64_t number, std::uint8_t* memory,
               Filled& filled) const;
 
   const float* labels(const std::uint8_t* memory) const;
-  // The wanted fields in the schema's order: views.
+  // The wanted fields in the schema's order, as views.
   std::vector<Column> columns(const std::uint8_t* memory, const Filled& filled) const;
 
  private:
-  // One number each of `count` successive fields, into row `row` of their columns.
+  // One number each for `count` successive fields, into row `row` of their columns.
   using Scatter = void (*)(const std::uint8_t* from, std::uint8_t* memory, const std::size_t* columns,
                            std::size_t count, std::size_t row);
-  // `count` ids, one behind the other.
+  // `count` ids, one after another.
   using Widen = void (*)(const std::uint8_t* from, std::uint8_t* to, std::size_t count);
   using Load = std::uint64_t (*)(const std::uint8_t* from);
   struct Wire {
@@ -97,7 +98,7 @@ class RecordDecoder {
   template <bool swapped>
   static Wire dense_wire(bool is_bfloat16);
 
-  // `offset` is the place in a record's fixed part; columns are offsets in the batch's memory.
+  // `offset` is the position in a record's fixed part; columns are offsets in the batch's memory.
   struct Run {
     Scatter scatter;
     std::size_t offset, first, count;  // first, count: in column_offsets_
@@ -111,7 +112,7 @@ class RecordDecoder {
     Widen widen;
     std::size_t offset, length_max, width_bytes;
     bool is_wanted;
-    std::size_t number, lengths_column, values_column;  // of those wanted
+    std::size_t number, lengths_column, values_column;  // among the wanted fields
   };
   struct Range {
     Load load;
@@ -125,8 +126,8 @@ class RecordDecoder {
   enum class Kind { dense, fixed, list };
   struct Place {
     Kind kind;
-    std::size_t column;  // of a list: its place in lists_
-    std::size_t length;  // of fixed ids
+    std::size_t column;  // for a list: its index in lists_
+    std::size_t length;  // for fixed ids
   };
 
   void add_dense(const RecordSchema& schema);
@@ -152,7 +153,7 @@ class RecordDecoder {
   std::vector<Range> ranges_;
   std::vector<Bounds> bounds_;
   std::vector<Place> places_;
-  std::map<std::size_t, std::vector<std::int32_t>> fixed_lengths_;  // of fixed ids, for every row
+  std::map<std::size_t, std::vector<std::int32_t>> fixed_lengths_;  // for fixed ids, the same for every row
 };
 
 }  // namespace sennit::offload

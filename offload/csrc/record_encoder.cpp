@@ -10,8 +10,9 @@
 namespace sennit::offload {
 namespace {
 
-// Columns are written one after the other into so many records at a time: these stay in the first- and second-level
-// cache meanwhile, and the loop over a column has nothing to decide.
+// Columns are written one after another into this many records at a time. They stay in the first- and second-level
+// cache
+// meanwhile, and the loop over a column has no decisions.
 constexpr std::size_t BLOCK_ROWS = 128;
 
 // Where the next field of each record of a block goes.

@@ -25,13 +25,13 @@ namespace {
 // docs/reference/records.md
 constexpr std::uint16_t MAGIC = 0x5e17;
 constexpr std::uint8_t VERSION = 1;
-// One system call takes so much: it stays in the second-level cache between packing and the kernel's copy.
+// Bytes per system call: they stay in the second-level cache between packing and the kernel's copy.
 constexpr std::size_t WINDOW_BYTES = 256 << 10;
 constexpr std::size_t MESSAGES_MAX = 64;
-// UDP_MAX_SEGMENTS of Linux before 6.9; IP's length field bounds what the kernel takes for one message.
+// UDP_MAX_SEGMENTS of Linux before 6.9. IP's length field bounds what the kernel takes as one message.
 constexpr std::uint32_t SEGMENTS_MAX = 64;
 constexpr std::size_t MESSAGE_MAX_BYTES = 65'535 - 48;
-// Records lie anywhere in memory. So far ahead their lines are asked for.
+// Records are scattered in memory, so their lines are prefetched this far ahead.
 constexpr std::size_t PREFETCH_RECORDS = 8;
 constexpr std::size_t CACHE_LINE_BYTES = 64;
 
@@ -41,7 +41,7 @@ void put_network(std::byte*& at, Number number) {
     *at++ = static_cast<std::byte>(number >> (8 * (sizeof number - 1 - i)));
 }
 
-// Of records ahead: the lines of one, and where one further ahead begins.
+// Prefetches the lines of one record, and the offset of one further ahead.
 void prefetch(const RecordStore& store, std::span<const std::int64_t> records) {
   if (!store.starts.empty() && records.size() > 2 * PREFETCH_RECORDS)
     __builtin_prefetch(&store.starts[static_cast<std::size_t>(records[2 * PREFETCH_RECORDS])]);
@@ -172,7 +172,7 @@ RecordSender::Progress RecordSender::send(int fd, std::span<const std::int64_t> 
     progress.error = send_window(fd, progress);
     trace::packets_sent(session_, batch, before.next_row, progress.next_row, progress.packets - before.packets,
                         static_cast<std::uint32_t>(progress.error));
-    // A device that does no checksums says EIO, an old kernel EINVAL or ENOPROTOOPT.
+    // A device without checksum offload returns EIO, an old kernel EINVAL or ENOPROTOOPT.
     if (was_segmenting && (progress.error == EIO || progress.error == EINVAL || progress.error == ENOPROTOOPT)) {
       is_segmenting_ = false;
       progress.error = 0;

@@ -11,7 +11,7 @@
 namespace sennit::offload {
 namespace {
 
-// ebpf/include/sketch.h has the same.
+// Equal to ebpf/include/sketch.h.
 constexpr std::uint64_t SAMPLE_SEED = 0x53414d504c45, HASH_SEED = 0x534b45544348;
 
 using Rows = std::vector<std::size_t>;

@@ -29,9 +29,9 @@
 namespace sennit::offload {
 namespace {
 
-constexpr unsigned MESSAGES = 64;  // of one recvmmsg
+constexpr unsigned MESSAGES = 64;  // messages per recvmmsg
 constexpr std::size_t DATAGRAM_MAX_BYTES = 65'535;
-// Not a power of two apart, or the heads of all datagrams would fall into one set of the first-level cache.
+// Not a power of two, or the headers of all datagrams would fall into one set of the first-level cache.
 constexpr std::size_t PLACE_BYTES = DATAGRAM_MAX_BYTES + 1 + 3 * 64;
 
 [[noreturn]] void raise(int error, const std::string& what) {
@@ -87,7 +87,7 @@ std::string advice(int error, const std::string& end) {
   }
 }
 
-// The places of one recvmmsg, and what it says of each.
+// The buffers of one recvmmsg, and its results.
 class Messages {
  public:
   Messages() : bytes_(MESSAGES * PLACE_BYTES) {
@@ -98,7 +98,7 @@ class Messages {
     }
   }
 
-  // Datagrams that lie here until the next call, or errno.
+  // The datagrams, valid until the next call, or an errno.
   int receive(int fd, std::vector<Receiver::Datagram>& datagrams) {
     for (unsigned n = 0; n < MESSAGES; n++) {
       headers_[n].msg_hdr.msg_control = controls_[n].bytes;
@@ -111,7 +111,7 @@ class Messages {
   }
 
  private:
-  // Datagrams of one sender and one size come as one message (UDP_GRO, Linux 5.0); the last may be shorter.
+  // Datagrams of one sender and size arrive as one message (UDP_GRO, Linux 5.0); the last may be shorter.
   static void split(const mmsghdr& message, std::vector<Receiver::Datagram>& datagrams) {
     Receiver::Datagram rest(static_cast<const std::uint8_t*>(message.msg_hdr.msg_iov->iov_base), message.msg_len);
     std::size_t segment_bytes = rest.size();
@@ -122,7 +122,7 @@ class Messages {
       std::memcpy(&value, CMSG_DATA(option), sizeof value);
       if (value > 0) segment_bytes = static_cast<std::size_t>(value);
     }
-    do {  // once for an empty datagram, too
+    do {  // once for an empty datagram too
       datagrams.push_back(rest.first(std::min(segment_bytes, rest.size())));
       rest = rest.subspan(datagrams.back().size());
     } while (!rest.empty());
@@ -139,7 +139,7 @@ class Messages {
 
 }  // namespace
 
-// What the thread needs; it may outlive the reader.
+// The thread's state, which may outlive the reader.
 struct SocketReader::Shared {
   std::shared_ptr<Receiver> receiver;
   Descriptor socket, wake;
@@ -179,7 +179,7 @@ SocketReader::SocketReader(std::shared_ptr<Receiver> receiver, const std::string
   setsockopt(fd, IPPROTO_UDP, UDP_GRO, &on, sizeof on);  // without it each datagram is a message of its own
   const auto wanted = static_cast<int>(receive_buffer_bytes);
   if (setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &wanted, sizeof wanted) != 0)
-    setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &wanted, sizeof wanted);  // clamped by the kernel, never refused
+    setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &wanted, sizeof wanted);  // the kernel clamps it and never refuses
   int granted = 0;
   socklen_t size = sizeof granted;
   if (getsockopt(fd, SOL_SOCKET, SO_RCVBUF, &granted, &size) != 0) raise(errno, "SO_RCVBUF");
@@ -193,18 +193,18 @@ SocketReader::SocketReader(std::shared_ptr<Receiver> receiver, const std::string
                         : reinterpret_cast<const sockaddr_in&>(local.storage).sin_port);
   std::packaged_task<void()> task([shared = shared_]() mutable {
     shared->run();
-    shared.reset();  // before `ended_` says so: the socket closes with the reader
+    shared.reset();  // before `ended_` is set, because the socket closes with the reader
   });
   ended_ = task.get_future();
   std::thread thread(std::move(task));
   pthread_setname_np(thread.native_handle(), "sennit-feed");
-  thread.detach();  // `ended_` is waited for, with a deadline, which a join has not
+  thread.detach();  // `ended_` is waited for with a deadline, which join does not have
 }
 
 SocketReader::~SocketReader() {
   try {
     stop(std::chrono::seconds(5));
-  } catch (const std::system_error&) {  // the thread keeps what it holds
+  } catch (const std::system_error&) {  // the thread keeps what it uses
   }
 }
 

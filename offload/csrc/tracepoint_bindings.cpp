@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tracepoints of what Python does.
+// Tracepoints that Python fires.
 #include <nanobind/nanobind.h>
 
 #include "bindings.hpp"

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tracepoints of ingest (USDT, provider `sennit`): names and arguments are an interface, described in
-// docs/reference/tracepoints.md. One that nobody listens to is two nops, as in transport/csrc/trace/tracepoints.hpp, of
-// which this library knows nothing.
+// The tracepoints of ingest (USDT, provider `sennit`). Names and arguments are an interface, described in
+// docs/reference/tracepoints.md. A tracepoint without a listener is two nops, as in
+// transport/csrc/trace/tracepoints.hpp,
+// which this library does not know.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 #define SDT_USE_VARIADIC
 #include <sys/sdt.h>
 #if defined(__x86_64__)
-// The second one is for a call instead of a trap, on Linux 6.18.
+// The second nop is for a call instead of a trap, on Linux 6.18.
 #undef _SDT_NOP
 #define _SDT_NOP \
   nop;           \
@@ -26,7 +27,7 @@ namespace sennit::offload::trace {
 template <class... Arguments>
 inline void discard(const Arguments&...) {}
 
-// A batch of one rank, from its first row to the end of its use. What a session in Python sees it says by these.
+// A batch of one rank, from its first row to the end of its use. A session in Python reports it by these.
 inline void batch_begun(std::uint32_t rank, std::uint32_t batch) { SENNIT_TRACEPOINT(batch_begun, rank, batch); }
 inline void batch_complete(std::uint32_t rank, std::uint32_t batch, std::uint32_t rows) {
   SENNIT_TRACEPOINT(batch_complete, rank, batch, rows);
@@ -39,12 +40,12 @@ inline void rows_requested(std::uint32_t rank, std::uint32_t batch, std::uint32_
   SENNIT_TRACEPOINT(rows_requested, rank, batch, row, why);
 }
 
-// Of the receiver of the target cpu; `verdict`: receiver.hpp.
+// From the receiver of the target cpu; `verdict`: receiver.hpp.
 inline void datagram_refused(std::uint32_t session, std::uint32_t verdict, const void* address,
                              std::uint64_t size_bytes) {
   SENNIT_TRACEPOINT(datagram_refused, session, verdict, address, size_bytes);
 }
-// Of a feeder; the rows before `next_row` are in the socket, `error` is an errno or 0.
+// From a feeder. The rows before `next_row` are in the socket; `error` is an errno or 0.
 inline void packets_sent(std::uint32_t session, std::uint32_t batch, std::uint32_t first_row, std::uint32_t next_row,
                          std::uint32_t packets, std::uint32_t error) {
   SENNIT_TRACEPOINT(packets_sent, session, batch, first_row, next_row, packets, error);

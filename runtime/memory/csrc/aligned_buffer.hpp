@@ -9,7 +9,7 @@
 
 namespace sennit::memory {
 
-// Memory that direct I/O takes, whatever the device's blocks.
+// Memory aligned for direct I/O, whatever the device's block size.
 class AlignedBuffer {
  public:
   static constexpr std::size_t ALIGNMENT_BYTES = 4096;
@@ -22,7 +22,7 @@ class AlignedBuffer {
     if (!data_) throw std::bad_alloc();
   }
 
-  // At least so large; what it held is lost when it grows.
+  // Grows to at least this size and loses its content then.
   void reserve(std::size_t size_bytes) {
     if (size_bytes > size_bytes_) *this = AlignedBuffer(size_bytes);
   }

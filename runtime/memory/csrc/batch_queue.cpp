@@ -58,7 +58,7 @@ void BatchQueue::put(std::function<void()> command) {
 }
 
 std::shared_ptr<BatchQueue::Batch> BatchQueue::fetch(std::vector<std::int64_t> rows) {
-  // Before the cache is touched: a wrong row is the caller's mistake, and the cache goes on.
+  // Before the cache is touched: a wrong row is the caller's mistake, and the cache stays usable.
   RowCache::check_rows(rows, row_count_);
   auto batch = std::make_shared<Batch>();
   batch->rows = std::move(rows);

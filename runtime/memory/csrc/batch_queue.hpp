@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A cache driven by its own thread, so that the rows of the next batch come in while this one is computed.
+// A cache driven by its own thread, which fetches the next batch's rows while the current one is computed.
 #pragma once
 
 #include <chrono>
@@ -17,7 +17,7 @@
 
 namespace sennit::memory {
 
-// Runs fetches, releases and flushes in the order in which they were given: which rows are where does not depend on
+// Runs fetches, releases and flushes in the order of the calls. Which row is where does not depend on
 // how long anything takes. After an error each later call raises it again.
 class BatchQueue {
  public:
@@ -28,17 +28,17 @@ class BatchQueue {
   };
 
   BatchQueue(RowCache& cache, std::uint64_t row_count);
-  // Finishes the operation under way; what was not begun is left out.
+  // Finishes the current operation and drops the others.
   ~BatchQueue();
   BatchQueue(const BatchQueue&) = delete;
 
   std::shared_ptr<Batch> fetch(std::vector<std::int64_t> rows);
-  // False if the deadline comes first. Raises StoreError if the fetch failed.
+  // False if the deadline passes first. Raises StoreError if the fetch failed.
   bool wait(const std::shared_ptr<Batch>& batch, std::chrono::steady_clock::time_point deadline);
   void release(const std::shared_ptr<Batch>& batch, bool is_dirty);
-  // The number of the generation once it is durable; nothing if the deadline comes first, and then it may still be.
+  // The number of the generation once it is durable. Empty if the deadline passes first; it may still become durable.
   std::optional<std::uint64_t> flush(std::uint64_t tag, std::chrono::steady_clock::time_point deadline);
-  // The parts of `rows`, each once, as they are now; null if the deadline comes first. `row_bytes`: of each part.
+  // The current parts of `rows`, each once; null if the deadline passes first. `row_bytes`: for each part.
   using Parts = std::vector<std::vector<std::byte>>;
   std::shared_ptr<const Parts> read(std::vector<std::int64_t> rows, const std::vector<std::size_t>& row_bytes,
                                     std::chrono::steady_clock::time_point deadline);
@@ -57,7 +57,7 @@ class BatchQueue {
   std::deque<std::function<void()>> commands_;
   RowCache::Counters counters_;
   std::exception_ptr failure_;
-  std::uint64_t in_use_ = 0;  // batches that were waited for and are not released
+  std::uint64_t in_use_ = 0;  // batches waited for and not released
   bool is_ending_ = false;
   std::thread thread_;
 };

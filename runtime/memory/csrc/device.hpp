@@ -12,11 +12,11 @@ namespace sennit::memory {
 
 class Device {
  public:
-  // `name` is for messages; `alignment_bytes`, a power of two, is what offsets, sizes and addresses are multiples of.
+  // `name` is for messages. Offsets, sizes and addresses must be multiples of `alignment_bytes`, a power of two.
   Device(std::unique_ptr<Backend> backend, std::string name, std::uint64_t size_bytes, std::size_t alignment_bytes);
   Device(Device&&) = default;
 
-  // Raises StoreError, naming the offset, unless all bytes were moved. `run` may change `operations`.
+  // Raises StoreError, naming the offset, unless all bytes were moved. May change `operations`.
   void run(std::span<Operation> operations);
   void read(std::uint64_t offset, std::span<std::byte> data);
   void write(std::uint64_t offset, std::span<std::byte> data);
@@ -41,23 +41,23 @@ class Device {
 };
 
 struct FileOptions {
-  bool is_direct = true;     // past the page cache, where the file system can
+  bool is_direct = true;     // past the page cache, if the file system can
   std::string backend = "";  // "io_uring", "threads"; empty: the first that works
-  unsigned depth = 128;      // operations at once (io_uring)
+  unsigned depth = 128;      // concurrent operations (io_uring)
   unsigned threads = 4;      // (threads)
 };
 
 struct OpenedFile {
   std::unique_ptr<Device> device;
   bool is_direct = false;
-  std::string note;  // why not direct, or not io_uring, where that was wished; for display
+  std::string note;  // why not direct, or not io_uring, if that was wanted; for display
 };
 
-// Makes the file `path`, of `size_bytes` that the file system has set aside, or takes a block device of at least that
-// size. Raises StoreError (EEXIST, ENOSPC, …). The file is locked against other processes until the device goes.
+// Creates the file `path` with `size_bytes` allocated, or takes a block device of at least that size. Raises
+// StoreError (EEXIST, ENOSPC, …). The file is locked against other processes until the device is destroyed.
 OpenedFile create_file(const std::string& path, std::uint64_t size_bytes, const FileOptions& options);
 
-// Opens one that exists.
+// Opens an existing one.
 OpenedFile open_file(const std::string& path, const FileOptions& options);
 
 }  // namespace sennit::memory

@@ -7,10 +7,10 @@
 
 namespace sennit::memory {
 
-// Rows in memory of this process, under a cache in a device's memory or in huge pages. Nothing of it survives.
+// Rows in this process's memory, under a cache in device memory or huge pages. Nothing survives the process.
 class DramStore final : public RowStore {
  public:
-  // `rows` has a line for each row, and outlives the store.
+  // `rows` has a line for each row and outlives the store.
   DramStore(Lines rows, std::uint64_t row_count) : rows_(std::move(rows)), row_count_(row_count) {}
 
   void exchange(std::span<const RowAt> written, std::span<const RowAt> wanted, const Lines& lines) override {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small pieces of a device, read in few and aligned transfers.
+// Reads small pieces of a device in few aligned transfers.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +19,14 @@ struct Piece {
   std::uint64_t line = 0;
 };
 
-// Aligned bytes that hold the pieces [first, last) of a sorted list.
+// The aligned bytes that contain the pieces [first, last) of a sorted list.
 struct Extent {
   std::uint64_t offset = 0, size_bytes = 0;
   std::size_t first = 0, last = 0;
 };
 
-// Joins pieces with at most `gap_bytes` between them, up to `limit_bytes` a transfer. `pieces` is sorted by offset.
-// Extents that will be written must not overlap: two that share a block then are one, whatever the limit.
+// Joins pieces with at most `gap_bytes` between them, up to `limit_bytes` per transfer. `pieces` is sorted by offset.
+// Extents to be written must not overlap: two that share a block become one, whatever the limit.
 inline std::vector<Extent> join(std::span<const Piece> pieces, std::size_t piece_bytes, std::size_t alignment_bytes,
                                 std::size_t gap_bytes, std::size_t limit_bytes, bool may_overlap) {
   std::vector<Extent> extents;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Opens files and block devices: direct where possible, locked, with the backend that works here.
+// Opens files and block devices: direct if possible, locked, with the backend that works here.
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <sys/file.h>
@@ -18,7 +18,7 @@
 namespace sennit::memory {
 namespace {
 
-// Of direct I/O where the file system does not say.
+// Alignment of direct I/O if the file system does not report it.
 constexpr std::size_t DEFAULT_ALIGNMENT_BYTES = 4096;
 
 class Descriptor {
@@ -40,13 +40,13 @@ class Descriptor {
   throw StoreError(Fault::DEVICE, path + ": " + doing + ": " + std::strerror(error_number), error_number);
 }
 
-// Opens directly, or through the page cache where the file system cannot; `note` then says so.
+// Opens directly, or through the page cache if the file system cannot; `note` then says so.
 int open_either(const std::string& path, int flags, const FileOptions& options, bool& is_direct, std::string& note) {
   is_direct = options.is_direct;
   if (options.is_direct) {
     const int descriptor = open(path.c_str(), flags | O_DIRECT, 0600);
     if (descriptor >= 0 || errno != EINVAL) return descriptor;
-    // O_CREAT has made the file before O_DIRECT was refused.
+    // O_CREAT created the file before O_DIRECT was refused.
     flags &= ~(O_CREAT | O_EXCL);
     note = "the file system has no direct I/O: through the page cache";
     is_direct = false;

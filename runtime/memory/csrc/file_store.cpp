@@ -10,20 +10,20 @@ namespace {
 
 // Scratch memory of one round of reads.
 constexpr std::size_t ROUND_BYTES = 16 << 20;
-// Reading so much more costs a device less than one more transfer does (measured: docs/performance.md).
+// Reading this much more costs a device less than another transfer (measured: docs/performance.md).
 constexpr std::size_t READ_GAP_BYTES = 8 << 10;
-// The same of the page cache, of which every byte is copied.
+// The same for the page cache, where every byte is copied.
 constexpr std::size_t CACHED_READ_GAP_BYTES = 2 << 10;
 constexpr std::size_t READ_LIMIT_BYTES = 256 << 10;
 constexpr std::size_t APPLY_GAP_BYTES = 64 << 10;
 constexpr std::size_t APPLY_LIMIT_BYTES = 1 << 20;
-// Records that are taken from the log at once: so many that they lie close together there, and are read in large
-// transfers though they are wanted in another order.
+// Records taken from the log at once: enough that they lie close together there and are read in large
+// transfers, although they are wanted in another order.
 constexpr std::size_t APPLY_BYTES = 64 << 20;
 
 }  // namespace
 
-// A store that failed half way through a call does not know which of its rows are where.
+// A store that failed in the middle of a call does not know where its rows are.
 template <typename Function>
 auto FileStore::guarded(Function function) {
   if (!failure_.empty())
@@ -59,7 +59,7 @@ void FileStore::exchange(std::span<const RowAt> written, std::span<const RowAt> 
         }
       pieces.push_back({offset, at.row, at.line});
     }
-    // Full segments of the log go out beside the first reads.
+    // Full log segments are written together with the first reads.
     std::vector<Operation> operations;
     log_->collect_writes(operations);
     read_pieces(pieces, operations,
@@ -79,7 +79,7 @@ void FileStore::read_pieces(std::vector<Piece>& pieces, std::vector<Operation>& 
     std::size_t size_bytes = 0, end = next;
     while (end < extents.size() && (end == next || size_bytes + extents[end].size_bytes <= ROUND_BYTES))
       size_bytes += extents[end++].size_bytes;
-    // Extents of a round may be larger than it, if records are.
+    // Extents of a round may exceed the limit if records do.
     scratch_.reserve(std::max(size_bytes, end > next ? ROUND_BYTES : 0));
     std::byte* data = scratch_.data();
     for (std::size_t n = next; n < end; n++) {
@@ -136,8 +136,8 @@ void FileStore::write_superblock(Superblock::State state) {
   device_->sync();
 }
 
-// Copies what the log holds into the base. A write that a power cut tears hurts only rows that are in the log: of all
-// others the bytes before and after are the same.
+// Copies the log's rows into the base. A write torn by a power cut damages only rows that are in the log: for all
+// others the bytes before and after are equal.
 void FileStore::apply() {
   const std::size_t most_rows =
       std::min<std::size_t>(std::max<std::size_t>(APPLY_BYTES / record_bytes_, 1), log_->live_records());
@@ -163,7 +163,7 @@ void FileStore::apply() {
   device_->sync();
 }
 
-// Replaces records of the base, given in the order of the file: line n of `records` is that of the piece with this
+// Replaces records of the base, given in file order. Line n of `records` belongs to the piece with this
 // line.
 void FileStore::change_base(const std::vector<Piece>& pieces, const std::vector<std::byte>& records) {
   const std::vector<Extent> extents =

@@ -15,7 +15,7 @@
 
 namespace sennit::memory {
 
-// Fills a new file with its rows, in order. Until `finish` the file is no store.
+// Fills a new file with its rows, in order. Until `finish` the file is not a store.
 class StoreBuilder {
  public:
   StoreBuilder(std::unique_ptr<Device> device, Geometry geometry);
@@ -51,7 +51,7 @@ class FileStore final : public RowStore {
   const SpillLog& log() const { return *log_; }
   std::uint64_t generation() const { return block_.generation; }
   std::uint64_t tag() const { return block_.tag; }
-  // A crash had left a complete generation to be brought into the base when the store was opened.
+  // Whether a crash had left a complete generation that opening moved into the base.
   bool was_replayed() const { return was_replayed_; }
 
  private:

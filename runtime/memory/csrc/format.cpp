@@ -63,7 +63,7 @@ class Reader {
 }  // namespace
 
 std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t size_bytes) {
-  // ISA-L does not change the buffer, although its prototype says that it may.
+  // ISA-L does not change the buffer, although its prototype allows it.
   return crc32_iscsi(static_cast<unsigned char*>(const_cast<void*>(data)), static_cast<int>(size_bytes), crc);
 }
 

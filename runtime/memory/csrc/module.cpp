@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stores and caches of rows for Python. Rows come and go as arrays of bytes, one for each part of a row.
+// Stores and caches of rows for Python. Rows are arrays of bytes, one for each part of a row.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -48,7 +48,7 @@ std::pair<Tables, Parts> from_geometry(const Geometry& geometry) {
   return found;
 }
 
-// `row_bytes` of each part; every array has at least `count` rows.
+// `row_bytes` of each part. Every array has at least `count` rows.
 Lines to_lines(const std::vector<Bytes>& arrays, const std::vector<std::size_t>& row_bytes, std::size_t count) {
   Lines lines;
   if (arrays.size() != row_bytes.size())
@@ -86,7 +86,7 @@ std::unique_ptr<Device> simulated(const std::shared_ptr<SimulatedDisk>& disk) {
                                   SimulatedDisk::SECTOR_BYTES);
 }
 
-// A store that more than one call uses, with what Python wants to know of its file.
+// A store that several calls share, with what Python wants to know about its file.
 struct Store {
   std::vector<std::size_t> row_bytes;
   std::uint64_t row_count = 0;
@@ -161,8 +161,8 @@ class Cache {
 
 using BatchPointer = std::shared_ptr<BatchQueue::Batch>;
 
-// What Python holds. A shared_ptr that nanobind makes from a Python object takes the GIL when it goes; the queue's
-// thread must never do that, since others wait for its lock with the GIL held.
+// What Python holds. A shared_ptr that nanobind makes from a Python object takes the GIL on release. The queue's
+// thread must never do that, because others wait for its lock while they hold the GIL.
 struct BatchHandle {
   BatchPointer batch;
 };
@@ -407,7 +407,7 @@ NB_MODULE(_memory, module) {
   });
   nb::exception<Killed>(module, "Killed");
   module.def("uring_problem", [] {
-    // A ring of a descriptor that it never uses.
+    // A ring on a descriptor that is never used.
     std::string problem;
     make_uring_backend(-1, 1, problem);
     return problem;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A store whose rows have weights of 16 bits, for a cache that has them in 32: docs/reference/embedding-store.md.
+// A store with 16-bit weights for a cache with 32-bit weights: docs/reference/embedding-store.md.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 
 namespace sennit::memory {
 
-// The first part of a row is its weights: float32 in `Lines`, fp16 or bf16 in the store below. Other parts are the same
-// in both. Weights are rounded where the store below takes the row, and nowhere else.
+// The first part of a row is its weights: float32 in `Lines`, fp16 or bf16 in the store below. Other parts are equal in
+// both. Weights are rounded when the store below takes the row, and nowhere else.
 class NarrowStore final : public RowStore {
  public:
-  // Of each table, in the order of the store: dim, precision, and what random numbers go by (kernels/csrc/job.hpp).
-  // `below` outlives this. `number`: of the write-backs before; the next one is number + 1.
+  // For each table, in store order: dim, precision, and the keys of its random numbers (kernels/csrc/job.hpp).
+  // `below` outlives this. `number`: earlier write-backs; the next one is number + 1.
   NarrowStore(RowStore& below, std::vector<kernels::Table> tables, bool is_stochastic, std::uint64_t seed,
               std::uint64_t number);
 
@@ -31,11 +31,11 @@ class NarrowStore final : public RowStore {
 
   RowStore& below_;
   std::vector<kernels::Table> tables_;
-  std::vector<std::uint64_t> ends_;  // of each table, in rows of the store
+  std::vector<std::uint64_t> ends_;  // for each table, in rows of the store
   const kernels::Kernels& kernels_;
   kernels::Step step_{};
   std::uint64_t number_;
-  std::vector<std::vector<std::byte>> memory_;  // of rows on their way, part by part
+  std::vector<std::vector<std::byte>> memory_;  // rows in flight, part by part
   std::vector<RowAt> written_, wanted_;
 };
 

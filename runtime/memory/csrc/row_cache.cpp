@@ -13,7 +13,7 @@
 namespace sennit::memory {
 namespace {
 
-// How many rows ahead their sets are fetched from memory.
+// Rows of look-ahead when prefetching their sets.
 constexpr std::size_t LOOKAHEAD = 16;
 
 // MurmurHash3's 64-bit finaliser (Appleby 2011).
@@ -23,7 +23,7 @@ std::uint64_t hash_of(std::uint64_t row) {
   return row ^ (row >> 33);
 }
 
-// The high bits choose the set (Lemire 2019), the low ones are the tag.
+// The high bits choose the set (Lemire 2019), the low bits are the tag.
 std::uint64_t index_of(std::uint64_t hash, std::uint64_t set_count) {
   return static_cast<std::uint64_t>((static_cast<unsigned __int128>(hash) * set_count) >> 64);
 }
@@ -59,7 +59,7 @@ std::uint32_t RowCache::find(const Set& set, std::uint8_t tag, std::uint64_t row
   return NO_WAY;
 }
 
-// The way to use for another row: the lowest that is empty, else by the policy, the lowest of equals; none if all are
+// The way for a new row: the lowest empty one, else by the policy, the lowest among equals; none if all are
 // pinned.
 std::uint32_t RowCache::victim(const Set& set) const {
   if (set.used != ~0u) return static_cast<std::uint32_t>(std::countr_one(set.used));
@@ -77,7 +77,7 @@ std::uint32_t RowCache::victim(const Set& set) const {
   return best;
 }
 
-// The line of a row that is here, pinned once for this batch; NO_LINE for others.
+// The line of a cached row, pinned once for this batch; NO_LINE for others.
 std::uint64_t RowCache::touch(std::uint64_t row, std::uint64_t hash, Pins& pins) {
   const std::uint64_t index = index_of(hash, sets_.size());
   Set& set = sets_[index];
@@ -104,7 +104,7 @@ std::uint64_t RowCache::touch(std::uint64_t row, std::uint64_t hash, Pins& pins)
   return line;
 }
 
-// A line for a row that is not here.
+// A line for a row that is not cached.
 std::uint64_t RowCache::place(std::uint64_t row, std::uint64_t hash, Pins& pins) {
   const std::uint64_t index = index_of(hash, sets_.size());
   Set& set = sets_[index];
@@ -157,7 +157,7 @@ RowCache::Pins RowCache::fetch(std::span<const std::int64_t> rows, std::int64_t*
   written_.clear();
   wanted_.clear();
   missed_.clear();
-  // First all that are here, so that no row of the batch makes room for another.
+  // Cached rows first, so that no row of the batch is evicted for another.
   std::array<std::uint64_t, LOOKAHEAD> hashes{};
   const auto hash_ahead = [&](std::size_t n) {
     if (n >= rows.size()) return;
@@ -211,7 +211,7 @@ void RowCache::release(const Pins& pins, bool is_dirty) {
   if (!written_.empty()) store_.exchange(written_, {}, lines_);
 }
 
-// The line of a row that is here, else NO_LINE.
+// The line of a cached row, else NO_LINE.
 std::uint64_t RowCache::line_of(std::uint64_t row, std::uint64_t hash) const {
   const std::uint64_t index = index_of(hash, sets_.size());
   if (const std::uint32_t way = find(sets_[index], static_cast<std::uint8_t>(hash), row); way != NO_WAY)

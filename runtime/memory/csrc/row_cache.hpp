@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A set-associative cache of rows over a store, a batch at a time: docs/reference/embedding-store.md says exactly which
-// row goes.
+// A set-associative cache of rows over a store, one batch at a time. docs/reference/embedding-store.md says exactly
+// which
+// row is evicted.
 #pragma once
 
 #include <array>
@@ -14,15 +15,15 @@
 namespace sennit::memory {
 
 enum class Policy : std::uint8_t {
-  LRU,  // the row whose last batch is longest ago
-  LFU,  // the row that was in the fewest batches since it came; of several the one that LRU would take
+  LRU,  // evicts the row whose last batch is longest ago
+  LFU,  // evicts the row that was in the fewest batches since it came; ties as in LRU
 };
 
 class RowCache {
  public:
   static constexpr std::uint32_t WAYS = 32;
 
-  // `lines` has set_count · WAYS + spare_count of them; spare ones take rows whose set has no line to give.
+  // `lines` has set_count · WAYS + spare_count of them. Spare lines take rows whose set has no free line.
   RowCache(RowStore& store, Lines lines, std::uint64_t set_count, std::uint64_t spare_count, Policy policy);
 
   struct Pins {
@@ -32,26 +33,26 @@ class RowCache {
   // Raises StoreError for rows out of range, before anything else happens.
   static void check_rows(std::span<const std::int64_t> rows, std::uint64_t row_count);
 
-  // Brings the rows of one batch in and pins them: out[n] is the line of rows[n], which may repeat. Raises StoreError,
+  // Fetches and pins the rows of one batch: out[n] is the line of rows[n], which may repeat. Raises StoreError,
   // and then the cache can no longer be used.
   Pins fetch(std::span<const std::int64_t> rows, std::int64_t* out);
-  // The batch of these pins is done, and has changed its rows if `is_dirty`.
+  // Ends the batch of these pins, which has changed its rows if `is_dirty`.
   void release(const Pins& pins, bool is_dirty);
-  // Copies rows, each once, as they are now, wherever they are: rows[n] to line n of `out`. Nothing moves in or out.
+  // Copies the current rows, each once, wherever they are: rows[n] to line n of `out`. Moves nothing in or out.
   void read(std::span<const std::int64_t> rows, const Lines& out);
   // Writes changed rows to the store and makes them a generation.
   std::uint64_t flush(std::uint64_t tag);
 
   std::uint64_t set_of(std::uint64_t row) const;
 
-  // Rows of batches, each once a batch: lookups that repeat one within a batch count as lookups only.
+  // Distinct rows per batch. Repetitions within a batch count as lookups only.
   struct Counters {
     std::uint64_t batches = 0, lookups = 0, hits = 0, misses = 0, conflicts = 0, evictions = 0, write_backs = 0;
   };
   const Counters& counters() const { return counters_; }
 
  private:
-  // `tags` is what a look at a set starts with: one byte of each row's hash.
+  // A search of a set starts with `tags`: one byte of each row's hash.
   struct alignas(64) Set {
     std::array<std::uint8_t, WAYS> tags{};
     std::uint32_t used = 0, dirty = 0;

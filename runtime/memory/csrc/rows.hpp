@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows in memory, and what a row's home has to offer.
+// Rows in memory, and the interface of their store.
 #pragma once
 
 #include <cstddef>
@@ -10,13 +10,13 @@
 
 namespace sennit::memory {
 
-// A row of the store, and where it lies in `Lines`.
+// A row of the store, and its position in `Lines`.
 struct RowAt {
   std::uint64_t row = 0;
   std::uint64_t line = 0;
 };
 
-// Arrays, one for each part of a row (its weights, each state of its optimizer); line n of all of them is one row.
+// Arrays, one for each part of a row (its weights, each state of its optimizer). Line n of all arrays is one row.
 struct Lines {
   struct Part {
     std::byte* data = nullptr;
@@ -31,7 +31,7 @@ struct Lines {
     }
   }
 
-  // Line `source` of others that have the same parts.
+  // Copies line `source` of others with the same parts.
   void copy(std::uint64_t line, const Lines& others, std::uint64_t source) const {
     for (std::size_t n = 0; n < parts.size(); n++) {
       const std::size_t size = parts[n].row_bytes;
@@ -50,11 +50,11 @@ struct Lines {
 class RowStore {
  public:
   virtual ~RowStore() = default;
-  // Takes the rows `written`, each once, then reads the rows `wanted`, each once. Raises StoreError; after one of
+  // Takes the rows `written`, each once, then reads the rows `wanted`, each once. Raises StoreError. After one of
   // Fault::DEVICE or Fault::CORRUPT the store takes no more calls.
   virtual void exchange(std::span<const RowAt> written, std::span<const RowAt> wanted, const Lines& lines) = 0;
-  // All rows as they were last written make one generation, whose number it returns
-  // (docs/reference/embedding-store.md). `tag` is kept with it.
+  // Makes all rows as last written one generation, and returns its number
+  // (docs/reference/embedding-store.md). `tag` is stored with it.
   virtual std::uint64_t flush(std::uint64_t tag) = 0;
 };
 

@@ -13,11 +13,11 @@ namespace {
 constexpr std::uint32_t SEGMENT_MAGIC = 0x474F4C53;  // "SLOG"
 constexpr std::uint64_t MIN_SEGMENT_BYTES = 256 << 10;
 constexpr std::uint64_t MIN_SEGMENT_RECORDS = 16;
-// Rows fit once, and this much again: with it, a segment with room to win can always be found.
+// Room for all rows once, and this much again. With it, a segment worth cleaning always exists.
 constexpr std::uint64_t ROOM_NUMERATOR = 5, ROOM_DENOMINATOR = 4;
 // Full segments that may wait to be written together.
 constexpr std::size_t MAX_FULL = 8;
-// Segments kept free for records that are moved to make room, and how many are freed at once.
+// Segments kept free for records moved by cleaning, and how many are freed at once.
 constexpr std::size_t RESERVE = 2, FREED_AT_ONCE = 4;
 
 struct Header {
@@ -37,7 +37,7 @@ std::uint32_t checksum(const std::byte* segment, std::uint32_t count) {
   return crc32c(crc, segment + sizeof(Header), count * sizeof(std::uint64_t));
 }
 
-// Sums to the same whatever the order of segments. Steele, Lea, Flood 2014 (splitmix64), the finaliser.
+// An order-independent checksum of segments. Steele, Lea, Flood 2014 (splitmix64), the finaliser.
 std::uint64_t mix(std::uint64_t segment, std::uint32_t crc) {
   std::uint64_t value = (segment << 32 | crc) + 0x9E3779B97F4A7C15;
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
@@ -104,7 +104,7 @@ std::byte* SpillLog::place(std::uint64_t row) {
     return record(open_buffer_.data(), (old - 1) % capacity_);
   if (has_open_ && open_count_ == capacity_) close_segment();
   if (!has_open_) open_segment();
-  // Making room may have moved it.
+  // Cleaning may have moved it.
   if (const std::uint32_t now = locations_[row]; now != 0) {
     if ((now - 1) / capacity_ == open_) return record(open_buffer_.data(), (now - 1) % capacity_);
     drop(now);
@@ -133,7 +133,7 @@ void SpillLog::drop(std::uint32_t location) {
 
 void SpillLog::open_segment() {
   if (free_.size() <= RESERVE) make_room();
-  if (has_open_) return;  // making room has opened one
+  if (has_open_) return;  // cleaning has opened one
   open_ = free_.front();
   free_.pop_front();
   segments_[open_].state = State::OPEN;
@@ -147,7 +147,7 @@ void SpillLog::close_segment() {
   std::memcpy(data, &header, sizeof header);
   header.crc = checksum(data, open_count_);
   std::memcpy(data, &header, sizeof header);
-  // A segment that is not full is written whole all the same: no bytes of other owners in it.
+  // A segment that is not full is still written whole: no bytes of other owners in it.
   if (open_count_ < capacity_) {
     std::memset(data + sizeof(Header) + open_count_ * sizeof(std::uint64_t), 0,
                 (capacity_ - open_count_) * sizeof(std::uint64_t));
@@ -196,7 +196,7 @@ void SpillLog::write_out() {
   written();
 }
 
-// Rosenblum, Ousterhout 1992, section 3.3: clean the emptiest segments, by moving what lives in them.
+// Rosenblum, Ousterhout 1992, section 3.3: clean the emptiest segments by moving their live records.
 void SpillLog::make_room() {
   std::vector<Operation> operations;
   collect_writes(operations);
@@ -210,7 +210,7 @@ void SpillLog::make_room() {
         victim = n;
         fewest = segments_[n].live;
       }
-    // By the size of the log this cannot be while a segment must be found; enough were freed otherwise.
+    // Impossible by the size of the log while a segment must be found; otherwise enough were freed.
     if (fewest == capacity_) return;
     move_out(victim);
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows written since the last generation, appended in large writes; the base of the file stays as that generation left
-// it.
+// Rows written since the last generation, appended in large writes. The base of the file keeps the state of that
+// generation.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace sennit::memory {
 
 class SpillLog {
  public:
-  // Locations are numbers of 32 bits; 0 is none.
+  // Locations are 32-bit numbers; 0 is none.
   static constexpr std::uint64_t MAX_RECORDS = 0xFFFF'FFFF;
 
   static std::uint64_t segment_bytes(std::size_t record_bytes);
@@ -24,30 +24,30 @@ class SpillLog {
 
   SpillLog(Device& device, const Geometry& geometry, const Superblock& block);
 
-  // Forgets all; what is appended from now on belongs to this generation.
+  // Forgets everything. What is appended from now on belongs to this generation.
   void begin(std::uint64_t incarnation, std::uint64_t generation);
 
-  // Takes a row as it is now. May write segments, and read others to make room.
+  // Takes the current content of a row. May write segments, and read others to make room.
   void append(std::uint64_t row, const Lines& lines, std::uint64_t line);
 
   bool holds(std::uint64_t row) const { return locations_[row] != 0; }
   bool is_empty() const { return live_records_ == 0; }
   std::uint64_t live_records() const { return live_records_; }
-  // The record of a row that it holds: its memory, or null and then `offset` in the device.
+  // The record of a row in the log: its memory, or null and then `offset` in the device.
   const std::byte* find(std::uint64_t row, std::uint64_t& offset) const;
 
-  // Writes of full segments that the device still has to see: all must have happened before `written`.
+  // Writes of full segments that the device still needs: all must have happened before `written`.
   void collect_writes(std::vector<Operation>& operations);
   void written();
 
-  // Everything that it holds is written then, if not yet synced.
+  // Writes everything that is not on the device yet.
   void write_out();
 
-  // What a superblock says about the segments of this generation.
+  // A superblock's fields for the segments of this generation.
   std::uint64_t written_segments() const { return checksums_.size(); }
   std::uint64_t written_digest() const;
 
-  // Finds the rows of a generation that a superblock names as complete; raises StoreError if a segment is missing.
+  // Finds the rows of a generation that a superblock names as complete. Raises StoreError if a segment is missing.
   void recover(const Superblock& block);
 
   struct Counters {

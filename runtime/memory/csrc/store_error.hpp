@@ -8,9 +8,9 @@ namespace sennit::memory {
 
 // Who must act on an error of a store.
 enum class Fault {
-  ARGUMENT,  // the caller: a value of one call; nothing was read or written
-  FOREIGN,   // the caller: the file is no store, or holds other tables
-  CORRUPT,   // the operator: bytes that were written once are no longer there
+  ARGUMENT,  // the caller: an argument of one call; nothing was read or written
+  FOREIGN,   // the caller: the file is not a store, or holds other tables
+  CORRUPT,   // the operator: bytes that were written once are gone
   DEVICE,    // the operator: the operating system refused; `error_number` says why
 };
 

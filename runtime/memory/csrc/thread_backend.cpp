@@ -19,7 +19,7 @@ namespace {
 class ThreadBackend final : public Backend {
  public:
   ThreadBackend(int descriptor, unsigned threads) : descriptor_(descriptor) {
-    // The caller is one of them.
+    // The calling thread is one of them.
     for (unsigned n = 1; n < std::max(threads, 1u); n++) workers_.emplace_back([this] { work(); });
   }
 

@@ -19,7 +19,7 @@ namespace {
 
 constexpr const char* FILE_NAME = "liburing.so.2";
 
-// What is not inline in liburing.h.
+// Functions that are not inline in liburing.h.
 struct Library {
   decltype(&io_uring_queue_init) queue_init = nullptr;
   decltype(&io_uring_queue_exit) queue_exit = nullptr;
@@ -65,7 +65,7 @@ class UringBackend final : public Backend {
         io_uring_sqe* entry = io_uring_get_sqe(&ring_);
         if (entry == nullptr) break;
         Operation& operation = operations[submitted++];
-        // Of 32 bits; what is longer is a short transfer, and asked for again.
+        // 32 bits; a longer transfer is cut short, and the rest requested again.
         const auto size = static_cast<unsigned>(std::min<std::size_t>(operation.size_bytes, 1u << 30));
         if (operation.kind == Operation::Kind::READ)
           io_uring_prep_read(entry, descriptor_, operation.data, size, operation.offset);
@@ -73,7 +73,7 @@ class UringBackend final : public Backend {
           io_uring_prep_write(entry, descriptor_, operation.data, size, operation.offset);
         io_uring_sqe_set_data(entry, &operation);
       }
-      // To wait for a quarter of what is under way saves system calls and keeps the device busy.
+      // Waiting for a quarter of the operations in flight saves system calls and keeps the device busy.
       const auto under_way = static_cast<unsigned>(submitted - done);
       const int status = library().submit_and_wait(&ring_, std::max(1u, under_way / 4));
       if (status < 0 && status != -EINTR && status != -EAGAIN && status != -EBUSY) {
@@ -96,7 +96,7 @@ class UringBackend final : public Backend {
   const char* name() const override { return "io_uring"; }
 
  private:
-  // The ring itself is broken: which operations happened is unknown.
+  // The ring itself failed: which operations happened is unknown.
   static void fail(std::span<Operation> operations, int status) {
     for (Operation& operation : operations) operation.result = status;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// libFuzzer target: any schema and any datagrams leave whole rows in the columns, or nothing.
+// libFuzzer target: whatever the schema and the datagrams, the columns receive whole rows or nothing.
 #include <cstdlib>
 #include <cstring>
 #include <span>
@@ -15,7 +15,7 @@ namespace {
 constexpr std::uint32_t ROWS = 32, SLOTS = 2;
 constexpr std::size_t HEADER_BYTES = 24;
 
-// The input from its beginning on; zeros behind its end.
+// Reads the input from its start; zeros behind its end.
 class Input {
  public:
   Input(const std::uint8_t* data, std::size_t size) : rest_(data, size) {}
@@ -26,7 +26,7 @@ class Input {
     rest_ = rest_.subspan(1);
     return found;
   }
-  // A copy of its own, so that the address sanitizer sees what is read behind it.
+  // A separate copy, so that the address sanitizer sees reads beyond its end.
   std::vector<std::uint8_t> bytes(std::size_t size) {
     size = std::min(size, rest_.size());
     std::vector<std::uint8_t> found(rest_.begin(), rest_.begin() + static_cast<std::ptrdiff_t>(size));
@@ -57,7 +57,7 @@ RecordSchema schema_of(Input& input) {
   return schema;
 }
 
-// Makes nine of ten headers such that the records behind them are looked at.
+// Makes nine of ten headers valid enough that the records behind them are parsed.
 void mend(std::vector<std::uint8_t>& datagram, const Receiver& receiver, std::uint8_t choice) {
   if (datagram.size() < HEADER_BYTES || choice % 10 == 0) return;
   const std::uint8_t batch = datagram[15] % 3;
