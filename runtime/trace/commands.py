@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Watch running ranks through their tracepoints, as root: all processes, one, or those of a command.",
+    help="Watch running ranks through their tracepoints, as root: all of this machine, or one process.",
 )
 
 SESSION = {"allow_interspersed_args": False}
