@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build demo test test-cpp test-model test-fuzz test-rdma test-qemu test-python ebpf kernel fuzz lint fmt types bench pictures testbed simulate clean
+.PHONY: help build demo test test-cpp test-model test-fuzz test-rdma test-qemu test-python ebpf kernel fuzz lint fmt types bench pictures architecture testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -88,6 +88,9 @@ bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures
 
 pictures: build  ## the pictures of docs/performance.md, from docs/performance.json
 	@$(PY) -m sennit.testbed.bench.pictures docs/performance.json
+
+architecture: build  ## the pictures of docs/architecture.md, from the imports of the sources
+	@$(PY) -m sennit.testbed.import_graph docs/architecture.md
 
 simulate: build  ## the transport in fabrics of 1,024 simulated hosts; writes docs/lab/simulation.md
 	@$(PY) -m sennit testbed simulate --page docs/lab/simulation.md

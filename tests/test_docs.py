@@ -15,6 +15,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MENTION = re.compile(r"(?<![\w/.])docs/[\w./-]*\w")
 HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+WIDTH = 120
 
 
 def anchors(page: Path) -> set[str]:
@@ -34,6 +35,22 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), f"{page.relative_to(ROOT)}: no file for the link {link}"
         if anchor:
             assert anchor in anchors(target), f"{page.relative_to(ROOT)}: no heading for the link {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_fit_a_screen(page: Path) -> None:
+    long = [number for number, line in enumerate(page.read_text().splitlines(), 1) if len(line) > WIDTH]
+    assert not long, f"{page.relative_to(ROOT)} has more than {WIDTH} characters in lines {long}"
+
+
+def test_the_index_leads_to_every_page() -> None:
+    """Decisions and lab notes have lists of their own."""
+    listed = {
+        (index.parent / link.partition("#")[0]).resolve()
+        for index in (ROOT / "docs").rglob("README.md")
+        for link in LINK.findall(index.read_text())
+    }
+    assert not [page for page in PAGES if page.parent != ROOT and page.name != "README.md" and page not in listed]
 
 
 def texts() -> Iterator[Path]:

@@ -1,39 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/reference/conformance.md, written from the cases.
+"""The list of docs/reference/conformance.md, written from the cases.
 
 `cd tests/rdma && python -m conformance.page PAGE` writes it. The tests hold both sides to the cases,
-and the page to the table.
+and the page to the list.
 """
 
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Final
 
 from .cases import CASES, Case, OnRxe
 
-HEAD: Final = (
-    "| packets | the standard | rxe | udp |",
-    "| --- | --- | --- | --- |",
-)
+BEGIN: Final = "<!-- cases: written by conformance.page -->"
+END: Final = "<!-- end of cases -->"
+WIDTH: Final = 118
 
 
 def table() -> str:
-    return "\n".join([*HEAD, *map(_row, CASES)])
+    """All cases as a list: the packets, and below them what the standard, rxe and udp do."""
+    return "\n".join(map(_entry, CASES))
 
 
 def with_table(page: str) -> str:
-    """The page with its table, which ends with an empty line, renewed."""
-    before, found, rest = page.partition(HEAD[0])
-    if not found:
-        raise ValueError(f"the page has no table that begins with {HEAD[0]!r}")
-    return before + table() + rest[rest.index("\n\n") :]
+    """The page with what is between its markers renewed. Raises ValueError for a page without them."""
+    before, found, rest = page.partition(BEGIN)
+    _, found_end, after = rest.partition(END)
+    if not found or not found_end:
+        raise ValueError(f"the page lacks the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 
 
-def _row(case: Case) -> str:
-    cells = [case.name, case.standard, _on_rxe(case), _on_udp(case)]
-    return f"| {' | '.join(cells)} |"
+def _entry(case: Case) -> str:
+    parts = {"standard": case.standard, "rxe": _on_rxe(case), "udp": _on_udp(case)}
+    lines = [_wrapped("- ", f"**{case.name}**"), *(_wrapped("  - ", f"{who}: {what}") for who, what in parts.items())]
+    return "\n".join(lines)
+
+
+def _wrapped(indent: str, text: str) -> str:
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=" " * len(indent),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _on_rxe(case: Case) -> str:

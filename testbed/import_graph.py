@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pictures of docs/architecture.md: who imports whom, read from the sources.
+
+`python -m sennit.testbed.import_graph docs/architecture.md` draws them again (`make architecture`). Python's imports
+are read by ast, C++'s from `#include "…"`. An arrow that others imply is left out (transitive reduction; Aho, Garey
+and Ullman 1972), so that the rest can be read.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+FOLDERS: Final = ("ebpf", "offload", "transport", "runtime", "testbed", "sennit")
+FOUNDATIONS, COMMANDS = "sennit", "sennit: commands"
+CORE: Final = "transport/csrc"
+# Parts of the native core's tree that are not of the core.
+NOT_CORE: Final = {"tests", "model", "fuzz", "fabric"}
+INCLUDE: Final = re.compile(r'^\s*#include "([\w./]+)"', re.MULTILINE)
+
+Edges = set[tuple[str, str]]
+
+
+def modules() -> dict[str, Path]:
+    """Import name -> file, of all Python modules of the package."""
+    found = {}
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            names = parts[1:] if folder == "sennit" else parts
+            found[".".join(["sennit", *names]).removesuffix(".__init__")] = path
+    return found
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[Path]:
+    """Files that a module imports, also inside functions. `from a import b` is b's file where b is a module."""
+    parts = path.relative_to(ROOT).parent.parts
+    package = ["sennit", *(parts[1:] if parts[0] == "sennit" else parts)]
+    for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            yield from (known[alias.name] for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{module}.{alias.name}"
+                if name in known or module in known:
+                    yield known[name if name in known else module]
+
+
+def room(path: Path) -> str:
+    """The folder that stands for a file in the picture: two levels deep in `runtime` and for `offload/ingest`."""
+    parts = path.relative_to(ROOT).parts
+    is_room = len(parts) > 2 and (parts[0] == "runtime" or parts[:2] == ("offload", "ingest"))
+    return "/".join(parts[:2]) if is_room else parts[0]
+
+
+def python_edges() -> Edges:
+    """Between rooms. The root package is two: what everything rests on, and the commands, which rest on everything."""
+    known = modules()
+    files = {path: set(imports(path, known)) for path in known.values()}
+    roots = {path for path in files if room(path) == FOUNDATIONS}
+    commands = {path for path in roots if any(target not in roots for target in files[path])}
+    commands -= {ROOT / "sennit" / "__init__.py"}  # it imports the backend when torch asks for it
+    while more := {path for path in roots - commands if files[path] & commands and path.name != "__init__.py"}:
+        commands |= more
+
+    def name(path: Path) -> str:
+        return COMMANDS if path in commands else room(path)
+
+    edges = {(name(path), name(target)) for path, targets in files.items() for target in targets}
+    return {(one, other) for one, other in edges if one != other and FOUNDATIONS not in (one, other)}
+
+
+def native_edges() -> Edges:
+    """Between the folders of the native core."""
+    core = ROOT / CORE
+    edges = set()
+    for path in [*core.rglob("*.hpp"), *core.rglob("*.cpp")]:
+        here = path.relative_to(core).parts[0]
+        for include in INCLUDE.findall(path.read_text()):
+            there = include.partition("/")[0]
+            # The C interface is in include/sennit/core.h.
+            there = "include" if there == "sennit" else there
+            if "/" in include and there != here and (core / there).is_dir():
+                edges.add((here, there))
+    return {(one, other) for one, other in edges if not {one, other} & NOT_CORE}
+
+
+def reachable(start: str, edges: Edges) -> set[str]:
+    """All that `start` leads to."""
+    found: set[str] = set()
+    open_ends = [start]
+    while open_ends:
+        here = open_ends.pop()
+        for one, other in edges:
+            if one == here and other not in found:
+                found.add(other)
+                open_ends.append(other)
+    return found
+
+
+def reduced(edges: Edges) -> Edges:
+    """Without the arrows that a longer way implies. Arrows of a circle all stay."""
+    reach = {node: reachable(node, edges) for edge in edges for node in edge}
+
+    def is_implied(one: str, other: str) -> bool:
+        if one in reach[other]:
+            return False
+        ways = {middle for start, middle in edges if start == one and middle != other and one not in reach[middle]}
+        return any(other in reach[middle] for middle in ways)
+
+    return {edge for edge in edges if not is_implied(*edge)}
+
+
+def mermaid(edges: Iterable[tuple[str, str]]) -> str:
+    """Arrows from who imports to what is imported, in a fixed order."""
+
+    def node(name: str) -> str:
+        return f'{re.sub(r"[^a-z0-9]+", "_", name)}["{name}"]'
+
+    lines = [f"  {node(one)} --> {node(other)}" for one, other in sorted(edges)]
+    return "\n".join(["```mermaid", "flowchart TB", *lines, "```"])
+
+
+def pictures() -> dict[str, str]:
+    """Name of a place in the page -> what belongs there."""
+    return {"python": mermaid(reduced(python_edges())), "native": mermaid(reduced(native_edges()))}
+
+
+def with_pictures(page: str) -> str:
+    """The page with what is between its markers renewed. Raises ValueError for a page without them."""
+    for name, picture in pictures().items():
+        begin, end = f"<!-- {name}: make architecture -->", f"<!-- end of {name} -->"
+        before, found, rest = page.partition(begin)
+        _, found_end, after = rest.partition(end)
+        if not found or not found_end:
+            raise ValueError(f"no place for a picture: the lines {begin!r} and {end!r} are missing")
+        page = f"{before}{begin}\n\n{picture}\n\n{end}{after}"
+    return page
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.write_text(with_pictures(target.read_text()))
