@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages of docs: links between them, what sources say of them, and how wide they are."""
 
+import importlib
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +53,21 @@ def test_the_index_leads_to_every_page() -> None:
         for link in LINK.findall(index.read_text())
     }
     assert not [page for page in PAGES if page.parent != ROOT and page.name != "README.md" and page not in listed]
+
+
+def imports(page: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of each `from sennit… import …` in a page's programs."""
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
+        for module, names in re.findall(r"^from (sennit[\w.]*) import ([^(\n]+)$", block, re.MULTILINE):
+            yield from ((module, name.strip()) for name in names.split(","))
+
+
+IMPORTS = sorted({found for page in PAGES for found in imports(page)})
+
+
+@pytest.mark.parametrize(("module", "name"), IMPORTS, ids=lambda text: text)
+def test_programs_in_pages_import_what_there_is(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name) or importlib.util.find_spec(f"{module}.{name}")
 
 
 def texts() -> Iterator[Path]:
