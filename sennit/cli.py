@@ -59,7 +59,7 @@ def doctor(
     help="Train a recommendation model (DLRM) over sennit.",
 )
 def train(context: typer.Context) -> None:
-    # Its options are its own, so that `python -m sennit.runtime.training` under torchrun has the same.
+    # The options are those of `python -m sennit.runtime.training`, which torchrun starts.
     from sennit.runtime.training.command import main
 
     main(context.args)

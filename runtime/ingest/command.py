@@ -108,7 +108,7 @@ def feed(
 
 
 def _check_writable(path: Path) -> None:
-    """Before feeding, not after hours of it."""
+    """Raises ConfigError for a file that cannot be written, before feeding and not after hours of it."""
     from sennit.transport.errors import ConfigError
 
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit testbed vm` and `sennit testbed kernel`. Imports what it needs when it runs: every VM waits for it."""
+"""`sennit testbed vm` and `sennit testbed kernel`. Imports what they need when they run: every VM waits for it."""
 
 from __future__ import annotations
 
