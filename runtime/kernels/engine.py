@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -101,6 +102,25 @@ class EmbeddingEngine:
     def states(self, name: str) -> dict[str, Tensor]:
         """The optimizer states of a table by name (`OptimizerSpec.states`); the engine's own memory."""
         return self._by_name[name].states
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """Weight and states of each of `names`, in that order: all tensors that an update may change."""
+        return [tensor for table in self._tables.memories for tensor in (table.weight, *table.states.values())]
+
+    @contextmanager
+    def placed(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the engine reads and writes `tensors` in place of its own `memory`."""
+        if all(one.data_ptr() == other.data_ptr() for one, other in zip(tensors, self.memory, strict=True)):
+            yield
+            return
+        own = self._by_name
+        with self._tables.placed(tensors):
+            self._by_name = {table.spec.name: table for table in self._tables.memories}
+            try:
+                yield
+            finally:
+                self._by_name = own
 
     def lookup(self, batch: Batch) -> Tensor:
         """The flat float32 result: for each block [bags, dim], or [lookups, dim] without pooling.

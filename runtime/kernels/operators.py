@@ -2,7 +2,9 @@
 """The operator for autograd and `torch.compile`: the backward pass of a lookup is the optimizer step.
 
 As in fbgemm's fused tables, no gradient of a table ever exists: when the gradient of the result arrives, rows are
-updated in place. Engines are known to the custom ops by a number, since ops take tensors and plain values only.
+updated in place. The ops get the engine's tensors as arguments, and the update declares that it changes them, so the
+compiler keeps the order of what reads and what changes a table. Engines themselves are known to the ops by a number,
+since ops take tensors and plain values only.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ class FusedTables(nn.Module):
     """An engine as a module whose backward pass updates its tables at learning rate `rate`.
 
     A forward pass without a backward one changes nothing. Several of them before the backward pass are several
-    optimizer steps. Gradients of `weights` are made where they require them, from the rows as they were before it.
+    optimizer steps; under `torch.compile` they must be in one compiled function then. Gradients of `weights` are made
+    where they require them, from the rows as they were before it.
     """
 
     def __init__(self, engine: EmbeddingEngine, *, rate: float) -> None:
         super().__init__()
         self.engine = engine
         self.dims = [spec.dim for spec in engine.specs]
+        self.memory = engine.memory
+        """What the ops read and the backward pass changes."""
         # Autograd calls the backward pass of what requires a gradient; this is empty and gets an empty one.
         self.anchor = nn.Parameter(torch.empty(0, device=engine.device))
         self.optimizer = FusedRate(self.anchor, rate=rate)
@@ -77,6 +82,7 @@ class FusedTables(nn.Module):
         """The flat result of `EmbeddingEngine.lookup`; the arguments are those of `Batch`."""
         result: Tensor = torch.ops.sennit.embedding_lookup(
             self.anchor,
+            self.memory,
             weights,
             lengths,
             values,
@@ -112,6 +118,7 @@ def _batch(
 @torch.library.custom_op("sennit::embedding_lookup", mutates_args=())
 def _lookup(
     anchor: Tensor,
+    memory: Sequence[Tensor],
     weights: Tensor | None,
     lengths: Tensor,
     values: Tensor,
@@ -121,12 +128,15 @@ def _lookup(
     dims: list[int],
     number: int,
 ) -> Tensor:
-    return _engine(number).engine.lookup(_batch(lengths, values, weights, table_of_block, bags_of_block, pooling))
+    engine = _engine(number).engine
+    with engine.placed(memory):
+        return engine.lookup(_batch(lengths, values, weights, table_of_block, bags_of_block, pooling))
 
 
 @_lookup.register_fake
 def _lookup_shape(
     anchor: Tensor,
+    memory: Sequence[Tensor],
     weights: Tensor | None,
     lengths: Tensor,
     values: Tensor,
@@ -147,10 +157,11 @@ def _lookup_shape(
     return anchor.new_empty((size,))
 
 
-@torch.library.custom_op("sennit::embedding_update", mutates_args=())
+@torch.library.custom_op("sennit::embedding_update", mutates_args=("memory",))
 def _update(
     anchor: Tensor,
     gradient: Tensor,
+    memory: Sequence[Tensor],
     weights: Tensor | None,
     wants_weights: bool,
     lengths: Tensor,
@@ -163,8 +174,9 @@ def _update(
     tables = _engine(number)
     batch = _batch(lengths, values, weights, table_of_block, bags_of_block, pooling)
     gradient = gradient.contiguous()
-    of_weights = tables.engine.weight_gradient(batch, gradient) if wants_weights else gradient.new_empty(0)
-    tables.engine.update(batch, gradient, rate=tables.rate)
+    with tables.engine.placed(memory):
+        of_weights = tables.engine.weight_gradient(batch, gradient) if wants_weights else gradient.new_empty(0)
+        tables.engine.update(batch, gradient, rate=tables.rate)
     return torch.empty_like(anchor), of_weights
 
 
@@ -172,6 +184,7 @@ def _update(
 def _update_shape(
     anchor: Tensor,
     gradient: Tensor,
+    memory: Sequence[Tensor],
     weights: Tensor | None,
     wants_weights: bool,
     lengths: Tensor,
@@ -185,19 +198,21 @@ def _update_shape(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    anchor, weights, lengths, values, *ctx.rest = inputs
+    anchor, ctx.memory, weights, lengths, values, *ctx.rest = inputs
+    # The tables are not saved: autograd would refuse to go back through tables that another backward pass has changed.
     ctx.save_for_backward(anchor, weights, lengths, values)
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     anchor, weights, lengths, values = ctx.saved_tensors
     tables, bags, pooling, _, number = ctx.rest
-    wants_weights = weights is not None and ctx.needs_input_grad[1]
+    wants_weights = weights is not None and ctx.needs_input_grad[2]
     # The anchor's gradient depends on the update, which therefore stays in compiled graphs.
     of_anchor, of_weights = torch.ops.sennit.embedding_update(
-        anchor, gradient, weights, wants_weights, lengths, values, tables, bags, pooling, number
+        anchor, gradient, ctx.memory, weights, wants_weights, lengths, values, tables, bags, pooling, number
     )
-    return of_anchor, (of_weights if wants_weights else None), None, None, None, None, None, None, None
+    of_memory: list[None] = [None] * len(ctx.memory)
+    return of_anchor, of_memory, (of_weights if wants_weights else None), None, None, None, None, None, None, None
 
 
 _lookup.register_autograd(_backward, setup_context=_keep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -101,6 +102,28 @@ class TensorTrainTables:
                 yield from self._cores_of(number)
             else:
                 yield table
+
+    @contextmanager
+    def placed(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the tables are in other tensors: weight and states of each of `memories`, in that order."""
+        tables, cores, rest = list(self.tables), list(self.cores), list(tensors)
+
+        def moved(table: TableMemory) -> TableMemory:
+            weight, *states = (rest.pop(0) for _ in range(1 + len(table.states)))
+            return dataclasses.replace(table, weight=weight, states=dict(zip(table.states, states, strict=True)))
+
+        for number, table in enumerate(self.tables):
+            if number in self.trains:
+                first = self._first_core[number]
+                cores[first : first + 3] = map(moved, cores[first : first + 3])
+            else:
+                tables[number] = moved(table)
+        own_tables, own_cores = self.tables, self.cores
+        self.tables, self.cores = tuple(tables), tuple(cores)
+        try:
+            yield
+        finally:
+            self.tables, self.cores = own_tables, own_cores
 
     def prepare(self, batch: Batch) -> Batch:
         """Makes the rows of a checked batch. In what comes back ids of tensor trains are their places in `tables`."""
