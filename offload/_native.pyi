@@ -6,6 +6,9 @@ from numpy.typing import NDArray
 
 Ids = tuple[NDArray[np.int32], NDArray[np.int64]]
 
+def permute(size: int, keys: Sequence[int], places: NDArray[np.int64]) -> None:
+    """Replaces each of `places` by what a keyed bijection on [0, size) makes of it."""
+
 class Program:
     def __init__(self) -> None: ...
     def dense_source(self) -> int: ...

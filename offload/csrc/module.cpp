@@ -2,6 +2,7 @@
 #include "bindings.hpp"
 
 NB_MODULE(_native, module) {
+  sennit::offload::bind_permutation(module);
   sennit::offload::bind_program(module);
   sennit::offload::bind_receiver(module);
   sennit::offload::bind_records(module);
