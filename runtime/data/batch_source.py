@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Protocol
 
 from sennit.offload.sketch import Sketch
 from sennit.runtime.data.combined import CombinedBatch
+from sennit.runtime.data.fingerprint import fingerprint
 from sennit.runtime.data.order import Order
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.model.sharding import Table
@@ -23,6 +25,8 @@ class BatchSource(Protocol):
     order: Order
     tables: tuple[Table, ...]
     dense_count: int
+    fingerprint: str
+    """Of the data set."""
 
     def begin(self, number: int, table_order: Sequence[int]) -> None:
         """The first batch that will be taken, and the order of tables in all of them."""
@@ -51,9 +55,14 @@ class MemorySource:
             for column in samples.columns
         )
         self.dense_count = samples.dense.shape[1]
+        self._raw = samples
         self._samples = samples.standardised(self.order.train_rows)
         self._rank, self._world_size = rank, world_size
         self._table_order: Sequence[int] = range(len(self.tables))
+
+    @cached_property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return fingerprint(self._raw)
 
     def begin(self, number: int, table_order: Sequence[int]) -> None:
         self._table_order = table_order

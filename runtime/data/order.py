@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from torch import Tensor
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.samples import held_back, split
 from sennit.runtime.data.seeds import numpy_stream
+
+ORDER_VERSION: Final = 1
+"""Raised when the same settings give another order, so that no run goes on in the middle of another one's order."""
 
 
 @dataclass(frozen=True, kw_only=True)

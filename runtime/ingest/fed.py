@@ -63,6 +63,7 @@ class FedSource:
             self.close(str(error))
             raise
         self.tables = tuple(Table(**asdict(table)) for table in self.facts.tables)
+        self.fingerprint = self.facts.fingerprint
         self.dense_count = len(self.facts.dense_names)
 
     def begin(self, number: int, table_order: Sequence[int]) -> None:

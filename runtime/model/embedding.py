@@ -4,6 +4,7 @@ tables' names alone."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
@@ -16,7 +17,7 @@ from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec, initialise
 from sennit.runtime.model.sharding import Table
-from sennit.runtime.model.tensor_train import TensorTrainRule, table_spec
+from sennit.runtime.model.tensor_train import TensorTrainRule, parts, table_spec
 
 ROW_WISE_ADAGRAD: Final = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD, epsilon=1e-8)
 """Neo, Mudigere et al. 2022, section 4.1.4."""
@@ -139,6 +140,15 @@ def embedding_engine(
         else:
             fill(engine.weight(table.name), table, stream(table, seed))
     return engine
+
+
+def table_bytes(spec: TableSpec, optimizer: OptimizerSpec = ROW_WISE_ADAGRAD) -> int:
+    """Memory of a table, or of the cores of a tensor train, with the optimizer's states."""
+    return sum(
+        part.row_count * part.dim * part.precision.dtype.itemsize
+        + sum(4 * math.prod(optimizer.state_shape(name, part)) for name in optimizer.states)
+        for part in parts(spec)
+    )
 
 
 def table_specs(tables: Sequence[Table], *, dim: int) -> list[TableSpec]:

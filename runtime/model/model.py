@@ -21,8 +21,6 @@ class DenseModel(nn.Module):
     With z0 = bottom(dense) and z1 … zT the pooled embeddings, the top MLP sees z0 and all dot products zi · zj, i > j.
     """
 
-    pairs: Tensor
-
     def __init__(
         self,
         *,
@@ -39,14 +37,15 @@ class DenseModel(nn.Module):
         self.bottom = _mlp([dense_count, *bottom, dim], last_relu=True)
         self.top = _mlp([dim + pair_count, *top, 1], last_relu=False)
         lower = torch.tril_indices(vectors, vectors, offset=-1)
-        self.register_buffer("pairs", lower[0] * vectors + lower[1], persistent=False)
+        # A constant, so no buffer: DDP would broadcast buffers before each forward pass.
+        self._pairs = lower[0] * vectors + lower[1]
         _initialise(self, seed)
 
     def forward(self, dense: Tensor, pooled: Tensor) -> Tensor:
         first: Tensor = self.bottom(dense)
         vectors = torch.cat((first.unsqueeze(0), pooled)).transpose(0, 1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        interactions = products.index_select(1, self.pairs)
+        interactions = products.index_select(1, self._pairs.to(products.device))
         logits: Tensor = self.top(torch.cat((first, interactions), 1))
         return logits.squeeze(1)
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a step's time goes: named phases, on the wall clock, each moment counted once.
 
-A phase entered inside another one pauses it, so the phases of a run add up to its time.
+A phase entered inside another one pauses it, so the phases of a run add up to its time. A whole phase is not paused:
+what happens inside it is a part of it, under whatever name it would count elsewhere.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ class PhaseClock:
         self.seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._since = 0.0
+        self._is_whole = False
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Counts the time inside to `name`, less what inner phases take."""
+    def phase(self, name: str, *, is_whole: bool = False) -> Iterator[None]:
+        """Counts the time inside to `name`, less what inner phases take unless it `is_whole`."""
+        if self._is_whole:
+            yield
+            return
         self._credit()
         self._open.append(name)
+        self._is_whole = is_whole
         try:
             yield
         finally:
             self._credit()
             self._open.pop()
+            self._is_whole = False
 
     def _credit(self) -> None:
         now = time.perf_counter()

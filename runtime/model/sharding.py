@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank owns which embedding table: whole tables, placed greedily by cost.
+"""Which rank owns which embedding table: whole tables, placed greedily by cost, within the memory of the ranks.
 
-Every rank computes the same placement from the same table list; nothing is exchanged.
+Every rank computes the same placement from the same tables and limits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from sennit.transport.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,18 +56,58 @@ class Placement:
         return tuple(place[table] for table in range(len(self.owner_of)))
 
 
-def place(tables: Sequence[Table], *, world_size: int, dim: int) -> Placement:
-    """Longest processing time first (Graham 1969): the dearest table goes to the rank with the least to do.
+def place(
+    tables: Sequence[Table],
+    *,
+    world_size: int,
+    dim: int,
+    table_bytes: Sequence[int] | None = None,
+    limit_bytes: Sequence[int] | None = None,
+) -> Placement:
+    """Longest processing time first (Graham 1969): the most expensive table goes to the rank with the least to do.
 
-    Its largest load is at most 4/3 of the best possible one. Ties go to the lower table and the lower rank.
+    Without limits the largest load is at most 4/3 of the best possible one. Ties go to the lower table and the lower
+    rank. `table_bytes`: memory that each table takes with its optimizer states; `limit_bytes`: memory of each rank. A
+    rank without room for a table is passed over. If that leaves a table without a rank, tables are placed anew by
+    memory alone: the largest first, each on the rank with the most room. `ConfigError` if a table has no room then.
     """
-    owner_of = [0] * len(tables)
-    load = [0.0] * world_size
-    for table in sorted(range(len(tables)), key=lambda number: (-tables[number].cost(dim), number)):
-        rank = min(range(world_size), key=lambda number: (load[number], number))
-        owner_of[table] = rank
-        load[rank] += tables[table].cost(dim)
+    costs = [table.cost(dim) for table in tables]
+    if table_bytes is None or limit_bytes is None:
+        table_bytes, limit_bytes = [0] * len(tables), [0] * world_size
+    owner_of = _by_cost(costs, table_bytes, limit_bytes)
+    if owner_of is None:
+        owner_of = _by_memory(tables, table_bytes, limit_bytes)
     tables_of = tuple(
         tuple(table for table, owner in enumerate(owner_of) if owner == rank) for rank in range(world_size)
     )
     return Placement(owner_of=tuple(owner_of), tables_of=tables_of)
+
+
+def _by_cost(costs: Sequence[float], table_bytes: Sequence[int], limit_bytes: Sequence[int]) -> list[int] | None:
+    """The owner of each table; None where a table finds no room."""
+    owner_of, load, room = [0] * len(costs), [0.0] * len(limit_bytes), list(limit_bytes)
+    for table in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
+        fitting = [rank for rank in range(len(room)) if table_bytes[table] <= room[rank]]
+        if not fitting:
+            return None
+        rank = min(fitting, key=lambda number: (load[number], number))
+        owner_of[table] = rank
+        load[rank] += costs[table]
+        room[rank] -= table_bytes[table]
+    return owner_of
+
+
+def _by_memory(tables: Sequence[Table], table_bytes: Sequence[int], limit_bytes: Sequence[int]) -> list[int]:
+    owner_of, room = [0] * len(tables), list(limit_bytes)
+    for table in sorted(range(len(tables)), key=lambda number: (-table_bytes[number], number)):
+        rank = max(range(len(room)), key=lambda number: (room[number], -number))
+        if table_bytes[table] > room[rank]:
+            raise ConfigError(
+                f"table {tables[table].name} needs {table_bytes[table]:,} bytes with its optimizer state, but of the "
+                f"{limit_bytes[rank]:,} bytes for tables on rank {rank}, the rank with the most room, {room[rank]:,} "
+                f"are left; all tables need {sum(table_bytes):,} bytes, all ranks have {sum(limit_bytes):,}. "
+                "Give more ranks, --table-store, --tensor-train or a smaller --dim"
+            )
+        owner_of[table] = rank
+        room[rank] -= table_bytes[table]
+    return owner_of

@@ -28,6 +28,9 @@ class TensorTrainRule:
             if not 1 <= value <= high:
                 raise ConfigError(f"{name} {value}; allowed: 1 to {high}")
 
+    def __str__(self) -> str:
+        return f"{self.rows_at_least}:{self.rank}"
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """From "ROWS_AT_LEAST:RANK"."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from sennit.exports import exporter
 
 if TYPE_CHECKING:
-    from sennit.runtime.training.checkpoint import CheckpointError as CheckpointError
     from sennit.runtime.training.config import TrainingConfig as TrainingConfig
     from sennit.runtime.training.export import export_int8 as export_int8
     from sennit.runtime.training.fingerprint import fingerprint as fingerprint
+    from sennit.runtime.training.manifest import CheckpointError as CheckpointError
+    from sennit.runtime.training.manifest import Manifest as Manifest
     from sennit.runtime.training.metrics import Quality as Quality
     from sennit.runtime.training.metrics import quality as quality
     from sennit.runtime.training.report import RankReport as RankReport
@@ -24,10 +25,11 @@ if TYPE_CHECKING:
 __getattr__ = exporter(
     __name__,
     {
-        "CheckpointError": "checkpoint",
+        "CheckpointError": "manifest",
         "TrainingConfig": "config",
         "export_int8": "export",
         "fingerprint": "fingerprint",
+        "Manifest": "manifest",
         "Quality": "metrics",
         "quality": "metrics",
         "RankReport": "report",

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and resumes through `torch.distributed.checkpoint` (DCP).
 
-A checkpoint is a folder `step-000000123`. It is written under a name that ends in `.partial` and renamed when
-every rank has written its part, so a folder without that ending is always whole. Tables go by their global
-names, whole: any number of ranks can read what any other number wrote.
+A checkpoint is a folder `step-000000123`: DCP's files and a manifest (`manifest`). Tables go by their global names,
+whole, so any number of ranks can read what any other number wrote.
+
+A save writes `step-000000123.partial`, makes it durable and renames it, so a folder without an ending is whole. Where
+that step exists already, the older folder first becomes `step-000000123.replaced`, which counts as whole until the new
+one has its name. What is to be removed is first renamed to `.deleted`, so that half of a checkpoint never looks whole.
 """
 
 from __future__ import annotations
@@ -12,63 +15,89 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from sennit.transport.errors import SennitError
+from sennit.runtime.training import manifest
+from sennit.runtime.training.manifest import CheckpointError, Manifest
 
-_NAME = re.compile(r"step-(\d{9})")
+_NAME: Final = re.compile(r"(step-\d{9})(\.replaced)?")
+_DELETED: Final = re.compile(r"step-\d{9}\.deleted")
 
 
-class CheckpointError(SennitError):
-    """A checkpoint could not be written or read; the message names the folder and the rank's reason."""
+def whole(folder: Path) -> list[Path]:
+    """All whole checkpoints of a folder, newest first; unfinished ones do not count."""
+    if not folder.is_dir():
+        return []
+    found: dict[str, Path] = {}
+    for entry in sorted(folder.iterdir()):
+        name = _NAME.fullmatch(entry.name)
+        if name and (entry / ".metadata").is_file():
+            # Sorted, so "step-1" comes before "step-1.replaced", which it stands in for.
+            found.setdefault(name[1], entry)
+    return [found[name] for name in sorted(found, reverse=True)]
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint; unfinished ones do not count."""
-    if not folder.is_dir():
-        return None
-    whole = [entry for entry in folder.iterdir() if _NAME.fullmatch(entry.name) and (entry / ".metadata").is_file()]
-    return max(whole, key=lambda entry: entry.name, default=None)
+    """The newest whole checkpoint."""
+    return next(iter(whole(folder)), None)
 
 
-def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Writes `state` as checkpoint `step`. Collective; raises `CheckpointError` on every rank or on none."""
-    final = folder / f"step-{step:09d}"
+def latest_of(folder: Path, run_id: str) -> Path | None:
+    """The newest whole checkpoint of one run. Checkpoints of other runs, and unreadable ones, are passed over."""
+    return next((path for path in whole(folder) if _is_of(path, run_id)), None)
+
+
+def save(
+    folder: Path,
+    about: Manifest,
+    state: dict[str, Any],
+    *,
+    documents: Mapping[str, str] | None = None,
+    keep: int | None = None,
+) -> Path:
+    """Writes `state` as checkpoint `about.step`, with `documents` (file name to text) beside it.
+
+    With `keep`, the run's older checkpoints beyond so many are removed once the new one is durable. Collective; raises
+    `CheckpointError` on every rank or on none.
+    """
+    final = folder / f"step-{about.step:09d}"
     partial = final.with_name(f"{final.name}.partial")
     first = dist.get_rank() == 0
-    failure = None
-    if first:
-        try:
+    with _agreed(f"checkpoint {final}"):
+        if first:
             folder.mkdir(parents=True, exist_ok=True)
+            _sync(folder.parent)
             shutil.rmtree(partial, ignore_errors=True)
-        except OSError as error:
-            failure = str(error)
-    _agree(failure, f"checkpoint {final}")
     try:
         with _quiet():
             state_dict_saver.save(
                 state, storage_writer=FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
             )
-    except CheckpointException as error:
+        # Each rank for itself: its files may be new entries on another machine.
+        with _agreed(f"checkpoint {final} was not written"):
+            if first:
+                for name, text in {**(documents or {}), manifest.NAME: about.text()}.items():
+                    _write(partial / name, text)
+            _sync(partial)
+    except (CheckpointException, CheckpointError) as error:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"checkpoint {final} was not written: {_reasons(error)}") from error
-    if first:
-        try:
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            _sync(folder)
-        except OSError as error:
-            failure = str(error)
-    _agree(failure, f"checkpoint {final}")
+    with _agreed(f"checkpoint {final}"):
+        if first:
+            _put_in_place(partial, final)
+            if keep is not None:
+                _remove_older(folder, about.run_id, keep)
     return final
 
 
@@ -81,20 +110,73 @@ def load(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
         raise CheckpointError(f"checkpoint {path} cannot be read: {_reasons(error)}") from error
 
 
-def _agree(failure: str | None, what: str) -> None:
-    """Rank 0 tells all whether it failed, so that no rank waits for one that has given up."""
-    message = [failure]
-    dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise CheckpointError(f"{what}: {message[0]}")
+def _put_in_place(partial: Path, final: Path) -> None:
+    """At every moment one of `final` and `final.replaced` is whole, if `final` was."""
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():
+        _remove(replaced)
+        final.rename(replaced)
+        _sync(final.parent)
+    partial.rename(final)
+    # The rename must survive a power cut before anything that it replaces goes.
+    _sync(final.parent)
+    _remove(replaced)
+
+
+def _remove_older(folder: Path, run_id: str, keep: int) -> None:
+    for path in [path for path in whole(folder) if _is_of(path, run_id)][keep:]:
+        _remove(path)
+    # Left by a process that was killed while it removed them.
+    for entry in folder.iterdir():
+        if _DELETED.fullmatch(entry.name):
+            shutil.rmtree(entry)
+
+
+def _remove(checkpoint: Path) -> None:
+    """Removes a folder if it is there. Its name goes first."""
+    if checkpoint.exists():
+        deleted = checkpoint.with_name(f"{checkpoint.name.partition('.')[0]}.deleted")
+        shutil.rmtree(deleted, ignore_errors=True)
+        checkpoint.rename(deleted)
+        _sync(checkpoint.parent)
+        shutil.rmtree(deleted)
+
+
+def _is_of(path: Path, run_id: str) -> bool:
+    try:
+        return Manifest.read(path).run_id == run_id
+    except CheckpointError:
+        return False
+
+
+@contextmanager
+def _agreed(what: str) -> Iterator[None]:
+    """Collective: an error inside, on any rank, is a `CheckpointError` on all, so that none waits for another."""
+    mine = None
+    try:
+        yield
+    except Exception as error:
+        mine = str(error) if isinstance(error, OSError) else repr(error)
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, mine)
+    told = [f"rank {rank}: {failure}" for rank, failure in enumerate(failures) if failure is not None]
+    if told:
+        raise CheckpointError(f"{what}: {'; '.join(told)}")
 
 
 def _reasons(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
 
 
+def _write(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def _sync(folder: Path) -> None:
-    """Makes the rename survive a power cut."""
+    """Makes what was created, renamed or removed in a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -22,9 +22,12 @@ from sennit.runtime.data.sources import Source
 from sennit.runtime.model.stored import TableStore
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.launch import Address, run_ranks, serve_store
+from sennit.runtime.training.launch import Address, join_address, run_ranks, serve_store
+from sennit.runtime.training.resumption import check_unused
 from sennit.runtime.training.run import Place, join_run, run_rank
+from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
+from sennit.transport.rails import find_rails
 from sennit.transport.sizes import parse_size
 
 _DEFAULT = TrainingConfig()
@@ -87,10 +90,15 @@ def command(
     table_memory: Annotated[
         str | None, typer.Option(help="with --table-store: memory of each rank for rows, such as 64MiB")
     ] = None,
+    rank_memory: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="memory of each rank for tables; default: its share of the host's"),
+    ] = None,
     split: Annotated[str, typer.Option(help="which samples are for evaluation: random, or last")] = _DEFAULT.split,
     eval_fraction: Annotated[float, typer.Option(help="share of the samples for evaluation")] = _DEFAULT.eval_fraction,
     checkpoint: Annotated[Path | None, typer.Option(help="folder for checkpoints")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="steps between checkpoints")] = None,
+    keep: Annotated[int | None, typer.Option(metavar="N", help="newest checkpoints to keep; default: all")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the latest checkpoint")] = False,
     elastic: Annotated[bool, typer.Option("--elastic", help="go on when ranks die or join")] = False,
     port: Annotated[
@@ -138,6 +146,7 @@ def command(
             dense_rate=dense_rate,
             dense_optimizer=dense_optimizer,
             decay=decay,
+            rank_memory_bytes=None if rank_memory is None else _size("--rank-memory", rank_memory),
             table_store=_table_store(table_store, table_memory),
             warmup=warmup,
             decay_start=decay_start,
@@ -151,6 +160,7 @@ def command(
             timeout_s=timeout,
             checkpoint=checkpoint,
             checkpoint_every=checkpoint_every,
+            keep=keep,
             resume=resume,
             elastic=elastic,
             min_ranks=min_ranks,
@@ -179,6 +189,8 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
     ):
         if folder is not None:
             _make_folder(name, folder)
+    if config.checkpoint is not None and not config.resume and join is None:
+        check_unused(config.checkpoint)
     if config.tensorboard is not None:
         require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -203,7 +215,14 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
     # Held until the last rank is done.
     store, address = serve_store(port, timeout_s=config.timeout_s)
     if config.elastic:
-        typer.echo(f"ranks can join with --join {address}")
+        reachable = join_address(address, find_rails(from_environment().interfaces))
+        if reachable is None:
+            typer.echo(
+                "no interface that the transport uses has an address that other machines reach: "
+                f"ranks of this machine can join with --join {address}"
+            )
+        else:
+            typer.echo(f"ranks can join with --join {reachable}")
     run_ranks(
         _run_here,
         config,
@@ -251,10 +270,14 @@ def _table_store(folder: Path | None, memory: str | None) -> TableStore | None:
         return None
     if folder is None or memory is None:
         raise ConfigError("--table-store and --table-memory are given together, or neither is")
+    return TableStore(folder=folder, memory_bytes=_size("--table-memory", memory))
+
+
+def _size(name: str, text: str) -> int:
     try:
-        return TableStore(folder=folder, memory_bytes=parse_size(memory))
+        return parse_size(text)
     except ValueError as error:
-        raise ConfigError(f"--table-memory: {error}") from None
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def _make_folder(name: str, folder: Path) -> None:

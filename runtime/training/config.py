@@ -95,6 +95,9 @@ class TrainingConfig:
     table_store: TableStore | None = None
     """Where the embedding tables lie; None: in memory."""
 
+    rank_memory_bytes: int | None = None
+    """Memory of each rank for embedding tables with their optimizer states; None: what its host has available."""
+
     backend: str = "sennit"
     """Name of the torch.distributed backend; "gloo" for comparison."""
 
@@ -107,8 +110,11 @@ class TrainingConfig:
     checkpoint_every: int | None = None
     """Steps between checkpoints; None: one at the end."""
 
+    keep: int | None = None
+    """Checkpoints to keep: older ones of the run are removed once a newer one is durable. None: all."""
+
     resume: bool = False
-    """Go on from the latest checkpoint, if there is one."""
+    """Go on from the latest checkpoint, if there is one. It must be of a run with the same data and settings."""
 
     elastic: bool = False
     """When a rank dies the others go on without it, from the last checkpoint (without one: from the start); ranks that
@@ -152,6 +158,8 @@ class TrainingConfig:
         _one_of("dense optimizer", self.dense_optimizer, DENSE_OPTIMIZERS)
         if not 0 < self.eval_fraction < 1:
             raise ConfigError(f"evaluation part {self.eval_fraction}; allowed: between 0 and 1")
+        if self.rank_memory_bytes is not None:
+            _in_range("bytes of memory of a rank", self.rank_memory_bytes, 1, 2**62)
         _in_range("least number of ranks", self.min_ranks, 1, 4096)
         if self.elastic and self.backend != BACKEND_NAME:
             raise ConfigError(f"an elastic run over {self.backend!r}; allowed: {BACKEND_NAME!r}")
@@ -165,8 +173,10 @@ class TrainingConfig:
             raise ConfigError(
                 "--table-store in an elastic run; allowed: one of them (tables are handed over in memory)"
             )
-        if self.checkpoint is None and (self.resume or self.checkpoint_every is not None):
-            raise ConfigError("resuming and a checkpoint interval need a checkpoint folder (--checkpoint DIR)")
+        if self.keep is not None:
+            _in_range("checkpoints to keep", self.keep, 1, 2**31)
+        if self.checkpoint is None and (self.resume or self.checkpoint_every is not None or self.keep is not None):
+            raise ConfigError("--resume, --checkpoint-every and --keep need a checkpoint folder (--checkpoint DIR)")
 
     def schedule(self, step_count: int) -> RateSchedule:
         """Of the learning rates of a run of `step_count` steps."""

@@ -24,14 +24,15 @@ from sennit.runtime.data.samples import Samples
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
 from sennit.runtime.training.report import Change, RunReport
-from sennit.runtime.training.stretch import resume, train
+from sennit.runtime.training.resumption import go_back
+from sennit.runtime.training.stretch import begin_run, train
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, PeerError
 from sennit.transport.membership import Terms
 
 TERMS_KEY: Final = "sennit/train/terms"
 # What a newcomer may choose for itself; everything else decides what is computed, or which calls are collective.
-OWN_CHOICES: Final = ("resume", "elastic", "min_ranks", "timeout_s", "tensorboard", "json_path")
+OWN_CHOICES: Final = ("resume", "elastic", "min_ranks", "rank_memory_bytes", "timeout_s", "tensorboard", "json_path")
 
 
 def publish_terms(store: Store, config: TrainingConfig) -> None:
@@ -61,6 +62,8 @@ class ElasticRun:
         self._begins_alone = not is_newcomer
         self._changes: list[Change] = []
         self._holding: Holding | None = None
+        self._run_id = ""
+        """Empty until this rank has learnt it."""
 
     def run(self) -> RunReport:
         """Trains until a stretch comes to the run's end."""
@@ -100,20 +103,27 @@ class ElasticRun:
     def _begin(self, trainer: Trainer) -> None:
         """Brings a new trainer to where the run is: by a handover, else by the checkpoint, else to the start."""
         if self._begins_alone:
-            if self._config.resume:
-                resume(trainer, self._config)
+            begin_run(trainer)
+            self._run_id = trainer.run_id
             return
         claim = None if self._holding is None else Claim(step=self._holding.step, tables=self._holding.tables)
         gathered: list[Any] = [None] * trainer.world_size
-        dist.all_gather_object(gathered, (claim, self._changes))
+        dist.all_gather_object(gathered, (claim, self._changes, self._run_id))
         # Members come before newcomers, so rank 0 knows the run's history.
         self._changes[:] = gathered[0][1]
-        source = find_source([claim for claim, _ in gathered], [table.name for table in trainer.tables])
+        self._run_id = next((run_id for _, _, run_id in gathered if run_id), "")
+        if not self._run_id:
+            # The first group ended before it had agreed on a run.
+            begin_run(trainer)
+            self._run_id = trainer.run_id
+            return
+        trainer.run_id = self._run_id
+        source = find_source([claim for claim, _, _ in gathered], [table.name for table in trainer.tables])
         if source is not None:
             take_over(trainer, source, self._holding)
             dist.barrier()
-        elif self._config.checkpoint is not None:
-            resume(trainer, self._config)
+        else:
+            go_back(trainer)
         self._holding = None
 
     def _is_awaited(self) -> bool:

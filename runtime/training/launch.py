@@ -7,13 +7,14 @@ be enough to start a run and one message enough to understand its failure.
 
 from __future__ import annotations
 
+import ipaddress
 import multiprocessing
 import multiprocessing.connection
 import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store, TCPStore
 
 from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError
+from sennit.transport.rails import Rail
 
 # When one rank fails, how long the others may take to say why they did, and any rank to leave at the end.
 GRACE_S = 5.0
@@ -52,7 +54,7 @@ class Address:
     port: int
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @classmethod
     def parse(cls, text: str) -> Address:
@@ -60,6 +62,14 @@ class Address:
         if not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:
             raise ConfigError(f"address {text!r}; allowed: HOST:PORT, port 1 to 65535")
         return cls(host=host.strip("[]"), port=int(port))
+
+    def answers(self) -> bool:
+        """Whether something listens there."""
+        try:
+            socket.create_connection((self.host, self.port), CONNECT_S).close()
+        except OSError:
+            return False
+        return True
 
     def check(self) -> None:
         """The store's own client would try for as long as a collective may take."""
@@ -70,7 +80,10 @@ class Address:
 
 
 def serve_store(port: int, *, timeout_s: float) -> tuple[Store, Address]:
-    """A store in this process, which is no rank and so outlives any of them; port 0: a free one."""
+    """A store in this process, which is no rank and so outlives any of them; port 0: a free one.
+
+    It listens on every address of this machine; the one that comes back is for ranks of this machine.
+    """
     try:
         store = TCPStore(
             "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
@@ -78,6 +91,19 @@ def serve_store(port: int, *, timeout_s: float) -> tuple[Store, Address]:
     except RuntimeError as error:
         raise ConfigError(f"port {port} cannot be had: {str(error).splitlines()[0]}") from error
     return store, Address(host="127.0.0.1", port=store.port)
+
+
+def join_address(store: Address, rails: Sequence[Rail]) -> Address | None:
+    """Where ranks of other machines reach a store that is served here; None where nothing but this machine does.
+
+    The store listens on every address of this machine. The first of the transport's that answers is taken, since
+    newcomers must reach the transport too.
+    """
+    for rail in rails:
+        address = Address(host=rail.address, port=store.port)
+        if not ipaddress.ip_address(rail.address).is_loopback and address.answers():
+            return address
+    return None
 
 
 def run_ranks(

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
-
-FloatArray = npt.NDArray[np.float64]
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,35 +35,115 @@ class Quality:
 
 def quality(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> Quality:
     """`logits` [N] real numbers, `labels` [N] of 0 and 1."""
-    scores, truth = logits.astype(np.float64), labels.astype(np.float64)
-    base_rate = float(truth.mean()) if len(truth) else float("nan")
-    loss = log_loss(scores, truth)
+    scores = Scores.of(logits, labels)
+    return _quality(scores.wins_twice, scores.positives, scores.negatives, _losses(logits, labels))
+
+
+def quality_of_ranks(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Quality:
+    """`quality` of all ranks' predictions together, the same on every rank. Collective.
+
+    `logits` float32 [N] and `labels` [N] of this rank. Exact, and no rank ever holds more than its share: distinct
+    scores with their counts are exchanged so that each rank ranks one range of scores (a sample sort, whose splitters
+    come from a histogram over the leading half of a score's bits). Ranges consist of whole bins. Where all samples fall
+    into one bin a rank still gets at most 65,536 rows from each other rank: a bin has no more distinct scores.
+    """
+    world_size = dist.get_world_size(group)
+    mine = Scores.of(logits.numpy(), labels.numpy())
+    bins = mine.keys >> _BIN_BITS
+    histogram = torch.from_numpy(np.bincount(bins, mine.counts, minlength=1 << _BIN_BITS).astype(np.int64))
+    dist.all_reduce(histogram, group=group)
+    # Bin b goes to the rank in whose share of all samples its first sample lies.
+    before = (torch.cumsum(histogram, 0) - histogram).numpy()
+    owner = np.minimum(before * world_size // max(1, int(histogram.sum())), world_size - 1)
+    sent = torch.from_numpy(np.bincount(owner[bins], minlength=world_size))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    rows = torch.from_numpy(np.stack((mine.keys.astype(np.int64), mine.positive, mine.counts - mine.positive), 1))
+    arrived = rows.new_empty(int(received.sum()), 3)
+    dist.all_to_all_single(arrived, rows, received.tolist(), sent.tolist(), group=group)
+    ranged = Scores.merged(*arrived.numpy().T)
+    parts: list[Any] = [None] * world_size
+    losses = _losses(logits.numpy(), labels.numpy())
+    dist.all_gather_object(parts, (ranged.wins_twice, ranged.positives, ranged.negatives, losses), group)
+    wins_twice = positives = negatives = 0
+    for wins, positive, negative, _ in parts:
+        # Ranges rise with the ranks: all negative samples so far score below these.
+        wins_twice += wins + 2 * positive * negatives
+        positives += positive
+        negatives += negative
+    return _quality(wins_twice, positives, negatives, math.fsum(part[3] for part in parts))
+
+
+_BIN_BITS: Final = 16
+"""Half of the bits of a float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Distinct scores, rising, and how many samples have each."""
+
+    keys: npt.NDArray[np.uint32]
+    """The bits of float32 scores, changed so that they are in the order of the numbers."""
+
+    positive: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> Self:
+        # + 0 makes -0 the same score as 0.
+        bits = (logits.astype(np.float32) + np.float32(0)).view(np.uint32)
+        # IEEE 754 numbers of one sign are in the order of their bits; negative ones in the opposite one.
+        keys = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
+        ones = np.ones(len(keys), np.int64)
+        return cls.merged(keys, (labels > 0).astype(np.int64), (labels <= 0) * ones)
+
+    @classmethod
+    def merged(
+        cls, keys: npt.NDArray[np.integer], positive: npt.NDArray[np.integer], negative: npt.NDArray[np.integer]
+    ) -> Self:
+        """Of scores that may occur several times."""
+        order = np.argsort(keys, kind="stable")
+        keys = keys[order]
+        starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.intp)
+        positive = np.add.reduceat(positive[order], starts) if len(keys) else positive
+        negative = np.add.reduceat(negative[order], starts) if len(keys) else negative
+        return cls(keys[starts].astype(np.uint32), positive.astype(np.int64), (positive + negative).astype(np.int64))
+
+    @property
+    def positives(self) -> int:
+        return int(self.positive.sum())
+
+    @property
+    def negatives(self) -> int:
+        return int(self.counts.sum()) - self.positives
+
+    @property
+    def wins_twice(self) -> int:
+        """Twice the pairs in which a positive sample scores above a negative one, and each tie once."""
+        negative = self.counts - self.positive
+        below = np.cumsum(negative) - negative
+        return int(np.sum(self.positive * (2 * below + negative)))
+
+
+def _quality(wins_twice: int, positives: int, negatives: int, losses: float) -> Quality:
+    count, pairs = positives + negatives, positives * negatives
+    base_rate = positives / count if count else float("nan")
+    log_loss = losses / count if count else float("nan")
     floor = _entropy(base_rate)
     return Quality(
-        auc=auc(scores, truth),
-        log_loss=loss,
-        normalised_entropy=loss / floor if floor > 0 else float("nan"),
+        # The Mann-Whitney statistic, in whole numbers up to here.
+        auc=wins_twice / (2 * pairs) if pairs else float("nan"),
+        log_loss=log_loss,
+        normalised_entropy=log_loss / floor if floor > 0 else float("nan"),
         base_rate=base_rate,
-        sample_count=len(truth),
+        sample_count=count,
     )
 
 
-def auc(scores: FloatArray, labels: FloatArray) -> float:
-    """Exact, by rank: the Mann-Whitney statistic, where tied scores share their mean rank."""
-    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    mean_rank = np.cumsum(counts) - (counts - 1) / 2
-    positive = labels > 0
-    positives = int(positive.sum())
-    negatives = len(labels) - positives
-    if not positives or not negatives:
-        return float("nan")
-    rank_sum = float(mean_rank[place.reshape(-1)[positive]].sum())
-    return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)
-
-
-def log_loss(logits: FloatArray, labels: FloatArray) -> float:
-    """From logits, so that no probability rounds to 0 or 1: log(1 + e^x) - x·label."""
-    return float(np.mean(np.logaddexp(0, logits) - logits * labels)) if len(labels) else float("nan")
+def _losses(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> float:
+    """Sum of log losses, from logits, so that no probability rounds to 0 or 1: log(1 + e^x) - x·label."""
+    scores = logits.astype(np.float64)
+    return float(np.sum(np.logaddexp(0, scores) - scores * labels.astype(np.float64)))
 
 
 def _entropy(rate: float) -> float:

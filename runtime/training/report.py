@@ -128,6 +128,9 @@ class RunReport:
     """Rank 0's loss in the last step."""
 
     quality: Quality
+    run_id: str
+    """Also in the manifests of the run's checkpoints; a resumed run keeps it."""
+
     weights_sha256: str
     embedding: EmbeddingSize
     data: str
@@ -181,6 +184,7 @@ class RunReport:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "run_id": self.run_id,
             "config": asdict(self.config),
             "world_size": len(self.ranks),
             "torch": torch.__version__,

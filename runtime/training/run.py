@@ -16,12 +16,13 @@ from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.data.fingerprint import fingerprint
 from sennit.runtime.ingest.fed import FedSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
 from sennit.runtime.training.report import RunReport
-from sennit.runtime.training.stretch import resume, train
-from sennit.runtime.training.trainer import Trainer
+from sennit.runtime.training.resumption import check_data, publish_data
+from sennit.runtime.training.stretch import begin_run, train
 from sennit.transport.membership import Terms
 
 
@@ -50,17 +51,15 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
         return _leave(_run_fed(config))
     samples = sources.load(config.source, seed=config.seed)
     if config.elastic:
+        if place.rank == 0 and place.store is not None:
+            publish_data(place.store, fingerprint(samples))
         return _leave(ElasticRun(config, samples, is_newcomer=False).run())
     source = MemorySource(samples, config, rank=dist.get_rank(), world_size=dist.get_world_size())
     return _leave(_run(config, source))
 
 
 def _run(config: TrainingConfig, source: BatchSource) -> RunReport:
-    def begin(trainer: Trainer) -> None:
-        if config.resume:
-            resume(trainer, config)
-
-    report = train(config, source, [], begin=begin)
+    report = train(config, source, [], begin=begin_run)
     assert isinstance(report, RunReport)
     return report
 
@@ -89,6 +88,7 @@ def join_run(config: TrainingConfig, store: Store) -> RunReport:
     check_terms(store, config)
     # The members wait from the boundary at which they see this rank: it has all else done by then.
     samples = sources.load(config.source, seed=config.seed)
+    check_data(store, fingerprint(samples))
     timeout = datetime.timedelta(seconds=config.timeout_s)
     elastic.join(store, terms=Terms(timeout_s=config.timeout_s), timeout=timeout)
     return _leave(ElasticRun(config, samples, is_newcomer=True).run())

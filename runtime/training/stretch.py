@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sennit.runtime.backend.process_group import BACKEND_NAME, communicator
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.ingest.sketches import save_sketch
-from sennit.runtime.training import checkpoint
+from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.display import ConsoleDisplay, Listener, Listeners, TensorBoardLog, stdout_console
 from sennit.runtime.training.fingerprint import fingerprint
@@ -76,8 +76,7 @@ def _train(
             heard.on_epoch(epoch, trainer.step, quality)
 
         def on_checkpoint(step: int) -> None:
-            assert config.checkpoint is not None
-            checkpoint.save(config.checkpoint, step, trainer.state())
+            resumption.save(trainer)
 
         began = time.perf_counter()
         result = trainer.run(on_step, on_epoch, on_checkpoint, is_awaited)
@@ -104,6 +103,7 @@ def _train(
         step=trainer.step,
         final_loss=last_loss[0] if last_loss else None,
         quality=result,
+        run_id=trainer.run_id,
         weights_sha256=fingerprint(trainer.weights()),
         changes=changes,
         embedding=EmbeddingSize.of([trainer.spec_of(table) for table in trainer.tables]),
@@ -120,17 +120,12 @@ def _train(
     return report
 
 
-def resume(trainer: Trainer, config: TrainingConfig) -> None:
-    """Goes on from the newest checkpoint; without one the trainer stays at the start. Collective."""
-    assert config.checkpoint is not None
-    # Rank 0 looks, so that all ranks take the same one.
-    found = [checkpoint.latest(config.checkpoint) if trainer.rank == 0 else None]
-    dist.broadcast_object_list(found, src=0)
-    if found[0] is None:
-        return
-    state = trainer.state()
-    checkpoint.load(found[0], state)
-    trainer.restore(state)
+def begin_run(trainer: Trainer) -> None:
+    """Begins or resumes the run, and says on rank 0 what it resumes."""
+    lines = resumption.begin(trainer)
+    if trainer.rank == 0:
+        for line in lines:
+            stdout_console().print(line, markup=False)
 
 
 def transport_counters(backend: str) -> dict[str, int]:

@@ -28,8 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.kernels.spec import TableSpec
-from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, EmbeddingTables, ResidentTables
+from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, EmbeddingTables, ResidentTables, table_bytes
 from sennit.runtime.model.exchange import Exchange
+from sennit.runtime.model.memory_limits import memory_limits
 from sennit.runtime.model.model import DenseModel
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.model.phases import PhaseClock
@@ -37,8 +38,8 @@ from sennit.runtime.model.sharding import Placement, Table, place
 from sennit.runtime.model.stored import StoredTables
 from sennit.runtime.model.tensor_train import table_spec
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.metrics import Quality, quality
-from sennit.transport.errors import ConfigError, SennitError
+from sennit.runtime.training.metrics import Quality, quality_of_ranks
+from sennit.transport.errors import SennitError
 
 # The flattened form has one entry a parameter name and kind, which DCP can read at any world size.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -90,9 +91,18 @@ class Trainer:
         self.steps_per_epoch, self.step_count = self.order.steps_per_epoch, self.order.step_count
         self.rate_factor = config.schedule(self.step_count)
         self.step = 0
+        self.run_id = "0" * 16
+        """Of the run that this trainer is a part of (`resumption`)."""
 
         self.tables = source.tables
-        self.placement: Placement = place(self.tables, world_size=self.world_size, dim=config.embedding_dim)
+        self.placement: Placement = place(
+            self.tables,
+            world_size=self.world_size,
+            dim=config.embedding_dim,
+            table_bytes=[table_bytes(self.spec_of(table)) for table in self.tables],
+            # Tables on a disk have their own limit.
+            limit_bytes=memory_limits(config.rank_memory_bytes) if config.table_store is None else None,
+        )
         own = [self.tables[table] for table in self.placement.tables_of[self.rank]]
         rows = dataclasses.replace(
             ROW_WISE_ADAGRAD,
@@ -159,7 +169,7 @@ class Trainer:
             on_step(StepReport(step=self.step, step_count=self.step_count, epoch=epoch, loss=loss))
             every = self.config.checkpoint_every
             if self.config.checkpoint is not None and (done or (every is not None and self.step % every == 0)):
-                with self.clock.phase("checkpoint"):
+                with self.clock.phase("checkpoint", is_whole=True):
                     on_checkpoint(self.step)
             if done or self.step % self.steps_per_epoch == 0:
                 result = self.evaluate()
@@ -231,7 +241,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> Quality:
         """Exact metrics over all evaluation rows; the same on every rank."""
-        with self.clock.phase("evaluation"):
+        with self.clock.phase("evaluation", is_whole=True):
             logits, labels = [], []
             training, self.arrived = self.arrived, deque()
             numbers = self.order.evaluation_batches(self.step)
@@ -244,8 +254,7 @@ class Trainer:
                 if batch.is_lent:
                     self.source.release(batch.number)
             self.arrived = training
-            both = gather_rows(torch.stack((torch.cat(logits), torch.cat(labels)), 1))
-            return quality(both[:, 0].numpy(), both[:, 1].numpy())
+            return quality_of_ranks(torch.cat(logits), torch.cat(labels))
 
     @property
     def own_tables(self) -> tuple[str, ...]:
@@ -269,35 +278,19 @@ class Trainer:
         dense = get_optimizer_state_dict(self.replicated, self.optimizer, options=_FLAT)
         state.update({f"optimizer.{name}": value for name, value in dense.items()})
         # Order of samples and initial weights are functions of seed and position, so no generator is saved.
-        state["position"] = {"step": self.step, "seed": self.config.seed, "batch_size": self.config.batch_size}
+        state["position"] = {"step": self.step}
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what is not the trainer's own memory in a loaded `state`."""
-        position = state["position"]
-        for name, ours in (("seed", self.config.seed), ("batch_size", self.config.batch_size)):
-            if position[name] != ours:
-                raise ConfigError(f"the checkpoint has {name} {position[name]}, but this run has {ours}")
+        """Takes over what is not the trainer's own memory in a loaded `state`, which must be of the same run."""
         prefix = "optimizer."
         dense = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         set_optimizer_state_dict(self.replicated, self.optimizer, dense, options=_FLAT)
         while self.arrived:
             self.embedding.release(self.arrived.popleft().bags)
         self.embedding.restore(state)
-        self.step = self.embedding.step = int(position["step"])
+        self.step = self.embedding.step = int(state["position"]["step"])
 
     def close(self) -> None:
         """Removes what lies on disk for the run only."""
         self.embedding.close()
-
-
-def gather_rows(part: Tensor) -> Tensor:
-    """All ranks' rows in the order of ranks, on every rank; ranks may have different numbers of rows."""
-    world_size = dist.get_world_size()
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(counts, torch.tensor([len(part)]))
-    longest = max(int(count) for count in counts)
-    padded = F.pad(part, (0, 0, 0, longest - len(part))).contiguous()
-    gathered = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(gathered, padded)
-    return torch.cat([piece[: int(count)] for piece, count in zip(gathered, counts, strict=True)])

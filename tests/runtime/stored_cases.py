@@ -16,7 +16,7 @@ from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.model.stored import TableStore
-from sennit.runtime.training import checkpoint
+from sennit.runtime.training import checkpoint, resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
 from sennit.runtime.training.trainer import Trainer
@@ -79,7 +79,7 @@ def save_and_go_on(rank: int, world: int, *, seed: int, checkpoints: str, folder
     run = trainer(seed, folder, memory_bytes)
     for _ in range(7):
         run.train_step()
-    checkpoint.save(Path(checkpoints), run.step, run.state())
+    checkpoint.save(Path(checkpoints), resumption.manifest_of(run), run.state())
     return _go_on(run)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +12,17 @@ import torch
 from torch import nn
 
 from sennit.runtime.data.seeds import numpy_stream
-from sennit.runtime.model.embedding import embedding_engine
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
+from sennit.runtime.model.embedding import embedding_engine, table_bytes
+from sennit.runtime.model.memory_limits import available_bytes, shared_limits
 from sennit.runtime.model.model import DenseModel
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.model.phases import PhaseClock
 from sennit.runtime.model.sharding import Table, place
+from sennit.runtime.model.tensor_train import TensorTrainRule, table_spec
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import line
-from sennit.runtime.training.metrics import auc, quality
+from sennit.runtime.training.metrics import quality
 from sennit.transport.errors import ConfigError
 
 
@@ -37,6 +41,66 @@ def test_placement_gives_every_table_one_owner_and_balances(world_size: int) -> 
     load = [sum(tables[number].cost(16) for number in part) for part in placement.tables_of]
     # Graham's bound, against the mean as a lower bound of the best.
     assert max(load) <= 4 / 3 * max(sum(load) / world_size, max(part.cost(16) for part in tables))
+
+
+def test_the_most_expensive_table_is_placed_first() -> None:
+    """Otherwise it would come last, on a rank that has its share already."""
+    tables = [table(f"t{number}", 10, mean) for number, mean in enumerate((1.0, 1.0, 1.0, 1.0, 6.0))]
+    placement = place(tables, world_size=2, dim=16)
+    assert placement.tables_of == ((4,), (0, 1, 2, 3))
+
+
+def test_a_rank_without_room_is_passed_over() -> None:
+    """The most expensive tables are large: by cost alone both would be on ranks that cannot hold them."""
+    tables = [table("a", 10, 9.0), table("b", 10, 8.0), table("c", 10, 1.0)]
+    sizes = {"table_bytes": [50, 60, 10], "limit_bytes": [40, 120]}
+    assert place(tables, world_size=2, dim=4).owner_of == (0, 1, 1)
+    assert place(tables, world_size=2, dim=4, **sizes).owner_of == (1, 1, 0)
+
+
+def test_tables_that_fit_only_by_memory_are_placed_by_memory() -> None:
+    """By cost the small tables come first and leave no rank with room for the large one."""
+    tables = [table("a", 10, 9.0), table("b", 10, 8.0), table("large", 10, 1.0)]
+    found = place(tables, world_size=2, dim=4, table_bytes=[30, 30, 100], limit_bytes=[100, 100])
+    assert found.owner_of[2] not in found.owner_of[:2]
+
+
+def test_a_table_without_room_is_named_with_bytes_and_limit() -> None:
+    tables = [table("small", 10), table("huge", 10)]
+    with pytest.raises(ConfigError, match=r"table huge needs 2,000 bytes .* of the 1,500 bytes .* on rank 1") as told:
+        place(tables, world_size=2, dim=4, table_bytes=[100, 2000], limit_bytes=[1000, 1500])
+    assert "all tables need 2,100 bytes, all ranks have 2,500" in str(told.value)
+
+
+def test_memory_of_a_table_counts_weights_and_states() -> None:
+    """Row-wise AdaGrad has one float32 a row."""
+    assert table_bytes(table_spec(table("a", 1000), dim=16, rule=None)) == 1000 * 16 * 4 + 1000 * 4
+    train = table_spec(table("a", 1000), dim=16, rule=TensorTrainRule.parse("1:2"))
+    assert isinstance(train, TensorTrainSpec)
+    assert 4 * train.parameter_count < table_bytes(train) < 1000 * 16 * 4
+
+
+def test_memory_of_a_host_is_shared_by_its_ranks() -> None:
+    told = [("a", None, 1000), ("b", None, 5000), ("a", None, 900), ("a", 77, 950)]
+    assert shared_limits(told) == [270, 4500, 270, 77]
+
+
+def test_available_memory_is_what_the_kernel_and_the_control_groups_leave(tmp_path: Path) -> None:
+    proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
+    inner = cgroup / "job" / "rank"
+    for folder in (proc / "self", inner):
+        folder.mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal:  900 kB\nMemAvailable:   800 kB\n")
+    (proc / "self" / "cgroup").write_text("0::/job/rank\n")
+    assert available_bytes(proc, cgroup) == 800 << 10
+    (inner / "memory.max").write_text("max\n")
+    (inner / "memory.current").write_text("5000\n")
+    (cgroup / "job" / "memory.max").write_text("500000\n")
+    (cgroup / "job" / "memory.current").write_text("300000\n")
+    (cgroup / "job" / "memory.stat").write_text("anon 1\ninactive_file 1000\n")
+    assert available_bytes(proc, cgroup) == 201_000
+    assert available_bytes(tmp_path / "absent", cgroup) == 1 << 62
+    assert 0 < available_bytes() < 1 << 50
 
 
 def test_more_ranks_than_tables_leaves_some_without() -> None:
@@ -78,7 +142,7 @@ def test_auc_equals_counting_pairs(levels: int, seed: int) -> None:
     labels = (stream.random(300) < 0.3).astype(float)
     pairs = itertools.product(scores[labels == 1], scores[labels == 0])
     wins = [1.0 if high > low else 0.5 if high == low else 0.0 for high, low in pairs]
-    assert auc(scores, labels) == pytest.approx(np.mean(wins), abs=1e-12)
+    assert quality(scores, labels).auc == pytest.approx(np.mean(wins), abs=1e-12)
 
 
 def test_normalised_entropy_of_the_base_rate_is_one() -> None:
@@ -105,6 +169,22 @@ def test_phases_count_each_moment_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with clock.phase("outer"):
         now += 5
     assert clock.seconds == {"outer": 106.0, "inner": 10.0}
+
+
+def test_what_happens_in_a_whole_phase_is_a_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    clock = PhaseClock()
+    with clock.phase("outer"):
+        now += 1
+        with clock.phase("whole", is_whole=True):
+            now += 10
+            with clock.phase("inner"), clock.phase("whole", is_whole=True):
+                now += 100
+            now += 1000
+        with clock.phase("inner"):
+            now += 2
+    assert clock.seconds == {"outer": 1.0, "whole": 1110.0, "inner": 2.0}
 
 
 def test_optimizers_and_configurations_are_checked() -> None:

@@ -69,6 +69,7 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
             [*TINY, "--table-store", "/tmp", "--table-memory", "1MiB", "--elastic"],
             "error: --table-store in an elastic run; allowed: one of them",
         ),
+        ([*TINY, "--rank-memory", "lots"], "error: --rank-memory: size 'lots'"),
         ([*TINY, "--top", "8,x"], "error: --top '8,x'; allowed: widths separated by commas"),
     ],
 )
@@ -122,4 +123,12 @@ def test_failure_on_the_ranks_is_one_message() -> None:
     assert done.returncode == 1
     assert "error: rank" in done.stderr
     assert "loss is " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_tables_that_no_rank_can_hold_are_named_before_they_are_made() -> None:
+    done = run(*TINY, "--ranks", "2", "--rank-memory", "3KiB")
+    assert done.returncode == 1
+    assert "error: rank 0: table table_" in done.stderr
+    assert "of the 3,072 bytes for tables on rank" in done.stderr
     assert "Traceback" not in done.stderr

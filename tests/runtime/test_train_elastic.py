@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from sennit.runtime.training.command import main
+from sennit.runtime.training.launch import Address, join_address, serve_store
+from sennit.transport.rails import Rail
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -93,6 +95,30 @@ def test_torchrun_restarts_the_group_and_it_resumes(tmp_path: Path) -> None:
     assert report["steps"]["first"] == 6
     expected, _ = run(tmp_path, "undisturbed", "--ranks", "3")
     assert report["weights_sha256"] == expected["weights_sha256"]
+
+
+def rail(address: str) -> Rail:
+    return Rail(interface="eth0", address=address)
+
+
+def test_the_address_to_join_is_one_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the transport's own that the store answers on; without one it is said that there is none."""
+    answering = {"192.0.2.7", "2001:db8::7"}
+    monkeypatch.setattr(Address, "answers", lambda address: address.host in answering)
+    store = Address(host="127.0.0.1", port=4711)
+    assert str(join_address(store, [rail("192.0.2.7")])) == "192.0.2.7:4711"
+    assert str(join_address(store, [rail("192.0.2.9"), rail("2001:db8::7")])) == "[2001:db8::7]:4711"
+    assert join_address(store, [rail("127.0.0.1"), rail("::1"), rail("192.0.2.9")]) is None
+    assert join_address(store, []) is None
+    address = Address.parse("[2001:db8::7]:4711")
+    assert (address.host, str(address)) == ("2001:db8::7", "[2001:db8::7]:4711")
+
+
+def test_the_store_answers_on_more_than_the_loopback_address(capsys: pytest.CaptureFixture[str]) -> None:
+    """On every address of the machine: 127.0.0.2 is one that nobody asked for."""
+    store, address = serve_store(0, timeout_s=10)
+    assert Address(host="127.0.0.2", port=address.port).answers()
+    del store
 
 
 @pytest.mark.parametrize(

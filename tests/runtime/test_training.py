@@ -153,13 +153,6 @@ def test_checkpoint_is_read_at_another_world_size(
     assert read[0][0] == written[0][0]
 
 
-def test_checkpoint_of_another_seed_is_refused(kept_world: Any, seed: int, tmp_path: Path) -> None:
-    world = kept_world(1)
-    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
-    (message,) = world.run(CASES, "restore_error", seed=seed + 1, folder=str(tmp_path))
-    assert message == f"the checkpoint has seed {seed}, but this run has {seed + 1}"
-
-
 def test_full_disk_leaves_the_last_whole_checkpoint(new_world: Any, seed: int, tmp_path: Path) -> None:
     """Every rank is told, also those that could write."""
     messages = new_world(2).run(CASES, "save_on_a_full_disk", seed=seed, folder=str(tmp_path))
@@ -169,12 +162,47 @@ def test_full_disk_leaves_the_last_whole_checkpoint(new_world: Any, seed: int, t
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000000001"
 
 
-def test_unfinished_checkpoint_is_not_taken(tmp_path: Path) -> None:
-    (tmp_path / "step-000000007.partial").mkdir()
-    (tmp_path / "step-000000007.partial" / ".metadata").touch()
-    (tmp_path / "step-000000003").mkdir()
-    assert checkpoint.latest(tmp_path) is None
-    assert checkpoint.latest(tmp_path / "absent") is None
+def test_a_step_calls_the_collectives_that_its_description_names(kept_world: Any, seed: int) -> None:
+    """docs/training.md: lengths, ids, pooled vectors and their gradients change places; dense gradients are summed."""
+    for called in kept_world(2).run(CASES, "collectives_of_a_step", seed=seed):
+        assert called == {"c10d::alltoall_base_": 4, "c10d::allreduce_": 1}
+
+
+def test_evaluation_and_checkpoints_count_as_nothing_else(kept_world: Any, seed: int, tmp_path: Path) -> None:
+    """Their time is no training time, also that of the exchanges in them."""
+    for step, evaluation, save in kept_world(2).run(
+        CASES, "phases_around_an_evaluation", seed=seed, folder=str(tmp_path)
+    ):
+        assert step == [
+            "AlltoAll backward",
+            "AlltoAll forward",
+            "backward and AllReduce",
+            "dense forward",
+            "dense update",
+            "input",
+            "input exchange",
+            "lookup",
+            "sparse update",
+        ]
+        assert evaluation == ["evaluation"]
+        assert save == ["checkpoint"]
+
+
+@pytest.mark.parametrize(
+    "kind", ["random", "ties", "one score", "one bin", "one class", "sorted", "no samples", "both zeros"]
+)
+def test_quality_over_ranks_is_that_of_all_predictions_together(kept_world: Any, seed: int, kind: str) -> None:
+    """AUC to the last bit; each rank has another number of predictions, one has none."""
+    for size in (1, 3):
+        for found, expected in kept_world(size).run(CASES, "quality_over_ranks", seed=seed, kind=kind):
+            assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
+            assert found[0] == expected[0] or kind in ("one class", "no samples")
+
+
+def test_no_rank_gets_the_predictions_of_all(kept_world: Any, seed: int) -> None:
+    """Half as many again as an even share, or the distinct scores of one bin."""
+    for share in kept_world(3).run(CASES, "largest_message", seed=seed):
+        assert share < 0.5
 
 
 def test_loss_that_is_not_a_number_names_the_step(kept_world: Any, seed: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import resource
 import signal
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from sennit.runtime.data.batch_source import MemorySource
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.model.tensor_train import TensorTrainRule
-from sennit.runtime.training import checkpoint
+from sennit.runtime.training import checkpoint, resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
+from sennit.runtime.training.metrics import quality, quality_of_ranks
 from sennit.runtime.training.trainer import Trainer, TrainingError
+from sennit.transport.errors import SennitError
 
 SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "top": (8,), "epochs": 3}
 
@@ -43,10 +46,15 @@ def samples(seed: int, count: int = 331) -> Samples:
     )
 
 
-def trainer(seed: int, tensor_train: str | None = None, **changed: Any) -> Trainer:
+def trainer(seed: int, tensor_train: str | None = None, data_seed: int | None = None, **changed: Any) -> Trainer:
     rule = None if tensor_train is None else TensorTrainRule.parse(tensor_train)
     config = TrainingConfig(seed=seed, tensor_train=rule, **{**SMALL, **changed})
-    source = MemorySource(samples(seed), config, rank=dist.get_rank(), world_size=dist.get_world_size())
+    source = MemorySource(
+        samples(seed if data_seed is None else data_seed),
+        config,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
     made = Trainer(config, source)
     source.begin(0, made.placement.wire_order)
     return made
@@ -70,10 +78,11 @@ def save_then_train_on(
     rank: int, world: int, *, seed: int, folder: str, before: int, after: int, **changed: Any
 ) -> Any:
     """The uninterrupted run: fingerprints at the checkpoint and at the end."""
-    run = trainer(seed, **changed)
+    run = trainer(seed, checkpoint=Path(folder), **changed)
+    resumption.begin(run)
     for _ in range(before):
         run.train_step()
-    checkpoint.save(Path(folder), run.step, run.state())
+    resumption.save(run)
     at_checkpoint = fingerprint(run.weights())
     for _ in range(after):
         run.train_step()
@@ -82,40 +91,38 @@ def save_then_train_on(
 
 def resume_and_train_on(rank: int, world: int, *, seed: int, folder: str, after: int, **changed: Any) -> Any:
     """The resumed run: fingerprints after loading and at the end."""
-    run = trainer(seed, **changed)
-    found = checkpoint.latest(Path(folder))
-    assert found is not None
-    state = run.state()
-    checkpoint.load(found, state)
-    run.restore(state)
+    run = trainer(seed, checkpoint=Path(folder), resume=True, **changed)
+    resumption.begin(run)
     at_checkpoint = fingerprint(run.weights())
     for _ in range(after):
         run.train_step()
     return [at_checkpoint, fingerprint(run.weights())]
 
 
-def restore_error(rank: int, world: int, *, seed: int, folder: str, **changed: Any) -> str:
-    run = trainer(seed, **changed)
-    found = checkpoint.latest(Path(folder))
-    assert found is not None
-    state = run.state()
-    checkpoint.load(found, state)
+def begin_error(
+    rank: int, world: int, *, seed: int, folder: str, data_seed: int | None = None, resume: bool = True, **changed: Any
+) -> str:
+    """What the beginning of a run in this folder says, with the position it leaves."""
+    run = trainer(seed, checkpoint=Path(folder), resume=resume, data_seed=data_seed, **changed)
     try:
-        run.restore(state)
-    except ValueError as error:
-        return str(error)
-    return "no error"
+        told = resumption.begin(run)
+    except SennitError as error:
+        assert run.step == 0
+        return f"{type(error).__name__}: {error}"
+    return "\n".join(["no error", *told])
 
 
 def save_on_a_full_disk(rank: int, world: int, *, seed: int, folder: str) -> str:
     """One good checkpoint, then one whose files the last rank may not write beyond 1 KiB."""
-    run = trainer(seed)
-    checkpoint.save(Path(folder), 1, run.state())
+    run = trainer(seed, checkpoint=Path(folder))
+    run.step = 1
+    resumption.save(run)
+    run.step = 2
     if rank == world - 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
     try:
-        checkpoint.save(Path(folder), 2, run.state())
+        resumption.save(run)
     except checkpoint.CheckpointError as error:
         return str(error)
     finally:
@@ -134,3 +141,93 @@ def loss_that_is_not_a_number(rank: int, world: int, *, seed: int) -> str:
     except TrainingError as error:
         return str(error)
     return "no error"
+
+
+def go_back_beside_another_run(rank: int, world: int, *, seed: int, folder: str) -> dict[str, Any]:
+    """Two runs of the same settings share a folder; the other one is ahead."""
+    mine, other = (trainer(seed, checkpoint=Path(folder)) for _ in range(2))
+    resumption.begin(mine)
+    resumption.begin(other)
+    for run, steps in ((mine, 3), (other, 5)):
+        for _ in range(steps):
+            run.train_step()
+        resumption.save(run)
+    own = fingerprint(mine.weights())
+    mine.train_step()
+    resumption.go_back(mine)
+    other.run_id, other.step = "f" * 16, 0
+    resumption.go_back(other)
+    return {"went_back_to": mine.step, "is_own": fingerprint(mine.weights()) == own, "other_alone": other.step}
+
+
+def collectives_of_a_step(rank: int, world: int, *, seed: int) -> dict[str, int]:
+    """How often each operation of a process group is called in one step, as torch's profiler sees it."""
+    run = trainer(seed)
+    # DDP orders its buckets anew after the first backward pass, once.
+    for _ in range(3):
+        run.train_step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run.train_step()
+    names = [event.name for event in profile.events() if event.name.startswith("c10d::")]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def phases_around_an_evaluation(rank: int, world: int, *, seed: int, folder: str) -> list[list[str]]:
+    """The phases whose time changed: in a step, in an evaluation, in a checkpoint."""
+    run = trainer(seed, checkpoint=Path(folder))
+
+    def save() -> None:
+        with run.clock.phase("checkpoint", is_whole=True):
+            resumption.save(run)
+
+    changed = []
+    for action in (run.train_step, run.evaluate, save):
+        before = dict(run.clock.seconds)
+        action()
+        changed.append(sorted(name for name, seconds in run.clock.seconds.items() if seconds != before.get(name)))
+    return changed
+
+
+def predictions(rank: int, world: int, *, seed: int, kind: str, count: int = 3000) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of one rank; the last of several has none."""
+    stream = numpy_stream(seed, "predictions", rank, kind)
+    count = 0 if kind == "no samples" or 0 < rank == world - 1 else count + 100 * rank
+    scores = stream.standard_normal(count)
+    match kind:
+        case "ties":
+            scores = np.round(scores, 1)
+        case "one score":
+            scores = np.zeros(count)
+        case "one bin":
+            scores = 1.5 + stream.integers(0, 50, count) * 2.0**-23
+        case "sorted":
+            scores = scores + 100 * rank
+        case "both zeros":
+            scores = np.where(stream.random(count) < 0.5, -0.0, 0.0)
+    chance = 0.0 if kind == "one class" else 1 / (1 + np.exp(-scores))
+    labels = stream.random(count) < chance
+    return torch.from_numpy(scores.astype(np.float32)), torch.from_numpy(labels.astype(np.float32))
+
+
+def quality_over_ranks(rank: int, world: int, *, seed: int, kind: str) -> list[list[float]]:
+    """What the ranks find together, and what one process finds with all predictions."""
+    parts = [predictions(other, world, seed=seed, kind=kind) for other in range(world)]
+    logits, labels = (torch.cat([part[side] for part in parts]).numpy() for side in (0, 1))
+    return [list(astuple(found)) for found in (quality_of_ranks(*parts[rank]), quality(logits, labels))]
+
+
+def largest_message(rank: int, world: int, *, seed: int) -> float:
+    """The largest part of all predictions that a rank gets."""
+    logits, labels = predictions(rank, world + 1, seed=seed, kind="random", count=20_000)
+    exchange, received = dist.all_to_all_single, []
+
+    def watched(output: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        received.append(len(output))
+        return exchange(output, *rest, **options)
+
+    dist.all_to_all_single = watched
+    try:
+        quality_of_ranks(logits, labels)
+    finally:
+        dist.all_to_all_single = exchange
+    return max(received) / (world * 20_000)

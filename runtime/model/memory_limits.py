@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much memory each rank has for embedding tables: what its host has to give, shared by the ranks there."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+SHARE: Final = 0.9
+"""Of what a host has available; the rest is for batches, gradients and buffers."""
+
+PROC: Final = Path("/proc")
+CGROUP: Final = Path("/sys/fs/cgroup")
+
+
+def memory_limits(own_bytes: int | None = None) -> list[int]:
+    """Bytes for tables on each rank of the default group, the same list on every rank. Collective.
+
+    `own_bytes` is what the user gives each rank; None: `available_bytes` of the host, divided by the ranks there.
+    """
+    host = f"{socket.gethostname()} {_read(PROC / 'sys/kernel/random/boot_id')}"
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (host, own_bytes, available_bytes()))
+    return shared_limits(told)
+
+
+def shared_limits(told: Sequence[tuple[str, int | None, int]]) -> list[int]:
+    """Of each rank its limit, from what each says: its host, its own limit or None, and what its host has available."""
+    ranks_on = Counter(host for host, _, _ in told)
+    # Ranks of one host look at different moments.
+    least = {host: min(available for other, _, available in told if other == host) for host in ranks_on}
+    return [int(least[host] * SHARE) // ranks_on[host] if own is None else own for host, own, _ in told]
+
+
+def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """What this process could still take: `MemAvailable`, or less where its control group (v2) has less left."""
+    fields = dict(line.split(":", 1) for line in _read(proc / "meminfo").splitlines())
+    found = [int(fields["MemAvailable"].split()[0]) << 10] if "MemAvailable" in fields else []
+    own = [line.split(":", 2)[2] for line in _read(proc / "self/cgroup").splitlines() if line.startswith("0::")]
+    for path in own:
+        group = cgroup / path.lstrip("/")
+        # A limit of a group above holds too.
+        for level in (group, *group.parents):
+            limit, used = _read(level / "memory.max"), _read(level / "memory.current")
+            if limit.isdecimal() and used.isdecimal():
+                # Clean pages of files count as used, but give way.
+                stat = dict(line.split(" ", 1) for line in _read(level / "memory.stat").splitlines())
+                found.append(max(0, int(limit) - int(used) + int(stat.get("inactive_file", "0"))))
+            if level == cgroup:
+                break
+    # Where nothing is known, nothing is refused.
+    return min(found, default=1 << 62)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint says about the run that wrote it, as JSON beside the weights.
+
+A checkpoint without its run is dangerous: with another split, rows that were held back for evaluation have been
+trained on. So a run goes on from a checkpoint only if everything that decides which numbers belong together is equal.
+docs/training.md lists the fields.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+
+import sennit
+from sennit.transport.errors import ConfigError, SennitError
+
+NAME: Final = "manifest.json"
+FORMAT: Final = 1
+MAX_BYTES: Final = 64 << 20
+"""Larger files are not read: a manifest has a line for each table and feature."""
+
+_RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
+_MAX_DEPTH: Final = 8
+_SHOWN_LINES: Final = 12
+_SHOWN_CHARACTERS: Final = 80
+
+
+class CheckpointError(SennitError):
+    """A checkpoint could not be written or read; the message names the folder and the reason."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """One checkpoint's run."""
+
+    run_id: str
+    """16 hexadecimal digits, drawn when the run began. A resumed run keeps it."""
+
+    step: int
+    """Steps done."""
+
+    fixed: Mapping[str, Any]
+    """JSON: what a run that goes on from here must have too (data, order of samples, model, optimizer)."""
+
+    free: Mapping[str, Any]
+    """JSON: what it may change (number of ranks, epochs, learning rates, ...)."""
+
+    code: Mapping[str, Any]
+    """Versions of what wrote the checkpoint."""
+
+    def text(self) -> str:
+        """The file."""
+        content = {
+            "format": FORMAT,
+            "run": {"id": self.run_id, "step": self.step},
+            "code": self.code,
+            "fixed": self.fixed,
+            "free": self.free,
+        }
+        return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Raises ValueError for anything that `text` does not write."""
+        try:
+            content = json.loads(text, parse_constant=_refuse_constant)
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        if not isinstance(content, dict):
+            raise ValueError("not an object")
+        _check_depth(content)
+        if content.get("format") != FORMAT:
+            raise ValueError(f"format {_shown(content.get('format'))}; allowed: {FORMAT}")
+        run = _object(content, "run")
+        run_id, step = run.get("id"), run.get("step")
+        if not isinstance(run_id, str) or not _RUN_ID.fullmatch(run_id):
+            raise ValueError(f"run.id {_shown(run_id)}; allowed: 16 hexadecimal digits")
+        if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 1 << 63:
+            raise ValueError(f"run.step {_shown(step)}; allowed: an integer from 0")
+        fixed, free, code = (_object(content, name) for name in ("fixed", "free", "code"))
+        return cls(run_id=run_id, step=step, fixed=fixed, free=free, code=code)
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> Self:
+        """The manifest of a checkpoint. Raises `CheckpointError`, also for a checkpoint that has none."""
+        path = checkpoint / NAME
+        try:
+            with path.open("rb") as file:
+                content = file.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:
+                raise ValueError(f"more than {MAX_BYTES} bytes")
+            return cls.parse(content.decode())
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{checkpoint} has no {NAME}, so nothing shows which data it has seen: it is older than manifests, "
+                "or a part of it was lost. Finish that run with the version that wrote it, or begin a new run in "
+                "another folder"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def new_run_id() -> str:
+    return secrets.token_hex(8)
+
+
+def code_versions() -> dict[str, str]:
+    return {"sennit": sennit.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def differences(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], where: tuple[str, str] = ("in the checkpoint", "here")
+) -> list[str]:
+    """One line for each leaf of two JSON objects that differs, in the order of `ours`."""
+    left, right = dict(_leaves(theirs)), dict(_leaves(ours))
+    names = [*right, *(name for name in left if name not in right)]
+    return [
+        f"{name}: {_shown_in(left, name)} {where[0]}, {_shown_in(right, name)} {where[1]}"
+        for name in names
+        if name not in left or name not in right or left[name] != right[name]
+    ]
+
+
+def check_same_run(checkpoint: Path, theirs: Manifest, fixed: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` with the lines in which the checkpoint's run differs from this one."""
+    # Through JSON, so that both sides are what JSON can hold.
+    lines = differences(theirs.fixed, json.loads(json.dumps(fixed)))
+    if not lines:
+        return
+    shown = lines[:_SHOWN_LINES]
+    if len(lines) > len(shown):
+        shown.append(f"and {len(lines) - len(shown)} more")
+    raise ConfigError(
+        f"{checkpoint} is of another run; resume with its settings, or begin a new run in another folder:\n  "
+        + "\n  ".join(shown)
+    )
+
+
+def _leaves(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _shown_in(leaves: Mapping[str, Any], name: str) -> str:
+    return _shown(leaves[name]) if name in leaves else "absent"
+
+
+def _shown(value: Any) -> str:
+    """As JSON, which escapes what could steer a terminal."""
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _object(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = content.get(name)
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} {_shown(value)}; allowed: an object")
+    return value
+
+
+def _check_depth(content: Any) -> None:
+    """So that nothing that walks the content by recursion can be driven into the interpreter's limit."""
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            for inner in (value.values() if isinstance(value, dict) else value)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise ValueError("nested too deeply")
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"number {name}; allowed: finite numbers")

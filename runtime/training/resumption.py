@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which run a trainer belongs to, and how it goes on from that run's checkpoints.
+
+One folder holds the checkpoints of one run. A new run does not begin in the folder of another one, `--resume` goes on
+only from a run with the same data, order, model and optimizer, and a run that lost ranks goes back only to what it
+wrote itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from sennit.runtime.data.batch_source import BatchSource
+from sennit.runtime.data.order import ORDER_VERSION
+from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD
+from sennit.runtime.training import checkpoint
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.manifest import Manifest, check_same_run, code_versions, differences, new_run_id
+from sennit.runtime.training.trainer import Trainer
+from sennit.transport.errors import ConfigError, SennitError
+
+FIXED: Final = {
+    "order": ("seed", "split", "eval_fraction", "batch_size"),
+    "model": ("embedding_dim", "bottom", "top", "tensor_train"),
+    "optimizer": ("dense_optimizer",),
+}
+"""Fields of `TrainingConfig` that a resumed run must have as the checkpoint has them."""
+
+FREE: Final = (
+    "epochs",
+    "max_steps",
+    "sparse_rate",
+    "dense_rate",
+    "decay",
+    "warmup",
+    "decay_start",
+    "decay_steps",
+    "decay_power",
+    "decay_floor",
+    "clip_value",
+    "clip_norm",
+    "weight_decay",
+    "backend",
+)
+"""Fields that it may change; they are in the manifest for people to read."""
+
+DATA_KEY: Final = "sennit/train/data"
+
+Result = TypeVar("Result")
+
+
+def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
+    """What decides which numbers belong together, as JSON."""
+    fixed = {part: {name: _plain(getattr(config, name)) for name in names} for part, names in FIXED.items()}
+    fixed["order"]["algorithm"] = ORDER_VERSION
+    fixed["model"] |= {
+        "dense_features": source.dense_count,
+        "tables": {table.name: table.row_count for table in source.tables},
+    }
+    fixed["optimizer"]["row_optimizer"] = ROW_WISE_ADAGRAD.kind.value
+    return {"data": {"samples": source.order.sample_count, "fingerprint": source.fingerprint}, **fixed}
+
+
+def manifest_of(trainer: Trainer) -> Manifest:
+    """The manifest of the checkpoint that the trainer could write now."""
+    config = trainer.config
+    free = {"data": trainer.order.name, "ranks": trainer.world_size}
+    return Manifest(
+        run_id=trainer.run_id,
+        step=trainer.step,
+        fixed=fixed_of(config, trainer.source),
+        free=free | {name: _plain(getattr(config, name)) for name in FREE},
+        code=code_versions(),
+    )
+
+
+def save(trainer: Trainer) -> Path:
+    """Writes a checkpoint of the trainer as it is. Collective."""
+    config = trainer.config
+    assert config.checkpoint is not None
+    return checkpoint.save(config.checkpoint, manifest_of(trainer), trainer.state(), keep=config.keep)
+
+
+def begin(trainer: Trainer) -> list[str]:
+    """Begins the run, or resumes it if that is asked for and a checkpoint is there. Collective.
+
+    Lines for people say what a resumed run has changed. Raises `ConfigError` where the folder is another run's, and
+    `CheckpointError` where its newest checkpoint cannot be used; the trainer has not changed then.
+    """
+    config = trainer.config
+    if config.checkpoint is None:
+        trainer.run_id = _on_first(trainer, new_run_id)
+        return []
+    _check_equal_ranks(trainer)
+    folder = config.checkpoint
+    if not config.resume:
+        _on_first(trainer, lambda: check_unused(folder))
+        trainer.run_id = _on_first(trainer, new_run_id)
+        return []
+
+    def look() -> tuple[Path, Manifest] | None:
+        path = checkpoint.latest(folder)
+        if path is None:
+            return None
+        found = Manifest.read(path)
+        check_same_run(path, found, fixed_of(config, trainer.source))
+        return path, found
+
+    # Rank 0 looks, so that all ranks take the same one.
+    found = _on_first(trainer, look)
+    if found is None:
+        trainer.run_id = _on_first(trainer, new_run_id)
+        return []
+    path, about = found
+    _load(trainer, path, about)
+    ours = manifest_of(trainer)
+    told = [f"resumes run {about.run_id} after step {about.step}"]
+    changed = [*differences(about.free, _as_json(ours.free)), *differences(about.code, _as_json(ours.code))]
+    return [*told, *(f"  {line}" for line in changed)]
+
+
+def go_back(trainer: Trainer) -> None:
+    """Takes an elastic run back to its own newest checkpoint, or to its start without one. Collective."""
+    folder = trainer.config.checkpoint
+    if folder is None:
+        return
+
+    def look() -> tuple[Path, Manifest] | None:
+        path = checkpoint.latest_of(folder, trainer.run_id)
+        return None if path is None else (path, Manifest.read(path))
+
+    found = _on_first(trainer, look)
+    if found is not None:
+        _load(trainer, *found)
+
+
+def check_unused(folder: Path) -> None:
+    """Raises `ConfigError` if a folder has checkpoints, which a new run would mix with its own."""
+    path = checkpoint.latest(folder)
+    if path is not None:
+        raise ConfigError(
+            f"--checkpoint {folder} has checkpoints of a run, the newest {path.name}; "
+            "give --resume to go on with it, or another folder"
+        )
+
+
+def publish_data(store: Store, fingerprint: str) -> None:
+    """Says which data an elastic run has, for those that join."""
+    store.set(DATA_KEY, fingerprint)
+
+
+def check_data(store: Store, fingerprint: str) -> None:
+    """A newcomer's own check, before it joins."""
+    theirs = store.get(DATA_KEY).decode()
+    if theirs != fingerprint:
+        raise ConfigError(f"the data of the run have the fingerprint {theirs}, but those loaded here {fingerprint}")
+
+
+def _load(trainer: Trainer, path: Path, about: Manifest) -> None:
+    state = trainer.state()
+    checkpoint.load(path, state)
+    if state["position"]["step"] != about.step:
+        raise checkpoint.CheckpointError(
+            f"{path}: its manifest is of step {about.step}, its weights are of step {state['position']['step']}"
+        )
+    trainer.restore(state)
+    trainer.run_id = about.run_id
+
+
+def _check_equal_ranks(trainer: Trainer) -> None:
+    """All ranks have loaded the same data with the same settings."""
+    mine = _as_json(fixed_of(trainer.config, trainer.source))
+    every: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(every, mine)
+    for rank, theirs in enumerate(every):
+        if theirs != every[0]:
+            lines = "\n  ".join(differences(theirs, every[0], where=(f"on rank {rank}", "on rank 0")))
+            raise ConfigError(f"rank {rank} has other data or settings than rank 0:\n  {lines}")
+
+
+def _on_first(trainer: Trainer, function: Callable[[], Result]) -> Result:
+    """What rank 0's call returns, on every rank; or its error."""
+    told: list[Any] = [None, None]
+    if trainer.rank == 0:
+        try:
+            told[0] = function()
+        except SennitError as error:
+            told[1] = error
+        except OSError as error:
+            told[1] = checkpoint.CheckpointError(str(error))
+    dist.broadcast_object_list(told, src=0)
+    if told[1] is not None:
+        raise told[1]
+    result: Result = told[0]
+    return result
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, bool | int | float | str | tuple | list) else str(value)
+
+
+def _as_json(content: Any) -> Any:
+    return json.loads(json.dumps(content))

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint says about its run, hostile manifests, and which runs may go on from which checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.runtime.training import resumption
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.manifest import MAX_BYTES, NAME, CheckpointError, Manifest, check_same_run, differences
+from sennit.transport.errors import ConfigError
+
+CASES = "training_cases.py"
+ABOUT = Manifest(run_id="0123456789abcdef", step=7, fixed={"a": {"b": 1, "c": [1, 2]}}, free={"d": None}, code={})
+
+
+def damaged(**changed: Any) -> str:
+    content = json.loads(ABOUT.text())
+    for place, value in changed.items():
+        *parts, last = place.split("__")
+        inner = content
+        for part in parts:
+            inner = inner[part]
+        inner[last] = value
+    return json.dumps(content)
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    assert Manifest.parse(ABOUT.text()) == ABOUT
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "Expecting value"),
+        ("[]", "not an object"),
+        ("{", "Expecting property name"),
+        (damaged(format=2), "format 2; allowed: 1"),
+        (damaged(run=3), "run 3; allowed: an object"),
+        (damaged(run__id="../../etc"), 'run.id "../../etc"; allowed: 16 hexadecimal digits'),
+        (damaged(run__id="\x1b[2J" + "0" * 12), r"run.id \"\\u001b"),
+        (damaged(run__step=-1), "run.step -1; allowed: an integer from 0"),
+        (damaged(run__step=True), "run.step true"),
+        (damaged(run__step=10**40), "run.step 1000"),
+        (damaged(fixed=None), "fixed null; allowed: an object"),
+        (damaged(free=float("nan")), "number NaN; allowed: finite numbers"),
+        ("[" * 100_000, "nested too deeply"),
+        (damaged(fixed=json.loads('{"a":' * 500 + "1" + "}" * 500)), "nested too deeply"),
+    ],
+)
+def test_a_hostile_manifest_is_an_error_in_words(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(CheckpointError) as told:
+        Manifest.read(tmp_path)
+    assert str(told.value).startswith(f"{tmp_path / NAME} cannot be read: ")
+    assert message.replace("\\\\", "\\").replace('\\"', '"') in str(told.value)
+    assert len(str(told.value)) < 500
+
+
+def test_a_manifest_that_is_no_text_or_no_file_or_too_large_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="can't decode byte"):
+        Manifest.read(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(CheckpointError, match="Is a directory"):
+        Manifest.read(tmp_path)
+    path.rmdir()
+    with path.open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(CheckpointError, match=f"more than {MAX_BYTES} bytes"):
+        Manifest.read(tmp_path)
+
+
+def test_differing_lines_name_the_field_and_both_values() -> None:
+    theirs = {"order": {"seed": 1, "split": "random"}, "tables": {"user": 10, "film": 3}, "old": 1}
+    ours = {"order": {"seed": 1, "split": "last"}, "tables": {"user": 11, "genre": 2}}
+    assert differences(theirs, ours) == [
+        'order.split: "random" in the checkpoint, "last" here',
+        "tables.user: 10 in the checkpoint, 11 here",
+        "tables.genre: absent in the checkpoint, 2 here",
+        "tables.film: 3 in the checkpoint, absent here",
+        "old: 1 in the checkpoint, absent here",
+    ]
+
+
+def test_a_manifest_with_thousands_of_differences_is_a_short_message(tmp_path: Path) -> None:
+    theirs = dataclasses.replace(ABOUT, fixed={f"t{number}": "x" * 10_000 for number in range(5000)})
+    with pytest.raises(ConfigError, match="and 4989 more") as told:
+        check_same_run(tmp_path, theirs, {"a": 1})
+    assert len(str(told.value)) < 3000
+
+
+def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
+    """A new option must be put into one of these, or a checkpoint would not say that it differs."""
+    apart = {
+        "source", "ingest", "table_store", "rank_memory_bytes",
+        "timeout_s", "checkpoint", "checkpoint_every", "keep", "resume", "elastic",
+        "min_ranks", "tensorboard", "json_path", "sketch_path",
+    }  # fmt: skip
+    fixed = {name for names in resumption.FIXED.values() for name in names}
+    free = set(resumption.FREE)
+    names = [field.name for field in dataclasses.fields(TrainingConfig)]
+    assert sorted(names) == sorted([*fixed, *free, *apart])
+    assert not fixed & free
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"split": "last"}, 'order.split: "random" in the checkpoint, "last" here'),
+        ({"eval_fraction": 0.2}, "order.eval_fraction: 0.1 in the checkpoint, 0.2 here"),
+        ({"batch_size": 12}, "order.batch_size: 24 in the checkpoint, 12 here"),
+        ({"dense_optimizer": "adam"}, 'optimizer.dense_optimizer: "adagrad" in the checkpoint, "adam" here'),
+        ({"embedding_dim": 8}, "model.embedding_dim: 4 in the checkpoint, 8 here"),
+        ({"top": [8, 8]}, "model.top: [8] in the checkpoint, [8, 8] here"),
+        ({"tensor_train": "1:2"}, 'model.tensor_train: null in the checkpoint, "1:2" here'),
+        ({"data_seed": 99}, 'data.fingerprint: "'),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_run_does_not_go_on_from_another_ones_checkpoint(
+    kept_world: Any, seed: int, tmp_path: Path, changed: dict[str, Any], line: str
+) -> None:
+    """Otherwise it would be evaluated on rows that it has trained on, or train other weights than it says."""
+    world = kept_world(2)
+    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
+    for message in world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path), **changed):
+        assert message.startswith(f"ConfigError: {tmp_path / 'step-000000001'} is of another run; ")
+        assert line in message
+    for message in world.run(CASES, "begin_error", seed=seed + 1, folder=str(tmp_path), data_seed=seed):
+        assert f"order.seed: {seed} in the checkpoint, {seed + 1} here" in message
+        assert message.count("\n") == 1
+
+
+def test_what_may_differ_does_and_is_told(kept_world: Any, seed: int, tmp_path: Path) -> None:
+    kept_world(2).run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
+    (message,) = kept_world(1).run(
+        CASES, "begin_error", seed=seed, folder=str(tmp_path), epochs=5, dense_rate=0.5, max_steps=30
+    )
+    run_id = Manifest.read(tmp_path / "step-000000001").run_id
+    assert message.splitlines() == [
+        "no error",
+        f"resumes run {run_id} after step 1",
+        "  ranks: 2 in the checkpoint, 1 here",
+        "  epochs: 3 in the checkpoint, 5 here",
+        "  max_steps: null in the checkpoint, 30 here",
+        "  dense_rate: 0.02 in the checkpoint, 0.5 here",
+    ]
+
+
+def test_a_checkpoint_without_a_manifest_is_refused_with_what_to_do(kept_world: Any, seed: int, tmp_path: Path) -> None:
+    world = kept_world(2)
+    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
+    (tmp_path / "step-000000001" / NAME).unlink()
+    for message in world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path)):
+        assert message.startswith(f"CheckpointError: {tmp_path / 'step-000000001'} has no {NAME}")
+        assert "begin a new run in another folder" in message
+
+
+def test_a_manifest_of_another_step_is_refused(kept_world: Any, seed: int, tmp_path: Path) -> None:
+    world = kept_world(1)
+    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=2, after=0)
+    path = tmp_path / "step-000000002" / NAME
+    path.write_text(dataclasses.replace(Manifest.read(path.parent), step=5).text())
+    (message,) = world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path))
+    assert "its manifest is of step 5, its weights are of step 2" in message
+
+
+def test_a_new_run_does_not_begin_in_the_folder_of_another(kept_world: Any, seed: int, tmp_path: Path) -> None:
+    world = kept_world(2)
+    world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
+    for message in world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path), resume=False):
+        assert message.startswith(f"ConfigError: --checkpoint {tmp_path} has checkpoints of a run")
+        assert "give --resume" in message
+
+
+def test_a_run_that_lost_ranks_goes_back_to_its_own_checkpoint(kept_world: Any, seed: int, tmp_path: Path) -> None:
+    """A newer step of another run lies in the folder by then."""
+    for answer in kept_world(2).run(CASES, "go_back_beside_another_run", seed=seed, folder=str(tmp_path)):
+        assert answer == {"went_back_to": 3, "is_own": True, "other_alone": 0}
