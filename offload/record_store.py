@@ -8,7 +8,6 @@ a copy of some of them: one place in memory a record, where columns would be one
 from __future__ import annotations
 
 import errno
-import hashlib
 import mmap
 import os
 from collections.abc import Callable
@@ -134,12 +133,6 @@ class RecordStore:
     @property
     def _starts(self) -> NDArray[np.uint64] | None:
         return None if self.extent.record_bytes else self._memory[self.extent.starts_offset :].view(np.uint64)
-
-    def digest(self) -> str:
-        """SHA-256 of all records and of their schema."""
-        found = hashlib.sha256(self.extent.schema.schema_id.to_bytes(4, "big"))
-        found.update(self._memory.data)
-        return found.hexdigest()
 
     def record(self, number: int) -> bytes:
         """One record as it is sent on the wire."""

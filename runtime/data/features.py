@@ -7,8 +7,9 @@ the ids come from a feeder: the same plan, and the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ from sennit.offload.columns import DenseType, DenseValues, IdsType, Ragged
 from sennit.offload.native import NativeTransform
 from sennit.offload.operators import Clamp, ClampList, FirstX, Log1p, Operator, SigridHash
 from sennit.offload.plan import Graph
+from sennit.runtime.data.dictionary import Values, encode
+from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.schema import DenseField
 
@@ -34,7 +37,7 @@ class Feature:
     """Of the table."""
 
     values: IdArray
-    """Sample after sample. Rows of the table, unless there is a salt."""
+    """Sample after sample. Rows of the table, unless there is a salt or a dictionary."""
 
     offsets: npt.NDArray[np.int64] | None = None
     """[N + 1]: where each sample's ids begin; None: exactly one id a sample."""
@@ -44,6 +47,15 @@ class Feature:
 
     first: int | None = None
     """So many ids of a list are used."""
+
+    dictionary: Values | None = None
+    """What `values` are codes of (`dictionary.encode`), until `Preprocessing` makes rows of them."""
+
+    @classmethod
+    def categories(cls, name: str, column: Any, offsets: npt.NDArray[np.int64] | None = None, **rest: Any) -> Feature:
+        """Of an Arrow array of strings or integers."""
+        codes, known = encode(column)
+        return cls(name=name, row_count=len(known) + 1, values=codes, offsets=offsets, dictionary=known, **rest)
 
     @classmethod
     def of(cls, column: Column) -> Feature:
@@ -63,6 +75,15 @@ class Feature:
         used = lengths if self.first is None else np.minimum(lengths, self.first)
         return int(used.sum()) / max(1, len(used))
 
+    def cut(self) -> Feature:
+        """With only the ids that are used."""
+        if self.first is None or self.offsets is None:
+            return self
+        lengths = self.lengths
+        position = np.arange(len(self.values)) - np.repeat(self.offsets[:-1], lengths)
+        offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(np.minimum(lengths, self.first))])
+        return replace(self, values=self.values[position < self.first], offsets=offsets)
+
     def operators(self, source: str, kind: IdsType) -> dict[str, Operator]:
         """From the column `source` to the table's rows, which the last one makes; none where they are the same.
 
@@ -81,6 +102,8 @@ class Feature:
 
     def column(self) -> Column:
         """The rows of the table, all at once."""
+        if self.dictionary is not None:
+            raise DataError(f"column {self.name}: categories without a vocabulary")
         if self.salt is None and self.first is None:
             if self.offsets is None:
                 return Column.single(self.name, self.row_count, self.values)
@@ -100,13 +123,15 @@ class Feature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawSamples:
-    """N labelled samples; `Samples` says what the fields are. Operators on dense numbers have been applied."""
+    """N labelled samples; `Samples` says what the fields are."""
 
     name: str
     dense: Tensor
+    """Float32 or float64 [N, D]; the operators of `dense_fields` have been applied. NaN stands for null."""
+
     labels: Tensor
     features: tuple[Feature, ...]
-    dense_names: tuple[str, ...] = field(default=())
+    dense_fields: tuple[DenseField, ...]
 
     @classmethod
     def of(cls, samples: Samples) -> RawSamples:
@@ -116,8 +141,12 @@ class RawSamples:
             dense=samples.dense,
             labels=samples.labels,
             features=tuple(Feature.of(column) for column in samples.columns),
-            dense_names=samples.dense_names,
+            dense_fields=dense_fields(samples.dense_names or map(str, range(samples.dense.shape[1]))),
         )
+
+    @property
+    def dense_names(self) -> tuple[str, ...]:
+        return tuple(part.name for part in self.dense_fields)
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -131,6 +160,11 @@ class RawSamples:
             columns=tuple(feature.column() for feature in self.features),
             dense_names=self.dense_names,
         )
+
+
+def dense_fields(names: Iterable[str]) -> tuple[DenseField, ...]:
+    """Numbers with which nothing is done."""
+    return tuple(DenseField(name=name) for name in names)
 
 
 def dense_column(part: DenseField, values: DenseValues) -> DenseValues:

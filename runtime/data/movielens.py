@@ -7,60 +7,55 @@ exercised. MovieLens has its own terms of use (research); no copy of it is in th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.features import Feature, RawSamples, dense_fields
 from sennit.runtime.data.packages import package_file, require
-from sennit.runtime.data.samples import Column, Samples, vocabulary
 
 PACKAGE = "recbole"
 GOOD_RATING = 4
 _PURPOSE = "the data set movielens"
 
 
-def load() -> Samples:
+def load() -> RawSamples:
     """Reads ratings, users and films, in the order of time."""
     ratings, users, films = (_table(f"ml-100k.{kind}") for kind in ("inter", "user", "item"))
-    rated_at = ratings["timestamp"].to_numpy().astype(np.int64)
-    order = np.argsort(rated_at, kind="stable")
-    rated_at = rated_at[order]
-    user = _row_of(users["user_id"], ratings["user_id"])[order]
-    film = _row_of(films["item_id"], ratings["item_id"])[order]
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    ratings = ratings.take(compute.sort_indices(ratings, sort_keys=[("timestamp", "ascending")]))
+    user = _row_of(compute, users["user_id"], ratings["user_id"])
+    film = _row_of(compute, films["item_id"], ratings["item_id"])
 
-    genres_of = [sorted(set((text or "").split())) for text in films["class"].to_pylist()]
-    names = sorted({genre for genres in genres_of for genre in genres})
-    genre_rows = {name: row for row, name in enumerate(names)}
-    bags = [np.array([genre_rows[name] for name in genres_of[row]], dtype=np.int64) for row in film]
+    genres = [sorted(set((text or "").split())) for text in films["class"].to_pylist()]
+    bags = arrow.array(genres, arrow.list_(arrow.string())).take(film)
+    offsets = np.concatenate([[0], np.cumsum(np.asarray(bags.value_lengths().to_numpy(), np.int64))])
+    features = [Feature.categories(name, ratings[name]) for name in ("user_id", "item_id")]
+    features += [Feature.categories(name, users[name].take(user)) for name in ("age", "gender", "occupation")]
+    features.append(Feature.categories("genre", bags.flatten(), offsets))
+    names = {"user_id": "user", "item_id": "film"}
 
-    columns = [Column.single("user", len(users), user), Column.single("film", len(films), film)]
-    for name in ("age", "gender", "occupation"):
-        row_count, ids = vocabulary(users[name].to_pylist())
-        columns.append(Column.single(name, row_count, ids[user]))
-    columns.append(
-        Column.bags("genre", len(names), np.concatenate(bags), np.array([len(bag) for bag in bags], dtype=np.int64))
-    )
-    years = [_year(text) for text in films["release_year"].to_pylist()]
-    known = [year for year in years if year is not None]
-    year = np.array([float(np.mean(known)) if value is None else value for value in years])[film]
+    rated_at = np.asarray(ratings["timestamp"].to_numpy(), np.float64)
     seconds_of_day = rated_at % 86_400
+    years = [_year(text) for text in films["release_year"].to_pylist()]
     dense = {
-        "release_year": year,
-        "rated_at": rated_at.astype(np.float64),
+        "release_year": np.array(years, np.float64)[film.to_numpy()],
+        "rated_at": rated_at,
         "hour_sin": np.sin(2 * np.pi * seconds_of_day / 86_400),
         "hour_cos": np.cos(2 * np.pi * seconds_of_day / 86_400),
     }
-    # The mean goes first: in float32 a time in seconds would keep only minutes.
-    centred = [column - column.mean() for column in dense.values()]
-    good = ratings["rating"].to_numpy()[order] >= GOOD_RATING
-    return Samples(
+    good = np.asarray(ratings["rating"].to_numpy()) >= GOOD_RATING
+    return RawSamples(
         name="movielens",
-        dense=torch.from_numpy(np.stack(centred, 1).astype(np.float32)),
-        dense_names=tuple(dense),
+        # In float32 a time in seconds would keep only minutes.
+        dense=torch.from_numpy(np.stack(list(dense.values()), 1)),
+        dense_fields=dense_fields(dense),
         labels=torch.from_numpy(good.astype(np.float32)),
-        columns=tuple(columns),
+        features=tuple(replace(part, name=names.get(part.name, part.name)) for part in features),
     )
 
 
@@ -77,13 +72,15 @@ def _table(file_name: str) -> Any:
     return table.rename_columns([name.split(":")[0] for name in table.column_names])
 
 
-def _row_of(known: Any, wanted: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    rows = {value: row for row, value in enumerate(known.to_pylist())}
-    try:
-        return np.array([rows[value] for value in wanted.to_pylist()], dtype=np.int64)
-    except KeyError as error:
-        raise DataError(f"movielens: a rating names id {error.args[0]}, which has no description") from None
+def _row_of(compute: Any, known: Any, wanted: Any) -> Any:
+    """Arrow integers: where in `known` each of `wanted` is."""
+    rows = compute.index_in(wanted.combine_chunks(), value_set=known.combine_chunks())
+    if rows.null_count:
+        missing = wanted.filter(rows.is_null())[0].as_py()
+        raise DataError(f"movielens: a rating names id {missing}, which has no description")
+    return rows
 
 
-def _year(text: str | None) -> float | None:
-    return float(text) if text and text.isdigit() else None
+def _year(text: str | None) -> float:
+    """NaN where it is not known."""
+    return float(text) if text and text.isdigit() else float("nan")

@@ -4,23 +4,30 @@
 A run is one sequence of batches: in each epoch the training batches, cut from the epoch's own permutation of the
 training rows, then the evaluation rows in batches; the last epoch may end early. Whoever knows the settings knows which
 samples batch `n` of rank `r` holds, whether they lie in its own memory or are fed by another machine.
+
+Permutations are keyed bijections (`KeyedPermutation`), so nobody holds a list of all rows, however many there are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from sennit.offload.permutation import KeyedPermutation
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.samples import held_back, split
-from sennit.runtime.data.seeds import numpy_stream
+from sennit.runtime.data.samples import held_back
 
-ORDER_VERSION: Final = 1
+ORDER_VERSION: Final = 2
 """Raised when the same settings give another order, so that no run goes on in the middle of another one's order."""
+
+
+_ROWS_AT_ONCE: Final = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +52,8 @@ class Order:
     eval_count: int = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.split not in ("random", "last"):
+            raise DataError(f"split {self.split!r}; allowed: random, last")
         eval_count = held_back(self.sample_count, self.eval_fraction)
         object.__setattr__(self, "eval_count", eval_count)
         object.__setattr__(self, "train_count", self.sample_count - eval_count)
@@ -102,43 +111,37 @@ class Order:
 
     def rows(self, number: int) -> Tensor:
         """The global batch: int64 numbers of samples."""
-        epoch, place = self._place(number)
-        if place < 0:
-            begin = (-1 - place) * self.batch_size
-            return self.eval_rows[begin : begin + self.batch_size]
-        begin = place * self.batch_size
-        return self._shuffled(epoch)[begin : begin + self.batch_size]
+        return self._rows(number, 0, self.size(number))
 
     def part(self, number: int, rank: int, world_size: int) -> Tensor:
         """The rank's part of the global batch."""
-        return torch.tensor_split(self.rows(number), world_size)[rank]
+        counts = self.counts(number, world_size)
+        begin = sum(counts[:rank])
+        return self._rows(number, begin, begin + counts[rank])
 
-    @property
-    def train_rows(self) -> Tensor:
-        return self._split[0]
+    def is_training(self) -> Tensor:
+        """Bool [sample_count]: whether a sample is trained on, rather than held back for evaluation."""
+        mask = torch.ones(self.sample_count, dtype=torch.bool)
+        for begin in range(self.train_count, self.sample_count, _ROWS_AT_ONCE):
+            mask[self._split_rows(np.arange(begin, min(begin + _ROWS_AT_ONCE, self.sample_count)))] = False
+        return mask
 
-    @property
-    def eval_rows(self) -> Tensor:
-        return self._split[1]
+    def _rows(self, number: int, begin: int, end: int) -> Tensor:
+        """Part of a global batch."""
+        epoch, place = self._place(number)
+        if place < 0:
+            first = self.train_count + (-1 - place) * self.batch_size
+            return self._split_rows(np.arange(first + begin, first + end))
+        first = place * self.batch_size
+        return self._split_rows(
+            _shuffle(self.train_count, f"{self.seed}/order/{epoch}")(np.arange(first + begin, first + end))
+        )
 
-    @cached_property
-    def _split(self) -> tuple[Tensor, Tensor]:
-        generator = numpy_stream(self.seed, "split")
-        return split(self.sample_count, eval_fraction=self.eval_fraction, order=self.split, generator=generator)
-
-    @cached_property
-    def _permutations(self) -> dict[int, Tensor]:
-        return {}
-
-    def _shuffled(self, epoch: int) -> Tensor:
-        """The training rows in the epoch's order. Two are kept: feeders work ahead, across the end of an epoch."""
-        kept = self._permutations
-        if epoch not in kept:
-            shuffle = numpy_stream(self.seed, "order", epoch).permutation(self.train_count)
-            if len(kept) == 2:
-                del kept[min(kept)]
-            kept[epoch] = self.train_rows[torch.from_numpy(shuffle)]
-        return kept[epoch]
+    def _split_rows(self, places: NDArray[np.int64]) -> Tensor:
+        """Samples by their place in the split: training rows are first, evaluation rows last."""
+        if self.split == "random":
+            places = _shuffle(self.sample_count, f"{self.seed}/split")(places)
+        return torch.from_numpy(places)
 
     def _place(self, number: int) -> tuple[int, int]:
         """(epoch, place): from 0 among its training batches, or from -1 downwards among those of its evaluation."""
@@ -147,3 +150,9 @@ class Order:
         epoch, place = divmod(number, self.steps_per_epoch + self.eval_batches)
         steps = min(self.steps_per_epoch, self.step_count - epoch * self.steps_per_epoch)
         return epoch, place if place < steps else steps - 1 - place
+
+
+@lru_cache(maxsize=8)
+def _shuffle(size: int, key: str) -> KeyedPermutation:
+    """Kept for the few that are in use: the split, and the epochs in which feeders work."""
+    return KeyedPermutation(size, key)

@@ -6,7 +6,7 @@ Every complaint names the file, the column and the row group, and what would hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,9 @@ import numpy.typing as npt
 import torch
 
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import Feature, RawSamples, dense_column, dense_matrix
+from sennit.runtime.data.features import Feature, RawSamples, dense_column, dense_fields, dense_matrix
 from sennit.runtime.data.files import DataFile
 from sennit.runtime.data.packages import require
-from sennit.runtime.data.samples import vocabulary
 from sennit.runtime.data.schema import DenseField, Schema, SparseField
 
 _PURPOSE = "a Parquet data set"
@@ -40,13 +39,13 @@ def load(name: str, files: Sequence[DataFile], schema: Schema) -> RawSamples:
     groups = [group for file in files for group in _row_groups(file, schema) if len(group.table)]
     if not groups:
         raise DataError(f"{', '.join(str(file) for file in files)}: no rows")
-    labels = _numbers(groups, DenseField(name=schema.label), check=_check_labels)
+    labels = _labels(groups, schema.label)
     # Without dense columns one constant stands in: the bottom MLP then learns the tables' common vector.
     dense = [_numbers(groups, part) for part in schema.dense] or [np.ones(len(labels), np.float32)]
     return RawSamples(
         name=name,
         dense=dense_matrix(dense),
-        dense_names=tuple(part.name for part in schema.dense) or ("constant",),
+        dense_fields=schema.dense or dense_fields(["constant"]),
         labels=torch.from_numpy(labels),
         features=tuple(_feature(groups, part) for part in schema.sparse),
     )
@@ -95,28 +94,31 @@ def _check_types(file: DataFile, schema: Schema, found: Any, types: Any) -> None
             raise DataError(f"{file}: column {part.name} is {kind}; allowed with first = {part.first}: lists")
 
 
-Check = Callable[[str, npt.NDArray[np.float64]], None]
-
-
-def _check_labels(place: str, values: npt.NDArray[np.float64]) -> None:
-    strange = values[(values != 0) & (values != 1)]
-    if len(strange):
-        raise DataError(f"{place}: label {strange[0]}; allowed: 0 and 1")
-
-
-def _numbers(groups: list[_RowGroup], part: DenseField, check: Check | None = None) -> npt.NDArray[np.float32]:
+def _labels(groups: list[_RowGroup], name: str) -> npt.NDArray[np.float32]:
     parts = []
     for group in groups:
-        column, place = group.table[part.name], group.place(part.name)
+        column, place = group.table[name], group.place(name)
         if column.null_count:
-            raise DataError(f"{place}: {column.null_count} nulls; allowed: none")
+            raise DataError(f"{place}: {column.null_count} nulls; allowed: none in the label")
         values = np.asarray(column.to_numpy(), dtype=np.float64)
-        _check_finite(place, values, values, "value {}; allowed: finite numbers")
-        if check is not None:
-            check(place, values)
+        strange = values[(values != 0) & (values != 1)]
+        if len(strange):
+            raise DataError(f"{place}: label {strange[0]}; allowed: 0 and 1")
+        parts.append(values.astype(np.float32))
+    return np.concatenate(parts)
+
+
+def _numbers(groups: list[_RowGroup], part: DenseField) -> npt.NDArray[np.float32]:
+    """NaN for null; a NaN in the file is an error."""
+    parts = []
+    for group in groups:
+        column, place = group.table[part.name].combine_chunks(), group.place(part.name)
+        is_null = np.asarray(column.is_null().to_numpy(zero_copy_only=False))
+        values = np.asarray(column.fill_null(0).to_numpy(zero_copy_only=False), dtype=np.float64)
+        _check_finite(place, values, values, "value {}; allowed: finite numbers and null")
         made = dense_column(part, values.astype(np.float32))
         _check_finite(place, made, values, "value {}; allowed: what clamp and log1p make a finite float32 of")
-        parts.append(made)
+        parts.append(np.where(is_null, np.float32(np.nan), made))
     return np.concatenate(parts)
 
 
@@ -127,40 +129,68 @@ def _check_finite(place: str, made: npt.NDArray[Any], values: npt.NDArray[np.flo
 
 
 def _feature(groups: list[_RowGroup], part: SparseField) -> Feature:
-    ids: list[Any] = []
+    """A null list is an empty one. A null id is a category of its own with a dictionary; else it is left out."""
+    arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
+    compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
+    columns: list[Any] = []
     lengths: list[npt.NDArray[np.int64]] = []
-    for group in groups:
-        column, place = group.table[part.name].combine_chunks(), group.place(part.name)
-        if column.null_count:
-            raise DataError(f"{place}: {column.null_count} nulls; allowed: none (an empty list is an empty bag)")
-        is_list = hasattr(column, "value_lengths")
-        if group is not groups[0] and is_list != bool(lengths):
+    lists = [hasattr(_column(group, part), "value_lengths") for group in groups]
+    for group, is_list in zip(groups, lists, strict=True):
+        column, place = _column(group, part), group.place(part.name)
+        if is_list != lists[0]:
             raise DataError(f"{place}: {column.type}, but in {groups[0].file} it is {groups[0].table[part.name].type}")
         if is_list:
-            lengths.append(np.asarray(column.value_lengths().to_numpy(zero_copy_only=False), dtype=np.int64))
+            counts = np.asarray(column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
+            # Of null lists nothing comes, whatever lies behind them.
             column = column.flatten()
-            if column.null_count:
-                raise DataError(f"{place}: {column.null_count} nulls inside lists; allowed: none")
-        if hasattr(column, "dictionary_decode"):
-            column = column.dictionary_decode()
-        if part.encode == "dictionary":
-            ids.extend(column.to_pylist())
-            continue
+        else:
+            counts = np.ones(len(column), np.int64)
+        if part.encode != "dictionary" and column.null_count:
+            owner = np.repeat(np.arange(len(counts)), counts)
+            is_there = np.asarray(column.is_valid().to_numpy(zero_copy_only=False))
+            counts = np.bincount(owner[is_there], minlength=len(counts))
+            column = column.drop_null()
+        lengths.append(counts)
+        columns.append(_plain(arrow, compute, column))
+    kinds = {column.type for column in columns}
+    if len(kinds) > 1:
+        found = " and ".join(sorted(map(str, kinds)))
+        raise DataError(f"{groups[0].place(part.name)}: {found} in one data set; allowed: one type")
+    counts = np.concatenate(lengths)
+    is_single = not lists[0] and bool((counts == 1).all())
+    offsets = None if is_single else np.concatenate([[0], np.cumsum(counts)])
+    if part.encode == "dictionary":
+        return Feature.categories(part.name, arrow.chunked_array(columns), offsets, first=part.first)
+    ids = []
+    for group, column in zip(groups, columns, strict=True):
         values = np.asarray(column.to_numpy(zero_copy_only=False))
         if part.encode == "id":
-            _check_rows(place, part, values)
+            _check_rows(group.place(part.name), part, values)
         # Ids above 2^63 are hashed by their bits.
         ids.append(values.astype(np.int64))
-    row_count, encoded = vocabulary(ids) if part.encode == "dictionary" else (part.rows, np.concatenate(ids))
-    assert row_count is not None
+    assert part.rows is not None
     return Feature(
         name=part.name,
-        row_count=max(1, row_count),
-        values=encoded.astype(np.int64, copy=False),
-        offsets=np.concatenate([[0], np.cumsum(np.concatenate(lengths))]) if lengths else None,
+        row_count=part.rows,
+        values=np.concatenate(ids),
+        offsets=offsets,
         salt=part.salt if part.encode == "hash" else None,
         first=part.first,
     )
+
+
+def _column(group: _RowGroup, part: SparseField) -> Any:
+    return group.table[part.name].combine_chunks()
+
+
+def _plain(arrow: Any, compute: Any, column: Any) -> Any:
+    """Without a dictionary, and with one type for all integers that fit 64 bits with a sign, and for all text."""
+    kind = column.type
+    if arrow.types.is_dictionary(kind):
+        column = compute.cast(column, kind.value_type)
+        kind = column.type
+    wide = arrow.large_string() if arrow.types.is_large_string(kind) or arrow.types.is_string(kind) else arrow.int64()
+    return column if arrow.types.is_uint64(kind) else compute.cast(column, wide)
 
 
 def _check_rows(place: str, part: SparseField, values: npt.NDArray[Any]) -> None:

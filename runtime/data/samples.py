@@ -7,7 +7,7 @@ A batch is then a handful of tensor gathers, with no Python per sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -125,10 +125,6 @@ class Samples:
     def __len__(self) -> int:
         return self.labels.shape[0]
 
-    def standardised(self, train_rows: Tensor) -> Samples:
-        """With dense features as `standardise` makes them."""
-        return replace(self, dense=standardise(self.dense, train_rows))
-
     def batch(self, rows: Tensor, table_order: Sequence[int]) -> CombinedBatch:
         """The samples `rows`, with the tables in the order given (the exchange wants its own)."""
         gathered = [self.columns[table].gather(rows) for table in table_order]
@@ -140,39 +136,9 @@ class Samples:
         )
 
 
-def standardise(dense: Tensor, train_rows: Tensor) -> Tensor:
-    """Float32 [N, D] with mean 0 and variance 1 over `train_rows`; constant columns are left as they are.
-
-    Only training rows count, so that nothing of the evaluation rows enters the model.
-    """
-    part = dense[train_rows].to(torch.float64)
-    mean, deviation = part.mean(0), part.std(0, unbiased=False)
-    varies = deviation > 1e-12
-    mean = torch.where(varies, mean, torch.zeros_like(mean))
-    deviation = torch.where(varies, deviation, torch.ones_like(deviation))
-    return ((dense.to(torch.float64) - mean) / deviation).to(torch.float32)
-
-
-def split(
-    sample_count: int, *, eval_fraction: float, order: str, generator: np.random.Generator
-) -> tuple[Tensor, Tensor]:
-    """(training rows, evaluation rows): a random part, or with order "last" the end of the data set."""
-    if order not in ("random", "last"):
-        raise DataError(f"split {order!r}; allowed: random, last")
-    eval_count = held_back(sample_count, eval_fraction)
-    rows = generator.permutation(sample_count) if order == "random" else np.arange(sample_count)
-    return torch.from_numpy(rows[:-eval_count].copy()), torch.from_numpy(rows[-eval_count:].copy())
-
-
 def held_back(sample_count: int, eval_fraction: float) -> int:
     """How many samples are for evaluation."""
     eval_count = round(sample_count * eval_fraction)
     if not 0 < eval_count < sample_count:
         raise DataError(f"evaluation part {eval_fraction} of {sample_count} samples leaves {eval_count} for evaluation")
     return eval_count
-
-
-def vocabulary(values: npt.NDArray[np.generic] | Sequence[str]) -> tuple[int, IntArray]:
-    """(row count, ids): each distinct value gets the row of its place in sorted order."""
-    distinct, ids = np.unique(np.asarray(values), return_inverse=True)
-    return len(distinct), ids.reshape(-1)

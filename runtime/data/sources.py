@@ -11,7 +11,6 @@ from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.features import RawSamples
 from sennit.runtime.data.files import DataFile, find_files
 from sennit.runtime.data.packages import package_file, require
-from sennit.runtime.data.samples import Samples
 from sennit.runtime.data.schema import Schema, read_schema
 
 # name -> (package, a file of it): enough to say early that something is not installed.
@@ -62,8 +61,8 @@ def check(source: Source) -> None:
         package_file(*PACKAGED[source.data], purpose=purpose)
 
 
-def load(source: Source, *, seed: int) -> Samples:
-    """Loads the data set."""
+def load(source: Source, *, seed: int) -> RawSamples:
+    """Loads the data set, before anything is fitted to it. `seed` is that of `synthetic`."""
     check(source)
     match source.data:
         case "flights":
@@ -73,16 +72,14 @@ def load(source: Source, *, seed: int) -> Samples:
         case "adult":
             return adult.load()
         case "synthetic":
-            return synthetic.load(
-                sample_count=source.samples, row_limit=source.row_limit, zipf_exponent=source.zipf_exponent, seed=seed
+            return RawSamples.of(
+                synthetic.load(
+                    sample_count=source.samples,
+                    row_limit=source.row_limit,
+                    zipf_exponent=source.zipf_exponent,
+                    seed=seed,
+                )
             )
-    return _load_parquet(source).samples()
-
-
-def load_raw(source: Source, *, seed: int) -> RawSamples:
-    """The same before the operators on ids, for a feeder."""
-    if source.data in NAMES:
-        return RawSamples.of(load(source, seed=seed))
     return _load_parquet(source)
 
 

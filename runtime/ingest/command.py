@@ -73,7 +73,7 @@ def feed(
             _check_writable(json_path)
         sources.check(source)
         with console.status("loading"):
-            raw = sources.load_raw(source, seed=seed)
+            raw = sources.load(source, seed=seed)
         console.print(f"{raw.name}: {len(raw):,} samples, {len(raw.features)} tables")
         with console.status(f"waiting for a trainer at {address}"):
             terms = feeding.find_trainer(address, name=name, timeout_s=timeout)

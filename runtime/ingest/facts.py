@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
-from torch import Tensor
 
 from sennit.offload.errors import RecordError, SchemaError
 from sennit.offload.ingest.facts import Facts, TableFacts
@@ -23,30 +20,32 @@ _LABEL_BYTES: Final = 1
 _DENSE_BYTES: Final = 4
 
 
-def encode(raw: RawSamples, dense: Tensor, *, body_max_bytes: int) -> tuple[Facts, RecordStore]:
-    """Records of the samples, with these dense features, and the plan that makes a trainer's batches of them.
+def encode(raw: RawSamples, fingerprint: str, *, body_max_bytes: int) -> tuple[Facts, RecordStore]:
+    """Records of preprocessed samples, and the plan that makes a trainer's batches of them.
+
+    `fingerprint` is of the samples before that: trainers compare it with those of checkpoints and other feeders.
 
     Fields are named by their number, since the names of columns may be any text. Lists go as they are; only where the
     longest record would not fit `body_max_bytes` are they cut to their `first` ids here. The plan does so too.
     """
     fields = [_Field(number, feature) for number, feature in enumerate(raw.features)]
-    longest_bytes = _LABEL_BYTES + _DENSE_BYTES * dense.shape[1] + sum(field.longest_bytes for field in fields)
+    longest_bytes = _LABEL_BYTES + _DENSE_BYTES * raw.dense.shape[1] + sum(field.longest_bytes for field in fields)
     if longest_bytes > body_max_bytes or any(field.longest > LIST_MAX_LENGTH for field in fields):
-        fields = [_Field(number, _cut(feature)) for number, feature in enumerate(raw.features)]
+        fields = [_Field(number, feature.cut()) for number, feature in enumerate(raw.features)]
     for field in fields:
         if field.longest > LIST_MAX_LENGTH:
             raise DataError(
                 f"table {field.feature.name}: a sample with {field.longest} ids; a record holds at most "
                 f"{LIST_MAX_LENGTH} (first = N in the schema file shortens lists)"
             )
-    numbers = tuple(Dense(name=f"d{number}") for number in range(dense.shape[1]))
+    numbers = tuple(Dense(name=f"d{number}") for number in range(raw.dense.shape[1]))
     try:
         schema = Schema(dense=numbers, ids=tuple(field.ids for field in fields))
         store = RecordStore.encode(
             schema,
             Columns(
                 labels=raw.labels.numpy(),
-                dense=np.ascontiguousarray(dense.numpy()),
+                dense=np.ascontiguousarray(raw.dense.numpy(), np.float32),
                 ids=tuple(field.column for field in fields),
             ),
         )
@@ -60,7 +59,7 @@ def encode(raw: RawSamples, dense: Tensor, *, body_max_bytes: int) -> tuple[Fact
         sparse.append(Sparse(column=[field.ids.name, *made][-1], rows=field.feature.row_count))
     facts = Facts(
         name=raw.name,
-        fingerprint=store.digest(),
+        fingerprint=fingerprint,
         sample_count=len(raw),
         tables=tuple(
             TableFacts(name=feature.name, row_count=feature.row_count, mean_length=feature.mean_length)
@@ -96,13 +95,3 @@ def _fits(low: int, high: int, width_bytes: int) -> bool:
     """Ids of 8 bytes are signed, others may be."""
     bits = 8 * width_bytes - (1 if low < 0 or width_bytes == 8 else 0)
     return high < 1 << bits and low >= -(1 << bits)
-
-
-def _cut(feature: Feature) -> Feature:
-    """Only the ids that are used."""
-    if feature.first is None or feature.offsets is None:
-        return feature
-    lengths = feature.lengths
-    position = np.arange(len(feature.values)) - np.repeat(feature.offsets[:-1], lengths)
-    offsets: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(np.minimum(lengths, feature.first))])
-    return replace(feature, values=feature.values[position < feature.first], offsets=offsets)

@@ -15,11 +15,12 @@ from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import PlanError, TargetUnavailable
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import VERSION, Terms
-from sennit.offload.ingest.session import Session
+from sennit.offload.ingest.session import IngestError, Session
 from sennit.offload.sketch import Sketch
 from sennit.runtime.data.batch_source import order_of
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.order import Order
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.page import IngestPage
 from sennit.runtime.model.sharding import Table
 from sennit.runtime.training.config import TrainingConfig
@@ -64,6 +65,7 @@ class FedSource:
             raise
         self.tables = tuple(Table(**asdict(table)) for table in self.facts.tables)
         self.fingerprint = self.facts.fingerprint
+        self.preprocessing = _preprocessing(self.facts)
         self.dense_count = len(self.facts.dense_names)
 
     def begin(self, number: int, table_order: Sequence[int]) -> None:
@@ -120,6 +122,15 @@ class FedSource:
         facts = Facts.from_json(_shared(mine))
         self._session.agree(facts)
         return facts
+
+
+def _preprocessing(facts: Facts) -> Preprocessing | None:
+    if facts.preprocessing is None:
+        return None
+    try:
+        return Preprocessing.from_json(facts.preprocessing)
+    except ValueError as error:
+        raise IngestError(f"what the feeder did to {facts.name} cannot be read: {error}") from error
 
 
 def _shared(value: Any) -> Any:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import functools
+import json
 import multiprocessing
 import multiprocessing.connection
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
@@ -18,14 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sennit.offload.ingest.feeder import FeedCounters, Feeder
-from sennit.offload.ingest.protocol import Terms
+from sennit.offload.ingest.protocol import LINE_MAX_BYTES, Terms
 from sennit.offload.ingest.trainer_search import FeedError, meet
 from sennit.offload.record_store import RecordStore
 from sennit.offload.records import HEADER
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.features import RawSamples
+from sennit.runtime.data.fingerprint import fingerprint
 from sennit.runtime.data.order import Order
-from sennit.runtime.data.samples import standardise
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.facts import encode
 from sennit.runtime.training.launch import Address
 from sennit.transport.errors import SennitError
@@ -103,13 +105,18 @@ def find_trainer(address: Address, *, name: str, timeout_s: float) -> Terms:
 
 
 def prepare(raw: RawSamples, terms: Terms) -> tuple[dict[str, Any], RecordStore]:
-    """The records of a run: dense features are standardised by its training rows. Its facts, as JSON."""
+    """The records of a run, preprocessed by its training rows. Its facts, as JSON."""
     order = _order(raw.name, len(raw), terms)
     try:
-        dense = standardise(raw.dense, order.train_rows)
-        facts, store = encode(raw, dense, body_max_bytes=terms.packet_bytes - HEADER.size)
+        preprocessing = Preprocessing.fit(raw, order.is_training())
+        facts, store = encode(
+            preprocessing.apply(raw), fingerprint(raw), body_max_bytes=terms.packet_bytes - HEADER.size
+        )
     except MemoryError as error:
         raise FeedError(f"{raw.name} does not fit this machine's memory: {error}") from error
+    told = preprocessing.as_json()
+    if len(json.dumps(told)) <= LINE_MAX_BYTES // 2:
+        facts = replace(facts, preprocessing=told)
     return facts.as_json(), store
 
 

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from sennit.runtime.backend.elastic import reconfigure, waiting_count
 from sennit.runtime.backend.process_group import communicator
 from sennit.runtime.data.batch_source import MemorySource
-from sennit.runtime.data.samples import Samples
+from sennit.runtime.data.prepared import PreparedData
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.handover import Claim, Holding, find_source, take_over
 from sennit.runtime.training.report import Change, RunReport
@@ -56,9 +56,9 @@ def check_terms(store: Store, config: TrainingConfig) -> None:
 class ElasticRun:
     """One rank's way through all stretches. The default process group is there, and is replaced by every change."""
 
-    def __init__(self, config: TrainingConfig, samples: Samples, *, is_newcomer: bool) -> None:
+    def __init__(self, config: TrainingConfig, data: PreparedData, *, is_newcomer: bool) -> None:
         self._config = config
-        self._samples = samples
+        self._data = data
         self._begins_alone = not is_newcomer
         self._changes: list[Change] = []
         self._holding: Holding | None = None
@@ -83,7 +83,7 @@ class ElasticRun:
 
     def _stretch(self) -> RunReport | None:
         """None when newcomers wait: this rank's part of the state is kept then."""
-        source = MemorySource(self._samples, self._config, rank=dist.get_rank(), world_size=dist.get_world_size())
+        source = MemorySource(self._data, rank=dist.get_rank(), world_size=dist.get_world_size())
         outcome = train(self._config, source, self._changes, begin=self._begin, is_awaited=self._is_awaited)
         if isinstance(outcome, RunReport):
             return outcome

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a checkpoint for inference: embedding tables in 8 bits a weight, dense weights as they are."""
+"""A checkpoint's model for inference, with what is needed to feed it: embedding tables in 8 bits a weight."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from sennit.runtime.data import preprocessing
 from sennit.runtime.kernels.int8 import int8_rows
 from sennit.runtime.training import checkpoint
+from sennit.runtime.training.manifest import CheckpointError, Manifest
 from sennit.transport.errors import ConfigError, DeviceError
 
 _TABLE, _DENSE = "table.", "dense."
@@ -38,7 +40,12 @@ def export_int8(folder: Path, output: Path) -> Exported:
     """Writes `output`, which `torch.load(output, weights_only=True, mmap=True)` reads: a dict with
 
     - `tables`: by name, uint8 [rows, dim + 8] (`int8.int8_rows`);
-    - `dense`: by name, the weights of the dense model, float32.
+    - `dense`: by name, the weights of the dense model, float32;
+    - `model`: `fixed.model` of the manifest, whose `tables` are in the order of the model's inputs;
+    - `preprocessing`: what makes inputs of raw samples (`Preprocessing.as_json`). None for a run whose feeders had more
+      of it than they could tell.
+
+    docs/reference/checkpoints.md says how a prediction is made from these.
 
     `folder` is a checkpoint, or has checkpoints, of which the newest is taken. Takes memory for the largest table and
     all rows in 8 bits. Raises `ConfigError`, `CheckpointError`, `ArgumentError` (a weight that is not finite),
@@ -71,9 +78,22 @@ def export_int8(folder: Path, output: Path) -> Exported:
         tables[name] = int8_rows(state[key], name=name)
     if not tables:
         raise ConfigError(f"{source}: a checkpoint without embedding tables")
-    _write(output, {"tables": tables, "dense": dense})
+    model = Manifest.read(source).fixed.get("model")
+    known = _preprocessing(source)
+    content = {"tables": tables, "dense": dense, "model": model, "preprocessing": known}
+    _write(output, content)
     after_bytes = sum(rows.nbytes for rows in tables.values())
     return Exported(source=source, tables=len(tables), before_bytes=before_bytes, after_bytes=after_bytes)
+
+
+def _preprocessing(source: Path) -> dict[str, Any] | None:
+    path = source / preprocessing.NAME
+    if not path.exists():
+        return None
+    try:
+        return preprocessing.Preprocessing.parse(path.read_text(encoding="utf-8")).as_json()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _write(output: Path, content: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 
 A checkpoint without its run is dangerous: with another split, rows that were held back for evaluation have been
 trained on. So a run goes on from a checkpoint only if everything that decides which numbers belong together is equal.
-docs/training.md lists the fields.
+docs/reference/checkpoints.md lists the fields.
 """
 
 from __future__ import annotations

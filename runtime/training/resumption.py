@@ -16,12 +16,20 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from sennit.runtime.data import preprocessing
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.data.order import ORDER_VERSION
 from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD
 from sennit.runtime.training import checkpoint
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.manifest import Manifest, check_same_run, code_versions, differences, new_run_id
+from sennit.runtime.training.manifest import (
+    CheckpointError,
+    Manifest,
+    check_same_run,
+    code_versions,
+    differences,
+    new_run_id,
+)
 from sennit.runtime.training.trainer import Trainer
 from sennit.transport.errors import ConfigError, SennitError
 
@@ -60,6 +68,7 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
     fixed = {part: {name: _plain(getattr(config, name)) for name in names} for part, names in FIXED.items()}
     fixed["order"]["algorithm"] = ORDER_VERSION
     fixed["model"] |= {
+        "preprocessing": preprocessing.FORMAT,
         "dense_features": source.dense_count,
         "tables": {table.name: table.row_count for table in source.tables},
     }
@@ -84,7 +93,12 @@ def save(trainer: Trainer) -> Path:
     """Writes a checkpoint of the trainer as it is. Collective."""
     config = trainer.config
     assert config.checkpoint is not None
-    return checkpoint.save(config.checkpoint, manifest_of(trainer), trainer.state(), keep=config.keep)
+    known = trainer.source.preprocessing
+    # Rank 0 writes it.
+    documents = {} if known is None or trainer.rank else {preprocessing.NAME: known.text()}
+    return checkpoint.save(
+        config.checkpoint, manifest_of(trainer), trainer.state(), documents=documents, keep=config.keep
+    )
 
 
 def begin(trainer: Trainer) -> list[str]:
@@ -94,26 +108,12 @@ def begin(trainer: Trainer) -> list[str]:
     `CheckpointError` where its newest checkpoint cannot be used; the trainer has not changed then.
     """
     config = trainer.config
-    if config.checkpoint is None:
-        trainer.run_id = _on_first(trainer, new_run_id)
-        return []
-    _check_equal_ranks(trainer)
     folder = config.checkpoint
-    if not config.resume:
-        _on_first(trainer, lambda: check_unused(folder))
-        trainer.run_id = _on_first(trainer, new_run_id)
-        return []
-
-    def look() -> tuple[Path, Manifest] | None:
-        path = checkpoint.latest(folder)
-        if path is None:
-            return None
-        found = Manifest.read(path)
-        check_same_run(path, found, fixed_of(config, trainer.source))
-        return path, found
-
-    # Rank 0 looks, so that all ranks take the same one.
-    found = _on_first(trainer, look)
+    found = None
+    if folder is not None:
+        _check_equal_ranks(trainer)
+        # Rank 0 looks, so that all ranks take the same one.
+        found = _on_first(trainer, lambda: _find(trainer, folder) if config.resume else check_unused(folder))
     if found is None:
         trainer.run_id = _on_first(trainer, new_run_id)
         return []
@@ -162,11 +162,21 @@ def check_data(store: Store, fingerprint: str) -> None:
         raise ConfigError(f"the data of the run have the fingerprint {theirs}, but those loaded here {fingerprint}")
 
 
+def _find(trainer: Trainer, folder: Path) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint, which must be of the same run."""
+    path = checkpoint.latest(folder)
+    if path is None:
+        return None
+    found = Manifest.read(path)
+    check_same_run(path, found, fixed_of(trainer.config, trainer.source))
+    return path, found
+
+
 def _load(trainer: Trainer, path: Path, about: Manifest) -> None:
     state = trainer.state()
     checkpoint.load(path, state)
     if state["position"]["step"] != about.step:
-        raise checkpoint.CheckpointError(
+        raise CheckpointError(
             f"{path}: its manifest is of step {about.step}, its weights are of step {state['position']['step']}"
         )
     trainer.restore(state)
@@ -193,7 +203,7 @@ def _on_first(trainer: Trainer, function: Callable[[], Result]) -> Result:
         except SennitError as error:
             told[1] = error
         except OSError as error:
-            told[1] = checkpoint.CheckpointError(str(error))
+            told[1] = CheckpointError(str(error))
     dist.broadcast_object_list(told, src=0)
     if told[1] is not None:
         raise told[1]

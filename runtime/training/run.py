@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import Store
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import BatchSource, MemorySource
-from sennit.runtime.data.fingerprint import fingerprint
+from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.ingest.fed import FedSource
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.elastic_run import ElasticRun, check_terms, publish_terms
@@ -49,12 +48,12 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
         )
     if config.ingest is not None:
         return _leave(_run_fed(config))
-    samples = sources.load(config.source, seed=config.seed)
+    data = prepared(sources.load(config.source, seed=config.seed), config)
     if config.elastic:
         if place.rank == 0 and place.store is not None:
-            publish_data(place.store, fingerprint(samples))
-        return _leave(ElasticRun(config, samples, is_newcomer=False).run())
-    source = MemorySource(samples, config, rank=dist.get_rank(), world_size=dist.get_world_size())
+            publish_data(place.store, data.fingerprint)
+        return _leave(ElasticRun(config, data, is_newcomer=False).run())
+    source = MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size())
     return _leave(_run(config, source))
 
 
@@ -87,11 +86,11 @@ def join_run(config: TrainingConfig, store: Store) -> RunReport:
     _prepare()
     check_terms(store, config)
     # The members wait from the boundary at which they see this rank: it has all else done by then.
-    samples = sources.load(config.source, seed=config.seed)
-    check_data(store, fingerprint(samples))
+    data = prepared(sources.load(config.source, seed=config.seed), config)
+    check_data(store, data.fingerprint)
     timeout = datetime.timedelta(seconds=config.timeout_s)
     elastic.join(store, terms=Terms(timeout_s=config.timeout_s), timeout=timeout)
-    return _leave(ElasticRun(config, samples, is_newcomer=True).run())
+    return _leave(ElasticRun(config, data, is_newcomer=True).run())
 
 
 def _prepare() -> None:

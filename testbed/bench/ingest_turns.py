@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME, register
 from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import BatchSource, MemorySource
+from sennit.runtime.data.batch_source import BatchSource, MemorySource, prepared
 from sennit.runtime.data.sources import Source
 from sennit.runtime.ingest.fed import FedSource
 from sennit.runtime.training.config import TrainingConfig
@@ -42,7 +42,8 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
         config = TrainingConfig(source=Source(data=data), ingest=target, epochs=EPOCHS_MAX, timeout_s=TIMEOUT_S)
         source: BatchSource
         if target is None:
-            source = MemorySource(sources.load(config.source, seed=config.seed), config, rank=0, world_size=1)
+            samples = prepared(sources.load(config.source, seed=config.seed), config)
+            source = MemorySource(samples, rank=0, world_size=1)
         else:
             source = fed[name] = FedSource(config, rank=0, world_size=1, local_rank=0, local_ranks=1)
         trainer = trainers[name] = Trainer(config, source)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from sennit.runtime.backend.process_group import BACKEND_NAME, register
-from sennit.runtime.data.batch_source import MemorySource
+from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream, torch_stream
 from sennit.runtime.model.stored import TableStore
@@ -124,7 +124,7 @@ def _trainer(samples: Samples, load: Load, home: TableStore | None, seed: int) -
         eval_fraction=0.5 * load.bags / len(samples),
         table_store=home,
     )
-    source = MemorySource(samples, config, rank=0, world_size=1)
+    source = MemorySource(prepared(samples, config), rank=0, world_size=1)
     trainer = Trainer(config, source)
     source.begin(0, trainer.placement.wire_order)
     return trainer

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import MemorySource
+from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.report import RunReport
 from sennit.runtime.training.stretch import train
@@ -42,7 +42,7 @@ def read_samples(path: Path) -> None:
         whole,
         dense=whole.dense[EVERY].clone(),
         labels=whole.labels[EVERY].clone(),
-        columns=tuple(replace(column, values=column.values[EVERY].clone()) for column in whole.columns),
+        features=tuple(replace(feature, values=feature.values[EVERY].copy()) for feature in whole.features),
     )
     torch.save(some, path)
 
@@ -52,7 +52,7 @@ def run_rank(transport: str, rank: int, folder: Path) -> None:
     samples = torch.load(folder / "samples", weights_only=False)
     meeting = f"file://{folder / transport}"
     dist.init_process_group("sennit", init_method=meeting, rank=rank, world_size=WORLD, timeout=TIMEOUT)
-    source = MemorySource(samples, CONFIG, rank=rank, world_size=WORLD)
+    source = MemorySource(prepared(samples, CONFIG), rank=rank, world_size=WORLD)
     report = train(CONFIG, source, [], begin=lambda trainer: None)
     assert isinstance(report, RunReport)
     (folder / f"weights{rank}").write_text(report.weights_sha256)

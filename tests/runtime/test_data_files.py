@@ -44,7 +44,7 @@ def schema(tmp_path: Path) -> Path:
 
 def users(schema: Path, *paths: str) -> list[int]:
     found = sources.load(Source(data=paths[0], further=paths[1:], schema=schema), seed=1)
-    return found.columns[0].values.tolist()
+    return [int(value) for value in found.features[0].values]
 
 
 @pytest.fixture(params=["local", "memory"])

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sennit.runtime.data import sources
 from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.schema import parse_schema, read_schema
 from sennit.runtime.data.sources import Source
 
@@ -45,15 +47,75 @@ def source(folder: Path, *, schema: str = SCHEMA, **changed: Any) -> Source:
 
 
 def test_reads_ids_bags_and_dictionaries(tmp_path: Path) -> None:
-    samples = sources.load(source(tmp_path), seed=1)
+    raw = sources.load(source(tmp_path), seed=1)
+    samples = Preprocessing.fit(raw, torch.tensor([True, False, True, True])).apply(raw).samples()
     user, tags, city = samples.columns
-    assert samples.dense.tolist() == [[1.5], [2.5], [3.5], [4.5]]
+    assert raw.dense.tolist() == [[1.5], [2.5], [3.5], [4.5]]
     assert samples.labels.tolist() == [0, 1, 1, 0]
     assert user.values.tolist() == [0, 9, 3, 4]
     assert tags.offsets is not None
     assert tags.offsets.tolist() == [0, 2, 2, 3, 6]
     assert tags.values.tolist() == [0, 1, 3, 2, 2, 2]
+    # Row 0 is for what no training row has.
     assert (city.row_count, city.values.tolist()) == (3, [2, 0, 2, 1])
+
+
+def test_nulls_are_no_ids_a_category_or_the_mean(tmp_path: Path) -> None:
+    """Each kind of column with nulls; a null list is an empty one."""
+    schema = SCHEMA + '[sparse.seen]\nencode = "hash"\nrows = 5\n[sparse.words]\nencode = "dictionary"\n'
+    changed = {
+        "price": [1.0, None, 3.0, 100.0],
+        "user": [0, None, 3, 4],
+        "tags": [[0, None, 1], None, [], [2]],
+        "city": ["Ulm", None, "Bonn", "Ulm"],
+        "seen": [None, 7, 7, None],
+        "words": [["a", None], None, [], ["b", "a"]],
+    }
+    raw = sources.load(source(tmp_path, schema=schema, **changed), seed=1)
+    samples = Preprocessing.fit(raw, torch.tensor([True, True, True, False])).apply(raw).samples()
+    found = {
+        column.name: [column.gather(torch.tensor([row]))[1].tolist() for row in range(4)] for column in samples.columns
+    }
+    (seven,) = found["seen"][1]
+    assert found == {
+        "user": [[0], [], [3], [4]],
+        "tags": [[0, 1], [], [], [2]],
+        "city": [[2], [0], [1], [2]],
+        "seen": [[], [seven], [seven], []],
+        # "b" is in the last row alone, which is held back.
+        "words": [[1, 0], [], [], [0, 1]],
+    }
+    # Mean 2 and deviation 1 over the training rows that have a price.
+    assert samples.dense.squeeze(1).tolist() == [-1.0, 0.0, 1.0, 98.0]
+
+
+def test_kinds_of_integers_and_of_text_are_one_kind(tmp_path: Path) -> None:
+    """Parts of a data set may be written by different programs; dictionaries of Arrow are read as their values."""
+    origin = source(tmp_path)
+    schema = Path(str(origin.schema))
+    schema.write_text('label = "clicked"\n[sparse.x]\nencode = "dictionary"\n')
+    label = arrow.array([0, 1], arrow.int64())
+    parts: dict[str, list[Any]] = {
+        "text": [
+            arrow.array(["b", "a"]),
+            arrow.array(["c", "a"], arrow.large_string()),
+            arrow.array(["c", "b"]).dictionary_encode(),
+        ],
+        "integers": [arrow.array([5, -3], arrow.int8()), arrow.array([9, -3], arrow.int64())],
+    }
+    for name, columns in parts.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for number, column in enumerate(columns):
+            parquet.write_table(arrow.table({"clicked": label, "x": column}), folder / f"{number}.parquet")
+        (feature,) = sources.load(Source(data=str(folder), schema=schema), seed=1).features
+        assert feature.dictionary is not None
+        assert feature.dictionary.tolist() == {"text": ["a", "b", "c"], "integers": [-3, 5, 9]}[name]
+        expected = [value for column in columns for value in column.to_pylist()]
+        assert [feature.dictionary[code] for code in feature.values] == expected
+    parquet.write_table(arrow.table({"clicked": label, "x": arrow.array([1, 2])}), tmp_path / "text" / "9.parquet")
+    with pytest.raises(DataError, match="column x, row group 0: int64 and large_string in one data set; allowed: one"):
+        sources.load(Source(data=str(tmp_path / "text"), schema=schema), seed=1)
 
 
 def test_json_schema_and_no_dense_column(tmp_path: Path) -> None:
@@ -73,10 +135,13 @@ def test_json_schema_and_no_dense_column(tmp_path: Path) -> None:
         ({"user": ["a", "b", "c", "d"]}, "column user is string; allowed with encode = 'id': integer or list"),
         ({"city": [1.5, 2.5, 3.5, 4.5]}, "column city is double; allowed .*: integer, string, or list of these"),
         ({"price": ["a", "b", "c", "d"]}, "column price is string; allowed: integer, floating-point or boolean"),
-        ({"price": [1.0, 2.0, 3.0, None]}, "column price, row group 1: 1 nulls; allowed: none"),
+        (
+            {"price": [1.0, None, float("nan"), 3.0]},
+            "column price, row group 1: value nan; allowed: finite numbers and",
+        ),
+        ({"clicked": [0, 1, None, 0]}, "column clicked, row group 1: 1 nulls; allowed: none in the label"),
         ({"price": [1.0, 2.0, float("inf"), 3.0]}, "column price, row group 1: value inf; allowed: finite"),
-        ({"user": [0, None, 3, 4]}, "column user, row group 0: 1 nulls"),
-        ({"tags": [[0], [None], [3], []]}, "column tags, row group 0: 1 nulls inside lists"),
+        ({"user": [0, None, 10, 4]}, r"column user, row group 1: row id 10; allowed in table user: \[0, 10\)"),
         ({"clicked": [0, 1, 7, 0]}, "column clicked, row group 1: label 7.0; allowed: 0 and 1"),
     ],
 )

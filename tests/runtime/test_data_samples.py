@@ -10,7 +10,7 @@ import torch
 from sennit.runtime.data import sources, synthetic
 from sennit.runtime.data.errors import DataError, MissingPackage
 from sennit.runtime.data.packages import package_file, require
-from sennit.runtime.data.samples import Column, Samples, split, vocabulary
+from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import derive, numpy_stream
 from sennit.runtime.data.sources import Source
 
@@ -57,31 +57,6 @@ def test_samples_refuse_what_cannot_be_trained_on() -> None:
         Samples(name="x", dense=good.dense[:3], labels=good.labels[:3], columns=good.columns)
     with pytest.raises(DataError, match="lengths add up to 3, but there are 2 ids"):
         Column.bags("genre", 5, np.array([0, 1]), np.array([1, 2]))
-
-
-def test_standardising_looks_at_training_rows_only() -> None:
-    samples = two_tables().standardised(torch.tensor([0, 2]))
-    part = samples.dense[[0, 2]]
-    assert torch.allclose(part.mean(0), torch.zeros(2))
-    assert torch.allclose(part.std(0, unbiased=False), torch.ones(2))
-    constant = Samples(name="x", dense=torch.ones(4, 1), labels=samples.labels, columns=samples.columns)
-    assert constant.standardised(torch.arange(4)).dense.tolist() == [[1.0]] * 4
-
-
-def test_split_is_a_partition_and_last_is_the_end(seed: int) -> None:
-    train, held = split(100, eval_fraction=0.1, order="random", generator=numpy_stream(seed, "split"))
-    assert sorted([*train.tolist(), *held.tolist()]) == list(range(100))
-    again, _ = split(100, eval_fraction=0.1, order="random", generator=numpy_stream(seed, "split"))
-    assert torch.equal(train, again)
-    train, held = split(100, eval_fraction=0.1, order="last", generator=numpy_stream(seed, "split"))
-    assert held.tolist() == list(range(90, 100))
-    with pytest.raises(DataError, match="leaves 0 for evaluation"):
-        split(3, eval_fraction=0.1, order="random", generator=numpy_stream(seed, "split"))
-
-
-def test_vocabulary_is_sorted() -> None:
-    rows, ids = vocabulary(["b", "a", "b"])
-    assert (rows, ids.tolist()) == (2, [1, 0, 1])
 
 
 def test_streams_differ_by_name_and_seed() -> None:
@@ -138,5 +113,5 @@ def test_packaged_data_set(name: str, count: int, base_rate: float, tables: int)
     except MissingPackage as error:
         pytest.skip(str(error))
     assert len(samples) == count
-    assert len(samples.columns) == tables
+    assert len(samples.features) == tables
     assert float(samples.labels.mean()) == pytest.approx(base_rate, abs=1e-4)

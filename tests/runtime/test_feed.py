@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -29,7 +30,7 @@ from sennit.offload.ingest.protocol import encode as encode_message
 from sennit.offload.ingest.trainer_search import FeedError
 from sennit.offload.targets import Target, compile_plan
 from sennit.runtime.data.errors import DataError
-from sennit.runtime.data.features import Feature, RawSamples
+from sennit.runtime.data.features import Feature, RawSamples, dense_fields
 from sennit.runtime.data.samples import Samples
 from sennit.runtime.ingest.facts import encode
 from sennit.runtime.ingest.feed import prepare
@@ -53,7 +54,7 @@ def raw_samples(rng: np.random.Generator, *, longest: int = 30) -> RawSamples:
         name="made",
         dense=torch.from_numpy(rng.standard_normal((COUNT, 3)).astype(np.float32)),
         labels=torch.from_numpy(rng.integers(0, 2, COUNT).astype(np.float32)),
-        dense_names=("a", "b", "c"),
+        dense_fields=dense_fields("abc"),
         features=(
             Feature(name="full", row_count=256, values=rng.integers(0, 256, COUNT)),
             Feature(name="row", row_count=300, values=rng.integers(0, 300, COUNT).astype(np.int32)),
@@ -70,7 +71,7 @@ def raw_samples(rng: np.random.Generator, *, longest: int = 30) -> RawSamples:
 def assert_same_batches(raw: RawSamples, target: Target) -> None:
     """What a receiver makes of the records is what memory has."""
     samples: Samples = raw.samples()
-    facts, store = encode(raw, raw.dense, body_max_bytes=BODY_BYTES)
+    facts, store = encode(raw, "0" * 64, body_max_bytes=BODY_BYTES)
     # As a trainer gets it.
     again = Facts.from_json(json.loads(json.dumps(facts.as_json())))
     assert [(table.name, table.row_count, table.mean_length) for table in again.tables] == [
@@ -104,7 +105,7 @@ def test_records_make_the_batches_of_memory_in_xdp(rng: np.random.Generator) -> 
 
 def test_lists_that_no_packet_holds_are_cut_to_what_is_used(rng: np.random.Generator) -> None:
     raw = raw_samples(rng, longest=1500)
-    facts, store = encode(raw, raw.dense, body_max_bytes=BODY_BYTES)
+    facts, store = encode(raw, "0" * 64, body_max_bytes=BODY_BYTES)
     assert facts.plan.schema.ids[6].length == 4
     store.close()
     assert_same_batches(raw, Target.CPU)
@@ -114,9 +115,9 @@ def test_a_list_that_no_record_holds_is_named(rng: np.random.Generator) -> None:
     offsets = np.arange(COUNT + 1) * 1025
     long = Feature(name="clicks", row_count=2, values=np.zeros(offsets[-1], np.int64), offsets=offsets)
     made = raw_samples(rng)
-    raw = RawSamples(name="made", dense=made.dense, labels=made.labels, features=(long,))
+    raw = replace(made, features=(long,))
     with pytest.raises(DataError, match="table clicks: a sample with 1025 ids; a record holds at most 1024"):
-        encode(raw, raw.dense, body_max_bytes=BODY_BYTES)
+        encode(raw, "0" * 64, body_max_bytes=BODY_BYTES)
 
 
 def test_a_data_set_that_memory_does_not_hold_is_named(

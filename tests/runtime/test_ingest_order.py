@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sennit.offload.permutation import KeyedPermutation
 from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.order import Order
-from sennit.runtime.data.samples import split
-from sennit.runtime.data.seeds import numpy_stream
 
 orders = st.builds(
     Order,
@@ -28,15 +30,13 @@ orders = st.builds(
 
 def expected_run(order: Order) -> list[torch.Tensor]:
     """The same, written as a run goes: epoch by epoch, step by step."""
-    train_rows, eval_rows = split(
-        order.sample_count,
-        eval_fraction=order.eval_fraction,
-        order=order.split,
-        generator=numpy_stream(order.seed, "split"),
-    )
+    rows = np.arange(order.sample_count)
+    if order.split == "random":
+        rows = KeyedPermutation(order.sample_count, f"{order.seed}/split")(rows)
+    train_rows, eval_rows = torch.from_numpy(rows[: order.train_count]), torch.from_numpy(rows[order.train_count :])
     batches, steps = [], 0
     for epoch in range(order.epochs):
-        shuffle = numpy_stream(order.seed, "order", epoch).permutation(len(train_rows))
+        shuffle = KeyedPermutation(order.train_count, f"{order.seed}/order/{epoch}")(np.arange(order.train_count))
         shuffled = train_rows[torch.from_numpy(shuffle)]
         for begin in range(0, len(shuffled) - order.batch_size + 1, order.batch_size):
             batches.append(shuffled[begin : begin + order.batch_size])
@@ -47,6 +47,43 @@ def expected_run(order: Order) -> list[torch.Tensor]:
         if steps == order.max_steps:
             break
     return batches
+
+
+@given(order=orders)
+def test_what_is_held_back_is_never_trained_on(order: Order) -> None:
+    """Whatever the size of batches, the epochs and the steps are."""
+    mask = order.is_training()
+    assert int(mask.sum()) == order.train_count
+    held_back = round(order.sample_count * order.eval_fraction)
+    assert order.sample_count - order.train_count == held_back
+    for step in range(order.step_count):
+        assert bool(mask[order.rows(order.training_batch(step))].all())
+    evaluated = torch.cat([order.rows(number) for number in order.evaluation_batches(order.step_count)])
+    assert sorted(evaluated.tolist()) == (~mask).nonzero().squeeze(1).tolist()
+    if order.split == "last":
+        assert bool(mask[: order.train_count].all())
+
+
+def test_each_epoch_has_each_training_row_once_in_another_order() -> None:
+    order = Order(name="x", sample_count=1000, seed=3, split="random", eval_fraction=0.1, batch_size=100, epochs=2)
+    epochs = [
+        torch.cat([order.rows(order.training_batch(step)) for step in range(first, first + 9)]) for first in (0, 9)
+    ]
+    assert all(sorted(rows.tolist()) == order.is_training().nonzero().squeeze(1).tolist() for rows in epochs)
+    assert not torch.equal(*epochs)
+
+
+def test_an_order_of_billions_of_samples_takes_no_memory() -> None:
+    """Lists of all rows would take 32 GB each."""
+    order = Order(name="x", sample_count=4 * 10**9, seed=1, split="random", eval_fraction=0.1, batch_size=64, epochs=1)
+    tracemalloc.start()
+    rows = torch.cat([order.rows(number) for number in (0, 1, order.batch_count - 1)])
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+    assert len(set(rows.tolist())) == len(rows)
+    assert int(rows.max()) < order.sample_count
+    assert int(rows.max()) > order.sample_count // 2
 
 
 @given(order=orders)
@@ -92,3 +129,7 @@ def test_what_is_in_no_run_is_named() -> None:
         order.rows(4)
     with pytest.raises(DataError, match="small: 18 training samples do not fill one batch of 19"):
         Order(name="small", sample_count=20, seed=1, split="last", eval_fraction=0.1, batch_size=19, epochs=1)
+    with pytest.raises(DataError, match="split 'first'; allowed: random, last"):
+        Order(name="small", sample_count=20, seed=1, split="first", eval_fraction=0.1, batch_size=6, epochs=1)
+    with pytest.raises(DataError, match="leaves 0 for evaluation"):
+        Order(name="small", sample_count=3, seed=1, split="last", eval_fraction=0.1, batch_size=1, epochs=1)

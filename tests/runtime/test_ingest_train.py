@@ -102,7 +102,7 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
 
 def check_sketch(found: Sketch, *, ranks: int) -> None:
     """Whether it is what the order of the run says."""
-    samples = sources.load(Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT)), seed=1)
+    samples = sources.load(Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT)), seed=1).samples()
     order = order_of(TrainingConfig(batch_size=64), samples.name, len(samples))
     expected = Sketch(tables=found.tables, table_rows=found.table_rows, shape=found.shape)
     by_name = {column.name: column for column in samples.columns}

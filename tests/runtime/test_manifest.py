@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
@@ -179,6 +180,14 @@ def test_a_new_run_does_not_begin_in_the_folder_of_another(kept_world: Any, seed
     for message in world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path), resume=False):
         assert message.startswith(f"ConfigError: --checkpoint {tmp_path} has checkpoints of a run")
         assert "give --resume" in message
+
+
+def test_a_newcomer_with_other_data_is_told_before_it_joins() -> None:
+    store = HashStore()
+    resumption.publish_data(store, "aa")
+    resumption.check_data(store, "aa")
+    with pytest.raises(ConfigError, match="the data of the run have the fingerprint aa, but those loaded here bb"):
+        resumption.check_data(store, "bb")
 
 
 def test_a_run_that_lost_ranks_goes_back_to_its_own_checkpoint(kept_world: Any, seed: int, tmp_path: Path) -> None:

@@ -42,17 +42,16 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
 
     `is_bounded`: with all of `BOUNDED`.
     """
-    from sennit.runtime.data.samples import split
-    from sennit.runtime.data.seeds import numpy_stream
+    from sennit.runtime.data.batch_source import prepared
     from sennit.runtime.model.embedding import embedding_engine
     from sennit.runtime.model.model import DenseModel
     from sennit.runtime.model.sharding import Table
+    from sennit.runtime.training.config import TrainingConfig
 
-    whole = cases.samples(seed)
-    train_rows, _ = split(len(whole), eval_fraction=0.1, order="random", generator=numpy_stream(seed, "split"))
-    whole = whole.standardised(train_rows)
+    data = prepared(cases.samples(seed), TrainingConfig(seed=seed, **cases.SMALL))
+    whole = data.samples
     batch_size, dim = cases.SMALL["batch_size"], cases.SMALL["embedding_dim"]
-    step_count = len(train_rows) // batch_size * cases.SMALL["epochs"]
+    step_count = data.order.step_count
     model = DenseModel(dense_count=3, table_count=3, dim=dim, bottom=(8,), top=(8,), seed=seed)
     tables = {}
     for column in whole.columns:
@@ -60,9 +59,8 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
         tables[column.name] = embedding_engine([own], dim=dim, seed=seed).weight(column.name).requires_grad_()
     state = {name: torch.zeros(len(weight)) for name, weight in tables.items()}
     dense_state = [torch.zeros_like(parameter) for parameter in model.parameters()]
-    order = train_rows[torch.from_numpy(numpy_stream(seed, "order", 0).permutation(len(train_rows)))]
     for step in range(steps):
-        rows = order[step * batch_size : (step + 1) * batch_size]
+        rows = data.order.rows(step)
         factor = 1 - step / step_count
         if is_bounded:
             factor = (step + 1) / 3 if step < 3 else ((step_count - step) / (step_count - 3)) ** 2
@@ -71,7 +69,7 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
             lengths, ids = column.gather(rows)
             bags = torch.repeat_interleave(torch.arange(batch_size), lengths.long())
             pooled.append(torch.zeros(batch_size, dim).index_add(0, bags, tables[column.name][ids]))
-            touched[column.name] = ids.unique()
+            touched[column.name] = torch.tensor(sorted(set(ids.tolist())))
         loss = F.binary_cross_entropy_with_logits(model(whole.dense[rows], torch.stack(pooled)), whole.labels[rows])
         parameters = list(model.parameters())
         gradients = torch.autograd.grad(loss, [*parameters, *tables.values()])
@@ -163,7 +161,7 @@ def test_full_disk_leaves_the_last_whole_checkpoint(new_world: Any, seed: int, t
 
 
 def test_a_step_calls_the_collectives_that_its_description_names(kept_world: Any, seed: int) -> None:
-    """docs/training.md: lengths, ids, pooled vectors and their gradients change places; dense gradients are summed."""
+    """docs/how-to/train.md: lengths, ids, pooled vectors and their gradients are exchanged, dense ones are summed."""
     for called in kept_world(2).run(CASES, "collectives_of_a_step", seed=seed):
         assert called == {"c10d::alltoall_base_": 4, "c10d::allreduce_": 1}
 

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from sennit.runtime.data.batch_source import MemorySource
+from sennit.runtime.data.batch_source import MemorySource, prepared
 from sennit.runtime.data.samples import Column, Samples
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.model.tensor_train import TensorTrainRule
-from sennit.runtime.training import checkpoint, resumption
+from sennit.runtime.training import resumption
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import fingerprint
+from sennit.runtime.training.manifest import CheckpointError
 from sennit.runtime.training.metrics import quality, quality_of_ranks
 from sennit.runtime.training.trainer import Trainer, TrainingError
 from sennit.transport.errors import SennitError
@@ -49,12 +50,8 @@ def samples(seed: int, count: int = 331) -> Samples:
 def trainer(seed: int, tensor_train: str | None = None, data_seed: int | None = None, **changed: Any) -> Trainer:
     rule = None if tensor_train is None else TensorTrainRule.parse(tensor_train)
     config = TrainingConfig(seed=seed, tensor_train=rule, **{**SMALL, **changed})
-    source = MemorySource(
-        samples(seed if data_seed is None else data_seed),
-        config,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
+    data = prepared(samples(seed if data_seed is None else data_seed), config)
+    source = MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size())
     made = Trainer(config, source)
     source.begin(0, made.placement.wire_order)
     return made
@@ -123,7 +120,7 @@ def save_on_a_full_disk(rank: int, world: int, *, seed: int, folder: str) -> str
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
     try:
         resumption.save(run)
-    except checkpoint.CheckpointError as error:
+    except CheckpointError as error:
         return str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -195,15 +192,15 @@ def predictions(rank: int, world: int, *, seed: int, kind: str, count: int = 300
     scores = stream.standard_normal(count)
     match kind:
         case "ties":
-            scores = np.round(scores, 1)
+            scores[:] = np.round(scores, 1)
         case "one score":
-            scores = np.zeros(count)
+            scores[:] = 0
         case "one bin":
-            scores = 1.5 + stream.integers(0, 50, count) * 2.0**-23
+            scores[:] = 1.5 + stream.integers(0, 50, count) * 2.0**-23
         case "sorted":
-            scores = scores + 100 * rank
+            scores += 100 * rank
         case "both zeros":
-            scores = np.where(stream.random(count) < 0.5, -0.0, 0.0)
+            scores[:] = np.where(stream.random(count) < 0.5, -0.0, 0.0)
     chance = 0.0 if kind == "one class" else 1 / (1 + np.exp(-scores))
     labels = stream.random(count) < chance
     return torch.from_numpy(scores.astype(np.float32)), torch.from_numpy(labels.astype(np.float32))

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model over every kind of feature, trained and asked for predictions by the trainer itself."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sennit.runtime.data import sources
+from sennit.runtime.data.batch_source import MemorySource, prepared
+from sennit.runtime.data.seeds import numpy_stream
+from sennit.runtime.data.sources import Source
+from sennit.runtime.kernels.int8 import float_rows, int8_rows
+from sennit.runtime.training import resumption
+from sennit.runtime.training.config import TrainingConfig
+from sennit.runtime.training.trainer import Trainer
+
+arrow = importlib.import_module("pyarrow")
+parquet = importlib.import_module("pyarrow.parquet")
+
+SCHEMA = """
+label = "clicked"
+[dense.price]
+clamp = [0, 100]
+log1p = true
+[dense.age]
+[sparse.city]
+encode = "dictionary"
+[sparse.tags]
+encode = "dictionary"
+first = 3
+[sparse.user]
+rows = 50
+[sparse.seen]
+encode = "hash"
+rows = 30
+salt = 7
+first = 2
+"""
+
+
+def clicks(seed: int, count: int) -> dict[str, list[Any]]:
+    """Columns with nulls, lists and values that are rare."""
+    stream = numpy_stream(seed, "clicks")
+
+    def or_null(values: list[Any]) -> list[Any]:
+        return [None if is_null else value for value, is_null in zip(values, stream.random(count) < 0.1, strict=True)]
+
+    user = stream.integers(0, 50, count)
+    return {
+        "clicked": (stream.random(count) < 0.2 + 0.6 * (user % 2)).astype(int).tolist(),
+        "price": or_null(stream.integers(0, 200, count).tolist()),
+        "age": or_null(stream.integers(1, 99, count).tolist()),
+        "city": or_null([f"city {number}" for number in stream.geometric(0.2, count)]),
+        "tags": or_null([stream.integers(0, 9, length).tolist() for length in stream.integers(0, 6, count)]),
+        "user": or_null(user.tolist()),
+        "seen": or_null([stream.integers(-(2**62), 2**62, length).tolist() for length in stream.integers(0, 4, count)]),
+    }
+
+
+def write(folder: Path, columns: dict[str, list[Any]], name: str) -> Source:
+    parquet.write_table(arrow.table(columns), folder / name)
+    (folder / "schema.toml").write_text(SCHEMA)
+    return Source(data=str(folder / name), schema=folder / "schema.toml")
+
+
+def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[float]:
+    """Trains, saves, and predicts fresh samples, of which some have values that no training row has.
+
+    The tables are then those of 8 bits, as in the exported file.
+    """
+    path = Path(folder)
+    source = write(path, clicks(seed, 500), "clicks.parquet")
+    config = TrainingConfig(
+        source=source, seed=seed, epochs=1, batch_size=50, embedding_dim=8, bottom=(16,), top=(32, 16),
+        checkpoint=path / "saved",
+    )  # fmt: skip
+    data = prepared(sources.load(source, seed=seed), config)
+    memory = MemorySource(data, rank=rank, world_size=world)
+    run = Trainer(config, memory)
+    resumption.begin(run)
+    memory.begin(0, run.placement.wire_order)
+    for _ in range(run.step_count):
+        run.train_step()
+    resumption.save(run)
+    for name, weight in run.embedding.weights().items():
+        weight.copy_(float_rows(int8_rows(weight, name=name)))
+    fresh = clicks(seed + 1, 40)
+    fresh["city"][0] = "nowhere"
+    raw = sources.load(write(path, fresh, f"fresh{rank}.parquet"), seed=seed)
+    samples = data.preprocessing.apply(raw).samples()
+    batch = samples.batch(torch.arange(40), run.placement.wire_order)
+    counts = [40] * world
+    with torch.no_grad():
+        bags = run.embedding.announce(run.exchange.send_ids(batch, counts))
+        pooled = run.embedding.lookup(bags).view(-1, config.embedding_dim)
+        logits = run.dense(batch.dense, run.exchange.return_pooled(pooled, counts))
+    run.embedding.release(bags)
+    dist.barrier()
+    return [float(logit) for logit in logits]

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is fitted to training rows, what becomes of values that they do not have, and the file that keeps it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sennit.runtime.data.errors import DataError
+from sennit.runtime.data.features import Feature, RawSamples
+from sennit.runtime.data.fingerprint import fingerprint
+from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.data.schema import DenseField
+
+arrow = pytest.importorskip("pyarrow")
+
+
+def raw(**changed: Any) -> RawSamples:
+    """Five samples, of which the first three are trained on below."""
+    made = RawSamples(
+        name="made",
+        dense=torch.tensor([[1.0, 7.0], [3.0, 7.0], [torch.nan, 7.0], [50.0, 8.0], [torch.nan, 7.0]]),
+        labels=torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]),
+        dense_fields=(DenseField(name="price", clamp=(0.0, 99.0)), DenseField(name="constant", log1p=True)),
+        features=(
+            Feature.categories("city", arrow.array(["Ulm", None, "Kiel", "Bonn", "Ulm"])),
+            Feature.categories("words", arrow.array([3, 1, 9, 9, 5, 3]), np.array([0, 2, 2, 4, 6, 6]), first=1),
+            Feature(name="user", row_count=10, values=np.array([0, 9, 3, 4, 4])),
+            Feature(name="seen", row_count=4, values=np.array([2**62, 5, 5, -1, 0]), salt=3),
+        ),
+    )
+    return replace(made, **changed)
+
+
+TRAINING = torch.tensor([True, True, True, False, False])
+
+
+def test_only_training_rows_have_a_say() -> None:
+    fitted = Preprocessing.fit(raw(), TRAINING)
+    city, words, user, seen = fitted.encodings
+    assert city.vocabulary is not None
+    assert words.vocabulary is not None
+    assert city.vocabulary.tolist() == ["Kiel", "Ulm"]
+    # The first of each list is used: 3 of the first sample, 9 of the third.
+    assert words.vocabulary.tolist() == [3, 9]
+    assert [part.row_count for part in fitted.encodings] == [3, 3, 10, 4]
+    assert (user.kind, seen.kind, seen.salt) == ("id", "hash", 3)
+    price, constant = fitted.scales
+    assert (price.mean, price.deviation) == (2.0, 1.0)
+    # A constant column is left as it is.
+    assert (constant.mean, constant.deviation) == (0.0, 1.0)
+
+
+def test_unseen_values_and_nulls_have_row_zero_and_null_numbers_the_mean() -> None:
+    samples = Preprocessing.fit(raw(), TRAINING).apply(raw()).samples()
+    city, words, user, _ = samples.columns
+    assert city.values.tolist() == [2, 0, 1, 0, 2]
+    assert words.values.tolist() == [1, 2, 0]
+    assert words.offsets is not None
+    assert words.offsets.tolist() == [0, 1, 1, 2, 3, 3]
+    assert user.values.tolist() == [0, 9, 3, 4, 4]
+    assert samples.dense.tolist() == [[-1.0, 7.0], [1.0, 7.0], [0.0, 7.0], [48.0, 8.0], [0.0, 7.0]]
+
+
+def test_held_back_rows_change_nothing() -> None:
+    """Whatever they are, what is fitted is the same to the last bit."""
+    other = raw(
+        dense=torch.where(TRAINING[:, None], raw().dense, torch.tensor(1e6)),
+        features=(
+            Feature.categories("city", arrow.array(["Ulm", None, "Kiel", "Aachen", "Zwickau"])),
+            *raw().features[1:],
+        ),
+    )
+    assert Preprocessing.fit(other, TRAINING).text() == Preprocessing.fit(raw(), TRAINING).text()
+
+
+def test_fresh_samples_are_encoded_as_those_it_was_fitted_to() -> None:
+    """Their own distinct values are others, in another order."""
+    fitted = Preprocessing.parse(Preprocessing.fit(raw(), TRAINING).text())
+    fresh = raw(
+        dense=torch.tensor([[2.0, 7.0]]),
+        labels=torch.tensor([1.0]),
+        features=(
+            Feature.categories("city", arrow.array(["Ulm"])),
+            Feature.categories("words", arrow.array([8, 9]), np.array([0, 2]), first=1),
+            Feature(name="user", row_count=10, values=np.array([7])),
+            Feature(name="seen", row_count=4, values=np.array([5]), salt=3),
+        ),
+    )
+    samples = fitted.apply(fresh).samples()
+    assert [column.values.tolist() for column in samples.columns[:3]] == [[2], [0], [7]]
+    assert samples.dense.tolist() == [[0.0, 7.0]]
+
+
+def test_a_column_without_any_known_value_has_one_row() -> None:
+    features = (Feature.categories("city", arrow.array([None, None, None, "Bonn", None], arrow.string())),)
+    samples = Preprocessing.fit(raw(features=features), TRAINING).apply(raw(features=features)).samples()
+    assert (samples.columns[0].row_count, samples.columns[0].values.tolist()) == (1, [0] * 5)
+    nothing = raw(dense=torch.full((5, 2), torch.nan))
+    assert Preprocessing.fit(nothing, TRAINING).apply(nothing).dense.tolist() == [[0.0, 0.0]] * 5
+
+
+def test_other_features_than_the_models_are_named() -> None:
+    fitted = Preprocessing.fit(raw(), TRAINING)
+    with pytest.raises(DataError, match=r"features \['city'\], but the model has \['city', 'words', 'user', 'seen'\]"):
+        fitted.apply(raw(features=raw().features[:1]))
+    numbers = Feature.categories("city", arrow.array([1, 2, 3, 4, 5]))
+    with pytest.raises(DataError, match="column city: text where the model knows numbers, or numbers for text"):
+        fitted.apply(raw(features=(numbers, *raw().features[1:])))
+    rows = Feature(name="city", row_count=3, values=np.zeros(5, np.int64))
+    with pytest.raises(DataError, match="column city: encode = 'dictionary' in the model, but not in these data"):
+        fitted.apply(raw(features=(rows, *raw().features[1:])))
+    with pytest.raises(DataError, match="column city: categories without a vocabulary"):
+        raw().samples()
+
+
+@given(
+    values=st.lists(
+        st.one_of(st.none(), st.text(max_size=4), st.sampled_from(["\x00", "ß", "\U0001f600", "\ufffd"])), min_size=1
+    ),
+    data=st.data(),
+)
+def test_any_text_keeps_its_row(values: list[str | None], data: st.DataObject) -> None:
+    """Through the file, against a dictionary of Python."""
+    mask = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
+    made = RawSamples(
+        name="x",
+        dense=torch.zeros(len(values), 1),
+        labels=torch.zeros(len(values)),
+        dense_fields=(DenseField(name="d"),),
+        features=(Feature.categories("c", arrow.array(values, arrow.string())),),
+    )
+    fitted = Preprocessing.parse(Preprocessing.fit(made, torch.tensor(mask)).text())
+    known = sorted({value for value, kept in zip(values, mask, strict=True) if kept and value is not None})
+    rows = {value: row + 1 for row, value in enumerate(known)}
+    expected = [0 if value is None else rows.get(value, 0) for value in values]
+    assert fitted.apply(made).features[0].values.tolist() == expected
+
+
+@pytest.mark.parametrize("values", [[2**64 - 1, 0, 2**63], [-(2**63), 2**63 - 1, 0]])
+def test_integers_keep_all_their_bits(values: list[int]) -> None:
+    kind = arrow.uint64() if max(values) > 2**63 else arrow.int64()
+    made = raw(
+        dense=torch.zeros(3, 1),
+        labels=torch.zeros(3),
+        dense_fields=(DenseField(name="d"),),
+        features=(Feature.categories("c", arrow.array(values, kind)),),
+    )
+    fitted = Preprocessing.parse(Preprocessing.fit(made, torch.ones(3, dtype=torch.bool)).text())
+    order = sorted(values)
+    assert fitted.apply(made).features[0].values.tolist() == [order.index(value) + 1 for value in values]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content.update(format=9),
+        lambda content: content.pop("dense"),
+        lambda content: content.update(dense=3),
+        lambda content: content["sparse"][0].update(values=[1, "a"]),
+        lambda content: content["sparse"][0].update(rows="x"),
+        lambda content: content["dense"][0].update(clamp=[1]),
+        lambda content: content["dense"][0].update(mean=None),
+    ],
+)
+def test_a_damaged_file_is_an_error(damage: Any) -> None:
+    content = json.loads(Preprocessing.fit(raw(), TRAINING).text())
+    damage(content)
+    with pytest.raises(ValueError, match=r"format 9|not the preprocessing|invalid literal|could not convert"):
+        Preprocessing.parse(json.dumps(content))
+
+
+def test_the_fingerprint_is_of_what_is_learnt_from() -> None:
+    """Every part counts, and the name of the data set does not."""
+    one = fingerprint(raw())
+    assert one == fingerprint(raw(name="another"))
+    features = raw().features
+    others = [
+        raw(labels=torch.tensor([0.0, 1.0, 0.0, 1.0, 1.0])),
+        raw(dense=raw().dense + 1),
+        raw(dense_fields=(DenseField(name="price"), raw().dense_fields[1])),
+        raw(features=features[:-1]),
+        raw(features=(features[1], features[0], *features[2:])),
+        raw(features=(replace(features[0], name="town"), *features[1:])),
+        raw(features=(*features[:-1], replace(features[-1], salt=4))),
+        raw(features=(features[0], replace(features[1], first=2), *features[2:])),
+        raw(features=(features[0], replace(features[1], offsets=np.array([0, 1, 2, 4, 6, 6])), *features[2:])),
+        raw(features=(Feature.categories("city", arrow.array(["Ulm", None, "Kiel", "Born", "Ulm"])), *features[1:])),
+        raw(features=(Feature.categories("city", arrow.array(["UlmK", None, "iel", "Bonn", "UlmK"])), *features[1:])),
+    ]
+    assert len({one, *map(fingerprint, others)}) == 1 + len(others)
