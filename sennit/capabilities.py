@@ -296,13 +296,14 @@ def _io_uring() -> Capability:
 
 
 def _vm() -> Capability:
-    """Whether a VM with soft-RoCE can be started, which means that its kernel was built."""
-    from sennit.testbed.vm import kernels
+    """Whether a VM with soft-RoCE can be started: a kernel is in the cache, and boots on this machine."""
+    from sennit.testbed.vm import boot, kernels
 
     try:
-        return _available("vm", kernels.find(kernels.Kind.UML).name)
+        choice = boot.choose(boot.wanted(boot.AUTO))
     except kernels.KernelMissing as error:
-        return _missing("vm", str(error).partition(":")[0], "make kernel")
+        return _missing("vm", str(error), "make kernel")
+    return _available("vm", choice.kernel.name + (f" ({choice.instead_because})" if choice.instead_because else ""))
 
 
 def _root() -> Capability:

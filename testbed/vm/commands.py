@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO, NoReturn
 
@@ -35,8 +36,11 @@ class Interrupted(BaseException):
 def vm(
     command: Annotated[list[str], typer.Argument(help="command to run in the VM; put it after --")],
     kind: Annotated[
-        str, typer.Option("--kernel", help="uml (User-Mode Linux) or qemu (slow, with two processors)")
-    ] = "uml",
+        str,
+        typer.Option(
+            "--kernel", help="uml (User-Mode Linux), qemu (slow, with two processors), or auto: uml where it boots"
+        ),
+    ] = "auto",
     patch: Annotated[
         list[Path] | None,
         typer.Option(help="patch of the kernel, as given to `sennit testbed kernel`; may be repeated"),
@@ -69,13 +73,14 @@ def vm(
     Exit status: that of the command; 124 after the time limit; 125 if the VM itself failed.
     """
     from sennit.debian import StepFailed, Unavailable
-    from sennit.testbed.vm import kernels, runner
+    from sennit.testbed.vm import boot, kernels, runner
     from sennit.testbed.vm.links import Links
 
     try:
+        kinds = boot.wanted(kind, patch or ())
         request = runner.Request(
             command=tuple(command),
-            kind=kernels.Kind(kind),
+            kind=kinds[0],
             patches=tuple(patch or ()),
             environment={**os.environ, **dict(_pair(text) for text in env or [])},
             links=Links(count=links, mtu=mtu, netem=tuple(netem or ())),
@@ -87,8 +92,12 @@ def vm(
         raise typer.BadParameter(str(error)) from None
     try:
         with _interruptible():
+            # A kernel that was asked for by name is not booted beforehand: if it fails, its console says why.
+            choice = boot.choose(kinds, request.patches) if kind == boot.AUTO else None
+            if choice and choice.instead_because:
+                typer.echo(f"sennit testbed vm: in {boot.NAMES[choice.kind]}: {choice.instead_because}", err=True)
             outcome = runner.run(
-                request,
+                replace(request, kind=choice.kind, kernel=choice.kernel) if choice else request,
                 output=_writer(sys.stdout.buffer),
                 errors=_writer(sys.stderr.buffer),
                 console=_writer(sys.stderr.buffer) if show_console else lambda data: None,
@@ -106,7 +115,7 @@ def vm(
 
 
 def kernel(
-    kind: Annotated[str, typer.Argument(help="uml or qemu")] = "uml",
+    kind: Annotated[str, typer.Argument(help="uml, qemu, or auto: uml where it boots, else qemu")] = "auto",
     newest: Annotated[
         bool, typer.Option("--newest", help="also when there is one, but Debian has a newer one")
     ] = False,
@@ -115,18 +124,20 @@ def kernel(
         typer.Option(help="applied to the source of the uml kernel, which is one of its own then; may be repeated"),
     ] = None,
 ) -> None:
-    """Build or download the kernel of the VM, unless the cache has it. Needs no root.
+    """Build or download the kernel of the VM, unless the cache has it, and see that it boots. Needs no root.
 
-    Exit status: 69 if something must be installed first.
+    Exit status: 69 if no kernel boots on this machine, or something must be installed first.
     """
     from sennit import debian
-    from sennit.testbed.vm import kernels
+    from sennit.testbed.vm import boot, kernels
 
     def say(what: str) -> None:
         typer.echo(f"kernel: {what}", err=True)
 
     try:
-        found = kernels.provide(kernels.Kind(kind), say, newest=newest, patches=patch or ())
+        kinds = boot.wanted(kind, patch or ())
+        kernels.check_patches(kinds[0], patch or ())
+        found = boot.provide(kinds, say, newest=newest, patches=patch or ())
         kernels.guest_program()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -136,7 +147,9 @@ def kernel(
     except (debian.StepFailed, OSError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    typer.echo(f"kernel: ready: {found}")
+    if found.instead_because:
+        say(f"taking {boot.NAMES[found.kind]}")
+    typer.echo(f"kernel: ready: {found.kernel}")
 
 
 def _explain(outcome: Outcome) -> None:

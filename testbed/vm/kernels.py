@@ -37,7 +37,7 @@ def find(kind: Kind, patches: Sequence[Path] = ()) -> Path:
     entries = sorted(cache.folder().glob(_name(kind, "*", patches)), key=lambda path: path.stat().st_mtime)
     if not entries:
         command = " ".join(["sennit testbed kernel", kind, *(f"--patch {file}" for file in patches)])
-        how = f"'{command}'" if patches else f"'make kernel' or '{command}'"
+        how = f"'{command}'" if patches or kind is not Kind.UML else f"'make kernel' or '{command}'"
         raise KernelMissing(f"no such {kind} kernel in {cache.folder()}: run {how}")
     return entries[-1]
 
@@ -58,7 +58,7 @@ def provide(kind: Kind, say: Callable[[str], None], *, newest: bool = False, pat
         package = stock_kernel.package_name()
         name = _name(kind, package.removeprefix("linux-image-"))
         return cache.provide(name, lambda entry: stock_kernel.fetch(entry, package, say), waiting)
-    uml_kernel.require_tools(patches)
+    uml_kernel.require_tools()
     version = debian.candidate(uml_kernel.PACKAGE)
     name = _name(kind, version, patches)
     return cache.provide(name, lambda entry: uml_kernel.build(entry, version, say, patches), waiting)
@@ -87,7 +87,7 @@ def guest_program() -> Path:
 
 def _name(kind: Kind, version: str, patches: Sequence[Path] = ()) -> str:
     """Of an entry: whatever decides what is in it."""
-    made_by = b"\0".join([uml_kernel.CONFIGURATION.read_bytes(), *map(_changes, patches)])
+    made_by = b"\0".join([uml_kernel.CONFIGURATION.read_bytes(), *map(_changes, (uml_kernel.XSTATE_PATCH, *patches))])
     if kind is Kind.QEMU:
         made_by = " ".join(stock_kernel.WANTED).encode()
     return f"kernel-{kind}-{version}-{_digest(made_by)}"

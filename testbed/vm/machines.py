@@ -43,6 +43,8 @@ class Machine(ABC):
     channels: Channels
     setup: Sequence[Record] = ()
     """What its guest does besides."""
+    tools: Sequence[tuple[str, str]] = ()
+    """Programs that it needs, each with its package."""
 
     def __init__(self, kernel: Path) -> None:
         self.kernel = kernel
@@ -114,10 +116,7 @@ class Qemu(Machine):
 
     root = Mount(source="root", type="9p", options=f"{P9},cache=loose")
     channels = Channels(output="/dev/vport0p1", errors="/dev/vport0p2", control="/dev/vport0p3")
-
-    def __init__(self, kernel: Path) -> None:
-        debian.require([(QEMU, "qemu-system-x86")], "a VM of the kind qemu")
-        super().__init__(kernel)
+    tools = ((QEMU, "qemu-system-x86"),)
 
     def command(
         self, *, initrd: Path, folder: Path, memory_bytes: int, descriptors: Descriptors, kept: Sequence[Path]

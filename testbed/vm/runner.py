@@ -57,6 +57,8 @@ class Request:
 
     command: tuple[str, ...]
     kind: kernels.Kind = kernels.Kind.UML
+    kernel: Path | None = None
+    """Its folder; None for the newest in the cache that fits."""
     folder: Path = field(default_factory=Path.cwd)
     """The command's working directory, at the same path in the guest as on the host."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -96,8 +98,8 @@ def run(request: Request, *, output: Sink, errors: Sink, console: Sink = lambda 
 
     Raises `KernelMissing` where `make kernel` was not run, and `Unavailable` where something has to be installed.
     """
-    debian.require(TOOLS, "a VM with RoCE links")
-    machine = MACHINES[request.kind](kernels.find(request.kind, request.patches))
+    debian.require((*TOOLS, *MACHINES[request.kind].tools), f"a VM of the kind {request.kind}")
+    machine = MACHINES[request.kind](request.kernel or kernels.find(request.kind, request.patches))
     with _scratch_folder() as folder:
         initrd = folder / "initrd"
         initrd.write_bytes(_initramfs(request, machine))

@@ -12,6 +12,8 @@ from typing import Final
 from sennit import debian
 
 CONFIGURATION: Final = Path(__file__).parent / "uml.config"
+# Without it this kernel panics on processors with AMX. Every kernel has it, whatever other patches it has.
+XSTATE_PATCH: Final = Path(__file__).parent / "uml-xstate.patch"
 PACKAGE: Final = "linux-source-6.12"
 BINARY: Final = "linux"
 TOOLS: Final = (
@@ -22,8 +24,8 @@ TOOLS: Final = (
     ("bc", "bc"),
     ("tar", "tar"),
     ("xz", "xz-utils"),
+    ("patch", "patch"),
 )
-PATCH_TOOL: Final = ("patch", "patch")
 UNPACK_TIMEOUT_S: Final = 900.0
 PATCH_TIMEOUT_S: Final = 60.0
 CONFIGURE_TIMEOUT_S: Final = 600.0
@@ -42,17 +44,17 @@ UNUSED: Final = (
 )
 
 
-def require_tools(patches: Sequence[Path] = ()) -> None:
+def require_tools() -> None:
     """Raises `Unavailable` where a program is missing that `build` runs."""
-    debian.require([*TOOLS, *([PATCH_TOOL] if patches else [])], "building the kernel")
+    debian.require(TOOLS, "building the kernel")
 
 
 def build(entry: Path, version: str, say: Callable[[str], None], patches: Sequence[Path] = ()) -> None:
     """Fills `entry` with the kernel, its whole configuration and the log of the build. Works beside `entry`.
 
-    The patches are applied to Debian's source in their order, and have to fit without fuzz.
+    The patches are applied to Debian's source in their order after our own, and have to fit without fuzz.
     """
-    require_tools(patches)
+    require_tools()
     log = entry / "build.log"
     work = entry.parent
     package = work / "package"
@@ -63,7 +65,7 @@ def build(entry: Path, version: str, say: Callable[[str], None], patches: Sequen
     exclude = [f"--exclude={pattern}" for pattern in UNUSED]
     debian.execute(["tar", "-xf", str(archive), *exclude, "-C", str(work)], timeout_s=UNPACK_TIMEOUT_S, log=log)
     (source,) = work.glob("linux-source-*")
-    for file in patches:
+    for file in (XSTATE_PATCH, *patches):
         say(f"applying {file}")
         apply = ["patch", "--strip=1", "--forward", "--fuzz=0", f"--directory={source}", f"--input={file.resolve()}"]
         debian.execute(apply, timeout_s=PATCH_TIMEOUT_S, log=log)
