@@ -115,8 +115,6 @@ def immediate_of(datagram: Any) -> int:
 @every_case
 def test_what_a_queue_pair_of_rxe_does(case: Any, rxe: Any, rng: np.random.Generator) -> None:
     fate = case.rxe_with(PATCHES)
-    if fate.fatal and rxe.ip_version == 6:
-        pytest.skip(f"ends a kernel without docs/upstream/{case.patch}*.patch")
     warnings = kernel_warnings() if case.rxe.warns else 0
     payloads = payloads_of(rng)
     aims = rxe.open(payloads, case.first_psn)

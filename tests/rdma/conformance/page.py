@@ -67,7 +67,7 @@ def _fate(rxe: OnRxe) -> str:
         text += f" ({rxe.error})"
     if rxe.warns:
         text += ", with a stack trace in the log"
-    return text + (", over IPv6 the end of the kernel" if rxe.fatal else "")
+    return text
 
 
 def _on_udp(case: Case) -> str:
