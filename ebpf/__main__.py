@@ -6,9 +6,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from sennit import extras
 from sennit.ebpf import features
 from sennit.ebpf.compiler import PROGRAMS, CompileError, compile_program
-from sennit.ebpf.elf import Elf
+
+try:
+    from sennit.ebpf.elf import Elf
+except ModuleNotFoundError as error:
+    sys.exit(f"ebpf: error: {extras.explain(error) or error}")
 
 
 def main(folder: Path) -> int:

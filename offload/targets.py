@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import enum
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
+from sennit import extras
 from sennit.offload.admission import FeedCounters
 from sennit.offload.batches import Batch, BatchLayout
+from sennit.offload.errors import TargetUnavailable
 from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape
+
+if TYPE_CHECKING:
+    from sennit.offload.xdp import XdpReceiver
 
 
 class Target(enum.StrEnum):
@@ -78,9 +83,7 @@ def compile_plan(
     NotOffloadable and TargetUnavailable say what stands against it, and what to do.
     """
     if target is Target.XDP:
-        from sennit.offload.xdp import XdpReceiver
-
-        return XdpReceiver(layout, session=session, udp_port=udp_port, sketch=sketch)
+        return xdp_receiver()(layout, session=session, udp_port=udp_port, sketch=sketch)
     if target is Target.CPU:
         from sennit.offload.cpu import CpuReceiver
 
@@ -88,3 +91,12 @@ def compile_plan(
     from sennit.offload.host_receiver import HostReceiver
 
     return HostReceiver(layout, session=session, sketch=sketch)
+
+
+def xdp_receiver() -> type[XdpReceiver]:
+    """The receiver in the kernel, whose loader needs pyelftools. Raises TargetUnavailable where that is missing."""
+    try:
+        from sennit.offload.xdp import XdpReceiver
+    except ModuleNotFoundError as error:
+        raise TargetUnavailable(f"xdp: {extras.explain(error) or error}") from None
+    return XdpReceiver

@@ -4,20 +4,38 @@
 import importlib.metadata
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from typer.core import TyperGroup
 
 import sennit
-from sennit.command_line import figure_file, stdout_console, writable_file
+from sennit import extras
+from sennit.command_line import EXIT_UNAVAILABLE, figure_file, stdout_console, writable_file
 from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
 from sennit.runtime.trace.commands import app as trace
 from sennit.testbed.commands import app as testbed
 
+
+class Commands(TyperGroup):
+    """Ends a command that needs an optional package with one line that says how to install it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            explained = extras.explain(error)
+            if explained is None:
+                raise
+            typer.echo(f"error: {explained}", err=True)
+            raise typer.Exit(EXIT_UNAVAILABLE) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,

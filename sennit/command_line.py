@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -40,7 +41,15 @@ def writable_file(path: Path | None) -> Path | None:
 
 
 def figure_file(path: Path | None) -> Path | None:
-    """Callback of an option that names a figure."""
-    if path is not None and path.suffix not in FIGURE_SUFFIXES:
-        raise typer.BadParameter(f"{path}; allowed: names that end in {', '.join(FIGURE_SUFFIXES)}")
+    """Callback of an option that names a figure. It needs matplotlib."""
+    if path is not None:
+        if path.suffix not in FIGURE_SUFFIXES:
+            raise typer.BadParameter(f"{path}; allowed: names that end in {', '.join(FIGURE_SUFFIXES)}")
+        require_package("matplotlib")
     return writable_file(path)
+
+
+def require_package(module: str) -> None:
+    """Raises ModuleNotFoundError at once, where it would only be raised after minutes of measuring."""
+    if importlib.util.find_spec(module) is None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)

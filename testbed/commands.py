@@ -39,11 +39,11 @@ COLOURS = {"passed": "green", "failed": "bold red", "unsupported": "yellow"}
 QUIET = ("results", "wrong_results", "failed_ranks", "distinct_digests")
 
 
-def _check_packages() -> None:
-    """Ends the command if something that every scenario needs is not installed."""
-    for package in ("pyroute2", "matplotlib"):
+def _check_packages(*packages: str) -> None:
+    """Ends the command where one of the packages is not installed: pyroute2 and matplotlib, which scenarios need."""
+    for package in packages or ("pyroute2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
-            typer.echo(f"error: {package} is not installed: pip install 'sennit[testbed]', or make build", err=True)
+            typer.echo(f"error: {package} is not installed: pip install 'sennit[testbed]'", err=True)
             raise typer.Exit(2)
 
 
@@ -179,6 +179,7 @@ def simulate(
 
     `make simulate` writes docs/lab/simulation.md with it.
     """
+    _check_packages("matplotlib")
     from sennit.testbed.simulation import report, runner, suite
 
     cases = [case for case in suite.cases(quick=quick, seed=seed) if only in case.name]

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self
 
 from sennit.closing import Closing
-from sennit.ebpf.features import missing_privileges
 from sennit.errors import ConfigError
 from sennit.offload.batches import BatchLayout
-from sennit.offload.ingest.shared_interface import follow, lead
-from sennit.offload.targets import Receiver
+from sennit.offload.errors import TargetUnavailable
+from sennit.offload.targets import Receiver, xdp_receiver
 
 if TYPE_CHECKING:
     from sennit.offload.xdp import XdpReceiver
@@ -85,6 +84,12 @@ class IngestTarget:
         if self.kind == "xdp":
             if len(set(self.places)) < len(self.places):
                 raise TargetError(f"--ingest {self}: an interface is named twice; ranks take turns anyway")
+            try:
+                xdp_receiver()
+            except TargetUnavailable as error:
+                raise TargetError(f"--ingest {self}: {error}") from None
+            from sennit.ebpf.features import missing_privileges
+
             lacking = missing_privileges()
             if lacking:
                 raise TargetError(f"--ingest {self}: this process lacks {', '.join(lacking)}; cpu:// needs none")
@@ -124,9 +129,7 @@ class IngestTarget:
         """Starts to receive the rank's records. Raises PlanError, TargetUnavailable or OSError."""
         port = self.port + local_rank
         if self.kind == "xdp":
-            from sennit.offload.xdp import XdpReceiver
-
-            in_kernel = XdpReceiver(layout, session=session, udp_port=port)
+            in_kernel = xdp_receiver()(layout, session=session, udp_port=port)
             with _closed_on_error(in_kernel):
                 self._attach(in_kernel, range(local_rank % len(self.places), local_ranks, len(self.places)), timeout_s)
             return in_kernel
@@ -142,6 +145,8 @@ class IngestTarget:
 
     def _attach(self, receiver: XdpReceiver, ranks: range, timeout_s: float) -> None:
         """Attaches to an interface that other ranks may share."""
+        from sennit.offload.ingest.shared_interface import follow, lead
+
         local_rank = receiver.udp_port - self.port
         interface, program, session = self._interface(local_rank), receiver.program.descriptor, receiver.session
         if len(ranks) == 1:

