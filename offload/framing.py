@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ethernet, IPv6 and UDP headers around a datagram (IEEE 802.3, RFC 8200, RFC 768), for runs without a network."""
+"""Frames around a datagram (IEEE 802.3 and 802.1Q, RFC 8200, RFC 768): to run a program on without a network."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,10 +27,22 @@ class Ends:
 LOOPBACK: Final = Ends()
 
 
-def frame(datagram: bytes, udp_port: int, ends: Ends = LOOPBACK, *, with_checksum: bool = False) -> bytes:
-    """`checksum=False` leaves the UDP checksum 0, as on a link whose device computes it."""
+def frame(
+    datagram: bytes,
+    udp_port: int,
+    ends: Ends = LOOPBACK,
+    *,
+    with_checksum: bool = False,
+    vlan_tags: Sequence[tuple[int, int]] = (),
+) -> bytes:
+    """Ethernet, IPv6 and UDP around a datagram.
+
+    Without a checksum it is left at 0, as on a link whose device computes it. `vlan_tags`, outermost first: the tag's
+    type (0x8100, or 0x88A8 of a service provider) and its 16 bits of priority and VLAN.
+    """
     size = _UDP_BYTES + len(datagram)
-    ether = ends.hardware + ends.source_hardware + struct.pack(">H", ETHERTYPE_IPV6)
+    tags = b"".join(struct.pack(">HH", kind, control) for kind, control in vlan_tags)
+    ether = ends.hardware + ends.source_hardware + tags + struct.pack(">H", ETHERTYPE_IPV6)
     ip = struct.pack(">IHBB", 6 << 28, size, IPPROTO_UDP, 64) + ends.source + ends.address
     checksum = 0
     if with_checksum:

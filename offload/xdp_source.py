@@ -80,9 +80,8 @@ static __always_inline enum feed_verdict take(struct xdp_md* context, struct fee
 }
 
 static __always_inline int receive(struct xdp_md* context) {
-  void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;
   asm volatile("" ::"r"(&ring));  // tells the verifier which arena this program has
-  struct feed_datagram found = feed_find_datagram(data, data_end, settings.udp_port);
+  struct feed_datagram found = feed_find_datagram(context, settings.udp_port);
   if (!found.at) return XDP_PASS;
   __u32 zero = 0;
   struct feed_counters* count = bpf_map_lookup_elem(&counters, &zero);
@@ -101,8 +100,8 @@ _REPEAT = """
 // Makes the packet the next one of its batch, from the first row again when the batch is full, and takes it.
 SEC("xdp")
 int feed_again(struct xdp_md* context) {
+  struct feed_datagram found = feed_find_datagram(context, settings.udp_port);
   void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;
-  struct feed_datagram found = feed_find_datagram(data, data_end, settings.udp_port);
   struct feed_header* header = data + found.at;
   asm volatile("" ::"r"(&ring));
   if (!found.at || (void*)(header + 1) > data_end) return XDP_ABORTED;

@@ -92,7 +92,14 @@ struct feed_settings {
   __u16 reserved;
 };
 
-// The payload of a UDP datagram, or nothing. Fragments and IPv4 options are left to the host.
+// IEEE 802.1Q, 9.6: what follows the type 0x8100 (C-VLAN) or 0x88A8 (S-VLAN). With QinQ a frame has one of each.
+#define FEED_VLAN_TAGS_MAX 2
+struct feed_vlan_tag {
+  __be16 control;
+  __be16 type;
+};
+
+// The payload of a UDP datagram, or nothing. Fragments, IPv4 options and more VLAN tags are left to the host.
 struct feed_datagram {
   __u32 at;     // offset of the payload in the packet, 0: none
   __u32 bytes;  // as the UDP header says
@@ -103,19 +110,30 @@ static __always_inline struct feed_datagram feed_find_any(void* data, void* data
   struct feed_datagram none = {};
   struct ethhdr* ether = data;
   struct udphdr* udp;
-  __u32 at;
   if ((void*)(ether + 1) > data_end) return none;
-  if (ether->h_proto == bpf_htons(ETH_P_IPV6)) {
-    struct ipv6hdr* ip = (void*)(ether + 1);
+  __be16 type = ether->h_proto;
+  void* network = ether + 1;
+  __u32 at = sizeof *ether;
+#pragma clang loop unroll(full)
+  for (__u32 tags = 0; tags < FEED_VLAN_TAGS_MAX; tags++) {
+    if (type != bpf_htons(ETH_P_8021Q) && type != bpf_htons(ETH_P_8021AD)) break;
+    struct feed_vlan_tag* tag = network;
+    if ((void*)(tag + 1) > data_end) return none;
+    type = tag->type;
+    network = tag + 1;
+    at += sizeof *tag;
+  }
+  if (type == bpf_htons(ETH_P_IPV6)) {
+    struct ipv6hdr* ip = network;
     if ((void*)(ip + 1) > data_end || ip->nexthdr != IPPROTO_UDP) return none;
     udp = (void*)(ip + 1);
-    at = sizeof *ether + sizeof *ip + sizeof *udp;
-  } else if (ether->h_proto == bpf_htons(ETH_P_IP)) {
-    struct iphdr* ip = (void*)(ether + 1);
+    at += sizeof *ip + sizeof *udp;
+  } else if (type == bpf_htons(ETH_P_IP)) {
+    struct iphdr* ip = network;
     if ((void*)(ip + 1) > data_end || ip->protocol != IPPROTO_UDP || ip->ihl != 5) return none;
     if (ip->frag_off & bpf_htons(0x3fff)) return none;  // RFC 791: more fragments, or an offset
     udp = (void*)(ip + 1);
-    at = sizeof *ether + sizeof *ip + sizeof *udp;
+    at += sizeof *ip + sizeof *udp;
   } else {
     return none;
   }
@@ -126,9 +144,18 @@ static __always_inline struct feed_datagram feed_find_any(void* data, void* data
   return found;
 }
 
-// The same, but only of one for the port.
-static __always_inline struct feed_datagram feed_find_datagram(void* data, void* data_end, __u16 udp_port) {
-  struct feed_datagram none = {}, found = feed_find_any(data, data_end);
+// The same as one number. A global function: the verifier walks it by itself and takes what it returns for any number.
+// So it walks the caller once, not once for each row of headers that a packet may have.
+__attribute__((noinline)) __u64 feed_find_packed(struct xdp_md* context) {
+  struct feed_datagram found = feed_find_any((void*)(long)context->data, (void*)(long)context->data_end);
+  return (__u64)found.port << 32 | (__u64)found.bytes << 8 | found.at;
+}
+
+// Of a datagram for the port.
+static __always_inline struct feed_datagram feed_find_datagram(struct xdp_md* context, __u16 udp_port) {
+  const __u64 packed = feed_find_packed(context);
+  struct feed_datagram none = {};
+  struct feed_datagram found = {.at = packed & 0xff, .bytes = packed >> 8 & 0xffff, .port = packed >> 32};
   return found.port == udp_port ? found : none;
 }
 

@@ -106,6 +106,38 @@ def test_every_datagram_is_counted_by_name(receiver: XdpReceiver, packets: list[
     assert (counted.records, receiver.rows_taken(0)) == (4, 4)
 
 
+VLAN, SERVICE_VLAN = (0x8100, 0x6005), (0x88A8, 7)
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [(), (VLAN,), (SERVICE_VLAN,), (SERVICE_VLAN, VLAN), (VLAN, VLAN)],
+    ids=["none", "Q", "ad", "QinQ", "Q in Q"],
+)
+def test_frames_with_vlan_tags_are_taken_as_those_without(
+    receiver: XdpReceiver, packets: list[list[bytes]], tags: tuple[tuple[int, int], ...]
+) -> None:
+    with HostReceiver(LAYOUT, session=SESSION) as expected:
+        for packet in packets[0]:
+            assert receiver.program.test_run(frame(packet, PORT, vlan_tags=tags)).verdict == XDP_DROP
+            expected.deliver(packet)
+        assert_same_batch(receiver.batch(0), expected.batch(0))
+        assert receiver.counters() == expected.counters()
+
+
+def test_frames_that_are_cut_inside_their_tags_or_have_three_go_to_the_host(
+    receiver: XdpReceiver, packets: list[list[bytes]]
+) -> None:
+    before = receiver.counters()
+    tagged = frame(packets[0][0], PORT, vlan_tags=(SERVICE_VLAN, VLAN))
+    for size_bytes in range(14, 14 + 8 + 40 + 8):  # Ethernet, two tags, IPv6, UDP; the kernel takes no shorter ones
+        assert receiver.program.test_run(tagged[:size_bytes]).verdict == XDP_PASS, size_bytes
+    assert (
+        receiver.program.test_run(frame(packets[0][0], PORT, vlan_tags=(SERVICE_VLAN, VLAN, VLAN))).verdict == XDP_PASS
+    )
+    assert receiver.counters() == before
+
+
 def test_a_gap_is_known_until_the_missing_packet_comes(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
     first, second, third, fourth = packets[0]
     with HostReceiver(LAYOUT, session=SESSION) as expected:
