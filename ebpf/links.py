@@ -7,6 +7,7 @@ import ctypes
 import enum
 import errno
 import os
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -21,11 +22,15 @@ BPF_XDP: Final = 37
 _BPF_TCX_INGRESS: Final = 46
 _BPF_TCX_EGRESS: Final = 47
 EVERY_PROCESS: Final = -1
+# uapi/linux/bpf.h, struct bpf_prog_info (Linux 4.15): offset and size of the name.
+_PROGRAM_NAME_AT: Final = 64
+_NAME_BYTES: Final = 16
+# The program that libxdp puts in front of several others (xdp-tools, lib/libxdp/protocol.org).
+_LIBXDP_DISPATCHER: Final = "xdp_dispatcher"
 
 
 # What these error numbers mean when an interface gets a program.
 _XDP_HINTS: Final = {
-    errno.EBUSY: "it has an XDP program already (`ip link` shows it)",
     errno.ERANGE: "its MTU is above what its driver runs programs for (veth: 3,506 bytes)",
 }
 
@@ -84,9 +89,36 @@ def attach_xdp(program: Program, interface_index: int, mode: XdpMode = XdpMode.A
         return create_link(program.descriptor, program.name, interface_index, BPF_XDP, what, mode)
     except BpfError as error:
         hint = _XDP_HINTS.get(error.errno or 0)
+        # EEXIST: the program there runs in another mode than the one asked for.
+        if error.errno in (errno.EBUSY, errno.EEXIST):
+            hint = _occupant(interface_index)
         if hint is None:
             raise
         raise BpfError(error.errno, f"{error.strerror}; {hint}") from None
+
+
+def _occupant(interface_index: int) -> str:
+    """Which XDP program an interface has, and how it is detached."""
+    interface = socket.if_indextoname(interface_index)
+    number, descriptor = ctypes.c_uint32(), -1
+    if library().bpf_xdp_query_id(interface_index, 0, ctypes.byref(number)) == 0 and number.value:
+        descriptor = library().bpf_prog_get_fd_by_id(number)
+    if descriptor < 0:
+        return f"{interface} has an XDP program already (`ip link show {interface}`)"
+    try:
+        information = ctypes.create_string_buffer(_PROGRAM_NAME_AT + _NAME_BYTES)
+        size = ctypes.c_uint32(len(information))
+        library().bpf_obj_get_info_by_fd(descriptor, information, ctypes.byref(size))
+    finally:
+        os.close(descriptor)
+    name = information.raw[_PROGRAM_NAME_AT:].partition(b"\0")[0].decode(errors="replace")
+    detach = f"ip link set dev {interface} xdp off"
+    if name == _LIBXDP_DISPATCHER:
+        detach = f"xdp-loader unload {interface} --all"
+    return (
+        f"{interface} has the XDP program {name!r} (id {number.value}) already, and takes one: end the process that "
+        f"attached it, or run `{detach}`"
+    )
 
 
 def attach_tcx(program: Program, interface_index: int, *, egress: bool = False) -> Link:

@@ -71,6 +71,34 @@ def packets() -> Iterator[BpfObject]:
         yield made
 
 
+@pytest.mark.needs("netns")
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("somebodys", "`ip link set dev lo xdp off`"), ("xdp_dispatcher", "`xdp-loader unload lo --all`")],
+)
+def test_the_xdp_program_in_the_way_is_named_with_what_detaches_it(packets: BpfObject, name: str, remedy: str) -> None:
+    source = HEAD + f'SEC("xdp") int {name}(struct xdp_md *context) {{ return XDP_PASS; }}\n'
+
+    def refusal() -> str:
+        index = socket.if_nametoindex("lo")
+        with (
+            BpfObject(compile_source("other", source)) as other,
+            links.attach_xdp(other.program(name), index),
+            pytest.raises(BpfError) as refused,
+        ):
+            links.attach_xdp(packets.program("by_xdp"), index)
+        return str(refused.value)
+
+    host = f"{namespace.unique_prefix(78)}-links"
+    namespace.create(host)
+    try:
+        text = namespace.within(host, refusal)
+    finally:
+        namespace.remove(host)
+    assert f"lo has the XDP program '{name}' (id " in text
+    assert remedy in text
+
+
 def test_maps_have_the_types_of_the_source(packets: BpfObject) -> None:
     assert set(packets.maps()) >= {"last", "by_size", "events"}
     assert set(packets.programs()) == {"by_xdp", "by_tcx"}
@@ -139,7 +167,7 @@ def loopback_traffic(packets: BpfObject) -> None:
 
         with links.attach_xdp(packets.program("by_xdp"), index):
             assert seen(100) == [142]
-            busy = f"program by_xdp: cannot be attached to interface {index} as XDP .* it has an XDP program already"
+            busy = rf"cannot be attached to interface {index} as XDP .* lo has the XDP program 'by_xdp' \(id [0-9]+\)"
             with pytest.raises(BpfError, match=busy):
                 links.attach_xdp(packets.program("by_xdp"), index)
             with links.attach_tcx(packets.program("by_tcx"), index):
