@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles BPF programs with clang when they are first needed. Takes a fraction of a second."""
+"""Compiles BPF programs with clang when they are first needed, and keeps the objects on disk."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
+from sennit.ebpf import object_cache
 from sennit.errors import SennitError
 
 PROGRAMS: Final = Path(__file__).parent / "programs"
@@ -85,17 +87,37 @@ def compile_source(name: str, source: str) -> bytes:
 
 
 def _compile(source: Path, instruction_set: str, clang: str, *options: str) -> bytes:
-    # asm/types.h is in the host compiler's folder, which clang does not search for the target bpf.
+    """The object of a source file, out of the cache where the same text was compiled the same way before."""
+    # asm/types.h is where the host's compiler has it, which clang does not look at for the target bpf.
     multiarch = Path("/usr/include") / (sysconfig.get_config_var("MULTIARCH") or "")
-    with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
-        target = Path(folder) / "program.o"
-        command = [clang, "-target", "bpf", f"-mcpu={instruction_set}", "-O2", "-g", "-Wall", "-Werror", *options]
-        command += [f"-D__TARGET_ARCH_{TARGET_ARCHITECTURES.get(platform.machine(), platform.machine())}"]
-        command += [f"-I{INCLUDE}", f"-I{multiarch}", "-c", os.fspath(source), "-o", os.fspath(target)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
-        if done.returncode != 0:
-            missing = re.search(r"fatal error: '(.*)' file not found", done.stderr)
-            if missing:
-                raise ToolMissing(f"clang: no header {missing[1]}")
-            raise CompileError(f"{' '.join(command)}:\n{done.stderr[-4000:]}")
-        return target.read_bytes()
+    flags = ["-target", "bpf", f"-mcpu={instruction_set}", "-O2", "-g", "-Wall", "-Werror"]
+    flags += [f"-D__TARGET_ARCH_{TARGET_ARCHITECTURES.get(platform.machine(), platform.machine())}"]
+    flags += [option for option in options if not option.startswith("-I")]
+    includes = [option for option in options if option.startswith("-I")] + [f"-I{INCLUDE}", f"-I{multiarch}"]
+    # The text with all its headers, without the paths that they have here.
+    text = _run([clang, *flags, *includes, "-E", "-P", os.fspath(source)])
+    key = hashlib.sha256("\0".join([_identity(clang), *flags, text]).encode()).hexdigest()
+    image = object_cache.read(key)
+    if image is None:
+        with tempfile.TemporaryDirectory(prefix="sennit-bpf-") as folder:
+            target = Path(folder) / "program.o"
+            _run([clang, *flags, *includes, "-c", os.fspath(source), "-o", os.fspath(target)])
+            image = target.read_bytes()
+        object_cache.write(key, image)
+    return image
+
+
+@functools.cache
+def _identity(clang: str) -> str:
+    """Version, revision and packaging of a compiler."""
+    return _run([clang, "--version"])
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False)
+    if done.returncode != 0:
+        missing = re.search(r"fatal error: '(.*)' file not found", done.stderr)
+        if missing:
+            raise ToolMissing(f"clang: no header {missing[1]}")
+        raise CompileError(f"{' '.join(command)}:\n{done.stderr[-4000:]}")
+    return done.stdout
