@@ -90,7 +90,38 @@ class Communicator:
     ) -> bytes:
         """Opens the RDMA device that serves these local addresses; what peers need to connect."""
 
-    def connect(self, routes: Sequence[tuple[str, bytes]]) -> None:
+    def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None:
+        """Before connect, with its routes: begins to send packets over every path to the peers of udp routes."""
+
+    def try_network(self, limit_s: float, /) -> bool:
+        """Goes on with the trial for so long at most; True when there is nothing more to find out."""
+
+    def is_tried(self, rank: int, /) -> bool:
+        """The trial with this rank is over, or there is none."""
+
+    def is_perfect(self, rank: int, /) -> bool:
+        """Every path takes the largest packet both ways, or there is no trial."""
+
+    def trial_message(self, rank: int, /) -> bytes:
+        """What this end knows, for that rank's learn_trial."""
+
+    def learn_trial(self, rank: int, message: bytes, /) -> None:
+        """A trial_message of that rank that came another way; empty: it found every path perfect."""
+
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
+        """For each path: own address and source port, the peer's address and port, its source port and our port, the
+        largest payload that arrived there and here, errno of the last send that failed."""
+
+    def trial_payload_bytes(self, rank: int, /) -> int:
+        """The size of packets that the trial found; 0 before and without one."""
+
+    def trial_payload_max_bytes(self, rank: int, /) -> int:
+        """The largest that the interfaces at both ends take."""
+
+    def give_up(self, reason: str, /) -> None:
+        """In place of connect: tells the peers that could be reached why there will be no group."""
+
+    def connect(self, routes: Sequence[tuple[str, bytes]], /) -> None:
         """Per rank: ('self'|'shm'|'udp'|'verbs', the peer's blob)."""
 
     def register_memory(self, buffer: Any) -> Registration:

@@ -148,6 +148,8 @@ class Communicator(ArrayCollectives):
         self._core = connection.endpoint
         self.routes = connection.routes
         self.ranks_here = connection.ranks_here
+        self.notes = connection.notes
+        """What is worth knowing about how the ranks reach each other: dead paths, smaller packets."""
         self._plans: PlanCache[_core.Plan] = PlanCache(_core.Plan)
         self._store = store
         self._base_name = name
@@ -185,7 +187,7 @@ class Communicator(ArrayCollectives):
 
     def describe(self) -> str:
         """How many operations are in flight, and what is awaited from whom over which paths, for people."""
-        return self._core.describe()
+        return "\n".join((self._core.describe(), *self.notes))
 
     def post(
         self,

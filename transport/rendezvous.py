@@ -7,6 +7,8 @@
     round "opened"  whose offers this rank could open: two ranks use shared memory when both opened the other's
     round "udp"     addresses, keys, paths, of sockets or of RDMA devices, and what peers must have in common with the
                     latter; only where some pair has no shared memory
+    record "trial" what a rank found when it tried the paths; read only by ranks whose own trial does not end
+                   (`network_trial.py`)
 
 A store may outlive a run and hold its records: torchrun restarts ranks over the same one. So a record counts only in
 the run whose list has its writer's nonce (`_Rounds.settle`).
@@ -20,6 +22,7 @@ import base64
 import json
 import secrets
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +32,7 @@ from typing import Any, Final, Generic, Protocol, TypeAlias, TypeVar
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, MismatchError, PeerError, SennitError, TimeoutError, Unsupported
 from sennit.transport.host import host_identity, machine_identity
+from sennit.transport.network_trial import TriedEndpoint, try_network
 from sennit.transport.rails import Rail
 from sennit.transport.rdma_rails import RdmaRail, check_pair
 from sennit.transport.store import CheckedStore, Store
@@ -47,7 +51,7 @@ Record: TypeAlias = dict[str, Any]
 Route: TypeAlias = tuple[str, bytes]
 
 
-class Endpoint(Protocol):
+class Endpoint(TriedEndpoint, Protocol):
     """The native communicator's part in rendezvous (`_core.Communicator`)."""
 
     def shm_offer(self) -> bytes: ...
@@ -77,7 +81,7 @@ class Endpoint(Protocol):
         service: str,
     ) -> bytes: ...
 
-    def connect(self, routes: list[Route], /) -> None: ...
+    def connect(self, routes: Sequence[Route], /) -> None: ...
 
 
 AnyEndpoint = TypeVar("AnyEndpoint", bound=Endpoint)
@@ -91,6 +95,8 @@ class Connection(Generic[AnyEndpoint]):
     routes: tuple[str, ...]
     ranks_here: int
     """Ranks of the group that share this machine's cores, this one included."""
+    notes: tuple[str, ...] = ()
+    """What is worth knowing about how the ranks reach each other; for `describe()`."""
 
 
 class _Rounds:
@@ -161,6 +167,22 @@ class _Rounds:
     def own_nonce(self) -> str:
         """Tells this process from an earlier one of the same rank."""
         return self._nonce
+
+    @property
+    def deadline_s(self) -> float:
+        """Of `time.monotonic`."""
+        return self._deadline_s
+
+    def leave(self, record: Record, /) -> None:
+        """This rank's record of the network trial; a later one replaces it."""
+        self._publish(self._key("trial", self._rank), record)
+
+    def look(self, peer: int, /) -> Record | None:
+        """The peer's record of the network trial, if it has left one."""
+        key = self._key("trial", peer)
+        if not self._store.check([key]):
+            return None
+        return self._decode(self._store.get(key), peer, {"messages": {}, "errors": {}})
 
     def _is_listed(self) -> bool:
         """The newest run has this process in it; then it is ours."""
@@ -337,8 +359,18 @@ def connect(
     network = "verbs" if config.transport is TransportKind.VERBS else "udp"
     routes: list[Route] = [("shm", b"") if by_shm[rank][peer] else (network, blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")
+    notes = _slower_neighbours(config, hello, offers, by_shm[rank], rank)
+    for text in notes:
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    if any(kind == "udp" for kind, _ in routes):
+        for verdict in try_network(endpoint, routes, rounds, rank=rank, deadline_s=rounds.deadline_s, watch=watch):
+            for text in verdict.warnings:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            notes += [*verdict.warnings, *verdict.notes]
     endpoint.connect(routes)
-    return Connection(endpoint=endpoint, routes=tuple(kind for kind, _ in routes), ranks_here=ranks_here)
+    return Connection(
+        endpoint=endpoint, routes=tuple(kind for kind, _ in routes), ranks_here=ranks_here, notes=tuple(notes)
+    )
 
 
 def _open_network(endpoint: Endpoint, config: Config, addresses: list[str]) -> bytes:
@@ -366,13 +398,13 @@ def _hello(config: Config, world: int, nonce: str) -> Record:
 
 def _offer(endpoint: Endpoint, config: Config) -> Record:
     if config.transport in (TransportKind.UDP, TransportKind.VERBS):
-        return {"shm": "", "why_not": f"its SENNIT_TRANSPORT is {config.transport}"}
+        return {"shm": "", "why_not": f"its SENNIT_TRANSPORT is {config.transport}", "is_meant": True}
     try:
-        return {"shm": _text(endpoint.shm_offer()), "why_not": ""}
+        return {"shm": _text(endpoint.shm_offer()), "why_not": "", "is_meant": True}
     except OSError as error:
         if config.transport is TransportKind.SHM:
             raise
-        return {"shm": "", "why_not": f"it has no shared memory: {error}"}
+        return {"shm": "", "why_not": f"it has no shared memory: {error}", "is_meant": False}
 
 
 def _opened(endpoint: Endpoint, hello: Sequence[Record], offers: Sequence[Record], rank: int) -> Record:
@@ -402,6 +434,31 @@ def _refuse_strangers(
         else:
             reason = "one of both could not open the other's segment (containers with a /dev/shm of their own?)"
         raise Unsupported("shared memory", f"SENNIT_TRANSPORT=shm, but rank {peer} is out of reach: {reason}")
+
+
+def _slower_neighbours(
+    config: Config, hello: Sequence[Record], offers: Sequence[Record], by_shm: Sequence[bool], rank: int
+) -> list[str]:
+    """Ranks on this host that `auto` reaches by udp although nobody asked for that: why, and what to do."""
+    if config.transport is not TransportKind.AUTO:
+        return []
+    peers_of: dict[str, list[int]] = {}
+    for peer, record in enumerate(hello):
+        if peer == rank or by_shm[peer] or record["host"] != hello[rank]["host"]:
+            continue
+        refusing = [(who, offers[who]) for who in (rank, peer) if offers[who]["why_not"]]
+        if any(offer["is_meant"] for _, offer in refusing):
+            continue
+        why = "; ".join(f"rank {who}: {offer['why_not']}" for who, offer in refusing)
+        peers_of.setdefault(
+            why or "one rank cannot open the other's segment: containers with a /dev/shm of their own?", []
+        ).append(peer)
+    return [
+        f"SENNIT_TRANSPORT=auto takes udp, not shared memory, between rank {rank} and "
+        f"{'rank' if len(peers) == 1 else 'ranks'} {', '.join(map(str, peers))} of the same host: {why}. Give the "
+        "containers a larger or a common /dev/shm (docker run --shm-size=1g, --ipc=host), or set SENNIT_TRANSPORT=udp"
+        for why, peers in peers_of.items()
+    ]
 
 
 def _text(data: bytes) -> str:

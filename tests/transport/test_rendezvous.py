@@ -25,6 +25,9 @@ from sennit.transport.rdma_rails import RdmaRail
 from sennit.transport.store import FileStore, Store
 from sennit.transport.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
 
+# Endpoints in different rooms are on one host all the same; what is said about that has a test of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:SENNIT_TRANSPORT=auto takes udp")
+
 
 class MemoryStore:
     """A torch-like store in memory."""
@@ -69,6 +72,7 @@ class Recorder:
         self.rank, self.room, self.shm_errno = rank, room, shm_errno
         self.ranks_here = 0
         self.routes: list[tuple[str, bytes]] = []
+        self.tried: list[tuple[str, bytes]] = []
         self.udp: tuple[list[tuple[str, int]], dict[str, Any]] | None = None
         self.verbs: tuple[list[str], dict[str, Any]] | None = None
 
@@ -89,8 +93,38 @@ class Recorder:
         self.verbs = (addresses, settings)
         return f"verbs{self.rank}".encode()
 
-    def connect(self, routes: list[tuple[str, bytes]], /) -> None:
-        self.routes = routes
+    def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None:
+        self.tried = list(routes)
+
+    def try_network(self, limit_s: float, /) -> bool:
+        return True  # test_network_trial.py has networks that fail
+
+    def is_tried(self, rank: int, /) -> bool:
+        return True
+
+    def is_perfect(self, rank: int, /) -> bool:
+        return True
+
+    def trial_message(self, rank: int, /) -> bytes:
+        raise AssertionError(rank)
+
+    def learn_trial(self, rank: int, message: bytes, /) -> None:
+        raise AssertionError(rank)
+
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
+        raise AssertionError(rank)
+
+    def trial_payload_bytes(self, rank: int, /) -> int:
+        raise AssertionError(rank)
+
+    def trial_payload_max_bytes(self, rank: int, /) -> int:
+        raise AssertionError(rank)
+
+    def give_up(self, reason: str, /) -> None:
+        raise AssertionError(reason)
+
+    def connect(self, routes: Sequence[tuple[str, bytes]], /) -> None:
+        self.routes = list(routes)
 
 
 def meet(
@@ -178,6 +212,34 @@ def test_host_ids_keep_neighbours_apart_but_count_cores_together() -> None:
 def test_a_full_shared_memory_is_no_reason_to_stop() -> None:
     endpoints = [Recorder(0, "a"), Recorder(1, "a", shm_errno=errno.ENOSPC), Recorder(2, "a")]
     assert meet(endpoints) == [("self", "udp", "shm"), ("udp", "self", "udp"), ("shm", "udp", "self")]
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (
+            Recorder(1, "a", shm_errno=errno.ENOSPC),
+            "rank 1: it has no shared memory: shm_open: No space left on device",
+        ),
+        (Recorder(1, "b"), "one rank cannot open the other's segment: containers with a /dev/shm of their own?"),
+    ],
+)
+def test_auto_says_when_it_does_not_take_shared_memory_and_why(second: Recorder, why: str) -> None:
+    with pytest.warns(RuntimeWarning, match="auto") as named:
+        assert meet([Recorder(0, "a"), second]) == [("self", "udp"), ("udp", "self")]
+    assert sorted(str(warning.message).partition(". Give")[0] for warning in named) == [
+        f"SENNIT_TRANSPORT=auto takes udp, not shared memory, between rank {rank} and rank {1 - rank} of the same "
+        f"host: {why}"
+        for rank in range(2)
+    ]
+
+
+@pytest.mark.filterwarnings("error")
+def test_udp_that_was_asked_for_is_no_reason_to_warn() -> None:
+    udp = Config(transport=TransportKind.UDP)
+    assert meet([Recorder(0, "a"), Recorder(1, "a")], [udp, Config()]) == [("self", "udp"), ("udp", "self")]
+    apart = [Config(host_id="left"), Config(host_id="right")]
+    assert meet([Recorder(0, "a"), Recorder(1, "a")], apart) == [("self", "udp"), ("udp", "self")]
 
 
 def test_udp_alone_makes_no_segment() -> None:

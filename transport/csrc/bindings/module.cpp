@@ -244,16 +244,44 @@ class PyCommunicator {
     config.seed = seed;
     return from_bytes(guarded([&] { return engine_->verbs_open(config); }));
   }
-  void connect(const std::vector<std::pair<std::string, nb::bytes>>& routes) {
-    std::vector<sennit::Route> native;
-    for (const auto& [kind, info] : routes) {
-      using Kind = sennit::Route::Kind;
-      static const std::map<std::string, Kind> KINDS = {
-          {"self", Kind::self}, {"shm", Kind::shm}, {"udp", Kind::udp}, {"verbs", Kind::verbs}};
-      const auto known = KINDS.find(kind);
-      if (known == KINDS.end()) raise_status(SENNIT_ARGUMENT, "unknown route " + kind);
-      native.push_back({known->second, to_bytes(info)});
-    }
+  using PyRoutes = std::vector<std::pair<std::string, nb::bytes>>;
+  void begin_trial(const PyRoutes& routes) {
+    const std::vector<sennit::Route> native = to_routes(routes);
+    guarded([&] { engine_->begin_trial(native); });
+  }
+  bool try_network(double limit_s) {
+    const uint64_t limit_us = to_us(limit_s);
+    return guarded([&] {
+      nb::gil_scoped_release release;
+      return engine_->try_network(limit_us);
+    });
+  }
+  bool is_tried(uint32_t rank) const { return trial(rank) == nullptr || trial(rank)->is_settled(); }
+  bool is_perfect(uint32_t rank) const { return trial(rank) == nullptr || trial(rank)->is_perfect(); }
+  nb::bytes trial_message(uint32_t rank) const {
+    return trial(rank) == nullptr ? nb::bytes("", 0) : from_bytes(trial(rank)->message());
+  }
+  void learn_trial(uint32_t rank, const nb::bytes& message) {
+    sennit::Trial* its = trial(rank);
+    if (its == nullptr) return;
+    if (message.size() == 0)
+      its->settle_as_perfect();
+    else
+      its->on_message(sennit::clock_us(), to_bytes(message));
+  }
+  nb::list tried_paths(uint32_t rank) const {
+    nb::list out;
+    for (const sennit::TriedPath& path : tried(rank))
+      out.append(nb::make_tuple(sennit::address_text(path.out_source), path.out_source.port,
+                                sennit::address_text(path.out_listen), path.out_listen.port, path.in_source.port,
+                                path.in_listen.port, path.told_bytes, path.heard_bytes, path.error));
+    return out;
+  }
+  uint32_t trial_payload_bytes(uint32_t rank) const { return trial(rank) ? trial(rank)->payload_bytes() : 0; }
+  uint32_t trial_payload_max_bytes(uint32_t rank) const { return trial(rank) ? trial(rank)->payload_max_bytes() : 0; }
+  void give_up(const std::string& reason) { engine_->give_up(reason); }
+  void connect(const PyRoutes& routes) {
+    const std::vector<sennit::Route> native = to_routes(routes);
     guarded([&] { engine_->connect(native); });
   }
 
@@ -334,6 +362,26 @@ class PyCommunicator {
   }
 
  private:
+  std::vector<sennit::TriedPath> tried(uint32_t rank) const {
+    if (trial(rank) == nullptr) return {};
+    return engine_->udp()->tried_paths(rank);
+  }
+  static std::vector<sennit::Route> to_routes(const PyRoutes& routes) {
+    std::vector<sennit::Route> native;
+    for (const auto& [kind, info] : routes) {
+      using Kind = sennit::Route::Kind;
+      static const std::map<std::string, Kind> KINDS = {
+          {"self", Kind::self}, {"shm", Kind::shm}, {"udp", Kind::udp}, {"verbs", Kind::verbs}};
+      const auto known = KINDS.find(kind);
+      if (known == KINDS.end()) raise_status(SENNIT_ARGUMENT, "unknown route " + kind);
+      native.push_back({known->second, to_bytes(info)});
+    }
+    return native;
+  }
+  sennit::Trial* trial(uint32_t rank) const {
+    if (rank >= engine_->world()) raise_status(SENNIT_ARGUMENT, "no rank " + std::to_string(rank));
+    return engine_->udp() ? engine_->udp()->trial(rank) : nullptr;
+  }
   sennit_comm* handle() const { return reinterpret_cast<sennit_comm*>(engine_); }
   sennit::Engine* engine_ = nullptr;
 };
@@ -397,6 +445,26 @@ NB_MODULE(_core, m) {
       .def("verbs_open", &PyCommunicator::verbs_open, "addresses"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
            "congestion"_a, "window_bytes"_a, "service"_a, "seed"_a = 0,
            "Opens the RDMA device that serves these local addresses; what peers need to connect.")
+      .def("begin_trial", &PyCommunicator::begin_trial, "routes"_a,
+           "Before connect, with its routes: begins to send packets over every path to the peers of udp routes.")
+      .def("try_network", &PyCommunicator::try_network, "limit_s"_a,
+           "Goes on with the trial for so long at most; True when there is nothing more to find out.")
+      .def("is_tried", &PyCommunicator::is_tried, "rank"_a, "The trial with this rank is over, or there is none.")
+      .def("is_perfect", &PyCommunicator::is_perfect, "rank"_a,
+           "Every path takes the largest packet both ways, or there is no trial.")
+      .def("trial_message", &PyCommunicator::trial_message, "rank"_a,
+           "What this end knows, for that rank's learn_trial.")
+      .def("learn_trial", &PyCommunicator::learn_trial, "rank"_a, "message"_a,
+           "A trial_message of that rank that came another way; empty: it found every path perfect.")
+      .def("tried_paths", &PyCommunicator::tried_paths, "rank"_a,
+           "For each path: own address and source port, the peer's address and port, its source port and our port, the "
+           "largest payload that arrived there and here, errno of the last send that failed.")
+      .def("trial_payload_bytes", &PyCommunicator::trial_payload_bytes, "rank"_a,
+           "The size of packets that the trial found; 0 before and without one.")
+      .def("trial_payload_max_bytes", &PyCommunicator::trial_payload_max_bytes, "rank"_a,
+           "The largest that the interfaces at both ends take.")
+      .def("give_up", &PyCommunicator::give_up, "reason"_a,
+           "In place of connect: tells the peers that could be reached why there will be no group.")
       .def("connect", &PyCommunicator::connect, "routes"_a, "Per rank: ('self'|'shm'|'udp'|'verbs', the peer's blob).")
       .def("register_memory", &PyCommunicator::register_memory, "buffer"_a, nb::rv_policy::take_ownership,
            "Keeps a buffer where it is, and registered with RDMA devices once it is used, until closed.")

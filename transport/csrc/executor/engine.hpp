@@ -62,6 +62,13 @@ class Engine {
   bool shm_accept(uint32_t peer, std::span<const std::byte> offer);
   std::vector<std::byte> udp_open(const UdpConfig& config);
   std::vector<std::byte> verbs_open(const VerbsConfig& config);
+  // Optional, between udp_open and connect: packets over every path to the peers of udp routes (ports/trial.hpp).
+  void begin_trial(const std::vector<Route>& routes);
+  // Until there is nothing more to find out, or for `limit_us`; true in the former case.
+  bool try_network(uint64_t limit_us);
+  // In place of connect: tells the peers that could be reached why there will be no group.
+  void give_up(const std::string& reason);
+  UdpPort* udp() { return udp_.get(); }
   void connect(const std::vector<Route>& routes);
 
   // Memory that stays where it is until unregister_memory: a device need not register it for each operation.

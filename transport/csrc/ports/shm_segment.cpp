@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -64,6 +65,17 @@ void remove_orphans() {
   }
 }
 
+// `fd` holds what could be reserved.
+std::string too_small(int fd, uint64_t needed_bytes) {
+  struct statvfs folder {};
+  struct stat reserved {};
+  if (fstatvfs(fd, &folder) != 0 || fstat(fd, &reserved) != 0) return "/dev/shm is too small for this rank's inboxes";
+  const uint64_t free_bytes = folder.f_bavail * folder.f_frsize + static_cast<uint64_t>(reserved.st_blocks) * 512;
+  const auto mib = [](uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; };
+  return "/dev/shm is too small for this rank's inboxes: " + mib(needed_bytes) + " needed, " + mib(free_bytes) +
+         " of " + mib(folder.f_blocks * folder.f_frsize) + " free";
+}
+
 [[noreturn]] void fail(const char* what, int error) { throw std::system_error(error, std::generic_category(), what); }
 
 }  // namespace
@@ -103,7 +115,7 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
     if (peer == rank && world > 1) continue;
     const int error = posix_fallocate(segment.fd_, static_cast<off_t>(peer == 0 ? 0 : first + stride * peer),
                                       static_cast<off_t>(stride + (peer == 0 ? first : 0)));
-    if (error != 0) fail("/dev/shm is too small for this rank's inboxes", error);
+    if (error != 0) fail(too_small(segment.fd_, segment.size_bytes_ - (world > 1 ? stride : 0)).c_str(), error);
   }
   if (rank == 0 && posix_fallocate(segment.fd_, 0, static_cast<off_t>(first)) != 0) fail("/dev/shm is full", ENOSPC);
   void* base = mmap(nullptr, segment.size_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, segment.fd_, 0);

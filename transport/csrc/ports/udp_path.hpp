@@ -12,16 +12,19 @@
 
 namespace sennit {
 
+class Trial;
 class UdpSender;
 
 struct UdpPath {
   UdpPath(const wire::Endpoint& remote_listen) : remote_listen(remote_listen), remote(remote_listen) {}
 
-  flow::Flow* flow = nullptr;
+  flow::Flow* flow = nullptr;  // null until the trial of the network is over
+  Trial* trial = nullptr;      // null where there is none
+  uint32_t trial_rkey = 0;     // of the probes that come here: the key of the ring that the peer may write to
   trace::Ends ends{};
   uint32_t index = 0;           // the flow's name for it
   UdpSender* sender = nullptr;  // owns the socket with this path's source port
-  wire::Endpoint remote_listen;
+  wire::Endpoint source, local_listen, remote_source, remote_listen;
   SocketAddress remote;  // the same, for sends
   uint32_t remote_qpn = 0;
   uint32_t next_psn = 0;

@@ -11,6 +11,7 @@
 
 #include "flow/control.hpp"
 #include "ports/call_clock.hpp"
+#include "ports/udp_peer.hpp"
 #include "ports/udp_setup.hpp"
 #include "wire/utf8.hpp"
 
@@ -30,20 +31,6 @@ constexpr uint64_t SILENCE_US = 100'000, REFUSALS_US = 20'000;
 constexpr size_t KEY_POOL_COUNT = 64;  // 256 bytes: one getrandom never blocks nor falls short
 
 }  // namespace
-
-struct UdpPort::Rail {
-  std::unique_ptr<UdpReceiver> receiver;
-  std::vector<std::unique_ptr<UdpSender>> senders;  // by path
-};
-
-struct UdpPort::Peer {
-  uint32_t rank;
-  std::vector<UdpPath> paths;
-  size_t rail_count;  // path p uses rail p mod rail_count
-  size_t batch_packets;
-  std::unique_ptr<FlowLane> lane;
-  bool is_gone = false;  // nobody listens at its address any more
-};
 
 UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
     : rank_(rank), send_(config), send_counters_(config.counter_page), receive_counters_(config.counter_page) {
@@ -114,51 +101,6 @@ void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes
 
 std::vector<std::byte> UdpPort::local_info() const { return offer_.encode(); }
 
-void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
-  const RoceOffer theirs = RoceOffer::decode(info);
-  check_peer("udp", offer_, peer, peer < peers_.size() && peers_[peer] != nullptr);
-  auto [pairs, path_count, config] = agree(offer_, peer, theirs, send_, pair_payload);
-  config.receive_budget = &receive_budget_;
-
-  auto made = std::make_unique<Peer>();
-  made->rank = peer;
-  const RoceOffer::Peer& for_peer = offer_.peers[peer];
-  const RoceOffer::Peer& for_us = theirs.peers[rank_];
-  const std::span<std::byte> eager_memory(eager_memory_[peer], size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
-  made->lane = std::make_unique<FlowLane>(peer, config, eager_memory, for_peer.eager_rkey, exposure_, sink);
-  made->lane->flow().set_remote_eager(for_us.eager_address, for_us.eager_rkey);
-  made->rail_count = pairs.size();
-  made->batch_packets = UdpSender::batch_packets(config.payload_max_bytes);
-
-  for (const auto& rail : rails_) rail->receiver->expect_batches_of(made->batch_packets);
-
-  const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
-  made->paths.reserve(config.path_count);
-  for (uint32_t path = 0; path < path_count; ++path) {
-    for (const auto& [mine, other] : pairs) {
-      const RoceOffer::Rail &our_rail = offer_.rails[mine], &their_rail = theirs.rails[other];
-      UdpPath& entry = made->paths.emplace_back(their_rail.listen);
-      entry.flow = &made->lane->flow();
-      entry.ends = {rank_, peer};
-      entry.index = static_cast<uint32_t>(made->paths.size() - 1);
-      entry.sender = rails_[mine]->senders[path].get();
-      entry.remote_qpn = for_us.qpns[other * theirs.path_count + path];
-      entry.next_psn = random_value<uint32_t>() & wire::PSN_MASK;
-      entry.is_to_device = theirs.is_device;
-      wire::Endpoint our_source = our_rail.listen, their_source = their_rail.listen;
-      our_source.port = our_rail.entropies[path];
-      their_source.port = their_rail.entropies[path];
-      // With one peer, as between two ranks, a socket has one destination.
-      if (offer_.size == 2 && entry.sender->connect(entry.remote)) entry.remote = entry.remote.of_connected();
-      entry.outgoing = wire::NetworkCrc(our_source, their_rail.listen, common_packet_bytes);
-      entry.incoming = wire::NetworkCrc(their_source, our_rail.listen, common_packet_bytes);
-      paths_by_qpn_[for_peer.qpns[mine * offer_.path_count + path]] = &entry;
-    }
-  }
-  connected_.push_back(made.get());
-  peers_[peer] = std::move(made);
-}
-
 uint32_t UdpPort::next_key() {
   if (keys_.empty()) {
     const auto fresh = random_value<std::array<uint32_t, KEY_POOL_COUNT>>();
@@ -170,7 +112,7 @@ uint32_t UdpPort::next_key() {
 }
 
 UdpPort::Peer& UdpPort::connected(uint32_t peer) {
-  if (peer >= peers_.size() || peers_[peer] == nullptr)
+  if (peer >= peers_.size() || peers_[peer] == nullptr || peers_[peer]->lane == nullptr)
     throw std::out_of_range("udp: rank " + std::to_string(peer) + " is not connected");
   return *peers_[peer];
 }
@@ -244,6 +186,7 @@ void UdpPort::note_refused(UdpSender& sender) {
 }
 
 bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
+  if (peer.trial && peer.trial->has_due()) send_probes(peer, now_us);
   flow::Flow& flow = peer.lane->flow();
   if (read_until_us_ >= flow.next_timeout_us()) flow.on_timeout(now_us);
   bool sent = false;

@@ -21,6 +21,7 @@
 #include "ports/flow_lane.hpp"
 #include "ports/roce_offer.hpp"
 #include "ports/send_config.hpp"
+#include "ports/trial.hpp"
 #include "ports/udp_receiver.hpp"
 #include "ports/udp_sender.hpp"
 #include "telemetry/counter_page.hpp"
@@ -30,6 +31,13 @@ namespace sennit {
 struct UdpRailConfig {
   std::string address;  // IPv4 or IPv6, of this machine
   uint16_t port = 0;    // of the listening socket; 0: 4791, or any if that is taken
+};
+
+// One path to a peer, and what its trial found in each direction.
+struct TriedPath {
+  wire::Endpoint out_source, out_listen, in_source, in_listen;
+  uint32_t told_bytes, heard_bytes;  // the largest payload that arrived there, and here; 0: none
+  int error;                         // why this host could not send, or what the network said (errno); 0: nothing
 };
 
 struct UdpConfig : SendConfig {
@@ -45,9 +53,20 @@ class UdpPort final : public Port {
 
   // What peers hand to their connect(), by way of rendezvous.
   std::vector<std::byte> local_info() const;
-  // Throws std::invalid_argument when the peer's information does not fit to ours.
+  // Throws std::invalid_argument when the peer's information does not fit to ours. After a trial with this peer it uses
+  // what that found.
   void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
   Lane& lane(uint32_t peer);
+
+  // Before connect(), for each peer or for none: packets over every path both ways. A peer that has an RDMA device is
+  // not tried. `info` and `sink` as for connect().
+  void begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
+  // One round, without waiting; true when there is nothing more to find out about any peer.
+  bool try_network(uint64_t now_us);
+  uint64_t next_trial_us() const;  // when try_network() must be called although nothing arrived
+  // Null for a peer that is not tried.
+  Trial* trial(uint32_t peer);
+  std::vector<TriedPath> tried_paths(uint32_t peer) const;
 
   std::string_view name() const override { return "udp"; }
   bool progress(uint64_t now_us) override;
@@ -66,6 +85,10 @@ class UdpPort final : public Port {
   struct Rail;
   struct Peer;
 
+  // The paths to a peer, not in use yet.
+  Peer& prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
+  void start(Peer& peer);
+  bool send_probes(Peer& peer, uint64_t now_us);
   void open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes);
   Peer& connected(uint32_t peer);
   bool receive_from(UdpReceiver& receiver, uint64_t now_us);
@@ -88,7 +111,7 @@ class UdpPort final : public Port {
   std::vector<std::unique_ptr<Rail>> rails_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
   std::vector<Peer*> connected_;
-  size_t next_peer_ = 0;  // who sends first in the next round
+  size_t next_peer_ = 0;    // who sends first in the next round
   std::vector<std::byte*> eager_memory_;
   size_t eager_memory_bytes_ = 0;
   // A timer has run out when what arrived before is read: this thread may not have run in between.

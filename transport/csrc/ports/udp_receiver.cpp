@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "flow/immediate.hpp"
+#include "ports/trial.hpp"
 
 namespace sennit {
 
@@ -87,7 +88,7 @@ bool UdpReceiver::look() {
   }
   const auto target = wire::peek_target(std::span(head).first(head_bytes));
   const UdpPath* path = target ? find_path(target->qpn) : nullptr;
-  if (path == nullptr) return true;
+  if (path == nullptr || path->flow == nullptr) return true;
   flow::Placement guess{};
   const bool is_right =
       path->flow == expected_ && path->flow->predict(std::span(&guess, 1)) == 1 && guess.immediate == target->immediate;
@@ -208,7 +209,16 @@ void UdpReceiver::gather(size_t offset, std::span<std::byte> out) const {
 
 void UdpReceiver::judge(Arrival& arrival, const ReceivedBatch& batch, uint64_t now_us, uint32_t& identification) {
   const wire::Packet& packet = arrival.packet;
-  flow::Flow& flow = *arrival.path->flow;
+  const UdpPath& path = *arrival.path;
+  // No region has this address, so that nothing else is meant.
+  if (path.trial != nullptr && packet.opcode == wire::Opcode::uc_write_only_immediate && packet.remote_address == 0 &&
+      packet.rkey == path.trial_rkey) {
+    if (!has_right_icrc(arrival, identification)) return refuse(wire::Refusal::bad_icrc);
+    path.trial->on_probe(now_us, path.index, {arrival.payload, packet.payload_bytes});
+    return;
+  }
+  if (path.flow == nullptr) return refuse(wire::Refusal::unknown_qpn);  // the peer is ahead of this rank
+  flow::Flow& flow = *path.flow;
   if (packet.opcode == wire::Opcode::uc_send_only) {
     if (!has_right_icrc(arrival, identification)) return refuse(wire::Refusal::bad_icrc);
     flow.on_control(now_us, arrival.path->index, {arrival.payload, packet.payload_bytes}, batch.waited_us);

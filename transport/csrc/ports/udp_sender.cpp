@@ -107,14 +107,17 @@ size_t UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets,
 int UdpSender::send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
   ++counters_.send_calls;
   const int error = send_segments(socket_.fd(), to, pieces, segment_bytes);
-  if (error != ECONNREFUSED) return error;
-  note_refusals();
+  // What the network said about an earlier packet ends the next send, whatever that is: this packet has not gone yet.
+  if (error == 0 || error == EAGAIN || error == ENOBUFS || !note_refusals()) return error;
   ++counters_.send_calls;
   return send_segments(socket_.fd(), to, pieces, segment_bytes);
 }
 
-void UdpSender::note_refusals() {
-  for (const RefusedPacket& packet : take_refused_packets(socket_.fd())) refused_.push_back(packet);
+bool UdpSender::note_refusals() {
+  const NetworkReports reports = take_network_reports(socket_.fd());
+  refused_.insert(refused_.end(), reports.refused.begin(), reports.refused.end());
+  if (reports.error != 0) last_error_ = reports.error;
+  return reports.error != 0;
 }
 
 void UdpSender::transmit(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes) {
@@ -155,6 +158,7 @@ void UdpSender::transmit(const UdpPath& path, std::span<const iovec> pieces, siz
 
 void UdpSender::lose(const UdpPath& path, int error) {
   ++counters_.send_errors;
+  last_error_ = error;
   if (error == EMSGSIZE) ++counters_.send_over_mtu;
   trace::port_error(path.ends.rank, path.ends.peer, path.index, trace::PortError::send, static_cast<uint32_t>(error));
 }
@@ -220,12 +224,10 @@ int UdpSender::send_one_by_one(const SocketAddress& to, std::span<const std::byt
     const int result = sendmmsg(socket_.fd(), messages.data() + sent, static_cast<unsigned>(count - sent),
                                 MSG_DONTWAIT | MSG_NOSIGNAL);
     if (result < 0 && errno == EINTR) continue;
-    if (result < 0 && errno == ECONNREFUSED && !std::exchange(is_retried, true)) {
-      note_refusals();
-      continue;
-    }
     if (result < 0) {
       const int error = errno;
+      const bool is_full = error == EAGAIN || error == ENOBUFS;
+      if (!is_full && !std::exchange(is_retried, true) && note_refusals()) continue;
       done_bytes = sent * segment_bytes;
       return error;
     }

@@ -56,6 +56,8 @@ class UdpSender {
     note_refusals();
     return has_refused();
   }
+  // Why the last packet that did not go did not (errno), by the kernel's own word or by the network's; 0: all went.
+  int last_error() const { return last_error_; }
   // Where packets came back from since the last call: nobody listens there.
   std::vector<RefusedPacket> take_refused() { return std::exchange(refused_, {}); }
 
@@ -82,13 +84,15 @@ class UdpSender {
   // One send; an earlier packet that came back is noted, and does not keep this one from going.
   int send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
 
-  void note_refusals();
+  // False: the kernel had nothing to report.
+  bool note_refusals();
 
   UdpSocket socket_;
   UdpSendCounters& counters_;
   std::vector<RefusedPacket> refused_;
   bool can_segment_;
   bool is_stuck_ = false;
+  int last_error_ = 0;
   Kept kept_;
   std::array<std::byte, BATCH_MAX_PACKETS*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
   std::array<iovec, 2 * BATCH_MAX_PACKETS + 1> pieces_;

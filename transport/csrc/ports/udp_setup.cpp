@@ -12,6 +12,10 @@ namespace {
 
 constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_BYTES;  // IPv6, UDP, ours
 
+// The kernel charges a socket for whole buffers, not for payload: a 62 KB batch costs little more than its
+// size, single packets twice to four times theirs.
+uint64_t overhead_of(uint32_t payload_bytes) { return payload_bytes >= 4'096 ? 2 : 4; }
+
 }  // namespace
 
 UdpSocket open_listener(const std::string& address, uint16_t port) {
@@ -53,11 +57,16 @@ uint32_t pair_payload(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs
   return std::min(ours.payload_max_bytes, theirs.payload_max_bytes);
 }
 
-// The kernel charges a socket for whole buffers, not for payload: a 62 KB batch costs little more than its
-// size, single packets twice to four times theirs. And it gives charged memory back only by quarters.
+// The kernel gives charged memory back only by quarters.
 uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count) {
-  const uint64_t overhead = payload_max_bytes >= 4'096 ? 2 : 4;
-  return granted_bytes / 4 * 3 / overhead / std::max(peer_count, 1u);
+  return granted_bytes / 4 * 3 / overhead_of(payload_max_bytes) / std::max(peer_count, 1u);
+}
+
+uint64_t window_at(const RoceOffer& offer, uint32_t payload_bytes) {
+  uint32_t offered_bytes = wire::PAYLOAD_MAX_BYTES;
+  for (const RoceOffer::Rail& rail : offer.rails) offered_bytes = std::min(offered_bytes, rail.payload_max_bytes);
+  const uint64_t offered = overhead_of(offered_bytes), used = std::max(overhead_of(payload_bytes), offered);
+  return offer.receive_window_bytes / used * offered;
 }
 
 }  // namespace sennit

@@ -37,4 +37,8 @@ uint32_t pair_payload(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs
 // What each peer may have on the way into a receive buffer.
 uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count);
 
+// What a peer may have on the way to the rank of `offer` in packets of this payload: smaller ones fill its buffer
+// sooner.
+uint64_t window_at(const RoceOffer& offer, uint32_t payload_bytes);
+
 }  // namespace sennit

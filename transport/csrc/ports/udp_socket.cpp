@@ -220,8 +220,8 @@ int send_segments(int fd, const SocketAddress& to, std::span<const iovec> pieces
   return sent < 0 ? errno : 0;
 }
 
-std::vector<RefusedPacket> take_refused_packets(int fd) {
-  std::vector<RefusedPacket> refused;
+NetworkReports take_network_reports(int fd) {
+  NetworkReports reports;
   for (;;) {
     sockaddr_storage destination{};
     alignas(cmsghdr) char control[512];
@@ -236,16 +236,18 @@ std::vector<RefusedPacket> take_refused_packets(int fd) {
     message.msg_iov = &piece;
     message.msg_iovlen = 1;
     const ssize_t quoted_bytes = recvmsg(fd, &message, MSG_ERRQUEUE | MSG_DONTWAIT);
-    if (quoted_bytes < 0) return refused;
-    if (static_cast<size_t>(quoted_bytes) < quoted.size()) continue;
+    if (quoted_bytes < 0) return reports;
     for (cmsghdr* option = CMSG_FIRSTHDR(&message); option != nullptr; option = CMSG_NXTHDR(&message, option)) {
       const bool is_report = (option->cmsg_level == IPPROTO_IP && option->cmsg_type == IP_RECVERR) ||
                              (option->cmsg_level == IPPROTO_IPV6 && option->cmsg_type == IPV6_RECVERR);
       if (!is_report || option->cmsg_len < CMSG_LEN(sizeof(sock_extended_err))) continue;
       sock_extended_err report;
       std::memcpy(&report, CMSG_DATA(option), sizeof report);
-      if (report.ee_errno == ECONNREFUSED)
-        refused.push_back({endpoint_of(reinterpret_cast<const sockaddr*>(&destination)), wire::read_qpn(quoted)});
+      reports.error = static_cast<int>(report.ee_errno);
+      if (report.ee_errno == EMSGSIZE) reports.mtu_bytes = report.ee_info;
+      if (report.ee_errno == ECONNREFUSED && static_cast<size_t>(quoted_bytes) == quoted.size())
+        reports.refused.push_back(
+            {endpoint_of(reinterpret_cast<const sockaddr*>(&destination)), wire::read_qpn(quoted)});
     }
   }
 }

@@ -52,7 +52,7 @@ class UdpSocket {
   bool enable_receive_offload();
   // All packets will go there: the kernel looks the route up once and not for every send. False where it has none now.
   bool connect(const SocketAddress& to);
-  // A destination that refuses makes the next send fail with ECONNREFUSED; see take_refused_packets().
+  // A destination that refuses makes the next send fail with ECONNREFUSED; see take_network_reports().
   void report_refusals();
   // Packets carry ECT(0): routers may mark them instead of dropping them (RFC 3168).
   void announce_ecn();
@@ -76,10 +76,17 @@ struct RefusedPacket {
   uint32_t qpn;
 };
 
-// This socket's packets that came back since the last call (ICMP port unreachable): nobody listens there any more.
-// Wants report_refusals(). The kernel has matched the report with the socket's addresses and ports, which a stranger
-// may guess; the queue pair that it quotes is random and known to the two ends alone (RFC 5927, 4.1 and 4.2).
-std::vector<RefusedPacket> take_refused_packets(int fd);
+// What the network and this host's kernel said about packets of a socket.
+struct NetworkReports {
+  // Packets that came back (ICMP port unreachable): nobody listens there any more. The kernel has matched the report
+  // with the socket's addresses and ports, which a stranger may guess; the queue pair that it quotes is random and
+  // known to the two ends alone (RFC 5927, 4.1 and 4.2).
+  std::vector<RefusedPacket> refused;
+  int error = 0;           // errno of the newest report, of any kind; 0: there was none
+  uint32_t mtu_bytes = 0;  // with EMSGSIZE: what the path takes by the report
+};
+// Since the last call. Wants report_refusals().
+NetworkReports take_network_reports(int fd);
 
 struct ReceivedBatch {
   size_t size_bytes = 0;     // of all packets together

@@ -148,7 +148,7 @@ TEST_CASE("a packet that came back is known by its destination and queue pair") 
     UdpSocket other(wire::parse_endpoint(address, 0));
     other.report_refusals();
     REQUIRE(send_segments(other.fd(), SocketAddress(closed), std::span(&piece, 1), 0) == 0);
-    CHECK(take_refused_packets(other.fd()).empty());
+    CHECK(take_network_reports(other.fd()).refused.empty());
   }
 }
 

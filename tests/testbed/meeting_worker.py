@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of test_network_trial.py: `python FILE RANK WORLD STORE`.
+
+Makes a group, runs one AllReduce, and prints as JSON what came of it: the error, how long it took, the group's notes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+
+import numpy as np
+
+from sennit.transport.communicator import Communicator
+from sennit.transport.config import from_environment
+from sennit.transport.errors import SennitError
+from sennit.transport.store import FileStore
+
+
+def main() -> None:
+    rank, world = int(sys.argv[1]), int(sys.argv[2])
+    begun_s = time.monotonic()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            group = Communicator(rank=rank, world=world, store=FileStore(sys.argv[3]), config=from_environment())
+        except SennitError as error:
+            print(json.dumps({"error": f"{type(error).__name__}: {error}", "took_s": time.monotonic() - begun_s}))
+            return
+        took_s = time.monotonic() - begun_s
+    found = {"error": "", "took_s": took_s, "notes": group.notes, "describe": group.describe()}
+    found["warnings"] = [str(warning.message) for warning in warned]
+    try:
+        with group:
+            total = group.allreduce(np.full(300_000, rank + 1.0, np.float32))
+            assert (total == world * (world + 1) / 2).all()
+    except SennitError as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups made over networks that drop everything one way, large packets, or some paths: found before the first use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
+pytest.importorskip("sennit.transport._core", reason="the native core is not built")
+
+from pyroute2 import IPRoute
+
+from sennit.testbed.topology import Impairment, Planes, namespace
+from sennit.testbed.topology.fabric import port_ifindex
+
+pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
+
+WORKER = Path(__file__).with_name("meeting_worker.py")
+# Far beyond what a group may take: an error that comes by this deadline is not the trial's.
+DEADLINE_S = 60.0
+NOTHING_PASSES = Impairment(loss_fraction=1.0)
+
+
+def meet(planes: Planes, folder: Path, settings: Sequence[dict[str, str]] = ({}, {})) -> list[dict[str, Any]]:
+    """What each rank found."""
+    ranks = []
+    for rank in range(planes.hosts):
+        command = [sys.executable, str(WORKER), f"{rank}", f"{planes.hosts}", str(folder / "store")]
+        environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"} | settings[rank]
+        ranks.append(planes.popen(rank, command, env=environment, stdout=subprocess.PIPE, text=True))
+    found = []
+    for process in ranks:
+        with process:
+            output, _ = process.communicate(timeout=2 * DEADLINE_S)
+            assert process.returncode == 0
+            found.append(json.loads(output))
+    return found
+
+
+def set_switch_mtu(planes: Planes, mtu_bytes: int, ports: Sequence[tuple[int, int]]) -> None:
+    """The switch drops what is larger, and tells nobody."""
+
+    def change() -> None:
+        with IPRoute() as route:
+            for port in ports:
+                route.link("set", index=port_ifindex(*port), mtu=mtu_bytes)
+
+    namespace.within(planes.switch_name, change)
+
+
+@pytest.mark.parametrize("mute", [0, 1])
+def test_a_one_way_black_hole_is_named_by_both_ranks_before_the_first_collective(mute: int, tmp_path: Path) -> None:
+    with Planes(hosts=2, planes=1) as planes:
+        planes.impair(NOTHING_PASSES, hosts=[mute])
+        deaf = 1 - mute
+        wanted = f"rank {deaf} hears nothing from rank {mute}: UDP {planes.addresses(mute)[0]} -> "
+        for found in meet(planes, tmp_path):
+            assert found["error"].startswith(f"PeerError: {wanted}[{planes.addresses(deaf)[0]}]:4791 "), found
+            assert "packets of 4,180 to 340 bytes; the other direction works" in found["error"]
+            assert "SENNIT_PORTS" in found["error"]
+            assert found["took_s"] < DEADLINE_S / 2
+
+
+def test_hosts_with_jumbo_frames_talk_across_a_switch_that_drops_them(tmp_path: Path) -> None:
+    with Planes(hosts=2, planes=2, per_packet=True) as planes:
+        set_switch_mtu(planes, 1500, [(host, plane) for host in range(2) for plane in range(2)])
+        for found in meet(planes, tmp_path):
+            assert not found["error"]
+            assert not found["warnings"]
+            assert len(found["notes"]) == 1
+            assert "have 1,108 bytes: those of 4,180, which the interfaces take, do not pass" in found["notes"][0]
+            assert found["notes"][0] in found["describe"]
+
+
+def test_a_smaller_mtu_one_way_on_one_plane_sets_the_size_for_both(tmp_path: Path) -> None:
+    with Planes(hosts=2, planes=2, per_packet=True) as planes:
+        set_switch_mtu(planes, 1500, [(1, 0)])
+        for found in meet(planes, tmp_path):
+            assert not found["error"]
+            assert "have 1,108 bytes" in found["notes"][0]
+            assert "over 8 of 16 paths" in found["notes"][0]
+
+
+def test_a_group_is_made_over_the_paths_that_work_and_names_the_others(tmp_path: Path) -> None:
+    with Planes(hosts=2, planes=2) as planes:
+        planes.impair(NOTHING_PASSES, hosts=[0], planes=[1])
+        for found in meet(planes, tmp_path):
+            assert not found["error"]
+            assert len(found["warnings"]) == 1
+            assert found["warnings"][0].startswith(
+                "rank 1 hears nothing from rank 0 over 8 of 16 paths, which stay out of use: "
+                f"{planes.addresses(0)[1]} -> [{planes.addresses(1)[1]}]:4791"
+            )
+
+
+def test_other_ranks_hear_why_there_is_no_group(tmp_path: Path) -> None:
+    with Planes(hosts=3, planes=1) as planes:
+        # Host 1's packets for host 0 go to a hardware address that nobody has; to host 2 they arrive.
+        def cut() -> None:
+            with IPRoute() as route:
+                index = route.link_lookup(ifname=planes.interfaces(1)[0])[0]
+                route.neigh(
+                    "replace", dst=planes.addresses(0)[0], lladdr="02:00:00:00:00:01", ifindex=index, state=0x80
+                )
+
+        planes.within(1, cut)
+        first, second, third = meet(planes, tmp_path, [{}, {}, {}])
+        wanted = "rank 0 hears nothing from rank 1"
+        assert first["error"].startswith(f"PeerError: {wanted}")
+        assert second["error"].startswith(f"PeerError: {wanted}")
+        assert f"allreduce (operation 1 of the group): {wanted}" in third["error"]

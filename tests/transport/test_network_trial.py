@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trial of the network without a network: what a rank waits for, learns from the store, and says."""
+
+from __future__ import annotations
+
+import base64
+import errno
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from sennit.transport import network_trial
+from sennit.transport.errors import PeerError, TimeoutError
+from sennit.transport.network_trial import Record, try_network
+from sennit.transport.reachability import TriedPath, judge
+
+PATHS = 8
+
+
+def paths(*, told: Sequence[int], heard: Sequence[int], error: int = 0, ipv6: bool = False) -> list[TriedPath]:
+    ours, theirs = ("fd00::1", "fd00::2") if ipv6 else ("10.0.0.1", "10.0.0.2")
+    return [
+        TriedPath(
+            address=ours,
+            source_port=50_000 + index,
+            peer_address=theirs,
+            peer_port=4791,
+            peer_source_port=60_000 + index,
+            port=4791,
+            told_bytes=told_bytes,
+            heard_bytes=heard_bytes,
+            error=error,
+        )
+        for index, (told_bytes, heard_bytes) in enumerate(zip(told, heard, strict=True))
+    ]
+
+
+def failure(peer_error: int = 0, **of_paths: Any) -> str:
+    return judge(
+        paths(**of_paths), rank=0, peer=1, payload_bytes=0, payload_max_bytes=1024, peer_error=peer_error
+    ).failure
+
+
+GOOD, NONE = [1024] * PATHS, [0] * PATHS
+
+
+def test_a_dead_direction_is_named_with_addresses_ports_sizes_and_what_to_do() -> None:
+    assert failure(told=GOOD, heard=NONE) == (
+        "rank 0 hears nothing from rank 1: UDP 10.0.0.2 -> 10.0.0.1:4791 (source port 60000, 60001, 60002, 60003 and 4 "
+        "more), packets of 1,088 to 320 bytes; the other direction works. Open UDP port 4791 in the firewalls between "
+        "them, or set SENNIT_PORTS to a range that is open, or SENNIT_INTERFACES to interfaces that reach each other"
+    )
+    assert failure(told=NONE, heard=GOOD, ipv6=True).startswith(
+        "rank 1 hears nothing from rank 0: UDP fd00::1 -> [fd00::2]:4791 (source port 50000, 50001, 50002, 50003 and 4 "
+        "more), packets of 1,108 to 340 bytes; the other direction works."
+    )
+    both = failure(told=NONE, heard=NONE)
+    assert both.startswith("ranks 0 and 1 hear nothing from each other: UDP 10.0.0.1 -> 10.0.0.2:4791 (")
+    assert " and 10.0.0.2 -> 10.0.0.1:4791 (" in both
+
+
+def test_what_a_host_or_the_network_said_is_told_for_the_direction_that_fails() -> None:
+    rejected = failure(told=NONE, heard=GOOD, error=errno.ECONNREFUSED)
+    assert "What rank 0 sent came back as 'port unreachable': a firewall rejects it." in rejected
+    kept_in = failure(told=GOOD, heard=NONE, peer_error=errno.EPERM)
+    assert "The host of rank 1 does not let its packets out (Operation not permitted)" in kept_in
+    assert "Operation" not in failure(told=GOOD, heard=NONE, error=errno.EPERM)  # of the direction that works
+
+
+def test_a_few_dead_paths_are_warnings_and_smaller_packets_a_note() -> None:
+    some = [1024, 0, *[1024] * 6]
+    verdict = judge(paths(told=some, heard=GOOD), rank=0, peer=1, payload_bytes=1024, payload_max_bytes=1024)
+    assert not verdict.failure
+    assert verdict.warnings == (
+        "rank 1 hears nothing from rank 0 over 1 of 8 paths, which stay out of use: 10.0.0.1 -> 10.0.0.2:4791 (source "
+        "port 50001)",
+    )
+    assert not verdict.notes
+    verdict = judge(
+        paths(told=[4096] * PATHS, heard=GOOD, ipv6=True), rank=0, peer=1, payload_bytes=1024, payload_max_bytes=4096
+    )
+    assert not verdict.failure
+    assert not verdict.warnings
+    assert (
+        "packets between rank 0 and rank 1 have 1,108 bytes: those of 4,180, which the interfaces take"
+        in (verdict.notes[0])
+    )
+
+
+class End:
+    """A native end with one peer, rank 1, that it has heard from over so many paths; `learned` settles it."""
+
+    def __init__(self, *, heard: Sequence[int], settles_after: float = float("inf"), learns: bool = True) -> None:
+        self.heard, self.told = list(heard), NONE
+        self.steps = 0
+        self.settles_after, self.learns = settles_after, learns
+        self.is_settled = False
+        self.learned: list[bytes] = []
+        self.gave_up = ""
+
+    def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None:
+        assert [kind for kind, _ in routes] == ["self", "udp"]
+
+    def try_network(self, limit_s: float, /) -> bool:
+        self.steps += 1
+        if self.steps > self.settles_after:
+            self.is_settled = True
+        return self.is_settled
+
+    def is_tried(self, rank: int, /) -> bool:
+        return self.is_settled
+
+    def is_perfect(self, rank: int, /) -> bool:
+        return self.is_settled and self.heard == self.told == GOOD
+
+    def trial_message(self, rank: int, /) -> bytes:
+        return bytes(value // 256 for value in self.heard)
+
+    def learn_trial(self, rank: int, message: bytes, /) -> None:
+        self.learned.append(message)
+        if not message:
+            self.told, self.heard, self.is_settled = GOOD, GOOD, True
+        elif self.learns:
+            self.told = [value * 256 for value in message]
+            self.is_settled = any(self.told) and any(self.heard)
+
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
+        return [
+            (path.address, path.source_port, path.peer_address, path.peer_port, path.peer_source_port, path.port,
+             path.told_bytes, path.heard_bytes, path.error)
+            for path in paths(told=self.told, heard=self.heard)
+        ]  # fmt: skip
+
+    def trial_payload_bytes(self, rank: int, /) -> int:
+        return 1024 if self.is_settled else 0
+
+    def trial_payload_max_bytes(self, rank: int, /) -> int:
+        return 1024
+
+    def give_up(self, reason: str, /) -> None:
+        self.gave_up = reason
+
+
+class Board:
+    """The store, with what rank 1 has left there."""
+
+    def __init__(self, of_peer: Record | None) -> None:
+        self.of_peer = of_peer
+        self.left: list[Record] = []
+
+    def leave(self, record: Record, /) -> None:
+        self.left.append(record)
+
+    def look(self, peer: int, /) -> Record | None:
+        assert peer == 1
+        return self.of_peer
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every look at the clock is a tenth of a second later."""
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks) / 10)
+
+
+def record_of(levels: Sequence[int], *, error: int = 0) -> Record:
+    message = base64.b64encode(bytes(value // 256 for value in levels)).decode()
+    return {"messages": {"0": message}, "errors": {"0": error} if error else {}}
+
+
+def run(end: End, board: Board, deadline_s: float = 100.0) -> list[str]:
+    routes = [("self", b""), ("udp", b"offer")]
+    verdicts = try_network(end, routes, board, rank=0, deadline_s=deadline_s)
+    return [text for verdict in verdicts for text in (*verdict.warnings, *verdict.notes)]
+
+
+def test_where_all_is_well_nobody_looks_into_the_store() -> None:
+    end, board = End(heard=GOOD, settles_after=0), Board(None)
+    end.told = GOOD
+    board.look = None  # type: ignore[assignment, method-assign]
+    assert run(end, board) == []
+    assert board.left == [{"messages": {}, "errors": {}}]
+
+
+def test_a_verdict_that_was_lost_on_the_way_is_found_in_the_store() -> None:
+    end, board = End(heard=GOOD), Board({"messages": {}, "errors": {}})
+    assert run(end, board) == []
+    assert end.learned == [b""]
+
+
+def test_a_one_way_black_hole_fails_at_both_ends_with_the_same_direction() -> None:
+    hearing, deaf = End(heard=GOOD), End(heard=NONE)
+    for end, of_peer in ((hearing, NONE), (deaf, GOOD)):
+        with pytest.raises(PeerError) as raised:
+            run(end, Board(record_of(of_peer, error=errno.EPERM)))
+        assert raised.value.rank == 1
+        assert end.gave_up == str(raised.value)
+        assert "the other direction works" in end.gave_up
+    assert hearing.gave_up.startswith("rank 1 hears nothing from rank 0")
+    assert deaf.gave_up.startswith("rank 0 hears nothing from rank 1")
+    assert "does not let its packets out" in deaf.gave_up  # the peer's own error
+    assert "does not let its packets out" not in hearing.gave_up
+
+
+def test_what_a_rank_leaves_has_what_it_heard() -> None:
+    board = Board(record_of(GOOD))
+    with pytest.raises(PeerError):
+        run(End(heard=NONE), board)
+    assert board.left == [{"messages": {"1": base64.b64encode(bytes(PATHS)).decode()}, "errors": {}}]
+
+
+def test_a_late_peer_is_waited_for_and_what_was_left_is_corrected() -> None:
+    steps = int(network_trial.TRIAL_S / 0.1) * 3
+    end, board = End(heard=[*[1024] * 7, 0], settles_after=steps), Board(None)
+    end.told = GOOD
+    assert len(run(end, board)) == 1
+    assert len(board.left) == 1  # nothing new: what it knows of the paths was there already
+    end = End(heard=GOOD, settles_after=steps)
+    end.told = GOOD
+    board = Board(None)
+    assert run(end, board) == []
+    assert board.left[-1] == {"messages": {}, "errors": {}}
+    assert len(board.left) == 2
+
+
+def test_a_peer_that_never_reports_is_named_at_the_deadline() -> None:
+    with pytest.raises(TimeoutError, match=r"no packet from and no record of rank 1: dead, stopped or cut off"):
+        run(End(heard=NONE), Board(None), deadline_s=30.0)
+
+
+def test_watch_may_end_the_wait() -> None:
+    def watch() -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        try_network(End(heard=NONE), [("self", b""), ("udp", b"")], Board(None), rank=0, deadline_s=1e9, watch=watch)

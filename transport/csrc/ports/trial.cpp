@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/trial.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+#include <string>
+
+namespace sennit {
+namespace {
+
+constexpr std::byte VERSION{1};
+constexpr size_t HEADER_BYTES = 4;  // version, 0, level of the settled size, path count less one
+constexpr uint32_t PATH_MAX_COUNT = 256;
+static_assert(HEADER_BYTES + PATH_MAX_COUNT / 2 <= Trial::MESSAGE_MAX_BYTES);
+
+// A peer that has not begun keeps what it is sent in its socket, and one that is short of processors answers late: so
+// little is repeated before it is heard, and not much at first after that.
+constexpr uint64_t FIRST_WAIT_US = 50'000, LONGEST_WAIT_US = 200'000;
+// Once it is heard, what stays unanswered is repeated so often before it counts as lost for good: at a loss of one in
+// ten packets, one path in a hundred million is misjudged.
+constexpr uint64_t CONTACT_WAIT_US = 40'000;
+constexpr uint32_t DECIDING_ROUNDS = 8, LAST_ROUND = 25;
+constexpr uint64_t NEWS_US = 2 * CONTACT_WAIT_US;
+// Smaller packets are tried as well from this round on, counted from contact where there is one.
+constexpr uint32_t LADDER_ROUND = 3;
+// One packet may be lost; so many over different paths hardly are.
+constexpr uint32_t MESSAGE_COPIES = 2, VERDICT_COPIES = 4;
+
+uint8_t level_of(uint32_t payload_bytes) {
+  if (payload_bytes < 256 || payload_bytes > 4'096 || !std::has_single_bit(payload_bytes)) return 0;
+  return static_cast<uint8_t>(std::countr_zero(payload_bytes) - 7);
+}
+
+}  // namespace
+
+Trial::Trial(const Config& config)
+    : target_(level_of(config.payload_max_bytes)),
+      decides_(config.decides),
+      heard_(config.path_count),
+      told_(config.path_count) {
+  if (target_ == 0 || config.path_count < 1 || config.path_count > PATH_MAX_COUNT)
+    throw std::invalid_argument("trial: " + std::to_string(config.path_count) + " paths with a payload of " +
+                                std::to_string(config.payload_max_bytes) + " bytes");
+}
+
+bool Trial::all_reach(const std::vector<Level>& levels) const {
+  return std::all_of(levels.begin(), levels.end(), [&](Level level) { return level == target_; });
+}
+
+bool Trial::is_perfect() const { return settled_level_ == target_ && all_reach(heard_) && all_reach(told_); }
+
+bool Trial::poll(uint64_t now_us, Probe& out) {
+  if (now_us >= next_round_us_) start_round(now_us);
+  if (due_.empty()) return false;
+  out = due_.front();
+  due_.pop_front();
+  return true;
+}
+
+uint64_t Trial::next_timeout_us() const { return due_.empty() ? next_round_us_ : 0; }
+
+void Trial::start_round(uint64_t now_us) {
+  if (decides_) decide(now_us);
+  if (is_settled()) {
+    next_round_us_ = UINT64_MAX;
+    return;
+  }
+  ++round_;
+  if (has_contact()) ++rounds_of_contact_;
+  const bool tries_smaller = (has_contact() ? rounds_of_contact_ : round_) >= LADDER_ROUND;
+  for (uint32_t path = 0; path < path_count(); ++path) {
+    if (told_[path] == target_) continue;
+    due_.push_back({path, bytes_of(target_)});
+    if (!tries_smaller) continue;
+    for (Level level = static_cast<Level>(told_[path] + 1); level < target_; ++level)
+      due_.push_back({path, bytes_of(level)});
+  }
+  // What is tried still may all be lost, and the peer waits for news.
+  if (has_contact()) send_message(1);
+  const uint64_t wait_us = has_contact() && rounds_of_contact_ < LAST_ROUND
+                               ? CONTACT_WAIT_US
+                               : std::min(FIRST_WAIT_US << std::min(round_ - 1, 2u), LONGEST_WAIT_US);
+  next_round_us_ = now_us + wait_us;
+}
+
+void Trial::decide(uint64_t now_us) {
+  if (is_settled()) return;
+  if (all_reach(heard_) && all_reach(told_)) return settle(target_);
+  if (rounds_of_contact_ < DECIDING_ROUNDS) return;
+  if (now_us < news_us_ + NEWS_US && rounds_of_contact_ < LAST_ROUND) return;
+  Level least = target_;
+  bool hears = false, reaches = false;
+  for (uint32_t path = 0; path < path_count(); ++path) {
+    hears |= heard_[path] != 0;
+    reaches |= told_[path] != 0;
+    for (const Level level : {heard_[path], told_[path]})
+      if (level != 0) least = std::min(least, level);
+  }
+  if (hears && reaches) settle(least);
+}
+
+void Trial::settle(Level level) {
+  settled_level_ = level;
+  due_.clear();
+  next_round_us_ = UINT64_MAX;
+  send_message(VERDICT_COPIES);
+}
+
+// Over paths that are known to carry something, the smallest packet.
+void Trial::send_message(uint32_t copies) {
+  const bool reaches = std::any_of(told_.begin(), told_.end(), [](Level level) { return level != 0; });
+  uint32_t sent = 0;
+  for (uint32_t turn = 0; turn < path_count() && sent < copies; ++turn) {
+    const uint32_t path = next_path_ % path_count();
+    ++next_path_;
+    if (reaches && told_[path] == 0) continue;
+    due_.push_back({path, bytes_of(1)});
+    ++sent;
+  }
+}
+
+std::vector<std::byte> Trial::message() const {
+  std::vector<std::byte> out(HEADER_BYTES + (heard_.size() + 1) / 2);
+  out[0] = VERSION;
+  out[2] = std::byte{settled_level_};
+  out[3] = static_cast<std::byte>(heard_.size() - 1);
+  for (size_t path = 0; path < heard_.size(); ++path)
+    out[HEADER_BYTES + path / 2] |= std::byte{heard_[path]} << (path % 2 * 4);
+  return out;
+}
+
+void Trial::note_contact(uint64_t now_us) {
+  if (has_contact()) return;
+  contact_us_ = news_us_ = now_us;
+  // What was sent before may have found nobody there.
+  if (next_round_us_ != 0 && !is_settled()) next_round_us_ = std::min(next_round_us_, now_us + CONTACT_WAIT_US);
+}
+
+void Trial::on_probe(uint64_t now_us, uint32_t path, std::span<const std::byte> payload) {
+  const Level level = level_of(static_cast<uint32_t>(payload.size()));
+  if (level == 0 || level > target_ || path >= path_count()) return;
+  note_contact(now_us);
+  if (level > heard_[path]) {
+    heard_[path] = level;
+    news_us_ = now_us;
+  }
+  on_message(now_us, payload);
+}
+
+void Trial::on_message(uint64_t now_us, std::span<const std::byte> message) {
+  const size_t levels_bytes = (heard_.size() + 1) / 2;
+  if (message.size() < HEADER_BYTES + levels_bytes || message[0] != VERSION) return;
+  if (std::to_integer<size_t>(message[3]) + 1 != heard_.size()) return;
+  const auto settled = std::to_integer<Level>(message[2]);
+  if (settled > target_) return;
+  for (size_t path = 0; path < told_.size(); ++path) {
+    const auto level = std::to_integer<Level>(message[HEADER_BYTES + path / 2] >> (path % 2 * 4) & std::byte{15});
+    if (level <= told_[path] || level > target_) continue;
+    told_[path] = level;
+    note_contact(now_us);
+    news_us_ = now_us;
+  }
+  is_peer_settled_ = settled != 0;
+  if (is_settled()) {
+    if (decides_ && !is_peer_settled_ && due_.empty()) send_message(1);  // the verdict was lost
+    return;
+  }
+  if (!decides_ && is_peer_settled_) {
+    settled_level_ = settled;
+    due_.clear();
+    next_round_us_ = UINT64_MAX;
+    return;
+  }
+  if (!all_reach(heard_)) return;
+  if (decides_ && all_reach(told_)) return settle(target_);
+  // The peer waits for this news. A first round that is still to come will carry it.
+  if (!is_heard_told_ && round_ != 0) send_message(MESSAGE_COPIES);
+  is_heard_told_ = true;
+}
+
+void Trial::settle_as_perfect() {
+  std::fill(told_.begin(), told_.end(), target_);
+  std::fill(heard_.begin(), heard_.end(), target_);
+  settled_level_ = target_;
+  due_.clear();
+  next_round_us_ = UINT64_MAX;
+}
+
+}  // namespace sennit

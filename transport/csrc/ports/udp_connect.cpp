@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a udp port gets its peers: the paths that both offers come to, a trial of them, and a flow over those that work.
+#include <algorithm>
+#include <array>
+
+#include "ports/udp_peer.hpp"
+#include "ports/udp_setup.hpp"
+
+namespace sennit {
+
+UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
+  check_peer("udp", offer_, peer, peer < peers_.size() && peers_[peer] != nullptr);
+  auto made = std::make_unique<Peer>();
+  made->rank = peer;
+  made->offer = RoceOffer::decode(info);
+  made->sink = &sink;
+  const RoceOffer& theirs = made->offer;
+  const auto [pairs, path_count, config] = agree(offer_, peer, theirs, send_, pair_payload);
+  const RoceOffer::Peer& for_peer = offer_.peers[peer];
+  const RoceOffer::Peer& for_us = theirs.peers[rank_];
+  made->rail_count = pairs.size();
+  made->payload_max_bytes = config.payload_max_bytes;
+  const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
+  made->paths.reserve(config.path_count);
+  for (uint32_t path = 0; path < path_count; ++path) {
+    for (const auto& [mine, other] : pairs) {
+      const RoceOffer::Rail &our_rail = offer_.rails[mine], &their_rail = theirs.rails[other];
+      UdpPath& entry = made->paths.emplace_back(their_rail.listen);
+      entry.ends = {rank_, peer};
+      entry.index = static_cast<uint32_t>(made->paths.size() - 1);
+      entry.sender = rails_[mine]->senders[path].get();
+      entry.remote_qpn = for_us.qpns[other * theirs.path_count + path];
+      entry.next_psn = random_value<uint32_t>() & wire::PSN_MASK;
+      entry.is_to_device = theirs.is_device;
+      entry.trial_rkey = for_peer.eager_rkey;
+      entry.local_listen = our_rail.listen;
+      entry.source = our_rail.listen, entry.remote_source = their_rail.listen;
+      entry.source.port = our_rail.entropies[path];
+      entry.remote_source.port = their_rail.entropies[path];
+      // With one peer, as between two ranks, a socket has one destination.
+      if (offer_.size == 2 && entry.sender->connect(entry.remote)) entry.remote = entry.remote.of_connected();
+      entry.outgoing = wire::NetworkCrc(entry.source, their_rail.listen, common_packet_bytes);
+      entry.incoming = wire::NetworkCrc(entry.remote_source, our_rail.listen, common_packet_bytes);
+      paths_by_qpn_[for_peer.qpns[mine * offer_.path_count + path]] = &entry;
+    }
+  }
+  peers_[peer] = std::move(made);
+  return *peers_[peer];
+}
+
+// Paths over which nothing arrives are bad from the start: the flow tries them again now and then.
+void UdpPort::start(Peer& peer) {
+  const uint32_t payload_bytes = peer.trial ? peer.trial->payload_bytes() : peer.payload_max_bytes;
+  RoceOffer theirs = peer.offer;
+  theirs.receive_window_bytes = window_at(theirs, payload_bytes);
+  auto [pairs, path_count, config] =
+      agree(offer_, peer.rank, theirs, send_,
+            [payload_bytes](const RoceOffer::Rail&, const RoceOffer::Rail&) { return payload_bytes; });
+  config.receive_budget = &receive_budget_;
+  const RoceOffer::Peer& for_us = peer.offer.peers[rank_];
+  const std::span<std::byte> eager_memory(eager_memory_[peer.rank],
+                                          size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
+  peer.lane = std::make_unique<FlowLane>(peer.rank, config, eager_memory, offer_.peers[peer.rank].eager_rkey, exposure_,
+                                         *peer.sink);
+  flow::Flow& flow = peer.lane->flow();
+  flow.set_remote_eager(for_us.eager_address, for_us.eager_rkey);
+  peer.batch_packets = UdpSender::batch_packets(config.payload_max_bytes);
+  for (const auto& rail : rails_) rail->receiver->expect_batches_of(peer.batch_packets);
+  const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
+  for (UdpPath& path : peer.paths) {
+    path.flow = &flow;
+    if (!peer.trial) continue;
+    path.outgoing = wire::NetworkCrc(path.source, path.remote_listen, common_packet_bytes);
+    path.incoming = wire::NetworkCrc(path.remote_source, path.local_listen, common_packet_bytes);
+    if (peer.trial->told_bytes(path.index) == 0) flow.on_path_failed(last_now_us_, path.index);
+  }
+  connected_.push_back(&peer);
+}
+
+void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
+  if (peer < peers_.size() && peers_[peer] != nullptr && peers_[peer]->trial != nullptr) {
+    // A trial that was cut short leaves a peer without a lane only where the caller gives up on the group.
+    if (peers_[peer]->lane == nullptr)
+      throw std::invalid_argument("udp: the trial of the network to rank " + std::to_string(peer) + " is not over");
+    return;
+  }
+  start(prepare(peer, info, sink));
+}
+
+void UdpPort::begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
+  // A device answers nothing by itself, and its driver has set the size of packets.
+  if (RoceOffer::decode(info).is_device) return;
+  Peer& made = prepare(peer, info, sink);
+  made.trial = std::make_unique<Trial>(Trial::Config{
+      .path_count = static_cast<uint32_t>(made.paths.size()),
+      .payload_max_bytes = made.payload_max_bytes,
+      .decides = rank_ < peer,
+  });
+  for (UdpPath& path : made.paths) path.trial = made.trial.get();
+}
+
+bool UdpPort::send_probes(Peer& peer, uint64_t now_us) {
+  std::array<std::byte, wire::PAYLOAD_MAX_BYTES> payload;
+  bool sent = false;
+  for (Trial::Probe probe; peer.trial->poll(now_us, probe); sent = true) {
+    const std::vector<std::byte> message = peer.trial->message();
+    std::fill(std::copy(message.begin(), message.end(), payload.begin()), payload.begin() + probe.payload_bytes,
+              std::byte{});
+    UdpPath& path = peer.paths[probe.path];
+    const flow::DataOut packet{0, peer.offer.peers[rank_].eager_rkey, 0, payload.data(), probe.payload_bytes};
+    path.sender->send_data(path, std::span(&packet, 1));
+  }
+  return sent;
+}
+
+bool UdpPort::try_network(uint64_t now_us) {
+  last_now_us_ = now_us;
+  for (const auto& rail : rails_) {
+    while (rail->receiver->receive(now_us) != UdpReceiver::Received::nothing) {
+    }
+    for (const auto& sender : rail->senders) sender->flush(now_us);
+  }
+  bool is_over = true;
+  for (const auto& peer : peers_) {
+    if (!peer || !peer->trial) continue;
+    send_probes(*peer, now_us);
+    if (!peer->trial->is_settled()) {
+      is_over = false;
+    } else if (!peer->lane) {
+      start(*peer);
+    }
+  }
+  send_round(now_us);  // peers that are done may send already
+  return is_over;
+}
+
+uint64_t UdpPort::next_trial_us() const {
+  uint64_t earliest_us = connected_.empty() ? UINT64_MAX : next_timeout_us();
+  for (const auto& peer : peers_)
+    if (peer && peer->trial) earliest_us = std::min(earliest_us, peer->trial->next_timeout_us());
+  return earliest_us;
+}
+
+Trial* UdpPort::trial(uint32_t peer) { return peers_.at(peer) ? peers_[peer]->trial.get() : nullptr; }
+
+std::vector<TriedPath> UdpPort::tried_paths(uint32_t peer) const {
+  std::vector<TriedPath> out;
+  if (!peers_.at(peer) || !peers_[peer]->trial) return out;
+  const Trial& trial = *peers_[peer]->trial;
+  for (const UdpPath& path : peers_[peer]->paths)
+    out.push_back({path.source, path.remote_listen, path.remote_source, path.local_listen, trial.told_bytes(path.index),
+                   trial.heard_bytes(path.index), path.sender->last_error()});
+  return out;
+}
+
+}  // namespace sennit

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// The parts of a udp port that its files share: sockets of a rail, paths to a peer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "ports/flow_lane.hpp"
+#include "ports/roce_offer.hpp"
+#include "ports/trial.hpp"
+#include "ports/udp_port.hpp"
+
+namespace sennit {
+
+struct UdpPort::Rail {
+  std::unique_ptr<UdpReceiver> receiver;
+  std::vector<std::unique_ptr<UdpSender>> senders;  // by path
+};
+
+struct UdpPort::Peer {
+  uint32_t rank;
+  RoceOffer offer;  // the peer's
+  LaneSink* sink;
+  std::vector<UdpPath> paths;
+  size_t rail_count;           // path p uses rail p mod rail_count
+  uint32_t payload_max_bytes;  // what the interfaces at both ends take
+  size_t batch_packets;
+  std::unique_ptr<Trial> trial;    // null: not tried
+  std::unique_ptr<FlowLane> lane;  // null until the trial is over
+  bool is_gone = false;            // nobody listens at its address any more
+};
+
+}  // namespace sennit

@@ -1,0 +1,235 @@
+// SPDX-License-Identifier: Apache-2.0
+// The trial of a network between two ends on a virtual clock: what passes, what does not, what both ends then know.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "ports/trial.hpp"
+
+using namespace sennit;
+
+namespace {
+
+constexpr uint64_t DELAY_US = 200, LIMIT_US = 2'000'000;
+
+struct Packet {
+  uint64_t arrives_us;
+  uint32_t path;
+  std::vector<std::byte> payload;
+};
+
+// Two ends; `passes(from, path, payload_bytes)` is the network between them.
+class Pair {
+ public:
+  using Network = std::function<bool(int from, uint32_t path, uint32_t payload_bytes)>;
+
+  Pair(uint32_t path_count, Network passes, uint32_t payload_max_bytes = 4'096)
+      : ends{Trial({path_count, payload_max_bytes, true}), Trial({path_count, payload_max_bytes, false})},
+        passes_(std::move(passes)) {}
+
+  // An end that has not begun yet receives nothing, but its socket keeps what comes.
+  void run(uint64_t until_us, uint64_t second_begins_us = 0) {
+    for (; now_us < until_us && !(ends[0].is_settled() && ends[1].is_settled() && is_quiet()); now_us += 50) {
+      for (int end = 0; end < 2; ++end) {
+        if (end == 1 && now_us < second_begins_us) continue;
+        std::erase_if(incoming_[end], [&](const Packet& packet) {
+          if (packet.arrives_us > now_us) return false;
+          ends[end].on_probe(now_us, packet.path, packet.payload);
+          return true;
+        });
+        for (Trial::Probe probe; ends[end].poll(now_us, probe);) {
+          ++sent[end];
+          if (!passes_(end, probe.path, probe.payload_bytes)) continue;
+          std::vector<std::byte> payload = ends[end].message();
+          REQUIRE(payload.size() <= probe.payload_bytes);
+          payload.resize(probe.payload_bytes);
+          incoming_[1 - end].push_back({now_us + DELAY_US, probe.path, std::move(payload)});
+        }
+        if (ends[end].is_settled() && settled_us[end] == 0) settled_us[end] = now_us;
+      }
+    }
+  }
+  // What the store does for them where the network carries nothing.
+  void tell_each_other() {
+    const auto of_first = ends[0].message(), of_second = ends[1].message();
+    ends[0].on_message(now_us, of_second);
+    ends[1].on_message(now_us, of_first);
+  }
+
+  std::array<Trial, 2> ends;
+  std::array<uint32_t, 2> sent{};
+  std::array<uint64_t, 2> settled_us{};
+  uint64_t now_us = 1;
+
+ private:
+  bool is_quiet() const { return incoming_[0].empty() && incoming_[1].empty(); }
+
+  Network passes_;
+  std::array<std::vector<Packet>, 2> incoming_;
+};
+
+bool everything(int, uint32_t, uint32_t) { return true; }
+
+}  // namespace
+
+TEST_CASE("where everything passes, both ends know after a round trip and a half and few packets") {
+  for (const uint32_t path_count : {1u, 7u, 8u, 256u}) {
+    CAPTURE(path_count);
+    Pair pair(path_count, everything);
+    pair.run(LIMIT_US);
+    for (int end = 0; end < 2; ++end) {
+      CHECK(pair.ends[end].is_perfect());
+      CHECK(pair.ends[end].payload_bytes() == 4'096);
+      CHECK(pair.settled_us[end] <= 4 * DELAY_US);
+      CHECK(pair.sent[end] <= path_count + 8);
+    }
+  }
+}
+
+TEST_CASE("the size falls to what passes in the middle, in either direction, at both ends") {
+  for (const uint32_t limit_bytes : {256u, 512u, 1'024u, 2'048u}) {
+    for (const int narrow : {0, 1, 2}) {  // one direction, the other, both
+      CAPTURE(limit_bytes);
+      CAPTURE(narrow);
+      Pair pair(8, [&](int from, uint32_t, uint32_t payload_bytes) {
+        return (narrow != 2 && from != narrow) || payload_bytes <= limit_bytes;
+      });
+      pair.run(LIMIT_US);
+      for (const Trial& end : pair.ends) {
+        REQUIRE(end.is_settled());
+        CHECK(end.payload_bytes() == limit_bytes);
+        CHECK(!end.is_perfect());
+      }
+      CHECK(pair.settled_us[1] < 600'000);
+    }
+  }
+}
+
+TEST_CASE("paths that are dead in one direction stay out of use there, and the others keep their size") {
+  Pair pair(8, [](int from, uint32_t path, uint32_t) { return from == 0 ? path != 3 : path != 5 && path != 6; });
+  pair.run(LIMIT_US);
+  for (const Trial& end : pair.ends) {
+    REQUIRE(end.is_settled());
+    CHECK(end.payload_bytes() == 4'096);
+    CHECK(!end.is_perfect());
+  }
+  for (uint32_t path = 0; path < 8; ++path) {
+    CAPTURE(path);
+    CHECK((pair.ends[0].told_bytes(path) != 0) == (path != 3));
+    CHECK((pair.ends[1].heard_bytes(path) != 0) == (path != 3));
+    CHECK((pair.ends[1].told_bytes(path) != 0) == (path != 5 && path != 6));
+    CHECK((pair.ends[0].heard_bytes(path) != 0) == (path != 5 && path != 6));
+  }
+}
+
+TEST_CASE("a one-way black hole never settles, and each end knows its half until it is told the other") {
+  for (const int dead : {0, 1}) {
+    CAPTURE(dead);
+    Pair pair(4, [&](int from, uint32_t, uint32_t) { return from != dead; });
+    pair.run(LIMIT_US);
+    pair.tell_each_other();
+    for (int end = 0; end < 2; ++end) {
+      CHECK(!pair.ends[end].is_settled());
+      for (uint32_t path = 0; path < 4; ++path) {
+        CHECK(pair.ends[end].heard_bytes(path) == (end == dead ? 4'096u : 0u));
+        CHECK(pair.ends[end].told_bytes(path) == (end == dead ? 0u : 4'096u));
+      }
+    }
+    // What is repeated in vain must not flood anybody: full packets and smaller ones, ever more rarely.
+    CHECK(pair.sent[0] + pair.sent[1] < 2'000);
+  }
+}
+
+TEST_CASE("an end that begins a second later finds what its socket kept, and both settle at once") {
+  Pair pair(8, everything);
+  pair.run(LIMIT_US, 1'000'000);
+  for (int end = 0; end < 2; ++end) CHECK(pair.ends[end].is_perfect());
+  CHECK(pair.settled_us[1] < 1'000'000 + 6 * DELAY_US);
+  CHECK(pair.sent[0] < 500);
+}
+
+TEST_CASE("random losses lower nothing, and both ends agree") {
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    CAPTURE(seed);
+    std::mt19937_64 random(seed);
+    Pair pair(1 + static_cast<uint32_t>(random() % 16), [&](int, uint32_t, uint32_t) { return random() % 10 >= 2; });
+    pair.run(LIMIT_US);
+    for (const Trial& end : pair.ends) {
+      REQUIRE(end.is_settled());
+      CHECK(end.payload_bytes() == 4'096);
+    }
+  }
+}
+
+TEST_CASE("whatever passes over each path and direction, ends that settle agree on a size that passes") {
+  for (uint64_t seed = 0; seed < 300; ++seed) {
+    CAPTURE(seed);
+    std::mt19937_64 random(seed);
+    const auto path_count = 1 + static_cast<uint32_t>(random() % 9);
+    std::array<std::array<uint32_t, 9>, 2> limit_bytes;
+    for (auto& direction : limit_bytes)
+      for (uint32_t& limit : direction) limit = random() % 4 == 0 ? 0 : 256u << random() % 5;
+    Pair pair(path_count, [&](int from, uint32_t path, uint32_t bytes) { return bytes <= limit_bytes[from][path]; });
+    pair.run(LIMIT_US);
+    const auto reaches = [&](int from) {
+      return std::any_of(limit_bytes[from].begin(), limit_bytes[from].begin() + path_count,
+                         [](uint32_t limit) { return limit != 0; });
+    };
+    for (const Trial& end : pair.ends) REQUIRE(end.is_settled() == (reaches(0) && reaches(1)));
+    if (!pair.ends[0].is_settled()) continue;
+    const uint32_t agreed_bytes = pair.ends[0].payload_bytes();
+    CHECK(pair.ends[1].payload_bytes() == agreed_bytes);
+    for (int from = 0; from < 2; ++from)
+      for (uint32_t path = 0; path < path_count; ++path)
+        CHECK((limit_bytes[from][path] == 0 || limit_bytes[from][path] >= agreed_bytes));
+  }
+}
+
+TEST_CASE("a verdict that is lost is said again, and can come by the store") {
+  int lost = 0;
+  Pair pair(
+      2, [&](int from, uint32_t, uint32_t payload_bytes) { return from != 0 || payload_bytes != 256 || ++lost > 4; });
+  pair.run(LIMIT_US);
+  CHECK(lost > 4);
+  CHECK(pair.ends[1].is_perfect());
+
+  Pair deaf(2, [](int from, uint32_t, uint32_t payload_bytes) { return from != 0 || payload_bytes != 256; });
+  deaf.run(LIMIT_US);
+  REQUIRE(deaf.ends[0].is_settled());
+  REQUIRE(!deaf.ends[1].is_settled());
+  deaf.tell_each_other();
+  CHECK(deaf.ends[1].is_perfect());
+}
+
+TEST_CASE("malformed messages change nothing") {
+  std::mt19937_64 random(7);
+  Trial trial({8, 4'096, false});
+  const std::vector<std::byte> before = trial.message();
+  Trial other({8, 4'096, true});
+  const std::vector<std::byte> good = other.message();
+  for (int turn = 0; turn < 20'000; ++turn) {
+    std::vector<std::byte> bytes(random() % 40);
+    for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+    if (!bytes.empty() && bytes[0] == good[0]) bytes[0] = std::byte{99};  // another version
+    trial.on_message(1, bytes);
+    trial.on_probe(1, static_cast<uint32_t>(random() % 300), bytes);  // of no size that is tried
+  }
+  for (size_t size = 0; size < good.size(); ++size) trial.on_message(1, std::span(good).first(size));
+  auto other_paths = good;
+  other_paths[3] = std::byte{8};
+  trial.on_message(1, other_paths);
+  auto too_large = good;
+  too_large[2] = std::byte{6};
+  trial.on_message(1, too_large);
+  CHECK(trial.message() == before);
+  CHECK(!trial.is_settled());
+  CHECK_THROWS_AS(Trial({0, 4'096, true}), std::invalid_argument);
+  CHECK_THROWS_AS(Trial({257, 4'096, true}), std::invalid_argument);
+  CHECK_THROWS_AS(Trial({8, 1'000, true}), std::invalid_argument);
+}

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// The trial over real sockets: what two udp ports find out about the paths between them before they use any.
+#include <doctest/doctest.h>
+#include <poll.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "ports/udp_port.hpp"
+#include "ports/udp_setup.hpp"
+#include "tests/port_pair.hpp"
+
+using namespace sennit;
+
+namespace {
+
+using Rank = test::PortRank<UdpPort>;
+using test::now_us;
+
+UdpConfig config_for(const std::string& address) {
+  UdpConfig config;
+  config.rails = {{address, 0}};
+  config.path_count = 4;
+  config.seed = 1;
+  return config;
+}
+
+// Each end tries the other; `change` may lie about where an end is.
+struct Tried {
+  Rank a, b;
+  std::vector<std::byte> of_a, of_b;
+
+  explicit Tried(const UdpConfig& config, const std::function<void(uint32_t rank, RoceOffer&)>& change = {})
+      : a(0, config), b(1, config) {
+    for (auto [rank, from, info] : {std::tuple{0u, &a, &of_a}, std::tuple{1u, &b, &of_b}}) {
+      RoceOffer offer = RoceOffer::decode(from->port.local_info());
+      if (change) change(rank, offer);
+      *info = offer.encode();
+    }
+    a.port.begin_trial(1, of_b, a);
+    b.port.begin_trial(0, of_a, b);
+  }
+  // True when both are through.
+  bool run(uint64_t limit_us) {
+    for (const uint64_t until_us = now_us() + limit_us; now_us() < until_us;) {
+      const bool a_is_done = a.port.try_network(now_us()), b_is_done = b.port.try_network(now_us());
+      if (a_is_done && b_is_done) return true;
+      std::vector<pollfd> readable;
+      a.port.append_poll_fds(readable);
+      b.port.append_poll_fds(readable);
+      poll(readable.data(), readable.size(), 1);
+    }
+    return false;
+  }
+};
+
+}  // namespace
+
+TEST_CASE("a trial over the loopback finds every path good, and the flow uses them") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    CAPTURE(address);
+    Tried pair(config_for(address));
+    REQUIRE(pair.run(10'000'000));
+    for (auto [rank, peer] : {std::pair{&pair.a, 1u}, std::pair{&pair.b, 0u}}) {
+      REQUIRE(rank->port.trial(peer) != nullptr);
+      CHECK(rank->port.trial(peer)->is_perfect());
+      CHECK(rank->port.trial(peer)->payload_bytes() == 4'096);
+      REQUIRE(rank->port.tried_paths(peer).size() == 4);
+      for (const TriedPath& path : rank->port.tried_paths(peer)) {
+        CHECK(path.told_bytes == 4'096);
+        CHECK(path.heard_bytes == 4'096);
+        CHECK(path.error == 0);
+      }
+      CHECK(rank->counter("bad_icrc") == 0);
+    }
+    pair.a.port.connect(1, pair.of_b, pair.a);
+    pair.b.port.connect(0, pair.of_a, pair.b);
+    std::mt19937_64 random(1);
+    pair.a.outgoing[5] = test::noise(random, 1 << 20);
+    pair.b.expect(5, 1 << 20, false);
+    while (pair.b.received.empty() || pair.a.sent.empty()) {
+      pair.a.port.progress(now_us());
+      pair.b.port.progress(now_us());
+    }
+    CHECK(pair.a.counter("retransmitted_packets") == 0);
+    CHECK(std::equal(pair.a.outgoing[5].begin(), pair.a.outgoing[5].end(), pair.b.incoming[5].begin()));
+  }
+}
+
+TEST_CASE("what one end cannot hear is found by both, and no flow is made") {
+  // Bound, so that nothing is refused, and never read.
+  const UdpSocket hole(wire::parse_endpoint("::1", 0));
+  for (const uint32_t deaf : {0u, 1u}) {
+    CAPTURE(deaf);
+    Tried pair(config_for("::1"), [&](uint32_t rank, RoceOffer& offer) {
+      if (rank == deaf) offer.rails[0].listen.port = hole.local().port;
+    });
+    REQUIRE(!pair.run(300'000));
+    Trial &of_a = *pair.a.port.trial(1), &of_b = *pair.b.port.trial(0);
+    const auto from_a = of_a.message(), from_b = of_b.message();
+    of_a.on_message(now_us(), from_b);
+    of_b.on_message(now_us(), from_a);
+    for (auto [rank, trial] : {std::pair{0u, &of_a}, std::pair{1u, &of_b}}) {
+      CHECK(!trial->is_settled());
+      for (uint32_t path = 0; path < 4; ++path) {
+        // (The deaf end was told a port that is not its own, so that its own ICRC would not fit, either.)
+        CHECK(trial->heard_bytes(path) == (rank == deaf ? 0u : 4'096u));
+        CHECK(trial->told_bytes(path) == (rank == deaf ? 4'096u : 0u));
+      }
+    }
+    CHECK_THROWS_WITH_AS(pair.a.port.connect(1, pair.of_b, pair.a),
+                         "udp: the trial of the network to rank 1 is not over", std::invalid_argument);
+  }
+}
+
+TEST_CASE("paths that are dead in one direction are bad from the start, for the end that would send over them") {
+  const UdpSocket hole(wire::parse_endpoint("127.0.0.1", 0));
+  UdpConfig config = config_for("::1");
+  config.rails.push_back({"127.0.0.1", 0});
+  Tried pair(config, [&](uint32_t rank, RoceOffer& offer) {
+    if (rank == 1) offer.rails[1].listen.port = hole.local().port;
+  });
+  REQUIRE(pair.run(10'000'000));
+  pair.a.port.connect(1, pair.of_b, pair.a);
+  pair.b.port.connect(0, pair.of_a, pair.b);
+  CHECK(pair.a.port.lane(1).describe().find("8 paths (4 good, 0 skip, 4 bad") != std::string::npos);
+  CHECK(pair.b.port.lane(0).describe().find("8 paths (8 good, 0 skip, 0 bad") != std::string::npos);
+}
+
+TEST_CASE("a port that is closed is named as refused") {
+  uint16_t closed_port = 0;
+  {
+    const UdpSocket gone(wire::parse_endpoint("::1", 0));
+    closed_port = gone.local().port;
+  }
+  Tried pair(config_for("::1"), [&](uint32_t rank, RoceOffer& offer) {
+    if (rank == 1) offer.rails[0].listen.port = closed_port;
+  });
+  REQUIRE(!pair.run(300'000));
+  for (const TriedPath& path : pair.a.port.tried_paths(1)) CHECK(path.error == ECONNREFUSED);
+  for (const TriedPath& path : pair.b.port.tried_paths(0)) CHECK(path.error == 0);
+}
+
+TEST_CASE("smaller packets fill a receive buffer sooner") {
+  RoceOffer offer;
+  offer.receive_window_bytes = 1'000'000;
+  offer.rails.resize(1);
+  offer.rails[0].payload_max_bytes = 4'096;
+  CHECK(window_at(offer, 4'096) == 1'000'000);
+  CHECK(window_at(offer, 1'024) == 500'000);
+  offer.rails[0].payload_max_bytes = 1'024;
+  CHECK(window_at(offer, 1'024) == 1'000'000);
+}

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trial of the network when a group is made: every path both ways, before the first collective.
+
+As long as packets pass, they alone tell both ranks (`csrc/ports/trial.hpp`). Each rank then leaves what it knows in the
+store. Only a rank whose trial does not end reads there: it learns from the peer's record which direction fails.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final, Protocol
+
+from sennit.transport.errors import PeerError, TimeoutError
+from sennit.transport.reachability import TriedPath, Verdict, judge
+
+Record = dict[str, Any]
+Route = tuple[str, bytes]
+
+# What is not heard in this time is looked for in the store.
+TRIAL_S: Final = 2.0
+# Between two looks at the store.
+SLICE_S: Final = 0.1
+# Both ends have told what they know, and packets may still be on the way.
+LAST_CHANCE_S: Final = 0.3
+
+
+class TriedEndpoint(Protocol):
+    """The native communicator's part in the trial (`_core.Communicator`)."""
+
+    def begin_trial(self, routes: Sequence[Route], /) -> None: ...
+
+    def try_network(self, limit_s: float, /) -> bool: ...
+
+    def is_tried(self, rank: int, /) -> bool: ...
+
+    def is_perfect(self, rank: int, /) -> bool: ...
+
+    def trial_message(self, rank: int, /) -> bytes: ...
+
+    def learn_trial(self, rank: int, message: bytes, /) -> None: ...
+
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]: ...
+
+    def trial_payload_bytes(self, rank: int, /) -> int: ...
+
+    def trial_payload_max_bytes(self, rank: int, /) -> int: ...
+
+    def give_up(self, reason: str, /) -> None: ...
+
+
+class Board(Protocol):
+    """Where ranks leave records for each other: rendezvous' rounds over the store."""
+
+    def leave(self, record: Record, /) -> None: ...
+
+    def look(self, peer: int, /) -> Record | None:
+        """The peer's record; None: it has not left one yet."""
+        ...
+
+
+def try_network(
+    endpoint: TriedEndpoint,
+    routes: Sequence[Route],
+    board: Board,
+    *,
+    rank: int,
+    deadline_s: float,
+    watch: Callable[[], None] | None = None,
+) -> list[Verdict]:
+    """Sends packets over every path to the peers of udp routes, and waits until both ends know what passes.
+
+    Returns what is worth telling, one verdict for each peer with something. Raises PeerError where no packet passes in
+    one direction, and TimeoutError where a peer does not report until `deadline_s` (of `time.monotonic`).
+    """
+    peers = [peer for peer, (kind, _) in enumerate(routes) if kind == "udp"]
+    endpoint.begin_trial(routes)
+    patience_s = time.monotonic() + TRIAL_S
+    is_over = endpoint.try_network(SLICE_S)
+    while not is_over and time.monotonic() < patience_s:
+        if watch is not None:
+            watch()
+        for peer in _open(endpoint, peers):
+            _learn(endpoint, board, rank, peer)
+        is_over = endpoint.try_network(SLICE_S)
+    told = _record(endpoint, peers)
+    board.leave(told)
+    errors: dict[int, int] = {}
+    last_chances_s: dict[int, float] = {}
+    while not is_over:
+        if watch is not None:
+            watch()
+        now_s = time.monotonic()
+        still_open = _open(endpoint, peers)
+        for peer in still_open:
+            record = _learn(endpoint, board, rank, peer)
+            if record is not None:
+                errors[peer] = int(record.get("errors", {}).get(str(rank), 0))
+                last_chances_s.setdefault(peer, now_s + LAST_CHANCE_S)
+        # Where something passes both ways, the end that decides needs a moment more.
+        if all(
+            last_chances_s.get(peer, now_s + 1) <= now_s and _verdict(endpoint, rank, peer, errors[peer]).failure
+            for peer in still_open
+        ):
+            break
+        if now_s >= deadline_s:
+            silent = [peer for peer in still_open if peer not in last_chances_s]
+            raise TimeoutError(
+                f"the network trial of rank {rank}: no packet from and no record of "
+                f"{'rank' if len(silent) == 1 else 'ranks'} {', '.join(map(str, silent))}: dead, stopped or cut off"
+            )
+        is_over = endpoint.try_network(SLICE_S)
+    # Who settled late has told the store less than it knows now.
+    if (now_told := _record(endpoint, peers)) != told:
+        board.leave(now_told)
+    verdicts = [_verdict(endpoint, rank, peer, errors.get(peer, 0)) for peer in peers if not endpoint.is_perfect(peer)]
+    failures = [verdict.failure for verdict in verdicts if verdict.failure]
+    if failures:
+        reason = ". ".join(failures)
+        endpoint.give_up(reason)
+        failed = _open(endpoint, peers)
+        raise PeerError(reason, rank=failed[0] if len(failed) == 1 else None)
+    return verdicts
+
+
+def _open(endpoint: TriedEndpoint, peers: Iterable[int]) -> list[int]:
+    return [peer for peer in peers if not endpoint.is_tried(peer)]
+
+
+def _record(endpoint: TriedEndpoint, peers: Iterable[int]) -> Record:
+    """Peers that are left out found every path good."""
+    messages: dict[str, str] = {}
+    errors: dict[str, int] = {}
+    for peer in peers:
+        if endpoint.is_perfect(peer):
+            continue
+        messages[str(peer)] = base64.b64encode(endpoint.trial_message(peer)).decode()
+        if error := next((path.error for path in _paths(endpoint, peer) if path.error), 0):
+            errors[str(peer)] = error
+    return {"messages": messages, "errors": errors}
+
+
+def _learn(endpoint: TriedEndpoint, board: Board, rank: int, peer: int) -> Record | None:
+    record = board.look(peer)
+    if record is not None:
+        endpoint.learn_trial(peer, base64.b64decode(record["messages"].get(str(rank), "")))
+    return record
+
+
+def _paths(endpoint: TriedEndpoint, peer: int) -> list[TriedPath]:
+    return [
+        TriedPath(
+            address=address,
+            source_port=source_port,
+            peer_address=peer_address,
+            peer_port=peer_port,
+            peer_source_port=peer_source_port,
+            port=port,
+            told_bytes=told_bytes,
+            heard_bytes=heard_bytes,
+            error=error,
+        )
+        for (
+            address, source_port, peer_address, peer_port, peer_source_port, port, told_bytes, heard_bytes, error,
+        ) in endpoint.tried_paths(peer)
+    ]  # fmt: skip
+
+
+def _verdict(endpoint: TriedEndpoint, rank: int, peer: int, peer_error: int) -> Verdict:
+    return judge(
+        _paths(endpoint, peer),
+        rank=rank,
+        peer=peer,
+        payload_bytes=endpoint.trial_payload_bytes(peer),
+        payload_max_bytes=endpoint.trial_payload_max_bytes(peer),
+        peer_error=peer_error,
+    )
