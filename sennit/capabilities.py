@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sennit import host_name
+
 if TYPE_CHECKING:
     from sennit.transport.devices import Port
 
@@ -430,6 +432,13 @@ def _openmpi() -> Capability:
     return _available(name, launcher)
 
 
+def _host_name() -> Capability:
+    own = socket.gethostname()
+    if not (here := host_name.leads_here_only(own)):
+        return _available("host-name", own)
+    return _missing("host-name", f"{own} is {here}, where nobody else meets it", host_name.what_to_do(own, here))
+
+
 PROBES: dict[str, Callable[[], Capability]] = {
     "cores": _cores,
     "settings": _settings,
@@ -437,6 +446,7 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "loopback-ipv4": _loopback_ipv4,
     "loopback-ipv6": _loopback_ipv6,
     "rails": _rails,
+    "host-name": _host_name,
     "udp-gso": _udp_gso,
     "udp-gro": _udp_gro,
     "core": _core,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `sennit`. Each command imports what it needs when it runs, so that `--help` stays quick."""
 
+import dataclasses
 import importlib.metadata
 import json
 from pathlib import Path
@@ -55,19 +56,51 @@ app.command(epilog="Example: sennit metrics --listen 127.0.0.1:9464")(metrics)
 app.command(epilog="Example: sennit feed --data flights --to 10.0.0.5:4800")(feed)
 
 
-@app.command(epilog="Example: sennit doctor --json")
+@app.command(
+    epilog="Example: sennit doctor --listen on one machine; then, with its address, "
+    "sennit doctor --peer 10.0.0.5 on the other one"
+)
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+    listen: Annotated[
+        bool, typer.Option("--listen", help="wait for another machine, and try the network to it")
+    ] = False,
+    peer: Annotated[str, typer.Option(metavar="HOST", help="try the network to this machine, which listens")] = "",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="TCP port at which the two machines meet")] = 4790,
 ) -> None:
-    """Check this machine: what works, what is missing, and how to install it."""
+    """Check this machine: what works, what is missing, and how to install it. Or the network between two machines."""
     from sennit import doctor
 
+    if listen and peer:
+        raise typer.BadParameter("give --listen on one machine and --peer on the other")
+    if listen or peer:
+        _doctor_of_pair(peer, port, as_json)
+        return
     findings = doctor.examine()
     if as_json:
         typer.echo(json.dumps(doctor.as_json(findings), indent=2, ensure_ascii=False))
     else:
         doctor.render(findings, stdout_console())
     if not doctor.healthy(findings):
+        raise typer.Exit(1)
+
+
+def _doctor_of_pair(peer: str, port: int, as_json: bool) -> None:
+    from sennit import doctor_pair
+
+    def say(text: str) -> None:
+        typer.echo(text, err=as_json)
+
+    report = doctor_pair.visit(peer, port) if peer else doctor_pair.listen(port, say=say)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report), indent=2, ensure_ascii=False))
+    elif report.ok:
+        typer.echo(f"Packets pass both ways: {report.description}")
+        for note in report.notes:
+            typer.echo(f"note: {note}")
+    else:
+        typer.echo(f"error: {report.error}", err=True)
+    if not report.ok:
         raise typer.Exit(1)
 
 

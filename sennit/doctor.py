@@ -34,6 +34,7 @@ QUESTIONS = (
     Question(
         title="RoCEv2 over UDP sockets (udp)", needs=("loopback-ipv6", "loopback-ipv4", "rails", "udp-gso", "udp-gro")
     ),
+    Question(title="other machines find this one by its name", needs=("host-name",)),
     Question(title="RDMA devices (verbs)", needs=("rdma", "roce")),
     Question(title="soft-RoCE in a VM (sennit testbed vm, make test-rdma)", needs=("vm",)),
     Question(title="embedding rows on files by io_uring (threads otherwise)", needs=("io-uring",)),

@@ -70,9 +70,11 @@ class Communicator:
         path_policy: str,
         congestion: str,
         window_bytes: int,
+        ports: tuple[int, int] = (0, 0),
         seed: int = 0,
     ) -> bytes:
-        """Opens the sockets on (address, port) rails; what peers need to connect.
+        """Opens the sockets on (address, port) rails, all within `ports` (first, last) unless that begins with 0; what
+        peers need to connect.
 
         ArgumentError for a name that is unknown or a number out of range.
         """

@@ -13,6 +13,9 @@ from typing import Final, TypeVar
 from sennit.transport.errors import ConfigError
 
 PATHS_MAX: Final = 256
+# Ports below need a privilege to bind.
+PORT_MIN: Final = 1024
+PORT_MAX: Final = 65535
 WINDOW_MIN_BYTES: Final = 64 << 10
 WINDOW_MAX_BYTES: Final = 64 << 20
 # Longer than any identity we make up ourselves, short enough for an error message.
@@ -73,6 +76,11 @@ class Config:
     """`SENNIT_PATHS`, 1 to 256: UDP source ports (ECMP entropies) for each peer and rail. Eight spread over four
     equal-cost planes with little left idle; more only cost state."""
 
+    ports: tuple[int, int] | None = None
+    """`SENNIT_PORTS`, "5000-5100": the first and the last UDP port that udp may use, for firewalls. A rank takes one to
+    receive and one for each path, on each rail and for each process group; ranks of a host share the range. None: 4791
+    or any to receive, 49152 to 65535 to send. verbs always uses 4791."""
+
     verbs_service: VerbsService = VerbsService.UC
     """`SENNIT_VERBS_SERVICE`, equal on all ranks with verbs. uc: unreliable connected, where this transport alone sends
     again what is lost. rc: reliable connected, for devices without uc: the device sends again as well, all from the
@@ -105,6 +113,8 @@ class Config:
         object.__setattr__(self, "transport", TransportKind(self.transport))
         if not 1 <= self.paths <= PATHS_MAX:
             raise ConfigError(f"paths {self.paths}; allowed: 1..{PATHS_MAX}")
+        if self.ports is not None:
+            self._check_ports(*self.ports)
         for field, kind in (
             ("verbs_service", VerbsService),
             ("path_policy", PathPolicy),
@@ -128,6 +138,16 @@ class Config:
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"timeout_s {self.timeout_s}; allowed: finite and above 0")
 
+    def _check_ports(self, first: int, last: int) -> None:
+        if not PORT_MIN <= first <= last <= PORT_MAX:
+            raise ConfigError(f"ports {first}-{last}; allowed: FIRST-LAST within {PORT_MIN}..{PORT_MAX}")
+        count, needed = last - first + 1, 1 + self.paths
+        if count < needed:
+            raise ConfigError(
+                f"ports {first}-{last}: {count} ports; allowed: at least {needed} for each rank of a host and each "
+                f"process group, 1 to receive and {self.paths} for paths (SENNIT_PATHS)"
+            )
+
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     """The configuration that the `SENNIT_*` variables ask for; unset or empty ones keep the default."""
@@ -137,6 +157,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         "SENNIT_TRANSPORT",
         "SENNIT_INTERFACES",
         "SENNIT_PATHS",
+        "SENNIT_PORTS",
         "SENNIT_VERBS_SERVICE",
         "SENNIT_PATH_POLICY",
         "SENNIT_CONGESTION",
@@ -152,6 +173,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         transport=_name("SENNIT_TRANSPORT", given.get("SENNIT_TRANSPORT"), default.transport),
         interfaces=_names(given.get("SENNIT_INTERFACES")),
         paths=_integer("SENNIT_PATHS", given.get("SENNIT_PATHS"), default.paths),
+        ports=_ports("SENNIT_PORTS", given.get("SENNIT_PORTS")),
         verbs_service=_name("SENNIT_VERBS_SERVICE", given.get("SENNIT_VERBS_SERVICE"), default.verbs_service),
         path_policy=_name("SENNIT_PATH_POLICY", given.get("SENNIT_PATH_POLICY"), default.path_policy),
         congestion=_name("SENNIT_CONGESTION", given.get("SENNIT_CONGESTION"), default.congestion),
@@ -173,6 +195,16 @@ def _name(variable: str, text: str | None, default: AnyName) -> AnyName:
 
 def _names(text: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip()) if text else ()
+
+
+def _ports(variable: str, text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, dash, last = text.partition("-")
+    try:
+        return int(first), int(last if dash else first)
+    except ValueError:
+        raise ConfigError(f"{variable}={text}; allowed: FIRST-LAST, as in 5000-5100") from None
 
 
 def _integer(variable: str, text: str | None, default: int) -> int:

@@ -8,12 +8,13 @@ store. Only a rank whose trial does not end reads there: it learns from the peer
 from __future__ import annotations
 
 import base64
+import errno
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from sennit.transport.errors import PeerError, TimeoutError
-from sennit.transport.reachability import TriedPath, Verdict, judge
+from sennit.transport.reachability import TriedPath, Verdict, judge, refusal
 
 Record = dict[str, Any]
 Route = tuple[str, bytes]
@@ -24,6 +25,9 @@ TRIAL_S: Final = 2.0
 SLICE_S: Final = 0.1
 # Both ends have told what they know, and packets may still be on the way.
 LAST_CHANCE_S: Final = 0.3
+# A peer that leaves no record for so long, and whose port is closed, has ended. A firewall that rejects packets looks
+# the same at first, but then the peer's record comes.
+GONE_S: Final = 10.0
 
 
 class TriedEndpoint(Protocol):
@@ -76,7 +80,8 @@ def try_network(
     """
     peers = [peer for peer, (kind, _) in enumerate(routes) if kind == "udp"]
     endpoint.begin_trial(routes)
-    patience_s = time.monotonic() + TRIAL_S
+    begun_s = time.monotonic()
+    patience_s = min(begun_s + TRIAL_S, deadline_s)
     is_over = endpoint.try_network(SLICE_S)
     while not is_over and time.monotonic() < patience_s:
         if watch is not None:
@@ -104,8 +109,12 @@ def try_network(
             for peer in still_open
         ):
             break
+        silent = [peer for peer in still_open if peer not in last_chances_s]
+        if now_s >= begun_s + GONE_S:
+            for peer in silent:
+                if all(path.error == errno.ECONNREFUSED for path in _paths(endpoint, peer)):
+                    raise PeerError(f"rank {peer} is gone: {refusal(_paths(endpoint, peer))}", rank=peer)
         if now_s >= deadline_s:
-            silent = [peer for peer in still_open if peer not in last_chances_s]
             raise TimeoutError(
                 f"the network trial of rank {rank}: no packet from and no record of "
                 f"{'rank' if len(silent) == 1 else 'ranks'} {', '.join(map(str, silent))}: dead, stopped or cut off"

@@ -98,6 +98,12 @@ def judge(
     return Verdict(warnings=tuple(warnings), notes=tuple(notes))
 
 
+def refusal(paths: Sequence[TriedPath]) -> str:
+    """Of a peer whose process has ended: nothing but its closed port answers."""
+    ends = ", ".join(dict.fromkeys(_end(path.peer_address, path.peer_port) for path in paths))
+    return f"nobody listens at UDP {ends} any more (port unreachable), and it has left no record of its own trial"
+
+
 def _failure(
     paths: Sequence[TriedPath], rank: int, peer: int, payload_max_bytes: int, own_error: int, peer_error: int
 ) -> str:

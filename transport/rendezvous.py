@@ -67,6 +67,7 @@ class Endpoint(TriedEndpoint, Protocol):
         path_policy: str,
         congestion: str,
         window_bytes: int,
+        ports: tuple[int, int],
     ) -> bytes: ...
 
     def verbs_open(
@@ -341,13 +342,14 @@ def connect(
     by_shm = [[j in opened[i]["ranks"] and i in opened[j]["ranks"] for j in range(world)] for i in range(world)]
     needs_udp = [any(not by_shm[i][j] for j in range(world) if j != i) for i in range(world)]
     blobs: list[bytes] = [b""] * world
+    chosen: list[Rail] = []
     if any(needs_udp):
 
         def open_udp() -> Record:
             _refuse_strangers(config, hello, offers, by_shm[rank], rank)
             if not needs_udp[rank]:
                 return {"blob": "", "devices": []}
-            chosen = rails()
+            chosen[:] = rails()
             blob = _open_network(endpoint, config, [rail.address for rail in chosen])
             return {"blob": _text(blob), "devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
 
@@ -367,6 +369,7 @@ def connect(
             for text in verdict.warnings:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             notes += [*verdict.warnings, *verdict.notes]
+        notes += _unpaired_rails(endpoint, routes, chosen, rank)
     endpoint.connect(routes)
     return Connection(
         endpoint=endpoint, routes=tuple(kind for kind, _ in routes), ranks_here=ranks_here, notes=tuple(notes)
@@ -389,6 +392,7 @@ def _open_network(endpoint: Endpoint, config: Config, addresses: list[str]) -> b
         path_policy=config.path_policy,
         congestion=config.congestion,
         window_bytes=config.window_bytes,
+        ports=config.ports or (0, 0),
     )
 
 
@@ -458,6 +462,22 @@ def _slower_neighbours(
         f"{'rank' if len(peers) == 1 else 'ranks'} {', '.join(map(str, peers))} of the same host: {why}. Give the "
         "containers a larger or a common /dev/shm (docker run --shm-size=1g, --ipc=host), or set SENNIT_TRANSPORT=udp"
         for why, peers in peers_of.items()
+    ]
+
+
+def _unpaired_rails(endpoint: Endpoint, routes: Sequence[Route], rails: Sequence[Rail], rank: int) -> list[str]:
+    """Interfaces of ours that some peer has no counterpart for."""
+    peers_of: dict[Rail, list[int]] = {}
+    for peer, (kind, _) in enumerate(routes):
+        used = {path[0] for path in endpoint.tried_paths(peer)} if kind == "udp" else set()
+        for rail in rails:
+            if used and rail.address not in used:
+                peers_of.setdefault(rail, []).append(peer)
+    return [
+        f"{rail.interface} ({rail.address}) of rank {rank} stays out of use with "
+        f"{'rank' if len(peers) == 1 else 'ranks'} {', '.join(map(str, peers))}: fewer interfaces with an address of "
+        "its family there"
+        for rail, peers in peers_of.items()
     ]
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_network_trial.py: `python FILE RANK WORLD STORE`.
+"""One rank of test_network_trial.py: `python FILE RANK WORLD STORE [again]`.
 
 Makes a group, runs one AllReduce, and prints as JSON what came of it: the error, how long it took, the group's notes.
+`again`: after that it says "once", and runs another AllReduce when it is sent a line.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ def main() -> None:
         with group:
             total = group.allreduce(np.full(300_000, rank + 1.0, np.float32))
             assert (total == world * (world + 1) / 2).all()
+            if sys.argv[4:] == ["again"]:
+                print("once", flush=True)
+                sys.stdin.readline()
+                group.allreduce(np.full(300_000, rank + 1.0, np.float32))
     except SennitError as error:
         found["error"] = f"{type(error).__name__}: {error}"
     print(json.dumps(found))

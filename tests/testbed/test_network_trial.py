@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -117,3 +118,59 @@ def test_other_ranks_hear_why_there_is_no_group(tmp_path: Path) -> None:
         assert first["error"].startswith(f"PeerError: {wanted}")
         assert second["error"].startswith(f"PeerError: {wanted}")
         assert f"allreduce (operation 1 of the group): {wanted}" in third["error"]
+
+
+def test_two_doctors_meet_over_the_network_and_say_what_passes() -> None:
+    with Planes(hosts=2, planes=1) as planes:
+        doctors = []
+        for host, ends in enumerate((["--listen"], ["--peer", planes.addresses(0)[0]])):
+            command = [sys.executable, "-m", "sennit", "doctor", "--json", *ends]
+            environment = {**os.environ, "SENNIT_INTERFACES": planes.interfaces(host)[0]}
+            pipe = subprocess.PIPE
+            process = planes.popen(host, command, env=environment, stdout=pipe, stderr=pipe, text=True)
+            doctors.append(process)
+            if host == 0:
+                # It says so when it listens.
+                assert process.stderr is not None
+                assert "waiting for the other machine" in process.stderr.readline()
+        for host, process in enumerate(doctors):
+            with process:
+                output, _ = process.communicate(timeout=DEADLINE_S)
+            report = json.loads(output)
+            assert report["ok"], report
+            assert report["route"] == "udp"
+            assert f"[{planes.addresses(host)[0]}]:4791" in report["description"]
+
+
+def test_a_path_that_becomes_narrower_later_is_named(tmp_path: Path) -> None:
+    with Planes(hosts=2, planes=1) as planes:
+        ranks = []
+        for rank in range(2):
+            command = [sys.executable, str(WORKER), f"{rank}", "2", str(tmp_path / "store"), "again"]
+            environment = {**os.environ, **planes.environment(rank), "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
+            pipe = subprocess.PIPE
+            ranks.append(planes.popen(rank, command, env=environment, stdin=pipe, stdout=pipe, text=True))
+        for process in ranks:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "once\n"
+
+        def narrow() -> None:
+            # As the kernel does when a router says "packet too big".
+            with IPRoute() as route:
+                index = route.link_lookup(ifname=planes.interfaces(0)[0])[0]
+                destination = f"{planes.addresses(1)[0]}/128"
+                route.route("add", dst=destination, oif=index, metrics={"mtu": 1500}, family=socket.AF_INET6)
+
+        planes.within(0, narrow)
+        for process in ranks:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        found = []
+        for process in ranks:
+            with process:
+                output, _ = process.communicate(timeout=2 * DEADLINE_S)
+                found.append(json.loads(output))
+        for rank in found:
+            assert "cannot be sent packets of 4180 bytes any more" in rank["error"], rank
+            assert f" -> [{planes.addresses(1)[0]}]:4791 has become too narrow" in rank["error"]

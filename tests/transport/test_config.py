@@ -127,3 +127,27 @@ def test_errors_keep_who_and_what() -> None:
     refused = DeviceError("bind 10.0.0.1", errno.EADDRINUSE)
     assert refused.errno == errno.EADDRINUSE
     assert "Address already in use" in str(refused)
+
+
+@pytest.mark.parametrize("text", ["5000-5100", " 5000-5100 "])
+def test_ports_of_firewalls(text: str) -> None:
+    assert from_environment({"SENNIT_PORTS": text}).ports == (5000, 5100)
+    assert from_environment({}).ports is None
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("5000", "ports 5000-5000: 1 ports; allowed: at least 9 for each rank of a host"),
+        ("5000-5007", "5000-5007: 8 ports; allowed: at least 9 for each rank of a host and each process group, 1 to"),
+        ("5100-5000", "ports 5100-5000; allowed: FIRST-LAST within 1024..65535"),
+        ("80-500", "ports 80-500; allowed"),
+        ("65000-65536", "ports 65000-65536; allowed"),
+        ("http-5000", "SENNIT_PORTS=http-5000; allowed: FIRST-LAST, as in 5000-5100"),
+        ("5000-", "SENNIT_PORTS=5000-; allowed"),
+        ("-5000", "SENNIT_PORTS=-5000; allowed"),
+    ],
+)
+def test_a_range_of_ports_that_cannot_work_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        from_environment({"SENNIT_PORTS": text})

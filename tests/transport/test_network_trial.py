@@ -93,7 +93,10 @@ def test_a_few_dead_paths_are_warnings_and_smaller_packets_a_note() -> None:
 class End:
     """A native end with one peer, rank 1, that it has heard from over so many paths; `learned` settles it."""
 
-    def __init__(self, *, heard: Sequence[int], settles_after: float = float("inf"), learns: bool = True) -> None:
+    def __init__(
+        self, *, heard: Sequence[int], settles_after: float = float("inf"), learns: bool = True, error: int = 0
+    ) -> None:
+        self.error = error
         self.heard, self.told = list(heard), NONE
         self.steps = 0
         self.settles_after, self.learns = settles_after, learns
@@ -131,7 +134,7 @@ class End:
         return [
             (path.address, path.source_port, path.peer_address, path.peer_port, path.peer_source_port, path.port,
              path.told_bytes, path.heard_bytes, path.error)
-            for path in paths(told=self.told, heard=self.heard)
+            for path in paths(told=self.told, heard=self.heard, error=self.error)
         ]  # fmt: skip
 
     def trial_payload_bytes(self, rank: int, /) -> int:
@@ -229,6 +232,16 @@ def test_a_late_peer_is_waited_for_and_what_was_left_is_corrected() -> None:
 def test_a_peer_that_never_reports_is_named_at_the_deadline() -> None:
     with pytest.raises(TimeoutError, match=r"no packet from and no record of rank 1: dead, stopped or cut off"):
         run(End(heard=NONE), Board(None), deadline_s=30.0)
+
+
+def test_a_peer_whose_port_is_closed_and_that_leaves_no_record_is_gone_long_before_the_deadline() -> None:
+    gone = r"rank 1 is gone: nobody listens at UDP 10.0.0.2:4791 any more"
+    with pytest.raises(PeerError, match=gone) as raised:
+        run(End(heard=NONE, error=errno.ECONNREFUSED), Board(None), deadline_s=1800.0)
+    assert raised.value.rank == 1
+    # A firewall that rejects: the peer's record comes, and names the direction.
+    with pytest.raises(PeerError, match=r"rank 1 hears nothing from rank 0.*a firewall rejects it"):
+        run(End(heard=GOOD, error=errno.ECONNREFUSED), Board(record_of(NONE)), deadline_s=1800.0)
 
 
 def test_watch_may_end_the_wait() -> None:

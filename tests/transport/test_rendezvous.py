@@ -7,7 +7,7 @@ import errno
 import fcntl
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -19,149 +19,15 @@ import sennit
 from sennit.transport import _core, errors, rendezvous
 from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind, VerbsService
 from sennit.transport.devices import Port
-from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, SennitError, Unsupported
+from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, Unsupported
 from sennit.transport.rails import Rail
 from sennit.transport.rdma_rails import RdmaRail
-from sennit.transport.store import FileStore, Store
+from sennit.transport.store import FileStore
 from sennit.transport.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
+from tests.transport.meeting import MemoryStore, Recorder, meet
 
 # Endpoints in different rooms are on one host all the same; what is said about that has a test of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:SENNIT_TRANSPORT=auto takes udp")
-
-
-class MemoryStore:
-    """A torch-like store in memory."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: str, /) -> None:
-        with self._changed:
-            self.values[key] = value.encode()
-            self._changed.notify_all()
-
-    def get(self, key: str, /) -> bytes:
-        return self.values[key]
-
-    def add(self, key: str, amount: int, /) -> int:
-        with self._changed:
-            total = int(self.values.get(key, b"0")) + amount
-            self.values[key] = str(total).encode()
-            return total
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        with self._changed:
-            if self.values.get(key, b"") == expected.encode():
-                self.values[key] = desired.encode()
-            return self.values[key]
-
-    def check(self, keys: Sequence[str], /) -> bool:
-        return all(key in self.values for key in keys)
-
-    def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
-                raise RuntimeError("wait timeout")
-
-
-class Recorder:
-    """An endpoint on a machine `room`: it can open the segments of its own room."""
-
-    def __init__(self, rank: int, room: str, *, shm_errno: int | None = None) -> None:
-        self.rank, self.room, self.shm_errno = rank, room, shm_errno
-        self.ranks_here = 0
-        self.routes: list[tuple[str, bytes]] = []
-        self.tried: list[tuple[str, bytes]] = []
-        self.udp: tuple[list[tuple[str, int]], dict[str, Any]] | None = None
-        self.verbs: tuple[list[str], dict[str, Any]] | None = None
-
-    def shm_offer(self) -> bytes:
-        if self.shm_errno is not None:
-            raise DeviceError("shm_open", self.shm_errno)
-        return f"{self.room}/{self.rank}".encode()
-
-    def shm_accept(self, rank: int, offer: bytes, /) -> bool:
-        assert offer.endswith(f"/{rank}".encode())
-        return offer.decode().split("/")[0] == self.room
-
-    def udp_open(self, rails: list[tuple[str, int]], /, **settings: Any) -> bytes:
-        self.udp = (rails, settings)
-        return f"udp{self.rank}\x00\xff".encode("latin-1")
-
-    def verbs_open(self, addresses: list[str], /, **settings: Any) -> bytes:
-        self.verbs = (addresses, settings)
-        return f"verbs{self.rank}".encode()
-
-    def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None:
-        self.tried = list(routes)
-
-    def try_network(self, limit_s: float, /) -> bool:
-        return True  # test_network_trial.py has networks that fail
-
-    def is_tried(self, rank: int, /) -> bool:
-        return True
-
-    def is_perfect(self, rank: int, /) -> bool:
-        return True
-
-    def trial_message(self, rank: int, /) -> bytes:
-        raise AssertionError(rank)
-
-    def learn_trial(self, rank: int, message: bytes, /) -> None:
-        raise AssertionError(rank)
-
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
-        raise AssertionError(rank)
-
-    def trial_payload_bytes(self, rank: int, /) -> int:
-        raise AssertionError(rank)
-
-    def trial_payload_max_bytes(self, rank: int, /) -> int:
-        raise AssertionError(rank)
-
-    def give_up(self, reason: str, /) -> None:
-        raise AssertionError(reason)
-
-    def connect(self, routes: Sequence[tuple[str, bytes]], /) -> None:
-        self.routes = list(routes)
-
-
-def meet(
-    endpoints: Sequence[Recorder],
-    configs: Sequence[Config] | None = None,
-    *,
-    store: Store | None = None,
-    timeout_s: float = 20.0,
-    absent: Sequence[int] = (),
-    rails: Sequence[Sequence[Rail]] = (),
-) -> list[tuple[str, ...] | SennitError]:
-    """What each rank gets: its routes, or the error it raised."""
-    world = len(endpoints)
-    shared = MemoryStore() if store is None else store
-
-    def join(rank: int) -> tuple[str, ...] | SennitError:
-        def make(ranks_here: int) -> Recorder:
-            endpoints[rank].ranks_here = ranks_here
-            return endpoints[rank]
-
-        try:
-            connection = rendezvous.connect(
-                make,
-                config=configs[rank] if configs else Config(),
-                store=shared,
-                rank=rank,
-                world=world,
-                rails=lambda: rails[rank] if rails else [Rail(interface="eth0", address=f"10.0.0.{rank}")],
-                timeout_s=timeout_s,
-            )
-        except SennitError as error:
-            return error
-        assert connection.endpoint is endpoints[rank]
-        return connection.routes
-
-    with ThreadPoolExecutor(world) as pool:
-        return list(pool.map(join, [rank for rank in range(world) if rank not in absent]))
 
 
 def test_neighbours_use_shared_memory_and_open_no_sockets() -> None:
@@ -178,7 +44,13 @@ def test_containers_with_their_own_memory_fall_back_to_udp() -> None:
     assert endpoints[0].routes[2] == ("udp", b"udp2\x00\xff")
     assert endpoints[2].udp == (
         [("10.0.0.2", 0)],
-        {"path_count": 8, "path_policy": "round_robin", "congestion": "fixed", "window_bytes": 2 << 20},
+        {
+            "path_count": 8,
+            "path_policy": "round_robin",
+            "congestion": "fixed",
+            "window_bytes": 2 << 20,
+            "ports": (0, 0),
+        },
     )
 
 
@@ -242,6 +114,23 @@ def test_udp_that_was_asked_for_is_no_reason_to_warn() -> None:
     assert meet([Recorder(0, "a"), Recorder(1, "a")], apart) == [("self", "udp"), ("udp", "self")]
 
 
+def test_an_interface_without_counterpart_is_noted() -> None:
+    rails = [
+        [Rail(interface="eth0", address="10.0.0.0"), Rail(interface="eth1", address="10.1.0.0")],
+        [Rail(interface="eth0", address="10.0.0.1")],
+    ]
+    configs = [Config(transport=TransportKind.UDP)] * 2
+    notes: dict[int, tuple[str, ...]] = {}
+    assert meet([Recorder(0, "a"), Recorder(1, "b")], configs, rails=rails, notes=notes) == [
+        ("self", "udp"),
+        ("udp", "self"),
+    ]
+    assert notes[0] == (
+        "eth1 (10.1.0.0) of rank 0 stays out of use with rank 1: fewer interfaces with an address of its family there",
+    )
+    assert notes[1] == ()
+
+
 def test_udp_alone_makes_no_segment() -> None:
     endpoints = [Recorder(rank, "a", shm_errno=errno.EACCES) for rank in range(2)]
     config = Config(
@@ -255,7 +144,7 @@ def test_udp_alone_makes_no_segment() -> None:
     assert meet(endpoints, [config, Config()]) == [("self", "udp"), ("udp", "self")]
     assert endpoints[0].udp == (
         [("10.0.0.0", 0)],
-        {"path_count": 3, "path_policy": "reps", "congestion": "swift", "window_bytes": 1 << 20},
+        {"path_count": 3, "path_policy": "reps", "congestion": "swift", "window_bytes": 1 << 20, "ports": (0, 0)},
     )
 
 

@@ -220,8 +220,9 @@ class PyCommunicator {
   }
   nb::bytes udp_open(const std::vector<std::pair<std::string, uint16_t>>& rails, uint32_t path_count,
                      const std::string& path_policy, const std::string& congestion, uint32_t window_bytes,
-                     uint64_t seed) {
+                     const std::pair<uint16_t, uint16_t>& ports, uint64_t seed) {
     sennit::UdpConfig config;
+    config.ports = {ports.first, ports.second};
     for (const auto& [address, port] : rails) config.rails.push_back({address, port});
     config.path_count = path_count;
     config.path_policy = path_policy;
@@ -272,8 +273,8 @@ class PyCommunicator {
   nb::list tried_paths(uint32_t rank) const {
     nb::list out;
     for (const sennit::TriedPath& path : tried(rank))
-      out.append(nb::make_tuple(sennit::address_text(path.out_source), path.out_source.port,
-                                sennit::address_text(path.out_listen), path.out_listen.port, path.in_source.port,
+      out.append(nb::make_tuple(sennit::wire::address_text(path.out_source), path.out_source.port,
+                                sennit::wire::address_text(path.out_listen), path.out_listen.port, path.in_source.port,
                                 path.in_listen.port, path.told_bytes, path.heard_bytes, path.error));
     return out;
   }
@@ -440,7 +441,7 @@ NB_MODULE(_core, m) {
       .def("shm_accept", &PyCommunicator::shm_accept, "rank"_a, "offer"_a,
            "Opens a peer's segment; False when it cannot be reached.")
       .def("udp_open", &PyCommunicator::udp_open, "rails"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
-           "congestion"_a, "window_bytes"_a, "seed"_a = 0,
+           "congestion"_a, "window_bytes"_a, "ports"_a = std::pair<uint16_t, uint16_t>(0, 0), "seed"_a = 0,
            "Opens the sockets on (address, port) rails; what peers need to connect.")
       .def("verbs_open", &PyCommunicator::verbs_open, "addresses"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
            "congestion"_a, "window_bytes"_a, "service"_a, "seed"_a = 0,

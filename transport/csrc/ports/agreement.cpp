@@ -33,10 +33,12 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
     throw std::invalid_argument(who + " has " + std::to_string(theirs.eager_slot_count) + " eager slots, this rank " +
                                 std::to_string(ours.eager_slot_count));
   Agreement out;
-  out.pairs = pair_rails(ours.rails, theirs.rails);
+  out.pairs = pair_rails(ours, theirs);
   if (out.pairs.empty())
     throw std::invalid_argument(who + " listens at " + text_of(theirs.rails[0].listen) + ", this rank at " +
-                                text_of(ours.rails[0].listen) + ": choose interfaces with addresses of one family");
+                                text_of(ours.rails[0].listen) +
+                                ": they have no address of one family (IPv4 or IPv6); give their interfaces such "
+                                "addresses, or choose others by SENNIT_INTERFACES");
   if (ours.is_reliable != theirs.is_reliable)
     throw std::invalid_argument(who + (theirs.is_reliable ? " uses" : " does not use") +
                                 " reliable queue pairs, this rank does" + (ours.is_reliable ? "" : " not") +
@@ -52,7 +54,8 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
         throw std::invalid_argument(where + "but with an RDMA device at the other end IPv6 is needed");
       if (rail.listen.port != wire::ROCE_UDP_PORT)
         throw std::invalid_argument(where + "but the RDMA device at the other end sends to UDP port " +
-                                    std::to_string(wire::ROCE_UDP_PORT) + " only, which another process there has");
+                                    std::to_string(wire::ROCE_UDP_PORT) +
+                                    " only: another process there has it, or SENNIT_PORTS leaves it out");
     }
   }
   out.path_count = std::min(ours.path_count, theirs.path_count);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ports/roce_offer.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -64,6 +65,16 @@ class Reader {
                               "; install the same sennit on all hosts");
 }
 
+bool share_subnet(const RoceOffer::Rail& one, const RoceOffer::Rail& other) {
+  if (one.prefix_bits == 0 || one.prefix_bits != other.prefix_bits) return false;
+  const size_t whole_bytes = one.prefix_bits / 8;
+  const auto& a = one.listen.address;
+  const auto& b = other.listen.address;
+  if (!std::equal(a.begin(), a.begin() + static_cast<ptrdiff_t>(whole_bytes), b.begin())) return false;
+  const unsigned rest_bits = one.prefix_bits % 8;
+  return rest_bits == 0 || ((a[whole_bytes] ^ b[whole_bytes]) >> (8 - rest_bits)) == std::byte{};
+}
+
 }  // namespace
 
 std::vector<std::byte> RoceOffer::encode() const {
@@ -80,6 +91,7 @@ std::vector<std::byte> RoceOffer::encode() const {
   out.put(static_cast<uint32_t>(rails.size()));
   for (const Rail& rail : rails) {
     out.put(static_cast<uint8_t>(rail.listen.is_ipv6 ? 6 : 4));
+    out.put(rail.prefix_bits);
     out.put(rail.device);
     out.put(rail.listen.port);
     out.put(rail.payload_max_bytes);
@@ -117,6 +129,10 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
       throw std::invalid_argument("roce: the peer's offer has a rail of IP version " + std::to_string(ip_version) +
                                   "; 4 and 6 are allowed");
     rail.listen.is_ipv6 = ip_version == 6;
+    rail.prefix_bits = in.get<uint8_t>();
+    if (rail.prefix_bits > (rail.listen.is_ipv6 ? 128 : 32))
+      throw std::invalid_argument("roce: the peer's offer has a subnet of " + std::to_string(rail.prefix_bits) +
+                                  " bits");
     rail.device = in.get<uint8_t>();
     if (rail.device > (offer.is_device ? flow::Keys::MAX_COUNT - 1 : 0))
       throw std::invalid_argument("roce: the peer's offer has a rail of the device number " +
@@ -148,16 +164,30 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
   return offer;
 }
 
-std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<RoceOffer::Rail>& ours,
-                                                  const std::vector<RoceOffer::Rail>& theirs) {
+std::vector<std::pair<size_t, size_t>> pair_rails(const RoceOffer& ours, const RoceOffer& theirs) {
+  // The lower rank's order decides at both ends.
+  const bool is_ours_first = ours.rank < theirs.rank;
+  const std::vector<RoceOffer::Rail>& first = is_ours_first ? ours.rails : theirs.rails;
+  const std::vector<RoceOffer::Rail>& second = is_ours_first ? theirs.rails : ours.rails;
   std::vector<std::pair<size_t, size_t>> pairs;
   for (const bool is_ipv6 : {true, false}) {
-    for (size_t mine = 0, other = 0;; ++mine, ++other) {
-      while (mine < ours.size() && ours[mine].listen.is_ipv6 != is_ipv6) ++mine;
-      while (other < theirs.size() && theirs[other].listen.is_ipv6 != is_ipv6) ++other;
-      if (mine >= ours.size() || other >= theirs.size()) break;
-      pairs.emplace_back(mine, other);
+    constexpr size_t NONE = SIZE_MAX;
+    std::vector<size_t> partner(first.size(), NONE);
+    std::vector<bool> is_taken(second.size());
+    for (const bool by_subnet : {true, false}) {
+      for (size_t one = 0; one < first.size(); ++one) {
+        if (first[one].listen.is_ipv6 != is_ipv6 || partner[one] != NONE) continue;
+        for (size_t other = 0; other < second.size() && partner[one] == NONE; ++other) {
+          if (second[other].listen.is_ipv6 != is_ipv6 || is_taken[other]) continue;
+          if (by_subnet && !share_subnet(first[one], second[other])) continue;
+          partner[one] = other;
+          is_taken[other] = true;
+        }
+      }
     }
+    for (size_t one = 0; one < first.size(); ++one)
+      if (partner[one] != NONE)
+        pairs.push_back(is_ours_first ? std::pair(one, partner[one]) : std::pair(partner[one], one));
   }
   return pairs;
 }

@@ -15,10 +15,11 @@
 namespace sennit {
 
 struct RoceOffer {
-  static constexpr uint32_t VERSION = 3;
+  static constexpr uint32_t VERSION = 4;
 
   struct Rail {
     wire::Endpoint listen;            // where all packets for this rank go
+    uint8_t prefix_bits = 0;          // of its address's subnet; 0: unknown
     uint8_t device = 0;               // whose key of a message opens it here: of several devices each has its own
     uint32_t payload_max_bytes = 0;   // what fits the interface's MTU
     std::vector<uint16_t> entropies;  // source ports of its sending sockets: one a path
@@ -45,9 +46,8 @@ struct RoceOffer {
   static RoceOffer decode(std::span<const std::byte> bytes);
 };
 
-// Rails of both ends in pairs: the first IPv6 address with the first, and so on; then IPv4. Both ends come
-// to the same pairs in the same order.
-std::vector<std::pair<size_t, size_t>> pair_rails(const std::vector<RoceOffer::Rail>& ours,
-                                                  const std::vector<RoceOffer::Rail>& theirs);
+// Rails of both ends in pairs, IPv6 before IPv4: those in one subnet together, the rest in order. Both ends come to the
+// same pairs in the same order.
+std::vector<std::pair<size_t, size_t>> pair_rails(const RoceOffer& ours, const RoceOffer& theirs);
 
 }  // namespace sennit

@@ -56,6 +56,7 @@ void UdpPort::start(Peer& peer) {
   auto [pairs, path_count, config] =
       agree(offer_, peer.rank, theirs, send_,
             [payload_bytes](const RoceOffer::Rail&, const RoceOffer::Rail&) { return payload_bytes; });
+  peer.payload_bytes = config.payload_max_bytes;
   config.receive_budget = &receive_budget_;
   const RoceOffer::Peer& for_us = peer.offer.peers[rank_];
   const std::span<std::byte> eager_memory(eager_memory_[peer.rank],
@@ -108,7 +109,9 @@ bool UdpPort::send_probes(Peer& peer, uint64_t now_us) {
               std::byte{});
     UdpPath& path = peer.paths[probe.path];
     const flow::DataOut packet{0, peer.offer.peers[rank_].eager_rkey, 0, payload.data(), probe.payload_bytes};
+    path.sender->take_error();
     path.sender->send_data(path, std::span(&packet, 1));
+    if (const int error = path.sender->take_error()) path.error = error;
   }
   return sent;
 }
@@ -118,7 +121,10 @@ bool UdpPort::try_network(uint64_t now_us) {
   for (const auto& rail : rails_) {
     while (rail->receiver->receive(now_us) != UdpReceiver::Received::nothing) {
     }
-    for (const auto& sender : rail->senders) sender->flush(now_us);
+    for (const auto& sender : rail->senders) {
+      sender->flush(now_us);
+      if (sender->look_for_refusals()) note_refused(*sender);
+    }
   }
   bool is_over = true;
   for (const auto& peer : peers_) {
@@ -149,7 +155,7 @@ std::vector<TriedPath> UdpPort::tried_paths(uint32_t peer) const {
   const Trial& trial = *peers_[peer]->trial;
   for (const UdpPath& path : peers_[peer]->paths)
     out.push_back({path.source, path.remote_listen, path.remote_source, path.local_listen, trial.told_bytes(path.index),
-                   trial.heard_bytes(path.index), path.sender->last_error()});
+                   trial.heard_bytes(path.index), path.error});
   return out;
 }
 

@@ -28,6 +28,8 @@ struct UdpPath {
   SocketAddress remote;  // the same, for sends
   uint32_t remote_qpn = 0;
   uint32_t next_psn = 0;
+  int error = 0;              // errno of its last probe that did not go, or came back
+  bool is_over_mtu = false;   // it did not take the last full packet
   bool is_to_device = false;  // which takes eager packets as SEND ONLY with immediate
   wire::NetworkCrc outgoing, incoming;
 };

@@ -45,7 +45,7 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
   const size_t by_peers =
       std::clamp(RECEIVE_BUFFER_PER_PEER_BYTES * (size - 1), RECEIVE_BUFFER_MIN_BYTES, RECEIVE_BUFFER_MAX_BYTES);
   for (const UdpRailConfig& rail : config.rails)
-    open_rail(rail, config.receive_buffer_bytes != 0 ? config.receive_buffer_bytes : by_peers);
+    open_rail(rail, config.ports, config.receive_buffer_bytes != 0 ? config.receive_buffer_bytes : by_peers);
 
   eager_memory_bytes_ = size_t{EAGER_SLOT_COUNT} * wire::PAYLOAD_MAX_BYTES;
   eager_memory_.resize(size, nullptr);
@@ -76,12 +76,14 @@ UdpPort::~UdpPort() {
     if (memory != nullptr) munmap(memory, eager_memory_bytes_);
 }
 
-void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes) {
+void UdpPort::open_rail(const UdpRailConfig& config, const PortRange& ports, size_t receive_buffer_bytes) {
   auto rail = std::make_unique<Rail>();
-  UdpSocket listener = open_listener(config.address, config.port);
+  UdpSocket listener = open_listener(config.address, config.port, ports);
   RoceOffer::Rail& offered = offer_.rails.emplace_back();
   offered.listen = listener.local();
-  offered.payload_max_bytes = payload_for_mtu(interface_mtu_bytes(listener.local()), listener.local());
+  const InterfaceFacts interface = read_interface(listener.local());
+  offered.prefix_bits = interface.prefix_bits;
+  offered.payload_max_bytes = payload_for_mtu(interface.mtu_bytes, listener.local());
   const size_t granted_bytes = listener.set_receive_buffer(receive_buffer_bytes);
   offer_.receive_window_bytes =
       std::min(offer_.receive_window_bytes, window_for(granted_bytes, offered.payload_max_bytes, offer_.size - 1));
@@ -89,7 +91,7 @@ void UdpPort::open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes
   listener.enable_receive_offload();  // without it packets come one by one
   rail->receiver = std::make_unique<UdpReceiver>(rank_, std::move(listener), paths_by_qpn_, *receive_counters_);
   for (uint32_t path = 0; path < offer_.path_count; ++path) {
-    UdpSocket socket = open_sender(config.address);
+    UdpSocket socket = open_sender(config.address, ports);
     socket.set_send_buffer(SEND_BUFFER_BYTES);
     socket.report_refusals();
     socket.announce_ecn();
@@ -172,12 +174,15 @@ bool UdpPort::send_round(uint64_t now_us) {
 
 void UdpPort::note_refused(UdpSender& sender) {
   for (const RefusedPacket& packet : sender.take_refused()) {
-    for (Peer* peer : connected_) {
+    for (const auto& peer : peers_) {
+      if (!peer) continue;
       const auto its = std::find_if(peer->paths.begin(), peer->paths.end(), [&](const UdpPath& path) {
         return path.remote_listen == packet.destination && path.remote_qpn == packet.qpn;
       });
       // Its socket was open before this rank heard of it, and stays so until its process ends.
       if (its == peer->paths.end()) continue;
+      its->error = ECONNREFUSED;
+      if (!peer->lane) continue;  // that is for the trial to judge
       trace::port_error(rank_, peer->rank, its->index, trace::PortError::refused, ECONNREFUSED);
       peer->is_gone = true;
       peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(packet.destination) + " any more");
@@ -202,10 +207,35 @@ bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
   const auto batch = std::span(packets).first(peer.batch_packets);
   if (const size_t count = flow.poll_data(now_us, batch, path)) {
     UdpPath& way = peer.paths[path];
+    way.sender->take_over_mtu();  // of a trial, or of another peer's batch
     way.sender->send_data(way, batch.first(count));
+    if (way.sender->take_over_mtu()) {
+      note_over_mtu(peer, way, now_us);
+    } else if (way.is_over_mtu && packets[0].size_bytes == peer.payload_bytes) {
+      way.is_over_mtu = false;
+    }
     sent = true;
   }
   return sent;
+}
+
+// A route changed, and packets of the size that was agreed on do not fit any more. Other paths may still take them;
+// where none does, nothing would arrive for as long as the kernel remembers the report (10 minutes by default).
+void UdpPort::note_over_mtu(Peer& peer, UdpPath& path, uint64_t now_us) {
+  path.is_over_mtu = true;
+  flow::Flow& flow = peer.lane->flow();
+  flow.on_path_failed(now_us, path.index);
+  if (!std::all_of(peer.paths.begin(), peer.paths.end(), [](const UdpPath& one) { return one.is_over_mtu; })) return;
+  const size_t header_bytes = path.source.is_ipv6 ? 48 : 28;  // IP and UDP
+  std::string reason = "cannot be sent packets of " +
+                       std::to_string(header_bytes + wire::data_packet_bytes(peer.payload_bytes)) +
+                       " bytes any more, which this group was made with: the path " + text_of(path.source) + " -> " +
+                       text_of(path.remote_listen) + " has become too narrow";
+  if (const uint32_t mtu_bytes = path.sender->path_mtu_bytes())
+    reason += " (its MTU is " + std::to_string(mtu_bytes) + ")";
+  reason += "; make the group again, or raise the MTU";
+  send_abort(peer, "rank " + std::to_string(peer.rank) + " " + reason);  // the flow says nothing more
+  flow.on_peer_failed(reason);
 }
 
 void UdpPort::check_on_peers(uint64_t now_us) {
@@ -221,18 +251,21 @@ void UdpPort::look_for_refusals() {
       if (sender->look_for_refusals()) note_refused(*sender);
 }
 
-// Flows that have ended send nothing of their own, so this repeats the last word: a peer that lives and has not heard
-// of the end does so now, and the kernel says who is not there any more. Over every rail, as some may be dead.
-std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
+void UdpPort::send_abort(Peer& peer, std::string_view reason) {
   std::array<std::byte, flow::CONTROL_MAX_BYTES> payload;
   flow::ControlWriter writer(payload);
   writer.header.flags = flow::CONTROL_ABORT;
-  writer.add_reason(utf8_prefix(farewell_, flow::REASON_MAX_BYTES));
+  writer.add_reason(utf8_prefix(reason, flow::REASON_MAX_BYTES));
   const auto abort = std::span(payload).first(writer.finish());
+  for (UdpPath& path : std::span(peer.paths).first(peer.rail_count)) path.sender->send_control(path, abort);
+}
+
+// Flows that have ended send nothing of their own, so this repeats the last word: a peer that lives and has not heard
+// of the end does so now, and the kernel says who is not there any more. Over every rail, as some may be dead.
+std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
   std::vector<uint32_t> gone;
   for (Peer* peer : connected_)
-    if (!peer->is_gone && peer->lane->flow().ended())
-      for (UdpPath& path : std::span(peer->paths).first(peer->rail_count)) path.sender->send_control(path, abort);
+    if (!peer->is_gone && peer->lane->flow().ended()) send_abort(*peer, farewell_);
   look_for_refusals();
   for (const Peer* peer : connected_)
     if (peer->is_gone) gone.push_back(peer->rank);

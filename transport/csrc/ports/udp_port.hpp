@@ -30,7 +30,7 @@ namespace sennit {
 
 struct UdpRailConfig {
   std::string address;  // IPv4 or IPv6, of this machine
-  uint16_t port = 0;    // of the listening socket; 0: 4791, or any if that is taken
+  uint16_t port = 0;    // of the listening socket; 0: 4791, or any (of the range) if that is taken
 };
 
 // One path to a peer, and what its trial found in each direction.
@@ -42,6 +42,7 @@ struct TriedPath {
 
 struct UdpConfig : SendConfig {
   std::vector<UdpRailConfig> rails;
+  PortRange ports{};                // of all sockets
   size_t receive_buffer_bytes = 0;  // of each listening socket; 0: by the number of peers
 };
 
@@ -89,11 +90,13 @@ class UdpPort final : public Port {
   Peer& prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
   void start(Peer& peer);
   bool send_probes(Peer& peer, uint64_t now_us);
-  void open_rail(const UdpRailConfig& config, size_t receive_buffer_bytes);
+  void open_rail(const UdpRailConfig& config, const PortRange& ports, size_t receive_buffer_bytes);
   Peer& connected(uint32_t peer);
   bool receive_from(UdpReceiver& receiver, uint64_t now_us);
   bool send_round(uint64_t now_us);
   bool send_from(Peer& peer, uint64_t now_us);
+  void send_abort(Peer& peer, std::string_view reason);  // over every rail, once
+  void note_over_mtu(Peer& peer, UdpPath& path, uint64_t now_us);
   void note_refused(UdpSender& sender);
   void look_for_refusals();
   void send_farewells(uint64_t now_us);
@@ -111,7 +114,7 @@ class UdpPort final : public Port {
   std::vector<std::unique_ptr<Rail>> rails_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
   std::vector<Peer*> connected_;
-  size_t next_peer_ = 0;    // who sends first in the next round
+  size_t next_peer_ = 0;  // who sends first in the next round
   std::vector<std::byte*> eager_memory_;
   size_t eager_memory_bytes_ = 0;
   // A timer has run out when what arrived before is read: this thread may not have run in between.

@@ -116,7 +116,7 @@ int UdpSender::send(const SocketAddress& to, std::span<const iovec> pieces, size
 bool UdpSender::note_refusals() {
   const NetworkReports reports = take_network_reports(socket_.fd());
   refused_.insert(refused_.end(), reports.refused.begin(), reports.refused.end());
-  if (reports.error != 0) last_error_ = reports.error;
+  if (reports.mtu_bytes != 0) path_mtu_bytes_ = reports.mtu_bytes;
   return reports.error != 0;
 }
 
@@ -159,7 +159,10 @@ void UdpSender::transmit(const UdpPath& path, std::span<const iovec> pieces, siz
 void UdpSender::lose(const UdpPath& path, int error) {
   ++counters_.send_errors;
   last_error_ = error;
-  if (error == EMSGSIZE) ++counters_.send_over_mtu;
+  if (error == EMSGSIZE) {
+    ++counters_.send_over_mtu;
+    is_over_mtu_ = true;
+  }
   trace::port_error(path.ends.rank, path.ends.peer, path.index, trace::PortError::send, static_cast<uint32_t>(error));
 }
 

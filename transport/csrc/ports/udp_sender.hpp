@@ -56,8 +56,12 @@ class UdpSender {
     note_refusals();
     return has_refused();
   }
-  // Why the last packet that did not go did not (errno), by the kernel's own word or by the network's; 0: all went.
-  int last_error() const { return last_error_; }
+  // Why the kernel did not take the last packet that it refused since the last call (errno); 0: it took all.
+  int take_error() { return std::exchange(last_error_, 0); }
+  // A packet was larger than its path takes by now (EMSGSIZE), since the last call.
+  bool take_over_mtu() { return std::exchange(is_over_mtu_, false); }
+  // What a path of this sender takes by the network's word: the newest report; 0: there was none.
+  uint32_t path_mtu_bytes() const { return path_mtu_bytes_; }
   // Where packets came back from since the last call: nobody listens there.
   std::vector<RefusedPacket> take_refused() { return std::exchange(refused_, {}); }
 
@@ -93,6 +97,8 @@ class UdpSender {
   bool can_segment_;
   bool is_stuck_ = false;
   int last_error_ = 0;
+  bool is_over_mtu_ = false;
+  uint32_t path_mtu_bytes_ = 0;
   Kept kept_;
   std::array<std::byte, BATCH_MAX_PACKETS*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
   std::array<iovec, 2 * BATCH_MAX_PACKETS + 1> pieces_;

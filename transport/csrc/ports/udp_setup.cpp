@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "wire/packet.hpp"
 
@@ -16,19 +18,45 @@ constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_B
 // size, single packets twice to four times theirs.
 uint64_t overhead_of(uint32_t payload_bytes) { return payload_bytes >= 4'096 ? 2 : 4; }
 
-}  // namespace
-
-UdpSocket open_listener(const std::string& address, uint16_t port) {
-  if (port != 0) return UdpSocket(wire::parse_endpoint(address, port));
+std::optional<UdpSocket> open_unless_taken(const std::string& address, uint16_t port) {
   try {
-    return UdpSocket(wire::parse_endpoint(address, wire::ROCE_UDP_PORT));
+    return UdpSocket(wire::parse_endpoint(address, port));
   } catch (const std::system_error& error) {
     if (error.code().value() != EADDRINUSE) throw;
-    return UdpSocket(wire::parse_endpoint(address, 0));  // several ranks share this address
+    return std::nullopt;
   }
 }
 
-UdpSocket open_sender(const std::string& address) {
+// The first free port from `from` on; behind the last comes the first.
+UdpSocket open_in_range(const std::string& address, const PortRange& ports, uint16_t from) {
+  uint16_t port = from;
+  do {
+    if (std::optional<UdpSocket> socket = open_unless_taken(address, port)) return std::move(*socket);
+    port = port == ports.last ? ports.first : static_cast<uint16_t>(port + 1);
+  } while (port != from);
+  throw std::system_error(EADDRINUSE, std::generic_category(),
+                          "udp: all ports of SENNIT_PORTS=" + std::to_string(ports.first) + "-" +
+                              std::to_string(ports.last) + " are taken at " + address +
+                              ": each rank of each process group takes one, and one more for each path (SENNIT_PATHS); "
+                              "widen the range");
+}
+
+}  // namespace
+
+UdpSocket open_listener(const std::string& address, uint16_t port, const PortRange& ports) {
+  if (port != 0) return UdpSocket(wire::parse_endpoint(address, port));
+  const bool is_limited = ports.first != 0;
+  if (!is_limited || (ports.first <= wire::ROCE_UDP_PORT && wire::ROCE_UDP_PORT <= ports.last))
+    if (std::optional<UdpSocket> socket = open_unless_taken(address, wire::ROCE_UDP_PORT)) return std::move(*socket);
+  if (is_limited) return open_in_range(address, ports, ports.first);
+  return UdpSocket(wire::parse_endpoint(address, 0));  // several ranks share this address
+}
+
+UdpSocket open_sender(const std::string& address, const PortRange& ports) {
+  if (ports.first != 0) {
+    const uint32_t count = ports.last - ports.first + 1u;
+    return open_in_range(address, ports, static_cast<uint16_t>(ports.first + random_value<uint16_t>() % count));
+  }
   constexpr int ATTEMPT_COUNT = 64;
   for (int attempt = 1;; ++attempt) {
     const auto port = static_cast<uint16_t>(wire::ENTROPY_PORT_MIN | random_value<uint16_t>());

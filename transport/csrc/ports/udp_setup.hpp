@@ -25,10 +25,10 @@ T random_value() {
   return value;
 }
 
-// Port 0: RoCE's, or any if that is taken.
-UdpSocket open_listener(const std::string& address, uint16_t port);
-// From a random port of RoCE's range: the entropy of a path.
-UdpSocket open_sender(const std::string& address);
+// Port 0: RoCE's, or any of `ports` if that is taken or not among them.
+UdpSocket open_listener(const std::string& address, uint16_t port, const PortRange& ports);
+// From a random port of RoCE's range, or of `ports`: the entropy of a path.
+UdpSocket open_sender(const std::string& address, const PortRange& ports);
 
 // The largest path MTU of IBTA that fits the interface of `local`.
 uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local);

@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
@@ -303,9 +304,11 @@ int peek_segments(int fd, std::span<std::byte> head, size_t& size_bytes) {
   return 0;
 }
 
-size_t interface_mtu_bytes(const wire::Endpoint& local) {
+size_t interface_mtu_bytes(const wire::Endpoint& local) { return read_interface(local).mtu_bytes; }
+
+InterfaceFacts read_interface(const wire::Endpoint& local) {
   ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return 0;
+  if (getifaddrs(&list) != 0) return {};
   const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
   for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
     if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != (local.is_ipv6 ? AF_INET6 : AF_INET)) continue;
@@ -317,12 +320,17 @@ size_t interface_mtu_bytes(const wire::Endpoint& local) {
     ifreq request{};
     std::strncpy(request.ifr_name, entry->ifa_name, IFNAMSIZ - 1);
     const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) return 0;
+    if (fd < 0) return {};
     const bool known = ioctl(fd, SIOCGIFMTU, &request) == 0;
     ::close(fd);
-    return known ? static_cast<size_t>(request.ifr_mtu) : 0;
+    InterfaceFacts facts;
+    if (known) facts.mtu_bytes = static_cast<size_t>(request.ifr_mtu);
+    if (entry->ifa_netmask != nullptr && entry->ifa_netmask->sa_family == entry->ifa_addr->sa_family)
+      for (const std::byte byte : endpoint_of(entry->ifa_netmask).address)
+        facts.prefix_bits = static_cast<uint8_t>(facts.prefix_bits + std::popcount(std::to_integer<unsigned>(byte)));
+    return facts;
   }
-  return 0;
+  return {};
 }
 
 size_t loopback_mtu_bytes(bool is_ipv6) {

@@ -35,6 +35,11 @@ struct SocketAddress {
   }
 };
 
+// UDP ports from `first` to `last`; first 0: no limits.
+struct PortRange {
+  uint16_t first = 0, last = 0;
+};
+
 class UdpSocket {
  public:
   // Binds; port 0 takes any.
@@ -100,7 +105,12 @@ ReceivedBatch receive_segments(int fd, std::span<iovec> places);
 // Copies the first bytes of the batch that comes next, and leaves it there. Returns 0 or errno.
 int peek_segments(int fd, std::span<std::byte> head, size_t& size_bytes);
 
-// The MTU of the interface that has this address; 0 when none has: the address is another machine's.
+// The interface that has this address; zeros when none has: the address is another machine's.
+struct InterfaceFacts {
+  size_t mtu_bytes = 0;
+  uint8_t prefix_bits = 0;  // of the address's subnet
+};
+InterfaceFacts read_interface(const wire::Endpoint& local);
 size_t interface_mtu_bytes(const wire::Endpoint& local);
 // The MTU between two addresses of this machine, whichever interfaces have them; 0 without that family.
 size_t loopback_mtu_bytes(bool is_ipv6);

@@ -14,6 +14,7 @@
 #include "flow/control.hpp"
 #include "flow/immediate.hpp"
 #include "ports/call_clock.hpp"
+#include "ports/udp_socket.hpp"
 #include "ports/verbs_path.hpp"
 #include "ports/verbs_queue_pair.hpp"
 #include "wire/packet.hpp"
@@ -104,6 +105,7 @@ void VerbsPort::make_offer(uint32_t size) {
   for (const Rail& rail : rails_) {
     RoceOffer::Rail& offered = offer_.rails.emplace_back();
     offered.listen = rail.address.endpoint;
+    offered.prefix_bits = read_interface(rail.address.endpoint).prefix_bits;
     offered.device = static_cast<uint8_t>(rail.adapter->number());
     offered.payload_max_bytes = rail.address.mtu_bytes;
     while (offered.entropies.size() < config_.path_count) {

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "ports/udp_port.hpp"
 #include "ports/udp_setup.hpp"
 #include "tests/port_pair.hpp"
+#include "wire/endpoint.hpp"
 
 using namespace sennit;
 
@@ -155,4 +157,73 @@ TEST_CASE("smaller packets fill a receive buffer sooner") {
   CHECK(window_at(offer, 1'024) == 500'000);
   offer.rails[0].payload_max_bytes = 1'024;
   CHECK(window_at(offer, 1'024) == 1'000'000);
+}
+
+TEST_CASE("all sockets take ports of the range, and ranks of one host share it") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    CAPTURE(address);
+    // Three ranks of five sockets each.
+    UdpConfig config = config_for(address);
+    config.ports = {30'000, 30'014};
+    const Rank a(0, config), b(1, config), c(0, config);
+    std::set<uint16_t> used;
+    for (const Rank* rank : {&a, &b, &c}) {
+      const RoceOffer offer = RoceOffer::decode(rank->port.local_info());
+      used.insert(offer.rails[0].listen.port);
+      used.insert(offer.rails[0].entropies.begin(), offer.rails[0].entropies.end());
+    }
+    CHECK(used.size() == 15);
+    CHECK(*used.begin() == 30'000);
+    CHECK(*used.rbegin() == 30'014);
+    const std::string reason = std::string("all ports of SENNIT_PORTS=30000-30014 are taken at ") + address;
+    CHECK_THROWS_WITH_AS(Rank(1, config), doctest::Contains(reason.c_str()), std::system_error);
+  }
+}
+
+TEST_CASE("a range that has RoCE's port receives there") {
+  UdpConfig config = config_for("::1");
+  config.ports = {4'780, 4'799};
+  const Rank rank(0, config);
+  const uint16_t port = RoceOffer::decode(rank.port.local_info()).rails[0].listen.port;
+  CHECK((port == wire::ROCE_UDP_PORT || port == 4'780));  // unless another process has it
+  CHECK(port != 0);
+}
+
+TEST_CASE("rails go together by subnet, the rest in order, the same at both ends") {
+  const auto offer = [](uint32_t rank, const std::vector<std::pair<std::string, uint8_t>>& rails) {
+    RoceOffer out;
+    out.rank = rank;
+    for (const auto& [address, prefix_bits] : rails) {
+      RoceOffer::Rail& rail = out.rails.emplace_back();
+      rail.listen = wire::parse_endpoint(address, 4'791);
+      rail.prefix_bits = prefix_bits;
+    }
+    return out;
+  };
+  using Pairs = std::vector<std::pair<size_t, size_t>>;
+  const auto check = [&](const auto& ours, const auto& theirs, const Pairs& expected) {
+    const RoceOffer a = offer(0, ours), b = offer(1, theirs);
+    CHECK(pair_rails(a, b) == expected);
+    Pairs swapped;
+    for (const auto& [one, other] : expected) swapped.emplace_back(other, one);
+    CHECK(pair_rails(b, a) == swapped);
+  };
+  using Rails = std::vector<std::pair<std::string, uint8_t>>;
+  // The other way round on the other host.
+  check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 24}}, Rails{{"10.0.2.2", 24}, {"10.0.1.2", 24}}, {{0, 1}, {1, 0}});
+  // A prefix that is no multiple of eight.
+  check(Rails{{"10.0.0.1", 20}, {"10.0.16.1", 20}}, Rails{{"10.0.31.2", 20}, {"10.0.15.2", 20}}, {{0, 1}, {1, 0}});
+  // One fewer, and the match is not the first.
+  check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 24}}, Rails{{"10.0.2.2", 24}}, {{1, 0}});
+  // No common subnet: routed networks, in order.
+  check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 24}}, Rails{{"10.1.1.2", 24}, {"10.1.2.2", 24}}, {{0, 0}, {1, 1}});
+  // A match of one, and what is left.
+  check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 24}}, Rails{{"10.0.2.2", 24}, {"10.9.9.2", 24}}, {{0, 1}, {1, 0}});
+  // Two in one subnet: in order. Unknown prefixes, and ones that differ: in order.
+  check(Rails{{"10.0.1.1", 24}, {"10.0.1.2", 24}}, Rails{{"10.0.1.3", 24}, {"10.0.1.4", 24}}, {{0, 0}, {1, 1}});
+  check(Rails{{"10.0.1.1", 0}, {"10.0.2.1", 0}}, Rails{{"10.0.2.2", 0}, {"10.0.1.2", 0}}, {{0, 0}, {1, 1}});
+  check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 16}}, Rails{{"10.0.2.2", 24}, {"10.0.1.2", 23}}, {{0, 0}, {1, 1}});
+  // IPv6 first, whatever the order of the interfaces.
+  check(Rails{{"10.0.1.1", 24}, {"fd00::1", 64}}, Rails{{"fd00::2", 64}, {"10.0.1.2", 24}}, {{1, 0}, {0, 1}});
+  check(Rails{{"10.0.1.1", 24}}, Rails{{"fd00::2", 64}}, {});
 }

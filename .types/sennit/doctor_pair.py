@@ -1,0 +1,1 @@
+../../sennit/doctor_pair.py

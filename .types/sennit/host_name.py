@@ -1,0 +1,1 @@
+../../sennit/host_name.py

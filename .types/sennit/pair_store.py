@@ -1,0 +1,1 @@
+../../sennit/pair_store.py

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host names that lead to the machine itself: the usual trap of distributed programs on Debian and Ubuntu.
+
+Their installers write the machine's own name beside 127.0.1.1 into /etc/hosts. A rank that publishes or binds what its
+name resolves to (gloo does, and so does a store at MASTER_ADDR) can then be met by nobody else.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Callable, Sequence
+
+Resolve = Callable[[str], Sequence[str]]
+
+
+def resolve(name: str) -> list[str]:
+    """The addresses of a host name. Raises OSError where it has none."""
+    found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(address[0]).partition("%")[0] for *_, address in found))
+
+
+def leads_here_only(name: str, resolve: Resolve = resolve) -> str:
+    """The loopback address that this machine's name leads to; empty where it has another, or none at all."""
+    try:
+        addresses = resolve(name)
+    except OSError:
+        return ""
+    if not addresses or not all(ipaddress.ip_address(address).is_loopback for address in addresses):
+        return ""
+    return addresses[0]
+
+
+def what_to_do(name: str, address: str) -> str:
+    return (
+        f"in /etc/hosts, write the address of a network interface before {name} in place of {address}; or give "
+        "programs an address in place of the name (MASTER_ADDR, --rdzv-endpoint)"
+    )

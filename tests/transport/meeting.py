@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of a rendezvous as threads over an in-memory store, with endpoints that only remember."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+from sennit.transport import rendezvous
+from sennit.transport.config import Config
+from sennit.transport.errors import DeviceError, SennitError
+from sennit.transport.rails import Rail
+from sennit.transport.store import Store
+
+
+class MemoryStore:
+    """A torch-like store in memory."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str, /) -> None:
+        with self._changed:
+            self.values[key] = value.encode()
+            self._changed.notify_all()
+
+    def get(self, key: str, /) -> bytes:
+        return self.values[key]
+
+    def add(self, key: str, amount: int, /) -> int:
+        with self._changed:
+            total = int(self.values.get(key, b"0")) + amount
+            self.values[key] = str(total).encode()
+            return total
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        with self._changed:
+            if self.values.get(key, b"") == expected.encode():
+                self.values[key] = desired.encode()
+            return self.values[key]
+
+    def check(self, keys: Sequence[str], /) -> bool:
+        return all(key in self.values for key in keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta, /) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), timeout.total_seconds()):
+                raise RuntimeError("wait timeout")
+
+
+class Recorder:
+    """An endpoint on a machine `room`: it can open the segments of its own room."""
+
+    def __init__(self, rank: int, room: str, *, shm_errno: int | None = None) -> None:
+        self.rank, self.room, self.shm_errno = rank, room, shm_errno
+        self.ranks_here = 0
+        self.routes: list[tuple[str, bytes]] = []
+        self.tried: list[tuple[str, bytes]] = []
+        self.udp: tuple[list[tuple[str, int]], dict[str, Any]] | None = None
+        self.verbs: tuple[list[str], dict[str, Any]] | None = None
+
+    def shm_offer(self) -> bytes:
+        if self.shm_errno is not None:
+            raise DeviceError("shm_open", self.shm_errno)
+        return f"{self.room}/{self.rank}".encode()
+
+    def shm_accept(self, rank: int, offer: bytes, /) -> bool:
+        assert offer.endswith(f"/{rank}".encode())
+        return offer.decode().split("/")[0] == self.room
+
+    def udp_open(self, rails: list[tuple[str, int]], /, **settings: Any) -> bytes:
+        self.udp = (rails, settings)
+        return f"udp{self.rank}\x00\xff".encode("latin-1")
+
+    def verbs_open(self, addresses: list[str], /, **settings: Any) -> bytes:
+        self.verbs = (addresses, settings)
+        return f"verbs{self.rank}".encode()
+
+    def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None:
+        self.tried = list(routes)
+
+    def try_network(self, limit_s: float, /) -> bool:
+        return True  # test_network_trial.py has networks that fail
+
+    def is_tried(self, rank: int, /) -> bool:
+        return True
+
+    def is_perfect(self, rank: int, /) -> bool:
+        return True
+
+    def trial_message(self, rank: int, /) -> bytes:
+        raise AssertionError(rank)
+
+    def learn_trial(self, rank: int, message: bytes, /) -> None:
+        raise AssertionError(rank)
+
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
+        # The first rail is paired with the first one there, a second one with none.
+        assert self.udp is not None
+        return [(self.udp[0][0][0], 50_000, f"10.0.0.{rank}", 4791, 50_001, 4791, 4096, 4096, 0)]
+
+    def trial_payload_bytes(self, rank: int, /) -> int:
+        raise AssertionError(rank)
+
+    def trial_payload_max_bytes(self, rank: int, /) -> int:
+        raise AssertionError(rank)
+
+    def give_up(self, reason: str, /) -> None:
+        raise AssertionError(reason)
+
+    def connect(self, routes: Sequence[tuple[str, bytes]], /) -> None:
+        self.routes = list(routes)
+
+
+def meet(
+    endpoints: Sequence[Recorder],
+    configs: Sequence[Config] | None = None,
+    *,
+    store: Store | None = None,
+    timeout_s: float = 20.0,
+    absent: Sequence[int] = (),
+    rails: Sequence[Sequence[Rail]] = (),
+    notes: dict[int, tuple[str, ...]] | None = None,
+) -> list[tuple[str, ...] | SennitError]:
+    """What each rank gets: its routes, or the error it raised."""
+    world = len(endpoints)
+    shared = MemoryStore() if store is None else store
+
+    def join(rank: int) -> tuple[str, ...] | SennitError:
+        def make(ranks_here: int) -> Recorder:
+            endpoints[rank].ranks_here = ranks_here
+            return endpoints[rank]
+
+        try:
+            connection = rendezvous.connect(
+                make,
+                config=configs[rank] if configs else Config(),
+                store=shared,
+                rank=rank,
+                world=world,
+                rails=lambda: rails[rank] if rails else [Rail(interface="eth0", address=f"10.0.0.{rank}")],
+                timeout_s=timeout_s,
+            )
+        except SennitError as error:
+            return error
+        assert connection.endpoint is endpoints[rank]
+        if notes is not None:
+            notes[rank] = connection.notes
+        return connection.routes
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(join, [rank for rank in range(world) if rank not in absent]))
