@@ -10,9 +10,12 @@
 namespace sennit {
 namespace {
 
-// Eager messages kept for receives that are not posted yet, with what each costs beside its data. Beyond it the lanes
-// hold them, which in the end holds their senders.
-constexpr uint64_t ARRIVAL_BUDGET_BYTES = 16'777'216;
+// Unexpected messages that are kept: of all peers together while nothing here waits for them, divided evenly ...
+constexpr uint64_t ARRIVALS_BYTES = 16'777'216;
+// ... but at least this much of each, about as much as a rank of 64 gets ...
+constexpr uint64_t ARRIVAL_SHARE_MIN_BYTES = 262'144;
+// ... and at most this much of a peer that something here waits for.
+constexpr uint64_t ARRIVALS_AWAITED_BYTES = 268'435'456;
 // A send that waits this long for its advert shows its header to the receiver: a rank that runs another
 // operation, or expects another size, then says so instead of waiting for its deadline.
 constexpr uint64_t PROBE_AFTER_US = 200'000;
@@ -26,7 +29,13 @@ bool is_p2p(uint64_t key) { return (key & P2P_KEY) != 0; }
 }  // namespace
 
 Mailbox::Mailbox(uint32_t rank, uint32_t world)
-    : rank_(rank), world_(world), lanes_(world, nullptr), lost_(world), waiting_eager_(world) {}
+    : rank_(rank),
+      world_(world),
+      lanes_(world, nullptr),
+      lost_(world),
+      waiting_eager_(world),
+      peers_(world),
+      arrival_share_bytes_(std::max(ARRIVALS_BYTES / (std::max(world, 2u) - 1), ARRIVAL_SHARE_MIN_BYTES)) {}
 
 Mailbox::~Mailbox() = default;
 
@@ -55,12 +64,37 @@ void Mailbox::send(MailboxClient& client, uint32_t step, uint32_t peer, const Me
   }
   pending_.push(peer, header.key, send);
   ++pending_count_;
+  ++peers_[peer].waits;
   if (is_p2p(header.key)) {
     sends_[send].requested = true;
     waiting_eager_[peer].push_back(send);
     ++waiting_eager_count_;
     push_eager(peer);
   }
+}
+
+uint32_t Mailbox::add_receive(Receive receive) {
+  ++waits_for(receive.peer);
+  return receives_.add(std::move(receive));
+}
+
+Mailbox::Receive Mailbox::remove_receive(uint32_t receive) {
+  const Receive removed = receives_[receive];
+  receives_.remove(receive);
+  --waits_for(removed.peer);
+  return removed;
+}
+
+void Mailbox::set_peer(uint32_t receive, uint32_t peer) {
+  --waits_for(receives_[receive].peer);
+  receives_[receive].peer = peer;
+  ++waits_for(peer);
+}
+
+bool Mailbox::has_room(uint32_t peer, uint64_t size_bytes) const {
+  const bool is_awaited = peers_[peer].waits != 0 || waits_for_any_ != 0;
+  const uint64_t limit_bytes = is_awaited ? ARRIVALS_AWAITED_BYTES : arrival_share_bytes_;
+  return peers_[peer].arrival_bytes + size_bytes <= limit_bytes;
 }
 
 void Mailbox::start_transfer(uint32_t send, uint64_t advert_id) {
@@ -87,7 +121,7 @@ bool Mailbox::push_eager(uint32_t peer) {
 
 void Mailbox::receive(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header,
                       void* destination) {
-  const uint32_t receive = receives_.add({&client, header, destination, step, peer, order_++, false});
+  const uint32_t receive = add_receive({&client, header, destination, step, peer, order_++, false});
   uint32_t from = peer;
   if (peer == SENNIT_ANY_PEER) {
     for (from = 0; from < world_ && arrived_.front(from, header.key) == KeyIndex::NONE; ++from) {
@@ -97,9 +131,9 @@ void Mailbox::receive(MailboxClient& client, uint32_t step, uint32_t peer, const
   if (arrival != KeyIndex::NONE) {
     const Arrival found = std::move(arrivals_[arrival]);
     arrivals_.remove(arrival);
-    arrival_bytes_ -= sizeof(Arrival) + found.data.size();
+    peers_[from].arrival_bytes -= sizeof(Arrival) + found.data.size();
     if (!check(from, found.header, header, true)) return;
-    receives_[receive].peer = from;
+    set_peer(receive, from);
     if (found.flags == EAGER_REQUEST) {
       advertise(receive);
     } else {
@@ -124,8 +158,7 @@ void Mailbox::advertise(uint32_t receive) {
 }
 
 void Mailbox::deliver(uint32_t receive, uint32_t peer, const std::byte* data) {
-  const Receive record = receives_[receive];
-  receives_.remove(receive);
+  const Receive record = remove_receive(receive);
   const uint64_t size_bytes = record.header.size_bytes;
   if (record.destination != nullptr || size_bytes == 0) {
     if (size_bytes != 0) std::memcpy(record.destination, data, size_bytes);
@@ -181,13 +214,13 @@ bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flag
   const uint32_t receive = match_receive(peer, header.key);
   if (receive == KeyIndex::NONE) {
     const uint64_t size_bytes = flags == EAGER_DATA ? header.size_bytes : 0;
-    if (arrival_bytes_ + sizeof(Arrival) + size_bytes > ARRIVAL_BUDGET_BYTES) return false;
-    arrival_bytes_ += sizeof(Arrival) + size_bytes;
+    if (!has_room(peer, sizeof(Arrival) + size_bytes)) return false;
     arrived_.push(peer, header.key, arrivals_.add({header, flags, std::vector<std::byte>(data, data + size_bytes)}));
+    peers_[peer].arrival_bytes += sizeof(Arrival) + size_bytes;
     return true;
   }
   if (!check(peer, header, receives_[receive].header, true)) return true;
-  receives_[receive].peer = peer;
+  set_peer(receive, peer);
   if (flags == EAGER_REQUEST) {
     advertise(receive);
   } else {
@@ -203,14 +236,14 @@ void Mailbox::on_advert(uint32_t peer, const MessageHeader& header, uint64_t adv
     return;
   }
   --pending_count_;
+  --peers_[peer].waits;
   if (check(peer, header, sends_[send].header, false)) start_transfer(send, advert_id);
 }
 
 void Mailbox::on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) {
   const uint32_t receive = static_cast<uint32_t>(receive_id);
-  const Receive record = receives_[receive];
+  const Receive record = remove_receive(receive);
   if (!is_p2p(record.header.key)) posted_.pop(record.peer, record.header.key);
-  receives_.remove(receive);
   const uint64_t loan = record.destination == nullptr ? (uint64_t{record.peer} + 1) << LOAN_PEER_SHIFT | loan_id : 0;
   record.client->on_message_received(record.step, record.peer, view, loan);
 }
@@ -274,7 +307,7 @@ void Mailbox::fail(MailboxFailure failure) {
   if (!failure_) failure_ = std::make_unique<MailboxFailure>(std::move(failure));
 }
 
-void Mailbox::abandon() {
+void Mailbox::abandon() noexcept {
   posted_.clear();
   arrived_.clear();
   advertised_.clear();
@@ -284,6 +317,10 @@ void Mailbox::abandon() {
   waiting_eager_count_ = 0;
   receives_.clear();
   sends_.clear();
+  arrivals_.clear();
+  adverts_.clear();
+  for (PeerState& peer : peers_) peer = {};
+  waits_for_any_ = 0;
 }
 
 std::vector<uint32_t> Mailbox::awaited() {
@@ -311,6 +348,8 @@ std::string Mailbox::describe_outstanding() {
     if (!text.empty()) text += "; ";
     text += "rank " + std::to_string(peer) + ": " + std::to_string(receive_counts[peer]) + " messages awaited, " +
             std::to_string(send_counts[peer]) + " not taken";
+    if (const uint64_t kept_bytes = peers_[peer].arrival_bytes; kept_bytes != 0)
+      text += ", " + std::to_string(kept_bytes) + " bytes of unexpected messages kept";
     if (lanes_[peer] != nullptr) text += " (" + lanes_[peer]->describe() + ")";
   }
   if (any_count != 0)

@@ -4,6 +4,11 @@
 // A small message travels eagerly and waits here for its receive, if need be. A large one waits at the sender until
 // the receiver has advertised memory: collectives advertise as soon as the receive is posted; a point-to-point
 // receive first needs the sender's request, because only that says which peer and how large.
+//
+// A small message without a receive is unexpected and is kept. Each peer has its own share of memory for that. A peer
+// beyond its share is held up in its lane, which in the end holds up its sender, but only while nothing here waits for
+// it: once something does, the message that is needed may be behind those that are not, in the same lane, so they are
+// all let in.
 #pragma once
 
 #include <memory>
@@ -13,6 +18,7 @@
 
 #include "messages/key_index.hpp"
 #include "messages/lane.hpp"
+#include "sennit/core.h"
 
 namespace sennit {
 
@@ -52,7 +58,7 @@ class Mailbox final : public LaneSink {
   bool idle() const { return waiting_eager_count_ == 0; }
   bool lost(uint32_t peer) const { return !lost_[peer].empty(); }
   // Drops everything posted: no user memory is touched any more.
-  void abandon();
+  void abandon() noexcept;
   // Peers that something posted here waits for, ascending.
   std::vector<uint32_t> awaited();
   const Lane* lane(uint32_t peer) const { return lanes_[peer]; }
@@ -135,6 +141,11 @@ class Mailbox final : public LaneSink {
     std::vector<uint32_t> free_;
   };
 
+  uint32_t add_receive(Receive receive);
+  Receive remove_receive(uint32_t receive);
+  void set_peer(uint32_t receive, uint32_t peer);
+  uint64_t& waits_for(uint32_t peer) { return peer == SENNIT_ANY_PEER ? waits_for_any_ : peers_[peer].waits; }
+  bool has_room(uint32_t peer, uint64_t size_bytes) const;
   void start_transfer(uint32_t send, uint64_t advert_id);
   bool push_eager(uint32_t peer);
   void advertise(uint32_t receive);
@@ -157,7 +168,13 @@ class Mailbox final : public LaneSink {
   KeyIndex pending_;                                  // sends that wait for an advert
   std::vector<std::vector<uint32_t>> waiting_eager_;  // sends by peer, in order
   uint64_t waiting_eager_count_ = 0;
-  uint64_t arrival_bytes_ = 0;
+  struct PeerState {
+    uint64_t arrival_bytes = 0;  // of unexpected messages, with what each costs beside its data
+    uint64_t waits = 0;          // receives and sends here that need something of this peer to come in
+  };
+  std::vector<PeerState> peers_;
+  uint64_t waits_for_any_ = 0;
+  const uint64_t arrival_share_bytes_;
   uint64_t order_ = 0;
   uint64_t pending_count_ = 0;
   uint64_t next_probe_us_ = 0;
