@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import numpy.typing as npt
 import pytest
 
 from sennit.transport import errors
-from sennit.transport.algorithms import allreduce
+from sennit.transport.algorithms import allreduce, recv
 from sennit.transport.arithmetic import fold
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
@@ -225,6 +227,110 @@ def killed(group: Communicator, seed: int) -> None:
         until_it_fails()
 
 
+def forked(group: Communicator, seed: int) -> None:
+    """A child of fork is told that the group is not its own, ends by itself, and leaves the parent's group alone."""
+    pending = np.zeros(40_000, np.float32)
+
+    def compile_plan() -> Any:
+        return allreduce(world=group.world, rank=group.rank, elements=pending.size, dtype=Dtype.F32, op=ReduceOp.SUM)
+
+    # In flight at the fork, with the engine's thread at work on it: no rank is done before rank 0 has posted, too.
+    operation = None if group.rank == 0 else group.post("pending", compile_plan, [pending], background=True)
+    child = os.fork()
+    if child == 0:
+        uses: list[Callable[[], object]] = [
+            lambda: group.allreduce(np.zeros(4, np.float32)),
+            group.counters,
+            group.describe,
+            lambda: group.failure,
+            lambda: group.register(pending),
+        ]
+        if operation is not None:
+            uses.append(operation.wait)
+        for use in uses:
+            with pytest.raises(errors.ArgumentError, match="forked"):
+                use()
+        del operation, use, uses
+        # What ends a group does nothing here, also from `with` and from the interpreter's end with all its destructors.
+        group.abort("the child")
+        group.shutdown()
+        sys.exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    if operation is None:
+        operation = group.post("pending", compile_plan, [pending], background=True)
+    operation.wait()
+    group.barrier()
+
+
+def dropped(group: Communicator, seed: int) -> None:
+    """An operation that nobody waits for any more goes on, keeps its buffers until it is done, and then frees them."""
+    elements = 300_007
+    for background in (False, True):
+        buffer = np.full(elements, group.rank, np.float32)
+        alive = weakref.ref(buffer)
+        operation = group.post(
+            "dropped",
+            lambda: allreduce(world=group.world, rank=group.rank, elements=elements, dtype=Dtype.F32, op=ReduceOp.SUM),
+            [buffer],
+            background=background,
+        )
+        if group.rank == 0:
+            # The others wait for it, though this rank neither waits nor keeps anything.
+            del operation, buffer
+        else:
+            operation.wait()
+            assert buffer[0] == sum(range(group.world))
+            del operation, buffer
+        group.barrier()
+        group.allreduce(np.zeros(1, np.float32))
+        assert alive() is None
+
+
+def abandoned(group: Communicator, seed: int) -> None:
+    """To drop an operation that cannot finish takes no time, and neither does the end of its group."""
+    if group.rank == 0:
+        for background in (False, True):
+            buffer = np.zeros(40_000, np.float32)
+            operation = group.post(
+                "abandoned",
+                lambda: recv(world=group.world, rank=0, peer=1, elements=40_000, item_bytes=4),
+                [buffer],
+                timeout_s=3_600.0,
+                background=background,
+                tag=9,
+            )
+            del operation, buffer
+    group.barrier()
+
+
+def interrupted(group: Communicator, seed: int) -> None:
+    """Ctrl-C ends a wait and a timed run; the operation itself goes on, and so does the group."""
+    elements = 40_000
+
+    def compile_plan() -> Any:
+        return allreduce(world=group.world, rank=group.rank, elements=elements, dtype=Dtype.F32, op=ReduceOp.SUM)
+
+    def interrupt_soon() -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    for use in (
+        lambda: group.post("plan", compile_plan, [np.zeros(elements, np.float32)]).wait(),
+        lambda: group.time_plan("plan", compile_plan, [np.zeros(elements, np.float32)], 1),
+    ):
+        if group.rank == 0:
+            interrupt_soon()
+            with pytest.raises(KeyboardInterrupt):
+                use()
+            # Only now the others come.
+            group.send(np.zeros(1), 1, tag=3)
+        else:
+            if group.rank == 1:
+                group.recv(np.zeros(1), 0, tag=3)
+            use()
+        group.barrier()
+
+
 def own_udp_ports() -> list[str]:
     """ADDRESS/PORT of every UDP socket of this process that is bound, by /proc."""
     inodes = set()
@@ -300,6 +406,10 @@ SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
         mismatch,
         late,
         killed,
+        forked,
+        dropped,
+        abandoned,
+        interrupted,
         flooded,
         described,
     )

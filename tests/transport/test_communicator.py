@@ -98,6 +98,16 @@ def test_arithmetic(transport: str, world: int, tmp_path: Path) -> None:
     run_ranks("arithmetic", world, transport, tmp_path, seed=10 + world)
 
 
+@pytest.mark.parametrize("transport", ["shm", "udp"])
+def test_an_operation_may_be_dropped_or_interrupted(transport: str, tmp_path: Path) -> None:
+    run_ranks("dropped,interrupted,abandoned", 2, transport, tmp_path, seed=1)
+
+
+@pytest.mark.parametrize("transport", ["shm", "udp"])
+def test_a_child_of_fork_may_not_use_its_parents_group(transport: str, tmp_path: Path) -> None:
+    run_ranks("forked", 2, transport, tmp_path, seed=1)
+
+
 @pytest.mark.parametrize("scenario", ["mismatch", "late", "killed"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("transport", ["shm", "udp"])

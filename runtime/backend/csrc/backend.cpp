@@ -2,8 +2,6 @@
 // The backend's life and how a checked call is started; the calls themselves are in collectives.cpp.
 #include "backend.hpp"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <chrono>
 #include <set>
@@ -24,16 +22,7 @@ uint64_t to_us(std::chrono::milliseconds timeout) {
 std::mutex open_mutex;
 std::set<SennitBackend*> open_backends;
 
-// Counts forks above this process, so that a child never touches its parent's connections.
-std::atomic<uint64_t> forks{0};
-
 }  // namespace
-
-uint64_t SennitBackend::forks_so_far() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
-  TORCH_CHECK(registered == 0, "sennit: pthread_atfork failed with ", registered);
-  return forks.load(std::memory_order_relaxed);
-}
 
 SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, Shrink shrink, std::shared_ptr<void> owner,
                              c10::intrusive_ptr<Options> options)
@@ -44,8 +33,7 @@ SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, Shrink shri
       group_(std::make_shared<GroupState>(comm)),
       poster_(
           std::make_shared<Poster>(group_, std::move(compile), options_->plan_cache_bytes, to_us(options_->timeout))),
-      staging_(poster_),
-      forks_(forks_so_far()) {
+      staging_(poster_) {
   init();
   const std::lock_guard<std::mutex> lock(open_mutex);
   open_backends.insert(this);
@@ -56,7 +44,7 @@ SennitBackend::~SennitBackend() {
     const std::lock_guard<std::mutex> lock(open_mutex);
     open_backends.erase(this);
   }
-  if (forks.load() != forks_) {
+  if (is_inherited()) {
     // The threads and sockets are the parent's: leave them alone, down to the reference counts.
     new std::shared_ptr<Poster>(poster_);
     staging_.forget();
@@ -75,7 +63,7 @@ void SennitBackend::close_all() {
 }
 
 void SennitBackend::check_usable() const {
-  TORCH_CHECK(forks.load(std::memory_order_relaxed) == forks_,
+  TORCH_CHECK(!is_inherited(),
               "sennit: this process was forked after init_process_group; its connections belong to the parent. ",
               "Start processes with spawn or forkserver, or initialise after the fork");
 }
@@ -98,7 +86,7 @@ void SennitBackend::abort() {
 }
 
 void SennitBackend::shutdown() {
-  if (forks.load() != forks_ || is_shut_down_.exchange(true)) return;
+  if (is_inherited() || is_shut_down_.exchange(true)) return;
   const WithoutGil without_gil;
   if (!staging_.drain(std::chrono::microseconds(SHUTDOWN_US))) {
     sennit_abort(group_->comm, "shut down with calls still in flight");

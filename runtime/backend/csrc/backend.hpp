@@ -38,8 +38,6 @@ class SennitBackend final : public c10d::Backend {
   const std::shared_ptr<void>& owner() const { return owner_; }
   // Ends every backend of this process that is still open: at the interpreter's exit, while threads still run.
   static void close_all();
-  // How often this process and its parents have forked since the first backend.
-  static uint64_t forks_so_far();
 
   const std::string getBackendName() const override { return "sennit"; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
@@ -102,6 +100,8 @@ class SennitBackend final : public c10d::Backend {
   Call reduce_scatter_call(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) const;
   WorkPointer point_to_point(const char* title, c10d::OpType type, Tensors& tensors, uint32_t peer, int tag,
                              bool is_send);
+  // In a child of fork: the connections are the parent's.
+  bool is_inherited() const { return sennit_comm_is_inherited(group_->comm) != 0; }
   void check_usable() const;
 
   const c10::intrusive_ptr<Options> options_;
@@ -114,7 +114,6 @@ class SennitBackend final : public c10d::Backend {
   std::atomic<bool> coalescing_{false};  // changed under the mutex
   std::vector<WorkPointer> coalesced_;
   std::atomic<bool> is_shut_down_{false};
-  const uint64_t forks_;  // when this backend was made
 };
 
 }  // namespace sennit::runtime

@@ -35,7 +35,7 @@ class Compiler {
   // At the interpreter's exit: nothing is compiled any more, and Python objects must not outlive it.
   void let_go() {
     // In a child made by fork it would end the parent's connections.
-    if (SennitBackend::forks_so_far() != forks_) {
+    if (sennit_fork_count() != forks_) {
       function_.release();
       shrink_.release();
     } else {
@@ -63,7 +63,7 @@ class Compiler {
 
  private:
   py::function function_, shrink_;
-  const uint64_t forks_ = SennitBackend::forks_so_far();
+  const uint64_t forks_ = sennit_fork_count();
 };
 
 std::vector<std::weak_ptr<Compiler>>& compilers() {

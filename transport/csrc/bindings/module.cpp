@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cmath>
 #include <map>
@@ -27,6 +28,9 @@ namespace {
 
 // Python looks at its signal handlers this often while an operation is awaited.
 constexpr uint64_t SIGNAL_SLICE_US = 100'000;
+
+// False once the interpreter begins to end: from then on nothing is asked of it from other threads.
+std::atomic<bool> python_runs{true};
 
 [[noreturn]] void raise_status(sennit_status status, const std::string& message) {
   const nb::object error =
@@ -87,7 +91,7 @@ class PyPlan {
 // The caller's buffers, held (and kept from being resized) until the operation is done.
 class BufferViews {
  public:
-  BufferViews(const nb::sequence& objects) {
+  explicit BufferViews(const nb::sequence& objects) {
     const size_t count = nb::len(objects);
     views_.reserve(count);
     for (size_t i = 0; i < count; ++i) {
@@ -105,6 +109,23 @@ class BufferViews {
     for (Py_buffer& view : views_) PyBuffer_Release(&view);
   }
   BufferViews(const BufferViews&) = delete;
+
+  // Lets go of the buffers of an operation that was given up while it ran. Called from the engine's thread, without the
+  // GIL, so they go when Python's main thread looks next, or at the next post.
+  static void drop_later(void* self) {
+    auto* const views = static_cast<BufferViews*>(self);
+    views->next_dropped_ = dropped_.load(std::memory_order_relaxed);
+    while (!dropped_.compare_exchange_weak(views->next_dropped_, views, std::memory_order_release)) {
+    }
+    if (python_runs.load(std::memory_order_acquire)) Py_AddPendingCall(&drop_now, nullptr);
+  }
+  // With the GIL.
+  static int drop_now(void* = nullptr) {
+    if (dropped_.load(std::memory_order_relaxed) == nullptr) return 0;
+    BufferViews* views = dropped_.exchange(nullptr, std::memory_order_acquire);
+    while (views != nullptr) delete std::exchange(views, views->next_dropped_);
+    return 0;
+  }
 
   std::vector<sennit_buffer> buffers() const {
     std::vector<sennit_buffer> out;
@@ -124,21 +145,38 @@ class BufferViews {
   }
 
  private:
+  inline static std::atomic<BufferViews*> dropped_{nullptr};
+  BufferViews* next_dropped_ = nullptr;
   std::vector<Py_buffer> views_;
 };
 
+// Nobody waits for the operation any more. The engine finishes it, and keeps its buffers until then.
+void give_up(sennit_op* op, std::unique_ptr<BufferViews> views) {
+  if (sennit_op_status(op) == SENNIT_PENDING) sennit_op_on_done(op, &BufferViews::drop_later, views.release());
+  sennit_op_release(op);
+}
+
 class PyOp {
  public:
-  PyOp(sennit_op* op, std::unique_ptr<BufferViews> views) : op_(op), views_(std::move(views)) {}
+  explicit PyOp(const nb::sequence& buffers) : views_(std::make_unique<BufferViews>(buffers)) {}
   ~PyOp() {
-    // The core may still write into the buffers: they may go only when it is done.
-    if (sennit_op_status(op_) == SENNIT_PENDING) {
-      nb::gil_scoped_release release;
-      sennit_wait(op_, 0);
-    }
-    sennit_op_release(op_);
+    if (op_ != nullptr) give_up(op_, std::move(views_));
   }
   PyOp(const PyOp&) = delete;
+
+  // Once, before all else.
+  void post(sennit_comm* comm, const PyPlan& plan, const sennit_post_options& options) {
+    views_->check_writable(plan.plan());
+    const std::vector<sennit_buffer> buffers = views_->buffers();
+    char error[2048] = "";
+    sennit_status status;
+    {
+      nb::gil_scoped_release release;
+      status = sennit_post(comm, plan.handle(), buffers.data(), static_cast<uint32_t>(buffers.size()), &options, &op_,
+                           error, sizeof error);
+    }
+    if (status != SENNIT_OK) raise_status(status, error);
+  }
 
   void wait(double timeout_s) {
     const uint64_t total_us = to_us(timeout_s);
@@ -163,7 +201,7 @@ class PyOp {
   uint32_t source() const { return sennit_op_source(op_); }
 
  private:
-  sennit_op* op_;
+  sennit_op* op_ = nullptr;
   std::unique_ptr<BufferViews> views_;
 };
 
@@ -172,15 +210,15 @@ class PyRegistration {
  public:
   PyRegistration(sennit::Engine* engine, const nb::object& buffer)
       : engine_(engine), views_(std::make_unique<BufferViews>(nb::borrow<nb::sequence>(nb::make_tuple(buffer)))) {
-    engine_->retain();
     with_engine(&sennit::Engine::register_memory);
+    engine_->retain();
   }
   ~PyRegistration() { close(); }
   PyRegistration(const PyRegistration&) = delete;
 
   void close() {
     if (!views_) return;
-    with_engine(&sennit::Engine::unregister_memory);
+    if (!engine_->is_inherited()) with_engine(&sennit::Engine::unregister_memory);
     engine_->release();
     views_.reset();
   }
@@ -205,18 +243,17 @@ class PyCommunicator {
     });
   }
   ~PyCommunicator() {
-    nb::gil_scoped_release release;
-    engine_->shutdown(0);
-    engine_->release();
+    shutdown(0);
+    sennit_comm_release(handle());
   }
   PyCommunicator(const PyCommunicator&) = delete;
 
   nb::bytes shm_offer() {
-    return from_bytes(guarded([&] { return engine_->shm_offer(); }));
+    return from_bytes(guarded([&] { return usable()->shm_offer(); }));
   }
   bool shm_accept(uint32_t rank, const nb::bytes& offer) {
     const std::vector<std::byte> bytes = to_bytes(offer);
-    return guarded([&] { return engine_->shm_accept(rank, bytes); });
+    return guarded([&] { return usable()->shm_accept(rank, bytes); });
   }
   nb::bytes udp_open(const std::vector<std::pair<std::string, uint16_t>>& rails, uint32_t path_count,
                      const std::string& path_policy, const std::string& congestion, uint32_t window_bytes,
@@ -229,7 +266,7 @@ class PyCommunicator {
     config.congestion = congestion;
     config.window_bytes = window_bytes;
     config.seed = seed;
-    return from_bytes(guarded([&] { return engine_->udp_open(config); }));
+    return from_bytes(guarded([&] { return usable()->udp_open(config); }));
   }
   nb::bytes verbs_open(const std::vector<std::string>& addresses, uint32_t path_count, const std::string& path_policy,
                        const std::string& congestion, uint32_t window_bytes, const std::string& service,
@@ -243,18 +280,18 @@ class PyCommunicator {
     config.window_bytes = window_bytes;
     config.service = service == "rc" ? sennit::VerbsService::rc : sennit::VerbsService::uc;
     config.seed = seed;
-    return from_bytes(guarded([&] { return engine_->verbs_open(config); }));
+    return from_bytes(guarded([&] { return usable()->verbs_open(config); }));
   }
   using PyRoutes = std::vector<std::pair<std::string, nb::bytes>>;
   void begin_trial(const PyRoutes& routes) {
     const std::vector<sennit::Route> native = to_routes(routes);
-    guarded([&] { engine_->begin_trial(native); });
+    guarded([&] { usable()->begin_trial(native); });
   }
   bool try_network(double limit_s) {
     const uint64_t limit_us = to_us(limit_s);
     return guarded([&] {
       nb::gil_scoped_release release;
-      return engine_->try_network(limit_us);
+      return usable()->try_network(limit_us);
     });
   }
   bool is_tried(uint32_t rank) const { return trial(rank) == nullptr || trial(rank)->is_settled(); }
@@ -280,42 +317,34 @@ class PyCommunicator {
   }
   uint32_t trial_payload_bytes(uint32_t rank) const { return trial(rank) ? trial(rank)->payload_bytes() : 0; }
   uint32_t trial_payload_max_bytes(uint32_t rank) const { return trial(rank) ? trial(rank)->payload_max_bytes() : 0; }
-  void give_up(const std::string& reason) { engine_->give_up(reason); }
+  void refuse_group(const std::string& reason) { usable()->give_up(reason); }
   void connect(const PyRoutes& routes) {
     const std::vector<sennit::Route> native = to_routes(routes);
-    guarded([&] { engine_->connect(native); });
+    guarded([&] { usable()->connect(native); });
   }
 
-  PyRegistration* register_memory(const nb::object& buffer) { return new PyRegistration(engine_, buffer); }
+  PyRegistration* register_memory(const nb::object& buffer) { return new PyRegistration(usable(), buffer); }
 
   PyOp* post(const PyPlan& plan, const nb::sequence& buffers, double timeout_s, bool background,
              std::optional<uint32_t> tag, double scalar) {
-    auto views = std::make_unique<BufferViews>(buffers);
-    views->check_writable(plan.plan());
+    BufferViews::drop_now();
     sennit_post_options options{to_us(timeout_s), 0, tag.value_or(0), scalar};
     if (background) options.flags |= SENNIT_POST_ASYNC;
     if (tag) options.flags |= SENNIT_POST_P2P;
-    const std::vector<sennit_buffer> native = views->buffers();
-    sennit_op* op = nullptr;
-    char error[2048] = "";
-    sennit_status status;
-    {
-      nb::gil_scoped_release release;
-      status = sennit_post(handle(), plan.handle(), native.data(), static_cast<uint32_t>(native.size()), &options, &op,
-                           error, sizeof error);
-    }
-    if (status != SENNIT_OK) raise_status(status, error);
-    return new PyOp(op, std::move(views));
+    auto op = std::make_unique<PyOp>(buffers);
+    op->post(handle(), plan, options);
+    return op.release();
   }
 
   // Runs the plan `iterations` times back to back without Python in between; seconds of each run.
   std::vector<double> time_plan(const PyPlan& plan, const nb::sequence& buffers, uint32_t iterations) {
-    const BufferViews views(buffers);
-    views.check_writable(plan.plan());
-    const std::vector<sennit_buffer> native = views.buffers();
+    auto views = std::make_unique<BufferViews>(buffers);
+    views->check_writable(plan.plan());
+    const std::vector<sennit_buffer> native = views->buffers();
     std::vector<double> seconds;
     seconds.reserve(iterations);
     sennit_status status = SENNIT_OK;
+    bool is_interrupted = false;
     char error[2048] = "";
     {
       nb::gil_scoped_release release;
@@ -326,12 +355,20 @@ class PyCommunicator {
         status = sennit_post(handle(), plan.handle(), native.data(), static_cast<uint32_t>(native.size()), &options,
                              &op, error, sizeof error);
         if (status != SENNIT_OK) break;
-        status = sennit_wait(op, 0);
+        while ((status = sennit_wait(op, SIGNAL_SLICE_US)) == SENNIT_PENDING && !is_interrupted) {
+          const nb::gil_scoped_acquire gil;
+          is_interrupted = PyErr_CheckSignals() != 0;
+        }
+        if (is_interrupted) {
+          give_up(op, std::move(views));
+          break;
+        }
         if (status != SENNIT_OK) std::snprintf(error, sizeof error, "%s", sennit_op_error(op));
         sennit_op_release(op);
         seconds.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
       }
     }
+    if (is_interrupted) throw nb::python_error();
     if (status != SENNIT_OK) raise_status(status, error);
     return seconds;
   }
@@ -339,30 +376,35 @@ class PyCommunicator {
   uintptr_t address() const { return reinterpret_cast<uintptr_t>(engine_); }
   nb::dict counters() const {
     nb::dict out;
-    for (const auto& [name, value] : engine_->counters()) out[name.c_str()] = value;
+    for (const auto& [name, value] : usable()->counters()) out[name.c_str()] = value;
     return out;
   }
   std::string counter_page() const { return engine_->counter_page(); }
-  std::string describe() const { return engine_->describe(); }
+  std::string describe() const { return usable()->describe(); }
   uint64_t sequence() const { return engine_->sequence(); }
-  void set_timeout(double timeout_s) { engine_->set_timeout(std::max<uint64_t>(1, to_us(timeout_s))); }
-  std::string failure() const { return engine_->failure(); }
-  std::vector<uint32_t> lost_ranks() const { return engine_->lost_ranks(); }
+  void set_timeout(double timeout_s) { usable()->set_timeout(std::max<uint64_t>(1, to_us(timeout_s))); }
+  std::string failure() const { return usable()->failure(); }
+  std::vector<uint32_t> lost_ranks() const { return usable()->lost_ranks(); }
   std::vector<uint32_t> find_gone_ranks() const {
+    sennit::Engine* const engine = usable();
     nb::gil_scoped_release release;
-    return engine_->find_gone_ranks();
+    return engine->find_gone_ranks();
   }
   void abort(const std::string& reason) {
     nb::gil_scoped_release release;
-    engine_->abort(reason);
+    sennit_abort(handle(), reason.c_str());
   }
   void shutdown(double timeout_s) {
     const uint64_t timeout_us = to_us(timeout_s);
     nb::gil_scoped_release release;
-    engine_->shutdown(timeout_us);
+    sennit_shutdown(handle(), timeout_us);
   }
 
  private:
+  sennit::Engine* usable() const {
+    if (engine_->is_inherited()) raise_status(SENNIT_ARGUMENT, sennit::INHERITED);
+    return engine_;
+  }
   std::vector<sennit::TriedPath> tried(uint32_t rank) const {
     if (trial(rank) == nullptr) return {};
     return engine_->udp()->tried_paths(rank);
@@ -390,6 +432,7 @@ class PyCommunicator {
 }  // namespace
 
 NB_MODULE(_core, m) {
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { python_runs = false; }));
   m.doc() = "The native data plane: plans run over shared memory, RoCEv2 on UDP, and RDMA devices.";
   m.attr("WIRE_REVISION") = static_cast<int>(sennit::flow::CONTROL_VERSION);
   m.attr("PATH_POLICIES") = to_names(sennit::flow::path_policies());
@@ -464,7 +507,7 @@ NB_MODULE(_core, m) {
            "The size of packets that the trial found; 0 before and without one.")
       .def("trial_payload_max_bytes", &PyCommunicator::trial_payload_max_bytes, "rank"_a,
            "The largest that the interfaces at both ends take.")
-      .def("give_up", &PyCommunicator::give_up, "reason"_a,
+      .def("give_up", &PyCommunicator::refuse_group, "reason"_a,
            "In place of connect: tells the peers that could be reached why there will be no group.")
       .def("connect", &PyCommunicator::connect, "routes"_a, "Per rank: ('self'|'shm'|'udp'|'verbs', the peer's blob).")
       .def("register_memory", &PyCommunicator::register_memory, "buffer"_a, nb::rv_policy::take_ownership,

@@ -2,6 +2,8 @@
 // The C interface: handles are the C++ objects themselves.
 #include "sennit/core.h"
 
+#include <cxxabi.h>
+
 #include <algorithm>
 #include <string>
 #include <string_view>
@@ -12,6 +14,7 @@
 namespace {
 
 using sennit::Engine;
+using sennit::INHERITED;
 using sennit::Operation;
 using sennit::Plan;
 
@@ -19,7 +22,19 @@ Engine& engine(sennit_comm* handle) { return *reinterpret_cast<Engine*>(handle);
 Operation& operation(sennit_op* handle) { return *reinterpret_cast<Operation*>(handle); }
 const Operation& operation(const sennit_op* handle) { return *reinterpret_cast<const Operation*>(handle); }
 
-void report(const std::string& text, char* error, size_t error_size) {
+// Nothing leaves a C function but the end of the thread, which C++ must not stop.
+template <class Result, class Body>
+Result guarded(Result failed, Body body) {
+  try {
+    return body();
+  } catch (const abi::__forced_unwind&) {
+    throw;
+  } catch (...) {
+    return failed;
+  }
+}
+
+void report(std::string_view text, char* error, size_t error_size) {
   if (error == nullptr || error_size == 0) return;
   const std::string_view fitting = sennit::utf8_prefix(text, error_size - 1);
   *std::copy(fitting.begin(), fitting.end(), error) = '\0';
@@ -35,10 +50,12 @@ int sennit_reduce_is_defined(uint32_t dtype, uint32_t reduce) {
 sennit_plan* sennit_plan_load(const void* bytes, size_t size_bytes, char* error, size_t error_size) {
   try {
     return reinterpret_cast<sennit_plan*>(Plan::decode(bytes, size_bytes).release());
+  } catch (const std::bad_alloc&) {
+    report("out of memory", error, error_size);
   } catch (const std::exception& failure) {
     report(failure.what(), error, error_size);
-    return nullptr;
   }
+  return nullptr;
 }
 
 void sennit_plan_release(sennit_plan* handle) {
@@ -49,32 +66,61 @@ void sennit_plan_release(sennit_plan* handle) {
 sennit_status sennit_post(sennit_comm* comm, sennit_plan* plan, const sennit_buffer* buffers, uint32_t buffer_count,
                           const sennit_post_options* options, sennit_op** out, char* error, size_t error_size) {
   *out = nullptr;
-  std::string reason;
-  sennit_status status = SENNIT_DEVICE;
-  try {
-    Operation* posted = nullptr;
-    status = engine(comm).post(*reinterpret_cast<Plan*>(plan), buffers, buffer_count, *options, &posted, reason);
-    *out = reinterpret_cast<sennit_op*>(posted);
-  } catch (const std::exception& failure) {
-    reason = failure.what();
+  if (engine(comm).is_inherited()) {
+    report(INHERITED, error, error_size);
+    return SENNIT_ARGUMENT;
   }
-  if (status != SENNIT_OK) report(reason, error, error_size);
-  return status;
+  try {
+    std::string reason;
+    Operation* posted = nullptr;
+    const sennit_status status =
+        engine(comm).post(*reinterpret_cast<Plan*>(plan), buffers, buffer_count, *options, &posted, reason);
+    *out = reinterpret_cast<sennit_op*>(posted);
+    if (status != SENNIT_OK) report(reason, error, error_size);
+    return status;
+  } catch (const std::bad_alloc&) {
+    report("out of memory; nothing was sent", error, error_size);
+  } catch (const std::exception& failure) {
+    report(failure.what(), error, error_size);
+  }
+  return SENNIT_DEVICE;
 }
 
 sennit_status sennit_wait(sennit_op* op, uint64_t timeout_us) {
-  return operation(op).engine().wait(operation(op), timeout_us);
+  Operation& awaited = operation(op);
+  if (awaited.engine().is_inherited()) return sennit_op_status(op);
+  return guarded(SENNIT_DEVICE, [&] { return awaited.engine().wait(awaited, timeout_us); });
 }
 
-sennit_status sennit_op_status(const sennit_op* op) { return operation(op).status(); }
-const char* sennit_op_error(const sennit_op* op) { return operation(op).error().c_str(); }
+sennit_status sennit_op_status(const sennit_op* op) {
+  const sennit_status status = operation(op).status();
+  return status == SENNIT_PENDING && operation(op).engine().is_inherited() ? SENNIT_ARGUMENT : status;
+}
+
+const char* sennit_op_error(const sennit_op* op) {
+  const Operation& ended = operation(op);
+  return ended.status() == SENNIT_PENDING && ended.engine().is_inherited() ? INHERITED : ended.error().c_str();
+}
+
 uint32_t sennit_op_source(const sennit_op* op) { return operation(op).source(); }
 uint64_t sennit_op_sequence(const sennit_op* op) { return operation(op).sequence(); }
 void sennit_op_retain(sennit_op* op) { operation(op).retain(); }
 void sennit_op_release(sennit_op* op) { operation(op).release(); }
 
-void sennit_op_on_done(sennit_op* op, void (*callback)(void*), void* argument) {
-  operation(op).engine().on_done(operation(op), {callback, argument});
+sennit_status sennit_op_on_done(sennit_op* op, void (*callback)(void*), void* argument) {
+  Operation& watched = operation(op);
+  if (watched.engine().is_inherited()) return SENNIT_ARGUMENT;
+  return guarded(SENNIT_DEVICE, [&] {
+    return watched.engine().on_done(watched, {callback, argument}) ? SENNIT_OK : SENNIT_DEVICE;
+  });
+}
+
+uint64_t sennit_fork_count() {
+  return guarded(uint64_t{0}, [] { return sennit::fork_count(); });
+}
+
+int sennit_comm_is_inherited(const sennit_comm* comm) {
+  return reinterpret_cast<const Engine*>(comm)->is_inherited() ? 1 : 0;
 }
 
 void sennit_comm_retain(sennit_comm* comm) { engine(comm).retain(); }
@@ -82,5 +128,19 @@ void sennit_comm_release(sennit_comm* comm) { engine(comm).release(); }
 uint32_t sennit_comm_rank(const sennit_comm* comm) { return reinterpret_cast<const Engine*>(comm)->rank(); }
 uint32_t sennit_comm_size(const sennit_comm* comm) { return reinterpret_cast<const Engine*>(comm)->world(); }
 uint64_t sennit_comm_sequence(const sennit_comm* comm) { return reinterpret_cast<const Engine*>(comm)->sequence(); }
-void sennit_abort(sennit_comm* comm, const char* reason) { engine(comm).abort(reason); }
-void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us) { engine(comm).shutdown(timeout_us); }
+
+void sennit_abort(sennit_comm* comm, const char* reason) {
+  if (engine(comm).is_inherited()) return;
+  guarded(0, [&] {
+    engine(comm).abort(reason != nullptr ? reason : "");
+    return 0;
+  });
+}
+
+void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us) {
+  if (engine(comm).is_inherited()) return;
+  guarded(0, [&] {
+    engine(comm).shutdown(timeout_us);
+    return 0;
+  });
+}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor/engine.hpp"
 
-#include <poll.h>
+#include <pthread.h>
 #include <sched.h>
 #include <sys/eventfd.h>
 #include <time.h>
@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <stdexcept>
+#include <system_error>
 
 #include "trace/tracepoints.hpp"
 
@@ -46,24 +47,37 @@ uint64_t clock_us() {
   return static_cast<uint64_t>(now.tv_sec) * 1'000'000 + static_cast<uint64_t>(now.tv_nsec) / 1'000;
 }
 
+uint64_t fork_count() {
+  static std::atomic<uint64_t> forks{0};
+  static const int error = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  if (error != 0) throw std::system_error(error, std::generic_category(), "pthread_atfork");
+  return forks.load(std::memory_order_relaxed);
+}
+
+WakeEvent::WakeEvent() : fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  if (fd < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+WakeEvent::~WakeEvent() { ::close(fd); }
+
 Engine::Engine(const EngineConfig& config)
-    : config_(config),
+    : forks_(fork_count()),
+      config_(config),
       counter_page_(config.rank, config.world),
       counted_(&counter_page_),
       mailbox_(config.rank, config.world),
-      policy_(BackoffPolicy::choose(config.ranks_here, usable_cores())),
-      wake_fd_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+      policy_(BackoffPolicy::choose(config.ranks_here, usable_cores())) {
   if (config.world == 0 || config.rank >= config.world) throw std::invalid_argument("rank must be below world");
-  if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
 }
 
 // The background thread holds a reference: when the last one goes, it has ended or is the caller.
 Engine::~Engine() {
   if (thread_.joinable()) thread_.detach();
-  ::close(wake_fd_);
 }
 
 void Engine::release() {
+  // Closing what a device or a peer sees as the parent's would end the parent's group.
+  if (is_inherited()) return;
   if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
 }
 
@@ -127,7 +141,7 @@ void Engine::connect(const std::vector<Route>& routes) {
   if (verbs_) ports_.push_back(verbs_.get());
   if (has_network()) {
     Lock lock = enter();
-    start_background();
+    start_thread();
   }
 }
 
@@ -168,32 +182,61 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
     error = end_reason_;
     return ended_;
   }
-  const bool p2p = (options.flags & SENNIT_POST_P2P) != 0;
-  const uint64_t sequence = p2p ? 0 : sequence_.load(std::memory_order_relaxed) + 1;
-  auto* operation = new Operation(*this, plan, buffers, options, sequence);
-  // Not before its memory is there: a number that no operation has would put this rank out of step with the others.
-  if (!p2p) sequence_.store(sequence, std::memory_order_relaxed);
+  // Whatever can fail comes first. From `active_.push_back` on the operation runs, and an exception ends the group.
+  const bool is_p2p = (options.flags & SENNIT_POST_P2P) != 0;
+  const uint64_t sequence = is_p2p ? 0 : sequence_.load(std::memory_order_relaxed) + 1;
+  if ((options.flags & SENNIT_POST_ASYNC) != 0) start_thread();
+  active_.reserve(active_.size() + 1);
+  auto* const operation = new Operation(*this, plan, buffers, options, sequence);
+  try {
+    borrow_memory(*operation);
+  } catch (...) {
+    operation->release();
+    throw;
+  }
+  // A number that no operation has would put this rank out of step with the others.
+  if (!is_p2p) sequence_.store(sequence, std::memory_order_relaxed);
   const uint64_t now_us = clock_us();
   operation->timeout_us_ = options.timeout_us != 0 ? options.timeout_us : config_.timeout_us;
   operation->deadline_us_ = now_us + operation->timeout_us_;
   next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
-  if (verbs_)
-    operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->borrow(data, size_bytes); });
   trace::operation_begin(config_.rank, operation, plan.name.c_str(), plan.sent_bytes, plan.received_bytes,
                          plan.signature, sequence);
   ++counted_->operations_posted;
   operation->retain();  // the engine's, until it ends
   active_.push_back(operation);
   if (operation->background_) ++background_operations_;
-  operation->start();
-  operation->run_ready(false);
-  if (operation->finished_steps() || (operation->background_ && !driving_)) round(now_us);
-  if (mailbox_.failure() != nullptr) check_failures(now_us);
+  guarded([&] { return begin(*operation, now_us); });
   if (sleeping_) wake();
-  if (background_operations_ != 0 && !driving_) start_background();
+  if (background_operations_ != 0 && !driving_) background_work_.notify_one();
   run_callbacks(lock);
   *out = operation;
   return SENNIT_OK;
+}
+
+bool Engine::begin(Operation& operation, uint64_t now_us) {
+  operation.start();
+  bool moved = operation.run_ready(false);
+  if (operation.finished_steps() || (operation.background_ && !driving_)) moved |= look_at_everything(now_us);
+  if (mailbox_.failure() != nullptr) check_failures(now_us);
+  return moved;
+}
+
+// All of it or nothing.
+void Engine::borrow_memory(const Operation& operation) {
+  if (!verbs_) return;
+  size_t borrowed = 0, given_back = 0;
+  try {
+    operation.for_each_memory([&](const void* data, uint64_t size_bytes) {
+      verbs_->borrow(data, size_bytes);
+      ++borrowed;
+    });
+  } catch (...) {
+    operation.for_each_memory([&](const void* data, uint64_t size_bytes) {
+      if (given_back++ < borrowed) verbs_->give_back(data, size_bytes);
+    });
+    throw;
+  }
 }
 
 void Engine::register_memory(const void* data, uint64_t size_bytes) {
@@ -207,7 +250,7 @@ void Engine::unregister_memory(const void* data, uint64_t size_bytes) {
 }
 
 // One look at everything. True when anything moved.
-bool Engine::round(uint64_t now_us) {
+bool Engine::look_at_everything(uint64_t now_us) {
   bool moved = false;
   bool failed = false;
   for (Port* port : ports_) {
@@ -233,44 +276,13 @@ bool Engine::round(uint64_t now_us) {
   }
   if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
   // (Operations that just failed: nobody may sleep before their waiters and callbacks know.)
-  return moved || !settled_.empty();
-}
-
-void Engine::finish(Operation* operation, sennit_status status, std::string reason) {
-  active_.erase(std::find(active_.begin(), active_.end(), operation));
-  if (operation->background_) --background_operations_;
-  // Once it is settled its owner may free the memory.
-  if (verbs_)
-    operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->give_back(data, size_bytes); });
-  trace::operation_end(config_.rank, operation, status, operation->sequence());
-  if (status == SENNIT_OK) {
-    ++counted_->operations_completed;
-    counted_->operation_time_us += clock_us() - operation->posted_us();
-  } else {
-    ++counted_->operations_failed;
-  }
-  operation->settle(status, std::move(reason));
-  settled_.emplace_back(operation, operation->take_callback());
-}
-
-// Callbacks may call back into this core, and the last reference may go: both without the lock.
-void Engine::run_callbacks(Lock& lock) {
-  if (settled_.empty()) return;
-  if (waiters_ > 1) role_free_.notify_all();
-  std::vector<std::pair<Operation*, Operation::Callback>> settled;
-  settled.swap(settled_);
-  lock.unlock();
-  for (auto& [operation, callback] : settled) {
-    if (callback.function != nullptr) callback.function(callback.argument);
-    operation->release();
-  }
-  lock.lock();
+  return moved || first_settled_ != nullptr;
 }
 
 sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
   if (operation.status() != SENNIT_PENDING) return operation.status();
   Lock lock = enter();
-  ++waiters_;
+  const Waiting waiting(*this);
   const uint64_t give_up_us = timeout_us == 0 ? UINT64_MAX : clock_us() + timeout_us;
   Backoff backoff(policy_);
   while (operation.status() == SENNIT_PENDING && clock_us() < give_up_us) {
@@ -280,20 +292,14 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
       role_free_.wait_for(lock, std::chrono::milliseconds(1));
       continue;
     }
-    driving_ = true;
-    while (operation.status() == SENNIT_PENDING) {
-      drive_once(lock, backoff);
-      if (give_up_us != UINT64_MAX && clock_us() >= give_up_us) break;
+    const Driving driving(*this);
+    while (operation.status() == SENNIT_PENDING && drive_once(lock, backoff) < give_up_us) {
     }
-    driving_ = false;
   }
-  --waiters_;
-  if (waiters_ != 0) role_free_.notify_all();
-  if (background_operations_ != 0 && waiters_ == 0 && !driving_) background_work_.notify_one();
   return operation.status();
 }
 
-void Engine::drive_once(Lock& lock, Backoff& backoff) {
+uint64_t Engine::drive_once(Lock& lock, Backoff& backoff) {
   const uint64_t now_us = clock_us();
   const bool moved = round(now_us);
   run_callbacks(lock);
@@ -320,17 +326,27 @@ void Engine::drive_once(Lock& lock, Backoff& backoff) {
     sched_yield();
     lock.lock();
   }
+  return now_us;
 }
 
 void Engine::sleep(Lock& lock, uint64_t now_us) {
-  if (!active_.empty()) {
-    for (Port* port : ports_) port->check_on_peers(now_us);
-  }
+  const bool has_shm = shm_ && shm_->lane_count() != 0;
+  const bool polls = has_network() || !has_shm;
+  const bool has_failed = guarded([&] {
+    if (!active_.empty()) {
+      for (Port* port : ports_) port->check_on_peers(now_us);
+    }
+    poll_fds_.clear();
+    if (!polls) return false;
+    for (const Port* port : ports_) port->append_poll_fds(poll_fds_);
+    poll_fds_.push_back({wake_event_.fd, POLLIN, 0});
+    return false;
+  });
+  if (has_failed) return;
   uint64_t until_us = std::min(now_us + SLEEP_MAX_US, next_deadline_us_);
   for (const Port* port : ports_) until_us = std::min(until_us, port->next_timeout_us());
   if (until_us <= now_us) return;
   uint64_t timeout_us = until_us - now_us;
-  const bool has_shm = shm_ && shm_->lane_count() != 0;
   const uint32_t ticket = has_shm ? shm_->prepare_sleep() : 0;
   // Announced; whatever a peer wrote before it saw that must be found now.
   if (has_shm && round(now_us)) {
@@ -339,20 +355,17 @@ void Engine::sleep(Lock& lock, uint64_t now_us) {
     return;
   }
   sleeping_ = true;
-  if (!has_network() && has_shm) {
+  if (!polls) {
     lock.unlock();
     shm_->sleep(ticket, timeout_us);
   } else {
     if (has_shm) timeout_us = std::min(timeout_us, MIXED_SLEEP_MAX_US);
-    std::vector<pollfd> fds;
-    for (const Port* port : ports_) port->append_poll_fds(fds);
-    fds.push_back({wake_fd_, POLLIN, 0});
     const timespec timeout{static_cast<time_t>(timeout_us / 1'000'000),
                            static_cast<long>(timeout_us % 1'000'000 * 1'000)};
     lock.unlock();
-    ppoll(fds.data(), fds.size(), &timeout, nullptr);
+    ppoll(poll_fds_.data(), poll_fds_.size(), &timeout, nullptr);
     eventfd_t count;
-    eventfd_read(wake_fd_, &count);
+    eventfd_read(wake_event_.fd, &count);
     if (has_shm) shm_->cancel_sleep();
   }
   lock.lock();
@@ -361,19 +374,23 @@ void Engine::sleep(Lock& lock, uint64_t now_us) {
 
 void Engine::wake() {
   if (shm_) shm_->wake();
-  eventfd_write(wake_fd_, 1);
+  eventfd_write(wake_event_.fd, 1);
 }
 
-void Engine::start_background() {
-  if (stopping_) return;
-  if (!thread_.joinable()) {
-    retain();
+// Does nothing where it runs already. Throws std::system_error.
+void Engine::start_thread() {
+  if (thread_id_ != std::thread::id() || stopping_) return;
+  retain();
+  try {
     thread_ = std::thread([this] {
       background();
       release();
     });
+  } catch (...) {
+    references_.fetch_sub(1, std::memory_order_relaxed);
+    throw;
   }
-  background_work_.notify_one();
+  thread_id_ = thread_.get_id();
 }
 
 void Engine::background() {
@@ -393,61 +410,40 @@ void Engine::background() {
       run_callbacks(lock);
       continue;
     }
-    driving_ = true;
+    const Driving driving(*this);
     Backoff backoff(policy_);
     while (!stopping_ && waiters_ == 0 && background_operations_ != 0) drive_once(lock, backoff);
-    driving_ = false;
-    if (waiters_ != 0) role_free_.notify_all();
   }
 }
 
-void Engine::on_done(Operation& operation, Operation::Callback callback) {
+bool Engine::on_done(Operation& operation, Operation::Callback callback) {
   {
     Lock lock = enter();
-    if (operation.set_callback(callback)) return;
+    if (operation.set_callback(callback)) {
+      // Whoever leaves a callback may not wait.
+      if (!operation.background_) {
+        operation.background_ = true;
+        ++background_operations_;
+      }
+      try {
+        start_thread();
+      } catch (const std::exception&) {
+        return false;
+      }
+      if (!driving_) background_work_.notify_one();
+      return true;
+    }
   }
-  callback.function(callback.argument);
+  if (!call(callback)) {
+    Lock lock = enter();
+    ++counted_->callbacks_failed;
+  }
+  return true;
 }
 
 void Engine::set_timeout(uint64_t timeout_us) {
   Lock lock = enter();
   config_.timeout_us = timeout_us;
-}
-
-void Engine::shutdown(uint64_t timeout_us) {
-  {
-    Lock lock = enter();
-    const uint64_t give_up_us = clock_us() + timeout_us;
-    auto busy = [this] {
-      if (!mailbox_.idle()) return true;
-      return std::any_of(ports_.begin(), ports_.end(), [](const Port* port) { return !port->idle(); });
-    };
-    ++waiters_;  // asks a background driver for the role
-    Backoff backoff(policy_);
-    while (ended_ == SENNIT_OK && (busy() || driving_) && clock_us() < give_up_us) {
-      if (driving_) {
-        if (sleeping_) wake();
-        role_free_.wait_for(lock, std::chrono::milliseconds(1));
-        continue;
-      }
-      driving_ = true;
-      drive_once(lock, backoff);
-      driving_ = false;
-    }
-    --waiters_;
-    if (ended_ == SENNIT_OK) {
-      ended_ = SENNIT_ABORTED;
-      end_reason_ = "the communicator was shut down";
-      for (Port* port : ports_) port->close();
-      for (Port* port : ports_) port->progress(clock_us());
-      while (!active_.empty()) finish(active_.back(), SENNIT_ABORTED, end_reason_);
-    }
-    stopping_ = true;
-    if (sleeping_) wake();
-    background_work_.notify_all();
-    run_callbacks(lock);
-  }
-  if (thread_.joinable() && thread_.get_id() != std::this_thread::get_id()) thread_.join();
 }
 
 CounterList Engine::counters() {

@@ -3,9 +3,15 @@
 //
 // One thread at a time is the driver: it runs rounds (ports, mailbox, ready steps) under the lock and gives the lock
 // away between rounds. A thread in wait() becomes the driver if there is none; the background thread drives operations
-// that nobody waits for. The first failure ends the communicator: every operation in flight fails with the same reason,
-// the peers are told, and no user memory is touched any more.
+// that nobody waits for.
+//
+// A group ends once, by end(), whether it was shut down, aborted or failed: the peers are told, then ports and devices
+// give up all user memory, and only then do the operations in flight end, so that their owners may free it. An
+// exception in the work on the group's state (out of memory, most of all) leaves that state in doubt: it ends the group
+// as well, and goes no further.
 #pragma once
+
+#include <poll.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -13,8 +19,8 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <string_view>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "executor/backoff.hpp"
@@ -44,11 +50,29 @@ struct Route {
 struct EngineCounters {
   uint64_t operations_posted = 0, operations_completed = 0, operations_failed = 0;
   uint64_t operation_time_us = 0;  // of those completed: from post to end
+  uint64_t callbacks_failed = 0;   // callbacks that threw
 
   static constexpr const char* GROUP = "engine";
   static std::vector<std::string> names() {
-    return {"operations_posted", "operations_completed", "operations_failed", "operation_time_us"};
+    return {"operations_posted", "operations_completed", "operations_failed", "operation_time_us", "callbacks_failed"};
   }
+};
+
+// How often this process and the processes above it have forked since the first call.
+uint64_t fork_count();
+
+// What a child of fork is told that uses its parent's group.
+inline constexpr const char* INHERITED =
+    "this process was forked after the group was made; its connections belong to the parent. Start processes with "
+    "spawn or forkserver, or make the group after the fork";
+
+// What a thread that sleeps in poll is woken with.
+struct WakeEvent {
+  WakeEvent();  // throws std::system_error
+  ~WakeEvent();
+  WakeEvent(const WakeEvent&) = delete;
+  WakeEvent& operator=(const WakeEvent&) = delete;
+  const int fd;
 };
 
 class Engine {
@@ -78,9 +102,10 @@ class Engine {
   sennit_status post(Plan& plan, const sennit_buffer* buffers, uint32_t buffer_count,
                      const sennit_post_options& options, Operation** out, std::string& error);
   sennit_status wait(Operation& operation, uint64_t timeout_us);
-  void on_done(Operation& operation, Operation::Callback callback);
+  // False: no thread could be started that drives the operation while nobody waits. The callback is set all the same.
+  bool on_done(Operation& operation, Operation::Callback callback);
   void set_timeout(uint64_t timeout_us);  // the default deadline of operations posted from now on
-  void abort(const std::string& reason);
+  void abort(std::string_view reason);
   // Why the group ended; empty while it works.
   std::string failure();
   // The ranks that the failure blames: dead, or without a sign of life until a deadline. Empty if it blames none.
@@ -99,6 +124,10 @@ class Engine {
   // The file in which other processes read the counters; empty where there is none.
   const std::string& counter_page() const { return counter_page_.path(); }
 
+  // This process was forked from the one that made the engine. Its sockets, queues and threads belong to that one, and
+  // a thread of that one may have held the lock: nothing may be called here but this, rank() and world().
+  bool is_inherited() const { return forks_ != fork_count(); }
+
   // An owner calls shutdown before its last release: the background thread keeps the engine alive.
   void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
   void release();
@@ -106,22 +135,74 @@ class Engine {
  private:
   using Lock = std::unique_lock<std::mutex>;
 
+  // A thread that waits in here. The background thread leaves the driver's role to it.
+  class Waiting {
+   public:
+    explicit Waiting(Engine& engine) : engine_(engine) { ++engine_.waiters_; }
+    Waiting(const Waiting&) = delete;
+    ~Waiting() {
+      --engine_.waiters_;
+      if (engine_.waiters_ != 0) engine_.role_free_.notify_all();
+      if (engine_.background_operations_ != 0 && engine_.waiters_ == 0 && !engine_.driving_)
+        engine_.background_work_.notify_one();
+    }
+
+   private:
+    Engine& engine_;
+  };
+
+  // The driver's role. The lock is held where it begins and where it ends.
+  class Driving {
+   public:
+    explicit Driving(Engine& engine) : engine_(engine) { engine_.driving_ = true; }
+    Driving(const Driving&) = delete;
+    ~Driving() {
+      engine_.driving_ = false;
+      if (engine_.waiters_ != 0) engine_.role_free_.notify_all();
+    }
+
+   private:
+    Engine& engine_;
+  };
+
   ~Engine();
   Lock enter();  // takes the lock ahead of a driver that would take it again at once
   bool has_network() const { return udp_ || verbs_; }
-  bool round(uint64_t now_us);
-  void drive_once(Lock& lock, Backoff& backoff);
+  // Runs work on the group's state. An exception ends the group. Returns what the work does; true after an exception.
+  template <class Work>
+  bool guarded(Work work) noexcept {
+    try {
+      return work();
+    } catch (...) {
+      end_in_doubt();
+      return true;
+    }
+  }
+  bool round(uint64_t now_us) noexcept {
+    return guarded([&] { return look_at_everything(now_us); });
+  }
+  bool look_at_everything(uint64_t now_us);
+  bool begin(Operation& operation, uint64_t now_us);
+  // Returns the time at which it began.
+  uint64_t drive_once(Lock& lock, Backoff& backoff);
   void sleep(Lock& lock, uint64_t now_us);
   void wake();
-  void finish(Operation* operation, sennit_status status, std::string reason);
+  void borrow_memory(const Operation& operation);
+  void finish(Operation* operation, sennit_status status, std::string reason) noexcept;
   void run_callbacks(Lock& lock);
-  void fail_all(sennit_status status, const std::string& reason, const FailureNotice& notice);
+  bool call(Operation::Callback callback);
+  void check_failures(uint64_t now_us);
   void fail_as_told(uint32_t reporter, const FailureNotice& notice);
   void fail_late(const Operation& operation, uint64_t now_us);
-  void check_failures(uint64_t now_us);
+  enum class Farewell : uint8_t { goodbye, notice };
+  void end(sennit_status status, std::string reason, FailureNotice notice, Farewell farewell) noexcept;
+  void end_in_doubt() noexcept;
+  void say_farewell(const FailureNotice& notice, Farewell farewell) noexcept;
   void background();
-  void start_background();
+  void start_thread();
+  void join_thread();
 
+  const uint64_t forks_;
   EngineConfig config_;
   CounterPage counter_page_;  // before the ports, which count in it
   const Counted<EngineCounters> counted_;
@@ -141,15 +222,21 @@ class Engine {
   uint32_t waiters_ = 0;
   uint32_t background_operations_ = 0;
   std::vector<Operation*> active_;
-  std::vector<std::pair<Operation*, Operation::Callback>> settled_;  // callbacks to run without the lock
+  // Settled, their callbacks not called yet; linked through the operations, so that nothing is allocated at an end.
+  Operation* first_settled_ = nullptr;
+  Operation* last_settled_ = nullptr;
+  std::vector<pollfd> poll_fds_;  // of the driver's last sleep
   std::atomic<uint64_t> sequence_{0};
   uint64_t next_deadline_us_ = UINT64_MAX;
   sennit_status ended_ = SENNIT_OK;
   std::string end_reason_;
   std::vector<uint32_t> lost_;  // whom the failure blames
   bool stopping_ = false;
-  int wake_fd_ = -1;
+  const WakeEvent wake_event_;
   std::thread thread_;
+  std::thread::id thread_id_;
+  std::condition_variable thread_joined_;
+  bool has_joined_ = false;
   std::atomic<uint32_t> references_{1};
 };
 

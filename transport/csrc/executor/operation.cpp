@@ -29,14 +29,15 @@ Operation::Operation(Engine& engine, Plan& plan, const sennit_buffer* buffers, c
       key_base_((options.flags & SENNIT_POST_P2P) != 0 ? P2P_KEY | options.tag : sequence << KEY_SLOT_BITS),
       scalar_(options.scalar),
       background_((options.flags & SENNIT_POST_ASYNC) != 0) {
-  plan_.references.fetch_add(1, std::memory_order_relaxed);
-  engine_->retain();
   for (uint32_t i = 0; i < plan.buffer_count; ++i) buffers_[i] = static_cast<std::byte*>(buffers[i].data);
   if (plan.scratch_bytes != 0) {
     scratch_ = std::make_unique_for_overwrite<std::byte[]>(plan.scratch_bytes);
     buffers_[plan.buffer_count] = scratch_.get();
   }
   if (plan.has_loans) views_.resize(plan.steps.size());
+  // Last: the destructor of what could not be made gives nothing back.
+  plan_.references.fetch_add(1, std::memory_order_relaxed);
+  engine_->retain();
 }
 
 Operation::~Operation() {
@@ -169,7 +170,7 @@ void Operation::on_message_received(uint32_t step, uint32_t peer, const std::byt
   done(step);
 }
 
-void Operation::settle(sennit_status status, std::string reason) {
+void Operation::settle(sennit_status status, std::string reason) noexcept {
   error_ = std::move(reason);
   status_.store(status, std::memory_order_release);
 }

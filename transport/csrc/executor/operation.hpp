@@ -42,8 +42,8 @@ class Operation final : public MailboxClient {
   void on_message_sent(uint32_t step) override;
   void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) override;
 
-  // Ends the operation. Returns the callback to call once the lock is released (or null).
-  void settle(sennit_status status, std::string reason);
+  // Ends the operation.
+  void settle(sennit_status status, std::string reason) noexcept;
   struct Callback {
     void (*function)(void*) = nullptr;
     void* argument = nullptr;
@@ -101,6 +101,7 @@ class Operation final : public MailboxClient {
   uint32_t source_ = SENNIT_ANY_PEER;
   std::string error_;
   Callback callback_;
+  Operation* next_settled_ = nullptr;  // the engine's: settled behind this one
   std::atomic<int> status_{SENNIT_PENDING};
   std::atomic<uint32_t> references_{1};
 };

@@ -312,12 +312,19 @@ bool Flow::ended() const { return state_->dead; }
 
 bool Flow::idle() const { return state_->dead || state_->idle(); }
 
-void Flow::abort(std::string_view reason) {
+void Flow::revoke() noexcept {
   State& state = *state_;
-  const bool was_dead = state.dead;
   state.forget();
   state.events.clear();
   state.lost_pending = false;
+  // (A goodbye is not repeated: what it says of messages that arrived is gone.)
+  if (state.closing) state.last_words = 0;
+}
+
+void Flow::abort(std::string_view reason) {
+  State& state = *state_;
+  const bool was_dead = state.dead;
+  revoke();
   if (was_dead) return;
   state.reason = reason;
   // Who said goodbye wants to hear no more; if it goes on all the same, the reason is its answer.

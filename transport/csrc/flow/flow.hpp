@@ -146,7 +146,8 @@ class Flow {
   uint64_t last_heard_us() const;
   bool ended() const;                   // aborted by either side, or the peer is lost
   bool idle() const;                    // nothing sent is unacknowledged
-  void abort(std::string_view reason);  // forget all user memory; the next controls say why
+  void revoke() noexcept;               // forget all user memory; nothing is said of it
+  void abort(std::string_view reason);  // the same, and the next controls say why
   void close();                         // the next controls say goodbye
   const FlowCounters& counters() const;
   std::string describe() const;

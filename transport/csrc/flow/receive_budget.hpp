@@ -192,8 +192,8 @@ class Grants {
   }
   void note_expecting() {
     if (budget_ == nullptr || (opened_ > received_) == expecting_) return;
+    budget_->on_expecting(account_, !expecting_);
     expecting_ = !expecting_;
-    budget_->on_expecting(account_, expecting_);
   }
 
   ReceiveBudget* const budget_;

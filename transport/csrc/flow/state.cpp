@@ -140,7 +140,7 @@ uint64_t Flow::State::peer_lost_at_us() const {
   return std::max(last_heard_us, waiting_since_us) + config.peer_timeout_us;
 }
 
-void Flow::State::forget() {
+void Flow::State::forget() noexcept {
   recovery.clear();
   eager_sender.clear();
   sender.clear();
@@ -159,7 +159,7 @@ void Flow::State::lose_peer(std::string_view why) {
 
 // The peer goes on: it has not heard of the end yet.
 void Flow::State::repeat_last_word(uint64_t now_us) {
-  if (last_words != 0 || now_us - last_heard_us < RTO_MIN_US) return;
+  if (closing || last_words != 0 || now_us - last_heard_us < RTO_MIN_US) return;
   last_heard_us = now_us;
   last_words = LAST_WORD_COPIES;
 }

@@ -49,7 +49,7 @@ struct Flow::State {
   uint64_t advert_retry_us() const;
   uint64_t nudge_at_us() const;
   uint64_t peer_lost_at_us() const;
-  void forget();
+  void forget() noexcept;
   void lose_peer(std::string_view why);
   void repeat_last_word(uint64_t now_us);
   size_t write_control(uint64_t now_us, std::span<std::byte> out);

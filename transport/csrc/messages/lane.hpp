@@ -81,10 +81,12 @@ class Port {
   virtual std::string_view failure() const { return {}; }
   // All eager messages and transfers acknowledged.
   virtual bool idle() const = 0;
-  // Touch no user memory from now on; tell the peers why (best effort). Idempotent.
+  // Last words to the peers, best effort: why this rank ends the group, or goodbye. Either may throw.
   virtual void abort(std::string_view reason) = 0;
-  // Orderly end after idle(): goodbye to the peers (best effort).
   virtual void close() = 0;
+  // Gives up all user memory: afterwards neither the port nor its device reads or writes any of it, however late a
+  // packet comes. Nothing of it is handed to the sink any more. Idempotent, and cannot fail.
+  virtual void revoke() noexcept = 0;
 };
 
 }  // namespace sennit

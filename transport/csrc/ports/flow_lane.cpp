@@ -132,6 +132,11 @@ bool FlowLane::hand_over_returned() {
 
 void FlowLane::abort(std::string_view reason) {
   flow_.abort(reason);
+  revoke();
+}
+
+void FlowLane::revoke() noexcept {
+  flow_.revoke();
   wishes_.clear();
   opening_.clear();
   closing_.clear();

@@ -38,8 +38,9 @@ class FlowLane final : public Lane {
   bool pump(uint64_t now_us);
   // Everything sent is acknowledged.
   bool idle() const { return flow_.idle() && returning_.empty(); }
-  // As flow().abort; the sink hears nothing more.
+  // As flow().abort and flow().revoke; the sink hears nothing more.
   void abort(std::string_view reason);
+  void revoke() noexcept;
 
   uint64_t eager_max_bytes() const override { return flow_.eager_max_bytes(); }
   [[nodiscard]] bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;

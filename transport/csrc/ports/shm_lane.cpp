@@ -292,7 +292,7 @@ bool ShmLane::push_fragment() {
   return true;
 }
 
-void ShmLane::forget_user_memory() {
+void ShmLane::forget_user_memory() noexcept {
   memory_forgotten_ = true;
   transfers_.clear();
   waiting_loans_.clear();

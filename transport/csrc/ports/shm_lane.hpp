@@ -34,7 +34,7 @@ class ShmLane final : public Lane {
   // Reads without writing: the last look before a dead peer is reported.
   bool drain();
   bool idle() const { return transfers_.empty() && waiting_records_.empty(); }
-  void forget_user_memory();
+  void forget_user_memory() noexcept;
   void say_goodbye();
   // Ends the lane with a reason that the peer finds even if the rings are full.
   void say_last_word(std::string_view reason);

@@ -61,14 +61,7 @@ bool ShmPort::progress(uint64_t now_us) {
   for (uint32_t peer = 0; peer < world_; ++peer) {
     if (lanes_[peer] && !lost_[peer]) moved |= lanes_[peer]->progress(now_us);
   }
-  // One fence for all doorbells: our publications before it, the peers' announcement of sleep after it.
-  bool fenced = false;
-  for (uint32_t peer = 0; peer < world_; ++peer) {
-    if (!lanes_[peer] || !lanes_[peer]->take_dirty()) continue;
-    if (!fenced) std::atomic_thread_fence(std::memory_order_seq_cst);
-    fenced = true;
-    ring(peer);
-  }
+  ring_where_dirty();
   // The rings are read: nothing that a peer sent is overtaken by its end.
   for (uint32_t peer = 0; !moved && peer < world_; ++peer) {
     if (lanes_[peer]) lanes_[peer]->look_for_last_word();
@@ -76,6 +69,17 @@ bool ShmPort::progress(uint64_t now_us) {
   if (now_us >= next_beat_us_) beat(now_us);
   if (!moved && now_us >= next_check_us_) check_peers(now_us);
   return moved;
+}
+
+// One fence for all doorbells: our publications before it, the peers' announcement of sleep after it.
+void ShmPort::ring_where_dirty() {
+  bool fenced = false;
+  for (uint32_t peer = 0; peer < world_; ++peer) {
+    if (!lanes_[peer] || !lanes_[peer]->take_dirty()) continue;
+    if (!fenced) std::atomic_thread_fence(std::memory_order_seq_cst);
+    fenced = true;
+    ring(peer);
+  }
 }
 
 void ShmPort::ring(uint32_t peer) {
@@ -153,16 +157,19 @@ void ShmPort::abort(std::string_view reason) {
   for (auto& lane : lanes_) {
     if (lane) lane->say_last_word(reason);
   }
+  ring_where_dirty();
 }
 
 void ShmPort::close() {
-  for (uint32_t peer = 0; peer < world_; ++peer) {
-    if (!lanes_[peer]) continue;
-    lanes_[peer]->say_goodbye();
-    if (lanes_[peer]->take_dirty()) {
-      std::atomic_thread_fence(std::memory_order_seq_cst);
-      ring(peer);
-    }
+  for (auto& lane : lanes_) {
+    if (lane) lane->say_goodbye();
+  }
+  ring_where_dirty();
+}
+
+void ShmPort::revoke() noexcept {
+  for (auto& lane : lanes_) {
+    if (lane) lane->forget_user_memory();
   }
 }
 

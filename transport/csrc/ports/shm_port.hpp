@@ -43,10 +43,12 @@ class ShmPort final : public Port {
   bool idle() const override;
   void abort(std::string_view reason) override;
   void close() override;
+  void revoke() noexcept override;
   CounterList counters() const;
 
  private:
   void ring(uint32_t peer);
+  void ring_where_dirty();
   void check_peers(uint64_t now_us);
   void beat(uint64_t now_us);
 

@@ -103,10 +103,10 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
   segment.size_bytes_ = round_up(round_up(sizeof(ShmSegmentHeader), LINE) + stride * world, PAGE_BYTES);
   static std::once_flag swept;
   std::call_once(swept, remove_orphans);
-  const std::string path = path_of(nonce);
+  std::string path = path_of(nonce);
   segment.fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (segment.fd_ < 0) fail("cannot create a file in /dev/shm", errno);
-  segment.path_ = path;
+  segment.path_ = std::move(path);
   if (ftruncate(segment.fd_, static_cast<off_t>(segment.size_bytes_)) != 0)
     fail("cannot size the shared-memory segment", errno);
   // Reserve the pages of all peers' inboxes now: running out later would be a SIGBUS. Our own slot stays a hole.

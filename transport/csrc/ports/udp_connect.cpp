@@ -59,7 +59,7 @@ void UdpPort::start(Peer& peer) {
   peer.payload_bytes = config.payload_max_bytes;
   config.receive_budget = &receive_budget_;
   const RoceOffer::Peer& for_us = peer.offer.peers[rank_];
-  const std::span<std::byte> eager_memory(eager_memory_[peer.rank],
+  const std::span<std::byte> eager_memory(eager_memory_[peer.rank].get(),
                                           size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
   peer.lane = std::make_unique<FlowLane>(peer.rank, config, eager_memory, offer_.peers[peer.rank].eager_rkey, exposure_,
                                          *peer.sink);

@@ -26,8 +26,7 @@ constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
 constexpr int ROUND_MAX_COUNT = 4;
 constexpr uint32_t DATA_MAX_PER_ROUND = 4, RECEIVE_MAX_PER_ROUND = 8;
 constexpr uint64_t BLOCKED_RETRY_US = 50;
-// A peer that an operation waits for is asked whether it is there after so much silence.
-constexpr uint64_t SILENCE_US = 100'000, REFUSALS_US = 20'000;
+constexpr uint64_t REFUSALS_US = 20'000;
 constexpr size_t KEY_POOL_COUNT = 64;  // 256 bytes: one getrandom never blocks nor falls short
 
 }  // namespace
@@ -47,13 +46,13 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
   for (const UdpRailConfig& rail : config.rails)
     open_rail(rail, config.ports, config.receive_buffer_bytes != 0 ? config.receive_buffer_bytes : by_peers);
 
-  eager_memory_bytes_ = size_t{EAGER_SLOT_COUNT} * wire::PAYLOAD_MAX_BYTES;
-  eager_memory_.resize(size, nullptr);
+  const size_t eager_memory_bytes = size_t{EAGER_SLOT_COUNT} * wire::PAYLOAD_MAX_BYTES;
   peers_.resize(size);
   offer_.peers.resize(size);
   for (uint32_t peer = 0; peer < size; ++peer) {
     RoceOffer::Peer& entry = offer_.peers[peer];
     entry.qpns.resize(rails_.size() * config.path_count);
+    eager_memory_.emplace_back(nullptr, Unmap{eager_memory_bytes});
     if (peer == rank) continue;
     for (uint32_t& qpn : entry.qpns) {
       do {
@@ -62,19 +61,18 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
     }
     // Address space only: pages come with the first packet, so peers on other ports cost nothing.
     void* memory =
-        mmap(nullptr, eager_memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        mmap(nullptr, eager_memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
       throw std::system_error(errno, std::generic_category(), "udp: no memory for eager messages");
-    eager_memory_[peer] = static_cast<std::byte*>(memory);
+    eager_memory_[peer].reset(static_cast<std::byte*>(memory));
     entry.eager_address = reinterpret_cast<uintptr_t>(memory);
     entry.eager_rkey = random_value<uint32_t>();
   }
 }
 
-UdpPort::~UdpPort() {
-  for (std::byte* memory : eager_memory_)
-    if (memory != nullptr) munmap(memory, eager_memory_bytes_);
-}
+UdpPort::~UdpPort() = default;
+
+void UdpPort::Unmap::operator()(std::byte* memory) const { munmap(memory, size_bytes); }
 
 void UdpPort::open_rail(const UdpRailConfig& config, const PortRange& ports, size_t receive_buffer_bytes) {
   auto rail = std::make_unique<Rail>();
@@ -239,7 +237,6 @@ void UdpPort::note_over_mtu(Peer& peer, UdpPath& path, uint64_t now_us) {
 }
 
 void UdpPort::check_on_peers(uint64_t now_us) {
-  for (Peer* peer : connected_) peer->lane->flow().ask_if_silent(now_us, SILENCE_US);
   if (now_us >= look_at_us_) look_for_refusals();
   look_at_us_ = std::max(look_at_us_, now_us + REFUSALS_US);
 }
@@ -298,6 +295,10 @@ void UdpPort::abort(std::string_view reason) {
 void UdpPort::close() {
   for (Peer* peer : connected_) peer->lane->flow().close();
   send_farewells(last_now_us_);
+}
+
+void UdpPort::revoke() noexcept {
+  for (Peer* peer : connected_) peer->lane->revoke();
 }
 
 void UdpPort::send_farewells(uint64_t now_us) {

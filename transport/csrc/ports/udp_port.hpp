@@ -78,6 +78,7 @@ class UdpPort final : public Port {
   bool idle() const override;
   void abort(std::string_view reason) override;
   void close() override;
+  void revoke() noexcept override;
 
   CounterList counters() const;
   std::string describe() const;
@@ -115,8 +116,11 @@ class UdpPort final : public Port {
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
   std::vector<Peer*> connected_;
   size_t next_peer_ = 0;  // who sends first in the next round
-  std::vector<std::byte*> eager_memory_;
-  size_t eager_memory_bytes_ = 0;
+  struct Unmap {
+    size_t size_bytes;
+    void operator()(std::byte* memory) const;
+  };
+  std::vector<std::unique_ptr<std::byte, Unmap>> eager_memory_;  // by rank
   // A timer has run out when what arrived before is read: this thread may not have run in between.
   uint64_t read_until_us_ = 0;
   uint64_t last_now_us_ = 0, look_at_us_ = 0;

@@ -91,6 +91,7 @@ void VerbsPort::on_path_error(Path& path, trace::PortError where, uint32_t error
 
 void VerbsPort::revive_paths(uint64_t now_us) {
   revive_at_us_ = UINT64_MAX;
+  if (is_cut_off_) return;
   bool is_left = false;
   for (const auto& path : paths_) {
     if (!path->is_broken) continue;

@@ -136,7 +136,13 @@ VerbsPort::Path* VerbsPort::find_path(const VerbsAdapter& adapter, uint32_t qpn)
 }
 
 void VerbsPort::borrow(const void* address, size_t size_bytes) {
-  for (const auto& adapter : adapters_) adapter->registrations().borrow(address, size_bytes);
+  size_t borrowed = 0;
+  try {
+    for (; borrowed < adapters_.size(); ++borrowed) adapters_[borrowed]->registrations().borrow(address, size_bytes);
+  } catch (...) {
+    while (borrowed-- > 0) adapters_[borrowed]->registrations().give_back(address, size_bytes);
+    throw;
+  }
 }
 
 void VerbsPort::give_back(const void* address, size_t size_bytes) {
@@ -383,17 +389,26 @@ void VerbsPort::abort(std::string_view reason) {
   farewell_ = reason;
   for (Peer* peer : connected_) peer->lane->abort(reason);
   send_farewells(last_now_us_);
-  const auto give_up = std::chrono::steady_clock::now() + END_MAX;
-  while (!exposure_.close_all() && failure().empty() && std::chrono::steady_clock::now() < give_up)
-    poll_completions(last_now_us_);
-  if (exposure_.close_all()) return;
-  // The device does not answer: nothing comes in or goes out of a queue pair that is reset.
-  for (const auto& path : paths_) path->queue.stop(releases_[path->adapter->number()]);
 }
 
 void VerbsPort::close() {
   for (Peer* peer : connected_) peer->lane->flow().close();
   send_farewells(last_now_us_);
+}
+
+void VerbsPort::revoke() noexcept {
+  if (is_cut_off_) return;
+  for (Peer* peer : connected_) peer->lane->revoke();
+  try {
+    const auto give_up = std::chrono::steady_clock::now() + END_MAX;
+    while (!exposure_.close_all() && failure().empty() && std::chrono::steady_clock::now() < give_up)
+      poll_completions(last_now_us_);
+    if (exposure_.close_all()) return;
+  } catch (const std::exception&) {
+  }
+  // The device does not answer, or memory is short: nothing comes in or goes out of a queue pair that is reset.
+  is_cut_off_ = true;
+  for (const auto& path : paths_) path->queue.stop(releases_[path->adapter->number()]);
 }
 
 void VerbsPort::send_farewells(uint64_t now_us) {

@@ -62,6 +62,7 @@ class VerbsPort final : public Port {
   bool idle() const override;
   void abort(std::string_view reason) override;
   void close() override;
+  void revoke() noexcept override;
 
   CounterList counters() const;
   std::string describe() const;
@@ -136,6 +137,7 @@ class VerbsPort final : public Port {
   std::vector<size_t> free_buffers_;               // of send_buffers_
   size_t next_peer_ = 0;
   uint64_t last_now_us_ = 0, look_at_us_ = 0, revive_at_us_ = UINT64_MAX, revive_pause_us_ = 0;
+  bool is_cut_off_ = false;  // queue pairs stay as they are: keys may still be open
   std::string failure_, farewell_;
 
   struct Counters {

@@ -62,7 +62,8 @@ struct CounterPage::Record {
   uint32_t peer, path;
 };
 
-CounterPage::CounterPage(uint32_t rank, uint32_t world) {
+// (From the other constructor on there is a destructor that closes what a later step leaves behind.)
+CounterPage::CounterPage(uint32_t rank, uint32_t world) : CounterPage() {
   static std::once_flag swept;
   std::call_once(swept, remove_orphans);
   if (!create(rank, world) && base_ != nullptr) {
@@ -101,9 +102,10 @@ bool CounterPage::create(uint32_t rank, uint32_t world) {
   char path[64], open_file[32];
   std::snprintf(path, sizeof path, "%s/%s%016llx", FOLDER, PREFIX, static_cast<unsigned long long>(number));
   std::snprintf(open_file, sizeof open_file, "/proc/self/fd/%d", fd_);
-  if (linkat(AT_FDCWD, open_file, AT_FDCWD, path, AT_SYMLINK_FOLLOW) != 0) return false;
   path_ = path;
-  return true;
+  if (linkat(AT_FDCWD, open_file, AT_FDCWD, path, AT_SYMLINK_FOLLOW) == 0) return true;
+  path_.clear();
+  return false;
 }
 
 // Pages that the file really has: running out later would be a SIGBUS.

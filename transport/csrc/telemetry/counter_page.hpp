@@ -49,6 +49,7 @@ class CounterPage {
   struct Record;
   using Names = std::vector<std::string> (*)();
 
+  CounterPage() = default;
   void* add(std::string_view group, Names names, size_t count, uint32_t peer, uint32_t path);
   uint32_t names_id(std::string_view group, Names names, size_t count);
   std::byte* append(uint32_t kind, uint32_t names_id, uint32_t peer, uint32_t path, size_t payload_bytes);

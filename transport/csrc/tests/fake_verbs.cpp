@@ -53,7 +53,7 @@ struct FakeVerbs::Window {
 };
 struct FakeVerbs::Queue {
   ibv_qp base{};
-  ibv_qp_state state = IBV_QPS_RESET;
+  std::atomic<ibv_qp_state> state = IBV_QPS_RESET;
   size_t remote_device = 0;
   uint32_t remote_qpn = 0;
 };
@@ -245,8 +245,10 @@ FakeVerbs::FakeVerbs() {
     region->base.addr = address;
     region->base.length = size_bytes;
     region->base.lkey = region->base.rkey = fake.new_key(pd->context);
-    if ((access & IBV_ACCESS_REMOTE_WRITE) != 0)
+    if ((access & IBV_ACCESS_REMOTE_WRITE) != 0) {
+      fake.opened_keys.push_back(region->base.rkey);
       fake.keys_[region->base.rkey] = {fake.device_of(pd->context), reinterpret_cast<uint64_t>(address), size_bytes};
+    }
     return &region->base;
   };
   library_.dereg_mr = [](ibv_mr* region) {
@@ -313,6 +315,7 @@ FakeVerbs::FakeVerbs() {
     return 0;
   };
   library_.get_async_event = [](ibv_context* context, ibv_async_event* out) {
+    const std::lock_guard lock(self().events_mutex_);
     auto& events = as<Context>(context)->events;
     if (!take_event(context->async_fd) || events.empty()) return -1;
     *out = events.front();
@@ -334,6 +337,7 @@ std::vector<uint32_t> FakeVerbs::queue_pairs() const {
 void FakeVerbs::open_key(uint32_t key, const Access& access) {
   if (access.size_bytes == 0) return;
   bound_keys.push_back(key);
+  opened_keys.push_back(key);
   keys_[key] = access;
 }
 
@@ -385,6 +389,7 @@ void FakeVerbs::arrive(const FakePacket& packet) {
 void FakeVerbs::break_queue_pair(uint32_t qpn) {
   Queue& queue = *queues_.at({0, qpn});
   queue.state = IBV_QPS_ERR;
+  const std::lock_guard lock(events_mutex_);
   auto& context = *as<Context>(queue.base.context);
   ibv_async_event event{};
   event.event_type = IBV_EVENT_QP_FATAL;
@@ -398,6 +403,7 @@ void FakeVerbs::raise(ibv_event_type type) {
 }
 
 void FakeVerbs::raise(ibv_event_type type, size_t device) {
+  const std::lock_guard lock(events_mutex_);
   for (Context* context : contexts_) {
     if (device_of(&context->base) != device) continue;
     ibv_async_event event{};

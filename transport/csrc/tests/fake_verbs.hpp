@@ -3,12 +3,14 @@
 // whatever the test lets happen to packets. They place what they are told to by themselves, as NICs do.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -44,7 +46,7 @@ class FakeVerbs {
   ibv_mtu mtu = IBV_MTU_4096;
   uint64_t registration_max_bytes = UINT64_MAX, locked_max_bytes = UINT64_MAX;  // of one, of all
   uint32_t window_max_count = UINT32_MAX;
-  bool binds_are_slow = false;  // until finish_binds()
+  std::atomic<bool> binds_are_slow = false;  // until finish_binds()
   bool can_connect = true;
   // What becomes of a packet: the copies that arrive now. The test may keep others.
   std::function<uint32_t(const FakePacket&)> network = [](const FakePacket&) { return 1u; };
@@ -53,11 +55,12 @@ class FakeVerbs {
   void arrive(const FakePacket& packet);
   void finish_binds();
   void break_queue_pair(uint32_t qpn);  // of fake0
-  void raise(ibv_event_type type);      // by all devices
+  void raise(ibv_event_type type);      // by all devices; from any thread
   void raise(ibv_event_type type, size_t device);
 
   // What was done.
-  std::vector<uint32_t> bound_keys;  // of windows, in the order of their binding to memory
+  std::vector<uint32_t> bound_keys;   // of windows, in the order of their binding to memory
+  std::vector<uint32_t> opened_keys;  // to remote writes, of windows and registrations
   uint32_t live_registrations = 0;
   uint64_t locked_bytes = 0;
   uint64_t refused_keys = 0;
@@ -90,6 +93,7 @@ class FakeVerbs {
   std::map<uint32_t, Access> keys_;  // open to remote writes
   std::deque<std::function<void()>> slow_binds_;
   std::vector<Context*> contexts_;
+  std::mutex events_mutex_;
   // Two devices may well have one number for different queue pairs, and never do the same with keys here: so a wrong
   // one is noticed.
   uint32_t next_qpn_[2] = {0x11, 0x11}, next_key_[2] = {0x100, 0x8000'0100}, windows_ = 0;

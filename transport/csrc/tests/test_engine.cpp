@@ -6,168 +6,17 @@
 #include <array>
 #include <atomic>
 #include <barrier>
-#include <cstring>
-#include <functional>
 #include <random>
 #include <thread>
 
-#include "executor/engine.hpp"
-#include "executor/plan.hpp"
+#include "tests/engine_group.hpp"
 
 using namespace sennit;
-
-namespace {
-
-// Writes the binary form of docs/reference/plans.md, step by step.
-class PlanWriter {
- public:
-  PlanWriter(uint32_t world, uint32_t rank, uint16_t buffer_count, uint64_t signature)
-      : world_(world), rank_(rank), buffer_count_(buffer_count), signature_(signature) {}
-
-  uint32_t add(StepKind kind, uint32_t peer, uint32_t slot, uint32_t buffer, uint64_t offset, uint64_t size_bytes,
-               std::vector<Operand> operands = {}, uint8_t flags = 0) {
-    Step step{};
-    step.kind = kind;
-    step.dtype = SENNIT_F32;
-    step.reduce = SENNIT_SUM;
-    step.flags = flags;
-    step.peer = peer;
-    step.slot = slot;
-    step.operand_first = static_cast<uint32_t>(operands_.size());
-    step.operand_count = static_cast<uint32_t>(operands.size());
-    step.destination_buffer = buffer;
-    step.destination_offset = offset;
-    step.size_bytes = size_bytes;
-    operands_.insert(operands_.end(), operands.begin(), operands.end());
-    steps_.push_back(step);
-    edges_.emplace_back();
-    return static_cast<uint32_t>(steps_.size() - 1);
-  }
-  void edge(uint32_t from, uint32_t to) { edges_[from].push_back(to); }
-
-  std::vector<std::byte> bytes() const {
-    std::vector<uint32_t> flat;
-    std::vector<Step> steps = steps_;
-    for (size_t i = 0; i < steps.size(); ++i) {
-      steps[i].edge_first = static_cast<uint32_t>(flat.size());
-      steps[i].edge_count = static_cast<uint32_t>(edges_[i].size());
-      flat.insert(flat.end(), edges_[i].begin(), edges_[i].end());
-    }
-    std::vector<std::byte> out(64);
-    auto put = [&](size_t at, auto value) { std::memcpy(out.data() + at, &value, sizeof value); };
-    put(0, uint32_t{0x31504E53});
-    put(4, uint16_t{1});
-    put(6, buffer_count_);
-    put(8, world_);
-    put(12, rank_);
-    put(16, signature_);
-    put(24, static_cast<uint32_t>(steps.size()));
-    put(28, static_cast<uint32_t>(operands_.size()));
-    put(32, static_cast<uint32_t>(flat.size()));
-    auto append = [&](const auto& records) {
-      const auto* begin = reinterpret_cast<const std::byte*>(records.data());
-      out.insert(out.end(), begin, begin + records.size() * sizeof(records[0]));
-    };
-    append(steps);
-    append(operands_);
-    append(flat);
-    return out;
-  }
-
-  // Every rank sends its vector to all and folds all in rank order.
-  static std::vector<std::byte> allreduce(uint32_t world, uint32_t rank, uint64_t size_bytes) {
-    PlanWriter writer(world, rank, 2, uint64_t{1} << 56 | uint64_t{SENNIT_F32} << 48 | size_bytes / 4);
-    for (uint32_t at = 0; at < size_bytes; at += MAX_LOAN_BYTES) {
-      const uint64_t part = std::min<uint64_t>(MAX_LOAN_BYTES, size_bytes - at);
-      const auto slot = static_cast<uint32_t>(at / MAX_LOAN_BYTES);
-      for (uint32_t i = 1; i < world; ++i)
-        writer.add(StepKind::send, (rank + i) % world, slot, 0, 0, part, {{0, 0, at}});
-      std::vector<Operand> operands(world);
-      std::vector<uint32_t> receives;
-      for (uint32_t i = 1; i < world; ++i) {
-        const uint32_t peer = (rank + world - i) % world;
-        receives.push_back(writer.add(StepKind::receive, peer, slot, 0, 0, part, {}, STEP_LOAN));
-        operands[peer] = {1, receives.back(), 0};
-      }
-      operands[rank] = {0, 0, at};
-      const uint32_t fold = writer.add(StepKind::reduce, 0, 0, 1, at, part, operands);
-      for (uint32_t receive : receives) writer.edge(receive, fold);
-    }
-    return writer.bytes();
-  }
-
- private:
-  uint32_t world_, rank_;
-  uint16_t buffer_count_;
-  uint64_t signature_;
-  std::vector<Step> steps_;
-  std::vector<Operand> operands_;
-  std::vector<std::vector<uint32_t>> edges_;
-};
-
-// One thread a rank, connected through shared memory; `body` runs on each.
-void run_ranks(uint32_t world, uint64_t timeout_us, const std::function<void(Engine&, uint32_t)>& body) {
-  std::vector<Engine*> engines;
-  std::vector<std::vector<std::byte>> offers;
-  for (uint32_t rank = 0; rank < world; ++rank) {
-    engines.push_back(new Engine({rank, world, timeout_us, rank, world}));
-    offers.push_back(engines.back()->shm_offer());
-  }
-  // All open all segments before any is connected, which unlinks its name.
-  for (uint32_t rank = 0; rank < world; ++rank) {
-    for (uint32_t peer = 0; peer < world; ++peer) {
-      if (peer != rank) REQUIRE(engines[rank]->shm_accept(peer, offers[peer]));
-    }
-  }
-  for (uint32_t rank = 0; rank < world; ++rank) {
-    std::vector<Route> routes;
-    for (uint32_t peer = 0; peer < world; ++peer) {
-      routes.push_back({peer == rank ? Route::Kind::self : Route::Kind::shm, {}});
-    }
-    engines[rank]->connect(routes);
-  }
-  std::vector<std::thread> threads;
-  for (uint32_t rank = 0; rank < world; ++rank) threads.emplace_back([&, rank] { body(*engines[rank], rank); });
-  for (auto& thread : threads) thread.join();
-  for (Engine* engine : engines) {
-    engine->shutdown(1'000'000);
-    engine->release();
-  }
-}
-
-struct LoadedPlan {
-  explicit LoadedPlan(const std::vector<std::byte>& bytes) {
-    char error[256] = "";
-    handle = sennit_plan_load(bytes.data(), bytes.size(), error, sizeof error);
-    REQUIRE_MESSAGE(handle != nullptr, error);
-  }
-  ~LoadedPlan() { sennit_plan_release(handle); }
-  sennit_plan* handle;
-};
-
-struct Result {
-  sennit_status status = SENNIT_PENDING;
-  std::string error;
-};
-
-Result run(Engine& engine, const LoadedPlan& plan, std::vector<float>& in, std::vector<float>& out,
-           uint32_t flags = 0) {
-  const sennit_buffer buffers[] = {{in.data(), in.size() * 4}, {out.data(), out.size() * 4}};
-  const sennit_post_options options{0, flags, 0, 1.0};
-  sennit_op* op = nullptr;
-  char error[1024] = "";
-  auto* comm = reinterpret_cast<sennit_comm*>(&engine);
-  Result result;
-  result.status = sennit_post(comm, plan.handle, buffers, 2, &options, &op, error, sizeof error);
-  result.error = error;
-  if (result.status != SENNIT_OK) return result;
-  result.status = sennit_wait(op, 0);
-  result.error = sennit_op_error(op);
-  sennit_op_release(op);
-  return result;
-}
-
-}  // namespace
+using test::LoadedPlan;
+using test::PlanWriter;
+using test::Result;
+using test::run;
+using test::run_ranks;
 
 TEST_CASE("an allreduce over three ranks, many sizes, many times") {
   for (uint64_t count : {1u, 100u, 2'048u, 40'000u, 300'000u}) {

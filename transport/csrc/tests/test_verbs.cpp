@@ -376,6 +376,7 @@ TEST_CASE("an abort takes all keys back before it returns") {
     pair.run_until([&] { return copies.size() > 10; });
     fake.binds_are_slow = are_binds_slow;  // a device that does not answer any more
     pair.b.port.abort("enough");
+    pair.b.port.revoke();
     auto& memory = pair.b.incoming.at(1);
     std::fill(memory.begin(), memory.end(), std::byte{0x11});
     for (const FakePacket& copy : copies) fake.arrive(copy);

@@ -3,8 +3,19 @@
 //
 // One `sennit_comm` is one process group: this rank's channels to every peer, and the operations in
 // flight on them. An operation is a compiled plan (docs/reference/plans.md) run over caller-owned buffers.
-// No function here throws; every wait has a deadline. All functions are safe to call from several
-// threads; none needs the Python GIL.
+// Every wait has a deadline. All functions are safe to call from several threads; none needs the
+// Python GIL.
+//
+// Errors. No function here throws. A failure leaves one of two states, and never a third:
+//   the call had no effect   sennit_plan_load, sennit_post: nothing was sent, no buffer is in use, and the
+//                            call may be tried again
+//   the group has ended      every operation in flight has ended with a status and a text that say why, all
+//                            buffers are the caller's again, and later posts report the same reason
+// Memory that runs out once an operation runs ends the group (SENNIT_DEVICE, "out of memory").
+//
+// Fork. A child of fork shares the parent's sockets and queues and has none of its threads. There every
+// call that would touch them does nothing: sennit_post reports SENNIT_ARGUMENT, so does the status of an
+// operation that was in flight, and release keeps what belongs to the parent.
 #pragma once
 
 #include <stddef.h>
@@ -25,7 +36,7 @@ typedef enum sennit_status {
   SENNIT_PEER = 4,      // a peer died, aborted or reported a failure; the message names it
   SENNIT_MISMATCH = 5,  // a peer runs another operation, size, dtype or split
   SENNIT_ARGUMENT = 6,  // malformed plan or buffers; nothing was sent
-  SENNIT_DEVICE = 7,    // a socket, device or shared-memory error; the message has errno's text
+  SENNIT_DEVICE = 7,    // a socket, device, thread or memory that the system refuses; the message says which
 } sennit_status;
 
 // Element types of arithmetic. Pure data movement uses bytes (SENNIT_U8).
@@ -105,8 +116,9 @@ SENNIT_API sennit_plan* sennit_plan_load(const void* bytes, size_t size_bytes, c
 SENNIT_API void sennit_plan_release(sennit_plan* plan);
 
 // Starts an operation. `buffers` are the plan's buffers in order, borrowed until the operation is done.
-// Takes its own references on plan and communicator. On anything but SENNIT_OK `*out` is null and
-// `error` (may be null) holds the reason.
+// Takes its own references on plan and communicator. On anything but SENNIT_OK nothing was sent, `*out` is
+// null and `error` (may be null) holds the reason. An operation that fails as soon as it runs is SENNIT_OK
+// here; its own status says the rest.
 SENNIT_API sennit_status sennit_post(sennit_comm* comm, sennit_plan* plan, const sennit_buffer* buffers,
                                      uint32_t buffer_count, const sennit_post_options* options, sennit_op** out,
                                      char* error, size_t error_size);
@@ -122,8 +134,12 @@ SENNIT_API uint32_t sennit_op_source(const sennit_op* op);
 // The group's sequence number this operation got (collectives), or 0 (P2P).
 SENNIT_API uint64_t sennit_op_sequence(const sennit_op* op);
 // Calls `callback(argument)` once when the op is done: at once if it already is, else from the thread
-// that finishes it (no lock held). At most one callback an op.
-SENNIT_API void sennit_op_on_done(sennit_op* op, void (*callback)(void*), void* argument);
+// that finishes it (no lock held). At most one callback an op. A callback should not throw; if it does,
+// the exception is dropped and counted (callbacks_failed).
+// The background thread drives the op from here on, so nobody has to wait for it. SENNIT_DEVICE: no such
+// thread can be started; the callback is set, but runs only when some wait or post on this group finishes
+// the op. SENNIT_ARGUMENT: in a child of fork; it is never called.
+SENNIT_API sennit_status sennit_op_on_done(sennit_op* op, void (*callback)(void*), void* argument);
 SENNIT_API void sennit_op_retain(sennit_op* op);
 SENNIT_API void sennit_op_release(sennit_op* op);
 
@@ -134,9 +150,16 @@ SENNIT_API uint32_t sennit_comm_rank(const sennit_comm* comm);
 SENNIT_API uint32_t sennit_comm_size(const sennit_comm* comm);
 // Operations posted so far on this rank (collectives only): equal on all ranks when in step.
 SENNIT_API uint64_t sennit_comm_sequence(const sennit_comm* comm);
-// Fails every operation in flight and all later ones, tells the peers, and returns.
+// True (1) in a child of fork: the communicator belongs to the parent.
+SENNIT_API int sennit_comm_is_inherited(const sennit_comm* comm);
+// How often this process and the processes above it have forked since the first call or communicator.
+SENNIT_API uint64_t sennit_fork_count(void);
+// Tells the peers, takes all buffers back from ports and devices (at most a second), fails every operation
+// in flight and all later ones, and returns. Does nothing to a group that has ended.
 SENNIT_API void sennit_abort(sennit_comm* comm, const char* reason);
-// Sends what is still unacknowledged (at most `timeout_us`), says goodbye to the peers, stops.
+// Sends what is still unacknowledged (at most `timeout_us`), says goodbye to the peers, takes all buffers
+// back as sennit_abort does, ends operations still in flight with SENNIT_ABORTED, and stops the background
+// thread. After the return no callback of this group runs in it any more.
 SENNIT_API void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us);
 
 #ifdef __cplusplus

@@ -1,0 +1,301 @@
+// SPDX-License-Identifier: Apache-2.0
+// How operations and groups end: who is to blame, what each error says, what the peers are told, who is called back.
+#include <cxxabi.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <new>
+
+#include "executor/engine.hpp"
+#include "trace/tracepoints.hpp"
+
+namespace sennit {
+namespace {
+
+// A peer that an operation waited for, and that gave no sign of life for so long before the deadline, is silent:
+// stopped, cut off, or busy elsewhere. Ten beats of shared memory, five questions over a network.
+constexpr uint64_t SILENT_US = 500'000;
+
+// Fits into a std::string without an allocation, as all that is said where memory is short.
+constexpr const char* OUT_OF_MEMORY = "out of memory";
+
+std::string seconds(uint64_t time_us) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", static_cast<double>(time_us) / 1e6);
+  return text;
+}
+
+std::string rank_list(const std::vector<uint32_t>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (const uint32_t rank : ranks) text.append(rank == ranks.front() ? "" : ", ").append(std::to_string(rank));
+  return text;
+}
+
+}  // namespace
+
+void Engine::check_failures(uint64_t now_us) {
+  if (ended_ != SENNIT_OK) return;
+  for (const Port* port : ports_) {
+    const std::string reason(port->failure());
+    if (reason.empty()) continue;
+    FailureNotice notice{{config_.rank}, "rank " + std::to_string(config_.rank) + " cannot go on: " + reason};
+    end(SENNIT_DEVICE, reason, std::move(notice), Farewell::notice);
+    return;
+  }
+  if (const MailboxFailure* failure = mailbox_.failure()) {
+    switch (failure->kind) {
+      case MailboxFailure::Kind::mismatch:
+        end(SENNIT_MISMATCH, failure->reason, {{}, failure->reason}, Farewell::notice);
+        return;
+      case MailboxFailure::Kind::peer_lost: {
+        FailureNotice notice{{}, "rank " + std::to_string(failure->peer) + " " + failure->reason};
+        for (uint32_t peer = 0; peer < config_.world; ++peer) {
+          if (mailbox_.lost(peer)) notice.lost.push_back(peer);
+        }
+        if (notice.lost.size() > 1) notice.reason += "; lost in all: " + rank_list(notice.lost);
+        std::string reason = notice.reason + " (" + mailbox_.lane(failure->peer)->describe() + ")";
+        end(SENNIT_PEER, std::move(reason), std::move(notice), Farewell::notice);
+        return;
+      }
+      case MailboxFailure::Kind::peer_aborted:
+        fail_as_told(failure->peer, FailureNotice::decode(failure->reason, config_.world));
+        return;
+    }
+  }
+  next_deadline_us_ = UINT64_MAX;
+  for (const Operation* operation : active_) {
+    if (operation->deadline_us_ <= now_us) {
+      fail_late(*operation, now_us);
+      return;
+    }
+    next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
+  }
+}
+
+// The reporter is named last: the ranks to blame are what matters.
+void Engine::fail_as_told(uint32_t reporter, const FailureNotice& notice) {
+  const std::string who = "rank " + std::to_string(reporter);
+  const bool is_blamed = std::find(notice.lost.begin(), notice.lost.end(), config_.rank) != notice.lost.end();
+  std::string reason = notice.reason.empty() ? who + " ended the group" : notice.reason;
+  if (is_blamed) {
+    reason = "the others gave up this rank (" + std::to_string(config_.rank) + "): " + reason;
+  }
+  // "rank 2 aborted: ..." says itself who reports it.
+  if (!reason.starts_with(who + " ")) reason += " (reported by " + who + ")";
+  end(SENNIT_PEER, std::move(reason), notice, Farewell::notice);
+}
+
+void Engine::fail_late(const Operation& operation, uint64_t now_us) {
+  const uint64_t silence_us = std::min(SILENT_US, operation.timeout_us_ / 2);
+  const uint64_t posted_us = operation.posted_us();
+  const std::vector<uint32_t> awaited = mailbox_.awaited();
+  std::vector<uint32_t> silent, silent_elsewhere;
+  for (uint32_t peer = 0; peer < config_.world; ++peer) {
+    const Lane* lane = mailbox_.lane(peer);
+    if (lane == nullptr || std::max(lane->heard_us(), posted_us) + silence_us > now_us) continue;
+    const bool is_awaited = std::binary_search(awaited.begin(), awaited.end(), peer);
+    (is_awaited ? silent : silent_elsewhere).push_back(peer);
+  }
+  // Those that we wait for may themselves wait for a silent one.
+  if (silent.empty()) silent = silent_elsewhere;
+  std::string reason = operation.describe() + " did not finish on rank " + std::to_string(config_.rank) +
+                       " within its deadline of " + seconds(operation.timeout_us_);
+  if (!silent.empty()) reason += "; no sign of life from " + rank_list(silent) + " for " + seconds(silence_us);
+  const std::string outstanding = mailbox_.describe_outstanding();
+  FailureNotice notice{silent, silent.empty() ? reason + "; awaited: " + rank_list(awaited) : reason};
+  if (!outstanding.empty()) reason += "; " + outstanding;
+  end(SENNIT_TIMEOUT, std::move(reason), std::move(notice), Farewell::notice);
+}
+
+void Engine::end(sennit_status status, std::string reason, FailureNotice notice, Farewell farewell) noexcept {
+  if (ended_ != SENNIT_OK) return;
+  ended_ = status;
+  end_reason_ = std::move(reason);
+  mailbox_.abandon();
+  say_farewell(notice, farewell);
+  lost_ = std::move(notice.lost);
+  for (Port* port : ports_) port->revoke();
+  // Nothing reads or writes their memory any more: it may go back to its owners.
+  while (!active_.empty()) {
+    Operation* operation = active_.back();
+    std::string text;
+    try {
+      text = operation->describe() + ": " + end_reason_;
+    } catch (const std::bad_alloc&) {
+      text = OUT_OF_MEMORY;
+    }
+    finish(operation, status, std::move(text));
+  }
+  if (sleeping_) wake();
+}
+
+// Best effort: what the peers do not hear now they find out by themselves.
+void Engine::say_farewell(const FailureNotice& notice, Farewell farewell) noexcept {
+  for (Port* port : ports_) {
+    try {
+      farewell == Farewell::goodbye ? port->close() : port->abort(notice.encode());
+    } catch (...) {
+    }
+  }
+}
+
+// Within a handler.
+void Engine::end_in_doubt() noexcept {
+  std::string reason;
+  FailureNotice notice;
+  try {
+    try {
+      throw;
+    } catch (const std::bad_alloc&) {
+      reason = OUT_OF_MEMORY;
+    } catch (const std::exception& error) {
+      reason = error.what();
+    } catch (...) {
+      reason = "unknown error";
+    }
+    notice = {{config_.rank}, "rank " + std::to_string(config_.rank) + " cannot go on: " + reason};
+  } catch (...) {
+    reason = OUT_OF_MEMORY;
+  }
+  end(SENNIT_DEVICE, std::move(reason), std::move(notice), Farewell::notice);
+}
+
+void Engine::finish(Operation* operation, sennit_status status, std::string reason) noexcept {
+  active_.erase(std::find(active_.begin(), active_.end(), operation));
+  if (operation->background_) --background_operations_;
+  // Once it is settled its owner may free the memory.
+  if (verbs_)
+    operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->give_back(data, size_bytes); });
+  trace::operation_end(config_.rank, operation, status, operation->sequence());
+  if (status == SENNIT_OK) {
+    ++counted_->operations_completed;
+    counted_->operation_time_us += clock_us() - operation->posted_us();
+  } else {
+    ++counted_->operations_failed;
+  }
+  operation->settle(status, std::move(reason));
+  (last_settled_ != nullptr ? last_settled_->next_settled_ : first_settled_) = operation;
+  last_settled_ = operation;
+}
+
+// Callbacks may call back into this core, and the last reference may go: both without the lock.
+void Engine::run_callbacks(Lock& lock) {
+  if (first_settled_ == nullptr) return;
+  if (waiters_ > 1) role_free_.notify_all();
+  // (The lock is taken again whatever happens: a callback may end its thread, as Python does at the end of a process.)
+  struct Unlocked {
+    explicit Unlocked(Lock& held) : lock(held) { lock.unlock(); }
+    ~Unlocked() { lock.lock(); }
+    Lock& lock;
+  };
+  uint64_t failed = 0;
+  while (first_settled_ != nullptr) {
+    Operation* const operation = first_settled_;
+    first_settled_ = operation->next_settled_;
+    if (first_settled_ == nullptr) last_settled_ = nullptr;
+    const Operation::Callback callback = operation->take_callback();
+    const Unlocked unlocked(lock);
+    if (callback.function != nullptr && !call(callback)) ++failed;
+    operation->release();
+  }
+  counted_->callbacks_failed += failed;
+}
+
+// False: it threw. What it threw goes no further: a callback has no caller that could take it.
+bool Engine::call(Operation::Callback callback) {
+  try {
+    callback.function(callback.argument);
+    return true;
+  } catch (const abi::__forced_unwind&) {
+    throw;  // the end of this thread, which must not be caught
+  } catch (...) {
+    return false;
+  }
+}
+
+void Engine::abort(std::string_view reason) {
+  Lock lock = enter();
+  std::string text = OUT_OF_MEMORY;
+  FailureNotice notice;
+  try {
+    text = reason;
+    notice.reason = "rank " + std::to_string(config_.rank) + " aborted: " + text;
+  } catch (const std::bad_alloc&) {
+  }
+  end(SENNIT_ABORTED, std::move(text), std::move(notice), Farewell::notice);
+  run_callbacks(lock);
+}
+
+void Engine::shutdown(uint64_t timeout_us) {
+  {
+    Lock lock = enter();
+    const uint64_t give_up_us = clock_us() + timeout_us;
+    auto busy = [this] {
+      if (!mailbox_.idle()) return true;
+      return std::any_of(ports_.begin(), ports_.end(), [](const Port* port) { return !port->idle(); });
+    };
+    {
+      const Waiting waiting(*this);  // asks a background driver for the role
+      Backoff backoff(policy_);
+      while (ended_ == SENNIT_OK && (busy() || driving_) && clock_us() < give_up_us) {
+        if (driving_) {
+          if (sleeping_) wake();
+          role_free_.wait_for(lock, std::chrono::milliseconds(1));
+          continue;
+        }
+        const Driving driving(*this);
+        drive_once(lock, backoff);
+      }
+    }
+    std::string reason = OUT_OF_MEMORY;
+    try {
+      reason = "the communicator was shut down";
+    } catch (const std::bad_alloc&) {
+    }
+    end(SENNIT_ABORTED, std::move(reason), {}, Farewell::goodbye);
+    stopping_ = true;
+    if (sleeping_) wake();
+    background_work_.notify_all();
+    run_callbacks(lock);
+  }
+  join_thread();
+}
+
+// One caller joins, others that shut down at the same time wait for it.
+void Engine::join_thread() {
+  Lock lock = enter();
+  if (thread_id_ == std::thread::id() || thread_id_ == std::this_thread::get_id()) return;
+  if (!thread_.joinable()) {
+    thread_joined_.wait(lock, [this] { return has_joined_; });
+    return;
+  }
+  std::thread ending = std::move(thread_);
+  lock.unlock();
+  ending.join();
+  lock.lock();
+  has_joined_ = true;
+  thread_joined_.notify_all();
+}
+
+std::string Engine::failure() {
+  Lock lock = enter();
+  return ended_ == SENNIT_OK ? std::string() : end_reason_;
+}
+
+std::vector<uint32_t> Engine::lost_ranks() {
+  Lock lock = enter();
+  return lost_;
+}
+
+std::vector<uint32_t> Engine::find_gone_ranks() {
+  Lock lock = enter();
+  const uint64_t now_us = clock_us();
+  std::vector<uint32_t> gone;
+  for (Port* port : ports_) {
+    for (const uint32_t peer : port->find_gone(now_us)) gone.push_back(peer);
+  }
+  std::sort(gone.begin(), gone.end());
+  return gone;
+}
+
+}  // namespace sennit
