@@ -95,6 +95,8 @@ class Plan:
     buffer_bytes: tuple[int, ...]
     scratch_bytes: int
     steps: tuple[Step, ...]
+    on_device: bool = False
+    """The caller's buffers are memory of a device: only COPY steps touch them (device_plan.py)."""
 
     @property
     def scratch(self) -> int:
@@ -106,6 +108,30 @@ class Plan:
         from sennit.transport.plan_codec import encode
 
         return encode(self)
+
+
+def ordered_steps(plan: Plan) -> list[list[int]]:
+    """On a device: copies to the host, sends that wait for these alone, receives. Each list's steps start in its order.
+
+    Without that, a rank could send a message that its receiver takes late, and keep back one that it takes first.
+    """
+    if not plan.on_device:
+        return []
+    loads: list[int] = []
+    sends: list[int] = []
+    receives: list[int] = []
+    are_loads = [False] * len(plan.steps)
+    for number, step in enumerate(plan.steps):
+        if isinstance(step, Copy):
+            if step.buffer == plan.scratch and not step.source.is_view and step.source.index != plan.scratch:
+                loads.append(number)
+                are_loads[number] = True
+        elif isinstance(step, Send):
+            if all(are_loads[earlier] for earlier in step.after):
+                sends.append(number)
+        elif isinstance(step, Recv) and step.buffer is not None:
+            receives.append(number)
+    return [loads, sends, receives]
 
 
 class PlanBuilder:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sennit.transport.elements import check_reducible
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, SLOT_LIMIT, Copy, Operand, Plan, Recv, Reduce, Send
+from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, SLOT_LIMIT, Copy, Operand, Plan, Recv, Reduce, Send, Step
 from sennit.transport.signature import Kind
 
 
@@ -35,6 +35,8 @@ class _Checker:
                     self._fail(f"waits for step {earlier}; allowed: 0..{number - 1}")
             if step.size_bytes < 0:
                 self._fail(f"size {step.size_bytes} is negative")
+            if plan.on_device:
+                self._device(step)
             if isinstance(step, Send):
                 self._message(step.peer, step.slot, self._sent)
                 if step.source.is_view:
@@ -51,6 +53,15 @@ class _Checker:
         unread = self._loans.keys() - self._readers.keys()
         if unread:
             raise ArgumentError(f"plan {plan.name}: nobody reads the loan of step {min(unread)}")
+
+    def _device(self, step: Step) -> None:
+        operands = () if isinstance(step, Recv) else step.operands if isinstance(step, Reduce) else (step.source,)
+        reads = any(not operand.is_view and operand.index < self._plan.scratch for operand in operands)
+        writes = not isinstance(step, Send) and step.buffer is not None and step.buffer < self._plan.scratch
+        if (reads or writes) and step.size_bytes and not isinstance(step, Copy):
+            self._fail("touches device memory; only COPY may")
+        if writes and any(operand.is_view for operand in operands):
+            self._fail("copies a loan to device memory")
 
     def _recv(self, step: Recv) -> None:
         if step.peer == ANY_PEER:

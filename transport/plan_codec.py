@@ -19,6 +19,7 @@ from sennit.transport.plan import Copy, Operand, Plan, Recv, Reduce, Send, Step
 MAGIC: Final = 0x31504E53
 VERSION: Final = 1
 FLAG_LOAN: Final = 1
+FLAG_ON_DEVICE: Final = 1  # of the header
 SEND, RECV, COPY, REDUCE = range(4)
 
 HEADER: Final = struct.Struct("<IHHIIQIIIIQQQ")
@@ -90,9 +91,10 @@ def encode(plan: Plan) -> bytes:
     edges = waiting[order].astype("<u4")
 
     encoded_name = plan.name.encode()
+    flags = FLAG_ON_DEVICE if plan.on_device else 0
     header = HEADER.pack(
         MAGIC, VERSION, len(plan.buffer_bytes), plan.world, plan.rank, plan.signature,
-        count, len(operands), len(edges), len(encoded_name), plan.scratch_bytes, 0, 0,
+        count, len(operands), len(edges), len(encoded_name), plan.scratch_bytes, flags, 0,
     )  # fmt: skip
     return b"".join((header, table.tobytes(), operands.tobytes(), edges.tobytes(), encoded_name))
 
@@ -101,7 +103,7 @@ def decode(data: bytes) -> Plan:
     """The plan of `data`, unchecked; `buffer_bytes` are the ends of the furthest ranges used."""
     if len(data) < HEADER.size:
         raise ArgumentError(f"a plan has at least {HEADER.size} bytes, not {len(data)}")
-    magic, version, buffer_count, world, rank, signature, steps, operands, edges, name_bytes, scratch, _, _ = (
+    magic, version, buffer_count, world, rank, signature, steps, operands, edges, name_bytes, scratch, flags, _ = (
         HEADER.unpack_from(data)
     )
     if magic != MAGIC or version != VERSION:
@@ -139,6 +141,7 @@ def decode(data: bytes) -> Plan:
         buffer_bytes=tuple(ends[:buffer_count]),
         scratch_bytes=scratch,
         steps=decoded,
+        on_device=bool(flags & FLAG_ON_DEVICE),
     )
 
 

@@ -9,6 +9,7 @@ is written while another step may still read or write it is a fault, and so is a
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from sennit.transport.arithmetic import fold
 from sennit.transport.errors import ArgumentError, MismatchError, SennitError
-from sennit.transport.plan import ANY_PEER, Copy, Operand, Plan, Recv, Reduce, Send, Step
+from sennit.transport.plan import ANY_PEER, Copy, Operand, Plan, Recv, Reduce, Send, Step, ordered_steps
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -47,6 +48,11 @@ class _Rank:
     # Ready steps that have not started: messages in list order, local work in any order.
     messages: list[int] = field(default_factory=list)
     local: list[int] = field(default_factory=list)
+    # Copies from a device, which it makes in this order.
+    loads: list[int] = field(default_factory=list)
+    # On a device: steps that start in list order, those of each list by themselves; they leave it then.
+    ordered: list[list[int]] = field(default_factory=list)
+    in_order: frozenset[int] = frozenset()
     # Started sends and receives, in starting order.
     sends: list[int] = field(default_factory=list)
     recvs: list[int] = field(default_factory=list)
@@ -55,7 +61,17 @@ class _Rank:
     done: int = 0
 
     def make_ready(self, step: int) -> None:
-        if isinstance(self.plan.steps[step], Send | Recv):
+        if step in self.in_order:
+            for steps in self.ordered:
+                while steps and not self.waits[steps[0]]:
+                    self._start(steps.pop(0))
+        else:
+            self._start(step)
+
+    def _start(self, step: int) -> None:
+        if step in self.in_order and isinstance(self.plan.steps[step], Copy):
+            self.loads.append(step)
+        elif isinstance(self.plan.steps[step], Send | Recv):
             self.messages.append(step)
             self.messages.sort()
         else:
@@ -116,6 +132,7 @@ class Interpreter:
         while any(rank.done < len(rank.plan.steps) for rank in self._ranks):
             actions = [(rank, "message", 0) for rank in self._ranks if rank.messages]
             actions += [(rank, "local", 0) for rank in self._ranks if rank.local]
+            actions += [(rank, "load", 0) for rank in self._ranks if rank.loads]
             deliveries = self._deliveries()
             actions += [(self._ranks[0], "deliver", index) for index in range(len(deliveries))]
             if not actions:
@@ -123,6 +140,8 @@ class Interpreter:
             rank, what, index = self._random.choice(actions)
             if what == "message":
                 self._start_message(rank, rank.messages.pop(0))
+            elif what == "load":
+                self._run_local(rank, rank.loads.pop(0))
             elif what == "local":
                 self._run_local(rank, rank.local.pop(self._random.randrange(len(rank.local))))
             else:
@@ -142,11 +161,14 @@ class Interpreter:
         for number, step in enumerate(plan.steps):
             for earlier in step.after:
                 waiters[earlier].append(number)
+        ordered = ordered_steps(plan)
         rank = _Rank(
             plan=plan,
             buffers=[*buffers, np.zeros(plan.scratch_bytes, np.uint8)],
             waits=[len(step.after) for step in plan.steps],
             waiters=waiters,
+            ordered=ordered,
+            in_order=frozenset(itertools.chain(*ordered)),
         )
         for number, waits in enumerate(rank.waits):
             if not waits:

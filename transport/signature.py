@@ -8,6 +8,10 @@ both in words (`_core.describe_signature`).
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
+
+# The top bit of the reduce op's byte.
+ON_DEVICE: Final = 1 << 47
 
 
 class Kind(IntEnum):
@@ -28,3 +32,8 @@ class Kind(IntEnum):
 def signature(kind: Kind, *, type_code: int = 0, op: int = 0, root: int = 0, elements: int = 0) -> int:
     """Packs the fields; `root` keeps its low 8 bits, `elements` its low 32."""
     return kind << 56 | (type_code & 0xFF) << 48 | (op & 0xFF) << 40 | (root & 0xFF) << 32 | (elements & 0xFFFFFFFF)
+
+
+def on_device(value: int) -> int:
+    """The signature of the same call on device memory, whose messages are cut otherwise. Send and receive have one."""
+    return value if value >> 56 == Kind.P2P else value | ON_DEVICE

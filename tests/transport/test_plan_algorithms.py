@@ -16,6 +16,7 @@ from hypothesis.strategies import DataObject
 
 from sennit.transport import algorithms, reference
 from sennit.transport.arithmetic import fold
+from sennit.transport.device_plan import for_device
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, Plan, Recv, Send
@@ -55,12 +56,25 @@ def noise(size_bytes: int) -> Array:
     return np.full(size_bytes, 0xA5, np.uint8)
 
 
+def data_on_device(draw: DataObject) -> bool:
+    return draw.draw(st.booleans(), "on_device")
+
+
+def segment_sizes(draw: DataObject) -> int | None:
+    """How messages are cut: not at all, in pieces that sizes are multiples of, in odd ones."""
+    return draw.draw(st.sampled_from([None, 16, 37, 1_000]), "segment_bytes")
+
+
 def run(draw: DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[Array]]) -> None:
     """Runs the plans as they come back from the binary form, under a random schedule."""
     for plan, given_buffers in zip(plans, buffers, strict=True):
         assert decode(plan.encode()).steps == plan.steps
         assert tuple(buffer.size for buffer in given_buffers) == plan.buffer_bytes
     check_pair_order(plans)
+    if not any(plan.on_device for plan in plans) and data_on_device(draw):
+        ring_bytes = draw.draw(st.sampled_from([64, 1_000, 8_192, 4_194_304]), "ring_bytes")
+        run(draw, [for_device(plan, ring_bytes=ring_bytes) for plan in plans], buffers)
+        return
     reference.run(
         plans,
         buffers,
@@ -226,10 +240,17 @@ def test_allgather(
     seed: int,
 ) -> None:
     counts = counts[:world]
+    segment_bytes = segment_sizes(data)
     bounds = np.cumsum([0, *counts]) * item_bytes
     plans = [
         algorithms.allgather(
-            world=world, rank=rank, counts=counts, item_bytes=item_bytes, in_place=in_place, list_output=list_output
+            world=world,
+            rank=rank,
+            counts=counts,
+            item_bytes=item_bytes,
+            in_place=in_place,
+            list_output=list_output,
+            segment_bytes=segment_bytes,
         )
         for rank in range(world)
     ]
@@ -255,6 +276,7 @@ def test_gather_and_scatter(
 ) -> None:
     counts = counts[:world]
     root = data.draw(st.integers(0, world - 1), "root")
+    segment_bytes = segment_sizes(data)
     bounds = np.cumsum([0, *counts]) * item_bytes
     content = np.random.default_rng(seed).integers(0, 256, bounds[-1], np.uint8)
     parts = [content[low:high].copy() for low, high in itertools.pairwise(bounds)]
@@ -264,7 +286,13 @@ def test_gather_and_scatter(
         data,
         [
             algorithms.gather(
-                world=world, rank=rank, counts=counts, item_bytes=item_bytes, root=root, list_output=in_list
+                world=world,
+                rank=rank,
+                counts=counts,
+                item_bytes=item_bytes,
+                root=root,
+                list_output=in_list,
+                segment_bytes=segment_bytes,
             )
             for rank in range(world)
         ],
@@ -276,7 +304,13 @@ def test_gather_and_scatter(
         data,
         [
             algorithms.scatter(
-                world=world, rank=rank, counts=counts, item_bytes=item_bytes, root=root, list_input=in_list
+                world=world,
+                rank=rank,
+                counts=counts,
+                item_bytes=item_bytes,
+                root=root,
+                list_input=in_list,
+                segment_bytes=segment_bytes,
             )
             for rank in range(world)
         ],
@@ -294,10 +328,11 @@ def test_alltoall(
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 200, (world, world)) * rng.integers(0, 2, (world, world))
     content = [[rng.integers(0, 256, n * item_bytes, np.uint8) for n in row] for row in counts]
+    segment_bytes = segment_sizes(data)
     plans = [
         algorithms.alltoall(
             world=world, rank=rank, send_counts=counts[rank].tolist(), recv_counts=counts[:, rank].tolist(),
-            item_bytes=item_bytes, list_input=list_input, list_output=list_output,
+            item_bytes=item_bytes, list_input=list_input, list_output=list_output, segment_bytes=segment_bytes,
         )
         for rank in range(world)
     ]  # fmt: skip

@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sennit.transport.algorithms.ranges import (
+    Range,
     buffer_sizes,
     check_counts,
     copy_local,
     peers_after,
     peers_before,
     places,
+    recv_part,
+    send_part,
 )
 from sennit.transport.elements import Dtype
-from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
 
@@ -27,11 +30,12 @@ def allgather(
     type_code: int = Dtype.U8,
     in_place: bool = False,
     list_output: bool = False,
+    segment_bytes: int | None = None,
 ) -> Plan:
     """Rank j gives `counts[j]` elements.
 
     Buffers: `[input, output]`, or `[input, output0, ..]` with `list_output`; `in_place` leaves `input` out,
-    because the own part is already in the output.
+    because the own part is already in the output. `segment_bytes` cuts messages (`ranges.segments`).
     """
     check_counts("counts", counts, world)
     own_bytes = counts[rank] * item_bytes
@@ -44,12 +48,12 @@ def allgather(
     )
     outputs = places(counts, item_bytes, 0 if in_place else 1, list_output)
     own_buffer, own_part = outputs[rank]
-    source = Operand(own_buffer, own_part.offset) if in_place else Operand(0)
+    source, sent_part = (own_buffer, own_part) if in_place else (0, Range(0, own_bytes))
     for peer in peers_after(rank, world):
-        builder.send(peer, 0, source, own_bytes)
+        send_part(builder, peer, source, sent_part, segment_bytes)
     for peer in peers_before(rank, world):
         buffer, part = outputs[peer]
-        builder.recv(peer, 0, buffer, part.offset, part.size_bytes)
+        recv_part(builder, peer, buffer, part, segment_bytes)
     if not in_place:
         copy_local(builder, 0, 0, own_buffer, own_part.offset, own_bytes)
     return builder.build()

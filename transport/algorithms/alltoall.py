@@ -15,10 +15,12 @@ from sennit.transport.algorithms.ranges import (
     peers_after,
     peers_before,
     places,
+    recv_part,
+    send_part,
 )
 from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
 
@@ -32,10 +34,12 @@ def alltoall(
     type_code: int = Dtype.U8,
     list_input: bool = False,
     list_output: bool = False,
+    segment_bytes: int | None = None,
 ) -> Plan:
     """`send_counts[j]` elements go to rank j, `recv_counts[j]` come from it.
 
     Buffers: `[input, output]`; with `list_input` or `list_output`, `world` buffers in place of that one.
+    `segment_bytes` cuts messages (`ranges.segments`).
     """
     check_counts("send_counts", send_counts, world)
     check_counts("recv_counts", recv_counts, world)
@@ -55,10 +59,10 @@ def alltoall(
     outputs = places(recv_counts, item_bytes, len(input_bytes), list_output)
     for peer in peers_after(rank, world):
         buffer, part = inputs[peer]
-        builder.send(peer, 0, Operand(buffer, part.offset), part.size_bytes)
+        send_part(builder, peer, buffer, part, segment_bytes)
     for peer in peers_before(rank, world):
         buffer, part = outputs[peer]
-        builder.recv(peer, 0, buffer, part.offset, part.size_bytes)
+        recv_part(builder, peer, buffer, part, segment_bytes)
     (source, source_part), (target, target_part) = inputs[rank], outputs[rank]
     copy_local(builder, source, source_part.offset, target, target_part.offset, target_part.size_bytes)
     return builder.build()

@@ -23,11 +23,11 @@ def broadcast(
     item_bytes: int,
     root: int,
     type_code: int = Dtype.U8,
-    segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+    segment_bytes: int | None = None,
 ) -> Plan:
-    """Buffers: `[data]`, read at the root and written elsewhere."""
+    """Buffers: `[data]`, read at the root and written elsewhere. `segment_bytes` cuts messages; default: by `world`."""
     check_root(root, world)
-    if segment_bytes < 1:
+    if segment_bytes is not None and segment_bytes < 1:
         raise ArgumentError(f"segment_bytes {segment_bytes}; allowed: 1 or more")
     size_bytes = elements * item_bytes
     builder = PlanBuilder(
@@ -38,8 +38,10 @@ def broadcast(
         buffer_bytes=[size_bytes],
     )
     parent, children = _tree(world, rank, root)
-    # Two ranks have no levels to overlap, and the transport cuts a message into packets by itself.
-    for slot, part in enumerate(chunks(size_bytes, segment_bytes if world > 2 else max(size_bytes, 1))):
+    if segment_bytes is None:
+        # Two ranks have no levels to overlap, and the transport cuts a message into packets by itself.
+        segment_bytes = DEFAULT_SEGMENT_BYTES if world > 2 else max(size_bytes, 1)
+    for slot, part in enumerate(chunks(size_bytes, segment_bytes)):
         after: tuple[int, ...] = ()
         if parent is not None:
             after = (builder.recv(parent, slot, 0, part.offset, part.size_bytes),)

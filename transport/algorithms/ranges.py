@@ -42,6 +42,32 @@ def chunks(size_bytes: int, chunk_bytes: int) -> list[Range]:
     return [Range(low, min(chunk_bytes, size_bytes - low)) for low in range(0, size_bytes, chunk_bytes)]
 
 
+def segments(part: Range, segment_bytes: int | None) -> list[Range]:
+    """How a message is cut: not at all, or in pieces of `segment_bytes` and a last one that is shorter.
+
+    The last one may be empty: so ranks that expect different sizes find out, also if one is cut more often.
+    """
+    if segment_bytes is None:
+        return [part]
+    if segment_bytes < 1:
+        raise ArgumentError(f"segment_bytes {segment_bytes}; allowed: 1 or more")
+    full = part.size_bytes // segment_bytes
+    pieces = [Range(part.offset + index * segment_bytes, segment_bytes) for index in range(full)]
+    return [*pieces, Range(part.offset + full * segment_bytes, part.size_bytes - full * segment_bytes)]
+
+
+def send_part(builder: PlanBuilder, peer: int, buffer: int, part: Range, segment_bytes: int | None) -> None:
+    """SEND steps for one rank's part, segment `i` as message `i`."""
+    for slot, piece in enumerate(segments(part, segment_bytes)):
+        builder.send(peer, slot, Operand(buffer, piece.offset), piece.size_bytes)
+
+
+def recv_part(builder: PlanBuilder, peer: int, buffer: int, part: Range, segment_bytes: int | None) -> None:
+    """RECV steps for what `send_part` sends."""
+    for slot, piece in enumerate(segments(part, segment_bytes)):
+        builder.recv(peer, slot, buffer, piece.offset, piece.size_bytes)
+
+
 def check_chunk(chunk_bytes: int) -> None:
     if chunk_bytes % ALIGNMENT_BYTES or not ALIGNMENT_BYTES <= chunk_bytes <= MAX_LOAN_BYTES:
         raise ArgumentError(

@@ -6,15 +6,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sennit.transport.algorithms.ranges import (
+    Range,
     buffer_sizes,
     check_counts,
     check_root,
     copy_local,
     peers_after,
     places,
+    recv_part,
+    send_part,
 )
 from sennit.transport.elements import Dtype
-from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
 
@@ -27,10 +30,12 @@ def scatter(
     root: int,
     type_code: int = Dtype.U8,
     list_input: bool = False,
+    segment_bytes: int | None = None,
 ) -> Plan:
     """Rank j gets `counts[j]` elements; ranks other than the root look at their own entry only.
 
     Buffers: at the root `[input, output]`, or `[input0, .., output]` with `list_input`; elsewhere `[output]`.
+    `segment_bytes` cuts messages (`ranges.segments`).
     """
     check_counts("counts", counts, world)
     check_root(root, world)
@@ -44,12 +49,12 @@ def scatter(
         buffer_bytes=[*input_bytes, own_bytes],
     )
     if rank != root:
-        builder.recv(root, 0, 0, 0, own_bytes)
+        recv_part(builder, root, 0, Range(0, own_bytes), segment_bytes)
         return builder.build()
     inputs = places(counts, item_bytes, 0, list_input)
     for peer in peers_after(rank, world):
         buffer, part = inputs[peer]
-        builder.send(peer, 0, Operand(buffer, part.offset), part.size_bytes)
+        send_part(builder, peer, buffer, part, segment_bytes)
     buffer, part = inputs[rank]
     copy_local(builder, buffer, part.offset, len(input_bytes), 0, own_bytes)
     return builder.build()

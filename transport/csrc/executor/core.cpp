@@ -40,6 +40,28 @@ void report(std::string_view text, char* error, size_t error_size) {
   *std::copy(fitting.begin(), fitting.end(), error) = '\0';
 }
 
+sennit_status post(sennit_comm* comm, sennit_plan* plan, const sennit::OperationMemory& memory,
+                   const sennit_post_options* options, sennit_op** out, char* error, size_t error_size) {
+  *out = nullptr;
+  if (engine(comm).is_inherited()) {
+    report(INHERITED, error, error_size);
+    return SENNIT_ARGUMENT;
+  }
+  try {
+    std::string reason;
+    Operation* posted = nullptr;
+    const sennit_status status = engine(comm).post(*reinterpret_cast<Plan*>(plan), memory, *options, &posted, reason);
+    *out = reinterpret_cast<sennit_op*>(posted);
+    if (status != SENNIT_OK) report(reason, error, error_size);
+    return status;
+  } catch (const std::bad_alloc&) {
+    report("out of memory; nothing was sent", error, error_size);
+  } catch (const std::exception& failure) {
+    report(failure.what(), error, error_size);
+  }
+  return SENNIT_DEVICE;
+}
+
 }  // namespace
 
 int sennit_reduce_is_defined(uint32_t dtype, uint32_t reduce) {
@@ -65,25 +87,22 @@ void sennit_plan_release(sennit_plan* handle) {
 
 sennit_status sennit_post(sennit_comm* comm, sennit_plan* plan, const sennit_buffer* buffers, uint32_t buffer_count,
                           const sennit_post_options* options, sennit_op** out, char* error, size_t error_size) {
-  *out = nullptr;
-  if (engine(comm).is_inherited()) {
-    report(INHERITED, error, error_size);
-    return SENNIT_ARGUMENT;
-  }
-  try {
-    std::string reason;
-    Operation* posted = nullptr;
-    const sennit_status status =
-        engine(comm).post(*reinterpret_cast<Plan*>(plan), buffers, buffer_count, *options, &posted, reason);
-    *out = reinterpret_cast<sennit_op*>(posted);
-    if (status != SENNIT_OK) report(reason, error, error_size);
-    return status;
-  } catch (const std::bad_alloc&) {
-    report("out of memory; nothing was sent", error, error_size);
-  } catch (const std::exception& failure) {
-    report(failure.what(), error, error_size);
-  }
-  return SENNIT_DEVICE;
+  return post(comm, plan, {{buffers, buffer_count}, nullptr}, options, out, error, error_size);
+}
+
+sennit_status sennit_post_on_device(sennit_comm* comm, sennit_plan* plan, const sennit_device* device,
+                                    const sennit_post_options* options, sennit_op** out, char* error,
+                                    size_t error_size) {
+  return post(comm, plan, {{}, device}, options, out, error, error_size);
+}
+
+void sennit_copy_done(sennit_op* op, uint32_t step, const char* error) {
+  Operation& copied = operation(op);
+  if (copied.engine().is_inherited()) return;
+  guarded(0, [&] {
+    copied.engine().copy_done(copied, step, error);
+    return 0;
+  });
 }
 
 sennit_status sennit_wait(sennit_op* op, uint64_t timeout_us) {

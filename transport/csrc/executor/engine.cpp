@@ -152,19 +152,25 @@ Engine::Lock Engine::enter() {
   return lock;
 }
 
-sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t buffer_count,
-                           const sennit_post_options& options, Operation** out, std::string& error) {
+sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
+                           Operation** out, std::string& error) {
   if (plan.world != config_.world || plan.rank != config_.rank) {
     error = "the plan is for rank " + std::to_string(plan.rank) + " of " + std::to_string(plan.world) +
             ", this is rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.world);
     return SENNIT_ARGUMENT;
   }
-  if (buffer_count != plan.buffer_count) {
-    error =
-        "the plan has " + std::to_string(plan.buffer_count) + " buffers, " + std::to_string(buffer_count) + " given";
+  if (plan.on_device != (memory.device != nullptr)) {
+    error = plan.on_device ? "the plan is for device memory, host buffers given"
+                           : "the plan is for host memory, a device given";
     return SENNIT_ARGUMENT;
   }
-  for (uint32_t i = 0; i < buffer_count; ++i) {
+  const std::span<const sennit_buffer> buffers = memory.buffers;
+  if (!plan.on_device && buffers.size() != plan.buffer_count) {
+    error =
+        "the plan has " + std::to_string(plan.buffer_count) + " buffers, " + std::to_string(buffers.size()) + " given";
+    return SENNIT_ARGUMENT;
+  }
+  for (uint32_t i = 0; i < buffers.size(); ++i) {
     if (plan.buffer_extents[i] == 0) continue;
     if (buffers[i].data == nullptr || buffers[i].size_bytes < plan.buffer_extents[i]) {
       error = "buffer " + std::to_string(i) + " has " + std::to_string(buffers[i].size_bytes) +
@@ -187,7 +193,7 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
   const uint64_t sequence = is_p2p ? 0 : sequence_.load(std::memory_order_relaxed) + 1;
   if ((options.flags & SENNIT_POST_ASYNC) != 0) start_thread();
   active_.reserve(active_.size() + 1);
-  auto* const operation = new Operation(*this, plan, buffers, options, sequence);
+  auto* const operation = new Operation(*this, plan, memory, options, sequence);
   try {
     borrow_memory(*operation);
   } catch (...) {
@@ -206,7 +212,7 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
   operation->retain();  // the engine's, until it ends
   active_.push_back(operation);
   if (operation->background_) ++background_operations_;
-  guarded([&] { return begin(*operation, now_us); });
+  guarded([&] { return launch(*operation, now_us); });
   if (sleeping_) wake();
   if (background_operations_ != 0 && !driving_) background_work_.notify_one();
   run_callbacks(lock);
@@ -214,12 +220,32 @@ sennit_status Engine::post(Plan& plan, const sennit_buffer* buffers, uint32_t bu
   return SENNIT_OK;
 }
 
-bool Engine::begin(Operation& operation, uint64_t now_us) {
-  operation.start();
-  bool moved = operation.run_ready(false);
+bool Engine::launch(Operation& operation, uint64_t now_us) {
+  bool moved = false;
+  if (operation.on_device() && operation.is_collective()) {
+    held_.push_back(&operation);
+    moved = begin_held();
+  } else {
+    if (operation.sends_alone() && (operation.on_device() || !unsent_.empty())) unsent_.push_back(&operation);
+    moved = begin(operation);
+  }
   if (operation.finished_steps() || (operation.background_ && !driving_)) moved |= look_at_everything(now_us);
   if (mailbox_.failure() != nullptr) check_failures(now_us);
   return moved;
+}
+
+bool Engine::begin(Operation& operation) {
+  if (operation.on_device()) {
+    operation.take_scratch();
+    try {
+      borrow_memory(operation);
+    } catch (...) {
+      operation.drop_scratch();
+      throw;
+    }
+  }
+  operation.start();
+  return operation.run_ready(false);
 }
 
 // All of it or nothing.
@@ -258,6 +284,7 @@ bool Engine::look_at_everything(uint64_t now_us) {
     failed |= !port->failure().empty();
   }
   moved |= mailbox_.progress(now_us);
+  if (!unsent_.empty()) moved |= send_held();
   for (size_t i = 0; i < active_.size(); ++i) moved |= active_[i]->run_ready(false);
   if (!moved) {
     // The network has nothing for us: do one piece of local work.
@@ -274,6 +301,7 @@ bool Engine::look_at_everything(uint64_t now_us) {
       ++i;
     }
   }
+  moved |= begin_held();
   if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
   // (Operations that just failed: nobody may sleep before their waiters and callbacks know.)
   return moved || first_settled_ != nullptr;

@@ -15,6 +15,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -99,8 +100,12 @@ class Engine {
   void register_memory(const void* data, uint64_t size_bytes);
   void unregister_memory(const void* data, uint64_t size_bytes);
 
-  sennit_status post(Plan& plan, const sennit_buffer* buffers, uint32_t buffer_count,
-                     const sennit_post_options& options, Operation** out, std::string& error);
+  sennit_status post(Plan& plan, const OperationMemory& memory, const sennit_post_options& options, Operation** out,
+                     std::string& error);
+  // A device's copy has ended; `error` null: well.
+  void copy_done(Operation& operation, uint32_t step, const char* error);
+  // False: an earlier send of the same tag to the same peer is still being copied from a device. The lock is held.
+  bool may_send(const Operation& operation) const;
   sennit_status wait(Operation& operation, uint64_t timeout_us);
   // False: no thread could be started that drives the operation while nobody waits. The callback is set all the same.
   bool on_done(Operation& operation, Operation::Callback callback);
@@ -182,7 +187,10 @@ class Engine {
     return guarded([&] { return look_at_everything(now_us); });
   }
   bool look_at_everything(uint64_t now_us);
-  bool begin(Operation& operation, uint64_t now_us);
+  bool launch(Operation& operation, uint64_t now_us);
+  bool begin(Operation& operation);
+  bool begin_held();
+  bool send_held();
   // Returns the time at which it began.
   uint64_t drive_once(Lock& lock, Backoff& backoff);
   void sleep(Lock& lock, uint64_t now_us);
@@ -222,6 +230,9 @@ class Engine {
   uint32_t waiters_ = 0;
   uint32_t background_operations_ = 0;
   std::vector<Operation*> active_;
+  std::deque<Operation*> held_;  // active, but not begun: collectives on device memory, in the group's order
+  uint32_t device_collectives_running_ = 0;
+  std::vector<Operation*> unsent_;  // point-to-point sends from a device, and sends behind them, in the calls' order
   // Settled, their callbacks not called yet; linked through the operations, so that nothing is allocated at an end.
   Operation* first_settled_ = nullptr;
   Operation* last_settled_ = nullptr;

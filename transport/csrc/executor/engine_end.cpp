@@ -100,6 +100,7 @@ void Engine::fail_late(const Operation& operation, uint64_t now_us) {
   if (silent.empty()) silent = silent_elsewhere;
   std::string reason = operation.describe() + " did not finish on rank " + std::to_string(config_.rank) +
                        " within its deadline of " + seconds(operation.timeout_us_);
+  if (const std::string waits = operation.describe_device(); !waits.empty()) reason += "; " + waits;
   if (!silent.empty()) reason += "; no sign of life from " + rank_list(silent) + " for " + seconds(silence_us);
   const std::string outstanding = mailbox_.describe_outstanding();
   FailureNotice notice{silent, silent.empty() ? reason + "; awaited: " + rank_list(awaited) : reason};
@@ -163,6 +164,14 @@ void Engine::end_in_doubt() noexcept {
 void Engine::finish(Operation* operation, sennit_status status, std::string reason) noexcept {
   active_.erase(std::find(active_.begin(), active_.end(), operation));
   if (operation->background_) --background_operations_;
+  std::erase(unsent_, operation);
+  if (operation->on_device() && operation->is_collective()) {
+    if (const auto held = std::find(held_.begin(), held_.end(), operation); held != held_.end()) {
+      held_.erase(held);
+    } else {
+      --device_collectives_running_;
+    }
+  }
   // Once it is settled its owner may free the memory.
   if (verbs_)
     operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->give_back(data, size_bytes); });
@@ -193,8 +202,10 @@ void Engine::run_callbacks(Lock& lock) {
     Operation* const operation = first_settled_;
     first_settled_ = operation->next_settled_;
     if (first_settled_ == nullptr) last_settled_ = nullptr;
+    const Operation::Callback of_device = operation->take_device_callback();
     const Operation::Callback callback = operation->take_callback();
     const Unlocked unlocked(lock);
+    if (of_device.function != nullptr && !call(of_device)) ++failed;
     if (callback.function != nullptr && !call(callback)) ++failed;
     operation->release();
   }

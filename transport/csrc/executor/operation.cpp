@@ -17,7 +17,7 @@ constexpr uint32_t KEY_SLOT_BITS = 20;
 
 }  // namespace
 
-Operation::Operation(Engine& engine, Plan& plan, const sennit_buffer* buffers, const sennit_post_options& options,
+Operation::Operation(Engine& engine, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
                      uint64_t sequence)
     : engine_(&engine),
       plan_(plan),
@@ -29,10 +29,15 @@ Operation::Operation(Engine& engine, Plan& plan, const sennit_buffer* buffers, c
       key_base_((options.flags & SENNIT_POST_P2P) != 0 ? P2P_KEY | options.tag : sequence << KEY_SLOT_BITS),
       scalar_(options.scalar),
       background_((options.flags & SENNIT_POST_ASYNC) != 0) {
-  for (uint32_t i = 0; i < plan.buffer_count; ++i) buffers_[i] = static_cast<std::byte*>(buffers[i].data);
-  if (plan.scratch_bytes != 0) {
-    scratch_ = std::make_unique_for_overwrite<std::byte[]>(plan.scratch_bytes);
-    buffers_[plan.buffer_count] = scratch_.get();
+  if (memory.device != nullptr) {
+    device_ = *memory.device;
+  } else {
+    for (uint32_t i = 0; i < plan.buffer_count; ++i) buffers_[i] = static_cast<std::byte*>(memory.buffers[i].data);
+    if (plan.scratch_bytes != 0) {
+      scratch_ = std::make_unique_for_overwrite<std::byte[]>(plan.scratch_bytes);
+      buffers_[plan.buffer_count] = scratch_.get();
+    }
+    has_memory_ = true;
   }
   if (plan.has_loans) views_.resize(plan.steps.size());
   // Last: the destructor of what could not be made gives nothing back.
@@ -64,6 +69,15 @@ const std::byte* Operation::source(const Operand& operand) const {
   return (operand.kind == 0 ? buffers_[operand.index] : views_[operand.index].data) + operand.offset;
 }
 
+void Operation::take_scratch() {
+  if (plan_.scratch_bytes != 0) {
+    auto* scratch = static_cast<std::byte*>(device_.scratch(device_.context, plan_.scratch_bytes));
+    if (scratch == nullptr) throw DeviceError(describe() + ": no host memory for copies of device memory");
+    buffers_[plan_.buffer_count] = scratch;
+  }
+  has_memory_ = true;
+}
+
 void Operation::start() {
   for (uint32_t step = 0; step < waits_.size(); ++step) {
     if (waits_[step] == 0) ready(step);
@@ -71,18 +85,34 @@ void Operation::start() {
 }
 
 void Operation::ready(uint32_t step) {
+  if (plan_.on_device && plan_.order[step] != 0) {
+    ready_in_order(plan_.order[step] - 1u);
+    return;
+  }
   switch (plan_.steps[step].kind) {
     case StepKind::send:
     case StepKind::receive:
-      ready_network_.push_back(step);
+      ready_to_dispatch_.push_back(step);
       break;
     case StepKind::reduce:
       ready_folds_.push_back(step);
       break;
     case StepKind::copy:
-      ready_copies_.push_back(step);
+      if (plan_.is_device_copy(plan_.steps[step])) {
+        ready_to_dispatch_.push_back(step);
+      } else {
+        ready_copies_.push_back(step);
+      }
       break;
   }
+}
+
+// Steps of one list start in its order. Their scratch becomes free in any, and a rank could send a message that its
+// receiver takes late, and keep back one that it takes first.
+void Operation::ready_in_order(uint32_t list) {
+  const std::vector<uint32_t>& steps = plan_.ordered[list];
+  uint32_t& next = next_ordered_[list];
+  while (next < steps.size() && waits_[steps[next]] == 0) ready_to_dispatch_.push_back(steps[next++]);
 }
 
 const Step& Operation::begin(uint32_t at) const {
@@ -104,10 +134,10 @@ void Operation::done(uint32_t at) {
 bool Operation::run_ready(bool copies) {
   bool ran = false;
   for (;;) {
-    if (!ready_network_.empty()) {
+    if (!ready_to_dispatch_.empty()) {
       // In list order (docs/reference/plans.md rule 4); done() may append while we walk.
-      for (size_t i = 0; i < ready_network_.size(); ++i) dispatch_network(ready_network_[i]);
-      ready_network_.clear();
+      for (size_t i = 0; i < ready_to_dispatch_.size(); ++i) dispatch(ready_to_dispatch_[i]);
+      ready_to_dispatch_.clear();
     } else if (!ready_folds_.empty()) {
       const uint32_t step = ready_folds_.back();
       ready_folds_.pop_back();
@@ -124,14 +154,35 @@ bool Operation::run_ready(bool copies) {
   }
 }
 
-void Operation::dispatch_network(uint32_t at) {
+void Operation::dispatch(uint32_t at) {
+  if (plan_.steps[at].kind == StepKind::send && !engine_->may_send(*this)) {
+    held_send_ = at;
+    return;
+  }
   const Step& step = begin(at);
   Mailbox& mailbox = engine_->mailbox();
-  if (step.kind == StepKind::send) {
+  if (step.kind == StepKind::copy) {
+    dispatch_device_copy(at);
+  } else if (step.kind == StepKind::send) {
+    is_sent_ = true;
     mailbox.send(*this, at, step.peer, header(step), source(plan_.operands[step.operand_first]));
   } else {
     mailbox.receive(*this, at, step.peer, header(step), (step.flags & STEP_LOAN) != 0 ? nullptr : destination(step));
   }
+}
+
+void Operation::dispatch_device_copy(uint32_t at) {
+  const Step& step = plan_.steps[at];
+  const Operand& operand = plan_.operands[step.operand_first];
+  const auto place = [this](uint32_t buffer, uint64_t offset) -> sennit_place {
+    return {buffer < plan_.buffer_count ? nullptr : buffers_[buffer] + offset, buffer, offset};
+  };
+  const sennit_place from = place(operand.index, operand.offset);
+  const sennit_place to = place(step.destination_buffer, step.destination_offset);
+  ++copies_running_;
+  auto* handle = reinterpret_cast<sennit_op*>(this);
+  if (device_.copy(device_.context, handle, at, &from, &to, step.size_bytes) != 0)
+    throw DeviceError(describe() + ": a copy between host and device cannot be started");
 }
 
 void Operation::run_copy(uint32_t at) {
@@ -162,7 +213,14 @@ void Operation::run_reduce(uint32_t at) {
   done(at);
 }
 
+void Operation::dispatch_held_send() { dispatch(std::exchange(held_send_, NO_STEP)); }
+
 void Operation::on_message_sent(uint32_t step) { done(step); }
+
+void Operation::on_copy_done(uint32_t step) {
+  --copies_running_;
+  done(step);
+}
 
 void Operation::on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) {
   source_ = peer;
@@ -173,6 +231,10 @@ void Operation::on_message_received(uint32_t step, uint32_t peer, const std::byt
 void Operation::settle(sennit_status status, std::string reason) noexcept {
   error_ = std::move(reason);
   status_.store(status, std::memory_order_release);
+}
+
+Operation::Callback Operation::take_device_callback() {
+  return {std::exchange(device_.ended, nullptr), device_.context};
 }
 
 Operation::Callback Operation::take_callback() { return std::exchange(callback_, {}); }
@@ -187,6 +249,13 @@ std::string Operation::describe() const {
   std::string text = plan_.name.empty() ? describe_signature(plan_.signature) : plan_.name;
   if ((key_base_ & P2P_KEY) == 0) text += " (operation " + std::to_string(sequence_) + " of the group)";
   return text;
+}
+
+std::string Operation::describe_device() const {
+  if (!on_device()) return {};
+  if (!has_memory_) return "it waits for earlier operations on device memory";
+  if (copies_running_ == 0) return {};
+  return "it waits for " + std::to_string(copies_running_) + " copies between host and device";
 }
 
 }  // namespace sennit

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // One run of a plan: which steps are done, which loans are out, how it ended.
 //
-// Network steps go to the mailbox the moment they are ready; folds run next, while the received bytes are in cache;
-// copies run when the network has nothing to do. No step waits by blocking.
+// Network steps go to the mailbox the moment they are ready, and copies of device memory to the owner of the device;
+// folds run next, while the received bytes are in cache; local copies run when the network has nothing to do. No step
+// waits by blocking.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -19,28 +23,56 @@ namespace sennit {
 
 class Engine;
 
+// The owner of a device refuses.
+struct DeviceError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// What an operation works on: the caller's buffers, or the device whose memory they are.
+struct OperationMemory {
+  std::span<const sennit_buffer> buffers;
+  const sennit_device* device = nullptr;
+};
+
 class Operation final : public MailboxClient {
  public:
-  Operation(Engine& engine, Plan& plan, const sennit_buffer* buffers, const sennit_post_options& options,
+  Operation(Engine& engine, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
             uint64_t sequence);
   ~Operation() override;
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
   // Engine's lock held in all of these.
+  // On a device, before it starts. Throws DeviceError.
+  void take_scratch();
+  void drop_scratch() { has_memory_ = false; }
   void start();
+  bool on_device() const { return device_.copy != nullptr; }
+  bool is_collective() const { return (key_base_ & P2P_KEY) == 0; }
   // Runs what is ready; `copies` false leaves local copies for later. True when anything ran.
   bool run_ready(bool copies);
   bool has_copies() const { return !ready_copies_.empty(); }
-  // The memory that steps read or write, from post to end.
+  // The host memory that steps read or write.
   template <class Visit>
   void for_each_memory(Visit visit) const {
-    for (uint32_t index = 0; index < plan_.buffer_count; ++index) visit(buffers_[index], plan_.buffer_extents[index]);
-    visit(scratch_.get(), plan_.scratch_bytes);
+    if (!has_memory_) return;
+    const uint32_t first = on_device() ? plan_.buffer_count : 0;
+    for (uint32_t index = first; index <= plan_.buffer_count; ++index) {
+      visit(buffers_[index], plan_.buffer_extents[index]);
+    }
   }
   bool finished_steps() const { return steps_left_ == 0; }
   void on_message_sent(uint32_t step) override;
   void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) override;
+  void on_copy_done(uint32_t step);
+  // Point-to-point: whether both send to the same peer with the same tag, so that their messages keep the calls' order.
+  bool shares_order_with(const Operation& other) const {
+    return key_base_ == other.key_base_ && plan_.p2p_send_peer == other.plan_.p2p_send_peer;
+  }
+  bool sends_alone() const { return !is_collective() && plan_.p2p_send_peer != SENNIT_ANY_PEER; }
+  bool is_sent() const { return is_sent_; }
+  bool holds_send() const { return held_send_ != NO_STEP; }
+  void dispatch_held_send();
 
   // Ends the operation.
   void settle(sennit_status status, std::string reason) noexcept;
@@ -49,6 +81,8 @@ class Operation final : public MailboxClient {
     void* argument = nullptr;
   };
   Callback take_callback();
+  // To be called before the other one: tells the owner of the device.
+  Callback take_device_callback();
   bool set_callback(Callback callback);  // false: already settled, the caller calls
 
   sennit_status status() const { return static_cast<sennit_status>(status_.load(std::memory_order_acquire)); }
@@ -59,6 +93,8 @@ class Operation final : public MailboxClient {
   uint64_t posted_us() const { return deadline_us_ - timeout_us_; }
   bool background() const { return background_; }
   std::string describe() const;
+  // What keeps it besides messages: "waits for 2 copies between host and device"; empty for none.
+  std::string describe_device() const;
   Engine& engine() const { return *engine_; }
 
   void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
@@ -71,10 +107,14 @@ class Operation final : public MailboxClient {
     uint64_t loan = 0;
   };
 
+  static constexpr uint32_t NO_STEP = UINT32_MAX;
+
   void ready(uint32_t step);
+  void ready_in_order(uint32_t list);
   const Step& begin(uint32_t step) const;
   void done(uint32_t step);
-  void dispatch_network(uint32_t step);
+  void dispatch(uint32_t step);
+  void dispatch_device_copy(uint32_t step);
   void run_copy(uint32_t step);
   void run_reduce(uint32_t step);
   std::byte* destination(const Step& step) const;
@@ -88,10 +128,16 @@ class Operation final : public MailboxClient {
   std::vector<uint32_t> waits_;
   std::vector<View> views_;  // by step, only if the plan has loans
   std::vector<const void*> operands_;
-  std::vector<uint32_t> ready_network_;
+  std::vector<uint32_t> ready_to_dispatch_;  // done later, by the mailbox or the owner of the device
   std::vector<uint32_t> ready_folds_;
   std::deque<uint32_t> ready_copies_;
   uint32_t steps_left_;
+  sennit_device device_{};
+  uint32_t copies_running_ = 0;             // those of the device
+  bool has_memory_ = false;                 // not while on a device it waits for its turn
+  std::array<uint32_t, 3> next_ordered_{};  // of plan_.ordered
+  bool is_sent_ = false;                    // point-to-point: the message is in the mailbox
+  uint32_t held_send_ = NO_STEP;
   const uint64_t sequence_;
   const uint64_t key_base_;
   const double scalar_;

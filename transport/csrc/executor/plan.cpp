@@ -15,6 +15,7 @@ namespace {
 constexpr uint32_t PLAN_MAGIC = 0x31504E53;
 constexpr uint16_t PLAN_VERSION = 1;
 constexpr uint32_t SLOT_LIMIT = 1u << 20;
+constexpr uint64_t PLAN_ON_DEVICE = 1;
 
 struct FileHeader {
   uint32_t magic;
@@ -28,7 +29,8 @@ struct FileHeader {
   uint32_t edge_count;
   uint32_t name_bytes;
   uint64_t scratch_bytes;
-  uint64_t reserved[2];
+  uint64_t flags;
+  uint64_t reserved;
 };
 static_assert(sizeof(FileHeader) == 64);
 
@@ -56,6 +58,7 @@ class Checker {
     check_loans();
     check_messages();
     check_acyclic();
+    if (plan_.on_device) find_order();
   }
 
  private:
@@ -95,6 +98,7 @@ class Checker {
         plan_.received_bytes += step.size_bytes;
         break;
       case StepKind::send:
+        if (collective_of(plan_.signature) == SENNIT_P2P) plan_.p2p_send_peer = step.peer;
         plan_.sent_bytes += step.size_bytes;
         [[fallthrough]];
       case StepKind::copy:
@@ -117,7 +121,23 @@ class Checker {
     }
     if (step.kind != StepKind::send && !loan)
       extend(step.destination_buffer, step.destination_offset, step.size_bytes, at);
+    if (plan_.on_device) check_device(step, loan, where);
     for (uint32_t o = 0; o < step.operand_count; ++o) check_operand(step, plan_.operands[step.operand_first + o], at);
+  }
+
+  // Only the owner of a device can address its memory, and it copies at its own pace.
+  void check_device(const Step& step, bool loan, const std::string& where) {
+    const auto is_device = [this](uint32_t buffer) { return buffer < plan_.buffer_count; };
+    const bool writes = step.kind != StepKind::send && !loan && is_device(step.destination_buffer);
+    bool reads = false, reads_loan = false;
+    for (uint32_t o = 0; o < step.operand_count; ++o) {
+      const Operand& operand = plan_.operands[step.operand_first + o];
+      reads |= operand.kind == 0 && is_device(operand.index);
+      reads_loan |= operand.kind == 1;
+    }
+    if ((writes || reads) && step.size_bytes != 0 && step.kind != StepKind::copy)
+      refuse(where + " touches device memory; only a copy may");
+    if (writes && reads_loan) refuse(where + " copies a loan to device memory");
   }
 
   void check_operand(const Step& step, const Operand& operand, uint32_t at) {
@@ -182,6 +202,30 @@ class Checker {
     if (done != plan_.steps.size()) refuse("its steps wait for one another in a circle");
   }
 
+  void find_order() {
+    enum List : uint8_t { loads, sends, receives };
+    plan_.order.assign(plan_.steps.size(), 0);
+    const auto put = [this](uint32_t at, List list) {
+      plan_.ordered[list].push_back(at);
+      plan_.order[at] = list + 1;
+    };
+    std::vector<bool> waits_for_others(plan_.steps.size());
+    for (uint32_t at = 0; at < plan_.steps.size(); ++at) {
+      const Step& step = plan_.steps[at];
+      if (plan_.is_device_copy(step) && step.destination_buffer == plan_.buffer_count) {
+        put(at, loads);
+        continue;
+      }
+      for (uint32_t e = 0; e < step.edge_count; ++e) waits_for_others[plan_.edges[step.edge_first + e]] = true;
+      if (step.kind == StepKind::receive && (step.flags & STEP_LOAN) == 0) {
+        put(at, receives);
+      }
+    }
+    for (uint32_t at = 0; at < plan_.steps.size(); ++at) {
+      if (plan_.steps[at].kind == StepKind::send && !waits_for_others[at]) put(at, sends);
+    }
+  }
+
   Plan& plan_;
   std::vector<uint32_t> readers_;  // by loan's step; empty before the first
 };
@@ -208,6 +252,8 @@ std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   plan->signature = header.signature;
   plan->scratch_bytes = header.scratch_bytes;
   plan->buffer_count = header.buffer_count;
+  if ((header.flags & ~PLAN_ON_DEVICE) != 0) refuse("flags " + std::to_string(header.flags));
+  plan->on_device = (header.flags & PLAN_ON_DEVICE) != 0;
   at = take(plan->steps, at, header.step_count);
   at = take(plan->operands, at, header.operand_count);
   at = take(plan->edges, at, header.edge_count);

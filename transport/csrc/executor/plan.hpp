@@ -3,6 +3,7 @@
 // checks.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -46,6 +47,13 @@ struct PlanError : std::runtime_error {
 };
 
 struct Plan {
+  // Whether `step` is a copy that only the owner of the device can make.
+  bool is_device_copy(const Step& step) const {
+    if (!on_device || step.kind != StepKind::copy) return false;
+    const Operand& from = operands[step.operand_first];
+    return step.destination_buffer < buffer_count || (from.kind == 0 && from.index < buffer_count);
+  }
+
   // Throws PlanError naming what is wrong.
   static std::unique_ptr<Plan> decode(const void* bytes, size_t size_bytes);
 
@@ -54,6 +62,7 @@ struct Plan {
   uint64_t signature = 0;
   uint64_t scratch_bytes = 0;
   uint32_t buffer_count = 0;
+  bool on_device = false;  // the caller's buffers are device memory: only copies touch them
   std::string name;
   std::vector<Step> steps;
   std::vector<Operand> operands;
@@ -65,6 +74,10 @@ struct Plan {
   uint64_t sent_bytes = 0;               // by this rank, to others
   uint64_t received_bytes = 0;           // from others
   uint32_t operand_max = 0;              // most operands of a step
+  // On a device: steps of which each list starts in its order, and for each step 1 + its list, or 0.
+  std::array<std::vector<uint32_t>, 3> ordered;  // copies to the host, sends after these alone, receives
+  std::vector<uint8_t> order;
+  uint32_t p2p_send_peer = SENNIT_ANY_PEER;  // of a plan that sends one message outside the group's order
   bool has_loans = false;
   bool scales_integers = false;  // PREMUL_SUM of an integer type
 

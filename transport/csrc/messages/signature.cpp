@@ -29,7 +29,8 @@ std::string describe_signature(uint64_t signature) {
   std::string text = collective < std::size(NAMES) ? NAMES[collective] : "unknown operation";
   if (collective == SENNIT_BARRIER) return text;
   text += std::string(" of ") + dtype_name(signature >> 48 & 0xFF);
-  if (is_reducing) text += std::string(" (") + reduce_name(signature >> 40 & 0xFF) + ")";
+  if ((signature >> 47 & 1) != 0) text += " on a device";
+  if (is_reducing) text += std::string(" (") + reduce_name(signature >> 40 & 0x7F) + ")";
   if (const uint64_t elements = signature & 0xFFFF'FFFF; elements != 0)
     text += ", " + std::to_string(elements) + " elements";
   if (is_rooted) text += ", root " + std::to_string(signature >> 32 & 0xFF);

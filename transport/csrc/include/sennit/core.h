@@ -123,6 +123,38 @@ SENNIT_API sennit_status sennit_post(sennit_comm* comm, sennit_plan* plan, const
                                      uint32_t buffer_count, const sennit_post_options* options, sennit_op** out,
                                      char* error, size_t error_size);
 
+// Where a device's copy reads or writes: bytes from `offset` of the operation's buffer number `buffer`.
+typedef struct sennit_place {
+  void* host;  // null: the buffer is device memory, which only its owner can address
+  uint32_t buffer;
+  uint64_t offset;
+} sennit_place;
+
+// How an operation reaches the memory of a device: its plan says which bytes to copy and when, the owner of the device
+// copies. `copy` and `scratch` are called with a lock held: they must not block or throw, and may call nothing of the
+// core but sennit_op_retain.
+typedef struct sennit_device {
+  void* context;
+  // Starts a copy; the owner calls sennit_copy_done(op, step, ...) once, from any thread but not from within. It keeps
+  // a reference on `op` until then. Copies to the host end in the order of their starts. Anything but 0: it cannot be
+  // started, and the operation fails.
+  int (*copy)(void* context, sennit_op* op, uint32_t step, const sennit_place* from, const sennit_place* to,
+              uint64_t size_bytes);
+  // Host memory for the plan's scratch, through which all bytes of the device pass; null when there is none. It
+  // belongs to the operation until `ended`, and longer to copies that still run then.
+  void* (*scratch)(void* context, uint64_t size_bytes);
+  // The operation has ended: nothing here is called any more, and the core touches none of its memory. No lock is held.
+  void (*ended)(void* context);
+} sennit_device;
+
+// Starts an operation whose plan is for device memory (docs/reference/plans.md). It takes its place in the order of the
+// group at once; a few of them run at a time, the others wait in that order. `device` is copied.
+SENNIT_API sennit_status sennit_post_on_device(sennit_comm* comm, sennit_plan* plan, const sennit_device* device,
+                                               const sennit_post_options* options, sennit_op** out, char* error,
+                                               size_t error_size);
+// A copy has ended; `error` null: all bytes are where they belong. Without effect on an operation that has ended.
+SENNIT_API void sennit_copy_done(sennit_op* op, uint32_t step, const char* error);
+
 // Drives progress in the calling thread until done. `timeout_us` 0: the operation's own deadline.
 // Returns the final status, or SENNIT_PENDING if only this wait (not the operation) timed out.
 SENNIT_API sennit_status sennit_wait(sennit_op* op, uint64_t timeout_us);

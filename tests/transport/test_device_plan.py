@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans on device memory: bounded scratch, few copies, waits that are needed. That results are right, in any order and
+with rings of any size, is in test_plan_algorithms.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from sennit.transport import algorithms, reference
+from sennit.transport._core import describe_signature
+from sennit.transport.device_plan import RING_BYTES, SEGMENT_BYTES, for_device
+from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.errors import ArgumentError, MismatchError
+from sennit.transport.plan import Copy, Operand, Plan, PlanBuilder
+from sennit.transport.plan_check import check
+from sennit.transport.reference import PlanFault
+from sennit.transport.signature import Kind, signature
+
+MIB = 1 << 20
+
+
+def make_allreduce(world: int, rank: int, size_bytes: int) -> Plan:
+    return algorithms.allreduce(world=world, rank=rank, elements=size_bytes // 4, dtype=Dtype.F32, op=ReduceOp.SUM)
+
+
+def make_chunked(world: int, rank: int, size_bytes: int) -> Plan:
+    return algorithms.allreduce(
+        world=world, rank=rank, elements=size_bytes // 4, dtype=Dtype.F32, op=ReduceOp.SUM,
+        chunk_bytes=1_024, eager_bytes=-1,
+    )  # fmt: skip
+
+
+def make_cut(world: int, rank: int, size_bytes: int) -> Plan:
+    return algorithms.broadcast(world=world, rank=rank, elements=size_bytes, item_bytes=1, root=0, segment_bytes=1_024)
+
+
+def make_alltoall(world: int, rank: int, size_bytes: int) -> Plan:
+    counts = [size_bytes // world] * world
+    return algorithms.alltoall(
+        world=world, rank=rank, send_counts=counts, recv_counts=counts, item_bytes=1, segment_bytes=SEGMENT_BYTES
+    )
+
+
+def make_broadcast(world: int, rank: int, size_bytes: int) -> Plan:
+    return algorithms.broadcast(
+        world=world, rank=rank, elements=size_bytes, item_bytes=1, root=0, segment_bytes=SEGMENT_BYTES
+    )
+
+
+@pytest.mark.parametrize("world", [2, 3, 16])
+@pytest.mark.parametrize("make", [make_allreduce, make_alltoall, make_broadcast])
+def test_scratch_is_bounded(make: Callable[[int, int, int], Plan], world: int) -> None:
+    for rank in {0, 1, world - 1}:
+        plan = for_device(make(world, rank, 64 * MIB))
+        assert plan.scratch_bytes <= 3 * RING_BYTES
+        largest = max(step.size_bytes for step in plan.steps if isinstance(step, Copy))
+        assert largest <= MIB
+
+
+def copies(plan: Plan) -> tuple[int, int]:
+    """How many bring bytes from the device, and how many take them there."""
+    between = [
+        step for step in plan.steps if isinstance(step, Copy) and plan.scratch in (step.buffer, step.source.index)
+    ]
+    return sum(step.buffer == plan.scratch for step in between), sum(step.buffer != plan.scratch for step in between)
+
+
+def test_small_calls_take_one_copy_each_way() -> None:
+    assert copies(for_device(make_allreduce(8, 3, 8_192))) == (1, 1)
+    assert copies(for_device(make_alltoall(8, 3, 8_192))) == (2, 2)  # on both sides of the rank's own part
+    assert copies(for_device(make_broadcast(8, 0, 8_192))) == (1, 0)
+    assert copies(for_device(make_broadcast(8, 3, 8_192))) == (0, 1)
+
+
+def test_a_message_between_two_ranks_is_not_cut() -> None:
+    made = algorithms.send(world=2, rank=0, peer=1, elements=32 * MIB, item_bytes=1)
+    plan = for_device(made)
+    assert [type(step).__name__ for step in plan.steps] == ["Copy", "Send"]
+    assert plan.scratch_bytes == 32 * MIB
+    assert plan.signature == made.signature
+
+
+def test_the_signature_says_on_device() -> None:
+    made = make_allreduce(2, 0, 4_096)
+    plan = for_device(made)
+    assert plan.signature != made.signature
+    assert describe_signature(made.signature) == "allreduce of float32 (sum), 1024 elements"
+    assert describe_signature(plan.signature) == "allreduce of float32 on a device (sum), 1024 elements"
+
+
+@pytest.mark.parametrize("make", [make_chunked, make_cut])
+def test_waits_for_scratch_are_needed(make: Callable[[int, int, int], Plan]) -> None:
+    """Without those of the copies into scratch the reference sees races, or wrong bytes."""
+    world = 3
+    plans = [for_device(make(world, rank, 24_576), ring_bytes=4_096) for rank in range(world)]
+
+    def is_right(tried: list[Plan], seed: int) -> bool:
+        buffers = [[np.full(24_576 // 4, rank + 1, np.float32)] for rank in range(world)]
+        try:
+            reference.run(tried, buffers, seed=seed)
+        except PlanFault:
+            return False
+        total = 6.0 if make is make_chunked else 1.0
+        return all((buffer[0] == total).all() for buffer in buffers)
+
+    careless = [
+        dataclasses.replace(
+            plan,
+            steps=tuple(
+                dataclasses.replace(step, after=()) if isinstance(step, Copy) and step.buffer == plan.scratch else step
+                for step in plan.steps
+            ),
+        )
+        for plan in plans
+    ]
+    assert all(is_right(plans, seed) for seed in range(5))
+    assert not all(is_right(careless, seed) for seed in range(10))
+
+
+def test_ranks_that_expect_another_number_of_segments_find_out() -> None:
+    def plan(rank: int, sent: list[int], received: list[int]) -> Plan:
+        return for_device(
+            algorithms.alltoall(
+                world=2, rank=rank, send_counts=sent, recv_counts=received, item_bytes=1, segment_bytes=64
+            )
+        )
+
+    plans = [plan(0, [0, 192], [0, 0]), plan(1, [0, 0], [128, 0])]
+    buffers = [[np.zeros(n, np.uint8) for n in p.buffer_bytes] for p in plans]
+    with pytest.raises(MismatchError):
+        reference.run(plans, buffers)
+
+
+def test_what_the_pass_refuses() -> None:
+    made = make_allreduce(2, 0, 4_096)
+    with pytest.raises(ArgumentError, match="device memory already"):
+        for_device(for_device(made))
+    builder = PlanBuilder("hand", world=2, rank=0, signature=signature(Kind.ALLTOALL), buffer_bytes=[16])
+    builder.recv(1, 0, 0, 0, 8)
+    builder.recv(1, 1, 0, 4, 8)
+    with pytest.raises(ArgumentError, match="written twice"):
+        for_device(builder.build())
+    builder = PlanBuilder("hand", world=2, rank=0, signature=signature(Kind.ALLTOALL), buffer_bytes=[16])
+    builder.send(1, 0, Operand(0, 4), 8, after=(builder.recv(1, 0, 0, 0, 8),))
+    with pytest.raises(ArgumentError, match="reads a part of what earlier steps wrote"):
+        for_device(builder.build())
+
+
+def test_only_copies_touch_device_memory() -> None:
+    builder = PlanBuilder("hand", world=2, rank=0, signature=signature(Kind.ALLTOALL), buffer_bytes=[16])
+    builder.send(1, 0, Operand(0), 8)
+    with pytest.raises(ArgumentError, match="touches device memory"):
+        check(dataclasses.replace(builder.build(), on_device=True))

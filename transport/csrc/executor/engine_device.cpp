@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operations on device memory: when they begin, when their messages go, and what their copies report.
+#include "executor/engine.hpp"
+
+namespace sennit {
+namespace {
+
+// Each of them holds scratch of its own: enough for one to copy while another is on the network.
+constexpr uint32_t DEVICE_COLLECTIVES_AT_ONCE = 4;
+
+}  // namespace
+
+// In the group's order, which is the same on all ranks: so the oldest one runs everywhere and can come to its end.
+bool Engine::begin_held() {
+  bool began = false;
+  while (!held_.empty() && device_collectives_running_ < DEVICE_COLLECTIVES_AT_ONCE) {
+    Operation& next = *held_.front();
+    held_.pop_front();
+    ++device_collectives_running_;
+    begin(next);
+    began = true;
+  }
+  return began;
+}
+
+bool Engine::may_send(const Operation& operation) const {
+  for (const Operation* earlier : unsent_) {
+    if (earlier == &operation) return true;
+    if (earlier->shares_order_with(operation) && !earlier->is_sent()) return false;
+  }
+  return true;
+}
+
+bool Engine::send_held() {
+  bool sent = false;
+  for (Operation* operation : unsent_) {
+    if (!operation->holds_send() || !may_send(*operation)) continue;
+    operation->dispatch_held_send();
+    sent = true;
+  }
+  std::erase_if(unsent_, [](const Operation* operation) { return operation->is_sent(); });
+  return sent;
+}
+
+void Engine::copy_done(Operation& operation, uint32_t step, const char* error) {
+  Lock lock = enter();
+  if (operation.status() != SENNIT_PENDING) return;
+  guarded([&] {
+    if (error != nullptr) throw DeviceError(operation.describe() + ": a copy between host and device failed: " + error);
+    operation.on_copy_done(step);
+    return operation.run_ready(false);
+  });
+  if (ended_ != SENNIT_OK) {
+    run_callbacks(lock);
+    return;
+  }
+  // The driver does the rest: callbacks of what ends now may wait for other copies, and must not do so in this thread.
+  if (sleeping_) wake();
+  if (background_operations_ != 0 && !driving_) background_work_.notify_one();
+}
+
+}  // namespace sennit

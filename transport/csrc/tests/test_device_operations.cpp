@@ -1,0 +1,482 @@
+// SPDX-License-Identifier: Apache-2.0
+// Operations on device memory: a fake device whose copies run when the test says so.
+#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
+#include <doctest/doctest.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "executor/engine.hpp"
+#include "executor/plan.hpp"
+
+using namespace sennit;
+
+namespace {
+
+constexpr uint64_t ALLTOALL = uint64_t{8} << 56;
+constexpr uint64_t P2P = uint64_t{9} << 56;
+
+struct StepAfter {
+  Step step;
+  std::vector<Operand> operands;
+  std::vector<uint32_t> next;
+};
+
+Step step_of(StepKind kind, uint32_t peer, uint32_t buffer, uint64_t offset, uint64_t size_bytes) {
+  Step step{};
+  step.kind = kind;
+  step.peer = peer;
+  step.destination_buffer = buffer;
+  step.destination_offset = offset;
+  step.size_bytes = size_bytes;
+  return step;
+}
+
+// The binary form of docs/reference/plans.md.
+std::vector<std::byte> encode(uint32_t world, uint32_t rank, uint16_t buffer_count, uint64_t signature,
+                              uint64_t scratch_bytes, bool on_device, std::vector<StepAfter> steps) {
+  std::vector<Operand> operands;
+  std::vector<uint32_t> edges;
+  std::vector<Step> table;
+  for (StepAfter& entry : steps) {
+    entry.step.operand_first = static_cast<uint32_t>(operands.size());
+    entry.step.operand_count = static_cast<uint32_t>(entry.operands.size());
+    entry.step.edge_first = static_cast<uint32_t>(edges.size());
+    entry.step.edge_count = static_cast<uint32_t>(entry.next.size());
+    operands.insert(operands.end(), entry.operands.begin(), entry.operands.end());
+    edges.insert(edges.end(), entry.next.begin(), entry.next.end());
+    table.push_back(entry.step);
+  }
+  std::vector<std::byte> out(64);
+  const auto put = [&](size_t at, auto value) { std::memcpy(out.data() + at, &value, sizeof value); };
+  put(0, uint32_t{0x31504E53});
+  put(4, uint16_t{1});
+  put(6, buffer_count);
+  put(8, world);
+  put(12, rank);
+  put(16, signature);
+  put(24, static_cast<uint32_t>(table.size()));
+  put(28, static_cast<uint32_t>(operands.size()));
+  put(32, static_cast<uint32_t>(edges.size()));
+  put(40, scratch_bytes);
+  put(48, uint64_t{on_device ? 1u : 0u});
+  const auto append = [&](const auto& records) {
+    const auto* begin = reinterpret_cast<const std::byte*>(records.data());
+    out.insert(out.end(), begin, begin + records.size() * sizeof(records[0]));
+  };
+  append(table);
+  append(operands);
+  append(edges);
+  return out;
+}
+
+struct LoadedPlan {
+  explicit LoadedPlan(const std::vector<std::byte>& bytes) {
+    char error[256] = "";
+    handle = sennit_plan_load(bytes.data(), bytes.size(), error, sizeof error);
+    REQUIRE_MESSAGE(handle != nullptr, error);
+  }
+  ~LoadedPlan() { sennit_plan_release(handle); }
+  LoadedPlan(const LoadedPlan&) = delete;
+  LoadedPlan& operator=(const LoadedPlan&) = delete;
+  sennit_plan* handle;
+};
+
+// Two ranks swap `size_bytes`: buffer 0 goes to the other one's buffer 1.
+std::vector<std::byte> swap_plan(uint32_t rank, uint64_t size_bytes, bool on_device) {
+  const uint32_t peer = 1 - rank;
+  if (!on_device) {
+    return encode(2, rank, 2, ALLTOALL, 0, false,
+                  {{step_of(StepKind::send, peer, 0, 0, size_bytes), {{0, 0, 0}}, {}},
+                   {step_of(StepKind::receive, peer, 1, 0, size_bytes), {}, {}}});
+  }
+  return encode(2, rank, 2, ALLTOALL | uint64_t{1} << 47, 2 * size_bytes, true,
+                {{step_of(StepKind::copy, 0, 2, 0, size_bytes), {{0, 0, 0}}, {1}},
+                 {step_of(StepKind::send, peer, 0, 0, size_bytes), {{0, 2, 0}}, {}},
+                 {step_of(StepKind::receive, peer, 2, size_bytes, size_bytes), {}, {3}},
+                 {step_of(StepKind::copy, 0, 1, 0, size_bytes), {{0, 2, size_bytes}}, {}}});
+}
+
+// One call's device memory, as its owner holds it: copies keep it alive beyond the operation.
+class FakeCall : public std::enable_shared_from_this<FakeCall> {
+ public:
+  explicit FakeCall(std::vector<std::vector<std::byte>> buffers) : buffers_(std::move(buffers)) {}
+
+  sennit_device handle() {
+    held_ = shared_from_this();
+    return {this, &start, &scratch, &ended};
+  }
+
+  // Runs what was asked for so far, and from now on at once in a thread of this call.
+  size_t queued() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return requests_.size();
+  }
+  // Runs the oldest copy; false if there is none.
+  bool run_one(const char* error = nullptr) {
+    Request request;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (requests_.empty()) return false;
+      request = requests_.front();
+      requests_.pop_front();
+    }
+    if (error == nullptr) std::memcpy(at(request.to), at(request.from), request.size_bytes);
+    sennit_copy_done(request.op, request.step, error);
+    sennit_op_release(request.op);
+    return true;
+  }
+  std::vector<std::byte>& buffer(size_t index) { return buffers_[index]; }
+  bool has_scratch() const { return has_scratch_; }
+  uint32_t ended_count() const { return ended_count_; }
+  void refuse_scratch() { refuses_scratch_ = true; }
+  void refuse_copies() { refuses_copies_ = true; }
+
+ private:
+  struct Request {
+    sennit_op* op = nullptr;
+    uint32_t step = 0;
+    sennit_place from{}, to{};
+    uint64_t size_bytes = 0;
+  };
+
+  std::byte* at(const sennit_place& place) {
+    return place.host != nullptr ? static_cast<std::byte*>(place.host) : buffers_[place.buffer].data() + place.offset;
+  }
+  static int start(void* context, sennit_op* op, uint32_t step, const sennit_place* from, const sennit_place* to,
+                   uint64_t size_bytes) {
+    auto* self = static_cast<FakeCall*>(context);
+    if (self->refuses_copies_) return 1;
+    sennit_op_retain(op);
+    const std::lock_guard<std::mutex> lock(self->mutex_);
+    self->requests_.push_back({op, step, *from, *to, size_bytes});
+    return 0;
+  }
+  static void* scratch(void* context, uint64_t size_bytes) {
+    auto* self = static_cast<FakeCall*>(context);
+    if (self->refuses_scratch_) return nullptr;
+    self->scratch_.resize(size_bytes);
+    self->has_scratch_ = true;
+    return self->scratch_.data();
+  }
+  static void ended(void* context) {
+    auto* self = static_cast<FakeCall*>(context);
+    ++self->ended_count_;
+    const auto last = std::move(self->held_);
+  }
+
+  std::vector<std::vector<std::byte>> buffers_;
+  std::vector<std::byte> scratch_;
+  std::atomic<bool> has_scratch_{false}, refuses_scratch_{false}, refuses_copies_{false};
+  std::atomic<uint32_t> ended_count_{0};
+  std::mutex mutex_;
+  std::deque<Request> requests_;
+  std::shared_ptr<FakeCall> held_;  // by the core
+};
+
+std::vector<std::byte> pattern(size_t size_bytes, unsigned seed) {
+  std::vector<std::byte> bytes(size_bytes);
+  for (size_t i = 0; i < size_bytes; ++i) bytes[i] = static_cast<std::byte>((i * 7 + seed) & 0xFF);
+  return bytes;
+}
+
+std::shared_ptr<FakeCall> swap_call(uint32_t rank, size_t size_bytes) {
+  return std::make_shared<FakeCall>(
+      std::vector<std::vector<std::byte>>{pattern(size_bytes, rank), std::vector<std::byte>(size_bytes)});
+}
+
+struct Posted {
+  sennit_op* op = nullptr;
+  sennit_status status = SENNIT_PENDING;
+  std::string error;
+
+  ~Posted() {
+    if (op != nullptr) sennit_op_release(op);
+  }
+  void wait(uint64_t timeout_us = 0) {
+    status = sennit_wait(op, timeout_us);
+    error = sennit_op_error(op);
+  }
+};
+
+constexpr uint64_t TIMEOUT_US = 20'000'000;
+
+sennit_comm* comm(Engine& engine) { return reinterpret_cast<sennit_comm*>(&engine); }
+
+std::unique_ptr<Posted> post(Engine& engine, const LoadedPlan& plan, FakeCall& call,
+                             sennit_post_options options = {TIMEOUT_US, SENNIT_POST_ASYNC, 0, 1.0}) {
+  auto posted = std::make_unique<Posted>();
+  char error[512] = "";
+  const sennit_device device = call.handle();
+  const sennit_status status =
+      sennit_post_on_device(comm(engine), plan.handle, &device, &options, &posted->op, error, sizeof error);
+  REQUIRE_MESSAGE(status == SENNIT_OK, error);
+  return posted;
+}
+
+// Two ranks in one process over shared memory. Both are driven by their background threads.
+struct Pair {
+  explicit Pair(uint64_t timeout_us = TIMEOUT_US) {
+    std::vector<std::vector<std::byte>> offers;
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      engines[rank] = new Engine({rank, 2, timeout_us, rank, 2});
+      offers.push_back(engines[rank]->shm_offer());
+    }
+    for (uint32_t rank = 0; rank < 2; ++rank) REQUIRE(engines[rank]->shm_accept(1 - rank, offers[1 - rank]));
+    engines[0]->connect({{Route::Kind::self, {}}, {Route::Kind::shm, {}}});
+    engines[1]->connect({{Route::Kind::shm, {}}, {Route::Kind::self, {}}});
+  }
+  ~Pair() {
+    for (Engine* engine : engines) {
+      engine->shutdown(1'000'000);
+      engine->release();
+    }
+  }
+  Engine& operator[](uint32_t rank) { return *engines[rank]; }
+  Engine* engines[2];
+};
+
+// Yields until `done`, at most 20 s.
+void expect(const std::function<bool()>& done) {
+  const uint64_t deadline_us = clock_us() + TIMEOUT_US;
+  while (!done() && clock_us() < deadline_us) std::this_thread::yield();
+  REQUIRE(done());
+}
+
+}  // namespace
+
+TEST_CASE("device memory is copied in, exchanged and copied out") {
+  Pair ranks;
+  for (const size_t size_bytes : {size_t{1}, size_t{5'000}, size_t{3'000'000}}) {
+    std::vector<std::shared_ptr<FakeCall>> calls;
+    std::vector<std::unique_ptr<LoadedPlan>> plans;
+    std::vector<std::unique_ptr<Posted>> posted;
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      calls.push_back(swap_call(rank, size_bytes));
+      plans.push_back(std::make_unique<LoadedPlan>(swap_plan(rank, size_bytes, true)));
+      posted.push_back(post(ranks[rank], *plans[rank], *calls[rank]));
+    }
+    expect([&] {
+      for (const auto& call : calls) call->run_one();
+      return sennit_op_status(posted[0]->op) != SENNIT_PENDING && sennit_op_status(posted[1]->op) != SENNIT_PENDING;
+    });
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      posted[rank]->wait();
+      CHECK_MESSAGE(posted[rank]->status == SENNIT_OK, posted[rank]->error);
+      CHECK((calls[rank]->buffer(1) == pattern(size_bytes, 1 - rank)));
+      expect([&] { return calls[rank]->ended_count() == 1; });
+    }
+  }
+}
+
+TEST_CASE("a host call keeps its number behind a device call, and need not wait for its copies") {
+  Pair ranks;
+  constexpr size_t LARGE = 3'000'000;
+  std::vector<std::shared_ptr<FakeCall>> calls;
+  std::vector<std::unique_ptr<LoadedPlan>> device_plans, host_plans;
+  std::vector<std::unique_ptr<Posted>> device_posted, host_posted;
+  std::vector<std::vector<std::byte>> in, out;
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    calls.push_back(swap_call(rank, LARGE));
+    device_plans.push_back(std::make_unique<LoadedPlan>(swap_plan(rank, LARGE, true)));
+    host_plans.push_back(std::make_unique<LoadedPlan>(swap_plan(rank, LARGE, false)));
+    in.push_back(pattern(LARGE, rank + 50));
+    out.emplace_back(LARGE);
+  }
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    device_posted.push_back(post(ranks[rank], *device_plans[rank], *calls[rank]));
+    const sennit_buffer buffers[] = {{in[rank].data(), LARGE}, {out[rank].data(), LARGE}};
+    const sennit_post_options options{TIMEOUT_US, SENNIT_POST_ASYNC, 0, 1.0};
+    host_posted.push_back(std::make_unique<Posted>());
+    REQUIRE(sennit_post(comm(ranks[rank]), host_plans[rank]->handle, buffers, 2, &options, &host_posted[rank]->op,
+                        nullptr, 0) == SENNIT_OK);
+    CHECK(sennit_op_sequence(device_posted[rank]->op) == 1);
+    CHECK(sennit_op_sequence(host_posted[rank]->op) == 2);
+  }
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    host_posted[rank]->wait();
+    CHECK_MESSAGE(host_posted[rank]->status == SENNIT_OK, host_posted[rank]->error);
+    CHECK((out[rank] == pattern(LARGE, 51 - rank)));
+    CHECK(sennit_op_status(device_posted[rank]->op) == SENNIT_PENDING);
+  }
+  expect([&] {
+    for (const auto& call : calls) call->run_one();
+    return sennit_op_status(device_posted[0]->op) == SENNIT_OK && sennit_op_status(device_posted[1]->op) == SENNIT_OK;
+  });
+}
+
+TEST_CASE("a few device calls of a group run at a time, in its order") {
+  Pair ranks;
+  constexpr size_t SIZE = 1'000, CALLS = 9;
+  std::vector<std::vector<std::shared_ptr<FakeCall>>> calls(2);
+  std::vector<std::vector<std::unique_ptr<Posted>>> posted(2);
+  std::vector<std::unique_ptr<LoadedPlan>> plans;
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    plans.push_back(std::make_unique<LoadedPlan>(swap_plan(rank, SIZE, true)));
+    for (size_t i = 0; i < CALLS; ++i) {
+      calls[rank].push_back(swap_call(rank + 10 * static_cast<uint32_t>(i), SIZE));
+      posted[rank].push_back(post(ranks[rank], *plans[rank], *calls[rank].back()));
+    }
+    const auto held =
+        std::count_if(calls[rank].begin(), calls[rank].end(), [](const auto& call) { return call->has_scratch(); });
+    CHECK(held == 4);
+    CHECK(calls[rank][3]->has_scratch());
+  }
+  // The copies of the last come first.
+  expect([&] {
+    for (auto& of_rank : calls) {
+      for (auto call = of_rank.rbegin(); call != of_rank.rend(); ++call) (*call)->run_one();
+    }
+    return sennit_op_status(posted[0].back()->op) == SENNIT_OK && sennit_op_status(posted[1].back()->op) == SENNIT_OK;
+  });
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    for (size_t i = 0; i < CALLS; ++i) {
+      posted[rank][i]->wait();
+      CHECK_MESSAGE(posted[rank][i]->status == SENNIT_OK, posted[rank][i]->error);
+      CHECK((calls[rank][i]->buffer(1) == pattern(SIZE, 1 - rank + 10 * static_cast<unsigned>(i))));
+    }
+  }
+}
+
+TEST_CASE("after an abort queued copies touch nothing that was freed, and calls end once") {
+  Pair ranks;
+  constexpr size_t SIZE = 100'000, CALLS = 6;
+  std::vector<std::shared_ptr<FakeCall>> calls;
+  LoadedPlan plan(swap_plan(0, SIZE, true));
+  {
+    std::vector<std::unique_ptr<Posted>> posted;
+    for (size_t i = 0; i < CALLS; ++i) {
+      calls.push_back(swap_call(0, SIZE));
+      posted.push_back(post(ranks[0], plan, *calls.back()));
+    }
+    CHECK(calls[0]->queued() == 1);
+    sennit_abort(comm(ranks[0]), "a test");
+    for (const auto& one : posted) {
+      one->wait();
+      CHECK(one->status == SENNIT_ABORTED);
+    }
+  }
+  for (const auto& call : calls) {
+    CHECK(call->ended_count() == 1);
+    // The device had begun it: it ends now, into memory that its owner kept, and the core does not mind.
+    while (call->run_one()) {
+    }
+    CHECK(call->ended_count() == 1);
+    CHECK((call->buffer(1) == std::vector<std::byte>(SIZE)));
+  }
+}
+
+TEST_CASE("a copy that never ends: the deadline says what is waited for") {
+  Pair ranks;
+  auto call = swap_call(0, 1'000);
+  LoadedPlan plan(swap_plan(0, 1'000, true));
+  auto posted = post(ranks[0], plan, *call, {30'000, SENNIT_POST_ASYNC, 0, 1.0});
+  posted->wait();
+  CHECK(posted->status == SENNIT_TIMEOUT);
+  CHECK_MESSAGE(posted->error.find("1 copies between host and device") != std::string::npos, posted->error);
+  while (call->run_one()) {
+  }
+}
+
+TEST_CASE("what a device refuses fails the group on every rank") {
+  for (const int what : {0, 1, 2}) {
+    Pair ranks;
+    std::vector<std::shared_ptr<FakeCall>> calls;
+    std::vector<std::unique_ptr<LoadedPlan>> plans;
+    std::vector<std::unique_ptr<Posted>> posted;
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      calls.push_back(swap_call(rank, 1'000));
+      plans.push_back(std::make_unique<LoadedPlan>(swap_plan(rank, 1'000, true)));
+    }
+    if (what == 0) calls[0]->refuse_scratch();
+    if (what == 1) calls[0]->refuse_copies();
+    for (uint32_t rank = 0; rank < 2; ++rank) posted.push_back(post(ranks[rank], *plans[rank], *calls[rank]));
+    if (what == 2) CHECK(calls[0]->run_one("the device fell off the bus"));
+    for (uint32_t rank = 0; rank < 2; ++rank) posted[rank]->wait();
+    CHECK(posted[0]->status == SENNIT_DEVICE);
+    CHECK(posted[1]->status == SENNIT_PEER);
+    const char* said = what == 0 ? "no host memory" : what == 1 ? "cannot be started" : "fell off the bus";
+    CHECK_MESSAGE(posted[0]->error.find(said) != std::string::npos, posted[0]->error);
+    CHECK_MESSAGE(posted[1]->error.find(said) != std::string::npos, posted[1]->error);
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      expect([&] { return calls[rank]->ended_count() == 1; });
+      while (calls[rank]->run_one()) {
+      }
+    }
+  }
+}
+
+TEST_CASE("a host send does not overtake a device send of the same tag") {
+  Pair ranks;
+  constexpr size_t SIZE = 2'000;
+  LoadedPlan device_send(encode(2, 0, 1, P2P, SIZE, true,
+                                {{step_of(StepKind::copy, 0, 1, 0, SIZE), {{0, 0, 0}}, {1}},
+                                 {step_of(StepKind::send, 1, 0, 0, SIZE), {{0, 1, 0}}, {}}}));
+  LoadedPlan host_send(encode(2, 0, 1, P2P, 0, false, {{step_of(StepKind::send, 1, 0, 0, SIZE), {{0, 0, 0}}, {}}}));
+  LoadedPlan receive(encode(2, 1, 1, P2P, 0, false, {{step_of(StepKind::receive, 0, 0, 0, SIZE), {}, {}}}));
+  auto call = std::make_shared<FakeCall>(std::vector<std::vector<std::byte>>{pattern(SIZE, 1)});
+  const auto options = [](uint32_t tag) {
+    return sennit_post_options{TIMEOUT_US, SENNIT_POST_ASYNC | SENNIT_POST_P2P, tag, 1.0};
+  };
+  std::vector<std::vector<std::byte>> sent{pattern(SIZE, 2), pattern(SIZE, 3)}, got(3, std::vector<std::byte>(SIZE));
+  std::vector<std::unique_ptr<Posted>> posted;
+  posted.push_back(post(ranks[0], device_send, *call, options(7)));
+  const auto post_host = [&](uint32_t rank, const LoadedPlan& plan, std::vector<std::byte>& data, uint32_t tag) {
+    const sennit_buffer buffer{data.data(), SIZE};
+    const sennit_post_options chosen = options(tag);
+    posted.push_back(std::make_unique<Posted>());
+    REQUIRE(sennit_post(comm(ranks[rank]), plan.handle, &buffer, 1, &chosen, &posted.back()->op, nullptr, 0) ==
+            SENNIT_OK);
+  };
+  post_host(0, host_send, sent[0], 7);
+  post_host(0, host_send, sent[1], 8);
+  for (size_t i = 0; i < 3; ++i) post_host(1, receive, got[i], i == 2 ? 8 : 7);
+  // Another tag passes.
+  posted[5]->wait();
+  CHECK(posted[5]->status == SENNIT_OK);
+  CHECK((got[2] == sent[1]));
+  CHECK(sennit_op_status(posted[1]->op) == SENNIT_PENDING);
+  CHECK(call->run_one());
+  for (const auto& one : posted) {
+    one->wait();
+    CHECK_MESSAGE(one->status == SENNIT_OK, one->error);
+  }
+  CHECK((got[0] == pattern(SIZE, 1)));
+  CHECK((got[1] == sent[0]));
+}
+
+TEST_CASE("only copies touch device memory, and host and device plans are not mixed up") {
+  const auto reason = [](const std::vector<std::byte>& bytes) {
+    char error[256] = "";
+    sennit_plan* plan = sennit_plan_load(bytes.data(), bytes.size(), error, sizeof error);
+    if (plan != nullptr) sennit_plan_release(plan);
+    return std::string(error);
+  };
+  const auto refused = [&](const StepAfter& step) {
+    return reason(encode(2, 0, 1, ALLTOALL, 64, true, {step})).find("only a copy may") != std::string::npos;
+  };
+  CHECK(refused({step_of(StepKind::send, 1, 0, 0, 8), {{0, 0, 0}}, {}}));
+  CHECK(refused({step_of(StepKind::receive, 1, 0, 0, 8), {}, {}}));
+  CHECK(!refused({step_of(StepKind::send, 1, 0, 0, 8), {{0, 1, 0}}, {}}));
+  CHECK(!refused({step_of(StepKind::receive, 1, 0, 0, 0), {}, {}}));
+
+  Pair ranks;
+  LoadedPlan host(swap_plan(0, 8, false)), device(swap_plan(0, 8, true));
+  auto call = swap_call(0, 8);
+  const sennit_post_options options{TIMEOUT_US, 0, 0, 1.0};
+  sennit_op* op = nullptr;
+  const sennit_device handle = call->handle();
+  CHECK(sennit_post_on_device(comm(ranks[0]), host.handle, &handle, &options, &op, nullptr, 0) == SENNIT_ARGUMENT);
+  const sennit_buffer buffers[] = {{call->buffer(0).data(), 8}, {call->buffer(1).data(), 8}};
+  CHECK(sennit_post(comm(ranks[0]), device.handle, buffers, 2, &options, &op, nullptr, 0) == SENNIT_ARGUMENT);
+  CHECK(ranks[0].sequence() == 0);
+  handle.ended(handle.context);
+}
