@@ -158,9 +158,9 @@ class ArrayCollectives(ABC):
         self._run(plan, [given, output])
         return output
 
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        self._run(_Call(algorithms.barrier, self), [])
+    def barrier(self, *, timeout_s: float = 0.0) -> None:
+        """Returns when every rank has called it, at the latest after `timeout_s` (0: the group's own)."""
+        self._run(_Call(algorithms.barrier, self), [], timeout_s=timeout_s)
 
     def send(self, array: Array, peer: int, *, tag: int = 0) -> None:
         """Returns when `array` may be changed."""
@@ -176,10 +176,18 @@ class ArrayCollectives(ABC):
         operation = self._run(plan, [output], tag=tag)
         return operation.source if peer is None else peer
 
-    def _run(self, call: _Call, buffers: Sequence[Array], *, tag: int | None = None, scalar: float = 1.0) -> Operation:
+    def _run(
+        self,
+        call: _Call,
+        buffers: Sequence[Array],
+        *,
+        tag: int | None = None,
+        scalar: float = 1.0,
+        timeout_s: float = 0.0,
+    ) -> Operation:
         # As bytes: not every NumPy type has the buffer protocol.
         flat = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
-        operation = self.post(call.key, call.compile, flat, tag=tag, scalar=scalar)
+        operation = self.post(call.key, call.compile, flat, tag=tag, scalar=scalar, timeout_s=timeout_s)
         operation.wait()
         return operation
 

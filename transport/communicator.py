@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -37,6 +38,20 @@ def _rails(config: configuration.Config) -> Sequence[Rail]:
     if config.transport is configuration.TransportKind.VERBS:
         return find_rdma_rails(config.interfaces)
     return find_rails(config.interfaces)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lineage:
+    """Where a communicator stands in a chain of groups, each made of the one before."""
+
+    name: str
+    """That of the first group."""
+
+    epoch: int = 0
+    """How many groups came before it."""
+
+    membership: membership.Membership | None = None
+    """This process's part in the agreement on the next group; made when first needed."""
 
 
 class Witness:
@@ -72,25 +87,21 @@ def connect_next(
             store=store,
             config=config,
             name=f"{name}/epoch-{view.epoch}",
-            timeout_s=limit_s,
+            timeout_s=timeout_s,
+            connect_timeout_s=limit_s,
             ranks_here_min=ranks_here_min,
             watch=watch,
+            lineage=Lineage(name=name, epoch=view.epoch, membership=own),
         )
         try:
             # Everybody is connected when the first of us uses it.
-            group.barrier()
+            group.barrier(timeout_s=limit_s)
         except BaseException:
             group.shutdown(0.0)
             raise
         return group
 
-    view, group = own.reform(terms, evidence, connect)
-    group._core.set_timeout(timeout_s)
-    group.timeout_s = timeout_s
-    group._base_name = name
-    group._membership = own
-    group.epoch = view.epoch
-    return view, group
+    return own.reform(terms, evidence, connect)
 
 
 class Communicator(ArrayCollectives):
@@ -105,14 +116,18 @@ class Communicator(ArrayCollectives):
         config: configuration.Config | None = None,
         name: str = "world",
         timeout_s: float | None = None,
+        connect_timeout_s: float | None = None,
         ranks_here_min: int = 1,
         watch: Callable[[], None] | None = None,
+        lineage: Lineage | None = None,
     ) -> None:
-        """Returns when every rank has come, at the latest after `timeout_s` (default: the configuration's).
+        """Returns when every rank has come, at the latest after `connect_timeout_s` (default: `timeout_s`).
 
+        `timeout_s` is the deadline of an operation that is given none (default: the configuration's).
         `store` is shared by all ranks (not needed for a world of 1); `name` tells groups of one store apart.
         `ranks_here_min`: how many ranks share this machine's cores for certain, if the group is part of more.
-        `watch` is called now and then until every rank has come, and may raise to end the wait.
+        `watch` is called now and then until every rank has come, and may raise to end the wait. `lineage`: of a group
+        that another one was made into.
         """
         if world < 1 or not 0 <= rank < world:
             raise ArgumentError(f"rank {rank} of {world}; allowed: world 1 or more, rank 0..world-1")
@@ -142,7 +157,7 @@ class Communicator(ArrayCollectives):
             world=world,
             rails=lambda: _rails(self.config),
             name=name,
-            timeout_s=self.timeout_s,
+            timeout_s=self.timeout_s if connect_timeout_s is None else connect_timeout_s,
             watch=watch,
         )
         self._core = connection.endpoint
@@ -152,15 +167,17 @@ class Communicator(ArrayCollectives):
         """What is worth knowing about how the ranks reach each other: dead paths, smaller packets."""
         self._plans: PlanCache[_core.Plan] = PlanCache(_core.Plan)
         self._store = store
-        self._base_name = name
-        self._membership: membership.Membership | None = None
-        self.epoch = 0
-        """How often the group was reconfigured before this one."""
+        self._lineage = Lineage(name=name) if lineage is None else lineage
 
     @property
     def handle(self) -> int:
         """The `sennit_comm*` of core.h; valid as long as this object or a reference of its own holds it."""
         return self._core.handle
+
+    @property
+    def epoch(self) -> int:
+        """How often the group was reconfigured before this one."""
+        return self._lineage.epoch
 
     @property
     def sequence(self) -> int:
@@ -229,17 +246,18 @@ class Communicator(ArrayCollectives):
         and are numbered anew. Raises TimeoutError if no group comes about in time, PeerError if the others went on
         without this rank. docs/reference/membership.md has the protocol.
         """
-        if self._membership is None:
-            self._membership = membership.Membership.of_founder(
-                self._shared_store(), name=self._base_name, rank=self.rank, world=self.world
-            )
+        name = self._lineage.name
+        own = self._lineage.membership
+        if own is None:
+            own = membership.Membership.of_founder(self._shared_store(), name=name, rank=self.rank, world=self.world)
+            self._lineage = replace(self._lineage, membership=own)
         _, successor = connect_next(
-            self._membership,
+            own,
             terms or membership.Terms(),
             Witness(self),
             store=self._shared_store(),
             config=self.config,
-            name=self._base_name,
+            name=name,
             timeout_s=self.timeout_s,
         )
         self.shutdown(0.0)
