@@ -68,10 +68,7 @@ def reconfigure(terms: Terms | None = None) -> View:
         lineage = _Lineage(store, founder, current)
     torch_backend: Any = group._get_backend(torch.device("cpu"))
     torch_backend = getattr(torch_backend, "wrapped_pg", torch_backend)
-    options = backend.Options(
-        plan_cache_bytes=torch_backend.options.plan_cache_bytes,
-        stage_host_tensors=torch_backend.options.stage_host_tensors,
-    )
+    options = backend.Options(plan_cache_bytes=torch_backend.options.plan_cache_bytes)
     timeout = torch_backend.options._timeout
     view, successor = connect_next(
         lineage.own,
@@ -154,13 +151,12 @@ def _begin(
     from torch._C._distributed_c10d import PrefixStore
 
     global _lineage
-    backend.prepare(group)
     dist.init_process_group(
         backend.BACKEND_NAME,
         store=PrefixStore(f"sennit-epoch-{view.epoch}", store),
         rank=view.rank,
         world_size=view.world,
         timeout=timeout,
-        pg_options=options,
+        pg_options=backend.ConnectedOptions(plan_cache_bytes=options.plan_cache_bytes, communicator=group),
     )
     _lineage = _Lineage(store, own, group)

@@ -30,8 +30,6 @@ DEVICES: Final = ("cpu", "cuda")
 _made: Counter[str] = Counter()
 # Of all groups so far, the most ranks of one that run on this machine; later groups share the cores with them.
 _ranks_here = 1
-# Made and connected ahead of the next default group, which takes it (elastic.py).
-_prepared: Communicator | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +39,17 @@ class Options:
     plan_cache_bytes: int = 16 << 20
     """Compiled plans a group keeps, in bytes; the least recently used go first. Room for thousands of shapes."""
 
-    stage_host_tensors: bool = False
-    """Send host tensors down the path of accelerator tensors (staging buffers, a thread): for tests of that path."""
-
     def __post_init__(self) -> None:
         if self.plan_cache_bytes < 0:
             raise ValueError(f"plan_cache_bytes {self.plan_cache_bytes}; allowed: 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectedOptions(Options):
+    """Of a group whose communicator is connected already (elastic.py)."""
+
+    communicator: Communicator
+    """What the group takes instead of making its own."""
 
 
 def register() -> None:
@@ -96,8 +99,8 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         backend: Any = chosen._get_backend(device)
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around the backend.
         backend = getattr(backend, "wrapped_pg", backend)
-        if hasattr(backend, "compile_plan"):
-            found: Communicator = backend.compile_plan.communicator
+        if isinstance(backend, _load_extension().SennitBackend):
+            found: Communicator = backend.communicator
             return found
         names.append(backend.name())
     raise ValueError(f"the group's backends are {names}; allowed: groups of backend {BACKEND_NAME!r}")
@@ -105,7 +108,6 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
 
 def _create(group: Any, options: Options | None) -> dist.Backend:
     """Torch's creator function: `group` is its `_DistributedBackendOptions`."""
-    global _prepared, _ranks_here
     if options is not None and not isinstance(options, Options):
         raise TypeError(
             f"pg_options is a {type(options).__name__}; allowed: sennit.runtime.backend.process_group.Options or None"
@@ -115,8 +117,10 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
     from sennit.transport.communicator import Communicator
 
     name = str(group.group_id)
-    if _prepared is not None:
-        communicator, _prepared = _prepared, None
+    if isinstance(options, ConnectedOptions):
+        communicator = options.communicator
+        # Its store's prefix is new, and names of groups begin anew under it.
+        _made.clear()
     else:
         _made[name] += 1
         communicator = Communicator(
@@ -147,23 +151,15 @@ def _backend_of(
         return _backend_of(smaller, f"{name}:shrunk", remaining, timeout, options)
 
     backend: dist.Backend = _load_extension().SennitBackend(
-        communicator=communicator.handle,
-        compile_plan=PlanCompiler(communicator),
+        communicator=communicator,
+        compile_plan=PlanCompiler(communicator.rank, communicator.world),
         shrink=shrink,
         timeout=timeout,
         group_name=name,
         global_ranks=global_ranks,
         plan_cache_bytes=options.plan_cache_bytes,
-        stage_host_tensors=options.stage_host_tensors,
     )
     return backend
-
-
-def prepare(communicator: Communicator) -> None:
-    """The next group takes `communicator` instead of making its own. Names of groups begin anew with it."""
-    global _prepared
-    _prepared = communicator
-    _made.clear()
 
 
 def ranks_here() -> int:
@@ -210,10 +206,10 @@ def _built_for() -> str | None:
 
 
 class PlanCompiler:
-    """Compiles the plans that the C++ plan cache misses. Also keeps the communicator alive as long as the backend."""
+    """Compiles the plans that the C++ plan cache misses."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
 
     def __call__(
         self,
@@ -225,15 +221,17 @@ class PlanCompiler:
         separate: bool,
         in_place: bool,
         is_send: bool,
+        on_device: bool,
         counts: tuple[int, ...],
     ) -> bytes:
         """The encoded plan; the arguments are the fields of `PlanShape` (runtime/backend/csrc/plan_cache.hpp)."""
-        from sennit.transport import algorithms
+        from sennit.transport import algorithms, device_plan
         from sennit.transport.elements import Dtype, ReduceOp
         from sennit.transport.signature import Kind
 
-        world, rank = self.communicator.world, self.communicator.rank
-        moved: dict[str, Any] = {"world": world, "rank": rank, "item_bytes": item_bytes, "type_code": type_code}
+        world, rank = self._world, self._rank
+        alone: dict[str, Any] = {"world": world, "rank": rank, "item_bytes": item_bytes, "type_code": type_code}
+        moved: dict[str, Any] = {**alone, "segment_bytes": device_plan.SEGMENT_BYTES if on_device else None}
 
         def reduced() -> dict[str, Any]:
             return {"world": world, "rank": rank, "dtype": Dtype(type_code), "op": ReduceOp(reduce_op)}
@@ -261,7 +259,7 @@ class PlanCompiler:
                 )
             case Kind.P2P:
                 one_way = algorithms.send if is_send else algorithms.recv
-                plan = one_way(**moved, peer=root, elements=counts[0])
+                plan = one_way(**alone, peer=root, elements=counts[0])
             case Kind.BARRIER:
                 plan = algorithms.barrier(world=world, rank=rank)
-        return plan.encode()
+        return (device_plan.for_device(plan) if on_device else plan).encode()

@@ -8,6 +8,7 @@
 
 #include "arguments.hpp"
 #include "interpreter.hpp"
+#include "stand_in.hpp"
 
 namespace sennit::runtime {
 namespace {
@@ -33,7 +34,7 @@ SennitBackend::SennitBackend(sennit_comm* comm, CompilePlan compile, Shrink shri
       group_(std::make_shared<GroupState>(comm)),
       poster_(
           std::make_shared<Poster>(group_, std::move(compile), options_->plan_cache_bytes, to_us(options_->timeout))),
-      staging_(poster_) {
+      copies_(std::make_shared<DeviceCopies>()) {
   init();
   const std::lock_guard<std::mutex> lock(open_mutex);
   open_backends.insert(this);
@@ -47,7 +48,7 @@ SennitBackend::~SennitBackend() {
   if (is_inherited()) {
     // The threads and sockets are the parent's: leave them alone, down to the reference counts.
     new std::shared_ptr<Poster>(poster_);
-    staging_.forget();
+    new std::shared_ptr<DeviceCopies>(copies_);
     return;
   }
   shutdown();
@@ -82,17 +83,16 @@ void SennitBackend::abort() {
   check_usable();
   const WithoutGil without_gil;
   sennit_abort(group_->comm, "abort was called");
-  staging_.stop();
 }
 
 void SennitBackend::shutdown() {
   if (is_inherited() || is_shut_down_.exchange(true)) return;
   const WithoutGil without_gil;
-  if (!staging_.drain(std::chrono::microseconds(SHUTDOWN_US))) {
-    sennit_abort(group_->comm, "shut down with calls still in flight");
+  if (!copies_->drain(std::chrono::microseconds(SHUTDOWN_US))) {
+    sennit_abort(group_->comm, "shut down with calls on device memory still in flight");
   }
-  staging_.stop();
   sennit_shutdown(group_->comm, std::min(SHUTDOWN_US, poster_->timeout_us()));
+  copies_->stop(std::chrono::microseconds(SHUTDOWN_US));
   group_->wait_for_futures(std::chrono::microseconds(SHUTDOWN_US));
 }
 
@@ -145,11 +145,10 @@ Call SennitBackend::new_call(const char* title, c10d::OpType type, Collective co
 
 SennitBackend::WorkPointer SennitBackend::start(Call call) {
   check_usable();
-  // Collectives are matched by their order, so nothing may overtake one that waits in a lane.
-  const bool follows = call.collective != Collective::P2P && staging_.busy();
-  const bool is_staged = !call.device.is_cpu() || options_->stage_host_tensors || follows;
+  const bool has_tensors = call.collective != Collective::BARRIER;
+  call.on_device = !call.device.is_cpu() || (has_tensors && stand_in::is_active());
   if (coalescing_) call.options.async = true;
-  WorkPointer work = is_staged ? staging_.submit(stage(call)) : post(std::move(call));
+  WorkPointer work = call.on_device ? post_on_device(std::move(call)) : post(std::move(call));
   if (coalescing_) {
     const std::lock_guard<std::mutex> lock(coalescing_mutex_);
     coalesced_.push_back(work);
@@ -182,62 +181,23 @@ SennitBackend::WorkPointer SennitBackend::post(Call call) {
       Tensors(std::make_move_iterator(call.inputs.begin()), std::make_move_iterator(call.inputs.end())));
 }
 
-StagedCall SennitBackend::stage(const Call& call) const {
-  StagedCall staged;
-  staged.collective = call.collective;
-  staged.title = call.title;
-  staged.type = call.type;
-  staged.type_code = call.type_code;
-  staged.reduce = call.reduce;
-  staged.item_bytes = call.item_bytes;
-  staged.root = call.root;
-  staged.is_send = call.is_send;
-  staged.agree_on_rounds = call.sizes_are_local;
-  staged.options = call.options;
-  staged.device = call.device;
-  staged.result.assign(call.outputs.begin(), call.outputs.end());
-
-  const auto world = static_cast<size_t>(size_);
-  const auto cut = [&](const at::Tensor& tensor, const uint64_t* counts) {
-    std::vector<int64_t> sizes(world);
-    for (size_t rank = 0; rank < world; ++rank) sizes[rank] = static_cast<int64_t>(counts[rank] * call.item_bytes);
-    return sized_pieces(tensor, sizes);
-  };
-  const auto whole = [](const auto& tensors) {
-    Tensors pieces;
-    for (const at::Tensor& tensor : tensors) pieces.push_back(byte_view(tensor));
-    return pieces;
-  };
-  const bool cuts_input = call.collective == Collective::REDUCE_SCATTER || call.collective == Collective::SCATTER ||
-                          call.collective == Collective::ALLTOALL;
-  const bool cuts_output = call.collective == Collective::ALLGATHER || call.collective == Collective::GATHER ||
-                           call.collective == Collective::ALLTOALL;
-  const uint64_t* input_counts = call.counts.data();
-  const uint64_t* output_counts = call.collective == Collective::ALLTOALL ? input_counts + world : input_counts;
-  const bool flat = !call.separate;
-  staged.inputs = flat && cuts_input && !call.inputs.empty() ? cut(call.inputs[0], input_counts) : whole(call.inputs);
-  staged.outputs =
-      flat && cuts_output && !call.outputs.empty() ? cut(call.outputs[0], output_counts) : whole(call.outputs);
-  // One tensor for both directions: what leaves the device, and what comes back, depends on the rank's part.
-  const bool is_root = call.root == static_cast<uint32_t>(rank_);
-  switch (call.collective) {
-    case Collective::ALLREDUCE:
-      staged.inputs = staged.outputs;
-      break;
-    case Collective::REDUCE:
-      staged.inputs = staged.outputs;
-      if (!is_root) staged.outputs.clear();
-      break;
-    case Collective::BROADCAST:
-      if (is_root) staged.inputs.swap(staged.outputs);
-      break;
-    case Collective::P2P:
-      if (call.is_send) staged.inputs.swap(staged.outputs);
-      break;
-    default:
-      break;
+SennitBackend::WorkPointer SennitBackend::post_on_device(Call call) {
+  Tensors buffers;
+  if (!call.in_place) buffers.assign(call.inputs.begin(), call.inputs.end());
+  buffers.insert(buffers.end(), call.outputs.begin(), call.outputs.end());
+  const auto device_call = std::make_shared<DeviceCall>(copies_, call.device, buffers);
+  const sennit_device handle = device_call->handle();
+  sennit_op* op = nullptr;
+  try {
+    op = poster_->post_on_device(call.shape(), handle, call.options);
+  } catch (...) {
+    DeviceCall::drop(handle);
+    throw;
   }
-  return staged;
+  return c10::make_intrusive<SennitWork>(
+      group_, call.type, call.title, op,
+      Tensors(std::make_move_iterator(call.outputs.begin()), std::make_move_iterator(call.outputs.end())), Tensors(),
+      device_call->stream());
 }
 
 void SennitBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // sennit as a backend of torch.distributed: each call is checked, shaped into a plan and posted.
 //
-// Host tensors go straight to the core. Tensors of an accelerator, and whatever must keep its place behind them,
-// go through a staging lane.
+// One call is one operation of the core, whatever memory it is on. Of tensors of an accelerator the core says which
+// bytes are to be copied when, and device_copies.cpp copies them.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "call.hpp"
+#include "device_call.hpp"
 #include "poster.hpp"
-#include "staging.hpp"
 
 namespace sennit::runtime {
 
@@ -23,7 +23,6 @@ class SennitBackend final : public c10d::Backend {
   struct Options final : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("sennit", timeout) {}
     size_t plan_cache_bytes = 16 * 1024 * 1024;
-    bool stage_host_tensors = false;  // send host tensors through the staging lane too, to test it
   };
 
   // Makes the backend of this group without some of its ranks; true: abort what is in flight.
@@ -90,7 +89,7 @@ class SennitBackend final : public c10d::Backend {
   WorkPointer start(Call call);
   WorkPointer start_all(c10d::OpType type, std::vector<Call> calls);
   WorkPointer post(Call call);
-  StagedCall stage(const Call& call) const;
+  WorkPointer post_on_device(Call call);
   Call new_call(const char* title, c10d::OpType type, Collective collective, const at::Tensor& like,
                 std::chrono::milliseconds timeout, bool async) const;
   Call allreduce_call(const char* what, at::Tensor& tensor, const c10d::AllreduceOptions& options) const;
@@ -109,7 +108,7 @@ class SennitBackend final : public c10d::Backend {
   const Shrink shrink_;
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<Poster> poster_;
-  Staging staging_;
+  const std::shared_ptr<DeviceCopies> copies_;
   std::mutex coalescing_mutex_;
   std::atomic<bool> coalescing_{false};  // changed under the mutex
   std::vector<WorkPointer> coalesced_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One collective after its arguments have been checked: everything needed to post it, or to stage it.
+// One collective after its arguments have been checked: everything needed to post it.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -24,12 +24,12 @@ struct Call {
   bool separate = false;
   bool in_place = false;
   bool is_send = false;
-  bool sizes_are_local = false;  // other ranks' sizes are unknown here (AlltoAll with splits)
   c10::SmallVector<uint64_t, 8> counts;
   // As the algorithms list their buffers. One tensor that is both stands in `outputs` only.
   c10::SmallVector<at::Tensor, 2> inputs;
   c10::SmallVector<at::Tensor, 2> outputs;
   c10::Device device{c10::kCPU};
+  bool on_device = false;  // its tensors are memory that only an accelerator can address
 
   PlanShape shape() const {
     PlanShape shape;
@@ -39,6 +39,7 @@ struct Call {
     shape.separate = separate;
     shape.in_place = in_place;
     shape.is_send = is_send;
+    shape.on_device = on_device;
     shape.item_bytes = item_bytes;
     shape.root = root;
     shape.counts = {counts.data(), counts.size()};

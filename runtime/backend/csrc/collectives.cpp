@@ -282,7 +282,6 @@ SennitBackend::WorkPointer SennitBackend::alltoall_base(at::Tensor& output, at::
   check_no_overlap("all_to_all", output, input);
   Call call = new_call("sennit all_to_all", OpType::ALLTOALL_BASE, Collective::ALLTOALL, input, options.timeout,
                        options.asyncOp);
-  call.sizes_are_local = !output_splits.empty() || !input_splits.empty();
   const auto add_counts = [&](const at::Tensor& tensor, const std::vector<int64_t>& splits) {
     if (splits.empty()) {
       call.counts.append(static_cast<size_t>(size_), count_of(tensor) / static_cast<uint64_t>(size_));
@@ -311,7 +310,6 @@ SennitBackend::WorkPointer SennitBackend::alltoall(Tensors& outputs, Tensors& in
   Call call = new_call("sennit all_to_all", OpType::ALLTOALL, Collective::ALLTOALL, inputs[0], options.timeout,
                        options.asyncOp);
   call.separate = true;
-  call.sizes_are_local = true;
   const auto own = static_cast<size_t>(rank_);
   check_tensor_count("outputs[this rank]", outputs[own], count_of(inputs[own]), "the size of inputs[this rank]");
   for (const at::Tensor& input : inputs) {

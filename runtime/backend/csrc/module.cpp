@@ -9,49 +9,51 @@
 
 #include "backend.hpp"
 #include "interpreter.hpp"
+#include "stand_in.hpp"
 
 namespace py = pybind11;
 
 namespace sennit::runtime {
 namespace {
 
-// Holds Python callables beyond the interpreter's end without touching it then.
-class Compiler {
+// The backend's Python half. Holds it beyond the interpreter's end without touching it then.
+class PythonHalf {
  public:
-  Compiler(py::function function, py::function shrink) : function_(std::move(function)), shrink_(std::move(shrink)) {}
-  Compiler(const Compiler&) = delete;
-  Compiler& operator=(const Compiler&) = delete;
-  ~Compiler() {
+  PythonHalf(py::object communicator, py::function compile, py::function shrink)
+      : communicator_(std::move(communicator)), compile_(std::move(compile)), shrink_(std::move(shrink)) {}
+  PythonHalf(const PythonHalf&) = delete;
+  PythonHalf& operator=(const PythonHalf&) = delete;
+  ~PythonHalf() {
     if (!interpreter_is_usable()) {
-      function_.release();
-      shrink_.release();
+      leak();
       return;
     }
     const py::gil_scoped_acquire gil;
     let_go();
   }
 
-  const py::function& function() const { return function_; }
+  // The transport's Communicator; null at the interpreter's exit.
+  const py::object& communicator() const { return communicator_; }
   // At the interpreter's exit: nothing is compiled any more, and Python objects must not outlive it.
   void let_go() {
     // In a child made by fork it would end the parent's connections.
     if (sennit_fork_count() != forks_) {
-      function_.release();
-      shrink_.release();
+      leak();
     } else {
-      function_ = py::function();
+      compile_ = py::function();
       shrink_ = py::function();
+      communicator_ = py::object();
     }
   }
 
-  std::string operator()(const PlanShape& shape) const {
+  std::string compile(const PlanShape& shape) const {
     const py::gil_scoped_acquire gil;
-    TORCH_CHECK(function_.ptr() != nullptr, "sennit: the interpreter is exiting; no new operation can start");
+    TORCH_CHECK(compile_.ptr() != nullptr, "sennit: the interpreter is exiting; no new operation can start");
     py::tuple counts(shape.counts.size());
     for (size_t index = 0; index < shape.counts.size(); ++index) counts[index] = py::int_(shape.counts[index]);
     const py::bytes plan =
-        function_(static_cast<unsigned>(shape.collective), shape.type_code, shape.reduce, shape.item_bytes, shape.root,
-                  shape.separate, shape.in_place, shape.is_send, counts);
+        compile_(static_cast<unsigned>(shape.collective), shape.type_code, shape.reduce, shape.item_bytes, shape.root,
+                 shape.separate, shape.in_place, shape.is_send, shape.on_device, counts);
     return plan;
   }
 
@@ -62,12 +64,19 @@ class Compiler {
   }
 
  private:
-  py::function function_, shrink_;
+  void leak() {
+    communicator_.release();
+    compile_.release();
+    shrink_.release();
+  }
+
+  py::object communicator_;
+  py::function compile_, shrink_;
   const uint64_t forks_ = sennit_fork_count();
 };
 
-std::vector<std::weak_ptr<Compiler>>& compilers() {
-  static std::vector<std::weak_ptr<Compiler>> made;  // guarded by the GIL
+std::vector<std::weak_ptr<PythonHalf>>& python_halves() {
+  static std::vector<std::weak_ptr<PythonHalf>> made;  // guarded by the GIL
   return made;
 }
 
@@ -76,33 +85,33 @@ void close_all() {
     const py::gil_scoped_release without_gil;
     SennitBackend::close_all();
   }
-  for (const std::weak_ptr<Compiler>& weak : compilers()) {
-    if (const auto compiler = weak.lock()) compiler->let_go();
+  for (const std::weak_ptr<PythonHalf>& weak : python_halves()) {
+    if (const auto python = weak.lock()) python->let_go();
   }
-  compilers().clear();
+  python_halves().clear();
 }
 
-c10::intrusive_ptr<SennitBackend> make_backend(uintptr_t communicator, py::function compile_plan, py::function shrink,
-                                               std::chrono::milliseconds timeout, const std::string& group_name,
-                                               std::vector<uint64_t> global_ranks, size_t plan_cache_bytes,
-                                               bool stage_host_tensors) {
+c10::intrusive_ptr<SennitBackend> make_backend(const py::object& communicator, py::function compile_plan,
+                                               py::function shrink, std::chrono::milliseconds timeout,
+                                               const std::string& group_name, std::vector<uint64_t> global_ranks,
+                                               size_t plan_cache_bytes) {
   auto options = c10::make_intrusive<SennitBackend::Options>(timeout);
   options->group_name = group_name;
   options->global_ranks_in_group = std::move(global_ranks);
   options->plan_cache_bytes = plan_cache_bytes;
-  options->stage_host_tensors = stage_host_tensors;
-  // A copy of std::function copies what it holds; the callable is shared instead.
-  auto compiler = std::make_shared<Compiler>(std::move(compile_plan), std::move(shrink));
-  std::erase_if(compilers(), [](const auto& weak) { return weak.expired(); });
-  compilers().push_back(compiler);
+  const auto handle = py::cast<uintptr_t>(communicator.attr("handle"));
+  // A copy of std::function copies what it holds; the callables are shared instead.
+  auto python = std::make_shared<PythonHalf>(communicator, std::move(compile_plan), std::move(shrink));
+  std::erase_if(python_halves(), [](const auto& weak) { return weak.expired(); });
+  python_halves().push_back(python);
   return c10::make_intrusive<SennitBackend>(
-      reinterpret_cast<sennit_comm*>(communicator), [compiler](const PlanShape& shape) { return (*compiler)(shape); },
-      [compiler](const std::vector<int64_t>& excluded, bool abort) { return compiler->shrink(excluded, abort); },
-      compiler, std::move(options));
+      reinterpret_cast<sennit_comm*>(handle), [python](const PlanShape& shape) { return python->compile(shape); },
+      [python](const std::vector<int64_t>& excluded, bool abort) { return python->shrink(excluded, abort); }, python,
+      std::move(options));
 }
 
-py::object compiler_of(const SennitBackend& backend) {
-  return static_cast<const Compiler*>(backend.owner().get())->function();
+py::object communicator_of(const SennitBackend& backend) {
+  return static_cast<const PythonHalf*>(backend.owner().get())->communicator();
 }
 
 }  // namespace
@@ -116,13 +125,15 @@ PYBIND11_MODULE(_c10d, module) {
   py::module_::import("torch.distributed");
   py::class_<SennitBackend::Options, c10::intrusive_ptr<SennitBackend::Options>, c10d::Backend::Options>(module,
                                                                                                          "Options")
-      .def_readonly("plan_cache_bytes", &SennitBackend::Options::plan_cache_bytes)
-      .def_readonly("stage_host_tensors", &SennitBackend::Options::stage_host_tensors);
+      .def_readonly("plan_cache_bytes", &SennitBackend::Options::plan_cache_bytes);
   py::class_<SennitBackend, c10::intrusive_ptr<SennitBackend>, c10d::Backend>(module, "SennitBackend")
       .def(py::init(&sennit::runtime::make_backend), py::kw_only(), py::arg("communicator"), py::arg("compile_plan"),
            py::arg("shrink"), py::arg("timeout"), py::arg("group_name"), py::arg("global_ranks"),
-           py::arg("plan_cache_bytes"), py::arg("stage_host_tensors"))
+           py::arg("plan_cache_bytes"))
       .def_property_readonly("options", &SennitBackend::options)
-      .def_property_readonly("compile_plan", &sennit::runtime::compiler_of);
+      .def_property_readonly("communicator", &sennit::runtime::communicator_of);
   module.def("close_all", &sennit::runtime::close_all);
+  py::module_ stand_in = module.def_submodule("stand_in", "Host tensors as device tensors, for tests.");
+  stand_in.def("set_active", &sennit::runtime::stand_in::set_active, py::arg("active"));
+  stand_in.def("delay_copies", &sennit::runtime::stand_in::delay_copies, py::arg("seed"), py::arg("max_yields"));
 }

@@ -11,7 +11,8 @@ namespace {
 using KeyHead = std::array<uint64_t, 2>;
 
 KeyHead key_head(const PlanShape& shape) {
-  const uint64_t flags = (shape.separate ? 1u : 0u) | (shape.is_send ? 2u : 0u) | (shape.in_place ? 4u : 0u);
+  const uint64_t flags =
+      (shape.separate ? 1u : 0u) | (shape.is_send ? 2u : 0u) | (shape.in_place ? 4u : 0u) | (shape.on_device ? 8u : 0u);
   return {static_cast<uint64_t>(shape.collective) | uint64_t{shape.type_code} << 8 | uint64_t{shape.reduce} << 16 |
               flags << 24 | uint64_t{shape.item_bytes} << 32,
           uint64_t{shape.root} | static_cast<uint64_t>(shape.counts.size()) << 32};

@@ -38,11 +38,12 @@ enum class Collective : uint8_t {
 // that transport/algorithms documents: inputs, then outputs; one buffer where both are the same.
 struct PlanShape {
   Collective collective = Collective::BARRIER;
-  uint8_t type_code = 0;  // sennit_dtype, or 0x80 + torch's ScalarType for types without arithmetic
-  uint8_t reduce = 0;     // sennit_reduce
-  bool separate = false;  // every rank's piece is a buffer of its own
-  bool in_place = false;  // ALLGATHER: the own part is already in the output
-  bool is_send = false;   // P2P only
+  uint8_t type_code = 0;   // sennit_dtype, or 0x80 + torch's ScalarType for types without arithmetic
+  uint8_t reduce = 0;      // sennit_reduce
+  bool separate = false;   // every rank's piece is a buffer of its own
+  bool in_place = false;   // ALLGATHER: the own part is already in the output
+  bool is_send = false;    // P2P only
+  bool on_device = false;  // the buffers are memory of an accelerator
   uint32_t item_bytes = 1;
   uint32_t root = 0;                 // root or peer; SENNIT_ANY_PEER for a receive from anyone
   std::span<const uint64_t> counts;  // elements: one, one a rank, or (ALLTOALL) sent then received ones

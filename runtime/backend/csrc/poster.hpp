@@ -27,6 +27,8 @@ class Poster {
 
   // A new operation (the caller owns the reference), or an exception that says why nothing was sent.
   sennit_op* post(const PlanShape& shape, const Buffers& buffers, const PostOptions& options);
+  // The same for a plan on device memory. `device` is the core's when this returns.
+  sennit_op* post_on_device(const PlanShape& shape, const sennit_device& device, const PostOptions& options);
 
   void set_timeout_us(uint64_t timeout_us) { timeout_us_ = timeout_us; }
   uint64_t timeout_us() const { return timeout_us_; }
@@ -35,6 +37,9 @@ class Poster {
   uint32_t world() const { return sennit_comm_size(group_->comm); }
 
  private:
+  sennit_post_options core_options(const PlanShape& shape, const PostOptions& options) const;
+  sennit_op* checked(sennit_status status, sennit_op* op, const char* reason);
+
   const std::shared_ptr<GroupState> group_;
   PlanCache plans_;
   std::atomic<uint64_t> timeout_us_;

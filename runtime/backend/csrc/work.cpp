@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "work.hpp"
 
+#include <c10/core/StreamGuard.h>
+
 #include <algorithm>
 #include <chrono>
 #include <thread>
@@ -57,14 +59,15 @@ std::exception_ptr make_error(sennit_status status, const std::string& message) 
 }
 
 SennitWork::SennitWork(std::shared_ptr<GroupState> group, c10d::OpType type, const char* title, sennit_op* op,
-                       std::vector<at::Tensor> outputs, std::vector<at::Tensor> held)
+                       std::vector<at::Tensor> outputs, std::vector<at::Tensor> held, std::optional<c10::Stream> stream)
     // A title only with a profiler on: the record costs more than a small operation's post.
     : Work(static_cast<int>(sennit_comm_rank(group->comm)), type, at::hasCallbacks() ? title : nullptr),
       group_(std::move(group)),
       title_(title),
       op_(op),
       outputs_(std::move(outputs)),
-      held_(std::move(held)) {}
+      held_(std::move(held)),
+      stream_(stream) {}
 
 SennitWork::~SennitWork() {
   // A future keeps this Work until the operation is done, so pending here means that nobody asked for one.
@@ -136,7 +139,9 @@ c10::intrusive_ptr<c10::ivalue::Future> SennitWork::getFuture() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (future_) return future_;
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    std::vector<c10::Device> devices;
+    if (stream_) devices.push_back(stream_->device());
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   }
   const auto future = future_;
   // The callback may run Python (`then`), here or in the core's thread: not under the caller's GIL.
@@ -154,6 +159,9 @@ void SennitWork::on_done(void* self) {
   if (const std::exception_ptr error = work->failure()) {
     work->future_->setErrorIfNeeded(error);
   } else {
+    // A device's future records an event on the current stream: one with nothing left to do.
+    c10::OptionalStreamGuard guard;
+    if (work->stream_) guard.reset_stream(*work->stream_);
     work->future_->markCompleted(c10::IValue(work->outputs_));
   }
   work.reset();

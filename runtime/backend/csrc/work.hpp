@@ -6,10 +6,12 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <c10/core/Stream.h>
 
 #include <atomic>
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -41,9 +43,11 @@ std::exception_ptr make_error(sennit_status status, const std::string& message);
 
 class SennitWork final : public c10d::Work {
  public:
-  // Takes over the reference on `op`. `outputs` is what the future yields, `held` what else must live.
+  // Takes over the reference on `op`. `outputs` is what the future yields, `held` what else must live. `stream`: of a
+  // device's outputs, which are written when the operation is done.
   SennitWork(std::shared_ptr<GroupState> group, c10d::OpType type, const char* title, sennit_op* op,
-             std::vector<at::Tensor> outputs, std::vector<at::Tensor> held);
+             std::vector<at::Tensor> outputs, std::vector<at::Tensor> held,
+             std::optional<c10::Stream> stream = std::nullopt);
   ~SennitWork() override;
 
   bool isCompleted() override;
@@ -67,6 +71,7 @@ class SennitWork final : public c10d::Work {
   sennit_op* const op_;
   std::vector<at::Tensor> outputs_;
   std::vector<at::Tensor> held_;
+  const std::optional<c10::Stream> stream_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

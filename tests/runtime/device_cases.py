@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
 # mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
-"""Collectives through a staging lane: run on each rank by test_backend_staging.py."""
+"""Collectives on device memory: run on each rank by test_backend_device.py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from device_stand_in import delayed_copies, on_device  # type: ignore[import-not-found]
 
-from sennit.runtime.backend.process_group import Options
-
-# More elements than the slots of a lane hold together, so that every slot is used again.
+# More bytes than an operation has scratch, so that all of it is used again.
 MANY = 3_000_001
+# Elements of an output whose input is dropped; the inputs are small enough for the allocator to hand them out again.
+DROPPED = 20_000
 
 
 @contextmanager
-def staged_group(device: str) -> Iterator[dist.ProcessGroup]:
-    group = dist.new_group(backend="sennit", pg_options=Options(stage_host_tensors=device == "cpu"))
-    yield group
+def device_group(device: str) -> Iterator[dist.ProcessGroup]:
+    group = dist.new_group(backend="sennit")
+    with on_device(device == "cpu"):
+        yield group
     dist.destroy_process_group(group)
 
 
@@ -32,7 +34,7 @@ def numbers(rank: int, elements: int, device: str) -> torch.Tensor:
 
 
 def every_collective(rank: int, world: int, device: str) -> None:
-    with staged_group(device) as group:
+    with device_group(device) as group:
         for elements in (0, 5, 4_099):
             parts = [numbers(peer, elements, device) for peer in range(world)]
             total = torch.stack(parts).sum(0)
@@ -86,9 +88,9 @@ def every_collective(rank: int, world: int, device: str) -> None:
         dist.barrier(group=group)
 
 
-def several_rounds(rank: int, world: int, device: str) -> None:
-    """Tensors larger than all slots; uneven splits, so that ranks need unlike numbers of rounds."""
-    with staged_group(device) as group:
+def large_tensors(rank: int, world: int, device: str) -> None:
+    """Tensors larger than the scratch of an operation, and uneven splits."""
+    with device_group(device) as group:
         parts = [numbers(peer, MANY, device) for peer in range(world)]
         works = []
         tensors = []
@@ -110,7 +112,7 @@ def several_rounds(rank: int, world: int, device: str) -> None:
 
         received = torch.empty(MANY, device=device)
         if rank == 0:
-            # From anyone, in several rounds: all of a message comes from one rank.
+            # From anyone: all of a message comes from one rank.
             for _ in range(world - 1):
                 source = dist.recv(received, None, group, tag=2)
                 assert torch.equal(received, parts[source])
@@ -128,14 +130,14 @@ def several_rounds(rank: int, world: int, device: str) -> None:
 
 
 def order_with_host_tensors(rank: int, world: int, device: str) -> None:
-    """A host tensor's collective posted behind a staged one keeps its place in the order of the group."""
-    with staged_group(device) as group:
+    """A host tensor's collective posted behind a device's keeps its place in the order of the group."""
+    with device_group(device) as group:
         for trial in range(5):
             large = numbers(rank, MANY // 4, device)
             small = torch.full((3,), float(trial))
             works = [
                 dist.all_reduce(large, group=group, async_op=True),
-                dist.all_reduce(small, group=group, async_op=True),
+                host_all_reduce(small, group),
                 dist.barrier(group=group, async_op=True),
             ]
             for work in reversed(works):
@@ -143,8 +145,14 @@ def order_with_host_tensors(rank: int, world: int, device: str) -> None:
             assert small.tolist() == [trial * world] * 3
 
 
+def host_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    with on_device(False):
+        work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
+
+
 def futures(rank: int, world: int, device: str) -> None:
-    with staged_group(device) as group:
+    with device_group(device) as group:
         done = threading.Event()
         tensor = torch.ones(1_000, device=device)
         work = dist.all_reduce(tensor, group=group, async_op=True)
@@ -158,7 +166,7 @@ def futures(rank: int, world: int, device: str) -> None:
 
 def streams(rank: int, world: int, device: str) -> None:
     """The collective reads what the caller's stream is still writing, and the caller's stream waits for its result."""
-    with staged_group(device) as group:
+    with device_group(device) as group:
         side = torch.cuda.Stream(device)
         with torch.cuda.stream(side):
             a = torch.randn(2_048, 2_048, device=device)
@@ -173,13 +181,91 @@ def streams(rank: int, world: int, device: str) -> None:
 
 
 def failure(rank: int, world: int, device: str) -> str:
-    """Ranks that disagree: the error comes out of the lane, and ends it for both."""
-    options = Options(stage_host_tensors=True)
-    group = dist.new_group(backend="sennit", pg_options=options, timeout=timedelta(seconds=5))
-    work = dist.all_reduce(torch.ones(10 + rank), group=group, async_op=True)
+    """Ranks that disagree: both get the error."""
+    group = dist.new_group(backend="sennit", timeout=timedelta(seconds=5))
+    with on_device():
+        work = dist.all_reduce(torch.ones(10 + rank), group=group, async_op=True)
     try:
         work.wait()
     except RuntimeError as error:
         assert not work.is_success()
         return str(error)
     return ""
+
+
+def dropped_work(rank: int, world: int, device: str) -> None:
+    """Inputs and Works that nobody holds any more: memory stays the call's until its last copy is done."""
+    outputs = []
+    with delayed_copies(rank, 40), device_group(device) as group:
+        for trial in range(30):
+            outputs.append(post_and_forget(rank + trial, world, device, group))
+            # They get the memory of an input that was freed too early.
+            spoilers = [torch.full((DROPPED * world,), float("nan"), device=device) for _ in range(4)]
+            del spoilers
+        # Leaving destroys the group, which lets the calls in flight end.
+    for trial, output in enumerate(outputs):
+        total = float(sum(range(trial, trial + world)))
+        assert torch.equal(output.cpu(), torch.full((DROPPED,), total)), f"trial {trial}"
+
+
+def post_and_forget(value: int, world: int, device: str, group: dist.ProcessGroup) -> torch.Tensor:
+    given = torch.full((DROPPED * world,), float(value), device=device)
+    output = torch.empty(DROPPED, device=device)
+    dist.reduce_scatter_single(output, given, group=group, async_op=True)
+    return output
+
+
+def deadline(rank: int, world: int, device: str) -> str:
+    """Rank 1 never calls: rank 0's error comes at its deadline, from a call that it holds and one that it dropped."""
+    group = dist.new_group(backend="sennit", timeout=timedelta(seconds=1))
+    if rank != 0:
+        return ""
+    with on_device(device == "cpu"):
+        dist.all_reduce(torch.ones(MANY, device=device), group=group, async_op=True)
+        work = dist.all_reduce(torch.ones(MANY, device=device), group=group, async_op=True)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def aborted(rank: int, world: int, device: str) -> str:
+    """Rank 0 aborts while copies of its calls are queued, and their tensors are gone at once."""
+    group = dist.new_group(backend="sennit")
+    if rank != 0:
+        return ""
+    with delayed_copies(rank, 200), on_device(device == "cpu"):
+        for _ in range(8):
+            work = dist.all_reduce(torch.ones(MANY, device=device), group=group, async_op=True)
+        group._get_backend(torch.device(device)).abort()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def unlike_memory(rank: int, world: int) -> str:
+    """One rank passes device memory, the other host memory: both hear of it, also where sizes are equal."""
+    group = dist.new_group(backend="sennit", timeout=timedelta(seconds=5))
+    try:
+        with on_device(rank == 0):
+            dist.all_reduce(torch.ones(10), group=group)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def message_between_memories(rank: int, world: int) -> None:
+    """A message has no kind of memory: one from a device is received on the host, and the other way round."""
+    with device_group("cpu") as group:
+        for device_rank in range(2):
+            expected = numbers(1, MANY, "cpu")
+            with on_device(rank == device_rank):
+                if rank == 1:
+                    dist.send(expected, 0, group)
+                else:
+                    received = torch.empty(MANY)
+                    dist.recv(received, 1, group)
+                    assert torch.equal(received, expected)

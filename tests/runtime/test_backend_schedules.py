@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which program a collective runs depends on its arguments alone: host and device calls in random timing."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(180)
+
+
+# Sockets are slower; they add that receives are granted memory one after the other.
+@pytest.mark.parametrize(("transport", "schedules"), [("shm", 1_000), ("udp", 100)])
+def test_mixed_schedules(kept_world: Callable[..., Any], transport: str, schedules: int) -> None:
+    seed = int(os.environ.get("SCHEDULE_SEED", random.SystemRandom().randrange(2**32)))
+    print(f"SCHEDULE_SEED={seed}")
+    kept_world(3, transport).run("schedule_cases.py", "mixed_schedules", timeout_s=170.0, seed=seed, count=schedules)
