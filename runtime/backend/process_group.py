@@ -83,6 +83,20 @@ def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
     for method in ("_get_backend_name", "name"):
         setattr(process_group, method, named(getattr(process_group, method)))
 
+    from torch.nn.parallel import DistributedDataParallel
+
+    logged: Callable[[DistributedDataParallel], dict[str, Any]] = DistributedDataParallel._get_ddp_logging_data
+
+    @functools.wraps(logged)
+    def logging_data(self: DistributedDataParallel) -> dict[str, Any]:
+        # Its logger is C++ and reads the type of the group, where all backends from outside are one.
+        data = logged(self)
+        if data.get("backend_name") == "custom":
+            data["backend_name"] = self.process_group._get_backend_name()
+        return data
+
+    DistributedDataParallel._get_ddp_logging_data = logging_data  # type: ignore[method-assign]
+
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     """The transport's end of a group (default: the default group): routes, counters, `describe()`."""

@@ -21,7 +21,17 @@ CASES = "framework_cases.py"
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "case",
-    ["ddp", "ddp_variants", "ddp_sparse", "fsdp2", "dtensor", "functional_collectives", "compiled", "names"],
+    [
+        "ddp",
+        "ddp_variants",
+        "ddp_sparse",
+        "fsdp2",
+        "dtensor",
+        "functional_collectives",
+        "compiled",
+        "names",
+        "logged_name",
+    ],
 )
 def test_framework(kept_world: Callable[..., Any], size: int, case: str) -> None:
     kept_world(size).run(CASES, case)
