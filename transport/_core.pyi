@@ -13,7 +13,7 @@ PATH_POLICIES: Final[tuple[str, ...]]
 CONGESTION_CONTROLS: Final[tuple[str, ...]]
 """What may decide how much is in flight (csrc/flow/congestion.hpp)."""
 
-DEFAULTS: Final[dict[str, int | str]]
+DEFAULTS: Final[dict[str, int | float | str]]
 """What C++ takes for fields of `Config` that it is not given: the defaults of config.py."""
 
 def rdma_ports() -> list[tuple[str, int, int, bool, int, list[int], list[tuple[int, str, int]], str]]:
@@ -55,7 +55,16 @@ class Registration:
 class Communicator:
     """This rank's channels to all ranks of a group."""
 
-    def __init__(self, rank: int, size: int, *, timeout_s: float, seed: int, ranks_here: int = 1) -> None: ...
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        timeout_s: float,
+        seed: int,
+        ranks_here: int = 1,
+        peer_timeout_s: float = 10.0,
+    ) -> None: ...
     def shm_offer(self) -> bytes:
         """Makes this rank's shared-memory segment; what peers need to open it."""
 

@@ -147,6 +147,7 @@ class Communicator(ArrayCollectives):
                 timeout_s=self.timeout_s,
                 seed=secrets.randbits(64),
                 ranks_here=max(ranks_here, ranks_here_min),
+                peer_timeout_s=self.config.peer_timeout_s,
             )
 
         connection = rendezvous.connect(
@@ -191,7 +192,8 @@ class Communicator(ArrayCollectives):
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
-        """The ranks that the failure blames: dead ones, and those that gave no sign of life until a deadline."""
+        """The ranks that the failure blames: dead ones, and those that gave no sign of life for the peer timeout
+        or until a deadline."""
         return tuple(self._core.lost_ranks)
 
     def find_gone_ranks(self) -> tuple[int, ...]:

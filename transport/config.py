@@ -22,6 +22,9 @@ WINDOW_MAX_BYTES: Final = 64 << 20
 HOST_ID_MAX_CHARACTERS: Final = 128
 # Linux: IFNAMSIZ is 16 with the final zero (uapi/linux/if.h).
 INTERFACE_MAX_CHARACTERS: Final = 15
+# A busy machine may not run a thread for some tenths of a second. A day: while a debugger holds a rank.
+PEER_TIMEOUT_MIN_S: Final = 0.5
+PEER_TIMEOUT_MAX_S: Final = 86_400.0
 
 
 AnyName = TypeVar("AnyName", bound=StrEnum)
@@ -107,6 +110,11 @@ class Config:
     """`SENNIT_TIMEOUT_S`, seconds: the deadline of rendezvous and of every operation that is given no other.
     As long as torch's own default for process groups, which replaces it there."""
 
+    peer_timeout_s: float = 10.0
+    """`SENNIT_PEER_TIMEOUT_S`, 0.5 to 86,400 seconds: a rank that others wait for and that gives no sign of life for so
+    long is dead to them, and the group ends. Threads of the library give the signs, so a rank that computes, or holds
+    the GIL, is never dead. A process that is stopped (SIGSTOP, a debugger) gives none."""
+
     def __post_init__(self) -> None:
         if self.transport not in tuple(TransportKind):
             raise ConfigError(f"transport {self.transport!r}; allowed: {', '.join(TransportKind)}")
@@ -137,6 +145,10 @@ class Config:
             raise ConfigError(f"host_id of {len(self.host_id)} characters; allowed: 1..{HOST_ID_MAX_CHARACTERS}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise ConfigError(f"timeout_s {self.timeout_s}; allowed: finite and above 0")
+        if not PEER_TIMEOUT_MIN_S <= self.peer_timeout_s <= PEER_TIMEOUT_MAX_S:
+            raise ConfigError(
+                f"peer_timeout_s {self.peer_timeout_s}; allowed: {PEER_TIMEOUT_MIN_S:g}..{PEER_TIMEOUT_MAX_S:g}"
+            )
 
     def _check_ports(self, first: int, last: int) -> None:
         if not PORT_MIN <= first <= last <= PORT_MAX:
@@ -164,6 +176,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         "SENNIT_WINDOW_BYTES",
         "SENNIT_HOST_ID",
         "SENNIT_TIMEOUT_S",
+        "SENNIT_PEER_TIMEOUT_S",
     ):
         text = source.get(name, "").strip()
         if text:
@@ -180,6 +193,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         window_bytes=_integer("SENNIT_WINDOW_BYTES", given.get("SENNIT_WINDOW_BYTES"), default.window_bytes),
         host_id=given.get("SENNIT_HOST_ID"),
         timeout_s=_seconds("SENNIT_TIMEOUT_S", given.get("SENNIT_TIMEOUT_S"), default.timeout_s),
+        peer_timeout_s=_seconds("SENNIT_PEER_TIMEOUT_S", given.get("SENNIT_PEER_TIMEOUT_S"), default.peer_timeout_s),
     )
 
 

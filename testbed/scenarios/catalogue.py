@@ -11,6 +11,7 @@ from sennit.testbed.scenarios.model import (
     KillRank,
     Library,
     Operation,
+    PowerOff,
     Scenario,
     SuspendRank,
     SwitchPlane,
@@ -146,6 +147,17 @@ def _peers() -> list[Scenario]:
             # The deadline, plus the time a busy machine needs to report it.
             goals=(*died, Goal(measure="error_within_s", at_most=3.0, must=True)),
             short=short,
+        ),
+        Scenario(
+            name="host-off",
+            title="one of 4 hosts loses power between small AllReduces; the others give it up within 10 s and go on",
+            topology=Topology(hosts=4),
+            workload=Workload(size_bytes=4096, duration_s=30.0, rounds=1, timeout_s=60.0),
+            faults=(PowerOff(rank=2, at_s=0.5),),
+            recovers=True,
+            # The peer timeout, and what it takes a busy machine to say so.
+            goals=(*died, Goal(measure="error_within_s", at_most=11.0, must=True)),
+            short={"variants": (Variant(peer_timeout_s=1.0),)},
         ),
     ]
 

@@ -106,7 +106,15 @@ class SuspendRank:
     at_s: float
 
 
-Fault: TypeAlias = SwitchPlane | KillRank | SuspendRank
+@dataclass(frozen=True, kw_only=True)
+class PowerOff:
+    """The rank's host is gone at once: its process stands still (SIGSTOP), and its links go down on every plane."""
+
+    rank: int
+    at_s: float
+
+
+Fault: TypeAlias = SwitchPlane | KillRank | SuspendRank | PowerOff
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +153,7 @@ class Variant:
     transport: str = "udp"
     paths: int = 8
     impairment_seed: int = 1
+    peer_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)

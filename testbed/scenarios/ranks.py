@@ -182,6 +182,7 @@ def _environment(interfaces: str, variant: Variant, timeout_s: float) -> dict[st
         "SENNIT_PATHS": str(variant.paths),
         "SENNIT_INTERFACES": interfaces,
         "SENNIT_TIMEOUT_S": str(timeout_s),
+        "SENNIT_PEER_TIMEOUT_S": str(variant.peer_timeout_s),
         "GLOO_SOCKET_IFNAME": interfaces,
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",

@@ -18,7 +18,16 @@ from typing import Any, Final
 
 from sennit import capabilities
 from sennit.testbed.scenarios.counters import difference, total
-from sennit.testbed.scenarios.model import NO_IMPAIRMENT, KillRank, Library, Scenario, SuspendRank, SwitchPlane, Variant
+from sennit.testbed.scenarios.model import (
+    NO_IMPAIRMENT,
+    KillRank,
+    Library,
+    PowerOff,
+    Scenario,
+    SuspendRank,
+    SwitchPlane,
+    Variant,
+)
 from sennit.testbed.scenarios.ranks import Answer, Event, RankError, Ranks
 from sennit.testbed.topology import Direction, Impairer, Planes
 
@@ -263,7 +272,13 @@ class _Stage:
                     events.append(Event(at_s, f"rank {rank} killed", functools.partial(crew.kill, rank)))
                 case SuspendRank(rank=rank, at_s=at_s):
                     events.append(Event(at_s, f"rank {rank} silent", functools.partial(crew.suspend, rank)))
+                case PowerOff(rank=rank, at_s=at_s):
+                    events.append(Event(at_s, f"host {rank} off", functools.partial(self._power_off, crew, rank)))
         return events
+
+    def _power_off(self, crew: Ranks, rank: int) -> None:
+        self._planes.unplug(rank)
+        crew.suspend(rank)
 
     @contextlib.contextmanager
     def _disturbance(self, seed: int) -> Iterator[None]:

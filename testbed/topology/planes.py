@@ -194,6 +194,11 @@ class Planes:
         else:
             raise ValueError(f"how {how!r}; allowed: blackhole, link")
 
+    def unplug(self, host: int) -> None:
+        """Takes the carrier from all links of a host, for good: what a host without power does to its switches."""
+        ports = self._ports([host], None)
+        namespace.within(self.switch_name, _set_links, [port_ifindex(*port) for port in ports], False)
+
     def limit_rate(
         self,
         bits_per_s: int | None,

@@ -33,6 +33,7 @@ def test_every_variable() -> None:
             "SENNIT_WINDOW_BYTES": "65536",
             "SENNIT_HOST_ID": "left",
             "SENNIT_TIMEOUT_S": "2.5",
+            "SENNIT_PEER_TIMEOUT_S": "0.5",
         }
     ) == Config(
         transport=TransportKind.UDP,
@@ -44,6 +45,7 @@ def test_every_variable() -> None:
         window_bytes=65_536,
         host_id="left",
         timeout_s=2.5,
+        peer_timeout_s=0.5,
     )
 
 
@@ -66,6 +68,9 @@ def test_every_variable() -> None:
         ("SENNIT_HOST_ID", "x" * 129, "129 characters"),
         ("SENNIT_TIMEOUT_S", "0", "timeout_s 0.0; allowed: finite and above 0"),
         ("SENNIT_TIMEOUT_S", "nan", "timeout_s nan"),
+        ("SENNIT_PEER_TIMEOUT_S", "0.4", r"peer_timeout_s 0\.4; allowed: 0\.5\.\.86400"),
+        ("SENNIT_PEER_TIMEOUT_S", "86401", r"peer_timeout_s 86401\.0; allowed: 0\.5\.\.86400"),
+        ("SENNIT_PEER_TIMEOUT_S", "nan", "peer_timeout_s nan"),
         ("SENNIT_TIMEOUT_S", "soon", "SENNIT_TIMEOUT_S=soon; allowed: a number of seconds"),
     ],
 )

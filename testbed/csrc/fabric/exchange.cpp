@@ -145,8 +145,7 @@ void Exchange::on_advert(uint32_t number, const Advert& advert) {
 }
 
 void Exchange::transfer(uint32_t number, const Message& message, uint64_t advert_id) {
-  connections_[number].ends[0].flow->transfer(message.number, advert_id, memory_.get(), message.size_bytes,
-                                              now_ticks());
+  connections_[number].ends[0].flow->transfer(message.number, advert_id, memory_.get(), message.size_bytes);
   touch(2 * number);
 }
 

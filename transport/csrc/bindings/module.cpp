@@ -236,10 +236,11 @@ class PyRegistration {
 
 class PyCommunicator {
  public:
-  PyCommunicator(uint32_t rank, uint32_t world, double timeout_s, uint64_t seed, uint32_t ranks_here) {
+  PyCommunicator(uint32_t rank, uint32_t world, double timeout_s, uint64_t seed, uint32_t ranks_here,
+                 double peer_timeout_s) {
     guarded([&] {
-      engine_ =
-          new sennit::Engine({rank, world, std::max<uint64_t>(1, to_us(timeout_s)), seed, std::max(1u, ranks_here)});
+      engine_ = new sennit::Engine({rank, world, std::max<uint64_t>(1, to_us(timeout_s)), seed,
+                                    std::max(1u, ranks_here), std::max<uint64_t>(1, to_us(peer_timeout_s))});
     });
   }
   ~PyCommunicator() {
@@ -442,6 +443,8 @@ NB_MODULE(_core, m) {
   defaults["window_bytes"] = config.window_bytes;
   defaults["path_policy"] = std::string(config.path_policy);
   defaults["congestion"] = std::string(config.congestion);
+  const double peer_timeout_s = static_cast<double>(config.peer_timeout_us) / 1e6;
+  defaults["peer_timeout_s"] = peer_timeout_s;
   m.attr("DEFAULTS") = defaults;
   m.attr("CONGESTION_CONTROLS") = to_names(sennit::flow::congestion_controls());
   m.def(
@@ -477,8 +480,8 @@ NB_MODULE(_core, m) {
       .def("close", &PyRegistration::close);
 
   nb::class_<PyCommunicator>(m, "Communicator", "This rank's channels to all ranks of a group.")
-      .def(nb::init<uint32_t, uint32_t, double, uint64_t, uint32_t>(), "rank"_a, "size"_a, nb::kw_only(), "timeout_s"_a,
-           "seed"_a, "ranks_here"_a = 1)
+      .def(nb::init<uint32_t, uint32_t, double, uint64_t, uint32_t, double>(), "rank"_a, "size"_a, nb::kw_only(),
+           "timeout_s"_a, "seed"_a, "ranks_here"_a = 1, "peer_timeout_s"_a = peer_timeout_s)
       .def("shm_offer", &PyCommunicator::shm_offer,
            "Makes this rank's shared-memory segment; what peers need to open it.")
       .def("shm_accept", &PyCommunicator::shm_accept, "rank"_a, "offer"_a,

@@ -21,9 +21,13 @@ namespace {
 constexpr uint64_t SLEEP_MAX_US = 50'000;
 // With both shared memory and sockets there is no one thing to sleep on: poll the sockets, look at the rings.
 constexpr uint64_t MIXED_SLEEP_MAX_US = 500;
-// An idle communicator on a network must still acknowledge what arrives late: its last acknowledgement may have been
-// lost.
+// An idle communicator on a network must still acknowledge what arrives late, since its last acknowledgement may have
+// been lost, and answer peers that wait for it. Backs off to ten times this when nothing arrives.
 constexpr uint64_t LINGER_US = 5'000;
+// A driver that made no round for so long is in a callback.
+constexpr uint64_t DRIVER_AWAY_US = 2 * SLEEP_MAX_US;
+// Peers in shared memory see a counter grow. Below half of the least peer timeout.
+constexpr uint64_t BEAT_US = 200'000;
 
 uint32_t usable_cores() {
   cpu_set_t set;
@@ -82,7 +86,7 @@ void Engine::release() {
 }
 
 std::vector<std::byte> Engine::shm_offer() {
-  if (!shm_) shm_ = std::make_unique<ShmPort>(config_.rank, config_.world, &counter_page_);
+  if (!shm_) shm_ = std::make_unique<ShmPort>(config_.rank, config_.world, &counter_page_, config_.peer_timeout_us);
   return shm_->offer();
 }
 
@@ -93,6 +97,7 @@ bool Engine::shm_accept(uint32_t peer, std::span<const std::byte> offer) {
 std::vector<std::byte> Engine::udp_open(const UdpConfig& config) {
   UdpConfig counting = config;
   counting.counter_page = &counter_page_;
+  counting.peer_timeout_us = config_.peer_timeout_us;
   udp_ = std::make_unique<UdpPort>(config_.rank, config_.world, counting);
   return udp_->local_info();
 }
@@ -100,6 +105,7 @@ std::vector<std::byte> Engine::udp_open(const UdpConfig& config) {
 std::vector<std::byte> Engine::verbs_open(const VerbsConfig& config) {
   VerbsConfig counting = config;
   counting.counter_page = &counter_page_;
+  counting.peer_timeout_us = config_.peer_timeout_us;
   verbs_ = std::make_unique<VerbsPort>(config_.rank, config_.world, counting);
   return verbs_->local_info();
 }
@@ -143,6 +149,7 @@ void Engine::connect(const std::vector<Route>& routes) {
     Lock lock = enter();
     start_thread();
   }
+  if (!ports_.empty()) answering_.start([this] { return answer(); });
 }
 
 Engine::Lock Engine::enter() {
@@ -277,6 +284,7 @@ void Engine::unregister_memory(const void* data, uint64_t size_bytes) {
 
 // One look at everything. True when anything moved.
 bool Engine::look_at_everything(uint64_t now_us) {
+  last_round_us_.store(now_us, std::memory_order_relaxed);
   bool moved = false;
   bool failed = false;
   for (Port* port : ports_) {
@@ -421,21 +429,35 @@ void Engine::start_thread() {
   thread_id_ = thread_.get_id();
 }
 
+// On the answering thread, which must not be held up: callbacks are left to others. Returns the pause to the next look.
+uint64_t Engine::answer() {
+  if (!has_network()) {
+    shm_->beat();
+    return BEAT_US;
+  }
+  const auto round_is_due = [this](uint64_t now_us, uint64_t patience_us) {
+    return now_us >= last_round_us_.load(std::memory_order_relaxed) + patience_us;
+  };
+  if (!round_is_due(clock_us(), LINGER_US)) return LINGER_US;
+  const Lock lock = enter();
+  const uint64_t now_us = clock_us();
+  if (stopping_ || !round_is_due(now_us, driving_ ? DRIVER_AWAY_US : LINGER_US)) return LINGER_US;
+  idle_answers_ = round(now_us) ? 0 : idle_answers_ + 1;
+  if (first_settled_ != nullptr) {
+    if (waiters_ != 0) role_free_.notify_all();
+    background_work_.notify_one();
+  }
+  return LINGER_US * std::min<uint64_t>(10, 1 + idle_answers_ / 200);
+}
+
 void Engine::background() {
   Lock lock(mutex_);
-  uint64_t idle_rounds = 0;
   while (!stopping_) {
+    // Operations that the answering thread found finished.
+    run_callbacks(lock);
     const bool work = background_operations_ != 0 && waiters_ == 0 && !driving_;
     if (!work) {
-      if (!has_network()) {
-        background_work_.wait(lock);
-        continue;
-      }
-      // Backs off to ten times the interval when nothing arrives.
-      const auto pause = std::chrono::microseconds(LINGER_US * std::min<uint64_t>(10, 1 + idle_rounds / 200));
-      if (background_work_.wait_for(lock, pause) != std::cv_status::timeout || driving_) continue;
-      idle_rounds = round(clock_us()) ? 0 : idle_rounds + 1;
-      run_callbacks(lock);
+      if (!stopping_ && first_settled_ == nullptr) background_work_.wait(lock);
       continue;
     }
     const Driving driving(*this);

@@ -3,7 +3,7 @@
 //
 // One thread at a time is the driver: it runs rounds (ports, mailbox, ready steps) under the lock and gives the lock
 // away between rounds. A thread in wait() becomes the driver if there is none; the background thread drives operations
-// that nobody waits for.
+// that nobody waits for. While no thread drives, the answering thread answers the peers.
 //
 // A group ends once, by end(), whether it was shut down, aborted or failed: the peers are told, then ports and devices
 // give up all user memory, and only then do the operations in flight end, so that their owners may free it. An
@@ -24,6 +24,7 @@
 #include <thread>
 #include <vector>
 
+#include "executor/answering.hpp"
 #include "executor/backoff.hpp"
 #include "executor/operation.hpp"
 #include "messages/failure.hpp"
@@ -41,6 +42,7 @@ struct EngineConfig {
   uint64_t timeout_us;  // default deadline of an operation
   uint64_t seed;
   uint32_t ranks_here;  // ranks that share this machine's cores, this one included
+  uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us;
 };
 
 struct Route {
@@ -206,6 +208,8 @@ class Engine {
   void end(sennit_status status, std::string reason, FailureNotice notice, Farewell farewell) noexcept;
   void end_in_doubt() noexcept;
   void say_farewell(const FailureNotice& notice, Farewell farewell) noexcept;
+  bool is_as_good_as_lost(uint32_t peer) const;
+  uint64_t answer();
   void background();
   void start_thread();
   void join_thread();
@@ -249,6 +253,9 @@ class Engine {
   std::condition_variable thread_joined_;
   bool has_joined_ = false;
   std::atomic<uint32_t> references_{1};
+  std::atomic<uint64_t> last_round_us_{0};
+  uint64_t idle_answers_ = 0;  // of the answering thread alone
+  AnsweringThread answering_;  // last: it uses all of the above
 };
 
 uint64_t clock_us();

@@ -50,11 +50,11 @@ void Engine::check_failures(uint64_t now_us) {
       case MailboxFailure::Kind::peer_lost: {
         FailureNotice notice{{}, "rank " + std::to_string(failure->peer) + " " + failure->reason};
         for (uint32_t peer = 0; peer < config_.world; ++peer) {
-          if (mailbox_.lost(peer)) notice.lost.push_back(peer);
+          if (mailbox_.lost(peer) || is_as_good_as_lost(peer)) notice.lost.push_back(peer);
         }
         if (notice.lost.size() > 1) notice.reason += "; lost in all: " + rank_list(notice.lost);
-        std::string reason = notice.reason + " (" + mailbox_.lane(failure->peer)->describe() + ")";
-        end(SENNIT_PEER, std::move(reason), std::move(notice), Farewell::notice);
+        notice.reason += " (" + mailbox_.lane(failure->peer)->describe() + ")";
+        end(SENNIT_PEER, notice.reason, notice, Farewell::notice);
         return;
       }
       case MailboxFailure::Kind::peer_aborted:
@@ -70,6 +70,12 @@ void Engine::check_failures(uint64_t now_us) {
     }
     next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
   }
+}
+
+// Silent nearly as long as the one that was lost for it: ranks of one host fall silent together.
+bool Engine::is_as_good_as_lost(uint32_t peer) const {
+  const Lane* const lane = mailbox_.lane(peer);
+  return lane != nullptr && lane->silent_us() >= config_.peer_timeout_us - config_.peer_timeout_us / 8;
 }
 
 // The reporter is named last: the ranks to blame are what matters.
@@ -98,8 +104,8 @@ void Engine::fail_late(const Operation& operation, uint64_t now_us) {
   }
   // Those that we wait for may themselves wait for a silent one.
   if (silent.empty()) silent = silent_elsewhere;
-  std::string reason = operation.describe() + " did not finish on rank " + std::to_string(config_.rank) +
-                       " within its deadline of " + seconds(operation.timeout_us_);
+  std::string reason = operation.describe() + " timed out on rank " + std::to_string(config_.rank) +
+                       ": not finished within its deadline of " + seconds(operation.timeout_us_);
   if (const std::string waits = operation.describe_device(); !waits.empty()) reason += "; " + waits;
   if (!silent.empty()) reason += "; no sign of life from " + rank_list(silent) + " for " + seconds(silence_us);
   const std::string outstanding = mailbox_.describe_outstanding();
@@ -269,6 +275,7 @@ void Engine::shutdown(uint64_t timeout_us) {
     background_work_.notify_all();
     run_callbacks(lock);
   }
+  answering_.stop();
   join_thread();
 }
 

@@ -38,13 +38,12 @@ void Flow::advertise(uint64_t receive_id, const MessageHeader& header, std::byte
   if (state.receiver.has_unsent_adverts()) state.request_control(now_us);
 }
 
-void Flow::transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes, uint64_t now_us) {
+void Flow::transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes) {
   State& state = *state_;
   if (state.peer_closed) state.lose_peer("said goodbye before this message");
   if (state.dead) return;
   const char* error = state.sender.transfer(send_id, advert_id, data, size_bytes);
-  if (error != nullptr) return state.lose_peer(error);
-  if (!state.sender.has_unacknowledged()) state.waiting_since_us = now_us;
+  if (error != nullptr) state.lose_peer(error);
 }
 
 bool Flow::poll_event(Event& out) {
@@ -109,7 +108,6 @@ size_t Flow::poll_data(uint64_t now_us, std::span<DataOut> out, uint32_t& path) 
     if (recovery.has_lost()) {
       packet = recovery.resend(now_us, path);
     } else {
-      if (!state.eager_sender.has_unsent() && !state.sender.has_unacknowledged()) state.waiting_since_us = now_us;
       packet = state.eager_sender.has_unsent() ? state.eager_sender.take_unsent() : state.sender.take_unsent();
       recovery.on_sent(now_us, path, packet);
     }
@@ -125,6 +123,13 @@ size_t Flow::poll_control(uint64_t now_us, std::span<std::byte> out, uint32_t& p
   State& state = *state_;
   size_t size_bytes = 0;
   if (!state.dead && (state.recovery.take_tail_mark(now_us, path) || state.recovery.take_path_probe(now_us, path))) {
+    ++state.counters.control_packets_sent;
+    return state.write_probe(now_us, out);
+  }
+  if (!state.dead && state.life_probes != 0) {
+    --state.life_probes;
+    path = state.life_path++ % state.config.path_count;
+    state.recovery.begin_probe();
     ++state.counters.control_packets_sent;
     return state.write_probe(now_us, out);
   }
@@ -171,7 +176,8 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
   if (verdict != Verdict::place && verdict != Verdict::duplicate) return state.count_refusal(verdict);
   const bool is_duplicate = verdict == Verdict::duplicate;
   trace::packet_received(state.config.ends, path, immediate, size_bytes, is_duplicate);
-  state.last_heard_us = now_us;
+  state.silence.on_heard(now_us);
+  state.silence.on_data();
   state.note_arrival(now_us, path, immediate, ecn_marked, waited_us);
   if (is_duplicate) {
     ++state.counters.duplicate_packets;
@@ -240,18 +246,19 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
 uint64_t Flow::next_timeout_us() const {
   const State& state = *state_;
   if (state.dead) return state.last_words != 0 ? 0 : NEVER;
+  if (state.life_probes != 0) return 0;
   const uint64_t send_at_us = state.can_send() ? state.recovery.paced_until_us() : NEVER;
   if (send_at_us == 0) return 0;
   return std::min({send_at_us, state.control_due_us, state.repeat_at_us, state.recovery.next_timeout_us(),
-                   state.advert_retry_us(), state.ask_at_us, state.nudge_at_us(), state.peer_lost_at_us()});
+                   state.advert_retry_us(), state.ask_at_us, state.nudge_at_us(), state.look_at_us()});
 }
 
 void Flow::on_timeout(uint64_t now_us) {
   State& state = *state_;
   if (state.dead) return;
-  if (state.peer_lost_at_us() <= now_us) {
-    return state.lose_peer("sent nothing for " + std::to_string(state.config.peer_timeout_us / 1'000) +
-                           " ms in the middle of a message");
+  if (state.look_at_us() <= now_us) {
+    state.look_for_life(now_us);
+    if (state.dead) return;
   }
   state.recovery.on_timeout(now_us);
   if (state.advert_retry_us() <= now_us) {
@@ -286,13 +293,15 @@ void Flow::on_timeout(uint64_t now_us) {
   }
 }
 
-void Flow::ask_if_silent(uint64_t now_us, uint64_t silence_us) {
+void Flow::expect(uint64_t now_us) {
   State& state = *state_;
-  if (state.dead || state.peer_closed) return;
-  if (now_us < std::max(state.last_heard_us, state.probed_us) + silence_us) return;
-  state.probed_us = now_us;
-  state.ask = state.repeats_itself = true;
-  state.request_control(now_us);
+  if (state.dead) return;
+  if (state.peer_closed && !state.eager_receiver.has_undelivered() && state.events.empty()) {
+    // Not at once: what it sent before its goodbye may have taken a slower path.
+    if (state.is_goodbye_old) return state.lose_peer("left the group");
+    state.is_goodbye_old = true;
+  }
+  state.look_for_life(now_us);
 }
 
 void Flow::on_path_failed(uint64_t now_us, uint32_t path) {
@@ -306,9 +315,13 @@ void Flow::on_peer_failed(std::string_view reason) {
   state.lose_peer(reason);
 }
 
-uint64_t Flow::last_heard_us() const { return state_->last_heard_us; }
+uint64_t Flow::last_heard_us() const { return state_->silence.heard_us(); }
+
+uint64_t Flow::silent_us() const { return state_->silence.silent_us(); }
 
 bool Flow::ended() const { return state_->dead; }
+
+std::string_view Flow::end_reason() const { return state_->reason; }
 
 bool Flow::idle() const { return state_->dead || state_->idle(); }
 
@@ -347,17 +360,22 @@ std::string Flow::describe() const {
   std::array<uint32_t, 4> in_state{};
   for (uint32_t index = 0; index < paths.count(); ++index) ++in_state[static_cast<size_t>(paths[index].state)];
   const auto count = [&](PathState path_state) { return std::to_string(in_state[static_cast<size_t>(path_state)]); };
-  std::string text = state.dead ? "dead (" + state.reason + "), " : "";
-  text += std::to_string(paths.count()) + " paths (" + count(PathState::good) + " good, " + count(PathState::skip) +
-          " skip, " + count(PathState::bad) + " bad, " + count(PathState::probing) + " probing; " +
-          std::string(state.recovery.policy().name()) + "), window " + std::to_string(state.counters.window_packets) +
-          " packets (" + std::string(state.recovery.congestion().name()) + "), rtt " +
-          std::to_string(state.counters.rtt_us) + " us, " + std::to_string(state.recovery.outstanding()) +
-          " packets unacknowledged, " + std::to_string(state.sender.open_transfers()) + " transfers and " +
-          std::to_string(state.receiver.open_credits()) + " credits open, " +
-          std::to_string(state.counters.retransmitted_packets) + " retransmitted, " +
-          std::to_string(state.counters.local_ack_timeout_err) + " timeouts";
-  return text;
+  // A path is good until something speaks against it, which is no news where nothing ever came.
+  const std::string path_states = state.silence.heard_us() == 0
+                                      ? "never heard from over any"
+                                      : count(PathState::good) + " good, " + count(PathState::skip) + " skip, " +
+                                            count(PathState::bad) + " bad, " + count(PathState::probing) + " probing";
+  const std::string round_trip = state.recovery.round_trip().sampled()
+                                     ? "rtt " + std::to_string(state.counters.rtt_us) + " us"
+                                     : "no round trip measured yet";
+  return std::to_string(paths.count()) + " paths (" + path_states + "; " + std::string(state.recovery.policy().name()) +
+         "), window " + std::to_string(state.counters.window_packets) + " packets (" +
+         std::string(state.recovery.congestion().name()) + "), " + round_trip + ", " +
+         std::to_string(state.recovery.outstanding()) + " packets unacknowledged, " +
+         std::to_string(state.sender.open_transfers()) + " transfers and " +
+         std::to_string(state.receiver.open_credits()) + " credits open, " +
+         std::to_string(state.counters.retransmitted_packets) + " retransmitted, " +
+         std::to_string(state.counters.local_ack_timeout_err) + " timeouts";
 }
 
 }  // namespace sennit::flow

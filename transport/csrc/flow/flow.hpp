@@ -46,7 +46,7 @@ struct FlowConfig {
   uint32_t window_bytes = 2'097'152;      // most data in flight, counted in full packets
   uint32_t ack_every_packets = 32;        // acknowledge at the latest after so many data packets ...
   uint32_t ack_delay_us = 400;            // ... or after this time; below the tail probe's 1 ms
-  uint64_t peer_timeout_us = 10'000'000;  // silence in the middle of a bulk message that means a dead peer
+  uint64_t peer_timeout_us = 10'000'000;  // a peer that is waited for and silent for so long is lost (silence.hpp)
   uint64_t seed = 0;                      // the first path
   uint32_t rail_count = 1;                // interfaces below the paths: path p uses rail p mod rail_count
   uint32_t peer_key_count = 1;            // keys that open one region of the peer's: one for each of its devices
@@ -107,7 +107,7 @@ class Flow {
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data, uint64_t now_us);
   void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys,
                  uint64_t now_us);
-  void transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes, uint64_t now_us);
+  void transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
   bool poll_event(Event& out);
   // The last eager event could not be taken: no eager event until poll_event has returned false once,
   // then the same one again.
@@ -133,9 +133,10 @@ class Flow {
   // 0: there is something to send now.
   uint64_t next_timeout_us() const;
   void on_timeout(uint64_t now_us);
-  // Somebody waits: if the peer was not heard for `silence_us`, the next control asks it to answer. Nothing follows
-  // from silence alone, but a port may learn from the attempt that nobody is there.
-  void ask_if_silent(uint64_t now_us, uint64_t silence_us);
+  // Somebody here waits for the peer; to be called every LOOK_MAX_US while that lasts. A silent peer is asked for a
+  // sign of life, by probes over one path after the other; one that gives none for peer_timeout_us is lost. In the
+  // middle of a bulk message the flow looks by itself.
+  void expect(uint64_t now_us);
   // The port knows that nothing goes over a path any more (link down, queue pair in error). It is probed from now on,
   // as any that went silent.
   void on_path_failed(uint64_t now_us, uint32_t path);
@@ -144,7 +145,10 @@ class Flow {
 
   // When the last valid packet of the peer came; 0 before the first.
   uint64_t last_heard_us() const;
+  // How long it has been silent while somebody waited.
+  uint64_t silent_us() const;
   bool ended() const;                   // aborted by either side, or the peer is lost
+  std::string_view end_reason() const;  // empty before
   bool idle() const;                    // nothing sent is unacknowledged
   void revoke() noexcept;               // forget all user memory; nothing is said of it
   void abort(std::string_view reason);  // the same, and the next controls say why

@@ -63,6 +63,8 @@ class Recovery {
   // A bad path to be probed by a control packet now.
   bool take_path_probe(uint64_t now_us, uint32_t& path);
 
+  // A probe of the flow's own: any control that asks for the echo of its path.
+  void begin_probe() { ++probe_number_; }
   // Of the probe or mark taken last.
   uint16_t probe_number() const { return probe_number_; }
 

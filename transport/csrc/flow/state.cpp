@@ -52,7 +52,8 @@ Flow::State::State(const FlowConfig& config, std::span<std::byte> eager_memory, 
       sender(config),
       receiver(config),
       grants(config.receive_budget, config.payload_max_bytes),
-      ack_pacing(config) {}
+      ack_pacing(config),
+      silence(config.peer_timeout_us) {}
 
 void Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked,
                                uint64_t waited_us) {
@@ -130,14 +131,36 @@ uint64_t Flow::State::advert_retry_us() const {
 uint64_t Flow::State::nudge_at_us() const {
   if (!receiver.has_partial()) return NEVER;
   const uint64_t wait_us = recovery.round_trip().rto_us() << std::min(nudges, BACKOFF_MAX);
-  return std::max(last_heard_us, nudged_us) + std::min(wait_us, RTO_MAX_US);
+  return std::max(silence.heard_us(), nudged_us) + std::min(wait_us, RTO_MAX_US);
 }
 
-uint64_t Flow::State::peer_lost_at_us() const {
-  // A peer that computes between operations answers nothing, eager messages and adverts included, and is
-  // well. In the middle of a bulk message both sides are in an operation, so one of them must hear the other.
-  if (!sender.has_unacknowledged() && !receiver.has_partial()) return NEVER;
-  return std::max(last_heard_us, waiting_since_us) + config.peer_timeout_us;
+// In the middle of a bulk message each side waits for the other. Of other waits the flow does not know: expect().
+uint64_t Flow::State::look_at_us() const {
+  return sender.has_unacknowledged() || receiver.has_partial() ? silence.next_look_us() : NEVER;
+}
+
+void Flow::State::look_for_life(uint64_t now_us) {
+  switch (silence.look(now_us)) {
+    case Silence::Step::wait:
+      return;
+    case Silence::Step::ask:
+      // First where the peer was heard last, then elsewhere: that path may have died.
+      if (silence.questions() == 1) life_path = newest_heard_path;
+      life_probes = 1;
+      return;
+    case Silence::Step::ask_everywhere:
+      life_probes = config.path_count;
+      return;
+    case Silence::Step::give_up:
+      return lose_peer(describe_silence());
+  }
+}
+
+std::string Flow::State::describe_silence() const {
+  return "gave no sign of life for " + Silence::seconds(silence.silent_us()) + " (SENNIT_PEER_TIMEOUT_S): asked " +
+         std::to_string(silence.questions()) + " times, in the end over " +
+         (config.path_count == 1 ? "its only path" : "all " + std::to_string(config.path_count) + " paths") +
+         (silence.heard_us() == 0 ? ", never heard from since the group was made" : "");
 }
 
 void Flow::State::forget() noexcept {
@@ -147,6 +170,7 @@ void Flow::State::forget() noexcept {
   receiver.clear();
   grants.clear();
   control_due_us = ask_at_us = repeat_at_us = NEVER;
+  life_probes = 0;
   dead = true;
 }
 
@@ -159,8 +183,8 @@ void Flow::State::lose_peer(std::string_view why) {
 
 // The peer goes on: it has not heard of the end yet.
 void Flow::State::repeat_last_word(uint64_t now_us) {
-  if (closing || last_words != 0 || now_us - last_heard_us < RTO_MIN_US) return;
-  last_heard_us = now_us;
+  if (closing || last_words != 0 || now_us - silence.heard_us() < RTO_MIN_US) return;
+  silence.on_heard(now_us);
   last_words = LAST_WORD_COPIES;
 }
 
@@ -224,7 +248,7 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
 
 void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const ControlReader& control) {
   const ControlHeader& header = control.header();
-  last_heard_us = now_us;
+  silence.on_heard(now_us);
   const uint64_t granted_before = sender.granted_packets();
   for (uint32_t index = 0; index < header.echo_count; ++index) recovery.on_echo(now_us, control.echo(index), waited_us);
   eager_sender.apply(header, control.eager(), [&](uint64_t packet) {

@@ -19,6 +19,7 @@
 #include "flow/recovery.hpp"
 #include "flow/sender.hpp"
 #include "flow/sequence_ring.hpp"
+#include "flow/silence.hpp"
 
 namespace sennit::flow {
 
@@ -48,7 +49,9 @@ struct Flow::State {
   bool has_outstanding() const { return !idle() || receiver.has_open(); }
   uint64_t advert_retry_us() const;
   uint64_t nudge_at_us() const;
-  uint64_t peer_lost_at_us() const;
+  uint64_t look_at_us() const;
+  void look_for_life(uint64_t now_us);
+  std::string describe_silence() const;
   void forget() noexcept;
   void lose_peer(std::string_view why);
   void repeat_last_word(uint64_t now_us);
@@ -72,11 +75,12 @@ struct Flow::State {
   SequenceRing<Event> events;
   std::string reason;
 
-  bool dead = false;          // aborted here, or the peer is lost
-  bool lost_pending = false;  // the peer_lost or peer_aborted event is still to be given out
-  bool peer_aborted = false;  // which of them
-  bool closing = false;       // close() was called
-  bool peer_closed = false;   // the peer said goodbye
+  bool dead = false;            // aborted here, or the peer is lost
+  bool lost_pending = false;    // the peer_lost or peer_aborted event is still to be given out
+  bool peer_aborted = false;    // which of them
+  bool closing = false;         // close() was called
+  bool peer_closed = false;     // the peer said goodbye
+  bool is_goodbye_old = false;  // somebody waited for it since
   bool eager_deferred = false;
   bool ask = false;
   uint32_t last_words = 0;  // copies of goodbye or abort still to send
@@ -89,8 +93,9 @@ struct Flow::State {
   uint32_t asks = 0;
   uint64_t nudged_us = 0;
   uint32_t nudges = 0;
-  uint64_t last_heard_us = 0, waiting_since_us = 0;
-  uint64_t probed_us = 0;
+  Silence silence;
+  uint32_t life_probes = 0;       // still to send: questions whether the peer lives
+  uint32_t life_path = 0;         // of the next one
   uint64_t repeat_at_us = NEVER;  // the state once more if nothing comes until then
   uint32_t repeats = 0;
   uint64_t queue_reported_us = 0;

@@ -55,9 +55,13 @@ class Lane {
   virtual void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) = 0;
   virtual void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) = 0;
   virtual void release(uint64_t loan_id) = 0;
-  // When the peer last gave a sign of life, in the port's time. A rank that waits in an operation gives one now and
-  // then; one that computes may not.
+  // Something posted here waits for the peer; called again and again while it does. A silent peer is asked for a sign
+  // of life; one that gives none within the port's peer timeout is lost (LaneSink::on_peer_lost).
+  virtual void expect(uint64_t now_us) = 0;
+  // When the peer last gave a sign of life, in the port's time; 0: never.
   virtual uint64_t heard_us() const = 0;
+  // How long it has given none while something waited for it.
+  virtual uint64_t silent_us() const = 0;
   // One line for error messages: paths, states, what is outstanding.
   virtual std::string describe() const = 0;
 };
@@ -68,7 +72,7 @@ class Port {
   virtual std::string_view name() const = 0;
   // One bounded round (tens of microseconds to a few hundred); true when anything moved.
   virtual bool progress(uint64_t now_us) = 0;
-  // Operations wait and nothing comes: find out whether the peers are there. Called now and then.
+  // Operations wait and nothing comes: look whether the host says that a peer is gone. Called now and then.
   virtual void check_on_peers(uint64_t /*now_us*/) {}
   // Peers known to have ended: their process, or their end of this group. Looks now; may learn more from one call to
   // the next.

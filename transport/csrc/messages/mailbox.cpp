@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "messages/signature.hpp"
 #include "sennit/core.h"
@@ -19,6 +20,8 @@ constexpr uint64_t ARRIVALS_AWAITED_BYTES = 268'435'456;
 // A send that waits this long for its advert shows its header to the receiver: a rank that runs another
 // operation, or expects another size, then says so instead of waiting for its deadline.
 constexpr uint64_t PROBE_AFTER_US = 200'000;
+// So often the lanes hear that something waits for their peers.
+constexpr uint64_t LOOK_US = 50'000;
 
 // Loans come from lanes (their id, tagged with the peer) or from the mailbox's own buffers.
 constexpr uint64_t OWN_LOAN = uint64_t{1} << 63;
@@ -145,6 +148,11 @@ void Mailbox::receive(MailboxClient& client, uint32_t step, uint32_t peer, const
     fail({MailboxFailure::Kind::peer_lost, peer, lost_[peer]});
     return;
   }
+  if (peer == SENNIT_ANY_PEER && world_ > 1 && is_alone()) {
+    const uint32_t last = rank_ == 0 ? 1 : 0;
+    fail({MailboxFailure::Kind::peer_lost, last, lost_[last]});
+    return;
+  }
   posted_.push(peer, header.key, receive);
   if (peer != SENNIT_ANY_PEER && !is_p2p(header.key) && header.size_bytes > lanes_[peer]->eager_max_bytes()) {
     advertise(receive);
@@ -258,7 +266,9 @@ void Mailbox::on_peer_lost(uint32_t peer, std::string reason) {
   if (lost(peer)) return;
   lost_[peer] = reason.empty() ? "was lost" : std::move(reason);
   bool awaited = false;
-  receives_.for_each([&](const Receive& receive) { awaited |= receive.peer == peer; });
+  const bool alone = is_alone();
+  receives_.for_each(
+      [&](const Receive& receive) { awaited |= receive.peer == peer || (alone && receive.peer == SENNIT_ANY_PEER); });
   sends_.for_each([&](const Send& send) { awaited |= send.peer == peer; });
   if (awaited) fail({MailboxFailure::Kind::peer_lost, peer, lost_[peer]});
 }
@@ -284,7 +294,30 @@ bool Mailbox::progress(uint64_t now_us) {
       send.requested = lanes_[send.peer]->send_eager(send.header, EAGER_REQUEST, nullptr);
     });
   }
+  if (now_us >= next_look_us_) {
+    next_look_us_ = now_us + LOOK_US;
+    expect_peers(now_us);
+  }
   return moved;
+}
+
+void Mailbox::expect_peers(uint64_t now_us) {
+  bool is_any_awaited = false;
+  receives_.for_each([&](const Receive& receive) { is_any_awaited |= receive.peer == SENNIT_ANY_PEER; });
+  std::vector<uint32_t> peers = awaited();
+  if (is_any_awaited) {
+    peers.resize(world_);
+    std::iota(peers.begin(), peers.end(), 0u);
+  }
+  for (const uint32_t peer : peers)
+    if (lanes_[peer] != nullptr && !lost(peer)) lanes_[peer]->expect(now_us);
+}
+
+// No other rank is left that could send anything.
+bool Mailbox::is_alone() const {
+  for (uint32_t peer = 0; peer < world_; ++peer)
+    if (peer != rank_ && !lost(peer)) return false;
+  return true;
 }
 
 bool Mailbox::check(uint32_t peer, const MessageHeader& theirs, const MessageHeader& ours, bool ours_is_receive) {

@@ -59,7 +59,7 @@ class Mailbox final : public LaneSink {
   bool lost(uint32_t peer) const { return !lost_[peer].empty(); }
   // Drops everything posted: no user memory is touched any more.
   void abandon() noexcept;
-  // Peers that something posted here waits for, ascending.
+  // Peers that something posted here waits for, ascending. A receive from any rank waits for none in particular.
   std::vector<uint32_t> awaited();
   const Lane* lane(uint32_t peer) const { return lanes_[peer]; }
   // "rank 2: 3 receives, 1 send" for peers with anything outstanding.
@@ -153,6 +153,8 @@ class Mailbox final : public LaneSink {
   uint32_t match_receive(uint32_t peer, uint64_t key);
   bool check(uint32_t peer, const MessageHeader& theirs, const MessageHeader& ours, bool ours_is_receive);
   void fail(MailboxFailure failure);
+  void expect_peers(uint64_t now_us);
+  bool is_alone() const;
 
   const uint32_t rank_;
   const uint32_t world_;
@@ -178,6 +180,7 @@ class Mailbox final : public LaneSink {
   uint64_t order_ = 0;
   uint64_t pending_count_ = 0;
   uint64_t next_probe_us_ = 0;
+  uint64_t next_look_us_ = 0;
   uint64_t now_us_ = 0;
   std::vector<std::vector<std::byte>> loan_buffers_;
   std::vector<uint32_t> free_loan_buffers_;

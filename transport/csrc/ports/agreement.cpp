@@ -80,6 +80,7 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
   // Several acknowledgements a window, but each is a packet to send and to receive.
   flow.ack_every_packets =
       std::clamp(flow.window_bytes / flow.payload_max_bytes / ACKS_PER_WINDOW, 1u, ACK_MAX_PACKETS);
+  flow.peer_timeout_us = send.peer_timeout_us;
   flow.seed = send.seed + peer;
   flow.path_policy = send.path_policy;
   flow.congestion = send.congestion;

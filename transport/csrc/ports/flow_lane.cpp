@@ -61,7 +61,7 @@ void FlowLane::grant_loans() {
 void FlowLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
   const auto* bytes = static_cast<const std::byte*>(data);
   const uint64_t ticket = send_tickets_.push(SendTicket{send_id, exposure_.lend(bytes, size_bytes), false});
-  flow_.transfer(ticket, advert_id, bytes, size_bytes, now_us_);
+  flow_.transfer(ticket, advert_id, bytes, size_bytes);
 }
 
 void FlowLane::release(uint64_t loan_id) {

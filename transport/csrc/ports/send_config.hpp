@@ -23,6 +23,8 @@ struct SendConfig {
   // Most in flight to one peer, whose receive memory may allow less. More than fits the processor's second-level
   // cache only makes copies slower, unless the network holds more in a round trip.
   uint32_t window_bytes = flow::FlowConfig{}.window_bytes;
+  // A peer that is waited for and silent for so long is lost.
+  uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us;
   CounterPage* counter_page = nullptr;  // where to count, outlives the port; null: in the port
 
   // Throws std::invalid_argument with the value and what is allowed.

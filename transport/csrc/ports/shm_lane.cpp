@@ -22,8 +22,9 @@ uint64_t lines(uint64_t size_bytes) { return (size_bytes + LINE - 1) / LINE * LI
 
 }  // namespace
 
-ShmLane::ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, CounterPage* counter_page)
-    : peer_(peer), in_(in), out_(out), sink_(sink), counters_(counter_page, peer) {
+ShmLane::ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, CounterPage* counter_page,
+                 uint64_t peer_timeout_us)
+    : peer_(peer), in_(in), out_(out), sink_(sink), silence_(peer_timeout_us), counters_(counter_page, peer) {
   static_assert(sizeof(Record) == LINE);
 }
 
@@ -115,7 +116,7 @@ void ShmLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, u
 
 bool ShmLane::progress(uint64_t now_us) {
   bool moved = consume(RECORDS_A_ROUND);
-  if (moved) heard_us_ = now_us;
+  if (moved) silence_.on_heard(now_us);
   while (!waiting_records_.empty() && publish(waiting_records_.front(), nullptr, 0)) {
     waiting_records_.pop_front();
     moved = true;
@@ -324,16 +325,23 @@ void ShmLane::look_for_last_word() {
 }
 
 void ShmLane::note_beats(uint32_t beats, uint64_t now_us) {
-  if (beats != beats_seen_) heard_us_ = now_us;
+  if (beats != beats_seen_) silence_.on_heard(now_us);
   beats_seen_ = beats;
 }
 
 bool ShmLane::take_dirty() { return std::exchange(dirty_, false); }
 
-void ShmLane::lose(const char* reason) {
+void ShmLane::lose(std::string reason) {
   dead_ = true;
   forget_user_memory();
-  sink_.on_peer_lost(peer_, reason);
+  sink_.on_peer_lost(peer_, std::move(reason));
+}
+
+// Beats come unasked: the questions of Silence are none here.
+void ShmLane::expect(uint64_t now_us) {
+  if (dead_ || silence_.look(now_us) != flow::Silence::Step::give_up) return;
+  lose("gave no sign of life for " + flow::Silence::seconds(silence_.silent_us()) +
+       " (SENNIT_PEER_TIMEOUT_S): its process is there, but not one thread of it has run");
 }
 
 std::string ShmLane::describe() const {

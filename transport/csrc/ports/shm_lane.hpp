@@ -11,6 +11,8 @@
 #include <string_view>
 #include <vector>
 
+#include "flow/flow.hpp"
+#include "flow/silence.hpp"
 #include "messages/lane.hpp"
 #include "ports/shm_segment.hpp"
 #include "telemetry/counter_page.hpp"
@@ -19,14 +21,17 @@ namespace sennit {
 
 class ShmLane final : public Lane {
  public:
-  ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, CounterPage* counter_page = nullptr);
+  ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, CounterPage* counter_page = nullptr,
+          uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us);
 
   uint64_t eager_max_bytes() const override;
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
   void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
   void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
   void release(uint64_t loan_id) override;
-  uint64_t heard_us() const override { return heard_us_; }
+  void expect(uint64_t now_us) override;
+  uint64_t heard_us() const override { return silence_.heard_us(); }
+  uint64_t silent_us() const override { return silence_.silent_us(); }
   std::string describe() const override;
 
   // One bounded round: reads what the peer published, then copies pending transfers in.
@@ -102,7 +107,7 @@ class ShmLane final : public Lane {
   void take_fragment(const Record& record);
   bool push_fragment();
   void finish_fragment(uint64_t sequence);
-  void lose(const char* reason);
+  void lose(std::string reason);
 
   const uint32_t peer_;
   ShmInbox in_, out_;
@@ -123,7 +128,7 @@ class ShmLane final : public Lane {
   bool dead_ = false;
   bool memory_forgotten_ = false;
   uint32_t beats_seen_ = 0;
-  uint64_t heard_us_ = 0;
+  flow::Silence silence_;
   const Counted<Counters> counters_;
 };
 

@@ -32,9 +32,10 @@ uint64_t fresh_nonce() {
 
 }  // namespace
 
-ShmPort::ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page)
+ShmPort::ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page, uint64_t peer_timeout_us)
     : rank_(rank),
       world_(world),
+      peer_timeout_us_(peer_timeout_us),
       counter_page_(counter_page),
       segment_(ShmSegment::create(rank, world, fresh_nonce())),
       peers_(world),
@@ -52,7 +53,8 @@ bool ShmPort::accept(uint32_t peer, std::span<const std::byte> offer) {
 void ShmPort::connect(uint32_t peer, LaneSink& sink) {
   if (peer >= world_ || !peers_[peer]) throw std::runtime_error("the peer's shared memory was not opened");
   sink_ = &sink;
-  lanes_[peer] = std::make_unique<ShmLane>(peer, segment_.inbox(peer), peers_[peer].inbox(rank_), sink, counter_page_);
+  lanes_[peer] = std::make_unique<ShmLane>(peer, segment_.inbox(peer), peers_[peer].inbox(rank_), sink, counter_page_,
+                                           peer_timeout_us_);
   ++lane_count_;
 }
 
@@ -66,7 +68,11 @@ bool ShmPort::progress(uint64_t now_us) {
   for (uint32_t peer = 0; !moved && peer < world_; ++peer) {
     if (lanes_[peer]) lanes_[peer]->look_for_last_word();
   }
-  if (now_us >= next_beat_us_) beat(now_us);
+  if (now_us >= next_beat_us_) {
+    next_beat_us_ = now_us + PEER_CHECK_US;
+    beat();
+    look_at_beats(now_us);
+  }
   if (!moved && now_us >= next_check_us_) check_peers(now_us);
   return moved;
 }
@@ -89,9 +95,9 @@ void ShmPort::ring(uint32_t peer) {
   futex_wake(header.doorbell);
 }
 
-void ShmPort::beat(uint64_t now_us) {
-  next_beat_us_ = now_us + PEER_CHECK_US;
-  segment_.header().beats.fetch_add(1, std::memory_order_relaxed);
+void ShmPort::beat() { segment_.header().beats.fetch_add(1, std::memory_order_relaxed); }
+
+void ShmPort::look_at_beats(uint64_t now_us) {
   for (uint32_t peer = 0; peer < world_; ++peer) {
     if (lanes_[peer]) lanes_[peer]->note_beats(peers_[peer].header().beats.load(std::memory_order_relaxed), now_us);
   }

@@ -14,7 +14,8 @@ namespace sennit {
 class ShmPort final : public Port {
  public:
   // Throws std::system_error when /dev/shm cannot hold the segment.
-  ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page = nullptr);
+  ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page = nullptr,
+          uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us);
   ~ShmPort() override;
 
   std::vector<std::byte> offer() const { return segment_.offer(); }
@@ -32,6 +33,8 @@ class ShmPort final : public Port {
   uint32_t prepare_sleep();
   void sleep(uint32_t ticket, uint64_t timeout_us);
   void cancel_sleep();
+  // Shows the peers that this process runs. From any thread, without a lock.
+  void beat();
   // Wakes this rank's own sleeper, from another thread.
   void wake();
 
@@ -50,10 +53,11 @@ class ShmPort final : public Port {
   void ring(uint32_t peer);
   void ring_where_dirty();
   void check_peers(uint64_t now_us);
-  void beat(uint64_t now_us);
+  void look_at_beats(uint64_t now_us);
 
   const uint32_t rank_;
   const uint32_t world_;
+  const uint64_t peer_timeout_us_;
   CounterPage* const counter_page_;
   ShmSegment segment_;
   std::vector<ShmSegment> peers_;

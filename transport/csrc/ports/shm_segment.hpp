@@ -33,7 +33,7 @@ struct ShmSegmentHeader {
   uint64_t inbox_stride;
   alignas(64) std::atomic<uint32_t> doorbell;  // futex word: peers add one and wake
   std::atomic<uint32_t> sleeping;              // the owner is about to wait on `doorbell`
-  alignas(64) std::atomic<uint32_t> beats;     // grows while the owner waits in an operation: it lives and runs
+  alignas(64) std::atomic<uint32_t> beats;     // grows as long as any thread of the owner's runs
 };
 
 // Single producer (the peer), single consumer (the owner). Positions only grow; the offset in a

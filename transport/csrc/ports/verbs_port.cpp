@@ -25,7 +25,7 @@ namespace {
 
 constexpr int ROUND_MAX_COUNT = 4;
 constexpr size_t SEND_BUFFER_COUNT = 512;
-constexpr uint64_t SILENCE_US = 100'000, EVENTS_US = 1'000;
+constexpr uint64_t EVENTS_US = 1'000;
 // What is still on its way in or out of user memory when a group ends; the device takes microseconds for it.
 constexpr std::chrono::milliseconds END_MAX{1'000};
 
@@ -345,10 +345,6 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
   ++counters_->send_calls;
   path.queue.post(&requests[0], std::span(held).first(count));
   if (!path.queue.is_ready()) on_path_error(path, trace::PortError::queue_pair, 0, last_now_us_);
-}
-
-void VerbsPort::check_on_peers(uint64_t now_us) {
-  for (Peer* peer : connected_) peer->lane->flow().ask_if_silent(now_us, SILENCE_US);
 }
 
 // A device says nothing of a peer that is gone; one that lives and has not heard of the end does so now.

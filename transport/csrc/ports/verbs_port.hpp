@@ -54,7 +54,6 @@ class VerbsPort final : public Port {
 
   std::string_view name() const override { return "verbs"; }
   bool progress(uint64_t now_us) override;
-  void check_on_peers(uint64_t now_us) override;
   std::vector<uint32_t> find_gone(uint64_t now_us) override;
   uint64_t next_timeout_us() const override;
   void append_poll_fds(std::vector<pollfd>& out) const override;

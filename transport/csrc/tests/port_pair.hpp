@@ -144,4 +144,28 @@ void exchange(PortPair<PortUnderTest>& pair, uint64_t seed, const std::vector<ui
   }
 }
 
+// Rank a waits for rank b: without end while b runs, no longer than `peer_timeout_us` while it does not. In a time of
+// the test's own, which goes by at once.
+template <class PortUnderTest>
+void check_that_silence_is_noticed(PortPair<PortUnderTest>& pair, uint64_t peer_timeout_us) {
+  constexpr uint64_t LOOK_US = 50'000;
+  uint64_t at_us = now_us();
+  const auto wait = [&](uint64_t duration_us, bool b_runs) {
+    const uint64_t until_us = at_us + duration_us;
+    while (at_us < until_us && pair.a.lost_reason.empty()) {
+      at_us += LOOK_US;
+      pair.a.port.lane(1).expect(at_us);
+      pair.a.port.progress(at_us);
+      if (b_runs) pair.b.port.progress(at_us);
+    }
+  };
+  wait(20 * peer_timeout_us, true);
+  CHECK(pair.a.lost_reason.empty());
+  const uint64_t frozen_us = at_us;
+  wait(20 * peer_timeout_us, false);
+  CHECK(pair.a.lost_reason.starts_with("gave no sign of life for "));
+  CHECK(at_us - frozen_us <= peer_timeout_us + LOOK_US);
+  CHECK(pair.a.port.lane(1).silent_us() >= peer_timeout_us / 2);
+}
+
 }  // namespace sennit::test

@@ -298,6 +298,12 @@ bool SimNetwork::step() {
   return false;
 }
 
+void SimNetwork::advance(uint64_t until_us) {
+  kick();
+  while (!happenings_.empty() && happenings_.top().at_ns <= until_us * 1'000) step();
+  now_us_ = std::max(now_us_, until_us);
+}
+
 bool SimNetwork::run(uint64_t deadline_us, const std::function<bool()>& done) {
   kick();
   while (!done())

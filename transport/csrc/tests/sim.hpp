@@ -93,6 +93,8 @@ class SimNetwork {
   void kick();
   // The next event. False: nothing will ever happen again.
   bool step();
+  // Steps through all that happens up to `until_us`, and lets the time go by until then.
+  void advance(uint64_t until_us);
   // Steps until `done`; false when virtual time passes `deadline_us` or nothing is left to happen before.
   bool run(uint64_t deadline_us, const std::function<bool()>& done);
 

@@ -80,7 +80,7 @@ class SimPeer {
     while (!is_computing && transferred_ < advert_ids_.size()) {
       Out& out = bulk_out_[transferred_];
       out.buffer = contents(out.message.key, out.message.size_bytes);
-      flow_->transfer(transferred_, advert_ids_[transferred_], out.buffer.data(), out.buffer.size(), now_us);
+      flow_->transfer(transferred_, advert_ids_[transferred_], out.buffer.data(), out.buffer.size());
       ++transferred_;
     }
     while (eager_sent_ < eager_out_.size()) {

@@ -292,3 +292,174 @@ TEST_CASE("a plan that breaks a rule of docs/reference/plans.md is refused, and 
   }
   CHECK(refusal(PlanWriter(2, 2, 1, ALLREDUCE)).find("rank 2 of 2") != std::string::npos);
 }
+
+namespace {
+
+constexpr uint64_t SHORT_PEER_TIMEOUT_US = 500'000;
+// Long enough to give up a peer three times over.
+constexpr uint64_t LONG_WAIT_US = 3 * SHORT_PEER_TIMEOUT_US;
+constexpr uint64_t MESSAGE_BYTES = 16;
+
+UdpConfig udp_config() {
+  UdpConfig config;
+  config.rails = {{"127.0.0.1", 0}};
+  return config;
+}
+
+// Engines over UDP. The last `frozen` of the ranks are ports that nobody drives: processes that do not run.
+struct UdpGroup {
+  explicit UdpGroup(uint32_t world, uint32_t frozen = 0) {
+    std::vector<std::vector<std::byte>> offers;
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      if (rank < world - frozen) {
+        engines.push_back(new Engine({rank, world, 60'000'000, rank, world, SHORT_PEER_TIMEOUT_US}));
+        offers.push_back(engines.back()->udp_open(udp_config()));
+      } else {
+        frozen_ports.push_back(std::make_unique<UdpPort>(rank, world, udp_config()));
+        offers.push_back(frozen_ports.back()->local_info());
+      }
+    }
+    for (Engine* engine : engines) {
+      std::vector<Route> routes;
+      for (uint32_t peer = 0; peer < world; ++peer)
+        routes.push_back({peer == engine->rank() ? Route::Kind::self : Route::Kind::udp, offers[peer]});
+      engine->connect(routes);
+    }
+  }
+  ~UdpGroup() {
+    for (Engine* engine : engines) {
+      engine->shutdown(0);
+      engine->release();
+    }
+  }
+  std::vector<Engine*> engines;
+  std::vector<std::unique_ptr<UdpPort>> frozen_ports;
+};
+
+// One message, from or to `peer`.
+std::vector<std::byte> message_plan(uint32_t world, uint32_t rank, StepKind kind, uint32_t peer) {
+  PlanWriter writer(world, rank, 1, uint64_t{3} << 56);
+  std::vector<Operand> operands;
+  if (kind == StepKind::send) operands.push_back({0, 0, 0});
+  writer.add(kind, peer, 0, 0, 0, MESSAGE_BYTES, operands);
+  return writer.bytes();
+}
+
+// An operation in flight, with its memory.
+struct Posted {
+  Posted(Engine& engine, const std::vector<std::byte>& plan_bytes, uint32_t flags = 0)
+      : plan(plan_bytes), memory(3 * MESSAGE_BYTES) {
+    const sennit_buffer buffer{memory.data(), memory.size()};
+    const sennit_post_options options{0, flags, 0, 1.0};
+    char error[1024] = "";
+    REQUIRE_MESSAGE(sennit_post(reinterpret_cast<sennit_comm*>(&engine), plan.handle, &buffer, 1, &options, &op, error,
+                                sizeof error) == SENNIT_OK,
+                    error);
+  }
+  ~Posted() { sennit_op_release(op); }
+  LoadedPlan plan;
+  std::vector<std::byte> memory;
+  sennit_op* op = nullptr;
+};
+
+}  // namespace
+
+TEST_CASE(
+    "a rank that computes for longer than the peer timeout is waited for, over shared memory and over a network") {
+  const auto check = [](Engine& waiting, Engine& computing) {
+    Posted receive(waiting, message_plan(2, 0, StepKind::receive, 1));
+    const sennit_status status = sennit_wait(receive.op, LONG_WAIT_US);
+    REQUIRE_MESSAGE(status == SENNIT_PENDING, sennit_op_error(receive.op));
+    Posted send(computing, message_plan(2, 1, StepKind::send, 0));
+    CHECK(sennit_wait(receive.op, 0) == SENNIT_OK);
+    CHECK(sennit_wait(send.op, 0) == SENNIT_OK);
+  };
+  SUBCASE("udp") {
+    UdpGroup group(2);
+    check(*group.engines[0], *group.engines[1]);
+  }
+  SUBCASE("shm") {
+    std::vector<Engine*> engines;
+    for (uint32_t rank = 0; rank < 2; ++rank)
+      engines.push_back(new Engine({rank, 2, 60'000'000, rank, 2, SHORT_PEER_TIMEOUT_US}));
+    const std::vector<std::byte> offers[] = {engines[0]->shm_offer(), engines[1]->shm_offer()};
+    for (uint32_t rank = 0; rank < 2; ++rank) REQUIRE(engines[rank]->shm_accept(1 - rank, offers[1 - rank]));
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      std::vector<Route> routes(2, {Route::Kind::shm, {}});
+      routes[rank].kind = Route::Kind::self;
+      engines[rank]->connect(routes);
+    }
+    check(*engines[0], *engines[1]);
+    for (Engine* engine : engines) {
+      engine->shutdown(0);
+      engine->release();
+    }
+  }
+}
+
+TEST_CASE("a rank whose driver is in a callback for longer than the peer timeout is waited for") {
+  UdpGroup group(2);
+  Engine &waiting = *group.engines[0], &busy = *group.engines[1];
+  struct Gate {
+    std::atomic<bool> is_entered{false}, is_open{false};
+  } gate;
+  {
+    Posted receive(busy, message_plan(2, 1, StepKind::receive, 0), SENNIT_POST_ASYNC);
+    sennit_op_on_done(
+        receive.op,
+        [](void* argument) {
+          auto* const it = static_cast<Gate*>(argument);
+          it->is_entered = true;
+          it->is_entered.notify_all();
+          it->is_open.wait(false);
+        },
+        &gate);
+    Posted send(waiting, message_plan(2, 0, StepKind::send, 1));
+    CHECK(sennit_wait(send.op, 0) == SENNIT_OK);
+    gate.is_entered.wait(false);
+  }
+  Posted receive(waiting, message_plan(2, 0, StepKind::receive, 1));
+  const sennit_status status = sennit_wait(receive.op, LONG_WAIT_US);
+  gate.is_open = true;
+  gate.is_open.notify_all();
+  REQUIRE_MESSAGE(status == SENNIT_PENDING, sennit_op_error(receive.op));
+  Posted send(busy, message_plan(2, 1, StepKind::send, 0));
+  CHECK(sennit_wait(receive.op, 0) == SENNIT_OK);
+}
+
+TEST_CASE("a process that does not run is named, and who waits for somebody that waits for it blames the right one") {
+  UdpGroup group(3, 1);
+  Posted first(*group.engines[0], message_plan(3, 0, StepKind::receive, 1));
+  Posted second(*group.engines[1], message_plan(3, 1, StepKind::receive, 2));
+  std::thread other([&] { CHECK(sennit_wait(second.op, 0) == SENNIT_PEER); });
+  CHECK(sennit_wait(first.op, 0) == SENNIT_PEER);
+  other.join();
+  for (const auto& [op, engine] : {std::pair{first.op, group.engines[0]}, std::pair{second.op, group.engines[1]}}) {
+    const std::string error = sennit_op_error(op);
+    CAPTURE(error);
+    CHECK(error.find("rank 2 gave no sign of life for ") != std::string::npos);
+    CHECK(error.find("operation 1 of the group") != std::string::npos);
+    CHECK(error.find("over all 8 paths") != std::string::npos);
+    CHECK(error.find("never heard from over any") != std::string::npos);
+    CHECK(engine->lost_ranks() == std::vector<uint32_t>{2});
+  }
+}
+
+TEST_CASE("all ranks of a host that falls silent are named") {
+  UdpGroup group(4, 2);
+  PlanWriter writer(4, 0, 1, uint64_t{3} << 56);
+  for (uint32_t peer = 1; peer < 4; ++peer)
+    writer.add(StepKind::receive, peer, peer, 0, (peer - 1) * MESSAGE_BYTES, MESSAGE_BYTES);
+  Posted receive(*group.engines[0], writer.bytes());
+  CHECK(sennit_wait(receive.op, 0) == SENNIT_PEER);
+  CHECK(group.engines[0]->lost_ranks() == std::vector<uint32_t>{2, 3});
+}
+
+TEST_CASE("a rank that left is named by one that waits for a message of it, over a network too") {
+  UdpGroup group(2);
+  group.engines[1]->shutdown(1'000'000);
+  Posted receive(*group.engines[0], message_plan(2, 0, StepKind::receive, 1));
+  CHECK(sennit_wait(receive.op, 0) == SENNIT_PEER);
+  const std::string error = sennit_op_error(receive.op);
+  CHECK_MESSAGE(error.find("rank 1 left the group") != std::string::npos, error);
+}

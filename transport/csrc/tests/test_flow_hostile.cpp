@@ -91,7 +91,7 @@ TEST_CASE("Bit flips in real control payloads neither crash nor write out of pla
       flow::Event event;
       while (pair.a.flow().poll_event(event))
         if (event.kind == flow::Event::Kind::advert && event.header.size_bytes <= memory.size())
-          pair.a.flow().transfer(1, event.id, memory.data(), event.header.size_bytes, now_us);
+          pair.a.flow().transfer(1, event.id, memory.data(), event.header.size_bytes);
       pair.a.flow().on_timeout(now_us);
       while (const size_t count = pair.a.flow().poll_data(now_us, batch, path))
         for (size_t i = 0; i < count; ++i) {

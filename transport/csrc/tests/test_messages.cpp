@@ -55,7 +55,10 @@ class MemoryLane final : public Lane {
     own_mailbox->on_sent(send_id);
   }
   void release(uint64_t loan_id) override { loans_.erase(loan_id); }
+  void expect(uint64_t) override { ++expected; }
   uint64_t heard_us() const override { return 0; }
+  uint64_t silent_us() const override { return 0; }
+  uint64_t expected = 0;
   std::string describe() const override { return "memory"; }
 
   bool pump() {
@@ -426,6 +429,38 @@ TEST_CASE("a lost peer fails what waits for it, and only that") {
   net.receive(0, 2, 1, 6, got);
   REQUIRE(net.mailboxes[0]->failure() != nullptr);
   CHECK(net.mailboxes[0]->failure()->peer == 1);
+}
+
+TEST_CASE("lanes hear that something waits for their peers, and only those") {
+  Triangle net;
+  std::vector<char> got(8), any(8);
+  const auto looks = [&](int peer) { return std::exchange(net.lanes[{0, peer}]->expected, 0); };
+  uint64_t now_us = 0;
+  const auto progress = [&] {
+    for (int round = 0; round < 10; ++round) net.mailboxes[0]->progress(now_us += 10'000);
+  };
+  progress();
+  CHECK(looks(1) + looks(2) == 0);
+  net.receive(0, 1, 2, 5, got);
+  progress();
+  CHECK(looks(1) == 0);
+  CHECK(looks(2) >= 2);
+  // Whoever it will come from must live.
+  net.receive(0, 2, SENNIT_ANY_PEER, P2P_KEY | 3, any);
+  progress();
+  CHECK(looks(1) >= 2);
+  CHECK(looks(2) >= 2);
+}
+
+TEST_CASE("a receive from any rank fails with the last of them") {
+  Triangle net;
+  std::vector<char> got(8);
+  net.receive(0, 1, SENNIT_ANY_PEER, P2P_KEY | 3, got);
+  net.mailboxes[0]->on_peer_lost(1, "gave no sign of life");
+  CHECK(net.mailboxes[0]->failure() == nullptr);
+  net.mailboxes[0]->on_peer_lost(2, "process ended");
+  REQUIRE(net.mailboxes[0]->failure() != nullptr);
+  CHECK(net.mailboxes[0]->failure()->peer == 2);
 }
 
 TEST_CASE("a lost peer fails what was to be sent to it") {

@@ -327,3 +327,25 @@ TEST_CASE("a process that dies is noticed, a process that lives is not") {
   std::snprintf(path, sizeof path, "/dev/shm/sennit-%016llx", static_cast<unsigned long long>(nonce));
   unlink(path);
 }
+
+TEST_CASE("a process that lives but does not run is given up, one that beats is not") {
+  ShmPort frozen(1, 2), waiting(0, 2, nullptr, 1'000'000);
+  Sink frozen_sink, sink;
+  REQUIRE(frozen.accept(0, waiting.offer()));
+  REQUIRE(waiting.accept(1, frozen.offer()));
+  frozen.connect(0, frozen_sink);
+  waiting.connect(1, sink);
+  uint64_t now_us = 1'000'000;
+  const auto wait = [&](uint64_t duration_us, bool beats) {
+    for (const uint64_t until_us = now_us + duration_us; now_us < until_us && sink.lost.empty(); now_us += 50'000) {
+      if (beats) frozen.beat();
+      waiting.progress(now_us);
+      waiting.lane(1).expect(now_us);
+    }
+  };
+  wait(100'000'000, true);
+  CHECK(sink.lost.empty());
+  wait(100'000'000, false);
+  REQUIRE(sink.lost.size() == 1);
+  CHECK(sink.lost[0].starts_with("gave no sign of life for "));
+}

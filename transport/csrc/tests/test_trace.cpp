@@ -162,6 +162,7 @@ TEST_CASE("a udp peer that is gone is traced with its rank and path") {
   waiting.port.connect(1, test::PortRank<UdpPort>(1, udp_config()).port.local_info(), waiting);
   const uint64_t deadline_us = test::now_us() + 30'000'000;
   while (waiting.lost_reason.empty()) {
+    waiting.port.lane(1).expect(test::now_us());
     waiting.port.check_on_peers(test::now_us());
     waiting.port.progress(test::now_us());
     poll(nullptr, 0, 1);

@@ -246,6 +246,7 @@ TEST_CASE("a peer whose process ended is noticed by the one that waits for it") 
     waiting.port.connect(1, Rank(1, config).port.local_info(), waiting);  // gone at once, its sockets with it
     const uint64_t deadline_us = now_us() + 30'000'000;
     while (waiting.lost_reason.empty()) {
+      waiting.port.lane(1).expect(now_us());
       waiting.port.check_on_peers(now_us());
       waiting.port.progress(now_us());
       poll(nullptr, 0, 1);
@@ -253,6 +254,15 @@ TEST_CASE("a peer whose process ended is noticed by the one that waits for it") 
     }
     CHECK(waiting.lost_reason.find("nobody listens at") != std::string::npos);
     CHECK(waiting.lost_reason.find(address) != std::string::npos);
+  }
+}
+
+TEST_CASE("a peer that does not run is noticed by the one that waits for it, one that runs is not taken for dead") {
+  for (const char* address : {"::1", "127.0.0.1"}) {
+    UdpConfig config = config_for(address);
+    config.peer_timeout_us = 1'000'000;
+    Pair pair(config);
+    test::check_that_silence_is_noticed(pair, config.peer_timeout_us);
   }
 }
 

@@ -477,3 +477,11 @@ TEST_CASE("a source port is what a device makes of its flow label") {
     REQUIRE(ibv_flow_label_to_udp_sport(label) == port);
   }
 }
+
+TEST_CASE("a peer that does not run is noticed by the one that waits for it, one that runs is not taken for dead") {
+  FakeVerbs fake;
+  VerbsConfig config = config_for(fake);
+  config.peer_timeout_us = 1'000'000;
+  Pair pair(config);
+  test::check_that_silence_is_noticed(pair, config.peer_timeout_us);
+}

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "flow/immediate.hpp"
+#include "flow/silence.hpp"
 #include "model/violation.hpp"
 
 namespace sennit::model {
@@ -152,18 +153,21 @@ void Rank::scribble() {
 
 void Rank::round(bool has_read_all) {
   if (is_dead_) return;
-  if (!is_in_message()) excuse();
+  if (!needs_peer()) excuse();
   const uint64_t timeout_us = flow_->next_timeout_us();
   const bool is_due = has_read_all && timeout_us <= clock_us();
   if (is_due || (has_read_all && draw().is_restless)) flow_->on_timeout(clock_us());
-  if (draw().ask_silence_us != 0 && !is_complete()) flow_->ask_if_silent(clock_us(), draw().ask_silence_us);
   poll_events();
+  if (is_waiting()) {
+    flow_->expect(clock_us());
+    if (flow_->ended()) poll_events();
+  }
   send_eager_messages();
   advertise();
   transfer();
   if (draw().closes && !is_closed_ && !has_ended() && is_complete()) close();
   const bool moved = send_packets();
-  if (!is_in_message()) excuse();
+  if (!needs_peer()) excuse();
   // (Deferred and quietly waiting programs come by without a timer.)
   idle_wakes_ = moved ? 0 : idle_wakes_ + is_due;
   if (has_read_all) set_wake();
@@ -223,8 +227,8 @@ void Rank::on_end(const flow::Event& event) {
   is_told_ = event.kind == flow::Event::Kind::peer_aborted;
   incoming_->close_destinations();
   outgoing_->close_sources();
-  if (!is_told_ && end_reason_.starts_with("sent nothing for ")) {
-    require(network_->now_us() - last_heard_us_ >= schedule_->config.peer_timeout_us,
+  if (!is_told_ && end_reason_.starts_with("gave no sign of life ")) {
+    require(network_->now_us() - last_heard_us_ >= flow::Silence::limit_us(schedule_->config.peer_timeout_us),
             "a peer that was heard was lost for its silence");
   }
   require(flow_->idle(), "a flow that lost its peer is not idle");
@@ -262,7 +266,7 @@ void Rank::transfer() {
     transferred_[message] = true;
     --waiting_transfers_;
     outgoing_->on_transfer(message);
-    flow_->transfer(message, advert_ids_[message], outgoing_->fill_source(message), draw.size_bytes, clock_us());
+    flow_->transfer(message, advert_ids_[message], outgoing_->fill_source(message), draw.size_bytes);
   }
 }
 
@@ -322,7 +326,7 @@ uint64_t Rank::next_post_us() const {
   if (waiting_transfers_ != 0)
     for (uint32_t message = 0; message < next_bulk_out_ && message < outgoing_->count(); ++message)
       if (!outgoing_->draw(message).is_eager && !transferred_[message]) consider(outgoing_->draw(message).send_us);
-  if (draw().ask_silence_us != 0 && !is_complete()) consider(network_->now_us() + draw().ask_silence_us);
+  if (is_waiting()) consider(network_->now_us() + look_us());
   if (has_deferred_) consider(network_->now_us() + DEFERRED_US);
   return next_us;
 }
@@ -373,7 +377,10 @@ bool Rank::is_complete() const {
          sent_ + eager_out_ == outgoing_->count() && received_ + eager_in_ == incoming_->count() && flow_->idle();
 }
 
-bool Rank::is_in_message() const { return outgoing_->is_sending() || incoming_->is_receiving(); }
+bool Rank::needs_peer() const { return is_waiting() || outgoing_->is_sending() || incoming_->is_receiving(); }
+
+// As often as the flow itself would.
+uint64_t Rank::look_us() const { return std::min(schedule_->config.peer_timeout_us / 16, flow::LOOK_MAX_US); }
 
 void Rank::check_counters(const Rank& peer) const {
   const flow::FlowCounters& counters = flow_->counters();

@@ -49,9 +49,11 @@ class Rank {
   bool is_dead() const { return is_dead_; }
   bool is_closed() const { return is_closed_; }
   const std::string& end_reason() const { return end_reason_; }
-  // In the middle of a message of one credit, by what was seen on the wire.
-  bool is_in_message() const;
-  // The last time it was not yet in the middle of a message, or heard from the peer, or was asleep.
+  std::string_view flow_end_reason() const { return flow_->end_reason(); }
+  // It must notice a peer that falls silent: its program waits, or it is in the middle of a message of one credit, by
+  // what was seen on the wire.
+  bool needs_peer() const;
+  // The last time it did not need its peer, or heard from it, or was asleep.
   uint64_t last_excuse_us() const { return last_excuse_us_; }
   void excuse() { last_excuse_us_ = network_->now_us(); }
   void check_counters(const Rank& peer) const;
@@ -71,6 +73,8 @@ class Rank {
   void transfer();
   bool send_packets();
   void set_wake();
+  bool is_waiting() const { return draw().waits && !has_ended() && !is_complete(); }
+  uint64_t look_us() const;
   uint64_t next_post_us() const;
   void say(const char* format, ...) const __attribute__((format(printf, 2, 3)));
 

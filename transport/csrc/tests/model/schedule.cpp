@@ -105,7 +105,7 @@ void draw_rank(SimRandom& random, const flow::FlowConfig& config, bool is_calm, 
   rank.open_receives = pick(random, {1u, 4u, 16u, MESSAGES_MAX});
   rank.deferral = chance(random, 15) ? 20'000 : 0;
   rank.scribble = chance(random, 30) ? 16'384 : 0;
-  rank.ask_silence_us = chance(random, 50) ? config.peer_timeout_us / 4 : 0;
+  rank.waits = chance(random, 50);
   rank.path_policy = pick<std::string_view>(random, {"round_robin", "reps"});
   rank.congestion = pick<std::string_view>(random, {"fixed", "fixed", "swift"});
   rank.has_budget = chance(random, 40);
@@ -222,9 +222,8 @@ std::string describe(const Schedule& schedule) {
     const RankDraw& rank = schedule.ranks[side];
     text += "rank " + number(side) + ": clock " + number(rank.clock_us) + ", tick " + number(rank.tick_us) +
             " us, batch " + number(rank.batch_packets) + ", open receives " + number(rank.open_receives) +
-            ", asks after " + number(rank.ask_silence_us) + " us" +
-            std::string(", ").append(rank.path_policy).append(", ") + std::string(rank.congestion) +
-            (rank.has_budget ? ", budget from " + number(rank.budget.start_bytes) : "") +
+            std::string(rank.waits ? ", waits" : "") + std::string(", ").append(rank.path_policy).append(", ") +
+            std::string(rank.congestion) + (rank.has_budget ? ", budget from " + number(rank.budget.start_bytes) : "") +
             (rank.deferral != 0 ? ", defers" : "") + (rank.scribble != 0 ? ", scribbles" : "") +
             (rank.is_restless ? ", restless" : "") + (rank.closes ? ", closes" : "") + "\n";
     for (uint32_t index = 0; index < rank.message_count; ++index) {

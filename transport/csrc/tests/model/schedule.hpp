@@ -42,7 +42,7 @@ struct RankDraw {
   uint32_t batch_packets;       // most packets of one poll_data
   uint32_t open_receives;       // most receives advertised at a time
   uint32_t deferral, scribble;  // chances of 65,536
-  uint64_t ask_silence_us;      // 0: never asks
+  bool waits;                   // in a call until its work is done: it looks for its peer
   std::string_view path_policy, congestion;
   bool has_budget;  // limits what its sender may have on the way
   flow::ReceiveBudgetConfig budget;

@@ -108,8 +108,8 @@ void World::apply_faults() {
     if (rank.is_dead() || rank.has_ended() || rank.is_complete()) continue;
     require(!schedule_.must_complete, "not complete at the deadline, and nothing excuses it");
     const uint64_t excused_us = rank.last_excuse_us() + schedule_.config.peer_timeout_us + NOTICE_SLACK_US;
-    require(!rank.is_in_message() || network_.now_us() < excused_us,
-            "in the middle of a message for long, and the silent peer is not noticed");
+    require(!rank.needs_peer() || network_.now_us() < excused_us,
+            "waiting or in the middle of a message for long, and the silent peer is not noticed");
     rank.abort(DEADLINE);
   }
 }
@@ -152,12 +152,12 @@ void World::judge_lost(const Rank& rank, const Rank& peer) const {
   const std::string& reason = rank.end_reason();
   if (rank.is_told()) {
     // (The peer's flow may have ended before its program did.)
-    const bool is_its_reason =
-        reason == peer.end_reason() || peer.describe().find("(" + reason + ")") != std::string::npos;
+    const bool is_its_reason = reason == peer.end_reason() || reason == peer.flow_end_reason();
     return require(is_its_reason, [&] { return "no peer aborted with: " + reason; });
   }
-  if (reason.starts_with("sent nothing for ")) return;  // judged when it happened
-  if (reason.starts_with("said goodbye ")) return require(peer.is_closed(), "a goodbye that nobody said");
+  if (reason.starts_with("gave no sign of life ")) return;  // judged when it happened
+  if (reason.starts_with("said goodbye ") || reason == "left the group")
+    return require(peer.is_closed(), "a goodbye that nobody said");
   require(reason == "connection refused" && peer.is_dead(), [&] { return "lost for no fault of its peer: " + reason; });
 }
 
