@@ -47,30 +47,32 @@ struct Buffers {
 };
 
 // A call under test. Everything else that the test's threads ask for they get.
-template <class Call>
-auto exposed(Call call) {
+const auto exposed = [](auto call) {
   const Exposed scope;
   return call();
-}
+};
+const auto spared = [](auto call) { return call(); };
 
 bool is_active(Engine& engine) { return engine.describe().find(", 0 in flight") == std::string::npos; }
 
-// One operation from its post to its end. Whatever is refused, every call returns and says what became of it.
-sennit_status use(sennit_comm* comm, sennit_plan* plan, uint32_t flags) {
+// One operation from its post to its end. Whatever is refused, every call returns and says what became of it. `exposed`
+// or `spared` is what the calls are.
+template <class Wrap>
+sennit_status use(sennit_comm* comm, sennit_plan* plan, uint32_t flags, Wrap wrap) {
   Buffers buffers;  // gone when this returns: the sanitizer tells whether anything still uses it
   const std::vector<sennit_buffer> list = buffers.list();
   const sennit_post_options options{0, flags, 0, 1.0};
   sennit_op* op = nullptr;
   char error[512] = "";
   const sennit_status posted =
-      exposed([&] { return sennit_post(comm, plan, list.data(), 2, &options, &op, error, sizeof error); });
+      wrap([&] { return sennit_post(comm, plan, list.data(), 2, &options, &op, error, sizeof error); });
   CHECK((op != nullptr) == (posted == SENNIT_OK));
   CHECK((error[0] != '\0') == (posted != SENNIT_OK));
   if (op == nullptr) return posted;
   std::atomic<uint32_t> called{0};
   const auto count = [](void* counter) { ++*static_cast<std::atomic<uint32_t>*>(counter); };
-  exposed([&] { return sennit_op_on_done(op, count, &called); });
-  const sennit_status status = exposed([&] { return sennit_wait(op, 0); });
+  wrap([&] { return sennit_op_on_done(op, count, &called); });
+  const sennit_status status = wrap([&] { return sennit_wait(op, 0); });
   CHECK(status != SENNIT_PENDING);
   CHECK((sennit_op_error(op)[0] != '\0') == (status != SENNIT_OK));
   while (called == 0) std::this_thread::yield();  // (another thread may have finished it)
@@ -81,15 +83,15 @@ sennit_status use(sennit_comm* comm, sennit_plan* plan, uint32_t flags) {
 
 // Two operations of two ranks, with one request refused on the first. False: nothing was refused.
 bool work_with_fault(Route::Kind kind, FaultAt::Where where, Scarce what, uint64_t n) {
-  const Spared spared;
+  const Spared scope;
   Group group(2, DEADLINE_US, kind);
   Engine& engine = *group.engines[0];
   std::vector<sennit_status> theirs;
   std::thread peer([&] {
-    const Spared spared_peer;
+    const Spared peer_scope;
     LoadedPlan plan(PlanWriter::allreduce(2, 1, COUNT * 4));
     while (theirs.size() < 2 && (theirs.empty() || theirs.back() == SENNIT_OK))
-      theirs.push_back(use(group.comm(1), plan.handle, 0));
+      theirs.push_back(use(group.comm(1), plan.handle, 0, spared));
   });
   const std::vector<std::byte> bytes = PlanWriter::allreduce(2, 0, COUNT * 4);
   bool has_fired;
@@ -100,16 +102,16 @@ bool work_with_fault(Route::Kind kind, FaultAt::Where where, Scarce what, uint64
     sennit_plan* const plan =
         exposed([&] { return sennit_plan_load(bytes.data(), bytes.size(), error, sizeof error); });
     CHECK((plan != nullptr) == (error[0] == '\0'));
-    if (plan != nullptr && use(group.comm(0), plan, SENNIT_POST_ASYNC) == SENNIT_OK) ++done;
+    if (plan != nullptr && use(group.comm(0), plan, SENNIT_POST_ASYNC, exposed) == SENNIT_OK) ++done;
     sennit_plan_release(plan);
     has_fired = fault.has_fired();
   }
   // Either nothing happened, and it can be tried again, or the group has ended and says why.
   const LoadedPlan plan(bytes);
   while (done < 2 && engine.failure().empty())
-    if (use(group.comm(0), plan.handle, 0) == SENNIT_OK) ++done;
+    if (use(group.comm(0), plan.handle, 0, spared) == SENNIT_OK) ++done;
   CHECK_FALSE(is_active(engine));
-  if (!engine.failure().empty()) CHECK(use(group.comm(0), plan.handle, 0) != SENNIT_OK);
+  if (!engine.failure().empty()) CHECK(use(group.comm(0), plan.handle, 0, spared) != SENNIT_OK);
   peer.join();
   for (const sennit_status status : theirs) CHECK(status != SENNIT_PENDING);
   if (done == 2) CHECK(theirs == std::vector<sennit_status>(2, SENNIT_OK));
@@ -119,7 +121,7 @@ bool work_with_fault(Route::Kind kind, FaultAt::Where where, Scarce what, uint64
 // The end of a group with an operation in flight.
 template <class End>
 bool end_with_fault(Route::Kind kind, Scarce what, uint64_t n, End end) {
-  const Spared spared;
+  const Spared scope;
   Group group(2, DEADLINE_US, kind);
   const LoadedPlan plan(PlanWriter::allreduce(2, 0, COUNT * 4));
   auto buffers = std::make_unique<Buffers>();
@@ -151,7 +153,7 @@ TEST_CASE("whatever is refused while a group is made, nothing of it is left") {
       CAPTURE(static_cast<int>(kind));
       CAPTURE(static_cast<int>(what));
       for_each_fault(what, [kind](Scarce scarce, uint64_t n) {
-        const Spared spared;
+        const Spared scope;
         const size_t before = open_descriptors();
         bool has_fired;
         {
@@ -218,7 +220,7 @@ TEST_CASE("whatever is refused to abort and shutdown, every operation ends") {
 }
 
 TEST_CASE("without a thread an asynchronous post has no effect, and a callback waits for whoever drives") {
-  const Spared spared;
+  const Spared scope;
   Group group(2, DEADLINE_US);
   const LoadedPlan plan(PlanWriter::allreduce(2, 0, COUNT * 4));
   Buffers buffers;
