@@ -15,6 +15,8 @@
 #include <string_view>
 #include <system_error>
 
+#include "bindings/buffer_views.hpp"
+#include "bindings/errors.hpp"
 #include "executor/engine.hpp"
 #include "flow/congestion.hpp"
 #include "flow/control.hpp"
@@ -23,35 +25,12 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using namespace sennit::bindings;
 
 namespace {
 
 // Python looks at its signal handlers this often while an operation is awaited.
 constexpr uint64_t SIGNAL_SLICE_US = 100'000;
-
-// False once the interpreter begins to end: from then on nothing is asked of it from other threads.
-std::atomic<bool> python_runs{true};
-
-[[noreturn]] void raise_status(sennit_status status, const std::string& message) {
-  const nb::object error =
-      nb::module_::import_("sennit.transport.errors").attr("from_status")(static_cast<int>(status), message);
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
-  throw nb::python_error();
-}
-
-// Set-up failures: an errno becomes DeviceError, a wrong argument ArgumentError.
-template <class Body>
-auto guarded(Body body) {
-  try {
-    return body();
-  } catch (const std::system_error& failure) {
-    raise_status(SENNIT_DEVICE, failure.what());
-  } catch (const std::invalid_argument& failure) {
-    raise_status(SENNIT_ARGUMENT, failure.what());
-  } catch (const std::runtime_error& failure) {
-    raise_status(SENNIT_DEVICE, failure.what());
-  }
-}
 
 uint64_t to_us(double seconds) {
   if (!(seconds >= 0) || !std::isfinite(seconds))
@@ -87,74 +66,6 @@ class PyPlan {
  private:
   sennit_plan* plan_ = nullptr;
 };
-
-// The caller's buffers, held (and kept from being resized) until the operation is done.
-class BufferViews {
- public:
-  explicit BufferViews(const nb::sequence& objects) {
-    const size_t count = nb::len(objects);
-    views_.reserve(count);
-    for (size_t i = 0; i < count; ++i) {
-      Py_buffer view;
-      const nb::object object = objects[i];
-      // Writable if it can be: whether a plan writes it is the plan's matter.
-      if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) != 0) {
-        PyErr_Clear();
-        if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
-      }
-      views_.push_back(view);
-    }
-  }
-  ~BufferViews() {
-    for (Py_buffer& view : views_) PyBuffer_Release(&view);
-  }
-  BufferViews(const BufferViews&) = delete;
-
-  // Lets go of the buffers of an operation that was given up while it ran. Called from the engine's thread, without the
-  // GIL, so they go when Python's main thread looks next, or at the next post.
-  static void drop_later(void* self) {
-    auto* const views = static_cast<BufferViews*>(self);
-    views->next_dropped_ = dropped_.load(std::memory_order_relaxed);
-    while (!dropped_.compare_exchange_weak(views->next_dropped_, views, std::memory_order_release)) {
-    }
-    if (python_runs.load(std::memory_order_acquire)) Py_AddPendingCall(&drop_now, nullptr);
-  }
-  // With the GIL.
-  static int drop_now(void* = nullptr) {
-    if (dropped_.load(std::memory_order_relaxed) == nullptr) return 0;
-    BufferViews* views = dropped_.exchange(nullptr, std::memory_order_acquire);
-    while (views != nullptr) delete std::exchange(views, views->next_dropped_);
-    return 0;
-  }
-
-  std::vector<sennit_buffer> buffers() const {
-    std::vector<sennit_buffer> out;
-    for (const Py_buffer& view : views_) out.push_back({view.buf, static_cast<uint64_t>(view.len)});
-    return out;
-  }
-  // A plan must not write into an object that Python calls read-only.
-  void check_writable(const sennit::Plan& plan) const {
-    for (const sennit::Step& step : plan.steps) {
-      const bool writes =
-          step.kind != sennit::StepKind::send && (step.flags & sennit::STEP_LOAN) == 0 && step.size_bytes != 0;
-      if (writes && step.destination_buffer < views_.size() && views_[step.destination_buffer].readonly) {
-        raise_status(SENNIT_ARGUMENT,
-                     "buffer " + std::to_string(step.destination_buffer) + " is read-only, but the plan writes it");
-      }
-    }
-  }
-
- private:
-  inline static std::atomic<BufferViews*> dropped_{nullptr};
-  BufferViews* next_dropped_ = nullptr;
-  std::vector<Py_buffer> views_;
-};
-
-// Nobody waits for the operation any more. The engine finishes it, and keeps its buffers until then.
-void give_up(sennit_op* op, std::unique_ptr<BufferViews> views) {
-  if (sennit_op_status(op) == SENNIT_PENDING) sennit_op_on_done(op, &BufferViews::drop_later, views.release());
-  sennit_op_release(op);
-}
 
 class PyOp {
  public:

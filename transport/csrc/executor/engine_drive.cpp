@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which thread drives the engine: a waiting one, the background thread, or, for the peers' sake, the answering one.
+#include <poll.h>
+#include <sched.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "executor/engine.hpp"
+
+namespace sennit {
+namespace {
+
+// A sleeping driver looks round this often: a dead peer, a deadline.
+constexpr uint64_t SLEEP_MAX_US = 50'000;
+// With both shared memory and sockets there is no one thing to sleep on: poll the sockets, look at the rings.
+constexpr uint64_t MIXED_SLEEP_MAX_US = 500;
+// An idle communicator on a network must still acknowledge what arrives late, since its last acknowledgement may have
+// been lost, and answer peers that wait for it. Backs off to ten times this when nothing arrives.
+constexpr uint64_t LINGER_US = 5'000;
+// A driver that made no round for so long is in a callback.
+constexpr uint64_t DRIVER_AWAY_US = 2 * SLEEP_MAX_US;
+// Peers in shared memory see a counter grow. Below half of the least peer timeout.
+constexpr uint64_t BEAT_US = 200'000;
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
+  if (operation.status() != SENNIT_PENDING) return operation.status();
+  Lock lock = enter();
+  const Waiting waiting(*this);
+  const uint64_t give_up_us = timeout_us == 0 ? UINT64_MAX : clock_us() + timeout_us;
+  Backoff backoff(policy_);
+  while (operation.status() == SENNIT_PENDING && clock_us() < give_up_us) {
+    if (driving_) {
+      // The background thread hands the role over at its next round; another waiter may keep it for long.
+      if (sleeping_) wake();
+      role_free_.wait_for(lock, std::chrono::milliseconds(1));
+      continue;
+    }
+    const Driving driving(*this);
+    while (operation.status() == SENNIT_PENDING && drive_once(lock, backoff) < give_up_us) {
+    }
+  }
+  return operation.status();
+}
+
+uint64_t Engine::drive_once(Lock& lock, Backoff& backoff) {
+  const uint64_t now_us = clock_us();
+  const bool moved = round(now_us);
+  run_callbacks(lock);
+  if (moved) {
+    backoff.reset();
+  } else {
+    switch (backoff.next(now_us)) {
+      case Backoff::Action::spin:
+        relax();
+        break;
+      case Backoff::Action::yield:
+        lock.unlock();
+        sched_yield();
+        lock.lock();
+        break;
+      case Backoff::Action::sleep:
+        sleep(lock, now_us);
+        break;
+    }
+  }
+  // A plain unlock and lock would win the race against every thread that wants to post.
+  while (entering_.load(std::memory_order_relaxed) != 0) {
+    lock.unlock();
+    sched_yield();
+    lock.lock();
+  }
+  return now_us;
+}
+
+void Engine::sleep(Lock& lock, uint64_t now_us) {
+  const bool has_shm = shm_ && shm_->lane_count() != 0;
+  const bool polls = has_network() || !has_shm;
+  const bool has_failed = guarded([&] {
+    if (!active_.empty()) {
+      for (Port* port : ports_) port->check_on_peers(now_us);
+    }
+    poll_fds_.clear();
+    if (!polls) return false;
+    for (const Port* port : ports_) port->append_poll_fds(poll_fds_);
+    poll_fds_.push_back({wake_event_.fd, POLLIN, 0});
+    return false;
+  });
+  if (has_failed) return;
+  uint64_t until_us = std::min(now_us + SLEEP_MAX_US, next_deadline_us_);
+  for (const Port* port : ports_) until_us = std::min(until_us, port->next_timeout_us());
+  if (until_us <= now_us) return;
+  uint64_t timeout_us = until_us - now_us;
+  const uint32_t ticket = has_shm ? shm_->prepare_sleep() : 0;
+  // Announced; whatever a peer wrote before it saw that must be found now.
+  if (has_shm && round(now_us)) {
+    shm_->cancel_sleep();
+    run_callbacks(lock);
+    return;
+  }
+  sleeping_ = true;
+  if (!polls) {
+    lock.unlock();
+    shm_->sleep(ticket, timeout_us);
+  } else {
+    if (has_shm) timeout_us = std::min(timeout_us, MIXED_SLEEP_MAX_US);
+    const timespec timeout{static_cast<time_t>(timeout_us / 1'000'000),
+                           static_cast<long>(timeout_us % 1'000'000 * 1'000)};
+    lock.unlock();
+    ppoll(poll_fds_.data(), poll_fds_.size(), &timeout, nullptr);
+    eventfd_t count;
+    eventfd_read(wake_event_.fd, &count);
+    if (has_shm) shm_->cancel_sleep();
+  }
+  lock.lock();
+  sleeping_ = false;
+}
+
+void Engine::wake() {
+  if (shm_) shm_->wake();
+  eventfd_write(wake_event_.fd, 1);
+}
+
+// Does nothing where it runs already. Throws std::system_error.
+void Engine::start_thread() {
+  if (thread_id_ != std::thread::id() || stopping_) return;
+  retain();
+  try {
+    thread_ = std::thread([this] {
+      background();
+      release();
+    });
+  } catch (...) {
+    references_.fetch_sub(1, std::memory_order_relaxed);
+    throw;
+  }
+  thread_id_ = thread_.get_id();
+}
+
+// On the answering thread, which must not be held up: callbacks are left to others. Returns the pause to the next look.
+uint64_t Engine::answer() {
+  if (!has_network()) {
+    shm_->beat();
+    return BEAT_US;
+  }
+  const auto round_is_due = [this](uint64_t now_us, uint64_t patience_us) {
+    return now_us >= last_round_us_.load(std::memory_order_relaxed) + patience_us;
+  };
+  if (!round_is_due(clock_us(), LINGER_US)) return LINGER_US;
+  const Lock lock = enter();
+  const uint64_t now_us = clock_us();
+  if (stopping_ || !round_is_due(now_us, driving_ ? DRIVER_AWAY_US : LINGER_US)) return LINGER_US;
+  idle_answers_ = round(now_us) ? 0 : idle_answers_ + 1;
+  if (first_settled_ != nullptr) {
+    if (waiters_ != 0) role_free_.notify_all();
+    background_work_.notify_one();
+  }
+  return LINGER_US * std::min<uint64_t>(10, 1 + idle_answers_ / 200);
+}
+
+void Engine::background() {
+  Lock lock(mutex_);
+  while (!stopping_) {
+    // Operations that the answering thread found finished.
+    run_callbacks(lock);
+    const bool work = background_operations_ != 0 && waiters_ == 0 && !driving_;
+    if (!work) {
+      if (!stopping_ && first_settled_ == nullptr) background_work_.wait(lock);
+      continue;
+    }
+    const Driving driving(*this);
+    Backoff backoff(policy_);
+    while (!stopping_ && waiters_ == 0 && background_operations_ != 0) drive_once(lock, backoff);
+  }
+}
+
+}  // namespace sennit
