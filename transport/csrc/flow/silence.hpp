@@ -15,7 +15,7 @@ namespace sennit::flow {
 inline constexpr uint64_t LOOK_MAX_US = 50'000;
 inline constexpr uint64_t LOOK_CREDIT_MAX_US = 200'000;
 // The first question, after the last data packet. A peer that answers and goes on computing is asked ever more rarely.
-inline constexpr uint64_t QUESTION_FIRST_US = 100'000, QUESTION_MAX_US = 1'000'000;
+inline constexpr uint64_t QUESTION_FIRST_US = 100'000, QUESTION_MAX_US = 250'000;
 
 class Silence {
  public:
