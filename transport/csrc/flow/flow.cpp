@@ -304,6 +304,8 @@ void Flow::expect(uint64_t now_us) {
   state.look_for_life(now_us);
 }
 
+void Flow::on_heard(uint64_t now_us) { state_->silence.on_heard(now_us); }
+
 void Flow::on_path_failed(uint64_t now_us, uint32_t path) {
   State& state = *state_;
   if (!state.dead && path < state.config.path_count) state.recovery.on_path_failed(now_us, path);

@@ -137,6 +137,8 @@ class Flow {
   // sign of life, by probes over one path after the other; one that gives none for peer_timeout_us is lost. In the
   // middle of a bulk message the flow looks by itself.
   void expect(uint64_t now_us);
+  // The port heard the peer itself: the trial of the network ends before the flow begins.
+  void on_heard(uint64_t now_us);
   // The port knows that nothing goes over a path any more (link down, queue pair in error). It is probed from now on,
   // as any that went silent.
   void on_path_failed(uint64_t now_us, uint32_t path);

@@ -67,6 +67,7 @@ void UdpPort::start(Peer& peer) {
   flow.set_remote_eager(for_us.eager_address, for_us.eager_rkey);
   peer.batch_packets = UdpSender::batch_packets(config.payload_max_bytes);
   for (const auto& rail : rails_) rail->receiver->expect_batches_of(peer.batch_packets);
+  if (peer.trial) flow.on_heard(last_now_us_);
   const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
   for (UdpPath& path : peer.paths) {
     path.flow = &flow;
