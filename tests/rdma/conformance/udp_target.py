@@ -134,6 +134,6 @@ class UdpTarget:
 
 def _read_offer(packed: bytes, offer: ModuleType) -> tuple[int, int]:
     """Of rank 0: the port where it listens, and the queue pair that it has for rank 1. It has one rail and one path."""
-    _, _, port, _, _ = offer.RAIL.unpack_from(packed, offer.HEADER.size)
+    _, _, _, port, _, _ = offer.RAIL.unpack_from(packed, offer.HEADER.size)
     (qpn,) = struct.unpack_from("<I", packed, len(packed) - QPN_BYTES)
     return port, qpn
