@@ -201,9 +201,10 @@ class PyCommunicator {
   }
   bool try_network(double limit_s) {
     const uint64_t limit_us = to_us(limit_s);
+    sennit::Engine* const engine = usable();
     return guarded([&] {
       nb::gil_scoped_release release;
-      return usable()->try_network(limit_us);
+      return engine->try_network(limit_us);
     });
   }
   bool is_tried(uint32_t rank) const { return trial(rank) == nullptr || trial(rank)->is_settled(); }
