@@ -291,7 +291,7 @@ bool Engine::look_at_everything(uint64_t now_us) {
   }
   moved |= begin_held();
   if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
-  // (Operations that just failed: nobody may sleep before their waiters and callbacks know.)
+  // Operations that just failed count as movement: nobody may sleep before their waiters and callbacks know.
   return moved || first_settled_ != nullptr;
 }
 

@@ -21,7 +21,7 @@ constexpr uint64_t MIXED_SLEEP_MAX_US = 500;
 constexpr uint64_t LINGER_US = 5'000;
 // A driver that made no round for so long is in a callback.
 constexpr uint64_t DRIVER_AWAY_US = 2 * SLEEP_MAX_US;
-// Peers in shared memory see a counter grow: so often, a fifth of the least peer timeout.
+// Peers in shared memory see a counter grow this often: a fifth of the least peer timeout.
 constexpr uint64_t BEAT_US = 100'000;
 
 void relax() {
