@@ -75,6 +75,13 @@ class Environment:
             cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
 
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """The same without waiting for its end, with a pipe to each of its standard streams."""
+        return subprocess.Popen(
+            [self.python, *arguments], cwd=self.folder, env=self.variables, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
 
 def closure(requirements: Iterable[Requirement]) -> list[Distribution]:
     """What the requirements need, directly and through others."""

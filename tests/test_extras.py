@@ -57,6 +57,18 @@ if __name__ == "__main__":
 """
 
 
+# One rank with counters to read, until its standard input ends.
+COUNTING = """
+import sys
+from sennit.transport.communicator import Communicator
+from sennit.transport.store import FileStore
+
+with Communicator(rank=0, world=1, store=FileStore(sys.argv[1])):
+    print("counting", flush=True)
+    sys.stdin.read()
+"""
+
+
 def third_party_imports() -> Iterator[tuple[Path, str]]:
     """Top-level names of all modules that the product imports, but for the standard library and its own."""
     for folder in FOLDERS:
@@ -186,7 +198,9 @@ def test_testbed_names_scenarios_and_simulates(made: Environment, tmp_path: Path
 
 @wheel_test
 @extra("telemetry")
-def test_telemetry_sends_to_a_collector(made: Environment) -> None:
+def test_telemetry_sends_to_a_collector(made: Environment, tmp_path: Path) -> None:
+    program = tmp_path / "counting.py"
+    program.write_text(COUNTING)
     arrived = threading.Event()
 
     class Collector(http.server.BaseHTTPRequestHandler):
@@ -199,18 +213,21 @@ def test_telemetry_sends_to_a_collector(made: Environment) -> None:
         def log_message(self, format: str, *arguments: object) -> None:
             del format, arguments
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+    with (
+        http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server,
+        made.start(str(program), str(tmp_path / "store")) as counting,
+    ):
+        assert counting.stdout is not None
+        assert counting.stdout.readline() == "counting\n"
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/v1/metrics"
-        sender = subprocess.Popen(
-            [made.python, "-m", "sennit", "metrics", "--otlp", url, "--interval", "0.1"],
-            cwd=made.folder, env=made.variables, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        sender = made.start("-m", "sennit", "metrics", "--otlp", url, "--interval", "0.1")
         try:
-            assert arrived.wait(COMMAND_TIMEOUT_S)
+            has_arrived = arrived.wait(COMMAND_TIMEOUT_S)
             sender.send_signal(signal.SIGINT)
             _, errors = sender.communicate(timeout=COMMAND_TIMEOUT_S)
+            assert has_arrived, errors
             assert sender.returncode == 0, errors
         finally:
             sender.kill()

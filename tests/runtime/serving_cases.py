@@ -63,6 +63,8 @@ def clicks(seed: int, count: int) -> dict[str, list[Any]]:
 
 
 def write(folder: Path, columns: dict[str, list[Any]], name: str) -> Source:
+    """Each rank has its own files: one that another rank is writing may be read half done."""
+    folder.mkdir(exist_ok=True)
     parquet.write_table(arrow.table(columns), folder / name)
     (folder / "schema.toml").write_text(SCHEMA)
     return Source(data=str(folder / name), schema=folder / "schema.toml")
@@ -74,7 +76,7 @@ def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[
     The tables are then those of 8 bits, as in the exported file.
     """
     path = Path(folder)
-    source = write(path, clicks(seed, 500), "clicks.parquet")
+    source = write(path / str(rank), clicks(seed, 500), "clicks.parquet")
     config = TrainingConfig(
         source=source, seed=seed, epochs=1, batch_size=50, embedding_dim=8, bottom=(16,), top=(32, 16),
         checkpoint=path / "saved",
@@ -91,7 +93,7 @@ def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[
         weight.copy_(float_rows(int8_rows(weight, name=name)))
     fresh = clicks(seed + 1, 40)
     fresh["city"][0] = "nowhere"
-    raw = sources.load(write(path, fresh, f"fresh{rank}.parquet"), seed=seed)
+    raw = sources.load(write(path / str(rank), fresh, "fresh.parquet"), seed=seed)
     samples = data.preprocessing.apply(raw).samples()
     batch = samples.batch(torch.arange(40), run.placement.wire_order)
     counts = [40] * world

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from sennit.offload.ingest import target
+from sennit.ebpf import features
 from sennit.offload.sketch import Sketch, sampled_rows
 from sennit.runtime.data import sources
 from sennit.runtime.data.batch_source import order_of
@@ -166,10 +166,10 @@ def test_a_port_in_use_is_named(port: int, capsys: pytest.CaptureFixture[str]) -
 def test_xdp_names_the_privilege_and_the_interface_that_is_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(target, "missing_privileges", lambda: ["CAP_BPF", "CAP_PERFMON"])
+    monkeypatch.setattr(features, "missing_privileges", lambda: ["CAP_BPF", "CAP_PERFMON"])
     said = refusal(["--ingest", "xdp://lo"], capsys)
     assert "lacks CAP_BPF, CAP_PERFMON; cpu:// needs none" in said
-    monkeypatch.setattr(target, "missing_privileges", list)
+    monkeypatch.setattr(features, "missing_privileges", list)
     assert "there is no interface 'eth99'; there are lo" in refusal(["--ingest", "xdp://eth99"], capsys)
 
 
