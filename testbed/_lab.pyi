@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What simulations and benchmarks run natively (csrc/bindings.cpp)."""
+"""The native part of simulations and benchmarks (csrc/bindings.cpp)."""
 
 from typing import Any, final
 
@@ -17,9 +17,9 @@ class FabricSimulation:
     """One simulated run of flows over a Clos fabric (sennit.testbed.simulation)."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        """Every field of a Scenario by name. KeyError for a missing one, ValueError for one out of range."""
+        """Takes every field of a Scenario by name. Raises KeyError for a missing one, ValueError out of range."""
 
     def run(self) -> None:
-        """Until everything has arrived or the deadline has passed; Ctrl-C ends it."""
+        """Runs until everything has arrived or the deadline has passed. Ctrl-C ends it."""
 
     def result(self) -> dict[str, Any]: ...

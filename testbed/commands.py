@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit testbed`: scenarios on networks of this machine, and simulations. Each command imports what it needs late."""
+"""`sennit testbed`: scenarios on networks of this machine, and simulations. A command imports what it needs itself."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUIET = ("results", "wrong_results", "failed_ranks", "distinct_digests")
 
 
 def _check_packages(*packages: str) -> None:
-    """Ends the command where one of the packages is not installed: pyroute2 and matplotlib, which scenarios need."""
+    """Ends the command if pyroute2 or matplotlib is not installed: scenarios need both."""
     for package in packages or ("pyroute2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             typer.echo(f"error: {package} is not installed: pip install 'sennit[testbed]'", err=True)
@@ -115,7 +115,7 @@ def run(
         try:
             runner.run(outcome, scenarios, folder=folder, say=say, finished=finished)
         finally:
-            # Also after an interruption: the finished cases took minutes.
+            # Also after an interruption, because the finished cases took minutes.
             for path in (folder / RESULTS_NAME, *([json_path] if json_path else [])):
                 outcome.write(path)
             page.write(outcome, folder / PAGE_NAME)

@@ -19,7 +19,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDERS: Final = ("ebpf", "offload", "transport", "runtime", "testbed", "sennit")
 FOUNDATIONS, COMMANDS = "sennit", "sennit: commands"
 CORE: Final = "transport/csrc"
-# Parts of the native core's tree that are not of the core.
+# Folders in the native core's tree that do not belong to the core.
 NOT_CORE: Final = {"tests", "model", "fuzz", "fabric"}
 INCLUDE: Final = re.compile(r'^\s*#include "([\w./]+)"', re.MULTILINE)
 
@@ -54,19 +54,22 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[Path]:
 
 
 def room(path: Path) -> str:
-    """The folder that stands for a file in the picture: two levels deep in `runtime` and for `offload/ingest`."""
+    """Returns the folder that stands for a file in the picture, two levels deep in `runtime` and `offload/ingest`."""
     parts = path.relative_to(ROOT).parts
     is_room = len(parts) > 2 and (parts[0] == "runtime" or parts[:2] == ("offload", "ingest"))
     return "/".join(parts[:2]) if is_room else parts[0]
 
 
 def python_edges() -> Edges:
-    """Between rooms. The root package is two: what everything rests on, and the commands, which rest on everything."""
+    """Returns the imports between rooms.
+
+    The root package is two places: what everything rests on, and the commands, which rest on everything.
+    """
     known = modules()
     files = {path: set(imports(path, known)) for path in known.values()}
     roots = {path for path in files if room(path) == FOUNDATIONS}
     commands = {path for path in roots if any(target not in roots for target in files[path])}
-    commands -= {ROOT / "sennit" / "__init__.py"}  # it imports the backend when torch asks for it
+    commands -= {ROOT / "sennit" / "__init__.py"}  # It imports the backend when torch asks for it.
     while more := {path for path in roots - commands if files[path] & commands and path.name != "__init__.py"}:
         commands |= more
 
@@ -78,7 +81,7 @@ def python_edges() -> Edges:
 
 
 def native_edges() -> Edges:
-    """Between the folders of the native core."""
+    """Returns the includes between the folders of the native core."""
     core = ROOT / CORE
     edges = set()
     for path in [*core.rglob("*.hpp"), *core.rglob("*.cpp")]:
@@ -93,7 +96,7 @@ def native_edges() -> Edges:
 
 
 def reachable(start: str, edges: Edges) -> set[str]:
-    """All that `start` leads to."""
+    """Returns everything that can be reached from `start`."""
     found: set[str] = set()
     open_ends = [start]
     while open_ends:
@@ -106,7 +109,7 @@ def reachable(start: str, edges: Edges) -> set[str]:
 
 
 def reduced(edges: Edges) -> Edges:
-    """Without the arrows that a longer way implies. Arrows of a circle all stay."""
+    """Removes the arrows that a longer way implies. Keeps all arrows of a cycle."""
     reach = {node: reachable(node, edges) for edge in edges for node in edge}
 
     def is_implied(one: str, other: str) -> bool:
@@ -119,7 +122,7 @@ def reduced(edges: Edges) -> Edges:
 
 
 def mermaid(edges: Iterable[tuple[str, str]]) -> str:
-    """Arrows from who imports to what is imported, in a fixed order."""
+    """Returns (importer, imported) pairs in a fixed order."""
 
     def node(name: str) -> str:
         return f'{re.sub(r"[^a-z0-9]+", "_", name)}["{name}"]'
@@ -129,12 +132,12 @@ def mermaid(edges: Iterable[tuple[str, str]]) -> str:
 
 
 def pictures() -> dict[str, str]:
-    """Name of a place in the page -> what belongs there."""
+    """Returns the new text for each named place in the page."""
     return {"python": mermaid(reduced(python_edges())), "native": mermaid(reduced(native_edges()))}
 
 
 def with_pictures(page: str) -> str:
-    """The page with what is between its markers renewed. Raises ValueError for a page without them."""
+    """Returns the page with new text between its markers. Raises ValueError for a page without them."""
     for name, picture in pictures().items():
         begin, end = f"<!-- {name}: make architecture -->", f"<!-- end of {name} -->"
         before, found, rest = page.partition(begin)

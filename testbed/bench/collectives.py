@@ -115,7 +115,7 @@ def _orders(peers: list[str], rounds: int) -> Iterator[list[str]]:
 
 
 def memory_growth_bytes(settings: Settings) -> int:
-    """Peak resident bytes per rank that sennit adds to the tensors, over all collectives at the largest size.
+    """Returns the peak resident bytes per rank that sennit adds to the tensors, of all collectives at the largest size.
 
     Counted from before the group is made, in fresh workers. Shared memory counts for each rank that touches it.
     """

@@ -57,6 +57,6 @@ Command = Join | Verify | Measure | Allocate | ResetPeak | ReadPeak | Stop
 
 @dataclass(frozen=True)
 class Failure:
-    """The command failed; the worker ends."""
+    """The answer of a worker that failed. The worker ends."""
 
     message: str

@@ -42,7 +42,7 @@ class Workers:
         environment: dict[str, str],
         by_rank: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """`by_rank`: further variables for each rank, if the ranks are started here."""
+        """`by_rank`: more environment variables for each rank, if the conductor starts the ranks."""
         self._library = library
         self._folder = Path(tempfile.mkdtemp(prefix="sennit-bench-"))
         address = str(self._folder / "conductor")
@@ -134,7 +134,7 @@ class Workers:
             process.wait(STOP_TIMEOUT_S)
 
     def close(self) -> None:
-        """Ends what still runs and removes the folder."""
+        """Ends the processes that still run, and removes the folder."""
         for connection in self._connections:
             connection.close()
         self._listener.close()

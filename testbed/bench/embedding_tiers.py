@@ -150,7 +150,7 @@ def _run(path: Path, load: Load, home: str, steps: int, seed: int) -> Result:
             expected = memory.lookup(batch)
             memory.update(batch, gradient, rate=RATE)
             memory_s.append(time.perf_counter() - start)
-            # The next batch must not be fetched while memory has its turn. It is fetched while this batch is computed.
+            # The next batch is fetched while this batch is computed, not while the trainer in memory has its turn.
             ahead.rows.wait()
             if number == 1:
                 before = _counts(tiers, rows, home)

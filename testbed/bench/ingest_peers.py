@@ -45,30 +45,30 @@ class Peer(Closing):
 
     name: str
     packets_at_a_time: int = 1 << 16
-    """The best number of waiting packets: more would leave the cache, fewer would join less."""
+    """The best number of waiting packets. More would leave the cache, fewer would be joined less."""
 
     def __init__(self, layout: BatchLayout, udp_port: int) -> None:
         self.layout, self.udp_port = layout, udp_port
 
     @contextlib.contextmanager
     def listening(self, link: cable.Cable) -> Iterator[None]:
-        """While it is open, everything that arrives at the far end is its own."""
+        """While the context is open, this peer receives everything that arrives at the far end."""
         yield
 
     @abstractmethod
     def take(self, batch: int) -> int:
-        """Takes what is there. Returns the number of the batch's rows received so far."""
+        """Takes the waiting packets. Returns the number of the batch's rows received so far."""
 
     @abstractmethod
     def batch(self, number: int) -> Batch:
         """The columns of a batch, computed by the plan's operators."""
 
     def release(self, batch: int) -> None:
-        """The batch is no longer used."""
+        """Releases a batch: its columns are no longer used."""
 
 
 class XdpPeer(Peer):
-    """XDP into an arena that torch sees."""
+    """Receives with XDP into an arena that torch sees."""
 
     name = "XDP"
 
@@ -110,7 +110,7 @@ class NativePeer(Peer):
         )
 
     def take(self, batch: int) -> int:
-        os.sched_yield()  # both run on the same processor
+        os.sched_yield()  # Both run on the same processor.
         return self.receiver.rows_taken(batch)
 
     def batch(self, number: int) -> Batch:
@@ -138,7 +138,7 @@ class _SocketPeer(Peer):
 
         self._labels = np.zeros(rows, np.float32)
         self._dense = np.zeros((rows, len(plan.dense)), np.float32)
-        self._values = np.zeros((len(plan.sparse), rows + 8), np.int64)  # distances that are not powers of two
+        self._values = np.zeros((len(plan.sparse), rows + 8), np.int64)  # no powers of two
         self._lengths = np.ones((len(plan.sparse), rows), np.int32)
         self.socket = link.within(cable.FAR, lambda: socket.socket(socket.AF_INET6, socket.SOCK_DGRAM))
         self.socket.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, RECEIVE_BUFFER_BYTES)

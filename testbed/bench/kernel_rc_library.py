@@ -83,7 +83,7 @@ class KernelRcLibrary:
         self._queue_pair.to_rts(attributes)
 
     def allocate(self, case: Case) -> None:
-        """Buffers: what is sent, then what is received. The peer must do the same at the same time."""
+        """Allocates the buffers: sent bytes, then received bytes. The peer must do the same at the same time."""
         part_bytes = case.elements(2)[0] // 2 * ELEMENT_BYTES
         if part_bytes == self._part_bytes:
             return

@@ -45,7 +45,7 @@ LOAD: Final = "load alone"
 
 
 class BenchError(SennitError):
-    """Nothing arrives, or something else than was sent."""
+    """Nothing arrives, or the received columns are wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,14 +134,14 @@ class Sampler:
         self._batch = 0
 
     def load(self, batches: int) -> float:
-        """Seconds to send the packets of a batch to nobody."""
+        """Returns the seconds to send the packets of a batch to nobody."""
         start = time.perf_counter()
         for _ in range(batches):
             self.source.send(self.peer.udp_port, 0, 0, self.source.count)
         return (time.perf_counter() - start) / batches
 
     def sample(self, batches: int, expected: Batch) -> float:
-        """Seconds of a batch from its first packet to its columns."""
+        """Returns the seconds of a batch from its first packet to its columns."""
         total_s = 0.0
         for _ in range(batches):
             start = time.perf_counter()
@@ -167,7 +167,7 @@ class Sampler:
             self.lost_packets += end - begin
 
     def _wait(self, rows: int, deadline_s: float) -> int:
-        """The rows that arrived: all of these, or fewer when nothing more comes."""
+        """Returns the rows that arrived: all of `rows`, or fewer when nothing more comes."""
         taken, progress_s = 0, time.monotonic()
         while (found := self.peer.take(self._batch)) < rows:
             now_s = time.monotonic()

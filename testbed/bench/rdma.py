@@ -29,7 +29,7 @@ WORLD: Final = 2
 PEERS: Final = {"verbs": "core", "udp": "core", "kernel-rc": "kernel_rc"}
 """Peer -> library. verbs: UC queue pairs with sennit's recovery; kernel-rc: RC queue pairs, nothing of sennit."""
 WAYS: Final = {"verbs": 3, "udp": 3, "kernel-rc": 2}
-"""How often an operation crosses the link: its advert (not for the kernel), its data, their acknowledgement."""
+"""How often one operation crosses the link: advert (not for the kernel), data, acknowledgement."""
 NETEM: Final = (
     "", "loss 0.1%", "loss 1%", "loss 5%", "delay 5ms", "delay 5ms 2ms", "duplicate 1%", "corrupt 1%",
 )  # fmt: skip
@@ -180,7 +180,7 @@ def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report
             for number, row in enumerate(report.rows):
                 progress(row.netem or NONE, turn * len(report.rows) + number, total)
                 set_netem(row.netem)
-                # Each is first in every other round.
+                # Each peer is first in every other round.
                 for peer in settings.peers if turn % 2 == 0 else reversed(settings.peers):
                     case = _alltoall(settings.part_bytes, row.in_flight)
                     row.samples_s[peer].append(_sample(workers[row.netem][peer], peer, case))

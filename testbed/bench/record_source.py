@@ -41,8 +41,7 @@ class RecordSource(Closing):
         for number, each in enumerate(frames):
             stored.write(number, each.ljust(place_bytes, b"\0"))
         # An attached program is in the kernel's table of direct calls to XDP programs. Otherwise each run would enter
-        # it there
-        # and remove it again, which takes 20 ms. Nothing arrives at this interface.
+        # it there and remove it again, which takes 20 ms. Nothing arrives at this interface.
         self._link = link.within(
             cable.NEAR, lambda: attach_xdp(self._program, socket.if_nametoindex("lo"), XdpMode.GENERIC)
         )

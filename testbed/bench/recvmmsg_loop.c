@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The least that a C program does for `sennit bench offload --end-to-end`: recvmmsg, 64 datagrams a call, and the
-// plan's operators on each record as it lies in the buffer. Made for one schema (26 ids of 4 bytes, 13 float32,
-// little-endian) and one plan (PositiveModulus, Clamp from 0 to 1) at compile time; it trusts what comes but for size
-// and place.
+// The smallest C program for `sennit bench offload --end-to-end`: recvmmsg takes 64 datagrams a call, and the plan's
+// operators run on each record where it lies in the buffer. It is compiled for one schema (26 ids of 4 bytes, 13
+// float32, little-endian) and one plan (PositiveModulus, Clamp from 0 to 1). It checks only the size and place of
+// records.
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <string.h>
@@ -13,7 +13,7 @@
 #define DENSE 13
 #define RECORD_BYTES (1 + 4 * DENSE + 4 * TABLES)
 #define MESSAGES 64
-#define PLACE_BYTES (4096 + 64)  // no power of two: the first-level cache
+#define PLACE_BYTES (4096 + 64)  // not a power of two, for the first-level cache
 
 static uint32_t big_endian(const uint8_t* from) {
   uint32_t raw;
@@ -21,8 +21,8 @@ static uint32_t big_endian(const uint8_t* from) {
   return __builtin_bswap32(raw);
 }
 
-// Takes what is there of a batch from row `row` on, and returns the row after it. [rows], [rows, DENSE], [TABLES,
-// pitch].
+// Takes the waiting records of a batch from row `row` on, and returns the row after the last one.
+// Shapes: [rows], [rows, DENSE], [TABLES, pitch].
 int take(int fd, uint32_t batch, int row, int rows, int pitch, float* labels, float* dense, int64_t* values) {
   static uint8_t places[MESSAGES][PLACE_BYTES];
   struct iovec parts[MESSAGES];

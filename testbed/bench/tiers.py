@@ -29,7 +29,7 @@ class Report:
     """The operator's result."""
 
     def as_json(self) -> dict[str, Any]:
-        """All times, so that others can compute other statistics."""
+        """All times, for other statistics."""
         return {
             "machine": describe(),
             "steps": self.steps,

@@ -55,7 +55,7 @@ class Result:
 
     @property
     def ratio(self) -> float:
-        """Samples/s over those in memory: the median over turns."""
+        """Samples/s with tiers, divided by those in memory: the median over turns."""
         return statistics.median(m / s for m, s in zip(self.memory_s, self.stored_s, strict=True))
 
 

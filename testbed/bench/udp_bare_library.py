@@ -33,17 +33,17 @@ class UdpBareLibrary:
         self._peer_port = int(self._store.get(theirs))
 
     def allocate(self, case: Case) -> None:
-        """Its buffers are its own."""
+        """Does nothing: the native exchange has its own buffers."""
 
     def run(self, peer: str, case: Case, iterations: int) -> float:
-        # What each of two ranks must send at least: half of its data, and twice that to reduce everywhere.
+        # The least that each of two ranks must send: half of its data, and twice that to reduce everywhere.
         sent_bytes = case.size_bytes if case.collective is Collective.ALLREDUCE else case.size_bytes // 2
         return statistics.fmean(
             self._socket.exchange(ADDRESS, self._peer_port, sent_bytes, TIMEOUT_S) for _ in range(iterations)
         )
 
     def verify(self, peer: str, case: Case) -> None:
-        """There is nothing to verify: lost datagrams end the run."""
+        """Does nothing: a lost datagram ends the run."""
 
     def stop(self) -> None:
         """The sockets close with the process."""

@@ -57,7 +57,7 @@ def _obey(library: Library, command: Command) -> float | int | None:
 
 
 def main(arguments: list[str]) -> None:
-    """Connects to the conductor, introduces itself, and obeys until told to stop."""
+    """Connects to the conductor, introduces itself, and obeys until the conductor says stop."""
     library = make_library(arguments[0], arguments[2:])
     with Client(arguments[1], family="AF_UNIX") as conductor:
         conductor.send(library.rank)

@@ -17,7 +17,7 @@ using namespace sennit::fabric;
 
 namespace {
 
-// Between two looks at Python's signal handlers: some tens of milliseconds.
+// Events between two looks at Python's signal handlers: some tens of milliseconds.
 constexpr uint64_t EVENTS_A_SLICE = 50'000;
 
 template <class Enum, size_t COUNT>

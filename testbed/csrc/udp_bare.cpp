@@ -22,7 +22,7 @@ constexpr size_t BUFFER_BYTES = 8 << 20;
 }  // namespace
 
 UdpBare::UdpBare(const std::string& local_address) : socket_(wire::parse_endpoint(local_address, 0)) {
-  // Half of the granted memory is the kernel's own bookkeeping; two windows may be on the way (below).
+  // Half of the granted memory is the kernel's own bookkeeping, and two windows may be in flight (see below).
   window_bytes_ = socket_.set_receive_buffer(BUFFER_BYTES) / 8;
   socket_.set_send_buffer(BUFFER_BYTES);
   if (!socket_.enable_receive_offload()) throw std::runtime_error("udp: this kernel has no UDP_GRO (Linux 5.0)");
@@ -44,7 +44,7 @@ double UdpBare::exchange(const std::string& peer_address, uint16_t peer_port, ui
   };
   constexpr std::byte HELLO{1}, SEEN{2};
 
-  // Greetings of one byte until each has seen the other's; data that overtakes them counts at once.
+  // Send greetings of one byte until each side has seen the other's. Data that overtakes them counts at once.
   uint64_t sent_bytes = 0, received_bytes = 0;
   const auto receive = [&](bool& greeted) {
     iovec place{destination_.data() + received_bytes, RECEIVE_MAX_BYTES};

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The ceiling of the udp port: the same bytes both ways with the same calls, and nothing else.
+// The upper bound of the udp port: the same bytes both ways with the same system calls, and nothing else.
 //
-// No flow, no ICRC, no acknowledgements: benchmarks run it beside the port and print the ratio.
+// It has no flow, no ICRC and no acknowledgements. Benchmarks run it beside the port and print the ratio.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +16,9 @@ class UdpBare {
  public:
   explicit UdpBare(const std::string& local_address);
   uint16_t port() const { return socket_.local().port; }
-  // Both sides call it at about the same time with each other's port. Sends `size_bytes` and receives as
-  // many; returns the seconds from the moment both were there. Throws std::runtime_error at the deadline
-  // (a packet was lost: there is nothing that sends it again).
+  // Sends `size_bytes` and receives as many. Both sides call it at about the same time with each other's port. Returns
+  // the seconds from the moment when both sides were there. Throws std::runtime_error at the deadline, which means a
+  // lost packet, because lost packets are not sent again.
   double exchange(const std::string& peer_address, uint16_t peer_port, uint64_t size_bytes, double timeout_s);
 
  private:

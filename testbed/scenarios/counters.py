@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 
 def total(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Sums by name."""
+    """Returns the sums by name."""
     sums: dict[str, int] = {}
     for one in counters:
         for name, value in one.items():
@@ -16,5 +16,5 @@ def total(counters: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """The differences by name. A new counter started at 0."""
+    """Returns the differences by name. A new counter started at 0."""
     return {name: value - before.get(name, 0) for name, value in after.items()}

@@ -3,9 +3,9 @@
 
     python -m sennit.testbed.scenarios.hostile OWN_ADDRESSES TARGET_ADDRESSES PACKETS_PER_S SEED
 
-Writes a line when it begins, and in the end how many packets of each kind it sent and in which time, as a line of JSON.
-One call sends a batch of different packets by UDP segmentation: a call a packet would be slower than the ranks, and
-a million a second out of reach.
+Writes a line when it begins. At the end it writes a line of JSON: packets of each kind, and the seconds it took.
+One call sends a batch of different packets by UDP segmentation. One call per packet would be slower than the ranks,
+and could not reach a million packets a second.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _truncated(rng: random.Random, source: tuple[str, int], target: tuple[str, i
 
 
 def _unknown_data(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
-    """Valid in everything, ICRC included, except that nobody gave out this queue pair and key."""
+    """Makes a packet that is valid, ICRC included, except for its queue pair and key: no rank gave them out."""
     payload_bytes = PACKET_BYTES - 36
     packet = wire.Packet.data(
         qpn=rng.getrandbits(24),
@@ -53,7 +53,7 @@ def _unknown_data(rng: random.Random, source: tuple[str, int], target: tuple[str
 
 
 def _mutated(rng: random.Random, source: tuple[str, int], target: tuple[str, int]) -> bytes:
-    """A valid packet with one to four bytes changed: its ICRC is wrong, or a field before it."""
+    """Makes a valid packet with one to four bytes changed: its ICRC is wrong, or a field before the ICRC."""
     packet = bytearray(_unknown_data(rng, source, target))
     for _ in range(rng.randint(1, 4)):
         packet[rng.randrange(len(packet))] ^= rng.randint(1, 255)
@@ -76,7 +76,7 @@ KINDS: Final = {
 
 
 class Attack:
-    """One socket, connected to one port of the target, and batches made in advance."""
+    """A socket connected to one port of the target, with batches made in advance."""
 
     def __init__(self, source: str, target: str, seed: int) -> None:
         family = socket.AF_INET6 if ":" in source else socket.AF_INET
@@ -91,7 +91,7 @@ class Attack:
         }
 
     def send(self, kind: str, number: int) -> bool:
-        """Sends a batch. False if the target's port is closed by now or the path is full."""
+        """Sends a batch. Returns False if the target's port is closed or the path is full."""
         batch = self._batches[kind][number % VARIETIES]
         self._socket.setsockopt(socket.IPPROTO_UDP, UDP_SEGMENT, len(batch) // BATCH_PACKETS)
         try:
@@ -112,10 +112,10 @@ def main() -> None:
     batches = 0
     print("sending", flush=True)
     started_s = time.monotonic()
-    # Ends with stdin: the conductor closed it, or is gone.
+    # Ends with stdin: the conductor closed it, or has ended.
     while not select.select([sys.stdin], [], [], TICK_S)[0]:
         due = int((time.monotonic() - started_s) * int(packets_per_s)) // BATCH_PACKETS
-        # What a busy machine prevented from being sent is not made up for in one burst.
+        # Packets that a busy machine could not send are not sent later in one burst.
         batches = max(batches, due - int(packets_per_s) // BATCH_PACKETS // 100 - 1)
         while batches < due:
             kind = kinds[batches % len(kinds)]

@@ -87,7 +87,7 @@ def goodput_bytes_per_s(scenario: Scenario, run: Run) -> float | None:
 
 
 def measure(seen: Observations) -> Measures:
-    """All measures that these observations give."""
+    """Returns all measures that these observations give."""
     measures = _correctness(seen) | _speed(seen) | _impairment(seen)
     if seen.scenario.victims():
         measures |= _deaths(seen)

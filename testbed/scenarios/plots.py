@@ -36,7 +36,7 @@ Parameters = ParamSpec("Parameters")
 
 
 def _styled(draw: Callable[Parameters, Figure | None]) -> Callable[Parameters, Figure | None]:
-    """Draws all of a figure in the page's text colour: matplotlib reads the style whenever it makes a text."""
+    """Draws all text of a figure in the page's colour. matplotlib reads the style whenever it makes a text."""
 
     @functools.wraps(draw)
     def drawn(*arguments: Parameters.args, **options: Parameters.kwargs) -> Figure | None:
@@ -98,7 +98,7 @@ def _loss_points(cases: Sequence[Case]) -> dict[tuple[str, str], dict[float, lis
 
 @_styled
 def timeline_figure(case: Case) -> Figure | None:
-    """Payload over time above, bytes by plane below, a line for every fault; grey where ranks check results."""
+    """Draws payload over time above, bytes by plane below, and a line for every fault. Grey: ranks check results."""
     series = case.series
     if not series or not series["times_s"]:
         return None

@@ -90,7 +90,7 @@ class Rank:
                 begins_s.append(time.monotonic())
                 try:
                     group.run(payload)
-                except Exception as error:  # errors of either library and of torch: they are the observation
+                except Exception as error:  # Errors of either library or of torch: they are the observation.
                     answer["error"] = {
                         "kind": type(error).__name__,
                         "message": str(error),
@@ -110,7 +110,7 @@ class Rank:
 
 
 def serve(rank: Rank, commands: TextIO, answers: TextIO) -> None:
-    """Runs until the conductor says stop or is gone. A failing command is answered with `failure` and is the last."""
+    """Runs until the conductor says stop or has ended. Answers a failed command with `failure`, and ends."""
     for line in commands:
         command = json.loads(line)
         stops = command["do"] == "stop"

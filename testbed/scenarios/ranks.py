@@ -101,7 +101,7 @@ class Ranks:
         for rank, process in enumerate(self._processes):
             assert process.stdin is not None
             if process.poll() is None:
-                with contextlib.suppress(BrokenPipeError):  # it died just now: found out below
+                with contextlib.suppress(BrokenPipeError):  # it has died since: found out below
                     process.stdin.write(line)
                     process.stdin.flush()
             elif rank not in silent:

@@ -87,7 +87,7 @@ def run_case(
             scenario, impairer=chosen, seed=seed, folder=place, say=lambda what: say(f"{scenario.name}: {what}")
         )
         _judge(case, scenario, seen, strict=strict)
-    except Exception as error:  # one broken case must not cost the others: it counts as failed
+    except Exception as error:  # One broken case must not cost the others: it counts as failed.
         case.status = Status.FAILED
         case.reason = f"{type(error).__name__}: {error}"
         (place / "conductor.log").write_text(traceback.format_exc())

@@ -333,10 +333,10 @@ class _Stage:
             self._seen.hostile_sent[kind] = self._seen.hostile_sent.get(kind, 0) + count
 
     def _settled_counters(self, crew: Ranks) -> tuple[dict[str, int], dict[str, int], list[dict[str, int]]]:
-        """What the impairment, the limited queues and the ranks have counted, once nothing is in flight any more.
+        """Returns what the impairment, the limited queues and the ranks have counted, once nothing is in flight.
 
-        The last acknowledgements are still in flight when a collective is done. Otherwise something that one end has
-        counted and the other has not would be missing between two runs.
+        The last acknowledgements are still in flight when a collective is done. Without the wait, one end would have
+        counted a packet that the other end has not.
         """
         deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
         now = self._impairment_counters(), self._queue_counters(), self._rank_counters(crew)

@@ -130,7 +130,7 @@ def goodput_within(run: Run, since_s: float, until_s: float) -> float | None:
 
 
 def measure(scenario: Scenario, run: Run) -> dict[str, float]:
-    """Measures of planes switched off (and on again) during the run (`measures`); none for a run that failed."""
+    """Returns the measures of planes switched off (and on again) during the run; none for a run that failed."""
     found: dict[str, float] = {}
     off = [
         at_s for (_, at_s), fault in _matched(scenario, run)

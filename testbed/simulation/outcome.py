@@ -16,7 +16,7 @@ class TierUse:
     """Share of the run's time in which a link was sending."""
 
     shares: list[float]
-    """The same for every link, in ascending order."""
+    """Share of the run's time in which each link was sending, in ascending order."""
 
     peak_queue_bytes: int
     dropped_packets: int
@@ -41,7 +41,7 @@ class Outcome:
 
     tiers: dict[str, TierUse] = field(default_factory=dict)
     fingerprint: str = ""
-    """runner.fingerprint() of the core that ran it."""
+    """The fingerprint (runner.fingerprint) of the core that ran it."""
 
     wall_s: float = 0.0
     peak_memory_bytes: int = 0

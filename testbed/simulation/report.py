@@ -20,7 +20,7 @@ QUEUES = "| workload | paths | busy leaf uplinks, least–mean–most | largest 
 
 
 def table(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
-    """Two tables in Markdown, of times and of queues; a row in each for every case that has an outcome."""
+    """Returns two tables in Markdown, of times and of queues, with a row for every case that has an outcome."""
     times, queues = [_head(TIMES)], [_head(QUEUES)]
     for case in cases:
         if case.name not in outcomes:
@@ -66,7 +66,7 @@ def milliseconds(time_us: float) -> str:
 
 
 def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
-    """The parameters needed to run it again."""
+    """Returns the parameters that repeat the run."""
     known = [case for case in cases if case.name in outcomes]
     first = known[0].scenario
     events = sum(outcomes[case.name].counters["events"] for case in known)
@@ -80,7 +80,7 @@ def provenance(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
 
 
 def write_page(page: Path, text: str) -> None:
-    """Replaces the text between the page's two markers. Raises ValueError if it has none."""
+    """Replaces the text between the page's two markers. Raises ValueError for a page without them."""
     content = page.read_text()
     before, begin, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -136,7 +136,7 @@ def _plot_ratios(axis: Axes, cases: Sequence[Case], outcomes: dict[str, Outcome]
     axis.xaxis.set_minor_formatter("{x:g}")
     axis.set_xlim(0.9, 1.6 * max(outcomes[case.name].ratio for case in cases))
     axis.set_xlabel("completion time / ideal")
-    # One legend for all three, because the colours are the same.
+    # One legend for all three panels, because the colours are the same.
     axis.legend(frameon=False, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
 
 

@@ -37,7 +37,7 @@ COUNTERS = (
 )
 
 
-# Dying links and full queues are in it. It does not change when the suite does.
+# A small scenario with dying links and full queues. It does not change when the suite does.
 FINGERPRINTED = QUICK.with_(
     window_bytes=64 << 10,
     peers_at_a_time=24,
@@ -49,7 +49,7 @@ FINGERPRINTED = QUICK.with_(
 
 
 def fingerprint() -> str:
-    """Tells cores apart whose flows or fabrics behave differently: the trace of one small run, in a second."""
+    """Identifies how flows and fabrics of a core behave: the trace of one small run, which takes a second."""
     from sennit.testbed._lab import FabricSimulation
 
     simulation = FabricSimulation(FINGERPRINTED.as_dict())
@@ -58,7 +58,7 @@ def fingerprint() -> str:
 
 
 def run(scenario: Scenario) -> Outcome:
-    """Runs one scenario here. Raises ValueError for one out of range."""
+    """Runs one scenario in this process. Raises ValueError for one out of range."""
     from sennit.testbed._lab import FabricSimulation
 
     start_s = time.monotonic()
@@ -106,10 +106,9 @@ def _tiers(links: list[tuple[str, bool, float, int, int]]) -> dict[str, TierUse]
 def run_cases(
     cases: Iterable[Case], folder: Path, *, jobs: int, done: Callable[[Case, Outcome], None]
 ) -> dict[str, Outcome]:
-    """Runs all cases and writes each outcome to `folder`/NAME.json as soon as it is there.
+    """Runs all cases and writes each outcome to `folder`/NAME.json as soon as it exists.
 
-    An existing outcome of the very same scenario, from a core that behaves the same, is reused: the result would be
-    equal.
+    Reuses an existing outcome of the very same scenario from a core that behaves the same: the result would be equal.
     """
     folder.mkdir(parents=True, exist_ok=True)
     core = fingerprint()
@@ -139,7 +138,7 @@ def run_cases(
 
 
 def load(path: Path) -> Outcome | None:
-    """The outcome in a file; None if there is none, or one of another version."""
+    """Reads an outcome; None if there is none, or one of another version."""
     try:
         return Outcome.from_json(json.loads(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError):

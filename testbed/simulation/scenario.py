@@ -14,7 +14,7 @@ class Scenario:
     hosts_per_leaf: int = 32
 
     spines: int = 32
-    """Spines of the fabric; with three tiers, of each pod."""
+    """Spines of the fabric. With three tiers, spines of each pod."""
 
     leaves_per_pod: int = 0
     """0 means two tiers."""
@@ -32,10 +32,10 @@ class Scenario:
     """Queue of a switch port. A packet that does not fit is dropped."""
 
     mark_min_bytes: int = 128 << 10
-    """A packet that finds less in the queue is not marked (ECN) ..."""
+    """A packet that finds fewer bytes than this in the queue is not marked (ECN)."""
 
     mark_max_bytes: int = 512 << 10
-    """... a packet that finds more is always marked; linear in between."""
+    """A packet that finds more bytes is always marked. In between the chance grows linearly."""
 
     failed_fraction: float = 0.0
     """Share of the cables between switches that fail."""
@@ -52,7 +52,7 @@ class Scenario:
     """How a flow chooses among them: round_robin or reps."""
 
     spread: str = "sprayed"
-    """sprayed: packet by packet. per_message: static ECMP, every message hashed to one of the entropies."""
+    """sprayed: packet by packet. per_message: static ECMP, which hashes every message to one of the entropies."""
 
     congestion: str = "swift"
     """fixed or swift."""
@@ -72,7 +72,7 @@ class Scenario:
     """Packets sent back to back on one path: 1 as a NIC does, 15 as a GSO send does."""
 
     ticks_per_us: int = 5
-    """Divides the floors of the flow's timers, which are made for busy hosts, down to a NIC's."""
+    """Divides the floors of the flow's timers, which are meant for busy hosts, down to a NIC's."""
 
     kind: str = "alltoall"
     """alltoall, allreduce_direct, allreduce_ring, permutation or incast."""

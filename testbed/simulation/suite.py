@@ -7,7 +7,7 @@ from typing import Any
 
 from sennit.testbed.simulation.scenario import Scenario
 
-# Way to use the paths -> what it changes.
+# Way to use the paths -> fields of the scenario that it changes.
 WAYS: dict[str, dict[str, Any]] = {
     "reps": {"path_policy": "reps"},
     "round robin": {"path_policy": "round_robin"},
@@ -37,7 +37,7 @@ class Case:
 
 
 def cases(*, quick: bool, seed: int) -> list[Case]:
-    """All cases; `quick`: 64 hosts and small blocks, seconds in all."""
+    """Returns all cases. `quick`: 64 hosts and small blocks, seconds in all."""
     base = (QUICK if quick else Scenario()).with_(seed=seed)
     mid_us = 100 if quick else 1000
     failed = {"failed_fraction": 0.02 if quick else 0.01}
@@ -52,7 +52,7 @@ def cases(*, quick: bool, seed: int) -> list[Case]:
     found += _group("alltoall", base, ways)
     found += _group(f"alltoall, {percent} links die in the middle", base.with_(**dying), ways)
     found += _group("allreduce direct", base.with_(kind="allreduce_direct", size_bytes=vector_bytes), ways)
-    # A step's block leaves at once only while the window holds the unacknowledged blocks before it.
+    # A step's block leaves at once only while the window has room for the unacknowledged blocks before it.
     ahead = base.with_(peers_at_a_time=24)
     ring = ahead.with_(kind="allreduce_ring", size_bytes=vector_bytes, window_bytes=128 << 10)
     found += _group("allreduce ring", ring, ways)

@@ -52,7 +52,7 @@ class Delay:
         return self._table.counters()
 
     def close(self) -> None:
-        """Packets still delayed are lost."""
+        """Ends the relay. Packets that it still delays are lost."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()

@@ -58,7 +58,7 @@ class Fabric:
             self._write(port)
 
     def attach(self) -> None:
-        """Call it inside the switch's namespace."""
+        """Attaches the program to the ports. Must be called inside the switch's namespace."""
         descriptor = self._object.program("fabric").descriptor
         with IPRoute() as route:
             for host, plane in self._ports:
@@ -105,7 +105,7 @@ class Fabric:
             self._write(port)
 
     def set_relay(self, ifindex: int, ports: Iterable[tuple[int, int]]) -> None:
-        """The ports' packets leave by this interface of the switch's namespace; 0: straight to their destination."""
+        """Sends the ports' packets out by this interface of the switch's namespace; 0: straight to the destination."""
         for port in ports:
             self._ports[port] = replace(self._ports[port], relay_ifindex=ifindex)
             self._write(port)

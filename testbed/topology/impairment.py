@@ -162,7 +162,7 @@ class ImpairmentCounters:
     """Held packets released later. The rest is still held, or was lost when the impairment changed meanwhile."""
 
     unheld: int
-    """Chosen to be held, but too large, too small or out of space."""
+    """Packets chosen to be held, but too large or too small, or the ring was full."""
 
     blackholed: int
     """UDP and TCP packets that arrived while the plane was a black hole."""

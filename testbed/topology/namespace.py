@@ -82,7 +82,7 @@ def processes_in(names: Iterable[str]) -> list[int]:
         try:
             if (folder / "ns" / "net").stat().st_ino in inodes and int(folder.name) != os.getpid():
                 found.append(int(folder.name))
-        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it has ended, or is hidden
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # The process has ended, or is hidden.
             continue
     return found
 

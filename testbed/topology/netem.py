@@ -88,7 +88,7 @@ class NetemQueue:
 
 
 def why_not(impairment: Impairment) -> str | None:
-    """What netem cannot do of this; None if it can do all."""
+    """Returns what netem cannot do of this impairment; None if it can do all."""
     if impairment.ecn_fraction and impairment.loss_fraction:
         return "netem marks packets instead of dropping them, and so does one or the other"
     if impairment.corrupt_skip_bytes:

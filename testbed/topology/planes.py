@@ -169,14 +169,14 @@ class Planes:
         self._switch.impair(impairment, self._ports(hosts, planes))
 
     def counters(self, host: int, plane: int) -> ImpairmentCounters:
-        """What has happened so far to what `host` sent on `plane`. Only for planes impaired by bpf."""
+        """Returns the counters of what `host` sent on `plane`. Only for planes impaired by bpf."""
         self._ports([host], [plane])
         if self._bpf is None:
             raise RuntimeError(f"these planes have no counters of the switch: they are impaired by {self.impairer}")
         return self._bpf.counters(host, plane)
 
     def netem_counters(self, host: int, plane: int) -> NetemCounters:
-        """The same, for planes impaired by netem."""
+        """Returns the counters of what `host` sent on `plane`. Only for planes impaired by netem."""
         self._ports([host], [plane])
         if self._netem is None:
             raise RuntimeError(f"these planes have no counters of netem: they are impaired by {self.impairer}")
@@ -195,7 +195,7 @@ class Planes:
             raise ValueError(f"how {how!r}; allowed: blackhole, link")
 
     def unplug(self, host: int) -> None:
-        """Takes the carrier from all links of a host, for good: what a host without power does to its switches."""
+        """Takes the carrier from all links of a host, for good. A host that loses power does this to its switches."""
         ports = self._ports([host], None)
         namespace.within(self.switch_name, _set_links, [port_ifindex(*port) for port in ports], False)
 
@@ -239,19 +239,18 @@ class Planes:
         return found
 
     def delay(self, delay_us: int, *, hosts: Ports = None, planes: Ports = None) -> None:
-        """Delays packets that these hosts send on these planes; 0: at once, so they overtake packets still delayed.
-        way are overtaken."""
+        """Delays packets that these hosts send on these planes, in us. With 0 they overtake packets still delayed."""
         if not 0 <= delay_us <= DELAY_MAX_US:
             raise ValueError(f"delay_us {delay_us}; allowed: 0..{DELAY_MAX_US}")
         self._switch.delay(delay_us, self._ports(hosts, planes))
 
     def delay_counters(self) -> RelayCounters:
-        """What the relay process has handled; all zero if nothing was ever delayed, or if netem delays."""
+        """Returns the counters of the relay process. All are zero if nothing was ever delayed, or if netem delays."""
         return self._switch.delay_counters()
 
     @contextlib.contextmanager
     def capture(self, host: int, plane: int, path: Path | str, *, snap_bytes: int = SNAP_BYTES) -> Iterator[Capture]:
-        """Captures into a pcap file what a host sends, before any impairment, and what it receives, after it."""
+        """Captures a host's packets into a pcap file: sent ones before any impairment, received ones after it."""
         self._ports([host], [plane])
         reason = capabilities.missing("dumpcap")
         if reason is not None:
@@ -266,7 +265,7 @@ class Planes:
         return ["nsenter", f"--net={namespace.path_of(self.netns_name(host))}", "--"]
 
     def _queue(self, host: int, plane: int, direction: Direction) -> tuple[str, str]:
-        """Namespace and interface of the queue towards the switch, or from it."""
+        """Returns namespace and interface of the queue towards the switch, or from it."""
         if direction == Direction.SEND:
             return self.netns_name(host), f"plane{plane}"
         return self.switch_name, f"p{plane}h{host}"
@@ -353,9 +352,9 @@ class Planes:
                             )
 
     def _stop_processes(self) -> None:
-        """Ends the children and what they started: none of it may keep the namespaces alive."""
+        """Ends the children and what they started, because any process keeps the namespaces alive."""
         for child in self._children:
-            if child.poll() is None:  # it may not even have entered its namespace
+            if child.poll() is None:  # It may not have entered its namespace yet.
                 child.kill()
         hosts = [self.netns_name(host) for host in range(self.hosts)]
         deadline_s = time.monotonic() + CHILD_TIMEOUT_S
@@ -410,7 +409,7 @@ def _opened(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _termination_raises() -> Iterator[None]:
-    """Lets SIGTERM unwind the stack and clean up, if the program has no handler of its own."""
+    """Lets SIGTERM unwind the stack, so that everything is cleaned up, if the program has no handler."""
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     if not ours:
         yield

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Delays packets: a process in the switch's namespace that keeps each for a while and passes it on.
+"""Delays packets: a process in the switch's namespace that keeps each packet for a while and passes it on.
 
-For kernels without sch_netem. The switch sends packets of delayed ports to one end of a veth pair; the relay reads
-them at the other end, with their offload headers (PACKET_VNET_HDR), so that super-packets and checksums not yet
-computed stay what they are, and writes each to the switch port of its destination when its time has come.
+For kernels without sch_netem. The switch sends packets of delayed ports to one end of a veth pair. The relay reads
+them at the other end with their offload headers (PACKET_VNET_HDR), so super-packets stay whole and checksums that are
+not yet computed stay so. It writes each packet to the switch port of its destination when its time has come.
 
-Runs as `python -m sennit.testbed.topology.relay INTERFACE DESCRIPTOR`; ends when its standard input does.
+Runs as `python -m sennit.testbed.topology.relay INTERFACE DESCRIPTOR`, and ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OFFLOAD_HEADER_BYTES: Final = 10
 PACKET_MAX_BYTES: Final = OFFLOAD_HEADER_BYTES + 14 + 65_536
 DESTINATION_PLANE: Final = OFFLOAD_HEADER_BYTES + 4
 SOURCE_PLANE: Final = OFFLOAD_HEADER_BYTES + 10
-# Packets read before due ones are sent: reading must keep up, sending may be late by this many.
+# Packets read before due ones are sent. Reading must keep up; sending may be late by this many packets.
 READ_BATCH: Final = 64
 STATISTICS_INTERVAL_NS: Final = 50_000_000
 

@@ -30,12 +30,12 @@ class RelayCounters:
 
     @property
     def waiting(self) -> int:
-        """Being delayed now."""
+        """Packets being delayed now."""
         return self.received - self.sent - self.lost
 
 
 class RelayTable:
-    """A view of the memory behind a descriptor. One process writes the counters, the other one the delays."""
+    """A view of the shared memory. One process writes the counters, the other one the delays."""
 
     def __init__(self, descriptor: int) -> None:
         self._words = memoryview(mmap.mmap(descriptor, TABLE_BYTES)).cast("Q")

@@ -54,7 +54,7 @@ class Switch(Protocol):
         """Drops everything, or stops doing so."""
 
     def set_queued(self, on: bool, ports: Iterable[Port]) -> None:
-        """Whether packets of these ports may wait in the switch, where they must not fill their sender's buffer."""
+        """Says whether packets of these ports may wait in the switch. They must not fill the sender's buffer."""
 
     def delay(self, delay_us: int, ports: Iterable[Port]) -> None:
         """Delays what these ports' hosts send."""

@@ -2,7 +2,7 @@
 """Which kernel runs on this machine: User-Mode Linux where it boots, else Debian's own in QEMU.
 
 A cached kernel may have been built on another machine, and a User-Mode Linux depends on the host's processor. So each
-kernel is booted once on each kind of machine, and what came of it is kept in the kernel's folder of the cache.
+kernel is booted once on each kind of machine. The result is kept in the kernel's folder of the cache.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Choice:
     kind: Kind
     kernel: Path
     instead_because: str = ""
-    """Why the first choice was not taken; empty where it was."""
+    """Why the first kind was not taken; empty if it was."""
 
 
 def wanted(name: str, patches: Sequence[Path] = ()) -> tuple[Kind, ...]:
-    """The kinds that may serve for `auto`, `uml` or `qemu`, best first. Raises ValueError for another name."""
+    """Returns the kinds for `auto`, `uml` or `qemu`, best first. Raises ValueError for another name."""
     if name != AUTO:
         if name not in set(Kind):
             raise ValueError(f"kernel {name!r}, must be {', '.join([AUTO, *Kind])}")
@@ -52,7 +52,7 @@ def wanted(name: str, patches: Sequence[Path] = ()) -> tuple[Kind, ...]:
 
 
 def choose(kinds: Sequence[Kind], patches: Sequence[Path] = ()) -> Choice:
-    """The first kernel in the cache that boots. Raises KernelMissing where there is none, with each one's reason."""
+    """Returns the first kernel in the cache that boots. If none does, raises KernelMissing with the reasons."""
 
     def take(kind: Kind) -> Path:
         kernel = kernels.find(kind, patches)
@@ -67,9 +67,9 @@ def choose(kinds: Sequence[Kind], patches: Sequence[Path] = ()) -> Choice:
 def provide(
     kinds: Sequence[Kind], say: Callable[[str], None], *, newest: bool = False, patches: Sequence[Path] = ()
 ) -> Choice:
-    """The same, but builds or downloads what is missing, and boots a kernel again that did not boot before.
+    """Returns the first kernel that boots. Builds or downloads missing kernels, and retries kernels that did not boot.
 
-    Raises Unavailable where no kind can run here, with each one's reason.
+    Raises Unavailable with the reason for each kind if no kind can run here.
     """
 
     def take(kind: Kind) -> Path:
@@ -85,9 +85,9 @@ def provide(
 
 
 def problem(kind: Kind, kernel: Path, *, again: bool = False) -> str:
-    """Why the kernel does not boot on this machine; empty where it does.
+    """Returns why the kernel does not boot on this machine; empty if it does.
 
-    Boots it unless that was done on such a machine before; with `again`, also where it failed then.
+    Boots the kernel unless a machine like this has done so. With `again`, also boots one that failed.
     """
     record = kernel / RECORDS / _machine()
     known = record.read_text().strip() if record.is_file() else ""
@@ -106,10 +106,10 @@ def problem(kind: Kind, kernel: Path, *, again: bool = False) -> str:
     )
     try:
         outcome = runner.run(request, output=lambda data: None, errors=lambda data: None)
-    except debian.Unavailable as error:  # can be installed at any time, so it is not kept
+    except debian.Unavailable as error:  # The program can be installed at any time, so this result is not kept.
         return str(error)
     reason = "" if outcome.code == 0 else f"{NAMES[kind]} does not boot here: {outcome.reason or outcome.code}"
-    with contextlib.suppress(OSError):  # a cache that cannot be written is tried each time
+    with contextlib.suppress(OSError):  # A cache that cannot be written is tried each time.
         _write(record, reason or BOOTED)
     return reason
 
@@ -125,7 +125,7 @@ def _first(kinds: Sequence[Kind], take: Callable[[Kind], Path], failure: type[Ex
 
 
 def _machine() -> str:
-    """Of the processor, its features, and the host's kernel, which has to save their state."""
+    """Identifies the processor's features and the host's kernel, which has to save their state."""
     fields = dict(line.partition(":")[::2] for line in CPUINFO.read_text().partition("\n\n")[0].splitlines())
     known = {name.strip(): value.strip() for name, value in fields.items()}
     parts = [known.get("model name", ""), known.get("flags", ""), os.uname().release, os.uname().version]
@@ -133,7 +133,7 @@ def _machine() -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """In one step, so that nobody reads half of it."""
+    """Writes in one step, so that nobody reads half of the file."""
     path.parent.mkdir(exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     with open(descriptor, "w") as file:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit testbed vm` and `sennit testbed kernel`. Imports what they need when they run: every VM waits for it."""
+"""`sennit testbed vm` and `sennit testbed kernel`. Each imports what it needs late, because every VM waits for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class Interrupted(BaseException):
-    """A signal that ends this process, and the VM before it."""
+    """A signal ended this process, and the VM before it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -68,7 +68,7 @@ def vm(
         bool, typer.Option("--console", help="show the messages of the VM's kernel on stderr")
     ] = False,
 ) -> None:
-    """Run a command in a VM with soft-RoCE. It sees this machine's files. What it writes is gone afterwards.
+    """Run a command in a VM with soft-RoCE. It sees this machine's files. The files that it writes are gone afterwards.
 
     Exit status: that of the command; 124 after the time limit; 125 if the VM itself failed.
     """
@@ -92,7 +92,7 @@ def vm(
         raise typer.BadParameter(str(error)) from None
     try:
         with _interruptible():
-            # A kernel that was asked for by name is not booted beforehand: if it fails, its console says why.
+            # A kernel that was named is not booted beforehand: if it fails, its console says why.
             choice = boot.choose(kinds, request.patches) if kind == boot.AUTO else None
             if choice and choice.instead_because:
                 typer.echo(f"sennit testbed vm: in {boot.NAMES[choice.kind]}: {choice.instead_because}", err=True)
@@ -105,7 +105,7 @@ def vm(
     except (kernels.KernelMissing, Unavailable, StepFailed) as error:
         _fail(str(error), runner.EXIT_VM_FAILED)
     except BrokenPipeError:
-        # Who read the output has gone, and must not be written to when the interpreter ends.
+        # The reader of the output has gone. The interpreter must not write to it when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(EXIT_SIGNALLED + signal.SIGPIPE) from None
     except Interrupted as signalled:
@@ -117,14 +117,14 @@ def vm(
 def kernel(
     kind: Annotated[str, typer.Argument(help="uml, qemu, or auto: uml where it boots, else qemu")] = "auto",
     newest: Annotated[
-        bool, typer.Option("--newest", help="also when there is one, but Debian has a newer one")
+        bool, typer.Option("--newest", help="also if the cache has a kernel, but Debian has a newer one")
     ] = False,
     patch: Annotated[
         list[Path] | None,
-        typer.Option(help="applied to the source of the uml kernel, which is one of its own then; may be repeated"),
+        typer.Option(help="patch to apply to the source of the uml kernel, which is cached apart; may be repeated"),
     ] = None,
 ) -> None:
-    """Build or download the kernel of the VM, unless the cache has it, and see that it boots. Needs no root.
+    """Build or download the VM's kernel unless the cache has it, and check that it boots. Needs no root.
 
     Exit status: 69 if no kernel boots on this machine, or something must be installed first.
     """
@@ -176,7 +176,7 @@ def _interruptible() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         del frame
         for other in before:
-            signal.signal(other, signal.SIG_IGN)  # the next one must not interrupt the clearing up
+            signal.signal(other, signal.SIG_IGN)  # A second signal must not interrupt the clean-up.
         raise Interrupted(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

@@ -37,12 +37,12 @@ def folder(path: str) -> Entry:
 
 
 def console() -> Entry:
-    """The kernel opens it for the first process, before anything could be mounted."""
+    """/dev/console: the kernel opens it for the first process, before anything can be mounted."""
     return Entry(path="dev/console", mode=stat.S_IFCHR | 0o600, device=(5, 1))
 
 
 def archive(entries: Iterable[Entry]) -> bytes:
-    """The whole archive; folders come before what is in them, as the caller orders them."""
+    """Returns the whole archive. The caller puts folders before their contents."""
     parts = [_member(number, entry) for number, entry in enumerate(entries, start=1)]
     return b"".join([*parts, _member(0, Entry(path=TRAILER, mode=0))])
 
@@ -50,7 +50,7 @@ def archive(entries: Iterable[Entry]) -> bytes:
 def _member(number: int, entry: Entry) -> bytes:
     name = entry.path.encode() + b"\0"
     links = 2 if stat.S_ISDIR(entry.mode) else 1
-    # inode, mode, uid, gid, links, mtime, size, device's major and minor, of a node: major and minor, name size, sum
+    # Inode, mode, uid, gid, links, mtime, size, device's major and minor, node's major and minor, name size, sum.
     numbers = (number, entry.mode, 0, 0, links, 0, len(entry.content), 0, 0, *entry.device, len(name), 0)
     header = MAGIC + b"".join(b"%08x" % value for value in numbers)
     return _padded(header + name) + _padded(entry.content)

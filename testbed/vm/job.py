@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first process of a VM (guest/init.c) is to do, as records: a verb and its arguments, carried out in order.
+"""The orders for the first process of a VM (guest/init.c), as records: a verb and its arguments, obeyed in order.
 
-The host's root is mounted read-only below a tmpfs, so that programs, checkout and packages are at their own paths,
-and whatever the command writes is gone with the VM, but for the folders to keep.
+The host's root is mounted read-only below a tmpfs, so programs, checkout and packages have their usual paths. Whatever
+the command writes is gone with the VM, except in the kept folders.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Final
 
 Record = tuple[str, ...]
 
-# Of the VM's memory, as far as it is needed; the rest is for the command.
+# The largest share of the VM's memory for this tmpfs. The command has the rest.
 OVERLAY_SIZE: Final = "75%"
-# Below /dev, and where they lead to below /proc/self/fd: shells and programs expect them.
+# Links below /dev and their targets below /proc/self/fd: shells and programs expect them.
 DESCRIPTOR_LINKS: Final = {"fd": "", "stdin": "/0", "stdout": "/1", "stderr": "/2"}
 
 
@@ -31,7 +31,7 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True)
 class Channels:
-    """Device nodes in the guest that carry to the host."""
+    """Device nodes in the guest whose bytes go to the host."""
 
     output: str
     errors: str
@@ -49,7 +49,7 @@ def records(
     folder: Path,
     command: Sequence[str],
 ) -> list[Record]:
-    """The whole job, from an empty machine to the command in `folder`."""
+    """Returns the whole job, from an empty machine to the command in `folder`."""
     steps: list[Record] = []
     for path, kind in (("/proc", "proc"), ("/sys", "sysfs"), ("/dev", "devtmpfs")):
         steps += [("mkdir", path), ("mount", kind, path, kind, "", "")]
@@ -72,9 +72,9 @@ def records(
         ("mkdir", "/dev/pts"),
         ("mount", "devpts", "/dev/pts", "devpts", "", "mode=620,ptmxmode=666"),
         *(("link", f"/proc/self/fd{end}", f"/dev/{name}") for name, end in DESCRIPTOR_LINKS.items()),
-        # A name that every host file resolves, for programs that look up their own.
+        # A name that every host file resolves, because some programs look up their own.
         ("hostname", "localhost"),
-        # Without it, one program is killed, and which one is anybody's guess.
+        # Without this setting the kernel kills one program of its choice.
         ("write", "/proc/sys/vm/panic_on_oom", "1"),
     ]
     steps += [("mount", mount.source, str(path), mount.type, "keep", mount.options) for path, mount in kept.items()]
@@ -83,7 +83,7 @@ def records(
 
 
 def encode(steps: Iterable[Record]) -> bytes:
-    """Each record as the number of its strings and then these, all ended by a NUL."""
+    """Encodes each record: the number of its strings, then the strings, all ended by a NUL."""
     parts: list[str] = []
     for record in steps:
         for text in record:

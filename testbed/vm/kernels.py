@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that a VM can run, in the cache: `find` looks, `provide` builds or downloads what is not there."""
+"""The kernels that a VM can run, in the cache: `find` looks, `provide` builds or downloads a missing one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KernelMissing(SennitError):
 
 
 def find(kind: Kind, patches: Sequence[Path] = ()) -> Path:
-    """The folder of the newest kernel in the cache that fits this source; fails where there is none."""
+    """Returns the newest fitting kernel's folder in the cache. Raises KernelMissing if there is none."""
     entries = sorted(cache.folder().glob(_name(kind, "*", patches)), key=lambda path: path.stat().st_mtime)
     if not entries:
         command = " ".join(["sennit testbed kernel", kind, *(f"--patch {file}" for file in patches)])
@@ -43,7 +43,7 @@ def find(kind: Kind, patches: Sequence[Path] = ()) -> Path:
 
 
 def provide(kind: Kind, say: Callable[[str], None], *, newest: bool = False, patches: Sequence[Path] = ()) -> Path:
-    """The folder of a kernel, which is made first if there is none; with `newest`, also if Debian has a newer one."""
+    """Returns the folder of a kernel. Makes a missing one, and with `newest` also if Debian has a newer kernel."""
     check_patches(kind, patches)
     if not newest:
         try:
@@ -52,7 +52,7 @@ def provide(kind: Kind, say: Callable[[str], None], *, newest: bool = False, pat
             pass
 
     def waiting() -> None:
-        say("waiting for another process that is at it")
+        say("waiting for another process that makes the same kernel")
 
     if kind is Kind.QEMU:
         package = stock_kernel.package_name()
@@ -65,7 +65,7 @@ def provide(kind: Kind, say: Callable[[str], None], *, newest: bool = False, pat
 
 
 def check_patches(kind: Kind, patches: Sequence[Path]) -> None:
-    """Raises ValueError for patches that cannot be in a kernel of this kind."""
+    """Raises ValueError for patches that cannot go into a kernel of this kind."""
     if patches and kind is not Kind.UML:
         raise ValueError(f"the {kind} kernel is Debian's own: only the {Kind.UML} kernel can be patched")
     for file in patches:
@@ -75,7 +75,7 @@ def check_patches(kind: Kind, patches: Sequence[Path]) -> None:
 
 
 def guest_program() -> Path:
-    """The first process of every VM, compiled when it is first needed."""
+    """Returns the first process of every VM. Compiles it when it is first needed."""
     compiler = ["gcc", "-std=c17", "-O2", "-static", "-s", "-Wall", "-Wextra", "-Werror"]
 
     def compile_it(entry: Path) -> None:
@@ -86,7 +86,7 @@ def guest_program() -> Path:
 
 
 def _name(kind: Kind, version: str, patches: Sequence[Path] = ()) -> str:
-    """Of an entry: whatever decides what is in it."""
+    """Returns the name of a cache entry. Its digest covers everything that determines the content."""
     made_by = b"\0".join([uml_kernel.CONFIGURATION.read_bytes(), *map(_changes, (uml_kernel.XSTATE_PATCH, *patches))])
     if kind is Kind.QEMU:
         made_by = " ".join(stock_kernel.WANTED).encode()
@@ -94,7 +94,7 @@ def _name(kind: Kind, version: str, patches: Sequence[Path] = ()) -> str:
 
 
 def _changes(patch: Path) -> bytes:
-    """A patch without what is said about it ahead of the first file."""
+    """Returns a patch without the text ahead of the first file."""
     data = patch.read_bytes()
     start = re.search(rb"^(diff|---) ", data, re.MULTILINE)
     if start is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """RoCE links inside a VM: pairs of rxe devices on the two ends of a veth cable, and netem on what they send.
 
-rxe works in the first network namespace only, so both ends are in one, where the kernel would take the short way
-through itself, past netem. Routing rules send what one end says to the other out through its cable; the local table,
-which knows the short way, is asked after them. Neighbours are known from the start: a first packet waits for nobody.
+rxe works in the first network namespace only, so both ends are in one namespace. There the kernel would deliver packets
+directly, past netem. Routing rules send packets between the two ends out through the cable. The local table, which
+knows the direct way, comes after these rules. Neighbours are set from the start, so no first packet has to wait.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from sennit.testbed.vm.job import Record
 
 LINKS_MAX: Final = 64
 MTU_MIN: Final = 1280
-"""What IPv6 asks of a link (RFC 8200, 5)."""
+"""The least MTU of an IPv6 link (RFC 8200, 5)."""
 MTU_MAX: Final = 65535
-# rxe has 4,096-byte packets where the link has room for them and their headers.
+# rxe has 4,096-byte packets if the link has room for them and their headers.
 MTU_DEFAULT: Final = 4200
-# netem queues what it delays, and drops what is more; its own default of 1,000 is a few megabytes.
+# netem queues the packets that it delays, up to this limit. Its own default of 1,000 is a few megabytes.
 NETEM_LIMIT_PACKETS: Final = 10_000
 LOCAL_TABLE_PREFERENCE: Final = 30_000
 FIRST_PREFERENCE: Final = 100
@@ -32,12 +32,12 @@ _ONE_DEVICE = re.compile(r"rxe(?P<number>\d+)=(?P<netem>.*)", re.DOTALL)
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """What links a VM has. Link k joins the devices rxe(2k) and rxe(2k+1)."""
+    """The links of a VM. Link k joins the devices rxe(2k) and rxe(2k+1)."""
 
     count: int = 1
     mtu: int = MTU_DEFAULT
     netem: tuple[str, ...] = ()
-    """Settings of tc-netem(8) for what every device sends, or `rxe3=loss 1%` for one; of two, the last counts."""
+    """Settings of tc-netem(8) for every device, or for one device as in `rxe3=loss 1%`. The last one counts."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.count <= LINKS_MAX:
@@ -69,14 +69,14 @@ class Links:
         return settings
 
     def records(self) -> list[Record]:
-        """What the guest does to make the links; their GIDs are there afterwards."""
+        """Returns the guest's steps to make the links. After them the GIDs exist."""
         steps: list[Record] = [
             ("write", "/proc/sys/net/ipv4/conf/all/rp_filter", "0"),
             ("write", "/proc/sys/net/ipv4/conf/default/rp_filter", "0"),
-            # What comes in through the cable has a source address of this same host.
+            # Packets from the cable have a source address of this same host.
             ("write", "/proc/sys/net/ipv4/conf/default/accept_local", "1"),
             ("write", "/proc/sys/net/ipv4/conf/default/arp_ignore", "1"),
-            # No second of waiting for somebody who has the address already.
+            # Do not wait a second for somebody who already has the address.
             ("write", "/proc/sys/net/ipv6/conf/default/accept_dad", "0"),
             ("run", self._addresses(), "ip", "-batch", "-"),
         ]
@@ -123,17 +123,17 @@ class Links:
 
 
 def with_limit(words: list[str]) -> list[str]:
-    """Settings of tc-netem(8) with room for what they delay, where they ask for none themselves."""
+    """Adds a queue limit for delayed packets to settings of tc-netem(8) that set none."""
     return words if "limit" in words else ["limit", str(NETEM_LIMIT_PACKETS), *words]
 
 
 def netdev(number: int) -> str:
-    """The interface of the device rxe<number>."""
+    """Returns the interface of the device rxe<number>."""
     return f"roce{number}"
 
 
 def address(number: int, version: int) -> str:
-    """A device's address: a network for each link (RFC 1918; RFC 4193)."""
+    """Returns a device's address. Each link has its own network (RFC 1918; RFC 4193)."""
     link, end = divmod(number, 2)
     return f"10.77.{link}.{end + 1}" if version == 4 else f"fd5e:77:{link + 1:x}::{end + 1}"
 
@@ -143,7 +143,10 @@ def mac_address(number: int) -> str:
 
 
 def gid(number: int, version: int) -> str:
-    """A device's GID as sysfs writes it: its IPv6 address, or its IPv4 address mapped into one (RFC 4291, 2.5.5.2)."""
+    """Returns a device's GID as sysfs writes it.
+
+    It is the device's IPv6 address, or its IPv4 address mapped into one (RFC 4291, 2.5.5.2).
+    """
     text = address(number, version)
     return ipaddress.IPv6Address(f"::ffff:{text}" if version == 4 else text).exploded
 

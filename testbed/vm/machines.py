@@ -19,7 +19,7 @@ from sennit.testbed.vm.kernels import Kind
 
 QEMU: Final = "qemu-system-x86_64"
 QEMU_PROCESSORS: Final = 2
-# Bytes a message between guest and file server; the default of 8 KiB costs twice the time at every start of Python.
+# Bytes of a message between guest and file server. The default of 8 KiB doubles the time of every start of Python.
 P9_MESSAGE_BYTES: Final = 512_000
 P9: Final = f"trans=virtio,version=9p2000.L,msize={P9_MESSAGE_BYTES}"
 SHM: Final = Path("/dev/shm")
@@ -28,7 +28,7 @@ MIB: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Descriptors:
-    """The host's ends of what the guest writes: numbers that the process of the VM inherits."""
+    """The host's ends of the guest's channels: file descriptors that the process of the VM inherits."""
 
     output: int
     errors: int
@@ -37,12 +37,12 @@ class Descriptors:
 
 
 class Machine(ABC):
-    """What differs between the kinds."""
+    """What differs between the two kinds of machine."""
 
     root: Mount
     channels: Channels
     setup: Sequence[Record] = ()
-    """What its guest does besides."""
+    """Additional steps of its guest."""
     tools: Sequence[tuple[str, str]] = ()
     """Programs that it needs, each with its package."""
 
@@ -53,35 +53,35 @@ class Machine(ABC):
     def command(
         self, *, initrd: Path, folder: Path, memory_bytes: int, descriptors: Descriptors, kept: Sequence[Path]
     ) -> list[str]:
-        """The process that is the VM; `folder` is for its own temporary files."""
+        """Returns the command that starts the VM. `folder` is for its temporary files."""
 
     @abstractmethod
     def kept_mounts(self, kept: Sequence[Path]) -> dict[Path, Mount]:
-        """How the guest writes to folders of the host."""
+        """How the guest mounts folders of the host to write to them."""
 
     def modules(self) -> list[initramfs.Entry]:
-        """Files of kernel modules, to be loaded in this order."""
+        """Files of kernel modules, in loading order."""
         return []
 
     def environment(self, memory_bytes: int) -> Mapping[str, str]:
-        """Of the VM's own process."""
+        """Environment of the VM's own process."""
         del memory_bytes
         return os.environ
 
     def processors(self) -> set[int] | None:
-        """Those that the VM must stay on; None for all."""
+        """Processors that the VM must stay on; None for all."""
         return None
 
 
 class Uml(Machine):
-    """The guest's kernel is a program. It sees the host's files through `hostfs`, with the rights of who started it."""
+    """The guest's kernel is a program. It sees the host's files through `hostfs`, with the rights of the user."""
 
     root = Mount(source="none", type="hostfs", options="/")
     channels = Channels(output="/dev/tty1", errors="/dev/tty2", control="/dev/tty3")
-    # A process of the guest is one of the host, in which every run of adjacent pages of the guest's memory is a
-    # mapping; of those it may have vm.max_map_count, 65,530 by default. Pages lie scattered, and torch gets too few
-    # of them, once the kernel's lists of single free pages (last in, first out) are many megabytes long. As short as
-    # can be, free pages become parts of larger blocks again (Documentation/admin-guide/sysctl/vm.rst).
+    # A process of the guest is a process of the host, in which every run of adjacent pages of the guest's memory is
+    # a mapping. A process may have vm.max_map_count mappings, 65,530 by default. The kernel's lists of single free
+    # pages (last in, first out) scatter pages. When these lists hold many megabytes, torch runs out of mappings. The
+    # shortest possible lists make free pages join larger blocks (Documentation/admin-guide/sysctl/vm.rst).
     setup = (("write", "/proc/sys/vm/percpu_pagelist_high_fraction", "1000000"),)
 
     def command(
@@ -106,13 +106,13 @@ class Uml(Machine):
         return {**os.environ, "TMPDIR": str(memory_folder(memory_bytes))}
 
     def processors(self) -> set[int] | None:
-        """One: kernel and programs of the guest take turns, and each turn costs a migration where there are two."""
+        """One processor. Kernel and programs of the guest take turns; on two processors each turn costs a migration."""
         usable = sorted(os.sched_getaffinity(0))
         return {usable[os.getpid() % len(usable)]}
 
 
 class Qemu(Machine):
-    """A PC emulated in software (TCG), as nested virtualisation is nothing to rely on. Files come over 9p."""
+    """A PC emulated in software (TCG), because nested virtualisation is rarely available. Files come over 9p."""
 
     root = Mount(source="root", type="9p", options=f"{P9},cache=loose")
     channels = Channels(output="/dev/vport0p1", errors="/dev/vport0p2", control="/dev/vport0p3")
@@ -124,7 +124,7 @@ class Qemu(Machine):
         del folder
         options = ["-M", "q35", "-accel", "tcg,thread=multi,tb-size=512", "-cpu", "max", "-smp", str(QEMU_PROCESSORS)]
         options += ["-m", f"{memory_bytes // MIB}M", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
-        # The serial device first: its ports have the number of it among all virtio devices in their names.
+        # The serial device comes first, because its ports carry its number among all virtio devices in their names.
         options += ["-device", "virtio-serial-pci", "-device", "virtio-rng-pci"]
         ports = (descriptors.output, descriptors.errors, descriptors.control)
         for number, descriptor in enumerate((descriptors.console, *ports)):
@@ -145,7 +145,7 @@ class Qemu(Machine):
         ]  # fmt: skip
 
     def kept_mounts(self, kept: Sequence[Path]) -> dict[Path, Mount]:
-        # Nothing of these is cached: the host sees at once what the guest has written.
+        # Not cached, so that the host sees at once what the guest has written.
         options = f"{P9},cache=mmap"
         return {path: Mount(source=f"keep{number}", type="9p", options=options) for number, path in enumerate(kept)}
 
@@ -158,7 +158,7 @@ MACHINES: Final[dict[Kind, type[Machine]]] = {Kind.UML: Uml, Kind.QEMU: Qemu}
 
 
 def memory_folder(memory_bytes: int) -> Path:
-    """Where a User-Mode Linux can keep its memory: a tmpfs with room for it that runs programs, else a disk."""
+    """Returns a folder for the memory of a User-Mode Linux: a tmpfs with room that allows execution, else on disk."""
     for path in (SHM, Path(tempfile.gettempdir())):
         if (
             path.is_dir()
@@ -174,5 +174,5 @@ def memory_folder(memory_bytes: int) -> Path:
 
 
 def _quoted(path: str) -> str:
-    """A path inside an option of QEMU, where a comma ends it."""
+    """Escapes a path inside an option of QEMU, where a comma ends it."""
     return path.replace(",", ",,")

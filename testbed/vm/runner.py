@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs one command in one VM, from the first byte of its output to the last process of the VM."""
+"""Runs one command in one VM, and leaves no process of the VM behind."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from sennit.testbed.vm import initramfs, job, kernels
 from sennit.testbed.vm.links import Links
 from sennit.testbed.vm.machines import MACHINES, MIB, Descriptors, Machine
 
-# As timeout(1) has them.
+# The same values as timeout(1).
 EXIT_TIME_LIMIT: Final = 124
 EXIT_VM_FAILED: Final = 125
 
 BOOT_TIMEOUT_S: Final = 120.0
-"""Until the command starts; emulation on a busy machine takes most of it."""
+"""The longest time until the command starts. Emulation on a busy machine takes most of it."""
 SILENCE_S: Final = 10.0
-"""A guest that schedules says so every second (ALIVE_EVERY_MS in guest/init.c)."""
+"""A guest whose kernel still schedules says so every second (ALIVE_EVERY_MS in guest/init.c)."""
 END_TIMEOUT_S: Final = 20.0
-"""From the command's end to the machine's."""
+"""The longest time from the command's end to the machine's end."""
 KILL_TIMEOUT_S: Final = 10.0
 TIMEOUT_DEFAULT_S: Final = 600.0
 MEMORY_DEFAULT_BYTES: Final = 4096 * MIB
@@ -42,10 +42,10 @@ CONSOLE_TAIL_BYTES: Final = 16_384
 READ_BYTES: Final = 1 << 16
 SCRATCH_PREFIX: Final = "sennit-vm-"
 SCRATCH_STALE_S: Final = 60.0
-"""Younger folders may be about to be locked."""
+"""A younger folder may be about to be locked by its process."""
 OUTPUT_VARIABLE: Final = "SENNIT_VM_OUT"
 PATCHES_VARIABLE: Final = "SENNIT_VM_PATCHES"
-"""Names of the kernel's patches, with colons between them."""
+"""Names of the kernel's patches, separated by colons."""
 TOOLS: Final = (("ip", "iproute2"), ("rdma", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux"))
 
 Sink = Callable[[bytes], None]
@@ -58,18 +58,18 @@ class Request:
     command: tuple[str, ...]
     kind: kernels.Kind = kernels.Kind.UML
     kernel: Path | None = None
-    """Its folder; None for the newest in the cache that fits."""
+    """Its folder; None for the newest fitting one in the cache."""
     folder: Path = field(default_factory=Path.cwd)
     """The command's working directory, at the same path in the guest as on the host."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     links: Links = field(default_factory=Links)
     memory_bytes: int = MEMORY_DEFAULT_BYTES
     timeout_s: float = TIMEOUT_DEFAULT_S
-    """From the start of the machine; then it is killed."""
+    """Counted from the start of the machine. Then the machine is killed."""
     patches: tuple[Path, ...] = ()
-    """Of the kernel, for which one with these has to be in the cache."""
+    """Patches of the kernel. The cache must have a kernel with exactly these."""
     keep: tuple[Path, ...] = ()
-    """Folders that the command writes to for real; made where missing. The first one is `$SENNIT_VM_OUT`."""
+    """Folders that keep what the command writes. Missing ones are made. The first one is `$SENNIT_VM_OUT`."""
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -83,20 +83,20 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How it ended."""
+    """How the command ended."""
 
     code: int
     """The command's exit code, 128 + the signal that ended it, EXIT_TIME_LIMIT or EXIT_VM_FAILED."""
     reason: str = ""
-    """Why the code is not the command's own; empty where it is."""
+    """Why the code is not the command's own; empty if it is."""
     console: str = ""
-    """The end of what the guest's kernel said, where the code is not the command's own."""
+    """The end of the kernel's messages, if the code is not the command's own."""
 
 
 def run(request: Request, *, output: Sink, errors: Sink, console: Sink = lambda data: None) -> Outcome:
-    """Runs the command; both of its streams go to the sinks while it runs. Leaves no process behind, however it ends.
+    """Runs the command, and passes both of its streams to the sinks while it runs. Always leaves no process behind.
 
-    Raises `KernelMissing` where `make kernel` was not run, and `Unavailable` where something has to be installed.
+    Raises `KernelMissing` if `make kernel` was not run, and `Unavailable` if something has to be installed.
     """
     debian.require((*TOOLS, *MACHINES[request.kind].tools), f"a VM of the kind {request.kind}")
     machine = MACHINES[request.kind](request.kernel or kernels.find(request.kind, request.patches))
@@ -140,7 +140,7 @@ def _folders(keep: tuple[Path, ...]) -> list[Path]:
 
 
 class _Run:
-    """One machine's life, as its host sees it."""
+    """The life of one machine, as its host sees it."""
 
     def __init__(self, request: Request, machine: Machine, output: Sink, errors: Sink, console: Sink) -> None:
         self._request = request
@@ -183,14 +183,14 @@ class _Run:
             kept=_folders(self._request.keep),
         )
         process = subprocess.Popen(
-            # The kernel ends the VM with this process, also when that is killed and can end nothing itself.
+            # The kernel ends the VM when this process ends, even if it is killed and cannot clean up.
             ["setpriv", "--pdeathsig", "KILL", "--", *command],
             env=self._machine.environment(self._request.memory_bytes),
             stdin=subprocess.DEVNULL,
             stdout=descriptors.console,
             stderr=descriptors.console,
             pass_fds=(descriptors.output, descriptors.errors, descriptors.control, descriptors.console),
-            # A terminal's interrupt is for this process, and a group can be killed as a whole.
+            # A terminal's interrupt must reach only this process. A group of its own can also be killed as a whole.
             start_new_session=True,
         )
         processors = self._machine.processors()
@@ -199,7 +199,7 @@ class _Run:
         return process
 
     def _listen(self, selector: selectors.BaseSelector) -> bool:
-        """Passes on what comes until the machine is off; true if that took too long."""
+        """Passes on output until the machine is off. Returns True if that took too long."""
         boot_end_s = self._alive_s + BOOT_TIMEOUT_S
         while selector.get_map():
             limit_s = self._end_s if self._started else min(self._end_s, boot_end_s)
@@ -215,7 +215,7 @@ class _Run:
         return False
 
     def _hear(self, data: bytes) -> None:
-        """Lines of the guest's first process (`report` in guest/init.c)."""
+        """Reads lines of the guest's first process (`report` in guest/init.c)."""
         self._alive_s = time.monotonic()
         *lines, self._heard = (self._heard + data).split(b"\n")
         for line in lines:
@@ -239,7 +239,7 @@ class _Run:
         return Outcome(code=code, reason=reason, console=self._console.decode(errors="replace").replace("\r\n", "\n"))
 
     def _verdict(self, status: int, expired: bool) -> tuple[int, str]:
-        """The exit code and its reason, where the command did not end, or its machine did not."""
+        """Returns the exit code, and the reason if the command or its machine did not end properly."""
         silent_s = time.monotonic() - self._alive_s
         if self._failure:
             return EXIT_VM_FAILED, f"setting up the VM failed: {self._failure}"
@@ -259,7 +259,7 @@ class _Run:
 
 @contextlib.contextmanager
 def _scratch_folder() -> Iterator[Path]:
-    """A folder for one run, locked while that lives: what a killed run left is known by it, and removed here."""
+    """A folder for one run, locked while the run lives. Removes the unlocked folders of killed runs."""
     for remains in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
         with contextlib.suppress(OSError), _locked(remains):
             if time.time() - remains.stat().st_mtime > SCRATCH_STALE_S:
@@ -270,7 +270,7 @@ def _scratch_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Raises BlockingIOError where another process holds it."""
+    """Locks the folder. Raises BlockingIOError if another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -281,7 +281,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _pipes(names: tuple[str, ...]) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-    """A pipe for each name; closes what is still in the two dictionaries at the end."""
+    """A pipe for each name. Closes at the end what is still in the two dictionaries."""
     readers: dict[str, int] = {}
     writers: dict[str, int] = {}
     try:
@@ -294,7 +294,7 @@ def _pipes(names: tuple[str, ...]) -> Iterator[tuple[dict[str, int], dict[str, i
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of the machine is left after this; one that has switched itself off is only waited for."""
+    """Kills the machine and all its processes. Only waits for one that has switched itself off."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(KILL_TIMEOUT_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Debian's own kernel for QEMU: the image out of its package, and the modules of soft-RoCE in loading order."""
+"""Debian's own kernel for QEMU: the image from its package, and the modules of soft-RoCE in loading order."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Final
 
 from sennit import debian
 
-# The meta-package names the newest of its series, which is the one to take.
+# The meta-package depends on the newest kernel of the series.
 META_PACKAGE: Final = "linux-image-amd64"
 SERIES: Final = "6.12"
 IMAGE: Final = "vmlinux"
 MODULES: Final = "modules"
-# rxe asks the crypto layer for "crc32" by name, of which no file tells.
+# rxe asks the crypto layer for "crc32" by name, so no file lists this dependency.
 WANTED: Final = (
     "virtio_pci", "virtio_console", "virtio_rng", "9pnet_virtio", "9p", "overlay", "veth", "dummy", "bridge",
     "sch_netem", "sch_tbf", "sch_prio", "sch_ingress", "cls_u32", "cls_flower", "cls_matchall", "act_gact",
@@ -35,8 +35,8 @@ ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 
 
 def package_name() -> str:
-    """The package of the newest kernel of the series; its name has the version."""
-    debian.candidate(META_PACKAGE)  # or says that apt has none of this
+    """Returns the package of the newest kernel of the series. Its name contains the version."""
+    debian.candidate(META_PACKAGE)  # or says that apt does not know the package
     names = debian.execute(
         ["apt-cache", "pkgnames", f"linux-image-{SERIES}."], timeout_s=debian.QUERY_TIMEOUT_S
     ).splitlines()
@@ -47,7 +47,7 @@ def package_name() -> str:
 
 
 def fetch(entry: Path, package: str, say: Callable[[str], None]) -> None:
-    """Fills `entry` with the image and the modules, which are numbered in the order of loading."""
+    """Fills `entry` with the image and the modules, numbered in loading order."""
     unpacked = entry.parent / "package"
     version = debian.candidate(package)
     say(f"downloading {package} {version}")
@@ -64,9 +64,9 @@ def fetch(entry: Path, package: str, say: Callable[[str], None]) -> None:
 
 
 def loading_order(modules: Path, wanted: tuple[str, ...]) -> Iterator[Path]:
-    """Files of the modules and of what they depend on, dependencies first, each once.
+    """Returns the files of the modules and of their dependencies, dependencies first, each once.
 
-    A module's own section .modinfo has its dependencies; modules.dep is only made when a kernel is installed.
+    The dependencies come from a module's own section .modinfo. modules.dep only exists once a kernel is installed.
     """
     files = {_module_name(path): path for path in modules.rglob("*.ko*")}
     built_in = {_module_name(Path(line)) for line in (modules / "modules.builtin").read_text().splitlines()}
@@ -97,13 +97,13 @@ def _module_bytes(path: Path) -> bytes:
 
 
 def _decompressed(image: bytes) -> bytes:
-    """The ELF file inside a bzImage, which boots a second sooner under emulation; the bzImage where that cannot be."""
+    """Returns the ELF file inside a bzImage, or the bzImage if that fails. The ELF file boots a second sooner."""
     start = (image[SETUP_SECTORS_AT] + 1) * SECTOR_BYTES
     offset, length = struct.unpack_from("<II", image, PAYLOAD_AT)
     payload = image[start + offset : start + offset + length]
     if not payload.startswith(ZSTD_MAGIC) or shutil.which("zstd") is None:
         return image
-    # The payload ends with its size when unpacked, which zstd takes for garbage behind the frame.
+    # The payload ends with its unpacked size, which zstd takes for garbage after the frame.
     done = subprocess.run(
         ["zstd", "-dcq"], input=payload[:-4], capture_output=True, timeout=EXTRACT_TIMEOUT_S, check=False
     )

@@ -12,7 +12,7 @@ from typing import Final
 from sennit import debian
 
 CONFIGURATION: Final = Path(__file__).parent / "uml.config"
-# Without it this kernel panics on processors with AMX. Every kernel has it, whatever other patches it has.
+# Without this patch the kernel panics on processors with AMX. Every kernel gets it, besides the caller's patches.
 XSTATE_PATCH: Final = Path(__file__).parent / "uml-xstate.patch"
 PACKAGE: Final = "linux-source-6.12"
 BINARY: Final = "linux"
@@ -30,7 +30,7 @@ UNPACK_TIMEOUT_S: Final = 900.0
 PATCH_TIMEOUT_S: Final = 60.0
 CONFIGURE_TIMEOUT_S: Final = 600.0
 BUILD_TIMEOUT_S: Final = 3600.0
-# What this architecture never compiles, and is half of the source. The Kconfig files in there stay: all are read.
+# Half of the source, which this architecture never compiles. The Kconfig files stay, because all of them are read.
 UNUSED: Final = (
     "*/drivers/gpu/*.[ch]",
     "*/drivers/media/*.[ch]",
@@ -45,14 +45,14 @@ UNUSED: Final = (
 
 
 def require_tools() -> None:
-    """Raises `Unavailable` where a program is missing that `build` runs."""
+    """Raises `Unavailable` if a program that `build` runs is missing."""
     debian.require(TOOLS, "building the kernel")
 
 
 def build(entry: Path, version: str, say: Callable[[str], None], patches: Sequence[Path] = ()) -> None:
-    """Fills `entry` with the kernel, its whole configuration and the log of the build. Works beside `entry`.
+    """Fills `entry` with the kernel, its configuration and the log of the build. Works in a folder beside `entry`.
 
-    The patches are applied to Debian's source in their order after our own, and have to fit without fuzz.
+    Applies the patches to Debian's source in their order, after our own patch. Each must fit without fuzz.
     """
     require_tools()
     log = entry / "build.log"
@@ -71,7 +71,7 @@ def build(entry: Path, version: str, say: Callable[[str], None], patches: Sequen
         debian.execute(apply, timeout_s=PATCH_TIMEOUT_S, log=log)
     output = work / "output"
     make = ["make", "-C", str(source), "ARCH=um", f"O={output}"]
-    # allnoconfig takes the answers that it does not choose itself from here (Documentation/kbuild/kconfig.rst).
+    # allnoconfig takes from this file the answers that are not "no" (Documentation/kbuild/kconfig.rst).
     debian.execute([*make, f"KCONFIG_ALLCONFIG={CONFIGURATION}", "allnoconfig"], timeout_s=CONFIGURE_TIMEOUT_S, log=log)
     check_configuration(CONFIGURATION.read_text(), (output / ".config").read_text())
     jobs = len(os.sched_getaffinity(0))
@@ -82,7 +82,7 @@ def build(entry: Path, version: str, say: Callable[[str], None], patches: Sequen
 
 
 def check_configuration(wanted: str, found: str) -> None:
-    """Raises where the kernel's own rules overruled an answer: it would fail much later, and elsewhere."""
+    """Raises if the kernel's own rules overruled an answer. The guest would fail much later, without a clue."""
     lines = set(found.splitlines())
     refused = [line for line in wanted.splitlines() if line and not line.startswith("#") and line not in lines]
     if refused:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One simulated run as data: the fabric, what fails in it, the transport, the workload. A result is a pure
-// function of it.
+// One simulated run as data: the fabric, its failures, the transport, the workload. A result is a pure function
+// of it.
 #pragma once
 #include <cstdint>
 
@@ -14,7 +14,7 @@ namespace sennit::fabric {
 struct TopologyConfig {
   uint32_t hosts = 1'024;
   uint32_t hosts_per_leaf = 32;
-  uint32_t spines = 32;          // of the fabric, or of each pod
+  uint32_t spines = 32;          // of the fabric; with three tiers, of each pod
   uint32_t leaves_per_pod = 0;   // 0: two tiers
   uint32_t cores_per_spine = 0;  // three tiers only
 };
@@ -22,20 +22,20 @@ struct TopologyConfig {
 struct LinkConfig {
   uint32_t rate_gbps = 100;
   uint32_t delay_ns = 1'000;               // one hop: cable and switch pipeline
-  uint32_t queue_limit_bytes = 1'048'576;  // per switch port; what does not fit is dropped
-  uint32_t mark_min_bytes = 131'072;       // ECN: a packet that finds less is never marked ...
-  uint32_t mark_max_bytes = 524'288;       // ... one that finds more always, linearly in between (RED, DCQCN)
+  uint32_t queue_limit_bytes = 1'048'576;  // per switch port; drops packets that do not fit
+  uint32_t mark_min_bytes = 131'072;       // ECN: a packet that finds fewer bytes is never marked ...
+  uint32_t mark_max_bytes = 524'288;       // ... one that finds more is always marked; linear in between (RED, DCQCN)
 };
 
 struct FailureConfig {
   double fraction = 0;  // of the cables between switches
   uint64_t at_us = 0;
-  uint64_t convergence_us = 0;  // until then switches go on hashing packets onto dead links
+  uint64_t convergence_us = 0;  // until then switches hash packets onto dead links
 };
 
 enum class Spread : uint8_t {
   sprayed,      // the flow's own path policy over all entropies
-  per_message,  // static ECMP: every message on the entropy that its number hashes to
+  per_message,  // static ECMP: the message's number is hashed to one of the entropies
 };
 
 struct TransportConfig {
@@ -49,20 +49,20 @@ struct TransportConfig {
                         .congestion = "swift",
                         .target_queue_us = 25};
   Spread spread = Spread::sprayed;
-  uint32_t batch_packets = 1;  // packets that follow each other on one path (a GSO batch), at most 64
-  // The flow's timers have floors for hosts whose cores run other programs too: 1 ms for the tail probe, 5 ms for the
-  // retransmission timeout. A flow knows no clock, so those of a NIC's processor are the same code on a clock that
-  // ticks so many times a microsecond. Times in `flow` are in microseconds all the same.
+  uint32_t batch_packets = 1;  // packets sent back to back on one path (a GSO batch), at most 64
+  // The floors of the flow's timers suit hosts whose cores also run other programs: 1 ms for the tail probe, 5 ms for
+  // the retransmission timeout. A flow knows no clock. So a NIC's shorter timers are the same code on a clock that
+  // ticks faster: so many times a microsecond. Times in `flow` stay in microseconds.
   uint32_t ticks_per_us = 1;
 };
 
 struct WorkloadConfig {
   enum class Kind : uint8_t { alltoall, allreduce_direct, allreduce_ring, permutation, incast };
   Kind kind = Kind::alltoall;
-  uint64_t size_bytes = 65'536;         // alltoall: a pair's; allreduce: the vector; else a sender's
-  uint32_t message_max_bytes = 16'384;  // longer ones are cut
-  uint32_t peers_at_a_time = 8;         // receives that a host has posted, in pairs
-  bool is_shuffled = false;             // alltoall order: peers by one seeded order of distances, not 1, 2, 3, ...
+  uint64_t size_bytes = 65'536;         // alltoall: bytes of a pair; allreduce: the vector; else bytes of a sender
+  uint32_t message_max_bytes = 16'384;  // longer messages are cut
+  uint32_t peers_at_a_time = 8;         // pairs for which a host has posted receives
+  bool is_shuffled = false;             // alltoall: peers in a seeded order of distances instead of 1, 2, 3, ...
 };
 
 struct SimulationConfig {
@@ -72,7 +72,7 @@ struct SimulationConfig {
   TransportConfig transport;
   WorkloadConfig workload;
   uint64_t seed = 1;
-  uint64_t deadline_us = 10'000'000;  // of virtual time
+  uint64_t deadline_us = 10'000'000;  // in virtual time
   uint64_t sample_us = 100;           // resolution of the goodput over time
 };
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens next: a radix heap (Ahuja, Mehlhorn, Orlin, Tarjan: Faster Algorithms for the Shortest Path
-// Problem, JACM 1990), since simulated time never runs backwards.
+// The next events: a radix heap (Ahuja, Mehlhorn, Orlin, Tarjan: Faster Algorithms for the Shortest Path Problem,
+// JACM 1990), because simulated time never runs backwards.
 //
-// Events of one time come out in the order in which they went in: an event's bucket depends only on its time
-// and on the last one taken, so equals are always together and stay in order. Runs are reproducible.
+// Events of the same time come out in the order in which they went in. An event's bucket depends only on its time and
+// on the last event taken. So events of one time are always together, in order, and runs are reproducible.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -24,14 +24,14 @@ class EventQueue {
  public:
   uint64_t now_ps() const { return last_ps_; }
   bool empty() const { return size_ == 0; }
-  // Not before now_ps().
+  // The event must not be before now_ps().
   void push(const Event& event) {
     const size_t bucket = bucket_of(event.at_ps);
     buckets_[bucket].push_back(event);
     if (bucket != 0) filled_ |= uint64_t{1} << (bucket - 1);
     ++size_;
   }
-  // Not when empty.
+  // Must not be called when empty.
   Event pop() {
     if (taken_ == buckets_[0].size()) refill();
     --size_;

@@ -11,9 +11,9 @@ namespace {
 
 constexpr uint32_t BATCH_PACKETS_MAX = 64;
 constexpr uint32_t TICKS_PER_US_MAX = 1'000;
-// A flow that always has something to send has its timers looked at so often.
+// The timers of a flow that always has something to send are served this often.
 constexpr uint64_t TIMER_SLICE_US = 10;
-// The dynamic ports (RFC 6335), as docs/reference/wire.md has it for entropies.
+// The dynamic ports (RFC 6335), which docs/reference/wire.md assigns to entropies.
 constexpr uint32_t FIRST_PORT = 0xC000, PORT_COUNT = 0x4000;
 
 TransportConfig checked(const TransportConfig& config) {
@@ -54,7 +54,7 @@ Exchange::Exchange(const TransportConfig& config, uint64_t seed, uint64_t sample
       workload_(workload),
       tick_ps_(PS_PER_US / config_.ticks_per_us),
       timer_slice_ticks_(TIMER_SLICE_US * config_.ticks_per_us),
-      // One packet is on the link while the next batch is fetched.
+      // The NIC fetches the next batch while one packet is on the link.
       nic_ahead_ps_(network.transmit_ps(config.flow.payload_max_bytes + DATA_OVERHEAD_BYTES)),
       eager_memory_(size_t{config.flow.eager_slot_count} * config.flow.payload_max_bytes),
       memory_(new std::byte[workload.message_max_bytes()]),
@@ -157,7 +157,7 @@ void Exchange::touch(uint32_t number) {
 }
 
 void Exchange::settle() {
-  // Servicing may touch more.
+  // service() may touch more endpoints.
   for (size_t next = 0; next < touched_.size(); ++next) {
     endpoint(touched_[next]).is_touched = false;
     service(touched_[next]);
@@ -191,7 +191,7 @@ void Exchange::on_event(uint32_t number, const flow::Event& event) {
                  std::to_string(endpoint(number).peer) + ": " + event.reason;
       return;
     case Kind::eager:
-      return;  // no workload sends any
+      return;  // no workload sends eager messages
   }
 }
 
@@ -226,19 +226,19 @@ void Exchange::service(uint32_t number) {
   arm(number);
 }
 
-// What the flow waits for: the NIC's attention, or a time.
+// Makes the flow wait for its NIC's attention, or for a time.
 void Exchange::arm(uint32_t number) {
   Endpoint& end = endpoint(number);
   if (end.is_waiting) return;
   const uint64_t due_ticks = end.flow->next_timeout_us();
-  // Due now can only mean data; what the NIC has just found to have none is looked at again later.
+  // A flow that is due now has data to send, unless the NIC just found none: then it is served later.
   if (due_ticks <= now_ticks() && end.refused_ticks != now_ticks()) {
     end.is_waiting = true;
     hosts_[end.host].waiting.push_back({number, connections_[number / 2].generation});
     return pump(end.host);
   }
   end.wake_ps = due_ticks == NEVER ? NEVER : std::max(due_ticks, now_ticks() + 1) * tick_ps_;
-  // An earlier event will look again; a later one would be too late.
+  // An event that is already set and comes earlier will arm the timer again.
   if (end.wake_ps >= end.timer_ps) return;
   end.timer_ps = end.wake_ps;
   events_.push({end.timer_ps, Event::Kind::timer, number});
@@ -246,7 +246,7 @@ void Exchange::arm(uint32_t number) {
 
 void Exchange::on_timer(uint32_t number) {
   Endpoint& end = endpoint(number);
-  if (end.timer_ps != events_.now_ps()) return;  // of a connection that has ended, or overtaken by an earlier one
+  if (end.timer_ps != events_.now_ps()) return;  // its connection has ended, or an earlier event overtook it
   end.timer_ps = NEVER;
   if (end.wake_ps <= events_.now_ps()) {
     end.is_due = true;

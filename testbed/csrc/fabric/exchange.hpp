@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hosts that exchange messages over real flows (flow/flow.hpp), driven as a port drives them.
 //
-// A connection carries messages one way between two hosts over a pair of flows. It is made when the two start to
-// talk and ended when they are done, unless the workload keeps it: a million pairs of flows at once would not fit.
-// A host's NIC takes a batch of packets from its flows in turn, whenever its link has almost nothing left to send.
+// A connection carries messages one way between two hosts over a pair of flows. It is made when the two hosts start
+// to talk and ended when they are done, unless the workload keeps it. A million pairs of flows at once would not fit.
+// A host's NIC takes a batch of packets from each of its flows in turn, whenever its link has almost nothing to send.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -21,7 +21,7 @@ namespace sennit::fabric {
 
 struct Message {
   uint32_t from, to;
-  uint64_t number;  // the workload's name for it
+  uint64_t number;  // chosen by the workload
   uint64_t size_bytes;
 };
 
@@ -33,7 +33,7 @@ class Workload {
   virtual void start(Exchange& exchange) = 0;
   virtual void on_received(Exchange& exchange, const Message& message) = 0;
   virtual bool is_done() const = 0;
-  // The same pairs talk all the time.
+  // Whether the same pairs talk all the time.
   virtual bool keeps_connections() const = 0;
   virtual uint64_t message_max_bytes() const = 0;
 };
@@ -48,25 +48,25 @@ class Exchange {
   Exchange(const TransportConfig& config, uint64_t seed, uint64_t sample_us, Network& network, EventQueue& events,
            Workload& workload);
 
-  // For the workload, once each for every message: it travels when its receiver has posted it and its sender has
-  // it ready.
+  // The workload calls each of these once for every message. A message travels when its receiver has posted it and its
+  // sender has it ready.
   void post(const Message& message);
   void ready(const Message& message);
 
-  // The events that are not the network's. settle() after any of them.
+  // Handle the events that do not belong to the network. Call settle() after any of them.
   void deliver(uint32_t packet);
   void on_nic(uint32_t host);
   void on_timer(uint32_t endpoint);
-  // Does what follows from what just happened, until nothing more does.
+  // Services all touched endpoints until none is touched.
   void settle();
 
   const ExchangeCounters& counters() const { return counters_; }
   flow::FlowCounters flow_counters() const;
-  // Why a flow gave its peer up; empty while none did.
+  // Why a flow gave its peer up; empty if none did.
   const std::string& failure() const { return failure_; }
-  // From posting to arrival, a message each.
+  // For each message: time from posting to arrival.
   const std::vector<float>& message_us() const { return message_us_; }
-  // Payload bytes that arrived for the first time, a sample each.
+  // For each sample: payload bytes that arrived for the first time.
   const std::vector<uint64_t>& arrived_bytes() const { return arrived_bytes_; }
   uint64_t trace_hash() const { return trace_hash_; }
 
@@ -75,11 +75,11 @@ class Exchange {
   struct Endpoint {
     std::unique_ptr<flow::Flow> flow;
     uint32_t host = 0, peer = 0;
-    uint64_t wake_ps = NEVER;        // wanted
-    uint64_t timer_ps = NEVER;       // of the event that is on its way
-    uint64_t checked_ticks = 0;      // last on_timeout
-    uint64_t refused_ticks = NEVER;  // the NIC asked last and got nothing
-    bool is_due = false;             // its timer has come
+    uint64_t wake_ps = NEVER;        // when the flow wants to be served
+    uint64_t timer_ps = NEVER;       // when the pending timer event comes
+    uint64_t checked_ticks = 0;      // the last call of on_timeout
+    uint64_t refused_ticks = NEVER;  // when the NIC last asked and got nothing
+    bool is_due = false;             // its timer has expired
     bool is_waiting = false;         // in its NIC's list
     bool is_touched = false;
   };
@@ -96,15 +96,15 @@ class Exchange {
     uint32_t generation = 0;
     std::array<Endpoint, 2> ends;  // sender, receiver
     flow::SequenceRing<Posted> posted;
-    std::vector<Message> ready;   // ... and not advertised yet
-    std::vector<Advert> adverts;  // of messages that are not ready yet
+    std::vector<Message> ready;   // ready, but not advertised yet
+    std::vector<Advert> adverts;  // for messages that are not ready yet
     uint64_t posted_count = 0, ready_count = 0, received_count = 0, sent_count = 0;
   };
   struct Waiting {
     uint32_t endpoint, generation;
   };
   struct Host {
-    std::deque<Waiting> waiting;  // its flows with something to send
+    std::deque<Waiting> waiting;  // flows with something to send
     bool is_timed = false;
   };
 
@@ -129,7 +129,7 @@ class Exchange {
   Workload& workload_;
   const uint64_t tick_ps_, timer_slice_ticks_, nic_ahead_ps_;
   std::vector<std::byte> eager_memory_;
-  // What messages are sent from and placed into: addresses only, no byte is touched.
+  // The address that messages are sent from and placed into. No byte of it is touched.
   std::unique_ptr<std::byte[]> memory_;
   std::vector<Host> hosts_;
   std::deque<Connection> connections_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014): what stands for a switch's CRC over the 5-tuple.
+// SplitMix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), in place of a switch's CRC over the 5-tuple.
 #pragma once
 #include <cstdint>
 

@@ -14,7 +14,7 @@ struct Cut {
   uint32_t cables = 0, failed = 0;
 };
 
-// The time in which a cut carries its bytes when some of its cables fail on the way.
+// The time that a cut needs for its bytes if some of its cables fail on the way.
 double time_us(const Cut& cut, double bytes_per_us, double fail_at_us) {
   const double bytes = std::max(cut.out_bytes, cut.in_bytes);
   const double before = cut.cables * bytes_per_us;

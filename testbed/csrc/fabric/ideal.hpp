@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The time below which no transport can finish: bytes over links that must carry them, and propagation.
+// The least time in which any transport can finish: bytes over the links that must carry them, plus propagation.
 #pragma once
 #include <cstdint>
 #include <span>
@@ -9,10 +9,10 @@
 
 namespace sennit::fabric {
 
-// The largest over all cuts of: payload bytes that must cross it / what its living links carry, plus the propagation
-// of the longest path. Cuts: a host's own link, the links between a leaf and its spines, those between a pod and the
-// cores, each in both directions. `failed` cables count until `failure.at_us`. Headers, acknowledgements and the
-// rendezvous are not in it: they are the transport's cost.
+// The largest value over all cuts: payload bytes that must cross the cut / rate of its living links, plus the
+// propagation of the longest path. Cuts: a host's own link, the links between a leaf and its spines, the links between
+// a pod and the cores, each in both directions. `failed` cables count until `failure.at_us`. Headers, acknowledgements
+// and the rendezvous are left out, because they are the transport's cost.
 double ideal_us(const SimulationConfig& config, const Topology& topology, std::span<const uint32_t> failed);
 
 }  // namespace sennit::fabric

@@ -77,7 +77,7 @@ void Network::enqueue(uint32_t index, uint32_t link) {
   const uint64_t now_ps = events_.now_ps();
   uint64_t& busy_until_ps = busy_until_ps_[link];
   const uint64_t start_ps = std::max(busy_until_ps, now_ps);
-  // A host's own queue is its memory: it neither drops nor marks, and the host looks at it before it sends.
+  // A host's own queue is its memory. It neither drops nor marks, because the host looks at it before it sends.
   if (!topology_.is_host(topology_.links()[link].from)) {
     const uint64_t queued_bytes = (start_ps - now_ps) * 1'000 / ps_per_kilobyte_;
     if (queued_bytes + packet.wire_bytes > config_.queue_limit_bytes) {
@@ -99,7 +99,7 @@ void Network::enqueue(uint32_t index, uint32_t link) {
 bool Network::arrive(uint32_t index) {
   const Packet& packet = packets_[index];
   ++counters_.hops;
-  // What was in the queue or in the cable when the link died is gone with it.
+  // A link that dies loses the packets in its queue and in its cable.
   if (!is_up_[packet.link]) {
     lose(index, counters_.black_holed_packets);
     return false;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packets on links: a queue in front of every link with a limit and ECN marks, ECMP at every switch, links that die.
 //
-// One event a packet and hop. A link is a FIFO, so its queue is known from the time until which it is busy: nothing
-// has to happen when a packet leaves it.
+// Each packet takes one event per hop. A link is a FIFO, so the time until which it is busy tells the length of its
+// queue. A packet that leaves a queue needs no event.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,19 +16,20 @@
 
 namespace sennit::fabric {
 
-// Around a data packet's payload: preamble, gap and Ethernet 38, IPv6 40, UDP 8, BTH 12, RETH 16, immediate 4, ICRC 4.
+// Bytes around a data packet's payload: preamble, gap and Ethernet 38, IPv6 40, UDP 8, BTH 12, RETH 16, immediate 4,
+// ICRC 4.
 inline constexpr uint32_t DATA_OVERHEAD_BYTES = 122;
-// Around a control payload: the same without RETH and immediate.
+// Bytes around a control packet's payload: the same without RETH and immediate.
 inline constexpr uint32_t CONTROL_OVERHEAD_BYTES = 102;
 
 struct Packet {
   uint64_t tuple;           // hash of the 5-tuple
-  uint64_t remote_address;  // of data
+  uint64_t remote_address;  // for data packets
   uint32_t source, destination;
-  uint32_t endpoint, generation;  // who takes it; a later endpoint of that number has another generation
+  uint32_t endpoint, generation;  // the receiving endpoint; a reused number has another generation
   uint32_t wire_bytes, payload_bytes;
   uint32_t immediate, rkey;
-  uint32_t link;  // on which it travels
+  uint32_t link;  // where it travels
   uint16_t path;
   bool is_control, is_marked;
 };
@@ -51,17 +52,17 @@ class Network {
   uint32_t new_packet();
   void free_packet(uint32_t index) { free_.push_back(index); }
   Packet& packet(uint32_t index) { return packets_[index]; }
-  // A control packet's payload. (The bytes of data are nowhere: only their addresses travel.)
+  // Returns a control packet's payload. Data packets carry addresses, but no bytes.
   std::vector<std::byte>& payload(uint32_t index) { return payloads_[index]; }
-  // From its source; the network frees it if it is lost.
+  // Sends a packet from its source. The network frees it if it is lost.
   void send(uint32_t index);
-  // Time that the host's own link still needs for what it was given.
+  // Returns the time in which the host's own link empties its queue.
   uint64_t host_backlog_ps(uint32_t host) const;
-  // An arrival event. True when the packet is at its destination: the caller frees it.
+  // Handles an arrival event. Returns true if the packet is at its destination: then the caller frees it.
   bool arrive(uint32_t index);
 
   void fail_cables(std::span<const uint32_t> cables);
-  // Routes avoid what is down from now on.
+  // Computes routes over the links that are up.
   void converge() { routing_.compute(is_up_); }
   const Routing& routing() const { return routing_; }
 

@@ -16,7 +16,7 @@ void Routing::compute(const std::vector<bool>& is_up) {
   connected_ = true;
   std::vector<uint32_t> distance(topology_.node_count()), frontier;
   for (uint32_t leaf = 0; leaf < topology_.leaf_count(); ++leaf) {
-    // Breadth first from the destination, against the direction of the links.
+    // Breadth-first search from the destination, against the direction of the links.
     distance.assign(topology_.node_count(), FAR);
     frontier.assign(1, topology_.leaf_node(leaf));
     distance[frontier[0]] = 0;

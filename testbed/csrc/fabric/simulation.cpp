@@ -45,7 +45,7 @@ struct Simulation::State {
 Simulation::Simulation(const SimulationConfig& config) : state_(std::make_unique<State>(config)) {
   State& state = *state_;
   if (!state.failed.empty()) {
-    // Before anything is sent, or it could never all arrive.
+    // Checked before anything is sent, because otherwise some messages would never arrive.
     Routing after(state.topology, 0);
     std::vector<bool> is_up(state.topology.links().size(), true);
     for (const uint32_t cable : state.failed)
@@ -57,7 +57,7 @@ Simulation::Simulation(const SimulationConfig& config) : state_(std::make_unique
     const uint64_t fail_ps = config.failure.at_us * PS_PER_US;
     state.events.push({fail_ps, Event::Kind::change, FAIL});
     state.events.push({fail_ps + config.failure.convergence_us * PS_PER_US, Event::Kind::change, CONVERGE});
-    // What fails at 0 has failed before the first packet.
+    // Links that fail at time 0 fail before the first packet.
     if (fail_ps == 0) advance(config.failure.convergence_us == 0 ? 2 : 1);
   }
   state.workload->start(state.exchange);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One run: the parts put together, the event loop, the result.
+// One run: puts the parts together, runs the event loop, collects the result.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -14,13 +14,13 @@ namespace sennit::fabric {
 struct LinkUse {
   enum class Tier : uint8_t { host_up, leaf_up, spine_up, spine_down, leaf_down, host_down } tier;
   bool has_failed;
-  double fraction;  // of the run's time at the link's rate
+  double fraction;  // share of the run's time in which the link was sending
   uint64_t peak_queue_bytes, dropped_packets;
 };
 
 struct SimulationResult {
   bool is_complete;     // everything arrived before the deadline
-  std::string failure;  // a flow gave its peer up; else empty
+  std::string failure;  // why a flow gave its peer up; empty if none did
   double completion_us, ideal_us;
   uint64_t trace_hash;  // over every delivered packet: equal for equal configurations
   uint64_t events, connections, messages, message_bytes;
@@ -40,7 +40,7 @@ class Simulation {
   Simulation(const Simulation&) = delete;
   Simulation& operator=(const Simulation&) = delete;
 
-  // At most so many events. False: the run is over.
+  // Processes at most this many events. Returns false when the run is over.
   bool advance(uint64_t events_max);
   uint64_t now_us() const;
   SimulationResult result() const;

@@ -84,7 +84,7 @@ std::vector<uint32_t> Topology::choose_cables(double fraction, uint64_t seed) co
   if (fraction == 0) return {};
   auto wanted = static_cast<size_t>(std::llround(fraction * static_cast<double>(cables.size())));
   wanted = std::clamp<size_t>(wanted, 1, cables.size());
-  // Fisher and Yates, as far as needed.
+  // Fisher-Yates shuffle, as far as needed.
   for (size_t i = 0; i < wanted; ++i) std::swap(cables[i], cables[i + mix(seed, i) % (cables.size() - i)]);
   cables.resize(wanted);
   return cables;

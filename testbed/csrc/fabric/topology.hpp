@@ -17,7 +17,7 @@ struct TopologyLink {
 
 class Topology {
  public:
-  // Throws std::invalid_argument for a shape that is none.
+  // Throws std::invalid_argument for an impossible shape.
   explicit Topology(const TopologyConfig& config);
 
   uint32_t host_count() const { return config_.hosts; }
@@ -32,21 +32,21 @@ class Topology {
   const std::vector<TopologyLink>& links() const { return links_; }
   uint32_t cable_count() const { return static_cast<uint32_t>(links_.size() / 2); }
   uint32_t first_fabric_cable() const { return config_.hosts; }
-  // Cables below it are between leaves and spines, from it on between spines and cores.
+  // Cables below this number are between leaves and spines, the others between spines and cores.
   uint32_t first_core_cable() const { return first_core_cable_; }
   static uint32_t up_link(uint32_t cable) { return 2 * cable; }
   static uint32_t down_link(uint32_t cable) { return 2 * cable + 1; }
-  // Links that leave a node.
+  // Returns the links that leave a node.
   const std::vector<uint32_t>& links_from(uint32_t node) const { return links_from_[node]; }
   const std::vector<uint32_t>& links_to(uint32_t node) const { return links_to_[node]; }
-  // Pod of the spine that a core cable starts at.
+  // Returns the pod of the spine where a core cable starts.
   uint32_t pod_of_core_cable(uint32_t cable) const {
     return (links_[up_link(cable)].from - config_.hosts - leaf_count_) / config_.spines;
   }
-  // Links between the two farthest hosts.
+  // Returns the number of links between the two farthest hosts.
   uint32_t longest_path() const;
 
-  // `fraction` of the cables between switches, rounded, at least one; a seeded choice.
+  // Returns a seeded choice of `fraction` of the cables between switches, rounded, at least one.
   std::vector<uint32_t> choose_cables(double fraction, uint64_t seed) const;
 
  private:

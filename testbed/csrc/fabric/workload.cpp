@@ -45,7 +45,7 @@ class Cut {
   uint64_t block_bytes_, count_;
 };
 
-// Rounds of blocks from every host to every other; a round starts at a host when it has all of the one before.
+// Rounds of blocks from every host to every other host. A host starts a round when it has all blocks of the last one.
 class AllToAll : public Workload {
  public:
   AllToAll(const WorkloadConfig& config, uint32_t hosts, uint64_t seed, uint64_t block_bytes, uint32_t rounds)
@@ -64,7 +64,7 @@ class AllToAll : public Workload {
   bool is_done() const override { return done_hosts_ == hosts_; }
 
   void start(Exchange& exchange) override {
-    // Turn by turn, as hosts that start together do.
+    // In turn, as for hosts that start together.
     for (uint32_t block = 0; block < peers_at_a_time_; ++block)
       for (uint32_t host = 0; host < hosts_; ++host) post_block(exchange, host);
   }
@@ -78,7 +78,7 @@ class AllToAll : public Workload {
       ++done_hosts_;
       return;
     }
-    // It has all parts of its share: only now has it something to send in the next round.
+    // The host has all parts of its share. Only now it has something to send in the next round.
     for (const Message& held : std::exchange(state.held, {})) exchange.ready(held);
   }
 
@@ -115,7 +115,7 @@ class AllToAll : public Workload {
   uint32_t done_hosts_ = 0;
 };
 
-// Blocks that each host passes on to the next one as soon as they have come.
+// Blocks that each host passes on to the next host as soon as they have come.
 class Ring : public Workload {
  public:
   Ring(const WorkloadConfig& config, uint32_t hosts)
@@ -157,7 +157,7 @@ class Ring : public Workload {
   uint32_t done_hosts_ = 0;
 };
 
-// Every pair once, all at the same time.
+// Sends one block between each pair, all at the same time.
 class Once : public Workload {
  public:
   Once(const WorkloadConfig& config, std::vector<std::pair<uint32_t, uint32_t>> pairs)

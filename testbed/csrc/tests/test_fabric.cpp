@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The simulated fabric: what it is made of.
+// The parts of the simulated fabric.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -22,7 +22,7 @@ constexpr TopologyConfig TWO_TIERS{.hosts = 64, .hosts_per_leaf = 8, .spines = 8
 constexpr TopologyConfig THREE_TIERS{
     .hosts = 64, .hosts_per_leaf = 4, .spines = 4, .leaves_per_pod = 4, .cores_per_spine = 4};
 
-// Steps the network alone until nothing is on its way; returns arrivals in order.
+// Runs the network alone until no packet is in flight. Returns arrivals in order.
 std::vector<std::pair<uint64_t, uint32_t>> drain(Network& network, EventQueue& events) {
   std::vector<std::pair<uint64_t, uint32_t>> arrived;
   while (!events.empty()) {
@@ -89,7 +89,7 @@ TEST_CASE("Routes are the shortest ones, and all of them") {
       CHECK(routing.next_hops(topology.leaf_node(0), leaf).size() == config.spines);
       CHECK(routing.next_hops(topology.leaf_node(leaf), leaf).empty());
     }
-    // Without the link from leaf 3 to its first spine, that spine is left out on the way to leaf 3 and by it.
+    // Without the link from leaf 3 to its first spine, no path to or from leaf 3 uses that spine.
     const uint32_t cable = topology.first_fabric_cable() + 3 * config.spines;
     is_up[Topology::up_link(cable)] = is_up[Topology::down_link(cable)] = false;
     routing.compute(is_up);
@@ -97,7 +97,7 @@ TEST_CASE("Routes are the shortest ones, and all of them") {
     CHECK(routing.next_hops(topology.leaf_node(0), 3).size() == config.spines - 1);
     CHECK(routing.next_hops(topology.leaf_node(3), 0).size() == config.spines - 1);
     CHECK(routing.next_hops(topology.leaf_node(0), 2).size() == config.spines);
-    // A leaf without any link is noticed.
+    // Routing notices a leaf without any link.
     for (uint32_t spine = 0; spine < config.spines; ++spine)
       is_up[Topology::up_link(cable + spine)] = is_up[Topology::down_link(cable + spine)] = false;
     routing.compute(is_up);
@@ -123,7 +123,7 @@ TEST_CASE("Every pair of hosts is reached over the number of hops that its tiers
       CHECK(arrived[0].first - start_ps == hops * 1'080'000);
       ++pairs_by_hops[hops];
     }
-  // 4 hosts a leaf, 16 a pod, 64 in all.
+  // 4 hosts on a leaf, 16 in a pod, 64 in all.
   CHECK(pairs_by_hops == std::map<uint64_t, uint32_t>{{2, 64 * 3}, {4, 64 * 12}, {6, 64 * 48}});
 }
 
@@ -173,12 +173,12 @@ TEST_CASE("Incast: a queue holds what its limit says, marks by its thresholds, a
   CHECK(counters.marked_packets == marked);
   CHECK(network.packets_in_flight() == 0);
   const LinkCounters& port = network.link_counters()[Topology::down_link(0)];
-  // Seven arrive while one leaves: the queue fills to the last packet that fits, and stays there.
+  // Seven arrive while one leaves. So the queue fills to the last packet that fits, and stays full.
   CHECK(port.peak_queue_bytes == 50'000);
   CHECK(port.dropped_packets == counters.queue_dropped_packets);
   CHECK(port.dropped_packets > 60);
   CHECK(port.carried_bytes == uint64_t{arrived} * BYTES);
-  // All that found 20,000 bytes before them: not the first 20 or so.
+  // Packets that found 20,000 bytes before them are marked: all but the first 20 or so.
   CHECK(marked >= arrived - 30);
   CHECK(marked < arrived - 15);
 }

@@ -29,7 +29,7 @@ SimulationResult run(const SimulationConfig& config) {
   SimulationResult result = simulation.result();
   INFO(result.failure);
   REQUIRE(result.failure.empty());
-  // Nothing is lost that is not counted.
+  // Every lost packet is counted.
   CHECK(result.sent_packets == result.delivered_packets + result.queue_dropped_packets + result.black_holed_packets +
                                    result.in_flight_packets);
   return result;
@@ -79,14 +79,14 @@ TEST_CASE("An uncontended path carries a message at the link's rate") {
 }
 
 TEST_CASE("Flows that share a link share it evenly") {
-  // All hosts of leaf 0 to their opposites of leaf 1, over one spine.
+  // Each host of leaf 0 sends to its opposite host of leaf 1, all over one spine.
   SimulationConfig config = small(Kind::permutation, 4'000'000);
   config.topology = {.hosts = 8, .hosts_per_leaf = 4, .spines = 1};
   config.workload.message_max_bytes = 4'000'000;
   const SimulationResult result = run(config);
   REQUIRE(result.is_complete);
   CHECK(result.ideal_us == doctest::Approx(4 * 320 + 4));
-  // A message a flow: the first is done not long before the last.
+  // Each flow carries one message, so all finish at about the same time.
   const auto [fastest, slowest] = std::ranges::minmax(result.message_us);
   CHECK(fastest > 0.7 * slowest);
   CHECK(ratio(result) < 1.15);
@@ -112,7 +112,7 @@ TEST_CASE("Spraying fills the fabric where hashing whole messages does not") {
   REQUIRE(sprayed.is_complete);
   REQUIRE(single.is_complete);
   CHECK(ratio(sprayed) < 1.5);
-  // Two flows on one uplink at the least: with eight hosts on eight spines it would take luck to avoid that.
+  // At least two flows share an uplink. With eight hosts on eight spines only luck avoids that.
   CHECK(ratio(single) > 1.9);
 }
 
@@ -132,7 +132,7 @@ TEST_CASE("Links that died before the start cost their share, links that die in 
   CHECK(during.black_holed_packets > 0);
   CHECK(during.message_bytes == before.message_bytes);
 
-  // One path a flow: whoever hashed onto the dead link waits for the routes.
+  // With one path, a flow that hashed onto the dead link waits for the new routes.
   config.transport.flow.path_count = 1;
   const SimulationResult single = run(config);
   CHECK(single.is_complete);
@@ -140,7 +140,7 @@ TEST_CASE("Links that died before the start cost their share, links that die in 
 }
 
 TEST_CASE("Spraying costs neither acknowledgements nor tail probes") {
-  // Each block is sent in one window, and from all hosts at once: long after its first packet comes its last.
+  // Every host sends each block in one window, all at once. So a block's last packet comes long after its first.
   SimulationConfig config = small(Kind::alltoall, 65'536);
   config.transport.ticks_per_us = 5;
   config.transport.flow.window_bytes = 65'536;
@@ -148,7 +148,7 @@ TEST_CASE("Spraying costs neither acknowledgements nor tail probes") {
   config.workload.peers_at_a_time = 31;
   const SimulationResult result = run(config);
   REQUIRE(result.is_complete);
-  // An advert, and acknowledgements of the first packet, of half the window and of the end, for 16 packets.
+  // For 16 packets: an advert, and acknowledgements of the first packet, of half the window and of the end.
   CHECK(result.flow.control_packets_sent < 0.27 * static_cast<double>(result.flow.data_packets_sent));
   CHECK(result.flow.retransmitted_packets == 0);
   CHECK(ratio(result) < 1.15);

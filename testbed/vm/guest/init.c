@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The first process of a testbed VM, and the only one that is not the host's: it does what testbed/vm/job.py wrote into
-// /job, passes the command's output on while it runs, reports how it ended, and switches the machine off.
+// The first process of a testbed VM, and its only program that does not come from the host. It obeys the records that
+// testbed/vm/job.py wrote into /job, passes the command's output on while it runs, reports how it ended, and switches
+// the machine off.
 //
-// Static and alone in the initramfs, so that a VM needs neither busybox nor a shell, and is up in a fraction of a
-// second. What to mount, load and set up is decided there, in Python; here is only how.
+// It is static and alone in the initramfs. So a VM needs neither busybox nor a shell, and starts in a fraction of a
+// second. The Python side decides what to mount, load and set up; this file only does it.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -32,10 +33,10 @@
 #define MESSAGE_BYTES 4096
 #define PUMP_BYTES 65536
 #define OPEN_FILES 65536
-// A device node or an address that the kernel makes in the background is there within milliseconds.
+// The kernel makes a device node or an address in the background, within milliseconds.
 #define AWAIT_TIMEOUT_MS 10000
 #define AWAIT_PAUSE_MS 2
-// How often the host hears that this kernel still schedules; testbed/vm/runner.py waits a multiple of it.
+// How often the guest says that its kernel still schedules. testbed/vm/runner.py waits a multiple of this time.
 #define ALIVE_EVERY_MS 1000
 // Exit codes of POSIX shells (POSIX.1-2017, Shell & Utilities, 2.8.2)
 #define NOT_EXECUTABLE 126
@@ -45,7 +46,7 @@
 enum channel { OUTPUT, ERRORS, CONTROL, CHANNELS };
 
 static int channels[CHANNELS] = {-1, -1, -1};
-// Mounts that the host keeps: what is in their caches must be written before the end.
+// Mounts of kept folders: their caches must be written before the machine ends.
 static const char* kept[MOUNTS_MAX];
 static int kept_count;
 
@@ -53,13 +54,13 @@ static void write_all(int descriptor, const char* data, size_t size_bytes) {
   while (size_bytes > 0) {
     ssize_t written = write(descriptor, data, size_bytes);
     if (written < 0 && errno == EINTR) continue;
-    if (written <= 0) return;  // the host has gone, and this machine with it
+    if (written <= 0) return;  // the host has gone, and will end this machine
     data += written;
     size_bytes -= (size_t)written;
   }
 }
 
-// A line to the host: `alive`, `started`, `exit N` or `error TEXT`.
+// Writes a line to the host: `alive`, `started`, `exit N` or `error TEXT`.
 static void report(const char* format, ...) {
   char line[MESSAGE_BYTES];
   va_list arguments;
@@ -154,7 +155,7 @@ static int open_channel(const char* path) {
   if (descriptor < 0) fail("open", path);
   struct termios settings;
   if (tcgetattr(descriptor, &settings) == 0) {
-    cfmakeraw(&settings);  // a line feed stays one
+    cfmakeraw(&settings);  // keeps line feeds as they are
     if (tcsetattr(descriptor, TCSANOW, &settings) < 0) fail("set raw", path);
   }
   return descriptor;
@@ -168,7 +169,7 @@ static int wait_for(pid_t child) {
   return WIFSIGNALED(status) ? SIGNALLED + WTERMSIG(status) : WEXITSTATUS(status);
 }
 
-// Runs a program of the host with `input` as its standard input; what it complains about goes into the report.
+// Runs a program of the host with `input` as its standard input. Its error messages go into the report.
 static void run_step(const char* input, char** command) {
   int in = memfd_create("input", MFD_CLOEXEC);
   int out = memfd_create("output", MFD_CLOEXEC);
@@ -224,7 +225,7 @@ static _Noreturn void become_command(const char* folder, char** command, const i
   _exit(errno == ENOENT ? NOT_FOUND : NOT_EXECUTABLE);
 }
 
-// Passes on what is there; false when there will be no more.
+// Passes on the waiting bytes. Returns false when there will be no more.
 static bool pump(int from, int to) {
   static char buffer[PUMP_BYTES];
   for (;;) {
@@ -235,7 +236,7 @@ static bool pump(int from, int to) {
   }
 }
 
-// Runs the command to its end and returns its exit code. Processes that outlive it are not waited for.
+// Runs the command and returns its exit code. Does not wait for processes that outlive it.
 static int run_command(const char* folder, char** command) {
   sigset_t children;
   sigemptyset(&children);
@@ -265,7 +266,7 @@ static int run_command(const char* folder, char** command) {
     for (pid_t gone; (gone = waitpid(-1, &status, WNOHANG)) > 0;) {
       if (gone == child) code = WIFSIGNALED(status) ? SIGNALLED + WTERMSIG(status) : WEXITSTATUS(status);
     }
-    // After the last look at the child, so that all it wrote is seen.
+    // After the last check of the child, so that all its output is seen.
     for (int stream = OUTPUT; stream <= ERRORS; stream++) {
       if (watched[stream].fd >= 0 && !pump(read_ends[stream], channels[stream])) watched[stream].fd = -1;
     }
@@ -285,7 +286,7 @@ static _Noreturn void finish(int code) {
   switch_off();
 }
 
-// One record of the job: a verb and its arguments, of which there are `count`.
+// Obeys one record of the job: a verb and its `count` arguments.
 static void obey(const char* verb, char** argument, int count) {
   if (strcmp(verb, "load") == 0 && count == 1) {
     load_module(argument[0]);
@@ -304,7 +305,7 @@ static void obey(const char* verb, char** argument, int count) {
   } else if (strcmp(verb, "await") == 0 && count == 2) {
     await_text(argument[0], argument[1]);
   } else if (strcmp(verb, "channels") == 0 && count == CHANNELS) {
-    // The control channel first: it takes the errors of the others.
+    // The control channel first, because it carries the errors of the others.
     for (int channel = CHANNELS - 1; channel >= 0; channel--) channels[channel] = open_channel(argument[channel]);
   } else if (strcmp(verb, "env") == 0 && count == 2) {
     setenv(argument[0], argument[1], 1);
@@ -320,7 +321,7 @@ static void obey(const char* verb, char** argument, int count) {
   }
 }
 
-// The job is a row of strings, each ended by a NUL: for each record the number of its strings, then these.
+// The job is a series of strings, each ended by a NUL: for each record the number of its strings, then the strings.
 int main(void) {
   struct stat size;
   int file = open(JOB_PATH, O_RDONLY | O_CLOEXEC);
