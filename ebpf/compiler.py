@@ -87,14 +87,14 @@ def compile_source(name: str, source: str) -> bytes:
 
 
 def _compile(source: Path, instruction_set: str, clang: str, *options: str) -> bytes:
-    """The object of a source file, out of the cache where the same text was compiled the same way before."""
-    # asm/types.h is where the host's compiler has it, which clang does not look at for the target bpf.
+    """The object of a source file. Comes from the cache if the same text was compiled in the same way before."""
+    # For the target bpf, clang does not search the folder where the host's compiler finds asm/types.h.
     multiarch = Path("/usr/include") / (sysconfig.get_config_var("MULTIARCH") or "")
     flags = ["-target", "bpf", f"-mcpu={instruction_set}", "-O2", "-g", "-Wall", "-Werror"]
     flags += [f"-D__TARGET_ARCH_{TARGET_ARCHITECTURES.get(platform.machine(), platform.machine())}"]
     flags += [option for option in options if not option.startswith("-I")]
     includes = [option for option in options if option.startswith("-I")] + [f"-I{INCLUDE}", f"-I{multiarch}"]
-    # The text with all its headers, without the paths that they have here.
+    # The text with all its headers, without the paths of this machine.
     text = _run([clang, *flags, *includes, "-E", "-P", os.fspath(source)])
     key = hashlib.sha256("\0".join([_identity(clang), *flags, text]).encode()).hexdigest()
     image = object_cache.read(key)

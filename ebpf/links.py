@@ -98,7 +98,7 @@ def attach_xdp(program: Program, interface_index: int, mode: XdpMode = XdpMode.A
 
 
 def _occupant(interface_index: int) -> str:
-    """Which XDP program an interface has, and how it is detached."""
+    """Which XDP program an interface has, and how to detach it."""
     interface = socket.if_indextoname(interface_index)
     number, descriptor = ctypes.c_uint32(), -1
     if library().bpf_xdp_query_id(interface_index, 0, ctypes.byref(number)) == 0 and number.value:

@@ -42,7 +42,7 @@ class Program:
         self.instructions = int(library().bpf_program__insn_cnt(pointer))
 
     def test_run(self, packet: bytes, *, repeat: int = 1) -> Trial:
-        """Runs it on a packet without a device (BPF_PROG_TEST_RUN)."""
+        """Runs the program on a packet without a device (BPF_PROG_TEST_RUN)."""
         return run_program(self.descriptor, self.name, packet, repeat=repeat)
 
     def statistics(self) -> ProgramStatistics:
@@ -52,7 +52,7 @@ class Program:
         return ProgramStatistics(run_time_ns=int(found["run_time_ns"]), runs=int(found["run_cnt"]))
 
     def send(self, packet: bytes, count: int) -> None:
-        """Runs it on copies of a packet that then really go where the program says (Linux 5.18)."""
+        """Runs the program on copies of a packet that then really go where the program says (Linux 5.18)."""
         send_frames(self.descriptor, self.name, packet, count)
 
 

@@ -118,7 +118,7 @@ class BpfMap:
         return raw if self.dtype is None else raw[:, : self.value_bytes].view(self.dtype)[:, 0]
 
     def pin(self, path: str | os.PathLike[str]) -> None:
-        """Pins it on a mounted bpffs, for bpftool and other processes. `pins` handles the rest."""
+        """Pins the map on a mounted bpffs, for bpftool and other processes. `pins` handles the rest."""
         clear_log()
         result = library().bpf_obj_pin(self.descriptor, os.fsencode(path))
         if result != 0:

@@ -19,12 +19,12 @@ from sennit import cache
 
 FOLDER: Final = "bpf"
 DIGEST_BYTES: Final = hashlib.sha256().digest_size
-# Of some 100 KiB each. The least recently used go first.
+# Each has about 100 KiB. The least recently used go first.
 KEPT_MAX: Final = 128
 
 
 def read(key: str) -> bytes | None:
-    """The object that was written under this key; None where there is none that can be trusted."""
+    """The object that was written under this key; None if there is none that can be trusted."""
     try:
         folder = os.open(_folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -50,7 +50,7 @@ def read(key: str) -> bytes | None:
 
 
 def write(key: str, image: bytes) -> None:
-    """Keeps an object, in one step. A folder that cannot be written is no error: the next process compiles again."""
+    """Writes an object atomically. A folder that cannot be written is no error: the next process compiles again."""
     with contextlib.suppress(OSError):
         folder = _folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -41,8 +41,8 @@ class PinFolder(Closing):
     def __init__(self, name: str, bpffs: Path = BPFFS) -> None:
         """`name` has no dots, because the file system reserves them.
 
-        Mounts the BPF file system at its usual place if needed. Raises BpfError without the right to, if `bpffs` is
-        something else, or if another process has the folder (EBUSY).
+        Mounts the BPF file system at its usual place if needed. Raises BpfError if this process has no right to, if
+        `bpffs` is something else, or if another process has the folder (EBUSY).
         """
         self._descriptor = -1
         _require_bpffs(bpffs)
@@ -82,7 +82,7 @@ def _require_bpffs(folder: Path) -> None:
         return
     if folder != BPFFS:
         raise BpfError(errno.EINVAL, f"{folder} is no BPF file system (mount -t bpf bpf DIRECTORY)")
-    # As bpftool does it.
+    # As bpftool mounts it.
     if _libc.mount(b"bpf", os.fsencode(BPFFS), b"bpf", ctypes.c_ulong(0), b"mode=0700") != 0:
         code = ctypes.get_errno()
         raise BpfError(code, f"{BPFFS}: no BPF file system, and mounting it takes CAP_SYS_ADMIN: {os.strerror(code)}")

@@ -376,7 +376,7 @@ def _tc_bpf() -> Capability:
     try:
         with loader.BpfObject(compiler.compile_program("fabric")):
             return _available(name, "BPF programs can be compiled and loaded")
-    except (compiler.CompileError, library.BpfError) as error:  # a program of ours that is wrong: tests/ebpf finds it
+    except (compiler.CompileError, library.BpfError) as error:  # our program is wrong: tests/ebpf finds it
         return _missing(name, str(error).splitlines()[0], "install clang, libbpf1 and libbpf-dev; Linux 5.12 or later")
 
 

@@ -28,7 +28,7 @@ class StepFailed(SennitError):
 
 
 def require(commands: Iterable[tuple[str, str]], purpose: str) -> None:
-    """Raises unless every (command, package) is there, naming all that are not."""
+    """Raises `Unavailable`, which names all that are missing, unless every (command, package) is there."""
     missing = [(command, package) for command, package in commands if shutil.which(command) is None]
     if missing:
         names = ", ".join(command for command, _ in missing)
@@ -37,7 +37,7 @@ def require(commands: Iterable[tuple[str, str]], purpose: str) -> None:
 
 
 def execute(command: list[str], *, cwd: Path | None = None, timeout_s: float, log: Path | None = None) -> str:
-    """The output of a program that has to succeed; added to `log` as well."""
+    """The output of a program that has to succeed. It is also added to `log`."""
     done = subprocess.run(
         command,
         cwd=cwd,

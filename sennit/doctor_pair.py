@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit doctor --listen` and `--peer`: the trial of the network, between two machines, before a job needs it.
+"""`sennit doctor --listen` and `--peer`: try the network between two machines before a job needs it.
 
-Both make a group of two, as a job does: interfaces, ports and packet sizes are what a job with the same `SENNIT_*`
-variables has.
+The two machines make a group as a job does. So interfaces, ports and packet sizes are those of a job with the same
+`SENNIT_*` variables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEET_S: Final = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class PairReport:
-    """What came of it; the fields are those of `--json`."""
+    """The result of the trial; the fields are those of `--json`."""
 
     ok: bool
     error: str = ""
@@ -73,7 +73,7 @@ def visit(host: str, port: int = DEFAULT_PORT, *, resolve: host_name.Resolve = h
 
 def _meet(rank: int, store: Store) -> PairReport:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # notes have the same
+        warnings.simplefilter("ignore", RuntimeWarning)  # the report's notes say the same
         with Communicator(
             rank=rank, world=2, store=store, config=_over_the_network(from_environment(), rank), timeout_s=MEET_S
         ) as group:
@@ -81,13 +81,13 @@ def _meet(rank: int, store: Store) -> PairReport:
             total = group.allreduce(np.full(1 << 16, rank + 1.0, np.float32))
             if not (total == 3).all():
                 raise SennitError("an AllReduce of the two machines gave a wrong sum")
-            # The one that keeps the store must not end before the other has read from it.
+            # The rank that keeps the store must not end before the other has read from it.
             group.barrier()
             return PairReport(ok=True, route=group.routes[1 - rank], description=description, notes=group.notes)
 
 
 def _over_the_network(config: Config, rank: int) -> Config:
-    """As the job's, but never shared memory: also two processes of one machine try the network."""
+    """The configuration of a job, but never shared memory: two processes of one machine try the network, too."""
     transport = config.transport
     if transport in (TransportKind.AUTO, TransportKind.SHM):
         transport = TransportKind.UDP

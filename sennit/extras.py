@@ -30,7 +30,7 @@ def install_command(distribution: str) -> str | None:
 
 
 def explain(error: ModuleNotFoundError) -> str | None:
-    """What to install after a failed import, in one line; None where no optional package is what is missing."""
+    """What to install after a failed import, in one line; None if what is missing is not an optional package."""
     module = (error.name or "").partition(".")[0]
     distribution = DISTRIBUTIONS.get(module, module)
     command = install_command(distribution)
@@ -38,7 +38,7 @@ def explain(error: ModuleNotFoundError) -> str | None:
 
 
 def extras_by_distribution() -> dict[str, str]:
-    """Of each optional distribution, the first extra that has it."""
+    """For each optional distribution, the first extra that has it."""
     found: dict[str, str] = {}
     for text in _requirements():
         requirement = re.match(r"([A-Za-z0-9._-]+).*;.*\bextra *== *['\"]([\w-]+)['\"]", text)

@@ -2,7 +2,7 @@
 """Host names that lead to the machine itself: the usual trap of distributed programs on Debian and Ubuntu.
 
 Their installers write the machine's own name beside 127.0.1.1 into /etc/hosts. A rank that publishes or binds what its
-name resolves to (gloo does, and so does a store at MASTER_ADDR) can then be met by nobody else.
+name resolves to (gloo does, and so does a store at MASTER_ADDR) cannot be reached by other machines.
 """
 
 import ipaddress
@@ -19,7 +19,7 @@ def resolve(name: str) -> list[str]:
 
 
 def leads_here_only(name: str, resolve: Resolve = resolve) -> str:
-    """The loopback address that this machine's name leads to; empty where it has another, or none at all."""
+    """The loopback address that this machine's name leads to; empty if it leads to another, or to none."""
     try:
         addresses = resolve(name)
     except OSError:

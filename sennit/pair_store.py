@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key-value store for two machines over one TCP connection: what `sennit doctor --peer` meets through.
+"""A key-value store for two machines over one TCP connection, for `sennit doctor --peer`.
 
-One JSON object a line. The machine that listens keeps the keys; the other one asks.
+Each line is one JSON object. The machine that listens keeps the keys; the other one asks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RemoteStore(Closing):
         _wait(self.check, keys, timeout)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what is left to send has nobody to read it
+        with contextlib.suppress(OSError):  # nobody reads what is still to be sent
             self._stream.close()
         self._connection.close()
 
@@ -102,7 +102,7 @@ class RemoteStore(Closing):
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that takes IPv4 and, where there is any, IPv6."""
+    """A socket that accepts IPv4 and, if the machine has it, IPv6."""
     try:
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
@@ -114,7 +114,10 @@ def listen(port: int) -> socket.socket:
 
 
 def accept(server: socket.socket, timeout_s: float) -> tuple[LocalStore, str]:
-    """Waits for the other machine, and answers it from now on. The store, and the other machine's address."""
+    """Waits for the other machine, and answers its requests from then on.
+
+    Returns the store, and the other machine's address.
+    """
     server.settimeout(timeout_s)
     try:
         connection, address = server.accept()
@@ -126,7 +129,7 @@ def accept(server: socket.socket, timeout_s: float) -> tuple[LocalStore, str]:
 
 
 def connect(host: str, port: int, timeout_s: float) -> RemoteStore:
-    """Raises ConfigError for a name that has no address, DeviceError where nobody answers."""
+    """Raises ConfigError for a name without an address, DeviceError if nobody answers."""
     try:
         return RemoteStore(socket.create_connection((host, port), timeout_s))
     except socket.gaierror as error:
@@ -150,7 +153,7 @@ def _serve(connection: socket.socket, store: LocalStore) -> None:
                 text = answer.decode() if isinstance(answer, bytes) else answer
                 stream.write(json.dumps(text).encode() + b"\n")
                 stream.flush()
-        except (OSError, ValueError, TypeError, KeyError):  # it has gone, or is no doctor
+        except (OSError, ValueError, TypeError, KeyError):  # it has gone, or does not run the doctor
             return
 
 

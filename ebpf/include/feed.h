@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a program that takes records shares with Python: the header of a packet, the state of a slot, counters,
-// settings. docs/reference/records.md specifies the header. Python reads the layouts from BTF; offload/batches.py has
-// the slot's.
+// What a program that receives records shares with Python: packet header, slot state, counters and settings.
+// docs/reference/records.md specifies the header. Python reads these layouts from BTF; offload/batches.py repeats the
+// slot's.
 #pragma once
 
 #include <linux/bpf.h>
@@ -21,12 +21,12 @@
 #define FEED_MAP_TYPE_ARENA 33
 #define __arena __attribute__((address_space(1)))
 
-// Leaves a loop that takes too long (may_goto, Linux 6.9). Unlike with bpf_for the verifier lets the loop's counter be
-// a register, which makes a loop over ids three times as fast.
+// Leaves a loop that runs too long (may_goto, Linux 6.9). Unlike bpf_for, it lets the verifier keep the loop's counter
+// in a register, which makes a loop over ids three times as fast.
 #define STOP_ENDLESS(label) asm volatile goto("may_goto %l[" #label "]" :: ::label)
 
-// A copy whose origin the compiler forgets. It would otherwise compute the addresses of all columns before the loop
-// over records, and has nowhere to keep so many: a BPF program's stack has 512 bytes.
+// A copy whose origin the compiler does not know. Otherwise it would compute the addresses of all columns before the
+// loop over records, and has no room for so many: a BPF program's stack has 512 bytes.
 #define FORGET(copy, number) \
   __u64 copy = number;       \
   asm volatile("" : "+r"(copy))
@@ -44,16 +44,16 @@ struct feed_header {
 };
 
 struct feed_slot {
-  __u32 batch;     // the one that it takes; the reader writes this last when it opens the slot
-  __u32 next_row;  // of the sender's numbering; a packet that does not begin here changes nothing
-  __u32 rows;      // kept so far
-  __u32 busy;      // a processor fills the slot
-  // The highest row that came out of sequence since the last accepted packet; 0: none. Where there is one, next_row is
-  // missing: the reader knows a gap without a timer. That a packet taken clears it tells a second gap from the first.
+  __u32 batch;     // the batch that the slot receives; the reader writes it last when it opens the slot
+  __u32 next_row;  // next row expected, in the sender's numbering; a packet that begins elsewhere changes nothing
+  __u32 rows;      // rows kept so far
+  __u32 busy;      // a processor is filling the slot
+  // The highest row received out of sequence since the last accepted packet; 0: none. If it is set, the reader knows
+  // without a timer that next_row is missing. An accepted packet clears it, so a second gap can be told from the first.
   __u32 ahead_row;
 };
 
-// What becomes of a datagram for the port of the feed. Exactly one of these is counted.
+// The verdict on a datagram for the feed's port. Each datagram is counted under exactly one.
 // clang-format off
 #define FEED_EACH_VERDICT(verdict)          \
   verdict(ACCEPTED, accepted)               \
@@ -73,12 +73,12 @@ struct feed_slot {
 #define FEED_ENUMERATOR(constant, name) FEED_##constant,
 enum feed_verdict { FEED_EACH_VERDICT(FEED_ENUMERATOR) FEED_VERDICTS };
 
-// Datagrams by verdict, first and in the enumeration's order; names are for who reads the map with bpftool.
+// Datagrams by verdict come first, in the order of the enumeration. bpftool shows these names.
 #define FEED_COUNTER(constant, name) __u64 name;
 struct feed_counters {
   FEED_EACH_VERDICT(FEED_COUNTER)
   __u64 records;     // in accepted packets
-  __u64 filtered;    // of these, not kept
+  __u64 filtered;    // of these, not kept by the plan
   __u64 body_bytes;  // of accepted packets
 };
 
@@ -92,18 +92,18 @@ struct feed_settings {
   __u16 reserved;
 };
 
-// IEEE 802.1Q, 9.6: what follows the type 0x8100 (C-VLAN) or 0x88A8 (S-VLAN). With QinQ a frame has one of each.
+// The tag behind the type 0x8100 (C-VLAN) or 0x88A8 (S-VLAN); IEEE 802.1Q, 9.6. A QinQ frame has one of each.
 #define FEED_VLAN_TAGS_MAX 2
 struct feed_vlan_tag {
   __be16 control;
   __be16 type;
 };
 
-// The payload of a UDP datagram, or nothing. Fragments, IPv4 options and more VLAN tags are left to the host.
+// The place of a UDP payload. Fragments, IPv4 options and more VLAN tags are left to the host.
 struct feed_datagram {
-  __u32 at;     // offset of the payload in the packet, 0: none
-  __u32 bytes;  // as the UDP header says
-  __u32 port;   // that it is for
+  __u32 at;     // offset of the payload in the packet; 0: none
+  __u32 bytes;  // from the UDP header
+  __u32 port;   // destination port
 };
 
 static __always_inline struct feed_datagram feed_find_any(void* data, void* data_end) {
@@ -144,14 +144,14 @@ static __always_inline struct feed_datagram feed_find_any(void* data, void* data
   return found;
 }
 
-// The same as one number. A global function: the verifier walks it by itself and takes what it returns for any number.
-// So it walks the caller once, not once for each row of headers that a packet may have.
+// feed_find_any with its result packed into one number. The verifier walks a global function once by itself and assumes
+// that it may return any number. So it walks the caller once, not once for each combination of headers.
 __attribute__((noinline)) __u64 feed_find_packed(struct xdp_md* context) {
   struct feed_datagram found = feed_find_any((void*)(long)context->data, (void*)(long)context->data_end);
   return (__u64)found.port << 32 | (__u64)found.bytes << 8 | found.at;
 }
 
-// Of a datagram for the port.
+// Finds a datagram for this port.
 static __always_inline struct feed_datagram feed_find_datagram(struct xdp_md* context, __u16 udp_port) {
   const __u64 packed = feed_find_packed(context);
   struct feed_datagram none = {};
@@ -159,7 +159,7 @@ static __always_inline struct feed_datagram feed_find_datagram(struct xdp_md* co
   return found.port == udp_port ? found : none;
 }
 
-// Everything that can be said of a header without the slot. The caller has seen that the header is inside the packet.
+// Checks all of a header that does not depend on the slot. The caller has checked that it is inside the packet.
 static __always_inline enum feed_verdict feed_check_header(const struct feed_header* header, __u32 payload_bytes,
                                                            __u32 schema_id, __u32 session, __u32 batch_rows) {
   if (header->magic != bpf_htons(FEED_MAGIC)) return FEED_FOREIGN;

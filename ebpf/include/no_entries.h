@@ -1,2 +1,2 @@
 // SPDX-License-Identifier: Apache-2.0
-// Stands for the generated programs where there is no library to make them for (tracepoint.h).
+// Takes the place of the generated programs if there is no library to generate them for (tracepoint.h).

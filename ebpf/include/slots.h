@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A histogram's slot for a value: eight to every doubling, so that a percentile read from it is right to 1/16. The
-// other half is runtime/trace/histogram.py. (ebpf/programs/slots.bcc.h is the same for bcc.)
+// The histogram slot of a value: eight slots for each doubling, so a percentile read from it is accurate to 1/16.
+// runtime/trace/histogram.py reads the slots. (ebpf/programs/slots.bcc.h has the same function for bcc.)
 #pragma once
 
 #include <linux/types.h>
 
-#define SLOTS 256  // the last one begins at 4.6 hours, in microseconds
+#define SLOTS 256  // values are microseconds: the last slot begins at 4.6 hours
 
 static inline __attribute__((always_inline)) __u32 slot_of(__u64 value) {
   __u32 exponent = 0, slot;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A program on tracepoints of user space: what happens at a hit, written as a function of the tracepoint's arguments.
-// Where they are at each place, and the BPF programs there, is generated (ebpf/usdt_entries.py) and included last:
+// A program on tracepoints of user space. The source says what happens at a hit, as a function of the tracepoint's
+// arguments. ebpf/usdt_entries.py generates a BPF program for each place of the tracepoint; it is included last:
 //
 //   #include "tracepoint.h"
 //   TRACEPOINT(packet_lost, __u32 rank, __u32 peer, ...) { ... }
@@ -17,11 +17,11 @@
 
 #if __has_include("entries.h")
 #define TRACEPOINT_ENTRIES "entries.h"
-#else  // compiled for its own sake: make ebpf
+#else  // compiled without a library: make ebpf
 #define TRACEPOINT_ENTRIES "no_entries.h"
 #endif
 
-// Not inlined, and pure: so an argument that is not looked at is not read either.
+// Pure and not inlined, so an argument that the program does not use is not read.
 #define USER_READER(bits)                                                                \
   static __attribute__((noinline, pure, unused)) __u##bits user_u##bits(__u64 address) { \
     __u##bits value = 0;                                                                 \
@@ -33,8 +33,8 @@ USER_READER(16)
 USER_READER(32)
 USER_READER(64)
 
-// Hits that a session could not count, so that nothing is lost silently: a map was full, or the beginning of what ended
-// here was not seen.
+// Hits that a session could not count, so that nothing is lost silently: a map was full, or the session had not seen
+// the beginning of what ended here.
 struct uncounted {
   __u64 map_full;
   __u64 unmatched;
@@ -60,7 +60,7 @@ static __attribute__((always_inline, unused)) void count_unmatched(void) {
   if (found) __sync_fetch_and_add(&found->unmatched, 1);
 }
 
-// An entry of a hash map, made of `zero` where there is none; 0 where the map is full, which is counted.
+// The entry of a hash map, created from `zero` if it is missing; 0 if the map is full, which is counted.
 static __attribute__((always_inline, unused)) void* entry_of(void* map, const void* key, const void* zero) {
   void* found = bpf_map_lookup_elem(map, key);
 

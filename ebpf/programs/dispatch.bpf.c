@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Several receivers at one interface, which takes one program: each has a UDP port, and gets its packets by a tail call.
-// What is for none of them, or for one that is not there, goes on to the host.
+// Lets several receivers share an interface, which takes one program. Each receiver has a UDP port and gets its packets
+// by a tail call. Packets for other ports, or for a receiver that is not there, go on to the host.
 #include "feed.h"
 
 struct {

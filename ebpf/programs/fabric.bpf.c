@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // The switch of the testbed, with its faults. Attached to the ingress of every switch port (tc, direct action), it
 // forwards by destination address and, for UDP and TCP, rolls dice on the way: drop, duplicate, mark (ECN), corrupt,
-// hold back (reorder). At the ingress of the switch and not at the egress of the host, so that a host cannot tell
-// a drop from one far away: TCP learns of a drop at its own egress at once, and would look better than it is.
+// hold back (reorder). It sits at the ingress of the switch and not at the egress of the host, so that a host cannot
+// tell a drop from one far away: TCP notices a drop at its own egress at once, and would look better than it is.
 //
-// The dice of the n-th packet are draw number n * DRAWS + kind of SplitMix64 (Steele, Lea, Flood: "Fast splittable
+// The random numbers of packet n are outputs n * DRAWS + kind of SplitMix64 (Steele, Lea, Flood: "Fast splittable
 // pseudorandom number generators", OOPSLA 2014), so they depend on seed and n alone. testbed/topology/impairment.py
-// is the same in Python.
+// computes the same in Python.
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
 #include <linux/in.h>
@@ -19,38 +19,38 @@
 #include <bpf/bpf_endian.h>
 #include <bpf/bpf_helpers.h>
 
-// testbed/topology has those of these that Python needs too (fabric.py, impairment.py); a test compares them.
+// Python repeats those that it needs (fabric.py and impairment.py in testbed/topology); a test compares them.
 #define HOSTS_MAX 64    // a port's number is plane * HOSTS_MAX + host,
 #define PORTS_MAX 1024  // its interface has the index FIRST_PORT_IFINDEX + number
 #define FIRST_PORT_IFINDEX 1000
-#define HELD_MAX 128          // packets a port can hold back; above the greatest depth
+#define HELD_MAX 128          // packets that a port can hold back; more than any depth
 #define FRAME_MAX_BYTES 9216  // MTU 9000 and its Ethernet header, rounded up
-#define FLAG_BLACKHOLE 1u     // nothing that comes in at this port gets out
+#define FLAG_BLACKHOLE 1u     // drop everything that comes in at this port
 #define FLAG_ORPHAN 2u        // detach packets from their sockets: a queue inside the network is not the sender's
 
-#define MAC_PREFIX_0 0x02      // hardware addresses begin so: locally administered (IEEE 802),
-#define MAC_PREFIX_1 0x5e      // and ours
-#define FRAME_MIN_HELD_BYTES 80  // shorter ones may not fit where a carrier's checksum is written
+#define MAC_PREFIX_0 0x02      // the first bytes of hardware addresses: locally administered (IEEE 802),
+#define MAC_PREFIX_1 0x5e      // and this testbed's
+#define FRAME_MIN_HELD_BYTES 80  // a shorter frame may end before the checksum field of the packet that carries it
 
 enum draw { DRAW_DROP, DRAW_DUPLICATE, DRAW_MARK, DRAW_CORRUPT, DRAW_WHERE, DRAW_HOLD, DRAWS = 8 };
 
 struct port_config {
   __u64 seed;
-  // A packet is hit when the upper half of its draw is below; 2^32 is always.
+  // A packet is hit if the upper half of its draw is below the limit. 2^32 hits every packet.
   __u64 drop_below;
   __u64 duplicate_below;
   __u64 mark_below;
   __u64 corrupt_below;
   __u64 hold_below;
   __u32 hold_depth;
-  __u32 hold_ring;  // which HELD_MAX entries of `held` are this port's
+  __u32 hold_ring;  // which HELD_MAX entries of `held` belong to this port
   __u32 corrupt_skip_bytes;
-  __u32 relay_ifindex;  // where delayed packets go; 0: straight out
+  __u32 relay_ifindex;  // interface that packets to be delayed go to; 0: no delay
   __u32 flags;
   __u32 reserved;
 };
 
-// In packets as a receiver sees them: a super-packet (GSO) counts as its segments.
+// Counts packets as a receiver sees them: a super-packet (GSO) counts as its segments.
 struct port_counters {
   __u64 packets;
   __u64 bytes;
@@ -87,7 +87,7 @@ struct {
   __type(value, struct port_counters);
 } counters SEC(".maps");
 
-// How many packets met the present dice; apart from the counters because a change of configuration resets it.
+// Packets since the last change of configuration, which resets this number. The counters are never reset.
 struct {
   __uint(type, BPF_MAP_TYPE_ARRAY);
   __uint(max_entries, PORTS_MAX);
@@ -95,8 +95,8 @@ struct {
   __type(value, __u64);
 } sequences SEC(".maps");
 
-// Bytes of packets held back; the loader sets max_entries to HELD_MAX for each port. `hold_states` has for each entry
-// whose it is: see below.
+// Bytes of packets held back. The loader sets max_entries to HELD_MAX for each port. `hold_states` says which packet an
+// entry belongs to (see below).
 struct {
   __uint(type, BPF_MAP_TYPE_ARRAY);
   __uint(max_entries, 1);
@@ -126,7 +126,7 @@ static __always_inline int hit(const struct port_config* config, __u64 n, enum d
 
 struct packet {
   __u32 payload_offset;
-  __u8 protocol;  // IPPROTO_UDP or IPPROTO_TCP, or 0 for what is left alone
+  __u8 protocol;  // IPPROTO_UDP or IPPROTO_TCP; 0: another protocol, which is left alone
 };
 
 static __always_inline struct packet classify(struct __sk_buff* skb, const struct ethhdr* ether) {
@@ -160,8 +160,8 @@ static __always_inline struct packet classify(struct __sk_buff* skb, const struc
   return found;
 }
 
-// Flips bits of one byte of the payload. The checksum is left as it is: it is not computed between virtual interfaces,
-// so the damage reaches the application.
+// Flips bits of one byte of the payload and leaves the checksum as it is. Virtual interfaces do not compute it, so the
+// damage reaches the application.
 static __always_inline int corrupt(struct __sk_buff* skb, const struct port_config* config, __u64 n,
                                    __u32 payload_offset) {
   __u32 first = payload_offset + config->corrupt_skip_bytes;
@@ -174,9 +174,9 @@ static __always_inline int corrupt(struct __sk_buff* skb, const struct port_conf
   return bpf_skb_store_bytes(skb, offset, &byte, 1, BPF_F_INVALIDATE_HASH) ? -1 : 1;
 }
 
-// Holding packet n back until packet n + depth has passed. Several processors may be in here for one port, so an entry
-// has a state that only a compare-and-swap changes: (n << 2 | phase), 0 for never used. If n + depth comes
-// before n is all written, it leaves word (OVERTAKEN) and n is let go at once: it never stays behind.
+// Packet n is held back until packet n + depth has passed. Several processors may work on one port, so an entry has a
+// state that only a compare-and-swap changes: (n << 2 | phase); 0 if it was never used. If n + depth comes before n is
+// written completely, it sets OVERTAKEN and n is sent at once, so n never stays behind.
 enum phase { FREE, WRITING, FULL, OVERTAKEN };
 #define STATE(n, phase) ((n) << 2 | (phase))
 #define CAS(word, old, new) __sync_val_compare_and_swap((word), (old), (new))
@@ -185,7 +185,7 @@ static __always_inline __u32 entry_of(const struct port_config* config, __u64 n)
   return config->hold_ring * HELD_MAX + (n & (HELD_MAX - 1));
 }
 
-// Whether the packet is now in the map, so that the original must vanish.
+// Returns whether the packet is now in the map; the original must then be dropped.
 static __always_inline int hold(struct __sk_buff* skb, const struct port_config* config, __u64 n) {
   __u32 index = entry_of(config, n);
   __u64* state = bpf_map_lookup_elem(&hold_states, &index);
@@ -205,7 +205,8 @@ static __always_inline int hold(struct __sk_buff* skb, const struct port_config*
   return CAS(state, STATE(n, WRITING), STATE(n, FULL)) == STATE(n, WRITING);
 }
 
-// Takes packet n out if it is held: its entry, which then belongs to the caller until it sets the state to FREE.
+// Takes packet n out if it is held. The entry belongs to the caller until it sets the state to FREE. 0 if n is not
+// held.
 static __always_inline struct held_frame* claim(const struct port_config* config, __u64 n, __u64** state_out) {
   __u32 index = entry_of(config, n);
   __u64* state = bpf_map_lookup_elem(&hold_states, &index);
@@ -213,8 +214,8 @@ static __always_inline struct held_frame* claim(const struct port_config* config
   if (!state || !entry) return 0;
   *state_out = state;
   __u64 before = *(volatile __u64*)state;
-  // Where n is not held, or not yet, tell it not to be. The entry may change meanwhile: an older packet leaves it, n
-  // takes it, n is all written; never more often than that.
+  // n is not held, or not yet: tell it not to be. The entry changes three times at most meanwhile: an older packet
+  // leaves it, n takes it, n is written completely.
   for (int attempt = 0; attempt < 4; ++attempt) {
     if ((before & 3) == FULL) break;
     __u64 seen = CAS(state, before, STATE(n, OVERTAKEN));
@@ -225,7 +226,7 @@ static __always_inline struct held_frame* claim(const struct port_config* config
   return CAS(state, STATE(n, FULL), STATE(n, WRITING)) == STATE(n, FULL) ? entry : 0;
 }
 
-// Makes the current packet the held one.
+// Turns the current packet into the held one.
 static __always_inline int become(struct __sk_buff* skb, struct held_frame* entry) {
   __u32 length = entry->length;
   if (length < FRAME_MIN_HELD_BYTES || length > FRAME_MAX_BYTES) return -1;
@@ -251,7 +252,7 @@ int fabric(struct __sk_buff* skb) {
 
   struct ethhdr ether;
   if (bpf_skb_load_bytes(skb, 0, &ether, sizeof ether)) return TC_ACT_SHOT;
-  // 02:5e:00:00:<plane>:<host>. All neighbours are known, so nothing but strangers broadcasts.
+  // 02:5e:00:00:<plane>:<host>. All neighbours are known, so only strangers broadcast.
   if (ether.h_dest[0] != MAC_PREFIX_0 || ether.h_dest[1] != MAC_PREFIX_1 || ether.h_dest[4] != port / HOSTS_MAX ||
       ether.h_dest[5] >= HOSTS_MAX) {
     COUNT(strangers, 1);
@@ -279,7 +280,7 @@ int fabric(struct __sk_buff* skb) {
     COUNT(dropped, segments);
     gone = 1;
   } else {
-    // The copy first and clean, so that each counter counts packets that the receiver sees.
+    // The copy goes first and undamaged, so that each counter counts packets that the receiver sees.
     if (hit(config, n, DRAW_DUPLICATE, config->duplicate_below)) {
       if (bpf_clone_redirect(skb, target, 0))
         COUNT(failed, segments);
@@ -293,11 +294,11 @@ int fabric(struct __sk_buff* skb) {
       else
         COUNT(unheld, segments);
     }
-    // What is held back may never come, so it is not counted as marked or corrupt too.
+    // A packet held back may never be sent, so it is not counted as marked or corrupted too.
     if (!gone && hit(config, n, DRAW_MARK, config->mark_below) && bpf_skb_ecn_set_ce(skb)) COUNT(marked, segments);
     if (!gone && hit(config, n, DRAW_CORRUPT, config->corrupt_below)) {
       if (packet.protocol == IPPROTO_TCP) {
-        // TCP's checksum, which virtual interfaces do not compute, would find it.
+        // TCP's checksum would reveal the damage, but virtual interfaces do not compute it: drop the packet here.
         COUNT(corrupted, segments);
         gone = 1;
       } else {
@@ -313,7 +314,7 @@ int fabric(struct __sk_buff* skb) {
     __u64* state = 0;
     struct held_frame* entry = claim(config, due, &state);
     if (entry && state) {
-      // This packet goes on as a clone, and what is left of it becomes the held one, right behind.
+      // A clone of this packet goes on. The packet itself then becomes the held one, right behind it.
       if (!gone && bpf_clone_redirect(skb, target, 0)) COUNT(failed, segments);
       int failed = become(skb, entry);
       CAS(state, STATE(due, WRITING), STATE(due, FREE));

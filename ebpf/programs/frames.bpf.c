@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sends prepared frames again and again, batch after batch of a feed: the load of `sennit bench offload --end-to-end`.
-// Run with BPF_F_TEST_XDP_LIVE_FRAMES, each run is one frame to an interface, without any socket in its way.
+// Sends prepared frames again and again, for batch after batch: the load of `sennit bench offload --end-to-end`. Each
+// run with BPF_F_TEST_XDP_LIVE_FRAMES sends one frame to an interface, without a socket.
 #include "feed.h"
 
-// All have the same. Whoever compiles this may say otherwise.
+// The size of every frame. The compiler's command line may set another one.
 #ifndef FRAME_BYTES
 #define FRAME_BYTES 256
 #endif
@@ -24,7 +24,7 @@ struct {
 } frames SEC(".maps");
 
 struct frames_state {
-  __u32 next;  // frame of the batch
+  __u32 next;  // the next frame of the batch
   __u32 batch;
   __u32 interface_index;
   __u32 udp_port;
@@ -38,7 +38,7 @@ struct {
   __type(value, struct frames_state);
 } state SEC(".maps");
 
-// Frames are prepared as of batch 0, to port 0. Their checksum takes both numbers as RFC 1624 has it.
+// Frames are prepared for batch 0 and port 0. Their checksum is updated for the real numbers as in RFC 1624.
 SEC("xdp")
 int send_frame(struct xdp_md* context) {
   void *data = (void*)(long)context->data, *data_end = (void*)(long)context->data_end;
@@ -64,7 +64,7 @@ int send_frame(struct xdp_md* context) {
   return bpf_redirect(at->interface_index, 0);
 }
 
-// What a link takes without a receiver behind it.
+// Drops every frame, as a link without a receiver does.
 SEC("xdp")
 int drop_frame(struct xdp_md* context) { return XDP_DROP; }
 

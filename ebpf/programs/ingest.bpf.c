@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The session `ingest` (docs/how-to/trace.md): how long batches take to come, wait for the trainer, and are waited for.
+// The session `ingest` (docs/how-to/trace.md): how long batches take to arrive, how long they wait for the trainer, and
+// how long the trainer waits for them.
 #include "slots.h"
 #include "tracepoint.h"
 
@@ -14,11 +15,11 @@ struct trainer_key {
 
 struct trainer {
   __u64 batches, rows, released;
-  __u64 first_ns, last_ns;  // of batches that were complete
+  __u64 first_ns, last_ns;  // of complete batches
   __u64 asked[REASONS];
   __u32 filling_us[SLOTS];  // from the first row of a batch to the last
-  __u32 waiting_us[SLOTS];  // it was complete, and the trainer had not taken it
-  __u32 starved_us[SLOTS];  // the trainer wanted it, and did not have it
+  __u32 waiting_us[SLOTS];  // the batch was complete, and the trainer had not taken it
+  __u32 starved_us[SLOTS];  // the trainer wanted the batch, and it was not complete
 };
 
 struct batch_key {
@@ -133,7 +134,7 @@ TRACEPOINT(rows_requested, __u32 rank, __u32 number, __u32 row, __u32 why) {
   struct trainer *trainer = trainer_of(rank);
 
   if (!trainer) return;
-  // (The verifier does not see through the compiler's own check of the range.)
+  // The compiler must keep the mask: the verifier does not follow the check of the range above.
   asm volatile("" : "+r"(why));
   __sync_fetch_and_add(&trainer->asked[why & (REASONS - 1)], 1);
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The session `packets` (docs/how-to/trace.md): RoCEv2 packets of one flow at an interface, handed over whole. At tcx,
-// both ways; what is captured goes on to whoever is next.
+// The session `packets` (docs/how-to/trace.md): hands over whole RoCEv2 packets of one flow at an interface. It
+// attaches to tcx in both directions, and captured packets go on to the next program.
 #include <linux/bpf.h>
 #include <linux/if_ether.h>
 #include <linux/in.h>
@@ -16,12 +16,13 @@
 #define RING_BYTES (32 << 20)
 #define ADDRESS_BYTES 16
 #define QPN_MASK 0xFFFFFFu
-// The base transport header: opcode, flags, partition, then the queue pair in the last three of four bytes (9.2).
+// The base transport header (9.2): opcode, flags, partition, then four bytes, of which the last three are the queue
+// pair.
 #define QPN_OFFSET 4
 
-enum direction { IN = 1, OUT = 2 };  // as pcap-ng says them
+enum direction { IN = 1, OUT = 2 };  // numbers of pcap-ng
 
-// Which flow: each is looked at if its `has` is set. An IPv4 address is one of IPv6, mapped (RFC 4291, 2.5.5.2).
+// The flow to capture. A field is compared if its `has_` is set. IPv4 addresses are mapped to IPv6 (RFC 4291, 2.5.5.2).
 const volatile __u32 has_peer, has_qpn, has_source_port;
 const volatile __u8 peer[ADDRESS_BYTES];
 const volatile __u32 qpn, source_port;
@@ -30,19 +31,19 @@ struct head {
   __u64 time_ns;  // CLOCK_MONOTONIC
   __u32 size_bytes;
   __u32 direction;
-  __u32 segment_bytes;  // UDP payload of each packet in a super-packet (GSO); 0: a single one
+  __u32 segment_bytes;  // UDP payload of each packet in a super-packet (GSO); 0: a single packet
   __u32 unused;
 };
 
-// So that the object's BTF has the type.
+// Puts the type into the object's BTF.
 const struct head *head_type __attribute__((unused));
 
-// Records come in three sizes, as the verifier wants to know them.
+// Records have one of three sizes, because the verifier wants constants.
 #define SMALL_BYTES 2048
 #define JUMBO_BYTES 9728
 #define SUPER_BYTES 65664  // 64 KiB and its Ethernet header, rounded up
 
-// Of the flow, but not handed over.
+// Packets of the flow that were not handed over.
 struct missed {
   __u64 ring_full, too_large;
 };
@@ -58,7 +59,7 @@ struct {
   __uint(max_entries, RING_BYTES);
 } packets SEC(".maps");
 
-// The addresses of a packet, and where its UDP header is; 0: none, or only a fragment.
+// The addresses of a packet.
 struct addresses {
   __u8 source[ADDRESS_BYTES], destination[ADDRESS_BYTES];
 };

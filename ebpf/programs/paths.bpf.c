@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The session `paths` (docs/how-to/trace.md): what each path of each flow carries, loses and takes for a round trip.
+// The session `paths` (docs/how-to/trace.md): what each path of each flow carries and loses, and its round trips.
 //
-// A flow is driven by one thread at a time, so an entry has one writer and need not be one a CPU; additions are atomic
-// for threads of several groups with the same ranks.
+// One thread at a time drives a flow, so an entry has one writer and need not be per CPU. Additions are atomic because
+// threads of several groups may have the same ranks.
 #include "slots.h"
 #include "tracepoint.h"
 
@@ -15,11 +15,11 @@ struct path_key {
 };
 
 struct path {
-  __u64 sent_packets, sent_bytes, retransmitted_packets;  // the last: of the first
+  __u64 sent_packets, sent_bytes, retransmitted_packets;  // retransmitted packets are sent packets too
   __u64 received_packets, received_bytes, duplicate_packets;
   __u64 lost_packets;
   __u64 state_changes, state_ns[STATES];
-  __u64 state_since_ns, seen_ns;  // seen: the last round trip or change of state
+  __u64 state_since_ns, seen_ns;  // seen_ns: the last round trip or change of state
   __u32 state, unused;
   __u32 rtt_us[SLOTS];
 };
@@ -40,7 +40,7 @@ static __always_inline struct path *path_of(__u32 rank, __u32 peer, __u32 number
   return entry_of(&paths, &key, &fresh);
 }
 
-// A path is good until it is said otherwise.
+// A path counts as good until a change of state is seen.
 static __always_inline void see(struct path *path, __u64 now_ns) {
   if (path->state_since_ns == 0) path->state_since_ns = now_ns;
   path->seen_ns = now_ns;
@@ -89,7 +89,7 @@ TRACEPOINT(path_state, __u32 rank, __u32 peer, __u32 number, __u32 before, __u32
   if (!path) return;
   see(path, bpf_ktime_get_ns());
   __sync_fetch_and_add(&path->state_changes, 1);
-  // (The verifier does not see through the compiler's own check of the range.)
+  // The compiler must keep the mask: the verifier does not follow the check of the range above.
   asm volatile("" : "+r"(before));
   path->state_ns[before & (STATES - 1)] += path->seen_ns - path->state_since_ns;
   path->state_since_ns = path->seen_ns;

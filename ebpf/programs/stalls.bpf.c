@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The session `stalls` (docs/how-to/trace.md): what operations wait for. How long each wait took, by what for and peer,
-// and for how much of the time a rank had at least one such wait.
+// The session `stalls` (docs/how-to/trace.md): what operations wait for. It counts how long each wait took, by kind and
+// peer, and for how much of the time a rank had at least one such wait.
 #include "slots.h"
 #include "tracepoint.h"
 
@@ -23,7 +23,7 @@ struct rank_key {
   __u32 process, rank;
 };
 
-// Of what a rank waits for now, and how long it waited for any of it.
+// The current waits of a rank, and how long it has had any, by kind.
 struct rank {
   __u64 busy_ns[KINDS], since_ns[KINDS];
   __u32 open[KINDS];
@@ -32,7 +32,7 @@ struct rank {
 };
 
 struct open_key {
-  __u64 object;  // an operation's address; of a stall the rank and the peer
+  __u64 object;  // the address of an operation; for a stall, rank and peer
   __u32 process, step;
 };
 
@@ -52,7 +52,7 @@ struct {
   __type(value, struct rank);
 } ranks SEC(".maps");
 
-// Steps of operations that fail never end: these give way to newer ones.
+// Steps of failed operations never end. Newer entries replace them.
 struct {
   __uint(type, BPF_MAP_TYPE_LRU_HASH);
   __uint(max_entries, OPEN_MAX);
@@ -125,7 +125,7 @@ TRACEPOINT(operation_end, __u32 number, __u64 operation, __u32 status, __u64 seq
   if (!rank) return;
   if (status != 0) __sync_fetch_and_add(&rank->failed, 1);
   if (rank->open[OPERATION] != 0) return;
-  // With the last operation all of its steps have ended, also those of which nothing more is heard.
+  // When the last operation ends, all its steps have ended, also those that were not reported.
 #pragma unroll
   for (__u32 kind = SEND; kind <= REDUCE; ++kind) {
     if (rank->open[kind] == 0) continue;
