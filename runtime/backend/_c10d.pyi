@@ -30,8 +30,11 @@ class SennitBackend(Backend):
         global_ranks: Sequence[int],
         plan_cache_bytes: int,
     ) -> None:
-        """`communicator` lives as long as the backend; `compile_plan` makes the plans that the cache misses, `shrink`
-        the backend of a smaller group (ranks to exclude, whether to abort what is in flight)."""
+        """`communicator` lives as long as the backend.
+
+        `compile_plan` makes plans that the cache does not have. `shrink` makes the backend of a smaller group; its
+        arguments are the ranks to exclude, and whether to abort operations in flight.
+        """
 
     @property
     def options(self) -> Options: ...
@@ -39,7 +42,7 @@ class SennitBackend(Backend):
     def communicator(self) -> Communicator: ...
 
 class stand_in:
-    """Host tensors in the part of an accelerator's (runtime/backend/csrc/stand_in.hpp): for tests alone."""
+    """Treats host tensors as device tensors, for tests (runtime/backend/csrc/stand_in.hpp)."""
 
     @staticmethod
     def set_active(active: bool) -> bool: ...
@@ -47,4 +50,4 @@ class stand_in:
     def delay_copies(seed: int, max_yields: int) -> None: ...
 
 def close_all() -> None:
-    """Ends every backend that is still open and lets go of Python objects: once, at the interpreter's exit."""
+    """Closes every open backend and releases Python objects. Called once, when the interpreter exits."""

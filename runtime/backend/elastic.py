@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replaces torch's default process group after a failure, or to take newcomers in, within the processes.
+"""Replaces torch's default process group after a failure, or to let new ranks join, without new processes.
 
     try:
         train(model)
@@ -7,8 +7,8 @@
         view = elastic.reconfigure()      # every survivor; rank and world are new
         model = DistributedDataParallel(plain_model)
 
-Groups made from the old default group end with it, and what was built on them (DDP, meshes, samplers) is built again.
-Protocol, timers and limits: docs/reference/membership.md.
+Groups made from the old default group end with it. What was built on them (DDP, meshes, samplers) has to be built
+again. Protocol, timers and limits: docs/reference/membership.md.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ GROUP_NAME = "default"
 
 @dataclass
 class _Lineage:
-    """The chain of default groups that this process is in."""
+    """The chain of default groups that this process belongs to."""
 
     store: Store
-    """That of the first of them: nothing in it depends on an epoch."""
+    """The store of the first group. Nothing in it depends on an epoch."""
 
     own: Membership
     current: Communicator
@@ -45,10 +45,10 @@ _lineage: _Lineage | None = None
 
 
 def reconfigure(terms: Terms | None = None) -> View:
-    """Makes a new default process group of those who live. Every rank that is to be in it calls this.
+    """Makes a new default process group of all live ranks. Every rank that is to be in it calls this.
 
-    Raises TimeoutError or PeerError (`sennit.transport.errors`) as `Communicator.reconfigure` does; the old group is
-    still there then, but of no use.
+    Raises TimeoutError or PeerError (`sennit.transport.errors`) as `Communicator.reconfigure` does. The old group then
+    still exists, but cannot be used.
     """
     import torch
     import torch.distributed as dist
@@ -80,7 +80,7 @@ def reconfigure(terms: Terms | None = None) -> View:
         timeout_s=timeout.total_seconds(),
         ranks_here_min=backend.ranks_here(),
     )
-    # Nobody waits for a goodbye of the old groups.
+    # Nobody waits for the old groups to say goodbye.
     for other in list(dist.distributed_c10d._world.pg_map):
         for device in other._device_types:
             other._get_backend(device).abort()
@@ -96,10 +96,10 @@ def join(
     timeout: timedelta | None = None,
     options: backend.Options | None = None,
 ) -> View:
-    """Makes this process, which has no process group yet, a newcomer of one: with its members' next `reconfigure`.
+    """Makes this process, which has no process group yet, join one at the members' next `reconfigure`.
 
-    `store`: what the members gave to `init_process_group`, or `PrefixStore("default_pg", store)` where they gave an
-    init method (torch puts this prefix then).
+    `store` is the store that the members gave to `init_process_group`. If they gave an init method, it is
+    `PrefixStore("default_pg", store)`, because torch adds this prefix then.
     """
     import torch.distributed as dist
 
@@ -123,7 +123,7 @@ def join(
 
 
 def waiting_count() -> int:
-    """How many processes wait for the next `reconfigure`: newcomers, or members that have called it already."""
+    """How many processes wait for the next `reconfigure`: new ranks, and members that have called it already."""
     import torch.distributed as dist
 
     group = dist.distributed_c10d._get_default_group()
@@ -136,7 +136,7 @@ def waiting_count() -> int:
 
 
 def _users_store(group: dist.ProcessGroup) -> Store:
-    """What `init_process_group` was given; torch put the group's name in front."""
+    """The store that `init_process_group` was given. torch has put the group's name in front."""
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The name "sennit" for `torch.distributed`: registration, and the Python half of making a process group.
+"""The name "sennit" for `torch.distributed`: registration, and the Python half of creating a process group.
 
-`register` is called when torch or sennit is imported (`sennit/__init__.py`), so nothing heavy is imported up here.
-A group's rendezvous and plans are Python (sennit.transport); every call on it is C++ (runtime/backend/csrc).
+`register` is called when torch or sennit is imported (`sennit/__init__.py`), so the module imports nothing heavy.
+Rendezvous and plans of a group are made in Python (sennit.transport); all calls on it run in C++
+(runtime/backend/csrc).
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ if TYPE_CHECKING:
 BACKEND_NAME: Final = "sennit"
 DEVICES: Final = ("cpu", "cuda")
 
-# How often this process has made a group of one name: a group made again must not read the first one's records.
+# How often this process has made a group of this name. A new group must not read the records of an earlier one.
 _made: Counter[str] = Counter()
-# Of all groups so far, the most ranks of one that run on this machine; later groups share the cores with them.
+# The most ranks that one group has had on this machine so far. Later groups share the cores with them.
 _ranks_here = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `init_process_group(..., pg_options=...)` and `new_group` take for this backend."""
+    """The options for `init_process_group(..., pg_options=...)` and `new_group`."""
 
     plan_cache_bytes: int = 16 << 20
-    """Compiled plans a group keeps, in bytes; the least recently used go first. Room for thousands of shapes."""
+    """Bytes of compiled plans that a group keeps. The least recently used go first. Room for thousands of shapes."""
 
     def __post_init__(self) -> None:
         if self.plan_cache_bytes < 0:
@@ -46,14 +47,14 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectedOptions(Options):
-    """Of a group whose communicator is connected already (elastic.py)."""
+    """The options of a group whose communicator is already connected (elastic.py)."""
 
     communicator: Communicator
-    """What the group takes instead of making its own."""
+    """The communicator that the group uses instead of making one."""
 
 
 def register() -> None:
-    """Makes "sennit" a backend of `torch.distributed`; more calls do nothing."""
+    """Registers "sennit" as a backend of `torch.distributed`. Further calls do nothing."""
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, BACKEND_NAME.upper()):
@@ -63,10 +64,10 @@ def register() -> None:
 
 
 def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
-    """Lets a group of this backend say so, where torch calls every backend from outside "custom".
+    """Makes groups of this backend report "sennit", because torch calls every external backend "custom".
 
     TorchRec takes "custom" for a stand-in without peers and replaces AlltoAll by a local copy: silently wrong data
-    (docs/reference/torch.md). Groups of any other backend answer as before.
+    (docs/reference/torch.md). Groups of other backends report what they did before.
     """
 
     def named(original: Callable[[dist.ProcessGroup], str]) -> Callable[[dist.ProcessGroup], str]:
@@ -89,7 +90,7 @@ def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
 
     @functools.wraps(logged)
     def logging_data(self: DistributedDataParallel) -> dict[str, Any]:
-        # Its logger is C++ and reads the type of the group, where all backends from outside are one.
+        # c10d's logger is C++ and reads the group's type, which is the same for all external backends.
         data = logged(self)
         if data.get("backend_name") == "custom":
             data["backend_name"] = self.process_group._get_backend_name()
@@ -99,7 +100,7 @@ def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
-    """The transport's end of a group (default: the default group): routes, counters, `describe()`."""
+    """The communicator of a group (default: the default group): routes, counters, `describe()`."""
     import torch
     import torch.distributed as dist
 
@@ -111,7 +112,7 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         if device not in chosen._device_types:
             continue
         backend: Any = chosen._get_backend(device)
-        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch puts a wrapper around the backend.
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the backend.
         backend = getattr(backend, "wrapped_pg", backend)
         if isinstance(backend, _load_extension().SennitBackend):
             found: Communicator = backend.communicator
@@ -133,7 +134,7 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
     name = str(group.group_id)
     if isinstance(options, ConnectedOptions):
         communicator = options.communicator
-        # Its store's prefix is new, and names of groups begin anew under it.
+        # The prefix of its store is new, and group names begin anew under it.
         _made.clear()
     else:
         _made[name] += 1
@@ -155,7 +156,7 @@ def _backend_of(
     _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))
 
     def shrink(excluded: list[int], abort: bool) -> dist.Backend:
-        """`torch.distributed.shrink_group`: a backend of the ranks that remain, which all call this."""
+        """Implements `torch.distributed.shrink_group`: makes a backend of the remaining ranks, which all call this."""
         from sennit.transport.membership import Terms
 
         if abort:
@@ -177,13 +178,13 @@ def _backend_of(
 
 
 def ranks_here() -> int:
-    """Of all groups so far, the most ranks of one that run on this machine."""
+    """The most ranks that one group has had on this machine so far."""
     return _ranks_here
 
 
 @functools.cache
 def _load_extension() -> Any:
-    """The extension `_c10d`; an ImportError that says what to do where it was built for another torch."""
+    """Imports the extension `_c10d`. If it was built for another torch, the ImportError says what to do."""
     import torch
 
     found = torch.__version__.partition("+")[0]
@@ -200,13 +201,13 @@ def _load_extension() -> Any:
         raise ImportError(
             f"sennit.runtime.backend._c10d was built for torch {_c10d.BUILT_FOR_TORCH}, found {found}: run make build"
         )
-    # Peers hear a goodbye also from programs that never call destroy_process_group.
+    # Peers hear a goodbye even from programs that never call destroy_process_group.
     atexit.register(_c10d.close_all)
     return _c10d
 
 
 def _built_for() -> str | None:
-    """The torch version that the build wrote down, known before its libraries are loaded; None where it is not."""
+    """The torch version that the build recorded, read without loading torch's libraries; None if there is no record."""
     from importlib.util import find_spec
 
     spec = find_spec("sennit.runtime.backend._c10d")
@@ -220,7 +221,7 @@ def _built_for() -> str | None:
 
 
 class PlanCompiler:
-    """Compiles the plans that the C++ plan cache misses."""
+    """Compiles plans that the C++ plan cache does not have."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
@@ -238,7 +239,7 @@ class PlanCompiler:
         on_device: bool,
         counts: tuple[int, ...],
     ) -> bytes:
-        """The encoded plan; the arguments are the fields of `PlanShape` (runtime/backend/csrc/plan_cache.hpp)."""
+        """The encoded plan. The arguments are the fields of `PlanShape` (runtime/backend/csrc/plan_cache.hpp)."""
         from sennit.transport import algorithms, device_plan
         from sennit.transport.elements import Dtype, ReduceOp
         from sennit.transport.signature import Kind

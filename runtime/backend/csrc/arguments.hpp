@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a caller may pass: every check that a collective makes before anything is sent.
+// Checks the arguments of every collective before anything is sent.
 //
 // Messages name the argument, its value and what is allowed (ValueError or TypeError in Python).
 #pragma once
@@ -15,27 +15,28 @@
 
 namespace sennit::runtime {
 
-// The core's element type, or 0x80 + torch's number for types that are only moved (fp8, fp4, bits).
+// The core's element type, or 0x80 + torch's number for types that can only be moved (fp8, fp4, bits).
 uint8_t type_code(at::ScalarType type);
 
 uint64_t data_bytes(const at::Tensor& tensor);
 
-// Dense, contiguous, resolved, on `device_type`'s memory; `what` names the argument and `index` its place.
+// Checks that a tensor is dense, contiguous, resolved and in memory of `device_type`. `what` names the argument,
+// `index` its place in a list.
 void check_tensor(std::string_view what, const at::Tensor& tensor, int64_t index = -1);
-// One tensor in `tensors`, checked.
+// Returns the only tensor in `tensors`, checked.
 void check_single(std::string_view what, const std::vector<at::Tensor>& tensors);
-// Exactly `world` tensors of the type and device of `like`, each checked.
+// Checks that there are `world` tensors of the type and device of `like`.
 void check_list(std::string_view what, const std::vector<at::Tensor>& tensors, int64_t world, const at::Tensor& like);
 void check_same_type(std::string_view what, const at::Tensor& tensor, const at::Tensor& like);
 void check_rank(std::string_view what, int64_t rank, int64_t world);
-// Ranges that share bytes although they are not the same range are an error.
+// Raises if two ranges share bytes but are not the same range.
 void check_no_overlap(std::string_view what, const at::Tensor& output, const at::Tensor& input);
-// One split for each rank, none negative, adding up to the first dimension of `tensor`. Empty: an even split.
+// Checks one split per rank: none negative, and their sum is the first dimension of `tensor`. Empty: an even split.
 void check_splits(std::string_view what, const std::vector<int64_t>& splits, const at::Tensor& tensor, int64_t world);
 
-// Which of sennit_reduce `op` is; raises where it means nothing for `type`.
+// The sennit_reduce of `op`. Raises if `op` is not defined for `type`.
 sennit_reduce checked_reduce(const c10d::ReduceOp& op, at::ScalarType type);
-// The factor of PREMUL_SUM, 1 for all others.
+// The factor of PREMUL_SUM; 1 for other operations.
 double premul_factor(const c10d::ReduceOp& op);
 
 }  // namespace sennit::runtime

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backend's life and how a checked call is started; the calls themselves are in collectives.cpp.
+// The backend's life cycle, and how a checked call is started. The calls themselves are in collectives.cpp.
 #include "backend.hpp"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace sennit::runtime {
 namespace {
 
-// What destroy_process_group may wait for the last acknowledgements.
+// The longest time that destroy_process_group waits for the last acknowledgements.
 constexpr uint64_t SHUTDOWN_US = 5'000'000;
 
 uint64_t to_us(std::chrono::milliseconds timeout) {
@@ -46,7 +46,7 @@ SennitBackend::~SennitBackend() {
     open_backends.erase(this);
   }
   if (is_inherited()) {
-    // The threads and sockets are the parent's: leave them alone, down to the reference counts.
+    // Threads and sockets belong to the parent: this process must not touch them, not even reference counts.
     new std::shared_ptr<Poster>(poster_);
     new std::shared_ptr<DeviceCopies>(copies_);
     return;
@@ -201,7 +201,7 @@ SennitBackend::WorkPointer SennitBackend::post_on_device(Call call) {
 }
 
 void SennitBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {
-  // Tags of the user are below 2^31. Rank 0 hears from everyone, then lets everyone go.
+  // Tags of users are below 2^31. Rank 0 waits for a message of every rank, then answers all of them.
   constexpr uint32_t ARRIVED = 0xFFFF'FF00u;
   constexpr uint32_t RELEASED = 0xFFFF'FF01u;
   check_usable();

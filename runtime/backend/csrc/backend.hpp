@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // sennit as a backend of torch.distributed: each call is checked, shaped into a plan and posted.
 //
-// One call is one operation of the core, whatever memory it is on. Of tensors of an accelerator the core says which
-// bytes are to be copied when, and device_copies.cpp copies them.
+// One call is one operation of the core, for host and device memory. For device tensors the core says which bytes to
+// copy and when, and device_copies.cpp copies them.
 #pragma once
 
 #include <atomic>
@@ -25,17 +25,17 @@ class SennitBackend final : public c10d::Backend {
     size_t plan_cache_bytes = 16 * 1024 * 1024;
   };
 
-  // Makes the backend of this group without some of its ranks; true: abort what is in flight.
+  // Makes the backend of this group without some of its ranks. The flag says whether to abort operations in flight.
   using Shrink = std::function<c10::intrusive_ptr<c10d::Backend>(const std::vector<int64_t>& excluded, bool abort)>;
 
-  // `owner` is what must live as long as the backend; it is handed out again and not looked at.
+  // `owner` has to live as long as the backend. It is only stored and returned.
   SennitBackend(sennit_comm* comm, CompilePlan compile, Shrink shrink, std::shared_ptr<void> owner,
                 c10::intrusive_ptr<Options> options);
   ~SennitBackend() override;
 
   c10::intrusive_ptr<Options> options() const { return options_; }
   const std::shared_ptr<void>& owner() const { return owner_; }
-  // Ends every backend of this process that is still open: at the interpreter's exit, while threads still run.
+  // Closes every open backend of this process. Called when the interpreter exits, while threads still run.
   static void close_all();
 
   const std::string getBackendName() const override { return "sennit"; }
@@ -99,7 +99,7 @@ class SennitBackend final : public c10d::Backend {
   Call reduce_scatter_call(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) const;
   WorkPointer point_to_point(const char* title, c10d::OpType type, Tensors& tensors, uint32_t peer, int tag,
                              bool is_send);
-  // In a child of fork: the connections are the parent's.
+  // True in a child of fork: the connections belong to the parent.
   bool is_inherited() const { return sennit_comm_is_inherited(group_->comm) != 0; }
   void check_usable() const;
 

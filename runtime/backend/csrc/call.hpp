@@ -25,11 +25,11 @@ struct Call {
   bool in_place = false;
   bool is_send = false;
   c10::SmallVector<uint64_t, 8> counts;
-  // As the algorithms list their buffers. One tensor that is both stands in `outputs` only.
+  // In the order of the algorithms. A tensor that is input and output is in `outputs` only.
   c10::SmallVector<at::Tensor, 2> inputs;
   c10::SmallVector<at::Tensor, 2> outputs;
   c10::Device device{c10::kCPU};
-  bool on_device = false;  // its tensors are memory that only an accelerator can address
+  bool on_device = false;  // tensors are in memory that only an accelerator can address
 
   PlanShape shape() const {
     PlanShape shape;

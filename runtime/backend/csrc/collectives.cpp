@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every collective and point-to-point call: what it allows, and the plan and buffers that it becomes.
+// Every collective and point-to-point call: its checks, its plan and its buffers.
 #include <algorithm>
 
 #include "arguments.hpp"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One operation on device memory, as the core sees it: a `sennit_device` over the call's tensors.
+// One operation on device memory as the core sees it: a `sennit_device` for the call's tensors.
 //
-// It lives as long as the operation or a copy of it does, even where nobody holds the Work any more: that is what keeps
-// the caching allocator from handing the tensors' memory to others.
+// It lives until the operation and its copies have ended, even if nobody holds the Work any more. Until then the
+// caching allocator must not give the tensors' memory to others.
 #pragma once
 
 #include <array>
@@ -13,21 +13,21 @@ namespace sennit::runtime {
 
 class DeviceCall final : public std::enable_shared_from_this<DeviceCall> {
  public:
-  // `buffers`: the plan's, in order, all on `device`. What the current stream writes to them now is written before the
-  // first copy.
+  // `buffers` are those of the plan, in order, all on `device`. The first copy waits for what the current stream writes
+  // to them now.
   DeviceCall(std::shared_ptr<DeviceCopies> copies, c10::Device device, const std::vector<at::Tensor>& buffers);
   ~DeviceCall();
   DeviceCall(const DeviceCall&) = delete;
   DeviceCall& operator=(const DeviceCall&) = delete;
 
-  // For sennit_post_on_device. The core holds the call through it until the operation has ended.
+  // The argument of sennit_post_on_device. It lets the core hold the call until the operation has ended.
   sennit_device handle();
-  // The core did not take it.
+  // Called if the core did not accept the call.
   static void drop(const sennit_device& handle);
 
-  // Queues the bytes of `request` on `stream`, or copies them where there is none. In a queue's thread.
+  // Queues the copy of `request` on `stream`, or copies at once if there is no stream. Called by a queue's thread.
   void copy(const CopyRequest& request, const std::optional<c10::Stream>& stream);
-  // Where outputs are written.
+  // The stream that writes the outputs.
   std::optional<c10::Stream> stream() const { return side_->to_device.stream(); }
 
  private:
@@ -41,8 +41,8 @@ class DeviceCall final : public std::enable_shared_from_this<DeviceCall> {
   const std::shared_ptr<DeviceCopies> copies_;
   const std::shared_ptr<DeviceCopies::Side> side_;
   const c10::Device device_;
-  std::vector<at::Tensor> buffers_;  // 1-D bytes
-  std::optional<c10::Event> ready_;  // the caller's stream has written the buffers
+  std::vector<at::Tensor> buffers_;  // 1-D, bytes
+  std::optional<c10::Event> ready_;  // after the caller's stream has written the buffers
   at::Tensor scratch_;
 };
 

@@ -12,7 +12,7 @@
 namespace sennit::runtime {
 namespace {
 
-// A batch is issued while the one before it runs, so that the stream never waits for the thread.
+// A batch is issued while the previous one runs, so that the stream never waits for the thread.
 constexpr size_t BATCHES_AT_ONCE = 2;
 
 bool is_over(const CopyRequest& request) { return sennit_op_status(request.op) != SENNIT_PENDING; }
@@ -87,7 +87,7 @@ CopyQueue::Batch CopyQueue::State::issue(std::deque<CopyRequest> requests) {
   c10::OptionalStreamGuard guard;
   if (stream) guard.reset_stream(*stream);
   for (CopyRequest& request : requests) {
-    // After an abort nothing may be written that its caller can see.
+    // After an abort, nothing may be written to memory that the caller can see.
     if (is_over(request)) {
       end(request, nullptr);
       continue;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies between a device and the host: a thread and a stream for each direction.
+// Copies between a device and the host, with a thread and a stream for each direction.
 //
-// The core says which bytes to copy (sennit_device, core.h) and never blocks for one: a copy is queued, and the thread
-// tells the core when it is done. Only c10's device-generic interfaces are used, so the same code serves every
-// accelerator that torch knows, and the host itself (without streams), which is how it is tested where there is none.
+// The core says which bytes to copy (sennit_device, core.h) and never waits for a copy: it is queued, and the thread
+// tells the core when it is done. Only device-generic interfaces of c10 are used, so the same code serves every
+// accelerator that torch knows, and the host itself (without streams), on which it is tested.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -26,7 +26,7 @@ namespace sennit::runtime {
 
 class DeviceCall;
 
-// One copy. It keeps the call's tensors and scratch alive until it is done, whatever becomes of the operation.
+// One copy. It keeps the call's tensors and scratch alive until it is done, whatever the operation's outcome.
 struct CopyRequest {
   std::shared_ptr<DeviceCall> call;
   sennit_op* op;  // a reference
@@ -36,7 +36,7 @@ struct CopyRequest {
   uint64_t size_bytes;
 };
 
-// Copies one after the other on a stream of its own.
+// Runs copies in order on its own stream.
 class CopyQueue {
  public:
   explicit CopyQueue(c10::Device device);
@@ -46,7 +46,7 @@ class CopyQueue {
 
   void push(CopyRequest request);
   std::optional<c10::Stream> stream() const { return state_->stream; }
-  // Drops what has not begun, and ends the thread. One that a device keeps beyond `limit` is left to itself.
+  // Drops copies that have not begun, and ends the thread. If a device holds it up for longer than `limit`, it is left.
   void stop(std::chrono::microseconds limit);
 
  private:
@@ -69,14 +69,14 @@ class CopyQueue {
     bool ended = false;
   };
 
-  const std::shared_ptr<State> state_;  // shared with the thread, which may outlive this
+  const std::shared_ptr<State> state_;  // shared with the thread, which may outlive this object
   std::thread thread_;
 };
 
-// All copies of one backend, on every device that it serves.
+// All copies of one backend, on all of its devices.
 class DeviceCopies {
  public:
-  // Of a device: made when first needed.
+  // The copies of a device, made when first needed.
   struct Side {
     explicit Side(c10::Device device) : to_host(device), to_device(device) {}
     CopyQueue to_host;
@@ -84,19 +84,19 @@ class DeviceCopies {
   };
   std::shared_ptr<Side> side_of(c10::Device device);
 
-  // Host memory for copies, pinned where `device` is an accelerator. What was given back is used again.
+  // Host memory for copies, reused, and pinned if `device` is an accelerator.
   at::Tensor take_scratch(c10::Device device, uint64_t size_bytes);
   void give_scratch(c10::Device device, at::Tensor scratch);
 
   void on_call_posted();
   void on_call_ended();
-  // Waits until no operation on device memory is in flight; false when `limit` passed first.
+  // Waits until no operation on device memory is in flight. Returns false if `limit` passes first.
   bool drain(std::chrono::microseconds limit);
-  // Ends the threads; the operations in flight must have ended before (abort, shutdown).
+  // Ends the threads. Operations in flight must have ended before (abort, shutdown).
   void stop(std::chrono::microseconds limit);
 
  private:
-  // As many operations of a group as the core runs at a time.
+  // The number of operations of a group that the core runs at a time.
   static constexpr size_t KEPT_SCRATCH = 4;
 
   std::mutex mutex_;

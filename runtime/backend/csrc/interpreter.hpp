@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the backend needs of the Python interpreter: to let go of its lock while waiting, and Ctrl-C.
+// What the backend needs from the Python interpreter: to release its lock while waiting, and Ctrl-C.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -14,8 +14,8 @@ inline bool interpreter_is_usable() {
 #endif
 }
 
-// Lets go of the GIL for its lifetime if this thread holds it. c10d's own bindings have done so already, but
-// destructors and calls from other C++ code have not, and the threads that finish operations need it.
+// Releases the GIL during its lifetime if this thread holds it. c10d's own bindings have released it already.
+// Destructors and calls from other C++ code have not, and the threads that finish operations need it.
 class WithoutGil {
  public:
   WithoutGil() {
@@ -31,8 +31,8 @@ class WithoutGil {
   PyThreadState* saved_ = nullptr;
 };
 
-// Raises KeyboardInterrupt (or what a signal handler raised) as a C++ exception. Python runs handlers in its
-// main thread only; anywhere else this is a cheap no-op.
+// Raises KeyboardInterrupt, or what a signal handler raised, as a C++ exception. Python runs handlers in its main
+// thread only, so in other threads this is a cheap no-op.
 inline void check_signals() {
   if (!interpreter_is_usable()) return;
   const pybind11::gil_scoped_acquire gil;

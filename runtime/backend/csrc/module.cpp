@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace sennit::runtime {
 namespace {
 
-// The backend's Python half. Holds it beyond the interpreter's end without touching it then.
+// The backend's Python half. It is kept beyond the interpreter's end, but not touched then.
 class PythonHalf {
  public:
   PythonHalf(py::object communicator, py::function compile, py::function shrink)
@@ -34,9 +34,9 @@ class PythonHalf {
 
   // The transport's Communicator; null at the interpreter's exit.
   const py::object& communicator() const { return communicator_; }
-  // At the interpreter's exit: nothing is compiled any more, and Python objects must not outlive it.
+  // When the interpreter exits, nothing is compiled any more, and Python objects must be released.
   void let_go() {
-    // In a child made by fork it would end the parent's connections.
+    // In a child of fork this would end the parent's connections.
     if (sennit_fork_count() != forks_) {
       leak();
     } else {
@@ -100,7 +100,7 @@ c10::intrusive_ptr<SennitBackend> make_backend(const py::object& communicator, p
   options->global_ranks_in_group = std::move(global_ranks);
   options->plan_cache_bytes = plan_cache_bytes;
   const auto handle = py::cast<uintptr_t>(communicator.attr("handle"));
-  // A copy of std::function copies what it holds; the callables are shared instead.
+  // A copy of a std::function copies what it holds, so the callables are shared instead.
   auto python = std::make_shared<PythonHalf>(communicator, std::move(compile_plan), std::move(shrink));
   std::erase_if(python_halves(), [](const auto& weak) { return weak.expired(); });
   python_halves().push_back(python);
@@ -121,7 +121,7 @@ PYBIND11_MODULE(_c10d, module) {
   using sennit::runtime::SennitBackend;
   module.doc() = "The torch.distributed backend over libsennit_core.";
   module.attr("BUILT_FOR_TORCH") = TORCH_VERSION;
-  // Its base class is registered by torch itself.
+  // torch itself registers the base class.
   py::module_::import("torch.distributed");
   py::class_<SennitBackend::Options, c10::intrusive_ptr<SennitBackend::Options>, c10d::Backend::Options>(module,
                                                                                                          "Options")

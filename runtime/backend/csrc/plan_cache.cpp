@@ -18,7 +18,7 @@ KeyHead key_head(const PlanShape& shape) {
           uint64_t{shape.root} | static_cast<uint64_t>(shape.counts.size()) << 32};
 }
 
-// Multiply and fold, as in wyhash's mixing step; collisions only cost a compare.
+// Multiply and fold, as wyhash's mixing step. A collision only costs a comparison.
 uint64_t mix(uint64_t seed, uint64_t word) {
   const auto product = static_cast<unsigned __int128>(seed ^ 0x9E3779B97F4A7C15ULL) * (word ^ 0xE7037ED1A0B428DBULL);
   return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
@@ -57,7 +57,7 @@ PlanPointer PlanCache::get(const PlanShape& shape) {
       return hit->plan;
     }
   }
-  // Compiled without the lock: the compiler takes the GIL, whose holder may be waiting for the lock.
+  // The lock is not held here: compiling takes the GIL, and the thread that holds the GIL may wait for the lock.
   const std::string bytes = compile_(shape);
   char reason[512] = {};
   sennit_plan* loaded = sennit_plan_load(bytes.data(), bytes.size(), reason, sizeof reason);

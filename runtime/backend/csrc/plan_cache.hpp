@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Compiled plans by what shapes them, so that a repeated call costs one hash and no interpreter.
+// A cache of compiled plans by shape, so that a repeated call costs one hash and no interpreter.
 //
-// Python compiles a plan on the first call of its shape; this cache keeps the loaded plans, at most
-// `max_bytes` of them, and drops the least recently used.
+// Python compiles a plan at the first call of its shape. The cache keeps at most `max_bytes` of loaded plans and drops
+// the least recently used ones.
 #pragma once
 
 #include <cstddef>
@@ -34,19 +34,19 @@ enum class Collective : uint8_t {
   BARRIER = SENNIT_BARRIER,
 };
 
-// Everything a plan depends on besides the group's rank and size, which are fixed. Buffers are posted in the order
-// that transport/algorithms documents: inputs, then outputs; one buffer where both are the same.
+// Everything that a plan depends on, except the group's rank and size, which are fixed. Buffers are posted in the order
+// that transport/algorithms documents: inputs, then outputs, and one buffer if it is both.
 struct PlanShape {
   Collective collective = Collective::BARRIER;
   uint8_t type_code = 0;   // sennit_dtype, or 0x80 + torch's ScalarType for types without arithmetic
   uint8_t reduce = 0;      // sennit_reduce
-  bool separate = false;   // every rank's piece is a buffer of its own
-  bool in_place = false;   // ALLGATHER: the own part is already in the output
+  bool separate = false;   // every rank's part is its own buffer
+  bool in_place = false;   // ALLGATHER: the output already contains this rank's part
   bool is_send = false;    // P2P only
-  bool on_device = false;  // the buffers are memory of an accelerator
+  bool on_device = false;  // the buffers are in accelerator memory
   uint32_t item_bytes = 1;
-  uint32_t root = 0;                 // root or peer; SENNIT_ANY_PEER for a receive from anyone
-  std::span<const uint64_t> counts;  // elements: one, one a rank, or (ALLTOALL) sent then received ones
+  uint32_t root = 0;                 // root or peer; SENNIT_ANY_PEER: receive from any rank
+  std::span<const uint64_t> counts;  // elements: one number, one per rank, or (ALLTOALL) sent, then received
 };
 
 using PlanPointer = std::shared_ptr<sennit_plan>;
@@ -55,7 +55,7 @@ using CompilePlan = std::function<std::string(const PlanShape&)>;
 class PlanCache {
  public:
   PlanCache(CompilePlan compile, size_t max_bytes);
-  // Throws what the compiler throws, or std::runtime_error when the core refuses the plan's bytes.
+  // Throws what the compiler throws, or std::runtime_error if the core refuses the plan's bytes.
   PlanPointer get(const PlanShape& shape);
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Posts one operation of a plan's shape on the group's communicator: cache, deadline, error text.
+// Posts one operation with a plan of this shape on the group's communicator. Handles cache, deadline and error text.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -14,7 +14,7 @@ namespace sennit::runtime {
 
 struct PostOptions {
   uint64_t timeout_us = 0;  // 0: the group's default
-  bool async = true;        // nobody waits at once: the core's thread must drive it
+  bool async = true;        // nobody waits soon: the core's thread must drive it
   uint32_t tag = 0;         // P2P only
   double scalar = 1.0;      // PREMUL_SUM only
 };
@@ -25,9 +25,9 @@ class Poster {
  public:
   Poster(std::shared_ptr<GroupState> group, CompilePlan compile, size_t plan_cache_bytes, uint64_t timeout_us);
 
-  // A new operation (the caller owns the reference), or an exception that says why nothing was sent.
+  // Returns a new operation (the caller owns the reference), or throws an exception that says why nothing was sent.
   sennit_op* post(const PlanShape& shape, const Buffers& buffers, const PostOptions& options);
-  // The same for a plan on device memory. `device` is the core's when this returns.
+  // The same for a plan on device memory. On return, the core owns `device`.
   sennit_op* post_on_device(const PlanShape& shape, const sennit_device& device, const PostOptions& options);
 
   void set_timeout_us(uint64_t timeout_us) { timeout_us_ = timeout_us; }

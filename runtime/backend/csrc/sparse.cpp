@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// AllReduce of sparse COO tensors: everyone gathers everyone's indices and values, and sums them.
+// AllReduce of sparse COO tensors: every rank gathers the indices and values of all ranks, and sums them.
 //
-// Sizes differ between ranks, so a first AllGather tells them. The call waits: its three exchanges depend on each
-// other. The sum is in rank order on every rank (a stable sort by index), so all get the same bits.
+// Sizes differ between ranks, so a first AllGather exchanges them. The call blocks, because its three exchanges depend
+// on each other. Every rank sums in rank order (a stable sort by index), so all get the same bits.
 #include "arguments.hpp"
 #include "backend.hpp"
 

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host tensors in the part of an accelerator's, for tests where there is none. Nothing else uses this.
+// Treats host tensors as device tensors, for tests without an accelerator. Nothing else uses this.
 #pragma once
 
 #include <cstdint>
 
 namespace sennit::runtime::stand_in {
 
-// While active, calls of this thread on host tensors are treated as calls on device tensors. Returns what it was.
+// While active, calls of this thread treat host tensors as device tensors. Returns the previous value.
 bool set_active(bool active);
 bool is_active();
 
-// Every copy of the stand-in first yields the processor between 0 and `max_yields` times, drawn from `seed`.
+// Before each copy, the stand-in yields the processor 0 to `max_yields` times, a number drawn from `seed`.
 void delay_copies(uint64_t seed, uint32_t max_yields);
 void delay();
 

@@ -12,10 +12,10 @@
 namespace sennit::runtime {
 namespace {
 
-// How long one wait lasts before a look at signals: short enough for Ctrl-C, long enough to cost nothing.
+// The duration of one wait before signals are checked: short enough for Ctrl-C, and long enough to cost nothing.
 constexpr uint64_t SIGNAL_CHECK_US = 100'000;
 
-// Keeps the tensors of a Work that was dropped before its operation was done.
+// Holds the tensors of a Work that was dropped before its operation was done.
 struct Orphan {
   std::vector<at::Tensor> outputs;
   std::vector<at::Tensor> held;
@@ -60,7 +60,7 @@ std::exception_ptr make_error(sennit_status status, const std::string& message) 
 
 SennitWork::SennitWork(std::shared_ptr<GroupState> group, c10d::OpType type, const char* title, sennit_op* op,
                        std::vector<at::Tensor> outputs, std::vector<at::Tensor> held, std::optional<c10::Stream> stream)
-    // A title only with a profiler on: the record costs more than a small operation's post.
+    // The title is set only if a profiler is on: the record costs more than posting a small operation.
     : Work(static_cast<int>(sennit_comm_rank(group->comm)), type, at::hasCallbacks() ? title : nullptr),
       group_(std::move(group)),
       title_(title),
@@ -70,7 +70,7 @@ SennitWork::SennitWork(std::shared_ptr<GroupState> group, c10d::OpType type, con
       stream_(stream) {}
 
 SennitWork::~SennitWork() {
-  // A future keeps this Work until the operation is done, so pending here means that nobody asked for one.
+  // A future keeps this Work until the operation is done, so if it is pending here, nobody has asked for a future.
   if (sennit_op_status(op_) == SENNIT_PENDING) {
     sennit_op_on_done(op_, &Orphan::release, new Orphan{std::move(outputs_), std::move(held_)});
   }
@@ -144,7 +144,7 @@ c10::intrusive_ptr<c10::ivalue::Future> SennitWork::getFuture() {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   }
   const auto future = future_;
-  // The callback may run Python (`then`), here or in the core's thread: not under the caller's GIL.
+  // The callback may run Python (`then`), in this thread or the core's, so the caller must not hold the GIL.
   const WithoutGil without_gil;
   c10::raw::intrusive_ptr::incref(this);
   group_->open_futures.fetch_add(1);
@@ -159,7 +159,7 @@ void SennitWork::on_done(void* self) {
   if (const std::exception_ptr error = work->failure()) {
     work->future_->setErrorIfNeeded(error);
   } else {
-    // A device's future records an event on the current stream: one with nothing left to do.
+    // A device's future records an event on the current stream: use a stream with nothing left to do.
     c10::OptionalStreamGuard guard;
     if (work->stream_) guard.reset_stream(*work->stream_);
     work->future_->markCompleted(c10::IValue(work->outputs_));

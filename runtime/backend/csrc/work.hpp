@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// One call on the backend, as torch sees it: a Work over one operation of the core, or over several Works.
+// One call on the backend as torch sees it: a Work for one operation of the core, or for several Works.
 //
-// The thread that waits drives the operation. A future, once asked for, is completed by whichever thread
-// finishes it, so nobody needs to wait. Tensors live until the core has let go of them, even when the Work does not.
+// The thread that waits drives the operation. If a future was asked for, the thread that finishes the operation
+// completes it, so nobody needs to wait. Tensors live until the core has released them, even if the Work does not.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -21,7 +21,7 @@
 
 namespace sennit::runtime {
 
-// What the works of one backend share with it, and may outlive it by.
+// State that the works of a backend share with it, and that may outlive it.
 struct GroupState {
   explicit GroupState(sennit_comm* communicator);
   ~GroupState();
@@ -29,7 +29,7 @@ struct GroupState {
   GroupState& operator=(const GroupState&) = delete;
 
   void note_failure(sennit_status status);
-  // Waits until no future is being completed any more; such a thread may need the GIL.
+  // Waits until no thread is completing a future any more. Such a thread may need the GIL.
   void wait_for_futures(std::chrono::microseconds limit);
 
   sennit_comm* const comm;
@@ -37,14 +37,14 @@ struct GroupState {
   std::atomic<uint32_t> open_futures{0};
 };
 
-// The torch exception for a failed operation: ValueError for the caller's mistakes, DistNetworkError for devices,
-// DistBackendError for everything about peers and deadlines.
+// The torch exception for a failed operation: ValueError for mistakes of the caller, DistNetworkError for devices,
+// DistBackendError for peers and deadlines.
 std::exception_ptr make_error(sennit_status status, const std::string& message);
 
 class SennitWork final : public c10d::Work {
  public:
-  // Takes over the reference on `op`. `outputs` is what the future yields, `held` what else must live. `stream`: of a
-  // device's outputs, which are written when the operation is done.
+  // Takes over the reference to `op`. `outputs` is the future's value, `held` are tensors that must live, too. `stream`
+  // writes the outputs of a device operation.
   SennitWork(std::shared_ptr<GroupState> group, c10d::OpType type, const char* title, sennit_op* op,
              std::vector<at::Tensor> outputs, std::vector<at::Tensor> held,
              std::optional<c10::Stream> stream = std::nullopt);
@@ -75,7 +75,7 @@ class SennitWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Several calls that were coalesced into one: done when all are, failed when one has.
+// Several coalesced calls as one Work: done when all are done, failed when one has failed.
 class JointWork final : public c10d::Work {
  public:
   JointWork(int rank, c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> parts,
