@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves a checkpoint over and over in child processes, each of which is killed at another point of the save.
+"""Saves a checkpoint over and over in child processes, and kills each child at another point of the save.
 
-`python checkpoint_crashes.py FOLDER` prints one JSON line for each point: what it was about to do, which checkpoint is
-the newest whole one afterwards, the value in its weights, and whether a later save by a process that lives succeeds.
-A point is an event of Python's audit hooks on a path below the folder (open, rename, mkdir, remove, rmdir), or a fsync.
+`python checkpoint_crashes.py FOLDER` prints one JSON line for each point: the action that did not happen, the newest
+whole checkpoint afterwards, the value of its weights, and the result of a later save by a process that lives.
+A point is an event of Python's audit hooks on a path below the folder (open, rename, mkdir, remove, rmdir), or an
+fsync.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def save(folder: Path, step: int, value: float, keep: int | None) -> None:
 
 
 def value_in(path: Path) -> float:
-    """Of a checkpoint that must be whole: one value everywhere, a manifest and the other document."""
+    """Reads a checkpoint that must be whole: one value in all weights, a manifest and the other document."""
     state = {"weights": torch.zeros(1000)}
     checkpoint.load(path, state, alone=True)
     assert Manifest.read(path).run_id == RUN_ID
@@ -46,7 +47,7 @@ def value_in(path: Path) -> float:
 
 
 def in_child(function: Callable[[], None]) -> bool:
-    """Whether it came to its end, in a process with a group of its own."""
+    """Runs `function` in a process with its own process group. Returns whether it ended normally."""
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -63,7 +64,7 @@ def in_child(function: Callable[[], None]) -> bool:
 
 
 def kill_at(folder: Path, point: int, log: Path) -> None:
-    """This process dies when it is about to do the `point`th thing to the folder."""
+    """Makes this process die just before its action number `point` on the folder."""
     count, root = 0, str(folder)
     fsync = os.fsync
 
@@ -79,7 +80,7 @@ def kill_at(folder: Path, point: int, log: Path) -> None:
             return
         path = str(arguments[0])
         if event in ("os.remove", "os.rmdir") and arguments[1] >= 0:
-            # Relative to a descriptor of a folder.
+            # The path is relative to a folder's descriptor.
             path = f"{os.readlink(f'/proc/self/fd/{arguments[1]}')}/{path}"
         if path.startswith(root):
             about_to(f"{event} {path[len(root) :]}")

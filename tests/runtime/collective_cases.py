@@ -17,7 +17,7 @@ from sennit.transport.arithmetic import fold
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 
 FACTOR = 0.75
-# Odd ends, and the borders of one message, one chunk, several chunks.
+# Odd sizes, and the limits of one message, one chunk, several chunks.
 REDUCED_ELEMENTS = (0, 1, 1_023, 70_001)
 
 ARITHMETIC = {
@@ -77,14 +77,14 @@ def from_bytes(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Inputs:
-    """Random bytes for every rank, the same in all processes."""
+    """Random inputs of every rank, the same in all processes."""
 
     def __init__(self, world: int, seed: int) -> None:
         self.world = world
         self.rng = np.random.default_rng(seed)
 
     def numbers(self, dtype: torch.dtype, elements: int) -> list[torch.Tensor]:
-        """Finite numbers of a size that does not overflow at once, one tensor a rank."""
+        """Returns one tensor for each rank, of finite numbers small enough that sums rarely overflow."""
         made = []
         for _ in range(self.world):
             values = self.rng.standard_normal((elements, 2)) * 4
@@ -99,7 +99,7 @@ class Inputs:
         return made
 
     def raw(self, dtype: torch.dtype, counts: list[int]) -> list[torch.Tensor]:
-        """Any bytes, `counts[r]` elements for rank r."""
+        """Returns random bytes, `counts[r]` elements for rank r."""
         highest = 2 if dtype == torch.bool else 256
         return [from_bytes(self.rng.integers(0, highest, count * dtype.itemsize, np.uint8), dtype) for count in counts]
 
@@ -119,7 +119,7 @@ def check_fold(result: torch.Tensor, inputs: list[torch.Tensor], op: ReduceOp, w
 
 
 def all_reduce(tensor: torch.Tensor, op: dist.ReduceOp) -> None:
-    """As `dist.all_reduce`, which shows complex numbers to a backend as pairs of reals, or not at all."""
+    """Acts as `dist.all_reduce`, which gives complex numbers to a backend as pairs of reals, or refuses them."""
     options = dist.AllreduceOptions()
     options.reduceOp = op
     dist.group.WORLD.allreduce([tensor], options).wait()
@@ -133,7 +133,7 @@ def reduce(tensor: torch.Tensor, root: int, op: dist.ReduceOp) -> None:
 
 
 def reductions(rank: int, world: int, seed: int) -> int:
-    """allreduce, reduce and reduce_scatter: every arithmetic type with every operation defined for it."""
+    """Runs allreduce, reduce and reduce_scatter with every operation that each arithmetic type has."""
     inputs = Inputs(world, seed)
     cases = 0
     for dtype, code in ARITHMETIC.items():
@@ -174,7 +174,7 @@ def uneven_reduce_scatter(rank: int, world: int, seed: int) -> None:
 
 
 def movements(rank: int, world: int, seed: int) -> int:
-    """Every call that only moves data, with every type that torch has."""
+    """Runs every call that only moves data, with every type that torch has."""
     inputs = Inputs(world, seed)
     cases = 0
     for dtype in EVERY_TYPE:
@@ -257,7 +257,7 @@ def uneven_allgather(rank: int, world: int, seed: int) -> None:
 
 
 def in_place(rank: int, world: int, seed: int) -> None:
-    """The input is a slice of the output, or the output a slice of the input, as FSDP2 does it."""
+    """The input is a slice of the output, or the output a slice of the input, as in FSDP2."""
     inputs = Inputs(world, seed)
     for elements in (3, 100_003):
         parts = inputs.numbers(torch.float32, elements)

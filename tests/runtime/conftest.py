@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds: groups of processes that run one function on every rank.
 
-Starting torch takes seconds, so a world is kept for the session and serves many tests; a world in which
-anything failed is thrown away.
+Starting torch takes seconds, so a world is kept for the session and serves many tests. A world in which anything
+failed is thrown away.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class World:
         self._collect(START_S)
 
     def run(self, file: str, function: str, *, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
-        """What `function(rank, world, **arguments)` of `file` (beside this one) returned on every rank."""
+        """Returns what `function(rank, world, **arguments)` of `file` (in this folder) returned on every rank."""
         request = json.dumps({"file": str(HERE / file), "function": function, "arguments": arguments})
         for process in self._ranks:
             assert process.stdin is not None
@@ -80,7 +80,7 @@ class World:
         return self._collect(timeout_s)
 
     def _collect(self, timeout_s: float) -> list[Any]:
-        """One answer of every rank; a rank that died answers None."""
+        """Collects one answer of every rank. The answer of a rank that died is None."""
         deadline_s = time.monotonic() + timeout_s
         lines: list[bytes | None] = [None] * self.size
         with selectors.DefaultSelector() as selector:
@@ -108,14 +108,14 @@ class World:
         return [answer["value"] for answer in answers]
 
     def close(self) -> None:
-        """Ends the processes, whatever they are doing."""
+        """Kills the processes, even if they are busy."""
         self.alive = False
         for process in self._ranks:
             process.kill()
             process.wait()
             assert process.stdin is not None
             assert process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # a request that it did not take
+            with contextlib.suppress(BrokenPipeError):  # The process did not read its last request.
                 process.stdin.close()
             process.stdout.close()
         self._folder.cleanup()
@@ -126,7 +126,7 @@ WorldFactory = Callable[..., World]
 
 @pytest.fixture(scope="module")
 def kept_world() -> Iterator[WorldFactory]:
-    """`kept_world(size, transport)`: a world that earlier tests may have used and later ones will."""
+    """`kept_world(size, transport)`: a world that other tests of the session also use."""
     kept: dict[tuple[int, str], World] = {}
 
     def get(size: int, transport: str = "shm") -> World:
@@ -143,7 +143,7 @@ def kept_world() -> Iterator[WorldFactory]:
 
 @pytest.fixture
 def new_world() -> Iterator[WorldFactory]:
-    """`new_world(size, ...)`: a world of this test's own, to be broken at will."""
+    """`new_world(size, ...)`: a world for this test alone, which may break it."""
     made: list[World] = []
 
     def make(size: int, **options: Any) -> World:

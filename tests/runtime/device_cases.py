@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from device_stand_in import delayed_copies, on_device  # type: ignore[import-not-found]
 
-# More bytes than an operation has scratch, so that all of it is used again.
+# More bytes than an operation's scratch, so that all scratch is reused.
 MANY = 3_000_001
-# Elements of an output whose input is dropped; the inputs are small enough for the allocator to hand them out again.
+# Elements of an output whose input is dropped. The inputs are so small that the allocator reuses their memory.
 DROPPED = 20_000
 
 
@@ -29,7 +29,7 @@ def device_group(device: str) -> Iterator[dist.ProcessGroup]:
 
 
 def numbers(rank: int, elements: int, device: str) -> torch.Tensor:
-    """Small whole numbers: exact in any order, different on each rank and at each place."""
+    """Returns small whole numbers: their sums are exact in any order, and differ by rank and place."""
     return ((torch.arange(elements, device=device) * 7 + rank * 3) % 1_001).float()
 
 
@@ -101,7 +101,7 @@ def large_tensors(rank: int, world: int, device: str) -> None:
             work.wait()
             assert torch.equal(tensor, torch.stack(parts).sum(0))
 
-        # Rank r sends (r + peer) * step elements to each peer: nothing from rank 0 to itself.
+        # Rank r sends (r + peer) * step elements to each peer. Rank 0 sends nothing to itself.
         step = MANY // (4 * world)
         splits = [[(one + other) * step for other in range(world)] for one in range(world)]
         rows = [numbers(peer, sum(splits[peer]), device) for peer in range(world)]
@@ -112,7 +112,7 @@ def large_tensors(rank: int, world: int, device: str) -> None:
 
         received = torch.empty(MANY, device=device)
         if rank == 0:
-            # From anyone: all of a message comes from one rank.
+            # The sender is not given: a message comes from one rank as a whole.
             for _ in range(world - 1):
                 source = dist.recv(received, None, group, tag=2)
                 assert torch.equal(received, parts[source])
@@ -130,7 +130,7 @@ def large_tensors(rank: int, world: int, device: str) -> None:
 
 
 def order_with_host_tensors(rank: int, world: int, device: str) -> None:
-    """A host tensor's collective posted behind a device's keeps its place in the order of the group."""
+    """A host tensor's collective that follows a device tensor's keeps its place in the order of the group."""
     with device_group(device) as group:
         for trial in range(5):
             large = numbers(rank, MANY // 4, device)
@@ -165,7 +165,7 @@ def futures(rank: int, world: int, device: str) -> None:
 
 
 def streams(rank: int, world: int, device: str) -> None:
-    """The collective reads what the caller's stream is still writing, and the caller's stream waits for its result."""
+    """The collective waits for writes on the caller's stream, and the caller's stream waits for its result."""
     with device_group(device) as group:
         side = torch.cuda.Stream(device)
         with torch.cuda.stream(side):
@@ -181,7 +181,7 @@ def streams(rank: int, world: int, device: str) -> None:
 
 
 def failure(rank: int, world: int, device: str) -> str:
-    """Ranks that disagree: both get the error."""
+    """Ranks call different collectives: both get the error."""
     group = dist.new_group(backend="sennit", timeout=timedelta(seconds=5))
     with on_device():
         work = dist.all_reduce(torch.ones(10 + rank), group=group, async_op=True)
@@ -194,15 +194,15 @@ def failure(rank: int, world: int, device: str) -> str:
 
 
 def dropped_work(rank: int, world: int, device: str) -> None:
-    """Inputs and Works that nobody holds any more: memory stays the call's until its last copy is done."""
+    """Drops inputs and Works at once. The call must keep their memory until its last copy is done."""
     outputs = []
     with delayed_copies(rank, 40), device_group(device) as group:
         for trial in range(30):
             outputs.append(post_and_forget(rank + trial, world, device, group))
-            # They get the memory of an input that was freed too early.
+            # These tensors would reuse an input's memory if it were freed too early.
             spoilers = [torch.full((DROPPED * world,), float("nan"), device=device) for _ in range(4)]
             del spoilers
-        # Leaving destroys the group, which lets the calls in flight end.
+        # Leaving the block destroys the group. Calls in flight still end.
     for trial, output in enumerate(outputs):
         total = float(sum(range(trial, trial + world)))
         assert torch.equal(output.cpu(), torch.full((DROPPED,), total)), f"trial {trial}"
@@ -216,7 +216,7 @@ def post_and_forget(value: int, world: int, device: str, group: dist.ProcessGrou
 
 
 def deadline(rank: int, world: int, device: str) -> str:
-    """Rank 1 never calls: rank 0's error comes at its deadline, from a call that it holds and one that it dropped."""
+    """Rank 1 never calls. Rank 0 gets the error at its deadline, for a call that it holds and for a dropped one."""
     group = dist.new_group(backend="sennit", timeout=timedelta(seconds=1))
     if rank != 0:
         return ""
@@ -231,7 +231,7 @@ def deadline(rank: int, world: int, device: str) -> str:
 
 
 def aborted(rank: int, world: int, device: str) -> str:
-    """Rank 0 aborts while copies of its calls are queued, and their tensors are gone at once."""
+    """Rank 0 aborts while copies of its calls are queued, and drops their tensors at once."""
     group = dist.new_group(backend="sennit")
     if rank != 0:
         return ""
@@ -247,7 +247,7 @@ def aborted(rank: int, world: int, device: str) -> str:
 
 
 def unlike_memory(rank: int, world: int) -> str:
-    """One rank passes device memory, the other host memory: both hear of it, also where sizes are equal."""
+    """One rank passes device memory, the other host memory. Both get the error, even if sizes are equal."""
     group = dist.new_group(backend="sennit", timeout=timedelta(seconds=5))
     try:
         with on_device(rank == 0):
@@ -258,7 +258,7 @@ def unlike_memory(rank: int, world: int) -> str:
 
 
 def message_between_memories(rank: int, world: int) -> None:
-    """A message has no kind of memory: one from a device is received on the host, and the other way round."""
+    """A message from device memory can be received into host memory, and the other way round."""
     with device_group("cpu") as group:
         for device_rank in range(2):
             expected = numbers(1, MANY, "cpu")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host tensors in the part of an accelerator's, where there is none (runtime/backend/csrc/stand_in.hpp)."""
+"""Host tensors in place of an accelerator's, for machines without one (runtime/backend/csrc/stand_in.hpp)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sennit.runtime.backend.process_group import _load_extension
 
 @contextmanager
 def on_device(active: bool = True) -> Iterator[None]:
-    """Calls of this thread on host tensors go the way of calls on device tensors, as long as `active` says so."""
+    """Makes this thread's calls on host tensors take the way of device tensors, if `active`."""
     stand_in = _load_extension().stand_in
     before = stand_in.set_active(active)
     try:
@@ -22,7 +22,7 @@ def on_device(active: bool = True) -> Iterator[None]:
 
 @contextmanager
 def delayed_copies(seed: int, max_yields: int) -> Iterator[None]:
-    """Each copy between "device" and host first yields the processor up to `max_yields` times, drawn from `seed`."""
+    """Lets each copy between "device" and host first yield the CPU up to `max_yields` times, drawn from `seed`."""
     stand_in = _load_extension().stand_in
     stand_in.delay_copies(seed, max_yields)
     try:

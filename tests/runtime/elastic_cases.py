@@ -22,7 +22,7 @@ from sennit.transport.membership import Terms
 
 
 def check_group() -> None:
-    """Collectives, a group of its own, and DDP work in the default group as it is now."""
+    """Checks that collectives, a new group and DDP work in the current default group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     total = torch.full((1_000,), float(rank + 1))
     dist.all_reduce(total)
@@ -51,13 +51,13 @@ def failure(call: Any) -> str:
 
 
 def meet_twice() -> None:
-    """A rank that dies after the first barrier may be missed in either: a quick rank tells one that is still in it."""
+    """Runs two barriers. A rank that dies after the first may be missed in either, if others are still in the first."""
     dist.barrier()
     dist.barrier()
 
 
 def survive(rank: int, world: int, *, victims: list[int]) -> dict[str, Any] | None:
-    """Ranks die one after the other; after each death the others go on."""
+    """Ranks die one after the other. After each death the others continue."""
     view = None
     me = rank
     for victim in victims:
@@ -84,7 +84,7 @@ def survive(rank: int, world: int, *, victims: list[int]) -> dict[str, Any] | No
 
 
 def grow(rank: int, world: int, *, newcomers: int) -> dict[str, Any]:
-    """A group that works waits for newcomers."""
+    """The members of a working group wait for newcomers."""
     check_group()
     view = elastic.reconfigure(Terms(timeout_s=60, wait_s=60, expect=world + newcomers))
     check_group()
@@ -92,15 +92,15 @@ def grow(rank: int, world: int, *, newcomers: int) -> dict[str, Any]:
 
 
 def come(rank: int, world: int, *, store: str) -> dict[str, Any]:
-    """A newcomer."""
+    """Joins as a newcomer."""
     view = elastic.join(FileStore(store, -1), terms=Terms(timeout_s=60))
     check_group()
     return {"rank": view.rank, "world": view.world, "previous": list(view.previous_ranks)}
 
 
 def shrink(rank: int, world: int, *, excluded: list[int], die: bool, abort: bool) -> dict[str, Any] | None:
-    """`torch.distributed.shrink_group` of the default group, of ranks that died or are only left out."""
-    # Others may be through, and abort, before this rank is.
+    """Calls `torch.distributed.shrink_group` on the default group. The excluded ranks have died or still live."""
+    # Other ranks may pass the barrier and abort before this rank has passed it.
     barrier_ends = contextlib.suppress(dist.DistBackendError) if abort else contextlib.nullcontext()
     if rank in excluded:
         with barrier_ends:
@@ -122,7 +122,7 @@ def shrink(rank: int, world: int, *, excluded: list[int], die: bool, abort: bool
 
 
 def too_few(rank: int, world: int) -> str:
-    """Fewer survivors than are wanted: an error, and the old group's end stays what it was."""
+    """Fewer survivors than wanted: an error. The old group's own error stays."""
     if rank == 0:
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test table of the embedding operator: cases that every implementation runs, with results equal to the bit."""
+"""The test table of the embedding operator: every implementation runs these cases, with results equal to the bit."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Bags of one block."""
+    """The bags of one block."""
 
     table: int
     bags: int
     most: int = 9
-    """Lengths are 0 to this, at random."""
+    """Each length is drawn from 0 to this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Some steps on some tables; all numbers are functions of the case's name."""
+    """Some steps on some tables. All numbers are functions of the case's name."""
 
     name: str
     tables: tuple[TableSpec, ...]
@@ -46,12 +46,12 @@ class Case:
     ids: torch.dtype = torch.int64
     lengths: torch.dtype = torch.int32
     skew: float = 1.0
-    """Ids are row_count · u^skew with uniform u: above 1, low rows are looked up most."""
+    """Ids are row_count · u^skew with uniform u. Above 1, low rows are looked up most."""
     outside: float = 0.0
     """Share of ids that are out of range."""
     bad_gradients: bool = False
     scale: float = 1.0
-    """Of gradients and initial weights."""
+    """Scale of gradients and initial weights."""
 
 
 def table(name: str, rows: int, dim: int, precision: Precision = Precision.FP32, first_row: int = 0) -> TableSpec:
@@ -101,7 +101,7 @@ def _cases() -> Iterator[Case]:
                 pooling=pooling,
                 weighted=weighted,
             )
-    # fbgemm's backward_determinism_test has tables of few rows for runs of any length.
+    # As in fbgemm's backward_determinism_test: tables of few rows, with runs of any length.
     for bags, most in ((3, 30), (64, 1), (128, 9), (300, 20)):
         yield Case(
             name=f"long runs {bags} x {most}",
@@ -170,7 +170,7 @@ def _cases() -> Iterator[Case]:
             optimizer=OptimizerSpec(kind=kind),
             bad_gradients=True,
         )
-    for scale in (1e-4, 1e-38, 3e4):  # fp16's subnormal numbers, float32's, and fp16's overflow
+    for scale in (1e-4, 1e-38, 3e4):  # Subnormal numbers of fp16 and of float32, and overflow of fp16.
         for precision in Precision:
             for rounding in Rounding:
                 yield Case(
@@ -192,7 +192,7 @@ CASES = {case.name: case for case in _cases()}
 
 
 def batch_of(case: Case, step: int, generator: torch.Generator) -> Batch:
-    """The lookups of one step."""
+    """Returns the lookups of one step."""
     lengths, values = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for block in case.blocks:
         rows = case.tables[block.table].row_count
@@ -224,7 +224,7 @@ def on(device: torch.device | str, batch: Batch) -> Batch:
 
 
 def run(case: Case, implementation: str, device: torch.device | str = "cpu", *, threads: int = 1) -> dict[str, Tensor]:
-    """Everything that the steps of a case make, by name, on the CPU."""
+    """Runs the steps of a case. Returns all results by name, on the CPU."""
     engine = EmbeddingEngine(
         case.tables,
         case.optimizer,
@@ -268,12 +268,12 @@ def run(case: Case, implementation: str, device: torch.device | str = "cpu", *, 
 
 @functools.cache
 def expected(name: str) -> dict[str, Tensor]:
-    """What the reference makes of a case."""
+    """Returns the results of a case from the reference."""
     return run(CASES[name], "reference")
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Equal shapes, dtypes and bits; every NaN is equal to every other."""
+    """Returns whether shapes, dtypes and bits are equal. Every NaN is equal to every other."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     if not left.dtype.is_floating_point:

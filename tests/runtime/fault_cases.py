@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
 # mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
-"""What goes wrong, and how it is told: run on each rank by test_backend_faults.py."""
+"""Mistakes and failures, and their errors: run on each rank by test_backend_faults.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 
 def raised(call: Any, *arguments: Any, **options: Any) -> str:
-    """The text of the error that `call` raises, with its class in front; empty if it raises none."""
+    """Returns the class and text of the error that `call` raises; empty if it raises none."""
     try:
         result = call(*arguments, **options)
         if result is not None and hasattr(result, "wait"):
@@ -33,10 +33,10 @@ def group() -> Any:
 
 
 def bad_arguments(rank: int, world: int) -> dict[str, str]:
-    """One error text for each mistake; nothing may have been sent, so the group works afterwards."""
+    """Returns the error text of each mistake. Nothing has been sent, so the group must still work."""
     ones = torch.ones(6, 4)
     pair = torch.ones(world * 3)
-    # Below torch's dispatcher, which resolves some of these by itself.
+    # Calls the backend itself, because torch's dispatcher fixes some of these mistakes.
     backend = group()._get_backend(torch.device("cpu"))
     scatter = dist.ScatterOptions()
     scatter.rootRank = rank
@@ -69,8 +69,11 @@ def bad_arguments(rank: int, world: int) -> dict[str, str]:
 
 
 def mismatch(rank: int, world: int, what: str) -> str:
-    """Rank 0 calls something else than the others. A rank that only sends may be done before anyone can tell it, so
-    all ranks then meet: whoever saw the mismatch tells the others, and each rank has an error in the end."""
+    """Rank 0 calls something else than the others.
+
+    A rank that only sends may be done before anyone can tell it. So all ranks meet afterwards: the ranks that saw the
+    mismatch tell the others, and each rank gets an error in the end.
+    """
     return raised(mismatched_call, rank, world, what) or raised(dist.barrier)
 
 
@@ -90,7 +93,7 @@ def mismatched_call(rank: int, world: int, what: str) -> None:
     elif what == "moved dtype":
         dist.broadcast(ones.to(torch.float8_e5m2 if odd else torch.float8_e4m3fn), 0)
     elif what == "splits":
-        # Rank 0 expects 2 rows of everyone; the others send it 1.
+        # Rank 0 expects 2 rows from each rank, but the others send it 1.
         sent = [2 if odd else 1, *[2] * (world - 1)]
         dist.all_to_all_single(torch.empty(2 * world), torch.ones(sum(sent)), None, sent)
     else:
@@ -98,9 +101,10 @@ def mismatched_call(rank: int, world: int, what: str) -> None:
 
 
 def killed(rank: int, world: int, victim: int, large: bool) -> tuple[str, float] | None:
-    """The victim dies while the others wait for it; each of them must say who, long before the deadline.
+    """The victim dies while the others wait for it. Each of them must name it, long before the deadline.
 
-    A slow survivor may hear of it while it still is in the barrier."""
+    A slow survivor may hear of the death while it is still in the barrier.
+    """
     in_barrier = raised(dist.barrier)
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -109,7 +113,7 @@ def killed(rank: int, world: int, victim: int, large: bool) -> tuple[str, float]
 
 
 def absent(rank: int, world: int) -> str:
-    """The last rank never calls; the others' deadline is short."""
+    """The last rank never calls. The deadline of the others is short."""
     small = dist.new_group(timeout=timedelta(seconds=1))
     if rank == world - 1:
         time.sleep(2.5)
@@ -118,7 +122,7 @@ def absent(rank: int, world: int) -> str:
 
 
 def monitored(rank: int, world: int) -> str:
-    """All come, then all but the last one."""
+    """All ranks come to the first monitored barrier, all but the last to the second."""
     group().monitored_barrier(timedelta(seconds=20))
     if rank == world - 1:
         return ""
@@ -126,7 +130,7 @@ def monitored(rank: int, world: int) -> str:
 
 
 def aborted(rank: int, world: int) -> str:
-    """Rank 0 waits for an operation that nobody joins; its own abort ends the wait."""
+    """Rank 0 waits for an operation that no other rank joins. Its own abort ends the wait."""
     mine = dist.new_group()
     if rank != 0:
         return raised(dist.all_reduce, torch.ones(3), group=mine)
@@ -141,7 +145,7 @@ def aborted(rank: int, world: int) -> str:
 
 
 def short_wait(rank: int, world: int) -> None:
-    """A wait with a limit of its own ends at the limit; the operation goes on and completes."""
+    """A wait with its own timeout ends there. The operation continues and completes."""
     tensor = torch.ones(3)
     if rank == 0:
         work = dist.irecv(tensor, 1, tag=3)
@@ -158,7 +162,7 @@ def short_wait(rank: int, world: int) -> None:
 
 
 def futures(rank: int, world: int) -> None:
-    """`then` runs without anybody waiting on the Work; results and errors arrive in futures."""
+    """`then` runs although nobody waits on the Work. Results and errors arrive in futures."""
     done = threading.Event()
     tensor = torch.full((50_000,), 1.0)
     work = dist.all_reduce(tensor, async_op=True)
@@ -168,7 +172,7 @@ def futures(rank: int, world: int) -> None:
     assert work.is_completed()
     assert work.is_success()
     assert work.result()[0].data_ptr() == tensor.data_ptr()
-    # A Work that is dropped at once: the operation must not lose its memory.
+    # The Work is dropped at once, but the operation must keep its memory.
     for _ in range(20):
         dist.all_reduce(torch.ones(30_000), async_op=True)
     gc.collect()
@@ -193,7 +197,7 @@ def failed_future(rank: int, world: int) -> str:
 
 
 def forked(rank: int, world: int) -> str:
-    """A child made by fork says that it may not use the group; the parent's group goes on."""
+    """A forked child gets an error that it may not use the group. The parent's group still works."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -208,7 +212,7 @@ def forked(rank: int, world: int) -> str:
 
 
 def interrupted(rank: int, world: int) -> str:
-    """Ctrl-C ends a wait; the group goes on."""
+    """Ctrl-C ends a wait. The group still works."""
     if rank == 0:
         threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         tensor = torch.zeros(3)
@@ -229,7 +233,7 @@ def interrupted(rank: int, world: int) -> str:
 
 
 def destroyed_in_any_order(rank: int, world: int) -> None:
-    """Groups end in another order than they began, with operations in flight, and begin again."""
+    """Groups with operations in flight end in another order than they began, and begin again."""
     for _ in range(2):
         groups = [dist.new_group() for _ in range(4)]
         works = [dist.all_reduce(torch.ones(10), group=one, async_op=True) for one in groups]

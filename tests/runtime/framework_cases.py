@@ -38,7 +38,7 @@ def batches(world: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def train(model: nn.Module, rank: int | None, world: int) -> list[torch.Tensor]:
-    """The parameters after some steps on this rank's part of each batch, or on all of it."""
+    """Returns the parameters after some steps on this rank's part of each batch, or on the whole batch."""
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, targets in batches(world):
         mine = slice(None) if rank is None else rank
@@ -49,7 +49,7 @@ def train(model: nn.Module, rank: int | None, world: int) -> list[torch.Tensor]:
 
 
 def ddp(rank: int, world: int) -> None:
-    """Equal on all ranks, equal to gloo bit for bit where only two numbers are added, close to one process."""
+    """Parameters are equal on all ranks, close to one process, and with two ranks equal to gloo bit for bit."""
     ours = train(DistributedDataParallel(network()), rank, world)
     theirs = train(DistributedDataParallel(network(), process_group=dist.new_group(backend="gloo")), rank, world)
     alone = train(network(), None, world)
@@ -63,7 +63,7 @@ def ddp(rank: int, world: int) -> None:
 
 
 def ddp_variants(rank: int, world: int) -> None:
-    """Small buckets that overlap the backward pass, and gradients that live in them."""
+    """Small buckets that overlap the backward pass, and gradients as views of buckets."""
     reference = train(DistributedDataParallel(network()), rank, world)
     bucketed = DistributedDataParallel(network(), bucket_cap_mb=0.001, gradient_as_bucket_view=True)
     for one, other in zip(reference, train(bucketed, rank, world), strict=True):
@@ -106,7 +106,7 @@ def dtensor(rank: int, world: int) -> None:
     total = whole * (world * (world + 1) / 2)
     for after in placements:
         assert torch.equal(partial.redistribute(mesh, [after]).full_tensor(), total), after
-    # An uneven shard: some ranks have less, or nothing.
+    # An uneven shard: some ranks have fewer rows, or none.
     narrow = distribute_tensor(whole[: world + 1], mesh, [Shard(0)])
     assert torch.equal(narrow.full_tensor(), whole[: world + 1])
 
@@ -129,7 +129,7 @@ def functional_collectives(rank: int, world: int) -> None:
 
 
 def compiled(rank: int, world: int) -> None:
-    """Collectives inside a compiled graph, and the group's name as TorchRec asks for it."""
+    """Collectives inside a compiled graph, and the group's name as TorchRec reads it."""
 
     def step(x: torch.Tensor) -> torch.Tensor:
         y = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
@@ -138,7 +138,7 @@ def compiled(rank: int, world: int) -> None:
 
     x = torch.arange(4.0 * world)
     with warnings.catch_warnings():
-        # Of the compiler's own imports.
+        # Warnings of the compiler's own imports.
         warnings.simplefilter("ignore")
         result = torch.compile(step, backend="aot_eager", fullgraph=True)(x)
     expected = torch.cat([(x * 2 * world)[4 * rank : 4 * rank + 4] + peer for peer in range(world)]) + 1
@@ -158,7 +158,7 @@ def checkpoint(rank: int, world: int, folder: str) -> None:
 
 
 def names(rank: int, world: int) -> None:
-    """Every spelling of the backend, and what groups say they are."""
+    """Every spelling of the backend's name, and the names that groups report."""
     for spelling in ("sennit", "cpu:sennit", "cpu:sennit,cuda:sennit", "cpu:sennit,cuda:gloo"):
         group = dist.new_group(backend=spelling)
         tensor = torch.ones(3)
@@ -166,7 +166,7 @@ def names(rank: int, world: int) -> None:
         assert tensor.tolist() == [world] * 3
         assert group._get_backend(torch.device("cpu")).name() == "sennit"
         if spelling == "sennit":
-            # TorchRec takes "custom" for a stand-in without peers (docs/reference/torch.md).
+            # TorchRec takes "custom" for a backend without peers (docs/reference/torch.md).
             assert group._get_backend_name() == "sennit"
             assert group.name() == "sennit"
             assert dist.get_backend(group) == "sennit"
@@ -177,17 +177,17 @@ def names(rank: int, world: int) -> None:
 
 
 def logged_name(rank: int, world: int) -> None:
-    """What DDP's logging says of its group: the C++ logger knows types only, and all from outside are CUSTOM."""
+    """The backend name in DDP's logging. The C++ logger knows only types, and all outside backends have type CUSTOM."""
     model = DistributedDataParallel(network())
     assert model._get_ddp_logging_data()["backend_name"] == "sennit"
-    # If this fails, torch has learnt names: the correction in process_group.py can go.
+    # If this fails, torch logs names: then remove the correction in process_group.py.
     assert model.logger._get_ddp_logging_data().strs_map["backend_name"] == "custom"
     over_gloo = DistributedDataParallel(network(), process_group=dist.new_group(backend="gloo"))
     assert over_gloo._get_ddp_logging_data()["backend_name"] == "gloo"
 
 
 def subgroups(rank: int, world: int) -> None:
-    """Groups of some ranks, rank numbers of the group, two halves at once."""
+    """Groups of some ranks, their rank numbers, and two halves at once."""
     halves = [list(range(world // 2)), list(range(world // 2, world))]
     groups = [dist.new_group(half) for half in halves]
     mine = 0 if rank in halves[0] else 1
@@ -202,7 +202,7 @@ def subgroups(rank: int, world: int) -> None:
 
 
 def one_of_each(rank: int, world: int) -> None:
-    """A call of each kind: what the DETAIL wrapper looks at."""
+    """Calls each kind of collective that the DETAIL wrapper checks."""
     ones = torch.ones(4)
     dist.all_reduce(ones)
     assert ones.tolist() == [world] * 4

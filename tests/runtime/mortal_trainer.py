@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit train` whose ranks die and wait where a test says so. Also under torchrun.
+"""`sennit train` whose ranks die and wait where a test says so. Also works under torchrun.
 
-DEATHS: JSON, [[rank, step, marker file], ...]: that rank is killed at that step, once: its marker keeps it from
-happening again. HALTS: JSON, [[world size, step, marker file], ...]: all ranks wait there, once in a process, until
-somebody wants to join; rank 0 makes the marker first. DIES_IN_HANDOVER: this process is killed when it should take
-over a state. The ranks that `sennit train` starts import this file, so all of it holds for them too.
+The environment sets the behaviour. DEATHS is JSON, [[rank, step, marker file], ...]: the rank is killed at this step,
+once, because its marker file prevents a second time. HALTS is JSON, [[world size, step, marker file], ...]: all ranks
+wait there, once in a process, until a newcomer wants to join; rank 0 makes the marker file first. DIES_IN_HANDOVER:
+this process is killed when it is to receive a state. The ranks that `sennit train` starts import this file too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server of an exported model in plain torch: written from docs/reference/checkpoints.md, without sennit.
 
-Run by test_serving.py with `asked` (columns of raw samples by name) and the file as the argument; prints logits.
+test_serving.py runs it with `asked` (columns of raw samples by name) and the file as the argument. Prints logits.
 """
 
 import bisect

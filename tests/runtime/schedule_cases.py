@@ -3,8 +3,7 @@
 # mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
 """Host and device collectives mixed in random timing: run on each rank by test_backend_schedules.py.
 
-What is called is drawn from a seed that all ranks share; when it is called, and how long copies take, is drawn on each
-rank by itself.
+All ranks draw the calls from one shared seed. Each rank draws its own times of calls and durations of copies.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from device_stand_in import delayed_copies, on_device  # type: ignore[import-not
 from sennit.transport.arithmetic import fold
 from sennit.transport.elements import Dtype, ReduceOp
 
-# Elements of fp32: more than any one buffer through which device memory passes (2 MiB).
+# Elements of fp32: more than a staging buffer of device memory holds (2 MiB).
 LARGE = (600_000, 900_000)
 SMALL = (0, 2_000)
 POOL = 1_000_003
@@ -39,7 +38,7 @@ class Posted:
 
 
 class Data:
-    """Every rank's contributions, made from one seed, so that each rank can compute the expected result."""
+    """The inputs of every rank, made from one seed, so that each rank can compute the expected result."""
 
     def __init__(self, world: int) -> None:
         generator = np.random.default_rng(1)
@@ -55,7 +54,7 @@ class Data:
 
 
 def post(draw: random.Random, data: Data, rank: int, world: int, is_large: bool, is_device: bool) -> Posted:
-    """One collective, drawn from `draw`, which every rank calls with the same state."""
+    """Posts one collective, drawn from `draw`. Every rank calls it with the same state of `draw`."""
     kind = draw.choice(("all_reduce", "all_gather", "broadcast", "reduce_scatter", "all_to_all"))
     elements = draw.randint(*(LARGE if is_large else SMALL))
     first = draw.randint(0, POOL - LARGE[1])
@@ -95,7 +94,7 @@ def contributions(data: Data, world: int, first: int, elements: int) -> list[tor
 
 
 def cut(draw: random.Random, elements: int, world: int) -> list[int]:
-    """Splits that add up to `elements`; some are empty, and some have nearly everything."""
+    """Returns splits that add up to `elements`. Some are empty, and some have nearly everything."""
     bounds = sorted(draw.choice((0, elements, draw.randint(0, elements))) for _ in range(world - 1))
     return [high - low for low, high in zip([0, *bounds], [*bounds, elements], strict=True)]
 
@@ -107,7 +106,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 def run_schedule(data: Data, rank: int, world: int, seed: int) -> None:
     draw = random.Random(seed)
     timing = random.Random(seed * world + rank)
-    # One large call of each kind of memory is what a lane that happens to be busy would have made to differ.
+    # A busy lane could make ranks run different programs for a large call, so each kind of memory has one.
     sizes = [(True, True), (True, False), *((False, draw.random() < 0.5) for _ in range(draw.randint(1, 4)))]
     draw.shuffle(sizes)
     posted = []

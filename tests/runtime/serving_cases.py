@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model over every kind of feature, trained and asked for predictions by the trainer itself."""
+"""A model over every kind of feature. The trainer itself trains it and computes predictions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ first = 2
 
 
 def clicks(seed: int, count: int) -> dict[str, list[Any]]:
-    """Columns with nulls, lists and values that are rare."""
+    """Returns columns with nulls, lists and rare values."""
     stream = numpy_stream(seed, "clicks")
 
     def or_null(values: list[Any]) -> list[Any]:
@@ -63,7 +63,7 @@ def clicks(seed: int, count: int) -> dict[str, list[Any]]:
 
 
 def write(folder: Path, columns: dict[str, list[Any]], name: str) -> Source:
-    """Each rank has its own files: one that another rank is writing may be read half done."""
+    """Writes a file for this rank alone, because a rank could read another rank's file while it is written."""
     folder.mkdir(exist_ok=True)
     parquet.write_table(arrow.table(columns), folder / name)
     (folder / "schema.toml").write_text(SCHEMA)
@@ -71,9 +71,9 @@ def write(folder: Path, columns: dict[str, list[Any]], name: str) -> Source:
 
 
 def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[float]:
-    """Trains, saves, and predicts fresh samples, of which some have values that no training row has.
+    """Trains, saves, and predicts fresh samples, some with values that no training row has.
 
-    The tables are then those of 8 bits, as in the exported file.
+    The predictions use the tables in 8 bits, as in the exported file.
     """
     path = Path(folder)
     source = write(path / str(rank), clicks(seed, 500), "clicks.parquet")

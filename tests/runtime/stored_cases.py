@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does in the tests of training with tables on a file: 6,000 rows, some hundreds of them in memory."""
+"""The ranks' part in the tests of training with tables in a file: 6,000 rows, some hundreds of them in memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROWS = (5_000, 6, 994)
 
 
 def samples(seed: int, count: int = 400) -> Samples:
-    """Three tables, one with bags of 0 to 3 ids; low ids are frequent."""
+    """Returns samples for three tables, one with bags of 0 to 3 ids. Low ids are frequent."""
     stream = numpy_stream(seed, "stored_cases")
     lengths = stream.integers(0, 4, count)
     counts = (count, int(lengths.sum()), count)
@@ -55,7 +55,7 @@ def trainer(seed: int, folder: str | None, memory_bytes: int) -> Trainer:
 
 
 def train(rank: int, world: int, *, seed: int, steps: int, folder: str | None = None, memory_bytes: int = 0) -> Any:
-    """With an evaluation after each epoch: losses, AUC, weights and optimizer states, what the cache counted."""
+    """Trains with an evaluation after each epoch. Returns losses, AUC, weights, optimizer states, cache counters."""
     run = trainer(seed, folder, memory_bytes)
     losses, qualities = [], []
     for _ in range(steps):
@@ -75,7 +75,7 @@ def train(rank: int, world: int, *, seed: int, steps: int, folder: str | None = 
 
 
 def save_and_go_on(rank: int, world: int, *, seed: int, checkpoints: str, folder: str | None, memory_bytes: int) -> Any:
-    """Fingerprints at a checkpoint in the middle of an epoch, and some steps later."""
+    """Returns fingerprints at a checkpoint in the middle of an epoch, and some steps later."""
     run = trainer(seed, folder, memory_bytes)
     for _ in range(7):
         run.train_step()
@@ -86,7 +86,7 @@ def save_and_go_on(rank: int, world: int, *, seed: int, checkpoints: str, folder
 def resume_and_go_on(
     rank: int, world: int, *, seed: int, checkpoints: str, folder: str | None, memory_bytes: int
 ) -> Any:
-    """The same from the checkpoint; a step before it must leave nothing behind."""
+    """Returns the same fingerprints, resumed from the checkpoint. A step before loading must leave nothing behind."""
     run = trainer(seed, folder, memory_bytes)
     run.train_step()
     found = checkpoint.latest(Path(checkpoints))
@@ -109,7 +109,7 @@ def _go_on(run: Trainer) -> list[str]:
 def error(
     rank: int, world: int, *, seed: int, folder: str, memory_bytes: int, file_limit_bytes: int | None = None
 ) -> str:
-    """What a step over such a store says."""
+    """Returns the error of a step over such a store."""
     if file_limit_bytes is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit_bytes, resource.RLIM_INFINITY))

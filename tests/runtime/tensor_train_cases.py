@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator's test table for tensor-train tables, alone and beside ordinary ones in one batch."""
+"""The operator's test table for tensor-train tables, alone and beside plain tables in one batch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tensor_train_cases() -> Iterator[Case]:
         ((1, 1, 1), (1, 1, 1), (1, 1)),
         ((2, 3, 4), (1, 1, 7), (1, 1)),
         ((7, 1, 9), (1, 1, 23), (2, 1)),
-        ((3, 5, 70), (2, 2, 16), (8, 8)),  # runs of more than two chunks, whole vectors
+        ((3, 5, 70), (2, 2, 16), (8, 8)),  # Runs of more than two chunks; cores of whole vectors.
         ((40, 3, 2), (3, 1, 33), (9, 20)),
     ):
         yield Case(

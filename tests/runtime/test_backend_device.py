@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives on accelerator tensors.
 
-Where there is no GPU host tensors stand in for them (device_stand_in.py), which leaves out only streams and pinned
-memory; the tests marked `gpu` run both ranks on one device.
+Without a GPU, host tensors take their place (device_stand_in.py), which leaves out only streams and pinned memory.
+The tests marked `gpu` run both ranks on one device.
 """
 
 from __future__ import annotations

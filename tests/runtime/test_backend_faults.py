@@ -122,7 +122,7 @@ if sys.argv[3] == "wait":
 
 @pytest.mark.parametrize("how", ["wait", "leave"])
 def test_exit_without_destroy(tmp_path: Path, how: str) -> None:
-    """Neither a hang nor a crash, even with an operation in flight."""
+    """The process neither hangs nor crashes, even with an operation in flight."""
     ranks = [
         subprocess.Popen([sys.executable, "-c", EXIT, str(rank), str(tmp_path / "store"), how], cwd="/")
         for rank in range(2)

@@ -71,7 +71,7 @@ def has_entry_point() -> bool:
 
 @pytest.mark.skipif(not has_entry_point(), reason="sennit is not installed: torch finds no entry point")
 def test_unmodified_script_under_torchrun(tmp_path: Path) -> None:
-    """No import of sennit; groups made twice over one store; no destroy_process_group before the end."""
+    """The script does not import sennit, makes groups twice over one store, and does not call destroy_process_group."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which program a collective runs depends on its arguments alone: host and device calls in random timing."""
+"""The arguments alone determine which program a collective runs: host and device calls in random timing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.timeout(180)
 
 
-# Sockets are slower; they add that receives are granted memory one after the other.
+# Sockets are slower. There a receiver also grants memory to one message after the other.
 @pytest.mark.parametrize(("transport", "schedules"), [("shm", 1_000), ("udp", 100)])
 def test_mixed_schedules(kept_world: Callable[..., Any], transport: str, schedules: int) -> None:
     seed = int(os.environ.get("SCHEDULE_SEED", random.SystemRandom().randrange(2**32)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints in a folder: killed at every point of a save, power cuts, full disks, and which ones are kept."""
+"""Checkpoints in a folder: kills at every point of a save, power cuts, full disks, and which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def save(folder: Path, step: int, value: float = 0.0, run_id: str = RUN, keep: i
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Makes a process group of this process alone."""
     dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -56,12 +56,12 @@ def test_killed_at_any_point_of_a_save_a_whole_checkpoint_is_left(tmp_path: Path
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     names = [f"step-{step:09d}"] if keep else ["step-000000006", "step-000000007"]
     for answer in answers:
-        # Nothing half done is left once a later save has gone through.
+        # A later complete save removes all half-written files.
         assert answer["after"] == names, answer
         assert answer["value"] in (OLD, NEW)
     *killed, undisturbed = answers
     assert undisturbed["value"] == NEW
-    # From one moment on it is the new one.
+    # Up to one moment the old checkpoint is the newest, from then on the new one.
     values = [answer["value"] for answer in answers]
     assert values == sorted(values)
     assert OLD in values
@@ -72,7 +72,7 @@ def test_killed_at_any_point_of_a_save_a_whole_checkpoint_is_left(tmp_path: Path
 
 
 class Journal:
-    """What a save did to a folder, in order."""
+    """Records a save's operations on a folder, in order."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[tuple[str, str]] = []
@@ -106,7 +106,7 @@ class Journal:
 def test_a_checkpoint_is_durable_before_it_counts_and_before_an_older_one_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A power cut loses what was not synced: contents before the files' own fsync, names before the folder's."""
+    """A power cut loses what was not synced. Contents need the files' own fsync, names the folder's."""
     folder = tmp_path / "saved"
     save(folder, 1)
     journal = Journal(folder, monkeypatch)
@@ -116,14 +116,14 @@ def test_a_checkpoint_is_durable_before_it_counts_and_before_an_older_one_goes(
     files = [entry.name for entry in (folder / "step-000000002").iterdir()]
     assert {".metadata", "manifest.json"} < set(files)
     synced = {path for what, path in journal.events[:renamed] if what == "fsync"}
-    # DCP writes its index beside its name and renames it.
+    # DCP writes its index under another name and renames it.
     assert {f"{partial}/{name}{'.tmp' if name == '.metadata' else ''}" for name in files} <= synced
     last = max(place for place, event in enumerate(journal.events[:renamed]) if event[1].startswith(f"{partial}/"))
     assert journal.place("fsync", partial, after=last) < renamed
     named = journal.place("fsync", "saved", after=renamed)
     away = journal.place("rename", "saved/step-000000001.deleted")
     assert named < away
-    # Its name is gone before its parts are, so that half of it is never taken for a whole one.
+    # The name goes before the parts, so that a half-deleted checkpoint never looks whole.
     assert journal.place("fsync", "saved", after=away) < journal.place("rmdir", "step-000000001.deleted")
 
 
@@ -157,7 +157,7 @@ def test_the_newest_of_the_own_run_are_kept(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize("limit_bytes", [0, 100, 20_000, 40_000])
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path, limit_bytes: int) -> None:
-    """Also when the step is there already, and when there is room for the weights but not for the manifest."""
+    """The step may already exist, and the disk may have room for the weights but not for the manifest."""
     folder = tmp_path / "saved"
     save(folder, 1, OLD)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a schema file has done with columns: the operators of feature plans, when the data set is loaded."""
+"""Operators of feature plans that a schema file applies to columns when a data set is loaded."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def source(folder: Path, **changed: Any) -> Source:
 
 
 def hashed(ids: list[int], salt: int, rows: int) -> list[int]:
-    """By the reference of feature plans."""
+    """Hashes ids by the reference of feature plans."""
     kind = IdsType(length=1, is_list=False, low=INT64_MIN, high=INT64_MAX)
     graph = Graph(sources={"ids": kind}, columns={"rows": SigridHash(column="ids", salt=salt, max_value=rows)})
     column = Ragged(np.ones(len(ids), np.int32), np.array(ids, np.int64))
@@ -77,7 +77,7 @@ def hashed(ids: list[int], salt: int, rows: int) -> list[int]:
 
 
 def fitted(raw: RawSamples) -> RawSamples:
-    """With the vocabularies of all samples, and dense features as they are."""
+    """Fits vocabularies to all samples, and leaves dense features as they are."""
     known = Preprocessing.fit(raw, torch.ones(len(raw), dtype=torch.bool))
     return replace(known.apply(raw), dense=raw.dense)
 

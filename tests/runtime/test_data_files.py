@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Parquet files may be: parts, patterns, folders, several paths, and other filesystems."""
+"""Where Parquet files can be: parts, patterns, folders, several paths, and other filesystems."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def users(schema: Path, *paths: str) -> list[int]:
 
 @pytest.fixture(params=["local", "memory"])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Two parts, one of them below, and what is no part."""
+    """A folder with two parts, one of them in a subfolder, and other files."""
     root = str(tmp_path / "set") if request.param == "local" else "memory://set"
     filesystem, path = fsspec.core.url_to_fs(root)
     filesystem.makedirs(f"{path}/day=2", exist_ok=True)
@@ -128,7 +128,7 @@ def test_a_filesystem_that_fails_while_it_is_read_is_named(folder: str, monkeypa
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """In a server that speaks S3, on this machine."""
+    """A bucket in a server on this machine that speaks S3."""
     pytest.importorskip("s3fs")
     pytest.importorskip("moto")
     program = (
@@ -144,7 +144,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ)) as server:
         assert server.stdin is not None
         assert server.stdout is not None
-        # Before that the web server says hello.
+        # The web server prints other lines first.
         lines = (line.decode().split() for line in server.stdout)
         _, host, port = next(words for words in lines if words[0] == "ready")
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")

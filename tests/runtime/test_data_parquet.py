@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Parquet file and its schema: what is read, and what every kind of bad input is told."""
+"""A Parquet file and its schema: what is read, and the error of every kind of bad input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COLUMNS: dict[str, Any] = {
 
 
 def source(folder: Path, *, schema: str = SCHEMA, **changed: Any) -> Source:
-    """A file of two row groups, two rows each."""
+    """Writes a file of two row groups, two rows each."""
     parquet.write_table(arrow.table({**COLUMNS, **changed}), folder / "data.parquet", row_group_size=2)
     (folder / "schema.toml").write_text(schema)
     return Source(data=str(folder / "data.parquet"), schema=folder / "schema.toml")
@@ -56,12 +56,12 @@ def test_reads_ids_bags_and_dictionaries(tmp_path: Path) -> None:
     assert tags.offsets is not None
     assert tags.offsets.tolist() == [0, 2, 2, 3, 6]
     assert tags.values.tolist() == [0, 1, 3, 2, 2, 2]
-    # Row 0 is for what no training row has.
+    # Row 0 is for values that no training row has.
     assert (city.row_count, city.values.tolist()) == (3, [2, 0, 2, 1])
 
 
 def test_nulls_are_no_ids_a_category_or_the_mean(tmp_path: Path) -> None:
-    """Each kind of column with nulls; a null list is an empty one."""
+    """Each kind of column has nulls. A null list counts as an empty list."""
     schema = SCHEMA + '[sparse.seen]\nencode = "hash"\nrows = 5\n[sparse.words]\nencode = "dictionary"\n'
     changed = {
         "price": [1.0, None, 3.0, 100.0],
@@ -82,7 +82,7 @@ def test_nulls_are_no_ids_a_category_or_the_mean(tmp_path: Path) -> None:
         "tags": [[0, 1], [], [], [2]],
         "city": [[2], [0], [1], [2]],
         "seen": [[], [seven], [seven], []],
-        # "b" is in the last row alone, which is held back.
+        # "b" is only in the last row, which is held back.
         "words": [[1, 0], [], [], [0, 1]],
     }
     # Mean 2 and deviation 1 over the training rows that have a price.
@@ -90,7 +90,7 @@ def test_nulls_are_no_ids_a_category_or_the_mean(tmp_path: Path) -> None:
 
 
 def test_kinds_of_integers_and_of_text_are_one_kind(tmp_path: Path) -> None:
-    """Parts of a data set may be written by different programs; dictionaries of Arrow are read as their values."""
+    """Different programs may write the parts of a data set. Arrow's dictionaries are read as their values."""
     origin = source(tmp_path)
     schema = Path(str(origin.schema))
     schema.write_text('label = "clicked"\n[sparse.x]\nencode = "dictionary"\n')
@@ -167,7 +167,7 @@ def test_damaged_file_is_an_error_not_a_crash(tmp_path: Path, damage: str) -> No
     elif damage == "truncated":
         del content[len(content) // 2 :]
     else:
-        # The pages' headers lie right behind the magic number.
+        # The pages' headers come right after the magic number.
         content[4:64] = bytes(value ^ 0xFF for value in content[4:64])
     path.write_bytes(content)
     with pytest.raises(DataError, match=r"data\.parquet: (not a readable|row group 0 cannot)"):

@@ -39,19 +39,19 @@ def test_placement_gives_every_table_one_owner_and_balances(world_size: int) -> 
         assert all(placement.owner_of[number] == rank for number in tables_of_rank)
     assert [placement.wire_order[spot] for spot in placement.wire_place] == list(range(20))
     load = [sum(tables[number].cost(16) for number in part) for part in placement.tables_of]
-    # Graham's bound, against the mean as a lower bound of the best.
+    # Graham's bound. The mean is a lower bound of the best result.
     assert max(load) <= 4 / 3 * max(sum(load) / world_size, max(part.cost(16) for part in tables))
 
 
 def test_the_most_expensive_table_is_placed_first() -> None:
-    """Otherwise it would come last, on a rank that has its share already."""
+    """If placed last, it would go to a rank that already has its share."""
     tables = [table(f"t{number}", 10, mean) for number, mean in enumerate((1.0, 1.0, 1.0, 1.0, 6.0))]
     placement = place(tables, world_size=2, dim=16)
     assert placement.tables_of == ((4,), (0, 1, 2, 3))
 
 
 def test_a_rank_without_room_is_passed_over() -> None:
-    """The most expensive tables are large: by cost alone both would be on ranks that cannot hold them."""
+    """The most expensive tables are large. By cost alone both would go to ranks that cannot hold them."""
     tables = [table("a", 10, 9.0), table("b", 10, 8.0), table("c", 10, 1.0)]
     sizes = {"table_bytes": [50, 60, 10], "limit_bytes": [40, 120]}
     assert place(tables, world_size=2, dim=4).owner_of == (0, 1, 1)
@@ -59,7 +59,7 @@ def test_a_rank_without_room_is_passed_over() -> None:
 
 
 def test_tables_that_fit_only_by_memory_are_placed_by_memory() -> None:
-    """By cost the small tables come first and leave no rank with room for the large one."""
+    """By cost, the small tables come first and leave no rank with room for the large one."""
     tables = [table("a", 10, 9.0), table("b", 10, 8.0), table("large", 10, 1.0)]
     found = place(tables, world_size=2, dim=4, table_bytes=[30, 30, 100], limit_bytes=[100, 100])
     assert found.owner_of[2] not in found.owner_of[:2]
@@ -73,7 +73,7 @@ def test_a_table_without_room_is_named_with_bytes_and_limit() -> None:
 
 
 def test_memory_of_a_table_counts_weights_and_states() -> None:
-    """Row-wise AdaGrad has one float32 a row."""
+    """Row-wise AdaGrad has one float32 for each row."""
     assert table_bytes(table_spec(table("a", 1000), dim=16, rule=None)) == 1000 * 16 * 4 + 1000 * 4
     train = table_spec(table("a", 1000), dim=16, rule=TensorTrainRule.parse("1:2"))
     assert isinstance(train, TensorTrainSpec)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning rates by step: against torch's schedulers, and the formulas of DLRM's reference code."""
+"""Learning rates by step, against torch's schedulers and the formulas of DLRM's reference code."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_warm_up_is_that_of_torch() -> None:
 
 
 def test_warm_up_plateau_and_decay_follow_the_reference_code() -> None:
-    """DLRM counts steps from 1: n / warm-up; then 1; then ((end - n) / length of the decay)^2."""
+    """DLRM counts steps from 1: n / warm-up, then 1, then ((end - n) / length of the decay)^2."""
     warmup, start, length = 4, 6, 5
     schedule = RateSchedule(decay="polynomial", warmup_steps=warmup, decay_start=start, decay_end=start + length)
     for number in range(1, start + length + 1):
@@ -53,7 +53,7 @@ def test_warm_up_plateau_and_decay_follow_the_reference_code() -> None:
         elif number <= start:
             wanted = 1.0
         else:
-            # Its first step of the decay, number start + 1, is where ours still has 1.
+            # The reference's first step of the decay, number start + 1, is where our rate is still 1.
             wanted = ((start + length - (number - 1)) / length) ** 2
         assert schedule(number - 1) == pytest.approx(wanted), number
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The default process group after deaths, with newcomers, and shrunk through torch's own interface."""
+"""The default process group after deaths, with newcomers, and shrunk by torch's own interface."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows in 8 bits: how far weights are off, and that torch's own operators read them."""
+"""Rows in 8 bits: the error of weights, and that torch's own operators read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sennit.runtime.training import checkpoint
 from sennit.runtime.training.export import export_int8
 from sennit.transport.errors import ArgumentError, ConfigError, DeviceError
 
-ROWS = 5000  # more than are packed at once
+ROWS = 5000  # more rows than are packed at once
 
 
 def weights(seed: int, dim: int, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -29,7 +29,7 @@ def weights(seed: int, dim: int, scale: float, dtype: torch.dtype = torch.float3
 
 
 def parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, scale and bias in float64."""
+    """Returns q, scale and bias in float64."""
     tail = packed[:, -8:].contiguous().view(torch.float32).to(torch.float64)
     return packed[:, :-8].to(torch.float64), tail[:, :1], tail[:, 1:]
 
@@ -42,15 +42,15 @@ def parts(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (1.0, torch.float16),
         (1.0, torch.bfloat16),
         (1e-4, torch.float32),
-        (1e-43, torch.float32),  # scales that are subnormal
-        (6e37, torch.float32),  # differences that float32 does not hold
+        (1e-43, torch.float32),  # subnormal scales
+        (6e37, torch.float32),  # differences beyond float32's range
     ],
 )
 def test_no_weight_is_off_by_more_than_half_a_step(dim: int, scale: float, dtype: torch.dtype, seed: int) -> None:
     x = weights(seed, dim, scale, dtype).to(torch.float64)
     q, step, bias = parts(int8_rows(x.to(dtype)))
     assert bool(((x - (q * step + bias)).abs() <= step / 2 * (1 + 1e-12)).all())
-    # No finer steps would reach from the least to the greatest weight.
+    # Finer steps would not reach from the least to the greatest weight.
     low, high = x.aminmax(dim=1, keepdim=True)
     coarser = step.to(torch.float32).nextafter(torch.tensor(-1.0)).to(torch.float64)
     assert bool(((coarser < (high - low) / 255) | (step == 0)).all())
@@ -64,7 +64,7 @@ def test_a_row_of_equal_weights_is_exact(seed: int) -> None:
 
 
 def test_torch_unpacks_and_pools_it(seed: int) -> None:
-    """Within float32's own rounding: torch's operator may fuse a multiplication with an addition."""
+    """Equal within float32's rounding, because torch's operator may fuse a multiplication with an addition."""
     generator = torch_stream(seed, "bags")
     packed = int8_rows(weights(seed, 20, 0.3))
     q, step, bias = parts(packed)
@@ -103,7 +103,7 @@ def test_weights_that_are_not_finite_are_named(seed: int) -> None:
 
 
 def test_the_command_writes_what_torch_loads(kept_world: Any, seed: int, tmp_path: Path) -> None:
-    """From a checkpoint of two ranks, which own different tables."""
+    """The checkpoint is of two ranks, which own different tables."""
     kept_world(2).run("training_cases.py", "save_then_train_on", seed=seed, folder=str(tmp_path), before=3, after=0)
     source, output = tmp_path / "step-000000003", tmp_path / "rows.pt"
     done = CliRunner().invoke(app, ["export", str(tmp_path), str(output)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of more than 2^31 elements and 2^32 bytes, of which a few rows are touched: the kernel backs only those."""
+"""Tables of more than 2^31 elements and 2^32 bytes. Few rows are touched, so the kernel backs few pages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sennit.transport.errors import Unsupported
 
 DIM = 64
 ROWS = (1 << 31) // DIM + 1_000_000
-# At the edges of 2^31 bytes, 2^31 elements (2^32 bytes), and of the table.
+# At the limits of 2^31 bytes, 2^31 elements (2^32 bytes), and of the table.
 IDS = torch.tensor([0, 1, (1 << 30) // DIM, (1 << 31) // DIM - 1, (1 << 31) // DIM, ROWS - 1])
 
 
 def trained(implementation: str, row_count: int, ids: Tensor, seed: int) -> list[Tensor]:
-    """Results, rows and states of two steps on the rows `ids`."""
+    """Returns results, rows and states of two steps on the rows `ids`."""
     spec = TableSpec(name="t", row_count=row_count, dim=DIM, precision=Precision.FP16)
     engine = EmbeddingEngine(
         [spec],
@@ -48,7 +48,7 @@ def trained(implementation: str, row_count: int, ids: Tensor, seed: int) -> list
 @pytest.mark.skipif(torch.cuda.is_available(), reason="triton reaches no CPU memory beside a GPU")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_beyond_2_to_the_31_elements_are_rows_like_others(implementation: str, seed: int) -> None:
-    """By the bits that a table of just these rows gives."""
+    """A table of just these rows gives the same bits."""
     try:
         with np.errstate(all="ignore"):
             found = trained(implementation, ROWS, IDS, seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator under autograd and torch.compile does what the engine does when it is called by hand."""
+"""The operator under autograd and torch.compile gives the same results as direct calls of the engine."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def arguments_of(fused: FusedTables, seed: int) -> tuple[Any, ...]:
 
 
 def test_ops_keep_torchs_rules(seed: int) -> None:
-    """All of torch's own checks: schema, what is changed, shapes, autograd, and the compiler's view of it."""
+    """Runs all of torch's own checks: schema, mutation, shapes, autograd, and the compiler's view."""
     fused = FusedTables(engine_of(seed, Optimizer.ROW_WISE_ADAGRAD), rate=0.1)
     weights, lengths, values, tables, bags, pooling, dims, number = arguments_of(fused, seed)
     start = [tensor.clone() for tensor in fused.memory]
@@ -112,7 +112,7 @@ def test_ops_keep_torchs_rules(seed: int) -> None:
         torch.ops.sennit.embedding_update,
         (fused.anchor.detach(), gradient, fused.memory, weights, False, lengths, values, tables, bags, pooling, number),
     )
-    # The checks ran on copies, and what the ops change is what they were given.
+    # The checks ran on copies. The ops change only memory that they were given.
     assert all(torch.equal(one, other) for one, other in zip(start, fused.memory, strict=True))
 
 
@@ -122,12 +122,12 @@ def test_the_update_says_which_tensors_it_changes() -> None:
     assert changed == ["memory"]
 
 
-# inductor itself uses what torch calls deprecated.
+# inductor itself uses deprecated parts of torch.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.timeout(180)
 def test_a_compiled_function_sees_what_it_has_changed(backend: str, seed: int) -> None:
-    """One graph looks rows up, takes a step on them, and reads the table: in this order, as when it is not compiled."""
+    """One graph looks rows up, takes a step on them, and reads the table, in the order of eager mode."""
 
     def model(fused: FusedTables, lengths: Tensor, values: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         table = fused.memory[0]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random tables, batches and optimizers: every implementation makes the bits of the reference.
 
-The test table (`embedding_cases`) has what its writers thought of; hypothesis finds what they did not, and shrinks it.
+The cases of the test table (`embedding_cases`) are chosen by hand. hypothesis finds further ones, and shrinks them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from sennit.transport.errors import Unsupported
 from tests.runtime.embedding_cases import BlockShape, Case, run, same_bits
 
 NATIVE = ("native", "native-avx2", "native-portable")
-# Around the widths of vectors (16 lanes), of the kernels made for one dim (16, 32, 64, 128) and of random words (64).
+# Around the widths of vectors (16 lanes), of the kernels for one dim (16, 32, 64, 128), and of random words (64).
 DIMS = st.one_of(st.integers(1, 40), st.sampled_from((47, 48, 63, 64, 65, 96, 100, 127, 128, 129, 160, 256)))
-# Around what a digit of the sort holds: 4 bits in Triton, 9 in C++.
+# Around the range of one digit of the sort: 4 bits in Triton, 9 in C++.
 ROWS = st.one_of(st.integers(1, 40), st.sampled_from((511, 512, 513)))
 FIRST_ROWS = st.one_of(st.just(0), st.integers(0, (1 << 48) - (1 << 20)))
 
@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn, *, most_lookups: int) -> Case:
         rounding=draw(st.sampled_from(Rounding)),
         ids=draw(st.sampled_from((torch.int32, torch.int64))),
         lengths=draw(st.sampled_from((torch.int32, torch.int64))),
-        # A row that half of all lookups are for, as in the head of a Zipf distribution.
+        # Half of all lookups go to one row, as at the head of a Zipf distribution.
         skew=draw(st.sampled_from((1.0, 4.0, 20.0))),
         outside=0.0 if bounds is Bounds.ERROR else draw(st.sampled_from((0.0, 0.3, 1.0))),
         bad_gradients=draw(st.booleans()),
@@ -79,7 +79,7 @@ def cases(draw: st.DrawFn, *, most_lookups: int) -> Case:
 
 
 def differing(case: Case, names: tuple[str, ...], *, threads: int) -> list[str]:
-    """What implementations make of a case that the reference makes otherwise."""
+    """Returns the results of a case that differ from the reference's, by implementation."""
     wanted, wrong = run(case, "reference"), []
     for name in names:
         found = run(case, name, threads=threads)
@@ -102,7 +102,7 @@ def available(names: tuple[str, ...]) -> tuple[str, ...]:
 @settings(max_examples=150)
 @given(case=cases(most_lookups=1200))
 def test_any_case_makes_the_bits_of_the_reference(case: Case) -> None:
-    """Natively, with each instruction set that this processor has, and with several threads."""
+    """Runs natively, with each instruction set of this processor, and with several threads."""
     assert not differing(case, available(NATIVE), threads=1)
     assert not differing(case, ("native",), threads=3)
 
@@ -113,5 +113,5 @@ def test_any_case_makes_the_bits_of_the_reference(case: Case) -> None:
 def test_any_case_makes_the_bits_of_the_reference_in_triton(case: Case) -> None:
     if not available(("triton",)):
         pytest.skip("no Triton here")
-    with np.errstate(all="ignore"):  # its interpreter counts in numpy, which warns of infinities
+    with np.errstate(all="ignore"):  # The interpreter computes with NumPy, which warns of infinities.
         assert not differing(case, ("triton",), threads=1)

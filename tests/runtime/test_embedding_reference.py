@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference against torch's own modules and optimizers, within tolerances; and its checks."""
+"""The reference against torch's own modules and optimizers, within tolerances; and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPEC = TableSpec(name="t", row_count=ROWS, dim=DIM)
 
 
 def one_table_batch(generator: torch.Generator, *, pooling: Pooling = Pooling.SUM, weighted: bool = False) -> Batch:
-    # Every row occurs, since torch's dense optimizers step all rows.
+    # Every row occurs, because torch's dense optimizers update all rows.
     lengths = torch.randint(1, 5, (BAGS,), generator=generator)
     values = torch.randint(ROWS, (int(lengths.sum()),), generator=generator)
     values[:ROWS] = torch.arange(ROWS)
@@ -122,7 +122,7 @@ def test_weighted_sums_and_their_gradients_equal_torch(seed: int) -> None:
     "kind", [Optimizer.ROW_WISE_ADAGRAD, Optimizer.PARTIAL_ROW_WISE_ADAM, Optimizer.LAMB], ids=lambda kind: kind.value
 )
 def test_row_wise_optimizers_equal_their_definitions_in_float64(kind: Optimizer, seed: int) -> None:
-    """torch has none of these: the papers' formulas, on the dense gradient, in double precision."""
+    """torch has none of these, so the test computes the papers' formulas on the dense gradient in double precision."""
     generator = torch_stream(seed, "row-wise", kind.value)
     engine = EmbeddingEngine([SPEC], OptimizerSpec(kind=kind), implementation_name="reference")
     engine.weight("t").copy_(torch.randn(ROWS, DIM, generator=generator))
@@ -146,7 +146,7 @@ def test_row_wise_optimizers_equal_their_definitions_in_float64(kind: Optimizer,
 
 
 def test_clipping_acts_on_the_summed_gradient_of_each_row() -> None:
-    """By value, then by norm; a row that is below both stays as it is."""
+    """Clips by value, then by norm. A row below both limits stays as it is."""
     spec = OptimizerSpec(kind=Optimizer.SGD, max_gradient=4.0, max_gradient_norm=5.0)
     engine = EmbeddingEngine([TableSpec(name="t", row_count=3, dim=2)], spec, implementation_name="reference")
     batch = Batch(
@@ -155,7 +155,8 @@ def test_clipping_acts_on_the_summed_gradient_of_each_row() -> None:
         lengths=torch.ones(4, dtype=torch.int32),
         values=torch.tensor([0, 2, 0, 1]),
     )
-    # Row 0 gets (3, 1) + (6, 2) = (9, 3), by value (4, 3), whose norm is 5; row 1 (-8, 8), (-4, 4), and less by norm.
+    # Row 0 gets (3, 1) + (6, 2) = (9, 3). Clipped by value it is (4, 3), with norm 5. Row 1 gets (-8, 8), then (-4, 4),
+    # and then less by norm.
     engine.update(batch, torch.tensor([3.0, 1.0, 0.5, -0.5, 6.0, 2.0, -8.0, 8.0]), rate=1.0)
     expected = torch.tensor([[-4.0, -3.0], [5 / 2**0.5, -5 / 2**0.5], [-0.5, 0.5]])
     torch.testing.assert_close(engine.weight("t"), expected)
@@ -163,7 +164,7 @@ def test_clipping_acts_on_the_summed_gradient_of_each_row() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 97, 160, 161, 1000])
 def test_sum_of_a_run_is_the_tree_of_the_definition(length: int, seed: int) -> None:
-    """Chunk by chunk in Python, with numbers whose sum depends on the order."""
+    """The expected sum is computed chunk by chunk in Python, with numbers whose sum depends on the order."""
     gradients = torch.randn(length, 3, generator=torch_stream(seed, "run", length)) * 1000
     chunks = []
     for start in range(0, length, 32):
@@ -185,7 +186,7 @@ def test_trees_of_one_are_the_thing_itself() -> None:
     assert torch.equal(lane_tree(torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0]])), torch.tensor([31.0]))
 
 
-# Random123's known answers for philox4x32-10 (kat_vectors).
+# The known answers of Random123 for philox4x32-10 (kat_vectors).
 @pytest.mark.parametrize(
     ("counter", "key", "answer"),
     [
@@ -338,7 +339,7 @@ def test_tables_and_engines_out_of_range_are_refused() -> None:
 
 
 def test_bits_depend_on_neither_the_other_tables_nor_the_split_of_rows(seed: int) -> None:
-    """A table beside others, alone, and as two halves of rows that two processes hold."""
+    """A table beside others, alone, and as two halves of rows in two processes."""
     generator = torch_stream(seed, "split")
     start = torch.randn(ROWS, DIM, generator=generator)
     ids = torch.randint(ROWS, (300,), generator=generator)

@@ -17,9 +17,10 @@ from tests.runtime.embedding_cases import CASES, BlockShape, Case, expected, run
 
 
 def is_spared_the_interpreter(case: str) -> bool:
-    """Whether other cases say the same of Triton, whose interpreter takes a tenth of a millisecond an operation.
+    """Returns whether other cases cover this one for Triton, whose interpreter takes 0.1 ms per operation.
 
-    Optimizers and precisions are apart in the kernels, so each meets some of the other; a GPU runs all cases.
+    Optimizers and precisions are separate in the kernels, so each is combined with only some of the others. A GPU runs
+    all cases.
     """
     kind, _, rest = case.partition(" ")
     if kind in {"adagrad", "row_wise_adagrad", "adam", "partial_row_wise_adam"}:
@@ -45,7 +46,7 @@ def test_bits_equal_the_reference(name: str, case: str) -> None:
         pytest.skip(str(reason))
     if name == "triton" and torch.cuda.is_available():
         pytest.skip("runs on the GPU here, in the test below")
-    with np.errstate(all="ignore"):  # Triton's interpreter counts in numpy, which warns of infinities
+    with np.errstate(all="ignore"):  # The interpreter computes with NumPy, which warns of infinities.
         found = run(CASES[case], name)
     assert_equal(found, expected(case))
 
@@ -57,7 +58,7 @@ def test_several_threads_make_the_bits_of_the_reference(case: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 def test_a_run_that_is_cut_among_threads_makes_the_bits_of_the_reference(threads: int) -> None:
-    """Three in four of 30,000 lookups are of one row."""
+    """Three in four of 30,000 lookups go to one row."""
     giant = Case(
         name="one giant run",
         tables=(table("a", 50, 20, Precision.FP16), table("b", 5000, 64)),
@@ -85,7 +86,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def test_cases_do_what_their_names_say() -> None:
-    """A case that skips what it is for would agree with anything."""
+    """Checks that each case covers what its name says. A case that covers nothing would always pass."""
     assert any("error 1" in expected(name) for name in CASES if name.startswith("gradients"))
     ignored = expected("ignore sum")
     assert int(ignored["counters a"][0]) > 0

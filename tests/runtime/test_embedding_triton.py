@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels beyond the test table: what a GPU would run, and that no choice of tiles changes a bit."""
+"""Triton kernels beyond the test table: what a GPU would run, and that the choice of tiles changes no bit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from sennit.runtime.kernels.triton_tables import describe, vectors_of
 from tests.runtime.embedding_cases import CASES, expected, run, same_bits
 
 HERE = Path(__file__).parent
-# Instructions whose results are not those of IEEE 754: contracted, flushing, approximate.
+# Instructions whose results differ from IEEE 754: contracted, flushing, approximate.
 INEXACT = re.compile(r"\b(fma|mad)\.\S*f32|\.ftz\b|\.approx\b|div\.full|\.f64\b")
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 
 
 @pytest.mark.slow
 def test_kernels_compile_for_an_h100_to_exact_instructions(tmp_path: Path) -> None:
-    """What the interpreter takes, the compiler need not; and what it makes must round as the reference does."""
+    """The compiler may refuse what the interpreter accepts. Its code must round as the reference does."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
         [sys.executable, HERE / "triton_compiling.py", tmp_path],
@@ -50,7 +50,7 @@ def test_kernels_compile_for_an_h100_to_exact_instructions(tmp_path: Path) -> No
         assert not INEXACT.findall(ptx), name
     assert any("div.rn.f32" in ptx for ptx in found.values())
     assert any("sqrt.rn.f32" in ptx for ptx in found.values())
-    # Rows of 128 columns move 16 bytes at a time; the first case of triton_compiling has nothing else.
+    # Rows of 128 columns move 16 bytes at a time. The first case of triton_compiling has only such rows.
     for name in ("lookup_kernel-0", "update_short_kernel-0"):
         assert "ld.global.v4.b32" in found[name]
         assert "st.global.v4.b32" in found[name]
@@ -71,7 +71,7 @@ def test_pieces_of_any_size_give_the_same_bits(chunks: int, monkeypatch: pytest.
 @interpreted
 @pytest.mark.parametrize("row_count", [1, 40, 70_000, (1 << 32) - 1])
 def test_sort_is_stable_and_cuts_runs(row_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with 64-bit keys, for which no table needs to be there."""
+    """Covers 64-bit keys too, which need no table."""
     monkeypatch.setattr(triton_operator, "TILE", 64)
     generator = torch_stream(1, f"sort {row_count}")
     values = torch.randint(min(row_count, 1 << 32), (500,), generator=generator)
@@ -110,7 +110,7 @@ def test_tiles_fit_a_gpu(width: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("skew", [1.0, 8.0])
 def test_backward_takes_at_most_24_bytes_a_lookup(skew: float) -> None:
-    """Of memory that was not there before, at the dim of the benchmark and with all lookups in a bag of their own."""
+    """Counts newly allocated memory, at the dim of the benchmark and with one lookup in each bag."""
     count, spec = 1 << 20, TableSpec(name="t", row_count=1_000_000, dim=128)
     generator = torch_stream(1, "memory")
     values = (torch.rand(count, generator=generator, dtype=torch.float64) ** skew * spec.row_count).to(torch.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit feed`: records that make the batches of memory bit for bit, workers that die, and how it ends."""
+"""`sennit feed`: records that make the same batches as memory, bit for bit; workers that die; how it ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SYNTHETIC = ["--data", "synthetic", "--samples", "600", "--row-limit", "200"]
 
 
 def raw_samples(rng: np.random.Generator, *, longest: int = 30) -> RawSamples:
-    """Every kind of feature: rows and raw ids, one, some or up to many a sample."""
+    """Returns every kind of feature: rows and raw ids, with one or up to many ids a sample."""
 
     def lists(most: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         return np.concatenate([[0], np.cumsum(rng.integers(0, most + 1, COUNT))])
@@ -69,10 +69,10 @@ def raw_samples(rng: np.random.Generator, *, longest: int = 30) -> RawSamples:
 
 
 def assert_same_batches(raw: RawSamples, target: Target) -> None:
-    """What a receiver makes of the records is what memory has."""
+    """Checks that a receiver makes the same batches from the records as memory has."""
     samples: Samples = raw.samples()
     facts, store = encode(raw, "0" * 64, body_max_bytes=BODY_BYTES)
-    # As a trainer gets it.
+    # As a trainer gets the facts.
     again = Facts.from_json(json.loads(json.dumps(facts.as_json())))
     assert [(table.name, table.row_count, table.mean_length) for table in again.tables] == [
         (column.name, column.row_count, column.mean_length) for column in samples.columns
@@ -152,7 +152,7 @@ def feeding(rank: Rank, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def workers_of(feed: subprocess.Popen[str]) -> list[int]:
     found = []
     for pid in Path(f"/proc/{feed.pid}/task/{feed.pid}/children").read_text().split():
-        with contextlib.suppress(FileNotFoundError):  # over since
+        with contextlib.suppress(FileNotFoundError):  # The process has ended meanwhile.
             if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(int(pid))
     return found
@@ -185,8 +185,8 @@ def test_a_run_is_fed_to_its_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_records_of_a_worker_that_heard_no_end_are_counted() -> None:
-    """A trainer that is done may be gone before it has said so to every worker."""
-    packets = 13  # of a batch of 64 records, five in each
+    """A trainer that is done may be gone before it has told every worker."""
+    packets = 13  # A batch of 64 records, five in each packet.
     rank = Rank(order=ORDER, window_packets=1000)
     with feeding(rank, "--workers", "2") as feed:
         rank.accept()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet with raw ids, fed by two workers: the weights of a run that reads the same files, bit for bit."""
+"""Parquet with raw ids from two workers gives the weights of a run that reads the same files, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.runtime.test_ingest_train import port, train
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
-__all__ = ["port"]  # a fixture, which pytest finds by its name
+__all__ = ["port"]  # A fixture, which pytest finds by its name.
 
 SCHEMA = """
 label = "clicked"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of samples: one numbering of all batches of a run, which whoever knows the settings can follow."""
+"""The order of samples: one numbering of all batches of a run, a function of the settings alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ orders = st.builds(
 
 
 def expected_run(order: Order) -> list[torch.Tensor]:
-    """The same, written as a run goes: epoch by epoch, step by step."""
+    """Returns the same order in the way a run goes: epoch by epoch, step by step."""
     rows = np.arange(order.sample_count)
     if order.split == "random":
         rows = KeyedPermutation(order.sample_count, f"{order.seed}/split")(rows)
@@ -51,7 +51,7 @@ def expected_run(order: Order) -> list[torch.Tensor]:
 
 @given(order=orders)
 def test_what_is_held_back_is_never_trained_on(order: Order) -> None:
-    """Whatever the size of batches, the epochs and the steps are."""
+    """This holds for any batch size, number of epochs and number of steps."""
     mask = order.is_training()
     assert int(mask.sum()) == order.train_count
     held_back = round(order.sample_count * order.eval_fraction)
@@ -99,7 +99,7 @@ def test_batches_are_numbered_as_a_run_meets_them(order: Order) -> None:
         if (step + 1) % order.steps_per_epoch == 0 or step + 1 == order.step_count:
             walked += order.evaluation_batches(step + 1)
     assert walked == list(range(order.batch_count))
-    # A run that is resumed has done the evaluation of the step it goes on from; the one at the end is done again.
+    # A resumed run has done the evaluation of its first step, but does the one at the end again.
     assert [order.next_batch(step) for step in range(order.step_count)] == [
         order.training_batch(step) for step in range(order.step_count)
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit train --ingest cpu://…` over loopback: the weights of a run from memory, and what is refused."""
+"""`sennit train --ingest cpu://…` over loopback gives the weights of a run from memory. Wrong options are refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def feeder(port: int) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def port() -> int:
-    """The first of two that nobody has."""
+    """Returns the first of two free ports."""
     for first in range(20_000, 60_000, 2):
         with socket.socket() as one, socket.socket() as other:
             try:
@@ -70,8 +70,10 @@ def report(path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path, port: int) -> None:
-    """Checkpoint in the second epoch; the rest is fed to another run, which begins with a later batch and takes each
-    one ahead, since its tables are on a file."""
+    """Saves a checkpoint in the second epoch. Another run is fed the rest.
+
+    The second run begins with a later batch and takes each batch ahead, because its tables are in a file.
+    """
     memory, fed, rest = tmp_path / "memory.json", tmp_path / "fed.json", tmp_path / "rest.json"
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "11"]
     done = train(*MEMORY, "--ranks", "2", "--json", str(memory))
@@ -84,7 +86,7 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
     assert report(fed)["weights_sha256"] == report(memory)["weights_sha256"]
     counted = report(fed)["ingest"]
     assert counted["target"] == f"cpu://127.0.0.1:{port}"
-    # Two epochs of eight steps, and sixty rows held back.
+    # Two epochs of eight steps, and sixty held-back rows.
     assert counted["records"] == 2 * (8 * 64 + 60)
     assert (counted["feeders"], counted["feeders_lost"], counted["moved"]) == (2, 0, 0)
     assert counted["datagrams"]["accepted"] > 0
@@ -101,7 +103,7 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
 
 
 def check_sketch(found: Sketch, *, ranks: int) -> None:
-    """Whether it is what the order of the run says."""
+    """Checks the sketch against the order of the run."""
     samples = sources.load(Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT)), seed=1).samples()
     order = order_of(TrainingConfig(batch_size=64), samples.name, len(samples))
     expected = Sketch(tables=found.tables, table_rows=found.table_rows, shape=found.shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A feeder in one network namespace, a trainer with XDP in another: the weights of a run from memory, bit for bit."""
+"""A feeder in one network namespace, a trainer with XDP in another: the weights equal those of a run from memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATA = ["--data", "flights"]
 RUN = ["--ranks", "2", "--steps", "24", "--timeout", "60"]
 FEEDER_HOST, TRAINER_HOST = 0, 1
 DEADLINE_S = 90.0
-# 24 batches and the evaluation rows are 5 MB of records: some seconds.
+# 24 batches and the evaluation rows are 5 MB of records, which take some seconds.
 RATE_BITS_PER_S, QUEUE_BYTES = 6_000_000, 200_000
 LOSS = 0.02
 
@@ -37,7 +37,7 @@ def sennit(*arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def from_memory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The weights' fingerprint."""
+    """Returns the fingerprint of the weights of a run from memory."""
     path = tmp_path_factory.mktemp("memory") / "report.json"
     subprocess.run(
         sennit("train", *DATA, *RUN, "--json", str(path)), check=True, timeout=DEADLINE_S, stdout=subprocess.DEVNULL
@@ -81,7 +81,7 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
 
 
 def test_weights_are_those_of_a_run_from_memory(planes: Planes, tmp_path: Path, from_memory: str) -> None:
-    """Both ranks at one interface; in the next test each has its own."""
+    """Both ranks use one interface. In the next test each has its own."""
     trainer = Trainer(planes, tmp_path, interfaces=1)
     feeder = feed(planes)
     report = trainer.report()
@@ -95,7 +95,7 @@ def test_weights_are_those_of_a_run_from_memory(planes: Planes, tmp_path: Path, 
 def test_so_they_are_with_loss_strangers_and_a_feeder_that_is_killed(
     planes: Planes, tmp_path: Path, from_memory: str, seed: int
 ) -> None:
-    """A slow link, so that the first feeder dies in the middle; then another one goes on where it was."""
+    """The link is slow, so that the first feeder dies in the middle. Another one continues there."""
     planes.impair(Impairment(loss_fraction=LOSS, seed=seed), hosts=[FEEDER_HOST])
     planes.limit_rate(RATE_BITS_PER_S, queue_bytes=QUEUE_BYTES, hosts=[FEEDER_HOST])
     trainer = Trainer(planes, tmp_path)

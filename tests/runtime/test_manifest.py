@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says about its run, hostile manifests, and which runs may go on from which checkpoint."""
+"""A checkpoint's description of its run, hostile manifests, and which runs may resume which checkpoint."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_manifest_with_thousands_of_differences_is_a_short_message(tmp_path: P
 
 
 def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
-    """A new option must be put into one of these, or a checkpoint would not say that it differs."""
+    """A new option must be added to one of these. Otherwise a checkpoint would not record it."""
     apart = {
         "source", "ingest", "table_store", "rank_memory_bytes",
         "timeout_s", "checkpoint", "checkpoint_every", "keep", "resume", "elastic",
@@ -129,7 +129,7 @@ def test_every_option_is_fixed_or_free_or_no_part_of_the_run() -> None:
 def test_a_run_does_not_go_on_from_another_ones_checkpoint(
     kept_world: Any, seed: int, tmp_path: Path, changed: dict[str, Any], line: str
 ) -> None:
-    """Otherwise it would be evaluated on rows that it has trained on, or train other weights than it says."""
+    """Otherwise the run would be evaluated on rows that it has trained on, or would train other weights."""
     world = kept_world(2)
     world.run(CASES, "save_then_train_on", seed=seed, folder=str(tmp_path), before=1, after=0)
     for message in world.run(CASES, "begin_error", seed=seed, folder=str(tmp_path), **changed):
@@ -191,6 +191,6 @@ def test_a_newcomer_with_other_data_is_told_before_it_joins() -> None:
 
 
 def test_a_run_that_lost_ranks_goes_back_to_its_own_checkpoint(kept_world: Any, seed: int, tmp_path: Path) -> None:
-    """A newer step of another run lies in the folder by then."""
+    """Meanwhile the folder has a newer step of another run."""
     for answer in kept_world(2).run(CASES, "go_back_beside_another_run", seed=seed, folder=str(tmp_path)):
         assert answer == {"went_back_to": 3, "is_own": True, "other_alone": 0}

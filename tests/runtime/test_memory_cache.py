@@ -31,7 +31,7 @@ def step(weight: torch.Tensor, state: torch.Tensor, rows: NDArray[np.int64], gra
 
 
 def batches(rng: np.random.Generator, count: int) -> list[NDArray[np.int64]]:
-    """Distinct rows, some much more frequent than others."""
+    """Returns distinct rows, some much more frequent than others."""
     return [np.unique((ROWS * rng.random(200) ** 3).astype(np.int64)) for _ in range(count)]
 
 
@@ -69,7 +69,7 @@ def test_training_over_a_cache_equals_training_in_memory(
             if number == 40:
                 cache.flush(number)
             if number == 60:
-                # Some rows are in lines, some in the log, some in the base; the next batch is pinned meanwhile.
+                # Some rows are in cache lines, some in the log, some in the base. The next batch is already pinned.
                 now = cache.read(np.arange(ROWS))
                 np.testing.assert_array_equal(now["weight"], weight.numpy())
                 np.testing.assert_array_equal(now["sum"][:, 0], state.numpy())
@@ -98,7 +98,7 @@ def test_rows_that_repeat_share_a_line(rng: np.random.Generator) -> None:
         for row in np.unique(wanted):
             assert len(np.unique(lines[wanted == row])) == 1
         assert len(np.unique(lines)) == len(np.unique(wanted))
-        # Row r of set s lies in one of the 32 lines of that set.
+        # Row r of set s is in one of the 32 lines of that set.
         assert all(line // 32 == cache.set_of(int(row)) for row, line in zip(wanted, lines, strict=True))
         batch.release(is_dirty=False)
         cache.flush()
@@ -115,7 +115,7 @@ def test_conflicts_take_spare_lines_and_are_counted() -> None:
         cache.arrays["weight"][lines] = np.arange(40, dtype=np.float32)[:, None]
         again = cache.prefetch(np.arange(32, 40))
         batch.release(is_dirty=True)
-        # Rows in spare lines are found there by the next batch.
+        # The next batch finds rows in spare lines.
         assert set(again.wait()) <= set(lines)
         again.release(is_dirty=False)
         cache.flush()
@@ -142,7 +142,7 @@ def test_arguments_are_checked() -> None:
 
 
 def test_counters_can_be_read_while_batches_are_released() -> None:
-    """The cache's thread must not need the GIL to let go of a batch: readers hold it and wait for that thread."""
+    """The cache's thread must release a batch without the GIL: readers hold the GIL and wait for that thread."""
     rows = store.in_dram(LAYOUT, {"weight": np.zeros((ROWS, DIM), np.float32), "sum": np.zeros((ROWS, 1), np.float32)})
     wanted = np.arange(20)
     with RowCache(rows, line_count=32) as cache:

@@ -25,14 +25,14 @@ from sennit.runtime.memory.tiered import TieredTables, layout_of
 from sennit.transport.errors import ArgumentError, ConfigError
 
 ROWS = (700, 0, 300)
-DIM = 70  # more than the columns of a block of random words, and no whole vectors
+DIM = 70  # more columns than a block of random words has, and no whole number of vectors
 SEED = 0x0123_4567_89AB_CDEF
 NARROW = (Precision.FP16, Precision.BF16)
 ROW_WISE_ADAGRAD = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD)
 
 
 def specs(precision: Precision) -> tuple[TableSpec, ...]:
-    """Tables of which one has no rows, and one is the part of a table beyond 2^32 rows."""
+    """One table has no rows, and one is the part of a table beyond 2^32 rows."""
     first_rows = (0, 5, (5 << 32) + 4_294_967_280)
     return tuple(
         TableSpec(name=f"t{n}", row_count=rows, dim=DIM, precision=precision, first_row=first)
@@ -49,7 +49,7 @@ def as_tensor(array: NDArray[np.generic], precision: Precision) -> Tensor:
 
 
 def home(path: Path | None, precision: Precision, weights: Tensor) -> RowStore:
-    """With these weights, and sums of 0; in memory where there is no path."""
+    """Makes a store with these weights and sums of 0; in memory if `path` is None."""
     parts: Arrays = {"weight": as_array(weights.clone()), "sum": np.zeros((sum(ROWS), 1), np.float32)}
     layout = layout_of(specs(precision), ROW_WISE_ADAGRAD)
     if path is None:
@@ -58,7 +58,7 @@ def home(path: Path | None, precision: Precision, weights: Tensor) -> RowStore:
 
 
 class Model:
-    """One set of 32 ways in which the row of the longest past batch goes first, and spare lines; a batch at a time."""
+    """One set of 32 ways, and spare lines. Evicts the row whose last batch is oldest. Takes one batch at a time."""
 
     def __init__(self, precision: Precision, rounding: Rounding, stored: Tensor) -> None:
         self.places = [(spec, spec.first_row + row) for spec in specs(precision) for row in range(spec.row_count)]
@@ -88,7 +88,7 @@ class Model:
             else:
                 leaving.append((self.ways[way], self.lines.pop(self.ways[way])))
                 self.ways[way] = row
-            self.lines[row] = torch.empty(0)  # its rows come after all have left
+            self.lines[row] = torch.empty(0)  # Its rows come after all others have left.
             self.last_batch[row] = self.batch
         self.write([(row, weights) for row, weights in leaving if row in self.dirty])
         self.dirty -= {row for row, _ in leaving}
@@ -107,7 +107,7 @@ class Model:
         self.dirty.clear()
 
     def write(self, rows: list[tuple[int, Tensor]]) -> None:
-        """Rounds them: one write-back."""
+        """Rounds and stores the rows: one write-back."""
         if not rows:
             return
         self.write_backs += 1
@@ -124,14 +124,14 @@ class Model:
 def test_rows_are_rounded_when_they_leave(
     tmp_path: Path, precision: Precision, rounding: Rounding, on_file: bool, rng: np.random.Generator
 ) -> None:
-    """Every value that a batch sees, and every bit that is stored, beside the model."""
+    """Every value that a batch sees, and every stored bit, equals the model's."""
     start = torch.from_numpy(rng.standard_normal((sum(ROWS), DIM))).to(precision.dtype)
     model = Model(precision, rounding, start)
     with home(tmp_path / "rows" if on_file else None, precision, start) as below:
         wide = widened(below, specs(precision), rounding=rounding, seed=SEED)
         with wide, RowCache(wide, line_count=32, spare_count=30, policy="lru") as cache:
             for number in range(40):
-                # Sometimes more than the set has lines for.
+                # Sometimes more rows than the set has lines.
                 count = 45 if number % 7 == 3 else 20
                 rows = sorted({int(row) for row in sum(ROWS) * rng.random(count) ** 4})
                 model.fetch(rows)
@@ -140,7 +140,7 @@ def test_rows_are_rounded_when_they_leave(
                 found = cache.arrays["weight"][lines]
                 assert found.dtype == np.float32
                 np.testing.assert_array_equal(found, torch.stack([model.lines[row] for row in rows]).numpy())
-                # Far less than the next number of 16 bits.
+                # Far smaller than the distance to the next 16-bit number.
                 change = torch.from_numpy(rng.standard_normal((len(rows), DIM)).astype(np.float32)) * 1e-4
                 for row, part in zip(rows, change, strict=True):
                     model.lines[row] = model.lines[row] + part
@@ -221,7 +221,7 @@ def test_a_cache_that_holds_all_rows_trains_as_float32(tmp_path: Path, rng: np.r
     assert torch.equal(found[~changed], start[~changed])
     for number, spec in enumerate(specs(Precision.BF16)):
         rows = slice(sum(ROWS[:number]), sum(ROWS[: number + 1]))
-        # The first write-back: that of the flush.
+        # The flush is the first write-back.
         numbers = torch.arange(spec.row_count) + spec.first_row
         wanted = rounded(spec, wide[rows], numbers, Rounding.STOCHASTIC, step=1, seed=SEED)
         assert torch.equal(found[rows][changed[rows]], wanted[changed[rows]])

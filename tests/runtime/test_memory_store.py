@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of rows: what was flushed is there after kills and power cuts, and bad files and full disks are named."""
+"""Stores of rows: flushed rows survive kills and power cuts; errors name bad files and full disks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BACKENDS = [pytest.param("io_uring", marks=pytest.mark.needs("io-uring")), "thre
 
 
 def rows_of(number: int, rows: NDArray[np.int64]) -> Arrays:
-    """What row r holds in its version `number`: no two alike."""
+    """Returns the content of rows in version `number`. No two rows or versions are alike."""
     weight = (np.arange(20, dtype=np.float32) + rows[:, None] * 20 + number * 1e6).astype(np.float32)
     return {"weight": weight, "sum": np.full((len(rows), 1), number, np.float32)}
 
@@ -92,7 +92,7 @@ OPERATIONS = st.lists(
 @settings(max_examples=60)
 @given(operations=OPERATIONS, seed=st.integers(0, 1 << 32))
 def test_a_store_is_a_dictionary_that_remembers_its_last_flush(operations: list[tuple[str, object]], seed: int) -> None:
-    """Kills and power cuts come after so many more operations of the disk, wherever that is."""
+    """Kills and power cuts come after a number of disk operations, at any place in the code."""
     disk = _memory.SimulatedDisk(store.file_bytes(LAYOUT), seed)
     store.fill(_memory.build_simulated(disk, *LAYOUT.native), LAYOUT, first_rows)
     rows = store.RowStore(_memory.open_simulated(disk), LAYOUT)
@@ -157,7 +157,7 @@ def test_a_killed_process_loses_no_flush_that_returned(tmp_path: Path, rng: np.r
                 if reported >= until:
                     break
             process.send_signal(signal.SIGKILL)
-            # What it had reported before it died, too.
+            # The process may have reported more before it died.
             reported = max([reported, *map(int, process.stdout.read().split())])
         with store.open_store(path, LAYOUT) as rows:
             assert reported <= rows.generation <= reported + 1
@@ -178,7 +178,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 
 
 def test_a_flush_of_more_rows_than_are_copied_at_once(tmp_path: Path, rng: np.random.Generator) -> None:
-    """Records of 1 KiB: of 64 MiB that are taken from the log together, 16 MiB go to the base together."""
+    """Records of 1 KiB. The flush takes 64 MiB from the log at a time, and copies 16 MiB to the base at a time."""
     count = 70_000
     layout = StoreLayout(
         tables=(StoredTable(name="ads", row_count=count),), parts=(RowPart(name="weight", columns=256),)
@@ -264,7 +264,7 @@ def test_foreign_torn_and_short_files_are_named(tmp_path: Path) -> None:
 
 
 def crc32c(data: bytes) -> int:
-    """By the definition (RFC 3720, section 12.1), without the final inversion."""
+    """CRC-32C by the definition (RFC 3720, section 12.1), without the final inversion."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -274,7 +274,7 @@ def crc32c(data: bytes) -> int:
 
 
 def test_the_file_is_as_documented(tmp_path: Path) -> None:
-    """docs/reference/embedding-store.md, read by other code than that which wrote it."""
+    """Reads a file by docs/reference/embedding-store.md, with code that is independent of the writer."""
     path = tmp_path / "rows"
     with store.create(path, LAYOUT, first_rows) as rows:
         rows.write(ALL[:5], rows_of(1, ALL[:5]))

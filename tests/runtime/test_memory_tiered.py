@@ -23,7 +23,7 @@ ROWS = (3_000, 0, 1_000)
 
 
 def batch_of(rng: np.random.Generator, pooling: Pooling) -> Batch:
-    """Two blocks for one table and one for another; low ids are frequent."""
+    """Two blocks for one table and one for another. Low ids are frequent."""
     bags = (20, 10, 15)
     lengths = rng.integers(0, 5, sum(bags))
     ids = [
@@ -45,7 +45,7 @@ def batch_of(rng: np.random.Generator, pooling: Pooling) -> Batch:
 def test_tables_on_a_file_train_to_the_bits_of_tables_in_memory(
     tmp_path: Path, kind: Optimizer, precision: Precision, rounding: Rounding, rng: np.random.Generator
 ) -> None:
-    """Random numbers of rounding go by tables and rows, wherever in the cache they are."""
+    """The random numbers of rounding depend on table and row, not on the row's place in the cache."""
     specs = [
         TableSpec(name=f"table{n}", row_count=rows, dim=12, precision=precision, first_row=(1 << 33) * n)
         for n, rows in enumerate(ROWS)
@@ -56,7 +56,7 @@ def test_tables_on_a_file_train_to_the_bits_of_tables_in_memory(
         memory.weight(spec.name).copy_(torch.from_numpy(rng.standard_normal((spec.row_count, 12))))
 
     def whole() -> Arrays:
-        """All that memory holds, as the store's parts."""
+        """Returns all rows and states in memory, as the store's parts."""
         weights = torch.cat([memory.weight(spec.name) for spec in specs])
         parts = {"weight": weights.view(torch.uint16) if precision is Precision.BF16 else weights}
         for name in optimizer.states:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is fitted to training rows, what becomes of values that they do not have, and the file that keeps it."""
+"""Preprocessing fitted to training rows, the treatment of values that they do not have, and the file that keeps it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ arrow = pytest.importorskip("pyarrow")
 
 
 def raw(**changed: Any) -> RawSamples:
-    """Five samples, of which the first three are trained on below."""
+    """Five samples. The tests fit to the first three."""
     made = RawSamples(
         name="made",
         dense=torch.tensor([[1.0, 7.0], [3.0, 7.0], [torch.nan, 7.0], [50.0, 8.0], [torch.nan, 7.0]]),
@@ -48,13 +48,13 @@ def test_only_training_rows_have_a_say() -> None:
     assert city.vocabulary is not None
     assert words.vocabulary is not None
     assert city.vocabulary.tolist() == ["Kiel", "Ulm"]
-    # The first of each list is used: 3 of the first sample, 9 of the third.
+    # The first id of each list is used: 3 of the first sample, 9 of the third.
     assert words.vocabulary.tolist() == [3, 9]
     assert [part.row_count for part in fitted.encodings] == [3, 3, 10, 4]
     assert (user.kind, seen.kind, seen.salt) == ("id", "hash", 3)
     price, constant = fitted.scales
     assert (price.mean, price.deviation) == (2.0, 1.0)
-    # A constant column is left as it is.
+    # A constant column is not scaled.
     assert (constant.mean, constant.deviation) == (0.0, 1.0)
 
 
@@ -70,7 +70,7 @@ def test_unseen_values_and_nulls_have_row_zero_and_null_numbers_the_mean() -> No
 
 
 def test_held_back_rows_change_nothing() -> None:
-    """Whatever they are, what is fitted is the same to the last bit."""
+    """Held-back rows do not change the fit, to the last bit."""
     other = raw(
         dense=torch.where(TRAINING[:, None], raw().dense, torch.tensor(1e6)),
         features=(
@@ -82,7 +82,7 @@ def test_held_back_rows_change_nothing() -> None:
 
 
 def test_fresh_samples_are_encoded_as_those_it_was_fitted_to() -> None:
-    """Their own distinct values are others, in another order."""
+    """The fresh samples have other distinct values, in another order."""
     fitted = Preprocessing.parse(Preprocessing.fit(raw(), TRAINING).text())
     fresh = raw(
         dense=torch.tensor([[2.0, 7.0]]),
@@ -128,7 +128,7 @@ def test_other_features_than_the_models_are_named() -> None:
     data=st.data(),
 )
 def test_any_text_keeps_its_row(values: list[str | None], data: st.DataObject) -> None:
-    """Through the file, against a dictionary of Python."""
+    """Goes through the file. The expected rows come from a Python dictionary."""
     mask = data.draw(st.lists(st.booleans(), min_size=len(values), max_size=len(values)))
     made = RawSamples(
         name="x",
@@ -178,7 +178,7 @@ def test_a_damaged_file_is_an_error(damage: Any) -> None:
 
 
 def test_the_fingerprint_is_of_what_is_learnt_from() -> None:
-    """Every part counts, and the name of the data set does not."""
+    """Every part changes the fingerprint, but the name of the data set does not."""
     one = fingerprint(raw())
     assert one == fingerprint(raw(name="another"))
     features = raw().features

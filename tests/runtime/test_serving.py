@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported model is fed raw samples by torch alone, as docs/reference/checkpoints.md says, and predicts as the
-trainer does."""
+"""torch alone feeds raw samples to an exported model, and predicts what the trainer predicts.
+
+The way to do so is in docs/reference/checkpoints.md.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def serving_cases() -> Any:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_plain_torch_predicts_what_the_trainer_does(kept_world: Any, seed: int, tmp_path: Path, size: int) -> None:
-    """In a process that cannot import sennit."""
+    """Runs in a process that cannot import sennit."""
     predicted = kept_world(size).run(CASES, "train_and_predict", seed=seed, folder=str(tmp_path))
     model = tmp_path / "model.pt"
     done = CliRunner().invoke(app, ["export", str(tmp_path / "saved"), str(model)])
@@ -41,7 +43,7 @@ def test_plain_torch_predicts_what_the_trainer_does(kept_world: Any, seed: int, 
     fresh = serving_cases().clicks(seed + 1, 40)
     fresh["city"][0] = "nowhere"
     del fresh["clicked"]
-    # A null list is an empty one.
+    # A null list counts as an empty list.
     fresh["tags"] = [ids or [] for ids in fresh["tags"]]
     answer = subprocess.run(
         [sys.executable, "-S", "-c", _PRELUDE + Path(__file__).with_name("plain_serving.py").read_text(), str(model)],
@@ -60,7 +62,7 @@ def test_plain_torch_predicts_what_the_trainer_does(kept_world: Any, seed: int, 
     assert len({round(logit, 6) for logit in found}) > 30
 
 
-# Only torch and what it needs: sennit's import hook is not installed without the site module.
+# Only torch and its dependencies. Without the site module sennit's import hook is not installed.
 _PRELUDE = """
 import json, sys
 asked = json.load(sys.stdin)

@@ -46,7 +46,7 @@ def engine_of(spec: TableSpec, *others: TableSpec, seed: int, **more: Any) -> Em
 
 
 def contracted(spec: TensorTrainSpec, cores: list[Tensor]) -> Tensor:
-    """The whole table by torch's own contraction."""
+    """Returns the whole table by torch's own contraction."""
     (d1, d2, d3), (r1, r2) = spec.column_factors, spec.ranks
     whole = torch.einsum(
         "iua,javb,kbw->ijkuvw", cores[0].view(-1, d1, r1), cores[1].view(-1, r1, d2, r2), cores[2].view(-1, r2, d3)
@@ -89,7 +89,7 @@ def test_lookups_and_gradients_equal_the_contraction_in_float64(shape: dict[str,
         assert exact_weights.grad is not None
         of_weights = engine.weight_gradient(batch, gradient).to(torch.float64)
         torch.testing.assert_close(of_weights, exact_weights.grad, rtol=1e-4, atol=1e-4)
-    # At rate 1 SGD takes the gradient off; a large one would hide the weights' digits.
+    # At rate 1 SGD subtracts the gradient itself. A large gradient would hide the weights' digits.
     engine.update(batch, gradient, rate=1.0)
     for core, start in zip(cores_of(engine, "t"), exact, strict=True):
         assert start.grad is not None
@@ -99,7 +99,7 @@ def test_lookups_and_gradients_equal_the_contraction_in_float64(shape: dict[str,
 
 
 def test_rows_that_were_not_looked_up_share_slices_and_change_with_them(seed: int) -> None:
-    """The table stays the contraction of its cores, whole or in parts."""
+    """The table stays the contraction of its cores, as a whole and in parts."""
     spec = TensorTrainSpec(name="t", **SHAPES[0])
     engine = engine_of(spec, seed=seed)
     whole = engine.materialise("t", 0, spec.row_count)
@@ -123,7 +123,7 @@ def test_rows_at_a_time_change_no_bit(seed: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", [Optimizer.SGD, Optimizer.ADAM], ids=lambda kind: kind.value)
 def test_bands_change_no_bit(kind: Optimizer, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients of a few slices at a time, and of one slice where even that is more than a band."""
+    """A band holds the gradients of a few slices, or of one slice if even that is too large."""
     spec = TensorTrainSpec(name="t", **SHAPES[3])
     found = []
     for size_bytes in (1 << 20, 5000, 1):
@@ -161,7 +161,7 @@ def lookups(ids: Tensor, table: int = 0) -> Batch:
 
 
 def test_bits_do_not_depend_on_other_tables_or_the_placement(seed: int) -> None:
-    """Alone, beside others, and with the same lookups in two blocks, as two ranks would send them."""
+    """The same lookups alone, beside other tables, and in two blocks, as two ranks would send them."""
     spec = TensorTrainSpec(name="t", **SHAPES[0])
     other = TensorTrainSpec(name="u", **SHAPES[1])
     generator = torch_stream(seed, "placement")
@@ -182,7 +182,7 @@ def test_bits_do_not_depend_on_other_tables_or_the_placement(seed: int) -> None:
 
 
 def test_threads_change_no_bit(seed: int) -> None:
-    """Of the operator that pools rows, sums their gradients and updates slices."""
+    """Covers pooling of rows, sums of their gradients, and updates of slices."""
     spec = TensorTrainSpec(name="t", **SHAPES[3])
     found = []
     for threads in (1, 3):
@@ -216,7 +216,7 @@ def test_autograd_and_compile_take_the_step_of_the_engine(seed: int) -> None:
 
 
 def test_ids_out_of_range_raise_before_anything_changes(seed: int) -> None:
-    """Also those that the padded factors would have rows for."""
+    """This includes ids for which only the padded factors have rows."""
     engine = engine_of(TensorTrainSpec(name="t", **SHAPES[0]), seed=seed)
     before = [core.clone() for core in cores_of(engine, "t")]
     for wrong in (-1, 53, 59, 60, 1 << 40):
@@ -228,7 +228,7 @@ def test_ids_out_of_range_raise_before_anything_changes(seed: int) -> None:
 
 
 def test_a_gradient_that_is_not_finite_leaves_its_row_out(seed: int) -> None:
-    """Slices that other rows have, too, take these rows' part; a product that overflows names the core's slice."""
+    """Shared slices are updated by the other rows. The error of a product that overflows names the core's slice."""
     spec = TensorTrainSpec(name="t", **SHAPES[0])
     engine, without = (engine_of(spec, seed=seed, optimizer=OptimizerSpec(kind=Optimizer.ADAM)) for _ in range(2))
     gradient = torch.randn(3 * 16, generator=torch_stream(seed, "wild"))
@@ -329,11 +329,11 @@ def test_initial_rows_have_the_deviation_wanted() -> None:
     assert torch.equal(tables[0], tables[1])
     assert not torch.equal(tables[0], tables[2])
     for table in tables:
-        # Elements share slices: there are some 10⁴ independent numbers in each core.
+        # Elements share slices. Each core has some 10⁴ independent numbers.
         assert abs(float(table.std()) / 0.01 - 1) < 0.05
         assert abs(float(table.mean())) < 0.0005
-        # Products of plain normal numbers have a share of 0.055 of all below a hundredth of the deviation, normal ones
-        # 0.008, as sums of many terms of like size.
+        # Of plain normal factors, 0.055 of all products would be below a hundredth of the deviation. Of a normal
+        # distribution it is 0.008, as here, because each element sums many similar terms.
         assert float((table.abs() < 0.0001).float().mean()) < 0.012
     with pytest.raises(ConfigError, match="deviation 0; allowed: above 0"):
         initialise(spec, [], 0, torch_stream(1))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every implementation makes the bits of the reference of tensor-train tables, in every case of their table."""
+"""Every implementation makes the bits of the reference of tensor-train tables, in every case of their test table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def expected(name: str) -> dict[str, Tensor]:
     return run(CASES[name], "reference")
 
 
-# Triton's interpreter takes a tenth of a millisecond an operation, and cores are updated like other tables.
+# Triton's interpreter takes 0.1 ms per operation, and cores are updated like other tables.
 SPARED = {f"train {kind.value}" for kind in Optimizer if kind is not Optimizer.LAMB}
 PAIRS = [
     (name, case)
@@ -42,7 +42,7 @@ def test_bits_equal_the_reference(name: str, case: str) -> None:
         pytest.skip(str(reason))
     if name == "triton" and torch.cuda.is_available():
         pytest.skip("runs on the GPU here, in the test below")
-    with np.errstate(all="ignore"):  # Triton's interpreter counts in numpy, which warns of infinities
+    with np.errstate(all="ignore"):  # The interpreter computes with NumPy, which warns of infinities.
         found = run(CASES[case], name)
     assert_equal(found, expected(case))
 
@@ -60,7 +60,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def test_cases_do_what_their_names_say() -> None:
-    """A case that skips what it is for would agree with anything."""
+    """Checks that each case covers what its name says. A case that covers nothing would always pass."""
     for kind in ("adam", "sgd"):
         found = expected(f"train, gradients that are not finite, {kind}")
         assert "error 1" in found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with tables in tensor-train form: which tables that are, who holds them, bits, checkpoints."""
+"""Training with tables in tensor-train form: the choice of tables, their owners, bits, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sennit.runtime.training.report import EmbeddingSize
 from sennit.transport.errors import ConfigError
 
 CASES = "training_cases.py"
-# Of the tables of 20, 6 and 24 rows the first and the last.
+# This rule takes the first and the last of the tables of 20, 6 and 24 rows.
 RULE = "10:2"
 
 
@@ -78,7 +78,7 @@ def test_initial_rows_have_the_variance_of_ordinary_ones(seed: int) -> None:
     first, second = (engine.materialise(name, 0, 5000) for name in ("a", "b"))
     assert torch.equal(alone.materialise("a", 0, 5000), first)
     assert not torch.equal(first, second)
-    # Deviation of the uniform distribution within 1 / √rows. Few independent numbers: 18 · 8 in the first core.
+    # Deviation of the uniform distribution within 1 / √rows. The first core has few independent numbers: 18 · 8.
     assert float(first.std()) == pytest.approx((3 * 5000) ** -0.5, rel=0.2)
 
 
@@ -111,7 +111,7 @@ def test_trains_lie_whole_on_one_rank_and_two_runs_have_the_same_bits(kept_world
 
 
 def test_ranks_do_not_change_what_is_computed(kept_world: Any, seed: int) -> None:
-    """The dense part's sums differ in their order, as without tensor trains."""
+    """The dense part's sums have another order, as without tensor trains."""
     found = []
     for size in (1, 2):
         weights: dict[str, Any] = {}
@@ -125,7 +125,7 @@ def test_ranks_do_not_change_what_is_computed(kept_world: Any, seed: int) -> Non
 
 
 def test_a_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(kept_world: Any, seed: int, tmp_path: Path) -> None:
-    """Cores and their states are in the checkpoint, which another number of ranks can read."""
+    """The checkpoint has the cores and their states. Another number of ranks can read it."""
     arguments = {"seed": seed, "folder": str(tmp_path), "after": 9, "tensor_train": RULE}
     whole = kept_world(2).run(CASES, "save_then_train_on", before=15, **arguments)
     assert kept_world(2).run(CASES, "resume_and_train_on", **arguments) == whole

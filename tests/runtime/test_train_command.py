@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of training: a run from start to end, under torchrun too, and its errors."""
+"""The command line of training: a run from start to end, also under torchrun, and its errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Completed
 
 @pytest.mark.slow
 def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: Path) -> None:
-    """Checkpoint after half of the steps by a run that is then thrown away; the rest under torchrun."""
+    """A run saves a checkpoint after half of its steps. A resumed run does the rest under torchrun."""
     whole, rest = tmp_path / "whole.json", tmp_path / "rest.json"
     folder = str(tmp_path / "saved")
     done = run(*TINY, "--ranks", "2", "--epochs", "1", "--checkpoint", folder, "--checkpoint-every", "4",
@@ -130,7 +130,7 @@ def test_failure_on_the_ranks_is_one_message() -> None:
 def test_tables_that_no_rank_can_hold_are_named_before_they_are_made() -> None:
     done = run(*TINY, "--ranks", "2", "--rank-memory", "3KiB")
     assert done.returncode == 1
-    # Every rank finds it; the one that says so first is told.
+    # Every rank finds the error. The first one to report it is named.
     assert re.search(r"error: rank [01]: table table_\d\d needs [\d,]+ bytes", done.stderr), done.stderr
     assert "of the 3,072 bytes for tables on rank" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that loses ranks: going on without them in the same processes, and torchrun's restarts."""
+"""Training that loses ranks: it continues without them in the same processes, and torchrun restarts it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEP_COUNT = 10
 def run(
     folder: Path, name: str, *arguments: str, deaths: Sequence[tuple[int, int]] = (), launcher: Sequence[str] = ()
 ) -> tuple[dict[str, Any], str]:
-    """The report and the output of a run that must come to its end."""
+    """Returns the report and the output of a run that must end normally."""
     markers = {f"{rank}-{step}": folder / f"{name}-died-{rank}-{step}" for rank, step in deaths}
     plan = [[rank, step, str(markers[f"{rank}-{step}"])] for rank, step in deaths]
     report = folder / f"{name}.json"
@@ -52,7 +52,7 @@ def run(
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_survivors_go_on_from_the_checkpoint(tmp_path: Path, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights are those of a run with two ranks from the same checkpoint: nothing of the lost steps is in them."""
+    """The weights are those of a run with two ranks from the same checkpoint: none of the lost steps is in them."""
     monkeypatch.setenv("SENNIT_TRANSPORT", transport)
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "4"]
     report, output = run(tmp_path, "lossy", "--ranks", "3", "--elastic", *saved, deaths=[(1, 6)])
@@ -70,7 +70,7 @@ def test_survivors_go_on_from_the_checkpoint(tmp_path: Path, transport: str, mon
 
 
 def test_one_after_the_other_until_one_is_left_without_a_checkpoint(tmp_path: Path) -> None:
-    """Also a batch that two ranks share evenly and three do, and rank 0, which reports."""
+    """Includes a batch that both two and three ranks share evenly, and the death of rank 0, which reports."""
     report, _ = run(tmp_path, "last", "--ranks", "3", "--elastic", deaths=[(0, 2), (1, 3)])
     assert [change["lost"] for change in report["changes"]] == [[0], [1]]
     assert [change["step"] for change in report["changes"]] == [0, 0]
@@ -79,7 +79,7 @@ def test_one_after_the_other_until_one_is_left_without_a_checkpoint(tmp_path: Pa
 
 
 def test_uneven_parts_give_the_mean_over_the_batch(tmp_path: Path) -> None:
-    """62 samples over 3 ranks are not equal parts; the result is that of one rank, but for rounding."""
+    """62 samples over 3 ranks are uneven parts. The result is that of one rank, except for rounding."""
     uneven, _ = run(tmp_path, "uneven", "--ranks", "3", "--elastic", "--batch-size", "62")
     alone, _ = run(tmp_path, "alone", "--ranks", "1", "--batch-size", "62")
     assert uneven["quality"]["log_loss"] == pytest.approx(alone["quality"]["log_loss"], rel=1e-4)
@@ -102,7 +102,7 @@ def rail(address: str) -> Rail:
 
 
 def test_the_address_to_join_is_one_that_other_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the transport's own that the store answers on; without one it is said that there is none."""
+    """The address is one of the transport's on which the store answers. Without one, the run says so."""
     answering = {"192.0.2.7", "2001:db8::7"}
     monkeypatch.setattr(Address, "answers", lambda address: address.host in answering)
     store = Address(host="127.0.0.1", port=4711)
@@ -115,7 +115,7 @@ def test_the_address_to_join_is_one_that_other_machines_reach(monkeypatch: pytes
 
 
 def test_the_store_answers_on_more_than_the_loopback_address(capsys: pytest.CaptureFixture[str]) -> None:
-    """On every address of the machine: 127.0.0.2 is one that nobody asked for."""
+    """The store answers on every address of the machine, such as 127.0.0.2, which no option names."""
     store, address = serve_store(0, timeout_s=10)
     assert Address(host="127.0.0.2", port=address.port).answers()
     del store

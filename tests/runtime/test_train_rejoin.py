@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that join a training run: after a death, as a further one, in vain; and where a state is handed over from."""
+"""Ranks that join a training run after a death, as additional ranks, or in vain; and the source of their state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Run:
         self._said: list[str] = []
 
     def address(self) -> str:
-        """Where ranks can join: the first that a run says."""
+        """Returns the first join address that the run prints."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         self._said.append(line)
@@ -62,7 +62,7 @@ class Run:
             time.sleep(LOOK_S)
 
     def end(self) -> tuple[int, str]:
-        """Exit code and output."""
+        """Returns exit code and output."""
         rest, _ = self._process.communicate(timeout=DEADLINE_S)
         return self._process.returncode, "".join(self._said) + rest
 
@@ -122,7 +122,7 @@ def test_a_rank_dies_and_a_new_one_takes_its_place(
     lost, joined = report["changes"]
     assert (lost["lost"], lost["joined"], lost["world_size"], lost["step"]) == ([victim], [], ranks - 1, 3)
     assert (joined["lost"], joined["joined"], joined["world_size"]) == ([], [ranks - 1], ranks)
-    # Where the smaller group had come to, not where its last checkpoint was loaded.
+    # The step that the smaller group had reached, not that of its last checkpoint.
     assert (joined["step"], report["steps"]["first"]) == (6, 6)
     other = tmp_path / "other"
     shutil.copytree(tmp_path / "saved" / "step-000000006", other / "step-000000006")
@@ -137,7 +137,7 @@ def test_a_rank_dies_and_a_new_one_takes_its_place(
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_newcomers_are_taken_in_without_a_checkpoint(tmp_path: Path) -> None:
-    """One whose options differ is told so and changes nothing; two others make a run of one rank one of three."""
+    """A newcomer with different options gets an error and changes nothing. Two others make one rank three."""
     halt = tmp_path / "halted"
     with started(tmp_path, "run", "--ranks", "1", HALTS=[[1, 4, str(halt)]]) as run:
         address = run.address()
@@ -150,11 +150,11 @@ def test_newcomers_are_taken_in_without_a_checkpoint(tmp_path: Path) -> None:
             assert newcomers.end()[0] == 0
         report = run.report()
     assert report["world_size"] == 3
-    # Together, or one a boundary.
+    # Both join together, or one at each boundary.
     assert [rank for change in report["changes"] for rank in change["joined"]] == [1, 2]
     assert report["changes"][0]["step"] == 5
     alone = whole_run(tmp_path, "alone", "--ranks", "1")
-    # Another number of ranks sums gradients in another order; it is the same mathematics.
+    # Another number of ranks sums gradients in another order, so results are only close.
     assert report["quality"]["log_loss"] == pytest.approx(alone["quality"]["log_loss"], rel=1e-4)
 
 
@@ -183,11 +183,11 @@ def test_the_newest_whole_state_is_handed_over() -> None:
 
     whole = Source(step=5, holder_of={"a": 0, "b": 1}, dense_holder=0)
     assert find_source([claim(5, "a"), claim(5, "b"), None], ["a", "b"]) == whole
-    # A rank that owns nothing still has the dense part.
+    # A rank that owns no table still has the dense part.
     assert find_source([claim(5), claim(5, "a", "b")], ["a", "b"]) == Source(
         step=5, holder_of={"a": 1, "b": 1}, dense_holder=0
     )
-    # Parts of two steps make no state, and an older whole one is better than none.
+    # Parts of two steps make no state. An older whole state is better than none.
     assert find_source([claim(5, "a"), claim(6, "b")], ["a", "b"]) is None
     assert find_source([claim(5, "a", "b"), claim(6, "b")], ["a", "b"]) == Source(
         step=5, holder_of={"a": 0, "b": 0}, dense_holder=0

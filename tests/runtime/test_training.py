@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with ranks: against a plain torch loop, bit for bit against itself, and over checkpoints."""
+"""Training with ranks: close to a plain torch loop, repeatable bit for bit, and resumed from checkpoints."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ cases = load_cases()
 
 @pytest.fixture(params=["sennit-1", "sennit-2", "gloo-2"])
 def world(request: pytest.FixtureRequest, kept_world: Any, new_world: Any) -> Any:
-    """A world of each kind; those over sennit are shared with other tests."""
+    """A world of each kind. Other tests share the worlds over sennit."""
     backend, size = request.param.split("-")
     return kept_world(int(size)) if backend == "sennit" else new_world(int(size), backend=backend)
 
 
 def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Tensor]:
-    """The same training in one process: `nn.EmbeddingBag`-like lookups by autograd, dense gradients, no exchange.
+    """Trains the same model in one process: autograd lookups as in `nn.EmbeddingBag`, dense gradients, no exchange.
 
     `is_bounded`: with all of `BOUNDED`.
     """
@@ -95,7 +95,7 @@ BOUNDED = {"decay": "polynomial", "warmup": 3, "clip_value": 0.001, "clip_norm":
 def bounded(
     gradients: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], *, by_row: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Clipped by value, then by the norm of each row or of all together; decay joins them."""
+    """Clips by value, then by the norm of each row or of all rows together. Weight decay is added after that."""
     clipped = [gradient.clamp(-0.001, 0.001) for gradient in gradients]
     whole = torch.cat([gradient.flatten() for gradient in clipped]).norm()
     norms = [gradient.norm(dim=1, keepdim=True) if by_row else whole for gradient in clipped]
@@ -108,7 +108,7 @@ def bounded(
 
 @pytest.mark.parametrize("is_bounded", [False, True], ids=["", "bounded"])
 def test_equals_plain_torch(world: Any, seed: int, is_bounded: bool) -> None:
-    """The same weights as one process without any exchange, up to the rounding of sums in another order."""
+    """The weights equal those of one process without any exchange, up to rounding of sums in another order."""
     answers = world.run(CASES, "train", seed=seed, steps=8, **(BOUNDED if is_bounded else {}))
     found: dict[str, Any] = {}
     for answer in answers:
@@ -117,7 +117,7 @@ def test_equals_plain_torch(world: Any, seed: int, is_bounded: bool) -> None:
     assert set(found) == set(expected)
     for name, weight in expected.items():
         torch.testing.assert_close(torch.tensor(found[name]), weight, rtol=2e-4, atol=2e-5, msg=name)
-    # 331 samples, a tenth held back: every rank has the metrics over all of them.
+    # 331 samples, a tenth held back. Every rank has the metrics over all of them.
     assert [answer["evaluated"] for answer in answers] == [33] * world.size
     assert len({answer["auc"] for answer in answers}) == 1
 
@@ -133,7 +133,7 @@ def test_two_runs_have_the_same_bits(world: Any, seed: int) -> None:
 def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(
     kept_world: Any, seed: int, tmp_path: Path, optimizer: str
 ) -> None:
-    """Saved in the middle of the second epoch, so that the order of samples has to be found again."""
+    """The run saves in the middle of the second epoch, so the resumed run must find its place in the order."""
     world = kept_world(2)
     arguments = {"seed": seed, "folder": str(tmp_path), "after": 9, "dense_optimizer": optimizer}
     whole = world.run(CASES, "save_then_train_on", before=15, **arguments)
@@ -152,7 +152,7 @@ def test_checkpoint_is_read_at_another_world_size(
 
 
 def test_full_disk_leaves_the_last_whole_checkpoint(new_world: Any, seed: int, tmp_path: Path) -> None:
-    """Every rank is told, also those that could write."""
+    """Every rank gets the error, even those that could write."""
     messages = new_world(2).run(CASES, "save_on_a_full_disk", seed=seed, folder=str(tmp_path))
     for message in messages:
         assert "step-000000002 was not written: rank 1:" in message
@@ -161,13 +161,13 @@ def test_full_disk_leaves_the_last_whole_checkpoint(new_world: Any, seed: int, t
 
 
 def test_a_step_calls_the_collectives_that_its_description_names(kept_world: Any, seed: int) -> None:
-    """docs/how-to/train.md: lengths, ids, pooled vectors and their gradients are exchanged, dense ones are summed."""
+    """docs/how-to/train.md: ranks exchange lengths, ids, pooled vectors and gradients, and sum dense gradients."""
     for called in kept_world(2).run(CASES, "collectives_of_a_step", seed=seed):
         assert called == {"c10d::alltoall_base_": 4, "c10d::allreduce_": 1}
 
 
 def test_evaluation_and_checkpoints_count_as_nothing_else(kept_world: Any, seed: int, tmp_path: Path) -> None:
-    """Their time is no training time, also that of the exchanges in them."""
+    """Neither their own time nor that of their exchanges counts as training time."""
     for step, evaluation, save in kept_world(2).run(
         CASES, "phases_around_an_evaluation", seed=seed, folder=str(tmp_path)
     ):
@@ -190,7 +190,7 @@ def test_evaluation_and_checkpoints_count_as_nothing_else(kept_world: Any, seed:
     "kind", ["random", "ties", "one score", "one bin", "one class", "sorted", "no samples", "both zeros"]
 )
 def test_quality_over_ranks_is_that_of_all_predictions_together(kept_world: Any, seed: int, kind: str) -> None:
-    """AUC to the last bit; each rank has another number of predictions, one has none."""
+    """AUC is equal to the last bit. Ranks have different numbers of predictions, one has none."""
     for size in (1, 3):
         for found, expected in kept_world(size).run(CASES, "quality_over_ranks", seed=seed, kind=kind):
             assert found == pytest.approx(expected, rel=1e-12, nan_ok=True)
@@ -198,7 +198,7 @@ def test_quality_over_ranks_is_that_of_all_predictions_together(kept_world: Any,
 
 
 def test_no_rank_gets_the_predictions_of_all(kept_world: Any, seed: int) -> None:
-    """Half as many again as an even share, or the distinct scores of one bin."""
+    """A rank gets at most 1.5 times an even share, or the distinct scores of one bin."""
     for share in kept_world(3).run(CASES, "largest_message", seed=seed):
         assert share < 0.5
 

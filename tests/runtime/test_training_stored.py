@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with tables on a file: the bits of training in memory, checkpoints between the two, and errors in words."""
+"""Training with tables in a file: the bits of training in memory, checkpoints between the two, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEMORY_BYTES = 40 << 10
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_are_those_of_tables_in_memory(kept_world: Any, seed: int, tmp_path: Path, size: int) -> None:
-    """Over three epochs with an evaluation after each. With two ranks one has the largest table, the other the rest."""
+    """Runs three epochs with an evaluation after each. Of two ranks, one has the largest table, the other the rest."""
     world = kept_world(size)
     memory = world.run(CASES, "train", seed=seed, steps=40)
     stored = world.run(CASES, "train", seed=seed, steps=40, folder=str(tmp_path), memory_bytes=MEMORY_BYTES)
@@ -79,7 +79,7 @@ def test_initial_rows_are_those_in_memory_however_they_are_cut() -> None:
 def test_a_file_left_by_a_killed_run_is_replaced_and_others_are_not(kept_world: Any, seed: int, tmp_path: Path) -> None:
     world = kept_world(1)
     arguments = {"seed": seed, "folder": str(tmp_path), "memory_bytes": MEMORY_BYTES}
-    # This run is not closed: its file stays, and is still locked by the process that made it.
+    # This run is not closed: its file stays, locked by its process.
     assert world.run(CASES, "error", **arguments) == ["no error"]
     file = tmp_path / "rows-0"
     kept = file.read_bytes()

@@ -15,7 +15,7 @@ DEADLINE_S = 120.0
 
 
 def torchrun(folder: Path, name: str, ranks: int, **environment: str) -> list[str]:
-    """Lines that the ranks print, one rank after the other. Each has a file of its own, so none are mixed."""
+    """Returns the lines that the ranks print, rank by rank. Each rank has its own file, so no lines are mixed."""
     options = ["--standalone", f"--nproc-per-node={ranks}", "--log-dir", str(folder / "logs"), "--redirects", "1"]
     command = [sys.executable, "-m", "torch.distributed.run", *options, name]
     variables = {"OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", **environment}
@@ -24,7 +24,7 @@ def torchrun(folder: Path, name: str, ranks: int, **environment: str) -> list[st
 
 
 def program(page: Path, name: str) -> str:
-    """The first block of Python after "Save this as `name`"."""
+    """Returns the first block of Python after "Save this as `name`"."""
     found = re.search(rf"Save this as `{re.escape(name)}`.*?{BLOCK}", page.read_text(), re.DOTALL)
     assert found, f"{page.name} has no {name}"
     return found[1]

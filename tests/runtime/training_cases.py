@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank does in the tests of training: small runs over samples made from a seed."""
+"""The ranks' part in the tests of training: small runs over samples made from a seed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {"batch_size": 24, "embedding_dim": 4, "bottom": (8,), "
 
 
 def samples(seed: int, count: int = 331) -> Samples:
-    """Three tables, one with bags of 0 to 3 ids; an odd number of rows, so that evaluation is cut unevenly."""
+    """Returns samples for three tables, one with bags of 0 to 3 ids. The odd number makes evaluation parts uneven."""
     stream = numpy_stream(seed, "training_cases")
     lengths = stream.integers(0, 4, count)
     user, genre = stream.integers(0, 20, count), stream.integers(0, 6, int(lengths.sum()))
@@ -58,7 +58,7 @@ def trainer(seed: int, tensor_train: str | None = None, data_seed: int | None = 
 
 
 def train(rank: int, world: int, *, seed: int, steps: int, **changed: Any) -> dict[str, Any]:
-    """Weights, their fingerprint, and quality after some steps."""
+    """Trains some steps. Returns weights, their fingerprint, and quality."""
     run = trainer(seed, **changed)
     losses = [run.train_step() for _ in range(steps)]
     quality = run.evaluate()
@@ -74,7 +74,7 @@ def train(rank: int, world: int, *, seed: int, steps: int, **changed: Any) -> di
 def save_then_train_on(
     rank: int, world: int, *, seed: int, folder: str, before: int, after: int, **changed: Any
 ) -> Any:
-    """The uninterrupted run: fingerprints at the checkpoint and at the end."""
+    """Runs without interruption. Returns fingerprints at the checkpoint and at the end."""
     run = trainer(seed, checkpoint=Path(folder), **changed)
     resumption.begin(run)
     for _ in range(before):
@@ -87,7 +87,7 @@ def save_then_train_on(
 
 
 def resume_and_train_on(rank: int, world: int, *, seed: int, folder: str, after: int, **changed: Any) -> Any:
-    """The resumed run: fingerprints after loading and at the end."""
+    """Resumes the run. Returns fingerprints after loading and at the end."""
     run = trainer(seed, checkpoint=Path(folder), resume=True, **changed)
     resumption.begin(run)
     at_checkpoint = fingerprint(run.weights())
@@ -99,7 +99,7 @@ def resume_and_train_on(rank: int, world: int, *, seed: int, folder: str, after:
 def begin_error(
     rank: int, world: int, *, seed: int, folder: str, data_seed: int | None = None, resume: bool = True, **changed: Any
 ) -> str:
-    """What the beginning of a run in this folder says, with the position it leaves."""
+    """Begins a run in this folder. Returns its messages, or its error."""
     run = trainer(seed, checkpoint=Path(folder), resume=resume, data_seed=data_seed, **changed)
     try:
         told = resumption.begin(run)
@@ -110,7 +110,7 @@ def begin_error(
 
 
 def save_on_a_full_disk(rank: int, world: int, *, seed: int, folder: str) -> str:
-    """One good checkpoint, then one whose files the last rank may not write beyond 1 KiB."""
+    """Saves one good checkpoint, then one where the last rank may write at most 1 KiB to each file."""
     run = trainer(seed, checkpoint=Path(folder))
     run.step = 1
     resumption.save(run)
@@ -141,7 +141,7 @@ def loss_that_is_not_a_number(rank: int, world: int, *, seed: int) -> str:
 
 
 def go_back_beside_another_run(rank: int, world: int, *, seed: int, folder: str) -> dict[str, Any]:
-    """Two runs of the same settings share a folder; the other one is ahead."""
+    """Two runs with the same settings share a folder. The other run is ahead."""
     mine, other = (trainer(seed, checkpoint=Path(folder)) for _ in range(2))
     resumption.begin(mine)
     resumption.begin(other)
@@ -158,9 +158,9 @@ def go_back_beside_another_run(rank: int, world: int, *, seed: int, folder: str)
 
 
 def collectives_of_a_step(rank: int, world: int, *, seed: int) -> dict[str, int]:
-    """How often each operation of a process group is called in one step, as torch's profiler sees it."""
+    """Returns how often one step calls each operation of a process group, as torch's profiler counts it."""
     run = trainer(seed)
-    # DDP orders its buckets anew after the first backward pass, once.
+    # DDP reorders its buckets once, after the first backward pass.
     for _ in range(3):
         run.train_step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -170,7 +170,7 @@ def collectives_of_a_step(rank: int, world: int, *, seed: int) -> dict[str, int]
 
 
 def phases_around_an_evaluation(rank: int, world: int, *, seed: int, folder: str) -> list[list[str]]:
-    """The phases whose time changed: in a step, in an evaluation, in a checkpoint."""
+    """Returns the phases whose time changed: in a step, in an evaluation, in a checkpoint."""
     run = trainer(seed, checkpoint=Path(folder))
 
     def save() -> None:
@@ -186,7 +186,7 @@ def phases_around_an_evaluation(rank: int, world: int, *, seed: int, folder: str
 
 
 def predictions(rank: int, world: int, *, seed: int, kind: str, count: int = 3000) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of one rank; the last of several has none."""
+    """Returns the predictions of one rank. The last of several ranks has none."""
     stream = numpy_stream(seed, "predictions", rank, kind)
     count = 0 if kind == "no samples" or 0 < rank == world - 1 else count + 100 * rank
     scores = stream.standard_normal(count)
@@ -207,14 +207,14 @@ def predictions(rank: int, world: int, *, seed: int, kind: str, count: int = 300
 
 
 def quality_over_ranks(rank: int, world: int, *, seed: int, kind: str) -> list[list[float]]:
-    """What the ranks find together, and what one process finds with all predictions."""
+    """Returns the metrics that the ranks compute together, and those of one process with all predictions."""
     parts = [predictions(other, world, seed=seed, kind=kind) for other in range(world)]
     logits, labels = (torch.cat([part[side] for part in parts]).numpy() for side in (0, 1))
     return [list(astuple(found)) for found in (quality_of_ranks(*parts[rank]), quality(logits, labels))]
 
 
 def largest_message(rank: int, world: int, *, seed: int) -> float:
-    """The largest part of all predictions that a rank gets."""
+    """Returns the largest share of all predictions that a rank gets."""
     logits, labels = predictions(rank, world + 1, seed=seed, kind="random", count=20_000)
     exchange, received = dist.all_to_all_single, []
 

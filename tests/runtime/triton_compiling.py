@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the Triton kernels for a GPU that need not be there: `python triton_compiling.py FOLDER` writes their PTX.
+"""Compiles the Triton kernels for a GPU that need not be present: `python triton_compiling.py FOLDER` writes their PTX.
 
-A program of its own, since kernels that were imported for the interpreter cannot be compiled. The operator runs as it
-is, on tensors of the CPU; where it would launch a kernel, the kernel is compiled for an H100 instead.
+This is a separate program, because kernels that were imported for the interpreter cannot be compiled. The operator
+runs as it is, on tensors of the CPU. Where it would launch a kernel, the kernel is compiled for an H100 instead.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ OPTIONS = ("num_warps", "enable_fp_fusion")
 
 
 def attributes(parameter: KernelParam, value: Any) -> list[list[Any]]:
-    """What a launch tells the compiler of an argument: addresses and numbers that 16 divides."""
+    """Returns what a launch tells the compiler about an argument: addresses and numbers divisible by 16."""
     is_known = isinstance(value, torch.Tensor) or (isinstance(value, int) and not parameter.do_not_specialize)
     number = value.data_ptr() if isinstance(value, torch.Tensor) else value
     return [["tt.divisibility", 16]] if is_known and number % 16 == 0 else []
 
 
 def compiled(kernel: JITFunction[Any], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> str:
-    """PTX of one launch."""
+    """Returns the PTX of one launch."""
     named = dict(zip(kernel.arg_names, arguments, strict=False)) | keywords
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
@@ -58,7 +58,7 @@ def compiled(kernel: JITFunction[Any], arguments: tuple[Any, ...], keywords: dic
 
 
 class Compiler:
-    """Stands for a kernel: what is launched through it is compiled, once a combination of constants, and written."""
+    """Takes a kernel's place. Compiles each launch once for each combination of constants, and writes the PTX."""
 
     def __init__(self, kernel: JITFunction[Any], folder: Path) -> None:
         self.kernel, self.folder = kernel, folder
@@ -73,7 +73,7 @@ class Compiler:
 
 
 def cases() -> list[tuple[tuple[TableSpec, ...], OptimizerSpec, Pooling, bool]]:
-    """Every optimizer, pooling and precision at least once; the first is the shape of the benchmark."""
+    """Returns cases with every optimizer, pooling and precision at least once. The first has the benchmark's shape."""
 
     def tables(*dims: int, precision: Precision = Precision.FP32) -> tuple[TableSpec, ...]:
         return tuple(TableSpec(name=str(dim), row_count=1000, dim=dim, precision=precision) for dim in dims)
@@ -91,7 +91,7 @@ def cases() -> list[tuple[tuple[TableSpec, ...], OptimizerSpec, Pooling, bool]]:
 
 
 def fold() -> None:
-    """The folds of tensor-train tables: one member an item, and runs of members, the left matrices transposed."""
+    """Runs the folds of tensor-train tables: one member per item, and runs of members, left matrices transposed."""
     numbers = torch.zeros(64, dtype=torch.int64)
     left, right = torch.zeros(10, 4, 16), torch.zeros(10, 16, 32)
     triton_products.fold_products(left, numbers, right, numbers, None)
@@ -106,7 +106,7 @@ def main(folder: Path) -> None:
                 setattr(module, name, Compiler(value, folder))
     fold()
     triton_operator.tiles_for = lambda width, device: triton_operator.tiles_of_gpu(width, MULTIPROCESSORS)
-    operator = object.__new__(triton_operator.TritonOperator)  # it would ask for a device
+    operator = object.__new__(triton_operator.TritonOperator)  # The constructor would ask for a device.
     for specs, optimizer, pooling, weighted in cases():
         memory = [allocate(spec, optimizer, torch.device("cpu")) for spec in specs]
         lookups = 1024 * len(specs)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # Torch types its collectives thinly:
 # mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
-"""One rank of a World (conftest.py): runs functions of case files on request, in a process of its own.
+"""One rank of a World (conftest.py): runs functions of case files on request, in its own process.
 
-`python world_worker.py RANK WORLD STORE INIT TIMEOUT_S`; requests and answers are JSON, a line each.
+`python world_worker.py RANK WORLD STORE INIT TIMEOUT_S`. Requests and answers are JSON, one per line.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def load(path: str, loaded: dict[str, ModuleType]) -> ModuleType:
 
 def main() -> None:
     rank, world, store, backend, timeout_s = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-    # Answers go to the pipe; whatever else prints goes to standard error.
+    # Answers go to the pipe. All other output goes to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("error")
-    # torch says so of its own complex32, whatever is done with it.
+    # torch always warns about its own complex32.
     warnings.filterwarnings("ignore", message="ComplexHalf support is experimental")
     torch.set_num_threads(1)
     torch.manual_seed(0)
