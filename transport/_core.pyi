@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Final, final
 
 WIRE_REVISION: Final[int]
-"""Of the control payload and of packets (docs/reference/wire.md)."""
+"""The version of the control payload and of packets (docs/reference/wire.md)."""
 
 PATH_POLICIES: Final[tuple[str, ...]]
 """How a flow may choose among its paths (csrc/flow/path_policy.hpp)."""
@@ -14,14 +14,15 @@ CONGESTION_CONTROLS: Final[tuple[str, ...]]
 """What may decide how much is in flight (csrc/flow/congestion.hpp)."""
 
 DEFAULTS: Final[dict[str, int | float | str]]
-"""What C++ takes for fields of `Config` that it is not given: the defaults of config.py."""
+"""The values that C++ uses for missing fields of `Config`. They equal the defaults of config.py."""
 
 def rdma_ports() -> list[tuple[str, int, int, bool, int, list[int], list[tuple[int, str, int]], str]]:
-    """The ports of all RDMA devices: (device, number, state, Ethernet or not, largest payload, partition keys, RoCE v2
-    GIDs as (index, address, interface index), problem). Number 0: only `problem` counts, why it cannot be read."""
+    """Returns the ports of all RDMA devices: (device, number, state, Ethernet or not, largest payload, partition keys,
+    RoCE v2 GIDs as (index, address, interface index), problem). With number 0, only `problem` is valid: why the device
+    cannot be read."""
 
 def describe_signature(signature: int) -> str:
-    """A plan's signature in words, as errors name it: "allreduce of float32 (sum), 1024 elements"."""
+    """Returns a signature in words, as errors name it: "allreduce of float32 (sum), 1024 elements"."""
 
 @final
 class Plan:
@@ -38,7 +39,7 @@ class Op:
     """One run of a plan."""
 
     def wait(self, timeout_s: float = 0.0) -> None:
-        """Blocks until done (0: until the operation's own deadline); raises the error it ended with."""
+        """Blocks until the operation is done. Raises the error it ended with. 0: until the operation's own deadline."""
 
     def done(self) -> bool: ...
     @property
@@ -66,10 +67,10 @@ class Communicator:
         peer_timeout_s: float = 10.0,
     ) -> None: ...
     def shm_offer(self) -> bytes:
-        """Makes this rank's shared-memory segment; what peers need to open it."""
+        """Makes this rank's shared-memory segment. Returns what peers need to open it."""
 
     def shm_accept(self, rank: int, offer: bytes) -> bool:
-        """Opens a peer's segment; False when it cannot be reached."""
+        """Opens a peer's segment. Returns False if it cannot be reached."""
 
     def udp_open(
         self,
@@ -82,10 +83,10 @@ class Communicator:
         ports: tuple[int, int] = (0, 0),
         seed: int = 0,
     ) -> bytes:
-        """Opens the sockets on (address, port) rails, all within `ports` (first, last) unless that begins with 0; what
-        peers need to connect.
+        """Opens the sockets on (address, port) rails. Returns what peers need to connect.
 
-        ArgumentError for a name that is unknown or a number out of range.
+        All ports are within `ports` (first, last), unless that begins with 0. Raises ArgumentError for an unknown name
+        or a number out of range.
         """
 
     def verbs_open(
@@ -99,44 +100,48 @@ class Communicator:
         service: str,
         seed: int = 0,
     ) -> bytes:
-        """Opens the RDMA device that serves these local addresses; what peers need to connect."""
+        """Opens the RDMA device that serves these local addresses. Returns what peers need to connect."""
 
     def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None:
-        """Before connect, with its routes: begins to send packets over every path to the peers of udp routes."""
+        """Begins to send packets over every path to the peers with udp routes.
+
+        Call it before connect, with the same routes.
+        """
 
     def try_network(self, limit_s: float, /) -> bool:
-        """Goes on with the trial for so long at most; True when there is nothing more to find out."""
+        """Continues the trial for at most `limit_s`. Returns True when there is nothing more to find out."""
 
     def is_tried(self, rank: int, /) -> bool:
-        """The trial with this rank is over, or there is none."""
+        """Returns whether the trial with this rank is over. True without a trial."""
 
     def is_perfect(self, rank: int, /) -> bool:
-        """Every path takes the largest packet both ways, or there is no trial."""
+        """Returns whether every path takes the largest packet both ways. True without a trial."""
 
     def trial_message(self, rank: int, /) -> bytes:
-        """What this end knows, for that rank's learn_trial."""
+        """Returns what this end knows, for that rank's learn_trial."""
 
     def learn_trial(self, rank: int, message: bytes, /) -> None:
-        """A trial_message of that rank that came another way; empty: it found every path perfect."""
+        """Takes a trial_message of that rank that came another way. Empty: that rank found every path perfect."""
 
     def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
-        """For each path: own address and source port, the peer's address and port, its source port and our port, the
-        largest payload that arrived there and here, errno of the last send that failed."""
+        """Returns for each path: own address and source port, the peer's address and port, the peer's source port and
+        our port, the largest payload that arrived at the peer and here, and errno of the last failed send.
+        """
 
     def trial_payload_bytes(self, rank: int, /) -> int:
-        """The size of packets that the trial found; 0 before and without one."""
+        """Returns the payload that the trial found, in bytes; 0 before it and without one."""
 
     def trial_payload_max_bytes(self, rank: int, /) -> int:
-        """The largest that the interfaces at both ends take."""
+        """Returns the largest payload that the interfaces at both ends take."""
 
     def give_up(self, reason: str, /) -> None:
-        """In place of connect: tells the peers that could be reached why there will be no group."""
+        """Tells the reachable peers why there will be no group. Replaces connect."""
 
     def connect(self, routes: Sequence[tuple[str, bytes]], /) -> None:
-        """Per rank: ('self'|'shm'|'udp'|'verbs', the peer's blob)."""
+        """Connects to every rank. `routes` has per rank ('self'|'shm'|'udp'|'verbs', the peer's blob)."""
 
     def register_memory(self, buffer: Any) -> Registration:
-        """Keeps a buffer where it is, and registered with RDMA devices once it is used, until closed."""
+        """Keeps a buffer in place until closed. RDMA devices register it on first use."""
 
     def post(
         self,
@@ -149,25 +154,25 @@ class Communicator:
         scalar: float = 1.0,
     ) -> Op: ...
     def time_plan(self, plan: Plan, buffers: Sequence[Any], iterations: int) -> list[float]:
-        """Runs a plan many times without Python in between; returns seconds a run."""
+        """Runs a plan many times without Python in between. Returns the seconds of each run."""
 
     @property
     def handle(self) -> int:
-        """sennit_comm* of the C interface, as an integer."""
+        """Returns the sennit_comm* of the C interface, as an integer."""
 
     def set_timeout(self, timeout_s: float) -> None:
-        """The default deadline of operations from now on."""
+        """Sets the default deadline of later operations."""
 
     @property
     def failure(self) -> str:
-        """Why the group ended; empty while it works."""
+        """Returns why the group ended. Empty while it works."""
 
     @property
     def lost_ranks(self) -> list[int]:
-        """Ranks that the failure blames."""
+        """Returns the ranks that the failure blames."""
 
     def find_gone_ranks(self) -> list[int]:
-        """Peers whose processes, or whose ends of this group, are gone, looked up now."""
+        """Looks up the peers whose process, or whose end of this group, is gone now."""
 
     @property
     def sequence(self) -> int: ...

@@ -36,7 +36,7 @@ _FUNCTIONS: Final[dict[ReduceOp, np.ufunc]] = {
 
 
 def widen(data: Array, dtype: Dtype) -> Array:
-    """Stored bytes as accumulators; complex numbers as rows of (real, imaginary)."""
+    """Returns stored bytes as accumulators; complex numbers as rows of (real, imaginary)."""
     stored: Array = data.view(_STORED[dtype])
     if dtype is Dtype.BF16:
         return np.left_shift(stored, 16, dtype=np.uint32).view(np.float32)
@@ -48,7 +48,7 @@ def widen(data: Array, dtype: Dtype) -> Array:
 
 
 def narrow(values: Array, dtype: Dtype) -> Array:
-    """Accumulators to stored bytes, rounded to nearest even."""
+    """Returns accumulators as stored bytes, rounded to nearest even."""
     if dtype is Dtype.BF16:
         bits = np.ascontiguousarray(values).view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
@@ -59,7 +59,7 @@ def narrow(values: Array, dtype: Dtype) -> Array:
 
 
 def fold(operands: Sequence[Array], dtype: Dtype, op: ReduceOp, *, world: int, scalar: float = 1.0) -> Array:
-    """The left fold of byte arrays of equal size, as bytes."""
+    """Returns the left fold of byte arrays of equal size, as bytes."""
     check_reducible(dtype, op)
     # Overflow to infinity and NaN from infinities are expected results here.
     with np.errstate(all="ignore"):
@@ -75,7 +75,7 @@ def _prepare(operand: Array, dtype: Dtype, op: ReduceOp, scalar: float) -> Array
     values = widen(operand, dtype)
     if op is not ReduceOp.PREMUL_SUM:
         return values
-    # Integers are converted to 64 bits, so that the factor wraps as two's complement does.
+    # Integers are converted to 64 bits, so that the product wraps as in two's complement.
     factor = np.array(scalar if values.dtype.kind == "f" else int(scalar)).astype(values.dtype)
     scaled: Array = values * factor
     return scaled
@@ -102,6 +102,6 @@ def _divide(total: Array, world: int) -> Array:
         quotient = total.astype(np.uint64) // np.uint64(world)
     else:
         wide = total.astype(np.int64)
-        # Floor division rounds down; rounding towards zero is wanted.
+        # Floor division rounds down, but we want rounding towards zero.
         quotient = wide // world + ((wide < 0) & (wide % world != 0))
     return quotient.astype(total.dtype)

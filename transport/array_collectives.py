@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives over NumPy arrays: the simple way to use the transport without torch.
 
-Blocking and plain: arrays in, new arrays out. Where an operation needs it, ranks pass arrays of one shape and type. The
-core finds a disagreement and raises MismatchError.
+Every call blocks, takes arrays and returns new ones. All ranks must pass arrays of the same shape and type where the
+collective needs it. Otherwise the core raises MismatchError.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _DTYPES: Final[dict[str, Dtype]] = {
 }  # fmt: skip
 
 
-# The type code of types without arithmetic. Codes from 0x80 up are torch's (runtime/backend/csrc).
+# The type code of types without arithmetic. torch uses the codes from 0x80 up (runtime/backend/csrc).
 OTHER_TYPE: Final = 0x7F
 
 
 def dtype_of(array: Array) -> Dtype:
-    """The element type of `array`, which must be one that the core knows and in native byte order."""
+    """Returns the element type of `array`. The core must know the type, and the byte order must be native."""
     dtype = _DTYPES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
         raise ArgumentError(f"dtype {array.dtype.str}; allowed: {', '.join(_DTYPES)}, in native byte order")
@@ -51,7 +51,7 @@ class Operation(Protocol):
 
 
 class ArrayCollectives(ABC):
-    """A mixin of `Communicator`, which posts the plans."""
+    """A mixin of `Communicator` that posts the plans."""
 
     rank: int
     world: int
@@ -70,7 +70,7 @@ class ArrayCollectives(ABC):
     ) -> Operation: ...
 
     def allreduce(self, array: Array, op: ReduceOp = ReduceOp.SUM, *, scalar: float = 1.0) -> Array:
-        """The fold of all ranks' arrays, in rank order. `scalar` multiplies each first, with PREMUL_SUM."""
+        """Returns the fold of all ranks' arrays, in rank order. PREMUL_SUM first multiplies each array by `scalar`."""
         given, dtype = _contiguous(array), dtype_of(array)
         output = np.empty_like(given)
         plan = _Call(algorithms.allreduce, self, elements=given.size, dtype=dtype, op=op, in_place=False)
@@ -78,7 +78,7 @@ class ArrayCollectives(ABC):
         return output
 
     def reduce(self, array: Array, root: int, op: ReduceOp = ReduceOp.SUM, *, scalar: float = 1.0) -> Array | None:
-        """The fold at `root`; None elsewhere."""
+        """Returns the fold at `root`, and None elsewhere."""
         given, dtype = _contiguous(array), dtype_of(array)
         output = np.empty_like(given) if self.rank == root else None
         plan = _Call(algorithms.reduce, self, elements=given.size, dtype=dtype, op=op, root=root, in_place=False)
@@ -88,7 +88,7 @@ class ArrayCollectives(ABC):
     def reduce_scatter(
         self, array: Array, op: ReduceOp = ReduceOp.SUM, *, counts: Sequence[int] | None = None, scalar: float = 1.0
     ) -> Array:
-        """This rank's share of the fold along the first axis: `counts[rank]` rows, equal shares by default."""
+        """Returns this rank's share of the fold along the first axis: `counts[rank]` rows, equal shares by default."""
         given, dtype = _contiguous(array), dtype_of(array)
         rows = _splits("counts", counts, given, self.world)
         output = np.empty((rows[self.rank], *given.shape[1:]), given.dtype)
@@ -100,14 +100,14 @@ class ArrayCollectives(ABC):
         return output
 
     def broadcast(self, array: Array, root: int) -> Array:
-        """The root's array. The other ranks' arrays give shape and type."""
+        """Returns the root's array. The other ranks' arrays give shape and type."""
         data = array.copy(order="C")
         plan = _Call(algorithms.broadcast, self, elements=data.size, root=root, **_movement(data))
         self._run(plan, [data])
         return data
 
     def allgather(self, array: Array, *, counts: Sequence[int] | None = None) -> Array:
-        """All ranks' arrays along the first axis. `counts` gives their rows if they differ."""
+        """Returns all ranks' arrays, joined along the first axis. `counts` gives their rows if they differ."""
         given = _contiguous(array)
         rows = tuple(counts) if counts is not None else (given.shape[0],) * self.world
         if len(rows) != self.world or rows[self.rank] != given.shape[0]:
@@ -119,7 +119,7 @@ class ArrayCollectives(ABC):
         return output
 
     def gather(self, array: Array, root: int) -> Array | None:
-        """At `root`, all ranks' equally shaped arrays stacked along a new first axis; None elsewhere."""
+        """Returns, at `root`, all ranks' equally shaped arrays stacked along a new first axis; None elsewhere."""
         given = _contiguous(array)
         output = np.empty((self.world, *given.shape), given.dtype) if self.rank == root else None
         plan = _Call(algorithms.gather, self, counts=(given.size,) * self.world, root=root, **_movement(given))
@@ -127,7 +127,7 @@ class ArrayCollectives(ABC):
         return output
 
     def scatter(self, array: Array, root: int) -> Array:
-        """Row `rank` of the root's array. Elsewhere `array` gives the row's shape and type."""
+        """Returns row `rank` of the root's array. Elsewhere `array` gives the row's shape and type."""
         given = _contiguous(array)
         if self.rank == root and given.shape[:1] != (self.world,):
             raise ArgumentError(f"the root's array has shape {given.shape}; allowed: {self.world} rows")
@@ -159,16 +159,16 @@ class ArrayCollectives(ABC):
         return output
 
     def barrier(self, *, timeout_s: float = 0.0) -> None:
-        """Returns when every rank has called it, at the latest after `timeout_s` (0: the group's own)."""
+        """Returns when every rank has called it. The deadline is `timeout_s` (0: the group's default)."""
         self._run(_Call(algorithms.barrier, self), [], timeout_s=timeout_s)
 
     def send(self, array: Array, peer: int, *, tag: int = 0) -> None:
-        """Returns when `array` may be changed."""
+        """Sends `array` to `peer`. Returns when the caller may change the array."""
         given = _contiguous(array)
         self._run(_Call(algorithms.send, self, peer=peer, elements=given.size, **_movement(given)), [given], tag=tag)
 
     def recv(self, output: Array, peer: int | None = None, *, tag: int = 0) -> int:
-        """Fills `output` from `peer` (None: whoever sends first) and returns the sender's rank."""
+        """Fills `output` from `peer` (None: whichever rank sends first). Returns the sender's rank."""
         if not output.flags.c_contiguous:
             raise ArgumentError("the array to receive into is not contiguous")
         sender = ANY_PEER if peer is None else peer
@@ -185,7 +185,7 @@ class ArrayCollectives(ABC):
         scalar: float = 1.0,
         timeout_s: float = 0.0,
     ) -> Operation:
-        # As bytes: not every NumPy type has the buffer protocol.
+        # The data is passed as bytes, because not every NumPy type has the buffer protocol.
         flat = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
         operation = self.post(call.key, call.compile, flat, tag=tag, scalar=scalar, timeout_s=timeout_s)
         operation.wait()
@@ -193,7 +193,7 @@ class ArrayCollectives(ABC):
 
 
 class _Call:
-    """An algorithm with its arguments, which are also the key of its plan."""
+    """An algorithm with its arguments. Together they are the key of its plan."""
 
     def __init__(self, algorithm: Callable[..., Plan], group: ArrayCollectives, **arguments: Any) -> None:
         self._algorithm = algorithm
@@ -205,12 +205,12 @@ class _Call:
 
 
 def _contiguous(array: Array) -> Array:
-    # Not ascontiguousarray: it turns a scalar into a vector.
+    # ascontiguousarray would turn a scalar into a vector.
     return array if array.flags.c_contiguous else array.copy(order="C")
 
 
 def _movement(array: Array) -> dict[str, int]:
-    """The type code for data movement. Types without arithmetic share a code and differ only in size."""
+    """Returns the type code for data movement. Types without arithmetic share one code and differ only in size."""
     if array.dtype.hasobject:
         raise ArgumentError(f"dtype {array.dtype.str}; allowed: any without Python objects")
     dtype = _DTYPES.get(array.dtype.name)
@@ -222,7 +222,7 @@ def _row_elements(array: Array) -> int:
 
 
 def _splits(name: str, counts: Sequence[int] | None, array: Array, world: int) -> tuple[int, ...]:
-    """Rows for each rank: as given, or equal shares of the first axis."""
+    """Returns the rows for each rank: `counts` as given, or equal shares of the first axis."""
     rows = array.shape[0] if array.ndim else 0
     if counts is None:
         if array.ndim == 0 or rows % world:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group of ranks: rendezvous, the native core, compiled plans, and NumPy collectives on top.
+"""A group of ranks: rendezvous, the native core, compiled plans, and NumPy collectives.
 
     with Communicator(rank=rank, world=2, store=FileStore("/tmp/run-1")) as group:
         total = group.allreduce(np.arange(4.0))
 
-The torch backend uses the same class up to `handle`, and posts its own plans in C++.
+The torch backend also uses this class, but only its `handle`. It posts its own plans in C++.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHUTDOWN_S: Final = 5.0
 
 
 def _rails(config: configuration.Config) -> Sequence[Rail]:
-    # Only a group that needs a network looks at interfaces and devices.
+    # Only a group that needs a network looks for interfaces and devices.
     if config.transport is configuration.TransportKind.VERBS:
         return find_rdma_rails(config.interfaces)
     return find_rails(config.interfaces)
@@ -42,20 +42,20 @@ def _rails(config: configuration.Config) -> Sequence[Rail]:
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """Where a communicator stands in a chain of groups, each made of the one before."""
+    """The place of a communicator in a chain of groups, each made of the one before."""
 
     name: str
-    """That of the first group."""
+    """The name of the first group."""
 
     epoch: int = 0
-    """How many groups came before it."""
+    """The number of groups before this one."""
 
     membership: membership.Membership | None = None
-    """This process's part in the agreement on the next group; made when first needed."""
+    """This process's part in the agreement on the next group. Made when first needed."""
 
 
 class Witness:
-    """What a communicator knows of its own ranks, for the agreement on the next epoch."""
+    """What a communicator knows of its ranks, for the agreement on the next epoch."""
 
     def __init__(self, group: Communicator) -> None:
         self._group = group
@@ -78,7 +78,7 @@ def connect_next(
     timeout_s: float,
     ranks_here_min: int = 1,
 ) -> tuple[membership.View, Communicator]:
-    """Agrees on the next epoch and connects it; `timeout_s` is what operations get then."""
+    """Agrees on the next epoch and connects it. Operations of the new group get `timeout_s`."""
 
     def connect(view: membership.View, watch: Callable[[], None], limit_s: float) -> Communicator:
         group = Communicator(
@@ -94,7 +94,7 @@ def connect_next(
             lineage=Lineage(name=name, epoch=view.epoch, membership=own),
         )
         try:
-            # Everybody is connected when the first of us uses it.
+            # All ranks are connected before the first of them uses the new group.
             group.barrier(timeout_s=limit_s)
         except BaseException:
             group.shutdown(0.0)
@@ -105,7 +105,7 @@ def connect_next(
 
 
 class Communicator(ArrayCollectives):
-    """This rank's end of a group of `world` ranks. Safe to use from several threads; a context manager."""
+    """This rank's end of a group of `world` ranks. A context manager. Several threads may use it."""
 
     def __init__(
         self,
@@ -121,17 +121,17 @@ class Communicator(ArrayCollectives):
         watch: Callable[[], None] | None = None,
         lineage: Lineage | None = None,
     ) -> None:
-        """Returns when every rank has come, at the latest after `connect_timeout_s` (default: `timeout_s`).
+        """Returns when every rank has joined. The deadline is `connect_timeout_s` (default: `timeout_s`).
 
-        `timeout_s` is the deadline of an operation that is given none (default: the configuration's).
-        `store` is shared by all ranks (not needed for a world of 1); `name` tells groups of one store apart.
-        `ranks_here_min`: how many ranks share this machine's cores for certain, if the group is part of more.
-        `watch` is called now and then until every rank has come, and may raise to end the wait. `lineage`: of a group
-        that another one was made into.
+        `timeout_s` is the deadline of operations without their own (default: the configuration's). All ranks share
+        `store` (a world of 1 needs none). `name` tells the groups of one store apart. `ranks_here_min` is a lower bound
+        on the ranks that share this machine's cores, for a group that is part of a larger one. `watch` is called
+        repeatedly until every rank has joined, and may raise to end the wait. `lineage` is set if another group was
+        made into this one.
         """
         if world < 1 or not 0 <= rank < world:
             raise ArgumentError(f"rank {rank} of {world}; allowed: world 1 or more, rank 0..world-1")
-        # Late, so that everything but this class works without the extension.
+        # Imported late, so that everything except this class works without the extension.
         from sennit.transport import _core
 
         self.rank = rank
@@ -165,14 +165,14 @@ class Communicator(ArrayCollectives):
         self.routes = connection.routes
         self.ranks_here = connection.ranks_here
         self.notes = connection.notes
-        """What is worth knowing about how the ranks reach each other: dead paths, smaller packets."""
+        """Notes on how the ranks reach each other: dead paths, smaller packets."""
         self._plans: PlanCache[_core.Plan] = PlanCache(_core.Plan)
         self._store = store
         self._lineage = Lineage(name=name) if lineage is None else lineage
 
     @property
     def handle(self) -> int:
-        """The `sennit_comm*` of core.h; valid as long as this object or a reference of its own holds it."""
+        """The `sennit_comm*` of core.h. Valid while this object, or another reference to the pointer, holds it."""
         return self._core.handle
 
     @property
@@ -182,30 +182,31 @@ class Communicator(ArrayCollectives):
 
     @property
     def sequence(self) -> int:
-        """Collectives posted so far; equal on all ranks when they are in step."""
+        """Collectives posted so far. Equal on all ranks that are in step."""
         return self._core.sequence
 
     @property
     def failure(self) -> str:
-        """Why the group cannot be used any more; empty while it can."""
+        """Why the group cannot be used any more. Empty while it works."""
         return self._core.failure
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
-        """The ranks that the failure blames: dead ones, and those that gave no sign of life for the peer timeout
-        or until a deadline."""
+        """The ranks that the failure blames: dead ranks, and ranks that were silent for the peer timeout or until a
+        deadline.
+        """
         return tuple(self._core.lost_ranks)
 
     def find_gone_ranks(self) -> tuple[int, ...]:
-        """Ranks whose processes, or whose ends of this group, are gone, looked up now."""
+        """Looks up the ranks whose process, or whose end of this group, is gone now."""
         return tuple(self._core.find_gone_ranks())
 
     def counters(self) -> dict[str, int]:
-        """What this rank has counted since the group was made, in all; docs/reference/counters.md has the names."""
+        """Returns this rank's counters, summed since the group was made. docs/reference/counters.md has the names."""
         return self._core.counters()
 
     def describe(self) -> str:
-        """How many operations are in flight, and what is awaited from whom over which paths, for people."""
+        """Describes, for people, how many operations are in flight, and which peers and paths they wait for."""
         return "\n".join((self._core.describe(), *self.notes))
 
     def post(
@@ -219,34 +220,37 @@ class Communicator(ArrayCollectives):
         scalar: float = 1.0,
         background: bool = False,
     ) -> _core.Op:
-        """Starts the plan of `key`, compiled on its first use, over `buffers`, which the operation keeps alive."""
+        """Starts the plan of `key` over `buffers` and compiles it on first use.
+
+        The operation keeps the buffers alive.
+        """
         plan = self._plans.get(key, compile_plan)
         return self._core.post(plan, list(buffers), timeout_s=timeout_s, background=background, tag=tag, scalar=scalar)
 
     def register(self, buffer: Any) -> contextlib.closing[_core.Registration]:
-        """Says that `buffer` serves several operations, whole or in parts, until the result is closed (`with`).
+        """Declares that several operations will use `buffer`, whole or in parts, until the result is closed (`with`).
 
-        With RDMA devices it stays registered between them, and what it costs to register it is paid once. Its owner can
-        neither resize nor free it meanwhile: Python's buffer protocol sees to that. Elsewhere this changes nothing.
+        RDMA devices then register it only once. Meanwhile Python's buffer protocol keeps the owner from resizing or
+        freeing the buffer. Without RDMA devices the call changes nothing.
         """
         return contextlib.closing(self._core.register_memory(buffer))
 
     def time_plan(
         self, key: Hashable, compile_plan: Callable[[], Plan], buffers: Sequence[Any], iterations: int
     ) -> list[float]:
-        """Runs a plan `iterations` times with no Python in between; the seconds of each run. For benchmarks."""
+        """Runs a plan `iterations` times without Python in between. Returns the seconds of each run. For benchmarks."""
         return self._core.time_plan(self._plans.get(key, compile_plan), list(buffers), iterations)
 
     def abort(self, reason: str) -> None:
-        """Fails every operation in flight, here and on the peers."""
+        """Fails every operation in flight, on this rank and on the peers."""
         self._core.abort(reason)
 
     def reconfigure(self, terms: membership.Terms | None = None) -> Communicator:
-        """The communicator of those who live and want to go on, newcomers included; this one ends.
+        """Returns the communicator of the ranks that live and want to go on, newcomers included. Ends this one.
 
-        Every rank that is to be in it calls this, after a failure or when all have agreed to. Ranks keep their order
-        and are numbered anew. Raises TimeoutError if no group comes about in time, PeerError if the others went on
-        without this rank. docs/reference/membership.md has the protocol.
+        Every rank of the new group calls this, after a failure or when all have agreed to. Ranks keep their order and
+        get new numbers. Raises TimeoutError if no group forms in time, and PeerError if the others went on without this
+        rank. docs/reference/membership.md has the protocol.
         """
         name = self._lineage.name
         own = self._lineage.membership
@@ -275,7 +279,7 @@ class Communicator(ArrayCollectives):
         timeout_s: float | None = None,
         terms: membership.Terms | None = None,
     ) -> Communicator:
-        """Joins a group that exists, with its members' next `reconfigure`. `store` and `name` are the group's own."""
+        """Joins an existing group at its members' next `reconfigure`. `store` and `name` are the group's."""
         config = configuration.from_environment() if config is None else config
         _, group = connect_next(
             membership.Membership.of_newcomer(store, name=name),
@@ -294,7 +298,7 @@ class Communicator(ArrayCollectives):
         return self._store
 
     def shutdown(self, timeout_s: float = SHUTDOWN_S) -> None:
-        """Lets what was sent arrive, says goodbye, and ends; more calls do nothing."""
+        """Waits until peers have what was sent, says goodbye, and ends the group. Further calls do nothing."""
         self._core.shutdown(timeout_s)
 
     def __enter__(self) -> Self:

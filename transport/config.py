@@ -13,16 +13,16 @@ from typing import Final, TypeVar
 from sennit.transport.errors import ConfigError
 
 PATHS_MAX: Final = 256
-# Ports below need a privilege to bind.
+# Binding a port below this number needs a privilege.
 PORT_MIN: Final = 1024
 PORT_MAX: Final = 65535
 WINDOW_MIN_BYTES: Final = 64 << 10
 WINDOW_MAX_BYTES: Final = 64 << 20
-# Longer than any identity we make up ourselves, short enough for an error message.
+# Longer than any identity we generate, and short enough for an error message.
 HOST_ID_MAX_CHARACTERS: Final = 128
 # Linux: IFNAMSIZ is 16 with the final zero (uapi/linux/if.h).
 INTERFACE_MAX_CHARACTERS: Final = 15
-# A busy machine may not run a thread for some tenths of a second. A day: while a debugger holds a rank.
+# A busy machine may not run a thread for some tenths of a second. The upper limit of a day is for debuggers.
 PEER_TIMEOUT_MIN_S: Final = 0.5
 PEER_TIMEOUT_MAX_S: Final = 86_400.0
 
@@ -40,21 +40,21 @@ class TransportKind(StrEnum):
 
 
 class PathPolicy(StrEnum):
-    """Which path the next packets take. Names of csrc/flow/path_policy.cpp."""
+    """How the next path is chosen. The names are those of csrc/flow/path_policy.cpp."""
 
     ROUND_ROBIN = "round_robin"
     REPS = "reps"
 
 
 class Congestion(StrEnum):
-    """What decides how much is in flight. Names of csrc/flow/congestion.cpp."""
+    """What decides how much may be in flight. The names are those of csrc/flow/congestion.cpp."""
 
     FIXED = "fixed"
     SWIFT = "swift"
 
 
 class VerbsService(StrEnum):
-    """Which service of RDMA queue pairs carries the packets."""
+    """The service of RDMA queue pairs that carries the packets."""
 
     UC = "uc"
     RC = "rc"
@@ -62,58 +62,57 @@ class VerbsService(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Checked on creation. Ranks of one group need not have equal ones, except that they must find a common way: path
-    policy, congestion control and window are the sender's own affair and change nothing on the wire, and of different
-    path counts a pair uses the smaller."""
+    """The transport's settings, checked on creation. Ranks of one group may have different settings if they find a
+    common transport. Path policy, congestion control and window concern only the sender and change nothing on the wire.
+    If path counts differ, a pair of ranks uses the smaller one."""
 
     transport: TransportKind = TransportKind.AUTO
-    """`SENNIT_TRANSPORT`. auto: shared memory inside a host, else udp. shm, udp, verbs: that one or an error; but udp
-    and verbs are one wire format, so some ranks may have the one and some the other (over IPv6)."""
+    """`SENNIT_TRANSPORT`. auto: shared memory inside a host, else udp. shm, udp, verbs: that one, or an error. The
+    ports udp and verbs share a wire format, so some ranks of a group may use udp and others verbs (over IPv6)."""
 
     interfaces: tuple[str, ...] = ()
-    """`SENNIT_INTERFACES`, names separated by commas: the network interfaces (rails) that udp uses. Empty: those
-    of default routes, else any that are up with an address, else loopback (`rails.py`). verbs: those below the RDMA
-    devices to be used; empty: of the first device that has any (`rdma_rails.py`)."""
+    """`SENNIT_INTERFACES`, names separated by commas: the network interfaces (rails) that udp uses. Empty: those of
+    default routes, else any that are up and have an address, else loopback (`rails.py`). With verbs: the interfaces of
+    the RDMA devices to use; empty: those of the first device that has any (`rdma_rails.py`)."""
 
     paths: int = 8
-    """`SENNIT_PATHS`, 1 to 256: UDP source ports (ECMP entropies) for each peer and rail. Eight spread over four
-    equal-cost planes with little left idle; more only cost state."""
+    """`SENNIT_PATHS`, 1 to 256: UDP source ports (ECMP entropies) for each peer and rail. Eight load four equal-cost
+    planes almost evenly. More paths only cost memory."""
 
     ports: tuple[int, int] | None = None
-    """`SENNIT_PORTS`, "5000-5100": the first and the last UDP port that udp may use, for firewalls. A rank takes one to
-    receive and one for each path, on each rail and for each process group; ranks of a host share the range. None: 4791
-    or any to receive, 49152 to 65535 to send. verbs always uses 4791."""
+    """`SENNIT_PORTS`, "5000-5100": the first and the last UDP port that udp may use, for firewalls. On each rail and
+    for each process group, a rank needs one port to receive and one for each path. Ranks of a host share the range.
+    None: 4791 or any free port to receive, 49152 to 65535 to send. verbs always uses 4791."""
 
     verbs_service: VerbsService = VerbsService.UC
-    """`SENNIT_VERBS_SERVICE`, equal on all ranks with verbs. uc: unreliable connected, where this transport alone sends
-    again what is lost. rc: reliable connected, for devices without uc: the device sends again as well, all from the
-    first loss on."""
+    """`SENNIT_VERBS_SERVICE`, equal on all ranks with verbs. uc: unreliable connected; only this transport retransmits.
+    rc: reliable connected, for devices without uc; the device retransmits too, from the first loss on."""
 
     path_policy: PathPolicy = PathPolicy.ROUND_ROBIN
-    """`SENNIT_PATH_POLICY`. round_robin: every path that works in turn, the best where paths are equal. reps: those
-    whose packets just arrived unmarked again, the faster first, for fabrics whose paths are loaded unequally."""
+    """`SENNIT_PATH_POLICY`. round_robin: all working paths in turn, best where paths are equal. reps: reuses paths
+    whose packets just arrived unmarked, faster ones first, for fabrics whose paths have unequal load."""
 
     congestion: Congestion = Congestion.FIXED
-    """`SENNIT_CONGESTION`. fixed: the whole window, always; receivers' grants alone act against incast. swift: a
-    window by delay and ECN, with pacing, for fabrics that are shared (decision 25 has what it costs)."""
+    """`SENNIT_CONGESTION`. fixed: always the whole window; only the receivers' grants limit incast. swift: a window
+    that follows delay and ECN marks, with pacing, for shared fabrics (decision 25 has its cost)."""
 
     window_bytes: int = 2 << 20
-    """`SENNIT_WINDOW_BYTES`, 64 KiB to 64 MiB: most that this rank has in flight to one peer, whose socket buffer may
-    allow less. Rate times round trip is needed: 100 Gbit/s over 160 µs is the default. Where it is far below the
-    peer's own, acknowledgements come by the timer, 400 µs late."""
+    """`SENNIT_WINDOW_BYTES`, 64 KiB to 64 MiB: how much this rank may have in flight to one peer. The peer's socket
+    buffer may allow less. It should be rate times round-trip time: the default suits 100 Gbit/s over 160 µs. If it is
+    far below the peer's window, acknowledgements wait for a timer and come 400 µs late."""
 
     host_id: str | None = None
-    """`SENNIT_HOST_ID`: stands for this host when ranks look for neighbours. None: the kernel's boot id. Give
-    two containers different ones to keep them from trying shared memory; equal ones do not force it."""
+    """`SENNIT_HOST_ID`: names this host when ranks look for neighbours. None: the kernel's boot id. Give two containers
+    different values to keep them from trying shared memory. Equal values do not force it."""
 
     timeout_s: float = 1800.0
-    """`SENNIT_TIMEOUT_S`, seconds: the deadline of rendezvous and of every operation that is given no other.
-    As long as torch's own default for process groups, which replaces it there."""
+    """`SENNIT_TIMEOUT_S`, seconds: the deadline of rendezvous and of every operation without its own. The default
+    equals torch's default for process groups, which replaces it under torch."""
 
     peer_timeout_s: float = 10.0
-    """`SENNIT_PEER_TIMEOUT_S`, 0.5 to 86,400 seconds: a rank that others wait for and that gives no sign of life for so
-    long is dead to them, and the group ends. Threads of the library give the signs, so a rank that computes, or holds
-    the GIL, is never dead. A process that is stopped (SIGSTOP, a debugger) gives none."""
+    """`SENNIT_PEER_TIMEOUT_S`, 0.5 to 86,400 seconds: a rank that others wait for is dead to them after this time
+    without a sign of life, and the group ends. Library threads send these signs, so a rank that computes or holds the
+    GIL is not dead. A stopped process (SIGSTOP, a debugger) sends none."""
 
     def __post_init__(self) -> None:
         if self.transport not in tuple(TransportKind):
@@ -162,7 +161,7 @@ class Config:
 
 
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
-    """The configuration that the `SENNIT_*` variables ask for; unset or empty ones keep the default."""
+    """Returns the configuration that the `SENNIT_*` variables ask for. Unset or empty ones keep the default."""
     source = os.environ if environment is None else environment
     given: dict[str, str] = {}
     for name in (

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes Python's counters to a file that other processes read. `counters` is the reader.
+"""Writes Python's counters to a file that other processes read with `counters`.
 
-The file is that of the native core's counters (docs/reference/counters.md, "The file"; telemetry/counter_page.hpp).
+The file format is that of the native core's counters (docs/reference/counters.md, "The file";
+telemetry/counter_page.hpp).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ FILE_BYTES: Final = 65_536
 
 
 class CounterPage:
-    """A page of this process, until it is closed or the process ends."""
+    """A page of counters of this process, until it is closed or the process ends."""
 
     def __init__(self, rank: int, world_size: int, folder: Path = counters.FOLDER) -> None:
-        """If the file cannot be created (no such folder, or full), only this process sees the counters."""
+        """Creates the file. If that fails (no such folder, or it is full), only this process sees the counters."""
         self.path: Path | None = None
-        """None without a file."""
+        """The path of the page; None without a file."""
 
         self._used_bytes = 0
         self._names = 0
@@ -59,7 +60,7 @@ class CounterPage:
     def add(
         self, group: str, names: Sequence[str], *, peer: int | None = None, path: int | None = None
     ) -> NDArray[np.uint64]:
-        """Zeroed counters, one for each name. Others see every write at once.
+        """Returns zeroed counters, one for each name. Other processes see every write at once.
 
         Raises ValueError if the page has no room for them.
         """
@@ -82,7 +83,7 @@ class CounterPage:
         if end > FILE_BYTES:
             raise ValueError(f"a page of counters with {end} bytes; allowed: {FILE_BYTES}")
         self._memory[self._used_bytes : end] = content
-        # Written last, because readers trust everything before it.
+        # The length is written last, because readers trust everything before it.
         np.frombuffer(self._memory, np.uint64, 1, counters.USED_BYTES_OFFSET)[0] = self._used_bytes = end
 
 
@@ -92,9 +93,9 @@ def _record(kind: int, names: int, peer: int, path: int, payload: bytes) -> byte
 
 
 def _unnamed_file(folder: Path) -> tuple[int, mmap.mmap]:
-    """A locked file with all its memory allocated:
+    """Creates a locked file with all its memory allocated.
 
-    running out later would be a SIGBUS. It is named once it has content.
+    Running out of memory later would be a SIGBUS. The file gets its name once it has content.
     """
     descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     try:
@@ -109,14 +110,14 @@ def _unnamed_file(folder: Path) -> tuple[int, mmap.mmap]:
 def _give_name(descriptor: int, folder: Path, name: str) -> None:
     into = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # Only with a folder's descriptor does Python follow the symbolic link.
+        # Python follows the symbolic link only if it has a folder's descriptor.
         os.link(f"/proc/self/fd/{descriptor}", name, dst_dir_fd=into, follow_symlinks=True)
     finally:
         os.close(into)
 
 
 def _remove_orphans(folder: Path) -> None:
-    """Pages of this user whose writers were killed. Readers keep them until somebody creates another page."""
+    """Removes pages of this user whose writers were killed. They stay readable until somebody creates another page."""
     for path in folder.glob(counters.PATTERN):
         with contextlib.suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -130,6 +131,6 @@ def _remove_orphans(folder: Path) -> None:
 
 
 def _end(descriptor: int, path: Path, process: int) -> None:
-    if os.getpid() == process:  # not at the end of a forked process
+    if os.getpid() == process:  # A forked child must not remove its parent's file.
         path.unlink(missing_ok=True)
     os.close(descriptor)

@@ -32,12 +32,12 @@ NONE: Final = 0xFFFFFFFF
 
 
 class PageError(FormatError):
-    """The file is not a page of counters, or of another version."""
+    """The file is not a page of counters, or its version is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """One group of counters."""
+    """The counters of one kind, peer and path."""
 
     group: str
     """The subject: engine, shm, udp_send, udp_receive, verbs, flow or path."""
@@ -54,25 +54,25 @@ class Page:
     rank: int
     world: int
     process: int
-    """The number that the rank itself sees."""
+    """The process id in the rank's own PID namespace."""
     began_ns: int
-    """On CLOCK_BOOTTIME."""
+    """When counting began, on CLOCK_BOOTTIME."""
     is_alive: bool
-    """The rank's process still holds the file."""
+    """Whether the rank's process still holds the file."""
     blocks: tuple[Block, ...]
 
     @property
     def number(self) -> str:
-        """Hexadecimal. It tells process groups of one process apart."""
+        """Tells the process groups of one process apart. Hexadecimal."""
         return self.file.name.rpartition("-")[2]
 
     def total(self, group: str, name: str) -> int:
-        """The sum over all blocks of a group."""
+        """Returns the sum over all blocks of a group."""
         return sum(block.values.get(name, 0) for block in self.blocks if block.group == group)
 
 
 def pages(folder: Path = FOLDER) -> Iterator[Page]:
-    """Every rank of this machine whose counters this user may read. Files that vanish meanwhile are skipped."""
+    """Reads all ranks of this machine whose counters this user may read. Skips files that vanish meanwhile."""
     for file in sorted(folder.glob(PATTERN)):
         try:
             yield read(file)
@@ -81,9 +81,9 @@ def pages(folder: Path = FOLDER) -> Iterator[Page]:
 
 
 def read(file: Path) -> Page:
-    """One rank's counters.
+    """Reads one rank's counters.
 
-    Raises OSError if the file cannot be read, `PageError` if it is something else or not complete yet.
+    Raises OSError if the file cannot be read, and `PageError` if it is not a complete page.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

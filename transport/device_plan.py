@@ -2,10 +2,10 @@
 """Plans for device memory: any plan for host memory, with its buffers on a device (docs/reference/plans.md).
 
 Neither the network nor a fold can address device memory, so all bytes pass through scratch on the host. `for_device`
-rewrites a plan in the order of its steps, as a compiler allocates registers: what a step reads is copied into scratch
-before it, what it writes is copied out after it, and scratch is used again as soon as nothing listed later needs it.
-So a plan of any size runs in a bounded piece of host memory, and copies overlap with the network. No algorithm knows
-of devices, and the signature stays the call's own but for one bit.
+rewrites a plan in the order of its steps, like a register allocator. What a step reads is copied into scratch before
+the step. What it writes is copied out after the step. Scratch is reused as soon as no later step needs it. So a plan of
+any size needs only a bounded piece of host memory, and copies overlap with the network. Algorithms know nothing of
+devices. The signature is that of the call on host memory, except for one bit.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from sennit.transport.plan import Copy, Operand, Plan, Recv, Reduce, Send, Step
 from sennit.transport.plan_check import check
 from sennit.transport.signature import on_device
 
-# Scratch for what leaves the device, for what is folded, and for what comes, each. Large enough to hide a copy behind
-# the network.
+# One ring each for loaded, folded and received bytes. Large enough that the network hides the copies.
 RING_BYTES: Final = 4_194_304
-# How algorithms cut messages of device memory: a few of them are under way at a time.
+# How algorithms cut messages of device memory. A few messages are in progress at a time.
 SEGMENT_BYTES: Final = 524_288
-# Neighbouring ranges are copied together up to this size: a copy has a fixed cost of several microseconds.
+# Neighbouring ranges are copied together up to this size, because each copy has a fixed cost of several microseconds.
 BLOCK_BYTES: Final = 1_048_576
 ALIGNMENT_BYTES: Final = 64
 
@@ -34,24 +33,24 @@ Place = tuple[int, int, int]  # buffer, offset, size in bytes
 
 @dataclass(eq=False)
 class _Block:
-    """Neighbouring bytes of one device buffer that have one place in scratch."""
+    """Neighbouring bytes of one device buffer that share one place in scratch."""
 
     buffer: int
     low: int
     high: int
     ring: int
     last_use: int = -1
-    """The number of the last step, in the old plan, that needs it."""
+    """The number, in the old plan, of the last step that needs this block."""
     writers_left: int = 0
     start: int = -1
-    """Its place in scratch."""
+    """The offset in scratch."""
     waits: tuple[int, ...] = ()
-    """New steps that must be done before that place is free for it."""
+    """New steps that must be done before this place in scratch is free for the block."""
     loaded: int = -1
-    """The new step that copies it into scratch, if one does."""
+    """The new step that copies the block into scratch, if there is one."""
     writers: list[int] = field(default_factory=list)
     users: list[int] = field(default_factory=list)
-    """New steps that must be done before its place is free again."""
+    """New steps that must be done before the place is free again."""
 
     @property
     def size_bytes(self) -> int:
@@ -59,17 +58,17 @@ class _Block:
 
 
 class _Ring:
-    """A part of scratch, given out to blocks in turn; it grows only if one step's blocks have no room."""
+    """A part of scratch that blocks use in turn. It grows only if the blocks of one step do not fit."""
 
     def __init__(self, size_bytes: int) -> None:
         self._limit = size_bytes
         self._head = 0
-        # From where to where, and the last block that had it.
+        # Begin, end, and the last block there.
         self._regions: list[tuple[int, int, _Block]] = []
         self.used_bytes = 0
 
     def place(self, block: _Block, now: int) -> None:
-        """Finds room that no block needs at step `now` or later, and notes what must be done before it is free."""
+        """Places the block where no step from `now` on needs the memory, and notes which steps it must wait for."""
         start = self._find(block.size_bytes, now)
         end = start + block.size_bytes
         block.start = start
@@ -78,7 +77,7 @@ class _Ring:
         for low, high, other in self._regions:
             if low < end and start < high:
                 waits.update(other.users)
-            # What is left of it on both sides stays the other's.
+            # What remains on both sides still belongs to the other block.
             pieces = ((low, min(high, start)), (max(low, end), high))
             regions += [(first, last, other) for first, last in pieces if first < last]
         self._regions = regions
@@ -100,7 +99,7 @@ class _Ring:
 
 
 class _Written:
-    """The device ranges that steps listed so far have written; no byte twice."""
+    """The device ranges that the steps so far have written. Writing a byte twice is an error."""
 
     def __init__(self) -> None:
         self._ranges: dict[int, list[tuple[int, int]]] = {}
@@ -118,7 +117,7 @@ class _Written:
 
 
 class _Blocks:
-    """Ranges of the device that have their place in one ring, neighbours put together."""
+    """Ranges of the device that have their place in one ring. Neighbouring ranges are merged."""
 
     def __init__(self, places: Iterable[Place], block_bytes: int, ring: int) -> None:
         self._blocks: dict[int, list[_Block]] = {}
@@ -138,12 +137,12 @@ class _Blocks:
 
 @dataclass
 class _Use:
-    """What one step does with device memory."""
+    """How one step uses device memory."""
 
     loads: list[Place] = field(default_factory=list)
-    """What it reads from the device."""
+    """Places that the step reads from the device."""
     held: list[Place] = field(default_factory=list)
-    """What it reads that an earlier step wrote: it is in scratch still."""
+    """Places that the step reads and an earlier step wrote. They are still in scratch."""
     stores: Place | None = None
     is_direct: bool = False
     """A COPY from one place of the device to another."""
@@ -182,8 +181,9 @@ def _operands(step: Step) -> tuple[Operand, ...]:
     return step.operands if isinstance(step, Reduce) else (step.source,)
 
 
-# Three rings, so that steps wait for memory in no circle: a receive must not wait for a send, whose receiver may wait
-# likewise, nor for a fold, whose result is sent. What was received leaves for the device, or down a tree.
+# With three rings, no cycle of steps waits for memory. A receive must not wait for a send, because the send's receiver
+# may wait in the same way. Nor may it wait for a fold, whose result is sent. Received bytes leave for the device, or
+# down a tree.
 LOADED, FOLDED, RECEIVED = range(3)
 
 
@@ -198,7 +198,7 @@ class _Rewriter:
             if use.stores:
                 places[RECEIVED if isinstance(step, Recv) else FOLDED].append(use.stores)
         largest = max((size_bytes for listed in places for _, _, size_bytes in listed), default=0)
-        # Every share of a fold has a block in use at a time: together they fill half a ring.
+        # All shares of a fold have a block in use at the same time. Together they fill half a ring.
         block_bytes = min(BLOCK_BYTES, max(largest, ring_bytes // (2 * plan.world)))
         blocks = [_Blocks(listed, block_bytes, ring) for ring, listed in enumerate(places)]
         self._loads = {place: blocks[LOADED].of(place) for place in places[LOADED]}
@@ -281,7 +281,10 @@ class _Rewriter:
         block.users.append(self._add(Copy(source, block.buffer, block.low, block.size_bytes, after)))
 
     def _home(self, block: _Block, offset: int) -> tuple[int, int]:
-        """Where byte `offset` of the block's buffer is on the host; each ring is numbered as a buffer for now."""
+        """Returns where byte `offset` of the block's buffer is on the host.
+
+        Until `_rebased`, each ring counts as a buffer.
+        """
         return self._plan.scratch + block.ring, block.start + offset - block.low
 
     def _translated(self, step: Step, use: _Use, after: Iterable[int]) -> Step:
@@ -291,7 +294,7 @@ class _Rewriter:
             return replace(step, source=operands[0], after=waits)
         if isinstance(step, Recv) and step.buffer is None:
             return replace(step, after=waits)
-        # An empty range is nowhere.
+        # An empty range has no place.
         target = self._home(self._stores[use.stores], use.stores[1]) if use.stores else (self._plan.scratch, 0)
         moved = replace(step, buffer=target[0], offset=target[1], after=waits)
         if isinstance(moved, Copy):
@@ -309,7 +312,7 @@ class _Rewriter:
 
 
 def _rebased(step: Step, scratch: int, bases: Sequence[int]) -> Step:
-    """The step with all rings in one scratch buffer, ring r from byte `bases[r]`."""
+    """Returns the step with all rings in one scratch buffer. Ring r begins at byte `bases[r]`."""
 
     def moved(operand: Operand) -> Operand:
         if operand.is_view or operand.index < scratch:
@@ -334,7 +337,7 @@ def _ascending(steps: Iterable[int]) -> tuple[int, ...]:
 
 
 def for_device(plan: Plan, *, ring_bytes: int = RING_BYTES) -> Plan:
-    """`plan`, checked, with the caller's buffers on a device; what it writes to them it writes once."""
+    """Returns `plan`, checked, for buffers on a device. Raises ArgumentError if the plan would write a byte twice."""
     if plan.on_device or plan.scratch_bytes:
         raise ArgumentError(f"plan {plan.name} is for device memory already, or has scratch of its own")
     rewritten = _Rewriter(plan, ring_bytes).run()

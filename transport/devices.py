@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RDMA devices: ports, GIDs, packet sizes, counters, and what prevents the verbs port from using one.
+"""RDMA devices: ports, GIDs, packet sizes, counters, and what prevents the verbs port from using a device.
 
-Reads through pyverbs, the Python interface of rdma-core, imported on first use. Native code moves the data. This module
-chooses a device, feeds `sennit doctor`, and tells a user what is wrong before anything is tried.
+Reads through pyverbs, the Python interface of rdma-core, which is imported on first use. Native code moves the data.
+This module chooses a device, feeds `sennit doctor`, and tells a user early what is wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CRYPTO: Final = Path("/proc/crypto")
 PROCESS_STATUS: Final = Path("/proc/self/status")
 # uapi/linux/capability.h: lets a process register memory beyond the limit
 CAP_IPC_LOCK: Final = 14
-# A registered ring for each of about ten peers, and the tensors of a small model.
+# Enough for a registered ring for each of about ten peers, and the tensors of a small model.
 LOCKED_MEMORY_MIN_BYTES: Final = 64 << 20
 # InfiniBand Architecture Specification 1.4, 10.9.2: the upper bit of a partition key marks full members.
 PARTITION_MASK: Final = 0x7FFF
@@ -45,7 +45,7 @@ class Gid:
     index: int
     address: ipaddress.IPv4Address | ipaddress.IPv6Address
     interface: str
-    """The network interface that has it; empty if it is gone."""
+    """The network interface that has this address. Empty if the interface is gone."""
 
     @property
     def is_link_local(self) -> bool:
@@ -59,10 +59,10 @@ class Port:
     device: str
     number: int
     state: str
-    """As the specification names it: active, down, init, armed."""
+    """The name in the specification: active, down, init, armed."""
     is_ethernet: bool
     mtu_bytes: int
-    """The largest payload of a packet now. The interface's MTU decides it."""
+    """The largest payload of a packet now. It follows from the interface's MTU."""
     gids: tuple[Gid, ...]
     """RoCE version 2 GIDs only."""
     partitions: tuple[int, ...]
@@ -78,10 +78,10 @@ class Device:
     ports: tuple[Port, ...]
     queue_pairs: int
     work_requests: int
-    """Work requests of one queue."""
+    """The number of work requests of one queue."""
     scatter_entries: int
     completions: int
-    """Entries of one completion queue."""
+    """The number of entries of one completion queue."""
     shared_receive_queues: int
     region_bytes: int
     """The largest region that can be registered."""
@@ -94,7 +94,7 @@ class Problem:
     what: str
     remedy: str
     is_fatal: bool = True
-    """False if it works, but not as well as it could."""
+    """False if it works, but worse than it could."""
 
 
 def whats(problems: Sequence[Problem]) -> str:
@@ -106,12 +106,12 @@ def remedies(problems: Sequence[Problem]) -> str:
 
 
 def read_devices() -> tuple[Device, ...]:
-    """Every device of this machine, by name. Having none is no error."""
+    """Returns every device of this machine, by name. None is not an error."""
     module = _pyverbs("device")
     try:
         names = sorted(entry.name.decode() for entry in module.get_device_list())
     except _pyverbs("pyverbs_error").PyverbsRDMAError:
-        return ()  # a kernel without RDMA: pyverbs raises instead of returning an empty list
+        return ()  # Without RDMA in the kernel, pyverbs raises instead of returning an empty list.
     devices = []
     for name in names:
         try:
@@ -123,26 +123,26 @@ def read_devices() -> tuple[Device, ...]:
 
 
 def read_counters(port: Port, sysfs: Path = SYSFS) -> dict[str, int]:
-    """The device's counters of a port (`hw_counters`), under the driver's names; empty if it has none.
+    """Returns the counters of a device's port (`hw_counters`), under the driver's names. Empty if it has none.
 
-    The kernel asks the device again only after `lifespan` milliseconds, ten if nobody changed it.
+    The kernel reads the device again only after `lifespan` milliseconds (10 by default).
     """
     folder = sysfs / port.device / "ports" / str(port.number) / HW_COUNTERS
     return {path.name: int(path.read_text()) for path in counter_files(folder)} if folder.is_dir() else {}
 
 
 def counter_files(folder: Path) -> list[Path]:
-    """A file for each counter of a port, without the driver's setting in the same folder."""
+    """Returns one file for each counter of a port. A driver setting in the same folder is left out."""
     return [path for path in sorted(folder.iterdir()) if path.name != "lifespan"]
 
 
 def usable_ports(devices: Sequence[Device]) -> list[Port]:
-    """Ports that the verbs port can use now."""
+    """Returns the ports that the verbs port can use now."""
     return [port for device in devices for port in device.ports if not port_problems(port)]
 
 
 def port_problems(port: Port) -> list[Problem]:
-    """What prevents using a port."""
+    """Returns what prevents the verbs port from using this port."""
     name = f"port {port.number} of {port.device}"
     if not port.is_ethernet:
         return [Problem(what=f"{name} is InfiniBand; sennit speaks RoCE version 2", remedy="use an Ethernet port")]
@@ -161,7 +161,7 @@ def port_problems(port: Port) -> list[Problem]:
 
 
 def pair_problems(near: Port, far: Port) -> list[Problem]:
-    """What prevents two ports from talking to each other."""
+    """Returns what prevents two ports from talking to each other."""
     found = []
     if near.mtu_bytes != far.mtu_bytes:
         what = f"packets of {near.mtu_bytes} bytes on {near.device} and of {far.mtu_bytes} on {far.device}"
@@ -179,12 +179,12 @@ def pair_problems(near: Port, far: Port) -> list[Problem]:
 
 
 def machine_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module")) -> list[Problem]:
-    """What prevents using any device of this machine."""
+    """Returns what prevents every use of RDMA devices on this machine."""
     return locked_memory_problems() + soft_roce_problems(crypto, modules)
 
 
 def locked_memory_problems() -> list[Problem]:
-    """Whether operations may register as much memory as they need."""
+    """Checks whether operations may register as much memory as they need."""
     found = []
     limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit_bytes != resource.RLIM_INFINITY and limit_bytes < LOCKED_MEMORY_MIN_BYTES and not _may_lock_memory():
@@ -195,10 +195,10 @@ def locked_memory_problems() -> list[Problem]:
 
 
 def soft_roce_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module")) -> list[Problem]:
-    """What prevents soft-RoCE from having devices."""
+    """Returns what prevents soft-RoCE from having devices."""
     found = []
-    # rxe asks the crypto layer by name, and no module dependency says so. Without it, adding a device fails with
-    # "No such file or directory".
+    # rxe asks the crypto layer for it by name, and no module dependency shows this. Without it, adding a device fails
+    # with "No such file or directory".
     if (modules / "rdma_rxe").is_dir() and crypto.is_file() and not _has_crc32(crypto.read_text()):
         what = "soft-RoCE (rdma_rxe) is loaded, but the kernel has no crc32 for it"
         found.append(Problem(what=what, remedy="modprobe crc32_generic, then add the device again"))
@@ -206,7 +206,7 @@ def soft_roce_problems(crypto: Path = CRYPTO, modules: Path = Path("/sys/module"
 
 
 def absence_problems(root: Path = ROOT) -> list[Problem]:
-    """Why this process finds no usable RDMA device."""
+    """Returns why this process finds no usable RDMA device."""
     devices = _names(root / "sys/class/infiniband")
     if devices:
         nodes = [path for path in (root / "dev/infiniband").glob("uverbs*") if os.access(path, os.R_OK | os.W_OK)]
@@ -282,7 +282,7 @@ def _port(device: str, number: int, context: Any) -> Port:
         try:
             entry = context.query_gid_ex(number, index)
         except _pyverbs("pyverbs_error").PyverbsRDMAError:
-            continue  # an empty entry of the table
+            continue  # This entry of the table is empty.
         if entry.gid_type == ibv.IBV_GID_TYPE_ROCE_V2:
             gids.append(_gid(index, entry))
     return Port(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Element types and reduction operations, numbered as in `core.h`, and which go together.
+"""Element types and reduction operations, numbered as in `core.h`, and which operations each type has.
 
-What each operation means bit for bit is written in docs/reference/plans.md ("Arithmetic"); `reference.py` and
-the native kernels both follow it.
+docs/reference/plans.md ("Arithmetic") defines each operation bit for bit. `reference.py` and the native kernels follow
+it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _FIELD: Final = {ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT}
 
 
 def reduce_ops(dtype: Dtype) -> frozenset[ReduceOp]:
-    """The operations defined for `dtype`."""
+    """Returns the operations defined for `dtype`."""
     if dtype in FLOATS:
         return frozenset(_FIELD | _ORDERED | {ReduceOp.PREMUL_SUM})
     if dtype in COMPLEXES:

@@ -30,7 +30,7 @@ __all__ = [
     "from_status",
 ]
 
-# sennit_status of core.h, in its order.
+# The statuses of `sennit_status` in core.h, in their order.
 _BY_STATUS: Final[dict[int, type[SennitError]]] = {
     2: TimeoutError,
     3: AbortedError,
@@ -42,5 +42,5 @@ _BY_STATUS: Final[dict[int, type[SennitError]]] = {
 
 
 def from_status(status: int, message: str) -> SennitError:
-    """The error for a failed `sennit_status`; the core's message is kept as it is."""
+    """Returns the error for a failed `sennit_status`, with the core's message."""
     return _BY_STATUS.get(status, SennitError)(message)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Membership: the processes of a group agree through its store who makes up the group from now on.
+"""Membership: the processes of a group agree through its store on the group's next members.
 
-A group's life is a chain of *epochs*. Epoch 0 is the group as it was made. A process that wants to be in the next
-epoch announces itself there and beats. A member that sees everybody it expects (or knows why not) proposes the list of
-those present. The store's compare-and-set turns one proposal into the decision, which nobody can change. Dead ranks
-take no part, and one store gives one decision. docs/reference/membership.md has the protocol, its timers and limits.
+A group's life is a chain of *epochs*. Epoch 0 is the group as it was made. A process that wants to be in the next epoch
+announces itself there and beats. A member that sees everybody it expects (or knows why not) proposes the list of those
+present. The store's compare-and-set turns one proposal into the decision, which nobody can change. Dead ranks take no
+part, and one store gives one decision. docs/reference/membership.md has the protocol, its timers and limits.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sennit.transport.errors import ArgumentError, MismatchError, PeerError, Sen
 from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
 
-# A candidate rewrites its record this often and reads the others'. With many it is slower, because each reads all.
+# A candidate rewrites its record this often and reads the others'. Many candidates do it less often: each reads all.
 BEAT_S: Final = 0.05
 BEAT_S_PER_CANDIDATE: Final = 0.001
-# A candidate whose beats stop for this long has died or given up.
+# A candidate whose beats stop for this long is dead or has given up.
 STALE_S: Final = 1.0
-# How long a silent rank (not known to be dead) may take to appear after all.
+# How long to wait for a silent rank that is not known to be dead.
 SUSPECT_S: Final = 0.5
-# One attempt to connect a decided epoch; then the next epoch is tried.
+# The time for one attempt to connect a decided epoch. After it, the next epoch is tried.
 CONNECT_S: Final = 15.0
 
 Connected = TypeVar("Connected")
@@ -53,7 +53,7 @@ class View:
 
 
 class Evidence(Protocol):
-    """What the old communicator knows about its ranks. Both may change from call to call."""
+    """What the old communicator knows about its ranks. Each call may give a new answer."""
 
     def find_gone(self) -> Collection[int]:
         """Ranks whose processes, or whose ends of the group, are gone."""
@@ -63,7 +63,7 @@ class Evidence(Protocol):
 
 
 class NoEvidence:
-    """A newcomer's witness: it knows nothing."""
+    """The witness of a newcomer, who knows nothing."""
 
     def find_gone(self) -> Collection[int]:
         return ()
@@ -80,10 +80,10 @@ class Terms:
     """Deadline for everything: agreement, connection, further attempts."""
 
     wait_s: float = 10.0
-    """How long to wait for ranks that are absent and not known to be gone, and for `expect`."""
+    """How long to wait for absent ranks that are not known to be gone, and for `expect`."""
 
     min_world: int = 1
-    """With fewer ranks, the result is an error instead of an epoch."""
+    """With fewer ranks there is an error instead of an epoch."""
 
     expect: int | None = None
     """Wait for this many ranks, newcomers included (at most `wait_s`)."""
@@ -111,7 +111,7 @@ class _Candidate:
     first_s: float
     changed_s: float
     is_confirmed: bool = False
-    """It has beaten since we first saw it."""
+    """Whether it has beaten since we first saw it."""
 
 
 class Membership:
@@ -132,13 +132,13 @@ class Membership:
 
     @classmethod
     def of_founder(cls, store: Store, *, name: str, rank: int, world: int) -> Membership:
-        """For a rank that is in the group from its beginning."""
+        """Returns the membership of a rank that is in the group from the beginning."""
         members = tuple(f"rank-{founder}" for founder in range(world))
         return cls(store, name=name, token=members[rank], members=members, versions=Versions.ours())
 
     @classmethod
     def of_newcomer(cls, store: Store, *, name: str) -> Membership:
-        """For a process that is not in the group yet."""
+        """Returns the membership of a process that is not yet in the group."""
         number = store.add(f"sennit/{name}/membership/newcomers", 1)
         return cls(store, name=name, token=f"newcomer-{number}", members=(), versions=Versions.ours())
 
@@ -151,7 +151,7 @@ class Membership:
         return not self._members
 
     def waiting_count(self) -> int:
-        """How many processes have announced themselves for the next epoch so far."""
+        """Returns how many processes have announced themselves for the next epoch so far."""
         return self._store.add(self._key(self._epoch + 1, "tickets"), 0)
 
     def reform(
@@ -174,7 +174,7 @@ class Membership:
                 connected = connect(view, self._watch_of(view, evidence), min(CONNECT_S, left_s))
             except Exception as error:
                 self._store.set(self._key(epoch, "abandoned"), f"{type(error).__name__}: {error}")
-                # Only what another rank caused is worth another attempt.
+                # Another attempt helps only if another rank caused the failure.
                 is_theirs = isinstance(error, (PeerError, TimeoutError)) or not isinstance(error, SennitError)
                 if not isinstance(error, RuntimeError) or not is_theirs:
                     raise
@@ -197,7 +197,10 @@ class Membership:
                 )
 
     def _agree(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> View:
-        """The first decision from `epoch` on that includes this process (for a member it must be `epoch` itself)."""
+        """Returns the first decision from `epoch` on that includes this process.
+
+        A member accepts only `epoch` itself.
+        """
         while True:
             members = self._decide(epoch, terms, evidence, deadline_s, failure)
             if self._token in members:
@@ -261,7 +264,8 @@ class Membership:
             except (ValueError, TypeError, KeyError):
                 continue
             if (reason := self._versions.mismatch(record)) is not None:
-                # Members go on without it. It learns the reason from their record.
+                # Members ignore a process of another version. That process learns the reason from their records, and
+                # fails here.
                 if self.is_newcomer:
                     raise MismatchError(f"{self._name}: {token} {reason}")
                 continue
@@ -274,7 +278,7 @@ class Membership:
     def _judge(
         self, seen: dict[str, _Candidate], terms: Terms, now_s: float, waited_s: float
     ) -> tuple[set[str], set[str], bool]:
-        """(who is here, whom we wait for, whether nobody else is worth waiting for)."""
+        """Returns (ranks that are here, ranks we wait for, whether all others are not worth waiting for)."""
         fresh = {token: one for token, one in seen.items() if now_s - one.changed_s < STALE_S}
 
         def told(field: str) -> set[str]:
@@ -283,7 +287,7 @@ class Membership:
         excluded = told("exclude")
         present = {token for token, one in fresh.items() if one.is_confirmed and token not in excluded}
         unclear = {token for token, one in fresh.items() if not one.is_confirmed and token not in excluded}
-        # A process that announced itself is alive, whatever others say.
+        # A process that announced itself is alive, whatever others report.
         missing = set(self._members) - fresh.keys() - excluded - told("gone")
         if waited_s >= SUSPECT_S:
             missing -= told("suspects")

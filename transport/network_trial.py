@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trial of the network when a group is made: every path both ways, before the first collective.
 
-As long as packets pass, they alone tell both ranks (`csrc/ports/trial.hpp`). Each rank then leaves what it knows in the
-store. Only a rank whose trial does not end reads there: it learns from the peer's record which direction fails.
+As long as packets pass, the packets alone inform both ranks (`csrc/ports/trial.hpp`). Each rank then leaves what it
+knows in the store. Only a rank whose trial does not end reads the store: the peer's record says which direction fails.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sennit.transport.reachability import TriedPath, Verdict, judge, refusal
 Record = dict[str, Any]
 Route = tuple[str, bytes]
 
-# What is not heard in this time is looked for in the store.
+# A rank that has not heard from a peer for this long looks in the store.
 TRIAL_S: Final = 2.0
-# Between two looks at the store.
+# The pause between two looks at the store.
 SLICE_S: Final = 0.1
-# Both ends have told what they know, and packets may still be on the way.
+# The wait when both ends have told what they know and packets may still be on the way.
 LAST_CHANCE_S: Final = 0.3
-# A peer that leaves no record for so long, and whose port is closed, has ended. A firewall that rejects packets looks
-# the same at first, but then the peer's record comes.
+# A peer that leaves no record for this long and whose port is closed has ended. A firewall that rejects packets looks
+# the same at first, but then the peer's record arrives.
 GONE_S: Final = 10.0
 
 
@@ -55,12 +55,12 @@ class TriedEndpoint(Protocol):
 
 
 class Board(Protocol):
-    """Where ranks leave records for each other: rendezvous' rounds over the store."""
+    """Where ranks leave records for each other: the rounds of rendezvous, over the store."""
 
     def leave(self, record: Record, /) -> None: ...
 
     def look(self, peer: int, /) -> Record | None:
-        """The peer's record; None: it has not left one yet."""
+        """Returns the peer's record, or None if the peer has not left one yet."""
         ...
 
 
@@ -73,10 +73,10 @@ def try_network(
     deadline_s: float,
     watch: Callable[[], None] | None = None,
 ) -> list[Verdict]:
-    """Sends packets over every path to the peers of udp routes, and waits until both ends know what passes.
+    """Sends packets over every path to the peers with udp routes, and waits until both ends know which packets arrive.
 
-    Returns what is worth telling, one verdict for each peer with something. Raises PeerError where no packet passes in
-    one direction, and TimeoutError where a peer does not report until `deadline_s` (of `time.monotonic`).
+    Returns a verdict for each peer with something to report. Raises PeerError where no packet passes in one direction,
+    and TimeoutError where a peer does not report until `deadline_s` (of `time.monotonic`).
     """
     peers = [peer for peer, (kind, _) in enumerate(routes) if kind == "udp"]
     endpoint.begin_trial(routes)
@@ -103,7 +103,7 @@ def try_network(
             if record is not None:
                 errors[peer] = int(record.get("errors", {}).get(str(rank), 0))
                 last_chances_s.setdefault(peer, now_s + LAST_CHANCE_S)
-        # Where something passes both ways, the end that decides needs a moment more.
+        # Where packets pass both ways, the end that decides needs a moment more.
         if all(
             last_chances_s.get(peer, now_s + 1) <= now_s and _verdict(endpoint, rank, peer, errors[peer]).failure
             for peer in still_open
@@ -120,7 +120,7 @@ def try_network(
                 f"{'rank' if len(silent) == 1 else 'ranks'} {', '.join(map(str, silent))}: dead, stopped or cut off"
             )
         is_over = endpoint.try_network(SLICE_S)
-    # Who settled late has told the store less than it knows now.
+    # What this rank left in the store may be out of date now.
     if (now_told := _record(endpoint, peers)) != told:
         board.leave(now_told)
     verdicts = [_verdict(endpoint, rank, peer, errors.get(peer, 0)) for peer in peers if not endpoint.is_perfect(peer)]
@@ -138,7 +138,7 @@ def _open(endpoint: TriedEndpoint, peers: Iterable[int]) -> list[int]:
 
 
 def _record(endpoint: TriedEndpoint, peers: Iterable[int]) -> Record:
-    """Peers that are left out found every path good."""
+    """Returns the failures and warnings to leave in the store. Peers without an entry found every path good."""
     messages: dict[str, str] = {}
     errors: dict[str, int] = {}
     for peer in peers:

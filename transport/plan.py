@@ -13,17 +13,17 @@ from typing import Final, TypeAlias
 
 from sennit.transport.elements import Dtype, ReduceOp
 
-# The most bytes a receive without destination may hold (MAX_LOAN_BYTES in messages/lane.hpp).
+# The most bytes that a receive without destination may hold (MAX_LOAN_BYTES in messages/lane.hpp).
 MAX_LOAN_BYTES: Final = 131_072
 # Slots are 20 bits of a message's 64-bit key.
 SLOT_LIMIT: Final = 1 << 20
-# As the peer of a RECV: whoever sends first (SENNIT_ANY_PEER).
+# As the peer of a RECV: whichever rank sends first (SENNIT_ANY_PEER).
 ANY_PEER: Final = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """Where a step reads: byte `offset` of buffer `index`, or, if `is_view`, of the loan of RECV step `index`."""
+    """Where a step reads: byte `offset` of buffer `index`. With `is_view`: of the loan of RECV step `index`."""
 
     index: int
     offset: int = 0
@@ -32,7 +32,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """`size_bytes` at `source` go to `peer` as message `slot`; done when the range may be overwritten."""
+    """Sends `size_bytes` at `source` to `peer` as message `slot`. Done when the range may be overwritten."""
 
     peer: int
     slot: int
@@ -43,7 +43,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Message `slot` of `peer`, into `buffer` at `offset`; a loan where `buffer` is None."""
+    """Receives message `slot` of `peer` into `buffer` at `offset`, or as a loan if `buffer` is None."""
 
     peer: int
     slot: int
@@ -55,7 +55,7 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`size_bytes` from `source` into `buffer` at `offset`."""
+    """Copies `size_bytes` from `source` into `buffer` at `offset`."""
 
     source: Operand
     buffer: int
@@ -66,7 +66,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """The left fold of `operands`, `size_bytes` each, into `buffer` at `offset`; may overwrite exactly one operand."""
+    """Writes the left fold of `operands`, `size_bytes` each, into `buffer` at `offset`.
+
+    May overwrite exactly one operand.
+    """
 
     operands: tuple[Operand, ...]
     buffer: int
@@ -84,8 +87,8 @@ Step: TypeAlias = Send | Recv | Copy | Reduce
 class Plan:
     """A checked program for rank `rank` of `world`.
 
-    `buffer_bytes` says how large each of the caller's buffers must be at least; buffer number
-    `len(buffer_bytes)` is scratch of `scratch_bytes`, owned by whoever runs the plan.
+    `buffer_bytes` are the minimum sizes of the caller's buffers. Buffer number `len(buffer_bytes)` is scratch of
+    `scratch_bytes`, owned by whatever runs the plan.
     """
 
     name: str
@@ -96,7 +99,7 @@ class Plan:
     scratch_bytes: int
     steps: tuple[Step, ...]
     on_device: bool = False
-    """The caller's buffers are memory of a device: only COPY steps touch them (device_plan.py)."""
+    """Whether the caller's buffers are device memory: then only COPY steps touch them (device_plan.py)."""
 
     @property
     def scratch(self) -> int:
@@ -104,16 +107,17 @@ class Plan:
         return len(self.buffer_bytes)
 
     def encode(self) -> bytes:
-        """The binary form that `sennit_plan_load` takes."""
+        """Returns the binary form that `sennit_plan_load` takes."""
         from sennit.transport.plan_codec import encode
 
         return encode(self)
 
 
 def ordered_steps(plan: Plan) -> list[list[int]]:
-    """On a device: copies to the host, sends that wait for these alone, receives. Each list's steps start in its order.
+    """Lists the steps of a device plan that start in list order: copies to the host, sends that wait only for these,
+    receives.
 
-    Without that, a rank could send a message that its receiver takes late, and keep back one that it takes first.
+    Otherwise a rank could send a message that its receiver takes late, and hold back one that the receiver takes first.
     """
     if not plan.on_device:
         return []
@@ -135,9 +139,9 @@ def ordered_steps(plan: Plan) -> list[list[int]]:
 
 
 class PlanBuilder:
-    """Collects steps. Each adding method returns the new step's number, for `after` lists of later ones.
+    """Collects steps. Each adding method returns the number of the new step, for the `after` lists of later steps.
 
-    A step that reads a loan waits for its RECV without being told.
+    A step that reads a loan waits for its RECV automatically.
     """
 
     def __init__(
@@ -160,7 +164,7 @@ class PlanBuilder:
         return self._add(Recv(peer, slot, size_bytes, buffer, offset, _ascending(after)))
 
     def loan(self, peer: int, slot: int, size_bytes: int, *, after: Iterable[int] = ()) -> int:
-        """A receive whose bytes stay in the transport until one REDUCE or COPY has read them."""
+        """Adds a receive whose bytes stay in the transport until one REDUCE or COPY has read them."""
         return self._add(Recv(peer, slot, size_bytes, None, 0, _ascending(after)))
 
     def copy(self, source: Operand, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()) -> int:
@@ -181,7 +185,7 @@ class PlanBuilder:
         return self._add(Reduce(tuple(operands), buffer, offset, size_bytes, dtype, op, waits))
 
     def build(self) -> Plan:
-        """The plan, checked against every rule of docs/reference/plans.md."""
+        """Returns the plan, checked against every rule of docs/reference/plans.md."""
         from sennit.transport.plan_check import check
 
         plan = Plan(
@@ -206,5 +210,5 @@ class PlanBuilder:
 
 
 def _ascending(steps: Iterable[int]) -> tuple[int, ...]:
-    # One order for one set, so that equal plans have equal bytes.
+    # A set has no order, so it is sorted: equal plans get equal bytes.
     return tuple(sorted(set(steps)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled and loaded plans, the least recently used dropped: a repeated call compiles nothing."""
+"""A cache of compiled and loaded plans, so that a repeated call compiles nothing. Drops the least recently used."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class PlanCache(Generic[Loaded]):
         return self._held_bytes
 
     def get(self, key: Hashable, compile_plan: Callable[[], Plan]) -> Loaded:
-        """The loaded plan of `key`. `compile_plan` runs only if it is missing."""
+        """Returns the loaded plan of `key`. Calls `compile_plan` only if the plan is missing."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is not None:
                 self._entries.move_to_end(key)
                 return entry[0]
-        # Without the lock: two threads may compile the same plan, which costs time once and changes nothing.
+        # Compiled without the lock. Two threads may compile the same plan, which only costs time once.
         data = compile_plan().encode()
         loaded = self._load(data)
         with self._lock:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of docs/reference/plans.md that one plan can break on its own; the native loader holds the same ones.
+"""The rules of docs/reference/plans.md for one plan on its own. The native loader checks the same rules.
 
-That two plans fit together (sizes, order, overlapping writes) is for `reference.py` to find.
+`reference.py` checks that the plans of all ranks fit together (sizes, order, overlapping writes).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _Checker:
         self._sizes = (*plan.buffer_bytes, plan.scratch_bytes)
         self._sent: set[tuple[int, int]] = set()
         self._received: set[tuple[int, int]] = set()
-        # Size of each loan, and the step that reads it.
+        # The size of each loan, and the step that reads it.
         self._loans: dict[int, int] = {}
         self._readers: dict[int, int] = {}
         self._number = -1
@@ -30,7 +30,7 @@ class _Checker:
         for number, step in enumerate(plan.steps):
             self._number = number
             for earlier in step.after:
-                # Steps wait for earlier ones only: that alone makes the graph acyclic.
+                # Steps wait only for earlier steps. This alone makes the graph acyclic.
                 if not 0 <= earlier < number:
                     self._fail(f"waits for step {earlier}; allowed: 0..{number - 1}")
             if step.size_bytes < 0:
@@ -124,5 +124,5 @@ class _Checker:
 
 
 def check(plan: Plan) -> None:
-    """Raises ArgumentError, naming plan, step and rule, where `plan` breaks one."""
+    """Raises ArgumentError if `plan` breaks a rule. The message names plan, step and rule."""
     _Checker(plan).run()

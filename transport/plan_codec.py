@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The binary form of a plan (docs/reference/plans.md, "Binary form"): what the native executor loads.
+"""The binary form of a plan (docs/reference/plans.md, "Binary form"), which the native executor loads.
 
-Written column by column with NumPy, because a plan may have 100,000 steps.
+It is written column by column with NumPy, because a plan may have 100,000 steps.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _operands(step: Step) -> tuple[Operand, ...]:
 
 
 def _row(step: Step) -> tuple[int, int, int, int, int, int, int, int, int]:
-    """kind, dtype, op, flags, peer, slot, buffer, offset, size_bytes."""
+    """Returns the columns kind, dtype, op, flags, peer, slot, buffer, offset, size_bytes."""
     if isinstance(step, Send):
         return SEND, 0, 0, 0, step.peer, step.slot, 0, 0, step.size_bytes
     if isinstance(step, Recv):
@@ -55,12 +55,12 @@ def _row(step: Step) -> tuple[int, int, int, int, int, int, int, int, int]:
 
 
 def _firsts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where each step's part of a shared table starts."""
+    """Returns where each step's part of a shared table starts."""
     return np.cumsum(counts) - counts
 
 
 def encode(plan: Plan) -> bytes:
-    """The bytes `sennit_plan_load` takes."""
+    """Returns the bytes that `sennit_plan_load` takes."""
     count = len(plan.steps)
     table = np.zeros(count, STEP)
     if count:
@@ -80,7 +80,7 @@ def encode(plan: Plan) -> bytes:
     operands["index"] = [operand.index for operand in flat]
     operands["offset"] = [operand.offset for operand in flat]
 
-    # Steps name what they wait for. The executor needs the reverse: for each step, who waits for it.
+    # Steps name what they wait for. The executor needs the reverse: the steps that wait for each step.
     wait_counts = np.fromiter((len(step.after) for step in plan.steps), np.int64, count)
     waiting = np.repeat(np.arange(count), wait_counts)
     awaited = np.fromiter((e for step in plan.steps for e in step.after), np.int64, int(wait_counts.sum()))
@@ -100,7 +100,7 @@ def encode(plan: Plan) -> bytes:
 
 
 def decode(data: bytes) -> Plan:
-    """The plan of `data`, unchecked; `buffer_bytes` are the ends of the furthest ranges used."""
+    """Returns the plan of `data`, unchecked. `buffer_bytes` are the ends of the furthest ranges used."""
     if len(data) < HEADER.size:
         raise ArgumentError(f"a plan has at least {HEADER.size} bytes, not {len(data)}")
     magic, version, buffer_count, world, rank, signature, steps, operands, edges, name_bytes, scratch, flags, _ = (

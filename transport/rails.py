@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which local addresses the udp port uses: one rail an interface. Linux only, standard library only."""
+"""Finds the local addresses that the udp port uses, one rail for each interface.
+
+Linux and the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from pathlib import Path
 
 from sennit.transport.errors import ConfigError
 
-# The calling thread may be in another network namespace than the first one, whose /proc/net shows.
+# The calling thread may be in another network namespace than the main thread, whose namespace /proc/net shows.
 PROC_NET = Path("/proc/thread-self/net")
 
 # linux/sockios.h, linux/if.h
@@ -21,10 +24,10 @@ SIOCGIFADDR = 0x8915
 SIOCGIFFLAGS = 0x8913
 IFF_UP = 0x1
 IFF_LOOPBACK = 0x8
-# linux/if_addr.h: an address that a temporary, failed, deprecated or unfinished configuration left behind
+# linux/if_addr.h: flags of temporary, failed, deprecated and unfinished addresses
 IFA_F_TEMPORARY = 0x01
 IFA_F_UNUSABLE = 0x08 | 0x20 | 0x40
-# net/ipv6.h, as /proc/net/if_inet6 prints it
+# net/ipv6.h, as in /proc/net/if_inet6
 IPV6_ADDR_LINKLOCAL = 0x20
 # linux/route.h
 RTF_UP = 0x1
@@ -33,7 +36,7 @@ RTF_REJECT = 0x200
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """A network interface with the addresses that a peer could send to (none link-local)."""
+    """A network interface with the addresses that a peer could send to. Link-local addresses are left out."""
 
     name: str
     is_up: bool
@@ -49,19 +52,23 @@ class Interface:
 
 @dataclass(frozen=True, kw_only=True)
 class Rail:
-    """One local address, and the interface that has it."""
+    """A local address, and the interface that has it."""
 
     interface: str
     address: str
 
 
 def find_rails(wanted: Sequence[str] = ()) -> list[Rail]:
-    """The rails of this machine: of the interfaces named, or where none is, of those that reach other machines."""
+    """Returns the rails of this machine: those of the named interfaces, or without names, those that reach other
+    machines.
+    """
     return choose_rails(read_interfaces(), wanted, read_default_routes())
 
 
 def choose_rails(interfaces: Sequence[Interface], wanted: Sequence[str], default_routes: Sequence[str]) -> list[Rail]:
-    """Named interfaces in the order given; else those of default routes; else any with an address; else loopback."""
+    """Chooses the named interfaces in the order given; else those of default routes; else any with an address; else
+    loopback.
+    """
     by_name = {interface.name: interface for interface in interfaces}
     if wanted:
         return [_rail(_named(by_name, name)) for name in wanted]
@@ -78,13 +85,13 @@ def choose_rails(interfaces: Sequence[Interface], wanted: Sequence[str], default
 
 
 def read_interfaces(proc_net: Path = PROC_NET) -> list[Interface]:
-    """All interfaces of this network namespace, by index."""
+    """Returns all interfaces of this network namespace, by index."""
     ipv6 = _read_ipv6(proc_net / "if_inet6")
     interfaces = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():
             flags = _interface_flags(control, name)
-            if flags is None:  # gone since it was listed
+            if flags is None:  # The interface is gone since it was listed.
                 continue
             ipv4 = _interface_ipv4(control, name)
             interfaces.append(
@@ -100,7 +107,7 @@ def read_interfaces(proc_net: Path = PROC_NET) -> list[Interface]:
 
 
 def read_default_routes(proc_net: Path = PROC_NET) -> list[str]:
-    """The interfaces of default routes, IPv6 first."""
+    """Returns the interfaces of default routes, IPv6 first."""
     names = []
     for line in _lines(proc_net / "ipv6_route"):
         # destination, its prefix length, source, its prefix length, next hop, metric, references, use, flags, device
@@ -162,7 +169,7 @@ def _read_ipv6(path: Path) -> dict[str, list[str]]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except FileNotFoundError:  # a kernel without that family
+    except FileNotFoundError:  # This kernel lacks the address family.
         return []
 
 
@@ -179,5 +186,5 @@ def _interface_ipv4(control: socket.socket, name: str) -> str | None:
 def _request(control: socket.socket, number: int, name: str) -> bytes | None:
     try:
         return fcntl.ioctl(control, number, struct.pack("16s24x", name.encode()))
-    except OSError:  # no such interface any more, or no address of the family
+    except OSError:  # The interface is gone, or has no address of the family.
         return None

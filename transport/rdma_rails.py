@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses of RDMA devices the verbs port uses, one rail per interface, and what two ranks must share.
-
-The native core reads the ports and opens libibverbs itself, so a rank needs no pyverbs.
-"""
+"""Finds the addresses of RDMA devices that the verbs port uses, one rail for each interface, and checks pairs."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from sennit.transport.errors import ConfigError, MismatchError, Unsupported
 from sennit.transport.rails import Rail
 
 Record: TypeAlias = dict[str, Any]
-IP_VERSIONS: Final = (6, 4)  # in the order in which rails are paired (docs/reference/wire.md, "Offer")
+IP_VERSIONS: Final = (6, 4)  # The order in which rails are paired (docs/reference/wire.md, "Offer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +40,7 @@ class RdmaRail(Rail):
         return f"{self.port.device} port {self.port.number} {self.address} on {self.interface}"
 
     def as_record(self) -> Record:
-        """What peers compare with their own."""
+        """Returns the record that peers compare with their own."""
         return {
             "device": self.port.device,
             "mtu_bytes": self.port.mtu_bytes,
@@ -53,7 +50,7 @@ class RdmaRail(Rail):
 
 
 def find_rdma_rails(wanted: Sequence[str] = ()) -> list[RdmaRail]:
-    """The rails of this machine: addresses of the named interfaces, or of the first device that has any."""
+    """Returns the rails of this machine: addresses of the named interfaces, or of the first device that has any."""
     ports, unreadable = read_ports()
     rails = choose_rdma_rails(ports, wanted, unreadable)
     if problems := locked_memory_problems():
@@ -62,7 +59,7 @@ def find_rdma_rails(wanted: Sequence[str] = ()) -> list[RdmaRail]:
 
 
 def read_ports() -> tuple[list[Port], list[Problem]]:
-    """The ports of every device, and the errors of devices that cannot be read."""
+    """Returns the ports of every device, and the errors of devices that cannot be read."""
     from sennit.transport import _core
 
     interfaces = dict(socket.if_nameindex())
@@ -92,7 +89,7 @@ def read_ports() -> tuple[list[Port], list[Problem]]:
 def choose_rdma_rails(
     ports: Sequence[Port], wanted: Sequence[str], unreadable: Sequence[Problem] = ()
 ) -> list[RdmaRail]:
-    """The best address of each named interface, in their order; else of each usable port of the first device."""
+    """Returns the best address of each named interface, in order; else of each usable port of the first device."""
     if not ports:
         raise Unsupported("verbs", _text(unreadable or absence_problems()))
     # A link-local address has a scope, which rendezvous does not carry.
@@ -119,9 +116,9 @@ def choose_rdma_rails(
 
 
 def check_pair(near: Sequence[Record], far: Sequence[Record], peer: int) -> None:
-    """Compares this rank's rails with a peer's, both as records.
+    """Compares this rank's rails with a peer's. Both are records.
 
-    Raises MismatchError if no packet could arrive. Warns if packets are only smaller than they could be.
+    Raises MismatchError if no packet could arrive. Warns if packets are smaller than they could be.
     """
     for version in IP_VERSIONS:
         for ours, theirs in zip(_of_version(near, version), _of_version(far, version), strict=False):

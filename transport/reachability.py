@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the trial of the network found, in words: which direction fails, between which addresses, and what to do.
+"""Says in words what the trial of the network found: which direction fails, between which addresses, and what to do.
 
-The trial itself is native (`csrc/ports/trial.hpp`); when it runs, `network_trial.py` says. Nothing here opens a socket.
+The trial itself is native (`csrc/ports/trial.hpp`). `network_trial.py` decides when it runs. This file opens no socket.
 """
 
 from __future__ import annotations
@@ -19,42 +19,42 @@ ROCE_BYTES: Final = 36
 IPV4_BYTES: Final = 20
 IPV6_BYTES: Final = 40
 PAYLOAD_MIN_BYTES: Final = 256
-# How many ports of a list a message shows.
+# How many ports of a list a message names.
 SHOWN_PORTS: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class TriedPath:
-    """One path between two ranks, as `_core.Communicator.tried_paths` has it."""
+    """One path between two ranks, as `_core.Communicator.tried_paths` reports it."""
 
     address: str
-    """Ours."""
+    """Our address."""
     source_port: int
-    """Of the packets that we send."""
+    """The source port of our packets."""
     peer_address: str
     peer_port: int
-    """Where our packets go."""
+    """The port that our packets go to."""
     peer_source_port: int
     port: int
-    """Where the peer's packets come in."""
+    """The port where the peer's packets arrive."""
     told_bytes: int
-    """The largest payload of ours that arrived at the peer; 0: none did."""
+    """The largest payload of ours that arrived at the peer. 0: none did."""
     heard_bytes: int
-    """The largest payload that arrived here; 0: none did."""
+    """The largest payload that arrived here. 0: none did."""
     error: int
-    """errno of our last send that failed, or of what the network said about a packet; 0: nothing."""
+    """errno of our last failed send, or of the network's error about one of our packets. 0: no error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came out for one peer."""
+    """The result of the trial with one peer."""
 
     failure: str = ""
-    """Why there is no group with this peer; empty where packets pass both ways."""
+    """Why there can be no group with this peer. Empty if packets pass both ways."""
     warnings: tuple[str, ...] = ()
     """Paths that stay out of use."""
     notes: tuple[str, ...] = ()
-    """What is worth knowing, and no fault."""
+    """Facts worth knowing that are no fault."""
 
 
 def judge(
@@ -66,9 +66,10 @@ def judge(
     payload_max_bytes: int,
     peer_error: int = 0,
 ) -> Verdict:
-    """`payload_bytes`: what both ends agreed on (0: nothing); `payload_max_bytes`: what their interfaces take.
+    """Returns the verdict on `peer`.
 
-    `peer_error` is the errno of the peer's own sends to us, as it reported.
+    `payload_bytes` is what both ends agreed on (0: nothing), `payload_max_bytes` what their interfaces take.
+    `peer_error` is the errno that the peer reported for its own sends to us.
     """
     mute = [path for path in paths if path.heard_bytes == 0]
     deaf = [path for path in paths if path.told_bytes == 0]
@@ -99,7 +100,7 @@ def judge(
 
 
 def refusal(paths: Sequence[TriedPath]) -> str:
-    """Of a peer whose process has ended: nothing but its closed port answers."""
+    """Returns the words for a peer whose process has ended, so that only its closed port answers."""
     ends = ", ".join(dict.fromkeys(_end(path.peer_address, path.peer_port) for path in paths))
     return f"nobody listens at UDP {ends} any more (port unreachable), and it has left no record of its own trial"
 
@@ -151,7 +152,7 @@ def _incoming(paths: Sequence[TriedPath]) -> str:
 
 
 def _ways(ways: Sequence[tuple[str, int, str, int]]) -> str:
-    """The paths of one pair of addresses together: what differs is the source port."""
+    """Describes together the paths of one pair of addresses, which differ only in source port."""
     grouped: dict[tuple[str, str, int], list[int]] = {}
     for source, source_port, destination, port in ways:
         grouped.setdefault((source, destination, port), []).append(source_port)
@@ -172,6 +173,6 @@ def _end(address: str, port: int) -> str:
 
 
 def _packet_bytes(paths: Sequence[TriedPath], payload_bytes: int) -> int:
-    """The size of the IP packet, as an MTU counts it."""
+    """Returns the size of the IP packet, which is what an MTU limits."""
     is_ipv6 = any(ipaddress.ip_address(path.address).version == 6 for path in paths)
     return (IPV6_BYTES if is_ipv6 else IPV4_BYTES) + UDP_BYTES + ROCE_BYTES + payload_bytes

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A NumPy interpreter that runs the plans of all ranks together: the truth for algorithms and executor.
+"""A NumPy interpreter that runs the plans of all ranks together: the reference for algorithms and executor.
 
-The order in which things happen is drawn from a seed within what a real transport may do: sends and receives
-start in list order among those that are ready, local steps and deliveries in any order, a rank grants a peer a
-bounded number of loans, and (with `in_order`) messages between two ranks do not overtake one another. A byte that
-is written while another step may still read or write it is a fault, and so is a run that cannot go on.
+A seed draws the order of events, within what a real transport may do. Ready sends and receives start in list order.
+Local steps and deliveries happen in any order. A rank grants a peer a bounded number of loans. With `in_order`,
+messages between two ranks do not overtake one another. Writing a byte that another step may still read or write is a
+fault, and so is a run that cannot go on.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class PlanFault(SennitError):
 
 @dataclass(slots=True)
 class _Span:
-    """Memory in use by a step. Addresses, not buffer numbers, because buffers may overlap."""
+    """Memory that a step uses. Holds addresses, not buffer numbers, because buffers may overlap."""
 
     low: int
     high: int
@@ -45,15 +45,15 @@ class _Rank:
     buffers: list[Bytes]
     waits: list[int]
     waiters: list[list[int]]
-    # Ready steps that have not started: messages in list order, local work in any order.
+    # Ready steps that have not started. Messages start in list order, local work in any order.
     messages: list[int] = field(default_factory=list)
     local: list[int] = field(default_factory=list)
-    # Copies from a device, which it makes in this order.
+    # Copies from a device, which the device makes in this order.
     loads: list[int] = field(default_factory=list)
-    # On a device: steps that start in list order, those of each list by themselves; they leave it then.
+    # On a device: steps that start in list order, and leave the list then. Each list has its own order.
     ordered: list[list[int]] = field(default_factory=list)
     in_order: frozenset[int] = frozenset()
-    # Started sends and receives, in starting order.
+    # Started sends and receives, in the order of their start.
     sends: list[int] = field(default_factory=list)
     recvs: list[int] = field(default_factory=list)
     loans: dict[int, Bytes] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class _Rank:
         return self.buffers[buffer][offset : offset + size_bytes]
 
     def claim(self, step: int, data: Bytes, *, writing: bool) -> None:
-        """Marks memory as in use. Raises PlanFault if another step uses it and one of the two writes."""
+        """Marks memory as in use. Raises PlanFault if another step uses it and one of the two steps writes."""
         low = data.__array_interface__["data"][0]
         span = _Span(low, low + data.size, writing, step)
         for other in self.spans:
@@ -109,7 +109,7 @@ def _flat(array: npt.NDArray[Any]) -> Bytes:
 
 
 class Interpreter:
-    """All ranks' plans over all ranks' buffers. `run` changes the buffers in place."""
+    """All ranks' plans and buffers. `run` changes the buffers in place."""
 
     def __init__(
         self,
@@ -186,7 +186,8 @@ class Interpreter:
         if step.buffer is not None:
             data = rank.bytes_at(step.buffer, step.offset, step.size_bytes)
             rank.claim(number, data, writing=True)
-            # From here on the network may write, so a step that reads too early reads noise.
+            # From here on the network may write, so the memory is filled with noise. A step that reads too early reads
+            # noise.
             data[:] = self._noise.integers(0, 256, data.size, np.uint8)
         rank.recvs.append(number)
 
@@ -216,7 +217,7 @@ class Interpreter:
         return data
 
     def _deliveries(self) -> list[tuple[_Rank, int, _Rank, int]]:
-        """Every (sender, SEND, receiver, RECV) that may complete now."""
+        """Returns every (sender, SEND, receiver, RECV) that may complete now."""
         found: list[tuple[_Rank, int, _Rank, int]] = []
         for receiver in self._ranks:
             granted: dict[int, int] = {}
@@ -289,5 +290,5 @@ def run(
     loans_per_peer: int = 4,
     in_order: bool = False,
 ) -> None:
-    """Runs `plans[r]` over `buffers[r]` for all ranks r; results are in the buffers."""
+    """Runs `plans[r]` over `buffers[r]` for all ranks r. The results are in the buffers."""
     Interpreter(plans, buffers, seed=seed, scalar=scalar, loans_per_peer=loans_per_peer, in_order=in_order).run()

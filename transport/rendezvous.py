@@ -38,11 +38,11 @@ from sennit.transport.rdma_rails import RdmaRail, check_pair
 from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
 
-# Stores count in milliseconds or by another clock: one that gives up this little early has timed out, not failed.
+# Stores count in milliseconds or use another clock. A store that gives up this little early has timed out, not failed.
 STORE_CLOCK_SLACK_S: Final = 0.05
-# Between two looks at the store and at what `watch` watches.
+# The first pause between two looks at the store. The pause then grows up to WATCH_POLL_S.
 POLL_FIRST_S: Final = 0.0005
-# How often old records are looked at again, and how long one that fits no run of ours may be one of an earlier run.
+# How often old records are read again, and for how long a record that fits no run may belong to an earlier run.
 REREAD_S: Final = 0.1
 OLD_RECORD_S: Final = 10.0
 WATCH_POLL_S: Final = 0.01
@@ -97,11 +97,11 @@ class Connection(Generic[AnyEndpoint]):
     ranks_here: int
     """Ranks of the group that share this machine's cores, this one included."""
     notes: tuple[str, ...] = ()
-    """What is worth knowing about how the ranks reach each other; for `describe()`."""
+    """Notes for `describe()` on how the ranks reach each other."""
 
 
 class _Rounds:
-    """Exchanges one record of every rank at a time, all before one deadline."""
+    """Exchanges one record of every rank at a time. One deadline holds for all rounds."""
 
     def __init__(
         self, store: Store, *, name: str, rank: int, world: int, timeout_s: float, watch: Callable[[], None] | None
@@ -119,9 +119,10 @@ class _Rounds:
         self._deadline_s = time.monotonic() + timeout_s
 
     def exchange(self, round_name: str, make: Callable[[], Record]) -> list[Record]:
-        """Publishes what `make` returns and waits for everybody's. If `make` raises, the others hear why.
+        """Publishes the record that `make` returns, and waits for everybody's. If `make` raises, the others get the
+        reason.
 
-        Everybody's record has the fields that `make`'s has, of the same types.
+        Every record must have the fields of `make`'s record, with the same types.
         """
         key = self._key(round_name, self._rank)
         try:
@@ -133,7 +134,7 @@ class _Rounds:
         return [self._collect(round_name, peer, record) for peer in range(self._world)]
 
     def meet(self, make: Callable[[], Record]) -> list[Record]:
-        """The first round. One of another world is refused, unless an earlier run left it."""
+        """Runs the first round. Refuses a record of another world, unless an earlier run left it."""
         hello = self.exchange("hello", make)
         wait_until_s = min(time.monotonic() + OLD_RECORD_S, self._deadline_s)
         while strange := [peer for peer, record in enumerate(hello) if record["world"] != self._world]:
@@ -149,7 +150,10 @@ class _Rounds:
         return hello
 
     def settle(self, hello: list[Record]) -> list[Record]:
-        """Makes sure that all ranks are in one run: `hello`, less what an earlier run left in the store."""
+        """Makes sure that all ranks are in one run.
+
+        Returns `hello` without the records that an earlier run left in the store.
+        """
         while True:
             if self._rank == 0:
                 self._run = secrets.token_hex(8)
@@ -159,34 +163,34 @@ class _Rounds:
                 self._poll("run", self._is_listed)
             self._publish(self._key("here", self._rank), {})
             everybody = [self._key("here", peer) for peer in range(self._world)]
-            # Whoever it is that is not here yet may have left an old record: rank 0 reads again, and lists again.
+            # A rank that is not here yet may have left an old record. So rank 0 reads again, and lists again.
             self._poll("here", partial(self._are_here_or_gone_on, everybody, hello))
             if self._store.check(everybody):
                 return [self._collect_of_run(peer, hello[peer]) for peer in range(self._world)]
             hello = [self._collect("hello", peer, record) for peer, record in enumerate(hello)]
 
     def own_nonce(self) -> str:
-        """Tells this process from an earlier one of the same rank."""
+        """Returns the number that tells this process from an earlier one of the same rank."""
         return self._nonce
 
     @property
     def deadline_s(self) -> float:
-        """Of `time.monotonic`."""
+        """The deadline on the clock `time.monotonic`."""
         return self._deadline_s
 
     def leave(self, record: Record, /) -> None:
-        """This rank's record of the network trial; a later one replaces it."""
+        """Publishes this rank's record of the network trial. A later record replaces it."""
         self._publish(self._key("trial", self._rank), record)
 
     def look(self, peer: int, /) -> Record | None:
-        """The peer's record of the network trial, if it has left one."""
+        """Returns the peer's record of the network trial, if it has left one."""
         key = self._key("trial", peer)
         if not self._store.check([key]):
             return None
         return self._decode(self._store.get(key), peer, {"messages": {}, "errors": {}})
 
     def _is_listed(self) -> bool:
-        """The newest run has this process in it; then it is ours."""
+        """Checks whether the newest run lists this process. If so, this process takes part in that run."""
         listed = self._read_run()
         if listed is None or listed["nonces"][self._rank : self._rank + 1] != [self._nonce]:
             return False
@@ -289,7 +293,7 @@ class _Rounds:
         try:
             return self._store.check([key])
         except SennitError:
-            # The store is gone as well: then nobody is there.
+            # The store is gone as well, so no rank is there.
             return False
 
     def _run_key(self) -> str:
@@ -314,9 +318,9 @@ def connect(
 ) -> Connection[AnyEndpoint]:
     """Makes an endpoint, agrees on its route to every rank, and connects it.
 
-    `make_endpoint` is told how many ranks share this machine's cores, this one included; `rails` is asked for local
-    addresses only if some pair needs udp. `name` keeps groups that share a store apart. `watch` is called while this
-    rank waits, and may raise what ends the wait.
+    `make_endpoint` gets the number of ranks that share this machine's cores, this one included. `rails` is called for
+    local addresses only if some pair needs udp. `name` keeps groups that share a store apart. `watch` is called while
+    this rank waits, and may raise an error to end the wait.
     """
     if world == 1:
         alone = make_endpoint(1)
@@ -412,7 +416,7 @@ def _offer(endpoint: Endpoint, config: Config) -> Record:
 
 
 def _opened(endpoint: Endpoint, hello: Sequence[Record], offers: Sequence[Record], rank: int) -> Record:
-    """Which peers' segments this rank could open; none where it has none itself."""
+    """Returns the peers whose segments this rank could open. None if this rank has no segment."""
     opened: list[int] = []
     for peer, record in enumerate(offers):
         near = peer != rank and hello[peer]["host"] == hello[rank]["host"]
@@ -425,7 +429,7 @@ def _opened(endpoint: Endpoint, hello: Sequence[Record], offers: Sequence[Record
 def _refuse_strangers(
     config: Config, hello: Sequence[Record], offers: Sequence[Record], by_shm: Sequence[bool], rank: int
 ) -> None:
-    """With SENNIT_TRANSPORT=shm, a peer out of its reach is an error that says why."""
+    """Raises Unsupported, with the reason, if SENNIT_TRANSPORT=shm and shared memory does not reach a peer."""
     if config.transport is not TransportKind.SHM:
         return
     for peer, record in enumerate(hello):
@@ -443,7 +447,7 @@ def _refuse_strangers(
 def _slower_neighbours(
     config: Config, hello: Sequence[Record], offers: Sequence[Record], by_shm: Sequence[bool], rank: int
 ) -> list[str]:
-    """Ranks on this host that `auto` reaches by udp although nobody asked for that: why, and what to do."""
+    """Explains why `auto` reaches ranks on this host by udp although nobody asked for it, and what to do."""
     if config.transport is not TransportKind.AUTO:
         return []
     peers_of: dict[str, list[int]] = {}
@@ -466,7 +470,7 @@ def _slower_neighbours(
 
 
 def _unpaired_rails(endpoint: Endpoint, routes: Sequence[Route], rails: Sequence[Rail], rank: int) -> list[str]:
-    """Interfaces of ours that some peer has no counterpart for."""
+    """Names our interfaces for which some peer has no counterpart."""
     peers_of: dict[Rail, list[int]] = {}
     for peer, (kind, _) in enumerate(routes):
         used = {path[0] for path in endpoint.tried_paths(peer)} if kind == "udp" else set()

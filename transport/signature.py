@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 64-bit signature in every message of a plan. Ranks that run different operations find out by it.
+"""The 64-bit signature in every message of a plan. It shows ranks that they run different operations.
 
-Bit layout: docs/reference/plans.md ("Signature"). The core compares signatures on arrival; where they differ it prints
-both in words (`_core.describe_signature`).
+docs/reference/plans.md ("Signature") has the bit layout. The core compares signatures on arrival. If they differ, its
+error has both in words (`_core.describe_signature`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,13 @@ class Kind(IntEnum):
 
 
 def signature(kind: Kind, *, type_code: int = 0, op: int = 0, root: int = 0, elements: int = 0) -> int:
-    """Packs the fields; `root` keeps its low 8 bits, `elements` its low 32."""
+    """Packs the fields. Of `root` the low 8 bits are kept, of `elements` the low 32."""
     return kind << 56 | (type_code & 0xFF) << 48 | (op & 0xFF) << 40 | (root & 0xFF) << 32 | (elements & 0xFFFFFFFF)
 
 
 def on_device(value: int) -> int:
-    """The signature of the same call on device memory, whose messages are cut otherwise. Send and receive have one."""
+    """Returns the signature of the same call on device memory, where messages are cut in another way.
+
+    A send or receive is not cut, so its signature stays as it is.
+    """
     return value if value >> 56 == Kind.P2P else value | ON_DEVICE

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key-value store that rendezvous needs, and a small one over a shared folder.
+"""The key-value store that rendezvous needs, and a small store over a shared folder.
 
-Any `torch.distributed` store fits `Store`; `FileStore` serves programs without torch.
+Any `torch.distributed` store fits `Store`. `FileStore` serves programs without torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from sennit.transport.errors import DeviceError, PeerError, SennitError, TimeoutError
 
-# First and longest pause between two looks at the folder, or at its lock.
+# The first and the longest pause between two looks at the folder or its lock.
 POLL_FIRST_S: Final = 0.001
 POLL_LAST_S: Final = 0.05
 # A lock is held for writing one small file. A longer hold means a stopped process (SIGSTOP) or a dead file server.
@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class Store(Protocol):
-    """The used part of torch's Store. `wait` raises (anything) when its time is over."""
+    """The part of torch's Store that rendezvous uses. `wait` raises an error of any kind when its time is over."""
 
     def set(self, key: str, value: str, /) -> None: ...
 
@@ -44,14 +44,14 @@ class Store(Protocol):
         ...
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Sets `key` if its value is `expected` (empty: if it has none). Returns the value afterwards."""
+        """Sets `key` if its value is `expected` (empty: if it has no value). Returns the value afterwards."""
         ...
 
 
 class CheckedStore:
-    """Gives a store's failures a clear error: stores raise anything, this one PeerError with the reason.
+    """A store whose failures are a PeerError with the reason. Stores may raise errors of any kind.
 
-    Our own errors pass through, and so does whatever `wait` raises: only its caller knows whether time was over.
+    Our own errors pass through unchanged. So do errors of `wait`, because only its caller knows whether time was over.
     """
 
     def __init__(self, store: Store, *, purpose: str, advice: str = "") -> None:
@@ -88,7 +88,7 @@ class CheckedStore:
 
 
 class FileStore:
-    """Keys are files in `folder`, which all ranks see. Use a fresh folder for each run.
+    """A store whose keys are files in `folder`, which all ranks see. Use a fresh folder for each run.
 
     `add` and `compare_set` raise TimeoutError if another process locks the folder for `lock_timeout_s`.
     """
@@ -102,7 +102,7 @@ class FileStore:
             raise DeviceError(f"cannot make the store's folder {self._folder}", error.errno) from error
 
     def set(self, key: str, value: str, /) -> None:
-        # Renamed into place, so that nobody reads half a value.
+        # The file is renamed into place, so that nobody reads half a value.
         temporary = self._folder / f".{secrets.token_hex(8)}"
         temporary.write_text(value)
         temporary.replace(self._path(key))
@@ -134,7 +134,7 @@ class FileStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One process at a time. The kernel releases the lock of a process that dies."""
+        """Lets one process in at a time. The kernel releases the lock of a process that dies."""
         path = self._folder / ".lock"
         with path.open("a") as lock:
 
@@ -154,7 +154,7 @@ class FileStore:
 
 
 def _poll(is_done: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it was done in time. Checks at least once."""
+    """Waits for `is_done` and returns whether it came in time. Checks at least once."""
     deadline_s = time.monotonic() + timeout_s
     pause_s = POLL_FIRST_S
     while not is_done():

@@ -15,7 +15,7 @@ LIBRARY: Final = "libsennit_core.so"
 
 
 class PathState(IntEnum):
-    """Argument of `path_state` (flow/paths.hpp)."""
+    """The states of a path: an argument of `path_state` (flow/paths.hpp)."""
 
     GOOD = 0
     SKIP = 1
@@ -24,7 +24,7 @@ class PathState(IntEnum):
 
 
 class StepKind(IntEnum):
-    """Argument of `step_begin` and `step_end` (executor/plan.hpp)."""
+    """The kinds of steps: an argument of `step_begin` and `step_end` (executor/plan.hpp)."""
 
     SEND = 0
     RECEIVE = 1
@@ -33,7 +33,7 @@ class StepKind(IntEnum):
 
 
 def library() -> Path:
-    """The file that contains the tracepoints. Every process that uses this installation maps it.
+    """Returns the file that contains the tracepoints. Every process that uses this installation maps it.
 
     Raises `Unsupported` if the native core is not built.
     """

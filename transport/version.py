@@ -17,7 +17,7 @@ WIRE_REVISION: Final = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """The versions of one process. The package's version is for people; the other two decide."""
+    """The versions of one process. The package's version is for people. Only the other two are compared."""
 
     package: str
     protocol: int
@@ -31,13 +31,13 @@ class Versions:
         return cls(package=sennit.__version__, protocol=PROTOCOL_VERSION, wire=WIRE_REVISION)
 
     def as_record(self) -> dict[str, Any]:
-        """The fields of a record in a store."""
+        """Returns the fields of a record in a store."""
         return {"version": self.protocol, "wire": self.wire, "package": self.package}
 
     def mismatch(self, record: Mapping[str, Any]) -> str | None:
-        """Why the writer of `record` cannot talk to us, or None. Raises KeyError for a record without versions.
+        """Returns why the writer of `record` cannot talk to us, or None. Raises KeyError for a record without versions.
 
-        Another protocol version may change everything else in a record, so it is compared first.
+        Protocol versions are compared first, because another version may change everything else in a record.
         """
         if record["version"] == self.protocol and record["wire"] == self.wire:
             return None

@@ -42,7 +42,7 @@ REFUSALS: Final = (
 
 
 class WireError(FormatError):
-    """Bytes that are not a packet. `reason` is the name of the native core's counter."""
+    """The bytes are no packet. `reason` is the name of the native core's counter."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")
@@ -51,7 +51,7 @@ class WireError(FormatError):
 
 @dataclass(frozen=True, kw_only=True)
 class Bth:
-    """Base transport header, 12 bytes."""
+    """The base transport header, 12 bytes."""
 
     opcode: Opcode
     qpn: int
@@ -107,7 +107,7 @@ class Bth:
 
 @dataclass(frozen=True, kw_only=True)
 class Reth:
-    """RDMA extended transport header, 16 bytes: the destination of the payload."""
+    """The RDMA extended transport header, 16 bytes: the destination of the payload."""
 
     remote_address: int
     rkey: int
@@ -128,7 +128,7 @@ class Reth:
 
 @dataclass(frozen=True, kw_only=True)
 class Packet:
-    """One packet: the payload of a UDP datagram. `reth` and `immediate` are present in data packets only."""
+    """A packet: the payload of a UDP datagram. Only data packets have `reth` and `immediate`."""
 
     bth: Bth
     payload: bytes
@@ -152,7 +152,7 @@ class Packet:
         return cls(bth=bth, payload=payload)
 
     def push(self) -> bytes:
-        """The packet without its ICRC."""
+        """Returns the packet without its ICRC."""
         parts = [self.bth.push()]
         if self.reth is not None and self.immediate is not None:
             parts += [self.reth.push(), struct.pack(">I", self.immediate)]
@@ -160,7 +160,7 @@ class Packet:
 
     @classmethod
     def pull(cls, data: bytes) -> Packet:
-        """Reads a whole UDP payload. The ICRC is kept, not checked: see `icrc`."""
+        """Reads a whole UDP payload. The ICRC is kept but not checked: see `icrc`."""
         bth = Bth.pull(data)
         offset = Bth.SIZE_BYTES
         reth: Reth | None = None
@@ -192,9 +192,10 @@ def icrc(
     *,
     identification: int = 0,
 ) -> int:
-    """The ICRC of `body` (`Packet.push()`, or a UDP payload less its last four bytes) between two (address, port).
+    """Returns the ICRC of `body` between two (address, port). Annex A17.3.3.
 
-    `identification` is the IPv4 header's; IPv6 has none under the ICRC. Annex A17.3.3.
+    `body` is `Packet.push()`, or a UDP payload without its last four bytes. `identification` is the IPv4 header's. The
+    ICRC covers none with IPv6.
     """
     source_address, destination_address = ipaddress.ip_address(source[0]), ipaddress.ip_address(destination[0])
     if source_address.version != destination_address.version:
@@ -206,13 +207,13 @@ def icrc(
 
 
 def seal(packet: Packet, source: tuple[str, int], destination: tuple[str, int], *, identification: int = 0) -> bytes:
-    """The UDP payload of `packet` with its ICRC, least significant byte first."""
+    """Returns the UDP payload of `packet` with its ICRC, least significant byte first."""
     body = packet.push()
     return body + struct.pack("<I", icrc(body, source, destination, identification=identification))
 
 
 def _masked_ip(source: IpAddress, destination: IpAddress, udp_bytes: int, identification: int) -> bytes:
-    """The IP header with all fields set to ones that routers may change."""
+    """Returns the IP header, with all bits set in the fields that routers may change."""
     if source.version == 6:
         return struct.pack(">IHBB", 0x6FFF_FFFF, udp_bytes, PROTOCOL_UDP, 0xFF) + source.packed + destination.packed
     fields = (0x45, 0xFF, 20 + udp_bytes, identification, IPV4_DO_NOT_FRAGMENT, 0xFF, PROTOCOL_UDP, 0xFFFF)

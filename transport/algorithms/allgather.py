@@ -34,8 +34,8 @@ def allgather(
 ) -> Plan:
     """Rank j gives `counts[j]` elements.
 
-    Buffers: `[input, output]`, or `[input, output0, ..]` with `list_output`; `in_place` leaves `input` out,
-    because the own part is already in the output. `segment_bytes` cuts messages (`ranges.segments`).
+    Buffers: `[input, output]`, or `[input, output0, ..]` with `list_output`. `in_place` leaves `input` out, because
+    this rank's part is already in the output. `segment_bytes` cuts messages (`ranges.segments`).
     """
     check_counts("counts", counts, world)
     own_bytes = counts[rank] * item_bytes

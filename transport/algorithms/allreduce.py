@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allreduce: every rank gets the fold of all ranks' vectors.
 
-Small vectors take one round: everyone sends the whole vector to all and folds all. Large ones are cut in
-`world` shares, each folded by one rank and sent back to all (fold.py): 2 (world-1)/world of the vector leaves
-each rank, which is the least possible (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+Small vectors take one round: every rank sends the whole vector to all and folds all vectors. Large vectors are cut into
+`world` shares. One rank folds each share and sends the result to all (fold.py). Then each rank sends 2 (world-1)/world
+of the vector, which is the minimum (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from sennit.transport.elements import Dtype, ReduceOp, check_reducible
 from sennit.transport.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
-# One round is taken while the vector is at most this large, and ...
+# One round is used while the vector is at most this large, and ...
 EAGER_ALLREDUCE_BYTES: Final = 32_768
-# ... while all that a rank sends in it is at most this.
+# ... a rank sends at most this much in the round.
 EAGER_ALLREDUCE_SENT_BYTES: Final = 65_536
 
 

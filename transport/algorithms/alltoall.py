@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alltoall: rank i's part j becomes rank j's part i.
 
-Parts may be uneven or empty. Empty ones are sent too, so that ranks that disagree about splits find out.
+Parts may be uneven or empty. Empty parts are sent too, so that ranks that disagree about splits find out.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def alltoall(
     list_output: bool = False,
     segment_bytes: int | None = None,
 ) -> Plan:
-    """`send_counts[j]` elements go to rank j, `recv_counts[j]` come from it.
+    """Sends `send_counts[j]` elements to rank j, and receives `recv_counts[j]` from it.
 
-    Buffers: `[input, output]`; with `list_input` or `list_output`, `world` buffers in place of that one.
-    `segment_bytes` cuts messages (`ranges.segments`).
+    Buffers: `[input, output]`. With `list_input` or `list_output`, `world` buffers replace that one. `segment_bytes`
+    cuts messages (`ranges.segments`).
     """
     check_counts("send_counts", send_counts, world)
     check_counts("recv_counts", recv_counts, world)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Barrier: nobody leaves before everybody has come.
 
-Dissemination (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988): in round k each
-rank tells the rank 2^k further on; ceil(log2 world) rounds of empty messages.
+Dissemination (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988): in round k each rank
+sends an empty message to the rank 2^k further on. There are ceil(log2 world) rounds.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from sennit.transport.signature import Kind, signature
 
 
 def barrier(*, world: int, rank: int) -> Plan:
-    """No buffers."""
+    """A plan without buffers."""
     builder = PlanBuilder("barrier", world=world, rank=rank, signature=signature(Kind.BARRIER), buffer_bytes=[])
-    # Without buffers of the caller, number 0 is the (empty) scratch buffer.
+    # The caller has no buffers, so number 0 is the (empty) scratch buffer.
     heard: list[int] = []
     for slot in range((world - 1).bit_length()):
         distance = 1 << slot

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Broadcast: a binomial tree, log2(world) messages deep, cut into segments so that its levels work at once."""
+"""Broadcast: a binomial tree, log2(world) messages deep.
+
+Messages are cut into segments, so that all levels work at once.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ def broadcast(
     )
     parent, children = _tree(world, rank, root)
     if segment_bytes is None:
-        # Two ranks have no levels to overlap, and the transport cuts a message into packets by itself.
+        # Two ranks have no levels to overlap, and the transport itself cuts a message into packets.
         segment_bytes = DEFAULT_SEGMENT_BYTES if world > 2 else max(size_bytes, 1)
     for slot, part in enumerate(chunks(size_bytes, segment_bytes)):
         after: tuple[int, ...] = ()
@@ -51,7 +54,7 @@ def broadcast(
 
 
 def _tree(world: int, rank: int, root: int) -> tuple[int | None, list[int]]:
-    """Parent (None at the root) and children, the largest subtree first."""
+    """Returns the parent (None at the root) and the children, the largest subtree first."""
     place = (rank - root) % world
     bit = 1
     while bit < world and not place & bit:

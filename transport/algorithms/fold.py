@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The direct fold: every share of a vector goes straight to its owner, who folds it in rank order.
+"""The direct fold: each rank sends every share of a vector to the share's owner, who folds it in rank order.
 
-Shared by allreduce, reduce_scatter and reduce. Chunks are the unit of everything: chunk `t` of share `j`
-travels as slot 2t to rank j, is folded from loans, and (allreduce) goes back out as slot 2t + 1.
+Allreduce, reduce_scatter and reduce use it. The unit is a chunk. Chunk `t` of share `j` travels as slot 2t to rank j,
+is folded from loans, and (allreduce) goes back out as slot 2t + 1.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from sennit.transport.algorithms.ranges import Range, copy_local, peers_after, p
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.plan import Operand, PlanBuilder
 
-# A folded chunk is sent this many chunks behind the contributions. By then it has been folded, so a rank that runs
-# ready steps in list order keeps sending contributions while it folds.
+# A folded chunk is sent this many chunks behind the contributions. By then its fold is done, so a rank, which runs
+# ready steps in list order, keeps sending contributions while it folds.
 GATHER_LAG_CHUNKS: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One owner's part: the position of each rank's contribution, and the chunks it is cut into."""
+    """One owner's part: the position of each rank's contribution, and the chunks into which it is cut."""
 
     buffer: int
     offset: int
@@ -34,9 +34,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """The input of the fold, and the place of its results:
-
-    share j's result goes to `result_offsets[j]` of `result_buffer`.
+    """The input of the fold, and the place of its results: share j's result goes to `result_offsets[j]` of
+    `result_buffer`.
     """
 
     world: int
@@ -49,7 +48,7 @@ class Fold:
     gather: bool
     """Whether every rank gets every share's result (allreduce)."""
     in_place: bool
-    """Whether results overwrite contributions that may still have to be sent."""
+    """Whether results overwrite contributions that may not have been sent yet."""
 
 
 def add_fold(builder: PlanBuilder, fold: Fold) -> None:
@@ -74,7 +73,10 @@ def add_fold(builder: PlanBuilder, fold: Fold) -> None:
 
 
 def _add_chunk(builder: PlanBuilder, fold: Fold, number: int) -> tuple[int, ...]:
-    """Receives all contributions to the own share's chunk and folds them; returns what its result waits for."""
+    """Receives all contributions to the chunk of this rank's share and folds them.
+
+    Returns what the result waits for.
+    """
     own = fold.shares[fold.rank]
     chunk = own.chunks[number]
     offset = fold.result_offsets[fold.rank] + chunk.offset
@@ -91,7 +93,7 @@ def _add_chunk(builder: PlanBuilder, fold: Fold, number: int) -> tuple[int, ...]
 def _add_gather(
     builder: PlanBuilder, fold: Fold, number: int, sent: dict[tuple[int, int], int], folded: list[tuple[int, ...]]
 ) -> None:
-    """Sends the own share's folded chunk to all and receives those of the others."""
+    """Sends the folded chunk of this rank's share to all, and receives those of the others."""
     own = fold.shares[fold.rank]
     if number < len(own.chunks):
         chunk = own.chunks[number]
@@ -101,14 +103,14 @@ def _add_gather(
     for peer in peers_before(fold.rank, fold.world):
         if number < len(fold.shares[peer].chunks):
             chunk = fold.shares[peer].chunks[number]
-            # In place, the result overwrites the contribution, which must have been sent before.
+            # In place, the result overwrites the contribution, so that must have been sent before.
             after = (sent[peer, number],) if fold.in_place else ()
             offset = fold.result_offsets[peer] + chunk.offset
             builder.recv(peer, 2 * number + 1, fold.result_buffer, offset, chunk.size_bytes, after=after)
 
 
 def _add_alone(builder: PlanBuilder, fold: Fold) -> None:
-    """One rank: the result is the contribution, scaled if the operation scales. Booleans become 0 or 1."""
+    """With one rank, the result is the contribution, scaled if the operation scales. Booleans become 0 or 1."""
     share, offset = fold.shares[0], fold.result_offsets[0]
     if fold.op is ReduceOp.PREMUL_SUM or fold.dtype is Dtype.BOOL:
         for chunk in share.chunks:

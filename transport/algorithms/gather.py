@@ -32,7 +32,7 @@ def gather(
     list_output: bool = False,
     segment_bytes: int | None = None,
 ) -> Plan:
-    """Rank j gives `counts[j]` elements; ranks other than the root look at their own entry only.
+    """Rank j gives `counts[j]` elements. Ranks other than the root use only their own entry.
 
     Buffers: at the root `[input, output]`, or `[input, output0, ..]` with `list_output`; elsewhere `[input]`.
     `segment_bytes` cuts messages (`ranges.segments`).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send and receive: plans of one step, matched by the tag they are posted with."""
+"""Send and receive: plans of one step. The tag of the operation matches them."""
 
 from __future__ import annotations
 

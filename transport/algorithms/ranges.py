@@ -11,9 +11,9 @@ from typing import Final
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import MAX_LOAN_BYTES, Operand, PlanBuilder
 
-# Shares and chunks start on cache lines of the vector, so that no two ranks' writes share one.
+# Shares and chunks start on cache lines of the vector, so that no two ranks write to one line.
 ALIGNMENT_BYTES: Final = 64
-# As large as a loan may be: few steps, and still well inside a core's second-level cache.
+# As large as a loan may be. Chunks of this size need few steps and still fit well into a core's second-level cache.
 DEFAULT_CHUNK_BYTES: Final = MAX_LOAN_BYTES
 # Local copies are cut so that the executor looks at the network in between.
 COPY_PIECE_BYTES: Final = 262_144
@@ -28,7 +28,7 @@ class Range:
 
 
 def shares(elements: int, world: int, item_bytes: int) -> list[Range]:
-    """`world` nearly equal parts of a vector, in order; each begins on a cache line, so some may be empty."""
+    """Returns `world` nearly equal parts of a vector, in order. Each begins on a cache line, so some may be empty."""
     unit = ALIGNMENT_BYTES // item_bytes
     units = -(-elements // unit)
     bounds = [min((units * part // world) * unit, elements) * item_bytes for part in range(world + 1)]
@@ -36,16 +36,19 @@ def shares(elements: int, world: int, item_bytes: int) -> list[Range]:
 
 
 def chunks(size_bytes: int, chunk_bytes: int) -> list[Range]:
-    """Consecutive parts of at most `chunk_bytes`. An empty range gives one empty chunk, because its message is real."""
+    """Cuts a range into parts of at most `chunk_bytes`.
+
+    An empty range gives one empty chunk, because its message is sent.
+    """
     if not size_bytes:
         return [Range(0, 0)]
     return [Range(low, min(chunk_bytes, size_bytes - low)) for low in range(0, size_bytes, chunk_bytes)]
 
 
 def segments(part: Range, segment_bytes: int | None) -> list[Range]:
-    """How a message is cut: not at all, or in pieces of `segment_bytes` and a last one that is shorter.
+    """Cuts a message into pieces of `segment_bytes` and a shorter last one, or not at all.
 
-    The last one may be empty: so ranks that expect different sizes find out, also if one is cut more often.
+    The last piece may be empty. So ranks that expect different sizes find out even if one of them has more pieces.
     """
     if segment_bytes is None:
         return [part]
@@ -57,13 +60,13 @@ def segments(part: Range, segment_bytes: int | None) -> list[Range]:
 
 
 def send_part(builder: PlanBuilder, peer: int, buffer: int, part: Range, segment_bytes: int | None) -> None:
-    """SEND steps for one rank's part, segment `i` as message `i`."""
+    """Adds the SEND steps for one rank's part, segment `i` as message `i`."""
     for slot, piece in enumerate(segments(part, segment_bytes)):
         builder.send(peer, slot, Operand(buffer, piece.offset), piece.size_bytes)
 
 
 def recv_part(builder: PlanBuilder, peer: int, buffer: int, part: Range, segment_bytes: int | None) -> None:
-    """RECV steps for what `send_part` sends."""
+    """Adds the RECV steps for what `send_part` sends."""
     for slot, piece in enumerate(segments(part, segment_bytes)):
         builder.recv(peer, slot, buffer, piece.offset, piece.size_bytes)
 
@@ -88,7 +91,7 @@ def check_root(root: int, world: int) -> None:
 
 
 def places(counts: Sequence[int], item_bytes: int, first_buffer: int, in_list: bool) -> list[tuple[int, Range]]:
-    """(buffer, range) of every rank's part: each in its own buffer, or one after another in one buffer."""
+    """Returns (buffer, range) of every rank's part: each in its own buffer, or one after another in one buffer."""
     sizes = [count * item_bytes for count in counts]
     if in_list:
         return [(first_buffer + rank, Range(0, size)) for rank, size in enumerate(sizes)]
@@ -97,24 +100,24 @@ def places(counts: Sequence[int], item_bytes: int, first_buffer: int, in_list: b
 
 
 def buffer_sizes(counts: Sequence[int], item_bytes: int, in_list: bool) -> list[int]:
-    """Sizes of the buffers that `places` numbers."""
+    """Returns the sizes of the buffers that `places` numbers."""
     return [count * item_bytes for count in counts] if in_list else [sum(counts) * item_bytes]
 
 
 def peers_after(rank: int, world: int) -> Iterator[int]:
-    """Every other rank, the next one first, so that at any time each rank sends to a different peer."""
+    """Returns every other rank, the next one first, so that at any time each rank sends to a different peer."""
     return ((rank + step) % world for step in range(1, world))
 
 
 def peers_before(rank: int, world: int) -> Iterator[int]:
-    """Every other rank in the order in which they send to `rank` (see `peers_after`)."""
+    """Returns every other rank, in the order in which they send to `rank` (see `peers_after`)."""
     return ((rank - step) % world for step in range(1, world))
 
 
 def copy_local(
     builder: PlanBuilder, source_buffer: int, source_offset: int, buffer: int, offset: int, size_bytes: int
 ) -> None:
-    """COPY steps for a range that stays on this rank."""
+    """Adds the COPY steps for a range that stays on this rank."""
     if not size_bytes:
         return
     for piece in chunks(size_bytes, COPY_PIECE_BYTES):

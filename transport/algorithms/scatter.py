@@ -32,7 +32,7 @@ def scatter(
     list_input: bool = False,
     segment_bytes: int | None = None,
 ) -> Plan:
-    """Rank j gets `counts[j]` elements; ranks other than the root look at their own entry only.
+    """Rank j gets `counts[j]` elements. Ranks other than the root use only their own entry.
 
     Buffers: at the root `[input, output]`, or `[input0, .., output]` with `list_input`; elsewhere `[output]`.
     `segment_bytes` cuts messages (`ranges.segments`).
