@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a trainer takes its batches from. The first source there is: samples that lie in this process's memory."""
+"""The interface that a trainer takes its batches from, and its implementation for samples in this process's memory."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from sennit.runtime.training.config import TrainingConfig
 class BatchSource(Protocol):
     """The batches of one rank, by their number in the order.
 
-    They are taken one after the other, from the one it begins with onwards, and each is released before the next.
+    They are taken in order, from the first one onwards. Each is released before the next is taken.
     """
 
     order: Order
     tables: tuple[Table, ...]
     dense_count: int
     fingerprint: str
-    """Of the data set."""
+    """The fingerprint of the data set."""
 
     preprocessing: Preprocessing | None
-    """What was fitted to its training rows; None where only the feeders know."""
+    """The preprocessing fitted to the training rows; None if only the feeders know it."""
 
     def begin(self, number: int, table_order: Sequence[int]) -> None:
-        """The first batch that will be taken, and the order of tables in all of them."""
+        """Sets the first batch that will be taken, and the order of tables in all batches."""
 
     def take(self, number: int) -> CombinedBatch:
         """This rank's part of the batch."""
 
     def release(self, number: int) -> None:
-        """The batch is used up: its tensors may be overwritten from now on."""
+        """Says that the batch is used up. Its tensors may be overwritten from now on."""
 
     def counters(self) -> dict[str, int | float]:
-        """What was done to get them, by name; empty where nothing was."""
+        """Counters of the work done for the batches, by name; empty if there was none."""
 
     def sketch(self) -> Sketch | None:
-        """How often rows of tables were in this rank's batches, by the tables' names; None where nobody counts."""
+        """How often this rank's batches used each row, by table name; None if nobody counts."""
 
 
 class MemorySource:
-    """Samples in memory, which every rank holds."""
+    """Samples in memory. Every rank holds all of them."""
 
     def __init__(self, data: PreparedData, *, rank: int, world_size: int) -> None:
-        """Of that rank of so many."""
+        """The batches of rank `rank` of `world_size`."""
         self.order = data.order
         self.tables = tuple(
             Table(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
@@ -82,13 +82,13 @@ class MemorySource:
 
 
 def prepared(data: RawSamples | Samples, config: TrainingConfig) -> PreparedData:
-    """The data as a run with this configuration trains on it."""
+    """The data as a run with this configuration trains on them."""
     name, count = data.name, len(data)
     return PreparedData.of(data, order_of(config, name, count))
 
 
 def order_of(config: TrainingConfig, name: str, sample_count: int) -> Order:
-    """The order that a run with this configuration has."""
+    """The order of samples in a run with this configuration."""
     return Order(
         name=name,
         sample_count=sample_count,

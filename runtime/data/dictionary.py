@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of categories as codes: the place of each value among the distinct values in sorted order."""
+"""Columns of categories as codes: the index of each value among the distinct values in sorted order."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Values = npt.NDArray[np.object_] | npt.NDArray[np.int64] | npt.NDArray[np.uint64
 
 
 def encode(column: Any) -> tuple[npt.NDArray[np.int64], Values]:
-    """(codes, distinct values, rising) of an Arrow array or chunked array of strings or integers.
+    """Returns (codes, distinct values in rising order) of an Arrow array or chunked array of strings or integers.
 
-    Text is in the order of its code points. Distinct values are those of the whole column: which of them a model knows
-    is decided later, by its training rows (`preprocessing`).
+    Text is sorted by code points. The distinct values are those of the whole column. Which of them a model knows is
+    decided later, by its training rows (`preprocessing`).
     """
     compute = require("pyarrow.compute", package="pyarrow", purpose="a column of categories")
     arrow = require("pyarrow", package="pyarrow", purpose="a column of categories")
@@ -28,7 +28,7 @@ def encode(column: Any) -> tuple[npt.NDArray[np.int64], Values]:
         column = compute.cast(column, column.type.value_type)
     encoded = column.dictionary_encode()
     if isinstance(encoded, arrow.ChunkedArray):
-        # Chunks may have dictionaries of their own.
+        # Each chunk may have a dictionary.
         encoded = encoded.unify_dictionaries().combine_chunks()
         if isinstance(encoded, arrow.ChunkedArray):
             encoded = encoded.chunk(0) if encoded.num_chunks else column.combine_chunks().dictionary_encode()
@@ -38,7 +38,7 @@ def encode(column: Any) -> tuple[npt.NDArray[np.int64], Values]:
     elif values.dtype.kind not in "iu":
         values = values.astype(object)
     order = np.argsort(values, kind="stable")
-    # One more, for nulls.
+    # One more for nulls.
     code_of = np.empty(len(values) + 1, np.int64)
     code_of[order] = np.arange(len(values))
     code_of[-1] = NULL

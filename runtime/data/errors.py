@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a data source raises: the user must act, and the message says how."""
+"""Errors of data sources: the user must act, and the message says how."""
 
 from __future__ import annotations
 

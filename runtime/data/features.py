@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as their source has them, and the operators that make rows of tables out of ids.
+"""Samples as they come from their source, and the operators that turn ids into rows of tables.
 
-The operators run here when a data set is loaded into a trainer's memory, and at the trainer, in XDP or on its CPU, when
-the ids come from a feeder: the same plan, and the same rows.
+For data in a trainer's memory, the operators run when the data set is loaded. For ids from a feeder they run at the
+trainer, in XDP or on its CPU. Both run the same plan and produce the same rows.
 """
 
 from __future__ import annotations
@@ -30,53 +30,55 @@ IdArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feature:
-    """The ids of one table for N samples, before anything is done with them."""
+    """The ids of one table for N samples, before preprocessing."""
 
     name: str
     row_count: int
-    """Of the table."""
+    """Number of rows of the table."""
 
     values: IdArray
-    """Sample after sample. Rows of the table, unless there is a salt or a dictionary."""
+    """Ids, sample after sample. They are rows of the table unless there is a salt or a dictionary."""
 
     offsets: npt.NDArray[np.int64] | None = None
-    """[N + 1]: where each sample's ids begin; None: exactly one id a sample."""
+    """[N + 1]: the index of each sample's first id; None: exactly one id per sample."""
 
     salt: int | None = None
     """The row of an id is SigridHash(salt, row_count) of it."""
 
     first: int | None = None
-    """So many ids of a list are used."""
+    """Only this many ids of a list are used."""
 
     dictionary: Values | None = None
-    """What `values` are codes of (`dictionary.encode`), until `Preprocessing` makes rows of them."""
+    """The values that the codes in `values` stand for (`dictionary.encode`), until `Preprocessing` turns codes into
+    rows.
+    """
 
     @classmethod
     def categories(cls, name: str, column: Any, offsets: npt.NDArray[np.int64] | None = None, **rest: Any) -> Feature:
-        """Of an Arrow array of strings or integers."""
+        """The feature for an Arrow array of strings or integers."""
         codes, known = encode(column)
         return cls(name=name, row_count=len(known) + 1, values=codes, offsets=offsets, dictionary=known, **rest)
 
     @classmethod
     def of(cls, column: Column) -> Feature:
-        """Ids with which nothing is to be done."""
+        """The feature for ids that are rows already."""
         offsets = None if column.offsets is None else column.offsets.numpy()
         return cls(name=column.name, row_count=column.row_count, values=column.values.numpy(), offsets=offsets)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Ids of each sample."""
+        """The number of ids of each sample."""
         return np.ones(len(self.values), np.int64) if self.offsets is None else np.diff(self.offsets)
 
     @property
     def mean_length(self) -> float:
-        """Ids of a sample that are used, on average: the same as of the column."""
+        """The mean number of used ids per sample, as in the column."""
         lengths = self.lengths
         used = lengths if self.first is None else np.minimum(lengths, self.first)
         return int(used.sum()) / max(1, len(used))
 
     def cut(self) -> Feature:
-        """With only the ids that are used."""
+        """The feature with only the ids that are used."""
         if self.first is None or self.offsets is None:
             return self
         lengths = self.lengths
@@ -85,9 +87,10 @@ class Feature:
         return replace(self, values=self.values[position < self.first], offsets=offsets)
 
     def operators(self, source: str, kind: IdsType) -> dict[str, Operator]:
-        """From the column `source` to the table's rows, which the last one makes; none where they are the same.
+        """Operators that compute the table's rows from the column `source`; the last one gives the rows.
 
-        Where ids of this kind could be no rows they are clamped: no record can name a row that is not there.
+        Empty if the column holds the rows already. If ids of this kind could be outside the table they are clamped, so
+        that no record can name a missing row.
         """
         made: dict[str, Operator] = {}
         used = source
@@ -101,7 +104,7 @@ class Feature:
         return made
 
     def column(self) -> Column:
-        """The rows of the table, all at once."""
+        """All rows of the table at once."""
         if self.dictionary is not None:
             raise DataError(f"column {self.name}: categories without a vocabulary")
         if self.salt is None and self.first is None:
@@ -109,7 +112,7 @@ class Feature:
                 return Column.single(self.name, self.row_count, self.values)
             return Column.bags(self.name, self.row_count, self.values, self.lengths)
         lengths = self.lengths
-        # Values are what they are: a clamp would hide a wrong one, which Column names.
+        # Use the range of the table: a clamp would hide a wrong id, which Column reports.
         kind = IdsType(length=max(1, int(lengths.max(initial=1))), is_list=True, low=0, high=self.row_count - 1)
         operators = self.operators("ids", kind)
         output = tuple(operators)[-1]
@@ -123,7 +126,7 @@ class Feature:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawSamples:
-    """N labelled samples; `Samples` says what the fields are."""
+    """N labelled samples. `Samples` describes the fields."""
 
     name: str
     dense: Tensor
@@ -135,7 +138,7 @@ class RawSamples:
 
     @classmethod
     def of(cls, samples: Samples) -> RawSamples:
-        """Samples with which nothing is to be done."""
+        """Samples that need no preprocessing."""
         return cls(
             name=samples.name,
             dense=samples.dense,
@@ -152,7 +155,7 @@ class RawSamples:
         return self.labels.shape[0]
 
     def samples(self) -> Samples:
-        """With every operator applied. DataError if they cannot be trained on."""
+        """The samples with every operator applied. Raises DataError if they cannot be trained on."""
         return Samples(
             name=self.name,
             dense=self.dense,
@@ -163,12 +166,12 @@ class RawSamples:
 
 
 def dense_fields(names: Iterable[str]) -> tuple[DenseField, ...]:
-    """Numbers with which nothing is done."""
+    """Dense fields without operators."""
     return tuple(DenseField(name=name) for name in names)
 
 
 def dense_column(part: DenseField, values: DenseValues) -> DenseValues:
-    """The numbers after the field's operators."""
+    """The column after the field's operators."""
     operators: dict[str, Operator] = {}
     last = "x"
     if part.clamp is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where files of data are: on this machine, or behind any protocol that fsspec knows (s3://, gs://, memory://, …)."""
+"""Finds data files: on this machine, or behind any protocol that fsspec knows (s3://, gs://, memory://, …)."""
 
 from __future__ import annotations
 
@@ -17,34 +17,38 @@ SUFFIX = ".parquet"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFile:
-    """One file; `str()` is what messages call it."""
+    """One file. Messages show it as `str()`."""
 
     name: str
     filesystem: Any
     """An fsspec filesystem."""
 
     path: str
-    """There."""
+    """The path within the filesystem."""
 
     def __str__(self) -> str:
         return self.name
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """For reading. What the filesystem raises, here or while it is read, is a DataError with the file's name."""
+        """Opens the file for reading.
+
+        Errors of the filesystem, here or during reading, become a DataError with the file's name.
+        """
         try:
             with self.filesystem.open(self.path, "rb") as stream:
                 yield stream
         except DataError:
             raise
-        except Exception as error:  # filesystems of many authors, each with errors of its own
+        except Exception as error:  # filesystems have many authors, and errors of many types
             raise DataError(f"{self.name}: {_reason(error)}") from error
 
 
 def find_files(paths: Iterable[str]) -> tuple[DataFile, ...]:
-    """The files that these name, in this order: files, patterns (`*`), and folders of `*.parquet`, sorted by name.
+    """The files that these paths name, in this order: files, patterns (`*`), and folders of `*.parquet`, sorted by
+    name.
 
-    In a folder, and in those below it, names that begin with `_` or `.` are no data, as elsewhere.
+    In folders and their subfolders, names that begin with `_` or `.` are skipped, as other tools do.
     """
     return tuple(file for path in paths for file in _find(path))
 
@@ -59,7 +63,7 @@ def _find(path: str) -> list[DataFile]:
             found = sorted(part for part in filesystem.find(root) if _is_part(part.removeprefix(root)))
         else:
             found = [root] if filesystem.exists(root) else []
-    except ImportError as error:  # fsspec knows which package has the protocol
+    except ImportError as error:  # fsspec says which package has the protocol
         raise MissingPackage(f"for {path.partition('://')[0]}://", _PURPOSE, install=str(error)) from error
     except Exception as error:  # as above
         raise DataError(f"data set {path!r}: {_reason(error)}") from error
@@ -73,7 +77,7 @@ def _is_part(below: str) -> bool:
 
 
 def _name(path: str, root: str, part: str) -> str:
-    """As the user would write it."""
+    """The file's name as the user would write it."""
     if part == root:
         return path
     protocol, separator, _ = path.rpartition("://")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fingerprint of a data set: two data sets with the same one train the same model."""
+"""A fingerprint of a data set. Two data sets with the same fingerprint train the same model."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from sennit.runtime.data.features import RawSamples
 
 
 def fingerprint(raw: RawSamples) -> str:
-    """SHA-256 in hexadecimal over labels, dense features and ids with what is to be done to them.
+    """SHA-256 in hexadecimal over labels, dense features, ids, and the preprocessing of the ids.
 
-    Its name and the names and cuts of its files are not part of it.
+    The names of the data set and of its files, and how it is cut into files, are not part of it.
     """
     digest = hashlib.sha256()
 
     def add(about: list[Any], array: npt.NDArray[Any]) -> None:
         if array.dtype == object:
-            # Text: lengths keep apart what lies side by side.
+            # The lengths separate adjacent texts.
             parts = [text.encode() for text in array]
             add([*about, "lengths"], np.array([len(part) for part in parts], np.int64))
             digest.update(b"".join(parts))
@@ -36,7 +36,7 @@ def fingerprint(raw: RawSamples) -> str:
     add(["labels"], raw.labels.numpy())
     add(["dense", [[part.name, part.clamp, part.log1p] for part in raw.dense_fields]], raw.dense.numpy())
     for part in raw.features:
-        # Ids may be of 32 or 64 bits.
+        # Ids have 32 or 64 bits.
         values = part.values.astype(np.int64, copy=False)
         add(["ids", part.name, part.row_count, part.salt, part.first], values)
         for name, array in (("offsets", part.offsets), ("dictionary", part.dictionary)):

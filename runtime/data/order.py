@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which a run sees its samples: a pure function of the data's size and the run's settings.
 
-A run is one sequence of batches: in each epoch the training batches, cut from the epoch's own permutation of the
-training rows, then the evaluation rows in batches; the last epoch may end early. Whoever knows the settings knows which
-samples batch `n` of rank `r` holds, whether they lie in its own memory or are fed by another machine.
+A run is one sequence of batches. Each epoch has training batches, cut from its own permutation of the training rows,
+and then the evaluation rows in batches. The last epoch may end early. The settings alone determine the samples of batch
+`n` of rank `r`, whether they are in the rank's own memory or come from feeders.
 
 Permutations are keyed bijections (`KeyedPermutation`), so nobody holds a list of all rows, however many there are.
 """
@@ -24,7 +24,7 @@ from sennit.runtime.data.errors import DataError
 from sennit.runtime.data.samples import held_back
 
 ORDER_VERSION: Final = 2
-"""Raised when the same settings give another order, so that no run goes on in the middle of another one's order."""
+"""Incremented when the same settings give another order, so that no run resumes in the middle of a different order."""
 
 
 _ROWS_AT_ONCE: Final = 1 << 20
@@ -32,10 +32,10 @@ _ROWS_AT_ONCE: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Batches count from 0 over the whole run, so that one which is resumed goes on with the number it stopped at."""
+    """Numbers the batches of the whole run from 0, so that a resumed run continues with the number where it stopped."""
 
     name: str
-    """Of the data set, for messages."""
+    """The name of the data set, for messages."""
 
     sample_count: int
     seed: int
@@ -44,7 +44,7 @@ class Order:
 
     eval_fraction: float
     batch_size: int
-    """Samples of a global batch."""
+    """Samples per global batch."""
 
     epochs: int
     max_steps: int | None = None
@@ -64,7 +64,7 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Training batches; what does not fill one is left out of the epoch."""
+        """Training batches per epoch. Samples that do not fill the last batch are left out of the epoch."""
         return self.train_count // self.batch_size
 
     @property
@@ -78,56 +78,59 @@ class Order:
 
     @property
     def batch_count(self) -> int:
-        """Of the whole run."""
+        """Batches of the whole run."""
         return self.evaluation_batches(self.step_count).stop
 
     def training_batch(self, step: int) -> int:
-        """The batch of the step, counted from 0."""
+        """The training batch of a step. Steps count from 0."""
         return step + step // self.steps_per_epoch * self.eval_batches
 
     def evaluation_batches(self, steps_done: int) -> range:
-        """The batches of the evaluation at the end of the epoch, or of the run, that the last of these steps is in."""
+        """The batches of the evaluation that follows the last of these steps, at the end of its epoch or of the run."""
         epoch = max(0, steps_done - 1) // self.steps_per_epoch
         begin = min((epoch + 1) * self.steps_per_epoch, self.step_count) + epoch * self.eval_batches
         return range(begin, begin + self.eval_batches)
 
     def next_batch(self, steps_done: int) -> int:
-        """Where a run goes on after so many steps, the evaluation after them done or, at the run's end, not."""
+        """The batch at which a run resumes after this many steps.
+
+        At the end of the run, its evaluation is done again.
+        """
         if steps_done < self.step_count:
             return self.training_batch(steps_done)
         return self.evaluation_batches(steps_done).start
 
     def size(self, number: int) -> int:
-        """Samples of the global batch."""
+        """The number of samples of the global batch."""
         _, place = self._place(number)
         if place >= 0:
             return self.batch_size
         return min(self.batch_size, self.eval_count - (-1 - place) * self.batch_size)
 
     def counts(self, number: int, world_size: int) -> list[int]:
-        """Samples of each rank's part: those of torch.tensor_split, which gives the first ranks one more."""
+        """The number of samples of each rank, as torch.tensor_split cuts them: the first ranks may get one more."""
         least, more = divmod(self.size(number), world_size)
         return [least + (rank < more) for rank in range(world_size)]
 
     def rows(self, number: int) -> Tensor:
-        """The global batch: int64 numbers of samples."""
+        """The sample numbers of the global batch, int64."""
         return self._rows(number, 0, self.size(number))
 
     def part(self, number: int, rank: int, world_size: int) -> Tensor:
-        """The rank's part of the global batch."""
+        """The sample numbers of this rank's part of the global batch."""
         counts = self.counts(number, world_size)
         begin = sum(counts[:rank])
         return self._rows(number, begin, begin + counts[rank])
 
     def is_training(self) -> Tensor:
-        """Bool [sample_count]: whether a sample is trained on, rather than held back for evaluation."""
+        """Bool [sample_count]: True for training samples, False for evaluation samples."""
         mask = torch.ones(self.sample_count, dtype=torch.bool)
         for begin in range(self.train_count, self.sample_count, _ROWS_AT_ONCE):
             mask[self._split_rows(np.arange(begin, min(begin + _ROWS_AT_ONCE, self.sample_count)))] = False
         return mask
 
     def _rows(self, number: int, begin: int, end: int) -> Tensor:
-        """Part of a global batch."""
+        """A part of a global batch."""
         epoch, place = self._place(number)
         if place < 0:
             first = self.train_count + (-1 - place) * self.batch_size
@@ -138,13 +141,13 @@ class Order:
         )
 
     def _split_rows(self, places: NDArray[np.int64]) -> Tensor:
-        """Samples by their place in the split: training rows are first, evaluation rows last."""
+        """Sample numbers by place in the split, which has training rows first and evaluation rows last."""
         if self.split == "random":
             places = _shuffle(self.sample_count, f"{self.seed}/split")(places)
         return torch.from_numpy(places)
 
     def _place(self, number: int) -> tuple[int, int]:
-        """(epoch, place): from 0 among its training batches, or from -1 downwards among those of its evaluation."""
+        """(epoch, place). Training batches have the places 0, 1, …; evaluation batches -1, -2, …"""
         if not 0 <= number < self.batch_count:
             raise DataError(f"batch {number}; allowed: 0 to {self.batch_count - 1}")
         epoch, place = divmod(number, self.steps_per_epoch + self.eval_batches)
@@ -154,5 +157,5 @@ class Order:
 
 @lru_cache(maxsize=8)
 def _shuffle(size: int, key: str) -> KeyedPermutation:
-    """Kept for the few that are in use: the split, and the epochs in which feeders work."""
+    """Cached for the permutations in use: the split, and the epochs in which feeders work."""
     return KeyedPermutation(size, key)

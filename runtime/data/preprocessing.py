@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model has learnt about its inputs before training: vocabularies, means and deviations.
 
-It is fitted on training rows alone, is part of every checkpoint, and is what a server needs to feed the model
-(docs/reference/checkpoints.md). Row 0 of a table with a vocabulary is for null and for values that no training row has.
+It is fitted to training rows alone and is part of every checkpoint. A server needs it to feed the model
+(docs/reference/checkpoints.md). In a table with a vocabulary, row 0 is for null and for values that no training row
+has.
 """
 
 from __future__ import annotations
@@ -36,32 +37,32 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Encoding:
-    """Ids of one table."""
+    """The encoding of one table's ids."""
 
     name: str
     row_count: int
     vocabulary: Values | None = None
-    """Rising. Value i has row i + 1. None: ids are rows, or are hashed where there is a salt."""
+    """Values in rising order. Value i has row i + 1. None: ids are rows, or are hashed if there is a salt."""
 
     salt: int | None = None
     first: int | None = None
 
     @property
     def kind(self) -> str:
-        """As in a schema file."""
+        """The encoding's name in a schema file."""
         return "dictionary" if self.vocabulary is not None else "id" if self.salt is None else "hash"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Preprocessing:
-    """All features of a data set, in its order."""
+    """The preprocessing of all features of a data set, in their order."""
 
     scales: tuple[Scale, ...]
     encodings: tuple[Encoding, ...]
 
     @classmethod
     def fit(cls, raw: RawSamples, is_training: Tensor) -> Self:
-        """`is_training`: bool [N]. No other row has any influence."""
+        """Fits to the rows where `is_training`, bool [N], is True. No other row has any influence."""
         return cls(
             scales=tuple(
                 _scale(field, raw.dense[:, number], is_training) for number, field in enumerate(raw.dense_fields)
@@ -70,7 +71,10 @@ class Preprocessing:
         )
 
     def apply(self, raw: RawSamples) -> RawSamples:
-        """Samples of the same features with dense features scaled and ids as rows, if only still to be hashed."""
+        """The samples with dense features scaled and ids as rows, some of which are still to be hashed.
+
+        Features must be equal.
+        """
         names = [[part.name for part in parts] for parts in (raw.features, self.encodings)]
         if names[0] != names[1] or raw.dense.shape[1] != len(self.scales):
             raise DataError(f"{raw.name}: features {names[0]}, but the model has {names[1]}")
@@ -87,7 +91,7 @@ class Preprocessing:
         )
 
     def text(self) -> str:
-        """JSON, for checkpoints and for whoever serves the model."""
+        """JSON, for checkpoints and for servers of the model."""
         return json.dumps(self.as_json(), allow_nan=False) + "\n"
 
     def as_json(self) -> dict[str, Any]:
@@ -118,7 +122,7 @@ class Preprocessing:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What `text` wrote. ValueError for anything else."""
+        """Reads what `text` wrote. Raises ValueError for anything else."""
         try:
             return cls.from_json(json.loads(text))
         except RecursionError:
@@ -126,7 +130,7 @@ class Preprocessing:
 
     @classmethod
     def from_json(cls, content: Any) -> Self:
-        """What `as_json` made. ValueError for anything else."""
+        """Reads what `as_json` made. Raises ValueError for anything else."""
         try:
             if content["format"] != FORMAT:
                 raise ValueError(f"format {content['format']!r}; allowed: {FORMAT}")
@@ -159,7 +163,7 @@ class Preprocessing:
 
 
 def _scale(field: DenseField, column: Tensor, is_training: Tensor) -> Scale:
-    """Constant columns are left as they are. Nulls count for nothing."""
+    """Fits the scale of one column. Constant columns are left as they are. Nulls are ignored."""
     values = column[is_training].to(torch.float64)
     values = values[~torch.isnan(values)]
     if not len(values):
@@ -188,7 +192,7 @@ def _encoded(feature: Feature, encoding: Encoding) -> Feature:
         if (vocabulary is None) != (feature.dictionary is None):
             raise DataError(f"column {feature.name}: encode = {encoding.kind!r} in the model, but not in these data")
         return replace(feature, row_count=encoding.row_count)
-    # The last one is for nulls, whose code is -1.
+    # The last entry is for nulls, whose code is -1.
     row_of = np.full(len(feature.dictionary) + 1, UNKNOWN_ROW, np.int64)
     if len(vocabulary) and len(feature.dictionary):
         try:

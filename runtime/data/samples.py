@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole data set in memory, encoded once: dense features, labels and one id column a table.
+"""A whole data set in memory, encoded once: dense features, labels and one id column per table.
 
-A batch is then a handful of tensor gathers, with no Python per sample.
+A batch is then a few tensor gathers, with no Python per sample.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ class Column:
     """The ids of one table for all samples."""
 
     name: str
-    """Name of the feature and of its table."""
+    """The name of the feature and of its table."""
 
     row_count: int
-    """Rows of the table; every id is in [0, row_count)."""
+    """Rows of the table. Every id is in [0, row_count)."""
 
     values: Tensor
-    """Ids of sample 0, then of sample 1, …; int32 where the rows allow it."""
+    """Ids of sample 0, then of sample 1, …; int32 if row_count allows it."""
 
     offsets: Tensor | None = None
-    """Int64 [N + 1]: where each sample's ids begin. None: exactly one id a sample."""
+    """Int64 [N + 1]: the index of each sample's first id. None: exactly one id per sample."""
 
     @classmethod
     def single(cls, name: str, row_count: int, ids: IntArray) -> Column:
-        """One id a sample."""
+        """A column with one id per sample."""
         return cls(name=name, row_count=row_count, values=_ids(name, row_count, ids))
 
     @classmethod
     def bags(cls, name: str, row_count: int, ids: IntArray, lengths: IntArray) -> Column:
-        """`lengths[i]` ids for sample i."""
+        """A column with `lengths[i]` ids for sample i."""
         offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
         torch.cumsum(torch.from_numpy(lengths.astype(np.int64)), 0, out=offsets[1:])
         if int(offsets[-1]) != len(ids):
@@ -56,7 +56,7 @@ class Column:
 
     @property
     def mean_length(self) -> float:
-        """Ids a sample, on average: the pooling factor."""
+        """The mean number of ids per sample (the pooling factor)."""
         return len(self.values) / max(1, self.sample_count)
 
     def gather(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class Column:
             return torch.ones(len(rows), dtype=torch.int32), self.values[rows].to(torch.int64)
         begin = self.offsets[rows]
         lengths = self.offsets[rows + 1] - begin
-        # Position of every id = begin of its bag + its place in the bag.
+        # The position of each id is the begin of its bag plus its place in the bag.
         bag_start = torch.cumsum(lengths, 0) - lengths
         position = torch.arange(int(lengths.sum())) + torch.repeat_interleave(begin - bag_start, lengths)
         return lengths.to(torch.int32), self.values[position].to(torch.int64)
@@ -86,10 +86,10 @@ def _ids(name: str, row_count: int, ids: IntArray) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """N labelled samples, in the order of time where the source has one."""
+    """N labelled samples, in order of time if the source knows it."""
 
     name: str
-    """What the report calls it."""
+    """The name in the report."""
 
     dense: Tensor
     """Float32 [N, D], D >= 1."""
@@ -98,7 +98,7 @@ class Samples:
     """Float32 [N], each 0 or 1."""
 
     columns: tuple[Column, ...]
-    """One a table."""
+    """One column per table."""
 
     dense_names: tuple[str, ...] = field(default=())
     """D names, for messages."""
@@ -126,7 +126,7 @@ class Samples:
         return self.labels.shape[0]
 
     def batch(self, rows: Tensor, table_order: Sequence[int]) -> CombinedBatch:
-        """The samples `rows`, with the tables in the order given (the exchange wants its own)."""
+        """The samples `rows`, with the tables in this order (the exchange needs its own)."""
         gathered = [self.columns[table].gather(rows) for table in table_order]
         return CombinedBatch(
             dense=self.dense[rows],
@@ -137,7 +137,7 @@ class Samples:
 
 
 def held_back(sample_count: int, eval_fraction: float) -> int:
-    """How many samples are for evaluation."""
+    """The number of evaluation samples."""
     eval_count = round(sample_count * eval_fraction)
     if not 0 < eval_count < sample_count:
         raise DataError(f"evaluation part {eval_fraction} of {sample_count} samples leaves {eval_count} for evaluation")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schema file of a Parquet data set: which column is what, and what becomes of it. TOML or JSON with the same keys.
+"""The schema file of a Parquet data set: the meaning of each column, and its preprocessing. TOML or JSON, same keys.
 
     label = "clicked"
     [dense.price]
@@ -15,7 +15,7 @@
     salt = 7
     first = 20
 
-`dense = ["price", "age"]` is short for columns that stay as they are. docs/reference/data-sets.md explains the keys.
+`dense = ["price", "age"]` is short for columns without operators. docs/reference/data-sets.md explains the keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROWS_MAX: Final = 2**40 - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DenseField:
-    """One column of numbers. It is clamped first, and then the logarithm taken."""
+    """One column of numbers. The clamp is applied before the logarithm."""
 
     name: str
     clamp: tuple[float, float] | None = None
@@ -53,10 +53,10 @@ class SparseField:
     encode: str
     rows: int | None
     salt: int = 0
-    """Of `hash`: columns with equal ids and other salts get other rows."""
+    """For `hash`: columns with equal ids and different salts get different rows."""
 
     first: int | None = None
-    """So many ids of a list are used."""
+    """Only this many ids of a list are used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One seed controls a run: every random stream is a pure function of it and of the stream's name.
+"""One seed controls a run. Every random stream is a pure function of the seed and the stream's name.
 
-So a stream does not depend on the world size, on the placement of tables, or on what was drawn before:
-a resumed run needs no generator state.
+So a stream does not depend on the world size, on the placement of tables, or on earlier draws, and a resumed run needs
+no generator state.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of data sets, and how each is loaded. Every rank loads the same samples; batches are cut later."""
+"""The names of data sets, and how each is loaded. Every rank loads the same samples; batches are cut later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sennit.runtime.data.files import DataFile, find_files
 from sennit.runtime.data.packages import package_file, require
 from sennit.runtime.data.schema import Schema, read_schema
 
-# name -> (package, a file of it): enough to say early that something is not installed.
+# name -> (package, one of its files): enough to report early that something is not installed.
 PACKAGED = {
     "flights": (flights.PACKAGE, "data/flights.csv.zip"),
     "movielens": (movielens.PACKAGE, "ml-100k/ml-100k.inter"),
@@ -27,26 +27,26 @@ class Source:
     """What to load."""
 
     data: str = "flights"
-    """One of `NAMES`, or where Parquet files are: a path, a pattern or a folder, under any protocol of fsspec."""
+    """One of `NAMES`, or the place of Parquet files: a path, a pattern or a folder, under any protocol of fsspec."""
 
     further: tuple[str, ...] = ()
-    """More of these, behind the first, as one data set."""
+    """More places of Parquet files, appended to the first as one data set."""
 
     schema: Path | None = None
     """Schema file of a Parquet data set (`data/schema.py`)."""
 
     samples: int = 32_768
-    """Samples of `synthetic`; the others have their own number."""
+    """The number of samples of `synthetic`; other data sets have their own."""
 
     row_limit: int = 100_000
-    """Rows of `synthetic`'s largest tables; MLPerf's own limit is 40 million."""
+    """The most rows of a table of `synthetic`; MLPerf's own limit is 40 million."""
 
     zipf_exponent: float = 1.05
-    """Skew of `synthetic`'s rows; 0 is uniform."""
+    """The skew of `synthetic`'s rows (Zipf exponent); 0 is uniform."""
 
 
 def check(source: Source) -> None:
-    """Raises what `load` would raise for a wrong name, a missing package or a missing file, at once."""
+    """Checks names, packages and files at once, and raises what `load` would raise for missing ones."""
     if source.data not in NAMES:
         _files(source)
         _schema(source)
@@ -62,7 +62,7 @@ def check(source: Source) -> None:
 
 
 def load(source: Source, *, seed: int) -> RawSamples:
-    """Loads the data set, before anything is fitted to it. `seed` is that of `synthetic`."""
+    """Loads the data set, before anything is fitted to it. `seed` is for `synthetic`."""
     check(source)
     match source.data:
         case "flights":

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`synthetic`: the shape of MLPerf's DLRM-DCNv2 workload, scaled down, with labels that can be learnt.
 
-26 tables with MLPerf's multi-hot sizes, 13 dense features. Rows follow a Zipf law: real traces are as
-skewed (Bagpipe, SOSP 2023: 1 % of the rows take 92 % of the accesses). Labels are drawn from a planted logistic
-model over the dense features and one hidden weight a row, so that AUC shows whether training works.
+It has 26 tables with MLPerf's multi-hot sizes, and 13 dense features. Rows follow a Zipf law, because real traces are
+as skewed (Bagpipe, SOSP 2023: 1 % of the rows take 92 % of the accesses). Labels are drawn from a planted logistic
+model over the dense features and one hidden weight per row, so that AUC shows whether training works.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ DENSE_COUNT = 13
 
 
 def load(*, sample_count: int, row_limit: int, zipf_exponent: float, seed: int) -> Samples:
-    """A pure function of its arguments. `row_limit` caps every table, as MLPerf's own cap of 40 M does."""
+    """Makes the samples, a pure function of the arguments.
+
+    `row_limit` caps every table, as MLPerf caps them at 40 M.
+    """
     if sample_count < 2:
         raise DataError(f"synthetic: {sample_count} samples; at least 2 are needed")
     if row_limit < 1:
@@ -60,7 +63,7 @@ def load(*, sample_count: int, row_limit: int, zipf_exponent: float, seed: int) 
 def zipf_rows(uniform: npt.NDArray[np.float64], row_count: int, exponent: float) -> npt.NDArray[np.int64]:
     """Rows in [0, row_count) with P(row) close to (row + 1)^-exponent, by inversion of the continuous law.
 
-    Row 0 is the hottest. Exponent 0 is the uniform law; 1 has the logarithm as its own case.
+    Row 0 is the most frequent. Exponent 0 is the uniform law; exponent 1 needs the logarithm as a separate case.
     """
     end = row_count + 1.0
     if abs(exponent - 1) < 1e-9:

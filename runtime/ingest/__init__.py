@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fed runs: samples that feeders send over the network become batches of the trainer.
+"""Fed runs: feeders send samples over the network, which become batches of the trainer.
 
 `FedSource` is the trainer's end, `sennit feed` (`command`) the feeder's; docs/reference/ingest.md.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of `sennit feed`. What it needs is imported when it runs, so that `--help` stays quick."""
+"""The command line of `sennit feed`. Its modules are imported when it runs, so that `--help` stays quick."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def feed(
     from sennit.runtime.training.launch import Address
     from sennit.transport.errors import ConfigError, SennitError
 
-    # As in a rank: with more threads the sums behind means would depend on their number.
+    # One thread, as in a rank: otherwise the sums behind means would depend on the number of threads.
     torch.set_num_threads(1)
     console = Console(stderr=True, highlight=False)
     name = platform.node() or "feeder"
@@ -108,7 +108,7 @@ def feed(
 
 
 def _check_writable(path: Path) -> None:
-    """Raises ConfigError for a file that cannot be written, before feeding and not after hours of it."""
+    """Raises ConfigError for a file that cannot be written, before feeding and not hours later."""
     from sennit.transport.errors import ConfigError
 
     try:
@@ -120,7 +120,7 @@ def _check_writable(path: Path) -> None:
 
 
 class _Display:
-    """A line that changes, on a terminal."""
+    """Shows progress as one changing line on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._status = console.status("feeding")

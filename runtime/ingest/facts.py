@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as a feeder has them: records, and what it says of them to trainers."""
+"""Encodes a feeder's samples as records, and describes them for trainers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _DENSE_BYTES: Final = 4
 
 
 def encode(raw: RawSamples, fingerprint: str, *, body_max_bytes: int) -> tuple[Facts, RecordStore]:
-    """Records of preprocessed samples, and the plan that makes a trainer's batches of them.
+    """Returns the facts of the data, with the plan by which trainers make batches, and the records.
 
-    `fingerprint` is of the samples before that: trainers compare it with those of checkpoints and other feeders.
+    `fingerprint` is that of the samples before preprocessing. Trainers compare it with checkpoints and other feeders.
 
-    Fields are named by their number, since the names of columns may be any text. Lists go as they are; only where the
-    longest record would not fit `body_max_bytes` are they cut to their `first` ids here. The plan does so too.
+    Fields are named by number, because column names may be any text. Lists are sent whole. Only if the longest record
+    would exceed `body_max_bytes` are they cut here to their `first` ids, as the plan cuts them, too.
     """
     fields = [_Field(number, feature) for number, feature in enumerate(raw.features)]
     longest_bytes = _LABEL_BYTES + _DENSE_BYTES * raw.dense.shape[1] + sum(field.longest_bytes for field in fields)
@@ -72,7 +72,7 @@ def encode(raw: RawSamples, fingerprint: str, *, body_max_bytes: int) -> tuple[F
 
 
 class _Field:
-    """One feature in the record: a fixed number of ids where all samples have as many, else a list."""
+    """One feature in a record: a fixed number of ids if it is the same in all samples, else a list."""
 
     def __init__(self, number: int, feature: Feature) -> None:
         self.feature = feature
@@ -92,6 +92,6 @@ class _Field:
 
 
 def _fits(low: int, high: int, width_bytes: int) -> bool:
-    """Ids of 8 bytes are signed, others may be."""
+    """Ids of 8 bytes are signed; shorter ones may be unsigned."""
     bits = 8 * width_bytes - (1 if low < 0 or width_bytes == 8 else 0)
     return high < 1 << bits and low >= -(1 << bits)

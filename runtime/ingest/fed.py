@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that feeders send: this rank's session with them, as a source for the trainer."""
+"""The source of batches that feeders send: this rank's session with them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from sennit.runtime.training.config import TrainingConfig
 from sennit.transport.errors import ConfigError
 
 SLOTS: Final = 4
-# What of the configuration the order of samples depends on: feeders get it as it is.
+# The configuration fields that the order of samples depends on. Feeders get them as they are.
 ORDER_SETTINGS: Final = ("seed", "split", "eval_fraction", "batch_size", "epochs", "max_steps")
 
 
 class FedSource:
-    """The batches of one rank, as they come. Collective to make."""
+    """The batches of one rank, as they arrive. Making it is collective."""
 
     def __init__(self, config: TrainingConfig, *, rank: int, world_size: int, local_rank: int, local_ranks: int):
-        """Waits until a feeder has said what it has."""
+        """Waits until a feeder has described its data."""
         assert config.ingest is not None
         self._target = config.ingest
         self._rank, self._world_size = rank, world_size
@@ -82,7 +82,7 @@ class FedSource:
             )
         except (PlanError, TargetUnavailable, OSError) as error:
             raise ConfigError(f"--ingest {self._target}: {error}") from error
-        # A ring that has released these expects the ones from here on.
+        # After these releases, the ring expects batches from `number` on.
         for released in range(max(0, number - SLOTS), number):
             receiver.release(released)
         self._session.start(
@@ -94,7 +94,7 @@ class FedSource:
         )
 
     def take(self, number: int) -> CombinedBatch:
-        """Views of the ring, except the ids, which are copied: one table behind the other."""
+        """The batch as views of the ring. Only the ids are copied, one table after the other."""
         labels, dense, lengths, values = self._session.take(number).tensors()
         return CombinedBatch(dense=dense, labels=labels, lengths=lengths, values=torch.cat(values))
 
@@ -117,7 +117,7 @@ class FedSource:
         self._page.close()
 
     def _agree(self) -> Facts:
-        """Rank 0 says what the data are: what its first feeder has."""
+        """Rank 0 tells all ranks the facts of the data, which are those of its first feeder."""
         mine = self._session.wait_for_facts().as_json() if self._rank == 0 else None
         facts = Facts.from_json(_shared(mine))
         self._session.agree(facts)
@@ -134,7 +134,7 @@ def _preprocessing(facts: Facts) -> Preprocessing | None:
 
 
 def _shared(value: Any) -> Any:
-    """Rank 0's, on every rank."""
+    """Rank 0's value, on every rank."""
     shared = [value]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit feed`: one data set in memory, and processes that each feed every rank of a run from it."""
+"""`sennit feed`: one data set in memory, and worker processes that each feed every rank of a run from it."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ from sennit.runtime.ingest.facts import encode
 from sennit.runtime.training.launch import Address
 from sennit.transport.errors import SennitError
 
-# Of workers that die. More deaths have a cause that another process does not end.
+# How many workers may be replaced. If more die, a replacement does not remove the cause.
 REPLACEMENTS_MAX: Final = 2
 LEAVE_S: Final = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeedReport:
-    """What was done, when the run is over."""
+    """The result of feeding, at the end of the run."""
 
     name: str
     samples: int
     record_bytes: int
-    """Of all records in memory."""
+    """Bytes of all records in memory."""
 
     ranks: int
     workers: int
     replaced: int
-    """Workers that died, and another one took their place."""
+    """Workers that died and were replaced."""
 
     feeding_s: float
-    """From the first record to the end of the run."""
+    """Time from the first record to the end of the run."""
 
     counters: FeedCounters
-    """Of all workers."""
+    """The sum over all workers."""
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "records_per_s": self.records_per_s}
@@ -67,7 +67,7 @@ class FeedReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Task:
-    """What a worker is given."""
+    """The arguments of a worker."""
 
     name: str
     address: Address
@@ -93,7 +93,7 @@ Listener = Callable[[str], None]
 
 
 def find_trainer(address: Address, *, name: str, timeout_s: float) -> Terms:
-    """The terms of the run, as soon as there is one."""
+    """Waits for a run, and returns its terms."""
     try:
         control, terms = meet(
             address.host, address.port, name=f"{name} (asks)", deadline_s=time.monotonic() + timeout_s
@@ -105,7 +105,7 @@ def find_trainer(address: Address, *, name: str, timeout_s: float) -> Terms:
 
 
 def prepare(raw: RawSamples, terms: Terms) -> tuple[dict[str, Any], RecordStore]:
-    """The records of a run, preprocessed by its training rows. Its facts, as JSON."""
+    """Returns the facts, as JSON, and the records of a run, preprocessed by its training rows."""
     order = _order(raw.name, len(raw), terms)
     try:
         preprocessing = Preprocessing.fit(raw, order.is_training())
@@ -132,7 +132,7 @@ def run(
     on_event: Listener,
     on_progress: Callable[[FeedCounters], None],
 ) -> FeedReport:
-    """Feeds until the trainer says that the run is over. FeedError, or KeyboardInterrupt, ends all workers."""
+    """Feeds until the trainer says that the run is over. A FeedError or KeyboardInterrupt ends all workers."""
     task = _Task(name=name, address=address, timeout_s=timeout_s, store=store, facts=facts)
     crew = _Crew(task, workers, on_event)
     began_s = ended_s = time.monotonic()
@@ -157,7 +157,10 @@ def run(
 
 
 class _Crew:
-    """The workers. One that dies is replaced, or the others go on; one that says an error has said it for all."""
+    """The workers.
+
+    A worker that dies is replaced, or the others go on. An error that a worker reports ends all of them.
+    """
 
     def __init__(self, task: _Task, count: int, on_event: Listener) -> None:
         self.replaced = 0
@@ -169,7 +172,7 @@ class _Crew:
             self._start(number)
 
     def progress(self) -> Iterator[FeedCounters]:
-        """What all have done so far, as they tell it, until the run is over. FeedError: not to its end."""
+        """Yields the counters of all workers until the run is over. Raises FeedError if it cannot be fed to its end."""
         is_over = False
         while self._workers:
             for end in multiprocessing.connection.wait(list(self._workers)):
@@ -195,7 +198,7 @@ class _Crew:
         return sum((worker.counters for worker in self._workers.values()), self._past)
 
     def end(self) -> None:
-        """Whatever they are doing."""
+        """Terminates all workers."""
         for worker in self._workers.values():
             worker.process.terminate()
         for worker in list(self._workers.values()):
@@ -231,8 +234,8 @@ class _Crew:
 
 
 def _work(task: _Task, number: int, end: Connection) -> None:
-    """A worker's process."""
-    # An interrupt is for the parent, which ends the workers.
+    """The main function of a worker process."""
+    # The parent handles interrupts and ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     feeder_name = f"{task.name} worker {number}"
     try:
@@ -240,18 +243,18 @@ def _work(task: _Task, number: int, end: Connection) -> None:
         with Feeder(feeder_name, task.facts, task.store, part_of, timeout_s=task.timeout_s) as feeder:
             try:
                 feeder.run(task.address.host, task.address.port, end.send)
-            finally:  # what it sent counts, also where a trainer that is done has gone before it said so to all
+            finally:  # counts what was sent, also if the trainer ended before it told all workers
                 end.send(feeder.counters)
         outcome = _Outcome(None)
     except SennitError as error:
         outcome = _Outcome(str(error))
-    except BrokenPipeError:  # the parent is gone
+    except BrokenPipeError:  # the parent has gone
         return
     end.send(outcome)
 
 
 class _Orders:
-    """The order that the terms of a run define."""
+    """The order of samples that a run's terms define."""
 
     def __init__(self, name: str, sample_count: int) -> None:
         self._name, self._sample_count = name, sample_count

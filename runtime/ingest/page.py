@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counters of a rank's ingest where `sennit top` and `sennit metrics` read them."""
+"""A counter page for a rank's ingest, read by `sennit top` and `sennit metrics`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ PREFIX: Final = "ingest_"
 
 
 class IngestPage:
-    """A page beside that of the rank's collectives."""
+    """A counter page beside that of the rank's collectives."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._page = CounterPage(rank, world_size)
         self._names: tuple[str, ...] = ()
 
     def show(self, counted: Mapping[str, int | float]) -> None:
-        """Always of the same names. Seconds are shown in microseconds, since counters are integers."""
+        """Writes the counters, always with the same names.
+
+        Seconds become microseconds, because counters are integers.
+        """
         if not self._names:
             self._names = tuple(counted)
             self._counters = self._page.add(GROUP, [_shown_name(name) for name in counted])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One sketch of a run: what the receivers of all its ranks counted."""
+"""One sketch for a run: the sum of what the receivers of all ranks counted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sennit.runtime.data.batch_source import BatchSource
 
 
 def save_sketch(source: BatchSource, path: Path) -> None:
-    """Rank 0 writes the sum. Collective; nothing is written where a rank has none."""
+    """Sums the sketches, and writes them on rank 0. Collective. Nothing is written if a rank has no sketch."""
     found: list[Sketch | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, source.sketch())
     sketches = [sketch for sketch in found if sketch is not None]

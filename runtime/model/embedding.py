@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's embedding tables as the trainer uses them, and their initial weights, which depend on the seed and the
-tables' names alone."""
+"""This rank's embedding tables as the trainer uses them, and their initial weights.
+
+Initial weights depend on the seed and the tables' names alone.
+"""
 
 from __future__ import annotations
 
@@ -24,44 +26,44 @@ ROW_WISE_ADAGRAD: Final = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD, epsilon
 
 
 class EmbeddingTables(Protocol):
-    """Tables of one rank, wherever their rows are. Every batch is announced, looked up, and updated or released."""
+    """The tables of one rank, wherever their rows are. Every batch is announced, looked up, and updated or released."""
 
     batches_ahead: int
-    """How many batches, after the one that is computed, should have been announced."""
+    """How many batches after the current one should have been announced."""
 
     step: int
-    """Updates so far."""
+    """Number of updates so far."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tables."""
+        """Names of the tables."""
 
     def announce(self, batch: Batch) -> Any:
-        """What `lookup`, `update` and `release` take. Returns at once."""
+        """Announces a batch, and returns at once. The result is the argument of `lookup`, `update` and `release`."""
 
     def lookup(self, announced: Any) -> Tensor:
         """The flat float32 result (`EmbeddingEngine.lookup`)."""
 
     def update(self, announced: Any, gradient: Tensor, *, rate: float) -> None:
-        """One optimizer step on the rows of the batch that was looked up."""
+        """Takes one optimizer step on the rows of the batch that was looked up."""
 
     def release(self, announced: Any) -> None:
-        """Instead of `update`: nothing changes."""
+        """Ends a batch without an update."""
 
     def weights(self) -> dict[str, Tensor]:
-        """Float32 [row_count, dim] of each table by `table.NAME`."""
+        """Float32 [row_count, dim] of each table, as `table.NAME`."""
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, and float32 [row_count] of the optimizer by `row_state.NAME`, for checkpoints."""
+        """Weights and the optimizer's float32 [row_count] as `row_state.NAME`, for checkpoints."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over what `state` gave once its tensors have other values; no batch may be announced."""
+        """Takes over the tensors of `state` with new values. No batch may be announced."""
 
     def counters(self) -> dict[str, int]:
-        """What the cache before a store did, by name; empty where there is none."""
+        """Counters of the cache before a store, by name; empty if there is none."""
 
     def close(self) -> None:
-        """Gives up what is not memory."""
+        """Releases everything that is not memory."""
 
 
 class ResidentTables:
@@ -105,11 +107,11 @@ class ResidentTables:
         pass
 
     def weights(self) -> dict[str, Tensor]:
-        """Of a tensor train its cores, by `table.NAME.core1` and so on."""
+        """Weights by name. A tensor train has its cores, as `table.NAME.core1` and so on."""
         return {f"table.{name}": self.engine.weight(name) for name in self.engine.names}
 
     def state(self) -> dict[str, Tensor]:
-        """The tables' own memory, so that loading fills them."""
+        """The tables' own memory, so that loading writes into it."""
         return self.weights() | {f"row_state.{name}": self.engine.states(name)["sum"] for name in self.engine.names}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -130,11 +132,11 @@ def embedding_engine(
     optimizer: OptimizerSpec = ROW_WISE_ADAGRAD,
     tensor_train: TensorTrainRule | None = None,
 ) -> EmbeddingEngine:
-    """The tables that one rank owns, in float32."""
+    """An engine with the tables that one rank owns, in float32."""
     engine = EmbeddingEngine([table_spec(table, dim=dim, rule=tensor_train) for table in tables], optimizer)
     for table, spec in zip(tables, engine.specs, strict=True):
         if isinstance(spec, TensorTrainSpec):
-            # The variance of `fill`'s distribution.
+            # The variance of the distribution of `fill`.
             deviation = (3 * table.row_count) ** -0.5
             initialise(spec, [engine.weight(core.name) for core in spec.cores], deviation, stream(table, seed))
         else:
@@ -143,7 +145,7 @@ def embedding_engine(
 
 
 def table_bytes(spec: TableSpec, optimizer: OptimizerSpec = ROW_WISE_ADAGRAD) -> int:
-    """Memory of a table, or of the cores of a tensor train, with the optimizer's states."""
+    """Memory for a table, or for the cores of a tensor train, with optimizer states."""
     return sum(
         part.row_count * part.dim * part.precision.dtype.itemsize
         + sum(4 * math.prod(optimizer.state_shape(name, part)) for name in optimizer.states)
@@ -156,12 +158,14 @@ def table_specs(tables: Sequence[Table], *, dim: int) -> list[TableSpec]:
 
 
 def stream(table: Table, seed: int) -> Generator:
-    """Where the table's initial weights come from, row after row."""
+    """The generator of the table's initial weights, which are drawn row after row."""
     return torch_stream(seed, "table", table.name)
 
 
 def fill(rows: Tensor, table: Table, generator: Generator) -> None:
-    """Gives the next rows of a table their initial weights: uniform within 1 / sqrt(row_count), as in the reference
-    code of Naumov et al. 2019."""
+    """Draws initial weights for the next rows of a table.
+
+    They are uniform within 1 / sqrt(row_count), as in the reference code of Naumov et al. 2019.
+    """
     bound = table.row_count**-0.5
     rows.uniform_(-bound, bound, generator=generator)

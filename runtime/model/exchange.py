@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three AlltoAll exchanges of a step: ids to the tables' owners, pooled vectors back, gradients again.
 
-Order is what makes them cheap. A batch is cut with its tables grouped by owner, so each owner's part is one
-range. The owner looks bags up in the order in which they arrived (source rank, table, sample), which is the
-order of its reply; and what a rank receives is [table, sample, dim] as it lies. Only at the very end are the
-tables brought back from the order of owners into the global one.
+Order is what makes them cheap. Tables in a batch are grouped by owner, so each owner's part is one range. The owner
+looks bags up in the order in which they arrived (source rank, table, sample), which is the order of its reply. A rank
+then receives [table, sample, dim] without rearranging. Only at the end are tables brought from the order of owners into
+the global order.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Exchange:
         self._wire_place = torch.tensor(placement.wire_place)
 
     def send_ids(self, batch: CombinedBatch, sample_counts: Sequence[int]) -> Batch:
-        """Gives every owner its part of this rank's batch (tables in wire order), and gets a block of bags for each
-        source rank and table that this rank owns. Collective.
+        """Sends every owner its part of this rank's batch (tables in wire order). Collective.
 
-        `sample_counts`: samples of each rank's batch, known to all. Lengths go first, then the ids they count.
+        Returns a block of bags for each source rank and each table that this rank owns. `sample_counts`: samples of
+        each rank's batch, known to all. Lengths go first, then the ids they count.
         """
         with self._clock.phase("input exchange"):
             mine = self._table_counts[self.rank]
@@ -58,10 +58,10 @@ class Exchange:
             )
 
     def return_pooled(self, pooled: Tensor, sample_counts: Sequence[int]) -> Tensor:
-        """[bags, dim] in the order of `send_ids` -> this rank's samples as [T, B, dim], tables in global order.
+        """Turns [bags, dim] in the order of `send_ids` into this rank's samples, [T, B, dim], tables in global order.
 
-        Collective, and so is its backward: the reverse AlltoAll, with the gradient divided by the world size,
-        since every rank's loss is the mean over its own part of the global batch.
+        Collective, and so is its backward: the reverse AlltoAll, with the gradient divided by the world size, because
+        every rank's loss is the mean over its own part of the global batch.
         """
         mine = sample_counts[self.rank]
         send = [self._table_counts[self.rank] * count for count in sample_counts]
@@ -74,7 +74,7 @@ class Exchange:
 
 
 class _PooledAllToAll(torch.autograd.Function):
-    """AlltoAll of rows with uneven splits; the gradient takes the way back."""
+    """AlltoAll of rows with uneven splits. Its backward sends the gradient the opposite way."""
 
     @staticmethod
     def forward(context: Any, pooled: Tensor, exchange: Exchange, receive: list[int], send: list[int]) -> Tensor:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory each rank has for embedding tables: what its host has to give, shared by the ranks there."""
+"""The memory of each rank for embedding tables: the available memory of its host, divided by the ranks there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 SHARE: Final = 0.9
-"""Of what a host has available; the rest is for batches, gradients and buffers."""
+"""The share of a host's available memory that tables may use. The rest is for batches, gradients and buffers."""
 
 PROC: Final = Path("/proc")
 CGROUP: Final = Path("/sys/fs/cgroup")
@@ -30,30 +30,30 @@ def memory_limits(own_bytes: int | None = None) -> list[int]:
 
 
 def shared_limits(told: Sequence[tuple[str, int | None, int]]) -> list[int]:
-    """Of each rank its limit, from what each says: its host, its own limit or None, and what its host has available."""
+    """The limit of each rank. Each rank tells its host, its own limit or None, and the memory available on its host."""
     ranks_on = Counter(host for host, _, _ in told)
-    # Ranks of one host look at different moments.
+    # The ranks of a host measured at different moments.
     least = {host: min(available for other, _, available in told if other == host) for host in ranks_on}
     return [int(least[host] * SHARE) // ranks_on[host] if own is None else own for host, own, _ in told]
 
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """What this process could still take: `MemAvailable`, or less where its control group (v2) has less left."""
+    """Memory that this process can still use: `MemAvailable`, or less if its control group (v2) has less left."""
     fields = dict(line.split(":", 1) for line in _read(proc / "meminfo").splitlines())
     found = [int(fields["MemAvailable"].split()[0]) << 10] if "MemAvailable" in fields else []
     own = [line.split(":", 2)[2] for line in _read(proc / "self/cgroup").splitlines() if line.startswith("0::")]
     for path in own:
         group = cgroup / path.lstrip("/")
-        # A limit of a group above holds too.
+        # The limits of parent groups apply, too.
         for level in (group, *group.parents):
             limit, used = _read(level / "memory.max"), _read(level / "memory.current")
             if limit.isdecimal() and used.isdecimal():
-                # Clean pages of files count as used, but give way.
+                # Clean file pages count as used, but can be reclaimed.
                 stat = dict(line.split(" ", 1) for line in _read(level / "memory.stat").splitlines())
                 found.append(max(0, int(limit) - int(used) + int(stat.get("inactive_file", "0"))))
             if level == cgroup:
                 break
-    # Where nothing is known, nothing is refused.
+    # Without information, there is no limit.
     return min(found, default=1 << 62)
 
 

@@ -37,7 +37,7 @@ class DenseModel(nn.Module):
         self.bottom = _mlp([dense_count, *bottom, dim], last_relu=True)
         self.top = _mlp([dim + pair_count, *top, 1], last_relu=False)
         lower = torch.tril_indices(vectors, vectors, offset=-1)
-        # A constant, so no buffer: DDP would broadcast buffers before each forward pass.
+        # Not a buffer, because DDP would broadcast it before each forward pass.
         self._pairs = lower[0] * vectors + lower[1]
         _initialise(self, seed)
 
@@ -60,7 +60,7 @@ def _mlp(widths: Sequence[int], *, last_relu: bool) -> nn.Sequential:
 
 
 def _initialise(model: nn.Module, seed: int) -> None:
-    """Normal with the deviations of the reference code, each parameter from its own stream."""
+    """Initial weights: normal, with the deviations of the reference code; each parameter has its own stream."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             outputs = parameter.shape[0]

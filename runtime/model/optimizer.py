@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dense part's optimizers."""
+"""The optimizers of the dense part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DENSE_OPTIMIZERS = ("adagrad", "adam", "sgd")
 def dense_optimizer(
     name: str, parameters: Iterable[nn.Parameter], *, rate: float, weight_decay: float = 0.0
 ) -> torch.optim.Optimizer:
-    """The optimizer of the replicated part; `weight_decay` times the weight joins its gradient (L2)."""
+    """The optimizer of the dense part. `weight_decay` times the weight is added to its gradient (L2)."""
     match name:
         case "adagrad":
             return torch.optim.Adagrad(parameters, lr=rate, eps=1e-8, weight_decay=weight_decay, foreach=False)

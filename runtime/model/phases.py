@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step's time goes: named phases, on the wall clock, each moment counted once.
+"""Measures how much time a step spends in each named phase. Each moment of wall clock time counts once.
 
-A phase entered inside another one pauses it, so the phases of a run add up to its time. A whole phase is not paused:
-what happens inside it is a part of it, under whatever name it would count elsewhere.
+A phase that begins inside another one pauses it, so the phases of a run add up to its time. A whole phase is not
+paused: phases inside it count as part of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 
 class PhaseClock:
-    """Seconds by phase. Not for several threads."""
+    """Seconds by phase. Not thread-safe."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -23,7 +23,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str, *, is_whole: bool = False) -> Iterator[None]:
-        """Counts the time inside to `name`, less what inner phases take unless it `is_whole`."""
+        """Counts the time inside the block to `name`, without the time of inner phases unless it `is_whole`."""
         if self._is_whole:
             yield
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What learning rates are multiplied by at each step: warm-up, a plateau, decay, a floor."""
+"""The factor of the learning rates at each step: warm-up, a plateau, decay, a floor."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DECAYS = ("linear", "polynomial", "none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RateSchedule:
-    """The factor of a step, as a function of the steps done before it.
+    """The factor of a step, as a function of the number of steps done before it.
 
-    `torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)` takes it as it is. Warm-up is linear and ends at 1; decay
-    is that of the reference code of DLRM (Naumov et al. 2019), whose power is 2; "linear" is a power of 1.
+    `torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)` accepts it. Warm-up is linear and ends at 1. Decay follows
+    the reference code of DLRM (Naumov et al. 2019), which uses power 2; "linear" is power 1.
     """
 
     decay: str = "none"
@@ -26,13 +26,13 @@ class RateSchedule:
     """Factors 1/n, 2/n, …, 1 for the first n steps."""
 
     decay_start: int | None = None
-    """Steps before decay begins; None: those of the warm-up."""
+    """Steps before decay begins; None: as many as the warm-up has."""
 
     decay_end: int = 1
-    """The first step that has the floor."""
+    """The first step with the final factor."""
 
     power: float = 2.0
-    """Of "polynomial": what is left of the way to `decay_end` is raised to it."""
+    """For "polynomial": the power of the remaining fraction of the decay."""
 
     floor: float = 0.0
     """The least factor after the warm-up."""

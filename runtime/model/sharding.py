@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank owns which embedding table: whole tables, placed greedily by cost, within the memory of the ranks.
+"""Which rank owns which embedding table. Whole tables are placed greedily by cost, within the memory of the ranks.
 
 Every rank computes the same placement from the same tables and limits.
 """
@@ -23,13 +23,13 @@ class Table:
     """Rows; ids are in [0, row_count)."""
 
     mean_length: float
-    """Ids a sample on average (the pooling factor)."""
+    """The mean number of ids per sample (the pooling factor)."""
 
     def cost(self, dim: int) -> float:
-        """Floats touched a sample: `mean_length` rows read and updated, one pooled vector sent each way.
+        """Floats touched per sample: `mean_length` rows read and updated, one pooled vector sent each way.
 
-        Lookup and update read and write each row once a pass (3 accesses a row: lookup, gradient, write);
-        the pooled vector crosses the exchange forward and backward.
+        Each row is accessed three times (lookup, gradient, write). The pooled vector crosses the exchange forward and
+        backward.
         """
         return dim * (3 * self.mean_length + 2)
 
@@ -39,19 +39,19 @@ class Placement:
     """Owner of each table, and the order in which tables travel."""
 
     owner_of: tuple[int, ...]
-    """Rank of each table, in the global order of tables."""
+    """The owner of each table, in the global order of tables."""
 
     tables_of: tuple[tuple[int, ...], ...]
-    """For each rank its tables, as global numbers in rising order; a rank may own none."""
+    """The tables of each rank, as global numbers in rising order; a rank may own none."""
 
     @property
     def wire_order(self) -> tuple[int, ...]:
-        """All tables, grouped by owner: the order of a batch's parts in the exchange."""
+        """All tables grouped by owner, which is the order of the parts of a batch in the exchange."""
         return tuple(table for tables in self.tables_of for table in tables)
 
     @property
     def wire_place(self) -> tuple[int, ...]:
-        """For each table in the global order its place in `wire_order`."""
+        """The place in `wire_order` of each table, in the global order."""
         place = {table: number for number, table in enumerate(self.wire_order)}
         return tuple(place[table] for table in range(len(self.owner_of)))
 
@@ -64,12 +64,14 @@ def place(
     table_bytes: Sequence[int] | None = None,
     limit_bytes: Sequence[int] | None = None,
 ) -> Placement:
-    """Longest processing time first (Graham 1969): the most expensive table goes to the rank with the least to do.
+    """Longest processing time first (Graham 1969): the most expensive table goes to the rank with the smallest load.
 
-    Without limits the largest load is at most 4/3 of the best possible one. Ties go to the lower table and the lower
-    rank. `table_bytes`: memory that each table takes with its optimizer states; `limit_bytes`: memory of each rank. A
-    rank without room for a table is passed over. If that leaves a table without a rank, tables are placed anew by
-    memory alone: the largest first, each on the rank with the most room. `ConfigError` if a table has no room then.
+    Without limits, the largest load is at most 4/3 of the best possible one. Ties go to the lower table and the lower
+    rank. `table_bytes`: memory of each table with its optimizer states. `limit_bytes`: memory of each rank.
+
+    A rank without room for a table is passed over. If that leaves a table without a rank, all tables are placed again
+    by memory alone: the largest first, each on the rank with the most room. Raises `ConfigError` if a table still has
+    no room.
     """
     costs = [table.cost(dim) for table in tables]
     if table_bytes is None or limit_bytes is None:
@@ -84,7 +86,7 @@ def place(
 
 
 def _by_cost(costs: Sequence[float], table_bytes: Sequence[int], limit_bytes: Sequence[int]) -> list[int] | None:
-    """The owner of each table; None where a table finds no room."""
+    """The owner of each table; None if a table has no room."""
     owner_of, load, room = [0] * len(costs), [0.0] * len(limit_bytes), list(limit_bytes)
     for table in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
         fitting = [rank for rank in range(len(room)) if table_bytes[table] <= room[rank]]

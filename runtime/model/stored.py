@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's embedding tables on a file, with a cache of their rows in memory before it."""
+"""This rank's embedding tables in a file, with a cache of their rows in memory."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from sennit.transport.errors import ArgumentError, ConfigError, DeviceError
 from sennit.transport.sizes import format_size
 
 SPARE_SHARE: Final = 16
-"""One line in so many is for rows whose set has only pinned ones."""
+"""One of this many lines is spare. Spare lines take rows whose set has only pinned lines."""
 
 STATE: Final = {"table": "weight", "row_state": "sum"}
-"""What a checkpoint calls the parts of rows."""
+"""The names in a checkpoint of the parts of a row."""
 
 Rows = Callable[[int, int], Arrays]
-"""(first, count) -> the parts of so many rows; asked for one after the other."""
+"""(first, count) -> the parts of these rows. Called for rising rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TableStore:
-    """Where tables lie that are larger than memory."""
+    """The place of tables that are larger than memory."""
 
     folder: Path
-    """A file for each rank is made here, and removed at the end of the run."""
+    """Each rank makes a file here, and removes it at the end of the run."""
 
     memory_bytes: int
-    """Of each rank: cached rows with optimizer states, and what is known of all rows."""
+    """Memory of each rank, for cached rows with optimizer states and the bookkeeping of all rows."""
 
 
 class StoredTables:
-    """`EmbeddingTables` on a file that lasts as long as the run: what is to last longer goes into checkpoints."""
+    """`EmbeddingTables` in a file that lasts as long as the run. Only checkpoints outlive it."""
 
     batches_ahead = 1
 
@@ -67,14 +67,14 @@ class StoredTables:
         timeout_s: float,
         optimizer: OptimizerSpec = ROW_WISE_ADAGRAD,
     ) -> None:
-        """Makes the file, with initial rows. Raises `DeviceError`, `ForeignStore`, `ConfigError`."""
+        """Makes the file with initial rows. Raises `DeviceError`, `ForeignStore`, `ConfigError`."""
         self._home, self._clock, self._timeout_s, self._optimizer = home, clock, timeout_s, optimizer
         self._specs = table_specs(tables, dim=dim)
         self._layout = layout_of(self._specs, optimizer)
         self._line_count, self._spare_count = lines_in(home.memory_bytes, self._layout)
         self._path = home.folder / f"rows-{rank}"
         if self._path.exists():
-            # Left by a run that was killed. Anything else raises here: ForeignStore, or DeviceError while it is in use.
+            # A killed run left it. Anything else raises here: ForeignStore, or DeviceError if it is in use.
             store.open_store(self._path, self._layout).close()
             self._path.unlink()
         self._open(InitialRows(tables, self._layout, seed=seed))
@@ -108,7 +108,7 @@ class StoredTables:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Batches whose rows do not fit show when the next ones are asked for."""
+        """Makes a `ConfigError` of the error for a batch that does not fit the cache. It may come one call later."""
         try:
             yield
         except IdError:
@@ -125,14 +125,14 @@ class StoredTables:
             self._tiers.release(announced)
 
     def weights(self) -> dict[str, Tensor]:
-        """Copies in files without a name, mapped: they need disk, and memory only as a page cache."""
+        """Copies the weights into mapped files without a name: they need disk, and memory only as page cache."""
         return self._copies({"table": "weight"})
 
     def state(self) -> dict[str, Tensor]:
         return self._copies(STATE)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Writes a new file: cheaper than to bring each row in, change it, and write it back."""
+        """Writes a new file, which is cheaper than to fetch each row, change it, and write it back."""
         self.close()
         self._open(
             lambda first, count: {
@@ -175,7 +175,7 @@ class StoredTables:
 
 
 class InitialRows:
-    """The rows of new tables, in the order of the store: the bits that `embedding_engine` gives them."""
+    """Generates the rows of new tables in the order of the store, with the same bits as `embedding_engine`."""
 
     def __init__(self, tables: Sequence[Table], layout: StoreLayout, *, seed: int) -> None:
         self._tables = {table.name: (table, stream(table, seed)) for table in tables}
@@ -191,9 +191,9 @@ class InitialRows:
 
 
 def lines_in(memory_bytes: int, layout: StoreLayout) -> tuple[int, int]:
-    """(lines, spare lines) of a cache in so much memory; raises `ConfigError` if there are none."""
+    """(lines, spare lines) of a cache of this size. Raises `ConfigError` if not even the fewest fit."""
     fixed_bytes, line_bytes = layout.row_count * LOCATION_BYTES, layout.row_bytes + NOTE_BYTES
-    # More lines than twice the rows are of no use.
+    # More lines than twice the rows are useless.
     total = min((memory_bytes - fixed_bytes) // line_bytes, max(2 * layout.row_count, 2 * WAYS))
     line_count = total * (SPARE_SHARE - 1) // SPARE_SHARE // WAYS * WAYS
     if line_count < WAYS:
@@ -206,7 +206,7 @@ def lines_in(memory_bytes: int, layout: StoreLayout) -> tuple[int, int]:
 
 
 def pieces(layout: StoreLayout, first: int, count: int) -> list[tuple[str, int, int]]:
-    """Rows `first` to `first + count` of a store as parts of tables: name, first row, end."""
+    """Splits rows `first` to `first + count` of a store by table: name, first row, end."""
     found, base = [], 0
     for table in layout.tables:
         begin, end = max(first - base, 0), min(first + count - base, table.row_count)
@@ -217,7 +217,10 @@ def pieces(layout: StoreLayout, first: int, count: int) -> list[tuple[str, int, 
 
 
 def on_disk(shape: Sequence[int], folder: Path) -> Tensor:
-    """Float32 zeros in a file that has no name. Raises `DeviceError` if the disk is full: now, and not as a signal."""
+    """Float32 zeros in a file without a name.
+
+    If the disk is full, raises `DeviceError` now instead of a signal later.
+    """
     size_bytes = 4 * int(np.prod(shape))
     if not size_bytes:
         return torch.zeros(*shape)

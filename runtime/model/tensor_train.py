@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which embedding tables of a run are held in tensor-train form."""
+"""Which embedding tables of a run are tensor trains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sennit.transport.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorTrainRule:
-    """Tables of many rows become tensor trains, where that makes them smaller."""
+    """Tables with many rows become tensor trains if that makes them smaller."""
 
     rows_at_least: int
     rank: int
@@ -33,7 +33,7 @@ class TensorTrainRule:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From "ROWS_AT_LEAST:RANK"."""
+        """Parses "ROWS_AT_LEAST:RANK"."""
         found = re.fullmatch(r"(\d{1,10}):(\d{1,5})", text)
         if found is None:
             raise ConfigError(f"tensor train {text!r}; allowed: ROWS_AT_LEAST:RANK, like 100000:16")
@@ -41,7 +41,7 @@ class TensorTrainRule:
 
 
 def table_spec(table: Table, *, dim: int, rule: TensorTrainRule | None) -> TableSpec:
-    """What the engine holds `table` as, in float32."""
+    """The engine's spec of `table`, in float32."""
     if rule is not None and table.row_count >= rule.rows_at_least:
         train = TensorTrainSpec.of_rank(name=table.name, row_count=table.row_count, dim=dim, rank=rule.rank)
         if train.compression > 1:
@@ -50,5 +50,5 @@ def table_spec(table: Table, *, dim: int, rule: TensorTrainRule | None) -> Table
 
 
 def parts(spec: TableSpec) -> tuple[TableSpec, ...]:
-    """The tables that `spec` is stored in: its cores, or itself."""
+    """The tables that store `spec`: its cores, or itself."""
     return spec.cores if isinstance(spec, TensorTrainSpec) else (spec,)

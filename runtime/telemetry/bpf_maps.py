@@ -21,7 +21,7 @@ from sennit.transport.counters import Block, Page
 
 FOLDER_NAME: Final = "counters"
 ENTRIES_MAX: Final = 1 << 16
-# There are eight groups of counters. Any process may write pages.
+# There are eight groups of counters. More may come, because any process may write pages.
 MAPS_MAX: Final = 64
 KEY: Final = np.dtype([("page", "<u8"), ("process", "<u4"), ("rank", "<u4"), ("peer", "<i4"), ("path", "<i4")])
 """The number of a page tells process groups of one process apart; peer and path are -1 if there is none."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit top` and `sennit metrics`. Each imports what it needs late."""
+"""`sennit top` and `sennit metrics`. Each imports its modules when it runs."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def metrics(
 
 @contextlib.contextmanager
 def _until_ended() -> Iterator[None]:
-    """SIGTERM, which ends services, and an interrupt are the orderly end."""
+    """Makes SIGTERM, which ends services, and an interrupt end the command in order."""
 
     def end(number: int, frame: FrameType | None) -> None:
         del number, frame

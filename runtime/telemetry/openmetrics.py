@@ -27,7 +27,7 @@ def render(found: Iterable[samples.Sample]) -> str:
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers GET /metrics."""
+    """The handler of GET /metrics."""
 
     # A client that connects and says nothing is disconnected.
     timeout = 5.0

@@ -13,7 +13,7 @@ from sennit.transport.tracepoints import PathState
 SENT: Final = (("flow", "data_bytes_sent"), ("shm", "shm_bytes_sent"))
 RECEIVED: Final = (("flow", "data_bytes_received"), ("shm", "shm_bytes_received"))
 INGEST: Final = "ingest"
-# Datagrams that were not taken.
+# Datagrams that were not accepted.
 REFUSED: Final = tuple(f"ingest_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.ACCEPTED)
 
 

@@ -35,7 +35,7 @@ GAUGES: Final = frozenset(
     }
 )
 UNUSED: Final = "none"
-"""A reason that no refused packet has."""
+"""The label of a reason that no refused packet has."""
 DEVICE_GROUP: Final = "device"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit trace`: sessions on tracepoints. Each command imports what it needs late."""
+"""`sennit trace`: sessions on tracepoints. Each command imports its modules when it runs."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def packets(
     typer.echo(f"sennit trace: packets of {interface} to {write}", err=True)
     try:
         with capture:
-            # A command is not ended by the last packet that is wanted.
+            # The last wanted packet ends the capture, but not a command.
             code = session.run(command or [], seconds, DRAIN_EVERY_S, lambda: capture.drain() and not command)
             dropped = capture.dropped()
     except OSError as error:
@@ -239,7 +239,7 @@ def _session(
             rows = collect(program)
         except OSError as error:
             _fail(f"{(command or [''])[0]}: {error.strerror}")
-        # (bcc's sessions do not know.)
+        # (bcc's sessions do not count this.)
         uncounted = program.uncounted() if hasattr(program, "uncounted") else None
     console.print(table(rows))
     if not rows:

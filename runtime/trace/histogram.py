@@ -48,5 +48,5 @@ def bars(counts: Mapping[int, int]) -> str:
     for slot, count in counts.items():
         heights[(slot - first) // merged] += count
     top = max(heights)
-    # Any count at all is visible.
+    # Even the smallest count is visible.
     return "".join(BARS[-(-height * (len(BARS) - 1) // top)] for height in heights)

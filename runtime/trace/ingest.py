@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The session `ingest`:
+"""The session `ingest`.
 
-whether batches wait for the trainer or the trainer for batches, and which datagrams are refused.
+It shows whether batches wait for the trainer or the trainer for batches, and which datagrams are refused.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Trainer:
     asked: dict[str, int] = field(default_factory=dict)
     """Orders to feeders, by reason."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Datagrams that the target `cpu` refused, by verdict; for the whole process."""
+    """Datagrams that the target `cpu` refused, by verdict, for the whole process."""
     times: dict[str, Counter[int]] = field(default_factory=dict)
     """Microseconds by name, as counts by slot (histogram.py). filling: from a batch's first row to its last. waiting:
     it was complete and not taken. starved: the trainer wanted it and did not have it.

@@ -118,7 +118,7 @@ class PacketCapture(Closing):
 
 
 def _kind_of(interface: str) -> int:
-    # (/sys shows another network namespace than this one, if the process entered it later.)
+    # (/sys may show another network namespace if the process entered this one later.)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFHWADDR, _REQUEST.pack(interface.encode(), 0))

@@ -24,7 +24,7 @@ NO_PEER: Final = 0xFFFFFFFF
 
 
 class Kind(IntEnum):
-    """What is waited for: `enum wait_kind` of programs/stalls.bpf.c."""
+    """The kinds of waits: `enum wait_kind` of programs/stalls.bpf.c."""
 
     SEND = 0
     RECEIVE = 1

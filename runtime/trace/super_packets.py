@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cuts what the stack carries as one packet and a wire as many (UDP segmentation offload), as a device would.
+"""Cuts a packet that the stack carries as one into those of the wire (UDP segmentation offload), as a device would.
 
 Every segment gets its own lengths, IPv4 identification and checksums, as Linux's `__udp_gso_segment` sets them. Its
 ICRC is then correct, because it was computed for the packets on the wire.

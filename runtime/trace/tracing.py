@@ -32,7 +32,7 @@ def problem() -> str:
 
 @contextlib.contextmanager
 def attached(name: str, probes: Sequence[str], library: Callable[[], Path], process: int | None) -> Iterator[Tracing]:
-    """The same, for a library that is located when the block starts. Also raises what locating it raises."""
+    """The same for a library that is found when the block starts. Errors of the search are raised, too."""
     with Tracing(name, probes, library(), process) as tracing:
         yield tracing
 
@@ -50,7 +50,7 @@ class Tracing(Closing):
         if missing:
             raise SessionError(f"{library} has no tracepoint {', '.join(missing)}: was it built with sys/sdt.h?")
         wanted = [points[probe] for probe in probes]
-        # The kernel can use a call where there is room for one, and traps elsewhere.
+        # The kernel uses a call if there is room for one, and a trap otherwise.
         can_call = features.probe("uprobe-call").available
         self._held = contextlib.ExitStack()
         try:
