@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all tests share: the seed, the markers of the outer rings, and traffic that stays on loopback."""
+"""What all tests share: the seed, the markers of the outer rings, and the rule that traffic stays on loopback."""
 
 import os
 import random
@@ -13,16 +13,16 @@ import pytest
 
 from sennit import capabilities
 
-# Inherited by every process a test starts.
+# Every process that a test starts inherits it.
 os.environ.setdefault("SENNIT_INTERFACES", "lo")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Read where Triton is imported: without a GPU its kernels run in its interpreter.
+# Triton reads this on import: without a GPU its kernels run in its interpreter.
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# A shell starts what runs in its background with interrupts ignored, and processes inherit that, too.
+# A shell starts background programs with interrupts ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Marker -> the capabilities that its ring takes.
+# Marker -> the capabilities that its ring needs.
 RINGS = {"root": ("root", "netns"), "rdma": ("rdma",), "gpu": ("gpu",)}
 DEFAULT_SEED = "1"
 
@@ -54,7 +54,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a test whose ring, or whose `needs(...)`, this machine lacks, naming what is missing."""
+    """Skips a test if this machine lacks a capability of its ring, or of `needs(...)`. Names what is missing."""
     names = [name for ring, needed in RINGS.items() if item.get_closest_marker(ring) for name in needed]
     for marker in item.iter_markers("needs"):
         names.extend(marker.args)
@@ -65,7 +65,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A seed of this test's own; printed, so that a failure's report has it."""
+    """Returns a seed of this test alone. It is printed, so a failure's report has it."""
     value = (request.config.stash[SESSION_SEED] << 32) ^ zlib.crc32(request.node.nodeid.encode())
     print(f"seed of this test: {value}")
     return value

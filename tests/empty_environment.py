@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Virtual environments that hold the built wheel, what one of its extras requires, and nothing else.
+"""Virtual environments that hold the built wheel, the requirements of one of its extras, and nothing else.
 
-Nothing is downloaded: each distribution is linked from the environment that runs the tests, where it is installed.
+Nothing is downloaded: each distribution is linked from the environment that runs the tests.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class NotHere(Exception):
 
 
 def build_wheel(folder: Path) -> Path:
-    """The wheel of this checkout. Its native parts are those that `make build` has compiled."""
+    """Builds the wheel of this checkout. Its native parts are those that `make build` has compiled."""
     environment = {
         **os.environ,
         "CMAKE_GENERATOR": "Ninja",
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # the build must see torch without the backend
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # The build must see torch without the backend.
     }
     command = ["wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(folder), str(ROOT)]
     _pip(command, environment, BUILD_TIMEOUT_S)
@@ -47,9 +47,9 @@ class Environment:
     """An environment with the wheel. `run` starts its Python."""
 
     def __init__(self, folder: Path, wheel: Path, extra: str = "", *, beside: Sequence[str] = ()) -> None:
-        """`beside`: requirements that no extra has, as torch. Raises NotHere."""
+        """`beside`: requirements that no extra has, such as torch. Raises NotHere."""
         self.folder = folder
-        # Before the environment is made, as this is what may be missing.
+        # Looked up before the environment is made, because a distribution may be missing.
         distributions = closure([*_requirements(wheel, extra), *map(Requirement, beside)])
         venv.EnvBuilder(symlinks=True, with_pip=False).create(folder)
         self.python = folder / "bin" / "python"
@@ -63,20 +63,20 @@ class Environment:
 
     @functools.cached_property
     def variables(self) -> dict[str, str]:
-        """Of its processes: without what would let them see more than the environment."""
+        """Environment variables of its processes, without those that would show them more than the environment."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return {**kept, "PATH": path, "VIRTUAL_ENV": str(self.folder)}
 
     def run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-        """`python ARGUMENTS`, in the environment's own folder: this checkout is nowhere on its path."""
+        """Runs `python ARGUMENTS` in the environment's own folder. This checkout is not on its path."""
         return subprocess.run(
             [self.python, *arguments],
             cwd=self.folder, env=self.variables, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
-        """The same without waiting for its end, with a pipe to each of its standard streams."""
+        """Starts `python ARGUMENTS` without waiting for its end, with a pipe to each of its standard streams."""
         return subprocess.Popen(
             [self.python, *arguments], cwd=self.folder, env=self.variables, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -84,7 +84,7 @@ class Environment:
 
 
 def closure(requirements: Iterable[Requirement]) -> list[Distribution]:
-    """What the requirements need, directly and through others."""
+    """Returns the distributions that the requirements need, directly and through others."""
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, frozenset[str]]] = set()
     waiting = list(requirements)
@@ -126,7 +126,7 @@ def _link(distribution: Distribution, site: Path, environment: Path) -> None:
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(source)
-    for file in distribution.files or ():  # the commands that it brings, as mpirun
+    for file in distribution.files or ():  # Its commands, such as mpirun.
         if file.parts[-2:-1] == ("bin",) and ".." in file.parts:
             command = environment / "bin" / file.name
             if not command.exists():
@@ -134,9 +134,9 @@ def _link(distribution: Distribution, site: Path, environment: Path) -> None:
 
 
 def _entries(distribution: Distribution) -> list[str]:
-    """Paths below site-packages: whole packages, but single files of a package that several distributions share."""
+    """Returns paths below site-packages: whole packages, but single files of a package that distributions share."""
     files = [str(file) for file in distribution.files or () if ".." not in file.parts]
-    if not files:  # a package of the system, which lists no files
+    if not files:  # A system package, which lists no files.
         names = (distribution.read_text("top_level.txt") or distribution.metadata["Name"]).split()
         files = [path for name in names for path in (f"{name}/__init__.py", f"{name}.py")]
     entries = set()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/architecture.md: its pictures are those of the sources, and what it names is there."""
+"""docs/architecture.md: its pictures match the sources, and everything that it names exists."""
 
 import ast
 import re
@@ -55,7 +55,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_names_with_a_second_meaning_are_still_in_the_code() -> None:
-    """The glossary's last table shrinks with every name that is changed."""
+    """A name that is changed must also leave the glossary's last table."""
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `([\w./]+)` \|", GLOSSARY.read_text(), re.MULTILINE)
     assert rows
     for names, file in rows:

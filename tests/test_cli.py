@@ -26,7 +26,7 @@ def test_help_names_all_commands() -> None:
 
 
 def commands(group: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Name as typed, and command, of all commands below a group."""
+    """Yields the name as typed and the command, for all commands below a group."""
     for part, command in group.commands.items():
         if hasattr(command, "commands"):
             yield from commands(command, f"{name} {part}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of docs: links between them, what sources say of them, and how wide they are."""
+"""The pages of docs: links between them, references from sources, and line lengths."""
 
 import importlib
 import importlib.util
@@ -21,7 +21,7 @@ WIDTH = 120
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """Returns the anchors that GitHub makes of a page's headings."""
     titles = HEADING.findall(FENCE.sub("", page.read_text()))
     plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower().strip() for title in titles]
     return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in plain}
@@ -46,7 +46,7 @@ def test_lines_fit_a_screen(page: Path) -> None:
 
 
 def test_the_index_leads_to_every_page() -> None:
-    """Decisions and lab notes have lists of their own."""
+    """Decisions and lab notes have their own lists."""
     listed = {
         (index.parent / link.partition("#")[0]).resolve()
         for index in (ROOT / "docs").rglob("README.md")
@@ -56,7 +56,7 @@ def test_the_index_leads_to_every_page() -> None:
 
 
 def imports(page: Path) -> Iterator[tuple[str, str]]:
-    """Module and name of each `from sennit… import …` in a page's programs."""
+    """Yields module and name of each `from sennit… import …` in a page's programs."""
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         for module, names in re.findall(r"^from (sennit[\w.]*) import ([^(\n]+)$", block, re.MULTILINE):
             yield from ((module, name.strip()) for name in names.split(","))
@@ -81,7 +81,7 @@ def test_pages_that_sources_mention_exist() -> None:
     for path in texts():
         for mention in MENTION.findall(path.read_text()):
             target = ROOT / mention
-            # Decisions and patches may be mentioned by their number: docs/decisions/0030.
+            # A reference may name decisions and patches by number alone: docs/decisions/0030.
             if not target.exists() and not [*target.parent.glob(target.name + "-*")]:
                 missing.append(f"{path.relative_to(ROOT)}: {mention}")
     assert not missing, missing

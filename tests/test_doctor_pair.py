@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit doctor --listen` and `--peer`: two machines meet and try the network; here, one machine over its loopback."""
+"""`sennit doctor --listen` and `--peer`: two machines test the network between them; here, one machine over lo."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel in an empty environment, once for each extra: it does what its name says, and names what is missing."""
+"""The wheel in an empty environment, once for each extra: its commands work, and errors name what is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMMAND_TIMEOUT_S = 120.0
 TRAIN = ["-m", "sennit", "train"]
 
-# Its first user builds the wheel, in the folder of `make build`: minutes where nothing was compiled there before.
+# Its first user builds the wheel in the folder of `make build`. That takes minutes if nothing is compiled there.
 WHEEL_TIMEOUT_S = 900
 
 
@@ -70,7 +70,7 @@ with Communicator(rank=0, world=1, store=FileStore(sys.argv[1])):
 
 
 def third_party_imports() -> Iterator[tuple[Path, str]]:
-    """Top-level names of all modules that the product imports, but for the standard library and its own."""
+    """Yields top-level names of all imported modules, except for the standard library and the product's own."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -85,7 +85,7 @@ def third_party_imports() -> Iterator[tuple[Path, str]]:
 
 def test_every_package_that_is_imported_belongs_to_sennit_or_to_an_extra() -> None:
     required = {re.split(r"[><=\[; ]", text)[0] for text in PROJECT["dependencies"]}
-    # Of the distribution's system (bcc, pyverbs), or what torch for GPUs brings along (triton).
+    # From the system's packages (bcc, pyverbs), or installed with torch for GPUs (triton).
     elsewhere = {"bcc", "pyverbs", "triton"}
     for path, module in third_party_imports():
         distribution = extras.DISTRIBUTIONS.get(module, module)
@@ -113,19 +113,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Without any extra, and without torch."""
+    """An environment without any extra, and without torch."""
     return Environment(tmp_path_factory.mktemp("bare"), wheel)
 
 
 @pytest.fixture(scope="module")
 def with_torch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """Without any extra, but with the torch that the user has."""
+    """An environment without any extra, but with torch, which the user installs."""
     return Environment(tmp_path_factory.mktemp("torch"), wheel, beside=["torch"])
 
 
 @pytest.fixture
 def made(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> Environment:
-    """With one extra; what it is for takes torch or not."""
+    """An environment with one extra, and with torch if the extra's commands need it."""
     extra, torch = request.param
     try:
         return Environment(tmp_path / "environment", wheel, extra, beside=["torch"] if torch else [])
@@ -265,7 +265,7 @@ MISSING = {
 
 
 def names(environment: Environment, arguments: list[str], command: str) -> None:
-    """The command fails with one line that ends with the command to type."""
+    """Checks that the command fails with one line that ends with the command to type."""
     done = environment.run(*arguments, timeout_s=COMMAND_TIMEOUT_S)
     assert done.returncode != 0, done.stdout
     (line,) = filter(None, done.stderr.splitlines())

@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "testbed": {"ebpf", "offload", "transport", "runtime"},
     "sennit": {"ebpf", "offload", "transport", "runtime", "testbed"},
 }
-# transport/csrc, bottom up. A file may include files of its own folder and of lower layers; folders of one layer know
-# nothing of each other. `sennit` is the C interface (include/sennit).
+# transport/csrc, bottom up. A file may include files of its own folder and of lower layers. Folders of one layer do not
+# know each other. `sennit` is the C interface (include/sennit).
 CORE_LAYERS = (
     {"sennit", "wire", "trace", "telemetry"},
     {"reduce", "flow"},
@@ -37,7 +37,7 @@ CORE_LAYERS = (
 )
 SOURCE_SUFFIXES = {".py", ".pyi", ".cpp", ".hpp", ".h", ".c", ".sh"}
 MAX_LINES = 500
-# File -> why it is longer than MAX_LINES all the same.
+# File -> why it may be longer than MAX_LINES.
 LONG_FILES: dict[str, str] = {}
 
 
@@ -49,7 +49,7 @@ def sources(*suffixes: str) -> Iterator[Path]:
 
 
 def imported_modules(path: Path) -> Iterator[str]:
-    """Absolute names of all modules that a file imports, also inside functions."""
+    """Yields absolute names of all modules that a file imports, also inside functions."""
     package = ["sennit", *path.relative_to(ROOT).parent.parts]
     for node in ast.walk(ast.parse(path.read_text(), filename=str(path))):
         if isinstance(node, ast.Import):
@@ -84,7 +84,7 @@ def test_what_all_folders_share_imports_none_of_them() -> None:
 
 @pytest.mark.parametrize("room", sorted(path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")))
 def test_public_names_of_a_room_are_what_type_checkers_see(room: str) -> None:
-    """Each name stands twice: for type checkers in an import, at run time in the table of `exporter`."""
+    """Each name occurs twice: in an import for type checkers, and in the table of `exporter` for run time."""
     path = ROOT / "runtime" / room / "__init__.py"
     seen = {
         alias.asname: (node.module or "").removeprefix(f"sennit.runtime.{room}.")
@@ -127,7 +127,7 @@ def test_files_of_the_core_do_not_include_each_other_in_a_circle() -> None:
 
 
 def test_other_native_code_sees_the_core_through_its_c_interface() -> None:
-    """All but the testbed, whose simulators and benchmarks drive flows and sockets themselves."""
+    """The testbed is the exception: its simulators and benchmarks drive flows and sockets themselves."""
     folders = {path.name for path in (ROOT / "transport" / "csrc").iterdir() if path.is_dir()}
     for path in sources(".cpp", ".hpp"):
         owner = path.relative_to(ROOT).parts[0]
@@ -198,7 +198,7 @@ def test_environment_variables_are_read_in_one_file_and_documented() -> None:
 
 @pytest.mark.parametrize("folder", [ROOT, Path("/")])
 def test_import_is_cheap_and_finds_its_parts_from_any_folder(folder: Path) -> None:
-    """The repository has a folder `sennit`; run from there, Python must still find the installed whole."""
+    """The repository has a folder `sennit`. Even there, Python must find the installed package."""
     program = (
         "import sys, sennit, sennit.transport.errors, sennit.testbed, sennit.runtime.data, sennit.runtime.training\n"
         "heavy = {'torch', 'numpy', 'sennit.transport._core'} & sys.modules.keys()\n"
@@ -208,12 +208,12 @@ def test_import_is_cheap_and_finds_its_parts_from_any_folder(folder: Path) -> No
 
 
 def test_nothing_beside_the_clone_can_be_imported() -> None:
-    """A folder next to it called `triton` would be torch's."""
+    """Otherwise a folder called `triton` next to the clone would take the place of torch's triton."""
     assert str(ROOT.parent) not in sys.path
 
 
 def test_there_is_one_tree_of_errors() -> None:
-    """Every exception of the product derives from `SennitError`, so that one `except` catches what sennit raises."""
+    """Every exception of the product derives from `SennitError`, so one `except` catches all of them."""
     roots = {"SennitError"}
     declared: dict[str, set[str]] = {}
     for folder in MAY_IMPORT:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make lint` and `make types` as tests, so that a run of all tests says whether a change can be merged."""
+"""Runs `make lint` and `make types` as tests, so that a run of all tests tells whether a change can be merged."""
 
 import subprocess
 import sys

@@ -146,7 +146,7 @@ def test_xdp_and_tcx_take_packets_until_they_are_closed(packets: BpfObject) -> N
 
 
 def loopback_traffic(packets: BpfObject) -> None:
-    """On the loopback of a namespace of its own, where XDP is generic."""
+    """Sends packets over the loopback of a new namespace, where XDP is generic."""
     from pyroute2 import IPRoute
 
     with IPRoute() as route:
@@ -216,7 +216,7 @@ def test_tracepoints_with_types() -> None:
     """
     )
     with BpfObject(compile_source("tracepoint", HEAD + program), read_only={"process": os.getpid()}) as made:
-        getpid = 39  # x86-64
+        getpid = 39  # The number on x86-64.
         with RingBuffer(made.map("events")) as ring, links.attach_tracepoint(made.program("entered")):
             ctypes.CDLL(None).syscall(getpid)
             assert ring.read(TIMEOUT_S)[0] == (3).to_bytes(8, "little")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiling and loading BPF programs, and what is said when that cannot be."""
+"""Compiling and loading BPF programs, and the errors when that fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_clang = pytest.mark.needs("clang")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where programs are looked for."""
+    """The folder where the loader looks for programs."""
     monkeypatch.setattr(compiler, "PROGRAMS", tmp_path)
     return tmp_path
 
@@ -29,10 +29,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @needs_clang
 @pytest.mark.parametrize("path", sorted(compiler.PROGRAMS.glob("*.bpf.c")), ids=lambda path: path.name)
 def test_every_program_compiles_and_passes_the_verifier(path: Path) -> None:
-    """The capability tc-bpf cannot say this: a program that is refused would only make tests skip."""
+    """The capability tc-bpf cannot show this: if a program is refused, tests are only skipped."""
     with BpfObject(compiler.compile_program(path.name.removesuffix(".bpf.c"))) as loaded:
         names = loaded.programs()
-        # (Those at tracepoints are made for a library: tests/testbed/test_trace_core.py loads them.)
+        # (Programs at tracepoints need a library: tests/testbed/test_trace_core.py loads them.)
         assert names or "TRACEPOINT_ENTRIES" in path.read_text()
         assert all(loaded.program(name).descriptor > 0 for name in names)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiled objects are kept on disk, and no file there is trusted that somebody else could have written."""
+"""Compiled objects are cached on disk. The cache trusts no file that another user could have written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SOURCE = '#include "own.h"\nint run(void *context) { return VALUE; }\n'
 
 
 class Bench:
-    """A folder of programs, an own cache, and a compiler that notes what it compiles."""
+    """A folder of programs, a cache, and a compiler that records what it compiles."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Maps that bpftool finds by name: with fields, for as long as their process lives, and no longer."""
+"""bpftool finds maps by name, with typed fields, as long as their process lives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARENT = BPFFS / PARENT_NAME
 
 
 def dumped(path: Path) -> list[dict[str, Any]]:
-    """Key and value of every entry, as bpftool types them."""
+    """Returns key and value of every entry, as bpftool types them."""
     command = ["bpftool", "-j", "map", "dump", "pinned", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     return [entry["formatted"] for entry in json.loads(done.stdout)]
@@ -63,7 +63,7 @@ def test_a_folder_is_one_processs() -> None:
         with pytest.raises(BpfError, match="another process") as refused:
             PinFolder("test-owner")
         assert refused.value.errno == errno.EBUSY
-        with PinFolder("test-other"):  # whose making removes abandoned ones only
+        with PinFolder("test-other"):  # Making a folder removes abandoned folders only.
             assert (PARENT / "test-owner").is_dir()
     with PinFolder("test-owner"):
         pass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs for tracepoints read arguments where the compiler has put them."""
+"""Programs for tracepoints read arguments from where the compiler has put them."""
 
 from __future__ import annotations
 

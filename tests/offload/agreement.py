@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two targets did the same: bit for bit, so that NaN equals NaN and -0 differs from 0."""
+"""Compares the results of two targets bit for bit: NaN equals NaN, and -0 differs from 0."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank as a feeder sees it, that does what a test says."""
+"""A rank as a feeder sees it. Each test decides what it does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEADLINE_S = 30.0
 
 
 class Rank:
-    """One that does what the test says: a socket for messages, and one for records at the same port."""
+    """A rank that a test controls: a socket for messages, and one for records at the same port."""
 
     def __init__(self, *, listens: bool = True, **terms: Any) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -45,7 +45,7 @@ class Rank:
         self.records.bind(self.address)
 
     def accept(self) -> Hello:
-        """A feeder says hello, and hears the terms."""
+        """Receives a feeder's hello, and answers with the terms."""
         self.control.close()
         self.control, _ = self.listener.accept()
         self.control.settimeout(DEADLINE_S)
@@ -66,7 +66,7 @@ class Rank:
         return self.messages.pop(0)
 
     def packets(self, count: int) -> list[tuple[int, int, bytes]]:
-        """Of so many packets the batch, the first row, and the records."""
+        """Receives `count` packets. Returns the batch, the first row and the records of each."""
         found: list[tuple[int, int, bytes]] = []
         deadline_s = time.monotonic() + DEADLINE_S
         while len(found) < count:

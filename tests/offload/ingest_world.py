@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feeders, a network that loses, delays and repeats, and one rank, in virtual time: whole runs in milliseconds."""
+"""Feeders, one rank, and a network that loses, delays and repeats, simulated in virtual time: a run takes ms."""
 
 from __future__ import annotations
 
@@ -32,33 +32,33 @@ LOOK_S = 0.0005
 
 @dataclass(kw_only=True)
 class Behaviour:
-    """What a feeder is like."""
+    """The behaviour of a feeder."""
 
     joins_s: float = 0.0
     dies_s: float = float("inf")
-    """From then on it sends nothing; the rank learns of it a little later."""
+    """From then on the feeder sends nothing. The rank learns of its death a little later."""
 
     falls_silent_s: float = float("inf")
-    """From then on it sends nothing, but stays connected."""
+    """From then on the feeder sends nothing, but stays connected."""
 
     think_s: float = 0.0
-    """What it takes to make a batch."""
+    """Time that the feeder takes to make a batch."""
 
     records_in_packet: int = 4
 
 
 @dataclass(kw_only=True)
 class Network:
-    """What it does to datagrams. Control messages are only delayed."""
+    """The network's treatment of datagrams. Control messages are only delayed."""
 
     drop: float = 0.0
     duplicate: float = 0.0
     delay_s: float = 0.0002
     jitter_s: float = 0.0
-    """More than the distance of two packets reorders them."""
+    """Packets are reordered if this is more than the time between two packets."""
 
     packet_s: float = 0.0
-    """What the slowest link takes for a packet; then packets queue before it."""
+    """The time that the slowest link takes for a packet. Further packets queue before it."""
 
     queue_packets: int = 0
 
@@ -71,7 +71,7 @@ class _Feeder:
 
 
 class IngestWorld:
-    """One run of `sizes` batches. `run` returns what was trained on, batch by batch."""
+    """One run of `sizes` batches. `run` returns the samples that were trained on, batch by batch."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class IngestWorld:
         self._serial = itertools.count()
 
     def run(self, until_s: float) -> list[list[int]]:
-        """Ends when all batches are trained on, or at the virtual time given."""
+        """Ends when all batches are trained on, or at the virtual time `until_s`."""
         for number, feeder in self.feeders.items():
             self._at(feeder.behaviour.joins_s, lambda number=number: self.leases.join(number, self.now_s))  # type: ignore[misc]
             self._at(feeder.behaviour.dies_s + 0.01, lambda number=number: self.leases.leave(number, self.now_s))  # type: ignore[misc]
@@ -140,7 +140,7 @@ class IngestWorld:
         self._at(self.now_s + max(self.step_s, POLL_S), self._train)
 
     def _obey(self, number: int, message: Message) -> None:
-        """A feeder does what the real one does with the message."""
+        """Lets a feeder do what the real one does with the message."""
         feeder = self.feeders[number]
         if self.now_s >= feeder.behaviour.dies_s:
             return
@@ -186,7 +186,7 @@ class IngestWorld:
 
 
 def packet(batch: int, row: int, samples: NDArray[np.int64]) -> bytes:
-    """With the records of these samples."""
+    """Returns a packet with the records of these samples."""
     count = len(samples)
     rows = Rows(labels=np.zeros(count, np.float32), columns={"sample": Ragged(np.ones(count, np.int32), samples)})
     records = encode_records(SCHEMA, rows)
@@ -195,6 +195,6 @@ def packet(batch: int, row: int, samples: NDArray[np.int64]) -> bytes:
 
 
 def expected(sizes: list[int], batch: int) -> list[int]:
-    """The samples of a batch: numbered through."""
+    """Returns the samples of a batch: all samples of a run are numbered in order."""
     begin = sum(sizes[:batch])
     return list(range(begin, begin + sizes[batch]))

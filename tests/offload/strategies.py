@@ -36,7 +36,7 @@ from sennit.offload.schema import ByteOrder, Dense, DenseKind, Ids, LabelKind, S
 from sennit.offload.sketch import DEPTH_MAX, SketchShape
 
 int64s = st.integers(-(1 << 63), (1 << 63) - 1)
-# Around zero, and at all the edges.
+# Around zero, and at all limits.
 float32s = st.one_of(
     st.sampled_from([0.0, -0.0, 1.0, -1.0, float("inf"), float("-inf"), 1e-45, -1e-45, 3.4028234663852886e38]),
     st.floats(width=32, allow_nan=False),
@@ -131,7 +131,7 @@ def _filter(draw: st.DrawFn, schema: Schema) -> RowFilter:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Only valid ones: an operator that does not fit its input is left out."""
+    """Draws only valid plans: leaves out an operator that does not fit its input."""
     schema = draw(schemas())
     types = {part.name: DenseType() for part in schema.dense} | {part.name: part.type for part in schema.ids}
     columns: dict[str, Operator] = {}
@@ -162,7 +162,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 def sketch_shapes() -> st.SearchStrategy[SketchShape]:
-    """Small enough that ids share cells, and dense enough that small batches have rows in it."""
+    """Shapes so small that ids share cells, and so dense that small batches have sampled rows."""
     return st.builds(
         SketchShape,
         width=st.sampled_from([1, 16, 4096]),
@@ -172,7 +172,7 @@ def sketch_shapes() -> st.SearchStrategy[SketchShape]:
 
 
 def random_rows(schema: Schema, count: int, rng: np.random.Generator) -> Rows:
-    """Records with every kind of number in them: NaN, infinities, zeros, edges of the integers."""
+    """Returns records with every kind of number: NaN, infinities, zeros, limits of the integers."""
     columns: dict[str, ColumnValues] = {}
     specials = np.array([0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x3F800000, 1], np.uint32)
     for dense in schema.dense:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target `cpu` behind a socket: what comes in at the loopback is in the batch, and what is wrong is named."""
+"""The target `cpu` behind a socket: what arrives over loopback is in the batch, and errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def test_batches_come_from_a_socket(
 
 
 def test_packets_of_one_send_are_taken_apart(receiver: CpuReceiver, rng: np.random.Generator) -> None:
-    """UDP_SEGMENT at the sender and UDP_GRO at the receiver: many datagrams in one system call."""
+    """UDP_SEGMENT at the sender and UDP_GRO at the receiver put many datagrams in one system call."""
     record = packets_of(0, rng, body_max_bytes=3000)[0]
-    # As foreign datagrams: their size is what counts here.
+    # The datagrams count as foreign. Only their size matters here.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
-        sender.setsockopt(socket.IPPROTO_UDP, 103, 500)  # UDP_SEGMENT, Linux's uapi number
+        sender.setsockopt(socket.IPPROTO_UDP, 103, 500)  # UDP_SEGMENT (linux/udp.h)
         sender.sendto(b"\0" * 4700 + record[:30], ("127.0.0.1", receiver.listen("127.0.0.1")))
     wait_until(lambda: receiver.counters().datagrams[Verdict.FOREIGN] == 10)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A feeder against a rank that the test plays: what it sends when, and what it says of a rank that misbehaves."""
+"""A feeder against a rank that the test plays: what it sends when, and its errors about a rank that misbehaves."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def part_of(terms: Terms, batch: int) -> Any:
 
 @contextlib.contextmanager
 def serving(rank: Rank, store: RecordStore, **changed: Any) -> Iterator[tuple[Feeder, list[BaseException]]]:
-    """A feeder in a thread, that has said what it has; how it ended."""
+    """Runs a feeder in a thread, after its hello. The list gets the exception that ended it."""
     failures: list[BaseException] = []
     arguments = {"timeout_s": DEADLINE_S, **changed}
 
@@ -86,7 +86,7 @@ def serving(rank: Rank, store: RecordStore, **changed: Any) -> Iterator[tuple[Fe
 
 
 def rows(rank: Rank, packets: int) -> list[tuple[int, int, list[int]]]:
-    """Of so many packets the batch, the first row, and what samples are in them."""
+    """Receives packets. Returns the batch, the first row and the samples of each."""
     return [
         (batch, row, [int.from_bytes(body[at + 1 : at + 5], "little") for at in range(0, len(body), RECORD_BYTES)])
         for batch, row, body in rank.packets(packets)
@@ -105,7 +105,7 @@ def test_a_window_of_packets_moves_with_what_was_taken(store: RecordStore) -> No
         assert rows(rank, 4) == [(3, row, samples(3, row)) for row in (0, 8, 16, 24)]
         rank.say(Taken(batch=3, row=16))
         assert rows(rank, 2) == [(3, row, samples(3, row)) for row in (32, 40)]
-        # A gap: everything from there again, and no more than the window, which is now half of what it was.
+        # After a gap the feeder repeats everything from there, within the window, which is now half as large.
         rank.say(Send(batch=3, row=24))
         assert rows(rank, 2) == [(3, row, samples(3, row)) for row in (24, 32)]
         assert rank.nothing_more()
@@ -178,7 +178,7 @@ def test_a_rank_that_goes_or_talks_nonsense_is_named(store: RecordStore, last: b
 
 
 def refused(answer: Callable[[socket.socket], None], timeout_s: float = 0.3) -> str:
-    """What a feeder says of a host that answers so."""
+    """Returns the feeder's error about a host that answers in this way."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ended = threading.Event()
 
@@ -260,7 +260,7 @@ def test_records_that_no_packet_holds_are_named(store: RecordStore) -> None:
 
 @given(data=st.data())
 def test_the_window_is_never_exceeded_and_every_row_is_sent(data: st.DataObject) -> None:
-    """Against a rank that takes rows in any portions, and asks again from where it is."""
+    """The rank takes rows in any portions, and asks again for the rows that are missing."""
     count, in_packet, window = (
         data.draw(st.integers(1, 200)),
         data.draw(st.integers(1, 9)),
@@ -293,7 +293,7 @@ def test_the_window_halves_once_for_what_was_on_the_way_and_grows_by_a_packet_a_
     assert outgoing.rewind(4)
     assert window.packets == 16
     outgoing.sent(20, 16)
-    assert outgoing.rewind(9)  # which was among those on the way
+    assert outgoing.rewind(9)  # which was still in flight
     assert window.packets == 16
     outgoing.sent(41, 16)
     assert outgoing.rewind(40)

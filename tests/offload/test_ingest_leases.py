@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends what when, in virtual time: whatever the network and the feeders do, every record is taken exactly once."""
+"""Who sends what when, in virtual time: every record is taken exactly once, whatever network and feeders do."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_without_loss_nothing_is_asked_for_twice(seed: int) -> None:
 
 
 def test_a_gap_costs_a_round_trip_and_no_timer(seed: int) -> None:
-    """Loss in the middle of batches: the run takes milliseconds, though the first timer runs for half a second."""
+    """Packets are lost in the middle of batches. The run takes milliseconds, the first timer half a second."""
     world = IngestWorld([400], [Behaviour()], Network(drop=0.1), seed=seed, slots=1, window_packets=64)
     world.run(UNTIL_S)
     assert world.leases.counters.gaps > 0
@@ -88,7 +88,7 @@ def test_a_gap_costs_a_round_trip_and_no_timer(seed: int) -> None:
 
 def test_no_more_is_on_the_way_than_the_window(seed: int) -> None:
     world = IngestWorld([100], [Behaviour(records_in_packet=1)], Network(delay_s=0.5), seed=seed, window_packets=5)
-    # Nothing has been taken yet, and the first packets are under way.
+    # Nothing has been taken yet, and the first packets are in flight.
     world.run(0.9)
     assert sum(world.receiver.counters().datagrams.values()) == 0
     world.run(1.1)
@@ -137,7 +137,7 @@ def test_a_feeder_that_sends_nothing_loses_the_batch_to_one_that_may() -> None:
             break
     assert STALL_S <= now_s < STALL_S + ASK_MAX_S
     assert asked > 2
-    # All that it had; and what opens later is not given to it either.
+    # Feeder 1 loses all its leases to feeder 2, and gets none of those that open later.
     assert [message for number, message in messages if number == 2] == [Send(batch=0, row=0), Send(batch=1, row=0)]
     assert leases.counters.moved == 2
     leases.observe(0, 9, 0, now_s)
@@ -151,7 +151,7 @@ def test_one_gap_is_asked_for_once_and_a_second_one_again() -> None:
     leases.join(1, 0.0)
     leases.drain()
     for now_s in (0.001, 0.002):
-        leases.observe(0, 0, 8, now_s)  # the very first packet is lost
+        leases.observe(0, 0, 8, now_s)  # The very first packet is lost.
     assert leases.drain() == [(1, Send(batch=0, row=0))]
     leases.observe(0, 4, 0, 0.003)
     leases.observe(0, 4, 12, 0.004)
@@ -161,7 +161,7 @@ def test_one_gap_is_asked_for_once_and_a_second_one_again() -> None:
 
 
 def test_a_slow_link_with_a_long_queue_is_not_filled_with_the_same_rows(seed: int) -> None:
-    """10 Mbit/s with room for 160 ms of packets, which the window exceeds, and 1 % loss: most packets are sent once."""
+    """10 Mbit/s with a queue of 160 ms, less than the window, and 1 % loss: most packets are sent once."""
     network = Network(drop=0.01, packet_s=0.00112, queue_packets=143)
     sizes = [1200] * 20
     world = IngestWorld(sizes, [Behaviour()], network, seed=seed, slots=4, window_packets=48)
@@ -172,7 +172,7 @@ def test_a_slow_link_with_a_long_queue_is_not_filled_with_the_same_rows(seed: in
 
 
 def test_orders_wait_for_the_answer_that_a_long_way_takes() -> None:
-    """The first timer is longer than the way; those after it know it, though rows come in quick succession."""
+    """The first timer is longer than the round trip. Later timers use the measured one, though rows come quickly."""
     way_s = 0.3
     leases = Leases(lambda batch: 10, first_batch=0, batch_count=9, slots=1, now_s=0)
     leases.join(1, 0.0)

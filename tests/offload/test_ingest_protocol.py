@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between feeders and ranks: what is written is read, and what is not a message is refused in words."""
+"""Messages between feeders and ranks: written messages can be read, and anything else is refused with a reason."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_junk_is_a_protocol_error_and_nothing_else(junk: bytes) -> None:
 
 @given(seed=st.integers(0, 1 << 32))
 def test_facts_with_anything_wrong_are_refused_in_words(seed: int) -> None:
-    """One value somewhere is replaced by another of any type: refused, or facts of something else."""
+    """Replaces one value by another of any type. The result is refused, or it is valid and has another meaning."""
     dice = random.Random(seed)
     content = copy.deepcopy(FACTS.as_json())
     places: list[tuple[Any, Any]] = []

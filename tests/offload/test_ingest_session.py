@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's session with feeders over loopback: hostile ones are refused, and a good one is served all the while."""
+"""A rank's session with feeders over loopback: hostile feeders are refused while a good one is served."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Fed:
 
 
 def answer(rank: Rank, said: bytes) -> dict[str, Any]:
-    """The last line that the rank says before it closes the connection."""
+    """Returns the last line that the rank sends before it closes the connection."""
     with rank.connect() as client:
         client.sendall(said)
         heard = b""
@@ -161,7 +161,7 @@ def test_what_is_no_feeder_is_told_so_and_a_good_one_is_served(rank: Rank, said:
 def test_a_line_without_end_is_cut_off(rank: Rank) -> None:
     with rank.connect() as client, pytest.raises(ConnectionError) as heard:
         client.sendall(b"x" * (64 * LINE_MAX_BYTES))
-    assert heard.value.errno in (errno.ECONNRESET, errno.EPIPE)  # closed while there was more to come
+    assert heard.value.errno in (errno.ECONNRESET, errno.EPIPE)  # closed while more was to come
 
 
 def test_one_connection_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_feeders_with_other_data_are_refused_by_name(rank: Rank) -> None:
 
 
 def test_foreign_datagrams_meanwhile_change_nothing(rank: Rank) -> None:
-    """Other bytes, and good packets of another session, before, between and after what is fed."""
+    """Other bytes, and good packets of another session, arrive before, between and after the records."""
     fed = Fed(rank.port)
     rank.session.wait_for_facts()
     rank.start()
@@ -219,7 +219,7 @@ def test_foreign_datagrams_meanwhile_change_nothing(rank: Rank) -> None:
 
 
 def test_another_feeder_goes_on_for_one_that_dies(rank: Rank) -> None:
-    """The first one closes its connections when it is asked for the fourth batch."""
+    """The first feeder closes its connections when it is asked for the fourth batch."""
 
     def mortal(terms: Terms, batch: int) -> NDArray[np.int64]:
         if batch == 3:
@@ -277,13 +277,13 @@ def test_a_feeder_that_reads_no_orders_is_as_good_as_dead() -> None:
         socket.create_connection(listener.getsockname()) as theirs,
         listener.accept()[0] as ours,
     ):
-        # Of their own accord buffers grow while the test looks.
+        # Without a fixed size, buffers would grow during the test.
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
         connection = Connection(1, ours, ("nobody", 1), deadline_s=0)
         connection.send(Hello(version=VERSION, feeder="x" * 1000))
         assert connection.flush()
-        while connection.flush():  # until nothing more fits into the socket
+        while connection.flush():  # Until nothing more fits into the socket.
             connection.send(Hello(version=VERSION, feeder="x" * 1000))
         assert not connection.flush()
         while len(connection.unsent) <= 2 * UNSENT_MAX_BYTES:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators compute: TorchArrow's own examples, and cases whose answers are known without computing them."""
+"""What operators compute: TorchArrow's own examples, and cases with known results."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_sigrid_hash_is_torcharrows() -> None:
 
 
 def test_bucketize_is_torcharrows() -> None:
-    """Its documentation: bucketize([1, 2, 3, 5, 8, 10, 11], borders 2, 5, 10) is [0, 0, 1, 1, 2, 2, 3]."""
+    """TorchArrow's documentation: bucketize([1, 2, 3, 5, 8, 10, 11], borders 2, 5, 10) is [0, 0, 1, 1, 2, 2, 3]."""
     found = apply(Bucketize(column="x", borders=(2.0, 5.0, 10.0)), floats(1, 2, 3, 5, 8, 10, 11, math.nan))
     assert rows(found) == [[0], [0], [1], [1], [2], [2], [3], [3]]
 
@@ -87,7 +87,7 @@ def test_operators_on_dense_numbers() -> None:
     clamped = apply(Clamp(column="x", low=0.0, high=1.0), x)
     assert isinstance(clamped, np.ndarray)
     assert str(clamped.tolist()) == "[0.0, -0.0, 0.5, 1.0, nan]"
-    # Numbers of eight significant bits are not rounded before the table is looked at.
+    # Numbers of eight significant bits need no rounding before the table is used.
     log = apply(Log1p(column="x"), floats(0.0, 1.0, 255.0, -2.0, math.inf))
     assert isinstance(log, np.ndarray)
     np.testing.assert_array_equal(log, floats(0.0, math.log(2), math.log(256), math.nan, math.inf))
@@ -104,7 +104,7 @@ def test_tables_are_as_near_as_their_bits(rng: np.random.Generator) -> None:
     for bits in (12, 16, 20):
         found = apply(Log1p(column="x", bits=bits), x)
         assert isinstance(found, np.ndarray)
-        # Of the bits, 9 are sign and exponent; half a unit in the last of the others is the error of x.
+        # 9 of the bits are sign and exponent. The error of x is half a unit in the last of the others.
         np.testing.assert_allclose(found, np.log1p(x), rtol=2.0 ** -(bits - 9))
 
 

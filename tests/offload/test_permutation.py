@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keyed bijections: against a second implementation, and whether what they make looks like a shuffle."""
+"""Keyed bijections: against a second implementation, and against the statistics of a shuffle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mix(x: int) -> int:
 
 
 def reference(size: int, keys: tuple[int, ...], place: int) -> int:
-    """By the definition: a Feistel network, walked until it comes back into the range."""
+    """Follows the definition: a Feistel network, applied until the place is in the range again."""
     bits = max(2, (size - 1).bit_length())
     low_bits = bits // 2
     while True:
@@ -59,8 +59,10 @@ def test_the_argument_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("size", [97, 1000, 2**13, 10_007])
 def test_it_looks_like_a_shuffle(size: int) -> None:
-    """Over keys: where places go, and how far apart neighbours come to be. Chi-squared within 5 deviations of its mean;
-    the keys are fixed, so this says the same every time."""
+    """Checks over many keys where places go, and how far apart neighbours are.
+
+    Chi-squared is within 5 deviations of its mean. The keys are fixed, so the result is always the same.
+    """
     keys = 20_000
     first = np.array([KeyedPermutation(size, f"{key}")(np.array([0, 1, size - 1])) for key in range(keys)])
     gaps = (first[:, 1] - first[:, 0]) % size - 1
@@ -70,7 +72,7 @@ def test_it_looks_like_a_shuffle(size: int) -> None:
         expected = np.diff(np.ceil(np.arange(cells + 1) * count / cells)) * keys / count
         statistic = float(((found - expected) ** 2 / expected).sum())
         assert abs(statistic - (cells - 1)) < 5 * (2 * (cells - 1)) ** 0.5
-    # Two thirds of the places of a shuffle are peaks or valleys (Bienaymé 1874); the variance is (16 n - 29) / 90.
+    # Two thirds of the places of a shuffle are peaks or valleys (Bienaymé 1874). The variance is (16 n - 29) / 90.
     moved = KeyedPermutation(size, "one")(np.arange(size))
     turns = float((np.diff(np.sign(np.diff(moved))) != 0).mean())
     assert abs(turns - 2 / 3) < 5 * (16 / 90 / size) ** 0.5

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused when a schema or a plan is made, and that the message names it."""
+"""Invalid schemas and plans are refused, and the error names what is wrong."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_schema_survives_json_and_its_number_says_what_it_is() -> None:
 
 
 def test_what_xdp_cannot_do_is_split_off() -> None:
-    """Two lists crossed stay for the CPU, with what is made of them; the hash of a list does not."""
+    """A cross of two lists stays on the CPU, with everything computed from it. The hash of a list does not."""
     whole = plan(
         {
             "few_seen": FirstX(column="seen", count=8),

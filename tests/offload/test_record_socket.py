@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets are no longer than the path takes, also when it becomes narrower; none is cut into fragments."""
+"""Packets fit the path MTU, even when it shrinks. None is cut into fragments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 10.0
 
 
 def received(receiver: socket.socket, rows: int) -> list[int]:
-    """The sizes of the packets that hold so many rows."""
+    """Receives packets until they hold `rows` rows. Returns their sizes."""
     sizes = []
     while rows > 0:
         packet = receiver.recv(1 << 16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records encoded and packed by the native core: byte for byte what records.py makes, and what is refused."""
+"""Records encoded and packed by the native core: byte for byte as records.py does it. Bad input is refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JAGGED = Schema(ids=(Ids(name="seen", length=300, is_list=True),))
 
 
 def columns_of(schema: Schema, rows: Rows, *, narrow: bool = False) -> Columns:
-    """The same rows as a data set in memory has them; `narrow`: ids as int32, where they fit."""
+    """Returns the rows as a data set in memory has them. `narrow`: ids are int32 if they fit."""
     dense = [rows.columns[part.name] for part in schema.dense]
     columns = []
     for part in schema.ids:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records: the golden packets of docs/reference/records.md, every truncation, and what does not fit a schema."""
+"""Records: the golden packets of docs/reference/records.md, every truncation, and values that do not fit a schema."""
 
 from __future__ import annotations
 

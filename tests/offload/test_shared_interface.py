@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share an interface: packets go by port, programs are handed over, and nobody waits for ever."""
+"""Ranks that share an interface: packets are sorted by port, programs are handed over, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_who_leads_waits_for_the_others_but_not_for_ever(planes: Planes, receive
 
 @pytest.mark.needs("native-xdp", "tc-bpf")
 def test_visitors_that_are_not_awaited_are_left_out(planes: Planes, receivers: list[XdpReceiver]) -> None:
-    """Junk, a number without a program, a file that is none, another rank's number; then the one that is awaited."""
+    """Junk, a number without a program, a file that is no program, another rank's number; then the awaited rank."""
     led: list[Dispatcher] = []
     number = (2).to_bytes(4, "little")
     leader = threading.Thread(target=lambda: led.append(lead_within(planes, receivers[0], DEADLINE_S)), daemon=True)
@@ -107,7 +107,7 @@ def test_visitors_that_are_not_awaited_are_left_out(planes: Planes, receivers: l
 
 
 def visit() -> socket.socket:
-    """Connected to the one who leads, as soon as it listens."""
+    """Connects to the leading rank as soon as it listens."""
     deadline_s = time.monotonic() + DEADLINE_S
     while True:
         visitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sketch of ids: what its estimates are worth, what it refuses, and that nothing of it is lost."""
+"""The sketch of ids: the error of its estimates, refused parameters, and that no count is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAN = Plan(
 
 
 def zipf_ids(rng: np.random.Generator, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Rows of a table, the first ones far more often than the others."""
+    """Draws rows of a table, the first ones far more often than the others."""
     weights = 1 / np.arange(1, TABLE_ROWS + 1)
     return rng.choice(TABLE_ROWS, count, p=weights / weights.sum())
 
@@ -69,7 +69,7 @@ def test_one_row_of_each_stratum_is_sampled(batch: int, rows: int, shift: int) -
     assert np.array_equal(strata, np.unique(strata))
     assert rows // one_row_in <= len(found) <= -(-rows // one_row_in)
     assert not len(found) or found[-1] < rows
-    # The first rows of a longer batch are the same: a batch is sampled as it comes.
+    # A longer batch has the same first rows, because sampling needs no look ahead.
     longer = sampled_rows(batch, rows + one_row_in, one_row_in)
     assert np.array_equal(longer[longer < rows], found)
 
@@ -91,7 +91,7 @@ def test_sampled_estimates_are_near_the_counts(rng: np.random.Generator) -> None
     assert made.rows == len(ids)
     counts = np.bincount(ids, minlength=TABLE_ROWS)
     hot, estimates = made.hot_rows("t", 20)
-    # Six standard deviations of sampling, and the error of the sketch.
+    # Six standard deviations of sampling, plus the error of the sketch.
     allowed = 6 * np.sqrt(counts[hot] * made.shape.one_row_in) + math.e * len(ids) / made.shape.width
     assert np.all(np.abs(estimates.astype(np.int64) - counts[hot]) <= allowed)
     assert set(hot[:5]) <= set(range(8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random plans and records: every target makes of them exactly what the reference makes."""
+"""Random plans and records: every target gives exactly the reference's results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BATCH_ROWS = 24
 
 
 def packets_of(plan: Plan, seed: int) -> list[bytes]:
-    """Two batches in packets of different sizes, with some mangled, repeated and early ones between."""
+    """Returns two batches in packets of different sizes, with some mangled, repeated and early packets in between."""
     rng = np.random.default_rng(seed)
     found: list[bytes] = []
     for batch in (0, 1):
@@ -58,7 +58,7 @@ def packets_of(plan: Plan, seed: int) -> list[bytes]:
 
 
 def mangled(packet: bytes, rng: np.random.Generator) -> bytes:
-    """Cut, lengthened, or with a wrong byte in the header; or in the body, which only a length in it can show."""
+    """Cuts or lengthens a packet, or changes a byte in the header, or in the body, where only a length can show it."""
     kind = rng.integers(0, 4)
     if kind == 0:
         return packet[: int(rng.integers(1, len(packet)))]
@@ -70,14 +70,14 @@ def mangled(packet: bytes, rng: np.random.Generator) -> bytes:
 
 
 def assert_same_sketches(found: Receiver, expected: Receiver, batches: tuple[int, ...]) -> None:
-    """And the same as of the columns, with batches released and not."""
+    """Compares sketches with each other and with those of the columns, before and after each batch is released."""
     by_columns = expected.sketch()
     assert (by_columns is None) == (not expected.layout.plan.sparse)
     if by_columns is not None:
         by_columns = Sketch.of_plan(expected.layout.plan, by_columns.shape)
         for batch in batches:
             by_columns.add(expected.layout.plan, expected.batch(batch))
-    for released in (None, *batches):  # what is released stays
+    for released in (None, *batches):  # the counts of released batches stay
         for receiver in (expected, found):
             if released is not None:
                 receiver.release(released)
@@ -91,13 +91,13 @@ def assert_same_sketches(found: Receiver, expected: Receiver, batches: tuple[int
 @pytest.mark.root
 @pytest.mark.needs("bpf", "arena")
 @pytest.mark.timeout(300)
-# Without shrinking: each example compiles a program.
+# No shrinking, because each example compiles a program.
 @settings(
     max_examples=80, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(plan=plans(), content=st.integers(0, 1 << 32), shape=sketch_shapes())
 def test_xdp_agrees_with_numpy(plan: Plan, content: int, shape: SketchShape) -> None:
-    plan = split(plan).prefix  # what XDP cannot do, it does not have to
+    plan = split(plan).prefix  # without what XDP cannot do
     layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS, slots=2)
     with (
         HostReceiver(layout, session=SESSION, sketch=shape) as expected,
@@ -121,7 +121,7 @@ def test_xdp_agrees_with_numpy(plan: Plan, content: int, shape: SketchShape) -> 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(plan=plans(), content=st.integers(0, 1 << 32), shape=sketch_shapes())
 def test_the_native_receiver_agrees_with_numpy(plan: Plan, content: int, shape: SketchShape) -> None:
-    """Packet by packet: each has the reference's verdict and leaves the reference's state behind."""
+    """After each packet, verdict and state equal those of the reference."""
     layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS, slots=2)
     with (
         HostReceiver(layout, session=SESSION, sketch=shape) as expected,
@@ -146,7 +146,7 @@ def test_the_native_receiver_agrees_with_numpy(plan: Plan, content: int, shape: 
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(plan=plans(), content=st.integers(0, 1 << 32), rows=st.integers(0, 40))
 def test_the_native_core_agrees_with_numpy(plan: Plan, content: int, rows: int) -> None:
-    """Every column of the plan, also those that no batch has."""
+    """Compares every column of the plan, also intermediate ones."""
     given_rows = random_rows(plan.schema, rows, np.random.default_rng(content))
     outputs = tuple(plan.graph.types)
     found = NativeTransform(plan.graph, outputs)(given_rows.columns)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program of a plan in the kernel: what it counts, what torch sees, and packets over a real link."""
+"""A plan's program in the kernel: its counters, the batches that torch sees, and packets over a real link."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def receiver() -> Iterator[XdpReceiver]:
 
 @pytest.fixture
 def packets(rng: np.random.Generator) -> list[list[bytes]]:
-    """Three batches, four packets each."""
+    """Returns three batches, four packets each."""
     made = []
     for batch in range(3):
         records = encode_records(PLAN.schema, random_rows(PLAN.schema, ROWS, rng))
@@ -130,7 +130,7 @@ def test_frames_that_are_cut_inside_their_tags_or_have_three_go_to_the_host(
 ) -> None:
     before = receiver.counters()
     tagged = frame(packets[0][0], PORT, vlan_tags=(SERVICE_VLAN, VLAN))
-    for size_bytes in range(14, 14 + 8 + 40 + 8):  # Ethernet, two tags, IPv6, UDP; the kernel takes no shorter ones
+    for size_bytes in range(14, 14 + 8 + 40 + 8):  # Ethernet, two tags, IPv6, UDP. The kernel takes no shorter frames.
         assert receiver.program.test_run(tagged[:size_bytes]).verdict == XDP_PASS, size_bytes
     assert (
         receiver.program.test_run(frame(packets[0][0], PORT, vlan_tags=(SERVICE_VLAN, VLAN, VLAN))).verdict == XDP_PASS
@@ -141,7 +141,7 @@ def test_frames_that_are_cut_inside_their_tags_or_have_three_go_to_the_host(
 def test_a_gap_is_known_until_the_missing_packet_comes(receiver: XdpReceiver, packets: list[list[bytes]]) -> None:
     first, second, third, fourth = packets[0]
     with HostReceiver(LAYOUT, session=SESSION) as expected:
-        # Lost: the second, and after the re-request the third.
+        # The second packet is lost, and after the second request the third.
         for packet, ahead in ((first, 0), (fourth, 12), (third, 12), (second, 0), (fourth, 12), (third, 0), (first, 0)):
             for target in (receiver, expected):
                 target.deliver(packet)
@@ -203,7 +203,7 @@ def test_torch_sees_the_arena_itself(receiver: XdpReceiver, packets: list[list[b
         assert tensor.data_ptr() == array.ctypes.data
     bags = torch.nn.functional.embedding_bag(values[0], torch.eye(1000), lengths[0].cumsum(0) - lengths[0], mode="sum")
     assert bags.sum(dim=1).tolist() == lengths[0].tolist()
-    # What the kernel writes next is in the tensor that is there already.
+    # What the kernel writes next appears in the existing tensor.
     before = labels.clone()
     receiver.release(0)
     for packet in packets[2]:
@@ -213,7 +213,7 @@ def test_torch_sees_the_arena_itself(receiver: XdpReceiver, packets: list[list[b
 
 
 def test_c_and_python_agree_on_the_layouts() -> None:
-    """What clang lays out: a global variable of each type brings it into the object's BTF."""
+    """Compares clang's layouts. A global variable of each type puts the type into the object's BTF."""
     names = ("feed_slot", "feed_header", "feed_counters", "feed_settings")
     source = "".join(f"struct {name} a_{name};\n" for name in names)
     btf = Btf(Elf(compile_source("layouts", f'#include "feed.h"\n{source}enum feed_verdict a_verdict;\n')))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the tests in test_communicator.py, in a process of its own: `python FILE SCENARIO RANK WORLD STORE SEED`.
+"""One rank of the tests in test_communicator.py, as a process: `python FILE SCENARIO RANK WORLD STORE SEED`.
 
 Every rank makes all ranks' inputs from the seed, so it can check its own results against the definition.
 """
@@ -32,7 +32,7 @@ from sennit.transport.wire import REFUSALS
 
 Array = npt.NDArray[Any]
 SCALAR = 0.75
-# Around the borders between eager and advertised messages, one and several chunks, with odd ends.
+# Around the limits between eager and bulk messages, and between one and several chunks, with odd sizes.
 ELEMENTS = (0, 1, 5, 1_023, 40_001, 300_007)
 
 
@@ -44,7 +44,7 @@ class Case:
         self.rng = np.random.default_rng(seed)
 
     def arrays(self, shapes: list[tuple[int, ...]], dtype: Any) -> list[Array]:
-        """One random array a rank, the same in all processes."""
+        """Returns one random array for each rank, the same in all processes."""
         dtype = np.dtype(dtype)
         if dtype.kind in "fc":
             return [self.rng.standard_normal(shape).astype(dtype) for shape in shapes]
@@ -79,7 +79,7 @@ def reductions(group: Communicator, seed: int) -> None:
 
 
 def arithmetic(group: Communicator, seed: int) -> None:
-    """Every dtype and operation, straight through plans, so that types NumPy lacks are there too."""
+    """Runs every dtype and operation as plans, which includes types that NumPy lacks."""
     case = Case(group, seed)
     for dtype in Dtype:
         for op in sorted(reduce_ops(dtype)):
@@ -101,7 +101,7 @@ def arithmetic(group: Communicator, seed: int) -> None:
 
 
 def finite(data: Array, dtype: Dtype) -> Array:
-    """Random bits with the top exponent bits cleared: any magnitude, no NaN, no infinity in sums."""
+    """Clears the top exponent bits of random bits: any magnitude, no NaN, no infinity in sums."""
     part_bytes = dtype.item_bytes // (2 if dtype in (Dtype.C32, Dtype.C64, Dtype.C128) else 1)
     parts = data.view(f"u{part_bytes}")
     bits = 8 * part_bytes
@@ -143,7 +143,7 @@ def point_to_point(group: Communicator, seed: int) -> None:
         arrays = case.arrays([(elements,)] * world, np.int32)
         if world == 1:
             continue
-        # A ring, the even ranks sending first; then everyone to rank 0, in whatever order they come.
+        # A ring, where the even ranks send first. Then all send to rank 0, which receives from any rank.
         after, before = (rank + 1) % world, (rank - 1) % world
         output = np.empty_like(arrays[0])
         if rank % 2 == 0 and not (world % 2 and rank == world - 1):
@@ -166,7 +166,7 @@ def point_to_point(group: Communicator, seed: int) -> None:
 
 
 def overlapping(group: Communicator, seed: int) -> None:
-    """Several operations in flight, waited for in another order."""
+    """Several operations in flight are waited for in another order."""
     case = Case(group, seed)
     sizes = [1, 70_000, 300, 250_000, 0, 9_000]
     given = [case.arrays([(n,)] * case.world, np.float32) for n in sizes]
@@ -188,16 +188,16 @@ def overlapping(group: Communicator, seed: int) -> None:
 
 
 def mismatch(group: Communicator, seed: int) -> None:
-    """Every rank of a pair that disagrees raises, and says what about."""
+    """Both ranks of a pair that disagrees raise an error that says what differs."""
     array = np.zeros(5 if group.rank else 4, np.float32)
     with pytest.raises((errors.MismatchError, errors.PeerError), match="allreduce"):
         group.allreduce(array)
 
 
 def late(group: Communicator, seed: int) -> None:
-    """A rank that does not come in time: the deadline's error names it."""
+    """A rank comes too late. The error at the deadline names it."""
     if group.rank == 0:
-        # Alive, but posts nothing until the others have given up.
+        # This rank lives, but posts nothing until the others have given up.
         threading.Event().wait(1.0)
         return
     operation = group.post(
@@ -206,20 +206,20 @@ def late(group: Communicator, seed: int) -> None:
         [np.zeros(1, np.float32)],
         timeout_s=0.3,
     )
-    # With three ranks, another one's deadline may pass first, and it says so.
+    # With three ranks, another rank's deadline may pass first, and that rank tells the others.
     with pytest.raises((errors.TimeoutError, errors.PeerError), match=r"ranks? 0\b") as caught:
         operation.wait()
     assert group.world > 2 or caught.type is errors.TimeoutError
 
 
 def killed(group: Communicator, seed: int) -> None:
-    """The last rank dies without a word; the others raise an error that names it, and do not hang."""
+    """The last rank dies without a word. The others raise an error that names it, and do not hang."""
     if group.rank == group.world - 1:
         group.barrier()
         os._exit(0)
 
     def until_it_fails() -> None:
-        # A quick rank may see the end and tell it while a slower one is still in the barrier.
+        # A quick rank may notice the death and tell a slower one that is still in the barrier.
         group.barrier()
         group.allreduce(np.zeros(100_000, np.float32))
 
@@ -228,13 +228,13 @@ def killed(group: Communicator, seed: int) -> None:
 
 
 def forked(group: Communicator, seed: int) -> None:
-    """A child of fork is told that the group is not its own, ends by itself, and leaves the parent's group alone."""
+    """A forked child gets an error that the group is not its own, and ends normally. The parent's group still works."""
     pending = np.zeros(40_000, np.float32)
 
     def compile_plan() -> Any:
         return allreduce(world=group.world, rank=group.rank, elements=pending.size, dtype=Dtype.F32, op=ReduceOp.SUM)
 
-    # In flight at the fork, with the engine's thread at work on it: no rank is done before rank 0 has posted, too.
+    # This operation is in flight at the fork, and the engine's thread works on it, because rank 0 posts later.
     operation = None if group.rank == 0 else group.post("pending", compile_plan, [pending], background=True)
     child = os.fork()
     if child == 0:
@@ -251,7 +251,7 @@ def forked(group: Communicator, seed: int) -> None:
             with pytest.raises(errors.ArgumentError, match="forked"):
                 use()
         del operation, use, uses
-        # What ends a group does nothing here, also from `with` and from the interpreter's end with all its destructors.
+        # In the child, everything that ends a group does nothing, also `with` and the destructors at exit.
         group.abort("the child")
         group.shutdown()
         sys.exit(0)
@@ -264,7 +264,7 @@ def forked(group: Communicator, seed: int) -> None:
 
 
 def dropped(group: Communicator, seed: int) -> None:
-    """An operation that nobody waits for any more goes on, keeps its buffers until it is done, and then frees them."""
+    """An operation that nobody waits for continues. It keeps its buffers until it is done, and then frees them."""
     elements = 300_007
     for background in (False, True):
         buffer = np.full(elements, group.rank, np.float32)
@@ -276,7 +276,7 @@ def dropped(group: Communicator, seed: int) -> None:
             background=background,
         )
         if group.rank == 0:
-            # The others wait for it, though this rank neither waits nor keeps anything.
+            # The others wait for the operation, though this rank neither waits for it nor keeps anything.
             del operation, buffer
         else:
             operation.wait()
@@ -288,7 +288,7 @@ def dropped(group: Communicator, seed: int) -> None:
 
 
 def abandoned(group: Communicator, seed: int) -> None:
-    """To drop an operation that cannot finish takes no time, and neither does the end of its group."""
+    """A dropped operation that cannot finish takes no time, and neither does the end of its group."""
     if group.rank == 0:
         for background in (False, True):
             buffer = np.zeros(40_000, np.float32)
@@ -305,7 +305,7 @@ def abandoned(group: Communicator, seed: int) -> None:
 
 
 def interrupted(group: Communicator, seed: int) -> None:
-    """Ctrl-C ends a wait and a timed run; the operation itself goes on, and so does the group."""
+    """Ctrl-C ends a wait and a timed run. The operation and the group go on."""
     elements = 40_000
 
     def compile_plan() -> Any:
@@ -322,7 +322,7 @@ def interrupted(group: Communicator, seed: int) -> None:
             interrupt_soon()
             with pytest.raises(KeyboardInterrupt):
                 use()
-            # Only now the others come.
+            # Only now the others can finish.
             group.send(np.zeros(1), 1, tag=3)
         else:
             if group.rank == 1:
@@ -332,7 +332,7 @@ def interrupted(group: Communicator, seed: int) -> None:
 
 
 def own_udp_ports() -> list[str]:
-    """ADDRESS/PORT of every UDP socket of this process that is bound, by /proc."""
+    """Returns ADDRESS/PORT of every bound UDP socket of this process, from /proc."""
     inodes = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -347,7 +347,7 @@ def own_udp_ports() -> list[str]:
 
 
 def flooded(group: Communicator, seed: int) -> None:
-    """A stranger floods this rank's ports: results are the same, what he sent is counted by name and nothing else."""
+    """A stranger floods this rank's ports. Results stay the same, and the rank counts the junk by its kind."""
     case = Case(group, seed)
     arrays = case.arrays([(300_007,)] * case.world, np.float32)
     check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
@@ -359,7 +359,7 @@ def flooded(group: Communicator, seed: int) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as flooder:
         assert flooder.stdin is not None
         refused = rounds = 0
-        # Until the flood was in full flow for some rounds on every rank.
+        # Runs until the flood has lasted for some rounds on every rank.
         while group.allreduce(np.array([refused < 50_000 or rounds < 20], np.int32))[0]:
             check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
             refused = sum(group.counters()[name] for name in REFUSALS)
@@ -371,17 +371,17 @@ def flooded(group: Communicator, seed: int) -> None:
     group.barrier()
     after = group.counters()
     seen = {name: after[name] for name in REFUSALS if after[name]}
-    # For people: the test's folder keeps it.
+    # For people: the test's folder keeps this line.
     print(f"{sent} packets, {sent / float(seconds):.0f} a second; counted: {seen}", file=sys.stderr)
     assert refused <= sum(seen.values()) <= sent, (seen, sent)
     assert after["bad_control"] == 0, after
-    # Random bytes have no known opcode; well-formed ones name no queue pair of ours.
+    # Random bytes have no known opcode. Well-formed junk names no queue pair of this rank.
     assert {"bad_opcode", "unknown_qpn"} <= seen.keys(), seen
     check_fold(group.allreduce(arrays[case.rank]), arrays, Dtype.F32, ReduceOp.SUM)
 
 
 def described(group: Communicator, seed: int) -> None:
-    """What the settings ask for is what the transport says it uses."""
+    """The transport reports what the settings ask for."""
     asked = group.config
     text = group.describe()
     assert f"{asked.paths} paths a rail ({asked.path_policy})" in text, text
@@ -389,7 +389,7 @@ def described(group: Communicator, seed: int) -> None:
     full_packets = asked.window_bytes // 4096
     window_packets = group.counters()["window_packets"]
     if asked.congestion == "fixed":
-        # Loopback's packets are full ones; the peer's socket buffer may allow less.
+        # Loopback's packets have full size. The peer's socket buffer may allow fewer of them.
         assert 8 <= window_packets <= full_packets, (window_packets, full_packets)
     else:
         assert 2 <= window_packets <= full_packets, (window_packets, full_packets)
@@ -419,7 +419,7 @@ SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
 def main() -> None:
     names, rank, world, store, seed = sys.argv[1:]
     with Communicator(rank=int(rank), world=int(world), store=FileStore(store), config=from_environment()) as group:
-        # Ranks with one SENNIT_HOST_ID are neighbours; HOSTS has those of all ranks.
+        # Ranks with the same SENNIT_HOST_ID share a host. HOSTS has the ids of all ranks.
         hosts = os.environ["HOSTS"].split(",")
         transport = os.environ["SENNIT_TRANSPORT"]
         network = "verbs" if transport == "verbs" else "udp"

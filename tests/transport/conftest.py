@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def little_locked_memory() -> Iterator[int]:
-    """For the time of a test this process may lock so few bytes of memory."""
+    """Limits the bytes of memory that this process may lock, for the time of a test. Yields the limit."""
     before = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, before[1]))
     yield 65536

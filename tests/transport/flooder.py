@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Floods UDP ports with random and mutated RoCEv2 packets: `python FILE SEED ADDRESS/PORT...`.
 
-Until its stdin ends; then it writes how many packets it sent, and in how many seconds. A call sends a batch of
-different packets by UDP segmentation, as a call a packet would be far from a million a second.
+Ends with its stdin. Then it writes how many packets it sent, and in how many seconds. One call sends a batch of
+different packets by UDP segmentation, because one call per packet could not reach a million packets a second.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ HEADER_BYTES = 36  # BTH, RETH, immediate, ICRC
 
 
 def packet(rng: random.Random) -> bytes:
-    """Anything; or a well-formed packet of no connection, whole or with bytes changed (and so with a wrong ICRC)."""
+    """Makes random bytes, or a well-formed packet of no connection, whole or with changed bytes (so a wrong ICRC)."""
     if rng.random() < 0.25:
         return rng.randbytes(PACKET_BYTES)
-    # Low bits as a receiver would give them out, so that each check behind the first is met.
+    # Low bits as a receiver would choose them, so that packets pass the first check and meet the later ones.
     made = wire.Packet.data(
         qpn=rng.getrandbits(rng.choice([4, 24])),
         psn=rng.getrandbits(24),
@@ -57,7 +57,7 @@ def main() -> None:
     while not select.select([sys.stdin], [], [], 0)[0]:
         for batch in batches:
             for out in sockets:
-                # The target is gone, or the way is full.
+                # The target has ended, or the path is full.
                 with contextlib.suppress(ConnectionRefusedError, BlockingIOError):
                     out.send(batch)
                     sent += BATCH_PACKETS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of a rendezvous as threads over an in-memory store, with endpoints that only remember."""
+"""Ranks of a rendezvous as threads over an in-memory store, with endpoints that only record calls."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class MemoryStore:
 
 
 class Recorder:
-    """An endpoint on a machine `room`: it can open the segments of its own room."""
+    """An endpoint on a machine `room`. It can open the segments of its own room."""
 
     def __init__(self, rank: int, room: str, *, shm_errno: int | None = None) -> None:
         self.rank, self.room, self.shm_errno = rank, room, shm_errno
@@ -84,7 +84,7 @@ class Recorder:
         self.tried = list(routes)
 
     def try_network(self, limit_s: float, /) -> bool:
-        return True  # test_network_trial.py has networks that fail
+        return True  # test_network_trial.py covers networks that fail
 
     def is_tried(self, rank: int, /) -> bool:
         return True
@@ -99,7 +99,7 @@ class Recorder:
         raise AssertionError(rank)
 
     def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
-        # The first rail is paired with the first one there, a second one with none.
+        # The first rail pairs with the peer's first one, a second rail with none.
         assert self.udp is not None
         return [(self.udp[0][0][0], 50_000, f"10.0.0.{rank}", 4791, 50_001, 4791, 4096, 4096, 0)]
 
@@ -126,7 +126,7 @@ def meet(
     rails: Sequence[Sequence[Rail]] = (),
     notes: dict[int, tuple[str, ...]] | None = None,
 ) -> list[tuple[str, ...] | SennitError]:
-    """What each rank gets: its routes, or the error it raised."""
+    """Returns each rank's routes, or the error that it raised."""
     world = len(endpoints)
     shared = MemoryStore() if store is None else store
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the tests in test_silence.py: `python FILE WHAT RANK WORLD STORE REPORT`. The last rank is the victim.
 
-WHAT is what the victim does instead of the second barrier: `frozen` and `killed` by the hand of the test, `busy` in
-Python, `holding` the GIL inside one C call after the other. Everybody writes what came of it to REPORT, as JSON.
+WHAT happens to the victim instead of the second barrier: the test stops it (`frozen`) or kills it (`killed`), it
+computes in Python (`busy`), or it holds the GIL in one C call after the other (`holding`). Every rank writes its
+outcome to REPORT, as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sennit.transport.communicator import Communicator
 from sennit.transport.errors import SennitError
 from sennit.transport.store import FileStore
 
-# One call of this holds the GIL for some tenths of a second: it is C, and runs no bytecode.
+# A C call on so many elements holds the GIL for some tenths of a second, without a bytecode in between.
 RANGE_ELEMENTS: Final = 20_000_000
 START_S: Final = 60.0
 
@@ -32,7 +33,7 @@ def main() -> None:
     outcome: dict[str, Any] = {}
     said.set(f"test/past-{rank}", "1")
     if rank == world - 1:
-        # Nobody waits for anything of the first barrier any more.
+        # Now no rank waits for the first barrier any more.
         said.wait([f"test/past-{other}" for other in range(world)], timedelta(seconds=START_S))
         said.set("test/ready", "1")
         VICTIMS[what](3 * group.config.peer_timeout_s)
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def wait_for_the_end(_: float) -> None:
-    """The test stops or kills this process."""
+    """Waits until the test stops or kills this process."""
     while True:
         sys.stdin.read(1)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the tests in test_survivors.py: `python FILE SCENARIO RANK WORLD STORE OUTPUT ARGUMENTS`.
 
-ARGUMENTS is JSON. What the test compares goes as JSON lines to OUTPUT. A rank that is to die kills itself; one that is
-to be stopped waits for the test to do so. RANK -1 is a newcomer.
+ARGUMENTS is JSON. The rank writes its results to OUTPUT as JSON lines. A rank that is to die kills itself. A rank that
+is to be stopped waits until the test stops it. RANK -1 is a newcomer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from sennit.transport.membership import Terms
 from sennit.transport.store import FileStore
 
 LARGE_ELEMENTS = 8_000_000
-# Processes start and load for longer than this only on a machine that is much too busy.
+# Processes take longer than this to start and load only on a far too busy machine.
 START_S = 60.0
 
 
 class Rank:
-    """This process, and where it reports."""
+    """This process and its report."""
 
     def __init__(self, rank: int, world: int, store: str, output: str, arguments: dict[str, Any]) -> None:
         self.rank, self.world = rank, world
@@ -55,19 +55,19 @@ class Rank:
             time.sleep(0.002)
 
     def die(self) -> None:
-        # The moment of death, in the clock that all processes of this machine share.
+        # The time of death, by the clock that all processes of this machine share.
         self.store.set(f"test/died-{self.rank}", f"{time.monotonic()}")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def check_sum(group: Communicator) -> None:
-    """The group works: an AllReduce has the exact sum."""
+    """Checks that the group works: an AllReduce has the exact sum."""
     total = group.allreduce(np.full(1_000, group.rank + 1.0))
     assert (total == group.world * (group.world + 1) / 2).all()
 
 
 def failed_call(group: Communicator, call: Callable[[], Any]) -> dict[str, Any]:
-    """The error of `call`, which must fail, and when."""
+    """Returns the error of `call`, which must fail, and its time."""
     try:
         call()
     except SennitError as error:
@@ -81,18 +81,18 @@ def failed_call(group: Communicator, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def killed(me: Rank) -> None:
-    """Some ranks die at a moment that `when` names; everybody else reports the error of its call."""
+    """Some ranks die at the moment `when`. Every other rank reports the error of its call."""
     victims, when = me.arguments["victims"], me.arguments["when"]
     group = me.make()
     check_sum(group)
     mine = me.rank in victims
-    # Nobody dies before all have come out of the first call.
+    # No rank dies before all have finished the first call.
     me.say(f"ready-{me.rank}")
     me.wait_for(*[f"ready-{rank}" for rank in range(me.world)])
     if when == "others compute":
         if mine:
             me.die()
-        # Computes, until the victims are certainly dead.
+        # Computes until the victims are certainly dead.
         me.wait_for(*[f"died-{rank}" for rank in victims])
         me.report(**failed_call(group, lambda: group.allreduce(np.ones(10))))
     elif when == "in a call":
@@ -103,7 +103,7 @@ def killed(me: Rank) -> None:
         me.report(**failed_call(group, lambda: group.allreduce(np.ones(10))))
     elif when == "in a transfer":
         if mine:
-            # Dies from another thread's hand, somewhere inside of the calls.
+            # Another thread kills this process, at any moment within the calls.
             signal.signal(signal.SIGALRM, lambda *_: me.die())
             signal.setitimer(signal.ITIMER_REAL, 0.3)
         array = np.ones(LARGE_ELEMENTS, np.float32)
@@ -114,7 +114,7 @@ def killed(me: Rank) -> None:
 
         me.report(**failed_call(group, forever))
     elif when == "behind others":
-        # A chain: each waits for the rank before it, so only rank 1 waits for the dead one itself.
+        # A chain: each rank waits for the rank before it, so only rank 1 waits for the dead rank itself.
         if mine:
             me.wait_for(*[f"entering-{rank}" for rank in range(1, me.world)])
             me.die()
@@ -126,7 +126,7 @@ def killed(me: Rank) -> None:
 
 
 def go_on(me: Rank, group: Communicator) -> None:
-    """Reconfigures, works, and reports who it is now."""
+    """Reconfigures, runs a collective, and reports its new rank."""
     began_s = time.monotonic()
     successor = group.reconfigure(Terms(timeout_s=30, **me.arguments.get("terms", {})))
     check_sum(successor)
@@ -135,7 +135,7 @@ def go_on(me: Rank, group: Communicator) -> None:
 
 
 def stopped(me: Rank) -> None:
-    """The test stops the victim; the others' call ends at its deadline; the victim goes on too late."""
+    """The test stops the victim. The call of the others ends at its deadline. The victim resumes too late."""
     victim = me.arguments["victim"]
     group = me.make()
     check_sum(group)
@@ -163,7 +163,7 @@ def stopped(me: Rank) -> None:
 
 
 def dies_while_reconfiguring(me: Rank) -> None:
-    """Rank 0 dies in a call; rank 1 dies once the next epoch is agreed upon with it."""
+    """Rank 0 dies in a call. Rank 1 dies after the others have agreed on the next epoch with it."""
     group = me.make()
     check_sum(group)
     me.say(f"ready-{me.rank}")
@@ -172,13 +172,13 @@ def dies_while_reconfiguring(me: Rank) -> None:
         me.die()
     failed_call(group, lambda: group.allreduce(np.ones(10)))
     if me.rank == 1:
-        # The next communicator meets the others when the decision is there.
+        # The next communicator connects once the decision is made.
         rendezvous.connect = lambda *_, **__: me.die()  # type: ignore[assignment]
     go_on(me, group)
 
 
 def slow_survivor(me: Rank) -> None:
-    """The last rank notices late; it is waited for, since its process lives."""
+    """The last rank notices the death late. The others wait for it, because its process lives."""
     group = me.make()
     check_sum(group)
     me.say(f"ready-{me.rank}")
@@ -186,14 +186,14 @@ def slow_survivor(me: Rank) -> None:
     if me.rank == 0:
         me.die()
     if me.rank == me.world - 1:
-        # Far longer than a silent rank is waited for.
+        # Far longer than the others wait for a silent rank.
         time.sleep(2.0)
     failed_call(group, lambda: group.allreduce(np.ones(10)))
     go_on(me, group)
 
 
 def grows(me: Rank) -> None:
-    """A newcomer comes to a group that works; then it alone dies, and the group goes on as it was."""
+    """A newcomer joins a working group. Then it alone dies, and the group continues as before."""
     if me.rank < 0:
         group = Communicator.join(store=me.store, timeout_s=START_S)
     else:

@@ -39,10 +39,10 @@ def run_ranks(
     hosts: str = "",
     variables: Sequence[dict[str, str]] = (),
 ) -> None:
-    """Runs one process a rank; fails with what the failing ranks wrote. Leaves no process behind.
+    """Runs one process for each rank. Fails with the output of the failed ranks. Leaves no process behind.
 
-    `hosts`: a letter for each rank, its pretended host; by default they share one. `variables`: further ones of the
-    environment, taken in turn by the ranks.
+    `hosts`: a letter for each rank, its pretended host; by default all share one. `variables`: further environment
+    variables, which the ranks take in turn.
     """
     hosts = hosts or "a" * world
     environment = {
@@ -112,7 +112,7 @@ def test_a_child_of_fork_may_not_use_its_parents_group(transport: str, tmp_path:
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_failures(transport: str, world: int, scenario: str, tmp_path: Path) -> None:
-    # A dead udp peer is noticed at the deadline at the latest.
+    # Ranks notice a dead udp peer at the deadline at the latest.
     run_ranks(scenario, world, transport, tmp_path, seed=1, timeout_s=5.0)
 
 

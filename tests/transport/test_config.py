@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration: every variable, its default, its range, and errors that carry value and range."""
+"""Configuration: every variable, its default, its range, and errors that contain value and range."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of counters that Python writes are what the reader of the native core's pages reads."""
+"""The reader of the native core's counter pages also reads the pages that Python writes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_others_read_what_is_written(tmp_path: Path) -> None:
     page.close()
     page.close()
     assert list(tmp_path.iterdir()) == []
-    own[0] = 5  # of nobody's interest, but no fault
+    own[0] = 5  # An unused counter is no error.
 
 
 def test_a_page_that_nobody_holds_is_removed_with_the_file(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans on device memory: bounded scratch, few copies, waits that are needed. That results are right, in any order and
-with rings of any size, is in test_plan_algorithms.py."""
+"""Plans on device memory: bounded scratch, few copies, and only necessary waits.
+
+test_plan_algorithms.py checks their results, in any order and with rings of any size.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_scratch_is_bounded(make: Callable[[int, int, int], Plan], world: int) -
 
 
 def copies(plan: Plan) -> tuple[int, int]:
-    """How many bring bytes from the device, and how many take them there."""
+    """Returns how many copies come from the device, and how many go to it."""
     between = [
         step for step in plan.steps if isinstance(step, Copy) and plan.scratch in (step.buffer, step.source.index)
     ]
@@ -71,7 +73,7 @@ def copies(plan: Plan) -> tuple[int, int]:
 
 def test_small_calls_take_one_copy_each_way() -> None:
     assert copies(for_device(make_allreduce(8, 3, 8_192))) == (1, 1)
-    assert copies(for_device(make_alltoall(8, 3, 8_192))) == (2, 2)  # on both sides of the rank's own part
+    assert copies(for_device(make_alltoall(8, 3, 8_192))) == (2, 2)  # One copy on each side of the rank's own part.
     assert copies(for_device(make_broadcast(8, 0, 8_192))) == (1, 0)
     assert copies(for_device(make_broadcast(8, 3, 8_192))) == (0, 1)
 
@@ -94,7 +96,7 @@ def test_the_signature_says_on_device() -> None:
 
 @pytest.mark.parametrize("make", [make_chunked, make_cut])
 def test_waits_for_scratch_are_needed(make: Callable[[int, int, int], Plan]) -> None:
-    """Without those of the copies into scratch the reference sees races, or wrong bytes."""
+    """Without the waits of the copies into scratch, the reference finds races or wrong bytes."""
     world = 3
     plans = [for_device(make(world, rank, 24_576), ring_bytes=4_096) for rank in range(world)]
 

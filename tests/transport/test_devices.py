@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What keeps RDMA ports from being used, each named with what to do. Real devices are in tests/rdma."""
+"""The reasons why RDMA ports cannot be used, each with what to do. Real devices are in tests/rdma."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The agreement on the next epoch: candidates as threads over one folder, with connections that are only imagined."""
+"""The agreement on the next epoch: candidates as threads over one folder, with simulated connections."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sennit.transport.membership import Membership, NoEvidence, Terms, View
 from sennit.transport.store import FileStore
 
 NAME = "group"
-# What nobody should have to wait for: a test that needs it fails by its own timeout.
+# Longer than any wait in these tests: a test that really waits fails by its own timeout.
 PATIENT = Terms(timeout_s=600, wait_s=600)
 DEADLINE_S = 60.0
 
 
 class Evidence:
-    """An old communicator that knows this of its ranks."""
+    """An old communicator with this knowledge about its ranks."""
 
     def __init__(self, gone: Collection[int] = (), suspects: Collection[int] = ()) -> None:
         self._gone, self._suspects = gone, suspects
@@ -37,7 +37,7 @@ class Evidence:
 
 
 class Candidate:
-    """A rank (or a newcomer, with rank None) that takes part in the agreement from a thread of its own."""
+    """A rank (or a newcomer, with rank None) that takes part in the agreement from its own thread."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Candidate:
         fail_at: int = 0,
         error: type[Exception] = PeerError,
     ) -> None:
-        """Its connection of epoch `fail_at` fails with `error`."""
+        """The connection of epoch `fail_at` fails with `error`."""
         store = FileStore(folder)
         self.own = (
             Membership.of_newcomer(store, name=NAME)
@@ -67,7 +67,7 @@ class Candidate:
         self.tried.append(view.epoch)
         if view.epoch == self._fail_at:
             raise self._error(f"epoch {view.epoch} cannot be connected here")
-        # An attempt that is in vain is told so by the watch alone.
+        # Only the watch tells a candidate that its attempt is in vain.
         deadline_s = time.monotonic() + DEADLINE_S
         while view.epoch < self._last_epoch:
             watch()
@@ -76,7 +76,7 @@ class Candidate:
         return f"epoch-{view.epoch}"
 
     def reform(self, last_epoch: int = 0) -> Any:
-        """The view, or the error that it raised. Epochs before `last_epoch` are waited at until the watch ends them."""
+        """Returns the view, or the raised error. Stays in epochs before `last_epoch` until the watch ends them."""
         self._last_epoch = last_epoch
         try:
             view, connected = self.own.reform(self.terms, self.evidence, self.connect)
@@ -101,7 +101,7 @@ def test_all_who_are_there_keep_their_order(tmp_path: Path) -> None:
     views = meet(candidates)
     assert previous(views) == [(rank, (0, 1, 2)) for rank in range(3)]
     assert {view.epoch for view in views} == {1}
-    # And again, from the group that came about.
+    # The new group can agree again.
     assert previous(meet(candidates)) == [(rank, (0, 1, 2)) for rank in range(3)]
     assert [candidate.own.epoch for candidate in candidates] == [2, 2, 2]
 
@@ -161,7 +161,7 @@ def test_newcomers_come_last_in_the_order_of_their_tickets(tmp_path: Path) -> No
     terms = Terms(timeout_s=600, wait_s=600, expect=4)
     second, first = (
         Candidate(tmp_path, None) for _ in range(2)
-    )  # neither the order of their tokens nor that of threads
+    )  # in neither the order of their tokens nor that of threads
     with ThreadPoolExecutor(4) as pool:
         came_first = pool.submit(first.reform)
         deadline_s = time.monotonic() + DEADLINE_S
@@ -215,7 +215,7 @@ def test_a_mistake_of_ones_own_is_not_tried_again_and_the_others_hear_of_it(tmp_
 
 def test_death_while_connecting_ends_the_attempt(tmp_path: Path) -> None:
     class Dies(Evidence):
-        """Rank 1 is found dead as soon as the next epoch is agreed upon with it."""
+        """Rank 1 is found dead as soon as the next epoch includes it."""
 
         def find_gone(self) -> Collection[int]:
             return [1] if survivor.tried else []
@@ -230,7 +230,7 @@ def test_death_while_connecting_ends_the_attempt(tmp_path: Path) -> None:
 
 
 def announce(folder: Path, **record: Any) -> None:
-    """A candidate's record in epoch 1 that nobody rewrites."""
+    """Writes a candidate's record in epoch 1, which nobody rewrites."""
     store = FileStore(folder)
     ticket = store.add(f"sennit/{NAME}/membership/1/tickets", 1)
     store.set(f"sennit/{NAME}/membership/1/candidate/{ticket}", json.dumps(record))
@@ -260,7 +260,7 @@ def test_a_store_that_fails_is_named(tmp_path: Path, operation: str, monkeypatch
     original: Any = getattr(FileStore, operation)
 
     def refuse(self: FileStore, key: str, *values: str) -> Any:
-        # `set` works until there is something to abandon.
+        # `set` works until a candidate has to abandon the epoch.
         if operation == "compare_set" or key.endswith("abandoned"):
             raise ConnectionResetError("server gone")
         return original(self, key, *values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trial of the network without a network: what a rank waits for, learns from the store, and says."""
+"""The trial of the network, without a network: what a rank waits for, reads from the store, and reports."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_a_host_or_the_network_said_is_told_for_the_direction_that_fails() 
     assert "What rank 0 sent came back as 'port unreachable': a firewall rejects it." in rejected
     kept_in = failure(told=GOOD, heard=NONE, peer_error=errno.EPERM)
     assert "The host of rank 1 does not let its packets out (Operation not permitted)" in kept_in
-    assert "Operation" not in failure(told=GOOD, heard=NONE, error=errno.EPERM)  # of the direction that works
+    assert "Operation" not in failure(told=GOOD, heard=NONE, error=errno.EPERM)  # not an error of sending, which works
 
 
 def test_a_few_dead_paths_are_warnings_and_smaller_packets_a_note() -> None:
@@ -91,7 +91,7 @@ def test_a_few_dead_paths_are_warnings_and_smaller_packets_a_note() -> None:
 
 
 class End:
-    """A native end with one peer, rank 1, that it has heard from over so many paths; `learned` settles it."""
+    """A native end that has heard from its one peer, rank 1, over `heard` paths. `learned` settles the trial."""
 
     def __init__(
         self, *, heard: Sequence[int], settles_after: float = float("inf"), learns: bool = True, error: int = 0
@@ -148,7 +148,7 @@ class End:
 
 
 class Board:
-    """The store, with what rank 1 has left there."""
+    """The store, with the record of rank 1."""
 
     def __init__(self, of_peer: Record | None) -> None:
         self.of_peer = of_peer
@@ -164,7 +164,7 @@ class Board:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look at the clock is a tenth of a second later."""
+    """Makes each reading of the clock 0.1 s later than the last."""
     ticks = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: next(ticks) / 10)
 
@@ -220,7 +220,7 @@ def test_a_late_peer_is_waited_for_and_what_was_left_is_corrected() -> None:
     end, board = End(heard=[*[1024] * 7, 0], settles_after=steps), Board(None)
     end.told = GOOD
     assert len(run(end, board)) == 1
-    assert len(board.left) == 1  # nothing new: what it knows of the paths was there already
+    assert len(board.left) == 1  # its first record already had what it knows of the paths
     end = End(heard=GOOD, settles_after=steps)
     end.told = GOOD
     board = Board(None)
@@ -239,7 +239,7 @@ def test_a_peer_whose_port_is_closed_and_that_leaves_no_record_is_gone_long_befo
     with pytest.raises(PeerError, match=gone) as raised:
         run(End(heard=NONE, error=errno.ECONNREFUSED), Board(None), deadline_s=1800.0)
     assert raised.value.rank == 1
-    # A firewall that rejects: the peer's record comes, and names the direction.
+    # A firewall that rejects packets. The peer's record comes, and names the direction.
     with pytest.raises(PeerError, match=r"rank 1 hears nothing from rank 0.*a firewall rejects it"):
         run(End(heard=GOOD, error=errno.ECONNREFUSED), Board(record_of(NONE)), deadline_s=1800.0)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans: every rule of docs/reference/plans.md refused by name, and the binary form byte by byte."""
+"""Plans: the error of each broken rule of docs/reference/plans.md, and the binary form byte by byte."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every collective, run by the reference on all ranks, against its definition: bit for bit, in any legal order."""
+"""The reference runs every collective on all ranks, in any legal order: results equal the definition bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCALAR = 0.75
 
 
 def inputs(seed: int, world: int, elements: int, dtype: Dtype) -> list[Array]:
-    """Random bytes; small whole numbers for floats, so that sums round, but rarely overflow."""
+    """Returns random bytes; for floats small whole numbers, so that sums round but rarely overflow."""
     rng = np.random.default_rng(seed)
     if dtype in (Dtype.F32, Dtype.C64):
         per = dtype.item_bytes // 4
@@ -52,7 +52,7 @@ def inputs(seed: int, world: int, elements: int, dtype: Dtype) -> list[Array]:
 
 
 def noise(size_bytes: int) -> Array:
-    """What an output holds before the operation."""
+    """Returns the content of an output before the operation."""
     return np.full(size_bytes, 0xA5, np.uint8)
 
 
@@ -61,12 +61,12 @@ def data_on_device(draw: DataObject) -> bool:
 
 
 def segment_sizes(draw: DataObject) -> int | None:
-    """How messages are cut: not at all, in pieces that sizes are multiples of, in odd ones."""
+    """Draws how messages are cut: not at all, in pieces that divide the sizes, or in odd ones."""
     return draw.draw(st.sampled_from([None, 16, 37, 1_000]), "segment_bytes")
 
 
 def run(draw: DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[Array]]) -> None:
-    """Runs the plans as they come back from the binary form, under a random schedule."""
+    """Converts the plans to the binary form and back, and runs them under a random schedule."""
     for plan, given_buffers in zip(plans, buffers, strict=True):
         assert decode(plan.encode()).steps == plan.steps
         assert tuple(buffer.size for buffer in given_buffers) == plan.buffer_bytes
@@ -86,7 +86,7 @@ def run(draw: DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[Arra
 
 
 def check_pair_order(plans: Sequence[Plan]) -> None:
-    """docs/reference/plans.md rule 4: a receiver lists messages in their sender's order; sizes fit (rule 2)."""
+    """Checks rules 4 and 2 of docs/reference/plans.md: receives are in their sender's order, and sizes fit."""
     for sender, receiver in itertools.permutations(plans, 2):
         sends = [(s.slot, s.size_bytes) for s in sender.steps if isinstance(s, Send) and s.peer == receiver.rank]
         recvs = [(s.slot, s.size_bytes) for s in receiver.steps if isinstance(s, Recv) and s.peer == sender.rank]
@@ -361,7 +361,7 @@ def test_barrier_runs(data: DataObject, world: int) -> None:
 
 @pytest.mark.parametrize("world", range(2, 18))
 def test_barrier_waits_for_everyone(world: int) -> None:
-    # Who has certainly entered, as seen by a rank, after each of its receives.
+    # The ranks that have certainly entered, as one rank knows after each of its receives.
     plans = [algorithms.barrier(world=world, rank=rank) for rank in range(world)]
     rounds = (world - 1).bit_length()
     known = [{rank} for rank in range(world)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan cache: one compilation a key, bounded bytes, the least recently used plan goes first."""
+"""The plan cache: compiles once for each key, limits its bytes, and evicts the least recently used plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses the udp port takes, on machines that are told, and on this one."""
+"""Which addresses the udp port takes, on simulated machines and on this one."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_kernel_tables_are_read(tmp_path: Path) -> None:
     )
     assert rails.read_default_routes(tmp_path) == ["eth0", "eth1"]
     loopback = next(interface for interface in rails.read_interfaces(tmp_path) if interface.name == "lo")
-    # Neither link-local nor tentative ones; temporary ones last.
+    # Neither link-local nor tentative addresses. Temporary ones come last.
     assert loopback.ipv6 == ("2001:db8::5", "2001:db8::9")
     assert rails.read_default_routes(tmp_path / "absent") == []
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which addresses of RDMA devices become rails, what is said where none can, and what two ranks must share."""
+"""Which addresses of RDMA devices become rails, the errors if none can, and what two ranks must share."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_rails_of_two_ranks_are_compared_in_pairs() -> None:
     near = [rail.as_record() for rail in choose_rdma_rails([FIRST, SECOND], ["eth2", "eth0"])]
     far = [{**record, "device": "mlx5_0"} for record in near]
     check_pair(near, far, 3)
-    check_pair(near, [], 3)  # a rank with sockets
-    # IPv6 is paired with IPv6, whatever the order.
+    check_pair(near, [], 3)  # The peer is a rank with sockets.
+    # IPv6 pairs with IPv6, in any order.
     check_pair(near, far[::-1], 3)
     small = [far[0], {**far[1], "mtu_bytes": 1024}]
     with pytest.warns(RuntimeWarning, match="rank 3: packets of 4096 bytes on rxe0 fd00::1 and of 1024 on mlx5_0 fd00"):

@@ -60,7 +60,7 @@ def test_the_successor_works_and_the_old_group_has_ended(pair: Pair) -> None:
     for group in pair:
         with pytest.raises(SennitError, match="shut"):
             group.barrier()
-    # The chain goes on.
+    # The successor can make a successor too.
     third = reconfigure(successor)
     assert works(third)
     assert third[0].epoch == 2
@@ -68,7 +68,7 @@ def test_the_successor_works_and_the_old_group_has_ended(pair: Pair) -> None:
 
 
 def test_operations_keep_the_deadline_of_the_old_group(pair: Pair) -> None:
-    """And not that of connecting an epoch, which is another one."""
+    """The deadline for connecting an epoch is another one."""
     for group in pair:
         group.timeout_s = 0.25
     successor = reconfigure(pair)
@@ -78,7 +78,7 @@ def test_operations_keep_the_deadline_of_the_old_group(pair: Pair) -> None:
 
 
 def test_an_epoch_that_one_rank_could_not_connect_is_nobodys(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the other one would go on in a group that fails in its first call."""
+    """Otherwise the other rank would continue in a group that fails in its first call."""
     original = rendezvous.connect
 
     def connect(make: Any, *, rank: int, name: str, **rest: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference finds what is wrong with plans: races, deadlocks, lost loans, and ranks that disagree."""
+"""The reference finds errors of plans: races, deadlocks, lost loans, and ranks that disagree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan(rank: int, add: Callable[[PlanBuilder], None], buffers: tuple[int, ...]
 
 
 def faults(plans: list[Plan], **options: int) -> list[str]:
-    """What goes wrong over fifty schedules."""
+    """Returns the errors of fifty schedules."""
     found = []
     for seed in range(50):
         buffers = [[np.zeros(n, np.uint8) for n in p.buffer_bytes] for p in plans]
@@ -44,7 +44,7 @@ def test_a_receive_over_an_unsent_range_is_a_race() -> None:
 
 
 def test_every_wait_of_an_allreduce_in_place_is_needed() -> None:
-    """Dropping any one `after` that is not a loan's shows as a race or a wrong result: none is decoration."""
+    """If any `after` that does not end a loan is dropped, a race or a wrong result shows. So each is needed."""
     world, elements = 3, 96
     plans = [
         algorithms.allreduce(

@@ -85,13 +85,13 @@ def test_min_and_max_keep_nan_and_the_last_of_equals(dtype: Dtype) -> None:
 
 
 def nearest_bfloat16(value: float) -> int:
-    """The bits of the bfloat16 nearest to a finite fp32 value, ties to even, by exact fractions."""
+    """Returns the bits of the bfloat16 nearest to a finite fp32 value, ties to even, by exact fractions."""
     bits = int(np.float32(value).view(np.uint32))
     low, high = bits >> 16, (bits >> 16) + 1
 
     def exact(half: int) -> Fraction:
         number = float(np.array([(half & 0xFFFF) << 16], np.uint32).view(np.float32)[0])
-        # The step beyond the largest number counts as the next power of two, as IEEE 754 rounds.
+        # The step above the largest number counts as the next power of two, as IEEE 754 rounds.
         return Fraction(number) if math.isfinite(number) else Fraction(2) ** 128 * (-1 if bits >> 31 else 1)
 
     down, up = abs(Fraction(value) - exact(low)), abs(exact(high) - Fraction(value))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rendezvous: ranks as threads over an in-memory store, with endpoints that only remember."""
+"""Rendezvous: ranks as threads over an in-memory store, with endpoints that only record calls."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from sennit.transport.store import FileStore
 from sennit.transport.version import PROTOCOL_VERSION, WIRE_REVISION, Versions
 from tests.transport.meeting import MemoryStore, Recorder, meet
 
-# Endpoints in different rooms are on one host all the same; what is said about that has a test of its own.
+# Endpoints in different rooms are on one host here. Another test covers the warning about that.
 pytestmark = pytest.mark.filterwarnings("ignore:SENNIT_TRANSPORT=auto takes udp")
 
 
@@ -55,7 +55,7 @@ def test_containers_with_their_own_memory_fall_back_to_udp() -> None:
 
 
 def test_only_ranks_that_need_udp_open_it() -> None:
-    # Ranks 0 and 1 share memory with everybody; 2 and 3 cannot open each other.
+    # Ranks 0 and 1 share memory with all ranks. Ranks 2 and 3 cannot open each other's memory.
     class Picky(Recorder):
         def shm_accept(self, rank: int, offer: bytes, /) -> bool:
             return {self.rank, rank} != {2, 3}
@@ -140,7 +140,7 @@ def test_udp_alone_makes_no_segment() -> None:
         congestion=Congestion.SWIFT,
         window_bytes=1 << 20,
     )
-    # What a rank asks of its own sending need not be what its peer asks.
+    # Settings of a rank's own sending may differ from those of its peer.
     assert meet(endpoints, [config, Config()]) == [("self", "udp"), ("udp", "self")]
     assert endpoints[0].udp == (
         [("10.0.0.0", 0)],
@@ -169,7 +169,7 @@ def test_shm_demanded_but_out_of_reach_names_rank_and_reason(
     assert isinstance(first, Unsupported)
     with pytest.raises(Unsupported, match=f"SENNIT_TRANSPORT=shm, but rank 1 is out of reach: .*{reason}"):
         raise first
-    # The other rank hears of it at once instead of waiting.
+    # The other rank gets the error at once instead of at its deadline.
     assert isinstance(second, PeerError)
     assert second.rank == 0
     assert "rank 0 could not join" in str(second)
@@ -289,7 +289,7 @@ def test_worlds_of_other_sizes_are_told_apart() -> None:
 
 @pytest.mark.parametrize("old_world", [2, 3])
 def test_records_of_an_earlier_run_in_the_same_store_do_not_count(old_world: int) -> None:
-    """As after a restart by torchrun: each rank finds the old ones' records, and some ranks come late."""
+    """As after a restart by torchrun: each rank finds records of the old ranks, and some ranks come late."""
     store = MemoryStore()
     old = meet([Recorder(rank, "old") for rank in range(old_world)], store=store)
     assert all(isinstance(routes, tuple) for routes in old)
@@ -300,10 +300,10 @@ def test_records_of_an_earlier_run_in_the_same_store_do_not_count(old_world: int
 
         def join(rank: int, late: int = late, come: threading.Event = come, endpoints: Any = endpoints) -> Any:
             if rank == late:
-                # The other one has read the old records by then.
+                # By then the other rank has read the old records.
                 assert come.wait(20)
             watch = None if rank == late else come.set
-            # Another host than in every run before: an old record taken for a new one would be that of a stranger.
+            # Another host than in every earlier run, so an old record looks like a stranger's.
             config = Config(host_id=f"run-{late}")
             return rendezvous.connect(
                 lambda _: endpoints[rank], config=config, store=store, rank=rank, world=2, rails=list, watch=watch
@@ -356,7 +356,7 @@ def test_file_store(tmp_path: Path) -> None:
     with pytest.raises(errors.TimeoutError, match="'c'"):
         store.wait(["c"], timedelta(milliseconds=20))
     with (tmp_path / ".lock").open() as lock:
-        # As by a process that was stopped while it held the lock.
+        # As if a process was stopped while it held the lock.
         fcntl.flock(lock, fcntl.LOCK_EX)
         impatient = FileStore(tmp_path, lock_timeout_s=0.02)
         with pytest.raises(errors.TimeoutError, match=r"\.lock locked for 0.02 s"):

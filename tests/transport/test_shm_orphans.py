@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Segments that killed processes left in /dev/shm go when the next process makes one; those in use stay."""
+"""A process that makes a segment removes the segments of killed processes from /dev/shm. Segments in use stay."""
 
 from __future__ import annotations
 

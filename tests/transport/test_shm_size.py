@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A /dev/shm that is too small, in a mount namespace: the error says how much is needed and how much there is."""
+"""A /dev/shm that is too small, in a mount namespace: the error tells the needed and the available bytes."""
 
 from __future__ import annotations
 

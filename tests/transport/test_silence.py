@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that others wait for in a barrier, and that gives no sign of life, is named; one that only computes is not."""
+"""The error names a rank that gives no sign of life while others wait in a barrier, but not one that computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKER = Path(__file__).with_name("silent_worker.py")
 DEADLINE_S = 120.0
 WORLD = 3
 VICTIM = WORLD - 1
-# Hosts that ranks pretend to be on: all of one, all strangers, and two with the victim alone.
+# Pretended hosts: all ranks on one, each on its own, and the victim apart from the two others.
 HOSTS = {"shm": "aaa", "udp": "abc", "mixed": "aab"}
 
 
@@ -41,7 +41,7 @@ class Group:
             time.sleep(0.01)
 
     def outcome(self, rank: int) -> Mapping[str, Any]:
-        """What the rank reported, once it has."""
+        """Waits for the rank's report and returns it."""
         self.wait_for(f"done-{rank}")
         outcome: Mapping[str, Any] = json.loads((self.folder / f"report-{rank}").read_text())
         return outcome
@@ -77,7 +77,7 @@ def launch(tmp_path: Path) -> Iterator[Any]:
     yield start
     for group in groups:
         for process in group.processes:
-            process.kill()  # ends a stopped process as well
+            process.kill()  # Also ends a stopped process.
             process.wait()
             assert process.stdin is not None
             process.stdin.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that die or fall silent: every survivor's error names them, and the survivors go on as a smaller group."""
+"""Ranks that die or fall silent: every survivor's error names them, and the survivors continue as a smaller group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(150)
 
 WORKER = Path(__file__).with_name("survivor_worker.py")
 DEADLINE_S = 120.0
-# Hosts that ranks pretend to be on: all of one, all strangers, and pairs that mix shared memory with udp.
+# Pretended hosts: all ranks on one, each on its own, and pairs that mix shared memory with udp.
 HOSTS = {"shm": "aaaa", "udp": "abcd", "mixed": "aabb"}
 
 
@@ -35,7 +35,7 @@ class Group:
     folder: Path
 
     def finish(self, dead: Sequence[int] = ()) -> dict[int, list[dict[str, Any]]]:
-        """What each rank reported, once all have ended: the `dead` by a signal, the others well."""
+        """Returns each rank's reports once all have ended: the `dead` by a signal, the others normally."""
         deadline_s = time.monotonic() + DEADLINE_S
         for rank, process in self.processes.items():
             try:
@@ -87,7 +87,7 @@ def launch(tmp_path: Path) -> Any:
     yield start
     for group in groups:
         for process in group.processes.values():
-            # Also ends a process that is stopped.
+            # Also ends a stopped process.
             process.kill()
             process.wait()
 
@@ -106,7 +106,7 @@ def test_every_survivor_names_the_dead_rank_and_goes_on(launch: Any, hosts: str,
         assert f"rank {victim} " in failure["text"].split(" (reported by")[0], failure["text"]
         assert failure["error"] == "PeerError"
         assert {name: after[name] for name in ("rank", "world", "epoch")} == {"rank": new_rank, "world": 3, "epoch": 1}
-        # Not asserted: a busy machine is no failure.
+        # Printed, not asserted, because a busy machine is no failure.
         print(f"rank {rank} noticed after {failure['when_s'] - died_s:.3f} s, went on after {after['elapsed_s']:.3f} s")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tracepoints of the native core are those that docs/reference/tracepoints.md promises."""
+"""The native core has exactly the tracepoints of docs/reference/tracepoints.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transport/wire.py against the golden packets, and against packets that are none."""
+"""transport/wire.py against the golden packets, and against invalid packets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_truncation_is_refused_by_name(vector: dict[str, Any]) -> None:
         if shorter is None:
             assert reason in {"truncated", "bad_pad", "bad_length"}
         else:
-            # A SEND carries no length: a multiple of four less is another packet, which only the ICRC tells.
+            # A SEND carries no length. Cut by a multiple of four bytes it is another packet, which only the ICRC shows.
             assert not is_data
             assert len(shorter.payload) < len(datagram)
 
@@ -90,7 +90,7 @@ def test_icrc_ignores_what_routers_change_and_nothing_else() -> None:
     packet = wire.Packet.control(qpn=7, psn=8, payload=b"abcd")
     body = packet.push()
     ends = ("::1", 50_000), ("::2", 4_791)
-    marked = body[:4] + b"\xc0" + body[5:]  # FECN and BECN set on the way
+    marked = body[:4] + b"\xc0" + body[5:]  # A switch set FECN and BECN.
     assert wire.icrc(marked, *ends) == wire.icrc(body, *ends)
     for offset in set(range(len(body))) - {4}:
         damaged = body[:offset] + bytes([body[offset] ^ 1]) + body[offset + 1 :]

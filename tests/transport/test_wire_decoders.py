@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden packets read by decoders that others wrote: scapy's contrib.roce (BTH, ICRC), Wireshark (all fields)."""
+"""Other decoders read the golden packets: scapy's contrib.roce (BTH, ICRC) and Wireshark (all fields)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VECTORS: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "vectors
 
 
 def frame(vector: dict[str, Any]) -> Any:
-    """The Ethernet frame that carries a golden packet, as scapy builds it."""
+    """Returns the Ethernet frame that carries a golden packet, as scapy builds it."""
     pytest.importorskip("scapy", reason="scapy is not installed (pip install scapy)")
     from scapy.layers.inet import IP, UDP
     from scapy.layers.inet6 import IPv6
@@ -44,7 +44,7 @@ def test_scapy_reads_bth_and_computes_the_same_icrc(vector: dict[str, Any]) -> N
     assert transport.psn == int(vector["psn"], 16)
     assert transport.padcount == -len(bytes.fromhex(vector["payload"])) % 4
     assert (transport.version, transport.pkey) == (0, 0xFFFF)
-    transport.icrc = None  # let scapy compute it from the whole packet
+    transport.icrc = None  # scapy must compute it from the whole packet
     assert bytes(packet / transport)[-4:] == datagram[-4:]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes packets.json, the golden packets that the C++ and the Python tests read.
 
-Run by hand, once a format change: `python tests/vectors/make_packets.py`. Random numbers come from a fixed
-seed, so that the file is a function of docs/reference/wire.md.
+Run by hand after a change of the format: `python tests/vectors/make_packets.py`. Random numbers come from a fixed
+seed, so the file is a function of docs/reference/wire.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
                         "destination_port": destination[1],
                         "identification": identification,
                         "opcode": int(packet.bth.opcode),
-                        # Text: a JSON reader that keeps numbers as doubles would round 64-bit ones.
+                        # As text, because a JSON reader that keeps numbers as doubles would round 64-bit numbers.
                         **{name: f"{value:#x}" for name, value in fields.items()},
                         "payload": payload.hex(),
                         "datagram": datagram.hex(),

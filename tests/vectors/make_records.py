@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes records.json: packets built field by field with `struct`, apart from the code that is held against them.
+"""Writes records.json: packets built field by field with `struct`, independent of the code under test.
 
-python tests/vectors/make_records.py
+Run by hand: `python tests/vectors/make_records.py`.
 """
 
 import hashlib
