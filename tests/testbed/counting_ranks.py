@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks in processes of their own, whose counters others read."""
+"""Ranks as processes, whose counters other processes read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of test_lossy_collectives.py: `python FILE RANK WORLD STORE SEED`. Runs its collectives, then answers every
-line on standard input with a barrier and its counters as JSON, until there are no more.
+"""One rank of test_lossy_collectives.py: `python FILE RANK WORLD STORE SEED`.
+
+Runs its collectives. Then it answers every line on standard input with a barrier and its counters as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from sennit.transport.config import from_environment
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.store import FileStore
 
-# The largest first: much goes over every plane before anything is known of it.
+# The largest first, so that every plane carries much data before anything is known about it.
 ELEMENTS = (2_000_003, 1, 40_001)
 ROUNDS = 3
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of test_network_trial.py: `python FILE RANK WORLD STORE [again]`.
 
-Makes a group, runs one AllReduce, and prints as JSON what came of it: the error, how long it took, the group's notes.
-`again`: after that it says "once", and runs another AllReduce when it is sent a line.
+Makes a group, runs one AllReduce, and prints the outcome as JSON: the error, the seconds, the group's notes.
+With `again` it then prints "once", and runs another AllReduce when it gets a line.
 """
 
 from __future__ import annotations

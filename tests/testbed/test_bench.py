@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark's own arithmetic, and a small run of it from end to end. No timing is judged here."""
+"""The benchmark's own arithmetic, and a small run of it from end to end. No timing is asserted."""
 
 import io
 import json
@@ -46,7 +46,7 @@ def test_size_is_that_of_the_larger_buffer(collective: Collective, elements: tup
 
 
 def test_ratio_is_taken_round_by_round() -> None:
-    # The machine slowed down threefold in the second round: the ratio of the medians would say 6.
+    # The machine slowed down threefold in the second round, so the ratio of the medians would be 6.
     row = results.Row(
         Case(Collective.ALLREDUCE, 4096), {"sennit": [1.0, 3.0, 1.0, 1.0], "gloo": [4.0, 12.0, 4.0, 12.0]}
     )
@@ -181,10 +181,10 @@ def test_goodput_is_compared_with_as_many_in_flight() -> None:
     assert made.goodput(rows[0], "verbs") == 250_000
     assert [made.kept(one, "verbs") for one in rows] == pytest.approx([1, 0.2, 1, 0.5, 0.8])
     assert made.of_ideal(rows[4], "verbs") is None
-    # Three ways of 5 ms and the 4 ms without them; the kernel needs two.
+    # Three trips of 5 ms, and the 4 ms without delay. The kernel needs two trips.
     assert made.of_ideal(rows[1], "verbs") == pytest.approx(0.95)
     assert made.of_ideal(rows[1], "kernel-rc") == pytest.approx(0.5)
-    # 17 ms for eight, and 11.
+    # 17 ms for eight operations, and 11 ms for the kernel.
     assert made.of_ideal(rows[3], "verbs") == pytest.approx(0.53125)
     assert made.of_ideal(rows[3], "kernel-rc") == pytest.approx(0.6875)
     console = Console(file=io.StringIO(), width=160)

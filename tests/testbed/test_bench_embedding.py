@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench embedding`: peers on the CPU; on a GPU its data, and the rest where there is one."""
+"""`sennit bench embedding`: peers on the CPU; the data of the GPU benchmark, and the rest of it if there is a GPU."""
 
 import json
 from pathlib import Path

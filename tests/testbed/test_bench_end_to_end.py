@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end-to-end bench of feature plans: it takes what it says, sends again what is lost, and notices wrong columns."""
+"""The end-to-end bench of feature plans: it takes its samples, sends lost packets again, and notices wrong columns."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_way_takes_all_records_of_every_batch() -> None:
         (many, name) for many in bench.RECORDS_A_PACKET for name in names
     ]
     for result in results:
-        # Two batches of the round that warms up, two of the one that counts; XDP two more for its statistics.
+        # Two batches of the warm-up round, two of the counted round. XDP sends two more for its statistics.
         sent = {bench.LOAD: 2, "XDP": 6}.get(result.peer, 4) * bench.BATCH_ROWS // result.records_a_packet
         assert result.packets - result.lost_packets == sent
         assert 0 < result.lowest_per_s <= result.records_per_s <= result.highest_per_s
@@ -45,7 +45,7 @@ def test_frames_that_the_kernel_does_not_take_are_named() -> None:
 
 
 class Source:
-    """Sends nothing, and says what it was asked for."""
+    """Sends nothing, but records what it was asked to send."""
 
     count = PACKETS
 
@@ -57,7 +57,7 @@ class Source:
 
 
 class LossyPeer(Peer):
-    """Of each send the last packets are lost, the first time."""
+    """Loses the last packets of each send, the first time."""
 
     name = "lossy"
     packets_at_a_time = 100

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks of tiers compare bits at every step, and count what the file saw. No timing is judged here."""
+"""The benchmarks of tiers compare bits at every step, and count the file's reads and writes. No timing is asserted."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit metrics --bpffs`: what bpftool dumps is what the ranks count, for as long as they live."""
+"""`sennit metrics --bpffs`: as long as the ranks live, bpftool dumps the values that they count."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def dumped(path: Path) -> dict[tuple[int, ...], dict[str, int]]:
 
 
 def counted(pages: list[counters.Page], group: str) -> dict[tuple[int, ...], dict[str, int]]:
-    """What a dump of a group's map should be."""
+    """Returns the expected dump of a group's map."""
     return {
         (
             int(page.number, 16), page.process, page.rank,
@@ -123,7 +123,7 @@ def page(file: Path, **changed: Any) -> counters.Page:
 
 
 def test_pages_of_two_versions_and_of_nobody(tmp_path: Path) -> None:
-    """A hostile page costs its own map at most."""
+    """A hostile page spoils at most its own map."""
     file = Path("/dev/shm/sennit.counters-00000000000000ff")
     newer = (counters.Block(group="some", peer=1, path=2, values={"a": 1, "b": 2}),)
     wrong = [

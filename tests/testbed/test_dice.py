@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Impairments as data: what is refused, and that dice are what they say."""
+"""Impairments as data: refused values, and the statistics of the dice."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_hosts_planes_kinds_and_seeds_have_dice_of_their_own(seed: int) -> None:
     ]
     assert lists[0] == throws(both, Draw.DROP)
     for first, second in itertools.combinations(lists, 2):
-        # Independent ones agree where both hit or both miss: 0.1² + 0.9².
+        # Independent dice agree if both hit or both miss: 0.1² + 0.9².
         agreeing = sum(a == b for a, b in zip(first, second, strict=True))
         assert abs(agreeing - 0.82 * THROWS) < 5 * (THROWS * 0.82 * 0.18) ** 0.5
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each knob of an impairment, packet by packet: what arrives is what the dice say and what the counters say."""
+"""Each knob of an impairment, packet by packet: arrivals match the dice and the counters."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ KNOBS = {
 
 
 def impairment(knob: str, seed: int) -> Impairment:
-    # The number at the beginning of a datagram stays readable.
+    # Keeps the number at the start of a datagram readable.
     return Impairment(**KNOBS[knob], corrupt_skip_bytes=NUMBER_BYTES, seed=seed)  # type: ignore[arg-type]
 
 
 class Prediction:
-    """What fabric.bpf.c has to do with packets 0, 1, 2, …, from the dice alone."""
+    """What fabric.bpf.c must do with packets 0, 1, 2, …, computed from the dice alone."""
 
     def __init__(self, wanted: Impairment, count: int) -> None:
         hits = {
@@ -90,9 +90,9 @@ def test_every_packet_suffers_what_its_dice_say(knob: str, clear_planes: Planes,
     assert switch.held == len(expected.held)
     assert switch.released == len(expected.released)
     assert (switch.unheld, switch.failed, switch.blackholed) == (0, 0, 0)
-    # The same from the receiver's side alone.
+    # The same, from the receiver's side alone.
     assert len(account.missing) == switch.dropped + len(expected.held - expected.released - expected.duplicated)
-    if knob in {"reorder 64", "reorder 127"}:  # at depth 1 two in a row keep their order
+    if knob in {"reorder 64", "reorder 127"}:  # at depth 1 two packets in a row keep their order
         assert len(account.late) == switch.released
 
 
@@ -120,7 +120,7 @@ def test_super_packets_share_their_fate(seed: int) -> None:
     with Planes(hosts=2, planes=1, per_packet=False) as planes:
         planes.impair(wanted)
         account = send_datagrams(planes, COUNT, segments=segments)
-        # One that cannot be held back passes.
+        # A packet that cannot be held back passes.
         planes.impair(Impairment(reorder_fraction=1, reorder_depth=1, seed=seed))
         unheld = send_datagrams(planes, 100, segments=segments)
     expected = Prediction(wanted, COUNT // segments)
@@ -148,7 +148,7 @@ def test_packets_held_back_under_an_old_impairment_never_come(clear_planes: Plan
 
 
 def test_two_processors_lose_no_packet_between_them(clear_planes: Planes, seed: int) -> None:
-    """Holding and releasing race when a host sends from several threads; the sums still agree."""
+    """Holding and releasing race when a host sends from several threads. The sums must still agree."""
     processors = sorted(os.sched_getaffinity(0))
     if len(processors) < 2:
         pytest.skip("missing capability cores: needs 2")
@@ -159,7 +159,7 @@ def test_two_processors_lose_no_packet_between_them(clear_planes: Planes, seed: 
         receiver.setblocking(False)
 
         def send(processor: int) -> None:
-            os.sched_setaffinity(0, {processor})  # of this thread
+            os.sched_setaffinity(0, {processor})  # only this thread
             with clear_planes.within(0, open_socket, source) as sender:
                 for number in range(2 * COUNT):
                     sender.sendto(struct.pack("!QQ", processor, number) + bytes(100), receiver.getsockname())
@@ -188,7 +188,7 @@ def test_two_processors_lose_no_packet_between_them(clear_planes: Planes, seed: 
 
 
 def test_tcp_is_impaired_and_its_stream_stays_whole(clear_planes: Planes, seed: int) -> None:
-    """A corrupted packet of TCP is dropped: between virtual interfaces nobody would check its checksum."""
+    """The switch drops a corrupted TCP packet, because virtual interfaces do not check checksums."""
     clear_planes.impair(Impairment(loss_fraction=0.02, corrupt_fraction=0.02, duplicate_fraction=0.02, seed=seed))
     before = clear_planes.counters(0, 1)
     data = random.Random(seed).randbytes(8 << 20)
@@ -243,7 +243,7 @@ def test_neighbours_and_ping_pass(clear_planes: Planes) -> None:
 
 
 def test_small_and_empty_payloads_are_left_alone_or_counted(clear_planes: Planes) -> None:
-    """Nothing to corrupt is not counted as corrupted; a frame too short to be held passes and is counted."""
+    """An empty payload does not count as corrupted. A frame too short to be held passes and is counted."""
     clear_planes.impair(Impairment(corrupt_fraction=1, corrupt_skip_bytes=NUMBER_BYTES))
     account: Account = send_datagrams(clear_planes, 100, size_bytes=NUMBER_BYTES)
     assert (account.switch.corrupted, account.missing) == (0, set())
@@ -272,12 +272,12 @@ def test_ipv4_is_impaired_too_and_fragments_pass(clear_planes: Planes) -> None:
         sender.sendto(body, receiver.getsockname())
         clean, damaged = receiver.recv(2_000), receiver.recv(2_000)
         assert clean == body
-        # One byte.
+        # one byte differs
         assert sorted(damaged)[:-1] == list(body[1:])
         assert max(damaged) > 0
         clear_planes.impair(Impairment(loss_fraction=1))
         sender.sendto(body, receiver.getsockname())
-        # Above the MTU: two fragments, which have no whole header to know them by.
+        # Longer than the MTU: two fragments. The switch cannot classify them without a whole header.
         sender.sendto(b"x" * 12_000, receiver.getsockname())
         assert receiver.recv(20_000) == b"x" * 12_000
     switch = clear_planes.counters(0, 0) - before

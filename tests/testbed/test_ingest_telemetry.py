@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a running ingest counts, seen by `sennit top` and `sennit metrics`."""
+"""The counters of a running ingest, in `sennit top` and `sennit metrics`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from sennit.transport import counters
 pytestmark = pytest.mark.slow
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "counters.md"
 DATA = ["--data", "synthetic", "--samples", "600", "--row-limit", "200"]
-# So long that it is ended while it runs.
+# So many epochs that the test ends the run.
 TRAIN = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8", "--epochs", "100000", "--timeout", "60"]
 DEADLINE_S = 60.0
 
 
 class Ingest:
-    """A trainer over loopback, and feeders when they are asked for."""
+    """A trainer over loopback, and feeders on request."""
 
     def __init__(self, processes: ExitStack) -> None:
         self._processes = processes
@@ -44,7 +44,7 @@ class Ingest:
         return self._start("-m", "sennit", "feed", *DATA, "--to", f"127.0.0.1:{self.port}", "--timeout", "60")
 
     def _start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        # A group of its own: trainers and feeders start further processes.
+        # In its own process group, because trainers and feeders start further processes.
         process = subprocess.Popen(
             [sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )

@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 WORKER = Path(__file__).with_name("lossy_worker.py")
 WORLD = 2
 DEADLINE_S = 60.0
-# The ICRC leaves out the fifth byte of the transport header, which switches may write: a change there is none.
-# docs/reference/wire.md
+# The ICRC leaves out the fifth byte of the BTH, which switches may write, so a change there is not detected
+# (docs/reference/wire.md).
 CORRUPT_SKIP_BYTES = 5
 
 
@@ -60,7 +60,7 @@ def answer(rank: subprocess.Popen[str], log: Path) -> str:
 
 
 def test_a_stuck_interface_holds_up_no_other(tmp_path: Path, seed: int) -> None:
-    """Its queue is full for seconds on end, as a paused network card's is: the kernel takes nothing for it."""
+    """The interface's queue is full for seconds, as when a network card pauses. It takes nothing from the kernel."""
     with Planes(hosts=WORLD, planes=4) as planes:
         planes.limit_rate(RATE_MIN_BITS_PER_S, queue_bytes=planes.mtu + ETHERNET_HEADER_BYTES, hosts=[0], planes=[1])
         logs = [tmp_path / f"rank{rank}" for rank in range(WORLD)]
@@ -72,7 +72,7 @@ def test_a_stuck_interface_holds_up_no_other(tmp_path: Path, seed: int) -> None:
         counters = [json.loads(answer(process, log)) for process, log in zip(ranks, logs, strict=True)]
         print(counters)
         assert counters[0]["send_blocked"] > 0
-        assert counters[0]["send_errors"] > 0  # batches given up, so that the other planes went on
+        assert counters[0]["send_errors"] > 0  # Batches were given up, so that the other planes could continue.
         end(ranks, logs)
 
 
@@ -94,7 +94,7 @@ def test_collectives_are_exact_and_every_corrupt_packet_is_counted(per_packet: b
         for process, log in zip(ranks, logs, strict=True):
             assert answer(process, log) == "done"
 
-        # What is under way arrives whole from now on; the barriers make the ranks read all that has come.
+        # From now on packets arrive whole. The barriers make the ranks read everything that has arrived.
         planes.impair(Impairment())
         switches = [[planes.counters(host, plane) for plane in range(4)] for host in range(WORLD)]
         corrupted = [sum(switch.corrupted for switch in switches[1 - rank]) for rank in range(WORLD)]
@@ -113,6 +113,6 @@ def test_collectives_are_exact_and_every_corrupt_packet_is_counted(per_packet: b
         assert sum(switch.dropped for switch in flat) > 0
         assert sum(counter["retransmitted_packets"] for counter in counters) > 0
         assert sum(counter["duplicate_packets"] for counter in counters) > 0
-        if per_packet:  # enough throws that every plane has lost, doubled and held back some
+        if per_packet:  # Enough packets that every plane has lost, duplicated and held back some.
             assert all(switch.dropped and switch.duplicated and switch.released for switch in flat)
         end(ranks, logs)

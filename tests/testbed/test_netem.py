@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""netem in place of the BPF program: what tc is told, what it says, and (where the kernel has it) what arrives."""
+"""netem in place of the BPF program: the commands for tc, their results, and arrivals (if the kernel has netem)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sennit.testbed.topology.netem_switch import NetemSwitch
 
 COUNT = 5_000
 MTU_BYTES = 9_000
-# Impairment, delay, rate and its queue: what tc is told after `netem`.
+# Impairment, delay, rate and its queue -> arguments for tc after `netem`.
 GRAMMAR = [
     ({}, "limit 100000"),
     ({"impairment": Impairment(loss_fraction=0.01)}, "limit 100000 loss random 1%"),
@@ -33,7 +33,7 @@ GRAMMAR = [
         {"impairment": Impairment(duplicate_fraction=0.02, corrupt_fraction=0.125), "delay_us": 250},
         "limit 100000 delay 250us corrupt 12.5% duplicate 2%",
     ),
-    # Some overtake those that are delayed: without a delay there is nothing to overtake.
+    # Some packets overtake delayed ones. Without a delay there is nothing to overtake.
     (
         {"impairment": Impairment(reorder_fraction=0.05, reorder_depth=64)},
         "limit 100000 delay 1000us reorder 5%",
@@ -44,7 +44,7 @@ GRAMMAR = [
     ),
     ({"is_orphaning": True}, "limit 100000 delay 1us"),
     ({"is_orphaning": True, "delay_us": 70}, "limit 100000 delay 70us"),
-    # 100 frames of 9,014 bytes wait, and 1 Gbit/s x 1 ms is under way.
+    # 100 frames of 9,014 bytes in the queue, and 1 Gbit/s x 1 ms in flight.
     ({"bits_per_s": 10**9, "queue_bytes": 901_400}, "limit 100 rate 1000000000bit"),
     (
         {"bits_per_s": 10**9, "queue_bytes": 901_400, "delay_us": 1_000},
@@ -66,9 +66,9 @@ def test_what_netem_is_told(settings: dict[str, object], expected: str) -> None:
 @pytest.mark.needs("netns", "tc")
 @pytest.mark.parametrize(("settings", "expected"), [*GRAMMAR, ({}, "limit 100000 loss bernoulli 1%")])
 def test_tc_understands_it(settings: dict[str, object], expected: str) -> None:
-    """Also where the kernel then refuses: tc reads the whole line before it asks the kernel."""
+    """Works even if the kernel then refuses, because tc parses the whole line before it asks the kernel."""
     words = NetemQueue(mtu_bytes=MTU_BYTES).with_(**settings).words(seed=None)
-    if "bernoulli" in expected:  # what no tc knows, to see that the test can tell
+    if "bernoulli" in expected:  # An unknown setting shows that the test can tell.
         words = expected.split()
     name = f"{namespace.unique_prefix(0)}-grammar"
     try:
@@ -143,7 +143,7 @@ def test_scenarios_say_why_they_cannot_run(monkeypatch: pytest.MonkeyPatch, tmp_
 
 @pytest.fixture
 def bridged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planes]:
-    """Planes whose bridges forward; without netem they can only not be impaired."""
+    """Planes whose bridges forward. Without netem they must not be impaired."""
     monkeypatch.setitem(switch.NEEDS, Impairer.NETEM, ("root", "netns", "nsenter", "bridge"))
     with Planes(hosts=3, planes=2, per_packet=True, impairer=Impairer.NETEM) as planes:
         yield planes
@@ -174,7 +174,7 @@ NETEM = [pytest.mark.root, pytest.mark.needs(*switch.NEEDS[Impairer.NETEM])]
 
 
 class TestNetem:
-    """What arrives through a kernel that has it."""
+    """Arrivals, if the kernel has netem."""
 
     pytestmark = NETEM
 

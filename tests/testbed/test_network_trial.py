@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups made over networks that drop everything one way, large packets, or some paths: found before the first use."""
+"""Networks that drop everything one way, large packets, or some paths: new groups notice before their first use."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sennit.testbed.topology.fabric import port_ifindex
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 
 WORKER = Path(__file__).with_name("meeting_worker.py")
-# Far beyond what a group may take: an error that comes by this deadline is not the trial's.
+# Far more than a group may take, so an error at this deadline does not come from the trial.
 DEADLINE_S = 60.0
 NOTHING_PASSES = Impairment(loss_fraction=1.0)
 
 
 def meet(planes: Planes, folder: Path, settings: Sequence[dict[str, str]] = ({}, {})) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """Returns the report of each rank."""
     ranks = []
     for rank in range(planes.hosts):
         command = [sys.executable, str(WORKER), f"{rank}", f"{planes.hosts}", str(folder / "store")]
@@ -47,7 +47,7 @@ def meet(planes: Planes, folder: Path, settings: Sequence[dict[str, str]] = ({},
 
 
 def set_switch_mtu(planes: Planes, mtu_bytes: int, ports: Sequence[tuple[int, int]]) -> None:
-    """The switch drops what is larger, and tells nobody."""
+    """Makes the switch drop larger packets without telling anybody."""
 
     def change() -> None:
         with IPRoute() as route:
@@ -104,7 +104,7 @@ def test_a_group_is_made_over_the_paths_that_work_and_names_the_others(tmp_path:
 
 def test_other_ranks_hear_why_there_is_no_group(tmp_path: Path) -> None:
     with Planes(hosts=3, planes=1) as planes:
-        # Host 1's packets for host 0 go to a hardware address that nobody has; to host 2 they arrive.
+        # Host 1's packets to host 0 go to an unused hardware address. Its packets to host 2 arrive.
         def cut() -> None:
             with IPRoute() as route:
                 index = route.link_lookup(ifname=planes.interfaces(1)[0])[0]
@@ -130,7 +130,7 @@ def test_two_doctors_meet_over_the_network_and_say_what_passes() -> None:
             process = planes.popen(host, command, env=environment, stdout=pipe, stderr=pipe, text=True)
             doctors.append(process)
             if host == 0:
-                # It says so when it listens.
+                # It writes a line when it listens.
                 assert process.stderr is not None
                 assert "waiting for the other machine" in process.stderr.readline()
         for host, process in enumerate(doctors):
@@ -155,7 +155,7 @@ def test_a_path_that_becomes_narrower_later_is_named(tmp_path: Path) -> None:
             assert process.stdout.readline() == "once\n"
 
         def narrow() -> None:
-            # As the kernel does when a router says "packet too big".
+            # Sets the route as the kernel does when a router says "packet too big".
             with IPRoute() as route:
                 index = route.link_lookup(ifname=planes.interfaces(0)[0])[0]
                 destination = f"{planes.addresses(1)[0]}/128"

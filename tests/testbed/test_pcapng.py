@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that `sennit trace packets` writes: what a wire carries, with times and directions."""
+"""Files of `sennit trace packets`: frames as on the wire, with times and directions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pictures of docs/performance.md: drawn from the committed figures, which the page's tables have too."""
+"""The pictures of docs/performance.md match the committed figures, which the page's tables contain too."""
 
 import json
 import xml.etree.ElementTree as ElementTree

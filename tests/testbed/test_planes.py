@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planes as such: who reaches whom, switching, rate limits, delays, captures, and that nothing stays behind."""
+"""Planes: connections between hosts, switching, rate limits, delays, captures, and clean-up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 
 
 def names(pid: int) -> set[str]:
-    """The namespaces that a process has made: others may make some at the same time."""
+    """Returns the namespaces that this process made, because other processes may make some at the same time."""
     return {path.name for path in namespace.FOLDER.glob(f"sennit-{pid}-*")}
 
 
@@ -107,7 +107,7 @@ def test_a_slow_receiver_port_drops_what_its_queue_does_not_hold(planes: Planes)
     queue_bytes, count = 50_000, 1_000
     planes.limit_rate(8_000_000, hosts=[1], planes=[0], queue_bytes=queue_bytes, direction=Direction.RECEIVE)
     try:
-        # All of it at once: the sender is not told, and need not wait for the queue to drain.
+        # All at once: the sender is not told, and does not wait for the queue to drain.
         account = send_datagrams(planes, count, plane=0, arrivals=queue_bytes // 1_062)
         queue = planes.queue_counters(1, 0, Direction.RECEIVE)
         assert account.switch.packets == count
@@ -122,7 +122,7 @@ def test_a_slow_receiver_port_drops_what_its_queue_does_not_hold(planes: Planes)
 
 
 def test_what_waits_in_the_network_is_not_in_the_senders_buffer(planes: Planes) -> None:
-    """As on a wire. If it were, a sender would be slowed down by a queue that it cannot know of."""
+    """As on a wire. Otherwise a queue that the sender cannot know of would slow it down."""
     count = 200
     planes.limit_rate(8_000_000, hosts=[1], planes=[0], queue_bytes=1 << 20, direction=Direction.RECEIVE)
     try:
@@ -147,9 +147,9 @@ def test_a_slow_sender_queues_at_home(planes: Planes) -> None:
         queue = planes.queue_counters(0, 0)
         assert queue.dropped > 0
         assert queue.packets + queue.dropped + queue.backlog_bytes // 1_062 == count
-        # The switch has seen only what left the host.
+        # The switch has seen only packets that left the host.
         assert account.switch.packets < count
-        # The other way is free.
+        # The other direction is not limited.
         assert send_datagrams(planes, count, source=1, target=0, plane=0).missing == set()
     finally:
         planes.limit_rate(None)
@@ -174,7 +174,7 @@ def test_delayed_packets_all_come_in_order_and_none_early(per_packet: bool) -> N
         assert account.order == list(range(count))
         assert account.damaged == []
         deadline_s = time.monotonic() + DEADLINE_S
-        while (relay := planes.delay_counters()).waiting:  # what has come may not yet be counted as sent
+        while (relay := planes.delay_counters()).waiting:  # Packets that have arrived may not be counted as sent yet.
             assert time.monotonic() < deadline_s
         # Super-packets stay whole.
         assert relay.received == relay.sent == (count if per_packet else count // segments)
@@ -190,7 +190,7 @@ def test_delayed_packets_all_come_in_order_and_none_early(per_packet: bool) -> N
             assert receiver.recv(100) == b"late"
             assert time.monotonic() - sent_s >= delay_us / 1e6
 
-        # Nobody else goes through the relay, and after it is switched off this host does not either.
+        # No other host uses the relay, and this host does not either after it is switched off.
         assert send_datagrams(planes, 10, source=1, target=0, plane=1).missing == set()
         planes.delay(0)
         assert send_datagrams(planes, 10, plane=1).missing == set()
@@ -200,7 +200,7 @@ def test_delayed_packets_all_come_in_order_and_none_early(per_packet: bool) -> N
 def test_a_delay_that_cannot_keep_up_says_how_many_it_lost() -> None:
     count, size_bytes = 20_000, 8_900
     with Planes(hosts=2, planes=1) as planes:
-        planes.delay(1, hosts=[0])  # not the other host's answers that nobody listens
+        planes.delay(1, hosts=[0])  # not the other host's 'port unreachable'
         assert planes._bpf is not None
         relay_process = planes._bpf._delay
         assert relay_process is not None
@@ -229,7 +229,7 @@ def test_impairments_come_before_the_delay(clear_planes: Planes, seed: int) -> N
 
 
 def packets_in(path: Path) -> list[tuple[int, bytes]]:
-    """Original length and captured bytes of each packet of a pcap file in this machine's byte order."""
+    """Returns original length and captured bytes of each packet of a pcap file in this machine's byte order."""
     data = path.read_bytes()
     found, offset = [], 24
     while offset + 16 <= len(data):
@@ -240,7 +240,7 @@ def packets_in(path: Path) -> list[tuple[int, bytes]]:
 
 
 def datagrams_in(path: Path) -> list[bytes]:
-    """Those of `send_datagrams`. Hosts also report their multicast groups now and then (RFC 3810)."""
+    """Returns the datagrams of `send_datagrams`. Hosts sometimes also report their multicast groups (RFC 3810)."""
     return [data for length, data in packets_in(path) if length == 14 + 40 + 8 + 1_000]
 
 
@@ -273,7 +273,7 @@ def test_nothing_stays_behind() -> None:
             assert names(os.getpid()) - before == {planes.switch_name, *(planes.netns_name(host) for host in range(3))}
             planes.delay(1_000)
             children.append(planes.popen(0, ["sleep", "1000"]))
-            # A command that leaves a process of its own behind, and has ended itself.
+            # A command that has ended, but left a process behind.
             children.append(planes.popen(2, ["sh", "-c", "sleep 1000 >&2 & echo $!"], stdout=subprocess.PIPE))
             assert children[1].stdout is not None
             left.append(int(children[1].stdout.readline()))
@@ -290,7 +290,7 @@ def test_nothing_stays_behind() -> None:
     assert children[1].stdout is not None
     assert children[1].stdout.closed
     deadline_s = time.monotonic() + DEADLINE_S
-    while Path(f"/proc/{left[0]}/ns/net").exists():  # killed, and then reaped by whoever adopted it
+    while Path(f"/proc/{left[0]}/ns/net").exists():  # It was killed, and is reaped by the process that adopted it.
         assert time.monotonic() < deadline_s
         os.sched_yield()
 
@@ -315,7 +315,7 @@ def test_two_at_once_do_not_meet(planes: Planes) -> None:
 
 
 def test_a_number_that_came_again_is_another_process() -> None:
-    """What a process of this number left that started at another time is stale; what this one has made is not."""
+    """Namespaces of a process with this number but another start time are stale. This process's own are not."""
     mine = namespace.unique_prefix(10**6)
     prefix, pid, started, serial = mine.split("-")
     stale = f"{prefix}-{pid}-{int(started) + 1}-{serial}"
@@ -332,7 +332,7 @@ def test_a_number_that_came_again_is_another_process() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_leaves_nothing_for_long(number: signal.Signals) -> None:
-    """SIGTERM cleans up; what SIGKILL leaves, the next planes remove."""
+    """SIGTERM cleans up. After SIGKILL the next planes clean up."""
     program = textwrap.dedent("""
         import signal
         from sennit.testbed.topology import Planes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A host loses power in a barrier: its links go down while its process stands still. The others name its rank."""
+"""A host loses power in a barrier: its links go down and its process stops. The others name its rank."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def test_every_survivor_names_the_rank_of_a_host_without_power(tmp_path: Path) -
             process = planes.popen(
                 rank,
                 [*command, str(tmp_path / "store"), str(tmp_path / f"report-{rank}")],
-                # The peer timeout is the default.
+                # With the default peer timeout.
                 env={**os.environ, **planes.environment(rank)},
                 stdin=subprocess.PIPE,
             )
             processes.append(process)
         wait_for("ready")
         planes.unplug(VICTIM)
-        # nsenter becomes the program that it starts.
+        # nsenter becomes the program that it starts, so this is the rank's pid.
         os.kill(processes[VICTIM].pid, signal.SIGSTOP)
         for rank in range(VICTIM):
             wait_for(f"done-{rank}")

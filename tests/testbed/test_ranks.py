@@ -23,7 +23,7 @@ TIMEOUT_S = 30.0
 
 
 class Loopback:
-    """What `Ranks` needs of `Planes`, without namespaces."""
+    """The part of `Planes` that `Ranks` needs, without namespaces."""
 
     def interfaces(self, host: int) -> list[str]:
         return ["lo"]
@@ -78,14 +78,14 @@ def test_ranks_stop_together_after_a_duration_and_leave_a_timeline(ranks: Ranks,
         library=Library.SENNIT, disturbed=False, variant=Variant(), round=0, answers=answers, events=[],
         impairment_counters={}, queue_counters={}, rank_counters=[],
     )  # fmt: skip
-    # Every result but perhaps those of the first and last milliseconds is in the samples.
+    # The samples cover every result, except perhaps those of the first and last milliseconds.
     assert timeline.progress_times_s(seen)
     received = sum(answer["samples"][-1][1] - answer["samples"][0][1] for answer in answers)
     assert 0 < received <= counts.pop() * 3 * 3 * (1 << 18)
 
 
 def test_ranks_run_under_their_variant(tmp_path: Path) -> None:
-    """Else all variants of a scenario would be one, and agree."""
+    """Otherwise all variants of a scenario would be equal, and always agree."""
     variant = Variant(transport="shm", paths=3)
     planes = cast(Planes, Loopback())
     with Ranks(planes, library=Library.SENNIT, world=2, variant=variant, timeout_s=TIMEOUT_S, folder=tmp_path) as crew:

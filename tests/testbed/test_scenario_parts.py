@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scenarios are made of, without a network: data and its limits, checks of bytes, measures, verdicts."""
+"""The parts of scenarios, without a network: data and its limits, checks of bytes, measures, verdicts."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_unknown_scenarios_are_named_with_what_there_is() -> None:
 
 
 def exchange(operation: Operation, payloads: list[Payload]) -> None:
-    """What the collective does, by NumPy."""
+    """Does the collective with NumPy."""
     given = [payload.given.copy() for payload in payloads]
     world = len(payloads)
     for rank, payload in enumerate(payloads):
@@ -122,7 +122,7 @@ def test_payload_accepts_the_right_bytes_only(operation: Operation, seed: int) -
     assert root.wrong_elements(2) == 1
     root.got[7:8].view(np.uint32)[0] ^= 1
     assert root.wrong_elements(2) == 0
-    # The right result of the repetition before is a wrong one.
+    # The right result of the previous repetition is wrong in this one.
     assert root.wrong_elements(1) > 0
 
 
@@ -190,7 +190,7 @@ def test_a_repetition_lasts_from_the_last_to_come_to_the_last_to_leave() -> None
 
 def test_goodput_is_compared_within_rounds() -> None:
     scenario = Scenario(name="s", title="", workload=Workload(size_bytes=SIZE_BYTES))
-    # The machine is ten times slower in the second round; the library loses half of its goodput in both.
+    # The machine is ten times slower in the second round. The library loses half of its goodput in both rounds.
     runs = [
         run([answer([0.0], [seconds * slow])], disturbed=disturbed, round=round_, library=library)
         for round_, slow in enumerate((1.0, 10.0))
@@ -279,7 +279,7 @@ def test_recovery_takes_agreement_and_the_next_collective() -> None:
     assert found["errors_naming_rank"] == 1.0
     assert found["recovered_ranks"] == 2
     assert found["recovered_within_s"] == 0.75 + 0.25
-    # A survivor that took another for dead has not named the right one.
+    # A survivor that blames another survivor has not named the right rank.
     error["lost_ranks"] = [0, 2]
     assert measures.measure(seen)["errors_naming_rank"] == 0.0
 
@@ -289,7 +289,7 @@ def sampled(progress: list[tuple[float, float]], plane: float = 0.0) -> list[tup
 
 
 def test_a_stall_is_a_time_without_progress_on_any_rank_inside_a_collective() -> None:
-    # Nothing moves from 3 to 7: but from 5 on rank 1 is between two collectives.
+    # Nothing moves from 3 to 7, but from 5 on rank 1 is between two collectives.
     rows = sampled([(0.0, 0), (1.0, 10), (2.0, 20), (3.0, 30), (4.0, 30), (7.0, 30), (8.0, 40), (9.0, 50)])
     ranks = [
         answer([0.0, 6.0], [5.0, 9.0]) | {"samples": rows},
@@ -297,7 +297,7 @@ def test_a_stall_is_a_time_without_progress_on_any_rank_inside_a_collective() ->
     ]
     one = run(ranks)
     assert timeline.common_intervals(one) == [(0.0, 5.0), (6.5, 9.0)]
-    # Rank 1 was seen to move at 3.5; then nothing until the end of the collective at 5.
+    # Rank 1 moved at 3.5. Then nothing moves until the end of the collective at 5.
     assert timeline.unsampled(one, period_s=1.0) == []
     assert timeline.longest_stall_s(one, 0.0, 9.0, period_s=1.0) == 1.5
     assert timeline.longest_stall_s(one, 0.0, 3.0, period_s=1.0) == 1.0
@@ -308,7 +308,7 @@ def test_a_machine_that_stands_still_is_no_stall() -> None:
     rows = [(ms / 1000, 10.0 * min(ms, 20), 0.0) for ms in (*range(21), *range(26, 30), *range(60, 65))]
     one = run([answer([0.0], [0.064]) | {"samples": rows}] * 2)
     assert timeline.unsampled(one) == [(0.020, 0.026), (0.029, 0.060)]
-    # Payload stops at 20 ms. Of the 44 ms until the end, nobody looked in 6 and 31.
+    # Payload stops at 20 ms. There are no samples in 6 ms and 31 ms of the 44 ms until the end.
     assert timeline.longest_stall_s(one, 0.0, 1.0) == pytest.approx(0.007)
 
 
@@ -317,8 +317,8 @@ def test_return_of_a_plane_and_goodput_without_it() -> None:
     scenario = Scenario(
         name="s", title="", topology=Topology(planes=1), workload=Workload(rounds=1, timeline=True), faults=faults
     )
-    # Payload comes at 1000 bytes/s, from 1 s to 2 s at half of it, and not at all between the two collectives, from
-    # 0.5 s to 0.6 s, where nothing is measured. The plane carries 1000 bytes/s, from 1 s to 2.1 s none.
+    # Payload comes at 1000 bytes/s, at half of that from 1 s to 2 s. It stops between the collectives, from 0.5 s to
+    # 0.6 s, where nothing is measured. The plane carries 1000 bytes/s, but nothing from 1 s to 2.1 s.
     rows = [
         (
             ms / 1000,
@@ -377,6 +377,6 @@ def test_goals_of_speed_fail_a_case_only_when_strict() -> None:
     assert [one.word(strict=False) for one in slow] == ["met", "short"]
     wrong = verdicts.judge(goals, {"wrong_results": 1, "goodput_kept": 1.0})
     assert verdicts.status_of(wrong, strict=False) is verdicts.Status.FAILED
-    # What was not measured is not met.
+    # A goal without a measure is not met.
     assert verdicts.status_of(verdicts.judge(goals, {"goodput_kept": 1.0}), strict=False) is verdicts.Status.FAILED
     assert dataclasses.replace(goals[1], at_most=0.95).text() == "≥ 0.9 and ≤ 0.95"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every scenario of the testbed in its short form, in namespaces of this machine. Goals about speed decide nothing."""
+"""Every scenario of the testbed in its short form, in namespaces of this machine. Goals about speed are ignored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The simulator's Python face: a small run from end to end, its report, and what it refuses."""
+"""The simulator from Python: a small run from end to end, its report, and refused scenarios."""
 
 import json
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_command_writes_table_figure_and_page(tmp_path: Path) -> None:
     assert "| permutation | reps |" in text
     assert f"{outcome.ratio:.2f}" in text
     assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    # The outcome is there, so nothing is run again.
+    # The outcome exists, so nothing runs again.
     again = CliRunner().invoke(app, [*options, "--page", str(tmp_path / "none.md")])
     assert again.exit_code == 2
     assert "none.md" in again.output

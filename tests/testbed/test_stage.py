@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a scenario is played, with planes and ranks that only write down what is asked of them."""
+"""How the stage plays a scenario, with planes and ranks that only record what they are asked."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Played = list[tuple[str, int | None, int]]
 
 
 class FakePlanes:
-    """Every run of a collective drops a packet of each host on each plane, impaired or not."""
+    """Planes where every run of a collective drops a packet of each host on each plane, impaired or not."""
 
     made: FakePlanes
 
@@ -41,7 +41,7 @@ class FakePlanes:
         self.runs = 0
         self.limits: list[dict[str, Any]] = []
         self.played: Played = []
-        """Of each run its library, the seed of its impairment (None: calm), and how often it repeated."""
+        """For each run: library, seed of the impairment (None: no impairment), repetitions."""
 
     def __enter__(self) -> FakePlanes:
         return self
@@ -64,7 +64,7 @@ class FakePlanes:
 
 
 class FakeRanks:
-    """Ranks that answer at once; a killed one never does."""
+    """Ranks that answer at once. A killed rank never answers."""
 
     def __init__(self, planes: FakePlanes, *, library: Library, world: int, **_: Any) -> None:
         self.library, self.happened = library, list[tuple[str, float]]()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What other processes read of a rank's counters is what the rank itself counted."""
+"""Other processes read the same counters that a rank has counted."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_page_has_what_its_rank_counted(ranks: Ranks) -> None:
         assert page.world == WORLD
         assert page.total("engine", "operations_completed") == OPERATIONS
         for group, name in (*rates.SENT, *rates.RECEIVED):
-            # The barrier that the ranks ran meanwhile has no bytes but its headers.
+            # The barrier that the ranks ran meanwhile has no bytes except headers.
             assert 0 <= counted.get(name, 0) - page.total(group, name) < 4096
         assert sum(page.total(*name) for name in rates.SENT) > 10_000_000
 
@@ -178,7 +178,7 @@ def test_devices_stand_beside_ranks_under_the_same_names(tmp_path: Path) -> None
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Keeps what is sent to it; answers with the status that it is told."""
+    """Keeps what it receives, and answers with the status that the test sets."""
 
     bodies: ClassVar[list[bytes]] = []
     status: ClassVar[int] = 200
@@ -228,7 +228,7 @@ def test_a_collector_gets_counts_and_gauges() -> None:
     assert point.as_int == 5
     assert first["sennit_rtt_us"].gauge.data_points[0].as_int == 80
     assert second["sennit_lost_packets"].sum.data_points[0].as_int == 6
-    assert "sennit_rtt_us" not in second  # no rank has it any more
+    assert "sennit_rtt_us" not in second  # no rank counts it any more
 
 
 def test_a_collector_that_is_not_there_is_no_end() -> None:
@@ -240,7 +240,7 @@ def test_a_collector_that_is_not_there_is_no_end() -> None:
         refused = 0
         for line in process.stderr:
             refused += "did not take it" in line
-            if refused == 2:  # so it went on
+            if refused == 2:  # it continued after a refusal
                 break
         assert refused == 2
     finally:
@@ -261,7 +261,7 @@ def test_the_dashboard_asks_for_what_is_exported() -> None:
 
 
 def test_process_groups_of_one_process_are_told_apart() -> None:
-    """Two samples of one name and the same labels would be refused by Prometheus."""
+    """Prometheus would refuse two samples with the same name and labels."""
     block = counters.Block(group="engine", peer=None, path=None, values={"operations_posted": 1})
     pages = [
         counters.Page(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit testbed`: exit codes, results that programs read, the page; runs no scenario."""
+"""`sennit testbed`: exit codes, the results for other programs, the page. Runs no scenario."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def invoke(*arguments: str) -> Any:
 
 
 def play(wrong_elements: int = 0) -> Any:
-    """Stands in for `stage.play`: every rank gets its results, which are wrong in so many elements."""
+    """Takes the place of `stage.play`. Every rank gets its results, with this many wrong elements."""
 
     def made(scenario: Any, *, impairer: Any, seed: int, folder: Path, say: Any) -> Observations:
         say("topology")
@@ -96,19 +96,19 @@ def test_passed_cases_exit_with_0_and_leave_results_and_a_page(
 
     html = (tmp_path / "out" / "report.html").read_text()
     assert html.count("<svg") == 3  # loss, timeline, shares
-    # Readable on dark paper too: all text has the page's ink, as matplotlib's own black is left out of an SVG.
+    # Readable on a dark page too: all text has the page's colour, and matplotlib writes no colour for its own black.
     texts = re.findall(r"<text [^>]*>", html)
     assert texts
     assert not [text for text in texts if "fill: currentColor" not in text]
-    # It fetches nothing: what it refers to is in it, or the logs beside it.
+    # The page fetches nothing: its links lead into it, or to the logs beside it.
     assert set(re.findall(r'(?:src|href)="([^#"][^"]*)"', html)) == {f"{name}/sennit-rank0.log" for name in names}
     assert "a line &lt;b&gt;of&lt;/b&gt; a log" in html
-    # What it points to is there, once each: every case and the meaning of every measure.
+    # Every link target exists exactly once: every case and the meaning of every measure.
     targets = re.findall(r'id="([^"]+)"', re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))
     assert len(targets) == len(set(targets))
     assert set(re.findall(r'href="#([^"]+)"', re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL))) <= set(targets)
     assert {*names, "measure-goodput_kept", "measure-impairment."} <= set(targets)
-    # As fast as gloo is short of its goal, and a reader of the first line is told so.
+    # A library as fast as gloo misses its goal, and the first line says so.
     assert re.search(r"<h1>.*3 passed.*2 short of a goal about speed", html)
     again = invoke("report", "--folder", str(tmp_path / "out"), "--html", str(tmp_path / "new" / "again.html"))
     assert again.exit_code == 0, again.output
@@ -124,7 +124,7 @@ def test_a_wrong_result_exits_with_1(can_run: None, monkeypatch: pytest.MonkeyPa
 
 def test_strict_lets_speed_decide(can_run: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(stage, "play", play())
-    # As fast as gloo, where 2.5 times as fast is asked.
+    # As fast as gloo, but the goal is 2.5 times as fast.
     arguments = ["run", "lossless-allreduce", "--folder", str(tmp_path)]
     assert invoke(*arguments).exit_code == 0
     assert invoke(*arguments, "--strict").exit_code == 1
@@ -232,6 +232,6 @@ def test_cases_are_judged_by_their_own_goals(can_run: None, monkeypatch: pytest.
     case = runner.run_case(
         SCENARIOS["disorder"], short=False, strict=False, seed=1, folder=tmp_path, say=lambda what: None
     )
-    # Nothing was corrupted: the case did not show what it is for.
+    # Nothing was corrupted, so the case did not test corruption.
     assert case.status == "failed"
     assert "impairment.corrupted is 0, must be ≥ 1" in case.reason

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit trace`: what a session counts is what the ranks themselves counted."""
+"""`sennit trace`: a session counts the same as the ranks themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sennit.transport import tracepoints
 from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, exchange, session
 
 PLANES = 2
-# Of lossy_worker.py: so many of each collective, and a barrier for every line on its standard input.
+# lossy_worker.py runs this many of each collective, and a barrier for every line on its standard input.
 COLLECTIVES = 9
 LATER = 8
 
@@ -77,7 +77,7 @@ def test_losses_and_operations_are_all_seen(tmp_path: Path, seed: int) -> None:
         for name in ("allreduce", "alltoall"):
             rows = [group for group in groups if group["operation"] == name and group["rank"] == rank]
             assert sum(row["count"] for row in rows) == COLLECTIVES
-            assert len(rows) == 3  # three sizes
+            assert len(rows) == 3  # Three sizes.
             assert all(row["failed"] == 0 and row["sent_bytes"] == row["received_bytes"] > 0 for row in rows)
 
 
@@ -120,14 +120,14 @@ def test_without_root_it_says_so() -> None:
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "trace.md"
 ONE_LINERS = re.findall(r'^bpftrace -e "([^"]*)"$', PAGE.read_text(), re.MULTILINE)
-# Seen in any exchange: the others need losses, or a receiver that is short of memory.
+# Every exchange shows these. The others need losses, or a receiver that is short of memory.
 ALWAYS_SEEN = ("packets", "us", "rtt_us", "bytes", "path_rtt_us", "registered")
 
 
 @pytest.mark.root
 @pytest.mark.needs("tracepoints", "bpftrace", "loopback-ipv6")
 def test_the_one_liners_of_the_page_work(tmp_path: Path, seed: int) -> None:
-    """All at once, while two ranks of this host exchange something."""
+    """All run at once, while two ranks of this host run collectives."""
     assert len(ONE_LINERS) >= 11
     here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     text = "\n".join(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sessions with programs of our own: what they count is what the ranks themselves counted, exactly."""
+"""The sessions with our own programs count exactly what the ranks themselves counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter", "tracepoi
 
 
 def lossy_run(folder: Path, seed: int) -> list[counters.Page]:
-    """What two ranks counted over planes that lose 1 %; they were killed when they had nothing more to do."""
+    """Returns the counters of two ranks over planes that lose 1 %. The ranks were killed when they were idle."""
     environment = {**os.environ, "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     with Planes(hosts=WORLD, planes=PLANES, per_packet=True) as planes:
         planes.impair(Impairment(loss_fraction=0.01, seed=seed))
@@ -113,7 +113,7 @@ def test_how_a_session_ends(arguments: list[str], code: int, said: str) -> None:
 
 @pytest.mark.needs("loopback-ipv6")
 def test_hits_without_room_are_counted(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight paths and more, there is room for three."""
+    """The map has room for three of at least eight paths."""
     here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     monkeypatch.setattr(tracing, "BpfObject", functools.partial(BpfObject, max_entries={"paths": 3}))
     with tracing.Tracing(paths.PROGRAM, paths.PROBES, tracepoints.library(), None) as running:
@@ -125,13 +125,13 @@ def test_hits_without_room_are_counted(tmp_path: Path, seed: int, monkeypatch: p
     sent = sum(flow_total(page, "data_packets_sent") for page in pages)
     received = sum(flow_total(page, "data_packets_received") for page in pages)
     missing = sent + received - sum(row.sent_packets + row.received_packets for row in rows)
-    # (Round trips, losses and states have no room either.)
+    # (The maps of round trips, losses and states lack room too.)
     assert uncounted["map_full"] > missing > 0
 
 
 @pytest.mark.needs("loopback-ipv6")
 def test_an_end_whose_beginning_was_not_seen_is_counted(tmp_path: Path, seed: int) -> None:
-    """Of a rank that was in the middle of an operation when the session began."""
+    """The rank was in the middle of an operation when the session began."""
     here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     written = tmp_path / "stalls.json"
     with Ranks(lambda _, command, **options: subprocess.Popen(command, env=here, **options), tmp_path, seed) as ranks:

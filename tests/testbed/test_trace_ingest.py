@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit trace ingest`: what it counts is what the trainer reports."""
+"""`sennit trace ingest` counts the same as the trainer reports."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.testbed.trace_runs import DEADLINE_S, session
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.needs("tc-bpf", "nsenter", "tracepoints")]
 FEEDER_HOST, TRAINER_HOST = 0, 1
-# Of 3,000 samples a tenth is held back, and ranks take whole batches.
+# A tenth of 3,000 samples is held back, and ranks take whole batches.
 BATCH, STEPS, RANKS = 128, 12, 2
 DATA = ["--data", "synthetic", "--samples", "3000", "--row-limit", "200"]
 RUN = ["--batch-size", f"{BATCH}", "--steps", f"{STEPS}", "--ranks", f"{RANKS}", "--dim", "4", "--bottom", "8",
        "--top", "8", "--timeout", "60"]  # fmt: skip
-# Such as BPF programs say alone, or no datagram that is refused.
+# `accepted` is no refusal, and only BPF programs count `busy`.
 NOT_REFUSED = ("accepted", "busy")
 
 
@@ -62,7 +62,7 @@ def test_batches_requests_and_refusals_are_those_of_the_report(tmp_path: Path, s
         assert row["released"] >= STEPS
     for name, count in counted["datagrams"].items():
         refused = sum(row["refused"].get(name, 0) for row in trainers)
-        # (What came after the report was made is refused as well.)
+        # (Datagrams that arrived after the report are refused as well.)
         assert refused >= count if name not in NOT_REFUSED else refused == 0, name
     assert sum(row["rows"] for row in feeders) >= counted["records"]
     assert sum(row["packets"] for row in feeders) > counted["datagrams"]["accepted"]

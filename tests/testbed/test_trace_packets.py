@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit trace packets`: what is in the file is what was on the wire, packet by packet."""
+"""`sennit trace packets`: the file has what was on the wire, packet by packet."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, Start, la
 
 ROCE_PORT = 4791
 WRITE_IMMEDIATE, SEND_ONLY = 0x2B, 0x24
-RETH_ADDRESS = slice(12, 20)  # behind the BTH
+RETH_ADDRESS = slice(12, 20)  # after the BTH
 
 
 def packets_of(path: Path) -> list[tuple[str, UDP, bytes]]:
-    """Source address, UDP header and datagram of each packet of the file."""
+    """Returns source address, UDP header and datagram of each packet of the file."""
     found = []
     with RawPcapNgReader(str(path)) as reader:
         for data, _ in reader:
@@ -56,7 +56,7 @@ def barriers(ranks: Ranks) -> None:
 
 @contextlib.contextmanager
 def planes_and_starter() -> Iterator[tuple[Planes, Start]]:
-    """A host a rank, each a namespace: so both have RoCE's port, whatever else runs on this machine."""
+    """Each rank has its own host, a namespace. So both can use RoCE's port, whatever else runs on this machine."""
     environment = {**os.environ, "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     with Planes(hosts=WORLD, planes=1) as planes:
 
@@ -67,7 +67,7 @@ def planes_and_starter() -> Iterator[tuple[Planes, Start]]:
 
 
 def of_first_host(planes: Planes) -> tuple[list[str], list[str]]:
-    """What is put before a command that is to run there, and the options of a capture there."""
+    """Returns the command prefix that runs a command on the first host, and the options of a capture there."""
     enter = ["nsenter", f"--net=/run/netns/{planes.netns_name(0)}"]
     return enter, ["packets", "--interface", planes.interfaces(0)[0]]
 
@@ -75,7 +75,7 @@ def of_first_host(planes: Planes) -> tuple[list[str], list[str]]:
 @pytest.mark.root
 @pytest.mark.needs("tc-bpf", "nsenter")
 def test_every_packet_of_a_host_is_there_as_it_was_on_the_wire(tmp_path: Path, seed: int) -> None:
-    """Super-packets of 64 KiB included: each packet cut from one has the right ICRC."""
+    """Super-packets of 64 KiB are captured too. Each packet cut from one has the right ICRC."""
     path = tmp_path / "all.pcapng"
     with planes_and_starter() as (planes, start):
         enter, options = of_first_host(planes)
@@ -86,7 +86,7 @@ def test_every_packet_of_a_host_is_there_as_it_was_on_the_wire(tmp_path: Path, s
     assert {udp.dport for _, udp, _ in found} == {ROCE_PORT}
     mine, theirs = ([one for one in found if (one[0] == ours) is own] for own in (True, False))
     for captured, page in ((mine, pages[0]), (theirs, pages[1])):
-        # Probes of the trial come before there is a flow that counts: data packets to address 0.
+        # The trial's probes come before a flow counts packets. They are data packets to address 0.
         opcodes = [datagram[0] for _, _, datagram in captured if not is_probe_of_trial(datagram)]
         assert len(opcodes) < len(captured)
         assert opcodes.count(WRITE_IMMEDIATE) == page.total("flow", "data_packets_sent")
@@ -107,7 +107,7 @@ def test_one_flow_is_filtered_in_the_kernel(tmp_path: Path, seed: int) -> None:
         def capture(name: str, *flow: str) -> AbstractContextManager[subprocess.Popen[str]]:
             return session(*options, "--write", str(tmp_path / name), *flow, said="packets of", enter=enter)
 
-        # Numbers of queue pairs and ports are random: those of a first look.
+        # Numbers of queue pairs and ports are random, so a first capture finds them.
         with capture("all"):
             barriers(ranks)
         _, udp, datagram = packets_of(tmp_path / "all")[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit testbed vm` as a user meets it: exit codes, output, what stays, and every way to fail."""
+"""`sennit testbed vm` as a user meets it: exit codes, output, clean-up, and every way to fail."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from sennit.testbed.vm.links import Links
 
 pytestmark = [pytest.mark.needs("vm"), pytest.mark.slow]
 
-# A VM takes a second, and some ten in QEMU; a busy machine may make it many.
+# A VM takes a second, or ten in QEMU, but longer on a busy machine.
 DEADLINE_S = 90.0
-# For a command that does not end: the VM has to be up by then.
+# For commands that do not end. The VM must have started by then.
 LIMIT_S = {Kind.UML: 10.0, Kind.QEMU: 60.0}
 
 Vm = Callable[..., subprocess.CompletedProcess[bytes]]
@@ -32,7 +32,7 @@ Vm = Callable[..., subprocess.CompletedProcess[bytes]]
 
 @functools.cache
 def choice() -> boot.Choice:
-    """The kernel that boots here."""
+    """Chooses the kernel that boots here."""
     return boot.choose(boot.wanted(boot.AUTO))
 
 
@@ -42,14 +42,14 @@ def tool() -> list[str]:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Puts the VM's files below the test's own folder, whose name its processes then carry."""
+    """Puts the VM's files below the test's own folder. The folder's name identifies the VM's processes."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     return {**os.environ, "TMPDIR": str(scratch), "SENNIT_MARK": "from outside"}
 
 
 def processes(folder: Path) -> list[int]:
-    """Those with a file below the folder in their command line."""
+    """Returns the processes with a file below the folder in their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -69,7 +69,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 @pytest.fixture
 def vm(environment: dict[str, str], tmp_path: Path) -> Iterator[Vm]:
-    """Runs a shell's command in a VM; afterwards nothing of it is left, on the disk and among the processes."""
+    """Runs a shell command in a VM. Then checks that no file and no process of the VM is left."""
 
     def run(script: str, *options: str) -> subprocess.CompletedProcess[bytes]:
         command = [*tool(), "--links", "0", *options, "--", "sh", "-c", script]
@@ -162,7 +162,7 @@ def test_running_out_of_memory_is_a_failure_of_the_vm(vm: Vm) -> None:
 def test_a_vm_that_hangs_is_no_command_that_takes_too_long(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "SILENCE_S", 1.0)  # of ten, all of which the test would take
+    monkeypatch.setattr(runner, "SILENCE_S", 1.0)  # The default of ten would make the test longer.
     monkeypatch.setattr(tempfile, "tempdir", environment["TMPDIR"])
 
     def stop(data: bytes) -> None:
@@ -197,7 +197,7 @@ def test_ending_the_tool_ends_the_vm(environment: dict[str, str], tmp_path: Path
         command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as running:
         assert running.stdout is not None
-        # It is here while the command still runs: output is passed on at once.
+        # The line arrives while the command still runs, because output is passed on at once.
         assert running.stdout.readline() == b"up\n"
         assert processes(scratch)
         running.send_signal(number)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernel a VM runs: a User-Mode Linux that boots here, else QEMU, else none, and each time the reason.
+"""The choice of a VM's kernel: a User-Mode Linux that boots here, else QEMU, else none, each time with the reason.
 
-The kernels are scripts: one panics as a User-Mode Linux does on a processor that it does not know, one does what the
-first process of a guest reports. Each notes its starts in a file.
+The kernels are scripts. One panics as a User-Mode Linux does on an unknown processor. One reports what the first
+process of a guest reports. Each writes its starts to a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sennit.testbed.vm import boot, kernels, machines, stock_kernel, uml_kernel
 from sennit.testbed.vm.kernels import Kind
 
 PANIC = "Kernel panic - not syncing: userspace - ptrace set fp regs failed, errno = 14"
-# The third console of a User-Mode Linux, and the fourth descriptor of QEMU, are the control channel (machines.py).
+# The third console of a User-Mode Linux and the fourth descriptor of QEMU are the control channel (machines.py).
 UML_CONTROL = "s/.*con3=null,fd:\\([0-9]*\\).*/\\1/p"
 QEMU_CONTROL = "s/.*fd=\\([0-9]*\\),set=3.*/\\1/p"
 REPORTS = "fd=$(echo \"$*\" | sed -n '{pattern}'); printf 'started\\nexit 0\\n' >/proc/self/fd/$fd"
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 @dataclass
 class Bench:
-    """A cache, and programs in front of those of the machine."""
+    """A cache, and programs that hide those of the machine."""
 
     folder: Path
 
@@ -88,7 +88,7 @@ def test_a_user_mode_linux_that_boots_is_taken_without_a_word(bench: Bench) -> N
     bench.qemu(boots(QEMU_CONTROL))
     assert vm() == (0, "")
     assert vm() == (0, "")
-    assert bench.starts(uml_kernel.BINARY) == 3  # once to see whether it boots
+    assert bench.starts(uml_kernel.BINARY) == 3  # one start to see whether it boots
     assert bench.starts(machines.QEMU) == 0
 
 
@@ -170,7 +170,7 @@ def test_what_can_be_installed_is_no_property_of_the_machine(bench: Bench, monke
 
 def test_a_cache_that_cannot_be_written_is_tried_each_time(bench: Bench) -> None:
     kernel = bench.uml(boots(UML_CONTROL))
-    (kernel / boot.RECORDS).touch()  # no folder: what root may not do, either
+    (kernel / boot.RECORDS).touch()  # Not a folder, so even root cannot write there.
     assert boot.problem(Kind.UML, kernel) == ""
     assert boot.problem(Kind.UML, kernel) == ""
     assert bench.starts(uml_kernel.BINARY) == 2

@@ -34,7 +34,7 @@ def _make(entry: Path) -> None:
 
 
 def test_an_entry_is_made_once_by_however_many(empty_cache: Path) -> None:
-    # Each opens the lock for itself, as processes do.
+    # Each thread opens the lock itself, as processes do.
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda number: cache.provide("entry", _make), range(6), timeout=60))
     assert found == [empty_cache / "entry"] * 6
@@ -84,7 +84,7 @@ def test_the_newest_fitting_kernel_is_found(empty_cache: Path, monkeypatch: pyte
     fitting = empty_cache / kernels._name(kernels.Kind.UML, "6.12.1-1")
     fitting.mkdir(parents=True)
     assert kernels.find(kernels.Kind.UML) == fitting
-    assert kernels.provide(kernels.Kind.UML, print) == fitting  # with neither apt nor compiler
+    assert kernels.provide(kernels.Kind.UML, print) == fitting  # This needs neither apt nor a compiler.
     with pytest.raises(kernels.KernelMissing):
         kernels.find(kernels.Kind.QEMU)
     changed = tmp_path / "uml.config"
@@ -111,7 +111,7 @@ def test_a_patched_kernel_is_one_of_its_own(empty_cache: Path, tmp_path: Path) -
 
 
 def test_the_tool_needs_nothing_that_has_to_be_built() -> None:
-    # Installed without the native parts (docs/how-to/soft-roce-vm.md), and in no time.
+    # Importable without the native parts (docs/how-to/soft-roce-vm.md), and quickly.
     modules = "sennit.cli, sennit.testbed.vm.commands, sennit.testbed.vm.runner"
     code = f"import sys, {modules}; print([m for m in ('torch', 'numpy', 'sennit.transport') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
@@ -174,7 +174,7 @@ def test_a_job_is_counted_strings() -> None:
 
 
 def test_an_archive_is_what_the_kernel_reads() -> None:
-    """Field by field, as Documentation/driver-api/early-userspace/buffer-format.rst lists them."""
+    """Compares each field with Documentation/driver-api/early-userspace/buffer-format.rst."""
     data = initramfs.archive([initramfs.folder("dev"), initramfs.console(), initramfs.file("init", b"12345", 0o755)])
     found: list[tuple[str, int, tuple[int, int], bytes]] = []
     at = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch of ours in the User-Mode Linux kernel: registers of a traced process, with the state of any processor."""
+"""Our patch of the User-Mode Linux kernel: registers of a traced process, with the state of any processor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sennit.testbed.vm import uml_kernel
 PROGRAM = Path(__file__).with_name("xstate_host.c")
 COMPILE_TIMEOUT_S = 60.0
 CANNOT_RUN = 77
-# Of UML on x86-64: 2,696 bytes.
+# The value of UML on x86-64: 2,696 bytes.
 FP_SIZE = 337
 FAKE_CPUID = """
 int fake_cpuid(unsigned leaf, unsigned number, unsigned* eax, unsigned* ebx, unsigned* ecx);
@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def build(folder: Path, *options: str) -> Path:
-    """The test program with the file that the patch adds to the kernel."""
+    """Builds the test program with the file that the patch adds to the kernel."""
     patch = uml_kernel.XSTATE_PATCH
     subprocess.run(
         ["git", "apply", "--include=*/xstate.[ch]", str(patch)],
@@ -60,7 +60,7 @@ def test_registers_come_back_on_every_kind_of_processor(tmp_path: Path, host: st
 
 def test_registers_come_back_on_this_processor(tmp_path: Path) -> None:
     program = build(tmp_path)
-    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # which traces, too
+    environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}  # it uses ptrace too
     done = subprocess.run(
         [program, "real"], env=environment, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
     )

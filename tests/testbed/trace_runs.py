@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of `sennit trace` around ranks whose counters are known."""
+"""Sessions of `sennit trace` with ranks whose counters are known."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def session(
     *arguments: str, said: str = "tracepoints of every process", enter: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    """A session that is attached, and ends in order with the block. `enter`: what is put before its command."""
+    """Attaches a session, and ends it in order after the block. `enter`: a prefix of its command."""
     pipe = subprocess.PIPE
     process = subprocess.Popen([*enter, *SENNIT, "trace", *arguments], stderr=pipe, stdout=pipe, text=True)
     try:
@@ -46,10 +46,10 @@ def session(
 
 
 class Ranks:
-    """Two ranks that have exchanged something and are idle; at the end of the block they are killed as they are."""
+    """Two ranks that have run collectives and are idle. They are killed at the end of the block."""
 
     def __init__(self, start: Start, folder: Path, seed: int) -> None:
-        """`start(rank, command, **options)` starts each."""
+        """`start(rank, command, **options)` starts each rank."""
         pipe = subprocess.PIPE
         store = str(folder / "store")
         self.processes = [
@@ -75,26 +75,27 @@ class Ranks:
         process.stdin.flush()
 
     def answer(self, rank: int) -> str:
-        """Its next line: of a barrier that is over, its counters."""
+        """Returns the rank's next line, which has its counters after a barrier."""
         process = self.processes[rank]
         assert process.stdout is not None
         return process.stdout.readline()
 
     def pages(self) -> list[counters.Page]:
-        """What they have counted, by rank."""
+        """Returns the counters of all ranks, in rank order."""
         numbers = {process.pid for process in self.processes}
         return sorted((page for page in counters.pages() if page.process in numbers), key=lambda page: page.rank)
 
     def wait_for(self, rank: int, group: str, name: str, value: int) -> None:
-        """Until the rank has counted so much."""
+        """Waits until the rank has counted `value`."""
         deadline_s = time.monotonic() + DEADLINE_S
         while self.pages()[rank].total(group, name) < value:
             assert time.monotonic() < deadline_s, (rank, group, name, value)
 
 
 def last_pages(ranks: Ranks) -> list[counters.Page]:
-    """What the ranks have counted when they were stopped, for good: they are killed so. (Pages of ranks that are dead
-    may be removed by any that starts.)
+    """Kills the ranks and returns their last counters.
+
+    They are read while the ranks are stopped, because any rank that starts may remove the pages of dead ranks.
     """
     with ranks:
         for process in ranks.processes:
@@ -108,7 +109,7 @@ def last_pages(ranks: Ranks) -> list[counters.Page]:
 
 
 def exchange(start: Start, folder: Path, seed: int) -> list[dict[str, int]]:
-    """Collectives between two ranks that end in order; the counters of both, before they said goodbye."""
+    """Runs collectives between two ranks that end in order. Returns the counters of both, from before their goodbye."""
     ranks = Ranks(start, folder, seed)
     for rank in range(WORLD):
         ranks.begin_barrier(rank)
