@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The thread that shows the peers that this rank lives, while no other thread of it is inside the engine.
+// The thread that shows the peers that this rank lives, while none of its other threads is inside the engine.
 //
-// It runs nothing of the user's: no callback, no Python. So neither a program that computes for minutes nor one that
-// holds the GIL, nor a callback that blocks, makes this rank look dead.
+// The thread runs no user code: no callback, no Python. So a rank does not look dead when its program computes for
+// minutes or holds the GIL, or when a callback blocks.
 #pragma once
 
 #include <condition_variable>
@@ -15,7 +15,7 @@ namespace sennit {
 
 class AnsweringThread {
  public:
-  // One look at what peers ask. Returns how long to pause, in microseconds.
+  // Looks once at what peers ask. Returns the pause to the next look, in microseconds.
   using Look = std::function<uint64_t()>;
 
   AnsweringThread() = default;
@@ -24,7 +24,7 @@ class AnsweringThread {
 
   // Throws std::system_error.
   void start(Look look);
-  // Waits for a look under way. Not from within a look. Idempotent, from any thread.
+  // Waits for a look in progress. Idempotent. Any thread may call it, but not from within a look.
   void stop();
 
  private:

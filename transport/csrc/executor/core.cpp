@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C interface: handles are the C++ objects themselves.
+// The C interface. Handles are pointers to the C++ objects.
 #include "sennit/core.h"
 
 #include <cxxabi.h>
@@ -22,7 +22,7 @@ Engine& engine(sennit_comm* handle) { return *reinterpret_cast<Engine*>(handle);
 Operation& operation(sennit_op* handle) { return *reinterpret_cast<Operation*>(handle); }
 const Operation& operation(const sennit_op* handle) { return *reinterpret_cast<const Operation*>(handle); }
 
-// Nothing leaves a C function but the end of the thread, which C++ must not stop.
+// No exception leaves a C function, except the one that ends the thread, which C++ must not stop.
 template <class Result, class Body>
 Result guarded(Result failed, Body body) {
   try {

@@ -54,13 +54,13 @@ Engine::Engine(const EngineConfig& config)
   if (config.world == 0 || config.rank >= config.world) throw std::invalid_argument("rank must be below world");
 }
 
-// The background thread holds a reference: when the last one goes, it has ended or is the caller.
+// The background thread holds a reference. So at the last release it has ended, or it is the caller.
 Engine::~Engine() {
   if (thread_.joinable()) thread_.detach();
 }
 
 void Engine::release() {
-  // Closing what a device or a peer sees as the parent's would end the parent's group.
+  // This would end the parent's group, because devices and peers know these handles as the parent's.
   if (is_inherited()) return;
   if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
 }
@@ -165,7 +165,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
       return SENNIT_ARGUMENT;
     }
   }
-  // The kernels convert it to 64 bits, which is undefined beyond them.
+  // The kernels convert the factor to 64 bits, which is undefined beyond these limits.
   if (plan.scales_integers && !(std::abs(options.scalar) < 0x1p63)) {
     error = "the factor " + std::to_string(options.scalar) + " of premul sum does not fit 64-bit integers";
     return SENNIT_ARGUMENT;
@@ -175,7 +175,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
     error = end_reason_;
     return ended_;
   }
-  // Whatever can fail comes first. From `active_.push_back` on the operation runs, and an exception ends the group.
+  // What can fail comes first. After `active_.push_back` the operation runs, and an exception ends the group.
   const bool is_p2p = (options.flags & SENNIT_POST_P2P) != 0;
   const uint64_t sequence = is_p2p ? 0 : sequence_.load(std::memory_order_relaxed) + 1;
   if ((options.flags & SENNIT_POST_ASYNC) != 0) start_thread();
@@ -187,7 +187,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
     operation->release();
     throw;
   }
-  // A number that no operation has would put this rank out of step with the others.
+  // A number without an operation would put this rank out of step with the others.
   if (!is_p2p) sequence_.store(sequence, std::memory_order_relaxed);
   const uint64_t now_us = clock_us();
   operation->timeout_us_ = options.timeout_us != 0 ? options.timeout_us : config_.timeout_us;
@@ -196,7 +196,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   trace::operation_begin(config_.rank, operation, plan.name.c_str(), plan.sent_bytes, plan.received_bytes,
                          plan.signature, sequence);
   ++counted_->operations_posted;
-  operation->retain();  // the engine's, until it ends
+  operation->retain();  // the engine's reference, until the operation ends
   active_.push_back(operation);
   if (operation->background_) ++background_operations_;
   guarded([&] { return launch(*operation, now_us); });
@@ -235,7 +235,7 @@ bool Engine::begin(Operation& operation) {
   return operation.run_ready(false);
 }
 
-// All of it or nothing.
+// All or nothing.
 void Engine::borrow_memory(const Operation& operation) {
   if (!verbs_) return;
   size_t borrowed = 0, given_back = 0;
@@ -262,7 +262,7 @@ void Engine::unregister_memory(const void* data, uint64_t size_bytes) {
   if (verbs_) verbs_->give_back(data, size_bytes);
 }
 
-// One look at everything. True when anything moved.
+// Looks once at everything. Returns true when anything moved.
 bool Engine::look_at_everything(uint64_t now_us) {
   last_round_us_.store(now_us, std::memory_order_relaxed);
   bool moved = false;
@@ -275,7 +275,7 @@ bool Engine::look_at_everything(uint64_t now_us) {
   if (!unsent_.empty()) moved |= send_held();
   for (size_t i = 0; i < active_.size(); ++i) moved |= active_[i]->run_ready(false);
   if (!moved) {
-    // The network has nothing for us: do one piece of local work.
+    // The network has nothing for us, so do one piece of local work.
     for (Operation* operation : active_) {
       if (!operation->has_copies()) continue;
       moved = operation->run_ready(true);
@@ -291,7 +291,7 @@ bool Engine::look_at_everything(uint64_t now_us) {
   }
   moved |= begin_held();
   if (failed || mailbox_.failure() != nullptr || now_us >= next_deadline_us_) check_failures(now_us);
-  // Operations that just failed count as movement: nobody may sleep before their waiters and callbacks know.
+  // Operations that just failed count as movement: their waiters and callbacks must know before anybody sleeps.
   return moved || first_settled_ != nullptr;
 }
 
@@ -299,7 +299,7 @@ bool Engine::on_done(Operation& operation, Operation::Callback callback) {
   {
     Lock lock = enter();
     if (operation.set_callback(callback)) {
-      // Whoever leaves a callback may not wait.
+      // The caller may never wait, so the background thread drives the operation.
       if (!operation.background_) {
         operation.background_ = true;
         ++background_operations_;

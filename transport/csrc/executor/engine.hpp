@@ -2,13 +2,13 @@
 // The engine of one communicator: ports, mailbox and the operations in flight, driven by whichever thread waits.
 //
 // One thread at a time is the driver: it runs rounds (ports, mailbox, ready steps) under the lock and gives the lock
-// away between rounds. A thread in wait() becomes the driver if there is none; the background thread drives operations
+// away between rounds. A thread in wait() becomes the driver if there is none. The background thread drives operations
 // that nobody waits for. While no thread drives, the answering thread answers the peers.
 //
-// A group ends once, by end(), whether it was shut down, aborted or failed: the peers are told, then ports and devices
-// give up all user memory, and only then do the operations in flight end, so that their owners may free it. An
-// exception in the work on the group's state (out of memory, most of all) leaves that state in doubt: it ends the group
-// as well, and goes no further.
+// A group ends once, by end(), after a shutdown, an abort or a failure. end() first tells the peers. Then ports and
+// devices give up all user memory. Only then do the operations in flight end, so that their owners may free the memory.
+// An exception while the group's state changes (above all: out of memory) leaves that state in doubt, so it ends the
+// group too. It is not thrown further.
 #pragma once
 
 #include <poll.h>
@@ -46,13 +46,13 @@ struct EngineConfig {
 };
 
 struct Route {
-  enum class Kind { self, shm, udp, verbs } kind;  // verbs: to a peer of either of the last two
+  enum class Kind { self, shm, udp, verbs } kind;  // verbs: the peer may use udp or verbs
   std::vector<std::byte> info;                     // udp, verbs: the peer's local_info
 };
 
 struct EngineCounters {
   uint64_t operations_posted = 0, operations_completed = 0, operations_failed = 0;
-  uint64_t operation_time_us = 0;  // of those completed: from post to end
+  uint64_t operation_time_us = 0;  // completed operations: from post to end
   uint64_t callbacks_failed = 0;   // callbacks that threw
 
   static constexpr const char* GROUP = "engine";
@@ -61,15 +61,15 @@ struct EngineCounters {
   }
 };
 
-// How often this process and the processes above it have forked since the first call.
+// Returns how often this process and its ancestors have forked since the first call.
 uint64_t fork_count();
 
-// What a child of fork is told that uses its parent's group.
+// The error in a child of fork that uses its parent's group.
 inline constexpr const char* INHERITED =
     "this process was forked after the group was made; its connections belong to the parent. Start processes with "
     "spawn or forkserver, or make the group after the fork";
 
-// What a thread that sleeps in poll is woken with.
+// Wakes a thread that sleeps in poll.
 struct WakeEvent {
   WakeEvent();  // throws std::system_error
   ~WakeEvent();
@@ -84,40 +84,40 @@ class Engine {
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Set-up, in this order, before any operation. Throws on failure.
+  // Set-up calls, in this order, before any operation. They throw on failure.
   std::vector<std::byte> shm_offer();
   bool shm_accept(uint32_t peer, std::span<const std::byte> offer);
   std::vector<std::byte> udp_open(const UdpConfig& config);
   std::vector<std::byte> verbs_open(const VerbsConfig& config);
-  // Optional, between udp_open and connect: packets over every path to the peers of udp routes (ports/trial.hpp).
+  // Optional, between udp_open and connect: sends packets over every path to peers with udp routes (ports/trial.hpp).
   void begin_trial(const std::vector<Route>& routes);
-  // Until there is nothing more to find out, or for `limit_us`; true in the former case.
+  // Runs the trial for at most `limit_us`. True when there is nothing more to find out.
   bool try_network(uint64_t limit_us);
-  // In place of connect: tells the peers that could be reached why there will be no group.
+  // Tells the reachable peers why there will be no group. Replaces connect.
   void give_up(const std::string& reason);
   UdpPort* udp() { return udp_.get(); }
   void connect(const std::vector<Route>& routes);
 
-  // Memory that stays where it is until unregister_memory: a device need not register it for each operation.
+  // Declares memory that stays in place until unregister_memory. A device need not register it for each operation.
   void register_memory(const void* data, uint64_t size_bytes);
   void unregister_memory(const void* data, uint64_t size_bytes);
 
   sennit_status post(Plan& plan, const OperationMemory& memory, const sennit_post_options& options, Operation** out,
                      std::string& error);
-  // A device's copy has ended; `error` null: well.
+  // A device's copy has ended. `error` is null if it succeeded.
   void copy_done(Operation& operation, uint32_t step, const char* error);
-  // False: an earlier send of the same tag to the same peer is still being copied from a device. The lock is held.
+  // False: a device still copies an earlier send of the same tag to the same peer. The lock is held.
   bool may_send(const Operation& operation) const;
   sennit_status wait(Operation& operation, uint64_t timeout_us);
-  // False: no thread could be started that drives the operation while nobody waits. The callback is set all the same.
+  // False: no thread could be started that drives the operation while nobody waits. The callback is set nevertheless.
   bool on_done(Operation& operation, Operation::Callback callback);
-  void set_timeout(uint64_t timeout_us);  // the default deadline of operations posted from now on
+  void set_timeout(uint64_t timeout_us);  // the default deadline of later operations
   void abort(std::string_view reason);
-  // Why the group ended; empty while it works.
+  // Why the group ended. Empty while it works.
   std::string failure();
   // The ranks that the failure blames: dead, or without a sign of life until a deadline. Empty if it blames none.
   std::vector<uint32_t> lost_ranks();
-  // Peers whose processes, or whose ends of this group, are gone, looked up now: proof, where lost_ranks() may be
+  // Looks up the peers whose process, or whose end of this group, is gone now. This is proof; lost_ranks() may be
   // suspicion.
   std::vector<uint32_t> find_gone_ranks();
   void shutdown(uint64_t timeout_us);
@@ -128,21 +128,21 @@ class Engine {
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
   CounterList counters();
   std::string describe();
-  // The file in which other processes read the counters; empty where there is none.
+  // The file in which other processes read the counters. Empty without a file.
   const std::string& counter_page() const { return counter_page_.path(); }
 
-  // This process was forked from the one that made the engine. Its sockets, queues and threads belong to that one, and
-  // a thread of that one may have held the lock: nothing may be called here but this, rank() and world().
+  // Whether this process was forked from the one that made the engine. Sockets, queues and threads belong to the
+  // parent, and one of its threads may have held the lock. So a child may call only this function, rank() and world().
   bool is_inherited() const { return forks_ != fork_count(); }
 
-  // An owner calls shutdown before its last release: the background thread keeps the engine alive.
+  // An owner calls shutdown before its last release, because the background thread keeps the engine alive.
   void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
   void release();
 
  private:
   using Lock = std::unique_lock<std::mutex>;
 
-  // A thread that waits in here. The background thread leaves the driver's role to it.
+  // A thread that waits in the engine. The background thread leaves the driver's role to it.
   class Waiting {
    public:
     explicit Waiting(Engine& engine) : engine_(engine) { ++engine_.waiters_; }
@@ -158,7 +158,7 @@ class Engine {
     Engine& engine_;
   };
 
-  // The driver's role. The lock is held where it begins and where it ends.
+  // The driver's role. The lock is held at its begin and at its end.
   class Driving {
    public:
     explicit Driving(Engine& engine) : engine_(engine) { engine_.driving_ = true; }
@@ -175,7 +175,7 @@ class Engine {
   ~Engine();
   Lock enter();  // takes the lock ahead of a driver that would take it again at once
   bool has_network() const { return udp_ || verbs_; }
-  // Runs work on the group's state. An exception ends the group. Returns what the work does; true after an exception.
+  // Runs work on the group's state. Returns the result. An exception ends the group; then the result is true.
   template <class Work>
   bool guarded(Work work) noexcept {
     try {
@@ -193,7 +193,7 @@ class Engine {
   bool begin(Operation& operation);
   bool begin_held();
   bool send_held();
-  // Returns the time at which it began.
+  // Returns the time when the round began.
   uint64_t drive_once(Lock& lock, Backoff& backoff);
   void sleep(Lock& lock, uint64_t now_us);
   void wake();
@@ -216,7 +216,7 @@ class Engine {
 
   const uint64_t forks_;
   EngineConfig config_;
-  CounterPage counter_page_;  // before the ports, which count in it
+  CounterPage counter_page_;  // constructed before the ports, which count in it
   const Counted<EngineCounters> counted_;
   Mailbox mailbox_;
   std::unique_ptr<ShmPort> shm_;
@@ -227,25 +227,25 @@ class Engine {
 
   std::mutex mutex_;
   std::atomic<uint32_t> entering_{0};
-  std::condition_variable role_free_;  // the driver's role became free, or an operation ended
+  std::condition_variable role_free_;  // signals that the driver's role is free, or that an operation ended
   std::condition_variable background_work_;
   bool driving_ = false;
   bool sleeping_ = false;
   uint32_t waiters_ = 0;
   uint32_t background_operations_ = 0;
   std::vector<Operation*> active_;
-  std::deque<Operation*> held_;  // active, but not begun: collectives on device memory, in the group's order
+  std::deque<Operation*> held_;  // collectives on device memory, active but not begun, in the group's order
   uint32_t device_collectives_running_ = 0;
-  std::vector<Operation*> unsent_;  // point-to-point sends from a device, and sends behind them, in the calls' order
-  // Settled, their callbacks not called yet; linked through the operations, so that nothing is allocated at an end.
+  std::vector<Operation*> unsent_;  // point-to-point sends from a device, and sends behind them, in order of the calls
+  // Settled operations whose callbacks are still to come. A linked list, so that ending an operation allocates nothing.
   Operation* first_settled_ = nullptr;
   Operation* last_settled_ = nullptr;
-  std::vector<pollfd> poll_fds_;  // of the driver's last sleep
+  std::vector<pollfd> poll_fds_;  // used by the driver's last sleep
   std::atomic<uint64_t> sequence_{0};
   uint64_t next_deadline_us_ = UINT64_MAX;
   sennit_status ended_ = SENNIT_OK;
   std::string end_reason_;
-  std::vector<uint32_t> lost_;  // whom the failure blames
+  std::vector<uint32_t> lost_;  // the ranks that the failure blames
   bool stopping_ = false;
   const WakeEvent wake_event_;
   std::thread thread_;
@@ -254,8 +254,8 @@ class Engine {
   bool has_joined_ = false;
   std::atomic<uint32_t> references_{1};
   std::atomic<uint64_t> last_round_us_{0};
-  uint64_t idle_answers_ = 0;  // of the answering thread alone
-  AnsweringThread answering_;  // last: it uses all of the above
+  uint64_t idle_answers_ = 0;  // used by the answering thread only
+  AnsweringThread answering_;  // last, because it uses all of the above
 };
 
 uint64_t clock_us();

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations on device memory: when they begin, when their messages go, and what their copies report.
+// Operations on device memory: when they begin, when they send messages, and what follows when a copy ends.
 #include "executor/engine.hpp"
 
 namespace sennit {
 namespace {
 
-// Each of them holds scratch of its own: enough for one to copy while another is on the network.
+// Each operation holds its own scratch. With this many, one can copy while another uses the network.
 constexpr uint32_t DEVICE_COLLECTIVES_AT_ONCE = 4;
 
 }  // namespace
 
-// In the group's order, which is the same on all ranks: so the oldest one runs everywhere and can come to its end.
+// In the group's order, which is the same on all ranks. So the oldest operation runs everywhere and can end.
 bool Engine::begin_held() {
   bool began = false;
   while (!held_.empty() && device_collectives_running_ < DEVICE_COLLECTIVES_AT_ONCE) {
@@ -54,7 +54,7 @@ void Engine::copy_done(Operation& operation, uint32_t step, const char* error) {
     run_callbacks(lock);
     return;
   }
-  // The driver does the rest: callbacks of what ends now may wait for other copies, and must not do so in this thread.
+  // The driver does the rest. Callbacks may wait for other copies, so they must not run in this thread.
   if (sleeping_) wake();
   if (background_operations_ != 0 && !driving_) background_work_.notify_one();
 }

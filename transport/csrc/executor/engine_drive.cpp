@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which thread drives the engine: a waiting one, the background thread, or, for the peers' sake, the answering one.
+// Which thread drives the engine: a waiting thread, the background thread or, to answer peers, the answering thread.
 #include <poll.h>
 #include <sched.h>
 #include <sys/eventfd.h>
@@ -12,16 +12,16 @@
 namespace sennit {
 namespace {
 
-// A sleeping driver looks round this often: a dead peer, a deadline.
+// How often a sleeping driver checks for dead peers and deadlines.
 constexpr uint64_t SLEEP_MAX_US = 50'000;
-// With both shared memory and sockets there is no one thing to sleep on: poll the sockets, look at the rings.
+// With both shared memory and sockets, no single object can wake the driver: it polls the sockets and checks the rings.
 constexpr uint64_t MIXED_SLEEP_MAX_US = 500;
-// An idle communicator on a network must still acknowledge what arrives late, since its last acknowledgement may have
-// been lost, and answer peers that wait for it. Backs off to ten times this when nothing arrives.
+// An idle communicator on a network must still acknowledge what arrives late, since its last acknowledgement may be
+// lost, and answer peers that wait for it. The pause grows to ten times this while nothing arrives.
 constexpr uint64_t LINGER_US = 5'000;
-// A driver that made no round for so long is in a callback.
+// A driver that has made no round for this long is in a callback.
 constexpr uint64_t DRIVER_AWAY_US = 2 * SLEEP_MAX_US;
-// Peers in shared memory see a counter grow this often: a fifth of the least peer timeout.
+// Peers in shared memory see a counter grow this often: a fifth of the smallest peer timeout.
 constexpr uint64_t BEAT_US = 100'000;
 
 void relax() {
@@ -42,7 +42,7 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
   Backoff backoff(policy_);
   while (operation.status() == SENNIT_PENDING && clock_us() < give_up_us) {
     if (driving_) {
-      // The background thread hands the role over at its next round; another waiter may keep it for long.
+      // The background thread hands the role over at its next round. Another waiter may keep the role for long.
       if (sleeping_) wake();
       role_free_.wait_for(lock, std::chrono::milliseconds(1));
       continue;
@@ -103,7 +103,7 @@ void Engine::sleep(Lock& lock, uint64_t now_us) {
   if (until_us <= now_us) return;
   uint64_t timeout_us = until_us - now_us;
   const uint32_t ticket = has_shm ? shm_->prepare_sleep() : 0;
-  // Announced; whatever a peer wrote before it saw that must be found now.
+  // The sleep is announced. What a peer wrote before it saw the announcement must be found now.
   if (has_shm && round(now_us)) {
     shm_->cancel_sleep();
     run_callbacks(lock);
@@ -132,7 +132,7 @@ void Engine::wake() {
   eventfd_write(wake_event_.fd, 1);
 }
 
-// Does nothing where it runs already. Throws std::system_error.
+// Starts the background thread unless it runs already. Throws std::system_error.
 void Engine::start_thread() {
   if (thread_id_ != std::thread::id() || stopping_) return;
   retain();
@@ -148,7 +148,7 @@ void Engine::start_thread() {
   thread_id_ = thread_.get_id();
 }
 
-// On the answering thread, which must not be held up: callbacks are left to others. Returns the pause to the next look.
+// Runs on the answering thread, which must not be held up, so callbacks are left to other threads. Returns the pause.
 uint64_t Engine::answer() {
   if (!has_network()) {
     shm_->beat();
@@ -172,7 +172,7 @@ uint64_t Engine::answer() {
 void Engine::background() {
   Lock lock(mutex_);
   while (!stopping_) {
-    // Operations that the answering thread found finished.
+    // Run the callbacks of operations that the answering thread found finished.
     run_callbacks(lock);
     const bool work = background_operations_ != 0 && waiters_ == 0 && !driving_;
     if (!work) {

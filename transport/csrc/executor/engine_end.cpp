@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How operations and groups end: who is to blame, what each error says, what the peers are told, who is called back.
+// How operations and groups end: which rank is to blame, the error texts, the notice to the peers, and the callbacks.
 #include <cxxabi.h>
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace sennit {
 namespace {
 
-// A peer that an operation waited for, and that gave no sign of life for so long before the deadline, is silent:
-// stopped or cut off. Two questions over a network, two beats in shared memory.
+// A peer that an operation waited for counts as silent (stopped or cut off) if it gave no sign of life for this long
+// before the deadline. In this time it gets two questions over a network, or misses two beats in shared memory.
 constexpr uint64_t SILENT_US = 500'000;
 
-// Fits into a std::string without an allocation, as all that is said where memory is short.
+// Short enough for a std::string without allocation, like all texts that are used when memory is short.
 constexpr const char* OUT_OF_MEMORY = "out of memory";
 
 std::string seconds(uint64_t time_us) {
@@ -72,13 +72,13 @@ void Engine::check_failures(uint64_t now_us) {
   }
 }
 
-// Silent nearly as long as the one that was lost for it: ranks of one host fall silent together.
+// Whether the peer has been silent almost as long as the rank just lost. Ranks of one host fall silent together.
 bool Engine::is_as_good_as_lost(uint32_t peer) const {
   const Lane* const lane = mailbox_.lane(peer);
   return lane != nullptr && lane->silent_us() >= config_.peer_timeout_us - config_.peer_timeout_us / 8;
 }
 
-// The reporter is named last: the ranks to blame are what matters.
+// The reporter is named last, because the ranks to blame matter most.
 void Engine::fail_as_told(uint32_t reporter, const FailureNotice& notice) {
   const std::string who = "rank " + std::to_string(reporter);
   const bool is_blamed = std::find(notice.lost.begin(), notice.lost.end(), config_.rank) != notice.lost.end();
@@ -86,7 +86,7 @@ void Engine::fail_as_told(uint32_t reporter, const FailureNotice& notice) {
   if (is_blamed) {
     reason = "the others gave up this rank (" + std::to_string(config_.rank) + "): " + reason;
   }
-  // "rank 2 aborted: ..." says itself who reports it.
+  // "rank 2 aborted: ..." already names the reporter.
   if (!reason.starts_with(who + " ")) reason += " (reported by " + who + ")";
   end(SENNIT_PEER, std::move(reason), notice, Farewell::notice);
 }
@@ -95,7 +95,7 @@ void Engine::fail_late(const Operation& operation, uint64_t now_us) {
   const uint64_t silence_us = std::min(SILENT_US, operation.timeout_us_ / 2);
   const uint64_t posted_us = operation.posted_us();
   const std::vector<uint32_t> awaited = mailbox_.awaited();
-  // (Of others nothing is known: nobody asked them.)
+  // Nothing is known of the other ranks, because nobody asked them.
   std::vector<uint32_t> silent;
   for (const uint32_t peer : awaited) {
     const Lane* lane = mailbox_.lane(peer);
@@ -119,7 +119,7 @@ void Engine::end(sennit_status status, std::string reason, FailureNotice notice,
   say_farewell(notice, farewell);
   lost_ = std::move(notice.lost);
   for (Port* port : ports_) port->revoke();
-  // Nothing reads or writes their memory any more: it may go back to its owners.
+  // Nothing reads or writes the operations' memory any more, so their owners may have it back.
   while (!active_.empty()) {
     Operation* operation = active_.back();
     std::string text;
@@ -133,7 +133,7 @@ void Engine::end(sennit_status status, std::string reason, FailureNotice notice,
   if (sleeping_) wake();
 }
 
-// Best effort: what the peers do not hear now they find out by themselves.
+// Best effort: peers that do not hear it find out by themselves.
 void Engine::say_farewell(const FailureNotice& notice, Farewell farewell) noexcept {
   for (Port* port : ports_) {
     try {
@@ -143,7 +143,7 @@ void Engine::say_farewell(const FailureNotice& notice, Farewell farewell) noexce
   }
 }
 
-// Within a handler.
+// Called within an exception handler.
 void Engine::end_in_doubt() noexcept {
   std::string reason;
   FailureNotice notice;
@@ -175,7 +175,7 @@ void Engine::finish(Operation* operation, sennit_status status, std::string reas
       --device_collectives_running_;
     }
   }
-  // Once it is settled its owner may free the memory.
+  // Once the operation is settled, its owner may free the memory.
   if (verbs_)
     operation->for_each_memory([this](const void* data, uint64_t size_bytes) { verbs_->give_back(data, size_bytes); });
   trace::operation_end(config_.rank, operation, status, operation->sequence());
@@ -190,11 +190,11 @@ void Engine::finish(Operation* operation, sennit_status status, std::string reas
   last_settled_ = operation;
 }
 
-// Callbacks may call back into this core, and the last reference may go: both without the lock.
+// Callbacks may call back into this core, and may drop the last reference. Both need the lock to be free.
 void Engine::run_callbacks(Lock& lock) {
   if (first_settled_ == nullptr) return;
   if (waiters_ > 1) role_free_.notify_all();
-  // (The lock is taken again whatever happens: a callback may end its thread, as Python does at the end of a process.)
+  // The lock is taken again in every case. A callback may end its thread, as Python does at the end of a process.
   struct Unlocked {
     explicit Unlocked(Lock& held) : lock(held) { lock.unlock(); }
     ~Unlocked() { lock.lock(); }
@@ -215,7 +215,7 @@ void Engine::run_callbacks(Lock& lock) {
   counted_->callbacks_failed += failed;
 }
 
-// False: it threw. What it threw goes no further: a callback has no caller that could take it.
+// Returns false if the callback threw. The exception stops here, because a callback has no caller to catch it.
 bool Engine::call(Operation::Callback callback) {
   try {
     callback.function(callback.argument);
@@ -276,7 +276,7 @@ void Engine::shutdown(uint64_t timeout_us) {
   join_thread();
 }
 
-// One caller joins, others that shut down at the same time wait for it.
+// One caller joins the thread. Others that shut down at the same time wait for that caller.
 void Engine::join_thread() {
   Lock lock = enter();
   if (thread_id_ == std::thread::id() || thread_id_ == std::this_thread::get_id()) return;

@@ -11,7 +11,7 @@
 namespace sennit {
 namespace {
 
-// Copies of a plan are cut into pieces; a plan that moves at least this much does not come back to them soon.
+// Copies are cut into pieces. A plan that copies at least this much in all does not use these bytes again soon.
 constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
 constexpr uint32_t KEY_SLOT_BITS = 20;
 
@@ -40,7 +40,7 @@ Operation::Operation(Engine& engine, Plan& plan, const OperationMemory& memory, 
     has_memory_ = true;
   }
   if (plan.has_loans) views_.resize(plan.steps.size());
-  // Last: the destructor of what could not be made gives nothing back.
+  // References come last: if the constructor throws, no destructor gives them back.
   plan_.references.fetch_add(1, std::memory_order_relaxed);
   engine_->retain();
 }
@@ -107,8 +107,8 @@ void Operation::ready(uint32_t step) {
   }
 }
 
-// Steps of one list start in its order. Their scratch becomes free in any, and a rank could send a message that its
-// receiver takes late, and keep back one that it takes first.
+// Steps of one list start in its order. Their scratch becomes free in any order, so without the lists a rank could send
+// a message that its receiver takes late, and hold back one that the receiver takes first.
 void Operation::ready_in_order(uint32_t list) {
   const std::vector<uint32_t>& steps = plan_.ordered[list];
   uint32_t& next = next_ordered_[list];
@@ -135,7 +135,7 @@ bool Operation::run_ready(bool copies) {
   bool ran = false;
   for (;;) {
     if (!ready_to_dispatch_.empty()) {
-      // In list order (docs/reference/plans.md rule 4); done() may append while we walk.
+      // In list order (docs/reference/plans.md rule 4). done() may append during the loop.
       for (size_t i = 0; i < ready_to_dispatch_.size(); ++i) dispatch(ready_to_dispatch_[i]);
       ready_to_dispatch_.clear();
     } else if (!ready_folds_.empty()) {
@@ -146,7 +146,7 @@ bool Operation::run_ready(bool copies) {
       const uint32_t step = ready_copies_.front();
       ready_copies_.pop_front();
       run_copy(step);
-      copies = false;  // one a round: the network comes first
+      copies = false;  // one copy a round, because the network comes first
     } else {
       return ran;
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // One run of a plan: which steps are done, which loans are out, how it ended.
 //
-// Network steps go to the mailbox the moment they are ready, and copies of device memory to the owner of the device;
-// folds run next, while the received bytes are in cache; local copies run when the network has nothing to do. No step
-// waits by blocking.
+// Network steps go to the mailbox as soon as they are ready, and copies of device memory to the owner of the device.
+// Folds run next, while the received bytes are in the cache. Local copies run when the network has nothing to do. No
+// step waits by blocking.
 #pragma once
 
 #include <array>
@@ -23,12 +23,12 @@ namespace sennit {
 
 class Engine;
 
-// The owner of a device refuses.
+// The owner of a device refused.
 struct DeviceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// What an operation works on: the caller's buffers, or the device whose memory they are.
+// The memory of an operation: the caller's buffers, or the device to which they belong.
 struct OperationMemory {
   std::span<const sennit_buffer> buffers;
   const sennit_device* device = nullptr;
@@ -42,17 +42,17 @@ class Operation final : public MailboxClient {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  // Engine's lock held in all of these.
-  // On a device, before it starts. Throws DeviceError.
+  // The engine's lock is held in all of these.
+  // Before a start on a device. Throws DeviceError.
   void take_scratch();
   void drop_scratch() { has_memory_ = false; }
   void start();
   bool on_device() const { return device_.copy != nullptr; }
   bool is_collective() const { return (key_base_ & P2P_KEY) == 0; }
-  // Runs what is ready; `copies` false leaves local copies for later. True when anything ran.
+  // Runs the ready steps. `copies` false leaves local copies for later. True when anything ran.
   bool run_ready(bool copies);
   bool has_copies() const { return !ready_copies_.empty(); }
-  // The host memory that steps read or write.
+  // Visits the host memory that steps read or write.
   template <class Visit>
   void for_each_memory(Visit visit) const {
     if (!has_memory_) return;
@@ -65,7 +65,7 @@ class Operation final : public MailboxClient {
   void on_message_sent(uint32_t step) override;
   void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) override;
   void on_copy_done(uint32_t step);
-  // Point-to-point: whether both send to the same peer with the same tag, so that their messages keep the calls' order.
+  // Point-to-point: whether both send to the same peer with the same tag, so that the order of the calls must hold.
   bool shares_order_with(const Operation& other) const {
     return key_base_ == other.key_base_ && plan_.p2p_send_peer == other.plan_.p2p_send_peer;
   }
@@ -81,9 +81,9 @@ class Operation final : public MailboxClient {
     void* argument = nullptr;
   };
   Callback take_callback();
-  // To be called before the other one: tells the owner of the device.
+  // Call it before take_callback: it tells the owner of the device.
   Callback take_device_callback();
-  bool set_callback(Callback callback);  // false: already settled, the caller calls
+  bool set_callback(Callback callback);  // false: already settled, so the caller must call it
 
   sennit_status status() const { return static_cast<sennit_status>(status_.load(std::memory_order_acquire)); }
   const std::string& error() const { return error_; }
@@ -93,7 +93,7 @@ class Operation final : public MailboxClient {
   uint64_t posted_us() const { return deadline_us_ - timeout_us_; }
   bool background() const { return background_; }
   std::string describe() const;
-  // What keeps it besides messages: "waits for 2 copies between host and device"; empty for none.
+  // What the operation waits for besides messages: "waits for 2 copies between host and device". Empty for nothing.
   std::string describe_device() const;
   Engine& engine() const { return *engine_; }
 
@@ -126,16 +126,16 @@ class Operation final : public MailboxClient {
   std::vector<std::byte*> buffers_;
   std::unique_ptr<std::byte[]> scratch_;
   std::vector<uint32_t> waits_;
-  std::vector<View> views_;  // by step, only if the plan has loans
+  std::vector<View> views_;  // one for each step, only if the plan has loans
   std::vector<const void*> operands_;
-  std::vector<uint32_t> ready_to_dispatch_;  // done later, by the mailbox or the owner of the device
+  std::vector<uint32_t> ready_to_dispatch_;  // completed later, by the mailbox or the owner of the device
   std::vector<uint32_t> ready_folds_;
   std::deque<uint32_t> ready_copies_;
   uint32_t steps_left_;
   sennit_device device_{};
-  uint32_t copies_running_ = 0;             // those of the device
-  bool has_memory_ = false;                 // not while on a device it waits for its turn
-  std::array<uint32_t, 3> next_ordered_{};  // of plan_.ordered
+  uint32_t copies_running_ = 0;             // steps of the device
+  bool has_memory_ = false;                 // false while an operation on a device waits for its turn
+  std::array<uint32_t, 3> next_ordered_{};  // one for each list of plan_.ordered
   bool is_sent_ = false;                    // point-to-point: the message is in the mailbox
   uint32_t held_send_ = NO_STEP;
   const uint64_t sequence_;
@@ -147,7 +147,7 @@ class Operation final : public MailboxClient {
   uint32_t source_ = SENNIT_ANY_PEER;
   std::string error_;
   Callback callback_;
-  Operation* next_settled_ = nullptr;  // the engine's: settled behind this one
+  Operation* next_settled_ = nullptr;  // the engine's list: the operation that settled after this one
   std::atomic<int> status_{SENNIT_PENDING};
   std::atomic<uint32_t> references_{1};
 };

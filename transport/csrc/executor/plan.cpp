@@ -125,7 +125,7 @@ class Checker {
     for (uint32_t o = 0; o < step.operand_count; ++o) check_operand(step, plan_.operands[step.operand_first + o], at);
   }
 
-  // Only the owner of a device can address its memory, and it copies at its own pace.
+  // Only the owner of a device can address its memory, and the owner copies at its own pace.
   void check_device(const Step& step, bool loan, const std::string& where) {
     const auto is_device = [this](uint32_t buffer) { return buffer < plan_.buffer_count; };
     const bool writes = step.kind != StepKind::send && !loan && is_device(step.destination_buffer);
@@ -158,7 +158,7 @@ class Checker {
     readers_[operand.index] = at;
   }
 
-  // The reader hands a loan back, so each has one, which must not run before the bytes are there.
+  // The step that reads a loan hands it back. So each loan has a reader, which must not run before the bytes are there.
   void check_loans() {
     for (uint32_t at = 0; at < plan_.steps.size(); ++at) {
       const Step& step = plan_.steps[at];
@@ -171,7 +171,7 @@ class Checker {
     }
   }
 
-  // Two messages of one slot between the same ranks could be taken for each other.
+  // Two messages with the same slot between the same ranks could be confused.
   void check_messages() {
     std::vector<std::tuple<StepKind, uint32_t, uint32_t>> messages;
     for (const Step& step : plan_.steps)
@@ -227,7 +227,7 @@ class Checker {
   }
 
   Plan& plan_;
-  std::vector<uint32_t> readers_;  // by loan's step; empty before the first
+  std::vector<uint32_t> readers_;  // for each step with a loan; empty before the first one
 };
 
 }  // namespace

@@ -54,7 +54,7 @@ struct Plan {
     return step.destination_buffer < buffer_count || (from.kind == 0 && from.index < buffer_count);
   }
 
-  // Throws PlanError naming what is wrong.
+  // Throws PlanError with the rule that the plan breaks.
   static std::unique_ptr<Plan> decode(const void* bytes, size_t size_bytes);
 
   uint32_t world = 0;
@@ -62,24 +62,24 @@ struct Plan {
   uint64_t signature = 0;
   uint64_t scratch_bytes = 0;
   uint32_t buffer_count = 0;
-  bool on_device = false;  // the caller's buffers are device memory: only copies touch them
+  bool on_device = false;  // the caller's buffers are device memory, which only copies touch
   std::string name;
   std::vector<Step> steps;
   std::vector<Operand> operands;
   std::vector<uint32_t> edges;
-  // Derived.
+  // Derived from the above.
   std::vector<uint32_t> waits;           // per step: steps that must be done before it
   std::vector<FoldKernel> kernels;       // per step: REDUCE only
   std::vector<uint64_t> buffer_extents;  // per buffer: bytes the plan touches
-  uint64_t sent_bytes = 0;               // by this rank, to others
-  uint64_t received_bytes = 0;           // from others
-  uint32_t operand_max = 0;              // most operands of a step
-  // On a device: steps of which each list starts in its order, and for each step 1 + its list, or 0.
-  std::array<std::vector<uint32_t>, 3> ordered;  // copies to the host, sends after these alone, receives
+  uint64_t sent_bytes = 0;               // bytes from this rank to others
+  uint64_t received_bytes = 0;           // bytes from other ranks
+  uint32_t operand_max = 0;              // the largest number of operands of a step
+  // On a device: lists of steps that start in the list's order, and for each step 1 + its list, or 0.
+  std::array<std::vector<uint32_t>, 3> ordered;  // copies to the host, sends that wait only for these, receives
   std::vector<uint8_t> order;
-  uint32_t p2p_send_peer = SENNIT_ANY_PEER;  // of a plan that sends one message outside the group's order
+  uint32_t p2p_send_peer = SENNIT_ANY_PEER;  // for a plan that sends one message outside the group's order
   bool has_loans = false;
-  bool scales_integers = false;  // PREMUL_SUM of an integer type
+  bool scales_integers = false;  // for PREMUL_SUM of an integer type
 
   std::atomic<uint32_t> references{1};
 };

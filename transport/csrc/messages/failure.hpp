@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a rank tells the others when it ends the group: why, and which ranks are to blame.
+// What a rank tells the others when it ends the group: the reason, and the ranks to blame.
 //
-// As text, so that a packet capture can be read: "lost 2,5: rank 2 process ended", or the reason alone where no rank is
-// to blame. Whoever hears it tells the same on, so every survivor's error names the rank that is gone, not the one that
-// reported it.
+// The notice is text, so that people can read it in a packet capture: "lost 2,5: rank 2 process ended", or the reason
+// alone if no rank is to blame. Every rank that hears a notice repeats it. So every survivor's error names the rank
+// that is gone, not the rank that reported it.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct FailureNotice {
     return text.append(": ").append(reason);
   }
 
-  // Ranks outside the world are left out: the text came from the network.
+  // Ranks outside the world are left out, because the text came from the network.
   static FailureNotice decode(std::string_view text, uint32_t world) {
     FailureNotice notice;
     std::string_view rest = text;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// KeyIndex: (peer, key) -> first-in-first-out list of record numbers. Every small collective passes through it.
+// KeyIndex: (peer, key) -> first-in-first-out list of record numbers. Every small collective uses it.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,7 @@ class KeyIndex {
     return at == queues_.NONE ? NONE : queues_.value_at(at).head;
   }
 
-  // The oldest record of the key, removed.
+  // Removes and returns the oldest record of the key.
   uint32_t pop(uint32_t peer, uint64_t key) {
     const size_t at = queues_.find({key, peer});
     if (at == queues_.NONE) return NONE;
@@ -50,7 +50,7 @@ class KeyIndex {
     uint64_t key = 0;
     uint32_t peer = 0;
     bool operator==(const Key&) const = default;
-    // Keys differ in their low bits (slot) and in the operation sequence above them.
+    // Keys differ in their low bits (slot) and in the operation sequence above these.
     friend constexpr uint64_t hash_of(const Key& of) { return of.key ^ static_cast<uint64_t>(of.peer) << 40; }
   };
   struct Queue {

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the message layer (mailbox) asks of a port, and what a port tells it.
 //
-// A port serves some peers (shared memory: the ranks of this host; udp: the others). To each of them it
-// has a lane. Two ways through a lane:
+// A port serves some peers (shared memory: the ranks of this host; udp: the others) and has a lane to each of them. A
+// message goes through a lane in one of two ways:
 //   eager     a small message is copied and sent at once; it may arrive before its receive is posted
 //   transfer  the receiver advertises memory (its credit); the sender puts the bytes straight into it
 // Everything runs under the engine's lock, in the thread that drives progress.
@@ -21,24 +21,24 @@ struct pollfd;
 
 namespace sennit {
 
-// docs/reference/plans.md rule 3: the most a receive without destination may hold.
+// docs/reference/plans.md rule 3: the largest receive without destination.
 inline constexpr uint64_t MAX_LOAN_BYTES = 131'072;
 
 class LaneSink {
  public:
   virtual ~LaneSink() = default;
-  // A whole eager message, `flags` one of EagerFlags; `data` is valid during the call only. False: no room to keep it
-  // now, the lane must hold it (and everything behind it) and offer it again at the next progress.
+  // A whole eager message. `flags` is one of EagerFlags. `data` is valid only during the call. False: no room to keep
+  // it now; the lane must hold it (and everything behind it) and offer it again at the next progress.
   virtual bool on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) = 0;
-  // The peer can take the message `header`; `advert_id` goes into Lane::transfer.
+  // The peer can take the message `header`. `advert_id` goes into Lane::transfer.
   virtual void on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) = 0;
-  // An advertised message is complete. For a loan `view` is where the bytes are, until Lane::release.
+  // An advertised message is complete. For a loan, `view` is where the bytes are until Lane::release.
   virtual void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) = 0;
   // A transfer is complete: the sender's buffer may be overwritten.
   virtual void on_sent(uint64_t send_id) = 0;
-  // The peer is gone or broke the protocol. Called once; the lane is dead afterwards.
+  // The peer is gone or broke the protocol. Called once. The lane is dead then.
   virtual void on_peer_lost(uint32_t peer, std::string reason) = 0;
-  // The peer ended the group and says why (FailureNotice, messages/failure.hpp). Called once; the lane is dead.
+  // The peer ended the group and says why (FailureNotice, messages/failure.hpp). Called once. The lane is dead then.
   virtual void on_peer_aborted(uint32_t peer, std::string reason) {
     on_peer_lost(peer, "aborted: " + std::move(reason));
   }
@@ -48,21 +48,21 @@ class Lane {
  public:
   virtual ~Lane() = default;
   virtual uint64_t eager_max_bytes() const = 0;
-  // Copies the message away. False: no room now, try again at the next progress.
+  // Copies the message. False: no room now, so try again at the next progress.
   [[nodiscard]] virtual bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) = 0;
-  // `destination` null: a loan (size_bytes <= MAX_LOAN_BYTES). The lane may delay a loan's advert until
-  // it has memory; it grants in call order.
+  // `destination` null: a loan (size_bytes <= MAX_LOAN_BYTES). The lane may delay a loan's advert until it has memory.
+  // It grants in call order.
   virtual void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) = 0;
   virtual void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) = 0;
   virtual void release(uint64_t loan_id) = 0;
-  // Something posted here waits for the peer; called again and again while it does. A silent peer is asked for a sign
-  // of life; one that gives none within the port's peer timeout is lost (LaneSink::on_peer_lost).
+  // Something posted here waits for the peer. Called repeatedly meanwhile. The lane asks a silent peer for a sign of
+  // life. A peer that gives none within the port's peer timeout is lost (LaneSink::on_peer_lost).
   virtual void expect(uint64_t now_us) = 0;
-  // When the peer last gave a sign of life, in the port's time; 0: never.
+  // When the peer last gave a sign of life, on the port's clock. 0: never.
   virtual uint64_t heard_us() const = 0;
-  // How long it has given none while something waited for it.
+  // How long the peer has been silent while something waited for it.
   virtual uint64_t silent_us() const = 0;
-  // One line for error messages: paths, states, what is outstanding.
+  // One line for error messages: paths, states, outstanding messages.
   virtual std::string describe() const = 0;
 };
 
@@ -70,26 +70,25 @@ class Port {
  public:
   virtual ~Port() = default;
   virtual std::string_view name() const = 0;
-  // One bounded round (tens of microseconds to a few hundred); true when anything moved.
+  // One bounded round (tens of microseconds to a few hundred). True when anything moved.
   virtual bool progress(uint64_t now_us) = 0;
-  // Operations wait and nothing comes: look whether the host says that a peer is gone. Called now and then.
+  // Operations wait and nothing arrives: asks the host whether a peer is gone. Called from time to time.
   virtual void check_on_peers(uint64_t /*now_us*/) {}
-  // Peers known to have ended: their process, or their end of this group. Looks now; may learn more from one call to
-  // the next.
+  // Looks up the peers that have ended: their process, or their end of this group. Later calls may find more.
   virtual std::vector<uint32_t> find_gone(uint64_t now_us) = 0;
-  // Earliest time at which progress must be called although nothing arrived; UINT64_MAX for never.
+  // The earliest time at which progress must be called even if nothing arrived. UINT64_MAX: never.
   virtual uint64_t next_timeout_us() const = 0;
-  // File descriptors whose readability means work (udp sockets).
+  // File descriptors that are readable when there is work (udp sockets).
   virtual void append_poll_fds(std::vector<pollfd>& out) const = 0;
-  // Why the port itself cannot go on (its device is gone, memory cannot be registered); empty while it can.
+  // Why the port itself cannot go on (its device is gone, memory cannot be registered). Empty while it can.
   virtual std::string_view failure() const { return {}; }
-  // All eager messages and transfers acknowledged.
+  // Whether all eager messages and transfers are acknowledged.
   virtual bool idle() const = 0;
-  // Last words to the peers, best effort: why this rank ends the group, or goodbye. Either may throw.
+  // Tells the peers, best effort, why this rank ends the group, or says goodbye. Either may throw.
   virtual void abort(std::string_view reason) = 0;
   virtual void close() = 0;
-  // Gives up all user memory: afterwards neither the port nor its device reads or writes any of it, however late a
-  // packet comes. Nothing of it is handed to the sink any more. Idempotent, and cannot fail.
+  // Gives up all user memory. Afterwards neither the port nor its device reads or writes it, however late a packet
+  // comes, and the sink gets none of it. Idempotent, and cannot fail.
   virtual void revoke() noexcept = 0;
 };
 

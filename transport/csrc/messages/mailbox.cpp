@@ -11,19 +11,19 @@
 namespace sennit {
 namespace {
 
-// Unexpected messages that are kept: of all peers together while nothing here waits for them, divided evenly ...
+// Limits of kept unexpected messages: of all peers while nothing here waits for them, divided evenly ...
 constexpr uint64_t ARRIVALS_BYTES = 16'777'216;
-// ... but at least this much of each, about as much as a rank of 64 gets ...
+// ... but at least this much for each, about the share of a peer in a world of 64 ...
 constexpr uint64_t ARRIVAL_SHARE_MIN_BYTES = 262'144;
-// ... and at most this much of a peer that something here waits for.
+// ... and at most this much for a peer that something here waits for.
 constexpr uint64_t ARRIVALS_AWAITED_BYTES = 268'435'456;
-// A send that waits this long for its advert shows its header to the receiver: a rank that runs another
-// operation, or expects another size, then says so instead of waiting for its deadline.
+// A send that waits this long for its advert shows its header to the receiver. A receiver that runs another operation,
+// or expects another size, then reports that instead of waiting for its deadline.
 constexpr uint64_t PROBE_AFTER_US = 200'000;
-// So often the lanes hear that something waits for their peers.
+// How often the lanes hear that something waits for their peers.
 constexpr uint64_t LOOK_US = 50'000;
 
-// Loans come from lanes (their id, tagged with the peer) or from the mailbox's own buffers.
+// Loans come from lanes (their id, tagged with the peer) or from the mailbox's buffers.
 constexpr uint64_t OWN_LOAN = uint64_t{1} << 63;
 constexpr uint32_t LOAN_PEER_SHIFT = 40;
 
@@ -105,7 +105,7 @@ void Mailbox::start_transfer(uint32_t send, uint64_t advert_id) {
   lanes_[record.peer]->transfer(send, advert_id, record.data, record.header.size_bytes);
 }
 
-// Sends what waits for room in the lane, oldest first.
+// Sends the messages that wait for room in the lane, oldest first.
 bool Mailbox::push_eager(uint32_t peer) {
   std::vector<uint32_t>& waiting = waiting_eager_[peer];
   size_t done = 0;
@@ -210,12 +210,12 @@ uint32_t Mailbox::match_receive(uint32_t peer, uint64_t key) {
 bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) {
   const uint32_t waiting = posted_.front(peer, header.key);
   if (flags == EAGER_REQUEST && !is_p2p(header.key)) {
-    // A collective's probe: the advert is on its way, unless the two sides disagree.
+    // A probe for a collective: the advert is on its way, unless the two sides disagree.
     if (waiting != KeyIndex::NONE) check(peer, header, receives_[waiting].header, true);
     return true;
   }
   if (waiting != KeyIndex::NONE && receives_[waiting].advertised) {
-    // Advertised as large, came small: the sizes differ. (If not, the peer is of another mind about what is small.)
+    // The receive was advertised as large, but the message came as small: the sizes differ, or the peer's limit does.
     if (check(peer, header, receives_[waiting].header, true)) on_peer_lost(peer, "sent eagerly what was advertised");
     return true;
   }
@@ -288,7 +288,7 @@ bool Mailbox::progress(uint64_t now_us) {
   }
   if (pending_count_ != 0 && now_us >= next_probe_us_) {
     next_probe_us_ = now_us + PROBE_AFTER_US;
-    // Rare: walks the pool rather than keeping a second list on the fast path.
+    // This is rare, so it walks the pool. A second list would cost time on the fast path.
     sends_.for_each([&](Send& send) {
       if (send.eager || send.requested || send.posted_us + PROBE_AFTER_US > now_us) return;
       send.requested = lanes_[send.peer]->send_eager(send.header, EAGER_REQUEST, nullptr);

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The mailbox pairs what this rank sends and receives with what the peers do, over lanes of any port.
 //
-// A small message travels eagerly and waits here for its receive, if need be. A large one waits at the sender until
-// the receiver has advertised memory: collectives advertise as soon as the receive is posted; a point-to-point
-// receive first needs the sender's request, because only that says which peer and how large.
+// A small message travels eagerly and, if need be, waits here for its receive. A large message waits at the sender
+// until the receiver has advertised memory. For collectives, the receiver advertises as soon as the receive is posted.
+// A point-to-point receive first needs the sender's request, because only that says which peer and how large.
 //
-// A small message without a receive is unexpected and is kept. Each peer has its own share of memory for that. A peer
-// beyond its share is held up in its lane, which in the end holds up its sender, but only while nothing here waits for
-// it: once something does, the message that is needed may be behind those that are not, in the same lane, so they are
+// A small message without a receive is unexpected and is kept. Each peer has a share of memory for such messages. The
+// lane holds up a peer beyond its share, and thus in the end its sender, but only while nothing here waits for that
+// peer. Once something waits, the message that it needs may be behind others in the same lane, so all are let in.
 // all let in.
 #pragma once
 
@@ -24,19 +24,19 @@ namespace sennit {
 
 inline constexpr uint64_t P2P_KEY = uint64_t{1} << 63;
 
-// Who posted a message: told when it is complete. Called during progress or during the posting call.
+// The poster of a message, told when it is complete. Called during progress or during the posting call.
 class MailboxClient {
  public:
   virtual ~MailboxClient() = default;
   virtual void on_message_sent(uint32_t step) = 0;
-  // `view`: where the bytes are. For a loan the mailbox must get `loan` back; otherwise `loan` is 0.
+  // `view` is where the bytes are. `loan` is 0 if this is no loan; otherwise the mailbox must get it back.
   virtual void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) = 0;
 };
 
 struct MailboxFailure {
   enum class Kind { mismatch, peer_lost, peer_aborted } kind;
   uint32_t peer;
-  std::string reason;  // peer_aborted: a FailureNotice
+  std::string reason;  // with peer_aborted: a FailureNotice
 };
 
 class Mailbox final : public LaneSink {
@@ -51,15 +51,15 @@ class Mailbox final : public LaneSink {
   void receive(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, void* destination);
   void release(uint64_t loan);
 
-  // Offers eager messages again that found no room. True when anything moved.
+  // Offers again the eager messages that found no room. True when anything moved.
   bool progress(uint64_t now_us);
-  // The first failure seen, if any: the engine fails all operations with it.
+  // The first failure, if any. The engine fails all operations with it.
   const MailboxFailure* failure() const { return failure_.get(); }
   bool idle() const { return waiting_eager_count_ == 0; }
   bool lost(uint32_t peer) const { return !lost_[peer].empty(); }
-  // Drops everything posted: no user memory is touched any more.
+  // Drops everything posted. The mailbox touches no user memory afterwards.
   void abandon() noexcept;
-  // Peers that something posted here waits for, ascending. A receive from any rank waits for none in particular.
+  // The peers that something posted here waits for, ascending. A receive from any rank waits for no particular peer.
   std::vector<uint32_t> awaited();
   const Lane* lane(uint32_t peer) const { return lanes_[peer]; }
   // "rank 2: 3 receives, 1 send" for peers with anything outstanding.
@@ -101,7 +101,7 @@ class Mailbox final : public LaneSink {
     MessageHeader header;
     uint64_t id;
   };
-  // Records by number; a number is re-used once removed.
+  // Records by number. The number of a removed record is used again.
   template <class Record>
   class Pool {
    public:
@@ -171,8 +171,8 @@ class Mailbox final : public LaneSink {
   std::vector<std::vector<uint32_t>> waiting_eager_;  // sends by peer, in order
   uint64_t waiting_eager_count_ = 0;
   struct PeerState {
-    uint64_t arrival_bytes = 0;  // of unexpected messages, with what each costs beside its data
-    uint64_t waits = 0;          // receives and sends here that need something of this peer to come in
+    uint64_t arrival_bytes = 0;  // unexpected messages, with the overhead of each
+    uint64_t waits = 0;          // receives and sends here that need something from this peer
   };
   std::vector<PeerState> peers_;
   uint64_t waits_for_any_ = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a message belongs to, in 64 bits that travel with it: collective, element type, reduction, root, element count
-// (docs/reference/plans.md, "Signature"). Ranks that run different collectives find out by it.
+// (docs/reference/plans.md, "Signature"). The signature shows ranks that they run different collectives.
 #pragma once
 
 #include <cstdint>
