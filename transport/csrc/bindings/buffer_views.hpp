@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The caller's buffers of one operation. They stay alive until the operation has ended, whoever still waits for it.
+// The caller's buffers of one operation. They stay alive until the operation has ended.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -17,10 +17,10 @@
 
 namespace sennit::bindings {
 
-// False once the interpreter begins to end: from then on nothing is asked of it from other threads.
+// False once the interpreter begins to end. From then on other threads must not use it.
 inline std::atomic<bool> python_runs{true};
 
-// The caller's buffers, held (and kept from being resized) until the operation is done.
+// The caller's buffers. They are held, and cannot be resized, until the operation is done.
 class BufferViews {
  public:
   explicit BufferViews(const nb::sequence& objects) {
@@ -29,7 +29,7 @@ class BufferViews {
     for (size_t i = 0; i < count; ++i) {
       Py_buffer view;
       const nb::object object = objects[i];
-      // Writable if it can be: whether a plan writes it is the plan's matter.
+      // Writable if possible. Whether a plan writes to the buffer is checked later.
       if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS) != 0) {
         PyErr_Clear();
         if (PyObject_GetBuffer(object.ptr(), &view, PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
@@ -42,8 +42,8 @@ class BufferViews {
   }
   BufferViews(const BufferViews&) = delete;
 
-  // Lets go of the buffers of an operation that was given up while it ran. Called from the engine's thread, without the
-  // GIL, so they go when Python's main thread looks next, or at the next post.
+  // Releases the buffers of an operation that was given up while it ran. The engine's thread calls this without the
+  // GIL. So the buffers go when Python's main thread next runs pending calls, or at the next post.
   static void drop_later(void* self) {
     auto* const views = static_cast<BufferViews*>(self);
     views->next_dropped_ = dropped_.load(std::memory_order_relaxed);
@@ -51,7 +51,7 @@ class BufferViews {
     }
     if (python_runs.load(std::memory_order_acquire)) Py_AddPendingCall(&drop_now, nullptr);
   }
-  // With the GIL.
+  // Call it with the GIL held.
   static int drop_now(void* = nullptr) {
     if (dropped_.load(std::memory_order_relaxed) == nullptr) return 0;
     BufferViews* views = dropped_.exchange(nullptr, std::memory_order_acquire);
@@ -64,7 +64,7 @@ class BufferViews {
     for (const Py_buffer& view : views_) out.push_back({view.buf, static_cast<uint64_t>(view.len)});
     return out;
   }
-  // A plan must not write into an object that Python calls read-only.
+  // A plan must not write into an object that is read-only in Python.
   void check_writable(const sennit::Plan& plan) const {
     for (const sennit::Step& step : plan.steps) {
       const bool writes =
@@ -82,7 +82,7 @@ class BufferViews {
   std::vector<Py_buffer> views_;
 };
 
-// Nobody waits for the operation any more. The engine finishes it, and keeps its buffers until then.
+// Nobody waits for the operation any more. The engine finishes it and keeps its buffers until then.
 inline void give_up(sennit_op* op, std::unique_ptr<BufferViews> views) {
   if (sennit_op_status(op) == SENNIT_PENDING) sennit_op_on_done(op, &BufferViews::drop_later, views.release());
   sennit_op_release(op);

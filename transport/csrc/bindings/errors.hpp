@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Errors of the core as exceptions of sennit.transport.errors.
+// The core's errors as exceptions of sennit.transport.errors.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,7 +21,7 @@ namespace nb = nanobind;
   throw nb::python_error();
 }
 
-// Set-up failures: an errno becomes DeviceError, a wrong argument ArgumentError.
+// Set-up failures: an errno becomes a DeviceError, a wrong argument an ArgumentError.
 template <class Body>
 auto guarded(Body body) {
   try {

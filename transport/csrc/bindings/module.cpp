@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// sennit.transport._core: communicators, plans and operations for Python. Whatever waits releases the GIL.
+// sennit.transport._core: communicators, plans and operations for Python. All functions that wait release the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -29,7 +29,7 @@ using namespace sennit::bindings;
 
 namespace {
 
-// Python looks at its signal handlers this often while an operation is awaited.
+// How often Python checks for signals while it waits for an operation.
 constexpr uint64_t SIGNAL_SLICE_US = 100'000;
 
 uint64_t to_us(double seconds) {
@@ -75,7 +75,7 @@ class PyOp {
   }
   PyOp(const PyOp&) = delete;
 
-  // Once, before all else.
+  // Call it once, before everything else.
   void post(sennit_comm* comm, const PyPlan& plan, const sennit_post_options& options) {
     views_->check_writable(plan.plan());
     const std::vector<sennit_buffer> buffers = views_->buffers();
@@ -116,7 +116,7 @@ class PyOp {
   std::unique_ptr<BufferViews> views_;
 };
 
-// As long as the view stands, its owner can neither free nor resize the memory (PEP 3118).
+// While the view exists, its owner can neither free nor resize the memory (PEP 3118).
 class PyRegistration {
  public:
   PyRegistration(sennit::Engine* engine, const nb::object& buffer)
@@ -249,7 +249,7 @@ class PyCommunicator {
     return op.release();
   }
 
-  // Runs the plan `iterations` times back to back without Python in between; seconds of each run.
+  // Runs the plan `iterations` times without Python in between. Returns the seconds of each run.
   std::vector<double> time_plan(const PyPlan& plan, const nb::sequence& buffers, uint32_t iterations) {
     auto views = std::make_unique<BufferViews>(buffers);
     views->check_writable(plan.plan());

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fold: the arithmetic of reductions. dst[i] = op(op(source0[i], source1[i]), …), always from the left,
-// so that a result depends on its inputs alone (docs/reference/plans.md rule 1).
+// fold: the arithmetic of reductions. dst[i] = op(op(source0[i], source1[i]), …), always from the left, so that a
+// result depends only on its inputs (docs/reference/plans.md rule 1).
 #pragma once
 
 #include <cstddef>
@@ -22,7 +22,7 @@ struct FoldArguments {
 
 using FoldKernel = void (*)(const FoldArguments&);
 
-// Null when the type has no such operation (bitwise on floats, order on complex numbers, mean of bools).
+// Null if the type has no such operation (bitwise on floats, order on complex numbers, mean of bools).
 FoldKernel find_fold(sennit_dtype dtype, sennit_reduce reduce);
 
 uint32_t element_size_bytes(sennit_dtype dtype);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The fold kernels of one instruction set; CMake compiles this file once for each and names it by
-// SENNIT_FOLD_VARIANT. Plain loops that the compiler vectorises, over blocks that stay in the first-level cache.
+// The fold kernels of one instruction set. CMake compiles this file once for each set and names it by
+// SENNIT_FOLD_VARIANT. The kernels are plain loops that the compiler vectorises, over blocks that stay in the L1 cache.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -43,7 +43,7 @@ struct Half {
     if (magnitude > 0x7F800000u) return {static_cast<uint16_t>(sign | 0x7E00u | ((magnitude >> 13) & 0x3FFu))};
     if (magnitude >= 0x477FF000u) return {static_cast<uint16_t>(sign | 0x7C00u)};
     if (magnitude < 0x38800000u) {
-      // Subnormal result: adding 0.5 shifts the mantissa so that the hardware rounds for us.
+      // For a subnormal result, adding 0.5 shifts the mantissa so that the hardware rounds for us.
       const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
       return {static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(shifted) - 0x3F000000u))};
     }
@@ -77,7 +77,7 @@ struct Complex {
   Real re, im;
 };
 
-// Element<T>: the stored type, the type sums are kept in, and the way between them.
+// Element<T>: the stored type, the type of sums, and the conversions between them.
 template <class T>
 struct Element {
   using Accumulator = T;
@@ -99,12 +99,12 @@ inline constexpr bool is_complex = false;
 template <class R>
 inline constexpr bool is_complex<Complex<R>> = true;
 
-// Signed overflow wraps like NumPy's and torch's: computed unsigned.
+// Signed overflow wraps as in NumPy and torch, so the result is computed unsigned.
 template <class A>
 using Wrapping = std::make_unsigned_t<A>;
 
-// A product that is rounded before it is used. GCC 12 makes VFMADDSUB of complex products in spite of
-// -ffp-contract=off, which then differ from the definition in their last bit.
+// A product that is rounded before its use. GCC 12 makes VFMADDSUB of complex products in spite of -ffp-contract=off,
+// and the results then differ from the definition in their last bit.
 template <class Real>
 Real rounded(Real product) {
 #if defined(__has_builtin)
@@ -132,7 +132,7 @@ struct Product {
     if constexpr (is_complex<A>)
       return {rounded(a.re * b.re) - rounded(a.im * b.im), rounded(a.re * b.im) + rounded(a.im * b.re)};
     else if constexpr (std::is_integral_v<A>)
-      // Through 64 bits: 16-bit operands would promote to a signed int and overflow it.
+      // Computed in 64 bits: 16-bit operands would promote to a signed int and overflow it.
       return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
     else
       return a * b;
@@ -185,7 +185,7 @@ A divided(A value, uint32_t divisor) {
     using Real = decltype(value.re);
     return {value.re / static_cast<Real>(divisor), value.im / static_cast<Real>(divisor)};
   } else if constexpr (std::is_integral_v<A>) {
-    // Truncates toward zero. 128 bits hold any value and any world size.
+    // Truncates toward zero. 128 bits hold any value at any world size.
     return static_cast<A>(static_cast<__int128>(value) / static_cast<__int128>(divisor));
   } else {
     return value / static_cast<A>(divisor);
@@ -199,7 +199,7 @@ template <class T, class Op, Prepare prepare, Finish finish>
 void fold(const FoldArguments& arguments) {
   using E = Element<T>;
   using A = typename E::Accumulator;
-  // 16 KiB of accumulators: fits the first-level cache beside one block of every source.
+  // 16 KiB of accumulators fit into the L1 cache together with one block of every source.
   constexpr uint64_t BLOCK = 16'384 / sizeof(A);
   alignas(64) A accumulator[BLOCK];
   T* destination = static_cast<T*>(arguments.destination);
@@ -216,8 +216,8 @@ void fold(const FoldArguments& arguments) {
   };
   (void)factor;
   (void)divisor;
-  // The destination may be one of the sources: reads and writes meet only at the same index, so the
-  // loops carry no dependence (ivdep), and the compiler need not test for overlap.
+  // The destination may be one of the sources. Reads and writes meet only at the same index, so the loops carry no
+  // dependence (ivdep), and the compiler need not test for overlap.
   if (arguments.source_count == 1) {
     const T* a = static_cast<const T*>(arguments.sources[0]);
 #pragma GCC ivdep
@@ -289,7 +289,7 @@ FoldKernel integer(sennit_reduce reduce) {
   }
 }
 
-// Truth values: a sum is "any", a product is "all".
+// Truth values: a sum means "any", a product means "all".
 FoldKernel logical(sennit_reduce reduce) {
   switch (reduce) {
     case SENNIT_SUM:

@@ -5,9 +5,8 @@
 
 namespace sennit {
 
-// Copies without reading the destination's cache lines first and without filling the cache with them.
-// Pays for large results that nobody reads soon: measured 2.5 ms against 3.2 ms for 32 MiB out of a shared ring.
-// Ranges must not overlap.
+// Copies without reading the destination's cache lines or filling the cache. For large results that nobody reads soon:
+// 32 MiB out of a shared ring took 2.5 ms instead of 3.2 ms. Ranges must not overlap.
 void stream_copy(void* destination, const void* source, size_t size_bytes);
 
 }  // namespace sennit

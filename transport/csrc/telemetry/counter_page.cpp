@@ -19,17 +19,17 @@
 namespace sennit {
 namespace {
 
-constexpr uint64_t MAGIC = 0x31'52'54'43'4E'4E'45'53;  // "SENNCTR1": the layout's revision
-// Not "sennit-", which the shared-memory port looks through for orphans of its own.
+constexpr uint64_t MAGIC = 0x31'52'54'43'4E'4E'45'53;  // "SENNCTR1": the revision of the layout
+// Not "sennit-": the shared-memory port searches that prefix for its orphans.
 constexpr const char* FOLDER = "/dev/shm";
 constexpr const char* PREFIX = "sennit.counters-";
-// Of addresses: 1,024 peers of 16 paths take 3 MiB.
+// Address space: 1,024 peers with 16 paths take 3 MiB.
 constexpr size_t RESERVED_BYTES = size_t{1} << 28;
 constexpr size_t GROW_BYTES = 65'536;
 
 size_t padded(size_t bytes) { return (bytes + 7) / 8 * 8; }
 
-// Files whose writers are gone. They are left for readers until somebody makes a page of his own.
+// Removes files whose writers are gone. Readers can read them until somebody makes a new page.
 void remove_orphans() {
   const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(FOLDER), &closedir);
   if (!folder) return;
@@ -50,19 +50,19 @@ struct CounterPage::Header {
   uint64_t magic;
   std::atomic<uint64_t> used_bytes;
   uint32_t rank, world;
-  uint64_t process;   // its number, in its own namespace
+  uint64_t process;   // the process id in its own namespace
   uint64_t began_ns;  // CLOCK_BOOTTIME
   uint64_t reserved[3];
 };
 
 struct CounterPage::Record {
-  uint32_t record_bytes;  // with this header
+  uint32_t record_bytes;  // includes this header
   uint16_t kind;          // 1: names, 2: counters
   uint16_t names_id;
   uint32_t peer, path;
 };
 
-// (From the other constructor on there is a destructor that closes what a later step leaves behind.)
+// After the delegated constructor, the destructor closes what a later step leaves behind.
 CounterPage::CounterPage(uint32_t rank, uint32_t world) : CounterPage() {
   static std::once_flag swept;
   std::call_once(swept, remove_orphans);
@@ -79,10 +79,10 @@ CounterPage::~CounterPage() {
 }
 
 bool CounterPage::create(uint32_t rank, uint32_t world) {
-  // Without a name until there is something to read.
+  // The file has no name until it has content to read.
   fd_ = ::open(FOLDER, O_RDWR | O_TMPFILE | O_CLOEXEC, 0600);
   if (fd_ < 0) return false;
-  // Held as long as the process lives, whatever else it opens and closes: the sign that there is a writer.
+  // The lock shows that there is a writer. It is held as long as the process lives, whatever else the process closes.
   if (flock(fd_, LOCK_EX | LOCK_NB) != 0 || !grow(sizeof(Header))) return false;
   void* base = mmap(nullptr, RESERVED_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   if (base == MAP_FAILED) return false;
@@ -108,7 +108,7 @@ bool CounterPage::create(uint32_t rank, uint32_t world) {
   return false;
 }
 
-// Pages that the file really has: running out later would be a SIGBUS.
+// Allocates the pages now, because running out later would be a SIGBUS.
 bool CounterPage::grow(size_t bytes) {
   while (file_bytes_ < bytes) {
     if (posix_fallocate(fd_, static_cast<off_t>(file_bytes_), GROW_BYTES) != 0) return false;

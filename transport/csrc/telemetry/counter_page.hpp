@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counters that other processes can read: the ones that the data plane counts in, in a file of /dev/shm. Nothing is
-// copied and nobody is asked, so they are current while a rank computes, and still there after it was killed.
+// Counters that other processes can read. The data plane counts directly in a file of /dev/shm. Nothing is copied, so
+// the values are current while a rank computes, and remain after the rank was killed.
 //
-// Layout, native byte order (docs/reference/counters.md): a header, then records of 8-byte multiples that say
-// themselves how long they are: names of a kind of counters, and blocks of such counters. One writer; a reader takes
-// `used_bytes` first, then what lies below it. Counters are 64 bits wide, aligned, and written by one thread at a time.
+// Layout, native byte order (docs/reference/counters.md): a header, then records. Each record is a multiple of 8 bytes
+// and begins with its length. A record holds the names of a kind of counters, or a block of such counters. There is one
+// writer. A reader takes `used_bytes` first, then the records below it. Counters are 64 bits wide, aligned, and written
+// by one thread at a time.
 #pragma once
 
 #include <array>
@@ -26,14 +27,14 @@ inline constexpr uint32_t NO_PATH = UINT32_MAX;
 
 class CounterPage {
  public:
-  // Where the file cannot be made (no /dev/shm, or full), counters are kept in memory of this process alone.
+  // If the file cannot be made (no /dev/shm, or it is full), the counters are kept in this process's memory.
   CounterPage(uint32_t rank, uint32_t world);
   ~CounterPage();
   CounterPage(const CounterPage&) = delete;
   CounterPage& operator=(const CounterPage&) = delete;
 
-  // Zeroed counters that live as long as the page. `Counters` is a struct of 64-bit integers and has
-  //   static constexpr const char* GROUP;     what they are about, as "flow"
+  // Returns zeroed counters that live as long as the page. `Counters` is a struct of 64-bit integers and has
+  //   static constexpr const char* GROUP;     the subject, such as "flow"
   //   static std::vector<std::string> names() one for each integer
   template <class Counters>
   Counters& place(uint32_t peer, uint32_t path = NO_PATH) {
@@ -41,7 +42,7 @@ class CounterPage {
     return *new (add(Counters::GROUP, &Counters::names, sizeof(Counters) / 8, peer, path)) Counters{};
   }
 
-  // Empty where there is no file.
+  // Empty without a file.
   const std::string& path() const { return path_; }
 
  private:
@@ -62,10 +63,10 @@ class CounterPage {
   std::byte* base_ = nullptr;
   size_t reserved_bytes_ = 0, file_bytes_ = 0, used_bytes_ = 0;
   std::vector<std::string> groups_;                    // by names_id
-  std::vector<std::unique_ptr<uint64_t[]>> unshared_;  // blocks that found no room
+  std::vector<std::unique_ptr<uint64_t[]>> unshared_;  // blocks that did not fit into the file
 };
 
-// Counters on a page, or where there is none, here.
+// Counters on a page, or without a page in this object.
 template <class Counters>
 class Counted {
  public:
@@ -81,10 +82,10 @@ class Counted {
   Counters& counters_;
 };
 
-// Counters with their names, as a rank reads its own. Names are those of its page (counter_page.hpp).
+// Counters with their names, as a rank reads its own. The names are those of its page (counter_page.hpp).
 using CounterList = std::vector<std::pair<std::string, uint64_t>>;
 
-// A struct of 64-bit integers as these, in their order.
+// Returns the integers of a struct of 64-bit integers, in order.
 template <class Counters>
 auto words_of(const Counters& counters) {
   return std::bit_cast<std::array<uint64_t, sizeof(Counters) / sizeof(uint64_t)>>(counters);

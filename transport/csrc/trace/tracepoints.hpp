@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The tracepoints of the data plane: user-level statically defined tracing (USDT), as perf, bcc, bpftrace and libbpf
-// read it from the ELF notes of this library. Provider `sennit`; names and arguments are an interface, described in
-// docs/reference/tracepoints.md; bpftrace reads the first six.
+// The tracepoints of the data plane: user-level statically defined tracing (USDT), which perf, bcc, bpftrace and libbpf
+// read from the ELF notes of this library. The provider is `sennit`. Names and arguments are an interface, described in
+// docs/reference/tracepoints.md. bpftrace reads the first six arguments.
 //
-// One that nobody listens to is two nops: no branch, no load beyond what its arguments need. So arguments are values at
-// hand, of fixed width, and never computed for the tracepoint alone. They fire in the simulator as well.
+// A tracepoint without a listener is two nops: no branch, and no load beyond what its arguments need. So arguments are
+// values at hand, of fixed width, and never computed for the tracepoint alone. Tracepoints fire in the simulator too.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-// Hits kept for the tests of this library: what a tracer would see, without one.
+// Hits kept for the tests of this library: what a tracer would see.
 namespace sennit::trace {
 
 struct Hit {
@@ -23,7 +23,7 @@ struct Hit {
   std::vector<uint64_t> arguments;
 };
 
-// Where hits of this thread go; null: nowhere.
+// Where hits of this thread go. Null: nowhere.
 inline thread_local std::vector<Hit>* recorder = nullptr;
 
 template <class Argument>
@@ -50,8 +50,8 @@ void record(std::string_view name, Arguments... arguments) {
 #define SDT_USE_VARIADIC
 #include <sys/sdt.h>
 #if defined(__x86_64__)
-// A nop of five bytes behind the usual one: Linux 6.18 puts a call there instead of a trap, which takes a quarter less.
-// Tracers that do not know of it use the first, which every kernel emulates (as in github.com/libbpf/usdt).
+// A nop of five bytes after the usual one. Linux 6.18 puts a call there instead of a trap, which takes a quarter less
+// time. Older tracers use the first nop, which every kernel emulates (as in github.com/libbpf/usdt).
 #undef _SDT_NOP
 #define _SDT_NOP \
   nop;           \
@@ -71,7 +71,7 @@ namespace sennit::trace {
 template <class... Arguments>
 inline void discard(const Arguments&...) {}
 
-// Whose flow it is: both ranks, which the flow itself has no use for.
+// The two ranks of a flow. Only tracepoints need them.
 struct Ends {
   uint32_t rank, peer;
 };
@@ -79,22 +79,22 @@ struct Ends {
 inline constexpr uint32_t NO_PEER = UINT32_MAX, NO_PATH = UINT32_MAX;
 
 // What was made reachable: memory registered with a device, a window onto such memory, a key of a port that checks each
-// packet itself, a file of /dev/shm.
+// packet itself, or a file of /dev/shm.
 enum class Memory : uint32_t { region = 0, window = 1, key = 2, segment = 3 };
 enum class Registration : uint32_t { made = 0, reused = 1, released = 2 };
 
-// Where an error was met; the comment says what its number is.
+// Where an error was met. The comment says what its number is.
 enum class PortError : uint32_t {
-  send = 0,        // errno: the kernel did not take packets, which are lost
-  refused = 1,     // errno: a packet came back, nobody listens there
+  send = 0,        // errno: the kernel did not take the packets, so they are lost
+  refused = 1,     // errno: a packet came back, because nobody listens there
   receive = 2,     // errno; ibv_wc_status: a message that a device dropped
   completion = 3,  // ibv_wc_status: a queue pair is in error
-  queue_pair = 4,  // ibv_event_type: likewise; 0: it takes no requests
+  queue_pair = 4,  // ibv_event_type: as above; 0: it takes no requests
   port_down = 5,   // ibv_event_type
-  device = 6,      // ibv_event_type, 0 where there was none: the device cannot be used any more
+  device = 6,      // ibv_event_type, or 0 if there was none: the device cannot be used any more
 };
 
-// `operation` tells operations in flight from each other; only collectives have a sequence number above 0.
+// `operation` tells the operations in flight apart. Only collectives have a sequence number above 0.
 inline void operation_begin(uint32_t rank, const void* operation, const char* name, uint64_t sent_bytes,
                             uint64_t received_bytes, uint64_t signature, uint64_t sequence) {
   SENNIT_TRACEPOINT(operation_begin, rank, operation, name, sent_bytes, received_bytes, signature, sequence);

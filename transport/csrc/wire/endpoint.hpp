@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A UDP endpoint, IPv4 or IPv6: read from text and printed for people.
+// A UDP endpoint, IPv4 or IPv6: parsed from text and printed for people.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ struct Endpoint {
   bool operator==(const Endpoint&) const = default;
 };
 
-// A literal IPv4 or IPv6 address, without scope. Throws std::invalid_argument.
+// Parses a literal IPv4 or IPv6 address without scope. Throws std::invalid_argument.
 Endpoint parse_endpoint(const std::string& address, uint16_t port);
 std::string address_text(const Endpoint& endpoint);  // "192.0.2.1" or "2001:db8::1"
 std::string text_of(const Endpoint& endpoint);       // "192.0.2.1:4791" or "[2001:db8::1]:4791"

@@ -8,8 +8,8 @@
 namespace sennit::wire {
 namespace {
 
-// BTH byte 1: solicited event, MigReq, pad count (2 bits), transport version (4 bits). MigReq is set: the
-// state "migrated" is the one a queue pair starts in; receivers without alternate paths ignore it.
+// BTH byte 1: solicited event, MigReq, pad count (2 bits), transport version (4 bits). MigReq is set, because a queue
+// pair starts in the state "migrated". Receivers without alternate paths ignore it.
 constexpr uint8_t MIGRATED = 0x40;
 
 void write_bth(std::byte* out, Opcode opcode, uint8_t pad_bytes, uint32_t qpn, uint32_t psn) {
@@ -59,7 +59,7 @@ Refusal parse(std::span<const std::byte> head, size_t packet_bytes, Packet& out)
   if (opcode != Opcode::uc_write_only_immediate && opcode != Opcode::uc_send_only) return Refusal::bad_opcode;
   const auto flags = static_cast<uint8_t>(bth[1]);
   if ((flags & 0x0F) != 0) return Refusal::bad_version;
-  // The top bit of a partition key says full or limited member; both may talk to us.
+  // The top bit of a partition key says full or limited member. Both may talk to us.
   if ((load_be16(bth + 2) & 0x7FFF) != (DEFAULT_PARTITION_KEY & 0x7FFF)) return Refusal::bad_partition;
 
   const bool is_data = opcode == Opcode::uc_write_only_immediate;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// RoCEv2 packets of the unreliable connected (UC) service: the two that sennit sends and accepts, and one for devices.
+// RoCEv2 packets of the unreliable connected (UC) service: two that sennit sends and accepts, and one for devices only.
 //
 //   data     RDMA WRITE ONLY with immediate   BTH | RETH | ImmDt | payload | pad | ICRC
 //   control  SEND ONLY                        BTH | payload | pad | ICRC
 //   eager    SEND ONLY with immediate         BTH | ImmDt | payload | pad | ICRC      to a device only
 //
-// IBTA architecture specification, volume 1: 9.2 (BTH), 9.3.3 (RETH), 9.3.6 (ImmDt), 9.2.2 (pad count),
-// annex A17 (RoCEv2). Byte tables: docs/reference/wire.md. A packet is parsed from its first bytes and its size
-// alone, so that the payload may lie anywhere.
+// IBTA architecture specification, volume 1: 9.2 (BTH), 9.3.3 (RETH), 9.3.6 (ImmDt), 9.2.2 (pad count), annex A17
+// (RoCEv2). Byte tables: docs/reference/wire.md. A packet is parsed from its first bytes and its size alone, so the
+// payload may lie anywhere.
 #pragma once
 
 #include <array>
@@ -40,7 +40,7 @@ enum class Opcode : uint8_t {
   uc_write_only_immediate = 0x2B,
 };
 
-// Why a packet was dropped. Each is a counter of the port, under `name(refusal)`.
+// Why a packet was dropped. Each reason is a counter of the port, under `name(refusal)`.
 enum class Refusal : uint8_t {
   none,
   truncated,      // shorter than its headers
@@ -50,10 +50,10 @@ enum class Refusal : uint8_t {
   bad_partition,  // not the default partition
   bad_pad,        // the pad count does not fill up to a multiple of four
   bad_length,     // RETH's DMA length is not the payload's
-  unknown_qpn,    // no path of ours
+  unknown_qpn,    // the queue pair of none of our paths
   bad_key,        // rkey does not open the region
-  bad_range,      // address outside of the region, or of what is expected
-  bad_slot,       // immediate names nothing that is expected
+  bad_range,      // address outside the region, or outside what is expected
+  bad_slot,       // the immediate names nothing that is expected
   bad_icrc,       // damaged, or not from the peer's address
   count,
 };
@@ -63,7 +63,7 @@ std::string_view name(Refusal refusal);
 struct Packet {
   Opcode opcode;
   uint8_t pad_bytes;
-  uint32_t qpn;             // destination queue pair, 24 bits
+  uint32_t qpn;             // destination queue pair number, 24 bits
   uint32_t psn;             // 24 bits
   uint64_t remote_address;  // data only
   uint32_t rkey;            // data only
@@ -86,7 +86,7 @@ constexpr size_t control_packet_bytes(size_t payload_bytes) {
   return CONTROL_HEADER_BYTES + payload_bytes + pad_of(payload_bytes) + ICRC_BYTES;
 }
 
-// Headers only; the sender gathers [header][payload][pad and ICRC].
+// Writes only the headers. The sender gathers [header][payload][pad and ICRC].
 void write_data_header(std::span<std::byte, DATA_HEADER_BYTES> out, uint32_t qpn, uint32_t psn, uint64_t remote_address,
                        uint32_t rkey, uint32_t immediate, uint32_t payload_bytes);
 void write_send_immediate_header(std::span<std::byte, SEND_IMMEDIATE_HEADER_BYTES> out, uint32_t qpn, uint32_t psn,
@@ -94,15 +94,14 @@ void write_send_immediate_header(std::span<std::byte, SEND_IMMEDIATE_HEADER_BYTE
 void write_control_header(std::span<std::byte, CONTROL_HEADER_BYTES> out, uint32_t qpn, uint32_t psn,
                           uint32_t payload_bytes);
 
-// The destination queue pair of a header that may be invalid otherwise.
+// The destination queue pair of a header that may otherwise be invalid.
 uint32_t read_qpn(std::span<const std::byte, BTH_BYTES> bth);
 
 // Reads the headers of a packet of `packet_bytes` bytes (UDP payload, ICRC included) whose first bytes are
 // `head`: at least min(packet_bytes, DATA_HEADER_BYTES) of them. Does not look at the ICRC.
 [[nodiscard]] Refusal parse(std::span<const std::byte> head, size_t packet_bytes, Packet& out);
 
-// For which queue pair and place a data packet is, from its first bytes alone: a hint, nothing is checked. None for
-// other packets.
+// A hint from the first bytes of a data packet: its queue pair and place. Nothing is checked. None for other packets.
 struct DataTarget {
   uint32_t qpn, immediate;
 };

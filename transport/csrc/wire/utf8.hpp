@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Texts that cross a process border: Python refuses a string that is not UTF-8 (RFC 3629), and so would lose the error
-// that it is part of.
+// Texts that cross a process border. Python refuses a string that is not UTF-8 (RFC 3629), and would lose the error
+// that contains the text.
 #pragma once
 
 #include <cstddef>
@@ -10,18 +10,18 @@
 
 namespace sennit {
 
-// At most `max_bytes` of `text`, not cut within a character.
+// At most `max_bytes` of `text`, never cut within a character.
 constexpr std::string_view utf8_prefix(std::string_view text, size_t max_bytes) {
   if (text.size() <= max_bytes) return text;
   while (max_bytes > 0 && (static_cast<uint8_t>(text[max_bytes]) & 0xC0) == 0x80) --max_bytes;
   return text.substr(0, max_bytes);
 }
 
-// How many bytes the character in front of `text` has; 0 where there is none. NUL is none: it would end a C string.
+// Returns the bytes of the first character of `text`. 0: there is none, or it is NUL, which would end a C string.
 constexpr size_t utf8_character_bytes(std::string_view text) {
   struct Form {
     uint8_t mask, lead;
-    uint32_t least;  // shorter forms have these
+    uint32_t least;  // lower values have a shorter form
   };
   constexpr Form FORMS[] = {{0x80, 0x00, 0x1}, {0xE0, 0xC0, 0x80}, {0xF0, 0xE0, 0x800}, {0xF8, 0xF0, 0x1'0000}};
   const auto at = [&](size_t index) { return static_cast<uint8_t>(text[index]); };
@@ -39,7 +39,7 @@ constexpr size_t utf8_character_bytes(std::string_view text) {
   return 0;
 }
 
-// The text with a question mark for every byte that belongs to no character.
+// Returns the text with a question mark in place of every byte that belongs to no character.
 inline std::string repaired_utf8(std::string_view text) {
   std::string repaired;
   repaired.reserve(text.size());

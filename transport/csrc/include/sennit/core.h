@@ -1,21 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// The C face of the native core: what the torch extension and the Python binding call.
+// The C interface of the native core, which the torch extension and the Python binding call.
 //
-// One `sennit_comm` is one process group: this rank's channels to every peer, and the operations in
-// flight on them. An operation is a compiled plan (docs/reference/plans.md) run over caller-owned buffers.
-// Every wait has a deadline. All functions are safe to call from several threads; none needs the
-// Python GIL.
+// A `sennit_comm` is one process group: this rank's channels to every peer, and the operations in flight on them. An
+// operation is a compiled plan (docs/reference/plans.md) run over caller-owned buffers. Every wait has a deadline. All
+// functions may be called from several threads. None needs the Python GIL.
 //
-// Errors. No function here throws. A failure leaves one of two states, and never a third:
+// Errors. No function here throws. A failure leaves one of two states:
 //   the call had no effect   sennit_plan_load, sennit_post: nothing was sent, no buffer is in use, and the
 //                            call may be tried again
 //   the group has ended      every operation in flight has ended with a status and a text that say why, all
 //                            buffers are the caller's again, and later posts report the same reason
 // Memory that runs out once an operation runs ends the group (SENNIT_DEVICE, "out of memory").
 //
-// Fork. A child of fork shares the parent's sockets and queues and has none of its threads. There every
-// call that would touch them does nothing: sennit_post reports SENNIT_ARGUMENT, so does the status of an
-// operation that was in flight, and release keeps what belongs to the parent.
+// Fork. A child of fork shares the parent's sockets and queues but has none of its threads. In the child, calls that
+// would touch them do nothing: sennit_post reports SENNIT_ARGUMENT, and so does the status of an operation that was in
+// flight. Release keeps what belongs to the parent.
 #pragma once
 
 #include <stddef.h>
@@ -36,7 +35,7 @@ typedef enum sennit_status {
   SENNIT_PEER = 4,      // a peer died, aborted or reported a failure; the message names it
   SENNIT_MISMATCH = 5,  // a peer runs another operation, size, dtype or split
   SENNIT_ARGUMENT = 6,  // malformed plan or buffers; nothing was sent
-  SENNIT_DEVICE = 7,    // a socket, device, thread or memory that the system refuses; the message says which
+  SENNIT_DEVICE = 7,    // the system refused a socket, device, thread or memory; the message says which
 } sennit_status;
 
 // Element types of arithmetic. Pure data movement uses bytes (SENNIT_U8).
@@ -98,7 +97,7 @@ typedef struct sennit_buffer {
 
 enum sennit_post_flags {
   SENNIT_POST_ASYNC = 1,  // the caller will not wait at once: wake the background thread
-  SENNIT_POST_P2P = 2,    // matched by `tag`, not by the group's operation sequence
+  SENNIT_POST_P2P = 2,    // matched by `tag` instead of the group's operation sequence
 };
 
 typedef struct sennit_post_options {
@@ -111,87 +110,86 @@ typedef struct sennit_post_options {
 // Whether `reduce` is defined for elements of type `dtype`, so that a plan may contain it.
 SENNIT_API int sennit_reduce_is_defined(uint32_t dtype, uint32_t reduce);
 
-// Plans: immutable, reference-counted, shared by any number of operations.
+// Plans are immutable and reference-counted. Any number of operations may share a plan.
 SENNIT_API sennit_plan* sennit_plan_load(const void* bytes, size_t size_bytes, char* error, size_t error_size);
 SENNIT_API void sennit_plan_release(sennit_plan* plan);
 
-// Starts an operation. `buffers` are the plan's buffers in order, borrowed until the operation is done.
-// Takes its own references on plan and communicator. On anything but SENNIT_OK nothing was sent, `*out` is
-// null and `error` (may be null) holds the reason. An operation that fails as soon as it runs is SENNIT_OK
-// here; its own status says the rest.
+// Starts an operation. `buffers` are the plan's buffers in order, borrowed until the operation is done. Takes its own
+// references on plan and communicator. On any status but SENNIT_OK nothing was sent, `*out` is null and `error` (may be
+// null) holds the reason. For an operation that fails as soon as it runs, sennit_post returns SENNIT_OK, and the
+// operation's status has the error.
 SENNIT_API sennit_status sennit_post(sennit_comm* comm, sennit_plan* plan, const sennit_buffer* buffers,
                                      uint32_t buffer_count, const sennit_post_options* options, sennit_op** out,
                                      char* error, size_t error_size);
 
-// Where a device's copy reads or writes: bytes from `offset` of the operation's buffer number `buffer`.
+// Where a device's copy reads or writes: the bytes from `offset` of the operation's buffer number `buffer`.
 typedef struct sennit_place {
   void* host;  // null: the buffer is device memory, which only its owner can address
   uint32_t buffer;
   uint64_t offset;
 } sennit_place;
 
-// How an operation reaches the memory of a device: its plan says which bytes to copy and when, the owner of the device
-// copies. `copy` and `scratch` are called with a lock held: they must not block or throw, and may call nothing of the
-// core but sennit_op_retain.
+// How an operation reaches the memory of a device. Its plan says which bytes to copy and when. The owner of the device
+// makes the copies. `copy` and `scratch` are called with a lock held: they must not block or throw, and may call no
+// function of the core except sennit_op_retain.
 typedef struct sennit_device {
   void* context;
-  // Starts a copy; the owner calls sennit_copy_done(op, step, ...) once, from any thread but not from within. It keeps
-  // a reference on `op` until then. Copies to the host end in the order of their starts. Anything but 0: it cannot be
-  // started, and the operation fails.
+  // Starts a copy. The owner calls sennit_copy_done(op, step, ...) once, from any thread, but not from within `copy`.
+  // Until then it keeps a reference on `op`. Copies to the host end in the order of their starts. A result other than 0
+  // means that the copy cannot start, and the operation fails.
   int (*copy)(void* context, sennit_op* op, uint32_t step, const sennit_place* from, const sennit_place* to,
               uint64_t size_bytes);
-  // Host memory for the plan's scratch, through which all bytes of the device pass; null when there is none. It
-  // belongs to the operation until `ended`, and longer to copies that still run then.
+  // Returns host memory for the plan's scratch, through which all bytes of the device pass; null when there is none. It
+  // belongs to the operation until `ended`, and to copies that still run then until they end.
   void* (*scratch)(void* context, uint64_t size_bytes);
-  // The operation has ended: nothing here is called any more, and the core touches none of its memory. No lock is held.
+  // The operation has ended: none of these is called any more, and the core does not touch its memory. No lock is held.
   void (*ended)(void* context);
 } sennit_device;
 
-// Starts an operation whose plan is for device memory (docs/reference/plans.md). It takes its place in the order of the
-// group at once; a few of them run at a time, the others wait in that order. `device` is copied.
+// Starts an operation whose plan is for device memory (docs/reference/plans.md). It takes its place in the group's
+// order at once. A few such operations run at a time, and the others wait in that order. `device` is copied.
 SENNIT_API sennit_status sennit_post_on_device(sennit_comm* comm, sennit_plan* plan, const sennit_device* device,
                                                const sennit_post_options* options, sennit_op** out, char* error,
                                                size_t error_size);
-// A copy has ended; `error` null: all bytes are where they belong. Without effect on an operation that has ended.
+// A copy has ended. `error` null: all bytes are in place. Has no effect on an operation that has ended.
 SENNIT_API void sennit_copy_done(sennit_op* op, uint32_t step, const char* error);
 
-// Drives progress in the calling thread until done. `timeout_us` 0: the operation's own deadline.
-// Returns the final status, or SENNIT_PENDING if only this wait (not the operation) timed out.
+// Drives progress in the calling thread until done. `timeout_us` 0: until the operation's own deadline. Returns the
+// final status, or SENNIT_PENDING if only this wait (not the operation) timed out.
 SENNIT_API sennit_status sennit_wait(sennit_op* op, uint64_t timeout_us);
 SENNIT_API sennit_status sennit_op_status(const sennit_op* op);
-// The error text of a failed operation; empty when it did not fail. Valid as long as the op.
+// The error text of a failed operation, else empty. Valid as long as the op.
 SENNIT_API const char* sennit_op_error(const sennit_op* op);
-// The rank a SENNIT_ANY_PEER receive matched; SENNIT_ANY_PEER before that.
+// The rank that a SENNIT_ANY_PEER receive matched. SENNIT_ANY_PEER before the match.
 SENNIT_API uint32_t sennit_op_source(const sennit_op* op);
-// The group's sequence number this operation got (collectives), or 0 (P2P).
+// The operation's sequence number in the group (collectives), or 0 (P2P).
 SENNIT_API uint64_t sennit_op_sequence(const sennit_op* op);
-// Calls `callback(argument)` once when the op is done: at once if it already is, else from the thread
-// that finishes it (no lock held). At most one callback an op. A callback should not throw; if it does,
-// the exception is dropped and counted (callbacks_failed).
-// The background thread drives the op from here on, so nobody has to wait for it. SENNIT_DEVICE: no such
-// thread can be started; the callback is set, but runs only when some wait or post on this group finishes
-// the op. SENNIT_ARGUMENT: in a child of fork; it is never called.
+// Calls `callback(argument)` once when the op is done: at once if it already is, else from the thread that finishes it
+// (no lock held). An op takes at most one callback. A callback should not throw. If it does, the exception is dropped
+// and counted (callbacks_failed). The background thread drives the op from here on, so nobody has to wait for it.
+// SENNIT_DEVICE: no such thread can be started. The callback is set, but runs only when some wait or post on this group
+// finishes the op. SENNIT_ARGUMENT: in a child of fork. The callback is never called.
 SENNIT_API sennit_status sennit_op_on_done(sennit_op* op, void (*callback)(void*), void* argument);
 SENNIT_API void sennit_op_retain(sennit_op* op);
 SENNIT_API void sennit_op_release(sennit_op* op);
 
-// Communicators are made by the Python binding (rendezvous is Python's); these keep and end them.
+// The Python binding makes communicators (rendezvous is in Python). These functions retain and end them.
 SENNIT_API void sennit_comm_retain(sennit_comm* comm);
 SENNIT_API void sennit_comm_release(sennit_comm* comm);
 SENNIT_API uint32_t sennit_comm_rank(const sennit_comm* comm);
 SENNIT_API uint32_t sennit_comm_size(const sennit_comm* comm);
-// Operations posted so far on this rank (collectives only): equal on all ranks when in step.
+// Operations posted so far on this rank (collectives only). Equal on all ranks that are in step.
 SENNIT_API uint64_t sennit_comm_sequence(const sennit_comm* comm);
 // True (1) in a child of fork: the communicator belongs to the parent.
 SENNIT_API int sennit_comm_is_inherited(const sennit_comm* comm);
-// How often this process and the processes above it have forked since the first call or communicator.
+// How often this process and its ancestors have forked since the first call or communicator.
 SENNIT_API uint64_t sennit_fork_count(void);
-// Tells the peers, takes all buffers back from ports and devices (at most a second), fails every operation
-// in flight and all later ones, and returns. Does nothing to a group that has ended.
+// Tells the peers, takes all buffers back from ports and devices (at most a second), fails every operation in flight
+// and all later ones, and returns. Does nothing to a group that has ended.
 SENNIT_API void sennit_abort(sennit_comm* comm, const char* reason);
-// Sends what is still unacknowledged (at most `timeout_us`), says goodbye to the peers, takes all buffers
-// back as sennit_abort does, ends operations still in flight with SENNIT_ABORTED, and stops the background
-// thread. After the return no callback of this group runs in it any more.
+// Sends what is still unacknowledged (at most `timeout_us`), says goodbye to the peers, takes all buffers back as
+// sennit_abort does, ends operations still in flight with SENNIT_ABORTED, and stops the background thread. No callback
+// of this group runs in that thread after the return.
 SENNIT_API void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us);
 
 #ifdef __cplusplus
