@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many messages of many packets an unreliable queue pair of rxe delivers under loss: `python FILE [MESSAGES]`.
+"""Counts the many-packet messages that an unreliable queue pair of rxe delivers under loss: `python FILE [MESSAGES]`.
 
     sennit testbed vm --netem 'loss 1%' -- python tests/rdma/broken_messages.py 200
 
-Prints it beside what is to be expected where a lost packet costs its own message only. docs/upstream tells more.
+Prints this number beside the expected one if a lost packet cost only its own message. See docs/upstream.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKETS = 64
 PACKET_BYTES = 4_096
 LOSS_FRACTION = 0.01
 SIZE_BYTES = PACKETS * PACKET_BYTES
-# No message is under way for so long: both ends are in one machine.
+# No message is in flight for so long, because both ends are on one machine.
 QUIET_S = 0.5
 
 
@@ -54,7 +54,7 @@ def main() -> None:
 
         for number in range(messages):
             near.write(far, SIZE_BYTES, number)
-            near.completions(1)  # it is on the wire, lost or not
+            near.completions(1)  # the packet is on the wire, lost or not
             take()
         quiet_since_s = time.monotonic()
         while time.monotonic() < quiet_since_s + QUIET_S:

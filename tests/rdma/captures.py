@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames as a cable carries them, and what decoders make of their packets: ours, scapy's, Wireshark's."""
+"""Frames from a cable, and how decoders read their packets: ours, scapy's, Wireshark's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Final, Self
 
 from sennit.transport import wire
 
-# linux/if_ether.h; with any other than ALL, what this machine sends is not seen.
+# linux/if_ether.h. Any other value would hide what this machine sends.
 ETH_P_ALL: Final = 3
 ETH_P_IP: Final = 0x0800
 ETH_P_IPV6: Final = 0x86DD
@@ -25,7 +25,7 @@ ETHERNET_BYTES: Final = 14
 IPV6_BYTES: Final = 40
 UDP_BYTES: Final = 8
 FRAME_MAX_BYTES: Final = 65_536
-# asm-generic/socket.h: as root beyond net.core.rmem_max, or a capture would have holes.
+# asm-generic/socket.h. Root may exceed net.core.rmem_max. Otherwise a capture would lose frames.
 SO_RCVBUFFORCE: Final = 33
 BUFFER_BYTES: Final = 64 << 20
 TSHARK_TIMEOUT_S: Final = 120.0
@@ -33,12 +33,12 @@ TSHARK_TIMEOUT_S: Final = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """A RoCE packet, with what the ICRC covers of the headers before it."""
+    """A RoCE packet, with the header fields before it that the ICRC covers."""
 
     source: tuple[str, int]
     destination: tuple[str, int]
     identification: int
-    """Of IPv4; 0 in IPv6."""
+    """The field of IPv4; 0 in IPv6."""
     datagram: bytes
 
     @property
@@ -55,7 +55,7 @@ class Captured:
 
 
 class Tap:
-    """Sees all that an interface sends and receives while it is open."""
+    """Captures everything that an interface sends and receives while it is open."""
 
     def __init__(self, interface: str) -> None:
         self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
@@ -64,7 +64,7 @@ class Tap:
         self._socket.setblocking(False)
 
     def frames(self) -> list[bytes]:
-        """Those with RoCE packets since the last call."""
+        """Returns the frames with RoCE packets since the last call."""
         found = []
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -81,7 +81,7 @@ class Tap:
 
 
 def packets(frames: list[bytes]) -> Iterator[Captured]:
-    """The RoCE packets of frames, without options or extension headers."""
+    """Yields the RoCE packets of frames. Skips IP options and extension headers."""
     for frame in frames:
         (kind,) = struct.unpack_from(">H", frame, ETHERNET_BYTES - 2)
         ip = frame[ETHERNET_BYTES:]
@@ -116,13 +116,13 @@ def check_with_scapy(frames: list[bytes]) -> None:
         packet = Ether(frame)
         datagram = bytes(packet[UDP].payload)
         transport = BTH(datagram)
-        transport.icrc = None  # let scapy compute it from the whole packet
+        transport.icrc = None  # scapy must compute it from the whole packet
         packet[UDP].remove_payload()
         assert bytes(packet / transport)[-wire.ICRC_BYTES :] == datagram[-wire.ICRC_BYTES :], packet.summary()
 
 
 def check_with_wireshark(frames: list[bytes], folder: Path) -> None:
-    """Nothing, where it is not installed."""
+    """Compares with Wireshark. Does nothing if tshark is not installed."""
     from scapy.layers.l2 import Ether
     from scapy.utils import wrpcap
 

@@ -21,7 +21,7 @@ COMMAND_TIMEOUT_S = 30.0
 
 
 def load(path: Path, *parts: str) -> ModuleType:
-    """A module of this folder, or a package with these parts. Most import pyverbs, as only a test that runs may do."""
+    """Loads a module of this folder, or a package with these parts. Most import pyverbs, so only tests that run may."""
     is_package = path.name == "__init__.py"
     name = f"rdma_{path.parent.name if is_package else path.stem}"
     folders = [str(path.parent)] if is_package else None
@@ -30,7 +30,7 @@ def load(path: Path, *parts: str) -> ModuleType:
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # where dataclasses look for their own module
+        sys.modules[name] = module  # dataclasses look for their own module there
         spec.loader.exec_module(module)
     for part in parts:
         importlib.import_module(f"{name}.{part}")
@@ -51,7 +51,7 @@ def groups() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def scenarios() -> dict[str, Callable[..., None]]:
-    """What communicator_worker.py has its ranks do."""
+    """Returns the scenarios of communicator_worker.py."""
     worker = load(Path(__file__).parents[1] / "transport" / "communicator_worker.py")
     found: dict[str, Callable[..., None]] = worker.SCENARIOS
     return found
@@ -65,26 +65,26 @@ def captures() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def conformance() -> ModuleType:
-    """The package conformance, as far as packets and rxe are concerned."""
+    """The package conformance, without the udp port."""
     return load(Path(__file__).with_name("conformance") / "__init__.py", "packets", "sockets", "rxe_target")
 
 
 @pytest.fixture(scope="session")
 def halves() -> ModuleType:
-    """The package peer, a rank in Python, as far as it knows no device."""
+    """The package peer, a rank in Python, without the parts that need a device."""
     return load(Path(__file__).with_name("peer") / "__init__.py", "controls", "messages", "receiving", "sending")
 
 
 @pytest.fixture(scope="session")
 def peer(halves: ModuleType) -> ModuleType:
-    """All of the package peer."""
+    """The whole package peer."""
     importlib.import_module(f"{halves.__name__}.rank")
     return halves
 
 
 @pytest.fixture
 def mixed() -> Iterator[ModuleType]:
-    """The module mixed_link.py, while there is that link."""
+    """The module mixed_link.py, while its link exists."""
     module = load(Path(__file__).with_name("mixed_link.py"))
     with module.link():
         yield module
@@ -115,14 +115,14 @@ def unconnected() -> Iterator[str]:
     for command in ("ip link add cold0 type dummy", "rdma link add cold type rxe netdev cold0"):
         subprocess.run(command.split(), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
     yield "cold"
-    # Without its interface, the device would be gone only some time later.
+    # If the interface went first, the device would stay for some time.
     for command in ("rdma link delete cold", "ip link del cold0"):
         subprocess.run(command.split(), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
 
 
 @pytest.fixture
 def netem() -> Iterator[Callable[[int, str], None]]:
-    """Sets what happens to packets that a device sends, as tc-netem(8) writes it; all is as before after the test."""
+    """Sets the impairment of packets that a device sends, in the words of tc-netem(8). Removes it after the test."""
     changed: set[int] = set()
 
     def tc(action: str, device: int, settings: str = "") -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One end of a queue pair, through pyverbs alone: memory that the peer writes, and messages with an immediate."""
+"""One end of a queue pair, by pyverbs alone: memory that the peer writes, and messages with an immediate."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ DEPTH: Final = 64
 COMPLETION_TIMEOUT_S: Final = 30.0
 ACCESS: Final = ibv.IBV_ACCESS_LOCAL_WRITE | ibv.IBV_ACCESS_REMOTE_WRITE
 QP_TYPES: Final = {"RC": ibv.IBV_QPT_RC, "UC": ibv.IBV_QPT_UC}
-# InfiniBand Architecture Specification 1.4, 9.7.5.2.8 and 11.2.4.2: 4.096 us * 2^14 = 67 ms; 7 is without end for RNR.
+# InfiniBand Architecture Specification 1.4, 9.7.5.2.8 and 11.2.4.2: 4.096 us * 2^14 = 67 ms; 7 means no limit for RNR.
 ACK_TIMEOUT: Final = 14
 RETRIES: Final = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What one work completion says."""
+    """One work completion."""
 
     status: str
     received: bool
-    """Of a message from the peer; else of one to it, which has no immediate."""
+    """True for a message from the peer. False for a message to it, which has no immediate."""
     immediate: int
     size_bytes: int
 
 
 def gid_index(context: Any, gid: str) -> int:
-    """Where a port's table has this GID, as sysfs writes it."""
+    """Returns the index of this GID, written as in sysfs, in a port's table."""
     wanted = socket.inet_pton(socket.AF_INET6, gid)
     for index in range(context.query_port(PORT).gid_tbl_len):
         if socket.inet_pton(socket.AF_INET6, str(context.query_gid(PORT, index))) == wanted:
@@ -55,7 +55,7 @@ def gid_index(context: Any, gid: str) -> int:
 
 
 def counter(device: int, name: str) -> int:
-    """A counter that the device keeps; rxe has them for its port."""
+    """Returns a counter of the device. rxe counts for each port."""
     return int(Path(f"/sys/class/infiniband/rxe{device}/ports/{PORT}/hw_counters/{name}").read_text())
 
 
@@ -79,7 +79,7 @@ class Endpoint:
         self.qp = QP(self.pd, settings, self._attributes())  # in the state INIT
 
     def connect(self, peer: Endpoint, first_psn: int = 0, retries: int = RETRIES) -> None:
-        """One direction's half: both ends do it."""
+        """Connects this end. Both ends must do it."""
         route = GlobalRoute(dgid=GID(peer.gid), sgid_index=gid_index(self.context, self.gid))
         attributes = self._attributes()
         attributes.ah_attr = AHAttr(port_num=PORT, is_global=1, gr=route)
@@ -99,12 +99,12 @@ class Endpoint:
         return attributes
 
     def expect(self, messages: int = 1, size_bytes: int = 1) -> None:
-        """Posts receives, which a write with immediate takes one of. pyverbs wants memory even for no bytes."""
+        """Posts receives. A write with immediate takes one of them. pyverbs wants memory even for zero bytes."""
         for _ in range(messages):
             (self.srq or self.qp).post_recv(RecvWR(num_sge=1, sg=[SGE(self.memory.buf, size_bytes, self.memory.lkey)]))
 
     def write(self, peer: Endpoint, size_bytes: int, immediate: int) -> None:
-        """The first bytes of this memory over the first bytes of the peer's."""
+        """Writes the first bytes of this memory over the first bytes of the peer's."""
         source = SGE(self.memory.buf, size_bytes, self.memory.lkey)
         request = SendWR(
             opcode=ibv.IBV_WR_RDMA_WRITE_WITH_IMM, num_sge=1, sg=[source], imm_data=socket.htonl(immediate)
@@ -113,7 +113,7 @@ class Endpoint:
         self.qp.post_send(request)
 
     def completions(self, count: int) -> list[Completion]:
-        """The next `count` of both directions, in their order; fails when they take too long."""
+        """Returns the next `count` completions of both directions, in order. Fails if they take too long."""
         found: list[Completion] = []
 
         def poll() -> bool:
@@ -124,7 +124,7 @@ class Endpoint:
         return found
 
     def poll(self, most: int = DEPTH) -> list[Completion]:
-        """What has completed by now."""
+        """Returns the completions that have already arrived."""
         number, entries = self.cq.poll(most)
         return [
             Completion(
@@ -137,7 +137,7 @@ class Endpoint:
         ]
 
     def idle(self) -> bool:
-        """Whether nothing has completed that was not asked for."""
+        """Returns whether there is no unexpected completion."""
         return not self.poll(1)
 
     def __enter__(self) -> Self:
@@ -152,7 +152,7 @@ class Endpoint:
 
 
 def until(condition: Callable[[], bool], what: Callable[[], str]) -> None:
-    """Waits for a condition. Yields meanwhile: on one processor it is the kernel's threads that make it true."""
+    """Waits for a condition. Yields the processor, which on a single one lets the kernel's threads run."""
     deadline_s = time.monotonic() + COMPLETION_TIMEOUT_S
     while not condition():
         if time.monotonic() > deadline_s:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups whose ranks are threads of this process: quicker to start than processes, where there is one processor."""
+"""Groups whose ranks are threads of this process: on a single processor they start faster than processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """What one rank uses. Ranks of one host are neighbours."""
+    """The transport, interface and host of one rank. Ranks of the same host share memory."""
 
     transport: TransportKind
     interface: str
@@ -32,7 +32,7 @@ class Seat:
 def run(
     seats: Sequence[Seat], folder: Path, work: Callable[[Communicator], Result], *, timeout_s: float = TIMEOUT_S
 ) -> list[Result]:
-    """What each rank's call of `work` returned."""
+    """Runs `work` on each rank. Returns the results in rank order."""
     store = FileStore(folder)
 
     def be(rank: int) -> Result:

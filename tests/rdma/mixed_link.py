@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cable between a RoCE device here and a namespace without RDMA, where a socket may have RoCE's port."""
+"""A cable between a RoCE device here and a namespace without RDMA, where a socket can use RoCE's port."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def execute(command: str) -> None:
 
 
 def is_served() -> bool:
-    """Whether the device has the address."""
+    """Returns whether the device has the address."""
     gids = Path(f"/sys/class/infiniband/{NEAR_DEVICE}/ports/1/gids")
     wanted = ipaddress.IPv6Address(NEAR_ADDRESS).exploded
     return any(gid.read_text().strip() == wanted for gid in gids.iterdir())
 
 
 def received_packets() -> int:
-    """By the device. It counts a packet when its headers and its ICRC are right."""
+    """Returns the device's counter of packets with correct headers and ICRC."""
     return int(Path(f"/sys/class/infiniband/{NEAR_DEVICE}/ports/1/hw_counters/rcvd_pkts").read_text())
 
 
@@ -54,6 +54,6 @@ def link() -> Iterator[None]:
             time.sleep(0.001)
         yield
     finally:
-        # Whatever there is of it.
+        # Some of these may not exist.
         for command in (f"rdma link delete {NEAR_DEVICE}", f"ip netns delete {FAR}", f"ip link delete {NEAR}"):
             subprocess.run(command.split(), check=False, capture_output=True, timeout=COMMAND_TIMEOUT_S)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank that sums arrays until it is told to stop: `python FILE RANK WORLD FOLDER SEED`.
 
-The number of rounds done is in FOLDER/rounds<RANK>; rank 0 looks for FOLDER/stop. Every result is checked.
+Writes the number of finished rounds to FOLDER/rounds<RANK>. Rank 0 looks for FOLDER/stop. Checks every result.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit bench rdma` from end to end, small. No timing is judged here."""
+"""A small run of `sennit bench rdma` from end to end. No timing is asserted."""
 
 from __future__ import annotations
 

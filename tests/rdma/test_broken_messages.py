@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A defect of rdma_rxe (docs/upstream): what one lost packet of a longer message does to an unreliable queue pair.
+"""A defect of rdma_rxe (docs/upstream): the effect of one lost packet of a longer message on an unreliable queue pair.
 
-What we do about it: no message has more than one packet. These tests fail when a kernel comes without the defect.
+Because of it, no message of ours has more than one packet. These tests fail on a kernel without the defect.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ either_queue = pytest.mark.parametrize("shared_queue", [False, True], ids=["own 
 
 @pytest.fixture
 def sockets(conformance: ModuleType) -> Iterator[Callable[[], Any]]:
-    """Makes what sends to rxe1 as rxe0."""
+    """Makes sockets that send to rxe1 as rxe0."""
     with contextlib.ExitStack() as stack:
         peer, own = conformance.rxe_target.addresses(6)
         yield lambda: stack.enter_context(conformance.sockets.Sockets(peer, peer, own))
 
 
 def wait_for_others(conformance: ModuleType, endpoint: ModuleType, sockets: Any) -> None:
-    """Until packets have gone the whole way that were sent after all others, to another queue pair."""
+    """Sends packets to another queue pair after all others, and waits until they have arrived."""
     with conformance.rxe_target.RxeTarget(endpoint, sockets, 6, shared_queue=False) as other:
         (aim,) = other.open([bytes(PACKET_BYTES)], 0)
         for _ in range(WITNESSES):
@@ -91,7 +91,7 @@ def test_a_send_that_lost_a_packet_costs_the_next_one_or_all(
         sizes = [100, 104, 108]
         for psn, size_bytes in enumerate(sizes, 3):
             send(SEND_ONLY, psn, size_bytes)
-        # A shared receive is given back in place of the packet that shows that the message is broken.
+        # A shared receive is returned in place of the packet that shows that the message is broken.
         error = [("remote invalidate request error", 0)] if shared_queue else []
         lost = (1 if shared_queue else 0) if IS_PATCHED else (len(sizes) if shared_queue else 1)
         expected = error + [("success", size_bytes) for size_bytes in sizes[lost:]]

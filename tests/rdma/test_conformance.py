@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One packet, right or wrong, between good ones: to the kernel's RoCE and to the udp port, which have to agree."""
+"""One packet, right or wrong, between good ones: the kernel's RoCE and the udp port must treat it alike."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ every_case = pytest.mark.parametrize("case", CASES, ids=[case.name for case in C
 
 @pytest.fixture(scope="module")
 def strangers() -> Iterator[None]:
-    """Addresses that are nobody's peer."""
+    """Adds addresses that belong to no peer."""
     added = [
         (f"{address}/{32 if version == 4 else 128}", device)
         for version in (4, 6)
@@ -66,7 +66,7 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S)
 
 
-# Headers and receives have nothing to do with each other, so not each with each.
+# Headers and receives are independent, so not every combination is tested.
 @pytest.fixture(scope="module", params=[(4, False), (6, True)], ids=["ipv4, own receives", "ipv6, shared receives"])
 def rxe(request: pytest.FixtureRequest, endpoint: ModuleType, strangers: None) -> Iterator[Any]:
     del strangers
@@ -97,7 +97,7 @@ def payloads_of(rng: np.random.Generator) -> list[bytes]:
 
 
 def with_other_bytes(aims: list[Any]) -> list[Any]:
-    """So that it is seen where a packet that should not have been written was."""
+    """Returns the same packets with other bytes, which show where a packet was wrongly written."""
     return [replace(aim, payload=bytes(byte ^ 0xFF for byte in aim.payload)) for aim in aims]
 
 
@@ -139,7 +139,7 @@ def test_what_a_queue_pair_of_rxe_does(case: Any, rxe: Any, rng: np.random.Gener
         memory[fate.lands] = forged[0].payload
     assert rxe.memory() == b"".join(memory)
 
-    # And the next good packet is taken.
+    # The next good packet must be accepted.
     rxe.send(aims[case.place].datagram())
     assert rxe.completions(aims[case.place].immediate) == [
         ("success", aims[case.place].immediate, len(payloads[case.place]))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the VM promises every test of the ring: two active devices, RoCE v2 over IPv4 and IPv6, 4,096-byte packets."""
+"""The VM's promises to all tests here: two active devices, RoCE v2 over IPv4 and IPv6, 4,096-byte packets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What breaks in the middle of an AllReduce, with verbs and with udp alike: it ends at its deadline, and names whom."""
+"""Failures in the middle of an AllReduce, with verbs and udp: it ends at its deadline, and the error names the rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def execute(command: str) -> None:
 
 
 def broken(groups: ModuleType, seats: list[Any], folder: Path, break_it: Callable[[], Any]) -> list[str]:
-    """What each of two ranks says that sums arrays for ever, when `break_it` was called in the middle."""
+    """Calls `break_it` while two ranks sum arrays. Returns the error of each rank."""
     under_way = threading.Event()
 
     def sum_until_it_ends(group: Any) -> str:
@@ -106,7 +106,7 @@ def test_an_interface_that_goes_away_ends_operations_at_their_deadline(
         groups.Seat(transport=TransportKind.VERBS, interface=mixed.NEAR, host="near"),
         groups.Seat(transport=TransportKind.UDP, interface=mixed.FAR, host="far", namespace=mixed.FAR),
     ]
-    # It takes the cable's other end along.
+    # This deletes the cable's other end too.
     assert_each_names_the_other(broken(groups, seats, tmp_path, lambda: execute(f"ip link delete {mixed.NEAR}")))
 
 
@@ -133,7 +133,7 @@ def test_a_reliable_queue_pair_gives_up_after_its_retries(netem: Netem, endpoint
             stack.enter_context(endpoint.Endpoint(device, qp_type="RC", ip_version=6, size_bytes=1024))
             for device in range(2)
         )
-        # To rxe 7 is without end.
+        # For rxe 7 means no limit.
         near.connect(far, retries=2)
         far.connect(near)
         far.expect()
@@ -142,7 +142,7 @@ def test_a_reliable_queue_pair_gives_up_after_its_retries(netem: Netem, endpoint
         near.write(far, 1024, 1)
         assert [done.status for done in near.completions(1)] == ["retry exceeded error"]
         endpoint.until(lambda: endpoint.counter(0, "retry_exceeded_err") == given_up + 1, lambda: "the count of it")
-        # It is in error now: what is posted comes back, and nothing is sent.
+        # The queue pair is in error now: posted requests come back, and nothing is sent.
         near.write(far, 1024, 2)
         assert [done.status for done in near.completions(1)] == ["WR flush error"]
         assert far.idle()

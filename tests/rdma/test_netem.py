@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What netem does to a link meets RoCE packets: they cross a wire, and the kernel's counters tell of it."""
+"""netem on a link affects RoCE packets: they cross a cable, and the kernel's counters show the effect."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_an_unreliable_message_that_is_lost_stays_lost(pair: Pair, netem: Netem,
     near, far = pair("UC")
     far.expect(MESSAGES + 1)
     netem(NEAR, "loss 100%")
-    # In this order: the kernel renews counters some milliseconds after they were read, these before those.
+    # Read in this order, because the kernel renews counters some milliseconds after a read.
     received = endpoint.counter(FAR, "rcvd_pkts")
     sent = endpoint.counter(NEAR, "sent_pkts")
     for number in range(MESSAGES):
         near.write(far, 1024, number)
-    # The sender cannot know.
+    # The sender cannot notice the loss.
     assert [done.status for done in near.completions(MESSAGES)] == ["success"] * MESSAGES
     endpoint.until(lambda: lost_packets(NEAR) == MESSAGES, lambda: f"{lost_packets(NEAR)} drops to be {MESSAGES}")
     endpoint.until(
@@ -84,7 +84,7 @@ def test_a_repeated_packet_is_delivered_once(pair: Pair, netem: Netem, endpoint:
 def test_a_corrupted_packet_is_dropped_by_its_checksum(pair: Pair, netem: Netem, endpoint: ModuleType) -> None:
     near, far = pair("UC")
     far.expect(MESSAGES + 1)
-    # One bit of each packet, in the headers or in the payload of 4,096 bytes.
+    # netem flips one bit of each packet, in the headers or in the payload of 4,096 bytes.
     netem(NEAR, "corrupt 100%")
     for number in range(MESSAGES):
         near.write(far, 4096, number)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank written from docs/reference/wire.md alone, in Python over pyverbs, talks with the native engine."""
+"""A rank written only from docs/reference/wire.md, in Python over pyverbs, talks with the native engine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ pytestmark = pytest.mark.rdma
 
 Bytes = npt.NDArray[np.uint8]
 Netem = Callable[[int, str], None]
-NATIVE, PEER = 0, 1  # ranks, and the devices they use
+NATIVE, PEER = 0, 1  # ranks and their devices
 PATHS = 3
 TIMEOUT_S = 60.0
 PAYLOAD_MAX = 4_096
 EAGER_MAX = PAYLOAD_MAX - 32
-MANY_PACKETS = 200  # more than may be on the way, in either direction
-# Nothing, one packet, the last that goes eagerly, the first that does not, some packets, and many.
+MANY_PACKETS = 200  # more than may be in flight, in either direction
+# Nothing, one packet, the largest eager message, the smallest bulk message, some packets, and many.
 SIZES = (0, 1, EAGER_MAX, EAGER_MAX + 1, 10_000, MANY_PACKETS * PAYLOAD_MAX + 77)
 EAGER_SLOTS = 64
 # docs/reference/wire.md, "Messages"
@@ -42,7 +42,7 @@ SLOT_BITS = 20
 
 
 class Pair:
-    """The native rank and the other one, in one process. The native one has a thread of its own."""
+    """The native rank and the Python rank in one process. The native rank has its own thread."""
 
     def __init__(self, package: ModuleType, peer: Any, folder: Path) -> None:
         self.controls = package.controls
@@ -69,7 +69,7 @@ class Pair:
         (self.native,) = made
 
     def close(self) -> None:
-        """The native rank says goodbye, and hears one."""
+        """Ends both: each rank sends and receives a goodbye."""
         self.peer.close()
         self.native.shutdown()
         self.peer.until(lambda: self.peer.is_peer_closed, "goodbye")
@@ -96,7 +96,7 @@ class Pair:
 
 @pytest.fixture
 def connect(peer: ModuleType, tmp_path: Path) -> Iterator[Callable[[], Pair]]:
-    """Makes a pair that may come to a bad end."""
+    """Makes pairs for tests that may break them."""
     with peer.rank.Peer(rank=PEER, paths=PATHS) as made:
         pairs: list[Pair] = []
 
@@ -111,7 +111,7 @@ def connect(peer: ModuleType, tmp_path: Path) -> Iterator[Callable[[], Pair]]:
 
 @pytest.fixture(scope="module")
 def pair(peer: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """The pair of all tests that leave it as good as it was."""
+    """A pair that tests share if they leave it intact."""
     with peer.rank.Peer(rank=PEER, paths=PATHS) as made:
         pair = Pair(peer, made, tmp_path_factory.mktemp("pair"))
         yield pair
@@ -119,7 +119,7 @@ def pair(peer: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def exchange(pair: Pair, rng: np.random.Generator, sizes: Sequence[int]) -> None:
-    """Messages of these sizes, all at once, in both directions."""
+    """Sends messages of these sizes in both directions, all at once."""
     out, back = ([rng.integers(0, 256, size, np.uint8) for size in sizes] for _ in range(2))
     landed = [np.zeros(size, np.uint8) for size in sizes]
     operations = [pair.native_sends(data, tag) for tag, data in enumerate(out)]
@@ -170,7 +170,7 @@ def test_messages_survive_loss(pair: Pair, rng: np.random.Generator, netem: Nete
     for device in (NATIVE, PEER):
         netem(device, "loss 1%")
     sent_again = [pair.counted("retransmitted_packets"), pair.peer.sending.resent]
-    for _ in range(20):  # each is some 400 packets
+    for _ in range(20):  # some 400 packets each
         exchange(pair, rng, SIZES)
         if pair.counted("retransmitted_packets") > sent_again[0] and pair.peer.sending.resent > sent_again[1]:
             return
@@ -180,14 +180,14 @@ def test_messages_survive_loss(pair: Pair, rng: np.random.Generator, netem: Nete
 def test_a_sender_keeps_to_what_it_was_granted(connect: Callable[[], Pair], rng: np.random.Generator) -> None:
     pair = connect()
     pair.peer.receiving.grant_packets = 8
-    exchange(pair, rng, [MANY_PACKETS * PAYLOAD_MAX])  # the peer refuses what it did not grant
+    exchange(pair, rng, [MANY_PACKETS * PAYLOAD_MAX])  # the peer refuses packets beyond its grant
     assert pair.counted("credit_stalls") > 0
 
 
 def test_what_cannot_be_is_counted_and_changes_nothing(pair: Pair, rng: np.random.Generator) -> None:
     controls, queues = pair.controls, pair.peer.queues
     send, eager, write = queues.send, queues.send_with_immediate, queues.write_with_immediate
-    exchange(pair, rng, [1, 10_000])  # numbers are not at their start
+    exchange(pair, rng, [1, 10_000])  # numbers are beyond their start
     state = pair.peer.receiving.state(0.0, PAYLOAD_MAX)
     state["adverts"] = ()
 
@@ -196,7 +196,7 @@ def test_what_cannot_be_is_counted_and_changes_nothing(pair: Pair, rng: np.rando
         packed: bytes = controls.Control(**fields).pack()
         return packed
 
-    beyond = 1 << 20  # of what was ever sent
+    beyond = 1 << 20  # above every number that was sent
     bad_controls = [
         controls.Control().pack(version=controls.VERSION + 1),
         control()[:-1],
@@ -217,15 +217,15 @@ def test_what_cannot_be_is_counted_and_changes_nothing(pair: Pair, rng: np.rando
         send(0, payload)
     refused("bad_control", len(bad_controls))
     next_eager = pair.peer.sending.eager_sent
-    # A credit that is not open; no bytes, so that the device does not ask for a key.
+    # A credit that is not open. Without payload the device does not check the key.
     write(1, b"", (1 + state["completed_below"] + 7) << SLOT_BITS, 0, 0)
-    # Eager packets: of a credit's slot, beyond what was consumed, without all of their header.
+    # Eager packets: one with a credit's slot, one beyond the eager window, one with an incomplete header.
     eager(2, bytes(32), 5 << SLOT_BITS)
     eager(0, bytes(32), next_eager + EAGER_SLOTS)
     eager(1, bytes(31), next_eager)
     refused("bad_slot", 3)
     refused("bad_range", 1)
-    # A key that the device never gave.
+    # A key that the device never issued.
     write(1, b"abcd", 1 << SLOT_BITS, 4_096, 12_345)
     refused("remote_access_errors", 1)
     exchange(pair, rng, SIZES)

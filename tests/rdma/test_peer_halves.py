@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python rank's halves against each other, without a device: what takes too many packets for a VM."""
+"""The Python rank's two halves against each other, without a device: cases with too many packets for a VM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUND_S = 0.04
 
 
 class Flow:
-    """One direction, and a network that loses, doubles and reorders packets in both."""
+    """One direction, and a network that loses, duplicates and reorders packets in both directions."""
 
     def __init__(self, halves: ModuleType, rng: np.random.Generator, payload_max: int, loss: float) -> None:
         self.halves = halves
@@ -81,7 +81,7 @@ def test_a_message_of_several_credits_arrives(halves: ModuleType, rng: np.random
 
 def test_slots_of_credits_come_round(halves: ModuleType, rng: np.random.Generator) -> None:
     flow = Flow(halves, rng, payload_max=8, loss=0.02)
-    messages = 4_500  # of 4,095 slots
+    messages = 4_500  # there are 4,095 slots
     headers = [halves.messages.Header(key, 0, key % 9) for key in range(messages)]
     memories = [halves.receiving.Memory(header=header, address=8 * header.key, rkey=1) for header in headers]
     sent = [rng.bytes(header.size_bytes) for header in headers]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks over two RDMA devices each: both carry data, and when the link of one goes down the other goes on."""
+"""Ranks over two RDMA devices each: both devices carry data, and if one link goes down the other continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEADY = Path(__file__).with_name("steady_worker.py")
 DEADLINE_S = 120.0
 COMMAND_TIMEOUT_S = 30.0
 SYSFS = Path("/sys/class/infiniband")
-# Of the second link, which the VM starts without; the first one's are 0 and 1.
+# The second link, which the VM starts without. The first link has devices 0 and 1.
 NEAR: Final = 2
 FAR: Final = 3
 FIRST_PREFERENCE: Final = 500
@@ -47,7 +47,7 @@ def has_gid(number: int) -> bool:
 
 @pytest.fixture
 def second_link() -> Iterator[None]:
-    """The devices rxe2 and rxe3, joined as rxe0 and rxe1 are (testbed/vm/links.py)."""
+    """The devices rxe2 and rxe3, joined in the same way as rxe0 and rxe1 (testbed/vm/links.py)."""
     near, far = links.netdev(NEAR), links.netdev(FAR)
     ends = [f"mtu {links.MTU_DEFAULT} address {links.mac_address(number)}" for number in (NEAR, FAR)]
     try:
@@ -66,7 +66,7 @@ def second_link() -> Iterator[None]:
             until(lambda number=number: has_gid(number), "the address in the GID table")  # type: ignore[misc]
         yield
     finally:
-        # Whatever there is of it.
+        # Some of these may not exist.
         for command in (
             *(f"rdma link delete rxe{number}" for number in (NEAR, FAR)),
             *(f"ip -6 rule del pref {FIRST_PREFERENCE + number}" for number in (NEAR, FAR)),
@@ -76,7 +76,7 @@ def second_link() -> Iterator[None]:
 
 
 def set_routes() -> None:
-    """Routes and neighbours go with the link, but do not come back with it."""
+    """Sets routes and neighbours, which vanish when the link goes down and do not come back with it."""
     for number in (NEAR, FAR):
         name, peer, table = links.netdev(number), links.address(number ^ 1, 6), FIRST_TABLE + number
         execute(
@@ -125,7 +125,7 @@ class Ranks:
         assert all(one.poll() is None for one in self._processes), self.end()
 
     def end(self) -> list[dict[str, int]]:
-        """Their counters."""
+        """Ends the ranks and returns their counters."""
         (self._folder / "stop").touch()
         outputs = [one.communicate(timeout=DEADLINE_S)[0] for one in self._processes]
         assert [one.returncode for one in self._processes] == [0, 0], "\n".join(outputs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory that serves several operations is registered once, and its owner cannot take it away meanwhile."""
+"""Memory that serves several operations is registered once, and stays registered while they run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_registered_memory_is_registered_once(tmp_path: Path) -> None:
     start = threading.Barrier(2)
 
     def run(rank: int) -> tuple[int, int]:
-        """Registrations that OPERATIONS took without, and with the buffer registered."""
+        """Returns the registrations of OPERATIONS without and with a registered buffer."""
         config = Config(
             transport=TransportKind.VERBS, interfaces=(links.netdev(rank),), host_id=f"{rank}", timeout_s=TIMEOUT_S
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A collective has the same bits over shared memory, sockets, a RoCE device, and a device and a socket mixed."""
+"""A collective has the same bits over shared memory, sockets, a RoCE device, and a device mixed with a socket."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from sennit.transport.plan import Plan
 pytestmark = pytest.mark.rdma
 
 Bytes = npt.NDArray[np.uint8]
-# In one round, and in two with many chunks; odd ends.
+# Odd sizes: one round, and two rounds with many chunks.
 SUMS = ((Dtype.F32, 1_001), (Dtype.F32, 70_003), (Dtype.BF16, 33_333), (Dtype.F16, 33_331))
 ROWS_MAX = 20_000
-# Of a term: fp16 holds it, and beside it fp32 holds no more than hundredths.
+# Sizes of a term. fp16 can hold LARGE. Next to LARGE, fp32 keeps only hundredths.
 LARGE, SMALL = 60_000, 1e-3
 WORLDS = (2, 3)
 
@@ -44,7 +44,10 @@ class Case:
 
 
 def terms(rng: np.random.Generator, world: int, dtype: Dtype, elements: int) -> list[Bytes]:
-    """One vector a rank, whose sum depends on the order: two large terms cancel where they meet, or swallow a small."""
+    """Returns one vector for each rank, whose sum depends on the order.
+
+    Two large terms cancel if they are added first, or they swallow a small term.
+    """
     large = rng.uniform(-LARGE, LARGE, elements)
     vectors = [large, np.where(rng.random(elements) < 0.5, -large, rng.uniform(-LARGE, LARGE, elements))]
     vectors += [rng.standard_normal(elements) * SMALL for _ in range(2, world)]
@@ -95,7 +98,7 @@ def seats(groups: ModuleType, mixed: Any, transport: str, world: int) -> list[An
 
 @pytest.fixture(scope="module", params=WORLDS)
 def agreed(request: pytest.FixtureRequest) -> tuple[list[Case], list[list[list[Bytes]]]]:
-    """Cases, and what the NumPy interpreter of the plans makes of them: by case, rank and buffer."""
+    """The cases and their results by the NumPy interpreter of plans: by case, rank and buffer."""
     world = int(request.param)
     rng = np.random.default_rng(world)
     cases = [*(sum_of(rng, world, dtype, elements) for dtype, elements in SUMS), shuffle(rng, world)]
@@ -108,7 +111,7 @@ def agreed(request: pytest.FixtureRequest) -> tuple[list[Case], list[list[list[B
 
 
 def test_the_order_of_a_sum_matters_here() -> None:
-    # Or any order would have the same bits.
+    # Otherwise any order would give the same bits.
     rng = np.random.default_rng(0)
     for dtype, elements in SUMS:
         case = sum_of(rng, 3, dtype, elements)

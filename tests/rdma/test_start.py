@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank with verbs says at its start where a device, or a pair of devices, is not as it should be."""
+"""The errors of a rank with verbs at its start, when a device or a pair of devices is unsuitable."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_interface_without_a_device_is_told_what_there_is() -> None:
 
 
 def test_little_locked_memory_ends_the_start() -> None:
-    # Without the capability, which root has, the limit counts.
+    # The limit counts only without this capability, which root has.
     limited = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=1048576"]
     code = "from sennit.transport.rdma_rails import find_rdma_rails; find_rdma_rails()"
     ended = subprocess.run(

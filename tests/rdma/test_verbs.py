@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs port on kernel RoCE: the same collectives, bit for bit, whatever netem does to the packets."""
+"""The verbs port on the kernel's RoCE: the same collectives, bit for bit, under any impairment by netem."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Seats = Callable[..., list[Any]]
 
 
 class Ranks:
-    """Processes of one test, each a rank, which leave nothing behind."""
+    """The ranks of one test, as processes. Leaves none behind."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,7 +49,7 @@ class Ranks:
         return all(process.poll() is None for process in self._processes)
 
     def finish(self) -> None:
-        """Waits for all; fails with what they wrote."""
+        """Waits for all ranks. Fails with the output of failed ranks."""
         deadline_s = time.monotonic() + DEADLINE_S
         codes: list[int | None] = []
         try:
@@ -77,7 +77,7 @@ class Ranks:
 
 @pytest.fixture
 def play(groups: ModuleType, scenarios: dict[str, Callable[..., None]], tmp_path: Path) -> Play:
-    """Has the ranks on these seats do scenarios, by their names; each checks its own results."""
+    """Runs scenarios by name on the ranks of these seats. Each rank checks its own results."""
 
     def run(seats: Sequence[Any], names: str, timeout_s: float = 60.0) -> None:
         def work(group: Communicator) -> None:
@@ -93,7 +93,7 @@ def play(groups: ModuleType, scenarios: dict[str, Callable[..., None]], tmp_path
 
 @pytest.fixture
 def on_devices(groups: ModuleType) -> Callable[..., list[Any]]:
-    """Seats on the two devices in turn."""
+    """Returns seats that alternate between the two devices."""
 
     def make(world: int = 2, service: VerbsService = VerbsService.UC) -> list[Any]:
         return [
@@ -118,7 +118,7 @@ def test_reliable_queue_pairs_carry_the_same(play: Play, on_devices: Seats) -> N
 def test_reliable_queue_pairs_that_fail_are_brought_up_again_on_both_sides(
     netem: Netem, play: Play, on_devices: Seats
 ) -> None:
-    # What the device repeats late finds its key gone, which ends a reliable queue pair.
+    # A late duplicate from the device finds its key gone, which breaks a reliable queue pair.
     for device in (0, 1):
         netem(device, "loss 1%")
     play(on_devices(service=VerbsService.RC), "reductions")
@@ -151,7 +151,7 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_that_may_be_locked_is_named_with_what_to_do(tmp_path: Path) -> None:
-    # Without the capability, which root has, the limit counts.
+    # The limit counts only without this capability, which root has.
     limited = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock", "prlimit", "--memlock=65536"]
     code = "from sennit.transport import _core; c = _core.Communicator(0, 2, timeout_s=1.0, seed=1); c.verbs_open("
     code += f"['{links.address(0, 6)}'], path_count=1, path_policy='reps', congestion='fixed', window_bytes=65536, "
@@ -171,7 +171,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def start_mixed(mixed: ModuleType, ranks: Ranks, command: Callable[[int], list[str]]) -> None:
-    """Rank 0 with the device, rank 1 with sockets."""
+    """Starts rank 0 with the device and rank 1 with sockets."""
     ranks.start(
         [sys.executable, *command(0)],
         SENNIT_TIMEOUT_S="60",
@@ -224,7 +224,7 @@ def test_a_device_that_is_removed_ends_nothing_before_its_users_do(mixed: Module
     removal: subprocess.Popen[bytes] | None = None
     try:
         until(lambda: rounds(tmp_path, 0) >= 3 or not ranks.are_running(), "the first rounds")
-        # rxe cannot take a device from its users: the command waits for them.
+        # rxe cannot take a device from its users, so the command waits for them.
         removal = subprocess.Popen(["rdma", "link", "delete", mixed.NEAR_DEVICE])
         before = rounds(tmp_path, 0)
         until(lambda: rounds(tmp_path, 0) >= before + 3 or not ranks.are_running(), "rounds after it was asked to go")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernel's packets and ours are the same wire: each accepts the other's ICRC, and other decoders accept both.
+"""The kernel's packets and ours have the same format: each accepts the other's ICRC, and other decoders accept both.
 
-What the kernel does with a wrong one is in the conformance table.
+The conformance table tells how the kernel treats a wrong ICRC.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sennit.transport.wire import REFUSALS
 pytestmark = pytest.mark.rdma
 
 Pair = Callable[..., tuple[Any, Any]]
-# Every pad; no payload; a full packet, and several of them.
+# Every pad, no payload, a full packet, and several packets.
 SIZES = (0, 1, 2, 3, 4, 4_095, 4_096, 10_001)
 SOURCE_PORT_MIN = 0xC000
 WRITE_ONLY_IMMEDIATE, SEND_ONLY, SEND_ONLY_IMMEDIATE = 0x2B, 0x24, 0x25
@@ -50,7 +50,7 @@ def test_decoders_accept_what_the_kernel_sends_over_both_ip_versions(pair: Pair,
     # 10,001 bytes are three packets.
     assert len(seen) == 2 * (len(SIZES) + 2)
     assert {packet.opcode for packet in seen} >= {WRITE_ONLY_IMMEDIATE}
-    # Of these the udp port could not know what the ICRC covers: only a capture tells.
+    # The udp port cannot know this field, which the ICRC covers. Only a capture shows it.
     assert any(packet.identification for packet in seen)
     check(captures, frames)
 
@@ -69,7 +69,7 @@ def test_a_device_and_a_socket_accept_each_others_packets(
             opcodes[packet.source[0]].append(packet.opcode)
         return bool(mixed.received_packets() - received == len(opcodes[mixed.FAR_ADDRESS]))
 
-    # What comes for a queue pair before it is connected is dropped and not counted.
+    # Packets for a queue pair that is not connected yet are dropped and not counted.
     is_device_ready = threading.Event()
 
     def work(group: Communicator) -> dict[str, int]:
@@ -78,7 +78,7 @@ def test_a_device_and_a_socket_accept_each_others_packets(
         assert is_device_ready.wait(groups.TIMEOUT_S)
         for array in (arrays, arrays[:, :100]):
             np.testing.assert_array_equal(group.allreduce(array[group.rank]), array.sum(axis=0, dtype=np.int32))
-        if group.rank == 0:  # and not after they are gone: the other one waits in the barrier
+        if group.rank == 0:  # While both live: the other rank waits in the barrier.
             endpoint.until(
                 are_all_accepted,
                 lambda: f"{mixed.received_packets() - received} accepted to be {len(opcodes[mixed.FAR_ADDRESS])}",
@@ -86,17 +86,17 @@ def test_a_device_and_a_socket_accept_each_others_packets(
         group.barrier()
         return group.counters()
 
-    mixed.execute(f"ip -n {mixed.FAR} link set {mixed.FAR} gso_max_segs 1")  # or the cable would carry whole batches
+    mixed.execute(f"ip -n {mixed.FAR} link set {mixed.FAR} gso_max_segs 1")  # one packet per frame
     near = groups.Seat(transport=TransportKind.VERBS, interface=mixed.NEAR, host="near")
     far = groups.Seat(transport=TransportKind.UDP, interface=mixed.FAR, host="far", namespace=mixed.FAR)
     received = mixed.received_packets()
     with captures.Tap(mixed.NEAR) as tap:
         device, socket = groups.run([near, far], tmp_path, work)
     assert set(opcodes[mixed.NEAR_ADDRESS]) == {SEND_ONLY, WRITE_ONLY_IMMEDIATE}
-    # What the device takes into memory of its own choice are the socket's eager packets.
+    # The socket sends eager packets as SEND, because the device chooses their memory.
     assert set(opcodes[mixed.FAR_ADDRESS]) == {SEND_ONLY, SEND_ONLY_IMMEDIATE, WRITE_ONLY_IMMEDIATE}
     assert device["data_packets_received"] > 0
-    # Our receiver checked the ICRC of each of the kernel's.
+    # Our receiver checked the ICRC of each of the kernel's packets.
     assert socket["data_packets_received"] > 0
     assert {name: socket[name] for name in REFUSALS if socket[name]} == {}
     check(captures, frames)

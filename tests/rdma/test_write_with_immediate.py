@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operation that the wire format is made of crosses from device to device, on reliable and unreliable pairs."""
+"""The operation of the wire format crosses from device to device, on reliable and unreliable queue pairs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_bytes_and_immediate_arrive(pair: Pair, rng: np.random.Generator, qp_typ
 def test_both_directions_at_once_keep_their_order(pair: Pair, qp_type: str) -> None:
     messages = 32
     near, far = pair(qp_type)
-    for end in (near, far):  # an unreliable message finds a receive, or is lost
+    for end in (near, far):  # an unreliable message without a receive is lost
         end.expect(messages)
     for end, peer in ((near, far), (far, near)):
         for number in range(messages):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small DLRM on some of the flights with two ranks, once for each transport named on the standard input.
+"""Trains a small DLRM on some flights with two ranks, once for each transport named on the standard input.
 
-Imports torch and reads the data once, and forks the ranks: both cost seconds in a VM. Answers each line with the
-SHA-256 of the trained weights, on which the ranks have to agree.
+Imports torch and reads the data once, then forks the ranks, because both cost seconds in a VM. Answers each line with
+the SHA-256 of the trained weights, which must be equal on both ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch._dynamo  # DDP imports it: here once instead of in each rank
+import torch._dynamo  # DDP imports it. Here it is imported once instead of in each rank.
 import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import register
@@ -36,7 +36,7 @@ EVERY = slice(None, None, 20)
 
 
 def read_samples(path: Path) -> None:
-    """Some flights of each day."""
+    """Reads some flights of each day."""
     whole = sources.load(CONFIG.source, seed=CONFIG.seed)
     some = replace(
         whole,
@@ -60,13 +60,13 @@ def run_rank(transport: str, rank: int, folder: Path) -> None:
 
 
 def start(function: Callable[[], None]) -> int:
-    """Calls the function in a fork of this process; its process number."""
+    """Calls the function in a fork of this process. Returns the process number."""
     child = os.fork()
     if child:
         return child
     code = 1
     try:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # where only the answers belong
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # standard output is for answers only
         function()
         code = 0
     except BaseException:

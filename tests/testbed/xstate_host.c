@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs xstate.c of testbed/vm/uml-xstate.patch outside the kernel.
 // `xstate_host real` saves and restores a traced process on this processor; it is built without -DFAKE_HOST.
-// Every other argument names a fake host, whose ptrace and CPUID are below. Exits with 77 where it cannot run.
+// Every other argument names a fake host, whose ptrace and CPUID are below. Exits with 77 if it cannot run here.
 #include <errno.h>
 #include <signal.h>
 #include <stdint.h>
@@ -31,7 +31,7 @@
 #define HEADER_BYTES 64
 #define PID 4711
 
-// Intel SDM, volume 1, 13.4 and 13.5: places in the standard form as processors have them.
+// Intel SDM, volume 1, 13.4 and 13.5: the components in the standard form, at the places that processors use.
 struct component {
   int number;
   unsigned size, offset, supervisor;
@@ -86,7 +86,7 @@ static uint64_t word(const unsigned char* area, size_t at) {
   return value;
 }
 
-// arch/x86/kernel/fpu/xstate.c, copy_uabi_to_xstate(): what the header does not name gets its initial value.
+// arch/x86/kernel/fpu/xstate.c, copy_uabi_to_xstate(): components that the header does not name become initial.
 static long set_state(const unsigned char* area) {
   uint64_t named = word(area, HEADER_AT);
   if (named & ~permitted()) return EINVAL;
@@ -102,7 +102,7 @@ static long set_state(const unsigned char* area) {
   return 0;
 }
 
-// arch/x86/kernel/fpu/regset.c: xstateregs_get() copies what fits, xstateregs_set() takes the whole area only.
+// arch/x86/kernel/fpu/regset.c: xstateregs_get() copies what fits. xstateregs_set() takes only the whole area.
 long ptrace(enum __ptrace_request request, ...) {
   va_list arguments;
   va_start(arguments, request);
@@ -121,7 +121,7 @@ long ptrace(enum __ptrace_request request, ...) {
   return errno ? -1 : 0;
 }
 
-// A process that has used all it may: random bytes in every component.
+// A process that has used everything it may: random bytes in every component.
 static void run_process(unsigned seed) {
   srand(seed);
   memset(state, 0, sizeof state);
@@ -134,7 +134,7 @@ static void run_process(unsigned seed) {
   }
 }
 
-// What a task can hold of `before`: all but the tile configuration.
+// The part of `before` that a task can hold: everything except the tile configuration.
 static void require_restored(const unsigned char* before) {
   unsigned char expected[sizeof state];
   memcpy(expected, before, sizeof state);
@@ -161,11 +161,11 @@ static int run(const char* name) {
     REQUIRE(xstate_restore(PID, tasks[task]) == 0);
     require_restored(before[task]);
   }
-  // A program's signal frame comes back with any header.
+  // A program's signal frame can come back with any header.
   tasks[0][HEADER_AT / sizeof(long)] = ~0UL;
   REQUIRE(xstate_restore(PID, tasks[0]) == 0);
   require_restored(before[0]);
-  // The fake is as strict as a host: this is what the kernel did before the patch.
+  // The fake refuses what a host refuses. The kernel did this before the patch.
   struct iovec task_alone = {tasks[1], sizeof tasks[1]};
   long done = ptrace(PTRACE_SETREGSET, PID, 0, &task_alone);
   REQUIRE((done == 0) == (host->area_bytes <= sizeof tasks[0]));
@@ -177,7 +177,7 @@ static int run(const char* name) {
 
 #define REGISTER_BYTES 32
 
-// Loads YMM0, stops until the tracer goes on, and stores YMM0. In one piece: C might use the register in between.
+// Loads YMM0, stops until the tracer continues, and stores YMM0. In assembly, because C might use the register.
 static void stop_with(const unsigned char* loaded, unsigned char* stored) {
   long result = SYS_kill;
   __asm__ volatile(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sent, and what becomes of it: the conformance table as data.
+"""The conformance table as data: what is sent, and what each side does with it.
 
-Sections are those of the InfiniBand Architecture Specification, volume 1, release 1.4; A17 is its annex on RoCE v2.
-Compliance statements (C9-88) are named as the kernel's own source names them.
+Sections are those of the InfiniBand Architecture Specification, volume 1, release 1.4. A17 is its annex on RoCE v2.
+Compliance statements (C9-88) are named as in the kernel's source.
 """
 
 from __future__ import annotations
@@ -15,36 +15,36 @@ from .packets import BTH_BYTES, HEADER_BYTES, Aim, Datagram, Source
 
 Aims = Sequence[Aim]
 ICRC_BYTES: Final = 4
-# A queue pair that nobody has: rxe numbers them from 16 on, udp at random below.
+# An unused queue pair number: rxe numbers them from 16 on, udp chooses random ones below.
 UNUSED: Final = 1 << 22
-# In pyverbs' words.
+# The name in pyverbs.
 INVALID_REQUEST: Final = "remote invalidate request error"
 ACCESS: Final = "remote access error"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnRxe:
-    """What the queue pair makes of each packet."""
+    """What rxe's queue pair does with each packet."""
 
     delivered: bool
     counted: bool = True
-    """In rcvd_pkts: the headers and the ICRC were right, and the rest was the responder's to judge."""
+    """Counted in rcvd_pkts: headers and ICRC were right, and only the responder refused the packet."""
     error: str = ""
-    """With a shared receive queue, the status of the receive that the packet takes along when it is dropped."""
+    """With a shared receive queue: the status of the receive that a dropped packet consumes."""
     completes: bool = True
-    """Not so a delivered write without immediate."""
+    """False for a delivered write without immediate."""
     size_bytes: int | None = None
-    """What the completion says, if not the size of the payload."""
+    """The size in the completion, if it is not that of the payload."""
     lands: int | None = 1
-    """The place in the message that a delivered packet is written to."""
+    """The place in the message where a delivered packet is written."""
     bad_partition: bool = False
     warns: bool = False
-    """With a stack trace in the kernel's log."""
+    """The kernel logs a stack trace."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnUdp:
-    """What the port makes of each packet: it is delivered, or dropped under this counter."""
+    """What the udp port does with each packet: it delivers it, or drops it under this counter."""
 
     counter: str = ""
 
@@ -55,7 +55,7 @@ class OnUdp:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Packets that are sent between good ones, in place of packet `place` of a message of 4,096 + 4,096 + 5 bytes."""
+    """Packets sent between good ones, in place of packet `place` of a message of 4,096 + 4,096 + 5 bytes."""
 
     name: str
     forge: Callable[[Aims], list[Datagram]]
@@ -65,9 +65,9 @@ class Case:
     place: int = 1
     first_psn: int = 100
     why: str = ""
-    """Where the two differ."""
+    """Why the two sides differ."""
     patch: str = ""
-    """How the name of a patch in docs/upstream begins that makes rxe behave otherwise, namely so:"""
+    """The start of the name of a patch in docs/upstream that changes rxe's behaviour to `patched`."""
     patched: OnRxe | None = None
 
     def rxe_with(self, patches: Sequence[str]) -> OnRxe:
@@ -80,7 +80,7 @@ def changed(datagram: Datagram, change: Callable[[bytes], bytes]) -> Datagram:
 
 
 def flipped(at: int) -> Callable[[bytes], bytes]:
-    """One bit of the byte `at`, which may count from the end."""
+    """Returns a function that flips one bit of the byte `at`, which may count from the end."""
 
     def flip(data: bytes) -> bytes:
         mutable = bytearray(data)

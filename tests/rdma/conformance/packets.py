@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packets of any shape as bytes: right unless a field is said to be otherwise, and sealed unless said otherwise."""
+"""Packets of any shape as bytes: correct except for the given fields, and with a correct ICRC unless changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PSN_MASK: Final = (1 << 24) - 1
 
 
 class Source(enum.Enum):
-    """Which socket a datagram leaves from."""
+    """The socket that sends a datagram."""
 
     PEER = "the peer's"
     OTHER_PORT = "the peer's address, another port"
@@ -31,25 +31,25 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Datagram:
-    """A packet but for its ICRC, which depends on the addresses; and how it is sent."""
+    """A packet without its ICRC, which depends on the addresses, and the way to send it."""
 
     body: bytes
     payload: bytes
     change: Callable[[bytes], bytes] = bytes
-    """What happens to it once it is sealed."""
+    """A change to the packet after the ICRC is added."""
     source: Source = Source.PEER
     hop_limit: int = 64
     traffic_class: int = 0
 
     def sealed(self, source: tuple[str, int], destination: tuple[str, int]) -> bytes:
-        """The payload of the UDP datagram."""
+        """Returns the payload of the UDP datagram."""
         icrc = wire.icrc(self.body, source, destination) if len(self.body) >= BTH_BYTES else 0
         return self.change(self.body + struct.pack("<I", icrc))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aim:
-    """One packet of a message: where it belongs, and what is known besides."""
+    """One packet of a message: its correct destination, and what a forger needs to know."""
 
     qpn: int
     psn: int
@@ -58,14 +58,14 @@ class Aim:
     immediate: int
     payload: bytes
     region_bytes: int
-    """From `address` on, what the key opens."""
+    """Bytes that the key opens, from `address` on."""
     ended: Aim | None = None
-    """A packet of a message that is over."""
+    """A packet of a message that has ended."""
 
     def packet(self, **fields: Any) -> bytes:
-        """Headers, payload and pad. A field that is not given is right; those of the base header are as on the wire.
+        """Returns headers, payload and pad. A field that is not given is correct.
 
-        `address` and `immediate` may be None: the packet has not this header.
+        Fields of the base header are as on the wire. If `address` or `immediate` is None, the packet lacks this header.
         """
         payload: bytes = fields.pop("payload", self.payload)
         pad: bytes = fields.pop("pad", bytes(-len(payload) % 4))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of docs/reference/conformance.md, written from the cases.
+"""Writes the list of docs/reference/conformance.md from the cases.
 
-`cd tests/rdma && python -m conformance.page PAGE` writes it. The tests hold both sides to the cases,
-and the page to the list.
+Run `cd tests/rdma && python -m conformance.page PAGE`. The tests compare both sides with the cases, and the page with
+the list.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ WIDTH: Final = 118
 
 
 def table() -> str:
-    """All cases as a list: the packets, and below them what the standard, rxe and udp do."""
+    """Returns all cases as a list: the packets, and below them what the standard, rxe and udp do."""
     return "\n".join(map(_entry, CASES))
 
 
 def with_table(page: str) -> str:
-    """The page with what is between its markers renewed. Raises ValueError for a page without them."""
+    """Returns the page with a new list between its markers. Raises ValueError for a page without them."""
     before, found, rest = page.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not found or not found_end:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An unreliable connected queue pair of rdma_rxe whose peer is a socket: what arrives is written here by itself."""
+"""An unreliable connected queue pair of rdma_rxe whose peer is a socket. The device writes arrivals to this memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ GUARD_BYTES: Final = 4_096
 GUARD: Final = b"\xa5"
 MEMORY_BYTES: Final = 4 * PAYLOAD_BYTES + 2 * GUARD_BYTES
 RECEIVES: Final = 48
-# The port's own counter stops here (IBTA 14.2.5.6); rxe never clears it.
+# The port's own counter stops at this value (IBTA 14.2.5.6). rxe never clears it.
 BAD_KEYS_MAX: Final = 0xFFFF
 
 
 class RxeTarget:
-    """A queue pair of rxe1, with receives of its own or shared ones, and the address of rxe0 as its peer's."""
+    """A queue pair of rxe1 with its own or shared receives. Its peer's address is that of rxe0."""
 
     GUARD: Final = GUARD
 
@@ -50,7 +50,7 @@ class RxeTarget:
         self.close([first])
 
     def open(self, payloads: Sequence[bytes], psn: int) -> list[Aim]:
-        """Registers memory for these packets under a new key; where each of them belongs."""
+        """Registers memory for these packets under a new key. Returns the correct place of each packet."""
         far = self._far
         far.memory.write(GUARD * MEMORY_BYTES, MEMORY_BYTES)
         size_bytes = sum(map(len, payloads))
@@ -78,7 +78,7 @@ class RxeTarget:
         self._sockets.send(datagram)
 
     def completions(self, last: int) -> list[tuple[str, int, int]]:
-        """Status, immediate and size of all up to the one with this immediate. Each took a receive."""
+        """Returns status, immediate and size of each completion up to immediate `last`. Each took a receive."""
         found: list[tuple[str, int, int]] = []
         while not found or found[-1][:2] != ("success", last):
             (done,) = self._far.completions(1)
@@ -91,7 +91,7 @@ class RxeTarget:
         assert self._far.idle()
 
     def memory(self) -> bytes:
-        """The bytes of the message. Fails where anything around them has changed."""
+        """Returns the bytes of the message. Fails if any byte around them has changed."""
         whole = self._far.memory.read(MEMORY_BYTES, 0)
         end = GUARD_BYTES + self._size_bytes
         assert whole[:GUARD_BYTES] == GUARD * GUARD_BYTES
@@ -99,11 +99,11 @@ class RxeTarget:
         return bytes(whole[GUARD_BYTES:end])
 
     def close(self, aims: Sequence[Aim]) -> dict[str, int]:
-        """Takes the key back; what the device counted since it was given."""
+        """Withdraws the key. Returns what the device has counted since `open`."""
         self.assert_nothing_completed()
         self._region.close()
         self._ended = aims[0]
-        # The kernel looks at the counters again some milliseconds after they were read.
+        # The kernel renews the counters some milliseconds after a read.
         self._module.until(lambda: self._received() != self._received_before, lambda: "the packets to be counted")
         counted = {"rcvd_pkts": self._received() - self._received_before}
         if self._bad_keys() != self._bad_keys_before:
@@ -125,5 +125,5 @@ class RxeTarget:
 
 
 def addresses(ip_version: int) -> tuple[str, str]:
-    """The peer's and the queue pair's."""
+    """Returns the addresses of the peer and of the queue pair."""
     return links.address(NEAR, ip_version), links.address(FAR, ip_version)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain UDP sockets that play a RoCE sender: datagrams whose IP header is known, so that the ICRC can cover it."""
+"""Plain UDP sockets that play a RoCE sender. Their IP headers are known, so the ICRC can cover them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PMTUDISC_DO: Final = 2
 
 
 class Sockets:
-    """The peer's socket, one of the peer with another port, and one with another address, all towards one place."""
+    """The peer's socket, one with another port, and one with another address. All send to the same destination."""
 
     def __init__(self, local_address: str, other_address: str, remote_address: str) -> None:
         self.remote_address = remote_address
@@ -51,7 +51,7 @@ class Sockets:
         opened.sendto(datagram.sealed(self._name(datagram.source), remote), remote)
 
     def receive(self, timeout_s: float) -> bytes:
-        """What comes to the peer's socket."""
+        """Returns the next datagram at the peer's socket."""
         opened = self._sockets[Source.PEER]
         opened.settimeout(timeout_s)
         return opened.recv(65_536)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rank 0 of two with the udp port, whose rank 1 is this process too: it reads adverts and sends what it likes."""
+"""Rank 0 of two, with the udp port. This process also plays rank 1: it reads adverts and sends any packet."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ COUNTED: Final = (
 
 
 class UdpTarget:
-    """One message at a time is open, of `sizes` bytes in its packets, between guards."""
+    """Opens one message at a time, of `sizes` bytes per packet, with guard bytes around it."""
 
     def __init__(self, peer: ModuleType, sockets: Sockets) -> None:
-        """`peer` is the package of that name, which knows offers and controls."""
+        """`peer` is the package of that name, which decodes offers and controls."""
         self._sockets = sockets
         self._controls = peer.controls
         self._core = _core.Communicator(0, 2, timeout_s=DEADLINE_S, seed=1)
@@ -67,7 +67,7 @@ class UdpTarget:
         self.close(before)
 
     def open(self, payloads: Sequence[bytes], psn: int) -> list[Aim]:
-        """Posts the receive of a message of these packets; where each of them belongs."""
+        """Posts the receive of a message of these packets. Returns the correct place of each packet."""
         size_bytes = sum(map(len, payloads))
         self._memory = np.full(size_bytes + 2 * GUARD_BYTES, GUARD, np.uint8)
         builder = PlanBuilder(
@@ -98,9 +98,9 @@ class UdpTarget:
         self._sockets.send(datagram)
 
     def close(self, aims: Sequence[Aim]) -> tuple[bytes, dict[str, int]]:
-        """Waits for the message, with which all that was sent before it has been read; its bytes, and what was counted.
+        """Waits for the message. By then all packets sent before it have been read. Returns its bytes and the counters.
 
-        Fails where anything around it has changed.
+        Fails if any byte around it has changed.
         """
         self._operation.wait(DEADLINE_S)
         self._messages += 1
@@ -116,7 +116,7 @@ class UdpTarget:
         return {name: counters[name] for name in COUNTED}
 
     def _advert(self) -> tuple[int, int, int]:
-        """Address, key and size of the memory that rank 0 offers for the newest message."""
+        """Returns address, key and size of the memory that rank 0 offers for the newest message."""
         while True:
             packet = wire.Packet.pull(self._sockets.receive(DEADLINE_S))
             control = self._controls.Control.unpack(packet.payload)
@@ -133,7 +133,7 @@ class UdpTarget:
 
 
 def _read_offer(packed: bytes, offer: ModuleType) -> tuple[int, int]:
-    """Of rank 0: the port where it listens, and the queue pair that it has for rank 1. It has one rail and one path."""
+    """Returns rank 0's listening port, and its queue pair for rank 1. Rank 0 has one rail and one path."""
     _, _, _, port, _, _ = offer.RAIL.unpack_from(packed, offer.HEADER.size)
     (qpn,) = struct.unpack_from("<I", packed, len(packed) - QPN_BYTES)
     return port, qpn

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank written from docs/reference/wire.md in Python over pyverbs, which shares no code with the native engine.
+"""A rank written from docs/reference/wire.md in Python over pyverbs. It shares no code with the native engine.
 
-    numbers    short numbers on the wire, long ones inside
+    numbers    short numbers on the wire, long numbers inside
     offer      what ranks tell each other before the first packet
     controls   the control payload
-    messages   eager payloads, and what a message is
-    receiving  the half of a flow that has memory written
-    sending    the half that writes the peer's
+    messages   eager payloads, and the header of a message
+    receiving  the receiving half of a flow, whose memory the peer writes
+    sending    the sending half, which writes the peer's memory
     queues     queue pairs, buffers and completions, through pyverbs
-    rank       all of it together: one rank with one peer
+    rank       all parts together: one rank with one peer
 
-conftest.py loads it as a package of its own, for tests have none.
+conftest.py loads this folder as a package, because the tests are not one.
 """

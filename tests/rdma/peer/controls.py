@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The control payload, after the byte table of docs/reference/wire.md."""
+"""The control payload, by the byte table of docs/reference/wire.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SACK: Final = struct.Struct("<III")
 ADVERT: Final = struct.Struct("<QII")
 ADVERT_MESSAGE: Final = struct.Struct("<QQQ")
 FIRST_PART: Final = 1 << 31
-MORE_KEYS: Final = 7 << 28  # of further devices
+MORE_KEYS: Final = 7 << 28  # for more devices
 MASK_32: Final = 0xFFFF_FFFF
 
 
@@ -38,12 +38,12 @@ class Flag(enum.IntFlag):
 
 
 class BadControl(ValueError):
-    """A payload that the specification has refused."""
+    """A payload that the specification forbids."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Echo:
-    """What came over one path: its newest packet, and how many so far."""
+    """What arrived over one path: its newest packet, and the number of packets."""
 
     path: int
     immediate: int
@@ -57,7 +57,7 @@ class Echo:
 
 @dataclass(frozen=True, kw_only=True)
 class Sack:
-    """All packets of a credit below `first_missing` are there, and those of `bitmap`, whose bit 0 is packet 0."""
+    """The packets of a credit that have arrived: all below `first_missing`, and those of `bitmap` (bit 0: packet 0)."""
 
     credit: int
     first_missing: int
@@ -73,7 +73,7 @@ class Sack:
 
 @dataclass(frozen=True, kw_only=True)
 class Advert:
-    """Memory for one part of a message; `message` with the first part."""
+    """Memory for one part of a message. The first part has `message`."""
 
     address: int
     rkey: int
@@ -89,7 +89,7 @@ class Advert:
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """Numbers are as on the wire, 32 bits wide, in what is read; what is written may be wider."""
+    """Numbers that are read are as on the wire, 32 bits wide. Numbers to write may be wider."""
 
     flags: Flag = Flag.NONE
     completed_below: int = 0
@@ -132,7 +132,7 @@ class Control:
 
     @classmethod
     def unpack(cls, data: bytes) -> Control:
-        """Raises BadControl for a length that does not fit the counts, too."""
+        """Raises BadControl, also for a length that does not match the counts."""
         reader = _Reader(data)
         version, flags, done_words, eager_words, sacks, echoes, adverts, reason_bytes, *numbers = reader.take(HEADER)
         if version != VERSION or done_words > DONE_WORDS_MAX:

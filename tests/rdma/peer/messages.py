@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a message is, and the payload of an eager packet (docs/reference/wire.md, "Messages" and "Eager messages")."""
+"""The header of a message, and the payload of an eager packet (docs/reference/wire.md)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """What both ends of a message must agree on; the key pairs them."""
+    """The fields that both ends of a message must agree on. The key pairs the ends."""
 
     key: int
     signature: int
@@ -28,7 +28,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Eager:
-    """A small message, or the request for memory for a large one."""
+    """An eager message, or the request of a bulk message."""
 
     kind: Kind
     header: Header
@@ -40,7 +40,7 @@ class Eager:
 
     @classmethod
     def unpack(cls, payload: bytes) -> Eager:
-        """Raises ValueError for what ends a flow."""
+        """Raises ValueError for payloads that end a flow."""
         if len(payload) < EAGER.size:
             raise ValueError(f"an eager packet of {len(payload)} bytes; at least {EAGER.size}")
         key, signature, size_bytes, flags, following = EAGER.unpack_from(payload)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that are 64 bits wide inside and shorter on the wire (docs/reference/wire.md, "Flow" and "Immediate")."""
+"""Numbers that are 64 bits wide inside and shorter on the wire (docs/reference/wire.md, "Flow", "Immediate")."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORD_BITS: Final = 64
 
 
 def nearest(short: int, bits: int, known: int) -> int:
-    """The number with these low bits that is nearest to what is known (RFC 1982)."""
+    """Returns the number with these low bits that is nearest to `known` (RFC 1982)."""
     ahead = (short - known) % (1 << bits)
     return known + ahead - (1 << bits if ahead >= 1 << (bits - 1) else 0)
 
@@ -26,7 +26,7 @@ def immediate_of(slot: int, index: int) -> int:
 
 
 def split_immediate(immediate: int) -> tuple[int, int]:
-    """Slot and index."""
+    """Returns slot and index."""
     return immediate >> INDEX_BITS, immediate & INDEX_MASK
 
 
@@ -35,18 +35,21 @@ def slot_of_credit(credit: int) -> int:
 
 
 def credit_of_slot(slot: int, completed_below: int) -> int:
-    """Open credits are the 256 from the oldest incomplete one on; what is half a cycle ahead is behind."""
+    """Returns the credit of a slot.
+
+    Open credits are the 256 from `completed_below` on. A slot more than half a cycle ahead is an earlier credit.
+    """
     ahead = (slot - 1 - completed_below) % CREDIT_SLOTS
     return completed_below + ahead - (CREDIT_SLOTS if ahead > CREDIT_SLOTS // 2 else 0)
 
 
 def packet_count(size_bytes: int, payload_max: int) -> int:
-    """No bytes are one packet."""
+    """Returns the number of packets of a message. An empty message has one packet."""
     return max(1, -(-size_bytes // payload_max))
 
 
 def bits_of(bitmap: int) -> Iterator[int]:
-    """The numbers of the bits that are set, ascending."""
+    """Yields the numbers of the set bits, in ascending order."""
     while bitmap:
         lowest = bitmap & -bitmap
         yield lowest.bit_length() - 1

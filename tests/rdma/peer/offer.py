@@ -22,7 +22,7 @@ RING: Final = struct.Struct("<QI")
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """Of a rank with a device and one rail."""
+    """The offer of a rank with a device and one rail."""
 
     flags: int
     rank: int
@@ -32,9 +32,9 @@ class Offer:
     payload_max: int
     receive_window_bytes: int
     source_ports: tuple[int, ...]
-    """One a path."""
+    """One for each path."""
     queue_pairs: tuple[tuple[int, ...], ...]
-    """For each rank, one a path."""
+    """For each rank, one for each path."""
 
     def pack(self) -> bytes:
         paths = len(self.source_ports)
@@ -61,7 +61,7 @@ class Offer:
 
     @classmethod
     def unpack(cls, data: bytes) -> Offer:
-        """Raises ValueError for anything but a device's offer of one rail that this peer can serve."""
+        """Raises ValueError unless this is a device's offer of one rail that this peer can serve."""
         magic, version, revision, flags, rank, size, paths, slots, window, rails = HEADER.unpack_from(data)
         if (magic, version, revision, slots) != (MAGIC, VERSION, WIRE_REVISION, EAGER_SLOTS):
             raise ValueError(f"magic {magic:#x}, version {version}, wire revision {revision}, {slots} eager slots")

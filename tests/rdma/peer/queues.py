@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Queue pairs of the unreliable connected service, one a path, and the memory they use, through pyverbs."""
+"""Queue pairs of the unreliable connected service, one for each path, and their memory, through pyverbs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SENDS: Final = 128
 POLL_MAX: Final = 64
 MTU_BASE_BYTES: Final = 128
 ACCESS: Final = ibv.IBV_ACCESS_LOCAL_WRITE | ibv.IBV_ACCESS_REMOTE_WRITE
-# rdma-core makes the source port of the label's low bits, 0xC000 added (ibv_flow_label_to_udp_sport).
+# rdma-core adds 0xC000 to the label's low bits to get the source port (ibv_flow_label_to_udp_sport).
 SOURCE_PORT_MIN: Final = 0xC000
 FLOW_LABEL_MASK: Final = 0x3FFF
 
@@ -40,12 +40,12 @@ class Kind(enum.Enum):
     EAGER = enum.auto()
     BULK = enum.auto()
     REFUSED = enum.auto()
-    """By the device: a key that is gone, a range that is not open."""
+    """Refused by the device: an unknown key, or a range that is not open."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """What one receive completed with. Bulk payloads lie where they belong already."""
+    """The completion of one receive. Bulk payloads are already in their place."""
 
     kind: Kind
     path: int
@@ -55,10 +55,10 @@ class Arrival:
 
 
 class Region:
-    """An array that the peer may write, under a key of its own, until it is closed."""
+    """An array that the peer may write under its own key until it is closed."""
 
     def __init__(self, queues: Queues, array: npt.NDArray[np.uint8]) -> None:
-        self._array = array  # the device's as long as this lives
+        self._array = array  # keeps the device's memory alive
         self._registration = MR(queues.pd, array.nbytes, ACCESS, address=array.ctypes.data)
         self.address = array.ctypes.data
         self.rkey: int = self._registration.rkey
@@ -123,7 +123,7 @@ class Queues:
         self._post(path, payload, ibv.IBV_WR_RDMA_WRITE_WITH_IMM, immediate, (rkey, address))
 
     def poll(self) -> list[Arrival]:
-        """What has arrived; buffers of what has left are free again."""
+        """Returns arrivals. Also frees the buffers of sent packets."""
         count, entries = self._cq.poll(POLL_MAX)
         arrivals = []
         for entry in entries[:count]:
@@ -189,7 +189,7 @@ class Queues:
 
 
 def _find(address: str) -> tuple[str, int, int]:
-    """Device, port, and index of the GID with this address."""
+    """Returns device, port, and index of the GID with this address."""
     for device in devices.read_devices():
         for port in device.ports:
             for gid in port.gids:

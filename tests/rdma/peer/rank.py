@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a group of two, the other one being native: its part in rendezvous, its messages, its progress."""
+"""One rank of a group of two, with a native peer: its part in rendezvous, its messages, its progress."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .sending import Packet, Sending, Transfer
 ROCE_PORT: Final = 4_791
 # Half of the receive buffers are for data.
 RECEIVE_WINDOW_PACKETS: Final = RECEIVES // 2
-# On the way to the peer. Small, for on one processor nothing is acknowledged while this rank runs.
+# Packets in flight. Few, because on a single processor nothing is acknowledged while this rank runs.
 SEND_WINDOW_PACKETS: Final = 32
-# Send buffers that data leaves for controls.
+# Send buffers that data leaves free for controls.
 SENDS_SPARED: Final = 4
 CONTROL_MIN_BYTES: Final = 1_024
 LAST_WORDS: Final = 3
@@ -34,7 +34,7 @@ DEADLINE_S: Final = 30.0
 
 
 class Incoming:
-    """A message that is expected. `data` is there when `is_done`."""
+    """An expected message. `data` is set when `is_done`."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -49,7 +49,7 @@ class Incoming:
 
 
 class _Heard:
-    """What came over a path."""
+    """What arrived over a path."""
 
     def __init__(self) -> None:
         self.immediate = 0
@@ -59,7 +59,7 @@ class _Heard:
 
 
 class Peer:
-    """A rank that moves only while it is called: `progress`, or `until` something is so."""
+    """A rank that makes progress only during calls: `progress`, or `until` a condition holds."""
 
     def __init__(self, *, rank: int, paths: int) -> None:
         self.rank = rank
@@ -67,17 +67,17 @@ class Peer:
         self._path_count = paths
         self._stack = ExitStack()
         self._heard: dict[int, _Heard] = {}
-        self._expected: dict[int, deque[Incoming]] = {}  # by key
-        self._arrived: dict[int, deque[Eager]] = {}  # nobody expects them yet
+        self._expected: dict[int, deque[Incoming]] = {}  # by message key
+        self._arrived: dict[int, deque[Eager]] = {}  # not expected yet
         self._placing: list[Incoming] = []
         self._is_control_due = False
         self._turn = 0
         self.is_peer_closed = False
         self.paths_echoed: set[int] = set()
-        """Those over which the peer has heard something."""
+        """The paths over which the peer has received something."""
         self.counters: Counter[str] = Counter()
 
-    # What rendezvous.connect asks of an endpoint.
+    # The interface of an endpoint that rendezvous.connect uses.
 
     def verbs_open(self, addresses: Sequence[str], /, **settings: object) -> bytes:
         (address,) = addresses
@@ -112,7 +112,10 @@ class Peer:
     # Messages.
 
     def send(self, header: Header, data: bytes, *, is_requested: bool) -> Transfer | None:
-        """`is_requested`: the receiver has to be told of a large one before it advertises memory. None: eager."""
+        """Sends a message. Returns None if it is eager.
+
+        `is_requested`: the receiver advertises memory for a bulk message only after a request.
+        """
         if len(data) <= eager_max_bytes(self.payload_max):
             self.sending.push(Eager(Kind.DATA, header, data))
             return None
@@ -121,7 +124,7 @@ class Peer:
         return self.sending.transfer(header, data)
 
     def receive(self, header: Header, *, is_requested: bool) -> Incoming:
-        """`is_requested`: memory for a large one is advertised when the sender asks for it, else now."""
+        """Expects a message. `is_requested`: advertises memory for a bulk message when the sender asks, else now."""
         incoming = Incoming(header)
         arrived = self._arrived.get(header.key)
         if arrived:
@@ -150,14 +153,14 @@ class Peer:
     # Progress.
 
     def progress(self) -> bool:
-        """One look at everything. False: nothing moved."""
+        """Handles everything that is due. Returns False if there was nothing."""
         now_s = time.monotonic()
         arrivals = self.queues.poll()
         for arrival in arrivals:
             self._on_arrival(arrival, now_s)
         for incoming in [one for one in self._placing if one.memory is not None and one.memory.is_full]:
             assert incoming.region is not None
-            incoming.region.close()  # before it is handed over: late copies find no key
+            incoming.region.close()  # closed before the data is handed over, so late copies find no key
             incoming.is_done = True
             self._placing.remove(incoming)
         sent = 0
@@ -174,7 +177,7 @@ class Peer:
             if time.monotonic() > deadline_s:
                 raise TimeoutError(f"waited {DEADLINE_S:g} s for {what}; {dict(self.counters)}")
             if not self.progress():
-                os.sched_yield()  # for the kernel's threads and the native engine's, where there is one processor
+                os.sched_yield()  # lets the kernel's threads and the native engine run on a single processor
 
     def _on_arrival(self, arrival: Arrival, now_s: float) -> None:
         self.counters[arrival.kind.name.lower()] += 1
@@ -227,11 +230,11 @@ class Peer:
 
     @property
     def paths_heard(self) -> set[int]:
-        """Those over which data or a probe has come."""
+        """The paths over which data or a probe has arrived."""
         return set(self._heard)
 
     def send_control(self, now_s: float, flags: Flag = Flag.NONE) -> None:
-        """What this rank knows now."""
+        """Sends a control with the current state."""
         echoes = []
         for path, heard in self._heard.items():
             if heard.is_news:
@@ -252,7 +255,7 @@ class Peer:
         return self._turn % self._path_count
 
     def close(self) -> None:
-        """Says goodbye, as often as the specification wants it."""
+        """Says goodbye, as often as the specification requires."""
         for _ in range(LAST_WORDS):
             self.until(lambda: self.queues.sends_free > 0, "a free buffer")
             self.send_control(time.monotonic(), Flag.GOODBYE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The half of a flow that has memory written: credits, the eager stream, and what a control says of both."""
+"""The receiving half of a flow: credits, the eager stream, and the part of a control that reports both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADVERT_RETRY_S: Final = 0.05
 
 @dataclass(kw_only=True, eq=False)
 class Memory:
-    """Where a message goes."""
+    """Destination of a message."""
 
     header: Header
     address: int
@@ -50,28 +50,28 @@ class _Credit:
 
 
 class Receiving:
-    """Knows no device and no clock: arrivals and the time come in."""
+    """Has no device and no clock: arrivals and times are arguments."""
 
     def __init__(self, payload_max: int, eager_slots: int) -> None:
         self._payload_max = payload_max
         self._eager_slots = eager_slots
-        self._credits: dict[int, _Credit] = {}  # the open ones, by number
-        self._waiting: deque[tuple[Memory, Advert]] = deque()  # for the window of credits
+        self._credits: dict[int, _Credit] = {}  # open credits by number
+        self._waiting: deque[tuple[Memory, Advert]] = deque()  # for a place among the open credits
         self._completed_below = 0
         self._next_credit = 0
-        self._seen_below = 0  # of our adverts, by the peer
-        self._advert_next = 0  # the first that was not sent yet, or has to be sent again
+        self._seen_below = 0  # adverts below this have reached the peer
+        self._advert_next = 0  # the first advert to send, or to send again
         self._adverts_sent_s = 0.0
         self._bulk_packets = 0
         self._granted = 0
         self.grant_packets = UNLIMITED_PACKETS
-        """So many may be sent beyond those that have arrived."""
-        self._eager: dict[int, Eager] = {}  # behind a gap
+        """Packets that may be sent beyond those that have arrived."""
+        self._eager: dict[int, Eager] = {}  # arrived after a gap
         self._eager_below = 0
         self.duplicates = 0
 
     def advertise(self, memory: Memory) -> None:
-        """One credit for each 16,384 packets; a first part tells the message."""
+        """Opens one credit for each 16,384 packets. The first advert tells the message."""
         part_max_bytes = CREDIT_MAX_PACKETS * self._payload_max
         size_bytes = memory.header.size_bytes
         memory.is_advertised = True
@@ -87,7 +87,7 @@ class Receiving:
         self._open_credits()
 
     def on_bulk(self, immediate: int, size_bytes: int) -> bool:
-        """False: it fits nothing that was advertised, or was not granted. The device has placed it already."""
+        """Returns False for a packet outside adverts or grant. The device has already placed it."""
         slot, index = split_immediate(immediate)
         number = credit_of_slot(slot, self._completed_below)
         if slot == EAGER_SLOT or number >= self._next_credit:
@@ -114,7 +114,7 @@ class Receiving:
         return True
 
     def on_eager(self, immediate: int, payload: bytes) -> list[Eager] | None:
-        """The messages that are next now; None: it is beyond what may be sent."""
+        """Returns the messages that are next in order; None for a packet beyond the eager window."""
         number = nearest(immediate, INDEX_BITS, self._eager_below)
         if number >= self._eager_below + self._eager_slots:
             return None
@@ -129,7 +129,7 @@ class Receiving:
         return ready
 
     def on_control(self, control: Control) -> None:
-        """What the peer says of our adverts. Raises BadControl before anything is changed."""
+        """Reads what the peer reports about adverts. Raises BadControl before it changes anything."""
         seen_below = nearest(control.credits_seen, 32, self._seen_below)
         if seen_below > self._next_credit:
             raise BadControl(f"{seen_below} adverts have arrived, of {self._next_credit}")
@@ -141,14 +141,14 @@ class Receiving:
         return self._first_advert(now_s) < self._next_credit
 
     def state(self, now_s: float, room_bytes: int) -> dict[str, Any]:
-        """The fields of a control; as many adverts and SACK entries as have room."""
+        """Returns the fields of a control, with as many adverts and SACK entries as fit."""
         self._granted = max(self._granted, self._bulk_packets + self.grant_packets)
         ahead = (1 << number - self._completed_below - 1 for number in self._complete_beyond())
         fields: dict[str, Any] = {
             "completed_below": self._completed_below,
             "done": sum(ahead),
             "eager_received": self._eager_below,
-            "eager_consumed": self._eager_below,  # each is taken at once
+            "eager_consumed": self._eager_below,  # each message is consumed at once
             "eager": sum(1 << number - self._eager_below - 1 for number in self._eager),
             "granted": self._granted,
         }
@@ -169,7 +169,7 @@ class Receiving:
         return fields
 
     def _first_advert(self, now_s: float) -> int:
-        """Those that the peer has not seen after a while are sent again."""
+        """Returns the first advert to send. Adverts that the peer has not seen after a while are sent again."""
         is_overdue = now_s > self._adverts_sent_s + ADVERT_RETRY_S
         return self._seen_below if is_overdue else max(self._advert_next, self._seen_below)
 

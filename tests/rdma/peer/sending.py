@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The half of a flow that writes the peer's memory: what is sent, acknowledged, and sent again.
+"""The sending half of a flow, which writes the peer's memory: sends packets, reads acknowledgements, retransmits.
 
-Recovery is as simple as it can be: a packet that is not acknowledged after a while is sent again, until it is.
+Recovery is as simple as possible: a packet that is not acknowledged after a while is sent again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .numbers import (
 )
 
 RESEND_S: Final = 0.1
-# Beyond the first one missing of a credit: what a SACK entry can tell of (docs/reference/wire.md, "Control payload").
+# How far after a credit's first missing packet a SACK entry reaches (docs/reference/wire.md, "Control payload").
 REACH_PACKETS: Final = 1_984
-EAGER_STREAM: Final = -1  # where the number of a credit stands otherwise
+EAGER_STREAM: Final = -1  # takes the place of a credit's number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Packet:
-    """Without `rkey` an eager one."""
+    """A packet to send. An eager packet has no `rkey`."""
 
     immediate: int
     payload: bytes
@@ -39,7 +39,7 @@ class Packet:
 
 @dataclass(kw_only=True, eq=False)
 class Transfer:
-    """A large message on its way. `is_sent`: the peer has all of it."""
+    """A bulk message in progress. `is_sent`: the peer has all of it."""
 
     header: Header
     data: bytes
@@ -62,25 +62,25 @@ class _Credit:
 
 
 class Sending:
-    """Knows no device and no clock: controls and the time come in, packets go out."""
+    """Has no device and no clock: controls and times are arguments, packets are results."""
 
     def __init__(self, *, payload_max: int, window_packets: int, eager_slots: int) -> None:
         self._payload_max = payload_max
         self._window_packets = window_packets
         self._eager_slots = eager_slots
-        self._outstanding: dict[tuple[int, int], float] = {}  # (credit, packet) to when it was sent, oldest first
+        self._outstanding: dict[tuple[int, int], float] = {}  # (credit, packet) -> when it was sent, oldest first
         self._eager: dict[int, bytes] = {}  # payloads not acknowledged yet
         self._eager_next = 0
         self._eager_sent = 0
         self._eager_acked_below = 0
         self._eager_consumed = 0
-        self._early: dict[int, Advert] = {}  # came before their predecessors
+        self._early: dict[int, Advert] = {}  # adverts that arrived before their predecessors
         self._seen_below = 0
         self._completed_below = 0
-        self._credits: dict[int, _Credit] = {}  # advertised and not complete
+        self._credits: dict[int, _Credit] = {}  # advertised, but not complete
         self._newest: _Credit | None = None
-        self._wanted: dict[Header, deque[Transfer]] = {}  # wait for adverts
-        self._offered: dict[Header, deque[int]] = {}  # first credits of messages that nobody sends yet
+        self._wanted: dict[Header, deque[Transfer]] = {}  # waiting for adverts
+        self._offered: dict[Header, deque[int]] = {}  # first credits of messages that have not been sent yet
         self._to_send: deque[int] = deque()
         self._granted = 0
         self._sent_packets = 0
@@ -92,7 +92,7 @@ class Sending:
 
     @property
     def eager_sent(self) -> int:
-        """The number of the next eager packet."""
+        """Returns the number of the next eager packet."""
         return self._eager_sent
 
     @property
@@ -108,7 +108,7 @@ class Sending:
         self._eager_next += 1
 
     def transfer(self, header: Header, data: bytes) -> Transfer:
-        """Goes where the peer's advert for it says, once there is one."""
+        """Begins a bulk message. Its packets go where the peer's advert says, as soon as the advert arrives."""
         made = Transfer(header=header, data=data)
         self._wanted.setdefault(header, deque()).append(made)
         offered = self._offered.get(header)
@@ -117,7 +117,7 @@ class Sending:
         return made
 
     def take(self, now_s: float) -> Packet | None:
-        """What is to be sent now."""
+        """Returns the next packet to send now, if any."""
         if self._outstanding:
             oldest = next(iter(self._outstanding))
             if now_s > self._outstanding[oldest] + RESEND_S:
@@ -143,7 +143,7 @@ class Sending:
         return None
 
     def on_control(self, control: Control) -> None:
-        """Acknowledgements and adverts. Raises BadControl for what cannot be."""
+        """Reads acknowledgements and adverts. Raises BadControl for impossible ones."""
         eager_below = nearest(control.eager_received, 32, self._eager_acked_below)
         completed_below = nearest(control.completed_below, 32, self._completed_below)
         if eager_below > self._eager_sent or completed_below > self._seen_below:
@@ -198,7 +198,7 @@ class Sending:
             self._offered.setdefault(credit.header, deque()).append(number)
 
     def _bind(self, number: int) -> None:
-        """The oldest message that waits for this goes into a credit and those that continue it."""
+        """Assigns a credit, and the credits that continue it, to the oldest message that waits for one."""
         transfer = self._wanted[self._credits[number].header].popleft()
         self._start(number, transfer)
         while (number := number + 1) in self._credits and self._credits[number].advert.message is None:
@@ -220,7 +220,7 @@ class Sending:
 
     def _packet(self, number: int, index: int, now_s: float) -> Packet:
         self._outstanding.pop((number, index), None)
-        self._outstanding[number, index] = now_s  # behind all others
+        self._outstanding[number, index] = now_s  # newest, so it comes last
         if number == EAGER_STREAM:
             return Packet(immediate=immediate_of(EAGER_SLOT, index), payload=self._eager[index])
         credit = self._credits[number]
