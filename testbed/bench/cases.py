@@ -31,7 +31,7 @@ class Case:
     """Operations in flight, at most `IN_FLIGHT_MAX`. More than one only for sennit-core and kernel-rc."""
 
     def elements(self, world: int) -> tuple[int, int]:
-        """float32 elements that each rank sends and receives; a multiple of the world size."""
+        """Returns the float32 elements that each rank sends and receives: a multiple of the world size."""
         whole = self.size_bytes // ELEMENT_BYTES // world * world
         if whole == 0:
             raise ValueError(

@@ -45,7 +45,7 @@ class Result:
     source: str
     samples_per_s: float
     ratio_to_memory: float
-    """Median over turns of memory's time / its own. Above 1 it is faster."""
+    """The median over turns of memory's time / this source's time. Above 1 this source is faster."""
 
     input_ms: float
     """Seconds of a step's phase "input"."""

@@ -97,7 +97,7 @@ class XdpPeer(Peer):
 
 
 class NativePeer(Peer):
-    """The target `cpu`: recvmmsg with UDP_GRO in a thread of its own, operators over whole columns."""
+    """The target `cpu`: recvmmsg with UDP_GRO in its own thread, operators over whole columns."""
 
     name = "cpu"
 

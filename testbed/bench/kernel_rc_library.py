@@ -88,7 +88,7 @@ class KernelRcLibrary:
         if part_bytes == self._part_bytes:
             return
         if self._part_bytes or case.collective is not Collective.ALLTOALL:
-            raise ValueError(f"kernel-rc is for alltoall of one size, and not for {case}")
+            raise ValueError(f"kernel-rc runs only alltoall of one size, not {case}")
         self._part_bytes = part_bytes
         self._memory = MR(self._domain, 2 * self._part_bytes, ACCESS)
         self._remote = self._exchange("memory", {"address": self._memory.buf, "key": self._memory.rkey})

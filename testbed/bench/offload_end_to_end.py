@@ -185,7 +185,7 @@ def _compare(name: str, found: Batch, expected: Batch) -> None:
     pairs = [(found.labels, expected.labels), (found.dense, expected.dense), (found.lengths, expected.lengths)]
     pairs += zip(found.values, expected.values, strict=True)
     if not all(np.array_equal(one, other) for one, other in pairs):
-        raise BenchError(f"{name}: a batch with other columns than the reference's")
+        raise BenchError(f"{name}: the columns of a batch differ from the reference's")
 
 
 def _program_ns(link: cable.Cable, sampler: Sampler, batches: int, expected: Batch) -> float:

@@ -41,7 +41,7 @@ class Chart:
 
     @property
     def is_logarithmic(self) -> bool:
-        """Bars of very different lengths could not be told apart on a linear scale."""
+        """A linear scale could not show bars of very different lengths."""
         values = [value for _, group in self.groups for value in group]
         return max(values) / min(values) > 100 and min(values) > 1
 

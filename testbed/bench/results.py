@@ -42,7 +42,7 @@ class Row:
 
 @dataclass
 class Report:
-    """One run of the benchmark, with what is needed to read it later."""
+    """One run of the benchmark, with its settings and machine."""
 
     ours: str
     """The peer that all others are compared with."""

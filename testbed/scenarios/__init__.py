@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scenarios of the testbed: what `sennit testbed list|run|report` knows.
+"""Scenarios of the testbed, for `sennit testbed list|run|report`.
 
 model       a scenario as data: topology, impairment, faults, workload, goals
-catalogue   the scenarios there are
-rank        one rank's process; `libraries` is what it measures, `payload` checks every byte, `sampler` takes the
-            timeline
+catalogue   all scenarios
+rank        one rank's process: `libraries` run the collectives, `payload` checks every byte, `sampler` records progress
 ranks       the conductor's end of those processes
 stage       one case from set-up to observations; `faults` fires its faults, `hostile` sends junk
 measures    numbers from observations

@@ -155,7 +155,7 @@ def _peers() -> list[Scenario]:
             workload=Workload(size_bytes=4096, duration_s=30.0, rounds=1, timeout_s=60.0),
             faults=(PowerOff(rank=2, at_s=0.5),),
             recovers=True,
-            # The peer timeout, and what it takes a busy machine to say so.
+            # The peer timeout, plus the time a busy machine needs to report it.
             goals=(*died, Goal(measure="error_within_s", at_most=11.0, must=True)),
             short={"variants": (Variant(peer_timeout_s=1.0),)},
         ),

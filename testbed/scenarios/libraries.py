@@ -150,7 +150,7 @@ class GlooGroup:
         return []
 
     def reconfigure(self, timeout_s: float) -> tuple[int, int]:
-        raise RuntimeError("gloo does not go on without a rank")
+        raise RuntimeError("gloo cannot continue without a rank")
 
     def close(self) -> None:
         self._dist.destroy_process_group()

@@ -39,7 +39,7 @@ SETTLE_TIMEOUT_S: Final = 1.0
 RECONFIGURE_TIMEOUT_S: Final = 20.0
 # Bytes of each packet in the capture: enough to see the protocol, few enough to open.
 CAPTURE_SIZE_BYTES: Final = 256 << 10
-# It writes twice a second; what it saw after the last write before its end is lost.
+# dumpcap writes twice a second. Packets after the last write before its end are lost.
 CAPTURE_TIMEOUT_S: Final = 3.0
 CAPTURE_LOOK_S: Final = 0.02
 CAPTURE_HEADER_BYTES: Final = 24
@@ -54,7 +54,7 @@ class Run:
     variant: Variant
     round: int
     answers: list[Answer]
-    """By rank; empty for a rank that was not to live."""
+    """By rank; empty for a rank that a fault silenced."""
     events: list[tuple[str, float]]
     """Faults with their monotonic time."""
     impairment_counters: dict[str, int]
@@ -88,7 +88,7 @@ class Observations:
     hostile_s: float = 0.0
     """Seconds that sending them took."""
     descriptions: list[str] = field(default_factory=list)
-    """What every rank says about itself at the end."""
+    """Each rank's description of itself at the end."""
     log_tails: dict[str, str] = field(default_factory=dict)
 
 
@@ -318,7 +318,7 @@ class _Stage:
         try:
             assert process.stdout is not None
             if not select.select([process.stdout], [], [], HOSTILE_TIMEOUT_S)[0] or not process.stdout.readline():
-                raise RankError(f"the hostile sender does not begin; see {log.name}")
+                raise RankError(f"the hostile sender did not begin; see {log.name}")
             yield
             # Closing its stdin tells it to stop.
             output, _ = process.communicate(timeout=HOSTILE_TIMEOUT_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs scenarios, several at a time in processes of their own, and keeps what the report needs of each result."""
+"""Runs scenarios, several at a time in separate processes, and keeps the part of each result that the report needs."""
 
 import concurrent.futures
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plane does to a host's packets, what it has done, and the dice that decide. The C side is fabric.bpf.c."""
+"""Impairments of a host's packets on a plane, their counters, and the dice that decide. The C side is fabric.bpf.c."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ class Planes:
     def _switch(self) -> Switch:
         switch = self._bpf or self._netem
         if switch is None:
-            raise RuntimeError("these planes are not there: use them inside 'with Planes(...) as planes'")
+            raise RuntimeError("these planes do not exist yet: use them inside 'with Planes(...) as planes'")
         return switch
 
     def _ports(self, hosts: Ports, planes: Ports) -> list[tuple[int, int]]:

@@ -332,8 +332,8 @@ def test_initial_rows_have_the_deviation_wanted() -> None:
         # Elements share slices. Each core has some 10⁴ independent numbers.
         assert abs(float(table.std()) / 0.01 - 1) < 0.05
         assert abs(float(table.mean())) < 0.0005
-        # Of plain normal factors, 0.055 of all products would be below a hundredth of the deviation. Of a normal
-        # distribution it is 0.008, as here, because each element sums many similar terms.
+        # Of products of plain normal factors, 0.055 would be below a hundredth of the deviation. Here 0.008 are, as for
+        # a normal distribution, because each element sums many similar terms.
         assert float((table.abs() < 0.0001).float().mean()) < 0.012
     with pytest.raises(ConfigError, match="deviation 0; allowed: above 0"):
         initialise(spec, [], 0, torch_stream(1))

@@ -96,5 +96,5 @@ def test_other_columns_are_an_error() -> None:
     peer = LossyPeer(source, columns(1.0))
     peer.lost = [0, 0]
     sampler = bench.Sampler(peer, cast(RecordSource, source))
-    with pytest.raises(bench.BenchError, match="lossy: a batch with other columns"):
+    with pytest.raises(bench.BenchError, match="lossy: the columns of a batch differ"):
         sampler.sample(1, columns(2.0))

@@ -53,7 +53,7 @@ Simulation::Simulation(const SimulationConfig& config) : state_(std::make_unique
     after.compute(is_up);
     if (!after.is_connected())
       throw std::invalid_argument("the " + std::to_string(state.failed.size()) +
-                                  " failed cables leave leaves without a path; fewer, or another seed");
+                                  " failed cables leave leaves without a path; use fewer cables or another seed");
     const uint64_t fail_ps = config.failure.at_us * PS_PER_US;
     state.events.push({fail_ps, Event::Kind::change, FAIL});
     state.events.push({fail_ps + config.failure.convergence_us * PS_PER_US, Event::Kind::change, CONVERGE});

@@ -206,7 +206,8 @@ TEST_CASE("Past its deadline a run ends incomplete; impossible ones are refused"
   config.deadline_us = 50;
   CHECK_FALSE(run(config).is_complete);
   config.failure.fraction = 1;
-  CHECK_THROWS_WITH(Simulation{config}, "the 32 failed cables leave leaves without a path; fewer, or another seed");
+  CHECK_THROWS_WITH(Simulation{config},
+                    "the 32 failed cables leave leaves without a path; use fewer cables or another seed");
   config = small(Kind::allreduce_ring, 1'000);
   CHECK_THROWS_WITH(Simulation{config}, "size_bytes is 1000; allowed for an allreduce: a multiple of hosts (32)");
   config = small(Kind::alltoall, 1'000);
