@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and resumes through `torch.distributed.checkpoint` (DCP).
 
-A checkpoint is a folder `step-000000123`: DCP's files and a manifest (`manifest`). Tables go by their global names,
-whole, so any number of ranks can read what any other number wrote.
+A checkpoint is a folder `step-000000123` with DCP's files and a manifest (`manifest`). Tables are stored whole, by
+their global names, so any number of ranks can read what any other number wrote.
 
-A save writes `step-000000123.partial`, makes it durable and renames it, so a folder without an ending is whole. Where
-that step exists already, the older folder first becomes `step-000000123.replaced`, which counts as whole until the new
-one has its name. What is to be removed is first renamed to `.deleted`, so that half of a checkpoint never looks whole.
+A save writes `step-000000123.partial`, makes it durable and renames it, so a folder without a suffix is complete. If
+that step exists already, the older folder is first renamed to `step-000000123.replaced`, which counts as complete until
+the new one has its name. A folder to be removed is first renamed to `.deleted`, so that half of a checkpoint never
+looks complete.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ _DELETED: Final = re.compile(r"step-\d{9}\.deleted")
 
 
 def whole(folder: Path) -> list[Path]:
-    """All whole checkpoints of a folder, newest first; unfinished ones do not count."""
+    """All complete checkpoints of a folder, newest first."""
     if not folder.is_dir():
         return []
     found: dict[str, Path] = {}
     for entry in sorted(folder.iterdir()):
         name = _NAME.fullmatch(entry.name)
         if name and (entry / ".metadata").is_file():
-            # Sorted, so "step-1" comes before "step-1.replaced", which it stands in for.
+            # The names sort "step-1" before "step-1.replaced", which it replaces.
             found.setdefault(name[1], entry)
     return [found[name] for name in sorted(found, reverse=True)]
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint."""
+    """The newest complete checkpoint."""
     return next(iter(whole(folder)), None)
 
 
 def latest_of(folder: Path, run_id: str) -> Path | None:
-    """The newest whole checkpoint of one run. Checkpoints of other runs, and unreadable ones, are passed over."""
+    """The newest complete checkpoint of one run. Checkpoints of other runs, and unreadable ones, are skipped."""
     return next((path for path in whole(folder) if _is_of(path, run_id)), None)
 
 
@@ -65,7 +66,7 @@ def save(
 ) -> Path:
     """Writes `state` as checkpoint `about.step`, with `documents` (file name to text) beside it.
 
-    With `keep`, the run's older checkpoints beyond so many are removed once the new one is durable. Collective; raises
+    With `keep`, only that many of the run's checkpoints remain, once the new one is durable. Collective. Raises
     `CheckpointError` on every rank or on none.
     """
     final = folder / f"step-{about.step:09d}"
@@ -81,7 +82,7 @@ def save(
             state_dict_saver.save(
                 state, storage_writer=FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
             )
-        # Each rank for itself: its files may be new entries on another machine.
+        # Every rank syncs: its files may be new entries on another machine.
         with _agreed(f"checkpoint {final} was not written"):
             if first:
                 for name, text in {**(documents or {}), manifest.NAME: about.text()}.items():
@@ -102,7 +103,7 @@ def save(
 
 
 def load(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
-    """Reads into the tensors of `state`, and replaces its other values. Collective, unless this process is `alone`."""
+    """Loads into the tensors of `state`, and replaces its other values. Collective, unless this process is `alone`."""
     try:
         with _quiet():
             state_dict_loader.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
@@ -111,14 +112,14 @@ def load(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """At every moment one of `final` and `final.replaced` is whole, if `final` was."""
+    """At every moment, `final` or `final.replaced` is complete, if `final` was."""
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         _remove(replaced)
         final.rename(replaced)
         _sync(final.parent)
     partial.rename(final)
-    # The rename must survive a power cut before anything that it replaces goes.
+    # The rename must survive a power cut before what it replaces is removed.
     _sync(final.parent)
     _remove(replaced)
 
@@ -126,14 +127,14 @@ def _put_in_place(partial: Path, final: Path) -> None:
 def _remove_older(folder: Path, run_id: str, keep: int) -> None:
     for path in [path for path in whole(folder) if _is_of(path, run_id)][keep:]:
         _remove(path)
-    # Left by a process that was killed while it removed them.
+    # A process was killed while it removed these.
     for entry in folder.iterdir():
         if _DELETED.fullmatch(entry.name):
             shutil.rmtree(entry)
 
 
 def _remove(checkpoint: Path) -> None:
-    """Removes a folder if it is there. Its name goes first."""
+    """Removes a folder if it exists. It is renamed first."""
     if checkpoint.exists():
         deleted = checkpoint.with_name(f"{checkpoint.name.partition('.')[0]}.deleted")
         shutil.rmtree(deleted, ignore_errors=True)
@@ -151,7 +152,10 @@ def _is_of(path: Path, run_id: str) -> bool:
 
 @contextmanager
 def _agreed(what: str) -> Iterator[None]:
-    """Collective: an error inside, on any rank, is a `CheckpointError` on all, so that none waits for another."""
+    """Turns an error inside the block, on any rank, into a `CheckpointError` on all ranks. Collective.
+
+    So no rank waits for one that has failed.
+    """
     mine = None
     try:
         yield
@@ -176,7 +180,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Makes what was created, renamed or removed in a folder survive a power cut."""
+    """Makes created, renamed and removed entries of a folder survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -186,7 +190,7 @@ def _sync(folder: Path) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """DCP itself uses torch interfaces that warn of their own deprecation."""
+    """Hides warnings: DCP uses torch interfaces that warn of their own deprecation."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", category=FutureWarning)
         warnings.simplefilter("ignore", category=UserWarning)

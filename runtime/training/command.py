@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`sennit train`, and the same under torchrun: `torchrun … -m sennit.runtime.training --data flights`.
 
-Alone it starts its ranks itself; under torchrun (RANK and WORLD_SIZE are set) it is one of them.
+Without torchrun it starts its ranks itself. Under torchrun (RANK and WORLD_SIZE are set) it is one of them.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def command(
 
 
 def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Address | None = None) -> None:
-    """Runs this process's rank under torchrun, else starts the ranks. What can be checked early is."""
+    """Runs this process's rank under torchrun, else starts the ranks. Checks early what can be checked."""
     if (join is not None or port) and not config.elastic:
         raise ConfigError("--port and --join are for elastic runs (--elastic)")
     if config.ingest is None:
@@ -212,7 +212,7 @@ def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Add
         return
     config.check_world(world_size)
     _check_ingest(config, world_size)
-    # Held until the last rank is done.
+    # Kept open until the last rank is done.
     store, address = serve_store(port, timeout_s=config.timeout_s)
     if config.elastic:
         reachable = join_address(address, find_rails(from_environment().interfaces))
@@ -256,7 +256,7 @@ def _check_ingest(config: TrainingConfig, local_ranks: int) -> None:
 
 
 def _ingest_target(context: typer.Context, text: str) -> IngestTarget:
-    """The samples are the feeders' then, so nothing here says which."""
+    """Parses the target. The feeders have the data set then, so the options that describe one are refused."""
     for name in ("data", "schema", "samples", "row_limit", "zipf"):
         given = context.get_parameter_source(name)
         if given is not None and given.name != "DEFAULT":
@@ -281,7 +281,7 @@ def _size(name: str, text: str) -> int:
 
 
 def _make_folder(name: str, folder: Path) -> None:
-    """Before training, not after hours of it."""
+    """Makes the folder before training, not hours later."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

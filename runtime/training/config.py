@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that decides a training run. The command line fills it; every rank gets the same one."""
+"""Every setting of a training run. The command line fills it, and every rank gets the same."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from sennit.transport.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Checked once, when made; `check_world` checks what depends on the number of ranks."""
+    """Checked when it is made. `check_world` checks what depends on the number of ranks."""
 
     source: Source = field(default_factory=Source)
     """The data set."""
 
     ingest: IngestTarget | None = None
-    """Where feeders send the samples to; None: they are read from `source`."""
+    """Where feeders send samples to; None: samples are read from `source`."""
 
     split: str = "random"
-    """Evaluation rows: "random", or "last" for the end of the data set (flights and movielens: the latest)."""
+    """How evaluation rows are chosen: "random", or "last" for the end of the data set (often the latest samples)."""
 
     eval_fraction: float = 0.1
-    """Share of the samples held back for evaluation."""
+    """The share of samples held back for evaluation."""
 
     seed: int = 1
     """Controls initial weights, split, order of samples and synthetic data."""
@@ -42,13 +42,13 @@ class TrainingConfig:
     """Stop after this many steps; the learning rate then decays to zero over these. None: all epochs."""
 
     batch_size: int = 2048
-    """Samples a step over all ranks together, so that the run is the same at any world size."""
+    """Samples per step over all ranks together, so that the run is the same at any world size."""
 
     embedding_dim: int = 16
-    """Width of every table, of the bottom MLP's output and of the interaction."""
+    """The width of every table, of the bottom MLP's output and of the interaction."""
 
     tensor_train: TensorTrainRule | None = None
-    """Which tables are held in tensor-train form (docs/reference/embedding.md); None: none."""
+    """Which tables are tensor trains (docs/reference/embedding.md); None: none."""
 
     bottom: tuple[int, ...] = (64,)
     """Hidden widths of the bottom MLP."""
@@ -66,71 +66,74 @@ class TrainingConfig:
     """adagrad, adam or sgd."""
 
     decay: str = "linear"
-    """Both rates over the run: "linear" or "polynomial" to zero, or "none"."""
+    """Decay of both rates over the run: "linear" or "polynomial" to zero, or "none"."""
 
     warmup: int = 0
-    """Steps in which both rates rise to what they are."""
+    """Steps of the warm-up, in which both rates rise to their full values."""
 
     decay_start: int | None = None
-    """Steps before decay begins; None: those of the warm-up."""
+    """Steps before decay begins; None: as many as the warm-up has."""
 
     decay_steps: int | None = None
-    """Steps that decay takes; None: to the end of the run."""
+    """Steps of the decay; None: to the end of the run."""
 
     decay_power: float = 2.0
-    """Of the polynomial."""
+    """The power of polynomial decay."""
 
     decay_floor: float = 0.0
-    """Share of the rates that is left at the end of decay and after it."""
+    """The share of the rates that remains at the end of decay and after it."""
 
     clip_value: float | None = None
-    """Gradients are clipped to plus and minus this: of dense weights, and of rows, summed."""
+    """Each element of a gradient is clipped to plus and minus this: of dense weights, and of each row's sum."""
 
     clip_norm: float | None = None
-    """The dense gradient, all of it, is scaled down to this norm where it is longer; so is that of each row alone."""
+    """The whole dense gradient is scaled down to this norm if it is longer. So is the gradient of each row."""
 
     weight_decay: float = 0.0
-    """Times a weight it joins the gradient (L2). Rows that a step does not look up do not decay."""
+    """The weight times this is added to its gradient (L2). Rows that a step does not look up do not decay."""
 
     table_store: TableStore | None = None
-    """Where the embedding tables lie; None: in memory."""
+    """The place of embedding tables larger than memory; None: in memory."""
 
     rank_memory_bytes: int | None = None
-    """Memory of each rank for embedding tables with their optimizer states; None: what its host has available."""
+    """Memory of each rank for tables with their optimizer states; None: its share of what the host has available."""
 
     backend: str = "sennit"
-    """Name of the torch.distributed backend; "gloo" for comparison."""
+    """The torch.distributed backend; "gloo" for comparison."""
 
     timeout_s: float = 300.0
-    """Deadline of each collective and of finding the other ranks."""
+    """The deadline in seconds of each collective, and of finding the other ranks."""
 
     checkpoint: Path | None = None
-    """Folder for checkpoints."""
+    """The folder for checkpoints."""
 
     checkpoint_every: int | None = None
     """Steps between checkpoints; None: one at the end."""
 
     keep: int | None = None
-    """Checkpoints to keep: older ones of the run are removed once a newer one is durable. None: all."""
+    """How many checkpoints of the run to keep. Older ones are removed when a newer one is durable. None: all."""
 
     resume: bool = False
-    """Go on from the latest checkpoint, if there is one. It must be of a run with the same data and settings."""
+    """Resume from the newest checkpoint, if there is one. It must have the same data and settings."""
 
     elastic: bool = False
-    """When a rank dies the others go on without it, from the last checkpoint (without one: from the start); ranks that
-    join are taken in at the next step."""
+    """Whether ranks may leave and join.
+
+    When a rank dies, the others go on without it from the last checkpoint (or from the start if there is none). Ranks
+    that join are taken in at the next step.
+    """
 
     min_ranks: int = 1
-    """With fewer ranks left an elastic run fails."""
+    """An elastic run with fewer ranks left fails."""
 
     tensorboard: Path | None = None
-    """Folder for TensorBoard events, written by rank 0."""
+    """The folder for TensorBoard events, written by rank 0."""
 
     json_path: Path | None = None
-    """File for the report, written by rank 0."""
+    """The file for the report, written by rank 0."""
 
     sketch_path: Path | None = None
-    """File for the sketch of the ids that feeders sent, written by rank 0."""
+    """The file for the sketch of the ids that feeders sent, written by rank 0."""
 
     def __post_init__(self) -> None:
         _in_range("seed", self.seed, 0, 2**63 - 1)
@@ -179,7 +182,7 @@ class TrainingConfig:
             raise ConfigError("--resume, --checkpoint-every and --keep need a checkpoint folder (--checkpoint DIR)")
 
     def schedule(self, step_count: int) -> RateSchedule:
-        """Of the learning rates of a run of `step_count` steps."""
+        """The schedule of the learning rates for a run of `step_count` steps."""
         start = self.warmup if self.decay_start is None else self.decay_start
         return RateSchedule(
             decay=self.decay,
@@ -191,7 +194,10 @@ class TrainingConfig:
         )
 
     def check_world(self, world_size: int) -> None:
-        """The global batch is cut evenly, or up to one sample in an elastic run, which may come to any world size."""
+        """Raises unless the global batch can be cut evenly.
+
+        In an elastic run, whose world may change, parts may differ by one.
+        """
         _in_range("number of ranks", world_size, 1, min(4096, self.batch_size))
         if self.elastic:
             _in_range("number of ranks", world_size, self.min_ranks, 4096)

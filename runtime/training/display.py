@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a training run: a live bar on a terminal, a line now and then elsewhere, TensorBoard events."""
+"""Progress of a training run: a live bar on a terminal, occasional lines elsewhere, TensorBoard events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sennit.runtime.data.packages import require
 from sennit.runtime.training.metrics import Quality
 from sennit.runtime.training.trainer import StepReport
 
-# A log file should stay readable: at most one line in this time, between epochs.
+# A log file should stay readable: at most one line in this many seconds between epochs.
 PLAIN_INTERVAL_S = 5.0
-# A file or a pipe has no width of its own.
+# The width for a file or a pipe, which have none.
 PIPE_WIDTH = 120
 
 
@@ -28,7 +28,7 @@ def stdout_console() -> Console:
 
 
 class Listener(Protocol):
-    """Hears what rank 0 does."""
+    """The interface of displays: what rank 0 reports."""
 
     def on_step(self, report: StepReport) -> None: ...
     def on_epoch(self, epoch: int, step: int, quality: Quality) -> None: ...
@@ -36,7 +36,7 @@ class Listener(Protocol):
 
 
 class ConsoleDisplay:
-    """The bar, or plain lines where there is no terminal."""
+    """A progress bar, or plain lines if there is no terminal."""
 
     def __init__(self, console: Console, *, batch_size: int) -> None:
         self._console = console
@@ -89,7 +89,7 @@ class ConsoleDisplay:
 
 
 class TensorBoardLog:
-    """Scalars by step: loss, AUC, normalised entropy."""
+    """TensorBoard scalars by step: loss, AUC, normalised entropy."""
 
     def __init__(self, folder: Path) -> None:
         module = require("torch.utils.tensorboard", package="tensorboard", purpose="--tensorboard")
@@ -107,7 +107,7 @@ class TensorBoardLog:
 
 
 class Listeners:
-    """Several listeners as one; closes them all. No listeners on ranks other than 0."""
+    """Combines several listeners, and closes them at the end. Ranks other than 0 have none."""
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = tuple(listeners)

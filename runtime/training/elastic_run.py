@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training over ranks that come and go: on without those that die, on with those that join.
+"""Training with ranks that come and go: it continues without ranks that die, and with ranks that join.
 
-A run is then a chain of stretches (`stretch`). One ends with the run; or by a failure, after which the living begin the
-next one from the last checkpoint; or at the boundary of a step, when newcomers wait: the members keep their state and
-hand it over (`handover`). docs/how-to/train.md says what the weights are equal to.
+A run is then a chain of stretches (`stretch`). A stretch ends in one of three ways. The run ends. Or a rank fails, and
+the live ranks begin the next stretch from the last checkpoint. Or newcomers wait at the end of a step, and the members
+keep their state and hand it over (`handover`). docs/how-to/train.md says what the weights are equal to.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from sennit.transport.errors import ConfigError, PeerError
 from sennit.transport.membership import Terms
 
 TERMS_KEY: Final = "sennit/train/terms"
-# What a newcomer may choose for itself; everything else decides what is computed, or which calls are collective.
+# Settings that a newcomer may choose. All others decide what is computed, or which calls are collective.
 OWN_CHOICES: Final = ("resume", "elastic", "min_ranks", "rank_memory_bytes", "timeout_s", "tensorboard", "json_path")
 
 
 def publish_terms(store: Store, config: TrainingConfig) -> None:
-    """Says what newcomers must have in common with this run."""
+    """Publishes the settings that newcomers must share with this run."""
     store.set(TERMS_KEY, json.dumps(_terms(config)))
 
 
 def check_terms(store: Store, config: TrainingConfig) -> None:
-    """A newcomer's own check, before it announces itself: what differs is a ConfigError."""
+    """A newcomer checks its settings before it announces itself. Raises ConfigError that lists the differences."""
     if not store.check([TERMS_KEY]):
         raise ConfigError("nobody can join the run at this address: it has not begun, or is not an elastic one")
     theirs, ours = json.loads(store.get(TERMS_KEY)), _terms(config)
@@ -54,7 +54,7 @@ def check_terms(store: Store, config: TrainingConfig) -> None:
 
 
 class ElasticRun:
-    """One rank's way through all stretches. The default process group is there, and is replaced by every change."""
+    """One rank's part of all stretches. The default process group exists already, and every change replaces it."""
 
     def __init__(self, config: TrainingConfig, data: PreparedData, *, is_newcomer: bool) -> None:
         self._config = config
@@ -63,26 +63,26 @@ class ElasticRun:
         self._changes: list[Change] = []
         self._holding: Holding | None = None
         self._run_id = ""
-        """Empty until this rank has learnt it."""
+        """Empty until this rank knows it."""
 
     def run(self) -> RunReport:
-        """Trains until a stretch comes to the run's end."""
+        """Trains until a stretch reaches the run's end."""
         while True:
             reason = ""
             try:
                 if (report := self._stretch()) is not None:
                     return report
             except Exception:
-                # An error of this rank's own is not cured by going on.
+                # Going on does not cure an error of this rank itself.
                 reason = communicator().failure
                 if not reason:
                     raise
-            # The error's frames, or the stretch's, held the trainer with the old group in it.
+            # The frames of the error or of the stretch kept the trainer, and so the old group, alive.
             gc.collect()
             self._change(reason)
 
     def _stretch(self) -> RunReport | None:
-        """None when newcomers wait: this rank's part of the state is kept then."""
+        """Runs one stretch. Returns None if newcomers wait, and then keeps this rank's part of the state."""
         source = MemorySource(self._data, rank=dist.get_rank(), world_size=dist.get_world_size())
         outcome = train(self._config, source, self._changes, begin=self._begin, is_awaited=self._is_awaited)
         if isinstance(outcome, RunReport):
@@ -101,7 +101,7 @@ class ElasticRun:
         self._begins_alone = False
 
     def _begin(self, trainer: Trainer) -> None:
-        """Brings a new trainer to where the run is: by a handover, else by the checkpoint, else to the start."""
+        """Brings a new trainer to the run's position: by a handover, else from the checkpoint, else at the start."""
         if self._begins_alone:
             begin_run(trainer)
             self._run_id = trainer.run_id
@@ -127,7 +127,7 @@ class ElasticRun:
         self._holding = None
 
     def _is_awaited(self) -> bool:
-        """Whether somebody waits to be taken in, and there is work for one rank more; the same on all ranks."""
+        """Whether a newcomer waits and there is work for one more rank. The answer is the same on all ranks."""
         if dist.get_world_size() >= self._config.batch_size:
             return False
         waiting = torch.tensor([waiting_count() if dist.get_rank() == 0 else 0])
@@ -136,7 +136,7 @@ class ElasticRun:
 
 
 def _terms(config: TrainingConfig) -> dict[str, Any]:
-    """As JSON gives it back, so that both sides compare the same."""
+    """The shared settings after a round trip through JSON, so that both sides compare the same values."""
     chosen = {name: value for name, value in asdict(config).items() if name not in OWN_CHOICES}
     terms: dict[str, Any] = json.loads(json.dumps(chosen, default=str))
     return terms

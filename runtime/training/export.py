@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's model for inference, with what is needed to feed it: embedding tables in 8 bits a weight."""
+"""Exports a checkpoint's model for inference, with what is needed to feed it. Tables get 8 bits per weight."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ _TABLE, _DENSE = "table.", "dense."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     source: Path
     """The checkpoint."""
 
     tables: int
     before_bytes: int
-    """Of the tables' weights in the checkpoint."""
+    """Bytes of the tables' weights in the checkpoint."""
 
     after_bytes: int
-    """Of their rows in the file."""
+    """Bytes of their rows in the exported file."""
 
 
 def export_int8(folder: Path, output: Path) -> Exported:
-    """Writes `output`, which `torch.load(output, weights_only=True, mmap=True)` reads: a dict with
+    """Writes `output`, which `torch.load(output, weights_only=True, mmap=True)` reads as a dict with
 
     - `tables`: by name, uint8 [rows, dim + 8] (`int8.int8_rows`);
     - `dense`: by name, the weights of the dense model, float32;
     - `model`: `fixed.model` of the manifest, whose `tables` are in the order of the model's inputs;
-    - `preprocessing`: what makes inputs of raw samples (`Preprocessing.as_json`). None for a run whose feeders had more
-      of it than they could tell.
+    - `preprocessing`: turns raw samples into inputs (`Preprocessing.as_json`). None if feeders had it and it was too
+      long for the protocol.
 
-    docs/reference/checkpoints.md says how a prediction is made from these.
+    docs/reference/checkpoints.md says how to compute a prediction.
 
-    `folder` is a checkpoint, or has checkpoints, of which the newest is taken. Takes memory for the largest table and
-    all rows in 8 bits. Raises `ConfigError`, `CheckpointError`, `ArgumentError` (a weight that is not finite),
-    `DeviceError` (the disk is full); `output` is whole or as it was. Tensor trains are a `ConfigError`, too.
+    `folder` is a checkpoint, or a folder of checkpoints, of which the newest is taken. Needs memory for the largest
+    table and for all rows in 8 bits. Raises `ConfigError` (also for tensor trains), `CheckpointError`, `ArgumentError`
+    (a weight is not finite) or `DeviceError` (the disk is full). After an error, `output` is as it was.
     """
     source = folder if (folder / ".metadata").is_file() else checkpoint.latest(folder)
     if source is None:
@@ -105,6 +105,6 @@ def _write(output: Path, content: dict[str, Any]) -> None:
             os.fsync(file.fileno())
         partial.rename(output)
     except (OSError, RuntimeError) as error:
-        # torch reports what a full disk does to its writer as a RuntimeError.
+        # torch reports a full disk as a RuntimeError.
         partial.unlink(missing_ok=True)
         raise DeviceError(f"{output} was not written: {error}") from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One SHA-256 for all weights of a model, independent of which rank holds which table.
+"""One SHA-256 over all weights of a model, independent of which rank holds which table.
 
-Each tensor is digested where it lives; only digests travel. The result is the digest of one line a tensor,
-`name dtype shape sha256`, sorted by name, so that it can be recomputed from a checkpoint.
+Each tensor is hashed where it is, and only the digests are exchanged. The result is the digest of one line per tensor,
+`name dtype shape sha256`, sorted by name, so it can be recomputed from a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def line(name: str, tensor: Tensor) -> str:
-    """The line of one tensor; its bytes are taken row-major, little-endian."""
+    """The line of one tensor. Its bytes are taken in row-major order, little-endian."""
     content = tensor.detach().cpu().contiguous().numpy()
     digest = hashlib.sha256(content.astype(content.dtype.newbyteorder("<"), copy=False).data).hexdigest()
     shape = "x".join(str(size) for size in tensor.shape)
@@ -23,7 +23,10 @@ def line(name: str, tensor: Tensor) -> str:
 
 
 def fingerprint(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> str:
-    """Collective: every rank gives the tensors it holds. Replicated ones must agree on all ranks."""
+    """The hash of all weights.
+
+    Collective: every rank gives its tensors. Replicated tensors must be equal on all ranks.
+    """
     mine = {name: line(name, tensor) for name, tensor in tensors.items()}
     gathered: list[dict[str, str] | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hands a run's state from the trainers of one group to those of the next, whose tables lie elsewhere.
+"""Moves a run's state from the trainers of one group to those of the next, which place tables differently.
 
-When a group takes newcomers in nobody has died, so nothing is lost: each table goes from the rank that holds it to the
-one that owns it from now on, and the dense part, which every member holds, from the lowest of them to all.
+Nobody dies when a group takes newcomers in, so no state is lost. Each table moves from the rank that holds it to its
+new owner. The dense part, which every member holds, is sent by the lowest of them to all.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 from sennit.runtime.model.tensor_train import parts
 from sennit.runtime.training.trainer import Trainer
 
-# The parts of `Trainer.state` that belong to a table; everything else is equal on all ranks.
+# The parts of `Trainer.state` that belong to a table. All other parts are equal on all ranks.
 TABLE_PARTS: Final = ("table", "row_state")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """What a member keeps of its trainer while the group changes; only tensors, no group."""
+    """The state that a member keeps of its trainer while the group changes: tensors only, no group."""
 
     step: int
     tables: tuple[str, ...]
@@ -36,7 +36,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claim:
-    """What a rank says of its holding to the others."""
+    """What a rank tells the others about its holding."""
 
     step: int
     tables: tuple[str, ...]
@@ -44,20 +44,20 @@ class Claim:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """From which ranks of the present group a whole state can be had."""
+    """The ranks of the present group that together have a whole state."""
 
     step: int
     holder_of: dict[str, int]
-    """Rank by table."""
+    """Which rank holds each table."""
 
     dense_holder: int
 
 
 def find_source(claims: Sequence[Claim | None], tables: Collection[str]) -> Source | None:
-    """The newest whole state that the ranks (by number) hold together; None where a part is missing.
+    """The newest state that the ranks hold completely; None if every state misses a part. Claims are in rank order.
 
-    Two states of different steps are never mixed: a rank may have let go of its holding, since for it the handover was
-    done, when another one failed in it.
+    Parts of different steps are never mixed. Claims may differ in step: a rank drops its holding when it has finished a
+    handover, in which another rank may fail.
     """
     for step in sorted({claim.step for claim in claims if claim is not None}, reverse=True):
         holders = [rank for rank, claim in enumerate(claims) if claim is not None and claim.step == step]
@@ -73,10 +73,10 @@ def find_source(claims: Sequence[Claim | None], tables: Collection[str]) -> Sour
 
 
 def take_over(trainer: Trainer, source: Source, holding: Holding | None) -> None:
-    """Fills a new trainer from `source`. Collective; `holding` is this rank's, None for a newcomer."""
+    """Fills a new trainer from `source`. Collective. `holding` is this rank's; None for a newcomer."""
     state = trainer.state()
     held: dict[str, Any] = {} if holding is None or holding.step != source.step else holding.state
-    # Every rank goes through the same list in the same order, so each meets its partner.
+    # Every rank walks the same list in the same order, so sends and receives match.
     for table, owner in zip(trainer.tables, trainer.placement.owner_of, strict=True):
         holder = source.holder_of[table.name]
         names = [spec.name for spec in parts(trainer.spec_of(table))]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the ranks of one machine, and brings back what they return or the reason why they failed.
+"""Starts the ranks of one machine, and returns their results, or the reason why they failed.
 
-torchrun does the same over several machines; this is for `sennit train --ranks N`, where one process should
-be enough to start a run and one message enough to understand its failure.
+torchrun does the same over several machines. This is for `sennit train --ranks N`: one process starts a run, and one
+message explains its failure.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError
 from sennit.transport.rails import Rail
 
-# When one rank fails, how long the others may take to say why they did, and any rank to leave at the end.
+# The time after a failure in which other ranks may report theirs, and the time for any rank to exit.
 GRACE_S = 5.0
 CONNECT_S = 5.0
 
@@ -34,7 +34,7 @@ RankFunction = Callable[[Any, int, int, Store], Any]
 
 
 class RankFailure(SennitError):
-    """A rank failed; the message is its own."""
+    """A rank failed. The message is that rank's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,12 +43,12 @@ class _Outcome:
     result: Any = None
     error: str | None = None
     consequence: bool = False
-    """The rank only reports that another one is gone."""
+    """The rank only reports that another rank is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Of a run's store."""
+    """The address of a run's store."""
 
     host: str
     port: int
@@ -64,7 +64,7 @@ class Address:
         return cls(host=host.strip("[]"), port=int(port))
 
     def answers(self) -> bool:
-        """Whether something listens there."""
+        """Whether something listens at the address."""
         try:
             socket.create_connection((self.host, self.port), CONNECT_S).close()
         except OSError:
@@ -72,7 +72,10 @@ class Address:
         return True
 
     def check(self) -> None:
-        """The store's own client would try for as long as a collective may take."""
+        """Raises ConfigError if nothing answers.
+
+        The store's own client would retry for the whole deadline of a collective.
+        """
         try:
             socket.create_connection((self.host, self.port), CONNECT_S).close()
         except OSError as error:
@@ -80,9 +83,9 @@ class Address:
 
 
 def serve_store(port: int, *, timeout_s: float) -> tuple[Store, Address]:
-    """A store in this process, which is no rank and so outlives any of them; port 0: a free one.
+    """Serves a store in this process, which outlives all ranks because it is none. Port 0 takes a free port.
 
-    It listens on every address of this machine; the one that comes back is for ranks of this machine.
+    The store listens on every address of this machine. The address returned is for ranks of this machine.
     """
     try:
         store = TCPStore(
@@ -94,10 +97,10 @@ def serve_store(port: int, *, timeout_s: float) -> tuple[Store, Address]:
 
 
 def join_address(store: Address, rails: Sequence[Rail]) -> Address | None:
-    """Where ranks of other machines reach a store that is served here; None where nothing but this machine does.
+    """The address at which ranks of other machines reach the store of this process; None if only this machine can.
 
-    The store listens on every address of this machine. The first of the transport's that answers is taken, since
-    newcomers must reach the transport too.
+    The store listens on every address of this machine. The first address of the transport that answers is taken,
+    because newcomers must reach the transport, too.
     """
     for rail in rails:
         address = Address(host=rail.address, port=store.port)
@@ -115,11 +118,11 @@ def run_ranks(
     store_timeout_s: float,
     on_loss: Callable[[int, str], None] | None = None,
 ) -> list[Any]:
-    """Calls `function(argument, rank, world_size, store)` in `world_size` new processes; results by rank.
+    """Calls `function(argument, rank, world_size, store)` in `world_size` new processes. Returns the results by rank.
 
-    They reach the store by its `address`. Raises `RankFailure` with the first cause. With `on_loss` a rank's failure is
-    told to it instead, and is one of the run only if no rank comes to the end; the results are then those of the ranks
-    that did.
+    The processes connect to the store at `address`. Raises `RankFailure` with the first cause. With `on_loss`, that
+    function is called for each rank that fails, and the call returns the results of the others. It raises only if no
+    rank reaches the end.
     """
     context = multiprocessing.get_context("spawn")
     ends: list[Connection] = []
@@ -180,7 +183,10 @@ def _rank_main(
 
 
 def _collect(ends: list[Connection], processes: list[BaseProcess], *, are_independent: bool) -> list[_Outcome]:
-    """Waits for all outcomes; after a failure only `GRACE_S` longer, unless the others go on without that rank."""
+    """Waits for all outcomes.
+
+    After a failure it waits only `GRACE_S` longer, unless the others go on without that rank.
+    """
     outcomes: list[_Outcome] = []
     waiting = dict(zip(ends, range(len(ends)), strict=True))
     deadline: float | None = None

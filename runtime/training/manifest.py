@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint says about the run that wrote it, as JSON beside the weights.
 
-A checkpoint without its run is dangerous: with another split, rows that were held back for evaluation have been
-trained on. So a run goes on from a checkpoint only if everything that decides which numbers belong together is equal.
+Weights alone are dangerous: with another split, they have been trained on rows held back for evaluation. So a run
+resumes from a checkpoint only if everything that decides the meaning of its weights is equal.
 docs/reference/checkpoints.md lists the fields.
 """
 
@@ -25,7 +25,7 @@ from sennit.transport.errors import ConfigError, SennitError
 NAME: Final = "manifest.json"
 FORMAT: Final = 1
 MAX_BYTES: Final = 64 << 20
-"""Larger files are not read: a manifest has a line for each table and feature."""
+"""Larger files are refused. A manifest has one line for each table and feature."""
 
 _RUN_ID: Final = re.compile(r"[0-9a-f]{16}")
 _MAX_DEPTH: Final = 8
@@ -34,30 +34,30 @@ _SHOWN_CHARACTERS: Final = 80
 
 
 class CheckpointError(SennitError):
-    """A checkpoint could not be written or read; the message names the folder and the reason."""
+    """A checkpoint could not be written or read. The message names the folder and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """One checkpoint's run."""
+    """The run that a checkpoint belongs to."""
 
     run_id: str
-    """16 hexadecimal digits, drawn when the run began. A resumed run keeps it."""
+    """16 hexadecimal digits, drawn when the run began. A resumed run keeps them."""
 
     step: int
     """Steps done."""
 
     fixed: Mapping[str, Any]
-    """JSON: what a run that goes on from here must have too (data, order of samples, model, optimizer)."""
+    """JSON: settings that a resumed run must share (data, order of samples, model, optimizer)."""
 
     free: Mapping[str, Any]
-    """JSON: what it may change (number of ranks, epochs, learning rates, ...)."""
+    """JSON: settings that a resumed run may change (number of ranks, epochs, learning rates, ...)."""
 
     code: Mapping[str, Any]
-    """Versions of what wrote the checkpoint."""
+    """Versions of the software that wrote the checkpoint."""
 
     def text(self) -> str:
-        """The file."""
+        """The manifest as the text of its file."""
         content = {
             "format": FORMAT,
             "run": {"id": self.run_id, "step": self.step},
@@ -69,7 +69,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Raises ValueError for anything that `text` does not write."""
+        """Parses what `text` wrote. Raises ValueError for anything else."""
         try:
             content = json.loads(text, parse_constant=_refuse_constant)
         except RecursionError:
@@ -90,7 +90,7 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Self:
-        """The manifest of a checkpoint. Raises `CheckpointError`, also for a checkpoint that has none."""
+        """Reads the manifest of a checkpoint. Raises `CheckpointError`, also if there is none."""
         path = checkpoint / NAME
         try:
             with path.open("rb") as file:
@@ -119,7 +119,7 @@ def code_versions() -> dict[str, str]:
 def differences(
     theirs: Mapping[str, Any], ours: Mapping[str, Any], where: tuple[str, str] = ("in the checkpoint", "here")
 ) -> list[str]:
-    """One line for each leaf of two JSON objects that differs, in the order of `ours`."""
+    """One line for each leaf in which two JSON objects differ, in the order of `ours`."""
     left, right = dict(_leaves(theirs)), dict(_leaves(ours))
     names = [*right, *(name for name in left if name not in right)]
     return [
@@ -130,8 +130,8 @@ def differences(
 
 
 def check_same_run(checkpoint: Path, theirs: Manifest, fixed: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` with the lines in which the checkpoint's run differs from this one."""
-    # Through JSON, so that both sides are what JSON can hold.
+    """Raises `ConfigError` that lists how the checkpoint's run differs from this one."""
+    # A round trip through JSON leaves only values that JSON can hold.
     lines = differences(theirs.fixed, json.loads(json.dumps(fixed)))
     if not lines:
         return
@@ -157,7 +157,7 @@ def _shown_in(leaves: Mapping[str, Any], name: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """As JSON, which escapes what could steer a terminal."""
+    """A value as JSON, which escapes characters that could control a terminal."""
     text = json.dumps(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
@@ -170,7 +170,7 @@ def _object(content: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_depth(content: Any) -> None:
-    """So that nothing that walks the content by recursion can be driven into the interpreter's limit."""
+    """Refuses deep nesting, so that recursive functions cannot reach the interpreter's limit."""
     level = [content]
     for _ in range(_MAX_DEPTH):
         level = [

@@ -16,43 +16,43 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quality:
-    """Of one set of predictions. NaN where it is not defined (one class only)."""
+    """The quality of one set of predictions. Values that are not defined (one class only) are NaN."""
 
     auc: float
-    """Chance that a positive sample scores above a negative one; a tie counts one half."""
+    """The probability that a positive sample scores above a negative one. A tie counts one half."""
 
     log_loss: float
-    """Mean of -log(probability of what happened), in nats."""
+    """Mean of -log(probability of the actual label), in nats."""
 
     normalised_entropy: float
-    """Log loss over that of always predicting the base rate (He et al. 2014, section 3); 1 is no skill."""
+    """Log loss divided by that of always predicting the base rate (He et al. 2014, section 3). 1 means no skill."""
 
     base_rate: float
-    """Share of positives."""
+    """The share of positive samples."""
 
     sample_count: int
 
 
 def quality(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> Quality:
-    """`logits` [N] real numbers, `labels` [N] of 0 and 1."""
+    """The quality of `logits` [N] for `labels` [N] of 0 and 1."""
     scores = Scores.of(logits, labels)
     return _quality(scores.wins_twice, scores.positives, scores.negatives, _losses(logits, labels))
 
 
 def quality_of_ranks(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None = None) -> Quality:
-    """`quality` of all ranks' predictions together, the same on every rank. Collective.
+    """The quality of all ranks' predictions together, the same on every rank. Collective.
 
-    `logits` float32 [N] and `labels` [N] of this rank. Exact, and no rank ever holds more than its share: distinct
-    scores with their counts are exchanged so that each rank ranks one range of scores (a sample sort, whose splitters
-    come from a histogram over the leading half of a score's bits). Ranges consist of whole bins. Where all samples fall
-    into one bin a rank still gets at most 65,536 rows from each other rank: a bin has no more distinct scores.
+    `logits` float32 [N] and `labels` [N] are this rank's. The result is exact, and no rank holds more than its share.
+    Ranks exchange distinct scores with their counts so that each handles one range of scores (a sample sort, whose
+    splitters come from a histogram over the upper half of a score's bits). Ranges consist of whole bins. If all samples
+    fall into one bin, a rank still gets at most 65,536 rows from each other rank: a bin has no more distinct scores.
     """
     world_size = dist.get_world_size(group)
     mine = Scores.of(logits.numpy(), labels.numpy())
     bins = mine.keys >> _BIN_BITS
     histogram = torch.from_numpy(np.bincount(bins, mine.counts, minlength=1 << _BIN_BITS).astype(np.int64))
     dist.all_reduce(histogram, group=group)
-    # Bin b goes to the rank in whose share of all samples its first sample lies.
+    # A bin goes to the rank whose share of all samples contains the bin's first sample.
     before = (torch.cumsum(histogram, 0) - histogram).numpy()
     owner = np.minimum(before * world_size // max(1, int(histogram.sum())), world_size - 1)
     sent = torch.from_numpy(np.bincount(owner[bins], minlength=world_size))
@@ -67,7 +67,7 @@ def quality_of_ranks(logits: Tensor, labels: Tensor, group: dist.ProcessGroup | 
     dist.all_gather_object(parts, (ranged.wins_twice, ranged.positives, ranged.negatives, losses), group)
     wins_twice = positives = negatives = 0
     for wins, positive, negative, _ in parts:
-        # Ranges rise with the ranks: all negative samples so far score below these.
+        # Ranges rise with the ranks, so all negative samples so far score below these.
         wins_twice += wins + 2 * positive * negatives
         positives += positive
         negatives += negative
@@ -80,10 +80,10 @@ _BIN_BITS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Distinct scores, rising, and how many samples have each."""
+    """Distinct scores in rising order, and how many samples have each."""
 
     keys: npt.NDArray[np.uint32]
-    """The bits of float32 scores, changed so that they are in the order of the numbers."""
+    """The bits of float32 scores as integers in the order of the numbers."""
 
     positive: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
@@ -92,7 +92,7 @@ class Scores:
     def of(cls, logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> Self:
         # + 0 makes -0 the same score as 0.
         bits = (logits.astype(np.float32) + np.float32(0)).view(np.uint32)
-        # IEEE 754 numbers of one sign are in the order of their bits; negative ones in the opposite one.
+        # IEEE 754 numbers of equal sign sort like their bits; negative ones in the opposite order.
         keys = np.where(bits >> 31, ~bits, bits | np.uint32(1 << 31))
         ones = np.ones(len(keys), np.int64)
         return cls.merged(keys, (labels > 0).astype(np.int64), (labels <= 0) * ones)
@@ -101,7 +101,7 @@ class Scores:
     def merged(
         cls, keys: npt.NDArray[np.integer], positive: npt.NDArray[np.integer], negative: npt.NDArray[np.integer]
     ) -> Self:
-        """Of scores that may occur several times."""
+        """Merges scores that may occur several times."""
         order = np.argsort(keys, kind="stable")
         keys = keys[order]
         starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.zeros(0, np.intp)
@@ -119,7 +119,7 @@ class Scores:
 
     @property
     def wins_twice(self) -> int:
-        """Twice the pairs in which a positive sample scores above a negative one, and each tie once."""
+        """Twice the number of pairs in which a positive sample scores above a negative one, plus the number of ties."""
         negative = self.counts - self.positive
         below = np.cumsum(negative) - negative
         return int(np.sum(self.positive * (2 * below + negative)))
@@ -131,7 +131,7 @@ def _quality(wins_twice: int, positives: int, negatives: int, losses: float) -> 
     log_loss = losses / count if count else float("nan")
     floor = _entropy(base_rate)
     return Quality(
-        # The Mann-Whitney statistic, in whole numbers up to here.
+        # The Mann-Whitney statistic. Up to here all numbers are integers.
         auc=wins_twice / (2 * pairs) if pairs else float("nan"),
         log_loss=log_loss,
         normalised_entropy=log_loss / floor if floor > 0 else float("nan"),
@@ -141,13 +141,13 @@ def _quality(wins_twice: int, positives: int, negatives: int, losses: float) -> 
 
 
 def _losses(logits: npt.NDArray[np.floating], labels: npt.NDArray[np.floating]) -> float:
-    """Sum of log losses, from logits, so that no probability rounds to 0 or 1: log(1 + e^x) - x·label."""
+    """The sum of log losses. It uses logits, so no probability rounds to 0 or 1: log(1 + e^x) - x·label."""
     scores = logits.astype(np.float64)
     return float(np.sum(np.logaddexp(0, scores) - scores * labels.astype(np.float64)))
 
 
 def _entropy(rate: float) -> float:
-    """Of a coin with that rate, in nats."""
+    """The entropy of a coin with this probability, in nats."""
     if not 0 < rate < 1:
         return 0.0
     return float(-(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training run ends with: one record, printed for people and written as JSON for programs."""
+"""The result of a training run: one record, printed for people and written as JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from sennit.runtime.training.metrics import Quality
 from sennit.transport.errors import SennitError
 
 VERDICTS = tuple(verdict.name.lower() for verdict in Verdict)
-# The part of a run in which samples are trained on; evaluation and checkpoints are counted apart.
+# Phases in which no samples are trained on. They are reported separately.
 NOT_TRAINING = ("evaluation", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankReport:
-    """One rank's share."""
+    """One rank's part of the report."""
 
     tables: list[str]
     """Names of the tables it owns."""
@@ -37,39 +37,41 @@ class RankReport:
     """Seconds in each phase of this process."""
 
     counters: dict[str, int]
-    """The backend's counters over the run; empty for a backend that has none."""
+    """The backend's counters over the run; empty if the backend has none."""
 
     ingest: dict[str, int | float] = field(default_factory=dict)
-    """What came from feeders; empty where samples are in memory."""
+    """Counters of samples from feeders; empty if samples are in memory."""
 
     rows: dict[str, int] = field(default_factory=dict)
-    """What the cache of rows and the file behind it did; empty where tables are in memory."""
+    """Counters of the row cache and of its file; empty if tables are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """How an elastic run went on without ranks that it lost, or with newcomers."""
+    """A change of the ranks of an elastic run: ranks were lost, or joined."""
 
     lost: list[int]
-    """Ranks before it."""
+    """Lost ranks, with their numbers before the change."""
 
     joined: list[int]
-    """Ranks afterwards."""
+    """New ranks, with their numbers after the change."""
 
     world_size: int
-    """Ranks afterwards, in all."""
+    """The number of ranks after the change."""
 
     reason: str
-    """The transport's; empty where nothing was lost."""
+    """The transport's reason; empty if no rank was lost."""
 
     step: int | None = None
-    """Where training went on: where it was if nobody was lost, else that of the last checkpoint, or 0; None until it
-    is there."""
+    """The step at which training went on; None until it is known.
+
+    If no rank was lost, this is the step of the change, else that of the last checkpoint, or 0.
+    """
 
     def __str__(self) -> str:
         what = [f"lost {_ranks(self.lost)}"] if self.lost else []
         what += [f"took in {_ranks(self.joined)}"] if self.joined else []
-        # A newcomer that was gone again when its turn came.
+        # The newcomer had gone before its turn.
         text = " and ".join(what or ["nobody came"]) + f", went on with {self.world_size}"
         if self.step is not None:
             text += f" from step {self.step + 1}"
@@ -82,17 +84,17 @@ def _ranks(numbers: list[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmbeddingSize:
-    """How many numbers the embedding tables of a run are, over all ranks, without states of optimizers."""
+    """The number of parameters in the embedding tables of a run, over all ranks, without optimizer states."""
 
     tables: int
     tensor_trains: int
-    """Of these tables."""
+    """The parameters of these tables."""
 
     table_numbers: int
-    """Rows times columns."""
+    """Rows times columns of all tables."""
 
     stored_numbers: int
-    """Fewer, where tables are tensor trains."""
+    """Stored parameters: fewer if tables are tensor trains."""
 
     @classmethod
     def of(cls, specs: Sequence[TableSpec]) -> EmbeddingSize:
@@ -112,24 +114,24 @@ class EmbeddingSize:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """A finished run."""
+    """The report of a finished run."""
 
     config: TrainingConfig
     ranks: list[RankReport]
     sample_count: int
-    """Samples trained on in this process, over all ranks; a resumed run counts its own part."""
+    """Samples trained on by this process's run, over all ranks. A resumed run does not count earlier samples."""
 
     first_step: int
     step: int
     run_s: float
-    """Wall clock of the loop on this rank: training, evaluations, checkpoints."""
+    """Wall-clock time of the loop on this rank: training, evaluations, checkpoints."""
 
     final_loss: float | None
     """Rank 0's loss in the last step."""
 
     quality: Quality
     run_id: str
-    """Also in the manifests of the run's checkpoints; a resumed run keeps it."""
+    """The run's id, as in the manifests of its checkpoints. A resumed run keeps it."""
 
     weights_sha256: str
     embedding: EmbeddingSize
@@ -137,11 +139,11 @@ class RunReport:
     """Name of the data set."""
 
     changes: list[Change] = field(default_factory=list)
-    """Of an elastic run, in order."""
+    """The changes of an elastic run, in order."""
 
     @property
     def train_s(self) -> float:
-        """Seconds of training: the run without evaluations and checkpoints."""
+        """Seconds of training, without evaluations and checkpoints."""
         return self.run_s - sum(self.ranks[0].phases_s.get(name, 0.0) for name in NOT_TRAINING)
 
     @property
@@ -149,13 +151,13 @@ class RunReport:
         return self.sample_count / self.train_s if self.train_s else 0.0
 
     def phases_s(self) -> dict[str, float]:
-        """Mean over ranks, longest first."""
+        """Seconds by phase: the mean over ranks, longest first."""
         names = {name for rank in self.ranks for name in rank.phases_s}
         mean = {name: sum(rank.phases_s.get(name, 0.0) for rank in self.ranks) / len(self.ranks) for name in names}
         return dict(sorted(mean.items(), key=lambda item: -item[1]))
 
     def bytes_moved(self) -> dict[str, int]:
-        """The counters whose name speaks of bytes, summed over ranks."""
+        """The counters that count bytes (by their names), summed over ranks."""
         total: dict[str, int] = {}
         for rank in self.ranks:
             for name, count in rank.counters.items():
@@ -164,7 +166,7 @@ class RunReport:
         return dict(sorted(total.items()))
 
     def ingest(self) -> dict[str, Any] | None:
-        """Sums over ranks, but for the seconds waited, which are a mean; None where samples are in memory."""
+        """Ingest counters summed over ranks, and the mean of the seconds waited; None if samples are in memory."""
         if self.config.ingest is None:
             return None
         total: dict[str, float] = {}
@@ -176,7 +178,7 @@ class RunReport:
         return {"target": str(self.config.ingest), "data": self.data, "datagrams": datagrams, **total}
 
     def rows(self) -> dict[str, int] | None:
-        """Sums over ranks; None where tables are in memory."""
+        """Row counters summed over ranks; None if tables are in memory."""
         if self.config.table_store is None:
             return None
         names = {name: None for rank in self.ranks for name in rank.rows}
@@ -208,7 +210,7 @@ class RunReport:
 
 
 def write_json(report: RunReport, path: Path) -> None:
-    """Whole or not at all: written beside its place, then renamed."""
+    """Writes the file atomically: to a temporary name, then a rename."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which run a trainer belongs to, and how it goes on from that run's checkpoints.
+"""Which run a trainer belongs to, and how it resumes from that run's checkpoints.
 
-One folder holds the checkpoints of one run. A new run does not begin in the folder of another one, `--resume` goes on
-only from a run with the same data, order, model and optimizer, and a run that lost ranks goes back only to what it
+One folder holds the checkpoints of one run. A new run does not begin in another run's folder. `--resume` only accepts
+checkpoints with the same data, order, model and optimizer. A run that lost ranks only goes back to checkpoints that it
 wrote itself.
 """
 
@@ -56,7 +56,7 @@ FREE: Final = (
     "weight_decay",
     "backend",
 )
-"""Fields that it may change; they are in the manifest for people to read."""
+"""Fields that a resumed run may change. The manifest lists them for people."""
 
 DATA_KEY: Final = "sennit/train/data"
 
@@ -64,7 +64,7 @@ Result = TypeVar("Result")
 
 
 def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
-    """What decides which numbers belong together, as JSON."""
+    """The settings that decide the meaning of the weights, as JSON."""
     fixed = {part: {name: _plain(getattr(config, name)) for name in names} for part, names in FIXED.items()}
     fixed["order"]["algorithm"] = ORDER_VERSION
     fixed["model"] |= {
@@ -77,7 +77,7 @@ def fixed_of(config: TrainingConfig, source: BatchSource) -> dict[str, Any]:
 
 
 def manifest_of(trainer: Trainer) -> Manifest:
-    """The manifest of the checkpoint that the trainer could write now."""
+    """The manifest of a checkpoint of the trainer's present state."""
     config = trainer.config
     free = {"data": trainer.order.name, "ranks": trainer.world_size}
     return Manifest(
@@ -90,7 +90,7 @@ def manifest_of(trainer: Trainer) -> Manifest:
 
 
 def save(trainer: Trainer) -> Path:
-    """Writes a checkpoint of the trainer as it is. Collective."""
+    """Writes a checkpoint of the trainer's present state. Collective."""
     config = trainer.config
     assert config.checkpoint is not None
     known = trainer.source.preprocessing
@@ -102,17 +102,17 @@ def save(trainer: Trainer) -> Path:
 
 
 def begin(trainer: Trainer) -> list[str]:
-    """Begins the run, or resumes it if that is asked for and a checkpoint is there. Collective.
+    """Begins the run, or resumes it if that is asked for and there is a checkpoint. Collective.
 
-    Lines for people say what a resumed run has changed. Raises `ConfigError` where the folder is another run's, and
-    `CheckpointError` where its newest checkpoint cannot be used; the trainer has not changed then.
+    Returns lines for people about what a resumed run has changed. Raises `ConfigError` if the folder belongs to another
+    run, and `CheckpointError` if its newest checkpoint cannot be used. The trainer is unchanged then.
     """
     config = trainer.config
     folder = config.checkpoint
     found = None
     if folder is not None:
         _check_equal_ranks(trainer)
-        # Rank 0 looks, so that all ranks take the same one.
+        # Rank 0 chooses, so that all ranks take the same checkpoint.
         found = _on_first(trainer, lambda: _find(trainer, folder) if config.resume else check_unused(folder))
     if found is None:
         trainer.run_id = _on_first(trainer, new_run_id)
@@ -126,7 +126,7 @@ def begin(trainer: Trainer) -> list[str]:
 
 
 def go_back(trainer: Trainer) -> None:
-    """Takes an elastic run back to its own newest checkpoint, or to its start without one. Collective."""
+    """Takes an elastic run back to its newest checkpoint, or to its start if it has none. Collective."""
     folder = trainer.config.checkpoint
     if folder is None:
         return
@@ -141,7 +141,7 @@ def go_back(trainer: Trainer) -> None:
 
 
 def check_unused(folder: Path) -> None:
-    """Raises `ConfigError` if a folder has checkpoints, which a new run would mix with its own."""
+    """Raises `ConfigError` if a folder has checkpoints, because a new run would mix its own with them."""
     path = checkpoint.latest(folder)
     if path is not None:
         raise ConfigError(
@@ -151,19 +151,19 @@ def check_unused(folder: Path) -> None:
 
 
 def publish_data(store: Store, fingerprint: str) -> None:
-    """Says which data an elastic run has, for those that join."""
+    """Publishes the fingerprint of an elastic run's data for newcomers."""
     store.set(DATA_KEY, fingerprint)
 
 
 def check_data(store: Store, fingerprint: str) -> None:
-    """A newcomer's own check, before it joins."""
+    """A newcomer checks its data before it joins."""
     theirs = store.get(DATA_KEY).decode()
     if theirs != fingerprint:
         raise ConfigError(f"the data of the run have the fingerprint {theirs}, but those loaded here {fingerprint}")
 
 
 def _find(trainer: Trainer, folder: Path) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint, which must be of the same run."""
+    """The newest checkpoint. Raises unless it is of the same run."""
     path = checkpoint.latest(folder)
     if path is None:
         return None
@@ -184,7 +184,7 @@ def _load(trainer: Trainer, path: Path, about: Manifest) -> None:
 
 
 def _check_equal_ranks(trainer: Trainer) -> None:
-    """All ranks have loaded the same data with the same settings."""
+    """Raises unless all ranks have loaded the same data with the same settings."""
     mine = _as_json(fixed_of(trainer.config, trainer.source))
     every: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(every, mine)
@@ -195,7 +195,7 @@ def _check_equal_ranks(trainer: Trainer) -> None:
 
 
 def _on_first(trainer: Trainer, function: Callable[[], Result]) -> Result:
-    """What rank 0's call returns, on every rank; or its error."""
+    """The result of rank 0's call on every rank, or its error."""
     told: list[Any] = [None, None]
     if trainer.rank == 0:
         try:

@@ -27,7 +27,7 @@ from sennit.transport.membership import Terms
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where this process stands in the group. `store` None: the environment says it (torchrun)."""
+    """This process's place in the group. `store` None: the environment has it (torchrun)."""
 
     rank: int
     world_size: int
@@ -64,9 +64,9 @@ def _run(config: TrainingConfig, source: BatchSource) -> RunReport:
 
 
 def _run_fed(config: TrainingConfig) -> RunReport:
-    """With samples that feeders send: they are told how it ends."""
+    """The run with samples from feeders, which are told how it ends."""
     rank = dist.get_rank()
-    # Set by torchrun; without it all ranks are on this machine.
+    # torchrun sets it. Without torchrun, all ranks are on this machine.
     world_size = dist.get_world_size()
     local_rank, local_ranks = (
         int(os.environ.get(name, value)) for name, value in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world_size))
@@ -82,10 +82,10 @@ def _run_fed(config: TrainingConfig) -> RunReport:
 
 
 def join_run(config: TrainingConfig, store: Store) -> RunReport:
-    """The run of a rank that comes to a run which goes on, by that one's store."""
+    """The run of a rank that joins a running one, through that run's store."""
     _prepare()
     check_terms(store, config)
-    # The members wait from the boundary at which they see this rank: it has all else done by then.
+    # The members wait from the step at which they see this rank, so it does everything else before.
     data = prepared(sources.load(config.source, seed=config.seed), config)
     check_data(store, data.fingerprint)
     timeout = datetime.timedelta(seconds=config.timeout_s)
@@ -94,15 +94,15 @@ def join_run(config: TrainingConfig, store: Store) -> RunReport:
 
 
 def _prepare() -> None:
-    # One thread a rank: ranks share the cores, and more threads would make sums depend on their number.
+    # One thread per rank: ranks share the cores, and sums would depend on the number of threads.
     torch.set_num_threads(1)
-    # Also where neither torch's entry point nor `import sennit` has done it.
+    # For programs in which neither torch's entry point nor `import sennit` has registered it.
     register()
 
 
 def _leave(report: RunReport) -> RunReport:
-    """After a failure the group is left to the end of the process: taking it down may wait for peers that are gone."""
-    # DDP's hooks hold the group; they have to go first.
+    """After a failure the group is left until the process ends: destroying it may wait for peers that are gone."""
+    # DDP's hooks hold the group, so they have to be released first.
     gc.collect()
     dist.destroy_process_group()
     return report

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One stretch of a run: training in one group of ranks, from where it begins to the end, or until somebody waits."""
+"""One stretch of a run: training in one group of ranks, until the run ends or newcomers wait."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def train(
     begin: Begin,
     is_awaited: Callable[[], bool] | None = None,
 ) -> RunReport | Holding:
-    """Trains in the default process group, prints and writes what rank 0 should. Collective.
+    """Trains in the default process group. Rank 0 prints and writes. Collective.
 
-    `begin` brings the new trainer to where this stretch starts. `changes`: how an elastic run came to its present
-    ranks; the last one learns here where training goes on. When `is_awaited` is true at the boundary of a step,
-    training stops there and this rank's part of the state is the result.
+    `begin` brings the new trainer to the position where this stretch starts. `changes` are those of an elastic run so
+    far; the step at which training goes on is stored in the last one. If `is_awaited` returns True at the end of a
+    step, training stops and this rank's part of the state is returned.
     """
     before = transport_counters(config.backend)
     with contextlib.closing(Trainer(config, source)) as trainer:
@@ -115,13 +115,13 @@ def _train(
             write_json(report, config.json_path)
     if config.sketch_path is not None:
         save_sketch(source, config.sketch_path)
-    # Nobody leaves while another still needs an answer.
+    # No rank leaves while another one still needs an answer.
     dist.barrier()
     return report
 
 
 def begin_run(trainer: Trainer) -> None:
-    """Begins or resumes the run, and says on rank 0 what it resumes."""
+    """Begins or resumes the run. Rank 0 prints what is resumed."""
     lines = resumption.begin(trainer)
     if trainer.rank == 0:
         for line in lines:
@@ -129,5 +129,5 @@ def begin_run(trainer: Trainer) -> None:
 
 
 def transport_counters(backend: str) -> dict[str, int]:
-    """The counters of sennit's default group; other backends have none."""
+    """The counters of the default group if its backend is sennit; other backends have none."""
     return communicator().counters() if backend == BACKEND_NAME else {}

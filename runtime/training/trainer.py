@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's part of a training run: the step, the evaluation, the state that a checkpoint holds.
+"""One rank's part of a training run: the step, the evaluation, and the state that a checkpoint holds.
 
-A step: cut this rank's part of the global batch -> ids to the owners -> lookup -> pooled vectors back ->
-dense model and loss -> backward (DDP sums dense gradients, pooled gradients go to the owners) -> update.
-Where tables are larger than memory, the next batch and its ids come first, so that its rows come in meanwhile.
+A step: cut this rank's part of the global batch -> ids to the owners -> lookup -> pooled vectors back -> dense model
+and loss -> backward (DDP sums dense gradients, pooled gradients go to the owners) -> update. If tables are larger than
+memory, the ids of the next batch are sent first, so that its rows are fetched meanwhile.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
 from sennit.transport.errors import SennitError
 
-# The flattened form has one entry a parameter name and kind, which DCP can read at any world size.
+# The flattened form has one entry per parameter name and kind, which DCP can read at any world size.
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class TrainingError(SennitError):
-    """Training cannot go on; the message names the step."""
+    """Training cannot go on. The message names the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,24 +59,24 @@ class StepReport:
     step_count: int
     epoch: int
     loss: float
-    """Mean of this rank's part of the batch."""
+    """The mean over this rank's part of the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrival:
-    """A batch whose ids are with the owners of the tables."""
+    """A batch whose ids the owners of the tables have received."""
 
     number: int
     counts: list[int]
-    """Samples of each rank."""
+    """The number of samples of each rank."""
 
     dense: Tensor
     labels: Tensor
     bags: Any
-    """As the embedding tables announced them."""
+    """The batch as the embedding tables announced it."""
 
     is_lent: bool
-    """Whether the tensors are the source's, which has to be told when they are done with."""
+    """Whether the tensors belong to the source, which must be told when they are no longer used."""
 
 
 class Trainer:
@@ -92,7 +92,7 @@ class Trainer:
         self.rate_factor = config.schedule(self.step_count)
         self.step = 0
         self.run_id = "0" * 16
-        """Of the run that this trainer is a part of (`resumption`)."""
+        """The id of the run that this trainer belongs to (`resumption`)."""
 
         self.tables = source.tables
         self.placement: Placement = place(
@@ -100,7 +100,7 @@ class Trainer:
             world_size=self.world_size,
             dim=config.embedding_dim,
             table_bytes=[table_bytes(self.spec_of(table)) for table in self.tables],
-            # Tables on a disk have their own limit.
+            # Tables on a disk have another limit.
             limit_bytes=memory_limits(config.rank_memory_bytes) if config.table_store is None else None,
         )
         own = [self.tables[table] for table in self.placement.tables_of[self.rank]]
@@ -127,10 +127,10 @@ class Trainer:
                     timeout_s=config.timeout_s,
                     optimizer=rows,
                 )
-        # The exchange of ids is collective: all ranks do it ahead, or none.
+        # The exchange of ids is collective: either all ranks work ahead or none.
         self._batches_ahead = 0 if config.table_store is None else StoredTables.batches_ahead
         self.arrived: deque[Arrival] = deque()
-        """Batches that are announced and not computed yet."""
+        """Batches that are announced, but not computed yet."""
         self.exchange = Exchange(self.placement, dim=config.embedding_dim, clock=self.clock)
         self.dense = DenseModel(
             dense_count=source.dense_count,
@@ -157,7 +157,7 @@ class Trainer:
     ) -> Quality | None:
         """Trains to the end, evaluates after each epoch, and returns the last evaluation.
 
-        `is_awaited` is asked before each step; once it is true training stops there, and the result is None.
+        `is_awaited` is called before each step. If it returns True, training stops there and the result is None.
         """
         result: Quality | None = None
         while self.step < self.step_count:
@@ -177,9 +177,9 @@ class Trainer:
         return result if result is not None else self.evaluate()
 
     def train_step(self) -> float:
-        """One step on the next global batch; the loss of this rank's part."""
+        """Takes one step on the next global batch, and returns the loss of this rank's part."""
         factor = self.rate_factor(self.step)
-        # Up to the next evaluation, which takes other batches.
+        # Only up to the next evaluation, which takes other batches.
         end = min((self.step // self.steps_per_epoch + 1) * self.steps_per_epoch, self.step_count)
         until = min(self.step + 1 + self._batches_ahead, end)
         batch = self._next([self.order.training_batch(step) for step in range(self.step, until)])
@@ -197,7 +197,7 @@ class Trainer:
             )
         with self.clock.phase("backward and AllReduce"):
             self.optimizer.zero_grad()
-            # Gradients are averaged over ranks: a rank with more samples than the mean counts for more.
+            # Gradients are averaged over ranks, so a rank with more samples than the mean must weigh more.
             share = batch.counts[self.rank] * self.world_size / self.config.batch_size
             torch.autograd.backward(loss if share == 1 else loss * share)
         if batch.is_lent:
@@ -214,7 +214,7 @@ class Trainer:
         return value
 
     def _next(self, numbers: Sequence[int]) -> Arrival:
-        """The first batch of these; the others have been announced to the tables by then, if they want that."""
+        """Returns the first of these batches. The others are then announced to the tables, if those work ahead."""
         for number in numbers[len(self.arrived) :]:
             with self.clock.phase("input"):
                 batch = self.source.take(number)
@@ -223,7 +223,7 @@ class Trainer:
             is_lent = self._batches_ahead == 0
             dense, labels = batch.dense, batch.labels
             if not is_lent:
-                # Sources lend one batch at a time.
+                # A source lends one batch at a time.
                 dense, labels = dense.clone(), labels.clone()
                 self.source.release(number)
             self.arrived.append(
@@ -232,7 +232,7 @@ class Trainer:
         return self.arrived.popleft()
 
     def _clip_dense(self) -> None:
-        """Averaged gradients are the same on all ranks, and so is what is left of them."""
+        """Clips the dense gradient. Averaged gradients are equal on all ranks, so the clipped ones are, too."""
         if self.config.clip_value is not None:
             nn.utils.clip_grad_value_(self.dense.parameters(), self.config.clip_value, foreach=False)
         if self.config.clip_norm is not None:
@@ -240,7 +240,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Quality:
-        """Exact metrics over all evaluation rows; the same on every rank."""
+        """Exact metrics over all evaluation rows, the same on every rank."""
         with self.clock.phase("evaluation", is_whole=True):
             logits, labels = [], []
             training, self.arrived = self.arrived, deque()
@@ -262,27 +262,32 @@ class Trainer:
         return self.embedding.names
 
     def spec_of(self, table: Table) -> TableSpec:
-        """What any table of the run is held as, whoever owns it."""
+        """The engine's spec of any table of the run, whoever owns it."""
         return table_spec(table, dim=self.config.embedding_dim, rule=self.config.tensor_train)
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights this rank holds, under global names."""
+        """The weights that this rank holds, by global names."""
         return self._dense_weights() | self.embedding.weights()
 
     def _dense_weights(self) -> dict[str, Tensor]:
         return {f"dense.{name}": parameter.detach() for name, parameter in self.dense.named_parameters()}
 
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint holds. Loading fills its tensors; `restore` takes over what is not our own memory."""
+        """Everything that a checkpoint holds.
+
+        Loading fills these tensors; `restore` copies those that the trainer does not own.
+        """
         state: dict[str, Any] = self._dense_weights() | self.embedding.state()
         dense = get_optimizer_state_dict(self.replicated, self.optimizer, options=_FLAT)
         state.update({f"optimizer.{name}": value for name, value in dense.items()})
-        # Order of samples and initial weights are functions of seed and position, so no generator is saved.
+        # Order of samples and initial weights follow from seed and position, so no generator is saved.
         state["position"] = {"step": self.step}
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Takes over what is not the trainer's own memory in a loaded `state`, which must be of the same run."""
+        """Takes over a loaded `state`, which must be of the same run, as far as its tensors are not the trainer's own
+        memory.
+        """
         prefix = "optimizer."
         dense = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
         set_optimizer_state_dict(self.replicated, self.optimizer, dense, options=_FLAT)
@@ -292,5 +297,5 @@ class Trainer:
         self.step = self.embedding.step = int(state["position"]["step"])
 
     def close(self) -> None:
-        """Removes what lies on disk for the run only."""
+        """Removes files that exist for the run only."""
         self.embedding.close()
