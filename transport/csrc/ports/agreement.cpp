@@ -43,7 +43,7 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
     throw std::invalid_argument(who + (theirs.is_reliable ? " uses" : " does not use") +
                                 " reliable queue pairs, this rank does" + (ours.is_reliable ? "" : " not") +
                                 ": set SENNIT_VERBS_SERVICE to the same on all ranks");
-  // A device numbers its IPv4 packets at will and sends to one port only; a socket sees no numbers
+  // A device chooses the identifications of its IPv4 packets, which a socket cannot see, and sends to one port only
   // (docs/reference/wire.md).
   if (ours.is_device != theirs.is_device) {
     const RoceOffer& socket = ours.is_device ? theirs : ours;
@@ -77,7 +77,7 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
   flow.counter_page = send.counter_page;
   flow.window_bytes = static_cast<uint32_t>(std::clamp<uint64_t>(
       theirs.receive_window_bytes, WINDOW_MIN_PACKETS * flow.payload_max_bytes, send.window_bytes));
-  // Several acknowledgements a window, but each is a packet to send and to receive.
+  // Several acknowledgements for each window, but not too many, because each is a packet to send and to receive.
   flow.ack_every_packets =
       std::clamp(flow.window_bytes / flow.payload_max_bytes / ACKS_PER_WINDOW, 1u, ACK_MAX_PACKETS);
   flow.peer_timeout_us = send.peer_timeout_us;

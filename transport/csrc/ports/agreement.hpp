@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What two ranks' offers come to: which rails in pairs, how many paths, how large a packet. Both ends find the same.
+// What two ranks' offers lead to: the pairs of rails, the path count, the packet size. Both ends get the same result.
 #pragma once
 
 #include <cstddef>
@@ -18,17 +18,17 @@ namespace sennit {
 inline constexpr uint32_t EAGER_SLOT_COUNT = 64;
 
 struct Agreement {
-  std::vector<std::pair<size_t, size_t>> pairs;  // of rails: ours, theirs
+  std::vector<std::pair<size_t, size_t>> pairs;  // pairs of rails: ours, theirs
   uint32_t path_count = 0;                       // of each pair
-  flow::FlowConfig flow;                         // as far as the offers decide it
+  flow::FlowConfig flow;                         // as far as the offers decide
 };
 
 using PairPayload = std::function<uint32_t(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs)>;
 
-// Throws std::invalid_argument unless `peer` is another rank of the group, which is not connected yet.
+// Throws std::invalid_argument unless `peer` is another rank of the group that is not yet connected.
 void check_peer(const std::string& port_name, const RoceOffer& ours, uint32_t peer, bool is_connected);
-// `payload_of`: the largest payload between two rails. Throws std::invalid_argument when the offers do not fit
-// together, naming both sides' values.
+// `payload_of` gives the largest payload between two rails. Throws std::invalid_argument, with both sides' values, if
+// the offers do not fit together.
 Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, const SendConfig& send,
                 const PairPayload& payload_of);
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The caller's clock while one of its calls lasts: what happens late in the call gets a later time.
+// The caller's clock during one of its calls. What happens late in the call gets a later time.
 #pragma once
 
 #include <chrono>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lane over a flow: what udp, verbs and the simulator give the message layer.
+// A lane over a flow, which udp, verbs and the simulator give to the message layer.
 //
-// The port drives flow()'s wire side and calls pump() after arrivals and timers; the lane forwards what
-// happened to its sink and lends memory for receives without a destination. One per peer. Memory is opened to the
-// peer before it hears of it, and closed before the sink does.
+// The port drives flow()'s wire side and calls pump() after arrivals and timers. The lane passes events on to its sink,
+// and lends memory for receives without a destination. There is one lane for each peer. Memory is opened before the
+// peer hears of it, and closed before the sink hears of the end.
 #pragma once
 
 #include <array>
@@ -22,23 +22,23 @@ namespace sennit {
 
 class FlowLane final : public Lane {
  public:
-  // Loans out at a time; the memory of each is made on first use.
+  // The most loans at a time. The memory of each is allocated on first use.
   static constexpr size_t LOAN_COUNT = 8;
 
-  // `eager_memory` and `eager_rkey` as in flow::Flow: the port owns that memory, since its address is in the
-  // offer that goes out before there is a lane. `exposure` outlives the lane.
+  // `eager_memory` and `eager_rkey` as in flow::Flow. The port owns that memory, because its address is in the offer,
+  // which goes out before there is a lane. `exposure` outlives the lane.
   FlowLane(uint32_t peer, const flow::FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey,
            Exposure& exposure, LaneSink& sink);
 
   flow::Flow& flow() { return flow_; }
   const flow::Flow& flow() const { return flow_; }
-  // The time that the message side's calls happen at; at the start of every progress round.
+  // Sets the time for calls of the message side. Called at the start of every progress round.
   void set_now(uint64_t now_us) { now_us_ = now_us; }
-  // Hands out what happened since; true when there was anything.
+  // Hands out what happened since the last call. True when there was anything.
   bool pump(uint64_t now_us);
-  // Everything sent is acknowledged.
+  // Whether everything sent is acknowledged.
   bool idle() const { return flow_.idle() && returning_.empty(); }
-  // As flow().abort and flow().revoke; the sink hears nothing more.
+  // Like flow().abort and flow().revoke. The sink hears nothing more.
   void abort(std::string_view reason);
   void revoke() noexcept;
 
@@ -69,7 +69,7 @@ class FlowLane final : public Lane {
     uint64_t loan_id;
     uint64_t region;
   };
-  // What the flow calls a receive id is a ticket here, so that `received` finds loan and region again.
+  // The flow's receive id is the number of a ticket, so that `received` finds loan and region again.
   struct Ticket {
     uint64_t receive_id;
     uint64_t loan_id;
@@ -77,7 +77,7 @@ class FlowLane final : public Lane {
     const std::byte* data;
     bool is_done;
   };
-  // Likewise for sends.
+  // The same for sends.
   struct SendTicket {
     uint64_t send_id;
     uint64_t lent;
@@ -86,11 +86,11 @@ class FlowLane final : public Lane {
 
   void advertise_at(uint64_t receive_id, const MessageHeader& header, std::byte* destination, uint64_t loan_id);
   void grant_loans();
-  // Each hands out what is through by now, in order; true when there was anything.
+  // Each hands out what is done by now, in order. True when there was anything.
   bool tell_opened();
   bool hand_over_closed();
   bool hand_over_returned();
-  // False: an eager message that the sink has no room for.
+  // False: the sink has no room for this eager message.
   bool deliver(const flow::Event& event);
 
   const uint32_t peer_;
@@ -99,7 +99,7 @@ class FlowLane final : public Lane {
   flow::Flow flow_;
   uint64_t now_us_ = 0;
   std::array<Loan, LOAN_COUNT> loans_;
-  flow::SequenceRing<Wish> wishes_;  // loans that wait for memory, in call order
+  flow::SequenceRing<Wish> wishes_;  // receives as loans that wait for memory, in call order
   flow::SequenceRing<Opening> opening_;
   flow::SequenceRing<Ticket> tickets_;
   flow::SequenceRing<SendTicket> send_tickets_;

@@ -147,7 +147,7 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
     for (uint16_t& entropy : rail.entropies) entropy = in.get<uint16_t>();
   }
   const size_t qpn_count = offer.rails.size() * offer.path_count;
-  // Checked before memory is taken for it: what follows has a fixed size.
+  // Checked before memory is allocated for it. The rest has a fixed size.
   for (uint32_t peer = 0; peer < offer.size; ++peer) {
     Peer& entry = offer.peers.emplace_back();
     entry.eager_address = in.get<uint64_t>();

@@ -23,7 +23,7 @@ void SendConfig::check(const std::string& port_name, size_t rail_count) const {
     throw std::invalid_argument(port_name + ": a window of " + std::to_string(window_bytes) + " bytes; " +
                                 std::to_string(WINDOW_MIN_BYTES) + " to " + std::to_string(WINDOW_MAX_BYTES) +
                                 " are allowed");
-  // Flows come with their peers; a wrong name shall not wait for them.
+  // Flows are made with their peers, but a wrong name must fail before that.
   flow::make_path_policy(path_policy, path_count, seed);
   flow::make_congestion_control(congestion, {.window_max_packets = 1, .path_count = 1, .target_queue_us = 1});
 }

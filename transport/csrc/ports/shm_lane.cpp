@@ -13,9 +13,9 @@ namespace {
 
 constexpr uint64_t LINE = 64;
 constexpr uint64_t EAGER_MAX_BYTES = 8'192;
-// Results of at least this size leave the cache before anyone reads them: write them past it.
+// Results of at least this size leave the cache before anyone reads them, so writes bypass it.
 constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
-// Bounds one progress round, so that both directions and all peers take turns.
+// Limits one progress round, so that both directions and all peers take turns.
 constexpr uint32_t RECORDS_A_ROUND = 64;
 
 uint64_t lines(uint64_t size_bytes) { return (size_bytes + LINE - 1) / LINE * LINE; }
@@ -185,7 +185,7 @@ bool ShmLane::consume(uint32_t record_limit) {
 bool ShmLane::fits(const Record& fragment, const Receive& receive) {
   if (!receive.is_open) return false;
   const uint64_t left_bytes = receive.size_bytes - receive.received_bytes;
-  // A loan is one range, so it comes whole.
+  // A loan is one range, so it comes in one piece.
   return receive.destination == nullptr ? fragment.size_bytes == left_bytes : fragment.size_bytes <= left_bytes;
 }
 
@@ -269,7 +269,7 @@ bool ShmLane::push_fragment() {
       return false;
     }
   }
-  // Room for its record first: the copy must not be done twice.
+  // There must be room for the record first, because the copy must not be made twice.
   if (control_head_ + 2 * LINE - control_tail_seen_ > CONTROL_RING_BYTES) {
     control_tail_seen_ = out_.header->control_tail.load(std::memory_order_acquire);
     if (control_head_ + 2 * LINE - control_tail_seen_ > CONTROL_RING_BYTES) return false;
@@ -337,7 +337,7 @@ void ShmLane::lose(std::string reason) {
   sink_.on_peer_lost(peer_, std::move(reason));
 }
 
-// Beats come unasked: the questions of Silence are none here.
+// Beats come without being asked for, so the questions of Silence are not sent.
 void ShmLane::expect(uint64_t now_us) {
   if (dead_ || silence_.look(now_us) != flow::Silence::Step::give_up) return;
   lose("gave no sign of life for " + flow::Silence::seconds(silence_.silent_us()) +

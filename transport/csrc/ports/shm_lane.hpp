@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A lane to one rank of the same host: two single-producer rings in each direction.
 //
-// The control ring carries eager messages, adverts and the description of bulk fragments; the bulk ring carries
-// the bytes of transfers. A fragment is copied in by the sender and out (or folded straight from the ring: a loan) by
-// the receiver. Two user-space copies through a ring that stays in cache beat one process_vm_readv, which
-// must pin every page (docs/decisions/0002).
+// The control ring carries eager messages, adverts and the records of bulk fragments. The bulk ring carries the bytes
+// of transfers. The sender copies a fragment in, and the receiver copies it out (or folds straight from the ring: a
+// loan). Two user-space copies through a ring that stays in the cache are faster than one process_vm_readv, which must
+// pin every page (docs/decisions/0002).
 #pragma once
 
 #include <deque>
@@ -34,21 +34,21 @@ class ShmLane final : public Lane {
   uint64_t silent_us() const override { return silence_.silent_us(); }
   std::string describe() const override;
 
-  // One bounded round: reads what the peer published, then copies pending transfers in.
+  // Runs one bounded round: reads what the peer published, then copies pending transfers in.
   bool progress(uint64_t now_us);
-  // Reads without writing: the last look before a dead peer is reported.
+  // Reads without writing, as the last look before a dead peer is reported.
   bool drain();
   bool idle() const { return transfers_.empty() && waiting_records_.empty(); }
   void forget_user_memory() noexcept;
   void say_goodbye();
-  // Ends the lane with a reason that the peer finds even if the rings are full.
+  // Ends the lane, with a reason that the peer finds even if the rings are full.
   void say_last_word(std::string_view reason);
-  // Takes the peer's, if it is there. What the rings hold comes first.
+  // Takes the peer's reason, if there is one. What the rings hold comes first.
   void look_for_last_word();
   // Compares the peer's beats with those of the last call.
   void note_beats(uint32_t beats, uint64_t now_us);
   bool is_dead() const { return dead_; }
-  // The peer must be told of something since the last call.
+  // Whether the peer must be told of something since the last call.
   bool take_dirty();
   bool peer_said_goodbye() const { return peer_left_; }
 
@@ -112,7 +112,7 @@ class ShmLane final : public Lane {
   const uint32_t peer_;
   ShmInbox in_, out_;
   LaneSink& sink_;
-  uint64_t control_head_ = 0, control_tail_ = 0;  // ours: written out, read in
+  uint64_t control_head_ = 0, control_tail_ = 0;  // our progress: written out, read in
   uint64_t control_tail_seen_ = 0;                // the peer's progress in reading ours
   uint64_t bulk_head_ = 0, bulk_tail_seen_ = 0;
   std::deque<Record> waiting_records_;

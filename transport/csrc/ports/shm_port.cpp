@@ -13,7 +13,7 @@
 namespace sennit {
 namespace {
 
-// A process that dies is noticed within this time by a rank that waits for it.
+// A rank that waits for a process notices its death within this time.
 constexpr uint64_t PEER_CHECK_US = 50'000;
 
 // Not FUTEX_PRIVATE: the word is shared between processes.
@@ -64,7 +64,7 @@ bool ShmPort::progress(uint64_t now_us) {
     if (lanes_[peer] && !lost_[peer]) moved |= lanes_[peer]->progress(now_us);
   }
   ring_where_dirty();
-  // The rings are read: nothing that a peer sent is overtaken by its end.
+  // The rings are read first: the end of a peer does not overtake what the peer sent.
   for (uint32_t peer = 0; !moved && peer < world_; ++peer) {
     if (lanes_[peer]) lanes_[peer]->look_for_last_word();
   }
@@ -77,7 +77,7 @@ bool ShmPort::progress(uint64_t now_us) {
   return moved;
 }
 
-// One fence for all doorbells: our publications before it, the peers' announcement of sleep after it.
+// One fence for all doorbells: our publications come before it, the peers' announcement of sleep after it.
 void ShmPort::ring_where_dirty() {
   bool fenced = false;
   for (uint32_t peer = 0; peer < world_; ++peer) {
@@ -124,7 +124,7 @@ uint32_t ShmPort::prepare_sleep() {
   const uint32_t ticket = header.doorbell.load(std::memory_order_seq_cst);
   header.sleeping.store(1, std::memory_order_relaxed);
   // Pairs with the fence in progress(): either the peer sees the announcement, or the caller's next look at the rings
-  // sees what the peer published. (A sequentially consistent store alone does not order the loads behind it.)
+  // sees what the peer published. (A sequentially consistent store alone does not order the loads after it.)
   std::atomic_thread_fence(std::memory_order_seq_cst);
   return ticket;
 }

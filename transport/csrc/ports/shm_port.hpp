@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shared-memory port: lanes to the ranks of this host, one doorbell to sleep on.
+// The shared-memory port: lanes to the ranks of this host, and one doorbell to sleep on.
 #pragma once
 
 #include <memory>
@@ -13,29 +13,29 @@ namespace sennit {
 
 class ShmPort final : public Port {
  public:
-  // Throws std::system_error when /dev/shm cannot hold the segment.
+  // Throws std::system_error if /dev/shm cannot hold the segment.
   ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page = nullptr,
           uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us);
   ~ShmPort() override;
 
   std::vector<std::byte> offer() const { return segment_.offer(); }
-  // Opens a peer's segment. False: no common memory with that rank.
+  // Opens a peer's segment. False: there is no common memory with that rank.
   bool accept(uint32_t peer, std::span<const std::byte> offer);
   // Makes the lane to an accepted peer.
   void connect(uint32_t peer, LaneSink& sink);
   Lane& lane(uint32_t peer) { return *lanes_.at(peer); }
   uint32_t lane_count() const { return lane_count_; }
-  // Every peer has opened the segment: its name may go.
+  // Every peer has opened the segment, so its name is removed.
   void unlink() { segment_.unlink(); }
 
-  // Sleeping. prepare_sleep announces it; the caller then makes one more progress round and, if nothing
-  // moved, sleeps; a peer's publication after the announcement wakes it.
+  // Sleeping: prepare_sleep announces it. The caller then makes one more progress round and sleeps if nothing moved. A
+  // peer that publishes something after the announcement wakes it.
   uint32_t prepare_sleep();
   void sleep(uint32_t ticket, uint64_t timeout_us);
   void cancel_sleep();
-  // Shows the peers that this process runs. From any thread, without a lock.
+  // Shows the peers that this process runs. Any thread may call it, without a lock.
   void beat();
-  // Wakes this rank's own sleeper, from another thread.
+  // Wakes this rank's sleeping thread, from another thread.
   void wake();
 
   std::string_view name() const override { return "shm"; }

@@ -24,7 +24,7 @@
 namespace sennit {
 namespace {
 
-constexpr uint64_t SEGMENT_MAGIC = 0x32'30'54'49'4E'4E'45'53;  // "SENNIT02": the layout's revision
+constexpr uint64_t SEGMENT_MAGIC = 0x32'30'54'49'4E'4E'45'53;  // "SENNIT02": the revision of the layout
 constexpr size_t PAGE_BYTES = 4'096;
 constexpr size_t LINE = 64;
 
@@ -43,9 +43,9 @@ std::string path_of(uint64_t nonce) {
   return name;
 }
 
-// A rank killed before its peers had opened its segment leaves the name behind, and the memory with it. Only once a
-// process, before it has segments of its own: closing a file gives up the process's own lock on it. Young files are
-// left alone, since a segment has its name before its lock.
+// A rank that is killed before its peers have opened its segment leaves the name and the memory behind. This runs once
+// for each process, before it has its own segments, because closing a file gives up the process's own lock on it. Young
+// files are left alone, because a segment has its name before its lock.
 void remove_orphans() {
   constexpr time_t YOUNG_S = 60;
   const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/dev/shm"), &closedir);
@@ -65,7 +65,7 @@ void remove_orphans() {
   }
 }
 
-// `fd` holds what could be reserved.
+// `fd` holds as much as could be reserved.
 std::string too_small(int fd, uint64_t needed_bytes) {
   struct statvfs folder {};
   struct stat reserved {};
@@ -81,7 +81,7 @@ std::string too_small(int fd, uint64_t needed_bytes) {
 }  // namespace
 
 uint64_t this_process_id() {
-  // A forked child must not pass for its parent: keyed by pid.
+  // Keyed by pid, because a forked child must not be taken for its parent.
   static std::mutex mutex;
   static pid_t owner = 0;
   static uint64_t id = 0;

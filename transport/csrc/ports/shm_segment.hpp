@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // One rank's shared-memory segment: its doorbell and one inbox for every peer of this host.
 //
-// A segment is a file in /dev/shm that only this user can open; its name and nonce go to the peers through
-// rendezvous, and it is unlinked once every peer has opened it, so that no crash leaves one behind. Opening
-// it and finding the nonce is the proof that two ranks share memory: containers with the same host name
-// or boot id, but another /dev/shm, fail it and use a network port.
+// A segment is a file in /dev/shm that only this user can open. Its name and nonce go to the peers through rendezvous.
+// It is unlinked once every peer has opened it, so that a crash leaves none behind. Opening it and finding the nonce
+// proves that two ranks share memory. Containers with the same host name or boot id, but another /dev/shm, fail this
+// test and use a network port.
 #pragma once
 
 #include <atomic>
@@ -17,32 +17,31 @@
 namespace sennit {
 
 inline constexpr uint64_t CONTROL_RING_BYTES = 65'536;    // records: eager messages, adverts, fragments
-inline constexpr uint64_t BULK_RING_MAX_BYTES = 524'288;  // 4 loans; fits the second-level cache with room to spare
+inline constexpr uint64_t BULK_RING_MAX_BYTES = 524'288;  // 4 loans; fits easily into the second-level cache
 inline constexpr uint64_t BULK_RING_MIN_BYTES = 262'144;  // 2 loans: one being read, one being written
 inline constexpr size_t LAST_WORD_MAX_BYTES = 1'020;
-inline constexpr uint64_t BULK_BUDGET_BYTES = 16'777'216;  // of all inboxes of a rank
+inline constexpr uint64_t BULK_BUDGET_BYTES = 16'777'216;  // for all inboxes of a rank
 
-// Written by two processes; every field that both touch sits on its own cache line.
+// Two processes write here. Every field that both use is on its own cache line.
 struct ShmSegmentHeader {
   uint64_t magic;
   uint64_t nonce;
-  uint64_t process_id;  // random per process: tells ranks of one process apart from others
+  uint64_t process_id;  // random for each process, also to tell the ranks of one process apart
   uint32_t rank;
   uint32_t world;
   uint64_t bulk_bytes;
   uint64_t inbox_stride;
   alignas(64) std::atomic<uint32_t> doorbell;  // futex word: peers add one and wake
   std::atomic<uint32_t> sleeping;              // the owner is about to wait on `doorbell`
-  alignas(64) std::atomic<uint32_t> beats;     // grows as long as any thread of the owner's runs
+  alignas(64) std::atomic<uint32_t> beats;     // grows as long as any thread of the owner runs
 };
 
-// Single producer (the peer), single consumer (the owner). Positions only grow; the offset in a
-// ring is position % size.
+// One producer (the peer), one consumer (the owner). Positions only grow; the offset is position % size.
 struct ShmInboxHeader {
   alignas(64) std::atomic<uint64_t> control_head;  // producer
   alignas(64) std::atomic<uint64_t> control_tail;  // consumer
   alignas(64) std::atomic<uint64_t> bulk_tail;     // consumer
-  // Why the producer ended the group: apart from the rings, which may be full just then. Written once.
+  // Why the producer ended the group. Not in the rings, which may be full. Written once.
   alignas(64) std::atomic<uint32_t> last_word_bytes;
   char last_word[LAST_WORD_MAX_BYTES];
 };
@@ -56,10 +55,9 @@ struct ShmInbox {
 
 class ShmSegment {
  public:
-  // Makes this rank's segment with an inbox for each of `world` ranks. Throws std::system_error
-  // (ENOSPC when /dev/shm is too small).
+  // Makes this rank's segment with an inbox for each of `world` ranks. Throws std::system_error (ENOSPC: no room).
   static ShmSegment create(uint32_t rank, uint32_t world, uint64_t nonce);
-  // Opens a peer's segment from its offer; an empty object when it cannot be reached.
+  // Opens a peer's segment from its offer. Returns an empty object if it cannot be reached.
   static ShmSegment open(std::span<const std::byte> offer, uint32_t rank, uint32_t world);
 
   ShmSegment() = default;
@@ -72,8 +70,8 @@ class ShmSegment {
   ShmInbox inbox(uint32_t from_rank) const;
   std::vector<std::byte> offer() const;  // what peers need to open it
   void unlink();
-  // The owning process still lives. Holds across pid namespaces: the owner keeps a POSIX record lock
-  // (fcntl(2): gone when the process ends, not inherited by fork) on the file.
+  // Whether the owning process still lives. Works across pid namespaces, because the owner keeps a POSIX record lock on
+  // the file (fcntl(2): gone when the process ends, not inherited by fork).
   bool owner_alive() const;
 
  private:
@@ -86,7 +84,7 @@ class ShmSegment {
   bool mine_ = false;
 };
 
-// Random per process, fixed after the first call.
+// Random for each process, and fixed after the first call.
 uint64_t this_process_id();
 
 }  // namespace sennit

@@ -14,17 +14,17 @@ constexpr size_t HEADER_BYTES = 4;  // version, 0, level of the settled size, pa
 constexpr uint32_t PATH_MAX_COUNT = 256;
 static_assert(HEADER_BYTES + PATH_MAX_COUNT / 2 <= Trial::MESSAGE_MAX_BYTES);
 
-// A peer that has not begun keeps what it is sent in its socket, and one that is short of processors answers late: so
-// little is repeated before it is heard, and not much at first after that.
+// A peer that has not begun keeps arriving probes in its socket, and a peer with too few processors answers late. So
+// little is repeated before the first contact, and not much just after it.
 constexpr uint64_t FIRST_WAIT_US = 50'000, LONGEST_WAIT_US = 200'000;
-// Once it is heard, what stays unanswered is repeated so often before it counts as lost for good: at a loss of one in
-// ten packets, one path in a hundred million is misjudged.
+// After contact, an unanswered probe is repeated this often before it counts as lost for good. At a loss of one packet
+// in ten, one path in a hundred million is misjudged.
 constexpr uint64_t CONTACT_WAIT_US = 40'000;
 constexpr uint32_t DECIDING_ROUNDS = 8, LAST_ROUND = 25;
 constexpr uint64_t NEWS_US = 2 * CONTACT_WAIT_US;
-// Smaller packets are tried as well from this round on, counted from contact where there is one.
+// From this round on, smaller packets are tried as well. The count starts at contact, if there is any.
 constexpr uint32_t LADDER_ROUND = 3;
-// One packet may be lost; so many over different paths hardly are.
+// One packet may be lost. It is unlikely that so many over different paths all are.
 constexpr uint32_t MESSAGE_COPIES = 2, VERDICT_COPIES = 4;
 
 uint8_t level_of(uint32_t payload_bytes) {
@@ -76,7 +76,7 @@ void Trial::start_round(uint64_t now_us) {
     for (Level level = static_cast<Level>(told_[path] + 1); level < target_; ++level)
       due_.push_back({path, bytes_of(level)});
   }
-  // What is tried still may all be lost, and the peer waits for news.
+  // All probes may be lost, and the peer waits for news.
   if (has_contact()) send_message(1);
   const uint64_t wait_us = has_contact() && rounds_of_contact_ < LAST_ROUND
                                ? CONTACT_WAIT_US
@@ -107,7 +107,7 @@ void Trial::settle(Level level) {
   send_message(VERDICT_COPIES);
 }
 
-// Over paths that are known to carry something, the smallest packet.
+// Uses paths that are known to carry something, and the smallest packet.
 void Trial::send_message(uint32_t copies) {
   const bool reaches = std::any_of(told_.begin(), told_.end(), [](Level level) { return level != 0; });
   uint32_t sent = 0;
@@ -133,7 +133,7 @@ std::vector<std::byte> Trial::message() const {
 void Trial::note_contact(uint64_t now_us) {
   if (has_contact()) return;
   contact_us_ = news_us_ = now_us;
-  // What was sent before may have found nobody there.
+  // Probes sent earlier may have come before the peer listened.
   if (next_round_us_ != 0 && !is_settled()) next_round_us_ = std::min(next_round_us_, now_us + CONTACT_WAIT_US);
 }
 
@@ -174,7 +174,7 @@ void Trial::on_message(uint64_t now_us, std::span<const std::byte> message) {
   }
   if (!all_reach(heard_)) return;
   if (decides_ && all_reach(told_)) return settle(target_);
-  // The peer waits for this news. A first round that is still to come will carry it.
+  // The peer waits for this news. If the first round is still to come, it will carry the news.
   if (!is_heard_told_ && round_ != 0) send_message(MESSAGE_COPIES);
   is_heard_told_ = true;
 }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The trial of a network: before two ranks use their paths, both send the largest packet over every one of them.
 //
-// Sans-IO: the time and arrivals come in, probes go out. A probe is a packet of the size that it tries; what it carries
-// says which sizes its sender has heard over which path, so both ranks learn both directions. One of the two decides:
-// it sets the size of packets to what passes wherever anything passes, and tells the other. A path on which nothing
-// arrives in one direction stays out of use in that direction. The same message may also come by another way (the
-// rendezvous store) where the network carries nothing. docs/reference/wire.md, Trial.
+// Sans-IO: the time and arrivals come in, probes go out. A probe is a packet of the size that it tries. It tells which
+// sizes its sender has received over which path, so both ranks learn both directions. One of the two ranks decides: it
+// sets the packet size to what passes on every path where anything passes, and tells the other. A path on which nothing
+// arrives in one direction stays out of use in that direction. Where the network carries nothing, the same message may
+// come another way (through the rendezvous store). docs/reference/wire.md, Trial.
 #pragma once
 
 #include <cstddef>
@@ -18,13 +18,13 @@ namespace sennit {
 
 class Trial {
  public:
-  // A probe must at least have room for its message.
+  // A probe must have room at least for its message.
   static constexpr size_t MESSAGE_MAX_BYTES = 256;
 
   struct Config {
     uint32_t path_count;         // 1 to 256
     uint32_t payload_max_bytes;  // what the interfaces at both ends take: a power of two from 256 to 4,096
-    bool decides;                // true at one of the two ends
+    bool decides;                // true at exactly one of the two ends
   };
   struct Probe {
     uint32_t path;
@@ -33,26 +33,26 @@ class Trial {
 
   explicit Trial(const Config& config);
 
-  // The next packet to send; false: none is due.
+  // The next packet to send. False: none is due.
   bool poll(uint64_t now_us, Probe& out);
-  // What a probe carries at its beginning; the rest of it is zero.
+  // The content of a probe's beginning. The rest of the probe is zero.
   std::vector<std::byte> message() const;
-  // A probe that arrived over `path`. One that is malformed changes nothing.
+  // A probe that arrived over `path`. A malformed probe changes nothing.
   void on_probe(uint64_t now_us, uint32_t path, std::span<const std::byte> payload);
-  // The peer's message, by another way than the network.
+  // The peer's message, received another way than over the network.
   void on_message(uint64_t now_us, std::span<const std::byte> message);
-  // The peer found every path good at the largest size, says another way than the network.
+  // A message another way than over the network: the peer found every path good at the largest size.
   void settle_as_perfect();
   uint64_t next_timeout_us() const;
-  // Something is to be sent, whatever the time.
+  // Something must be sent now, whatever the time.
   bool has_due() const { return !due_.empty(); }
 
-  // Both ends know the size of packets.
+  // Both ends know the packet size.
   bool is_settled() const { return settled_level_ != 0; }
   // Every path takes the largest packet both ways.
   bool is_perfect() const;
   uint32_t payload_bytes() const { return bytes_of(settled_level_); }
-  // The largest payload that arrived over a path here, and there; 0: none did.
+  // The largest payload that arrived over a path here, and at the peer. 0: none did.
   uint32_t heard_bytes(uint32_t path) const { return bytes_of(heard_[path]); }
   uint32_t told_bytes(uint32_t path) const { return bytes_of(told_[path]); }
   uint32_t path_count() const { return static_cast<uint32_t>(heard_.size()); }
@@ -74,7 +74,7 @@ class Trial {
   const bool decides_;
   std::vector<Level> heard_, told_;  // by path
   Level settled_level_ = 0;
-  bool is_heard_told_ = false;    // a message has said that all was heard
+  bool is_heard_told_ = false;    // a message has told the peer that everything arrived
   bool is_peer_settled_ = false;  // as far as this end knows
   std::deque<Probe> due_;
   uint64_t next_round_us_ = 0, contact_us_ = UINT64_MAX, news_us_ = 0;

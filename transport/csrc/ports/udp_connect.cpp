@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a udp port gets its peers: the paths that both offers come to, a trial of them, and a flow over those that work.
+// How a udp port connects to its peers: paths from both offers, a trial of them, and a flow over the paths that work.
 #include <algorithm>
 #include <array>
 
@@ -37,7 +37,7 @@ UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, 
       entry.source = our_rail.listen, entry.remote_source = their_rail.listen;
       entry.source.port = our_rail.entropies[path];
       entry.remote_source.port = their_rail.entropies[path];
-      // With one peer, as between two ranks, a socket has one destination.
+      // With one peer, each socket has only one destination.
       if (offer_.size == 2 && entry.sender->connect(entry.remote)) entry.remote = entry.remote.of_connected();
       entry.outgoing = wire::NetworkCrc(entry.source, their_rail.listen, common_packet_bytes);
       entry.incoming = wire::NetworkCrc(entry.remote_source, our_rail.listen, common_packet_bytes);
@@ -48,7 +48,7 @@ UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, 
   return *peers_[peer];
 }
 
-// Paths over which nothing arrives are bad from the start: the flow tries them again now and then.
+// Paths over which nothing arrives are bad from the start. The flow tries them again from time to time.
 void UdpPort::start(Peer& peer) {
   const uint32_t payload_bytes = peer.trial ? peer.trial->payload_bytes() : peer.payload_max_bytes;
   RoceOffer theirs = peer.offer;
@@ -81,7 +81,7 @@ void UdpPort::start(Peer& peer) {
 
 void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
   if (peer < peers_.size() && peers_[peer] != nullptr && peers_[peer]->trial != nullptr) {
-    // A trial that was cut short leaves a peer without a lane only where the caller gives up on the group.
+    // After a trial that was cut short, a peer has no lane only if the caller gives up the group.
     if (peers_[peer]->lane == nullptr)
       throw std::invalid_argument("udp: the trial of the network to rank " + std::to_string(peer) + " is not over");
     return;
@@ -90,7 +90,7 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
 }
 
 void UdpPort::begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
-  // A device answers nothing by itself, and its driver has set the size of packets.
+  // A device does not answer probes, and its driver has set the packet size.
   if (RoceOffer::decode(info).is_device) return;
   Peer& made = prepare(peer, info, sink);
   made.trial = std::make_unique<Trial>(Trial::Config{

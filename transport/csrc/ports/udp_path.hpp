@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One path between two ranks: a source port of ours, an address of theirs, and a queue pair at each end.
+// One path between two ranks: one of our source ports, an address of the peer, and a queue pair at each end.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct UdpPath {
 
   flow::Flow* flow = nullptr;  // null until the trial of the network is over
   Trial* trial = nullptr;      // null where there is none
-  uint32_t trial_rkey = 0;     // of the probes that come here: the key of the ring that the peer may write to
+  uint32_t trial_rkey = 0;     // for probes that come here: the key of the ring that the peer may write to
   trace::Ends ends{};
   uint32_t index = 0;           // the flow's name for it
   UdpSender* sender = nullptr;  // owns the socket with this path's source port
@@ -28,9 +28,9 @@ struct UdpPath {
   SocketAddress remote;  // the same, for sends
   uint32_t remote_qpn = 0;
   uint32_t next_psn = 0;
-  int error = 0;              // errno of its last probe that did not go, or came back
+  int error = 0;              // errno of its last probe that was not sent or came back
   bool is_over_mtu = false;   // it did not take the last full packet
-  bool is_to_device = false;  // which takes eager packets as SEND ONLY with immediate
+  bool is_to_device = false;  // a device, which takes eager packets as SEND ONLY with immediate
   wire::NetworkCrc outgoing, incoming;
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of a udp port that its files share: sockets of a rail, paths to a peer.
+// The parts that the files of the udp port share: the sockets of a rail, the paths to a peer.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ struct UdpPort::Peer {
   LaneSink* sink;
   std::vector<UdpPath> paths;
   size_t rail_count;           // path p uses rail p mod rail_count
-  uint32_t payload_bytes = 0;  // of a full packet, once there is a lane
+  uint32_t payload_bytes = 0;  // payload of a full packet, once there is a lane
   uint32_t payload_max_bytes;  // what the interfaces at both ends take
   size_t batch_packets;
   std::unique_ptr<Trial> trial;    // null: not tried

@@ -18,16 +18,16 @@
 namespace sennit {
 namespace {
 
-// Receive memory of a rail asked of the kernel: so much a peer, within these bounds.
+// Receive memory that a rail asks of the kernel: this much for each peer, within these bounds.
 constexpr size_t RECEIVE_BUFFER_PER_PEER_BYTES = 4 << 20;
 constexpr size_t RECEIVE_BUFFER_MIN_BYTES = 8 << 20, RECEIVE_BUFFER_MAX_BYTES = 32 << 20;
 constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
-// Rounds a progress call, and batches that a rail receives in one: of data, and with control packets.
+// Rounds in one progress call, and batches that a rail receives in one: of data, and with control packets.
 constexpr int ROUND_MAX_COUNT = 4;
 constexpr uint32_t DATA_MAX_PER_ROUND = 4, RECEIVE_MAX_PER_ROUND = 8;
 constexpr uint64_t BLOCKED_RETRY_US = 50;
 constexpr uint64_t REFUSALS_US = 20'000;
-constexpr size_t KEY_POOL_COUNT = 64;  // 256 bytes: one getrandom never blocks nor falls short
+constexpr size_t KEY_POOL_COUNT = 64;  // 256 bytes: one getrandom of this size never blocks nor returns less
 
 }  // namespace
 
@@ -59,7 +59,7 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
         qpn = random_value<uint32_t>() & wire::QPN_MASK;
       } while (qpn < 2 || !paths_by_qpn_.emplace(qpn, nullptr).second);  // 0 and 1 are InfiniBand's management
     }
-    // Address space only: pages come with the first packet, so peers on other ports cost nothing.
+    // Only address space: pages come with the first packet, so peers on other ports cost nothing.
     void* memory =
         mmap(nullptr, eager_memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED)
@@ -120,7 +120,7 @@ UdpPort::Peer& UdpPort::connected(uint32_t peer) {
 Lane& UdpPort::lane(uint32_t peer) { return *connected(peer).lane; }
 
 bool UdpPort::progress(uint64_t now_us) {
-  // Acknowledgements are timed, so each batch gets the time at which it came.
+  // Acknowledgements are timed, so each batch gets its time of arrival.
   const CallClock clock(now_us);
   for (Peer* peer : connected_) peer->lane->set_now(now_us);
   bool moved = false;
@@ -136,8 +136,8 @@ bool UdpPort::progress(uint64_t now_us) {
   return moved;
 }
 
-// As many batches of data as this rank may send in the meantime, and what control packets lie between. To find the
-// socket empty costs a system call, so there is no asking for more.
+// As many data batches as this rank may send meanwhile, plus the control packets between them. Finding the socket empty
+// costs a system call, so it asks for no more than that.
 bool UdpPort::receive_from(UdpReceiver& receiver, uint64_t now_us) {
   const auto wanted = std::clamp(static_cast<uint32_t>(connected_.size()), 1u, DATA_MAX_PER_ROUND);
   uint32_t data = 0, batches = 0;
@@ -157,7 +157,7 @@ bool UdpPort::send_round(uint64_t now_us) {
   bool sent = false;
   read_until_us_ = now_us;
   for (const auto& rail : rails_) read_until_us_ = std::min(read_until_us_, rail->receiver->received_until_us());
-  // Each peer gets the time of its own turn: a round trip must not hold the turns of others.
+  // Each peer gets the time of its own turn, because a round-trip time must not include the turns of others.
   const CallClock clock(now_us);
   for (size_t turn = 0; turn < connected_.size(); ++turn) {
     Peer& peer = *connected_[(next_peer_ + turn) % connected_.size()];
@@ -177,10 +177,10 @@ void UdpPort::note_refused(UdpSender& sender) {
       const auto its = std::find_if(peer->paths.begin(), peer->paths.end(), [&](const UdpPath& path) {
         return path.remote_listen == packet.destination && path.remote_qpn == packet.qpn;
       });
-      // Its socket was open before this rank heard of it, and stays so until its process ends.
+      // The peer's socket was open before this rank heard of it, and stays open until the peer's process ends.
       if (its == peer->paths.end()) continue;
       its->error = ECONNREFUSED;
-      if (!peer->lane) continue;  // that is for the trial to judge
+      if (!peer->lane) continue;  // the trial judges that
       trace::port_error(rank_, peer->rank, its->index, trace::PortError::refused, ECONNREFUSED);
       peer->is_gone = true;
       peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(packet.destination) + " any more");
@@ -217,8 +217,8 @@ bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
   return sent;
 }
 
-// A route changed, and packets of the size that was agreed on do not fit any more. Other paths may still take them;
-// where none does, nothing would arrive for as long as the kernel remembers the report (10 minutes by default).
+// A route changed, and packets of the agreed size no longer fit. Other paths may still take them. If none does, nothing
+// would arrive as long as the kernel remembers the report (10 minutes by default).
 void UdpPort::note_over_mtu(Peer& peer, UdpPath& path, uint64_t now_us) {
   path.is_over_mtu = true;
   flow::Flow& flow = peer.lane->flow();
@@ -241,7 +241,7 @@ void UdpPort::check_on_peers(uint64_t now_us) {
   look_at_us_ = std::max(look_at_us_, now_us + REFUSALS_US);
 }
 
-// The next question may take another path, so the answer to the last one is fetched, not met.
+// The next question may take another path, so the answer to the last one is fetched now.
 void UdpPort::look_for_refusals() {
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)
@@ -257,8 +257,8 @@ void UdpPort::send_abort(Peer& peer, std::string_view reason) {
   for (UdpPath& path : std::span(peer.paths).first(peer.rail_count)) path.sender->send_control(path, abort);
 }
 
-// Flows that have ended send nothing of their own, so this repeats the last word: a peer that lives and has not heard
-// of the end does so now, and the kernel says who is not there any more. Over every rail, as some may be dead.
+// Flows that have ended send nothing on their own, so this repeats the last notice. A peer that lives and has not heard
+// of the end hears it now, and the kernel reports peers that are gone. It uses every rail, because some may be dead.
 std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
   std::vector<uint32_t> gone;
   for (Peer* peer : connected_)
@@ -302,7 +302,7 @@ void UdpPort::revoke() noexcept {
 }
 
 void UdpPort::send_farewells(uint64_t now_us) {
-  // Nobody acknowledges these. The flow says how many there are; a few rounds bring them all out.
+  // Nobody acknowledges these packets. The flow knows how many there are, and a few rounds send them all.
   constexpr int FAREWELL_ROUND_COUNT = 8;
   for (int round = 0; round < FAREWELL_ROUND_COUNT && send_round(now_us); ++round) {
   }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The port that runs anywhere: RoCEv2 packets on plain UDP sockets, without a NIC that knows RDMA.
 //
-// A rail is one local address: a listening socket (UDP port 4791 where it is free) and `path_count` sending
-// sockets, whose source ports are the entropies that routers hash. Rails of two ranks are paired in order
-// within each address family; a flow has `path_count` paths over each pair. Driven by progress().
+// A rail is one local address: a listening socket (UDP port 4791 if it is free) and `path_count` sending sockets, whose
+// source ports are the entropies that routers hash. Rails of two ranks are paired in order within each address family.
+// A flow has `path_count` paths over each pair. Driven by progress().
 #pragma once
 
 #include <cstddef>
@@ -29,42 +29,42 @@
 namespace sennit {
 
 struct UdpRailConfig {
-  std::string address;  // IPv4 or IPv6, of this machine
-  uint16_t port = 0;    // of the listening socket; 0: 4791, or any (of the range) if that is taken
+  std::string address;  // IPv4 or IPv6, on this machine
+  uint16_t port = 0;    // of the listening socket; 0: 4791, or any port (of the range) if that is taken
 };
 
 // One path to a peer, and what its trial found in each direction.
 struct TriedPath {
   wire::Endpoint out_source, out_listen, in_source, in_listen;
-  uint32_t told_bytes, heard_bytes;  // the largest payload that arrived there, and here; 0: none
-  int error;                         // why this host could not send, or what the network said (errno); 0: nothing
+  uint32_t told_bytes, heard_bytes;  // the largest payload that arrived at the peer, and here; 0: none
+  int error;                         // errno of our last send, or of the network's report; 0: no error
 };
 
 struct UdpConfig : SendConfig {
   std::vector<UdpRailConfig> rails;
   PortRange ports{};                // of all sockets
-  size_t receive_buffer_bytes = 0;  // of each listening socket; 0: by the number of peers
+  size_t receive_buffer_bytes = 0;  // of each listening socket; 0: from the number of peers
 };
 
 class UdpPort final : public Port {
  public:
-  // Opens the sockets. Throws std::system_error or std::invalid_argument, saying what to do.
+  // Opens the sockets. Throws std::system_error or std::invalid_argument with what to do.
   UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config);
   ~UdpPort() override;
 
-  // What peers hand to their connect(), by way of rendezvous.
+  // What peers pass to their connect(), sent through rendezvous.
   std::vector<std::byte> local_info() const;
-  // Throws std::invalid_argument when the peer's information does not fit to ours. After a trial with this peer it uses
-  // what that found.
+  // Throws std::invalid_argument if the peer's information does not fit ours. After a trial with this peer, connect
+  // uses the result of the trial.
   void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
   Lane& lane(uint32_t peer);
 
-  // Before connect(), for each peer or for none: packets over every path both ways. A peer that has an RDMA device is
+  // Before connect(), for each peer or for none: sends packets over every path both ways. A peer with an RDMA device is
   // not tried. `info` and `sink` as for connect().
   void begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
-  // One round, without waiting; true when there is nothing more to find out about any peer.
+  // Runs one round without waiting. True when there is nothing more to find out about any peer.
   bool try_network(uint64_t now_us);
-  uint64_t next_trial_us() const;  // when try_network() must be called although nothing arrived
+  uint64_t next_trial_us() const;  // when try_network() must be called even if nothing arrived
   // Null for a peer that is not tried.
   Trial* trial(uint32_t peer);
   std::vector<TriedPath> tried_paths(uint32_t peer) const;
@@ -87,7 +87,7 @@ class UdpPort final : public Port {
   struct Rail;
   struct Peer;
 
-  // The paths to a peer, not in use yet.
+  // Makes the paths to a peer. They are not in use yet.
   Peer& prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
   void start(Peer& peer);
   bool send_probes(Peer& peer, uint64_t now_us);
@@ -96,7 +96,7 @@ class UdpPort final : public Port {
   bool receive_from(UdpReceiver& receiver, uint64_t now_us);
   bool send_round(uint64_t now_us);
   bool send_from(Peer& peer, uint64_t now_us);
-  void send_abort(Peer& peer, std::string_view reason);  // over every rail, once
+  void send_abort(Peer& peer, std::string_view reason);  // sends over every rail, once
   void note_over_mtu(Peer& peer, UdpPath& path, uint64_t now_us);
   void note_refused(UdpSender& sender);
   void look_for_refusals();
@@ -107,7 +107,7 @@ class UdpPort final : public Port {
   RoceOffer offer_;  // ours
   const SendConfig send_;
   flow::ReceiveBudget receive_budget_{
-      {.min_bytes = 65'536, .target_queue_us = 250}};  // before peers_, whose flows give back their grants at the end
+      {.min_bytes = 65'536, .target_queue_us = 250}};  // before peers_, whose flows return their grants at the end
   const Counted<UdpSendCounters> send_counters_;
   const Counted<UdpReceiveCounters> receive_counters_;
   UdpPathByQpn paths_by_qpn_;
@@ -115,17 +115,17 @@ class UdpPort final : public Port {
   std::vector<std::unique_ptr<Rail>> rails_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
   std::vector<Peer*> connected_;
-  size_t next_peer_ = 0;  // who sends first in the next round
+  size_t next_peer_ = 0;  // the peer that sends first in the next round
   struct Unmap {
     size_t size_bytes;
     void operator()(std::byte* memory) const;
   };
   std::vector<std::unique_ptr<std::byte, Unmap>> eager_memory_;  // by rank
-  // A timer has run out when what arrived before is read: this thread may not have run in between.
+  // A timer counts as expired only after what arrived earlier is read, because this thread may not have run in between.
   uint64_t read_until_us_ = 0;
   uint64_t last_now_us_ = 0, look_at_us_ = 0;
   std::string farewell_;        // why the group ended
-  std::vector<uint32_t> keys_;  // random, not used yet
+  std::vector<uint32_t> keys_;  // random numbers, not used yet
 };
 
 }  // namespace sennit

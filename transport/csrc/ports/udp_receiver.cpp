@@ -34,14 +34,14 @@ UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
   lay_out();
   ++counters_.receive_calls;
   const ReceivedBatch batch = receive_segments(socket_.fd(), pieces_);
-  // The kernel knows since when the batch lay there; what came later may lie behind it.
+  // The kernel knows when the batch arrived. Later packets may be queued behind it.
   received_until_us_ = now_us - std::min(batch.waited_us, now_us);
   if (batch.error != 0) {
     fail(batch.error);
     return Received::nothing;
   }
   sort(batch);
-  // Places are filled only now: until here every packet was read where recvmsg had left it.
+  // Places are filled only now. Until here every packet stayed where recvmsg had put it.
   uint32_t identification = 0;
   Received received = Received::control;
   uint32_t data = 0;
@@ -62,7 +62,7 @@ UdpReceiver::Received UdpReceiver::receive(uint64_t now_us) {
   return received;
 }
 
-// Where the next batch belongs. False when it is known that there is none.
+// Finds where the next batch belongs. False if there is certainly no next batch.
 bool UdpReceiver::predict() {
   has_looked_ = right_guesses_ < TRUSTED_GUESSES && looks_left_ != 0;
   if (has_looked_) return look();
@@ -94,14 +94,14 @@ bool UdpReceiver::look() {
       path->flow == expected_ && path->flow->predict(std::span(&guess, 1)) == 1 && guess.immediate == target->immediate;
   expected_ = path->flow;
   place_count_ = expected_->predict_from(target->immediate, std::span(places_).first(place_limit_));
-  // (Eager messages have no place, so that looking gains nothing.)
+  // Eager messages have no place, so looking gains nothing.
   right_guesses_ = is_right || place_count_ == 0 ? right_guesses_ + 1 : 0;
   return true;
 }
 
 UdpPath* UdpReceiver::find_path(uint32_t qpn) const {
   const auto known = paths_.find(qpn);
-  return known != paths_.end() ? known->second : nullptr;  // null too where the peer is not connected
+  return known != paths_.end() ? known->second : nullptr;  // null also if the peer is not connected
 }
 
 void UdpReceiver::lay_out() {
@@ -112,7 +112,7 @@ void UdpReceiver::lay_out() {
   for (size_t i = 0; i < place_count_; ++i) {
     const flow::Placement& place = places_[i];
     const size_t packet_bytes = wire::data_packet_bytes(place.size_bytes);
-    // A shorter packet ends a batch, and what would come behind it is another recvmsg.
+    // A shorter packet ends a batch. What follows it comes with another recvmsg.
     if (offset + packet_bytes > RECEIVE_MAX_BYTES || (i > 0 && place.size_bytes > places_[i - 1].size_bytes)) {
       place_count_ = i;
       break;
@@ -132,7 +132,7 @@ void UdpReceiver::lay_out() {
   pieces_.push_back({rest_.get(), RECEIVE_MAX_BYTES});
 }
 
-// Finds out what each packet is and, unless it lies where it belongs, moves it out of the predicted places.
+// Finds out what each packet is. Moves it out of the predicted places unless it belongs there.
 void UdpReceiver::sort(const ReceivedBatch& batch) {
   arrivals_.clear();
   bounced_bytes_ = 0;
@@ -141,7 +141,7 @@ void UdpReceiver::sort(const ReceivedBatch& batch) {
     return;
   }
   size_t index = 0;
-  uint32_t qpn = 0;  // InfiniBand's management: never a path's
+  uint32_t qpn = 0;  // InfiniBand's management queue pairs: never a path's
   UdpPath* path = nullptr;
   for (size_t offset = 0; offset < batch.size_bytes; offset += batch.segment_bytes, ++index) {
     const size_t packet_bytes = std::min(batch.segment_bytes, batch.size_bytes - offset);
@@ -158,7 +158,7 @@ void UdpReceiver::sort(const ReceivedBatch& batch) {
     }
     wire::Refusal refusal = wire::parse(header, packet_bytes, arrival.packet);
     if (refusal == wire::Refusal::none) {
-      // Mostly that of the packet before.
+      // Mostly the path of the packet before.
       if (arrival.packet.qpn != qpn) path = find_path(qpn = arrival.packet.qpn);
       arrival.path = path;
       if (path == nullptr) refusal = wire::Refusal::unknown_qpn;
@@ -187,7 +187,7 @@ void UdpReceiver::sort(const ReceivedBatch& batch) {
 
 const std::byte* UdpReceiver::contiguous(size_t offset, size_t size_bytes) {
   if (offset >= rest_offset_) return rest_.get() + (offset - rest_offset_);
-  std::byte* copy = bounce_.get() + bounced_bytes_;  // a batch is at most as long as the bounce buffer
+  std::byte* copy = bounce_.get() + bounced_bytes_;  // a batch is never longer than the bounce buffer
   gather(offset, {copy, size_bytes});
   bounced_bytes_ += size_bytes;
   return copy;
@@ -210,7 +210,7 @@ void UdpReceiver::gather(size_t offset, std::span<std::byte> out) const {
 void UdpReceiver::judge(Arrival& arrival, const ReceivedBatch& batch, uint64_t now_us, uint32_t& identification) {
   const wire::Packet& packet = arrival.packet;
   const UdpPath& path = *arrival.path;
-  // No region has this address, so that nothing else is meant.
+  // No region has this address, so no other memory can be meant.
   if (path.trial != nullptr && packet.opcode == wire::Opcode::uc_write_only_immediate && packet.remote_address == 0 &&
       packet.rkey == path.trial_rkey) {
     if (!has_right_icrc(arrival, identification)) return refuse(wire::Refusal::bad_icrc);
@@ -252,7 +252,7 @@ bool UdpReceiver::has_right_icrc(const Arrival& arrival, uint32_t& identificatio
     return wire::extend(crc, {arrival.trailer, packet.pad_bytes}) == found;
   };
   if (arrival.path->incoming.is_ipv6()) return matches(0);
-  // The number is under the IPv4 ICRC but not visible here: most likely it follows the last one's.
+  // The number is part of the IPv4 ICRC but not visible here. Most likely it follows the last one.
   constexpr uint32_t COUNT = wire::NetworkCrc::IDENTIFICATION_COUNT;
   for (uint32_t tried = 0; tried < COUNT; ++tried) {
     const uint32_t id = (identification + tried) % COUNT;

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Receives on a rail's listening socket: scatters into the predicted places, judges, places the rest.
+// Receives on a rail's listening socket: scatters into the predicted places, checks the packets, places the rest.
 //
-// One recvmsg takes up to 64 KiB of packets that one send made. The places where the flow expects its
-// next payloads are part of the scatter list, so that a packet that comes as predicted is where it belongs
-// when the call returns. All others are copied once. The guess is that the last flow goes on; where that
-// fails, as it does with several peers, the next batch's header is looked at first, which costs a short
-// system call and saves the copy. Nothing reaches the flow, and nothing is copied into place, before its
-// ICRC is right; what lands in a predicted place before that is overwritten later, because only places
-// without valid bytes are predicted.
+// One recvmsg takes up to 64 KiB of packets that one send made. The scatter list contains the places where the flow
+// expects its next payloads. So a packet that comes as predicted is in place when the call returns. All others are
+// copied once. The prediction is that the last flow continues. If that fails, as it does with several peers, the
+// receiver first looks at the next batch's header. That costs a short system call and saves the copy. No packet reaches
+// the flow or is copied into place before its ICRC is verified. A wrong packet in a predicted place is overwritten
+// later, because only places without valid bytes are predicted.
 #pragma once
 
 #include <algorithm>
@@ -32,9 +31,9 @@ struct UdpReceiveCounters {
   uint64_t receive_calls = 0;
   uint64_t receive_peeks = 0;  // looks at the next batch's header
   uint64_t receive_errors = 0;
-  uint64_t placed_in_place = 0;  // packets received straight to where they belong
+  uint64_t placed_in_place = 0;  // packets received straight into their place
   uint64_t placed_by_copy = 0;
-  std::array<uint64_t, static_cast<size_t>(wire::Refusal::count)> refused{};  // less what the flow counts
+  std::array<uint64_t, static_cast<size_t>(wire::Refusal::count)> refused{};  // without those that the flow counts
 
   static constexpr const char* GROUP = "udp_receive";
   static std::vector<std::string> names();
@@ -46,21 +45,21 @@ class UdpReceiver {
   UdpReceiver(uint32_t rank, UdpSocket socket, const UdpPathByQpn& paths, UdpReceiveCounters& counters);
 
   const UdpSocket& socket() const { return socket_; }
-  // The most packets that a peer sends in one call: more places are not worth asking for.
+  // The most packets that a peer sends in one call. More places are not worth asking for.
   void expect_batches_of(size_t packet_count) {
     place_limit_ = std::clamp(packet_count, place_limit_, PLACE_MAX_COUNT);
   }
   enum class Received { nothing, control, data };
-  // One batch.
+  // Receives one batch.
   Received receive(uint64_t now_us);
-  // All that arrived until then has been received.
+  // Everything that arrived before this time has been received.
   uint64_t received_until_us() const { return received_until_us_; }
 
  private:
   static constexpr size_t PLACE_MAX_COUNT = 64;
-  // So many guesses in a row would have been right: no more looking. With a second peer they are right half the time.
+  // After this many right guesses in a row, stop looking. With a second peer, guesses are right half the time.
   static constexpr uint32_t TRUSTED_GUESSES = 8;
-  // Looking is a system call, which costs what copying one packet costs: not where they come one by one for so long.
+  // Looking costs a system call, as much as copying one packet. After this many single packets in a row, do not look.
   static constexpr uint32_t LOOKS_AFTER_BATCH = 16;
 
   struct Arrival {
@@ -93,13 +92,13 @@ class UdpReceiver {
   uint32_t right_guesses_ = TRUSTED_GUESSES;
   bool has_looked_ = false;
   uint32_t looks_left_ = LOOKS_AFTER_BATCH;
-  // What one recvmsg fills, in stream order: frame bytes and predicted places in turn, then `rest_`.
+  // What one recvmsg fills, in stream order: alternating frame bytes and predicted places, then `rest_`.
   std::vector<iovec> pieces_;
   std::array<flow::Placement, PLACE_MAX_COUNT> places_;
-  std::array<size_t, PLACE_MAX_COUNT> place_offsets_;     // of each predicted packet in the stream
+  std::array<size_t, PLACE_MAX_COUNT> place_offsets_;     // place of each predicted packet in the stream
   std::array<const std::byte*, PLACE_MAX_COUNT> frames_;  // its header, with the trailer right behind
   size_t place_count_ = 0, place_limit_ = 1;
-  size_t rest_offset_ = 0;  // where in the stream `rest_` begins
+  size_t rest_offset_ = 0;  // where `rest_` begins in the stream
   std::array<std::byte, PLACE_MAX_COUNT*(wire::DATA_HEADER_BYTES + 7)> frame_bytes_;
   std::unique_ptr<std::byte[]> rest_, bounce_;
   size_t bounced_bytes_ = 0;

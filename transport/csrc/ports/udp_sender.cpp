@@ -10,15 +10,15 @@
 namespace sennit {
 namespace {
 
-// The processor's own prefetching stops at each page, and a payload is about a page: a fifth of the time of
-// the ICRC of memory that is not in cache.
+// The processor's prefetching stops at each page, and a payload is about a page. Prefetching here saves a fifth of the
+// ICRC's time for memory that is not in the cache.
 void prefetch(const flow::DataOut& packet) {
   constexpr uint32_t CACHE_LINE_BYTES = 64;
   for (uint32_t offset = 0; offset < packet.size_bytes; offset += CACHE_LINE_BYTES)
     __builtin_prefetch(packet.payload + offset);
 }
 
-// A device takes eager packets into memory of its choice, not into a ring that a late copy could reach.
+// A device puts eager packets into memory that it chooses, not into a ring that a late copy could reach.
 bool is_for_device_buffer(const UdpPath& path, const flow::DataOut& packet) {
   return path.is_to_device && flow::slot_of(packet.immediate) == flow::EAGER_SLOT;
 }
@@ -67,7 +67,7 @@ void UdpSender::send_control(UdpPath& path, std::span<const std::byte> payload) 
   transmit(path, pieces, packet_bytes);
 }
 
-// Trailer and next header lie side by side, so that a packet costs two pieces: this frame and its payload.
+// The trailer and the next header are adjacent, so that a packet costs two pieces: this frame and its payload.
 size_t UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn) {
   const bool is_eager = is_for_device_buffer(path, packets[0]);
   const size_t header_bytes = is_eager ? wire::SEND_IMMEDIATE_HEADER_BYTES : wire::DATA_HEADER_BYTES;
@@ -90,7 +90,7 @@ size_t UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets,
                               path.remote_qpn, psn, packet.remote_address, packet.rkey, packet.immediate,
                               packet.size_bytes);
     }
-    // Sent one by one, every packet is the first of its send.
+    // When packets are sent one by one, each is the first of its send.
     const uint32_t identification = can_segment_ ? static_cast<uint32_t>(i) : 0;
     uint32_t crc = path.outgoing.of(packet_bytes(packet), identification);
     crc = wire::extend(wire::extend_with_header(crc, {frame, header_bytes}), {packet.payload, packet.size_bytes});
@@ -107,7 +107,7 @@ size_t UdpSender::lay_out(UdpPath& path, std::span<const flow::DataOut> packets,
 int UdpSender::send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes) {
   ++counters_.send_calls;
   const int error = send_segments(socket_.fd(), to, pieces, segment_bytes);
-  // What the network said about an earlier packet ends the next send, whatever that is: this packet has not gone yet.
+  // An error report about an earlier packet makes the next send fail, whatever that is. This packet has not gone.
   if (error == 0 || error == EAGAIN || error == ENOBUFS || !note_refusals()) return error;
   ++counters_.send_calls;
   return send_segments(socket_.fd(), to, pieces, segment_bytes);
@@ -124,7 +124,7 @@ void UdpSender::transmit(const UdpPath& path, std::span<const iovec> pieces, siz
   size_t size_bytes = 0;
   for (const iovec& piece : pieces) size_bytes += piece.iov_len;
   const bool is_batch = size_bytes > segment_bytes;
-  if (is_blocked()) {  // a caller that does not look at is_blocked() loses the packet, as a full queue would
+  if (is_blocked()) {  // a caller that ignores is_blocked() loses the packet, as with a full queue
     lose(path, EAGAIN);
     return;
   }
@@ -144,7 +144,7 @@ void UdpSender::transmit(const UdpPath& path, std::span<const iovec> pieces, siz
       keep(path, pieces, segment_bytes);
   } else if (is_batch && (error == EIO || error == EINVAL)) {
     // No checksum offload on this device (EIO), or a kernel that knows the option but not this use of it.
-    // The ICRCs of an IPv4 batch hold identifications 0, 1, 2, …: this batch is lost, the next ones are right.
+    // The ICRCs of an IPv4 batch hold identifications 0, 1, 2, …, so this batch is lost. The next ones are right.
     ++counters_.segmentation_refused;
     can_segment_ = false;
     if (path.remote.storage.ss_family == AF_INET6) {
@@ -208,7 +208,7 @@ bool UdpSender::send_kept() {
 
 int UdpSender::send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes,
                                size_t& done_bytes) {
-  // One call for all of them: sendmmsg stops at the first that does not go.
+  // One call for all of them. sendmmsg stops at the first that fails.
   std::array<mmsghdr, BATCH_MAX_PACKETS> messages{};
   std::array<iovec, BATCH_MAX_PACKETS> pieces;
   size_t count = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sends packets from one source port: headers and ICRCs here, payloads gathered from where they lie.
+// Sends packets from one source port. Headers and ICRCs are made here, payloads are gathered from their place.
 #pragma once
 
 #include <array>
@@ -18,10 +18,10 @@ namespace sennit {
 
 struct UdpSendCounters {
   uint64_t send_calls = 0;
-  uint64_t send_blocked = 0;          // the device's queue was full; the batch was kept
-  uint64_t send_errors = 0;           // batches given up, which count as lost: refused by the kernel, or stuck
-  uint64_t send_over_mtu = 0;         // of these: larger than the path takes by now (EMSGSIZE)
-  uint64_t segmentation_refused = 0;  // the device has no UDP_SEGMENT; packets go one by one
+  uint64_t send_blocked = 0;          // the device's queue was full, and the batch was kept
+  uint64_t send_errors = 0;           // batches given up and counted as lost: refused by the kernel, or stuck
+  uint64_t send_over_mtu = 0;         // of these: larger than the path takes now (EMSGSIZE)
+  uint64_t segmentation_refused = 0;  // the device has no UDP_SEGMENT, so packets go one by one
 
   static constexpr const char* GROUP = "udp_send";
   static std::vector<std::string> names() {
@@ -37,55 +37,55 @@ class UdpSender {
   UdpSender(UdpSocket socket, UdpSendCounters& counters);
 
   const wire::Endpoint& local() const { return socket_.local(); }
-  // For a sender that has this one destination.
+  // For a sender that has only this destination.
   bool connect(const SocketAddress& to) { return socket_.connect(to); }
   // How many packets of this payload one send takes.
   static size_t batch_packets(size_t payload_bytes);
   // All but the last of `packets` have one size. The payloads are read before the call returns.
   void send_data(UdpPath& path, std::span<const flow::DataOut> packets);
   void send_control(UdpPath& path, std::span<const std::byte> payload);
-  // A batch waits for room in the device's queue; nothing else may be sent before flush() is true.
+  // A batch waits for room in the device's queue. Nothing else may be sent before flush() is true.
   bool is_blocked() const { return !kept_.bytes.empty(); }
-  // A queue that stays full for STUCK_US (a paused or broken device) must not hold up the other rails for ever: its
-  // batch is lost, as is what follows until the kernel takes something again, and the flow finds another path.
+  // A queue that stays full for STUCK_US (a paused or broken device) must not hold up the other rails. Its batch is
+  // lost, and so is everything after it until the kernel accepts something again. The flow finds another path.
   static constexpr uint64_t STUCK_US = 5'000;
   bool flush(uint64_t now_us);
   bool has_refused() const { return !refused_.empty(); }
-  // Asks the kernel for them now; they are else met by the next send.
+  // Asks the kernel for reports now. Otherwise the next send returns them.
   bool look_for_refusals() {
     note_refusals();
     return has_refused();
   }
-  // Why the kernel did not take the last packet that it refused since the last call (errno); 0: it took all.
+  // Why the kernel refused the last refused packet since the last call (errno). 0: it refused none.
   int take_error() { return std::exchange(last_error_, 0); }
-  // A packet was larger than its path takes by now (EMSGSIZE), since the last call.
+  // Whether a packet since the last call was larger than its path takes now (EMSGSIZE).
   bool take_over_mtu() { return std::exchange(is_over_mtu_, false); }
-  // What a path of this sender takes by the network's word: the newest report; 0: there was none.
+  // The path's MTU by the newest report of the network. 0: there was no report.
   uint32_t path_mtu_bytes() const { return path_mtu_bytes_; }
-  // Where packets came back from since the last call: nobody listens there.
+  // Where packets came back from since the last call. Nobody listens there.
   std::vector<RefusedPacket> take_refused() { return std::exchange(refused_, {}); }
 
  private:
-  // A batch the device had no room for, copied: its payloads may be freed by an acknowledgement.
+  // A batch for which the device had no room. Its payloads are copied, because an acknowledgement may free them.
   struct Kept {
     std::vector<std::byte> bytes;
     size_t segment_bytes = 0;
     const UdpPath* path = nullptr;
-    uint64_t since_us = 0;  // of the first flush() that found it; 0: none yet
+    uint64_t since_us = 0;  // time of the first flush() that found it; 0: none yet
   };
 
-  // How many of `packets` are of one kind on this path, and so of one header.
+  // How many of `packets` are of one kind on this path, and so have one header.
   static size_t same_kind(const UdpPath& path, std::span<const flow::DataOut> packets);
   // Returns the size of the first packet.
   size_t lay_out(UdpPath& path, std::span<const flow::DataOut> packets, uint32_t first_psn);
   void transmit(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes);
   int send_one_by_one(const SocketAddress& to, std::span<const std::byte> bytes, size_t segment_bytes, size_t& done);
   void keep(const UdpPath& path, std::span<const iovec> pieces, size_t segment_bytes);
-  // True when nothing is kept any more: it was sent, or the kernel will never take it.
+  // True when nothing is kept any more: it was sent, or the kernel will never accept it.
   bool send_kept();
   void lose(const UdpPath& path, int error);
 
-  // One send; an earlier packet that came back is noted, and does not keep this one from going.
+  // Makes one send. Notes an earlier packet that came back, which does not stop this send.
   int send(const SocketAddress& to, std::span<const iovec> pieces, size_t segment_bytes);
 
   // False: the kernel had nothing to report.

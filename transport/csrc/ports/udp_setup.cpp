@@ -14,8 +14,8 @@ namespace {
 
 constexpr size_t HEADERS_BYTES = 40 + 8 + wire::DATA_HEADER_BYTES + wire::ICRC_BYTES;  // IPv6, UDP, ours
 
-// The kernel charges a socket for whole buffers, not for payload: a 62 KB batch costs little more than its
-// size, single packets twice to four times theirs.
+// The kernel charges a socket for whole buffers, not for payload. A 62 KB batch costs little more than its size, single
+// packets cost two to four times theirs.
 uint64_t overhead_of(uint32_t payload_bytes) { return payload_bytes >= 4'096 ? 2 : 4; }
 
 std::optional<UdpSocket> open_unless_taken(const std::string& address, uint16_t port) {
@@ -27,7 +27,7 @@ std::optional<UdpSocket> open_unless_taken(const std::string& address, uint16_t 
   }
 }
 
-// The first free port from `from` on; behind the last comes the first.
+// The first free port at or after `from`, wrapping from the last port to the first.
 UdpSocket open_in_range(const std::string& address, const PortRange& ports, uint16_t from) {
   uint16_t port = from;
   do {
@@ -76,8 +76,8 @@ uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local) {
   return static_cast<uint32_t>(std::min(std::bit_floor(mtu_bytes - HEADERS_BYTES), wire::PAYLOAD_MAX_BYTES));
 }
 
-// Between two addresses of one machine packets take the loopback interface, whatever the addresses' own
-// interfaces are. Both ends see the same: an address that is ours is where our packets to it would stay.
+// Packets between two addresses of one machine take the loopback interface, whatever interfaces have the addresses.
+// Both ends see the same: if the peer's address is ours, our packets to it stay on this machine.
 uint32_t pair_payload(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs) {
   if (interface_mtu_bytes(theirs.listen) != 0)
     if (const size_t mtu_bytes = loopback_mtu_bytes(theirs.listen.is_ipv6))
@@ -85,7 +85,7 @@ uint32_t pair_payload(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs
   return std::min(ours.payload_max_bytes, theirs.payload_max_bytes);
 }
 
-// The kernel gives charged memory back only by quarters.
+// The kernel returns charged memory only in quarters.
 uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count) {
   return granted_bytes / 4 * 3 / overhead_of(payload_max_bytes) / std::max(peer_count, 1u);
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Set-up of the udp port: which sockets a rail opens, how large its packets and windows may be.
+// Set-up of the udp port: which sockets a rail opens, and how large its packets and windows may be.
 //
-// All of it throws: std::system_error or std::invalid_argument, saying what to do.
+// All functions throw std::system_error or std::invalid_argument with what to do.
 #pragma once
 
 #include <sys/random.h>
@@ -25,20 +25,19 @@ T random_value() {
   return value;
 }
 
-// Port 0: RoCE's, or any of `ports` if that is taken or not among them.
+// Port 0: RoCE's port, or any of `ports` if that one is taken or not in the range.
 UdpSocket open_listener(const std::string& address, uint16_t port, const PortRange& ports);
-// From a random port of RoCE's range, or of `ports`: the entropy of a path.
+// Binds to a random port of RoCE's range, or of `ports`: the entropy of a path.
 UdpSocket open_sender(const std::string& address, const PortRange& ports);
 
 // The largest path MTU of IBTA that fits the interface of `local`.
 uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local);
 // The payload between two rails of two ranks.
 uint32_t pair_payload(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs);
-// What each peer may have on the way into a receive buffer.
+// How much each peer may have in flight into a receive buffer.
 uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count);
 
-// What a peer may have on the way to the rank of `offer` in packets of this payload: smaller ones fill its buffer
-// sooner.
+// How much a peer may have in flight to the rank of `offer`. Packets of a smaller payload fill its buffer sooner.
 uint64_t window_at(const RoceOffer& offer, uint32_t payload_bytes);
 
 }  // namespace sennit

@@ -20,7 +20,7 @@
 #include <system_error>
 #include <utility>
 
-// Linux's uapi numbers, for C libraries that lack them.
+// Linux's uapi numbers, for C libraries without them.
 #ifndef UDP_SEGMENT
 #define UDP_SEGMENT 103
 #endif
@@ -122,12 +122,12 @@ UdpSocket::UdpSocket(const wire::Endpoint& local) : local_(local) {
   fd_ = socket(family, SOCK_DGRAM | SOCK_NONBLOCK | SOCK_CLOEXEC, IPPROTO_UDP);
   if (fd_ < 0) raise(errno, advice(errno, local));
   try {
-    // No fragments: RoCE forbids them, and IPv4's identification is then predictable (docs/reference/wire.md).
+    // No fragments: RoCE forbids them. It also makes IPv4's identification predictable (docs/reference/wire.md).
     if (local.is_ipv6) {
       set_option(fd_, IPPROTO_IPV6, IPV6_V6ONLY, 1, "IPV6_V6ONLY");
       set_option(fd_, IPPROTO_IPV6, IPV6_MTU_DISCOVER, IPV6_PMTUDISC_DO, "IPV6_MTU_DISCOVER");
-      // RoCE devices send no UDP checksum; the ICRC covers the packet (RFC 6935). Ours is sent all the same:
-      // with UDP_SEGMENT the kernel demands it, and the device computes it.
+      // RoCE devices send no UDP checksum; the ICRC covers the packet (RFC 6935). We send one nevertheless: with
+      // UDP_SEGMENT the kernel demands it, and the device computes it.
       set_option(fd_, IPPROTO_UDP, UDP_NO_CHECK6_RX, 1, "UDP_NO_CHECK6_RX");
     } else {
       set_option(fd_, IPPROTO_IP, IP_MTU_DISCOVER, IP_PMTUDISC_DO, "IP_MTU_DISCOVER");
@@ -226,7 +226,7 @@ NetworkReports take_network_reports(int fd) {
   for (;;) {
     sockaddr_storage destination{};
     alignas(cmsghdr) char control[512];
-    // What the report quotes of our packet, from behind the UDP header on.
+    // What the report quotes of our packet after the UDP header.
     std::array<std::byte, wire::BTH_BYTES> quoted;
     iovec piece{quoted.data(), quoted.size()};
     msghdr message{};

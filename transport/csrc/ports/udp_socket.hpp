@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // UDP sockets as the udp port needs them: bound to one address, with segmentation offload both ways.
 //
-// Linux: UDP_SEGMENT (4.18) sends up to 64 packets in one call, UDP_GRO (5.0) receives them in one.
-// Set-up throws std::system_error (errno) with what to do; the calls of the data path return.
+// Linux: UDP_SEGMENT (4.18) sends up to 64 packets in one call, UDP_GRO (5.0) receives them in one. Set-up throws
+// std::system_error (errno) with what to do. The calls of the data path return errors.
 #pragma once
 
 #include <sys/socket.h>
@@ -27,7 +27,7 @@ struct SocketAddress {
   sockaddr_storage storage{};
   socklen_t size_bytes = 0;
   explicit SocketAddress(const wire::Endpoint& endpoint);
-  // "Where the socket is connected to": of the same family, and no address for the kernel to look at.
+  // Stands for the address the socket is connected to: of the same family, with no address for the kernel to look up.
   SocketAddress of_connected() const {
     SocketAddress connected = *this;
     connected.size_bytes = 0;
@@ -35,14 +35,14 @@ struct SocketAddress {
   }
 };
 
-// UDP ports from `first` to `last`; first 0: no limits.
+// UDP ports from `first` to `last`. first 0: no limits.
 struct PortRange {
   uint16_t first = 0, last = 0;
 };
 
 class UdpSocket {
  public:
-  // Binds; port 0 takes any.
+  // Binds. Port 0 takes any port.
   explicit UdpSocket(const wire::Endpoint& local);
   ~UdpSocket();
   UdpSocket(UdpSocket&& other) noexcept;
@@ -50,20 +50,20 @@ class UdpSocket {
 
   int fd() const { return fd_; }
   const wire::Endpoint& local() const { return local_; }  // with the port that bind chose
-  // Asks for room; as root beyond the system's limit. Returns the bytes of kernel memory granted.
+  // Asks for buffer room, as root beyond the system's limit. Returns the bytes of kernel memory granted.
   size_t set_receive_buffer(size_t size_bytes);
   size_t set_send_buffer(size_t size_bytes);
-  // Several packets in one recvmsg. False where the kernel cannot.
+  // Lets one recvmsg return several packets. False if the kernel cannot.
   bool enable_receive_offload();
-  // All packets will go there: the kernel looks the route up once and not for every send. False where it has none now.
+  // All packets will go there, so the kernel looks up the route only once. False if it has no route now.
   bool connect(const SocketAddress& to);
-  // A destination that refuses makes the next send fail with ECONNREFUSED; see take_network_reports().
+  // A destination that refuses packets makes the next send fail with ECONNREFUSED. See take_network_reports().
   void report_refusals();
   // Packets carry ECT(0): routers may mark them instead of dropping them (RFC 3168).
   void announce_ecn();
   // receive_segments() then tells whether a batch was marked, and how long it waited in this host.
   void report_arrivals();
-  // The kernel takes UDP_SEGMENT on this socket. (The device may still refuse at send: EIO.)
+  // Whether the kernel takes UDP_SEGMENT on this socket. (The device may still refuse it at send: EIO.)
   bool can_segment() const;
 
  private:
@@ -83,36 +83,36 @@ struct RefusedPacket {
 
 // What the network and this host's kernel said about packets of a socket.
 struct NetworkReports {
-  // Packets that came back (ICMP port unreachable): nobody listens there any more. The kernel has matched the report
-  // with the socket's addresses and ports, which a stranger may guess; the queue pair that it quotes is random and
-  // known to the two ends alone (RFC 5927, 4.1 and 4.2).
+  // Packets that came back (ICMP port unreachable), because nobody listens there any more. The kernel has matched the
+  // report with the socket's addresses and ports, which a stranger may guess. But the queue pair that it quotes is
+  // random and known only to the two ends (RFC 5927, 4.1 and 4.2).
   std::vector<RefusedPacket> refused;
   int error = 0;           // errno of the newest report, of any kind; 0: there was none
-  uint32_t mtu_bytes = 0;  // with EMSGSIZE: what the path takes by the report
+  uint32_t mtu_bytes = 0;  // with EMSGSIZE: the path's MTU in the report
 };
-// Since the last call. Wants report_refusals().
+// Returns the reports since the last call. Needs report_refusals().
 NetworkReports take_network_reports(int fd);
 
 struct ReceivedBatch {
   size_t size_bytes = 0;     // of all packets together
-  size_t segment_bytes = 0;  // of each packet but the last
+  size_t segment_bytes = 0;  // size of each packet but the last
   bool is_truncated = false;
   bool is_ecn_marked = false;  // the kernel joins packets of one mark only
-  uint64_t waited_us = 0;      // since the kernel had it
+  uint64_t waited_us = 0;      // time since the kernel had it
   int error = 0;               // errno; EAGAIN when nothing is there
 };
 ReceivedBatch receive_segments(int fd, std::span<iovec> places);
-// Copies the first bytes of the batch that comes next, and leaves it there. Returns 0 or errno.
+// Copies the first bytes of the next batch, and leaves the batch in the queue. Returns 0 or errno.
 int peek_segments(int fd, std::span<std::byte> head, size_t& size_bytes);
 
-// The interface that has this address; zeros when none has: the address is another machine's.
+// The interface that has this address. All zero if none has it, because the address belongs to another machine.
 struct InterfaceFacts {
   size_t mtu_bytes = 0;
   uint8_t prefix_bits = 0;  // of the address's subnet
 };
 InterfaceFacts read_interface(const wire::Endpoint& local);
 size_t interface_mtu_bytes(const wire::Endpoint& local);
-// The MTU between two addresses of this machine, whichever interfaces have them; 0 without that family.
+// The MTU between two addresses of this machine, whichever interfaces have them. 0 without that family.
 size_t loopback_mtu_bytes(bool is_ipv6);
 
 }  // namespace sennit

@@ -14,7 +14,7 @@
 namespace sennit {
 namespace {
 
-// Receive buffers: so many a peer, within these bounds. Each packet takes one, if only for its completion.
+// Receive buffers: this many for each peer, within these bounds. Each packet takes one, if only for its completion.
 constexpr size_t RECEIVES_PER_PEER = 512, RECEIVE_MIN_COUNT = 1'024, RECEIVE_MAX_COUNT = 8'192;
 constexpr size_t POST_MAX_COUNT = 64;
 constexpr uint32_t QUEUE_MIN_DEPTH = 64, QUEUE_MAX_DEPTH = 128, BINDER_DEPTH = 64;
@@ -75,7 +75,7 @@ void VerbsAdapter::open_queues(const Need& need) {
   if (!post_receives()) throw std::runtime_error("verbs: " + name() + " takes no receive buffers");
 }
 
-// Binds want a queue pair that can send; it leads back to itself and carries nothing.
+// Binds need a queue pair that can send. It leads back to itself and carries nothing.
 void VerbsAdapter::open_binder(const VerbsAddress& rail) {
   if (device_.has_windows()) {
     binder_ = std::make_unique<VerbsQueuePair>(device_, completions_.get(), receives_.get(), BINDER_DEPTH, service_);
@@ -94,7 +94,7 @@ VerbsQueuePair VerbsAdapter::make_queue_pair() {
   return VerbsQueuePair(device_, completions_.get(), receives_.get(), depth_, service_);
 }
 
-// Half of what is there: controls and eager packets take receives, too.
+// Half of the buffers, because controls and eager packets take receives too.
 uint64_t VerbsAdapter::receive_window_bytes() const {
   return receive_buffers_->count() / 2 / peer_count_ * wire::PAYLOAD_MAX_BYTES;
 }

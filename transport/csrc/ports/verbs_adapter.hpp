@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One device with all that the port has on it but the paths: queues, registrations, keys, events.
+// One device and everything of the port on it except the paths: queues, registrations, keys, events.
 //
 // All paths of the device share one completion queue and one queue of receive buffers.
 #pragma once
@@ -26,12 +26,12 @@ class VerbsAdapter {
   struct Need {
     uint32_t rank;  // for tracepoints
     uint32_t peer_count;
-    size_t path_count;  // to all peers, over all of its rails
+    size_t path_count;  // of all peers, over all its rails
     VerbsService service;
   };
 
-  // `rail`: any address of the device; `number`: among the port's devices. Throws std::runtime_error or
-  // std::invalid_argument, saying what to do.
+  // `rail`: any address of the device. `number`: its number among the port's devices. Throws std::runtime_error or
+  // std::invalid_argument with what to do.
   VerbsAdapter(const VerbsLibrary& library, const VerbsAddress& rail, uint32_t number, const Need& need);
   ~VerbsAdapter();
   VerbsAdapter(const VerbsAdapter&) = delete;
@@ -44,21 +44,21 @@ class VerbsAdapter {
   const VerbsExposure& exposure() const { return *exposure_; }
   // For a path. Throws std::system_error.
   VerbsQueuePair make_queue_pair();
-  // That one peer may have on the way to here.
+  // How much one peer may have in flight to this device.
   uint64_t receive_window_bytes() const;
 
   // Negative: the queue cannot be read any more.
   int poll(std::span<ibv_wc> out) { return ibv_poll_cq(completions_.get(), static_cast<int>(out.size()), out.data()); }
   std::span<std::byte> received(uint32_t buffer) const { return (*receive_buffers_)[buffer]; }
-  // When what was received in it is used; then post_receives() once for all.
+  // When what was received in it is used. Then call post_receives() once for all.
   void give_back(uint32_t buffer) { unposted_.push_back(buffer); }
   [[nodiscard]] bool post_receives();
 
-  // Before a sleep: what comes from now on makes its descriptor readable.
-  enum class Armed : uint8_t { before, now, failed };  // now: look once more, something may have come in between
+  // Call it before a sleep. Later completions make the descriptor readable.
+  enum class Armed : uint8_t { before, now, failed };  // now: look once more; something may have come in between
   Armed arm();
   void append_poll_fds(std::vector<pollfd>& out) const;
-  // False: there is none. Each is to be acknowledged.
+  // False: there is no event. Each event must be acknowledged.
   bool next_event(ibv_async_event& event) { return library().get_async_event(device_.context(), &event) == 0; }
   void acknowledge(ibv_async_event& event) { library().ack_async_event(&event); }
 
@@ -69,7 +69,7 @@ class VerbsAdapter {
 
   const uint32_t number_, peer_count_;
   const VerbsService service_;
-  // In the order in which verbs objects need each other: the last one goes first.
+  // In the order in which verbs objects depend on each other. They are destroyed in reverse.
   VerbsDevice device_;
   VerbsRegistrations registrations_;
   VerbsHandle<ibv_comp_channel> channel_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of the port's own that devices read or write: one slab in pieces of one size, registered with each device.
+// The port's own memory that devices read or write: one slab in pieces of one size, registered with each device.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ class VerbsBuffers {
   VerbsBuffers(size_t count, size_t piece_bytes)
       : count_(count), piece_bytes_(piece_bytes), memory_(std::make_unique<std::byte[]>(count * piece_bytes)) {}
 
-  // With the next device: they are numbered in the order of these calls. Throws std::system_error.
+  // Registers with the next device. Devices are numbered in the order of these calls. Throws std::system_error.
   void register_with(VerbsRegistrations& registrations) {
     local_keys_.push_back(registrations.acquire(memory_.get(), count_ * piece_bytes_, true)->lkey);
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The verbs port's completions: what has left, what has arrived, what was bound.
+// The verbs port's completions: sends that left, packets that arrived, binds that are done.
 #include <arpa/inet.h>
 
 #include <algorithm>
@@ -68,7 +68,7 @@ void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint
   }
   Path& path = *known;
   if (completion.status != IBV_WC_SUCCESS) {
-    // With UC the device drops the one message and goes on (IBTA, class D fault).
+    // With UC the device drops only this message and goes on (IBTA, class D fault).
     completion.status == IBV_WC_REM_ACCESS_ERR ? ++counters_->remote_access_errors : ++counters_->receive_errors;
     trace::port_error(rank_, path.peer->rank, path.index, trace::PortError::receive, completion.status);
     if (completion.status == IBV_WC_WR_FLUSH_ERR || config_.service == VerbsService::rc)
@@ -77,7 +77,7 @@ void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint
   }
   const uint32_t immediate = ntohl(completion.imm_data);
   if (completion.opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
-    // The device has checked key and range. (What names an eager packet was not put where that belongs.)
+    // The device has checked key and range. An immediate that names an eager packet does not belong in bulk memory.
     if (flow::slot_of(immediate) == flow::EAGER_SLOT) {
       ++counters_->bad_slot;
     } else {
@@ -94,8 +94,8 @@ void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint
   }
 }
 
-// The packet lies in memory that the device chose; it is placed into the flow's ring as the udp port does, so a copy
-// that comes late finds nothing to overwrite.
+// The packet is in memory that the device chose. It is placed into the flow's ring as in the udp port, so a late copy
+// finds nothing to overwrite.
 void VerbsPort::on_eager(Path& path, uint32_t immediate, std::span<const std::byte> payload, uint64_t now_us) {
   if (flow::slot_of(immediate) != flow::EAGER_SLOT) {
     ++counters_->bad_slot;
@@ -111,7 +111,7 @@ void VerbsPort::on_eager(Path& path, uint32_t immediate, std::span<const std::by
   path.flow->on_data(now_us, path.index, immediate, size_bytes);
 }
 
-// Before a sleep. True when something had come in between.
+// Call it before a sleep. True if something came in between.
 bool VerbsPort::arm() {
   bool found = false;
   for (const auto& adapter : adapters_) {

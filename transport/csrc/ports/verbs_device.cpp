@@ -20,9 +20,9 @@ namespace {
 constexpr std::array<std::byte, 12> MAPPED_IPV4 = {std::byte{0}, std::byte{0}, std::byte{0},    std::byte{0},
                                                    std::byte{0}, std::byte{0}, std::byte{0},    std::byte{0},
                                                    std::byte{0}, std::byte{0}, std::byte{0xFF}, std::byte{0xFF}};
-// As many as rxe has. The kernel takes 64 KiB at most: with 2,048 the answer is EINVAL.
+// As many as rxe has. The kernel allows 64 KiB at most: 2,048 gives EINVAL.
 constexpr size_t GID_MAX_COUNT = 1'024;
-// What a control payload may need whatever the MTU; a longer message would be of several packets.
+// What a control payload may need at any MTU. A longer message would take several packets.
 constexpr uint32_t MTU_MIN_BYTES = 1'024;
 constexpr uint16_t PARTITION_FULL_MEMBER = 0x8000;
 
@@ -40,7 +40,7 @@ wire::Endpoint endpoint_of(const ibv_gid& gid) {
   return endpoint;
 }
 
-// The structure that the exported function fills is an older, shorter one.
+// The structure that the exported function fills is older and shorter.
 bool query_port(const VerbsLibrary& library, ibv_context* context, uint8_t port, ibv_port_attr& out) {
   out = {};
   return library.query_port(context, port, reinterpret_cast<_compat_ibv_port_attr*>(&out)) == 0;
@@ -56,7 +56,7 @@ std::vector<uint16_t> read_partitions(const VerbsLibrary& library, ibv_context* 
   return out;
 }
 
-// Full members, with the upper bit, may talk to all; others to them only (IBTA, 10.9.2).
+// Full members, with the upper bit set, may talk to all. Others may talk only to full members (IBTA, 10.9.2).
 uint16_t partition_index_of(const std::vector<uint16_t>& partitions) {
   const auto full = std::find(partitions.begin(), partitions.end(), wire::DEFAULT_PARTITION_KEY);
   const auto found = full != partitions.end() ? full
@@ -77,7 +77,7 @@ VerbsDevicePort read_port(const VerbsLibrary& library, const std::string& device
   out.number = number;
   out.state = port.state;
   out.is_ethernet = port.link_layer == IBV_LINK_LAYER_ETHERNET;
-  // IBTA: 1 is 256 bytes, each next one the double.
+  // IBTA: 1 is 256 bytes, and each next value is the double.
   out.mtu_bytes = 128u << port.active_mtu;
   out.partitions = read_partitions(library, context, number, port.pkey_tbl_len);
   for (const ibv_gid_entry& gid : gids) {
@@ -203,7 +203,7 @@ VerbsDevice::VerbsDevice(const VerbsLibrary& library, const std::string& name)
   library.free_device_list(devices);
   if (!context_)
     raise_verbs_error(error, "cannot open " + name + "; is /dev/infiniband/uverbs* there, and readable and writable?");
-  // Events are looked for, never waited for.
+  // Events are polled, never waited for.
   const int fd = context_->async_fd;
   if (fd >= 0 && fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK) != 0)
     raise_verbs_error(errno, "cannot read events of " + name);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// RDMA devices: which addresses of this machine they serve, and one of them opened.
+// RDMA devices: the addresses of this machine that they serve, and an opened device.
 #pragma once
 
 #include <cstdint>
@@ -18,35 +18,35 @@ struct VerbsAddress {
   uint8_t port = 0;
   uint8_t gid_index = 0;
   ibv_gid gid{};
-  wire::Endpoint endpoint;  // the same; UDP port 4791, as always with a device
+  wire::Endpoint endpoint;  // the same address; UDP port 4791, as always with a device
   uint32_t interface_index = 0;
-  // Of the port, now:
+  // State of the port, now:
   bool is_active = false;
   uint32_t mtu_bytes = 0;        // the largest payload of a packet
-  uint16_t partition_index = 0;  // where its table has the partition of all packets; NO_PARTITION: nowhere
+  uint16_t partition_index = 0;  // index of the partition of all packets in its table; NO_PARTITION: it has none
   static constexpr uint16_t NO_PARTITION = UINT16_MAX;
 };
 
-// A port of a device, and what it serves.
+// A port of a device, and the addresses that it serves.
 struct VerbsDevicePort {
   std::string device;
-  uint8_t number = 0;  // 0: the device cannot be opened or read, `problem` says why
+  uint8_t number = 0;  // 0: the device cannot be opened or read, and `problem` says why
   std::string problem;
   ibv_port_state state = IBV_PORT_NOP;
   bool is_ethernet = false;
   uint32_t mtu_bytes = 0;
-  std::vector<uint16_t> partitions;  // keys; 0: an empty place
+  std::vector<uint16_t> partitions;  // keys; 0: an empty entry
   std::vector<VerbsAddress> addresses;
 };
 
 // The GID that stands for an address; IPv4 is mapped into IPv6 (RFC 4291, 2.5.5.2).
 ibv_gid gid_of(const wire::Endpoint& endpoint);
-// "rxe0 port 1 GID 2 [2001:db8::1] 4096 bytes", and ", down" where it is.
+// "rxe0 port 1 GID 2 [2001:db8::1] 4096 bytes", with ", down" if it is down.
 std::string describe(const VerbsAddress& address);
 
-// Of all devices; none is not an error.
+// The ports of all devices. None is not an error.
 std::vector<VerbsDevicePort> find_verbs_ports(const VerbsLibrary& library);
-// The one that serves `address` and can be used now. Throws std::invalid_argument, saying what there is and what to do.
+// The entry that serves `address` and can be used now. Throws std::invalid_argument with what there is and what to do.
 VerbsAddress choose_verbs_address(const std::vector<VerbsDevicePort>& known, const std::string& address);
 
 class VerbsDevice {
@@ -59,7 +59,7 @@ class VerbsDevice {
   ibv_context* context() const { return context_.get(); }
   ibv_pd* domain() const { return domain_.get(); }
   const ibv_device_attr& limits() const { return limits_; }
-  // Keys that can be given and taken back in microseconds (memory windows of type 1).
+  // Whether keys can be given and taken back in microseconds (memory windows of type 1).
   bool has_windows() const;
 
  private:

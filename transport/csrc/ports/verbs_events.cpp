@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the device reports beside completions, as what the flows understand: paths that fail, and paths to try again.
+// Translates the device's events into what the flows understand: paths that fail, and paths to try again.
 #include <algorithm>
 #include <string>
 
@@ -9,7 +9,7 @@
 namespace sennit {
 namespace {
 
-// A queue pair in error is brought up again, over and over while its cause lasts: from the first pause up to the last.
+// A queue pair in error is brought up again, repeatedly while the cause lasts. The pause grows between these limits.
 constexpr uint64_t REVIVE_FIRST_US = 1'000, REVIVE_MAX_US = 1'000'000;
 
 }  // namespace
@@ -65,12 +65,12 @@ void VerbsPort::on_port(VerbsAdapter& adapter, uint8_t port, bool is_up, uint64_
   for (const auto& path : paths_)
     if (path->flow != nullptr && is_its(rails_[path->rail])) {
       path->flow->on_path_failed(now_us, path->index);
-      // It may never leave, and messages wait for it that have long arrived over other paths.
+      // The packet may never leave, and messages wait for it that arrived long ago over other paths.
       if (path->queue.holds_any()) break_off(*path);
     }
 }
 
-// Until it is brought up again, which may take long. What it was to send from is let go of at once.
+// Stops the path until it is brought up again, which may take long. What it was to send from is released at once.
 void VerbsPort::break_off(Path& path) {
   path.is_broken = true;
   path.queue.stop(releases_[path.adapter->number()]);
@@ -78,7 +78,7 @@ void VerbsPort::break_off(Path& path) {
 
 void VerbsPort::on_path_error(Path& path, trace::PortError where, uint32_t error, uint64_t now_us) {
   if (path.flow == nullptr) return;
-  // (Reported once for each request that was in its queue.)
+  // The device reports an error once for each request that was in the queue.
   if (path.is_broken) return;
   break_off(path);
   ++counters_->path_errors;
@@ -95,7 +95,7 @@ void VerbsPort::revive_paths(uint64_t now_us) {
   bool is_left = false;
   for (const auto& path : paths_) {
     if (!path->is_broken) continue;
-    // While the port is down there is nothing to try; its event starts this again.
+    // While the port is down there is nothing to try. The event of the port starts this again.
     if (!rails_[path->rail].is_up) continue;
     ++path->generation;
     if (path->queue.revive(releases_[path->adapter->number()])) {
@@ -103,7 +103,7 @@ void VerbsPort::revive_paths(uint64_t now_us) {
       ++counters_->path_revivals;
       continue;
     }
-    // Connecting may wait for the neighbour's address, so not more than one failure at a time.
+    // Connecting may wait for the neighbour's address, so at most one failure in each call.
     is_left = true;
     break;
   }

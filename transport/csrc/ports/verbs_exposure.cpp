@@ -11,7 +11,7 @@ namespace sennit {
 
 namespace {
 
-// A bind counts the lowest byte of the window's key up by one (IBTA, 10.6.7.2.1), and a message is two binds.
+// A bind increments the lowest byte of the window's key (IBTA, 10.6.7.2.1), and a message takes two binds.
 constexpr uint32_t MESSAGES_PER_LAP = 128;
 
 uintptr_t address_of(const std::byte* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
@@ -25,7 +25,7 @@ VerbsExposure::VerbsExposure(const VerbsDevice& device, VerbsRegistrations& regi
     : device_(device), registrations_(registrations), binder_(binder), binder_depth_(binder_depth) {}
 
 VerbsExposure::~VerbsExposure() {
-  // Windows go before what they are bound to.
+  // Windows are destroyed before the memory to which they are bound.
   windows_.clear();
   if (binder_ != nullptr) return;
   for (uint64_t number = regions_.first(); number != regions_.end(); ++number)
@@ -35,7 +35,7 @@ VerbsExposure::~VerbsExposure() {
 uint64_t VerbsExposure::open(std::byte* address, size_t size_bytes) {
   const uint64_t number = regions_.push(Region{RegionState::opening, nullptr, nullptr, 0, 0});
   Region& region = regions_[number];
-  if (size_bytes == 0) {  // nothing is written; a device does not look at the key (IBTA, C9-88)
+  if (size_bytes == 0) {  // nothing is written, so a device does not check the key (IBTA, C9-88)
     region.state = RegionState::open;
     return number;
   }
@@ -201,7 +201,7 @@ bool VerbsExposure::begin_reading(const std::byte* address, size_t size_bytes, u
   };
   loan = last_loan_;
   if (!loans_.holds(loan) || !covers(loan)) {
-    // Any loan of these bytes will do: while one stands, nobody changes them.
+    // Any loan of these bytes will do, because nobody changes them while a loan exists.
     for (loan = loans_.first(); loan != loans_.end() && !covers(loan); ++loan) {
     }
     if (loan == loans_.end()) return false;
@@ -227,7 +227,7 @@ bool VerbsExposure::close_all() {
     flow::Keys keys;
     switch (region.state) {
       case RegionState::opening:
-        // (One that could not be registered was never open.)
+        // A region that could not be registered was never open.
         if (region.window == nullptr && region.registration == nullptr) {
           region.state = RegionState::forgotten;
         } else if (is_open(number, keys)) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A key for each message, and the end of it before the message is handed over (docs/decisions/0030).
+// A key for each message, which ends before the message is handed over (docs/decisions/0030).
 //
-// Where the device has memory windows (type 1), opening and closing are one bind each on a queue pair made for that,
-// over a registration that serves the whole buffer. Elsewhere each message is registered and deregistered. Of several
-// devices each has a key of its own to the same memory.
+// If the device has memory windows (type 1), opening and closing are one bind each, on a queue pair made for that and
+// over one registration of the whole buffer. Otherwise each message is registered and deregistered. With several
+// devices, each device has its own key to the same memory.
 #pragma once
 
 #include <cstddef>
@@ -29,10 +29,10 @@ struct VerbsExposureCounters {
 
 class VerbsExposure final : public Exposure {
  public:
-  // No packet stays in a network for longer (RFC 9293, 3.4.1: the maximum segment lifetime).
+  // No packet stays in a network longer than this (RFC 9293, 3.4.1: the maximum segment lifetime).
   static constexpr uint64_t PACKET_LIFE_US = 120'000'000;
 
-  // `binder`: a queue pair in state RTS whose sends are all binds, up to `binder_depth` at a time; null: no windows.
+  // `binder`: a queue pair in state RTS whose sends are all binds, up to `binder_depth` at a time. Null: no windows.
   VerbsExposure(const VerbsDevice& device, VerbsRegistrations& registrations, ibv_qp* binder, uint32_t binder_depth);
   ~VerbsExposure() override;
 
@@ -45,17 +45,17 @@ class VerbsExposure final : public Exposure {
   bool is_returned(uint64_t loan) override;
 
   void set_now(uint64_t now_us) { now_us_ = now_us; }
-  // The oldest bind is done, or failed.
+  // The oldest bind is done or has failed.
   void on_bound(ibv_wc_status status);
-  // A packet from lent memory goes out: by which local key, and for which loan, until end_reading. False: nobody lent
-  // that memory.
+  // A packet from lent memory goes out. Gives its local key, and the loan that it uses until end_reading. False: nobody
+  // lent that memory.
   bool begin_reading(const std::byte* address, size_t size_bytes, uint64_t& loan, uint32_t& key);
   void end_reading(uint64_t loan) { --loans_[loan].readers; }
 
-  // The group has ended: every key is taken back, and nothing more is lent. True when the last one is gone and nothing
-  // is read any more.
+  // The group has ended: takes back every key and lends nothing more. True when the last key is gone and nothing is
+  // read any more.
   bool close_all();
-  // What went wrong for good; empty while all is well.
+  // A permanent failure. Empty while all is well.
   const std::string& failure() const { return failure_; }
   const VerbsExposureCounters& counters() const { return counters_; }
   bool uses_windows() const { return binder_ != nullptr; }
@@ -63,7 +63,7 @@ class VerbsExposure final : public Exposure {
  private:
   struct Window {
     VerbsHandle<ibv_mw> handle;
-    uint32_t messages = 0;  // since its keys began anew
+    uint32_t messages = 0;  // time when its keys began anew
     uint64_t rests_until_us = 0;
   };
   enum class RegionState : uint8_t { opening, open, closing, closed, forgotten };
@@ -107,16 +107,16 @@ class VerbsExposure final : public Exposure {
   uint64_t binds_called_ = 0, binds_posted_ = 0, binds_done_ = 0;
   flow::SequenceRing<Region> regions_;
   flow::SequenceRing<Loan> loans_;
-  uint64_t last_loan_ = 0;  // read from last: most likely the next one, too
+  uint64_t last_loan_ = 0;  // the loan read last, most likely also the next one
   std::string failure_;
   VerbsExposureCounters counters_;
 };
 
-// Memory that several devices may write and read at a time: open once all have opened it, closed once all have closed
-// it. Every device hears of every region and loan, in one order, so that their numbers are the same with all devices.
+// Memory that several devices may write and read at a time. It is open once all have opened it, and closed once all
+// have closed it. Every device gets all regions and loans in one order, so their numbers are equal on all devices.
 class VerbsJointExposure final : public Exposure {
  public:
-  // Outlives this object; at most flow::Keys::MAX_COUNT.
+  // Outlives this object. At most flow::Keys::MAX_COUNT.
   void add(VerbsExposure& device) { devices_.push_back(&device); }
 
   uint64_t open(std::byte* address, size_t size_bytes) override {
@@ -146,13 +146,13 @@ class VerbsJointExposure final : public Exposure {
   }
   // VerbsExposure::close_all of every device.
   bool close_all();
-  // Of the first device that has one.
+  // The failure of the first device that has one.
   std::string_view failure() const;
 
  private:
-  using Done = uint32_t;  // a bit for each device that has let go of it
+  using Done = uint32_t;  // one bit for each device that has released it
   uint32_t all() const { return (1u << devices_.size()) - 1; }
-  // A device forgets a number when it says that it is done, so each is asked until then and not again.
+  // A device forgets a number once it says that it is done. So each device is asked until then, and not again.
   template <class Ask>
   bool is_done(flow::SequenceRing<Done>& ring, uint64_t number, Ask ask) {
     for (size_t index = 0; index < devices_.size(); ++index)

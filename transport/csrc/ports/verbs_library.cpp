@@ -11,8 +11,8 @@ namespace {
 
 constexpr const char* FILE_NAME = "libibverbs.so.1";
 
-// libibverbs keeps functions of an older interface (IBVERBS_1.0) under the same names, so each is asked for by the
-// version whose structures verbs.h describes.
+// libibverbs keeps functions of an older interface (IBVERBS_1.0) under the same names. So each function is looked up by
+// the version whose structures verbs.h describes.
 template <class Function>
 void find(void* library, Function*& out, const char* name, const char* version) {
   out = reinterpret_cast<Function*>(dlvsym(library, name, version));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// libibverbs, opened at run time: a machine without RDMA neither has nor needs it.
+// libibverbs, opened at run time, because a machine without RDMA neither has nor needs it.
 //
 // Functions that verbs.h defines inline (poll, post, bind) go through the device's context and need no entry here.
 #pragma once
@@ -12,7 +12,7 @@
 
 namespace sennit {
 
-// The exported functions by their own names. Tests fill one with functions of their own.
+// The exported functions by their own names. Tests fill in their own functions.
 struct VerbsLibrary {
   ibv_device** (*get_device_list)(int*);
   void (*free_device_list)(ibv_device**);
@@ -42,11 +42,11 @@ struct VerbsLibrary {
   void (*ack_async_event)(ibv_async_event*);
   const char* (*wc_status_str)(ibv_wc_status);
 
-  // This machine's. Loaded once; throws std::runtime_error, saying what to install.
+  // This machine's libibverbs. Loaded once. Throws std::runtime_error with what to install.
   static const VerbsLibrary& system();
 };
 
-// A verbs object that goes with the function that destroys it.
+// A verbs object together with the function that destroys it.
 template <class T>
 using VerbsHandle = std::unique_ptr<T, int (*)(T*)>;
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One path of the verbs port: a queue pair of ours and where it leads.
+// One path of the verbs port: one of our queue pairs, and where it leads.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct VerbsPort::Peer {
   std::vector<Path*> paths;  // by the flow's index
   size_t rail_count = 0;     // path p uses rail p mod rail_count
   std::unique_ptr<FlowLane> lane;
-  uint64_t eager_address = 0;  // of our own ring, which no packet names
+  uint64_t eager_address = 0;  // key of our own ring, which no packet names
   uint32_t payload_max_bytes = 0;
 };
 

@@ -26,7 +26,7 @@ namespace {
 constexpr int ROUND_MAX_COUNT = 4;
 constexpr size_t SEND_BUFFER_COUNT = 512;
 constexpr uint64_t EVENTS_US = 1'000;
-// What is still on its way in or out of user memory when a group ends; the device takes microseconds for it.
+// How long to wait for transfers of user memory when a group ends. The device takes microseconds.
 constexpr std::chrono::milliseconds END_MAX{1'000};
 
 }  // namespace
@@ -97,7 +97,7 @@ void VerbsPort::make_offer(uint32_t size) {
   offer_.is_reliable = config_.service == VerbsService::rc;
   offer_.path_count = config_.path_count;
   offer_.eager_slot_count = EAGER_SLOT_COUNT;
-  // Where only one device is left, all comes in through it.
+  // If only one device is left, everything comes in through it.
   offer_.receive_window_bytes = UINT64_MAX;
   for (const auto& adapter : adapters_)
     offer_.receive_window_bytes = std::min(offer_.receive_window_bytes, adapter->receive_window_bytes());
@@ -178,7 +178,7 @@ void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink
       route.remote = theirs.rails[other].listen;
       route.remote_qpn = for_us.qpns[other * theirs.path_count + path];
       route.mtu_bytes = flow_config.payload_max_bytes;
-      // Of RC both ends must know them: the queue pair numbers are known, and as good as random.
+      // With RC both ends must know these numbers. Queue pair numbers are known to both, and as good as random.
       route.first_psn = entry.queue.number();
       route.expected_psn = route.remote_qpn;
       route.entropy = offer_.rails[mine].entropies[path];
@@ -207,7 +207,7 @@ void VerbsPort::fail(std::string reason, uint32_t event) {
 std::string_view VerbsPort::failure() const { return failure_.empty() ? exposure_.failure() : failure_; }
 
 bool VerbsPort::progress(uint64_t now_us) {
-  // Acknowledgements are timed, so each batch gets the time at which it came.
+  // Acknowledgements are timed, so each batch gets its time of arrival.
   const CallClock clock(now_us);
   exposure_.set_now(now_us);
   for (Peer* peer : connected_) peer->lane->set_now(now_us);
@@ -229,7 +229,7 @@ bool VerbsPort::progress(uint64_t now_us) {
   return moved || arm();
 }
 
-// A path over a port that is down is not waited for: what it still holds may never leave.
+// Nobody waits for a path whose port is down: what it still holds may never leave.
 bool VerbsPort::has_room(const Peer& peer) const {
   if (free_buffers_.size() < BATCH_MAX_PACKETS + 1) return false;
   return std::all_of(peer.paths.begin(), peer.paths.end(), [this](const Path* path) {
@@ -317,7 +317,7 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
   for (const flow::DataOut& packet : packets) {
     ibv_send_wr& request = requests[count];
     const bool is_eager = flow::slot_of(packet.immediate) == flow::EAGER_SLOT;
-    if (is_eager) {  // the flow uses its ring again before the device may have read it
+    if (is_eager) {  // the flow reuses its ring before the device may have read it
       const size_t buffer = take_buffer();
       std::memcpy(send_buffers_[buffer].data(), packet.payload, packet.size_bytes);
       entries[count] = send_buffers_.entry(buffer, packet.size_bytes, path.adapter->number());
@@ -335,7 +335,7 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
     request.sg_list = &entries[count];
     request.num_sge = packet.size_bytes != 0 ? 1 : 0;
     request.imm_data = htonl(packet.immediate);
-    // A device takes eager packets into memory of its choice, not into a ring that a late copy could reach.
+    // A device puts eager packets into memory that it chooses, not into a ring that a late copy could reach.
     request.opcode = is_eager && path.peer->is_device ? IBV_WR_SEND_WITH_IMM : IBV_WR_RDMA_WRITE_WITH_IMM;
     request.wr.rdma = {packet.remote_address, packet.rkey};
     if (count != 0) requests[count - 1].next = &request;
@@ -347,11 +347,11 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
   if (!path.queue.is_ready()) on_path_error(path, trace::PortError::queue_pair, 0, last_now_us_);
 }
 
-// A device says nothing of a peer that is gone; one that lives and has not heard of the end does so now.
+// A device reports nothing of a peer that is gone. A peer that lives and has not heard of the end hears it now.
 std::vector<uint32_t> VerbsPort::find_gone(uint64_t) {
   for (Peer* peer : connected_) {
     if (!peer->lane->flow().ended() || !has_room(*peer)) continue;
-    // Over every rail, as some may be dead.
+    // Uses every rail, because some may be dead.
     for (Path* path : std::span(peer->paths).first(peer->rail_count)) {
       const size_t buffer = take_buffer();
       flow::ControlWriter writer(send_buffers_[buffer]);
@@ -367,7 +367,7 @@ std::vector<uint32_t> VerbsPort::find_gone(uint64_t) {
 uint64_t VerbsPort::next_timeout_us() const {
   uint64_t earliest_us = revive_at_us_;
   for (const Peer* peer : connected_) {
-    // Without room there is nothing to do before completions come.
+    // Without room there is nothing to do until completions come.
     if (has_room(*peer)) earliest_us = std::min(earliest_us, peer->lane->flow().next_timeout_us());
   }
   return earliest_us;
@@ -402,13 +402,13 @@ void VerbsPort::revoke() noexcept {
     if (exposure_.close_all()) return;
   } catch (const std::exception&) {
   }
-  // The device does not answer, or memory is short: nothing comes in or goes out of a queue pair that is reset.
+  // The device does not answer, or memory is short. A queue pair that is reset moves nothing in or out.
   is_cut_off_ = true;
   for (const auto& path : paths_) path->queue.stop(releases_[path->adapter->number()]);
 }
 
 void VerbsPort::send_farewells(uint64_t now_us) {
-  // Nobody acknowledges these. The flow says how many there are; a few rounds bring them all out.
+  // Nobody acknowledges these packets. The flow knows how many there are, and a few rounds send them all.
   constexpr int FAREWELL_ROUND_COUNT = 8;
   for (int round = 0; round < FAREWELL_ROUND_COUNT && send_round(now_us); ++round) poll_completions(now_us);
 }

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The port for RDMA devices: the same packets and flows as udp, put on the wire and into place by the device.
+// The port for RDMA devices: the same packets and flows as udp, but the device sends and places the packets.
 //
 // A rail is a RoCE v2 address of a device. Each path is one queue pair of the unreliable connected service. Data is
-// RDMA WRITE with immediate of at most one packet: what is lost then concerns no other message. Control payloads and
-// eager packets are sends. Loss, order, paths and credits are flow's affair here as elsewhere; of several devices each
-// has a key of its own to a message (docs/decisions/0032).
+// RDMA WRITE with immediate of at most one packet, so a lost packet affects no other message. Control payloads and
+// eager packets are sends. The flow handles loss, order, paths and credits, as in the other ports. With several
+// devices, each device has its own key to a message (docs/decisions/0032).
 #pragma once
 
 #include <array>
@@ -30,24 +30,24 @@
 namespace sennit {
 
 struct VerbsConfig : SendConfig {
-  std::vector<std::string> addresses;  // of this machine: a rail each
+  std::vector<std::string> addresses;  // addresses of this machine, a rail each
   VerbsService service = VerbsService::uc;
-  const VerbsLibrary* library = nullptr;  // null: this machine's
+  const VerbsLibrary* library = nullptr;  // null: this machine's libibverbs
 };
 
 class VerbsPort final : public Port {
  public:
-  // Opens the devices and makes the queue pairs. Throws std::runtime_error or std::invalid_argument, saying what to do.
+  // Opens the devices and makes the queue pairs. Throws std::runtime_error or std::invalid_argument with what to do.
   VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config);
   ~VerbsPort() override;
 
-  // What peers hand to their connect(), by way of rendezvous.
+  // What peers pass to their connect(), sent through rendezvous.
   std::vector<std::byte> local_info() const { return offer_.encode(); }
-  // Throws std::invalid_argument when the peer's information does not fit to ours, std::system_error where the device
-  // cannot reach it.
+  // Throws std::invalid_argument if the peer's information does not fit ours, and std::system_error if the device
+  // cannot reach the peer.
   void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
   Lane& lane(uint32_t peer);
-  // Memory that stays where it is: an operation's from its post to its end, or what the user vouches for
+  // Memory that stays in place: an operation's buffers from its post to its end, or what the user guarantees
   // (VerbsRegistrations).
   void borrow(const void* address, size_t size_bytes);
   void give_back(const void* address, size_t size_bytes);
@@ -74,7 +74,7 @@ class VerbsPort final : public Port {
   struct Rail {
     VerbsAddress address;
     VerbsAdapter* adapter = nullptr;
-    bool is_up = true;  // its port, as the device last said
+    bool is_up = true;  // state of its port, as the device last reported
   };
 
   void open_adapters(uint32_t peer_count);
@@ -108,12 +108,12 @@ class VerbsPort final : public Port {
   void send_farewells(uint64_t now_us);
   size_t take_buffer();
   void let_go(VerbsAdapter& adapter, const VerbsQueuePair::Held& held);
-  // `event`: ibv_event_type, 0 where there was none.
+  // `event`: ibv_event_type, or 0 if there was none.
   void fail(std::string reason, uint32_t event = 0);
 
-  // A device does not say when a packet came, so its wait for this host to look passes for queueing, and with udp's
-  // target the budget was always the least. So only losses shrink that of UC (QUEUE_OVERFLOWED_US is twice this). Of
-  // RC the least is the best: the device sends all that is on the way again.
+  // A device does not report when a packet arrived, so the wait for this host looks like queueing. With udp's target
+  // the budget would always be at its minimum. So only losses shrink the budget of UC (QUEUE_OVERFLOWED_US is twice
+  // this). For RC the minimum is best, because the device sends everything in flight again.
   static flow::ReceiveBudgetConfig receive_budget_of(VerbsService service) {
     if (service == VerbsService::rc) return {.min_bytes = 65'536, .target_queue_us = 250};
     return {.start_bytes = 1'048'576, .min_bytes = 65'536, .target_queue_us = 32'000};
@@ -125,23 +125,23 @@ class VerbsPort final : public Port {
   RoceOffer offer_;                                                         // ours
   flow::ReceiveBudget receive_budget_{receive_budget_of(config_.service)};  // before the flows
   VerbsBuffers send_buffers_;
-  std::vector<std::unique_ptr<VerbsAdapter>> adapters_;  // before all that is theirs
+  std::vector<std::unique_ptr<VerbsAdapter>> adapters_;  // before the objects of each adapter
   VerbsJointExposure exposure_;
-  std::vector<std::unique_ptr<Path>> paths_;                // of all peers, connected or not
+  std::vector<std::unique_ptr<Path>> paths_;                // paths to all peers, connected or not
   std::vector<std::unique_ptr<std::byte[]>> eager_memory_;  // by rank
-  std::unordered_map<uint64_t, Path*> paths_by_qpn_;        // of one device: find_path
+  std::unordered_map<uint64_t, Path*> paths_by_qpn_;        // for one device: see find_path
   std::vector<std::unique_ptr<Peer>> peers_;                // by rank; null where not connected
   std::vector<Peer*> connected_;
   std::vector<VerbsQueuePair::Release> releases_;  // by adapter
   std::vector<size_t> free_buffers_;               // of send_buffers_
   size_t next_peer_ = 0;
   uint64_t last_now_us_ = 0, look_at_us_ = 0, revive_at_us_ = UINT64_MAX, revive_pause_us_ = 0;
-  bool is_cut_off_ = false;  // queue pairs stay as they are: keys may still be open
+  bool is_cut_off_ = false;  // queue pairs stay as they are, because keys may still be open
   std::string failure_, farewell_;
 
   struct Counters {
     uint64_t send_calls = 0, send_blocked = 0, send_dropped = 0;
-    uint64_t remote_access_errors = 0;  // packets that the device refused: a key that is gone, most of them late copies
+    uint64_t remote_access_errors = 0;  // packets that the device refused because the key is gone, mostly late copies
     uint64_t receive_errors = 0, unknown_qpn = 0, bad_slot = 0;
     uint64_t path_errors = 0, path_revivals = 0, port_events = 0;
 

@@ -12,13 +12,14 @@ namespace sennit {
 namespace {
 
 constexpr uint8_t HOP_LIMIT = 64;
-// RC only: 4.096 us * 2^14 = 67 ms, six times; flow takes the path as dead long before. Not seven times: rxe takes that
-// for ever, and a request to an end that was brought up again would never come back, nor the memory that it sends.
+// RC only: 4.096 us * 2^14 = 67 ms, six times. flow takes the path as dead long before. Not seven: rxe takes seven as
+// infinite. A request to an end that was brought up again would then never complete, and never release its memory.
 constexpr uint8_t ACK_TIMEOUT = 14, RETRY_COUNT = 6, RNR_RETRY_FOREVER = 7;
 constexpr uint8_t RNR_TIMER = 1;  // 10 us
-// RC only: numbers of packets between two lives of a queue pair. They go down: to the end that was brought up again,
-// the other's packets look like ones that come too soon, and are refused until that end starts anew, too. (Up, they
-// would look like repeated ones, which are acknowledged and dropped.) So the one behind always follows.
+// RC only: how far packet numbers move between two lives of a queue pair. They go down. So to the end that was brought
+// up again, the other end's packets look like packets from the future, and are refused until the other end starts anew
+// too. If numbers went up, they would look like repeated packets, which are acknowledged and dropped. So both ends
+// always restart.
 constexpr uint32_t PSNS_PER_LIFE = 1 << 20;
 
 ibv_mtu mtu_of(uint32_t bytes) { return static_cast<ibv_mtu>(std::countr_zero(bytes) - 7); }
@@ -27,7 +28,7 @@ ibv_mtu mtu_of(uint32_t bytes) { return static_cast<ibv_mtu>(std::countr_zero(by
 
 uint32_t flow_label_for(uint16_t source_port) {
   const uint32_t low = source_port & 0x3FFFu;
-  // A label of 0 means that the device chooses; the bits above are added to the lower ones without carry.
+  // A label of 0 means that the device chooses. The bits above are added to the lower ones without carry.
   return low != 0 ? low : 0x4000u | 0x1u;
 }
 
@@ -138,7 +139,7 @@ void VerbsQueuePair::post(ibv_send_wr* first, std::span<const Held> held) {
   last->send_flags |= IBV_SEND_SIGNALED;
   last->wr_id |= static_cast<uint32_t>(held_.end());
   ibv_send_wr* refused = nullptr;
-  // What was taken before the one that was refused is not signalled: the queue pair has to start anew.
+  // Requests before the refused one are not signalled, so the queue pair must start anew.
   if (ibv_post_send(get(), first, &refused) != 0) is_ready_ = false;
 }
 

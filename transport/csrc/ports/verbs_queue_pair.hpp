@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One queue pair: its way from RESET to RTS and back, and what its send queue still holds.
+// One queue pair: its way from RESET to RTS and back, and the contents of its send queue.
 #pragma once
 
 #include <cstddef>
@@ -12,11 +12,11 @@
 
 namespace sennit {
 
-// What a request's wr_id says, so that its completion finds its owner.
+// A request's wr_id, by which its completion finds its owner.
 enum class VerbsRequest : uint8_t { send = 1, receive = 2, bind = 3 };
 
-// `generation` of a queue pair counts its revivals: completions from before one concern nobody. `number` is the
-// owner's: of a send its place in the queue, of a receive its buffer.
+// `generation` counts the revivals of a queue pair: completions of an earlier generation are ignored. `number` is the
+// owner's: the place in the queue for a send, the buffer for a receive.
 constexpr uint64_t request_name(VerbsRequest kind, uint8_t generation = 0, uint16_t path = 0, uint32_t number = 0) {
   return uint64_t{static_cast<uint8_t>(kind)} << 56 | uint64_t{generation} << 48 | uint64_t{path} << 32 | number;
 }
@@ -27,7 +27,7 @@ constexpr uint32_t request_number(uint64_t name) { return static_cast<uint32_t>(
 
 enum class VerbsService : uint8_t { uc, rc };
 
-// Where a queue pair leads, and how.
+// Where a queue pair leads, and over which route.
 struct VerbsRoute {
   VerbsAddress local;
   wire::Endpoint remote;
@@ -35,15 +35,15 @@ struct VerbsRoute {
   uint32_t mtu_bytes = 0;
   uint32_t first_psn = 0;     // of ours
   uint32_t expected_psn = 0;  // of theirs: RC only
-  uint16_t entropy = 0;       // UDP source port, where the device takes it from the flow label; 0: the device's own
+  uint16_t entropy = 0;       // UDP source port, if the device derives it from the flow label; 0: the device's own
 };
 
-// The flow label that RoCE v2 devices make this UDP source port of (rdma-core: ibv_flow_label_to_udp_sport).
+// The flow label from which RoCE v2 devices make this UDP source port (rdma-core: ibv_flow_label_to_udp_sport).
 uint32_t flow_label_for(uint16_t source_port);
 
 class VerbsQueuePair {
  public:
-  // What a posted packet holds on to until it has left: a send buffer or a loan, by the owner's names.
+  // What a posted packet holds until it has left: a send buffer or a loan, by the owner's names.
   struct Held {
     enum class Kind : uint8_t { nothing, buffer, loan } kind = Kind::nothing;
     uint64_t id = 0;
@@ -57,21 +57,21 @@ class VerbsQueuePair {
 
   ibv_qp* get() const { return handle_.get(); }
   uint32_t number() const { return handle_->qp_num; }
-  // Ready to send and receive. Throws std::system_error.
+  // Makes it ready to send and receive. Throws std::system_error.
   void connect(const VerbsRoute& route);
-  // From any state back to ready, over the same route and under the same number; false where that fails. The device
-  // has let go of all that was posted: `release` is called for each thing held.
+  // Goes from any state back to ready, with the same route and number. False if that fails. The device has released
+  // everything that was posted: `release` is called for each thing held.
   bool revive(const Release& release);
-  // Takes and sends nothing from now on; what was posted is let go of.
+  // Takes and sends nothing from now on, and releases what was posted.
   void stop(const Release& release);
   bool is_ready() const { return is_ready_; }
-  // Something posted has not left yet.
+  // Whether something posted has not left yet.
   bool holds_any() const { return !held_.empty(); }
   uint32_t room() const { return depth_ - static_cast<uint32_t>(held_.size()); }
-  // Posts a chain of requests, one for each of `held`, all signalled by the last; room() first. Where the device
-  // refuses, it is not ready afterwards.
+  // Posts a chain of requests, one for each of `held`, all signalled by the last. Call room() first. If the device
+  // refuses, the queue pair is no longer ready.
   void post(ibv_send_wr* first, std::span<const Held> held);
-  // The completion of a request that post() signalled, by the number it left in wr_id (the low 32 bits).
+  // The completion of a request that post() signalled. Takes the low 32 bits of its wr_id.
   void on_sent(uint32_t number, const Release& release);
 
  private:

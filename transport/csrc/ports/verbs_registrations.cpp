@@ -68,7 +68,7 @@ ibv_mr* VerbsRegistrations::acquire(const std::byte* address, size_t size_bytes,
   const uintptr_t begin = address_of(address), end = begin + size_bytes;
   ++acquisitions_;
   for (Entry& entry : entries_) {
-    // Memory that nobody vouches for any more may be other memory by now.
+    // Memory that nobody guarantees any more may already be other memory.
     if (!entry.range.covers(begin, end) || (is_written && !entry.is_writable)) continue;
     if (!entry.is_kept && entry.users == 0) continue;
     ++entry.users;
@@ -95,7 +95,7 @@ bool VerbsRegistrations::evict() {
   return true;
 }
 
-// Null: errno says why.
+// Null: errno has the reason.
 ibv_mr* VerbsRegistrations::register_range(const Range& range, int access) {
   auto* const address = reinterpret_cast<void*>(range.begin);
   for (;;) {
@@ -106,7 +106,7 @@ ibv_mr* VerbsRegistrations::register_range(const Range& range, int access) {
 
 VerbsRegistrations::Entry VerbsRegistrations::make(Range range, bool is_written) {
   const uint64_t size_bytes = range.end - range.begin;
-  // A buffer that is read first is often written later: one registration serves both if it can.
+  // A buffer that is read first is often written later, so one registration serves both if it can.
   bool is_writable = true;
   ibv_mr* region = register_range(range, access_);
   int error = region == nullptr ? errno : 0;

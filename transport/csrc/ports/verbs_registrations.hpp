@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Memory that the device may reach, registered as few times as is safe.
 //
-// A registration holds on to the pages that were there when it was made. If the memory is unmapped and the address used
-// again, the device would still read and write the old pages, silently. So a registration lives at most as long as
-// somebody vouches for the mapping: an operation for its buffers, the user for memory that serves many (borrow,
-// give_back), a message for its own range. Within that, whatever part of a buffer is wanted, the whole buffer is
-// registered, once; and where the limit of locked memory is reached, what was used least lately goes first
-// (docs/decisions/0033).
+// A registration holds the pages that were there when it was made. If the memory is unmapped and the address reused,
+// the device would silently read and write the old pages. So a registration lives only as long as somebody guarantees
+// the mapping: an operation for its buffers, the user for memory that serves many operations (borrow, give_back), a
+// message for its own range. Meanwhile a request for any part of a buffer registers the whole buffer, once. At the
+// limit of locked memory, the least recently used registration goes first (docs/decisions/0033).
 #pragma once
 
 #include <cstddef>
@@ -21,7 +20,7 @@ namespace sennit {
 
 class VerbsRegistrations {
  public:
-  // `access` of memory that is written: IBV_ACCESS_*. Memory that cannot be written is registered for reading.
+  // `access` for memory that is written: IBV_ACCESS_*. Memory that cannot be written is registered for reading.
   // `rank`: for tracepoints.
   VerbsRegistrations(uint32_t rank, const VerbsDevice& device, int access)
       : rank_(rank), device_(device), access_(access) {}
@@ -29,15 +28,14 @@ class VerbsRegistrations {
   VerbsRegistrations(const VerbsRegistrations&) = delete;
   VerbsRegistrations& operator=(const VerbsRegistrations&) = delete;
 
-  // Stays mapped where it is until as many give_back(). Nothing is registered yet.
+  // The memory stays mapped in place until as many calls of give_back(). Nothing is registered yet.
   void borrow(const void* address, size_t size_bytes);
   void give_back(const void* address, size_t size_bytes);
 
-  // A registration that covers the range, until release(). Throws std::system_error, saying what to do.
+  // Returns a registration that covers the range, until release(). Throws std::system_error with what to do.
   ibv_mr* acquire(const std::byte* address, size_t size_bytes, bool is_written);
   void release(ibv_mr* region);
-  // The limit is reached: lets go of the registration that was used least lately, of those that nobody uses now.
-  // False: there is none.
+  // At the limit: drops the least recently used registration without users. False: there is none.
   bool evict();
 
   uint32_t rank() const { return rank_; }
@@ -61,7 +59,7 @@ class VerbsRegistrations {
     uint32_t users;
     bool is_writable;
     bool is_kept;   // lies in borrowed memory: stays without users
-    uint64_t used;  // when last, by acquisitions_
+    uint64_t used;  // time of the last use, by acquisitions_
   };
 
   Entry make(Range range, bool is_written);
