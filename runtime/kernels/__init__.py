@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding tables: one operator, several implementations (plain torch, native, Triton), the same bits.
+"""Embedding tables: one operator with several implementations (plain torch, native, Triton) that return the same bits.
 
 `EmbeddingEngine` looks up and updates tables; docs/reference/embedding.md defines the arithmetic.
 """

@@ -2,8 +2,8 @@
 """The lookups of one call, in the combined format: blocks of bags, lengths, ids.
 
 Neo (Mudigere et al., ISCA 2022, section 4.4) keeps lengths instead of offsets, and the ids of all tables in one tensor.
-A block is a run of bags for one table. Tables may be named by several blocks (shared tables, or the parts that came
-from several ranks) and blocks may have different numbers of bags, so what an AlltoAll delivers is a batch as it lies.
+A block is a run of bags for one table. Several blocks may name one table (shared tables, or parts from several ranks),
+and blocks may have different numbers of bags. So the output of an AlltoAll is a batch without rearranging.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Batch:
     """K blocks with `bags_of_block.sum()` bags and `lengths.sum()` lookups. All tensors on one device, contiguous."""
 
     table_of_block: tuple[int, ...]
-    """[K]: number of the table that each block is for."""
+    """[K]: the table of each block."""
 
     bags_of_block: tuple[int, ...]
     """[K]: the number of bags of each block."""
@@ -81,7 +81,7 @@ class Batch:
         return sum(block.lookup_count * dim for block, dim in zip(self.blocks(), dims, strict=True))
 
     def blocks(self) -> Iterator[Block]:
-        """The blocks in order. Reads `lengths`."""
+        """Iterates over the blocks in order. Reads `lengths`."""
         bag = lookup = 0
         counts = [int(part.sum()) for part in torch.split(self.lengths, list(self.bags_of_block))]
         for table, bags, count in zip(self.table_of_block, self.bags_of_block, counts, strict=True):

@@ -16,7 +16,7 @@ from sennit.runtime.kernels.spec import Bounds, Pooling, TableSpec
 from sennit.transport.errors import ArgumentError, SennitError
 
 IGNORED = -1
-"""Stands for an ignored id. Kernels accept ids in [0, row_count) and this value."""
+"""Replaces an ignored id. Kernels accept ids in [0, row_count) and this value."""
 
 
 class IdError(ArgumentError, IndexError):
@@ -24,15 +24,15 @@ class IdError(ArgumentError, IndexError):
 
 
 class GradientError(SennitError, ArithmeticError):
-    """A row's gradient has an infinite or undefined element; the message names the first table and row.
+    """A row's gradient has an infinite or undefined element. The message names the first table and row.
 
-    Such rows, weights and states, are as they were. All other rows of the step have been updated.
+    Such rows, weights and states, are unchanged. All other rows of the step have been updated.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadGradients:
-    """Rows of one table that were not updated, because their summed gradient was not finite."""
+    """Rows of one table that were skipped because their summed gradient was not finite."""
 
     table: int
     row_count: int
@@ -64,10 +64,10 @@ def check_gradient(batch: Batch, gradient: Tensor, tables: tuple[TableSpec, ...]
 
 
 def resolve(batch: Batch, tables: Sequence[TableSpec], bounds: Bounds) -> tuple[Batch, dict[int, int]]:
-    """The batch as kernels take it, and how many ids were out of range, by table.
+    """Returns the batch as kernels take it, and the number of ids out of range, by table.
 
-    Checks block numbers, lengths and ids. The batch comes back as it is unless ids were out of range; then its ids are
-    a new int64 tensor in which they are wrapped, or `IGNORED`.
+    Checks block numbers, lengths and ids. The batch is returned unchanged unless ids were out of range. Then its ids
+    are a new int64 tensor in which they are wrapped, or `IGNORED`.
     """
     for number, table in enumerate(batch.table_of_block):
         if not 0 <= table < len(tables):
@@ -100,7 +100,7 @@ def resolve(batch: Batch, tables: Sequence[TableSpec], bounds: Bounds) -> tuple[
 
 
 def _is_sound(batch: Batch, tables: Sequence[TableSpec]) -> bool:
-    """Whether a batch on the CPU is valid, found in one pass. The slow way finds out what is wrong."""
+    """Whether a batch on the CPU is valid, in one pass. If not, the slow checks find out what is wrong."""
     if batch.lengths.device.type != "cpu":
         return False
     return _kernels.is_sound(
@@ -113,7 +113,7 @@ def _is_sound(batch: Batch, tables: Sequence[TableSpec]) -> bool:
 
 
 def places_of_outputs(batch: Batch, tables: Sequence[TableSpec]) -> list[tuple[Block, slice]]:
-    """Each block with its part of the flat result."""
+    """Yields each block with its part of the flat result."""
     found, start = [], 0
     for block in batch.blocks():
         vectors = block.lookup_count if batch.pooling is Pooling.NONE else block.bag_count

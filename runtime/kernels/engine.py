@@ -40,11 +40,11 @@ class EmbeddingEngine:
         memory: Sequence[TableMemory] | None = None,
         threads: int = 1,
     ) -> None:
-        """Tables of zeros: fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding.
+        """Makes tables of zeros; fill `weight(name)`. `seed`, 64 bits, is for stochastic rounding.
 
         `memory`: existing memory of the tables, in their order. `threads`: how many threads of the native
-        implementation share each call; results do not depend on it. Tables may be in tensor-train form
-        (`TensorTrainSpec`). Each of its cores is then a table, named as in its spec.
+        implementation share each call; results do not depend on it. A table may be a tensor train (`TensorTrainSpec`).
+        Each of its cores is then a table, with the name in its spec.
         """
         self.specs = tuple(tables)
         self.optimizer, self.bounds, self.rounding, self.seed = optimizer, bounds, rounding, seed
@@ -81,7 +81,7 @@ class EmbeddingEngine:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything with weights and states: tables, and the cores of tensor trains."""
+        """The memory of everything with weights and states: tables, and the cores of tensor trains."""
         return tuple(self._by_name)
 
     def weight(self, name: str) -> Tensor:
@@ -89,7 +89,7 @@ class EmbeddingEngine:
         return self._by_name[name].weight
 
     def materialise(self, name: str, first: int, count: int) -> Tensor:
-        """Float32 [count, dim], a copy: rows `first` and following of a table, as a lookup gives them."""
+        """Float32 [count, dim], a copy of the rows from `first` on, as a lookup returns them."""
         for number, spec in enumerate(self.specs):
             if spec.name == name:
                 if not 0 <= first <= first + count <= spec.row_count:
@@ -110,7 +110,7 @@ class EmbeddingEngine:
 
     @contextmanager
     def placed(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the engine reads and writes `tensors` in place of its own `memory`."""
+        """Inside the block, the engine reads and writes `tensors` in place of its own `memory`."""
         if all(one.data_ptr() == other.data_ptr() for one, other in zip(tensors, self.memory, strict=True)):
             yield
             return
@@ -135,9 +135,9 @@ class EmbeddingEngine:
         return self._implementation.lookup(self._tables.tables, batch)
 
     def weight_gradient(self, batch: Batch, gradient: Tensor) -> Tensor:
-        """Float32 [lookups]:
+        """Float32 [lookups]: the gradient of `batch.weights`.
 
-        the gradient of `batch.weights`, from the result's gradient and the rows as they are now.
+        It is computed from the result's gradient and the rows as they are now.
         """
         if batch.weights is None:
             raise ArgumentError("the batch has no weights")
@@ -148,10 +148,11 @@ class EmbeddingEngine:
         return self._implementation.weight_gradient(self._tables.tables, batch, gradient)
 
     def update(self, batch: Batch, gradient: Tensor, *, rate: float) -> None:
-        """One optimizer step at learning rate `rate` on the rows of `batch`, from the gradient of its lookup's result.
+        """Takes one optimizer step at learning rate `rate` on the rows of `batch`, from the gradient of its lookup's
+        result.
 
-        Rows whose summed gradient is not finite are left alone and counted; then, after all others are
-        updated, `GradientError` is raised.
+        Rows whose summed gradient is not finite are left unchanged and counted. After all others are updated,
+        `GradientError` is raised.
         """
         self._check_device(batch)
         batch, _ = resolve(batch, self.specs, self.bounds)

@@ -26,7 +26,7 @@ class Implementation(Protocol):
 
     @property
     def device_type(self) -> str:
-        """The device whose memory it can use."""
+        """The type of device whose memory it can use."""
 
     def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor: ...
 
@@ -46,7 +46,7 @@ class Implementation(Protocol):
 
 
 IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable", "triton")
-"""Names that `EmbeddingEngine` accepts. Two are for tests: the native one with fewer instructions."""
+"""Names that `EmbeddingEngine` accepts. Two are for tests: the native implementation with fewer instructions."""
 
 MAX_THREADS: Final = 256
 

@@ -22,10 +22,10 @@ _ROWS_AT_ONCE: Final = 4096
 def int8_rows(weight: Tensor, *, name: str = "") -> Tensor:
     """Uint8 [rows, dim + 8] of float32, float16 or bfloat16 [rows, dim] on the CPU.
 
-    No weight is off by more than scale / 2, before the reader's rounding. bias is the least weight of the row, scale
-    the least float32 that is not below (greatest − least) / 255, and q the nearest integer to (weight − bias) / scale,
-    ties to even; 0 if scale is 0. Computed in float64. Raises `ArgumentError` if a weight is not finite; the message
-    has `name`, the table's, and the row.
+    Every weight is within scale / 2, before the reader rounds. bias is the least weight of the row. scale is the least
+    float32 that is not below (greatest − least) / 255. q is the nearest integer to (weight − bias) / scale, ties to
+    even; 0 if scale is 0. Computed in float64. If a weight is not finite, raises `ArgumentError` that has the row and
+    the table's `name`.
     """
     row_count, dim = weight.shape
     packed = torch.empty(row_count, dim + SCALE_AND_BIAS_BYTES, dtype=torch.uint8)

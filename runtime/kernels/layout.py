@@ -30,10 +30,12 @@ class TableMemory:
     """Float32, in the order of `OptimizerSpec.states`."""
 
     row_numbers: Tensor | None = None
-    """Int64 [row_count]: the global number of each row, if rows are lines of a cache; None: from `spec.first_row`."""
+    """Int64 [row_count]: the global number of each row if rows are lines of a cache; None: numbers from
+    `spec.first_row` on.
+    """
 
     def id_of(self, row: int) -> int:
-        """The id, within this part of the table, of the row at `row` in memory."""
+        """The id of row `row` in memory, within this part of the table."""
         return row if self.row_numbers is None else int(self.row_numbers[row]) - self.spec.first_row
 
 
@@ -47,12 +49,12 @@ def allocate(spec: TableSpec, optimizer: OptimizerSpec, device: torch.device) ->
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On huge pages if the kernel has them: rows are read at random, and most reads would miss the TLB otherwise."""
+    """Allocates on huge pages if the kernel has them. Rows are read at random, which would miss the TLB otherwise."""
     count = math.prod(shape)
     size_bytes = count * dtype.itemsize
     if device.type != "cpu" or size_bytes < HUGE_PAGE_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
-    # One page more, so that the table can start on a page boundary.
+    # One more page, so that the table can start at a page boundary.
     memory = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

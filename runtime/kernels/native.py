@@ -38,7 +38,7 @@ class NativeOperator:
     def __init__(self, instruction_set: str | None = None, *, threads: int = 1) -> None:
         """`instruction_set`: `avx512`, `avx2` or `portable`; None for the best one.
 
-        `threads`: threads per call, the caller included. Results do not depend on it.
+        `threads`: threads per call, including the caller's. Results do not depend on it.
         """
         there = _kernels.instruction_sets()
         if instruction_set is not None and instruction_set not in there:
@@ -97,7 +97,7 @@ class NativeOperator:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that updates have needed so far besides tables, batch and gradient."""
+        """Bytes that updates have needed so far, without tables, batch and gradient."""
         return sum(operator.scratch_bytes for operator in self._operators.values())
 
     def _operator(self, tables: Sequence[TableMemory], kind: Optimizer = Optimizer.SGD) -> _kernels.Operator:

@@ -45,7 +45,7 @@ class NativeProducts:
     ) -> Tensor:
         shape = (len(left_rows) if starts is None else len(starts) - 1, left.shape[1], right.shape[2])
         result = torch.empty(shape) if into is None else into.view(shape)
-        # Bound to names, so that they live as long as the call.
+        # Names keep them alive during the call.
         left_rows, right_rows = left_rows.contiguous(), right_rows.contiguous()
         starts = None if starts is None else starts.contiguous()
         self._native.fold_products(

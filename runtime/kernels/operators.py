@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The operator for autograd and `torch.compile`: the backward pass of a lookup is the optimizer step.
 
-As in fbgemm's fused tables, no gradient of a table ever exists: when the gradient of the result arrives, rows are
-updated in place. The ops get the engine's tensors as arguments, and the update declares that it changes them, so the
-compiler keeps the order of what reads and what changes a table. Engines themselves are known to the ops by a number,
-since ops take tensors and plain values only.
+As in fbgemm's fused tables, the gradient of a table never exists: when the gradient of the result arrives, rows are
+updated in place. The engine's tensors are arguments of the ops, and the update declares that it changes them, so the
+compiler keeps reads and writes of a table in order. Ops take only tensors and plain values, so they know an engine by
+its number.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _tables: weakref.WeakValueDictionary[int, FusedTables] = weakref.WeakValueDictio
 
 
 class FusedRate(torch.optim.Optimizer):
-    """Holds the learning rate of tables that the backward pass updates, so that torch's schedulers can set it.
+    """Holds the learning rate of the tables that the backward pass updates, so that torch's schedulers can set it.
 
-    `step` changes nothing: when it is called the rows have been updated.
+    `step` does nothing: when it is called, the rows have been updated.
     """
 
     def __init__(self, anchor: nn.Parameter, *, rate: float) -> None:
@@ -42,9 +42,9 @@ class FusedRate(torch.optim.Optimizer):
 class FusedTables(nn.Module):
     """An engine as a module whose backward pass updates its tables at learning rate `rate`.
 
-    A forward pass without a backward one changes nothing. Several of them before the backward pass are several
-    optimizer steps; under `torch.compile` they must be in one compiled function then. Gradients of `weights` are made
-    where they require them, from the rows as they were before it.
+    A forward pass without a backward one changes nothing. Several forward passes before the backward pass are several
+    optimizer steps; under `torch.compile` they must then be in one compiled function. The gradient of `weights` is
+    computed if they require it, from the rows before the update.
     """
 
     def __init__(self, engine: EmbeddingEngine, *, rate: float) -> None:
@@ -52,11 +52,12 @@ class FusedTables(nn.Module):
         self.engine = engine
         self.dims = [spec.dim for spec in engine.specs]
         self.memory = engine.memory
-        """What the ops read and the backward pass changes."""
-        # Autograd calls the backward pass of what requires a gradient; this is empty and gets an empty one.
+        """The tensors that the ops read and the backward pass changes."""
+        # Autograd calls the backward pass only if an argument requires a gradient. This one is empty, and so is its
+        # gradient.
         self.anchor = nn.Parameter(torch.empty(0, device=engine.device))
         self.optimizer = FusedRate(self.anchor, rate=rate)
-        """For `torch.optim.lr_scheduler`."""
+        """The optimizer to give to `torch.optim.lr_scheduler`."""
         self.number = next(_numbers)
         _tables[self.number] = self
 
@@ -207,7 +208,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | list[None] | None, .
     anchor, weights, lengths, values = ctx.saved_tensors
     tables, bags, pooling, _, number = ctx.rest
     wants_weights = weights is not None and ctx.needs_input_grad[2]
-    # The anchor's gradient depends on the update, which therefore stays in compiled graphs.
+    # The anchor's gradient depends on the update, so compiled graphs keep the update.
     of_anchor, of_weights = torch.ops.sennit.embedding_update(
         anchor, gradient, ctx.memory, weights, wants_weights, lengths, values, tables, bags, pooling, number
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers of embedding tables: the states that each keeps, and the constants of one step.
+"""Optimizers of embedding tables: the states of each, and the constants of one step.
 
-docs/reference/embedding.md has the formulas, operation by operation. Everything that a step needs besides rows and
-gradients is computed here once, in float64, and rounded to float32 once. So all implementations start from equal bits.
+docs/reference/embedding.md has the formulas, operation by operation. Everything in a step that does not depend on rows
+or gradients is computed here once, in float64, and rounded to float32 once. So all implementations start from the same
+bits.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Optimizer(Enum):
     """Adam with one second moment per row."""
 
     LAMB = "lamb"
-    """You et al. 2020, with a row in the place of a layer."""
+    """You et al. 2020, applied to each row as to a layer."""
 
 
 class Decay(Enum):
@@ -82,8 +83,10 @@ class OptimizerSpec:
     """Each element of a row's summed gradient is clipped to [-max_gradient, max_gradient]."""
 
     max_gradient_norm: float | None = None
-    """A row's summed gradient is then scaled down to this 2-norm if it is longer. As in LAMB, a row takes the place of
-    a layer. The norm over all tables, which `clip_grad_norm_` uses, is known only after the last row is summed.
+    """A row's clipped gradient is then scaled down to this 2-norm if it is longer.
+
+    As in LAMB, a row takes the place of a layer. The norm over all tables, which `clip_grad_norm_` uses, is known only
+    after the last row is summed.
     """
 
     def __post_init__(self) -> None:
@@ -113,7 +116,7 @@ class OptimizerSpec:
         return (table.row_count,) if is_row else (table.row_count, table.dim)
 
     def constants(self, *, step: int, rate: float) -> StepConstants:
-        """The float32 numbers of step `step` (from 1) at learning rate `rate`."""
+        """The float32 constants of step `step` (from 1) at learning rate `rate`."""
         if step < 1:
             raise ConfigError(f"step {step}; allowed: 1 or more")
         if not math.isfinite(rate):
@@ -144,7 +147,7 @@ class OptimizerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepConstants:
-    """The constants of one step. Floats are float32 values. A term whose constant changes nothing is left out."""
+    """The constants of one step. Floats have float32 values. A term whose constant changes nothing is left out."""
 
     rate: float
     scale1: float
@@ -177,7 +180,7 @@ class StepConstants:
     """Left out if infinite."""
 
     step: int
-    """Counts from 1. Its low 32 bits are the step's word in the counters of random numbers."""
+    """Counts from 1. Its low 32 bits are the step's word in the counter of the random numbers."""
 
 
 def _f32(value: float) -> float:

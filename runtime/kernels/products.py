@@ -29,7 +29,7 @@ class Products(Protocol):
 
 
 def products(implementation_name: str) -> Products:
-    """The products of an implementation that `engine.implementation` has already made."""
+    """The products of an implementation. `engine.implementation` has checked that it can run here."""
     if implementation_name == "triton":
         from sennit.runtime.kernels import triton_products
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operator in plain torch: slow and readable. The other implementations must equal it to the bit.
+"""The operator in plain torch: slow and readable. The other implementations must return the same bits.
 
-docs/reference/embedding.md is the definition; each function here is one of its rules. Sums start at +0. So they are
-never -0, and adding +0 for something missing changes nothing.
+docs/reference/embedding.md is the definition, and each function here is one of its rules. Sums start at +0, so they are
+never -0, and adding +0 for a missing term changes nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNK: Final = 32
 device_type: Final = "cpu"
 
 LANES: Final = 16
-"""The fewest columns that a sum over columns is padded to."""
+"""Sums over columns are padded to at least this many columns."""
 
 
 def lookup(tables: Sequence[TableMemory], batch: Batch) -> Tensor:
@@ -91,10 +91,10 @@ def update(
 
 
 def sums_by_row(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct rows in rising order and the sum of each one's gradients [n, dim].
+    """Distinct rows in rising order, and the sum of each row's gradients, [n, dim].
 
-    A row's lookups, in the order of the batch, are cut into chunks of `CHUNK`; each chunk is a left fold, and the
-    chunks' sums are added in pairs of neighbours until one is left.
+    A row's lookups, in the order of the batch, are cut into chunks of `CHUNK`. Each chunk is a left fold. The chunks'
+    sums are added in pairs of neighbours until one is left.
     """
     rows, order = torch.sort(rows, stable=True)
     distinct, runs = torch.unique_consecutive(rows, return_counts=True)
@@ -115,7 +115,7 @@ def left_fold(vectors: Tensor, lengths: Tensor) -> Tensor:
 
 
 def pair_tree(vectors: Tensor, counts: Tensor) -> Tensor:
-    """Sums of consecutive `counts` [n], each at least 1, of `vectors`: neighbours are added, level by level."""
+    """Sums of consecutive `counts` [n], each at least 1, of `vectors`. Neighbours are added, level by level."""
     while len(vectors) > len(counts):
         starts = torch.cumsum(counts, 0) - counts
         halves = (counts + 1) // 2
@@ -128,7 +128,10 @@ def pair_tree(vectors: Tensor, counts: Tensor) -> Tensor:
 
 
 def lane_tree(x: Tensor) -> Tensor:
-    """Sum over columns: padded with +0 to a power of two from 16; upper halves are added to lower ones, down to one."""
+    """Sums over columns, padded with +0 to a power of two from 16.
+
+    Upper halves are added to lower ones until one is left.
+    """
     half = max(LANES, 1 << (x.shape[1] - 1).bit_length())
     x = F.pad(x, (0, half - x.shape[1]))
     while half > 1:
@@ -224,9 +227,10 @@ def _apply(
 
 
 def _root(x: Tensor) -> Tensor:
-    """Correctly rounded; torch's own root of float32 is not where it comes from MKL (1 in 5 is a unit off).
+    """The correctly rounded square root.
 
-    A root in double precision is so far from the middle of two float32 that rounding twice is harmless (Figueroa 1995).
+    torch's own float32 root is off by one unit for 1 in 5 numbers if it comes from MKL. A root in double precision is
+    so far from the middle of two float32 that rounding twice is harmless (Figueroa 1995).
     """
     return x.to(torch.float64).sqrt().to(torch.float32)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of equal keys and folds of products in plain torch: what tensor-train tables need besides the operator."""
+"""Runs of equal keys and folds of products in plain torch, which tensor-train tables need besides the operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """Members with equal keys, in the order of keys; members with negative keys are left out. All int64."""
+    """Members with equal keys, in the order of keys. Members with negative keys are left out. All int64."""
 
     keys: Tensor
     """[n]: distinct keys, rising."""
@@ -48,11 +48,11 @@ def fold_products(
     *,
     into: Tensor | None = None,
 ) -> Tensor:
-    """Float32 [items, X, Y]: sums of matrix products, one after the other (rule 9 of docs/reference/embedding.md).
+    """Float32 [items, X, Y]: sums of matrix products, added one after another (rule 9 of docs/reference/embedding.md).
 
     `left` is float32 [.., X, K] with any strides, `right` float32 [.., K, Y] whose last stride is 1. Member m
-    multiplies `left[left_rows[m]]` by `right[right_rows[m]]`; item i has the members from `starts[i]` to
-    `starts[i + 1]`, or member i alone where `starts` is None. The result is in `into`, contiguous, if that is given.
+    multiplies `left[left_rows[m]]` by `right[right_rows[m]]`. Item i sums the members `starts[i]` to `starts[i + 1]`,
+    or is member i alone if `starts` is None. If `into` is given, it is contiguous and gets the result.
     """
     if starts is None:
         starts = torch.arange(len(left_rows) + 1)

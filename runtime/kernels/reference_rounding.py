@@ -18,7 +18,7 @@ _ROUNDS: Final = 10
 _MULTIPLIERS: Final = (0xD2511F53, 0xCD9E8D57)
 _WEYL: Final = (0x9E3779B9, 0xBB67AE85)
 _LOW: Final = 0xFFFFFFFF
-# float32 bits.
+# Bits of float32.
 _INFINITY: Final = 0x7F800000
 _LEAST_NORMAL_HALF: Final = 0x38800000  # 2^-14
 _BEYOND_HALF: Final = 0x47800000  # 2^16
@@ -60,7 +60,7 @@ def random_words(spec: TableSpec, rows: Tensor, *, step: int, seed: int) -> Tens
 
 
 def rounded(spec: TableSpec, x: Tensor, rows: Tensor, rounding: Rounding, *, step: int, seed: int) -> Tensor:
-    """Float32 [n, dim] in the precision of the table, whose rows they are: int64 [n], global numbers."""
+    """Float32 [n, dim] rounded to the precision of the table. `rows` are int64 [n], global numbers."""
     if spec.precision is Precision.FP32:
         return x
     if rounding is Rounding.NEAREST:
@@ -82,8 +82,8 @@ def _float16(x: Tensor, words: Tensor) -> Tensor:
     magnitude = bits & 0x7FFFFFFF
     moved = magnitude + (words & 0x1FFF)
     normal = torch.where(moved < _BEYOND_HALF, (moved >> 13) - _HALF_EXPONENT_STEP, 0x7C00)
-    # Below 2^-14 the unit is 2^-24: the mantissa, with its leading one, is shifted by 14 and more. What is below 2^-33
-    # becomes 0.
+    # Below 2^-14 the unit is 2^-24: the mantissa, with its leading one, is shifted by 14 or more. Numbers below 2^-33
+    # become 0.
     shift = (126 - (magnitude >> 23)).clamp(0, 32)
     mantissa = magnitude & 0x7FFFFF | 0x800000
     subnormal = torch.where(shift <= 31, mantissa + (words & ((1 << shift) - 1)) >> shift, 0)
@@ -92,7 +92,9 @@ def _float16(x: Tensor, words: Tensor) -> Tensor:
 
 
 def _multiply(x: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low word of 32 x 32 bits; in halves, since int64 has no 64-bit unsigned product."""
+    """High and low word of the product of 32-bit words, computed in halves because int64 has no unsigned 64-bit
+    product.
+    """
     low, high = x & 0xFFFF, x >> 16
     first = low * constant
     second = high * constant + (first >> 16)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an embedding table is: its name, shape and precision; and how ids and sums are treated."""
+"""What an embedding table is: its name, shape and precision. And how ids and sums are treated."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from sennit.transport.errors import ConfigError
 
 MAX_ROW_COUNT: Final = (1 << 32) - 1
-"""Of one table in one process: the kernels sort 32-bit row numbers."""
+"""The most rows of one table in one process: the kernels sort 32-bit row numbers."""
 
 MAX_DIM: Final = 4096
 
 
 class Precision(Enum):
-    """What a table's weights are stored in; all arithmetic is in float32."""
+    """The type that weights are stored in. All arithmetic is in float32."""
 
     FP32 = torch.float32
     FP16 = torch.float16
@@ -42,20 +42,20 @@ class Rounding(Enum):
 
 
 class Pooling(Enum):
-    """What becomes of the rows of a bag."""
+    """What is done with the rows of a bag."""
 
     SUM = "sum"
-    """Their sum, or their weighted sum where the batch has weights."""
+    """They are summed, weighted if the batch has weights."""
 
     MEAN = "mean"
     """Their sum divided by the length of the bag; zeros for an empty bag."""
 
     NONE = "none"
-    """Nothing: each lookup gives its row (sequences)."""
+    """They are not pooled: each lookup returns its row (sequences)."""
 
 
 class Bounds(Enum):
-    """What is done about ids outside [0, row_count). All are counted."""
+    """What is done with ids outside [0, row_count). All are counted."""
 
     ERROR = "error"
     """Raise, before any row is read or written."""
@@ -64,7 +64,7 @@ class Bounds(Enum):
     """Use id mod row_count, never negative."""
 
     IGNORE = "ignore"
-    """Add nothing (a row of zeros in a sequence) and update nothing; the length of a mean still counts it."""
+    """Add nothing (a zero row in a sequence) and update nothing. The length of a mean still counts the id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +72,10 @@ class TableSpec:
     """One table, or the part of one that this process holds."""
 
     name: str
-    """Global name: weights, states and random numbers go by it."""
+    """The global name of the table. Weights, states and random numbers depend on it."""
 
     row_count: int
-    """Rows here; ids are in [0, row_count). May be 0."""
+    """Number of rows here; ids are in [0, row_count). May be 0."""
 
     dim: int
     """Columns."""
@@ -83,7 +83,7 @@ class TableSpec:
     precision: Precision = Precision.FP32
 
     first_row: int = 0
-    """Global number of the first row here, where rows are spread over processes: random numbers go by it."""
+    """The global number of the first row here, if rows are spread over processes. Random numbers depend on it."""
 
     def __post_init__(self) -> None:
         for field, low, high in (
@@ -97,5 +97,5 @@ class TableSpec:
 
     @property
     def stream(self) -> int:
-        """The table's word in the counters of random numbers: 32 bits, from the name alone."""
+        """The table's word in the counter of the random numbers: 32 bits, from the name alone."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "little")

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor-train tables beside ordinary ones: the rows of a batch are made once, and then looked up like any others.
+"""Tensor-train tables beside ordinary ones. The rows of a batch are computed once, and then looked up like any others.
 
-On the way back the operator sums the gradients of equal rows, products of those with the cores are the gradients of the
-cores' slices, and the operator updates these as rows of sequences. docs/reference/embedding.md, *Tensor-train tables*.
+In the update, the operator sums the gradients of equal rows. Products of these sums with the cores are the gradients of
+the cores' slices, which the operator then updates like rows of sequences. docs/reference/embedding.md, *Tensor-train
+tables*.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.transport.errors import ConfigError
 
 CHUNK: Final = 32
-"""Members of a slice whose products are summed one after the other."""
+"""Members of a slice whose products are summed one after another."""
 
 BAND_BYTES: Final = {"cpu": 1 << 20, "cuda": 64 << 20}
-"""Of gradients of slices that exist at a time; more if one slice alone has more."""
+"""Parameters of slice gradients in memory at a time; more if one slice alone has more."""
 
 ROWS_AT_ONCE: Final = 1 << 16
 
 _PLAIN: Final = OptimizerSpec(kind=Optimizer.SGD)
-# w - (-1 · g) is g, exactly, where w is zero.
+# With w zero, w - (-1 · g) is exactly g.
 _SUM: Final = _PLAIN.constants(step=1, rate=-1.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Update:
-    """One step of an optimizer, as `Implementation.update` takes it."""
+    """The arguments of an optimizer step, as `Implementation.update` takes them."""
 
     kind: Optimizer
     constants: StepConstants
@@ -52,7 +53,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadRows:
-    """Rows of a table, or slices of a core, that were left alone since their gradient was not finite."""
+    """Rows of a table, or slices of a core, that were skipped because their gradient was not finite."""
 
     name: str
     row_count: int
@@ -60,7 +61,7 @@ class BadRows:
 
 
 class TensorTrainTables:
-    """The tables of an engine, some of them in tensor-train form; `tables` is what its operator gets of them."""
+    """The tables of an engine, some of them tensor trains. `tables` is what its operator sees."""
 
     def __init__(
         self,
@@ -73,9 +74,9 @@ class TensorTrainTables:
         products: Products,
         memory: Sequence[TableMemory] | None = None,
     ) -> None:
-        """`of_cores` is an operator of its own, since operators keep what they know of their tables between calls.
+        """`of_cores` is a separate operator, because operators keep facts about their tables between calls.
 
-        `memory` is where the tables are, for those who have them already; none may be a tensor train then.
+        `memory` is existing memory of the tables; none may be a tensor train then.
         """
         self._operator, self._of_cores, self._products, self._device = operator, of_cores, products, device
         self.trains = {n: spec for n, spec in enumerate(specs) if isinstance(spec, TensorTrainSpec)}
@@ -89,14 +90,14 @@ class TensorTrainTables:
             if memory is None
             else tuple(memory)
         )
-        """Of each spec its memory. For a tensor train: the rows of the present batch, in float32."""
+        """The memory for each spec. For a tensor train, the rows of the present batch, in float32."""
         self.cores = tuple(allocate(core, optimizer, device) for train in self.trains.values() for core in train.cores)
-        """Of all tensor trains."""
+        """The cores of all tensor trains."""
         self._first_core = {number: 3 * place for place, number in enumerate(self.trains)}
 
     @property
     def memories(self) -> Iterator[TableMemory]:
-        """All that has weights and states of its own."""
+        """The memory of everything that has weights and states: ordinary tables and cores."""
         for number, table in enumerate(self.tables):
             if number in self.trains:
                 yield from self._cores_of(number)
@@ -105,7 +106,7 @@ class TensorTrainTables:
 
     @contextmanager
     def placed(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the tables are in other tensors: weight and states of each of `memories`, in that order."""
+        """Inside the block, the tables use other tensors: weight and states of each of `memories`, in that order."""
         tables, cores, rest = list(self.tables), list(self.cores), list(tensors)
 
         def moved(table: TableMemory) -> TableMemory:
@@ -126,7 +127,10 @@ class TensorTrainTables:
             self.tables, self.cores = own_tables, own_cores
 
     def prepare(self, batch: Batch) -> Batch:
-        """Makes the rows of a checked batch. In what comes back ids of tensor trains are their places in `tables`."""
+        """Computes the rows of a checked batch.
+
+        In the result, ids of tensor trains are replaced by places in `tables`.
+        """
         if not self.trains:
             return batch
         batch, rows = self._places(batch)
@@ -135,7 +139,7 @@ class TensorTrainTables:
         return batch
 
     def materialise(self, number: int, first: int, count: int) -> Tensor:
-        """Float32 [count, dim]: rows `first` and following of table `number`."""
+        """Float32 [count, dim]: the rows of table `number` from `first` on."""
         if number not in self.trains:
             return self.tables[number].weight[first : first + count].to(torch.float32, copy=True)
         result = torch.empty(count, self.trains[number].dim, device=self._device)
@@ -146,7 +150,7 @@ class TensorTrainTables:
         return result
 
     def update(self, batch: Batch, gradient: Tensor, update: Update) -> list[BadRows]:
-        """One step on a checked batch; all tables are read as they were before it."""
+        """Takes one step on a checked batch. All tables are read before they change."""
         blocks = list(batch.blocks()) if self.trains else []
         of_trains = [block for block in blocks if block.table in self.trains and block.lookup_count]
         bad = []
@@ -167,7 +171,7 @@ class TensorTrainTables:
             return bad
         batch, rows = self._places(_without(batch, [block for block in blocks if block.table not in self.trains]))
         for number, own in rows.items():
-            # -0, which no sum is: what is still there afterwards was skipped, and -0 + g is g.
+            # No sum is -0, so a row that is still -0 afterwards was skipped. And -0 + g is g.
             self.tables[number].weight[: len(own)].fill_(-0.0)
         skipped = self._operator.update(
             self.tables, batch, gradient, kind=_PLAIN.kind, constants=_SUM, rounding=Rounding.NEAREST, seed=0
@@ -186,7 +190,9 @@ class TensorTrainTables:
         return bad
 
     def _places(self, batch: Batch) -> tuple[Batch, dict[int, Tensor]]:
-        """The batch with places for ids of tensor trains, and the distinct rows of each, int64, in that order."""
+        """The batch with places instead of ids of tensor trains, and the distinct rows of each, int64, in the order of
+        places.
+        """
         values = batch.values.to(torch.int64, copy=True)
         of_table: dict[int, list[Block]] = {}
         for block in batch.blocks():
@@ -210,7 +216,7 @@ class TensorTrainTables:
         return dataclasses.replace(batch, values=values), rows
 
     def _rows_of(self, spec: TableSpec, least: int) -> TableMemory:
-        """Memory for `least` rows of a tensor train, and half as many more, but not for more than it has."""
+        """Memory for `least` rows of a tensor train and half as many more, but at most for all rows."""
         row_count = min(spec.row_count, least + least // 2)
         return allocate(TableSpec(name=spec.name, row_count=row_count, dim=spec.dim), _PLAIN, self._device)
 
@@ -226,7 +232,7 @@ class TensorTrainTables:
         return one.view(-1, d1, r1), two.view(-1, r1, d2 * r2), three.view(-1, r2, d3)
 
     def _make(self, number: int, rows: Tensor, to: Tensor) -> None:
-        """Rows of a tensor train, int64 rising, into the first of `to`."""
+        """Computes rows of a tensor train, int64 rising, and writes them to the first rows of `to`."""
         spec = self.trains[number]
         _, n2, n3 = spec.row_factors
         one, two, three = self._matrices(number)
@@ -237,7 +243,7 @@ class TensorTrainTables:
         fold(heads, pairs.places, three, rows % n3, None, into=to[: len(rows)])
 
     def _update_cores(self, number: int, rows: Tensor, sums: Tensor, places: Tensor, update: Update) -> list[BadRows]:
-        """`sums[places]` are the gradients of `rows`, int64 rising."""
+        """Updates the cores for `rows`, int64 rising, whose gradients are `sums[places]`."""
         spec = self.trains[number]
         d1, d2, d3 = spec.column_factors
         r2 = spec.ranks[1]
@@ -251,8 +257,8 @@ class TensorTrainTables:
         of_heads = fold(gradient, places, three.transpose(1, 2).contiguous(), digit3, pairs.starts).view(
             -1, d1, d2 * r2
         )
-        # From here on cores change: the third is read no more, the second is copied, the first is last.
-        # (`contiguous` copies nothing at rank 1.)
+        # From here on cores change. The third is not read again, the second is copied, the first changes last. (At rank
+        # 1 `contiguous` would not copy.)
         two = two.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         by3, by2, by1 = runs_of(digit3, n3), runs_of(digit2, n2), runs_of(digit1, n1)
         first = self._first_core[number]
@@ -273,7 +279,10 @@ class TensorTrainTables:
         right_rows: Tensor,
         update: Update,
     ) -> list[BadRows]:
-        """A slice's gradient is the sum of products of its members, in chunks, which are the lookups of a sequence."""
+        """Updates one core.
+
+        A slice's gradient is the sum of its members' products. Its chunks are lookups of a sequence.
+        """
         numbers = self.cores[core].spec.dim
         counts = runs.starts.diff()
         chunks = (counts + (CHUNK - 1)) // CHUNK
@@ -281,7 +290,7 @@ class TensorTrainTables:
         bad: list[BadRows] = []
         for first, last in bands(until, max(1, BAND_BYTES[self._device.type] // (4 * numbers))):
             keys = torch.repeat_interleave(runs.keys[first:last], chunks[first:last])
-            # Chunks of a slice begin every CHUNK members from its first one.
+            # Chunks of a slice begin at every CHUNK-th member.
             number = torch.arange(len(keys), device=self._device)
             before = torch.repeat_interleave(until[first:last] - chunks[first:last], chunks[first:last])
             number = number + (until[first] - chunks[first] - before)
@@ -309,7 +318,10 @@ class TensorTrainTables:
 
 
 def bands(until: Tensor, most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of slices with up to `most` chunks, but one slice at least. `until`: chunks to the end of each slice."""
+    """Splits slices into ranges of up to `most` chunks, but at least one slice.
+
+    `until`: the end of each slice in chunks.
+    """
     if not len(until):
         return
     if int(until[-1]) <= most:
@@ -324,7 +336,7 @@ def bands(until: Tensor, most: int) -> Iterator[tuple[int, int]]:
 
 
 def _without(batch: Batch, blocks: Sequence[Block]) -> Batch:
-    """The batch with the ids of some blocks ignored: the gradient stays as it lies."""
+    """The batch with the ids of some blocks ignored, so the layout of the gradient does not change."""
     if not blocks:
         return batch
     values = batch.values.clone()

@@ -26,7 +26,7 @@ def fold_products_kernel(
     ITEMS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """ITEMS items a program, and WIDTH of the numbers of each: a thread sums one after the other, as the reference."""
+    """A program sums WIDTH elements of each of ITEMS items. A thread adds in order, as the reference does."""
     item = tl.program_id(0).to(tl.int64) * ITEMS + tl.arange(0, ITEMS)
     number = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     live = item < item_count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that read: rows of all tables, folded bag by bag, and the gradient of per-lookup weights."""
+"""Kernels that read: bags of rows of all tables, and the gradient of per-lookup weights."""
 
 import triton
 import triton.language as tl
@@ -30,7 +30,10 @@ def lookup_kernel(
     WIDTH: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """VECTORS vectors of the result a program: the bag's rows, one after the other in the order of `values`."""
+    """A program computes VECTORS vectors of the result.
+
+    It adds a bag's rows one after another, in the order of `values`.
+    """
     vector = tl.program_id(0).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
     live = vector < vector_count
     block = tl.load(block_of_vector + vector, mask=live, other=0)
@@ -78,7 +81,7 @@ def weight_gradient_kernel(
     LOOKUPS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """LOOKUPS dot products a program, of a lookup's row and its bag's gradient."""
+    """A program computes LOOKUPS dot products of a lookup's row and its bag's gradient."""
     lookup = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
     live = lookup < lookup_count
     vector = tl.load(vector_of_lookup + lookup, mask=live, other=0).to(tl.int64)
@@ -94,7 +97,8 @@ def weight_gradient_kernel(
     mask = (columns < dim[:, None]) & (row >= 0)[:, None]
     x = load_rows(address, precision, row, dim, columns, mask, PRECISIONS, ALIGN)
     product = tl.load(gradient + start[:, None] + columns, mask=mask, other=0.0) * x
-    # A table's own padding is +0; that for wider tables is -0, which changes no sum, not even one of -0.
+    # The padding of a table is +0. The further padding for wider tables is -0, which changes no sum, not even one of
+    # -0.
     product = tl.where(columns < table_field(tables, table, _PADDED)[:, None], product, -0.0)
     dot = lane_tree(product, LOOKUPS, WIDTH)
     tl.store(result + lookup, tl.where(row >= 0, dot, 0.0), mask=live)

@@ -34,17 +34,17 @@ from sennit.transport.errors import ArgumentError, Unsupported
 
 P = ParamSpec("P")
 
-# Keys a program sorts, and bits of a digit: a tile of ones is [TILE, 2^DIGIT_BITS].
+# Keys that a program sorts, and bits of a digit. A tile of ones is [TILE, 2^DIGIT_BITS].
 TILE: Final = 1024
 DIGIT_BITS: Final = 4
 
 MAX_LOOKUPS: Final = (1 << 31) - (1 << 16)
-"""Of one call: lookups are numbered with 32 bits."""
+"""The most lookups of one call: they are numbered with 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """How work is cut up for one width of rows. No choice here changes a bit of the results."""
+    """How work is split for one width of rows. The split changes no bit of the results."""
 
     vectors: int
     """Vectors of the result that a program looks up."""
@@ -57,26 +57,26 @@ class Tiles:
     run_warps: int
 
     chunks: int
-    """Chunks of a longer run that are a piece: a power of two, since a piece has to be a subtree."""
+    """Chunks per piece of a longer run: a power of two, because a piece has to be a subtree."""
 
     chunk_warps: int
 
     programs: int
-    """Most that are started where the amount of work is known on the device alone."""
+    """The most programs that are started if only the device knows the amount of work."""
 
     unroll: int
-    """Steps of a fold whose rows are loaded before the first is added."""
+    """How many steps of a fold are loaded before the first row is added."""
 
 
 def tiles_for(width: int, device: torch.device) -> Tiles:
-    """For a device: large tiles in the interpreter, where operations cost and elements do not."""
+    """The tiles for a device. They are large in the interpreter, where operations cost and elements do not."""
     if device.type == "cpu":
         return Tiles(vectors=64, vector_warps=1, runs=64, run_warps=1, chunks=8, chunk_warps=1, programs=2, unroll=1)
     return tiles_of_gpu(width, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
-    """A warp for 128 columns of a row; chunks side by side until a thread holds 16 elements, or 32 of wide rows."""
+    """One warp for 128 columns of a row. Chunks side by side until a thread holds 16 elements, or 32 of wide rows."""
     chunks = max(2, min(16, 8192 // width))
     return Tiles(
         vectors=max(1, 512 // width),
@@ -92,23 +92,23 @@ def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """The lookups of a batch sorted by row; runs of equal rows. All int32, and all counts on the device."""
+    """The lookups of a batch sorted by row, and the runs of equal rows. All int32; all counts stay on the device."""
 
     lookups: Tensor
-    """[lookups]: numbers of lookups, by row, then in the order of the batch; ignored ones last."""
+    """[lookups]: numbers of lookups by row, then in the order of the batch; ignored ones last."""
 
     starts: Tensor
     """[lookups + 1]: where each run starts in `lookups`, and where the last one ends."""
 
     long: Tensor
-    """[lookups / 33]: the runs of more than a chunk."""
+    """[lookups / 33]: the runs of more than one chunk."""
 
     totals: Tensor
-    """[2]: how many runs and long runs there are."""
+    """[2]: the numbers of runs and of long runs."""
 
 
 def _on_its_device(method: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Of methods that take tables and a batch: Triton launches on the current device, which may be another."""
+    """Makes the device of a method's batch current, because Triton launches kernels on the current device."""
 
     @functools.wraps(method)
     def launch(*args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -125,7 +125,7 @@ class TritonOperator:
     def __init__(self) -> None:
         if not torch.cuda.is_available() and not knobs.runtime.interpret:
             raise Unsupported("implementation triton", "no CUDA device, and TRITON_INTERPRET=1 is not set")
-        # The interpreter follows the tables' addresses on the CPU.
+        # The interpreter dereferences the tables' addresses on the CPU.
         self.device_type = "cpu" if knobs.runtime.interpret else "cuda"
 
     @_on_its_device
@@ -215,7 +215,7 @@ class TritonOperator:
         rounding: Rounding,
         seed: int,
     ) -> Tensor:
-        """`update` without a wait for the device: int64 [tables, 2], rows left alone and the lowest of them."""
+        """`update` without waiting for the device. Returns int64 [tables, 2]: rows skipped, and the lowest of them."""
         device, count = _device(batch), len(batch.values)
         bad = torch.zeros(len(tables), 2, dtype=torch.int64, device=device)
         bad[:, 1] = torch.iinfo(torch.int64).max
@@ -328,7 +328,7 @@ def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | N
             TILE=TILE,
         )
         keys, lookups, other_keys, other_lookups = other_keys, other_lookups, keys, lookups
-    del other_keys, other_lookups  # their memory serves what follows
+    del other_keys, other_lookups  # the steps below reuse their memory
     counts = _int32((2, tile_count), device)
     count_runs_kernel[grid](counts, keys, count, tile_count, about.row_count, CHUNK=CHUNK, TILE=TILE)
     before = counts.cumsum(1, dtype=torch.int32) - counts
@@ -361,7 +361,7 @@ def _sum_long_runs(
     chosen: dict[str, object],
     tiles: Tiles,
 ) -> None:
-    """Updates runs of one piece, and leaves in `sums` those of several."""
+    """Updates the runs of one piece, and leaves the sums of longer runs in `sums`."""
     piece = CHUNK * tiles.chunks
     most_long = len(runs.long)
     most_pieces = most_long + count // piece
@@ -421,5 +421,5 @@ def _parts(count: int, size: int) -> int:
 
 
 def _word(value: int) -> int:
-    """The low 32 bits, as a signed number: kernels take one type, whatever the value."""
+    """The low 32 bits as a signed number, so that kernels get one type for every value."""
     return ((value & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000

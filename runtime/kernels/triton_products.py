@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of keys and folds of products on a GPU: sorting is torch's, the fold is a kernel in Triton."""
+"""Runs of keys and folds of products on a GPU: torch sorts, and a Triton kernel folds."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sennit.runtime.kernels.triton_fold import fold_products_kernel
 
 __all__ = ["fold_products", "runs_of"]
 
-# Columns of an item, its rows side by side, and numbers that a program has: many in the interpreter, where operations
-# cost and elements do not.
+# Columns of an item (its rows side by side) and elements per program. There are many in the interpreter, where
+# operations cost and elements do not.
 WIDTH: Final = 256
 TILE: Final = {"cuda": 1024, "cpu": 1 << 15}
 

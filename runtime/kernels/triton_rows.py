@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device functions that read, sum and write rows: tiles are [rows, columns], each row perhaps of another table.
+"""Device functions that read, sum and write rows. Tiles are [rows, columns]; each row may be of another table.
 
-Tables are named by their number; what kernels need of them lies in one int64 tensor (`triton_tables.TableFields`).
-Every operation that rounds is one IEEE operation: `div_rn` and `sqrt_rn`, since `/` and `sqrt` are approximations on a
-GPU, no fused multiply-add (launches say `enable_fp_fusion=False`), and no `tl.sum`, whose order is the compiler's,
-except over two elements.
+Tables have numbers. One int64 tensor holds what kernels need to know of them (`triton_tables.TableFields`). Every
+operation that rounds is one IEEE operation. So divisions and roots are `div_rn` and `sqrt_rn`, because `/` and `sqrt`
+are approximations on a GPU. There is no fused multiply-add (launches say `enable_fp_fusion=False`), and no `tl.sum`
+over more than two elements, because the compiler chooses its order.
 """
 
 import triton
@@ -32,7 +32,7 @@ _FP32 = tl.constexpr(FP32)
 _FP16 = tl.constexpr(FP16)
 _BF16 = tl.constexpr(BF16)
 
-# float32 bits.
+# Bits of float32.
 _INFINITY = tl.constexpr(0x7F800000)
 _LEAST_NORMAL_HALF = tl.constexpr(0x38800000)  # 2^-14
 _BEYOND_HALF = tl.constexpr(0x47800000)  # 2^16
@@ -47,7 +47,7 @@ def table_field(tables, table, field: tl.constexpr):
 
 @triton.jit
 def dims_of(tables, table, ONE_DIM: tl.constexpr):
-    """Columns of each table, a constant where all tables have equally many."""
+    """The columns of each table; a constant if all tables have the same number."""
     if ONE_DIM > 0:
         return tl.full(table.shape, ONE_DIM, tl.int64)
     return table_field(tables, table, _DIM)
@@ -55,7 +55,10 @@ def dims_of(tables, table, ONE_DIM: tl.constexpr):
 
 @triton.jit
 def element_pointers(address, row, dim, columns, element: tl.constexpr, ALIGN: tl.constexpr):
-    """[rows, columns] pointers from base addresses. ALIGN divides all dims; where it is not 1, 16 divides addresses."""
+    """[rows, columns] pointers from base addresses.
+
+    ALIGN divides all dims. If it is not 1, addresses are multiples of 16.
+    """
     offset = row * dim
     base = address.to(tl.pointer_type(element))
     if ALIGN > 1:
@@ -72,7 +75,7 @@ def weights_of(tables, table):
 
 @triton.jit
 def load_rows(address, precision, row, dim, columns, mask, PRECISIONS: tl.constexpr, ALIGN: tl.constexpr):
-    """Float32 [rows, columns] of the weights, +0 where `mask` is not set. PRECISIONS: which occur in the tables."""
+    """Float32 [rows, columns] of the weights; +0 where `mask` is not set. PRECISIONS: those of the tables."""
     if PRECISIONS == _FP32:
         return tl.load(element_pointers(address, row, dim, columns, tl.float32, ALIGN), mask=mask, other=0.0)
     x = tl.zeros(mask.shape, tl.float32)
@@ -131,7 +134,7 @@ def store_rows(
 
 @triton.jit
 def lane_tree(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS, WIDTH] to [ROWS]: upper halves of the columns are added to lower ones, down to one."""
+    """[ROWS, WIDTH] to [ROWS]: upper halves of the columns are added to lower ones until one is left."""
     half: tl.constexpr = WIDTH // 2
     if half == 0:
         return tl.reshape(x, [ROWS])
@@ -141,7 +144,7 @@ def lane_tree(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def pair_tree(x, COUNT: tl.constexpr, WIDTH: tl.constexpr):
-    """[COUNT, WIDTH] to [1, WIDTH]: neighbours are added, level by level; rows of +0 stand for what is missing."""
+    """[COUNT, WIDTH] to [1, WIDTH]: neighbours are added, level by level. Missing rows are +0."""
     half: tl.constexpr = COUNT // 2
     if half == 0:
         return x
@@ -162,7 +165,8 @@ def random_words(tables, table, row, step, seed_low, seed_high, ROWS: tl.constex
     none = tl.zeros([ROWS, groups * 16], tl.uint32)
     seed = (seed_high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | seed_low.to(tl.uint32, bitcast=True)
     w0, w1, w2, w3 = tl.philox(seed, none | low, high | block, none | step.to(tl.uint32, bitcast=True), none | stream)
-    # Columns are [group, word, lane]; joins add word's high bit, then its low one, behind the lane.
+    # Columns are [group, word, lane]. Each join adds a bit of word behind the lane: first its high bit, then its low
+    # one.
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     words = tl.permute(tl.reshape(words, [ROWS, groups, 16, 4]), (0, 1, 3, 2))
     return tl.reshape(words, [ROWS, WIDTH])
@@ -170,7 +174,7 @@ def random_words(tables, table, row, step, seed_low, seed_high, ROWS: tl.constex
 
 @triton.jit
 def _bfloat(x, words, STOCHASTIC: tl.constexpr):
-    """The bits of float32 in bf16. The interpreter's own conversion cuts off."""
+    """The bits of a float32 as bf16. The interpreter's own conversion truncates."""
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     moved = magnitude + (words & 0xFFFF) if STOCHASTIC else magnitude + 0x7FFF + ((magnitude >> 16) & 1)
@@ -180,14 +184,14 @@ def _bfloat(x, words, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def _half(x, words, STOCHASTIC: tl.constexpr):
-    """The bits of float32 in fp16."""
+    """The bits of a float32 as fp16."""
     if not STOCHASTIC:
         return x.to(tl.float16).to(tl.uint16, bitcast=True)
     bits = x.to(tl.uint32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     moved = magnitude + (words & 0x1FFF)
     normal = tl.where(moved < _BEYOND_HALF, (moved >> 13) - _HALF_EXPONENT_STEP, 0x7C00)
-    # Where fp16 is subnormal its unit is 2^-24: the mantissa, with its leading one, is shifted by 14 and more.
+    # Subnormal fp16 numbers have the unit 2^-24: the mantissa, with its leading one, is shifted by 14 or more.
     shift = 126 - tl.minimum(magnitude >> 23, 126)
     shifted = tl.minimum(shift, 31)
     mantissa = (magnitude & 0x7FFFFF) | 0x800000

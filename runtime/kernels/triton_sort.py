@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels that bring lookups of equal rows together: a stable radix sort, then runs.
 
-Radix sort from the least digit (Knuth, TAOCP 3, 5.2.5), a pass a digit in three steps: count digits by tile; add up the
-counts, digit before tile; put each key where its digit's keys of earlier tiles and of its own tile end. A key's place
-in its tile is a prefix sum over a tile of ones, so nothing depends on the order in which threads run.
+Radix sort starts with the least digit (Knuth, TAOCP 3, 5.2.5). Each pass sorts by one digit in three steps. It counts
+digits by tile. It adds up the counts, by digit and then tile. It puts each key behind the keys with the same digit of
+earlier tiles and of its own tile. A key's place in its tile is a prefix sum over a tile of ones, so nothing depends on
+the order in which threads run.
 """
 
 import triton
@@ -29,7 +30,7 @@ def keys_kernel(
     SEQUENCE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Keys, rows counted through all tables with `ignored_key` behind the last, and the lookups' numbers."""
+    """Keys (rows counted through all tables; `ignored_key`, the last, for ignored ids) and the lookups' numbers."""
     lookup = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = lookup < lookup_count
     vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
@@ -42,7 +43,7 @@ def keys_kernel(
 
 @triton.jit
 def _ones(key, live, shift, DIGITS: tl.constexpr):
-    """[keys, DIGITS], one at each key's digit."""
+    """[keys, DIGITS]: one at each key's digit, zero elsewhere."""
     digit = (key >> shift) & (DIGITS - 1)
     return ((digit[:, None] == tl.arange(0, DIGITS)[None, :]) & live[:, None]).to(tl.int32)
 
@@ -70,7 +71,10 @@ def scatter_kernel(
     DIGITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One pass; `starts` int32 [DIGITS, tiles] are the keys with lower digits, or the same in earlier tiles."""
+    """Runs one pass.
+
+    `starts` int32 [DIGITS, tiles] counts the keys with lower digits, or with the same in earlier tiles.
+    """
     tile = tl.program_id(0)
     place = tile * TILE + tl.arange(0, TILE)
     live = place < count
@@ -85,7 +89,7 @@ def scatter_kernel(
 
 @triton.jit
 def _run_starts(keys, place, count, ignored_key, CHUNK: tl.constexpr):
-    """Where runs of equal keys start, and which of them have more than CHUNK keys; each int32 [places]."""
+    """Where runs of equal keys start, and which have more than CHUNK keys; each int32 [places]."""
     live = place < count
     key = tl.load(keys + place, mask=live, other=0)
     before = tl.load(keys + place - 1, mask=live & (place > 0), other=-1)
@@ -97,7 +101,7 @@ def _run_starts(keys, place, count, ignored_key, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count", "tile_count", "ignored_key"])
 def count_runs_kernel(counts, keys, count, tile_count, ignored_key, CHUNK: tl.constexpr, TILE: tl.constexpr):
-    """`counts` int32 [2, tiles]: runs, and long ones, that start in each tile."""
+    """`counts` int32 [2, tiles]: runs, and long runs, that start in each tile."""
     tile = tl.program_id(0)
     starts, long = _run_starts(keys, tile * TILE + tl.arange(0, TILE), count, ignored_key, CHUNK)
     tl.store(counts + tile, tl.sum(starts, axis=0))
@@ -117,9 +121,10 @@ def write_runs_kernel(
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """`run_starts` [runs + 1], where runs start and the last ends; `long_runs`, numbers of long ones; how many of each.
+    """Writes `run_starts` [runs + 1], `long_runs` (the numbers of long runs), and how many there are of each.
 
-    `before` int32 [2, tiles] are those of earlier tiles. Ignored lookups are the last run and are not counted.
+    `run_starts` ends with the end of the last run. `before` int32 [2, tiles] counts those of earlier tiles. Ignored
+    lookups are the last run and are not counted.
     """
     tile = tl.program_id(0)
     place = tile * TILE + tl.arange(0, TILE)

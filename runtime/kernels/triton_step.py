@@ -33,7 +33,7 @@ def _mean_square(g, dim, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _whole(scalar, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """[ROWS] to [ROWS, WIDTH]: exact divisions take equal shapes."""
+    """[ROWS] to [ROWS, WIDTH]: exact divisions need equal shapes."""
     return tl.broadcast_to(scalar[:, None], [ROWS, WIDTH])
 
 
@@ -61,10 +61,10 @@ def step_rows(
     ALIGN: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Rules 7 and 8 of docs/reference/embedding.md for the rows [ROWS] that are `live`; `g` is +0 beyond a row's end.
+    """Rules 7 and 8 of docs/reference/embedding.md for the rows [ROWS] that are `live`. `g` is +0 beyond a row's end.
 
     `constants` are those of `optimizers.StepConstants` in the order of `triton_operator`. `bad` int64 [tables, 2]
-    counts rows that are skipped and keeps the lowest: integers, so the order in which programs get there is no matter.
+    counts skipped rows and keeps the lowest. Both are integers, so the order of the programs does not matter.
     """
     rate, scale1, scale2, epsilon, beta1, beta1_rest, beta2, beta2_rest, decay, keep, max_gradient, max_norm = constants
     dim = dims_of(tables, table, ONE_DIM)
@@ -118,7 +118,7 @@ def step_rows(
             of_element = element_pointers(table_field(tables, table, _STATE1), row, dim, columns, tl.float32, ALIGN)
             v = beta2 * tl.load(of_element, mask=mask, other=0.0) + beta2_rest * (g * g)
             tl.store(of_element, v, mask=mask)
-            # 1 where a row has no column, so that 0 / 0 of an epsilon of 0 is not added up.
+            # 1 beyond the last column, so that an epsilon of 0 does not add 0 / 0.
             root = tl.where(mask, tl.sqrt_rn(v) * scale2 + epsilon, 1.0)
             u = tl.div_rn(scale1 * m, root)
             if KIND == "adam":

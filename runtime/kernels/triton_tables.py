@@ -32,7 +32,7 @@ FIRST_ROW: Final = 7
 STREAM: Final = 8
 FIELDS: Final = 9
 
-# Bits, so that a set of them is a number.
+# Bits, so that a number is a set of them.
 FP32: Final = 1
 FP16: Final = 2
 BF16: Final = 4

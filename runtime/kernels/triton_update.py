@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that write: gradients of equal rows are summed and each row is updated once, in place.
+"""Kernels that write: gradients of equal rows are summed, and each row is updated once, in place.
 
-A run is the lookups of one row. Runs of one chunk are summed and updated many to a program (`update_short_kernel`).
-Longer ones are cut into pieces of CHUNKS chunks, a subtree each, and a program sums the chunks of a piece side by side
-(`sum_long_kernel`). A run of one piece is updated there; sums of others go to a buffer, are added up some levels of the
-tree a launch (`combine_kernel`), and are updated with the short runs. Programs take their work by stride, since how
-much there is is known on the device alone; who takes what changes no sum.
+A run is the lookups of one row. A program sums and updates many runs of one chunk (`update_short_kernel`). Longer runs
+are cut into pieces of CHUNKS chunks, each of which is a subtree. A program sums the chunks of a piece side by side
+(`sum_long_kernel`). If a run has one piece, it is updated there. The sums of other pieces go to a buffer, are added up
+some levels of the tree per launch (`combine_kernel`), and these runs are updated with the short ones. Only the device
+knows how much work there is, so programs take it by stride. Which program takes what changes no sum.
 """
 
 import triton
@@ -33,7 +33,7 @@ def _gradients(
     MEAN: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Float32 [places, columns] of the lookups at `places` of the sorted order, +0 where they are not `live`."""
+    """Float32 [places, columns] of the lookups at `places` of the sorted order; +0 where they are not `live`."""
     lookup = tl.load(lookups + places, mask=live, other=0)
     vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
     vector = vector.to(tl.int64)
@@ -53,7 +53,7 @@ def _gradients(
 
 @triton.jit
 def _table_and_row(place, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE: tl.constexpr):
-    """Of the lookups at `place` [..] of the sorted order."""
+    """The table and the row of the lookups at `place` [..] of the sorted order."""
     lookup = tl.load(lookups + place, mask=live, other=0)
     vector = lookup if SEQUENCE else tl.load(vector_of_lookup + lookup, mask=live, other=0)
     table = tl.load(blocks + tl.load(block_of_vector + vector, mask=live, other=0) * 2)
@@ -97,7 +97,7 @@ def update_short_kernel(
     RUNS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Runs of one chunk, and those of several pieces, whose sums are there; RUNS at a time."""
+    """Updates runs of one chunk, and runs of several pieces whose sums are there; RUNS at a time."""
     piece: tl.constexpr = CHUNK * CHUNKS
     run_count = tl.load(totals)
     columns = tl.arange(0, WIDTH)[None, :]
@@ -195,7 +195,7 @@ def sum_long_kernel(
     WIDTH: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Runs of several chunks, a piece at a time; those of one piece are updated."""
+    """Sums runs of several chunks, a piece at a time, and updates those of one piece."""
     piece: tl.constexpr = CHUNK * CHUNKS
     columns = tl.arange(0, WIDTH)[None, :]
     for item in tl.range(tl.program_id(0), tl.load(pieces_until + long_count), tl.num_programs(0)):
@@ -273,10 +273,11 @@ def combine_kernel(
     CHUNKS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Sums of pieces 0, stride, 2·stride, … of a run: CHUNKS at a time become one, in the place of the first of them.
+    """Adds CHUNKS sums of the pieces 0, stride, 2·stride, … of a run at a time, and stores the result at the first of
+    them.
 
-    A run that begins at place b of the sorted order has its sums from slot 2b // piece: it has more than one piece, so
-    twice its length in pieces is never less than the slots that it needs.
+    A run that begins at place b of the sorted order has its sums from slot 2b // piece on. It has more than one piece,
+    so twice its length in pieces is never less than the slots that it needs.
     """
     piece: tl.constexpr = CHUNK * CHUNKS
     columns = tl.arange(0, WIDTH)[None, :]

@@ -9,10 +9,10 @@
 
 namespace sennit::kernels {
 
-// The sets that this processor has, the fastest first; "portable" is always there.
+// The instruction sets that this processor has, fastest first. "portable" is always one of them.
 std::span<const Kernels* const> available_kernels();
 
-// Null if this processor does not have the set of that name.
+// Null if this processor does not have this set.
 const Kernels* find_kernels(std::string_view name);
 
 }  // namespace sennit::kernels

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels' arguments: tables, a batch, the constants of a step. Plain pointers into memory that the caller keeps.
+// The kernels' arguments: tables, a batch, the constants of a step. Plain pointers to memory of the caller.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +28,8 @@ struct Table {
   Precision precision;
   std::uint64_t first_row;
   std::uint32_t stream;
-  float* states[2];  // In the order of OptimizerSpec.states; null if there is none.
-  // Global numbers of the rows, if they are lines of a cache; null: first_row, first_row + 1, ...
+  float* states[2];  // In the order of OptimizerSpec.states; null if the optimizer has no such state.
+  // Global numbers of the rows if they are lines of a cache. Null: first_row, first_row + 1, ...
   const std::uint64_t* row_numbers = nullptr;
 
   std::size_t row_bytes() const { return std::size_t{dim} * (precision == Precision::fp32 ? 4 : 2); }
@@ -59,8 +59,8 @@ struct Step {
   std::uint64_t seed;
 };
 
-// One lookup in row order. Its key is a bag for unweighted bags, otherwise a lookup. It is one word, because sorting is
-// mostly storing them.
+// One lookup in row order. Its key is the bag for unweighted bags, otherwise the lookup. It is one word, because most
+// of sorting is storing these.
 class Entry {
  public:
   Entry() = default;
@@ -77,8 +77,8 @@ class Entry {
 struct Gradients {
   const float* gradient;
   std::size_t dim;
-  const std::int64_t* shifts;          // Per block: vector v of a block starts at v * dim + its shift.
-  const std::uint32_t* block_of;       // Per vector; null if the table has one block, which has a single shift.
+  const std::int64_t* shifts;          // Per block: vector v of the block starts at v * dim + shift.
+  const std::uint32_t* block_of;       // Per vector; null if the table has one block, and so a single shift.
   const std::uint32_t* bag_of_lookup;  // Null if keys are vectors.
   const float* weights;                // Per lookup; null: none.
   Integers lengths;                    // Per bag, for a mean; null data otherwise.
@@ -98,7 +98,7 @@ struct RowUpdate {
   std::size_t count;
   Gradients gradients;
   float* sums;                 // level_count(count) + 1 vectors of sum_stride(dim) floats.
-  float* known_sum = nullptr;  // The summed gradient of the single row, if it has been summed already.
+  float* known_sum = nullptr;  // The summed gradient of a single row, if it has been summed already.
 };
 
 constexpr std::size_t chunk_lookups = 32;
@@ -129,11 +129,11 @@ struct Kernels {
   void (*lookup)(const Table&, const Batch&, const Block&, float* output);
   void (*weight_gradient)(const Table&, const Batch&, const Block&, const float* gradient, float* result);
   BadRows (*update)(const RowUpdate&);
-  // Sums the gradients of part of one row, or of a whole row. The result lies somewhere in `sums`.
+  // Sums the gradients of a whole row or a part of it. Returns where in `sums` the result is.
   float* (*sum)(const RowUpdate&);
   // Whether all ids are in [0, row_count).
   bool (*in_range)(const Integers& values, std::size_t first, std::size_t count, std::uint64_t row_count);
-  // The weights of a row between fp16 or bf16 and float32.
+  // Converts the weights of a row between fp16 or bf16 and float32.
   void (*narrow_row)(const Table&, const Step&, std::uint32_t row, const float* from, std::byte* to);
   void (*widen_row)(const Table&, const std::byte* from, float* to);
 };

@@ -1,19 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums rows to pooled vectors (rules 1 and 2 of docs/reference/embedding.md), computes the gradient of weights (rule
-// 5),
-// and checks ids.
+// 5), and checks ids.
 #pragma once
 
 #include "rounding.hpp"
 
 namespace sennit::kernels::SENNIT_ISA {
 
-// Rows are prefetched this many lookups ahead. If many rows are cached, lookups pass quickly: with 32, Zipf took 1.3
-// times as long. Uniform rows of 256 bytes, which wait for memory either way, take 1.06 times as
-// long.
+// Rows are prefetched this many lookups ahead. If many rows are in the processor's caches, lookups are quick: with 32,
+// Zipf took 1.3 times as long. Uniform rows of 256 bytes wait for memory either way and take 1.06 times as long.
 constexpr std::size_t lookups_ahead = 64;
 
-// Vectors of a row that are summed in registers at once.
+// Vectors of a row that are summed in registers at a time.
 #if defined(__AVX512F__)
 constexpr std::size_t tile_vectors = 8;
 #else
@@ -24,7 +22,7 @@ SENNIT_INLINE void prefetch(const std::byte* from, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += cache_line_bytes) __builtin_prefetch(from + at);
 }
 
-// Adds up one tile of columns over the bags' rows. The tile's last vector has `last` columns.
+// Adds one tile of columns over the bags' rows. The tile's last vector has `last` columns.
 template <Precision precision, std::size_t vectors, bool is_weighted, typename Id>
 void pool_tile(const Table& table, const Batch& batch, const Block& block, std::size_t column, std::size_t last,
                float* output) {
@@ -123,7 +121,7 @@ inline void lookup(const Table& table, const Batch& batch, const Block& block, f
 
 template <typename Id>
 bool all_below(const Id* ids, std::size_t count, std::uint64_t row_count) {
-  // As unsigned numbers, negative ids are the greatest. The loop has no early exit, so it is vectorised.
+  // As unsigned numbers, negative ids are the largest. There is no early exit, so the loop is vectorised.
   std::uint64_t greatest = 0;
   for (std::size_t n = 0; n < count; n++) {
     const auto id = static_cast<std::uint64_t>(std::int64_t{ids[n]});

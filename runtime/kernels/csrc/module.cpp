@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operator for Python. Tensors are passed as addresses, so that the extension fits every torch.
+// The operator for Python. Tensors are passed as addresses, so the extension works with every torch.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>

@@ -14,7 +14,7 @@ namespace sennit::kernels {
 
 namespace {
 
-// Lookups that a worker takes at once, if there are several workers: a subtree of a long run.
+// Lookups that one of several workers takes at a time: a subtree of a long run.
 constexpr std::size_t piece_lookups = chunk_lookups << 7;
 
 std::size_t lookups_of(const std::vector<Block>& blocks) {
@@ -45,7 +45,7 @@ bool is_sound(const Batch& batch, const std::vector<std::uint64_t>& row_counts, 
   for (std::size_t n = 0; n < row_counts.size(); n++) {
     const std::size_t start = first;
     for (const std::size_t end = bag + bags[n]; bag < end; bag++) {
-      // A negative length, as an unsigned number, is too long as well.
+      // As an unsigned number, a negative length is too large as well.
       const auto length = static_cast<std::uint64_t>(batch.lengths[bag]);
       if (length > value_count - first) return false;
       first += length;
@@ -78,7 +78,7 @@ unsigned Operator::workers_for(std::size_t lookups) const {
   return static_cast<unsigned>(std::min<std::size_t>(threads_, 1 + lookups / piece_lookups));
 }
 
-// Blocks as they are for one thread; cut between bags for several.
+// For one thread, the blocks as they are; for several, blocks are cut between bags.
 std::vector<Block> Operator::pieces_of(const Batch& batch, const std::vector<Block>& blocks) const {
   if (threads_ == 1) return blocks;
   std::vector<Block> pieces;
@@ -118,8 +118,8 @@ void Operator::weight_gradient(const Batch& batch, const std::vector<Block>& blo
   });
 }
 
-// Keys are numbers of the gradient's vectors within the batch: bags, or lookups for sequences. With weights they are
-// lookups, and a list gives the bag of each.
+// A key is the number of a vector of the gradient within the batch: a bag, or a lookup for sequences. With weights keys
+// are lookups, and a list gives the bag of each.
 std::vector<BadTable> Operator::update(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
                                        const Step& step) {
   const bool is_sequence = batch.pooling == Pooling::none;
@@ -165,7 +165,7 @@ std::vector<BadTable> Operator::update(const Batch& batch, const std::vector<Blo
       bags = std::fill_n(bags, batch.lengths[bag], static_cast<std::uint32_t>(bag));
   }
 
-  // One thread takes one table after another: this needs less memory, and the sorted entries are still cached.
+  // One thread processes one table after another. This needs less memory, and the sorted entries are still cached.
   const std::size_t at_once = threads_ == 1 ? 1 : parts.size();
   const Call call{batch, blocks, step, gradients};
   for (std::size_t n = 0; n < parts.size(); n += at_once) take_turn(call, std::span(parts).subspan(n, at_once));
@@ -250,7 +250,7 @@ std::span<const Entry> Operator::sort(const Call& call, const Part& part, Entry*
   return RowSort(part.table->row_count)(each, one, other);
 }
 
-// Pieces of about piece_lookups that end with a row. Runs longer than two pieces are cut inside.
+// Pieces have about piece_lookups and end with a row. Runs longer than two pieces are cut inside.
 void Operator::cut(Part& part, std::vector<Piece>& pieces, std::vector<CutRun>& runs) const {
   const std::span<const Entry> all = part.sorted;
   if (threads_ == 1) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The operator over all blocks of a batch: splits the batch by table, and keeps scratch memory between calls.
+// The operator over all blocks of a batch. It splits the batch by table, and keeps scratch memory between calls.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,7 @@
 
 namespace sennit::kernels {
 
-// Grows, never shrinks; 64-byte aligned.
+// A buffer that grows and never shrinks; 64-byte aligned.
 class Scratch {
  public:
   void* reserve(std::size_t bytes);
@@ -31,15 +31,14 @@ struct BadTable {
   std::uint32_t first_row;
 };
 
-// Whether all lengths are at least 0 and sum to `value_count`, and all ids are in [0, row_count) of their block's
-// table.
+// Whether all lengths are at least 0 and add up to `value_count`, and all ids are in [0, row_count) of their table.
 bool is_sound(const Batch& batch, const std::vector<std::uint64_t>& row_counts, const std::vector<std::size_t>& bags,
               std::size_t value_count);
 
-// Batches are checked by the caller: lengths count the values, ids are below their table's row_count.
+// The caller has checked the batch: lengths add up to the number of values, ids are below their table's row_count.
 //
-// With several threads, tables are sorted side by side and then updated in pieces: whole rows, or parts of a row's run
-// that are subtrees of its tree. So results do not depend on the number of threads.
+// With several threads, tables are sorted in parallel and then updated in pieces: whole rows, or subtrees of a row's
+// run. So results do not depend on the number of threads.
 class Operator {
  public:
   Operator(const Kernels& kernels, Optimizer optimizer, unsigned threads = 1)
@@ -59,7 +58,7 @@ class Operator {
   std::vector<BadTable> update(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
                                const Step& step);
 
-  // Bytes that updates have needed so far besides tables and batch.
+  // Bytes that updates have needed so far, without tables and batch.
   std::size_t scratch_bytes() const {
     return entries_.size_bytes() + others_.size_bytes() + bags_.size_bytes() + owners_.size_bytes() +
            sums_.size_bytes();
@@ -81,7 +80,7 @@ class Operator {
     std::span<const Entry> sorted{};
     BadRows bad{};
   };
-  // Entries that a worker takes at once: whole rows, or part of a run, whose sum goes to `sum`.
+  // Entries that a worker takes at a time: whole rows, or a part of a run whose sum goes to `sum`.
   struct Piece {
     Part* part;
     std::span<const Entry> entries;

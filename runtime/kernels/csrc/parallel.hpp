@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shares jobs among threads that live only as long as the jobs: no idle threads, and nothing that a fork would lose.
+// Runs jobs on threads that live only as long as the jobs: no thread idles, and a fork loses nothing.
 #pragma once
 
 #include <atomic>
@@ -10,8 +10,8 @@
 
 namespace sennit::kernels {
 
-// Runs job(n, worker) for each n below `count` on up to `threads` threads, the caller's among them. `worker` is below
-// `threads`, and no two concurrent jobs have the same. Jobs start in the order of n. They must not throw.
+// Calls job(n, worker) for each n below `count` on up to `threads` threads, including the caller's. `worker` is below
+// `threads` and differs between concurrent jobs. Jobs start in the order of n. They must not throw.
 template <typename Job>
 void parallel_for(unsigned threads, std::size_t count, Job job) {
   std::atomic<std::size_t> next{0};
@@ -22,7 +22,7 @@ void parallel_for(unsigned threads, std::size_t count, Job job) {
   try {
     for (unsigned worker = 1; worker < threads && worker < count; worker++) others.emplace_back(work, worker);
   } catch (const std::system_error&) {
-    // The system has no more threads: the existing ones do the work.
+    // The system has no more threads. The existing ones do the work.
   }
   work(0);
 }

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Folds of matrix products (rule 9 of docs/reference/embedding.md). Rows and columns of a result are summed side by
-// side
-// in registers, members and the depth of their matrices one after another. Compiled once for each instruction
+// side in registers; members, and the depth of their matrices, one after another. Compiled once for each instruction
 // set.
 #include "products.hpp"
 
@@ -11,7 +10,7 @@ namespace sennit::kernels::SENNIT_ISA {
 
 void fold_products(const ProductFold& fold);
 
-// Members' matrices are prefetched this many members ahead.
+// The matrices of members are prefetched this many members ahead.
 constexpr std::size_t members_ahead = 4;
 
 // Rows and vectors of a result kept in registers.
@@ -28,7 +27,7 @@ SENNIT_INLINE void prefetch_matrix(const Matrices& matrices, std::size_t member,
   for (std::size_t at = 0; at < floats; at += cache_line_bytes / sizeof(float)) __builtin_prefetch(from + at);
 }
 
-// The tile of one item from `row` and `column`. Its last vector has `last` columns.
+// The tile of one item that begins at `row` and `column`. Its last vector has `last` columns.
 template <std::size_t rows, std::size_t vectors>
 SENNIT_INLINE void product_tile(const ProductFold& fold, std::size_t item, std::size_t row, std::size_t column,
                                 std::size_t last) {

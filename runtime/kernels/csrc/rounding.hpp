@@ -86,7 +86,7 @@ SENNIT_INLINE Halves to_bf16(Floats x, Words random) {
   return narrow(half | (bits >> 16 & 0x8000u));
 }
 
-// `count` columns of a row, zeros behind them.
+// The first `count` columns of a row, with zeros behind them.
 template <Precision precision>
 SENNIT_INLINE Floats load_row(const std::byte* from, std::size_t count) {
   if constexpr (precision == Precision::fp32) {
@@ -109,7 +109,7 @@ SENNIT_INLINE void store_row(std::byte* to, Floats x, std::size_t count, bool is
   }
 }
 
-// The random words of 64 columns from column 64 * group: word n is for columns 16 * n to 16 * n + 15 of them.
+// The random words of the 64 columns from column 64 * group: word n is for columns 16 * n to 16 * n + 15 of them.
 SENNIT_INLINE void random_words(const Table& table, const Step& step, std::uint32_t row, std::size_t group,
                                 Words (&words)[4]) {
   const std::uint64_t global = table.row_numbers != nullptr ? table.row_numbers[row] : table.first_row + row;

@@ -10,7 +10,7 @@
 
 namespace sennit::kernels {
 
-// Output of `runs_of`. Each array has room for all members, `starts` for one more.
+// The result of `runs_of`. Each array has room for all members, `starts` for one more.
 struct Runs {
   std::int64_t* keys;
   std::int64_t* order;
@@ -18,7 +18,7 @@ struct Runs {
   std::int64_t* places;
 };
 
-// Members with negative keys are left out: their place is -1. Returns the number of distinct keys.
+// Members with negative keys are left out and get the place -1. Returns the number of distinct keys.
 std::size_t runs_of(const std::int64_t* keys, std::size_t members, std::uint32_t key_count, const Runs& runs,
                     std::vector<Entry>& scratch);
 

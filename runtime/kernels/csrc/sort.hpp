@@ -11,7 +11,7 @@
 
 namespace sennit::kernels {
 
-// Least-significant-digit radix sort (Knuth, TAOCP 3, 5.2.5) over the bits that row numbers have. The first pass reads
+// Least-significant-digit radix sort (Knuth, TAOCP 3, 5.2.5) over the bits that row numbers use. The first pass reads
 // its entries directly from the batch.
 class RowSort {
  public:

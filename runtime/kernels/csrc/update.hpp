@@ -7,11 +7,11 @@
 
 namespace sennit::kernels::SENNIT_ISA {
 
-// Rows and gradients are prefetched this many lookups ahead. In row order both are scattered, and processors cannot
-// predict either: without prefetched gradients, sequences took 1.7 times as long, and bags 1.3 times.
+// Rows and gradients are prefetched this many lookups ahead. In row order both are scattered, and processors can
+// predict neither: without prefetched gradients, sequences took 1.7 times as long, and bags 1.3 times.
 constexpr std::size_t update_ahead = 16;
 
-// The gradient's vector that belongs to a key.
+// The vector of the gradient that belongs to a key.
 SENNIT_INLINE std::size_t vector_of(const Gradients& gradients, std::uint32_t key) {
   return gradients.bag_of_lookup == nullptr ? key : gradients.bag_of_lookup[key];
 }
@@ -26,14 +26,14 @@ SENNIT_INLINE float factor_of(const Gradients& gradients, std::uint32_t key, std
   return 1.0f / static_cast<float>(gradients.lengths[vector]);
 }
 
-// Part of a run, and the end of the entries that may be prefetched.
+// A part of a run, and the end of the entries that may be prefetched.
 struct Part {
   const Entry* entries;
   std::size_t count;
   const Entry* all_end;
 };
 
-// The sum of one chunk: `vectors` vectors from `column`, with `last` columns in the last one.
+// Sums one chunk: `vectors` vectors from `column`, with `last` columns in the last one.
 template <std::size_t vectors, bool has_factors>
 SENNIT_INLINE void fold_tile(const Gradients& gradients, const Part& chunk, std::size_t column, std::size_t last,
                              Floats (&sums)[vectors]) {
@@ -70,8 +70,8 @@ void fold(const Gradients& gradients, const Part& chunk, float* sum) {
   }
 }
 
-// The sum of a run: chunk sums in a tree of neighbours, walked like the carries of a binary counter, so that one
-// vector per level is enough. Returns its position in `sums`.
+// Sums a run: chunk sums form a tree of neighbours, built like the carries of a binary counter, so one vector per level
+// is enough. Returns its position in `sums`.
 template <bool has_factors>
 float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count) {
   const std::size_t dim = update.table->dim, stride = sum_stride(dim);
@@ -108,8 +108,8 @@ SENNIT_INLINE std::size_t row_bytes(const Table& table) {
   return bytes * (fixed != 0 ? fixed * lanes : table.dim);
 }
 
-// One row's place in its table, and the columns of its vectors. `fixed`: full vectors, known at compile time so
-// that a row stays in registers; 0: any number.
+// The place of one row in its table, and the columns of its vectors. `fixed` is a number of full vectors known at
+// compile time, so that a row stays in registers; 0: any number.
 template <Optimizer optimizer, Precision precision, std::size_t fixed>
 struct Row {
   const Table& table;
@@ -136,7 +136,7 @@ struct Row {
     return table.states[which] + number * dim + v * lanes;
   }
 
-  // Sum over columns of a function of the vector.
+  // Sums a function of the vector over the columns.
   template <typename Function>
   SENNIT_INLINE_MEMBER float sum(Function function) const {
     Floats parts[fixed != 0 ? fixed : max_dim / lanes];
@@ -146,7 +146,7 @@ struct Row {
     return tree_sum(parts, count);
   }
 
-  // Stores a function of the weight and the vector for each vector.
+  // Stores a function of weight and vector for each vector.
   template <typename Function>
   SENNIT_INLINE_MEMBER void change(Function function) const {
     Words words[4] = {};
@@ -178,7 +178,7 @@ struct Row {
       for (std::size_t v = 0; v < vectors; v++) g[v] = g[v] + step.decay * w(v);
   }
 
-  // First moments; stores the new one.
+  // The first moments. Stores the new one.
   SENNIT_INLINE_MEMBER Floats moment1(Floats g, std::size_t v) const {
     const Floats m = step.beta1 * load(state(0, v), columns(v)) + step.beta1_rest * g;
     store(state(0, v), m, columns(v));

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // 16 lanes of float32, with GCC's and clang's vector types: one zmm, two ymm or four xmm registers.
 //
-// Included once for each instruction set, in a namespace of its own: nothing here may be a symbol that two of them
-// share.
+// Included once for each instruction set, in a separate namespace: two sets must not share a symbol.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +33,7 @@ SENNIT_INLINE Words lane_numbers() { return Words{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 
 SENNIT_INLINE Words choose(Words mask, Words yes, Words no) { return (mask & yes) | (~mask & no); }
 SENNIT_INLINE Words below(Words x, std::uint32_t limit) { return reinterpret_cast<Words>(x < limit); }
 
-// The first `count` lanes, zeros behind them.
+// The first `count` lanes, with zeros behind them.
 SENNIT_INLINE Floats first_lanes(Floats x, std::size_t count) {
   return floats_of(bits_of(x) & below(lane_numbers(), static_cast<std::uint32_t>(count)));
 }
@@ -116,7 +115,7 @@ SENNIT_INLINE bool any(Words mask) {
 #endif
 }
 
-// The sum over lanes of docs/reference/embedding.md: halves are added until one lane is left.
+// The sum over lanes as in docs/reference/embedding.md: halves are added until one lane is left.
 SENNIT_INLINE float lane_sum(Floats x) {
   using Floats8 = float __attribute__((vector_size(32)));
   using Floats4 = float __attribute__((vector_size(16)));
@@ -127,14 +126,14 @@ SENNIT_INLINE float lane_sum(Floats x) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// The same over `count` vectors, a power of two; they are overwritten.
+// The same over `count` vectors, a power of two. They are overwritten.
 SENNIT_INLINE float tree_sum(Floats* x, std::size_t count) {
   for (std::size_t half = count / 2; half > 0; half /= 2)
     for (std::size_t at = 0; at < half; at++) x[at] = x[at] + x[at + half];
   return lane_sum(x[0]);
 }
 
-// Products of each lane with a constant: high and low words.
+// Products of each lane with a constant, as high and low words.
 SENNIT_INLINE void multiply(Words x, std::uint32_t constant, Words& high, Words& low) {
 #if defined(__AVX512F__)
   const __m512i factor = _mm512_set1_epi64(constant), wide = reinterpret_cast<__m512i>(x);

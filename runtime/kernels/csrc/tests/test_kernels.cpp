@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every instruction set on memory of exactly the right size, under sanitizers: no byte beside rows, states and results
-// is read or written, and all make the same bits. What the bits are is for the test table in tests/runtime.
+// Every instruction set on memory of exactly the right size, under sanitizers: no byte outside of rows, states and
+// results is read or written, and all sets produce the same bits. Tests in tests/runtime check the bits themselves.
 #include <doctest/doctest.h>
 
 #include <cstdint>
@@ -29,7 +29,7 @@ std::vector<std::byte> bytes_of(const std::vector<float>& floats) {
   return bytes;
 }
 
-// All that three steps leave behind.
+// The memory after three steps.
 std::vector<std::byte> run(const Kernels& kernels, const Shape& shape) {
   constexpr std::uint32_t row_count = 7;
   std::mt19937 random(static_cast<unsigned>(shape.dim));
@@ -50,7 +50,7 @@ std::vector<std::byte> run(const Kernels& kernels, const Shape& shape) {
           0,
           99,
           {first.data(), second.data()}});
-  // Runs of more than two chunks, an empty bag, and an id that is ignored.
+  // Runs of more than two chunks, an empty bag, and an ignored id.
   const std::vector<std::int32_t> lengths{90, 0, 5, 1};
   std::vector<std::int64_t> values(96);
   std::vector<std::byte> left;

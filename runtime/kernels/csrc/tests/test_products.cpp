@@ -78,7 +78,7 @@ TEST_CASE("folds of products equal plain loops, matrices as they lie and transpo
         const std::vector<float> expected = plain(fold);
         CHECK(std::memcmp(result.data(), expected.data(), result.size() * sizeof(float)) == 0);
 
-        // A member an item.
+        // One member per item.
         std::vector<std::int64_t> each(members + 1);
         for (std::size_t n = 0; n <= members; n++) each[n] = static_cast<std::int64_t>(n);
         std::vector<float> singles(members * shape.rows * shape.columns);

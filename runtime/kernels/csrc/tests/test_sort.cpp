@@ -18,7 +18,7 @@ TEST_CASE("a radix sort is the stable sort by row, at every number of rows that 
       std::vector<Entry> given(count), one(count), other(count);
       for (std::uint32_t key = 0; key < count; key++)
         given[key] = {static_cast<std::uint32_t>(random() % std::min(row_count, 300u)), key};
-      // The highest row too, so that all digits are used.
+      // Includes the highest row, so that all digits are used.
       if (count > 2)
         for (const std::size_t place : {std::size_t{1}, count / 2}) given[place] = {row_count - 1, given[place].key()};
       RowSort sort(row_count);

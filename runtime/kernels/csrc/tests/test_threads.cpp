@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Results are the same for any number of threads, however runs are cut; TSan runs this as well
+// Results are the same for any number of threads, however runs are cut. TSan runs this, too
 // (docs/reference/embedding.md).
 #include <doctest/doctest.h>
 
@@ -24,11 +24,11 @@ struct Shape {
   std::size_t dim;
   Pooling pooling;
   bool is_weighted;
-  // Share of lookups that are of one row.
+  // The share of lookups that name one row.
   double giant;
 };
 
-// All that two steps leave behind, and how much scratch memory they took.
+// The memory after two steps, and how much scratch memory they needed.
 struct Left {
   std::vector<float> results, dots, weights, states;
   std::vector<BadTable> bad;
@@ -52,7 +52,7 @@ Left run(const Shape& shape, unsigned threads) {
             0,
             {states[n].data(), nullptr}});
   }
-  // Table 2 has two blocks, the others one; table 1 few lookups.
+  // Table 2 has two blocks, the others have one. Table 1 has few lookups.
   const std::vector<std::uint32_t> of_block{2, 0, 1, 2};
   const std::vector<std::size_t> bags{bag_count / 3, bag_count, 5, bag_count / 2};
   std::vector<std::int32_t> lengths;
@@ -118,7 +118,7 @@ TEST_CASE("any number of threads makes the bits of one") {
       CHECK(std::ranges::equal(several.bad, one.bad, [](const BadTable& a, const BadTable& b) {
         return a.table == b.table && a.row_count == b.row_count && a.first_row == b.first_row;
       }));
-      // Beside it, a vector for each level of each worker's tree and for each piece of a cut run.
+      // Also a vector for each level of each worker's tree, and for each piece of a cut run.
       const std::size_t vectors = threads * (level_count(one.lookups) + 1) + one.lookups / 1024;
       CHECK(several.scratch_bytes <= 24 * one.lookups + vectors * sum_stride(shape.dim) * sizeof(float) + 5 * 64);
     }
