@@ -77,7 +77,7 @@ def _planes() -> list[Scenario]:
     return [
         Scenario(
             name="plane-off",
-            title="one of 4 planes swallows everything in mid-AllReduce, and heals",
+            title="one of 4 planes drops everything in the middle of an AllReduce, and comes back",
             workload=Workload(duration_s=3.0, rounds=1, timeline=True, timeout_s=20.0),
             faults=(SwitchPlane(plane=1, up=False, at_s=1.0), SwitchPlane(plane=1, up=True, at_s=2.0)),
             goals=(
@@ -95,7 +95,7 @@ def _planes() -> list[Scenario]:
         ),
         Scenario(
             name="planes-dead",
-            title="three of 4 planes die for good in mid-AllReduce",
+            title="three of 4 planes die for good in the middle of an AllReduce",
             workload=Workload(duration_s=2.0, rounds=1, timeline=True, timeout_s=30.0),
             faults=tuple(SwitchPlane(plane=plane, up=False, at_s=0.6) for plane in (1, 2, 3)),
             goals=_exact(Operation.ALLREDUCE),
@@ -119,7 +119,7 @@ def _peers() -> list[Scenario]:
     return [
         Scenario(
             name="peer-killed",
-            title="one of 4 ranks is killed in mid-AllReduce; the others go on without it",
+            title="one of 4 ranks is killed in the middle of an AllReduce; the others continue without it",
             topology=Topology(hosts=4),
             workload=Workload(size_bytes=16 * MIB, duration_s=30.0, rounds=1, timeout_s=20.0),
             faults=(KillRank(rank=2, at_s=0.5),),
@@ -139,7 +139,7 @@ def _peers() -> list[Scenario]:
         ),
         Scenario(
             name="peer-silent",
-            title="one of 4 ranks is suspended in mid-AllReduce; the others give it up after 2 s and go on",
+            title="one of 4 ranks is suspended during an AllReduce; the others give it up after 2 s and continue",
             topology=Topology(hosts=4),
             workload=Workload(size_bytes=16 * MIB, duration_s=30.0, rounds=1, timeout_s=2.0),
             faults=(SuspendRank(rank=2, at_s=0.5),),
@@ -150,7 +150,7 @@ def _peers() -> list[Scenario]:
         ),
         Scenario(
             name="host-off",
-            title="one of 4 hosts loses power between small AllReduces; the others give it up within 10 s and go on",
+            title="one of 4 hosts loses power between small AllReduces; the others give it up within 10 s and continue",
             topology=Topology(hosts=4),
             workload=Workload(size_bytes=4096, duration_s=30.0, rounds=1, timeout_s=60.0),
             faults=(PowerOff(rank=2, at_s=0.5),),
@@ -213,7 +213,7 @@ def _others() -> list[Scenario]:
         ),
         Scenario(
             name="hostile",
-            title="a stranger sends packets of junk at rank 0 during an AllReduce",
+            title="a stranger sends junk packets to rank 0 during an AllReduce",
             # Junk is sent as super-packets. One call per packet would be slower than the ranks that it should disturb.
             topology=Topology(strangers=1, per_packet=False),
             hostile=Hostile(packets_per_s=1_000_000),
@@ -247,7 +247,7 @@ SCENARIOS: Final = _all()
 
 
 def choose(names: list[str]) -> list[Scenario]:
-    """The scenarios with these names; "all" gives all of them. Raises ValueError that lists the known names."""
+    """Returns the scenarios with these names; "all" gives all of them. Raises ValueError with the known names."""
     if "all" in names:
         return list(SCENARIOS.values())
     unknown = [name for name in names if name not in SCENARIOS]

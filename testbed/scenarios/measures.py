@@ -23,7 +23,7 @@ Measures = dict[str, float]
 # The report and docs/how-to/scenarios.md link here. A name that ends in a dot covers all names that start with it.
 MEANINGS: Final = {
     "results": "results compared byte for byte",
-    "wrong_results": "results that differ anywhere from what NumPy makes of the same inputs",
+    "wrong_results": "results that differ in any bit from NumPy's result for the same inputs",
     "failed_ranks": "ranks whose operation raised an error",
     "distinct_digests": "different bits of one AllReduce over ranks, rounds and variants; 1 is right",
     "goodput.": "bytes/s of one rank's input over the time of a repetition, median over rounds, by library and by "
@@ -39,26 +39,26 @@ MEANINGS: Final = {
     "impairment.": "what the impairment did to sennit's packets, in packets (in bytes: bytes)",
     "retransmitted_packets": "packets that sennit sent again",
     "duplicate_packets": "packets that sennit received twice",
-    "corrupt_counted": "corrupt packets that sennit counted / those that were made",
+    "corrupt_counted": "corrupt packets that sennit counted / corrupt packets that were made",
     "refused_packets": "packets that sennit counted as malformed, unknown or corrupt",
-    "refused.": "the same by the name under which they were counted (docs/reference/wire.md)",
-    "hostile_sent": "packets of junk that the stranger sent",
-    "hostile_packets_per_s": "how many a second; the goal of the case is the most that it tries",
+    "refused.": "the same, by counter (docs/reference/wire.md)",
+    "hostile_sent": "junk packets that the stranger sent",
+    "hostile_packets_per_s": "junk packets per second; the scenario sets the upper limit",
     "queue_drops": "packets dropped in the queue of the limited port, in all repetitions after a warm-up",
-    "queue_packets": "packets that passed it",
+    "queue_packets": "packets that passed this queue",
     "longest_stall_ms": "longest time without payload on any rank while all were in one collective, after the first "
     "fault",
     "longest_stall_ms_before": "the same before the first fault",
-    "longest_unsampled_ms": "longest time in which no sampler ran, since the machine stood still; part of no stall",
-    "goodput_after": "payload a second while the plane is off, stall included / before, inside collectives",
-    "plane_back_ms": "from the plane's healing until it carries a quarter of what it did before",
-    "survivors": "ranks that were to outlive the fault",
+    "longest_unsampled_ms": "longest time in which no sampler ran, because the machine stood still; no stall",
+    "goodput_after": "payload per second inside collectives while the plane is off, stall included / before",
+    "plane_back_ms": "time from the plane's return until it carries a quarter of its rate before the fault",
+    "survivors": "ranks that the fault does not hit",
     "survivors_with_error": "survivors whose operation raised an error",
-    "error_within_s": "from the rank's death to the last survivor's error",
-    "errors_naming_rank": "share of survivors whose error names the dead rank, and that list it and no other as lost",
+    "error_within_s": "time from the rank's death to the last survivor's error",
+    "errors_naming_rank": "share of survivors whose error names the dead rank, and that list only this rank as lost",
     "recovered_ranks": "survivors in the new group whose result was right",
-    "recovered_within_s": "from the first survivor's call of reconfigure until all have a new group, and the time of "
-    "the AllReduce that followed",
+    "recovered_within_s": "time from the first survivor's call of reconfigure until all have a new group, plus the "
+    "time of the AllReduce that followed",
 }
 
 # Counters of packets that sennit refused: malformed ones, and acknowledgements of packets that were never sent.
