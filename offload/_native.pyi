@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 Ids = tuple[NDArray[np.int32], NDArray[np.int64]]
 
 def permute(size: int, keys: Sequence[int], places: NDArray[np.int64]) -> None:
-    """Replaces each of `places` by what a keyed bijection on [0, size) makes of it."""
+    """Replaces each of `places` by its image under a keyed bijection on [0, size)."""
 
 class Program:
     def __init__(self) -> None: ...
@@ -61,11 +61,11 @@ class RecordColumns:
     ) -> None: ...
     @property
     def record_bytes(self) -> int:
-        """Of every record, or 0 if they differ."""
+        """Bytes of each record, or 0 if they differ."""
 
     @property
     def size_bytes(self) -> int:
-        """Of all records together."""
+        """Bytes of all records together."""
 
     def encode(self, out: NDArray[np.uint8], starts: NDArray[np.uint64] | None, /) -> None: ...
 
@@ -85,17 +85,17 @@ class RecordSender:
     def send(
         self, fd: int, batch_records: NDArray[np.int64], batch: int, first: int, packets_max: int, /
     ) -> tuple[int, int, int]:
-        """Sends the rows of a batch from `first` on, over a connected socket, without waiting for it.
+        """Sends the rows of a batch from `first` on, over a connected socket. Never blocks.
 
-        The next row, packets sent, and the socket's error number or 0.
+        Returns the next row, packets sent, and the socket's error number or 0.
         """
 
     def packets(self, batch_records: NDArray[np.int64], batch: int, first: int, /) -> list[bytes]:
-        """The datagrams of the rows from `first` on."""
+        """Returns the datagrams of the rows from `first` on."""
 
     @property
     def is_segmenting(self) -> bool:
-        """Whether several datagrams go to the kernel as one (UDP_SEGMENT)."""
+        """Whether the kernel gets several datagrams as one message (UDP_SEGMENT)."""
 
 def trace_batch_begun(rank: int, batch: int) -> None: ...
 def trace_batch_complete(rank: int, batch: int, rows: int) -> None: ...

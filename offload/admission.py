@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what becomes of a datagram. The reference for ebpf/include/feed.h (docs/reference/records.md)."""
+"""Decides the verdict on a datagram. The reference for ebpf/include/feed.h (docs/reference/records.md)."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ STOP_TIMEOUT_MS: Final = 5000
 
 
 class CpuReceiver(Closing):
-    """Receives the records of one session from `deliver`, or from a socket by a native thread after `listen`.
+    """Receives the records of one session: from `deliver`, or after `listen` from a socket, in a native thread.
 
-    Batches have memory of their own: a released slot does not change them.
+    Batches own their memory, so a released slot does not change them.
     """
 
     def __init__(self, layout: BatchLayout, *, session: int, sketch: SketchShape | None = DEFAULT_SHAPE) -> None:
@@ -48,10 +48,10 @@ class CpuReceiver(Closing):
         """Counters of the batches released so far."""
 
     def listen(self, address: str, port: int = 0, *, receive_buffer_bytes: int = RECEIVE_BUFFER_BYTES) -> int:
-        """Takes what comes to this IPv4 or IPv6 address from now on, and returns the port: a free one for 0.
+        """Receives from this IPv4 or IPv6 address from now on, and returns the port. Port 0 takes a free one.
 
-        OSError and ValueError say what is wrong with the address. A receive buffer that the kernel does not grant is a
-        RuntimeWarning.
+        OSError and ValueError say what is wrong with the address. If the kernel does not grant the receive buffer,
+        there is a RuntimeWarning.
         """
         if self._socket is not None:
             raise ValueError(f"the receiver listens already, at port {self._socket.port}")

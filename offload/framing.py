@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames around a datagram (IEEE 802.3 and 802.1Q, RFC 8200, RFC 768): to run a program on without a network."""
+"""Frames around a datagram (IEEE 802.3 and 802.1Q, RFC 8200, RFC 768), to run a program without a network."""
 
 from __future__ import annotations
 

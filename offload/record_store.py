@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A data set encoded as wire records, one after another, in memory that several processes map.
 
-A feeder sends every record once an epoch, in an order that is random. So records are encoded once, and a packet is then
-a copy of some of them: one place in memory a record, where columns would be one a column.
+A feeder sends every record once per epoch, in random order. So records are encoded once, and a packet is a copy of some
+of them. Each record is read from one place in memory; columns would need one place per column.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Header:
 
     schema_id: int
     session: int
-    """A random number for each run. It tells packets of another run apart."""
+    """A random number for each run, so that packets of other runs are recognised."""
 
     batch: int
     """The number of the batch that all of the packet's records belong to."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A count-min sketch of the ids in batches: how often each row of an embedding table is used, for sharding planners.
 
-Count-min: Cormode and Muthukrishnan, Journal of Algorithms 55 (2005). Every target fills the same sketch, bit for bit:
-which rows are sampled and which cells an id has depend on numbers alone. ebpf/include/sketch.h is the same in C.
+Count-min: Cormode and Muthukrishnan, Journal of Algorithms 55 (2005). All targets fill the same sketch, bit for bit:
+the sampled rows and the cells of an id depend on numbers alone. ebpf/include/sketch.h is the same in C.
 """
 
 from __future__ import annotations

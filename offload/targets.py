@@ -44,8 +44,8 @@ class Receiver(Protocol):
     def row_ahead(self, batch: int) -> int:
         """The highest row received out of sequence since the last row taken in order; 0 if no gap is known.
 
-        Where there is one, the row `rows_taken` is missing. Every packet taken clears it, so that a second gap is known
-        from the first.
+        If it is set, the row `rows_taken` is missing. Every accepted packet clears it, so a second gap can be told from
+        the first.
         """
 
     def batch(self, number: int) -> Batch:
@@ -78,9 +78,9 @@ def compile_plan(
     udp_port: int = 0,
     sketch: SketchShape | None = DEFAULT_SHAPE,
 ) -> Receiver:
-    """A receiver for a plan, which keeps a sketch of ids unless that is None.
+    """A receiver for a plan. It keeps a sketch of ids unless that is None.
 
-    NotOffloadable and TargetUnavailable say what stands against it, and what to do.
+    NotOffloadable and TargetUnavailable say what prevents it, and what to do.
     """
     if target is Target.XDP:
         return xdp_receiver()(layout, session=session, udp_port=udp_port, sketch=sketch)
@@ -94,7 +94,7 @@ def compile_plan(
 
 
 def xdp_receiver() -> type[XdpReceiver]:
-    """The receiver in the kernel, whose loader needs pyelftools. Raises TargetUnavailable where that is missing."""
+    """The receiver in the kernel. Its loader needs pyelftools; raises TargetUnavailable if that is missing."""
     try:
         from sennit.offload.xdp import XdpReceiver
     except ModuleNotFoundError as error:

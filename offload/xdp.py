@@ -45,7 +45,7 @@ class XdpReceiver(Closing):
         """`repeatable` adds a program for measuring that accepts the same packet again and again."""
         self.layout, self.session, self.udp_port = layout, session, udp_port
         self.sketches = SlotSketches(layout, sketch) if sketch and layout.plan.sparse else None
-        """The memory where the program counts ids."""
+        """The memory in which the program counts ids."""
 
         self.source = generate(layout, sketches=self.sketches, repeatable=repeatable)
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of a plan's BPF program that fills the sketch, and the cells that it fills.
+"""The part of a plan's BPF program that fills the sketch, and the memory of its cells.
 
-Each slot has cells of its own behind the ring of slots, which whoever fills the slot counts in, so processors do not
-meet. They are not cleared when a batch is released: that would cost more than all the counting.
+Each slot has its own cells behind the ring of slots. Only the processor that fills the slot counts in them, so
+processors do not meet. Releasing a batch does not clear them: that would cost more than all the counting.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates a BPF program in C for one plan and one batch layout. It decides nothing per packet that is known before.
+"""Generates a BPF program in C for one plan and one batch layout. The program decides nothing that is known before.
 
 The text is for clang and for people: docs/reference/feature-plans.md shows one.
 """
@@ -243,10 +243,10 @@ class _Generator:
         out.line("kept++;")
 
     def _lists(self, first: int, parts: tuple[Ids, ...]) -> None:
-        """The function that walks some lists and writes the tables made of them; it returns where they end, or 0.
+        """The function that walks some lists and writes their tables. It returns where the lists end, or 0.
 
-        The verifier walks a global function once by itself, whatever calls it. Loops inside the loop over records it
-        would walk anew for all that the ones before may have left behind.
+        The verifier walks a global function once by itself, whoever calls it. Loops inside the loop over records would
+        be walked again for every state that earlier loops may leave.
         """
         out = Writer(names=self._out.names)
         parameters = "struct xdp_md* context, __u64 slot_at, __u64 place, __u64 at"

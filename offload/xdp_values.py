@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expressions and loops for a plan's columns in C for BPF: every operator, without the program around it.
 
-Ids are generated in continuation-passing style: `ids(column, use)` writes the loops that walk a column and calls `use`
-for the place where one id is in a variable. So columns made of columns become nested loops over the packet and
-need no memory in between.
+Ids are generated in continuation-passing style: `ids(column, use)` writes the loops that walk a column, and calls `use`
+where one id is in a variable. So columns made of columns become nested loops over the packet and need no memory in
+between.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class ValueWriter:
     """Writes the values of columns into the body of the loop over records.
 
     The loop has in scope: `data`, `data_end`, `fixed` (the record's fixed part, inside the packet), `begin` (its
-    offset), for each list `n_NAME` and `at_NAME` once it is reached, and the label `malformed`; in functions also `one`
-    (which is 1, but the verifier does not know it, and so does not walk every round of a loop of known length).
+    offset), for each list `n_NAME` and `at_NAME` once it is reached, and the label `malformed`. Functions also have
+    `one`: it is 1, but the verifier does not know that, and so does not walk every round of a loop of known length.
     """
 
     def __init__(self, schema: Schema, graph: Graph, offsets: dict[str, int], out: Writer) -> None:
@@ -138,7 +138,7 @@ class ValueWriter:
         return f"({kind})__builtin_bswap{8 * width_bytes}(*(const __u{8 * width_bytes} *)({address}))"
 
     def require_dense(self, column: str) -> None:
-        """Writes, inside the record's scope, the dense columns that `column` needs and that are not there yet."""
+        """Writes, inside the record's scope, the dense columns that `column` needs and that are missing."""
         if column in self._dense:
             if column not in self._known:
                 self._known[column] = self._dense_source(self._dense[column])

@@ -15,7 +15,7 @@ using Buffer = std::shared_ptr<std::vector<Element>>;
 
 constexpr std::size_t SPARE_BUFFERS_MAX = 256;
 
-// Per thread. Never destroyed, because buffers may return while their thread ends.
+// One cache per thread. Never destroyed, because buffers may be returned while their thread ends.
 template <typename Element>
 std::vector<std::unique_ptr<std::vector<Element>>>& spare_buffers() {
   static thread_local auto* spare = new std::vector<std::unique_ptr<std::vector<Element>>>;
@@ -35,7 +35,7 @@ Buffer<Element> buffer(std::size_t size) {
   if (found->size() < size) found->resize(size);
   return {found.release(), [](std::vector<Element>* used) {
             std::unique_ptr<std::vector<Element>> owned(used);
-            // The cache of the releasing thread, which need not be the allocating one.
+            // Returns to the cache of the releasing thread, which may not be the allocating one.
             auto& back = spare_buffers<Element>();
             if (back.size() < SPARE_BUFFERS_MAX) back.push_back(std::move(owned));
           }};
@@ -65,7 +65,7 @@ inline Column dense_column(std::size_t rows, Buffer<float> numbers) {
   return made;
 }
 
-// Ids with new lengths.
+// A column with new lengths.
 inline Column ids_column(std::size_t rows, Buffer<std::int32_t> lengths, std::size_t count,
                          Buffer<std::int64_t> values) {
   Column made;
@@ -78,7 +78,7 @@ inline Column ids_column(std::size_t rows, Buffer<std::int32_t> lengths, std::si
   return made;
 }
 
-// New ids with the same lengths.
+// A column with new ids and the same lengths.
 inline Column same_lengths(const Column& of, Buffer<std::int64_t> values) {
   Column made = of;
   made.values = values->data();

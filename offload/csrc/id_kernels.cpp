@@ -14,7 +14,7 @@ namespace {
 // The upper half of a 128-bit product.
 inline std::uint64_t multiply_high(std::uint64_t a, std::uint64_t b) {
 #if defined(__AVX512DQ__)
-  // Composed of 32-bit products, which vectors have.
+  // Computed from 32-bit products, which vectors have.
   const std::uint64_t a_low = a & 0xffffffff, a_high = a >> 32, b_low = b & 0xffffffff, b_high = b >> 32;
   const std::uint64_t middle = a_high * b_low + (a_low * b_low >> 32);
   const std::uint64_t other = a_low * b_high + (middle & 0xffffffff);
@@ -34,7 +34,7 @@ class FloorMod {
                               : static_cast<std::uint64_t>((static_cast<unsigned __int128>(1) << 64) / divisor_)) {}
 
   std::int64_t operator()(std::uint64_t value) const {
-    // A negative number is the complement of a non-negative one, and its remainder counts from the other end.
+    // A negative number is the complement of a non-negative one, so its remainder counts from the other end.
     const auto sign = static_cast<std::uint64_t>(static_cast<std::int64_t>(value) >> 63);
     const std::uint64_t magnitude = value ^ sign;
     const std::uint64_t quotient = multiply_high(magnitude, inverse_);

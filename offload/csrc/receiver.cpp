@@ -104,7 +104,7 @@ Verdict Receiver::append(Slot& slot, std::uint8_t* memory, Datagram body, std::u
   counters_.body_bytes += body.size();
   std::swap(slot.filled, next_);
   slot.row_ahead.store(state(batch, 0), std::memory_order_relaxed);
-  // Stored after the columns: a reader that sees this row may read them.
+  // Stored after the columns, so a reader that sees this row may read them.
   slot.next_row.store(state(batch, row + records), std::memory_order_release);
   return Verdict::accepted;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of a datagram, and the ring of batches that records go into. docs/reference/records.md specifies it; the
+// The checks of a datagram, and the ring of batches that records go into. docs/reference/records.md specifies them. The
 // checks come in the order of offload/admission.py.
 #pragma once
 

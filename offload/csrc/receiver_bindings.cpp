@@ -60,7 +60,7 @@ nb::tuple counters(const Receiver& receiver) {
   return nb::make_tuple(counted.datagrams, counted.records, counted.filtered, counted.body_bytes);
 }
 
-// Whoever waits for rows gets the error that ended the thread.
+// A caller that waits for rows gets the error that ended the thread.
 void check(const SocketReader& reader) {
   if (const int error = reader.error(); error != 0)
     throw std::system_error(error, std::generic_category(), "cpu: the socket failed");

@@ -10,12 +10,11 @@
 namespace sennit::offload {
 namespace {
 
-// Columns are written one after another into this many records at a time. They stay in the first- and second-level
-// cache
-// meanwhile, and the loop over a column has no decisions.
+// Columns are written one after another into this many records at a time. So the records stay in the first- and
+// second-level cache, and the loop over a column has no decisions.
 constexpr std::size_t BLOCK_ROWS = 128;
 
-// Where the next field of each record of a block goes.
+// The position of the next field in each record of a block.
 using Places = std::array<std::byte*, BLOCK_ROWS>;
 
 template <bool SWAP, typename Number>

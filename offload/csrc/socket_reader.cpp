@@ -176,7 +176,7 @@ SocketReader::SocketReader(std::shared_ptr<Receiver> receiver, const std::string
   shared_ = std::make_shared<Shared>(std::move(receiver), local.storage.ss_family);
   const int fd = shared_->socket.get(), on = 1;
   if (local.storage.ss_family == AF_INET6) setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &on, sizeof on);
-  setsockopt(fd, IPPROTO_UDP, UDP_GRO, &on, sizeof on);  // without it each datagram is a message of its own
+  setsockopt(fd, IPPROTO_UDP, UDP_GRO, &on, sizeof on);  // without it each datagram is one message
   const auto wanted = static_cast<int>(receive_buffer_bytes);
   if (setsockopt(fd, SOL_SOCKET, SO_RCVBUFFORCE, &wanted, sizeof wanted) != 0)
     setsockopt(fd, SOL_SOCKET, SO_RCVBUF, &wanted, sizeof wanted);  // the kernel clamps it and never refuses
@@ -198,7 +198,7 @@ SocketReader::SocketReader(std::shared_ptr<Receiver> receiver, const std::string
   ended_ = task.get_future();
   std::thread thread(std::move(task));
   pthread_setname_np(thread.native_handle(), "sennit-feed");
-  thread.detach();  // `ended_` is waited for with a deadline, which join does not have
+  thread.detach();  // `ended_` can be waited for with a deadline, `join` cannot
 }
 
 SocketReader::~SocketReader() {

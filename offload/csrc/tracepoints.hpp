@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tracepoints of ingest (USDT, provider `sennit`). Names and arguments are an interface, described in
-// docs/reference/tracepoints.md. A tracepoint without a listener is two nops, as in
-// transport/csrc/trace/tracepoints.hpp,
-// which this library does not know.
+// docs/reference/tracepoints.md. A tracepoint without a listener is two nops. transport/csrc/trace/tracepoints.hpp has
+// the same, but this library does not know the transport.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +26,7 @@ namespace sennit::offload::trace {
 template <class... Arguments>
 inline void discard(const Arguments&...) {}
 
-// A batch of one rank, from its first row to the end of its use. A session in Python reports it by these.
+// One batch of one rank, from its first row to the end of its use. A session in Python fires these.
 inline void batch_begun(std::uint32_t rank, std::uint32_t batch) { SENNIT_TRACEPOINT(batch_begun, rank, batch); }
 inline void batch_complete(std::uint32_t rank, std::uint32_t batch, std::uint32_t rows) {
   SENNIT_TRACEPOINT(batch_complete, rank, batch, rows);

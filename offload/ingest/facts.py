@@ -40,8 +40,10 @@ class Facts:
     tables: tuple[TableFacts, ...]
     dense_names: tuple[str, ...]
     preprocessing: Mapping[str, Any] | None = None
-    """What the feeder did to the samples before they became records, as JSON that only trainers read: it goes into
-    their checkpoints. None: not told, since it is larger than a line of the protocol."""
+    """The preprocessing of the samples before they became records, as JSON for trainers, who store it in checkpoints.
+
+    None: not told, because it is longer than a line of the protocol.
+    """
 
     plan: Plan
     """The plan: sparse columns become the tables, dense columns the dense features, in this order.

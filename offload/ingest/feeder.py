@@ -84,7 +84,7 @@ class FeedCounters:
 
 
 class Outgoing:
-    """One batch on its way to one rank. Sans-IO: says how much may be sent."""
+    """One batch on its way to one rank. Sans-I/O: says how much may be sent."""
 
     def __init__(self, batch: int, records: NDArray[np.int64], window: Window) -> None:
         """`records`: the record numbers of this rank's part."""
@@ -160,9 +160,9 @@ class Feeder(Closing):
     """One feeder. `run` returns when the run is over."""
 
     def __init__(self, name: str, facts: dict[str, Any], store: RecordStore, part_of: PartOf, *, timeout_s: float):
-        """`facts`:
+        """`facts`: the facts of the data set (`Facts.as_json`).
 
-        of the data set (`Facts.as_json`). `timeout_s`: how long a rank or the network may be unreachable.
+        `timeout_s`: how long a rank or the network may be unreachable.
         """
         self.counters = FeedCounters()
         self._name, self._facts, self._store, self._part_of = name, facts, store, part_of
@@ -173,7 +173,7 @@ class Feeder(Closing):
     def run(self, host: str, port: int, on_report: Callable[[FeedCounters], None] | None = None) -> None:
         """Finds all ranks through this one and serves them until each says that the run is over.
 
-        Calls `on_report` with the counters from time to time. Raises FeedError if the run cannot be fed, or no longer.
+        Calls `on_report` with the counters from time to time. Raises FeedError if the run cannot be fed to its end.
         """
         self._meet_all(host, port)
         for rank in self._ranks:

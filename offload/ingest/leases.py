@@ -178,10 +178,9 @@ class Leases:
                 if lease.unanswered_s is None:
                     feeder.pause.add(now_s - lease.lease_s)
                 else:
-                    # With several orders open, nobody knows which one is answered (Karn's problem). Measuring from the
-                    # first one makes
-                    # the estimate too long at worst. Leaving it out, as RFC 6298 does, would never learn that a link is
-                    # slow.
+                    # If several orders are open, nobody knows which one is answered (Karn's problem). Measuring from
+                    # the first one makes the estimate too long at worst. Leaving the sample out, as RFC 6298 does,
+                    # would never learn that a link is slow.
                     feeder.answer.add(now_s - lease.unanswered_s)
                     lease.unanswered_s = None
                 feeder.is_stalled = False

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's end of ingest: accepts feeders, orders records, hands out complete batches.
 
-A thread of its own does this beside training. It checks the receiver about every millisecond while rows may come, and
+A separate thread does this during training. It checks the receiver about every millisecond while rows may come, and
 sleeps while all slots are full.
 """
 
@@ -45,7 +45,7 @@ LAST_WORDS_S: Final = 2.0
 
 
 class IngestError(SennitError):
-    """A batch does not come. The text says which batch, and who was to send it."""
+    """A batch does not arrive. The message names the batch and the feeder that was to send it."""
 
 
 class Session(Closing):

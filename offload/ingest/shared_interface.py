@@ -2,7 +2,7 @@
 """Shares one interface, which takes one XDP program, among several ranks of a machine.
 
 The first rank attaches a dispatcher (ebpf/programs/dispatch.bpf.c). The other processes pass their programs to it as
-descriptors over a Unix socket. Its abstract name is visible in this network namespace only (unix(7)).
+descriptors over a Unix socket with an abstract name, which only this network namespace sees (unix(7)).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Dispatcher(Closing):
 def lead(
     program_descriptor: int, interface: str, ranks: range, *, session: int, first_port: int, timeout_s: float
 ) -> Dispatcher:
-    """Run by the first rank at the interface. Returns when all others have passed their programs.
+    """Serves the other ranks at the interface, as its first rank. Returns when all have passed their programs.
 
     Raises TargetUnavailable if one has not by the deadline.
     """
@@ -84,7 +84,7 @@ def lead(
 
 
 def follow(program_descriptor: int, interface: str, number: int, *, session: int, timeout_s: float) -> None:
-    """Run by the other ranks: passes the program. Raises TargetUnavailable if the first rank is not there in time."""
+    """Passes this rank's program to the first rank. Raises TargetUnavailable if that does not answer in time."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as visitor:

@@ -49,7 +49,7 @@ class IngestTarget:
     """"xdp" or "cpu"."""
 
     places: tuple[str, ...]
-    """xdp: interfaces, assigned to local ranks in turn. cpu: one address of this machine."""
+    """xdp: interfaces, assigned to local ranks in rotation. cpu: one address of this machine."""
 
     port: int = PORT
 
@@ -78,7 +78,7 @@ class IngestTarget:
         return cls(kind=kind, places=places, port=int(port) if colon else PORT)
 
     def check(self, local_ranks: int) -> None:
-        """Everything that can be checked before a run is checked at once."""
+        """Checks everything that can be checked before a run."""
         if self.port + local_ranks - 1 > 65_535:
             raise TargetError(f"port {self.port} for {local_ranks} ranks; allowed: up to {65_536 - local_ranks}")
         if self.kind == "xdp":

@@ -16,7 +16,7 @@ KEEPALIVE_PROBES: Final = 5
 
 
 class FeedError(SennitError):
-    """The run cannot be fed, or no longer. The text says why."""
+    """The run cannot be fed, or no longer. The message says why."""
 
 
 def meet(host: str, port: int, *, name: str, deadline_s: float) -> tuple[socket.socket, Terms]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory tiers of embedding tables: rows on a file or in DRAM, and a cache of rows in front of them.
+"""Memory tiers of embedding tables: rows in a file or in DRAM, and a cache of rows in front of them.
 
 `RowStore` keeps rows, `RowCache` caches them, `TieredTables` trains on both; docs/reference/embedding-store.md.
 """

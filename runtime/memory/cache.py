@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cache of rows in front of a store:
+"""A cache of rows in front of a store: 32 ways, LRU or LFU.
 
-32 ways, LRU or LFU. It fetches the next batch's rows during the current step.
+It fetches the next batch's rows during the current step.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class CachedBatch:
         return lines
 
     def release(self, *, is_dirty: bool) -> None:
-        """Ends the batch. `is_dirty`: its rows were changed, and the cache writes them back when it needs room."""
+        """Ends the batch. `is_dirty`: its rows were changed, and the cache writes them back before it evicts them."""
         self._cache.native.release(self._native, is_dirty)
 
 
 class RowCache:
     """Lines of memory that hold rows of a store.
 
-    Prefetches, releases and flushes happen in the order of the calls, in a thread of the cache, so which row lies
-    where depends on that order alone. After an error of the store, every later call raises it again.
+    A thread of the cache runs prefetches, releases and flushes in the order of the calls. So the place of each row
+    depends on that order alone. After an error of the store, every later call raises it again.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RowCache:
         self.store, self.line_count, self.policy = store, line_count, policy
         total = line_count + spare_count
         self.arrays: Arrays = dict(arrays) if arrays is not None else store.layout.empty(total)
-        """Memory of the lines by part, [line_count + spare_count, columns]. Write only lines of a batch in use."""
+        """Memory of the lines by part, [line_count + spare_count, columns]. Write only to lines of a batch in use."""
         self.native = _memory.Cache(
             store.native, store.layout.as_bytes(self.arrays, total), line_count // WAYS, spare_count, policy == "lfu"
         )
@@ -93,7 +93,7 @@ class RowCache:
         return arrays
 
     def flush(self, tag: int = 0, *, timeout_s: float = 600.0) -> int:
-        """Writes changed rows back and makes them durable: a generation of the store, whose number it returns.
+        """Writes changed rows back and makes them durable as a generation of the store, whose number it returns.
 
         No batch may be in use. After a `TimeoutError` the generation may still become complete.
         """
@@ -114,7 +114,7 @@ class RowCache:
         return self.native.counters
 
     def close(self) -> None:
-        """Changed rows that were not flushed are lost."""
+        """Stops the thread. Changed rows that were not flushed are lost."""
         self.native.close()
 
     def __enter__(self) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of row stores, besides `ArgumentError` and `DeviceError`; classed by who must act."""
+"""Errors of row stores besides `ArgumentError` and `DeviceError`, classed by who must act."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ForeignStore(SennitError):
 
 
 class CorruptStore(SennitError):
-    """The operator: bytes that were written once are gone. The message has file, offset and table."""
+    """The operator: bytes that were written once are lost. The message has file, offset and table."""
 
 
 def from_fault(fault: int, message: str, error_number: int) -> SennitError:

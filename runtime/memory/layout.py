@@ -40,7 +40,7 @@ class RowPart:
     name: str
     columns: int
     dtype: str = "float32"
-    """A key of `DTYPES`."""
+    """One of `DTYPES`."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -83,7 +83,7 @@ class StoreLayout:
         return {part.name: np.empty((count, part.columns), DTYPES[part.dtype]) for part in self.parts}
 
     def as_bytes(self, arrays: Mapping[str, NDArray[np.generic]], count: int) -> list[NDArray[np.uint8]]:
-        """The arrays of all parts as [rows, row_bytes], the same memory. Raises `ArgumentError` if they do not fit."""
+        """The arrays of all parts as [rows, row_bytes] views. Raises `ArgumentError` if they do not fit."""
         found = []
         for part in self.parts:
             array = arrays.get(part.name)
@@ -97,7 +97,7 @@ class StoreLayout:
 
     @property
     def native(self) -> tuple[list[tuple[str, int]], list[tuple[str, str, int, int]]]:
-        """In the form that `_memory` takes."""
+        """The layout as `_memory` takes it."""
         tables = [(table.name, table.row_count) for table in self.tables]
         return tables, [(part.name, part.dtype, part.columns, part.row_bytes) for part in self.parts]
 

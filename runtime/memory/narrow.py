@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of 16 bits in a store, and of 32 in the cache before it: rounded once, when a row is written back.
+"""Weights of 16 bits in a store and 32 bits in the cache before it, rounded once, when a row is written back.
 
-Updates that are too small for fp16 or bf16 add up for as long as a row is in the cache. Neo (Mudigere et al., ISCA
-2022, section 4.1.4) has such a cache before half-precision tables. docs/reference/embedding-store.md says when a row
-is rounded.
+Updates that are too small for fp16 or bf16 add up while a row is in the cache. Neo (Mudigere et al., ISCA 2022, section
+4.1.4) has such a cache before half-precision tables. docs/reference/embedding-store.md says when a row is rounded.
 """
 
 from __future__ import annotations
@@ -20,11 +19,10 @@ from sennit.transport.errors import ArgumentError
 def widened(
     store: RowStore, tables: Sequence[TableSpec], *, rounding: Rounding, seed: int, write_backs: int = 0
 ) -> RowStore:
-    """`store` as one whose weights, the first part of its rows, are float32. Close it before `store`.
+    """A view of `store` whose weights, the first part of its rows, are float32. Close it before `store`.
 
-    `tables`, in the store's order, have one dim and one precision, fp16 or bf16, which is what `store` has. Random
-    numbers go by `seed`, each table's name and global rows, and the number of the write-back, of which `write_backs`
-    are over.
+    `tables`, in the store's order, have one dim and the precision of the store, fp16 or bf16. Random numbers depend on
+    `seed`, each table's name and global rows, and the number of the write-back. `write_backs` counts earlier ones.
     """
     kinds = {(table.dim, table.precision) for table in tables}
     if len(kinds) != 1 or tables[0].precision is Precision.FP32:

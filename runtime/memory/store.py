@@ -43,7 +43,7 @@ class FileAccess:
 
     @property
     def native(self) -> _memory.FileOptions:
-        """In the form that `_memory` takes."""
+        """The options as `_memory` takes them."""
         return _memory.FileOptions(self.is_direct, self.backend, self.depth, self.threads)
 
 
@@ -73,7 +73,7 @@ def create(
         if not is_device:
             Path(path).unlink(missing_ok=True)
         raise
-    del builder  # and with it the lock
+    del builder  # this also releases the lock
     if not is_device:
         _sync_name(Path(path))
     return open_store(path, layout, access=access)
@@ -82,7 +82,7 @@ def create(
 def fill(
     builder: _memory.StoreBuilder, layout: StoreLayout, rows: Callable[[int, int], Mapping[str, NDArray[np.generic]]]
 ) -> None:
-    """Writes all rows through a builder, and finishes it."""
+    """Writes all rows through a builder, and finishes the store."""
     widths = [part.row_bytes for part in layout.parts]
     for first in range(0, layout.row_count, ROWS_AT_ONCE):
         count = min(ROWS_AT_ONCE, layout.row_count - first)
@@ -140,17 +140,17 @@ class RowStore:
 
     @property
     def access(self) -> str:
-        """How the file is accessed, for display: `io_uring, direct`."""
+        """How the file is accessed, for display, such as `io_uring, direct`."""
         note = f" ({self.native.note})" if self.native.note else ""
         return f"{self.native.backend}, {'direct' if self.native.is_direct else 'page cache'}{note}"
 
     @property
     def counters(self) -> dict[str, int]:
-        """Transfers and bytes of the file, rows that its log took, and rows moved within it."""
+        """Counters: transfers and bytes of the file, rows that its log took, and rows moved within it."""
         return self.native.counters
 
     def close(self) -> None:
-        """Writes since the last flush are lost. Close a cache over it first."""
+        """Closes the store. Writes since the last flush are lost. Close its cache first."""
         self.native.close()
 
     def __enter__(self) -> Self:

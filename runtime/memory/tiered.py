@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Embedding tables larger than memory: the engine works on the lines of a cache, the rows live in a store."""
+"""Embedding tables larger than memory: the engine works on the lines of a cache, and the rows are in a store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _DTYPES = {Precision.FP32: "float32", Precision.FP16: "float16", Precision.BF16:
 
 
 def layout_of(tables: Sequence[TableSpec], optimizer: OptimizerSpec) -> StoreLayout:
-    """Weights and states of tables that have one dim and precision; raises `ConfigError` for others."""
+    """The layout of a store for weights and states of tables with one dim and precision.
+
+    Raises `ConfigError` for others.
+    """
     kinds = {(table.dim, table.precision) for table in tables}
     if len(kinds) != 1:
         raise ConfigError(f"tables of {len(kinds)} dims and precisions; allowed: 1 a store")
@@ -55,11 +58,12 @@ class PrefetchedBatch:
 
 
 class TieredTables:
-    """As `EmbeddingEngine`, but batches are named one step ahead: `prefetch`, `lookup`, `update`. Not thread-safe.
+    """Like `EmbeddingEngine`, but batches are announced one step ahead: `prefetch`, `lookup`, `update`. Not
+    thread-safe.
 
-    The results are those of the engine in memory, bit for bit. Rows of all tables are in one cache: to the engine, each
-    table is all of its lines, and knows which of its rows a line has. With a cache of float32 before tables of fp16 or
-    bf16 it is otherwise: rows are rounded not by each update, but when they are written back (`narrow.widened`).
+    The results are those of the engine in memory, bit for bit. One cache holds rows of all tables. To the engine, each
+    table has all lines of the cache, and knows the row in each line. With a cache of float32 before tables of fp16 or
+    bf16 results differ: rows are not rounded by each update, but when they are written back (`narrow.widened`).
     """
 
     def __init__(
@@ -79,9 +83,9 @@ class TieredTables:
     ) -> None:
         """`store` has the layout `layout_of(tables, optimizer)`. Ids out of range raise before any row is read.
 
-        `implementation_name`, `rounding` and `seed` as of `EmbeddingEngine`; of the implementations, those for the CPU.
-        `cache_precision`: of the rows in the cache, None: as in the store. `step`: steps taken before, the tag of a
-        store that was opened again.
+        `implementation_name`, `rounding` and `seed` as for `EmbeddingEngine`; only implementations for the CPU.
+        `cache_precision`: the precision of rows in the cache; None: as in the store. `step`: steps taken before, which
+        is the tag of a store that was opened again.
         """
         if implementation_name == "triton":
             raise ConfigError("implementation 'triton' over a cache in memory; allowed: those for the CPU")
@@ -121,7 +125,7 @@ class TieredTables:
             policy=policy,
             arrays={name: array.numpy() for name, array in arrays.items()},
         )
-        # Of each table: in the store, and in the random numbers of rounding.
+        # For each table: its first row in the store, and its word in the random numbers of rounding.
         self._first_rows = torch.tensor([layout.first_row(spec.name) for spec in tables])
         self._first_numbers = torch.tensor([spec.first_row for spec in tables])
 
@@ -141,7 +145,7 @@ class TieredTables:
         return self.engine.lookup(ahead.lines)
 
     def update(self, ahead: PrefetchedBatch, gradient: Tensor, *, rate: float) -> None:
-        """Like `EmbeddingEngine.update`, for the batch of the last `lookup`. Its rows may leave the cache then."""
+        """Like `EmbeddingEngine.update`, for the batch of the last `lookup`. Its rows may be evicted afterwards."""
         if ahead.lines is None:
             raise ArgumentError("update of a batch without lookup")
         try:
@@ -150,15 +154,15 @@ class TieredTables:
             ahead.rows.release(is_dirty=True)
 
     def release(self, ahead: PrefetchedBatch) -> None:
-        """Replaces `update` after an evaluation."""
+        """Ends a batch without an update, as after an evaluation."""
         ahead.rows.release(is_dirty=False)
 
     def flush(self) -> int:
-        """Makes all rows durable with the number of steps taken as the tag; returns the generation."""
+        """Makes all rows durable, with the number of steps as the tag. Returns the generation."""
         return self.cache.flush(self.engine.step)
 
     def close(self) -> None:
-        """Changed rows that were not flushed are lost."""
+        """Closes the cache. Changed rows that were not flushed are lost."""
         self.cache.close()
         if self._widened is not None:
             self._widened.close()

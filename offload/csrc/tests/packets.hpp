@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packets written by hand, for the tests of what reads them.
+// Packets written by hand, for tests of their readers.
 #pragma once
 
 #include <cstdint>

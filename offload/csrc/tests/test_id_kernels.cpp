@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every instruction set gives what the definition says, in 128 bits.
+// Every instruction set gives the results of the definition, computed in 128 bits.
 #include <doctest/doctest.h>
 
 #include <limits>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What becomes of datagrams, and batches that one thread fills while another reads them.
+// The verdicts on datagrams, and batches that one thread fills while another one reads them.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -128,7 +128,7 @@ TEST_CASE("rows that are taken are complete, for a reader beside the one who fil
       const Bytes datagram =
           packet({.batch = number / ROWS, .row = number % ROWS}, record(static_cast<std::int16_t>(number), 1));
       const Receiver::Datagram one(datagram);
-      while (receiver.counters().records == number) receiver.take({&one, 1});  // without credit it comes again
+      while (receiver.counters().records == number) receiver.take({&one, 1});  // without credit it must be sent again
     }
   });
   const auto end = std::chrono::steady_clock::now() + DEADLINE;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The encoder and the sender of records, for the sanitizers: no byte beside those that belong to them.
+// Runs the encoder and the sender of records under sanitizers, in memory of exactly the right size.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <netinet/in.h>

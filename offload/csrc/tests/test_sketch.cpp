@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ids are counted of what a slot holds, lists and single ones alike. Python compares the cells with the reference.
+// Counts the ids in a slot, in lists and in single fields. Python compares the cells with the reference.
 #include <doctest/doctest.h>
 
 #include <numeric>

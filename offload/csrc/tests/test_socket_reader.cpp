@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A receiver behind a socket of the loopback.
+// A receiver behind a loopback socket.
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
 #include <fcntl.h>

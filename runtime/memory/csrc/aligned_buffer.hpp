@@ -22,7 +22,7 @@ class AlignedBuffer {
     if (!data_) throw std::bad_alloc();
   }
 
-  // Grows to at least this size and loses its content then.
+  // Grows to at least this size. The content is lost then.
   void reserve(std::size_t size_bytes) {
     if (size_bytes > size_bytes_) *this = AlignedBuffer(size_bytes);
   }

@@ -21,22 +21,22 @@ struct Operation {
   std::int64_t result = 0;
 };
 
-// Moves bytes, perhaps fewer than requested: `Device` then asks again. Used by one thread at a time.
+// Moves bytes, perhaps fewer than requested: `Device` then asks again. One thread uses it at a time.
 class Backend {
  public:
   virtual ~Backend() = default;
-  // Returns when all have a result. They run in any order, so none may overlap a write of another.
+  // Returns when all operations have a result. They run in any order, so none may overlap a write of another.
   virtual void run(std::span<Operation> operations) = 0;
   // Makes all earlier writes durable. Returns 0 or an errno.
   virtual int sync() = 0;
   virtual const char* name() const = 0;
 };
 
-// Through liburing, found at run time. Null if the library or the kernel's permission is missing; `problem` says
+// Uses liburing, which is found at run time. Null if the library or the kernel's permission is missing; `problem` says
 // which.
 std::unique_ptr<Backend> make_uring_backend(int descriptor, unsigned depth, std::string& problem);
 
-// preadv and pwritev on `threads` threads.
+// Uses preadv and pwritev on `threads` threads.
 std::unique_ptr<Backend> make_thread_backend(int descriptor, unsigned threads);
 
 }  // namespace sennit::memory

@@ -58,7 +58,7 @@ void BatchQueue::put(std::function<void()> command) {
 }
 
 std::shared_ptr<BatchQueue::Batch> BatchQueue::fetch(std::vector<std::int64_t> rows) {
-  // Before the cache is touched: a wrong row is the caller's mistake, and the cache stays usable.
+  // Checked before the cache is touched: a wrong row is the caller's mistake, and the cache stays usable.
   RowCache::check_rows(rows, row_count_);
   auto batch = std::make_shared<Batch>();
   batch->rows = std::move(rows);
@@ -101,7 +101,7 @@ std::optional<std::uint64_t> BatchQueue::flush(std::uint64_t tag, std::chrono::s
   std::unique_lock guard(mutex_);
   check();
   check_unused("a generation would hold");
-  // Outlives a caller that gives up.
+  // The thread may still write this after the caller has given up.
   const auto generation = std::make_shared<std::optional<std::uint64_t>>();
   put([this, generation, tag] {
     const std::uint64_t made = cache_.flush(tag);
@@ -117,7 +117,7 @@ std::shared_ptr<const BatchQueue::Parts> BatchQueue::read(std::vector<std::int64
                                                           const std::vector<std::size_t>& row_bytes,
                                                           std::chrono::steady_clock::time_point deadline) {
   RowCache::check_rows(rows, row_count_);
-  // Outlives a caller that gives up.
+  // The thread may still use this after the caller has given up.
   struct Reading {
     std::vector<std::int64_t> rows;
     Parts parts;

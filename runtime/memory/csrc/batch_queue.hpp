@@ -17,8 +17,8 @@
 
 namespace sennit::memory {
 
-// Runs fetches, releases and flushes in the order of the calls. Which row is where does not depend on
-// how long anything takes. After an error each later call raises it again.
+// Runs fetches, releases and flushes in the order of the calls, so the place of a row does not depend on how long
+// anything takes. After an error each later call raises it again.
 class BatchQueue {
  public:
   struct Batch {
@@ -36,9 +36,10 @@ class BatchQueue {
   // False if the deadline passes first. Raises StoreError if the fetch failed.
   bool wait(const std::shared_ptr<Batch>& batch, std::chrono::steady_clock::time_point deadline);
   void release(const std::shared_ptr<Batch>& batch, bool is_dirty);
-  // The number of the generation once it is durable. Empty if the deadline passes first; it may still become durable.
+  // Returns the number of the generation once it is durable. Empty if the deadline passes first; it may still become
+  // durable.
   std::optional<std::uint64_t> flush(std::uint64_t tag, std::chrono::steady_clock::time_point deadline);
-  // The current parts of `rows`, each once; null if the deadline passes first. `row_bytes`: for each part.
+  // Returns the current parts of `rows`, each row once; null if the deadline passes first. `row_bytes`: for each part.
   using Parts = std::vector<std::vector<std::byte>>;
   std::shared_ptr<const Parts> read(std::vector<std::int64_t> rows, const std::vector<std::size_t>& row_bytes,
                                     std::chrono::steady_clock::time_point deadline);
@@ -57,7 +58,7 @@ class BatchQueue {
   std::deque<std::function<void()>> commands_;
   RowCache::Counters counters_;
   std::exception_ptr failure_;
-  std::uint64_t in_use_ = 0;  // batches waited for and not released
+  std::uint64_t in_use_ = 0;  // batches that were waited for and not released
   bool is_ending_ = false;
   std::thread thread_;
 };

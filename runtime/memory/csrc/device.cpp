@@ -49,7 +49,7 @@ void Device::run(std::span<Operation> operations) {
       }
       const auto moved = static_cast<std::size_t>(operation.result);
       if (moved >= operation.size_bytes) continue;
-      // The rest must start where direct I/O may start, so the bytes between are moved twice.
+      // Direct I/O can only continue at an aligned offset, so the bytes behind the last one are moved again.
       const std::size_t kept = moved & ~(alignment_bytes_ - 1);
       if (kept == 0)
         throw StoreError(Fault::DEVICE,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A file or block device whose reads and writes move all bytes or raise.
+// A file or block device. A read or write moves all bytes or raises.
 #pragma once
 
 #include <memory>
@@ -43,14 +43,14 @@ class Device {
 struct FileOptions {
   bool is_direct = true;     // past the page cache, if the file system can
   std::string backend = "";  // "io_uring", "threads"; empty: the first that works
-  unsigned depth = 128;      // concurrent operations (io_uring)
+  unsigned depth = 128;      // number of concurrent operations (io_uring)
   unsigned threads = 4;      // (threads)
 };
 
 struct OpenedFile {
   std::unique_ptr<Device> device;
   bool is_direct = false;
-  std::string note;  // why not direct, or not io_uring, if that was wanted; for display
+  std::string note;  // why direct access or io_uring was not possible if it was wanted; for display
 };
 
 // Creates the file `path` with `size_bytes` allocated, or takes a block device of at least that size. Raises

@@ -7,7 +7,7 @@
 
 namespace sennit::memory {
 
-// Rows in this process's memory, under a cache in device memory or huge pages. Nothing survives the process.
+// Rows in this process's memory, under a cache in device memory or on huge pages. Nothing survives the process.
 class DramStore final : public RowStore {
  public:
   // `rows` has a line for each row and outlives the store.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Reads small pieces of a device in few aligned transfers.
+// Combines reads of small pieces of a device into few aligned transfers.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Extent {
 };
 
 // Joins pieces with at most `gap_bytes` between them, up to `limit_bytes` per transfer. `pieces` is sorted by offset.
-// Extents to be written must not overlap: two that share a block become one, whatever the limit.
+// Extents to be written must not overlap, so two that share a block become one, whatever the limit.
 inline std::vector<Extent> join(std::span<const Piece> pieces, std::size_t piece_bytes, std::size_t alignment_bytes,
                                 std::size_t gap_bytes, std::size_t limit_bytes, bool may_overlap) {
   std::vector<Extent> extents;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Opens files and block devices: direct if possible, locked, with the backend that works here.
+// Opens files and block devices: direct if possible, locked, with the backend that works on this machine.
 #include <fcntl.h>
 #include <linux/fs.h>
 #include <sys/file.h>
@@ -18,7 +18,7 @@
 namespace sennit::memory {
 namespace {
 
-// Alignment of direct I/O if the file system does not report it.
+// The alignment of direct I/O if the file system does not report it.
 constexpr std::size_t DEFAULT_ALIGNMENT_BYTES = 4096;
 
 class Descriptor {
@@ -40,7 +40,7 @@ class Descriptor {
   throw StoreError(Fault::DEVICE, path + ": " + doing + ": " + std::strerror(error_number), error_number);
 }
 
-// Opens directly, or through the page cache if the file system cannot; `note` then says so.
+// Opens for direct access, or through the page cache if the file system cannot; `note` then says so.
 int open_either(const std::string& path, int flags, const FileOptions& options, bool& is_direct, std::string& note) {
   is_direct = options.is_direct;
   if (options.is_direct) {

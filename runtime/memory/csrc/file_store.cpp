@@ -10,20 +10,20 @@ namespace {
 
 // Scratch memory of one round of reads.
 constexpr std::size_t ROUND_BYTES = 16 << 20;
-// Reading this much more costs a device less than another transfer (measured: docs/performance.md).
+// For a device, reading up to this much more is cheaper than another transfer (measured: docs/performance.md).
 constexpr std::size_t READ_GAP_BYTES = 8 << 10;
-// The same for the page cache, where every byte is copied.
+// The same for the page cache, which copies every byte.
 constexpr std::size_t CACHED_READ_GAP_BYTES = 2 << 10;
 constexpr std::size_t READ_LIMIT_BYTES = 256 << 10;
 constexpr std::size_t APPLY_GAP_BYTES = 64 << 10;
 constexpr std::size_t APPLY_LIMIT_BYTES = 1 << 20;
-// Records taken from the log at once: enough that they lie close together there and are read in large
+// Records taken from the log at a time. With so many, neighbours are close together in the log and are read in large
 // transfers, although they are wanted in another order.
 constexpr std::size_t APPLY_BYTES = 64 << 20;
 
 }  // namespace
 
-// A store that failed in the middle of a call does not know where its rows are.
+// After a failure in the middle of a call, the store does not know where its rows are.
 template <typename Function>
 auto FileStore::guarded(Function function) {
   if (!failure_.empty())
@@ -116,7 +116,7 @@ std::uint64_t FileStore::flush(std::uint64_t tag) {
       block_.written_segments = log_->written_segments();
       block_.written_digest = log_->written_digest();
       write_superblock(Superblock::REPLAY);
-      // From here on the generation survives.
+      // From here on the generation survives a crash.
       apply();
     }
     write_superblock(Superblock::CLEAN);
@@ -136,8 +136,8 @@ void FileStore::write_superblock(Superblock::State state) {
   device_->sync();
 }
 
-// Copies the log's rows into the base. A write torn by a power cut damages only rows that are in the log: for all
-// others the bytes before and after are equal.
+// Copies the log's rows into the base. A write torn by a power cut damages only rows that are also in the log. All
+// other bytes of the block are equal before and after.
 void FileStore::apply() {
   const std::size_t most_rows =
       std::min<std::size_t>(std::max<std::size_t>(APPLY_BYTES / record_bytes_, 1), log_->live_records());
@@ -163,8 +163,7 @@ void FileStore::apply() {
   device_->sync();
 }
 
-// Replaces records of the base, given in file order. Line n of `records` belongs to the piece with this
-// line.
+// Replaces records of the base, given in file order. Line n of `records` belongs to the piece with line n.
 void FileStore::change_base(const std::vector<Piece>& pieces, const std::vector<std::byte>& records) {
   const std::vector<Extent> extents =
       join(pieces, record_bytes_, BLOCK_BYTES, APPLY_GAP_BYTES, APPLY_LIMIT_BYTES, false);

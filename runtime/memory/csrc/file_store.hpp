@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows on a file or block device, in generations that survive a kill and a power cut:
+// Rows in a file or block device, in generations that survive a kill and a power cut:
 // docs/reference/embedding-store.md.
 #pragma once
 
@@ -40,7 +40,7 @@ class StoreBuilder {
 
 class FileStore final : public RowStore {
  public:
-  // Brings the file to its last complete generation. With `expected`, raises StoreError for other tables or parts.
+  // Brings the file to its last complete generation. With `expected`, raises StoreError if tables or parts differ.
   explicit FileStore(std::unique_ptr<Device> device, const std::optional<Geometry>& expected = std::nullopt);
 
   void exchange(std::span<const RowAt> written, std::span<const RowAt> wanted, const Lines& lines) override;
@@ -51,7 +51,7 @@ class FileStore final : public RowStore {
   const SpillLog& log() const { return *log_; }
   std::uint64_t generation() const { return block_.generation; }
   std::uint64_t tag() const { return block_.tag; }
-  // Whether a crash had left a complete generation that opening moved into the base.
+  // Whether a crash left a complete generation, which opening moved into the base.
   bool was_replayed() const { return was_replayed_; }
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Creates and opens stores: what is checked, and how a crash is repaired.
+// Creates and opens stores. Checks them, and repairs them after a crash.
 #include <cstring>
 
 #include "file_store.hpp"
@@ -44,7 +44,7 @@ StoreBuilder::StoreBuilder(std::unique_ptr<Device> device, Geometry geometry)
   if (device_->size_bytes() < block_.end_offset())
     throw StoreError(Fault::ARGUMENT, device_->name() + ": the store takes " + std::to_string(block_.end_offset()) +
                                           " bytes, the device has " + std::to_string(device_->size_bytes()));
-  // Old content of a block device must not be taken for this store.
+  // Old content of a block device must not look like a part of this store.
   AlignedBuffer zeros(2 * BLOCK_BYTES);
   std::memset(zeros.data(), 0, zeros.size_bytes());
   device_->write(0, zeros.span());
@@ -106,7 +106,7 @@ FileStore::FileStore(std::unique_ptr<Device> device, const std::optional<Geometr
     apply();
     was_replayed_ = true;
   }
-  // Segments of a generation interrupted by a crash carry the old incarnation, so they are never taken for new ones.
+  // Segments of a generation that a crash interrupted have the old incarnation, so they never look like new ones.
   block_.incarnation++;
   write_superblock(Superblock::CLEAN);
   log_->begin(block_.incarnation, block_.generation + 1);

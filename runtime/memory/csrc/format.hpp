@@ -31,7 +31,7 @@ struct Geometry {
 
   std::uint64_t row_count() const;
   std::size_t payload_bytes() const;
-  // With its CRC.
+  // With the CRC.
   std::size_t record_bytes() const { return (payload_bytes() + 3) / 4 * 4 + 4; }
   // "table 'a' row 3"
   std::string name_of(std::uint64_t row) const;
@@ -55,7 +55,7 @@ struct Superblock {
   char magic[8];
   std::uint32_t version;
   std::uint32_t state;
-  std::uint64_t sequence;     // of superblocks: of two valid ones the higher counts
+  std::uint64_t sequence;     // of superblocks: if two are valid, the higher one counts
   std::uint64_t generation;   // the last complete one
   std::uint64_t tag;          // the caller's tag for it
   std::uint64_t incarnation;  // how often the store was opened for writing
@@ -68,7 +68,7 @@ struct Superblock {
   std::uint64_t written_segments;  // REPLAY: log segments of the generation,
   std::uint64_t written_digest;    // and a checksum over them
   std::uint32_t directory_crc;
-  std::uint32_t crc;  // of all before
+  std::uint32_t crc;  // of all fields before
 
   std::uint64_t end_offset() const { return log_offset + segment_bytes * segment_count; }
 };

@@ -48,7 +48,7 @@ std::pair<Tables, Parts> from_geometry(const Geometry& geometry) {
   return found;
 }
 
-// `row_bytes` of each part. Every array has at least `count` rows.
+// `row_bytes` is the size of each part. Every array has at least `count` rows.
 Lines to_lines(const std::vector<Bytes>& arrays, const std::vector<std::size_t>& row_bytes, std::size_t count) {
   Lines lines;
   if (arrays.size() != row_bytes.size())
@@ -86,7 +86,7 @@ std::unique_ptr<Device> simulated(const std::shared_ptr<SimulatedDisk>& disk) {
                                   SimulatedDisk::SECTOR_BYTES);
 }
 
-// A store that several calls share, with what Python wants to know about its file.
+// A store that several calls share, with facts about its file for Python.
 struct Store {
   std::vector<std::size_t> row_bytes;
   std::uint64_t row_count = 0;
@@ -161,8 +161,8 @@ class Cache {
 
 using BatchPointer = std::shared_ptr<BatchQueue::Batch>;
 
-// What Python holds. A shared_ptr that nanobind makes from a Python object takes the GIL on release. The queue's
-// thread must never do that, because others wait for its lock while they hold the GIL.
+// What Python holds. A shared_ptr that nanobind makes from a Python object takes the GIL when it is released. The
+// queue's thread must never do that, because other threads wait for its lock while they hold the GIL.
 struct BatchHandle {
   BatchPointer batch;
 };
@@ -407,7 +407,7 @@ NB_MODULE(_memory, module) {
   });
   nb::exception<Killed>(module, "Killed");
   module.def("uring_problem", [] {
-    // A ring on a descriptor that is never used.
+    // The ring is for a descriptor that is never used.
     std::string problem;
     make_uring_backend(-1, 1, problem);
     return problem;

@@ -11,11 +11,11 @@
 namespace sennit::memory {
 
 // The first part of a row is its weights: float32 in `Lines`, fp16 or bf16 in the store below. Other parts are equal in
-// both. Weights are rounded when the store below takes the row, and nowhere else.
+// both. Weights are rounded when the store below receives the row, and nowhere else.
 class NarrowStore final : public RowStore {
  public:
-  // For each table, in store order: dim, precision, and the keys of its random numbers (kernels/csrc/job.hpp).
-  // `below` outlives this. `number`: earlier write-backs; the next one is number + 1.
+  // `tables`, in store order, have the dim, the precision and the keys of the random numbers (kernels/csrc/job.hpp).
+  // `below` outlives this object. `number`: earlier write-backs; the next one is number + 1.
   NarrowStore(RowStore& below, std::vector<kernels::Table> tables, bool is_stochastic, std::uint64_t seed,
               std::uint64_t number);
 

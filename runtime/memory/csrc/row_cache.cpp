@@ -59,7 +59,7 @@ std::uint32_t RowCache::find(const Set& set, std::uint8_t tag, std::uint64_t row
   return NO_WAY;
 }
 
-// The way for a new row: the lowest empty one, else by the policy, the lowest among equals; none if all are
+// The way for a new row: the lowest empty one, else the policy's choice, the lowest among equals. None if all are
 // pinned.
 std::uint32_t RowCache::victim(const Set& set) const {
   if (set.used != ~0u) return static_cast<std::uint32_t>(std::countr_one(set.used));
@@ -77,7 +77,7 @@ std::uint32_t RowCache::victim(const Set& set) const {
   return best;
 }
 
-// The line of a cached row, pinned once for this batch; NO_LINE for others.
+// The line of a cached row, pinned once for this batch; NO_LINE if the row is not cached.
 std::uint64_t RowCache::touch(std::uint64_t row, std::uint64_t hash, Pins& pins) {
   const std::uint64_t index = index_of(hash, sets_.size());
   Set& set = sets_[index];
@@ -104,7 +104,7 @@ std::uint64_t RowCache::touch(std::uint64_t row, std::uint64_t hash, Pins& pins)
   return line;
 }
 
-// A line for a row that is not cached.
+// Finds a line for a row that is not cached.
 std::uint64_t RowCache::place(std::uint64_t row, std::uint64_t hash, Pins& pins) {
   const std::uint64_t index = index_of(hash, sets_.size());
   Set& set = sets_[index];
@@ -157,7 +157,7 @@ RowCache::Pins RowCache::fetch(std::span<const std::int64_t> rows, std::int64_t*
   written_.clear();
   wanted_.clear();
   missed_.clear();
-  // Cached rows first, so that no row of the batch is evicted for another.
+  // Cached rows come first, so that no row of the batch is evicted for another one.
   std::array<std::uint64_t, LOOKAHEAD> hashes{};
   const auto hash_ahead = [&](std::size_t n) {
     if (n >= rows.size()) return;
@@ -211,7 +211,7 @@ void RowCache::release(const Pins& pins, bool is_dirty) {
   if (!written_.empty()) store_.exchange(written_, {}, lines_);
 }
 
-// The line of a cached row, else NO_LINE.
+// The line of a row, or NO_LINE if it is not cached.
 std::uint64_t RowCache::line_of(std::uint64_t row, std::uint64_t hash) const {
   const std::uint64_t index = index_of(hash, sets_.size());
   if (const std::uint32_t way = find(sets_[index], static_cast<std::uint8_t>(hash), row); way != NO_WAY)

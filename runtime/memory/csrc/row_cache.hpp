@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A set-associative cache of rows over a store, one batch at a time. docs/reference/embedding-store.md says exactly
-// which
-// row is evicted.
+// which row is evicted.
 #pragma once
 
 #include <array>
@@ -15,8 +14,8 @@
 namespace sennit::memory {
 
 enum class Policy : std::uint8_t {
-  LRU,  // evicts the row whose last batch is longest ago
-  LFU,  // evicts the row that was in the fewest batches since it came; ties as in LRU
+  LRU,  // evicts the row that has not been in a batch for longest
+  LFU,  // evicts the row that was in the fewest batches since it was fetched; ties as in LRU
 };
 
 class RowCache {
@@ -27,18 +26,19 @@ class RowCache {
   RowCache(RowStore& store, Lines lines, std::uint64_t set_count, std::uint64_t spare_count, Policy policy);
 
   struct Pins {
-    std::vector<std::uint64_t> lines;  // of each row of the batch once
+    std::vector<std::uint64_t> lines;  // the line of each distinct row of the batch
   };
 
   // Raises StoreError for rows out of range, before anything else happens.
   static void check_rows(std::span<const std::int64_t> rows, std::uint64_t row_count);
 
-  // Fetches and pins the rows of one batch: out[n] is the line of rows[n], which may repeat. Raises StoreError,
-  // and then the cache can no longer be used.
+  // Fetches and pins the rows of one batch: out[n] is the line of rows[n]. Rows may repeat. Raises StoreError, after
+  // which the cache can no longer be used.
   Pins fetch(std::span<const std::int64_t> rows, std::int64_t* out);
-  // Ends the batch of these pins, which has changed its rows if `is_dirty`.
+  // Unpins the rows of a batch. `is_dirty`: the batch has changed them.
   void release(const Pins& pins, bool is_dirty);
-  // Copies the current rows, each once, wherever they are: rows[n] to line n of `out`. Moves nothing in or out.
+  // Copies the current rows, each once, from the cache or the store: rows[n] to line n of `out`. Fetches and evicts
+  // nothing.
   void read(std::span<const std::int64_t> rows, const Lines& out);
   // Writes changed rows to the store and makes them a generation.
   std::uint64_t flush(std::uint64_t tag);

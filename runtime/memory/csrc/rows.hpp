@@ -50,11 +50,11 @@ struct Lines {
 class RowStore {
  public:
   virtual ~RowStore() = default;
-  // Takes the rows `written`, each once, then reads the rows `wanted`, each once. Raises StoreError. After one of
-  // Fault::DEVICE or Fault::CORRUPT the store takes no more calls.
+  // Takes the rows `written`, each once, then reads the rows `wanted`, each once. Raises StoreError. After a
+  // Fault::DEVICE or Fault::CORRUPT the store accepts no more calls.
   virtual void exchange(std::span<const RowAt> written, std::span<const RowAt> wanted, const Lines& lines) = 0;
-  // Makes all rows as last written one generation, and returns its number
-  // (docs/reference/embedding-store.md). `tag` is stored with it.
+  // Makes the last written content of all rows one generation (docs/reference/embedding-store.md), and returns its
+  // number. `tag` is stored with it.
   virtual std::uint64_t flush(std::uint64_t tag) = 0;
 };
 

@@ -14,7 +14,7 @@
 
 namespace sennit::memory {
 
-// What a process sees of a kill: nothing runs after it.
+// Thrown by a kill: the process does nothing afterwards.
 struct Killed : std::runtime_error {
   Killed() : std::runtime_error("killed, as a test asked for") {}
 };
@@ -25,9 +25,9 @@ class SimulatedDisk {
 
   SimulatedDisk(std::uint64_t size_bytes, std::uint64_t seed) : bytes(size_bytes), random_(seed) {}
 
-  std::vector<std::byte> bytes;   // the content that a read finds
+  std::vector<std::byte> bytes;   // the content that reads see
   std::uint64_t operations = 0;   // reads, writes and syncs so far
-  std::uint64_t fail_at = ~0ull;  // the operation of this number fails with `error_number`; 0: kills
+  std::uint64_t fail_at = ~0ull;  // the operation with this number fails with `error_number`, or kills if that is 0
   int error_number = 0;
   bool gives_short_transfers = false;
 
@@ -61,13 +61,13 @@ class SimulatedDisk {
     return 0;
   }
 
-  // The next process starts. Everything that the last one wrote is there.
+  // Starts the next process. Everything that the last one wrote is there.
   void start_again() {
     is_dead_ = false;
     fail_at = ~0ull;
   }
 
-  // The same after a power cut: each sector that was not synced is there or not.
+  // The same after a power cut: each sector that was not synced is either written or not.
   void cut_power() {
     for (auto write = unsynced_.rbegin(); write != unsynced_.rend(); write++)
       std::memcpy(bytes.data() + write->offset, write->before.data(), write->before.size());

@@ -13,7 +13,7 @@ namespace {
 constexpr std::uint32_t SEGMENT_MAGIC = 0x474F4C53;  // "SLOG"
 constexpr std::uint64_t MIN_SEGMENT_BYTES = 256 << 10;
 constexpr std::uint64_t MIN_SEGMENT_RECORDS = 16;
-// Room for all rows once, and this much again. With it, a segment worth cleaning always exists.
+// The log has room for all rows once, and for a quarter more. So there is always a segment worth cleaning.
 constexpr std::uint64_t ROOM_NUMERATOR = 5, ROOM_DENOMINATOR = 4;
 // Full segments that may wait to be written together.
 constexpr std::size_t MAX_FULL = 8;
@@ -25,7 +25,7 @@ struct Header {
   std::uint32_t count;
   std::uint64_t incarnation, generation, sequence;
   std::uint32_t padding;
-  std::uint32_t crc;  // of all before and of the row numbers after
+  std::uint32_t crc;  // of all fields before and of the row numbers after
 };
 
 std::uint64_t capacity(std::uint64_t segment_bytes, std::size_t record_bytes) {
@@ -37,7 +37,7 @@ std::uint32_t checksum(const std::byte* segment, std::uint32_t count) {
   return crc32c(crc, segment + sizeof(Header), count * sizeof(std::uint64_t));
 }
 
-// An order-independent checksum of segments. Steele, Lea, Flood 2014 (splitmix64), the finaliser.
+// A checksum of segments that does not depend on their order. The finaliser of splitmix64 (Steele, Lea, Flood 2014).
 std::uint64_t mix(std::uint64_t segment, std::uint32_t crc) {
   std::uint64_t value = (segment << 32 | crc) + 0x9E3779B97F4A7C15;
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;
@@ -97,14 +97,14 @@ void SpillLog::append(std::uint64_t row, const Lines& lines, std::uint64_t line)
   counters_.records++;
 }
 
-// Memory for the row's record in the open segment.
+// Returns memory for the row's record in the open segment.
 std::byte* SpillLog::place(std::uint64_t row) {
   const std::uint32_t old = locations_[row];
   if (old != 0 && has_open_ && (old - 1) / capacity_ == open_)
     return record(open_buffer_.data(), (old - 1) % capacity_);
   if (has_open_ && open_count_ == capacity_) close_segment();
   if (!has_open_) open_segment();
-  // Cleaning may have moved it.
+  // Cleaning may have moved the record.
   if (const std::uint32_t now = locations_[row]; now != 0) {
     if ((now - 1) / capacity_ == open_) return record(open_buffer_.data(), (now - 1) % capacity_);
     drop(now);
@@ -147,7 +147,7 @@ void SpillLog::close_segment() {
   std::memcpy(data, &header, sizeof header);
   header.crc = checksum(data, open_count_);
   std::memcpy(data, &header, sizeof header);
-  // A segment that is not full is still written whole: no bytes of other owners in it.
+  // A segment that is not full is written completely, so that it holds no bytes of other owners.
   if (open_count_ < capacity_) {
     std::memset(data + sizeof(Header) + open_count_ * sizeof(std::uint64_t), 0,
                 (capacity_ - open_count_) * sizeof(std::uint64_t));
@@ -210,7 +210,7 @@ void SpillLog::make_room() {
         victim = n;
         fewest = segments_[n].live;
       }
-    // Impossible by the size of the log while a segment must be found; otherwise enough were freed.
+    // While more segments are needed, the log's size ensures that there is one to clean. Otherwise enough are free.
     if (fewest == capacity_) return;
     move_out(victim);
   }

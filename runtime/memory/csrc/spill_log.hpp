@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows written since the last generation, appended in large writes. The base of the file keeps the state of that
+// Rows written since the last generation, appended in large writes. The base of the file keeps the rows of that
 // generation.
 #pragma once
 
@@ -24,7 +24,7 @@ class SpillLog {
 
   SpillLog(Device& device, const Geometry& geometry, const Superblock& block);
 
-  // Forgets everything. What is appended from now on belongs to this generation.
+  // Forgets everything. Rows appended from now on belong to this generation.
   void begin(std::uint64_t incarnation, std::uint64_t generation);
 
   // Takes the current content of a row. May write segments, and read others to make room.
@@ -33,21 +33,21 @@ class SpillLog {
   bool holds(std::uint64_t row) const { return locations_[row] != 0; }
   bool is_empty() const { return live_records_ == 0; }
   std::uint64_t live_records() const { return live_records_; }
-  // The record of a row in the log: its memory, or null and then `offset` in the device.
+  // Where the log has the record of a row: in memory, or (null) at `offset` of the device.
   const std::byte* find(std::uint64_t row, std::uint64_t& offset) const;
 
-  // Writes of full segments that the device still needs: all must have happened before `written`.
+  // Writes of full segments that the device still needs. All must be done before `written` is called.
   void collect_writes(std::vector<Operation>& operations);
   void written();
 
   // Writes everything that is not on the device yet.
   void write_out();
 
-  // A superblock's fields for the segments of this generation.
+  // The fields of a superblock about the segments of this generation.
   std::uint64_t written_segments() const { return checksums_.size(); }
   std::uint64_t written_digest() const;
 
-  // Finds the rows of a generation that a superblock names as complete. Raises StoreError if a segment is missing.
+  // Finds the rows of a generation that a superblock calls complete. Raises StoreError if a segment is missing.
   void recover(const Superblock& block);
 
   struct Counters {

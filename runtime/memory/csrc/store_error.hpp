@@ -10,7 +10,7 @@ namespace sennit::memory {
 enum class Fault {
   ARGUMENT,  // the caller: an argument of one call; nothing was read or written
   FOREIGN,   // the caller: the file is not a store, or holds other tables
-  CORRUPT,   // the operator: bytes that were written once are gone
+  CORRUPT,   // the operator: bytes that were written once are lost
   DEVICE,    // the operator: the operating system refused; `error_number` says why
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// io_uring (Axboe 2019) through liburing. The library is opened at run time: an installed sennit runs without it.
+// io_uring (Axboe 2019) through liburing. The library is opened at run time, so an installed sennit runs without it.
 #include "backend.hpp"
 
 #ifdef SENNIT_LIBURING
@@ -65,7 +65,7 @@ class UringBackend final : public Backend {
         io_uring_sqe* entry = io_uring_get_sqe(&ring_);
         if (entry == nullptr) break;
         Operation& operation = operations[submitted++];
-        // 32 bits; a longer transfer is cut short, and the rest requested again.
+        // The field has 32 bits: a longer transfer is cut short, and the rest is requested again.
         const auto size = static_cast<unsigned>(std::min<std::size_t>(operation.size_bytes, 1u << 30));
         if (operation.kind == Operation::Kind::READ)
           io_uring_prep_read(entry, descriptor_, operation.data, size, operation.offset);
@@ -96,7 +96,7 @@ class UringBackend final : public Backend {
   const char* name() const override { return "io_uring"; }
 
  private:
-  // The ring itself failed: which operations happened is unknown.
+  // The ring itself failed, so it is unknown which operations happened.
   static void fail(std::span<Operation> operations, int status) {
     for (Operation& operation : operations) operation.result = status;
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Real files through each backend that this kernel permits.
+// Tests every backend that this kernel permits on real files.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -20,7 +20,7 @@ using namespace sennit::memory;
 
 namespace {
 
-// A name in a folder of its own, gone at the end.
+// A file name in a new folder, which is removed at the end.
 struct Folder {
   Folder() {
     char made[] = "/tmp/sennit-memory-XXXXXX";

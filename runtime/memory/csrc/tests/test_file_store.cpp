@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The file store against a model, over a disk that fails at every step there is.
+// Compares the file store with a model, over a disk that fails at every possible step.
 #include <cerrno>
 #include <map>
 #include <memory>
@@ -24,7 +24,7 @@ Geometry small_geometry(std::uint64_t rows, std::uint32_t weight_bytes = 60) {
   return geometry;
 }
 
-// Memory for `count` rows of a geometry, filled from a number a row.
+// Memory for `count` rows of a geometry, filled from one number per row.
 struct Memory {
   Memory(const Geometry& geometry, std::size_t count) {
     for (const auto& part : geometry.parts) parts.emplace_back(part.row_bytes * count);
@@ -136,8 +136,8 @@ TEST_CASE("rows come back, also from the log and after it was cleaned many times
   check_rows(store, geometry, model);
 }
 
-// Every operation of two flushes in turn is the last one. What a flush returned is there afterwards; where none
-// returned, all rows are of one and the same generation.
+// Every operation of two flushes is the last one in turn. If a flush returned, its rows are there afterwards. If none
+// returned, all rows are of one generation.
 static void crash_at_every_step(bool is_power_cut) {
   const Geometry geometry = small_geometry(600);
   const auto fresh = new_disk(geometry, 3);
@@ -164,7 +164,7 @@ static void crash_at_every_step(bool is_power_cut) {
     } catch (const Killed&) {
       crashes++;
     }
-    // A crash while the crash is made good changes nothing.
+    // A crash while opening repairs an earlier crash changes nothing.
     for (int again = 0; again < 3; again++) {
       is_power_cut ? disk->cut_power() : disk->start_again();
       if (again < 2) disk->fail_at = disk->operations + random() % 12;
@@ -176,7 +176,7 @@ static void crash_at_every_step(bool is_power_cut) {
         REQUIRE(store.tag() == store.generation() * 100);
         disk->fail_at = ~0ull;
         check_rows(store, geometry, generations.at(store.generation()));
-        // Life goes on: no row of the lost generation appears in the next.
+        // The store goes on: no row of the lost generation appears in the next one.
         Model next = generations.at(store.generation());
         if (again == 2) {
           write_rows(store, geometry, next, random, 50, 7'000 + step);

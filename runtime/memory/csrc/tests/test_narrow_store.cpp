@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of 16 bits under memory of exactly the right size, under sanitizers. What is rounded how is for
-// tests/runtime/test_memory_narrow.py.
+// Rows of 16 bits under memory of exactly the right size, with sanitizers. tests/runtime/test_memory_narrow.py tests
+// the rounding.
 #include <doctest/doctest.h>
 
 #include <cstring>
@@ -53,7 +53,7 @@ TEST_CASE("what 16 bits hold comes back as it was, and other parts of a row with
         CHECK(std::memcmp(back.data(), weights.data() + dim, dim * sizeof(float)) == 0);
         CHECK(std::memcmp(back.data() + dim, weights.data(), dim * sizeof(float)) == 0);
         CHECK(back_states == std::vector<double>{4, 0.25});
-        // The rows between them were not touched.
+        // The rows between them are unchanged.
         for (const std::size_t row : {0, 2, 3})
           for (std::size_t column = 0; column < dim; column++) CHECK(stored[row * dim + column] == 0);
       }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cache against an executable definition of its policies, and a trainer over it against plain memory.
+// Compares the cache with an executable definition of its policies, and a trainer over it with plain memory.
 #include <algorithm>
 #include <chrono>
 #include <map>
@@ -21,14 +21,14 @@ namespace {
 
 constexpr std::uint64_t WAYS = RowCache::WAYS;
 
-// Rows of one number.
+// Rows filled from one number.
 struct Numbers {
   explicit Numbers(std::size_t count) : values(count) {}
   Lines lines() { return {{{reinterpret_cast<std::byte*>(values.data()), sizeof(std::uint64_t)}}}; }
   std::vector<std::uint64_t> values;
 };
 
-// What docs/reference/embedding-store.md says, in words that a computer reads, without pins.
+// The policies of docs/reference/embedding-store.md as code, without pins.
 struct Definition {
   struct Line {
     bool is_used = false;
@@ -42,7 +42,7 @@ struct Definition {
     return nullptr;
   }
 
-  // Lines of the distinct rows of a batch, in the order in which they come first; none for a conflict.
+  // The lines of a batch's distinct rows, in the order of their first occurrence; none for a conflict.
   std::map<std::uint64_t, std::uint64_t> fetch(const std::vector<std::int64_t>& rows, const RowCache& cache) {
     batch++;
     std::map<std::uint64_t, std::uint64_t> found;
@@ -187,7 +187,7 @@ TEST_CASE("mistakes are named, and leave the cache as it was") {
   queue.release(batch, true);
   CHECK(error_of([&] { queue.release(batch, true); }) == "the batch was released");
   CHECK(queue.flush(0, soon) == 1);
-  // More rows than lines: nothing can be evicted, and the cache says what would help.
+  // A batch with more rows than lines: nothing can be evicted, and the error says what helps.
   std::vector<std::int64_t> many(100);
   for (std::size_t n = 0; n < many.size(); n++) many[n] = static_cast<std::int64_t>(n);
   const auto large = queue.fetch(many);
