@@ -15,16 +15,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from sennit.runtime.training import manifest
 from sennit.runtime.training.manifest import CheckpointError, Manifest
@@ -77,23 +73,21 @@ def save(
             folder.mkdir(parents=True, exist_ok=True)
             _sync(folder.parent)
             shutil.rmtree(partial, ignore_errors=True)
+    from sennit.runtime.training import dcp
+
+    not_written = f"checkpoint {final} was not written"
     try:
-        with _quiet():
-            state_dict_saver.save(
-                state, storage_writer=FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
-            )
+        dcp.write(partial, state, failure=not_written)
         # Every rank syncs: its files may be new entries on another machine.
-        with _agreed(f"checkpoint {final} was not written"):
+        with _agreed(not_written):
             if first:
                 for name, text in {**(documents or {}), manifest.NAME: about.text()}.items():
                     _write(partial / name, text)
             _sync(partial)
-    except (CheckpointException, CheckpointError) as error:
+    except CheckpointError:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"checkpoint {final} was not written: {_reasons(error)}") from error
+        raise
     with _agreed(f"checkpoint {final}"):
         if first:
             _put_in_place(partial, final)
@@ -104,11 +98,9 @@ def save(
 
 def load(path: Path, state: dict[str, Any], *, alone: bool = False) -> None:
     """Loads into the tensors of `state`, and replaces its other values. Collective, unless this process is `alone`."""
-    try:
-        with _quiet():
-            state_dict_loader.load(state, storage_reader=FileSystemReader(path), no_dist=alone)
-    except CheckpointException as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {_reasons(error)}") from error
+    from sennit.runtime.training import dcp
+
+    dcp.read(path, state, alone=alone)
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
@@ -168,10 +160,6 @@ def _agreed(what: str) -> Iterator[None]:
         raise CheckpointError(f"{what}: {'; '.join(told)}")
 
 
-def _reasons(error: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in sorted(error.failures.items()))
-
-
 def _write(path: Path, text: str) -> None:
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -186,12 +174,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides warnings: DCP uses torch interfaces that warn of their own deprecation."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", category=FutureWarning)
-        warnings.simplefilter("ignore", category=UserWarning)
-        yield

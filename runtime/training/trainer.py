@@ -19,11 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.data.batch_source import BatchSource
@@ -40,9 +35,6 @@ from sennit.runtime.model.tensor_train import table_spec
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
 from sennit.transport.errors import SennitError
-
-# The flattened form has one entry per parameter name and kind, which DCP can read at any world size.
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class TrainingError(SennitError):
@@ -277,8 +269,10 @@ class Trainer:
 
         Loading fills these tensors; `restore` copies those that the trainer does not own.
         """
+        from sennit.runtime.training import dcp
+
         state: dict[str, Any] = self._dense_weights() | self.embedding.state()
-        dense = get_optimizer_state_dict(self.replicated, self.optimizer, options=_FLAT)
+        dense = dcp.optimizer_state(self.replicated, self.optimizer)
         state.update({f"optimizer.{name}": value for name, value in dense.items()})
         # Order of samples and initial weights follow from seed and position, so no generator is saved.
         state["position"] = {"step": self.step}
@@ -288,9 +282,11 @@ class Trainer:
         """Takes over a loaded `state`, which must be of the same run, as far as its tensors are not the trainer's own
         memory.
         """
+        from sennit.runtime.training import dcp
+
         prefix = "optimizer."
         dense = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        set_optimizer_state_dict(self.replicated, self.optimizer, dense, options=_FLAT)
+        dcp.restore_optimizer(self.replicated, self.optimizer, dense)
         while self.arrived:
             self.embedding.release(self.arrived.popleft().bags)
         self.embedding.restore(state)
