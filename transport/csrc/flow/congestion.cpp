@@ -6,7 +6,7 @@
 namespace sennit::flow {
 namespace {
 
-// Always the whole window: for hosts that share no queue with anybody, and as a baseline.
+// Always the whole window: for hosts that share no queue with others, and as a baseline.
 class FixedWindow final : public CongestionControl {
  public:
   explicit FixedWindow(const CongestionLimits& limits) : window_packets_(limits.window_max_packets) {}

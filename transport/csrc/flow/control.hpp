@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The control payload: what one side tells the other about credits, arrivals and its end.
+// The control payload: what one side tells the other about credits, arrivals and the end.
 //
 // Every field is cumulative or idempotent, so that a control packet may be lost, repeated or overtaken.
 // Byte table: docs/reference/wire.md, "Control payload". Little-endian.
@@ -27,10 +27,10 @@ inline constexpr size_t REASON_MAX_BYTES = 512;
 
 enum ControlFlags : uint8_t {
   CONTROL_ASK = 0x01,         // answer with a control at once
-  CONTROL_ADVERT_GAP = 0x02,  // adverts behind `credits_seen` arrived, but not the next one: send again
+  CONTROL_ADVERT_GAP = 0x02,  // adverts after `credits_seen` arrived, but not the next one: send again
   CONTROL_GOODBYE = 0x04,     // orderly end; nothing follows
   CONTROL_ABORT = 0x08,       // the end; `reason` says why
-  CONTROL_PROBE = 0x10,       // is this path alive? Its echo is the answer
+  CONTROL_PROBE = 0x10,       // asks whether this path is alive; the echo is the answer
 };
 
 struct ControlHeader {
@@ -48,23 +48,23 @@ struct ControlHeader {
   uint32_t advert_first = 0;     // credit number of the first advert here
   uint32_t granted = 0;          // how many bulk packets may be sent, counted from the start
   uint16_t probe_number = 0;     // with CONTROL_PROBE
-  // Newest queueing delay in the fabric towards the peer; 0: nothing new. QUEUE_OVERFLOWED_US: a queue lost packets.
+  // Newest queueing delay in the fabric towards the peer. 0: nothing new. QUEUE_OVERFLOWED_US: a queue lost packets.
   uint16_t queue_us = 0;
 };
 
-// What the receiver says about one path: its newest data packet, how long the answer to it was held back (which makes a
+// What the receiver says about one path: its newest data packet, how long the answer to it was held back (which gives a
 // round-trip sample), and the counts of arrivals so far, modulo 2^16. Counts make a lost echo harmless.
 struct Echo {
-  uint32_t immediate;  // of the newest packet; where that was a probe, ECHO_PROBE
+  uint32_t immediate;  // of the newest packet; for a probe, ECHO_PROBE
   uint32_t delay_us;   // 24 bits
   uint8_t path;
   uint16_t received;   // packets, probes and duplicates included
   uint16_t marked;     // of them with the ECN codepoint "congestion experienced"
-  uint16_t waited_us;  // the part of the round trip that the packet spent inside the receiving host
+  uint16_t waited_us;  // the time that the packet spent inside the receiving host
 };
 inline constexpr uint16_t QUEUE_OVERFLOWED_US = UINT16_MAX;
-// The newest packet of the path was a probe, whose number is in the low half. No data packet has such an immediate: the
-// index in it lies behind the last packet of any credit.
+// The newest packet of the path was a probe, whose number is in the low half. No data packet has such an immediate,
+// because its index would be beyond the last packet of any credit.
 inline constexpr uint32_t ECHO_PROBE = 0xFFFF'0000;
 inline constexpr uint32_t ECHO_DELAY_MAX_US = 0xFF'FFFF;
 
@@ -73,10 +73,10 @@ struct Advert {
   Keys keys;
   uint32_t part_bytes;
   bool first_part;
-  uint64_t key, signature, message_bytes;  // first part only; later parts continue the message before
+  uint64_t key, signature, message_bytes;  // first part only; later parts continue the same message
 };
 
-// 64-bit words in a packet, where they may be unaligned.
+// 64-bit words in a packet, possibly unaligned.
 class WordView {
  public:
   WordView() = default;
@@ -99,8 +99,8 @@ struct Sack {
   WordView words;  // bit 0 of word 0 is packet first_missing & ~63
 };
 
-// Fills one control payload from front to back in the order of the byte table. An entry that does not fit leaves the
-// payload unchanged, and its call returns false.
+// Fills one control payload from front to back, in the order of the byte table. If an entry does not fit, the call
+// returns false and leaves the payload unchanged.
 class ControlWriter {
  public:
   explicit ControlWriter(std::span<std::byte> out) : out_(out) {}
@@ -131,7 +131,7 @@ class ControlReader {
   WordView eager() const { return eager_; }
   std::string_view reason() const { return reason_; }
   Echo echo(uint32_t index) const;
-  // Each walk visits every entry until `visit` returns false, and returns whether none did.
+  // Each walk visits the entries until `visit` returns false. Returns whether it visited all.
   template <typename Visit>
   bool each_sack(Visit visit) const {
     const std::byte* at = sacks_;

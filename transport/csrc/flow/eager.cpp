@@ -8,7 +8,7 @@
 namespace sennit::flow {
 namespace {
 
-// In front of an eager packet's data (docs/reference/wire.md, Flow).
+// Before an eager packet's data (docs/reference/wire.md, Flow).
 struct EagerHeader {
   uint64_t key, signature, size_bytes;
   uint32_t flags, data_bytes;
@@ -86,7 +86,7 @@ uint64_t EagerReceiver::packet(uint32_t index) const { return nearest<INDEX_BITS
 
 Verdict EagerReceiver::classify(uint32_t index, uint32_t size_bytes) const {
   const uint64_t packet = this->packet(index);
-  // (Before the stream's start `packet` has wrapped to a huge number.)
+  // Before the stream's start, `packet` has wrapped to a huge number.
   if (packet >= consumed_below_ + slot_count_) return Verdict::bad_slot;
   if (size_bytes < EAGER_HEADER_BYTES || size_bytes > payload_max_bytes_) return Verdict::bad_range;
   if (packet < received_below_ || present_.test(static_cast<uint32_t>(packet) & (slot_count_ - 1)))

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The eager stream: small messages, one packet each, copied into a ring at the receiver and taken in order.
 //
-// Packet n goes to slot n % slot_count of the peer's ring. The sender keeps its own ring of the same size
-// for retransmission; both are free again once the peer's message layer has consumed packet n.
+// Packet n goes to slot n % slot_count of the peer's ring. The sender keeps its own ring of the same size for
+// retransmission. Both slots are free again once the peer's message layer has consumed packet n.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -25,14 +25,14 @@ class EagerSender {
   bool push(const MessageHeader& header, uint32_t flags, const void* data);
   bool has_unsent() const { return sent_ != next_; }
   DataOut take_unsent();
-  // A push was refused, and the peer has not consumed anything since.
+  // A push was refused, and since then the peer has consumed nothing.
   bool is_waiting() const { return blocked_; }
   bool all_received() const { return received_below_ == next_; }
   void clear();
 
-  // False: the peer acknowledges what was never sent.
+  // False: the peer acknowledges packets that were never sent.
   bool check(const ControlHeader& header) const;
-  // Calls `acked(packet number)` for each packet that has arrived, some of them again.
+  // Calls `acked(packet number)` for each packet that has arrived. It may repeat packets.
   template <typename Acked>
   void apply(const ControlHeader& header, const WordView& above, Acked acked);
 
@@ -40,12 +40,12 @@ class EagerSender {
   uint64_t received_by(const ControlHeader& header) const;
   uint64_t consumed_by(const ControlHeader& header) const;
   const uint32_t payload_max_bytes_, slot_count_;
-  const std::unique_ptr<std::byte[]> ring_;  // not zeroed: a flow that sends nothing eagerly does not touch it
+  const std::unique_ptr<std::byte[]> ring_;  // not zeroed: a flow without eager messages touches no page
   std::vector<uint32_t> sizes_;
   uint64_t remote_address_ = 0;
   uint32_t rkey_ = 0;
   uint64_t next_ = 0, sent_ = 0;                      // next message, next packet to send the first time
-  uint64_t received_below_ = 0, consumed_below_ = 0;  // as the peer says
+  uint64_t received_below_ = 0, consumed_below_ = 0;  // as the peer reports
   bool blocked_ = false;
 };
 
@@ -53,16 +53,16 @@ class EagerReceiver {
  public:
   EagerReceiver(const FlowConfig& config, std::span<std::byte> memory, uint32_t rkey);
   Verdict locate(uint32_t index, uint64_t address, uint32_t rkey, uint32_t size_bytes, Placement& out) const;
-  // What a completion without RETH can be checked for.
+  // The checks that are possible for a completion without RETH.
   Verdict classify(uint32_t index, uint32_t size_bytes) const;
-  // After classify said `place`; true when it was the next one in order.
+  // Call it after classify said `place`. True if the packet was the next one in order.
   bool on_data(uint32_t index, uint32_t size_bytes);
 
   enum class Taken : uint8_t { none, message, malformed };
-  // The next message in order; the one before it is consumed now, not earlier.
+  // The next message in order. Only now is the one before it consumed.
   Taken take(Event& out);
   void consume();  // the message taken last
-  void defer();    // it could not be used: offer it again
+  void defer();    // The message could not be used: offer it again.
   uint64_t received_below() const { return received_below_; }
   uint64_t consumed_below() const { return consumed_below_; }
   bool has_undelivered() const { return consumed_below_ != received_below_; }
@@ -75,13 +75,13 @@ class EagerReceiver {
   Bitmap present_;  // by slot: arrived and not consumed
   std::vector<uint32_t> sizes_;
   uint64_t received_below_ = 0, received_end_ = 0, consumed_below_ = 0;
-  bool offered_ = false;  // packet consumed_below_ is with the message layer
+  bool offered_ = false;  // packet consumed_below_ is at the message layer
 };
 
 template <typename Acked>
 void EagerSender::apply(const ControlHeader& header, const WordView& above, Acked acked) {
   const uint64_t received = received_by(header);
-  if (received < received_below_) return;  // an old control packet
+  if (received < received_below_) return;  // this is an old control packet
   for (; received_below_ < received; ++received_below_) acked(received_below_);
   for (uint32_t index = 0; index < above.count(); ++index)
     for (uint64_t word = above[index]; word != 0; word &= word - 1) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The public calls of a flow: which of its parts an event concerns, and when a control payload is due for it.
+// The public calls of a flow: which of its parts an event concerns, and when it makes a control payload due.
 #include "flow/flow.hpp"
 
 #include <algorithm>
@@ -50,7 +50,7 @@ bool Flow::poll_event(Event& out) {
   State& state = *state_;
   if (state.dead && !state.lost_pending) return false;
   if (!state.eager_deferred) state.eager_receiver.consume();
-  // A quarter of the ring at a time: the peer's window never closes while we keep up.
+  // A quarter of the ring at a time, so that the peer's window never closes while we keep up.
   if (state.eager_receiver.consumed_below() - state.consumed_told >= state.config.eager_slot_count / 4 && !state.dead)
     state.request_control(0);
   if (!state.events.empty()) {
@@ -134,7 +134,7 @@ size_t Flow::poll_control(uint64_t now_us, std::span<std::byte> out, uint32_t& p
     return state.write_probe(now_us, out);
   }
   if (!state.dead && state.control_due_us <= now_us) {
-    // Before the echoes are taken.
+    // This must come before the echoes are taken.
     path = state.control_path(now_us);
     size_bytes = state.write_control(now_us, out);
   } else if (state.dead && state.last_words != 0) {
@@ -197,7 +197,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
     in_order = state.eager_receiver.on_data(index_of(immediate), size_bytes);
   } else {
     const Receiver::Arrival arrival = state.receiver.on_data(immediate, state.events);
-    state.advert_retries = 0;  // data is an answer to adverts, too
+    state.advert_retries = 0;  // data also answers adverts
     state.grants.on_arrival(now_us, ecn_marked);
     state.grants.on_advertised(state.receiver.opened_packets());
     in_order = arrival.in_order;
@@ -219,7 +219,7 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
   }
   const bool aborts = (control.header().flags & CONTROL_ABORT) != 0;
   if (state.dead) {
-    // Two dead sides do not answer each other.
+    // Two dead sides must not answer each other.
     if (!aborts && (control.header().flags & CONTROL_GOODBYE) == 0) state.repeat_last_word(now_us);
     return;
   }
@@ -234,7 +234,7 @@ void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte>
   }
   if ((control.header().flags & CONTROL_PROBE) != 0) {
     state.note_arrival(now_us, path, ECHO_PROBE | control.header().probe_number, false, 0);
-    // What this answer does not acknowledge is lost to its sender, who may not have read the answers before.
+    // The sender takes what this answer does not acknowledge as lost, and it may not have read the answers before.
     state.receiver.report_all();
     state.is_asked = true;
     state.request_control(now_us);
@@ -297,7 +297,7 @@ void Flow::expect(uint64_t now_us) {
   State& state = *state_;
   if (state.dead) return;
   if (state.peer_closed && !state.eager_receiver.has_undelivered() && state.events.empty()) {
-    // Not at once: what it sent before its goodbye may have taken a slower path.
+    // Not at once: packets that the peer sent before its goodbye may have taken a slower path.
     if (state.is_goodbye_old) return state.lose_peer("left the group");
     state.is_goodbye_old = true;
   }
@@ -332,7 +332,7 @@ void Flow::revoke() noexcept {
   state.forget();
   state.events.clear();
   state.lost_pending = false;
-  // (A goodbye is not repeated: what it says of messages that arrived is gone.)
+  // A goodbye is not repeated, because the state of arrived messages is gone.
   if (state.closing) state.last_words = 0;
 }
 
@@ -342,7 +342,7 @@ void Flow::abort(std::string_view reason) {
   revoke();
   if (was_dead) return;
   state.reason = reason;
-  // Who said goodbye wants to hear no more; if it goes on all the same, the reason is its answer.
+  // A peer that said goodbye wants to hear no more. If it goes on nevertheless, it gets the reason as an answer.
   if (!state.peer_closed) state.last_words = LAST_WORD_COPIES;
 }
 
@@ -362,7 +362,7 @@ std::string Flow::describe() const {
   std::array<uint32_t, 4> in_state{};
   for (uint32_t index = 0; index < paths.count(); ++index) ++in_state[static_cast<size_t>(paths[index].state)];
   const auto count = [&](PathState path_state) { return std::to_string(in_state[static_cast<size_t>(path_state)]); };
-  // A path is good until something speaks against it, which is no news where nothing ever came.
+  // A path is good until there is evidence against it. If nothing ever came, that is no news.
   const std::string path_states = state.silence.heard_us() == 0
                                       ? "never heard from over any"
                                       : count(PathState::good) + " good, " + count(PathState::skip) + " skip, " +

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The immediate of a data packet, and the sequence numbers behind it (docs/reference/wire.md, Flow).
 //
-// A verbs completion shows immediate, length and queue pair, but not the RETH: so the immediate alone
-// names the packet. Sequence numbers are 64 bits wide inside and travel as their low bits.
+// A verbs completion shows immediate, length and queue pair, but not the RETH. So the immediate alone names the packet.
+// Sequence numbers have 64 bits inside the flow and travel as their low bits.
 #pragma once
 #include <cstdint>
 
@@ -20,8 +20,8 @@ constexpr uint32_t slot_of(uint32_t immediate) { return immediate >> INDEX_BITS;
 constexpr uint32_t index_of(uint32_t immediate) { return immediate & INDEX_MASK; }
 constexpr uint32_t credit_slot(uint64_t credit) { return 1 + static_cast<uint32_t>(credit % CREDIT_SLOTS); }
 
-// Serial arithmetic (RFC 1982): the number nearest to `reference` whose low `BITS` bits are `low`. A number
-// below zero wraps to a huge one, which every range check then refuses.
+// Serial arithmetic (RFC 1982): the number nearest to `reference` whose low `BITS` bits are `low`. A number below zero
+// wraps to a huge one, which every range check then refuses.
 template <unsigned BITS>
 constexpr uint64_t nearest(uint32_t low, uint64_t reference) {
   const uint32_t shift = 32 - BITS;

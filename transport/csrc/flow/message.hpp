@@ -22,7 +22,7 @@ enum EagerFlags : uint32_t {
 
 namespace sennit::flow {
 
-// The keys of one region of memory: one for each device through which it may be reached, in the devices' order.
+// The keys of one region of memory: one for each device that reaches it, in the devices' order.
 struct Keys {
   static constexpr uint32_t MAX_COUNT = 8;
 

@@ -5,7 +5,7 @@
 
 namespace sennit::flow {
 
-// A quarter full at most: probes stay short, and the table never grows.
+// At most a quarter full, so that probes stay short and the table never grows.
 Outstanding::Outstanding(uint32_t capacity) : records_(capacity), by_immediate_(std::bit_ceil(capacity * 4)) {
   clear();
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The packets that are sent and not yet acknowledged: found by immediate, kept in order of sending.
+// The packets that are sent and not yet acknowledged. They are found by immediate and kept in order of sending.
 //
 // A fixed set of records, a hash table over their immediates (unique among unacknowledged packets), and lists linked
 // through the records. Nothing allocates after construction; every operation is O(1).
@@ -17,10 +17,10 @@ inline constexpr uint32_t NO_RECORD = UINT32_MAX;
 struct Record {
   DataOut packet;
   uint64_t sent_us;
-  uint64_t order;   // running number of the transmission on its path
-  uint64_t serial;  // running number of the transmission over all paths
+  uint64_t order;   // number of the transmission on its path
+  uint64_t serial;  // number of the transmission over all paths
   uint32_t previous, next;
-  uint16_t path, moved_from;  // moved_from: by a probe, which asks what became of this path; else the same
+  uint16_t path, moved_from;  // moved_from: the path a probe asks about, where the packet was before; else `path`
   uint8_t transmissions;
   bool lost;
 };

@@ -6,7 +6,7 @@
 namespace sennit::flow {
 namespace {
 
-// Every path in turn: the baseline, and the best where all paths are equal.
+// Every path in turn: the baseline, and the best policy if all paths are equal.
 class RoundRobin final : public PathPolicy {
  public:
   RoundRobin(uint32_t path_count, uint64_t seed) : cursor_(static_cast<uint32_t>(seed % path_count)) {}

@@ -15,21 +15,21 @@ namespace sennit::flow {
 
 enum class PathState : uint8_t {
   good,
-  skip,     // marked by ECN: not chosen for one round trip
+  skip,     // marked by ECN: not chosen for one round-trip time
   bad,      // does not answer: not chosen until a probe is answered
   probing,  // bad, and a probe is in flight
 };
 
-// When a packet was sent: by the clock, and by the running number over all paths.
+// When a packet was sent: the time, and its number over all paths.
 struct Transmission {
   uint64_t serial = 0, sent_us = 0;
 };
 
-// Paths of one rail end in the same socket, which the peer reads in order of arrival.
+// The packets of a rail's paths end in the same socket, which the peer reads in order of arrival.
 struct Rail {
   RecentMinimum fabric_min;
-  Transmission arrived;          // the latest one that is known to have arrived over it
-  uint64_t reported_serial = 0;  // the next serial when an arrival over it was last reported
+  Transmission arrived;          // the newest transmission that is known to have arrived over the rail
+  uint64_t reported_serial = 0;  // the value of next_serial when an arrival over the rail was last reported
 };
 
 struct Path {
@@ -38,18 +38,18 @@ struct Path {
   uint64_t next_order = 1;
   uint64_t newest_acked_order = 0;
   PathState state = PathState::good;
-  uint64_t until_us = 0;              // skip: its end. Bad: next try. Probing: next probe
+  uint64_t until_us = 0;              // skip: its end; bad: the next try; probing: the next probe
   uint64_t question = 0;              // serial of a probe that moved a packet to another path, where it arrived
-  uint32_t silences = 0;              // in a row: all packets on the path were lost without an acknowledgement
-  uint32_t probes = 0;                // sent since the path is bad
-  bool is_doubted = false;            // later packets of other paths were acknowledged before those of this one
+  uint32_t silences = 0;              // how often in a row all packets on the path were lost without an acknowledgement
+  uint32_t probes = 0;                // sent since the path became bad
+  bool is_doubted = false;            // later packets of other paths were acknowledged before those of this path
   Transmission mark;                  // the newest tail mark (Recovery::take_tail_mark)
   uint64_t mark_order = 0;            // the order of the mark
-  uint16_t mark_number = 0;           // the probe number of the mark
-  bool is_mark_open = false;          // the mark is not answered
+  uint16_t mark_number = 0;           // the mark's probe number
+  bool is_mark_open = false;          // the mark is not answered yet
   bool is_mark_wanted = false;        // send a mark at the next chance
   uint16_t received = 0, marked = 0;  // the peer's counts of arrivals over the path, modulo 2^16
-  RoundTrip round_trip;               // from sending to acknowledgement
+  RoundTrip round_trip;               // time from sending to acknowledgement
   RoundTrip fabric_round_trip;        // the same without the waits inside both hosts
 
   bool is_bad() const { return state == PathState::bad || state == PathState::probing; }
@@ -68,11 +68,11 @@ class Paths {
   Rail& rail(uint32_t path) { return rails_[rail_of(path)]; }
   const Rail& rail(uint32_t path) const { return rails_[rail_of(path)]; }
 
-  // The least recent round trip in the fabric over all paths of the rail. Paths of one rail join the same two
-  // interfaces. A path that was first used when a queue had already formed could not tell the queue from the distance.
+  // The minimum of recent fabric round-trip times over all paths of the rail, which join the same two interfaces. A
+  // path that was first used when a queue had already formed could not tell the queue from the distance.
   uint64_t fabric_min_us(uint32_t path) const { return rail(path).fabric_min.min_us(); }
 
-  // A limit for each path: if one that holds all packets in flight were dead, everything would wait for it.
+  // A limit for each path: if a dead path held all packets in flight, everything would wait for it.
   void set_in_flight_limit(uint32_t packets) { in_flight_limit_ = packets; }
   // May be chosen for data now.
   bool offers(uint32_t index, uint64_t now_us) const {
@@ -80,7 +80,7 @@ class Paths {
     if (path.is_bad() || path.is_doubted || path.in_flight_packets >= in_flight_limit_) return false;
     return path.state == PathState::good || path.until_us <= now_us;
   }
-  // Where no path offers itself: one that is only held back, else the bad path that is next in turn.
+  // The choice if no path is available: a path that is only held back, else the next bad path in turn.
   uint32_t least_bad() const {
     uint32_t best = 0;
     for (uint32_t index = 1; index < count(); ++index) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A hash table for the lookups that every packet and every message needs: open addressing with linear probing and
-// backward-shift deletion (Knuth, TAOCP 3, 6.4, algorithm R). It grows when more than half of it is used, so that
-// probes stay short.
+// backward-shift deletion (Knuth, TAOCP 3, 6.4, algorithm R). It grows when it is more than half full, so that probes
+// stay short.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace sennit {
 
 constexpr uint64_t hash_of(uint32_t key) { return key; }
 
-// `EMPTY` is a value that no key has. Another type of key brings its own `hash_of`; equal bits below suffice, the
+// `EMPTY` is a value that no key has. Other types of keys bring their own `hash_of`. Equal keys need equal bits; the
 // table mixes them.
 template <class Key, class Value, Value EMPTY>
 class ProbeTable {
@@ -25,14 +25,14 @@ class ProbeTable {
   explicit ProbeTable(size_t cell_count) { resize(cell_count); }
 
   size_t size() const { return used_; }
-  // Where the key is, until the next insertion or erasure; NONE: it is not in the table.
+  // Returns where the key is, valid until the next insertion or erasure. NONE: it is not in the table.
   size_t find(const Key& key) const {
     const size_t at = locate(key);
     return cells_[at].value == EMPTY ? NONE : at;
   }
   Value& value_at(size_t at) { return cells_[at].value; }
   const Value& value_at(size_t at) const { return cells_[at].value; }
-  // The key's value. That of a new key is EMPTY, and must be set at once.
+  // Returns the key's value. The value of a new key is EMPTY and must be set at once.
   Value& operator[](const Key& key) {
     size_t at = locate(key);
     if (cells_[at].value == EMPTY) {
@@ -47,7 +47,7 @@ class ProbeTable {
   }
   void erase_at(size_t hole) {
     for (size_t at = next(hole); !(cells_[at].value == EMPTY); at = next(at)) {
-      // Moves back, unless its home lies cyclically between the hole and where it is.
+      // Moves back, unless its home lies cyclically between the hole and its present cell.
       if (distance(home(cells_[at].key), at) < distance(hole, at)) continue;
       cells_[hole] = cells_[at];
       hole = at;
@@ -66,11 +66,11 @@ class ProbeTable {
     Value value = EMPTY;
   };
 
-  // Fibonacci hashing (Knuth, 6.4): the golden ratio spreads keys that differ in few bits; the top bits are best mixed.
+  // Fibonacci hashing (Knuth, 6.4): the golden ratio spreads keys that differ in few bits. The top bits are best mixed.
   size_t home(const Key& key) const { return hash_of(key) * 0x9E37'79B9'7F4A'7C15 >> shift_; }
   size_t next(size_t at) const { return (at + 1) & (cells_.size() - 1); }
   size_t distance(size_t from, size_t to) const { return (to - from) & (cells_.size() - 1); }
-  // The key's cell, or the empty one where it belongs.
+  // Returns the key's cell, or the empty cell where it belongs.
   size_t locate(const Key& key) const {
     size_t at = home(key);
     while (!(cells_[at].value == EMPTY) && !(cells_[at].key == key)) at = next(at);

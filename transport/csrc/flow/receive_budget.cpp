@@ -11,13 +11,13 @@ namespace {
 constexpr double MARKED_GAIN = 1.0 / 16;  // RFC 8257, 3.3: g
 constexpr double DELAY_GAIN = 0.8;        // Swift's beta
 constexpr double DECREASE_MAX = 0.5;      // a round
-// A quarter: what the last hop's queue must be able to take before its delay is noticed.
+// A quarter: the last hop's queue must be able to take this much before its delay is noticed.
 constexpr double FAST_GROWTH = 1.25;
 constexpr uint32_t GOOD_ROUNDS = 2;
 constexpr double INCREASE_BYTES = 16'384;  // a round, after the start
-// Longer than the largest budget takes at 10 Gbit/s, so that the reports are of the round before even then.
+// Longer than the largest budget takes at 10 Gbit/s, so that even then the reports belong to the round before.
 constexpr uint64_t ROUND_MAX_US = 4'000;
-// A flow is idle when it was found so several times: where this host did not run, nobody was late.
+// A flow is idle if several looks found it so. One look may follow a pause of this host, and then nobody was late.
 constexpr uint64_t LOOK_US = 250;
 constexpr uint64_t IDLE_LOOKS = 4;
 
@@ -87,7 +87,7 @@ void ReceiveBudget::look(uint64_t now_us) {
       park(*account);
 }
 
-// Several may sit on a whole budget each, one after the other; together no more than the largest one is parked.
+// Several flows may hold a whole budget each, one after the other. Together no more than one largest budget is parked.
 void ReceiveBudget::park(Account& account) {
   const uint64_t bytes = std::min(account.granted_bytes - account.parked_bytes, config_.max_bytes - parked_bytes_);
   account.parked_bytes += bytes;
@@ -127,9 +127,9 @@ void ReceiveBudget::end_round(bool is_full) {
     is_starting_ = false;
     bytes_ *= 1 - std::min(decrease, DECREASE_MAX);
   } else if (is_reported_ && (is_full || is_short_) && ++good_rounds_ >= GOOD_ROUNDS) {
-    // (What nobody needed was not tried.)
+    // A budget that nobody needed was not tested.
     good_rounds_ = 0;
-    // Far from the target: what shrank us is gone, or was a host that paused.
+    // Far from the target: the reason for shrinking is gone, or was only a host that paused.
     const bool is_empty = round_queue_us_ <= config_.target_queue_us / 4;
     bytes_ = is_starting_ || is_empty ? FAST_GROWTH * bytes_ : bytes_ + INCREASE_BYTES;
   }

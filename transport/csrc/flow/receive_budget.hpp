@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many bytes all senders to one rank may have in flight to it: the remedy against incast.
+// How many bytes all senders to one rank may have in flight to it: the limit on incast.
 //
 // Every posted receive has a sender, whether or not the last hop can carry the bytes of all of them. So an advert
 // carries a grant, and each later control extends the grant as data arrives. The bytes that are granted and not yet
-// received never exceed the budget, which is divided evenly among the flows that expect data (receiver-driven credit
-// as in EQDS, Olteanu et al., NSDI 2022, and Homa, Montazeri et al., SIGCOMM 2018). The budget follows the
+// received never exceed the budget. The budget is divided evenly among the flows that expect data (receiver-driven
+// credit as in EQDS, Olteanu et al., NSDI 2022, and Homa, Montazeri et al., SIGCOMM 2018). The budget follows the
 // bottleneck: it grows while arrivals are unmarked and senders see no queue, and shrinks otherwise.
 //
-// A grant cannot be taken back, and its sender may compute or be stopped. A grant that nothing was taken from for a
-// while is parked: it no longer counts against the budget, until the flow's next arrival. There is no timer: the flows
-// that receive look for those that do not.
+// A grant cannot be taken back, and its sender may compute or be stopped. So a grant that has not been used for a while
+// is parked: it does not count against the budget until the flow's next arrival. There is no timer: the flows that
+// receive data check for idle flows.
 //
 // All flows of a port share one budget, which outlives them. Single-threaded.
 #pragma once
@@ -24,8 +24,8 @@ namespace sennit::flow {
 struct ReceiveBudgetConfig {
   uint64_t max_bytes = 2'097'152;  // large enough not to limit a single sender
   uint64_t start_bytes = 262'144;  // grows by a quarter every two good rounds, until the first bad one
-  uint64_t min_bytes = 32'768;     // however long the queue is
-  uint64_t target_queue_us = 100;  // queueing delay that senders may see
+  uint64_t min_bytes = 32'768;     // the minimum, however long the queue is
+  uint64_t target_queue_us = 100;  // queueing delay that is acceptable to senders
 };
 
 class ReceiveBudget {
@@ -33,14 +33,14 @@ class ReceiveBudget {
   // Throws std::invalid_argument unless 0 < min_bytes <= start_bytes <= max_bytes.
   explicit ReceiveBudget(const ReceiveBudgetConfig& config = {});
 
-  // A flow's part; known to the budget while the flow expects data.
+  // One flow's account with the budget while the flow expects data.
   struct Account {
     uint64_t idle_us = 0;        // parked after this time without an arrival or a new grant; set by the flow
     uint64_t granted_bytes = 0;  // granted and not received
     uint64_t parked_bytes = 0;   // part of granted_bytes
     uint64_t touched_us = 0, touched_look = 0;
-    // Until the budget has seen this many arrivals, the flow's data may wait in a queue behind data that was granted
-    // to others earlier. So the flow is not idle yet.
+    // Until the budget has seen this many arrivals, the flow's data may wait in a queue behind data that was granted to
+    // others earlier. So the flow does not count as idle.
     uint64_t behind_bytes = 0;
     size_t index = 0;
     bool is_parked = false;
@@ -49,27 +49,27 @@ class ReceiveBudget {
   uint64_t bytes() const { return static_cast<uint64_t>(bytes_); }
   // One flow's share of the budget while it expects data.
   uint64_t share_bytes() const;
-  // Changes whenever the share does.
+  // Changes whenever the share changes.
   uint64_t share_version() const { return share_version_; }
   uint32_t expecting_flows() const { return static_cast<uint32_t>(accounts_.size()); }
 
-  // A flow begins to expect data, or stops; when it stops, nothing may be granted to it.
+  // A flow begins or stops to expect data. After it stops, it gets no grants.
   void on_expecting(Account& account, bool expects);
   // `wanted_bytes`: what the flow's share had room for, if its data arrives.
   void on_granted(Account& account, uint64_t now_us, uint64_t bytes, uint64_t wanted_bytes);
   void on_arrival(Account& account, uint64_t now_us, uint32_t bytes, bool ecn_marked);
   // Granted bytes arrived, or their flow is gone.
   void on_settled(Account& account, uint64_t bytes);
-  // Parks the grants of idle flows. Called often; does something seldom.
+  // Parks the grants of idle flows. Called often, but rarely does work.
   void look(uint64_t now_us);
 
   // Granted, not received and not parked: the sum over all flows.
   uint64_t granted_bytes() const { return granted_bytes_; }
   uint64_t parked_bytes() const { return parked_bytes_; }
-  // What a flow may be granted whose data arrives.
+  // The largest grant to a flow whose data arrives.
   uint64_t grantable_bytes() const { return bytes() > granted_bytes_ ? bytes() - granted_bytes_ : 0; }
-  // What a flow may be granted that has sent nothing yet: all senders that may begin at any moment get one budget
-  // together at most.
+  // The largest grant to a flow that has sent nothing yet. All senders that may begin at any moment get at most one
+  // budget together.
   uint64_t grantable_unseen_bytes() const {
     return grantable_bytes() > parked_bytes_ ? grantable_bytes() - parked_bytes_ : 0;
   }
@@ -92,22 +92,23 @@ class ReceiveBudget {
   uint64_t looks_ = 0, look_at_us_ = 0;
   uint64_t arrived_bytes_ = 0;  // since the start
   bool is_starting_ = true;
-  // A round is one budget of arrivals, about a round trip. It ends by the clock only where arrivals are few.
+  // A round is one budget of arrivals, about one round-trip time. The clock ends it only if arrivals are few.
   uint64_t round_bytes_ = 0, round_marked_bytes_ = 0, round_began_us_ = 0;
   bool is_short_ = false;  // a flow got less in this round than it wanted
   uint64_t round_queue_us_ = 0;
-  uint32_t good_rounds_ = 0;    // in a row; the reports of a round are about the one before
+  uint32_t good_rounds_ = 0;    // good rounds in a row; the reports of a round are about the one before
   bool is_reported_ = false;    // a sender reported its queueing delay in this round
   double marked_fraction_ = 0;  // smoothed, RFC 8257
 };
 
-// Granted beyond what was received where there is no budget: more than any window.
+// The grant beyond what was received, if there is no budget: more than any window.
 inline constexpr uint64_t GRANT_UNLIMITED_PACKETS = uint64_t{1} << 30;
 
-// The receiving side of a flow's credit: how many bulk packets its sender may have sent, counted from the start.
+// The receiving side of a flow's grant: how many bulk packets its sender may have sent, counted from the start.
 //
 // The count is cumulative and travels in every control, so that a control may be lost, doubled or overtaken.
-// Retransmissions take no grant: what was lost is still granted and not received, so in flight is never more.
+// Retransmissions take no grant: a lost packet still counts as granted and not received, so the limit on bytes in
+// flight holds.
 class Grants {
  public:
   Grants(ReceiveBudget* budget, uint32_t payload_max_bytes) : budget_(budget), payload_max_bytes_(payload_max_bytes) {}
@@ -123,15 +124,15 @@ class Grants {
     if (budget_ == nullptr) return;
     arrived_us_ = now_us;
     budget_->on_arrival(account_, now_us, payload_max_bytes_, ecn_marked);
-    // A sender that exceeds its grant gains nothing by it.
+    // A sender that exceeds its grant must gain nothing by it.
     if (++received_ <= granted_)
       budget_->on_settled(account_, payload_max_bytes_);
     else
       granted_ = received_;
     note_expecting();
   }
-  // Asked after an arrival: whether a control should announce a larger grant now. It should when the sender has used
-  // half of its grant, or has used all of it and waits.
+  // Asked after an arrival: whether a control should announce a larger grant now. It should if the sender has used half
+  // of its grant, or all of it.
   bool is_due() {
     if (budget_ == nullptr || granted_ == opened_) return false;
     const uint64_t share = share_packets();
@@ -162,13 +163,13 @@ class Grants {
   }
 
  private:
-  // However many senders there are, each of them makes progress: its arrivals bring the next grant.
+  // However many senders there are, each makes progress: its arrivals bring the next grant.
   static constexpr uint64_t LEAST_PACKETS = 2;
 
-  // A few round trips of a data centre, so that a flow that is only late is not taken for idle.
+  // A few round-trip times of a data centre, so that a flow that is only late does not count as idle.
   static constexpr uint64_t IDLE_MIN_US = 1'000;
 
-  // Cached: it is needed at each arrival and changes once a round.
+  // Cached, because it is needed at each arrival and changes once a round.
   uint64_t share_packets() {
     if (share_version_ != budget_->share_version()) {
       share_version_ = budget_->share_version();
@@ -176,7 +177,7 @@ class Grants {
     }
     return share_packets_;
   }
-  // What the share leaves; nothing for a sender that does not use its grant.
+  // What remains of the share. Nothing for a sender that does not use its grant.
   uint64_t room() {
     if (account_.is_parked) return 0;
     const uint64_t target = std::min(opened_, received_ + share_packets());

@@ -6,7 +6,7 @@
 namespace sennit::flow {
 namespace {
 
-// In how many controls a change of a credit is reported, because a control may be lost. If the next control then left
+// The number of controls that report a change of a credit, because a control may be lost. If the next control then left
 // the credit out, its packets would look lost beside later packets of their path.
 constexpr uint8_t SACK_REPORTS = 3;
 
@@ -48,7 +48,7 @@ uint64_t Receiver::credit_of(uint32_t immediate) const {
   const uint32_t slot_offset = slot_of(immediate) - 1;
   const uint32_t ahead = slot_offset >= completed_slot_offset_ ? slot_offset - completed_slot_offset_
                                                                : slot_offset + CREDIT_SLOTS - completed_slot_offset_;
-  // The farther half of the cycle is behind us: a late copy of a packet of a complete credit.
+  // The farther half of the cycle is in the past: this is a late copy of a packet of a complete credit.
   if (ahead >= CREDIT_SLOTS / 2) return completed_below_ + ahead - CREDIT_SLOTS;
   return completed_below_ + ahead;
 }
@@ -66,7 +66,7 @@ Placement Receiver::place(uint64_t number, uint32_t index) const {
 
 Verdict Receiver::classify(uint32_t immediate, uint32_t size_bytes) const {
   const uint64_t number = credit_of(immediate);
-  // (Before the first credit `number` has wrapped to a huge one.)
+  // Before the first credit, `number` has wrapped to a huge one.
   if (number >= next_credit_) return Verdict::bad_slot;
   if (number < completed_below_) return Verdict::duplicate;
   const Credit& credit = this->credit(number);
@@ -81,11 +81,11 @@ Verdict Receiver::locate(uint32_t immediate, uint64_t address, uint32_t rkey, ui
   const uint64_t number = credit_of(immediate);
   if (verdict == Verdict::bad_slot) return verdict;
   if (number < completed_below_) {
-    // Its key is forgotten; nothing is placed, so there is nothing to protect.
+    // The key is forgotten. Nothing is placed, so there is nothing to protect.
     out = Placement{nullptr, immediate, address, size_bytes};
     return verdict;
   }
-  // (Of several only devices know which is whose, and they check them.)
+  // If there are several keys, only the devices know which is whose, and they check it.
   if (rkey != credit(number).keys.of[0]) return Verdict::bad_key;
   if (verdict == Verdict::bad_range) return verdict;
   const Placement expected = place(number, index_of(immediate));
@@ -114,7 +114,7 @@ Receiver::Arrival Receiver::on_data(uint32_t immediate, SequenceRing<Event>& eve
     ++credit.first_missing;
   cursor_credit_ = number;
   cursor_index_ = index + 1;
-  // Data for a credit shows that its advert, and so all before it, arrived.
+  // Data for a credit shows that its advert, and so all adverts before it, arrived.
   on_seen_below(number + 1);
   if (!complete(credit)) {
     touch(number);
@@ -129,7 +129,7 @@ Receiver::Arrival Receiver::on_data(uint32_t immediate, SequenceRing<Event>& eve
     events.push(Event{Event::Kind::received, message.header, 0, message.receive_id, message.destination, 0, nullptr});
   }
   while (completed_below_ < next_credit_ && complete(this->credit(completed_below_))) {
-    // Parts are in message order, so a message's last part frees its record.
+    // Parts are in message order, so the last part of a message frees its record.
     const Credit& done = this->credit(completed_below_);
     if (done.offset + done.part_bytes == messages_[done.message].header.size_bytes) messages_.pop();
     ++completed_below_;
@@ -157,14 +157,14 @@ size_t Receiver::predict(std::span<Placement> out) const {
 size_t Receiver::predict_from(uint32_t immediate, std::span<Placement> out) const {
   if (slot_of(immediate) == EAGER_SLOT) return 0;
   const uint64_t number = credit_of(immediate);
-  // (Before the first credit `number` may have wrapped to a huge one.)
+  // Before the first credit, `number` may have wrapped to a huge one.
   if (number < completed_below_ || number >= next_credit_) return 0;
   return missing_from(number, index_of(immediate), out);
 }
 
 size_t Receiver::missing_from(uint64_t number, uint32_t index, std::span<Placement> out) const {
   size_t count = 0;
-  // Steps over what is there already, but not for long: after a retransmission the guess is poor anyway.
+  // Skips packets that are already there, but not many: after a retransmission the prediction is poor anyway.
   size_t looks = out.size() + 64;
   for (; number < next_credit_ && count < out.size(); ++number, index = 0) {
     const Credit& credit = this->credit(number);
@@ -224,7 +224,7 @@ void Receiver::write_sacks(ControlWriter& writer) {
     touched_[kept++] = number;
   }
   touched_.resize(kept);
-  // What did not fit goes first next time: the others only repeat themselves.
+  // Credits that did not fit go first next time, because the others were only repeated.
   if (sacks_postponed_)
     std::stable_partition(touched_.begin(), touched_.end(),
                           [&](uint64_t number) { return credit(number).reports_left == SACK_REPORTS; });

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The receiving side of bulk messages: credits, their bitmaps, and what the control payload says of them.
+// The receiving side of bulk messages: credits, their bitmaps, and their part of the control payload.
 //
-// A message is cut into parts of at most CREDIT_MAX_PACKETS packets; each part is one credit. At most
-// CREDIT_WINDOW credits are open, counted from the oldest incomplete one; the rest wait in call order.
+// A message is cut into parts of at most CREDIT_MAX_PACKETS packets. Each part is one credit. At most CREDIT_WINDOW
+// credits are open, counted from the oldest incomplete one. The others wait in call order.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -23,21 +23,21 @@ class Receiver {
   void advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys);
 
   Verdict locate(uint32_t immediate, uint64_t address, uint32_t rkey, uint32_t size_bytes, Placement& out) const;
-  // As much of `locate` as can be checked without the RETH, which a completion does not show.
+  // The checks of `locate` that need no RETH, because a completion does not show it.
   Verdict classify(uint32_t immediate, uint32_t size_bytes) const;
   struct Arrival {
     bool in_order;
     bool message_complete;
-    bool is_last_packet;  // of its credit: packets that are missing now were lost, or are on another path
+    bool is_last_packet;  // of its credit: packets that are still missing were lost or are on another path
     uint64_t credit;
   };
-  // After classify said `place`. A complete message adds its event to `events`.
+  // Call it after classify said `place`. A complete message adds its event to `events`.
   Arrival on_data(uint32_t immediate, SequenceRing<Event>& events);
-  // The sender repeated a packet: the state of its credit goes into the next control again.
+  // The sender repeated a packet, so the state of its credit goes into the next control again.
   void on_duplicate(uint32_t immediate);
-  // The next control reports every open credit.
+  // Makes the next control report every open credit.
   void report_all();
-  // Places of the next packets: behind the newest arrival, or from the packet that `immediate` names on.
+  // Places of the next packets: after the newest arrival, or from the packet that `immediate` names.
   size_t predict(std::span<Placement> out) const;
   size_t predict_from(uint32_t immediate, std::span<Placement> out) const;
 
@@ -48,20 +48,20 @@ class Receiver {
   void resend_adverts() { unsent_advert_ = seen_below_; }
   bool has_unsent_adverts() const { return unsent_advert_ < next_credit_; }
   bool has_unseen_adverts() const { return seen_below_ < next_credit_; }
-  // When the oldest of them was last sent; 0: not yet.
+  // When the oldest of them was last sent. 0: not yet.
   uint64_t oldest_unseen_sent_us() const { return credit(seen_below_).advert_sent_us; }
-  // Part of a bulk message has arrived, and part is missing.
+  // Whether a part of a bulk message has arrived and a part is missing.
   bool has_partial() const { return partial_credits_ != 0; }
   bool has_open() const { return completed_below_ < next_credit_ || !waiting_.empty(); }
 
   // In the order of the byte table: done words, then (after the eager part) SACKs, then adverts.
   void write_done(ControlWriter& writer) const;
   void write_sacks(ControlWriter& writer);
-  // Some did not fit: another control at once.
+  // Some did not fit, so another control follows at once.
   bool has_postponed_sacks() const { return sacks_postponed_; }
   void write_adverts(ControlWriter& writer, uint64_t now_us);
   void clear();
-  // Since the start: packets of all credits opened so far, and how many of them have arrived.
+  // Since the start: the packets of all credits opened so far, and how many of them have arrived.
   uint64_t opened_packets() const { return opened_packets_; }
   uint64_t received_packets() const { return received_packets_; }
   uint64_t open_credits() const { return next_credit_ - completed_below_; }
@@ -82,7 +82,7 @@ class Receiver {
     uint32_t part_bytes, packet_count;
     uint32_t received, first_missing, received_end;
     uint64_t advert_sent_us;
-    uint8_t reports_left;  // in so many further controls; in touched_ while not 0
+    uint8_t reports_left;  // reported in this many further controls; the credit is in touched_ while this is not 0
     Bitmap present;
   };
 
@@ -106,9 +106,9 @@ class Receiver {
   uint32_t completed_slot_offset_ = 0;  // completed_below_ % CREDIT_SLOTS
   uint32_t partial_credits_ = 0;
   uint64_t opened_packets_ = 0, received_packets_ = 0;
-  std::vector<uint64_t> touched_;  // credits whose state the peer should be told
+  std::vector<uint64_t> touched_;  // credits whose state the peer should learn
   bool sacks_postponed_ = false;
-  uint64_t cursor_credit_ = 0;  // behind the newest arrival: where predict starts
+  uint64_t cursor_credit_ = 0;  // after the newest arrival: where predict starts
   uint32_t cursor_index_ = 0;
 };
 

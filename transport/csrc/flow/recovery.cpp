@@ -11,20 +11,20 @@ namespace {
 // RFC 8985's DupThresh, RFC 5681's three duplicate acknowledgements.
 constexpr uint64_t REORDER_PACKETS = 3;
 constexpr uint32_t WINDOW_MIN_PACKETS = 8;
-// Back-off doubles at most so often; RTO_MAX_US caps it anyway.
+// Back-off doubles at most this often. RTO_MAX_US caps it anyway.
 constexpr uint32_t BACKOFF_MAX = 10;
-// All of so many packets lost in a row: no accident even where every fifth packet is lost.
+// If this many packets in a row are all lost, it is no accident, even at a loss of one packet in five.
 constexpr uint32_t SILENT_PACKETS = 4;
-// Lost at a time on a path that goes on answering: a queue overflowed.
+// If this many are lost at a time on a path that still answers, a queue overflowed.
 constexpr uint32_t OVERFLOW_PACKETS = 8;
-// A loss makes the next so many packets suspect.
+// After a loss, this many packets are suspect.
 constexpr uint32_t LOSSY_PACKETS = 65'536;
-// Before the first sample: longer than most round trips, and what our own packets take at 500 MB/s.
+// Before the first sample: longer than most round-trip times, and what our own packets take at 500 MB/s.
 constexpr uint64_t PTO_INITIAL_US = 1'000;
 constexpr uint64_t INITIAL_PACKET_US = 8;
 // Sent ahead of the pace, so that a late timer costs nothing.
 constexpr uint64_t PACING_PERCENT = 80;
-// Below this a batch takes longer to send than to wait for.
+// Shorter pauses are not worth it, because sending a batch takes longer.
 constexpr uint64_t PACING_MIN_US = 5;
 
 uint32_t window_packets(const FlowConfig& config) {
@@ -33,7 +33,7 @@ uint32_t window_packets(const FlowConfig& config) {
 
 }  // namespace
 
-// Lost packets hold their record until they are acknowledged, hence room for more than the window.
+// Lost packets hold their record until they are acknowledged, so there is room for more than the window.
 Recovery::Recovery(const FlowConfig& config, FlowCounters& counters)
     : ends_(config.ends),
       window_packets_(window_packets(config)),
@@ -54,7 +54,7 @@ Recovery::Recovery(const FlowConfig& config, FlowCounters& counters)
 
 void Recovery::note_window() {
   counters_.window_packets = window_ = congestion_->window_packets();
-  // Half of the window: two paths carry all of it, and a dead one stops no more than half.
+  // Half of the window: two paths carry all of it, and a dead path stops no more than half.
   if (paths_.count() > 2) paths_.set_in_flight_limit(std::max(window_ / 2, 1u));
 }
 
@@ -63,7 +63,7 @@ uint32_t Recovery::choose_path(uint64_t now_us) {
     if (paths_.offers(index, now_us))
       return policy_->choose(now_us, paths_, lost_.empty() ? Paths::NONE : outstanding_[lost_.head].path);
   const uint32_t path = paths_.least_bad();
-  // All are bad: each gets its turn.
+  // All paths are bad, so each gets its turn.
   if (paths_[path].is_bad()) paths_[path].until_us = std::max(paths_[path].until_us, now_us) + 1;
   return path;
 }
@@ -125,7 +125,7 @@ bool Recovery::take_tail_mark(uint64_t now_us, uint32_t& index) {
     Path& path = paths_[index];
     if (!path.is_mark_wanted && !(marks_tail() && is_mark_due(path))) continue;
     path.is_mark_wanted = false;
-    // Far enough behind all data to condemn it without a wait.
+    // Far enough behind all data that the echo condemns missing data without a wait.
     path.mark_order = path.next_order + REORDER_PACKETS;
     path.next_order = path.mark_order + 1;
     path.mark = {next_serial_++, now_us};
@@ -138,15 +138,15 @@ bool Recovery::take_tail_mark(uint64_t now_us, uint32_t& index) {
   return false;
 }
 
-// Elsewhere, if there is an elsewhere: its own path may be dead.
+// Prefers another path, because the packet's own path may be dead.
 uint32_t Recovery::probe_path(uint64_t now_us, uint32_t from, bool is_moved) {
   if (unanswered_probes_ == 0) {
-    // Moved before, and something came through since: where that did.
+    // The packet was moved before, and something arrived since: take the path where that arrived.
     if (is_moved && arrived_.serial != 0 && arrived_path_ != from) return arrived_path_;
     for (uint32_t other = 0; other < paths_.count(); ++other)
       if (other != from && paths_.offers(other, now_us)) return policy_->choose(now_us, paths_, from);
   }
-  // Each path in its turn, whatever is believed of it or waits on it.
+  // Each path in turn, whatever its state or load.
   probe_turn_ = (probe_turn_ + 1) % paths_.count();
   if (probe_turn_ == from) probe_turn_ = (probe_turn_ + 1) % paths_.count();
   return probe_turn_;
@@ -170,7 +170,7 @@ bool Recovery::take_probe(uint64_t now_us, DataOut& out, uint32_t& path_index) {
   ++counters_.tail_probe_packets;
   trace::probe_timeout(ends_, path_index, unanswered_probes_, counters_.rto_us);
   want_mark(path_index);
-  // Nobody answered the last one: it may be this path that is dead. One mark a rail, on other paths every time.
+  // Nobody answered the last probe, so this path may be dead. Each rail gets a mark, every time on another path.
   if (unanswered_probes_ != 0) {
     ++counters_.local_ack_timeout_err;
     const uint32_t rails = paths_.rail_count();
@@ -187,7 +187,7 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
   uint64_t fabric_us = 0;
   Path& path = paths_[echo.path];
   const uint32_t id = outstanding_.find(echo.immediate);
-  // Karn's rule, RFC 6298 (3): a packet sent twice says nothing.
+  // Karn's rule, RFC 6298 (3): a packet that was sent twice gives no sample.
   if (id != NO_RECORD && outstanding_[id].transmissions == 1 && outstanding_[id].path == echo.path) {
     const uint64_t passed_us = now_us - outstanding_[id].sent_us;
     const uint64_t sample_us = passed_us > echo.delay_us ? passed_us - echo.delay_us : 0;
@@ -198,7 +198,7 @@ void Recovery::on_echo(uint64_t now_us, const Echo& echo, uint64_t control_waite
     counters_.rtt_us = round_trip_.smoothed_us();
     counters_.rto_us = round_trip_.rto_us();
     const uint64_t waited_us = echo.waited_us + control_waited_us;
-    // (The kernel's timestamps are of a clock that is set now and then.)
+    // The kernel's timestamps use a clock that may be set back or forward.
     if (sample_us > waited_us) {
       fabric_us = sample_us - waited_us;
       path.fabric_round_trip.add_sample(fabric_us);
@@ -257,8 +257,8 @@ void Recovery::end_of_acks(uint64_t now_us) {
   if (is_idle) is_probe_due_ = is_mark_wanted_ = false;
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     Path& path = paths_[index];
-    // One packet at a time on a dead path is never silence of several: so twice is enough. (Any answer ends the
-    // question.)
+    // A dead path that carries one packet at a time never shows several silent packets. So two silences are enough.
+    // (Any answer ends the question.)
     if (path.question != 0 && path.question < heard_below_) {
       if (++path.silences >= 2) make_rail_bad(now_us, index, path.question);
       path.question = 0;
@@ -305,7 +305,7 @@ void Recovery::detect_losses(uint64_t now_us, uint32_t index) {
   if (!path.in_flight.empty()) detect_silence(now_us, index);
 }
 
-// Something of another path that was sent a round trip of this one later is there.
+// Whether another path has delivered a packet that was sent one round-trip time of this path later.
 bool Recovery::is_overtaken(const Path& path) const {
   return !path.in_flight.empty() && fabric_round_trip_.sampled() &&
          outstanding_[path.in_flight.head].sent_us + silence_us(path) < arrived_.sent_us;
@@ -315,8 +315,8 @@ bool Recovery::is_silent(uint32_t index, const Record& record) const {
   const uint64_t patience_us = silence_us(paths_[index]);
   const Rail& rail = paths_.rail(index);
   if (record.sent_us + patience_us < rail.arrived.sent_us) return true;
-  // One packet of another rail says nothing: the peer reads its sockets in turn, and may have stopped between this one
-  // and that. A round later it has read this one as well, and found something if there is anything.
+  // One packet of another rail proves nothing: the peer reads its sockets in turn, and may have stopped between the
+  // two. A round later it has also read this rail's socket, and found any packet there.
   return record.serial < heard_below_ && rail.reported_serial <= heard_below_ &&
          record.sent_us + patience_us < arrived_.sent_us;
 }
@@ -331,7 +331,7 @@ void Recovery::detect_silence(uint64_t now_us, uint32_t index) {
     mark_lost(path, path.in_flight.head);
     ++lost;
   }
-  // (Later ones of this path are there: then it is as alive as any.)
+  // Later packets of this path arrived, so the path is alive.
   if (is_alive) {
     note_losses(now_us, index, lost);
   } else if (lost >= SILENT_PACKETS || ++path.silences >= 2) {
@@ -351,7 +351,7 @@ uint64_t Recovery::probe_at_us() const {
   return is_tail_ ? std::min(delayed_us, std::max(since_us, tail_since_us_) + wait_us(0)) : delayed_us;
 }
 
-// A verdict lacks a later packet, and none is on its way.
+// A verdict needs a later packet, and none is in flight.
 uint64_t Recovery::confirm_at_us() const {
   if (next_serial_ != round_begin_ || !fabric_round_trip_.sampled()) return UINT64_MAX;
   uint64_t at_us = UINT64_MAX;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How paths become bad, what is known of their rail, and how they come back.
+// How paths become bad, what this says about their rail, and how they come back.
 #include <algorithm>
 
 #include "flow/recovery.hpp"
@@ -7,11 +7,11 @@
 namespace sennit::flow {
 namespace {
 
-// A healed path is found after half of this on average; a dead one costs 20 small packets a second.
+// On average it takes half of this to find a healed path. A dead path costs 20 small packets a second.
 constexpr uint64_t PATH_PROBE_MAX_US = 50'000;
 constexpr uint64_t PATH_PROBE_MIN_US = 1'000;
 constexpr uint32_t PATH_PROBE_DOUBLINGS = 6;
-// Between two probes of any paths: with 256 of them dead, probes still cost next to nothing.
+// Between two probes of any paths: with 256 dead paths, probes still cost almost nothing.
 constexpr uint64_t PATH_PROBE_GAP_US = 250;
 
 }  // namespace
@@ -35,7 +35,7 @@ void Recovery::on_answer(uint64_t now_us, Path& path) {
   set_state(path, PathState::good);
   ++counters_.paths_readmitted;
   path.probes = 0;
-  // Its rail answers, so its neighbours are worth a probe at once.
+  // The rail answers, so its other paths are worth a probe at once.
   const uint32_t rail = paths_.rail_of(static_cast<uint32_t>(&path - &paths_[0]));
   for (uint32_t index = rail; index < paths_.count(); index += paths_.rail_count())
     if (paths_[index].is_bad()) paths_[index].until_us = now_us;
@@ -43,7 +43,7 @@ void Recovery::on_answer(uint64_t now_us, Path& path) {
 
 void Recovery::note_arrivals(uint64_t now_us, const Echo& echo, uint64_t fabric_us) {
   Path& path = paths_[echo.path];
-  // Cumulative, so that a lost or overtaken control is harmless: an old one differs by half the circle or more.
+  // Counts are cumulative, so a lost or overtaken control is harmless: an old one differs by half the circle or more.
   const auto received = static_cast<uint16_t>(echo.received - path.received);
   const auto marked = static_cast<uint16_t>(echo.marked - path.marked);
   if (received == 0 || received >= 0x8000) return;
@@ -84,8 +84,8 @@ void Recovery::make_bad(uint64_t now_us, uint32_t index) {
   path.until_us = now_us;
 }
 
-// `index` went silent while others answer. When nothing that was sent since came over any path of its rail, the rail is
-// gone: the other paths need not find that out one after the other.
+// `index` went silent while others answer. If nothing sent since then came over any path of its rail, the rail is gone.
+// Then the other paths need not find that out one after the other.
 void Recovery::make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_since) {
   make_bad(now_us, index);
   if (paths_.rail_count() == 1) return;
@@ -95,7 +95,7 @@ void Recovery::make_rail_bad(uint64_t now_us, uint32_t index, uint64_t silent_si
     if (!paths_[other].is_bad()) make_bad(now_us, other);
 }
 
-// While the peer answers nowhere, data itself tries the paths, backed off: a slow peer is not flooded.
+// While the peer answers nowhere, data itself tries the paths, with back-off, so that a slow peer is not flooded.
 bool Recovery::may_probe() const { return bad_paths_ != 0 && bad_paths_ != paths_.count() && outstanding_.size() != 0; }
 
 uint64_t Recovery::next_path_probe_us() const {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Classes by name: what a setting may say, and what makes the object it asks for.
+// Classes by name: the allowed values of a setting, and the object that each makes.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -21,7 +21,7 @@ struct Registry {
     for (size_t i = 0; i < COUNT; ++i) names[i] = entries[i].name;
   }
 
-  // Throws std::invalid_argument with the setting, the value and the allowed ones.
+  // Throws std::invalid_argument with the setting, the value and the allowed values.
   Make find(std::string_view setting, std::string_view name) const {
     std::string allowed;
     for (const Named<Make>& entry : entries_) {

@@ -32,7 +32,7 @@ class Reps final : public PathPolicy {
       if (first != Paths::NONE) {
         const uint32_t second = take(now_us, paths, avoided);
         if (second == Paths::NONE) return first;
-        // The one that is not used goes back in front, where it was.
+        // The path that is not used goes back to its place in front.
         const bool is_second_faster = paths[second].round_trip.smoothed_us() < paths[first].round_trip.smoothed_us();
         put_back(is_second_faster ? first : second);
         return is_second_faster ? second : first;
@@ -55,7 +55,7 @@ class Reps final : public PathPolicy {
 
  private:
   // How many packets a batch has depends on the port: a NIC sends them one by one, a GSO send carries 64 KiB. Batches
-  // in flight count as if they had brought nothing, so that entropies return too early rather than never.
+  // in flight count as if they had returned nothing, so that entropies return too early rather than never.
   uint32_t mean_batch_packets() {
     if (batches_ >= BATCHES_REMEMBERED) {
       batches_ /= 2;
@@ -68,7 +68,7 @@ class Reps final : public PathPolicy {
     ring_[end_++ % RING_COUNT] = path;
   }
   void put_back(uint32_t path) { ring_[--first_ % RING_COUNT] = path; }
-  // Drops paths that meanwhile went bad, are to be skipped or have reached their limit.
+  // Drops paths that have since become bad, are to be skipped or have reached their limit.
   uint32_t take(uint64_t now_us, const Paths& paths, uint32_t avoided) {
     while (first_ != end_) {
       const uint32_t path = ring_[first_++ % RING_COUNT];

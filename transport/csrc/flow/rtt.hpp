@@ -6,24 +6,24 @@
 
 namespace sennit::flow {
 
-// RFC 6298 (2.4) asks for 1 s, which suits the Internet. No timer declares a packet lost here: after this time a side
-// asks again for what it misses. 5 ms is more than one scheduling slice of a peer that shares its core.
+// RFC 6298 (2.4) asks for 1 s, which suits the Internet. Here no timer declares a packet lost. After this time a side
+// only asks again for what it misses. 5 ms is more than one scheduling slice of a peer that shares its core.
 inline constexpr uint64_t RTO_MIN_US = 5'000;
 // Before the first sample (RFC 6298 (2.1): 1 s).
 inline constexpr uint64_t RTO_INITIAL_US = 20'000;
-// RFC 6298 (2.5) allows 60 s; a path that comes back must be found long before the peer is given up.
+// RFC 6298 (2.5) allows 60 s, but a path that comes back must be found long before the peer counts as lost.
 inline constexpr uint64_t RTO_MAX_US = 1'000'000;
 // RFC 6298's G: ports are driven by a poll loop whose rounds take up to this long.
 inline constexpr uint64_t CLOCK_GRANULARITY_US = 100;
-// The least probe timeout. The timeout is 2 * SRTT (RFC 8985, 7.2) without the variation, which a single pause of the
+// The minimum probe timeout. The timeout is 2 * SRTT (RFC 8985, 7.2) without the variation, which a single pause of the
 // peer makes large. A probe costs two packets.
 inline constexpr uint64_t PTO_MIN_US = 350;
 // Smallest reorder window of the RACK check (RFC 8985, 6.2: a quarter of the round trip).
 inline constexpr uint64_t REORDER_MIN_US = 50;
-// Delay that a host's own network stack may add to one path and not to another.
+// The delay that a host's network stack may add to one path and not to another.
 inline constexpr uint64_t SILENCE_MIN_US = 300;
 
-// A route may become longer: a minimum that is older than this is forgotten (BBR's min_rtt filter keeps 10 s).
+// A route may become longer, so a minimum older than this is forgotten (BBR's min_rtt filter keeps 10 s).
 inline constexpr uint64_t MINIMUM_AGE_US = 5'000'000;
 
 // The minimum over the last one to two MINIMUM_AGE_US.
@@ -72,7 +72,7 @@ class RoundTrip {
   uint64_t silence_us() const {
     return std::max(smoothed_us() + std::max(variation_4_, CLOCK_GRANULARITY_US), SILENCE_MIN_US);
   }
-  // A packet is lost this long after it was sent, once a later packet of its path has arrived.
+  // Once a later packet of its path has arrived, a packet is lost this long after it was sent.
   uint64_t reorder_deadline_us() const { return smoothed_us() + std::max(smoothed_us() / 4, REORDER_MIN_US); }
 
  private:

@@ -44,7 +44,7 @@ DataOut Sender::take_unsent() {
 }
 
 const Keys& Sender::keys_of(uint32_t immediate) const {
-  // All such credits are less than a lap of slots from the oldest one.
+  // All such credits are less than one lap of slots from the oldest one.
   const uint32_t ahead = slot_of(immediate) + CREDIT_SLOTS - credit_slot(completed_below_);
   return credit(completed_below_ + ahead % CREDIT_SLOTS).keys;
 }
@@ -74,7 +74,7 @@ bool Sender::check(const ControlReader& control) const {
   if (end < first || end > std::max(completed, completed_below_) + CREDIT_WINDOW) return false;
   uint64_t missing_bytes = this->missing_bytes();
   return control.each_advert([&](uint32_t index, const Advert& advert) {
-    // What comes too early is judged when its turn comes.
+    // An advert that comes too early is checked when its turn comes.
     if (first + index < credits_seen_ || first > credits_seen_) return true;
     return is_possible(advert, missing_bytes);
   });
@@ -166,7 +166,7 @@ bool Sender::apply_adverts(const ControlReader& control, SequenceRing<Event>& ev
   });
   while (const Advert* next = early_.find(credits_seen_)) {
     uint64_t missing_bytes = this->missing_bytes();
-    // The peer sends them again, and that control is refused as a whole.
+    // The peer sends the adverts again, and that control is refused as a whole.
     if (!is_possible(*next, missing_bytes)) {
       early_.clear();
       break;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sending side of bulk messages: the peer's adverts, the transfers bound to them, what is acknowledged.
+// The sending side of bulk messages: the peer's adverts, the transfers bound to them, and what is acknowledged.
 //
-// Credits are sent in the order in which their transfers were called; within one, by packet index.
+// Credits are sent in the order in which their transfers were called, and their packets by index.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@
 
 namespace sennit::flow {
 
-// Adverts that arrived before their predecessors. On several paths controls overtake each other all the time, and an
-// advert that is thrown away costs a round trip.
+// Adverts that arrived before their predecessors. On several paths controls overtake each other all the time, and
+// dropping an advert costs a round-trip time.
 class EarlyAdverts {
  public:
   // `number` is less than CREDIT_WINDOW above the next number to be taken.
@@ -51,8 +51,8 @@ class Sender {
   // `advert_id` is that of the event. Returns null on success, else what is wrong with the call.
   const char* transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
   bool has_unsent() const;
-  DataOut take_unsent();  // has_unsent() first
-  // The keys of the credit that an unacknowledged packet belongs to.
+  DataOut take_unsent();  // Call has_unsent() first.
+  // The keys of the credit to which an unacknowledged packet belongs.
   const Keys& keys_of(uint32_t immediate) const;
   bool has_backlog() const { return !to_send_.empty(); }
   // There is more to send, and only the receiver's grant prevents it.
@@ -60,23 +60,23 @@ class Sender {
   // The receiver limits what is in flight to it.
   bool is_granted_narrowly() const { return granted_packets_ - sent_packets_ < GRANT_UNLIMITED_PACKETS / 2; }
   uint64_t granted_packets() const { return granted_packets_; }
-  // Not computed by nearest<32>: there, an old count from before the start would become a huge one.
+  // Not computed by nearest<32>, which would turn an old count from before the start into a huge one.
   void on_granted(uint32_t granted) {
     const auto more = static_cast<int32_t>(granted - static_cast<uint32_t>(granted_packets_));
     if (more > 0) granted_packets_ += static_cast<uint32_t>(more);
   }
-  // Transfers that are not acknowledged completely.
+  // Transfers that are not completely acknowledged.
   uint64_t open_transfers() const { return open_transfers_; }
-  // Some credit of the peer is partly sent and not acknowledged completely.
+  // Some credit of the peer is partly sent and not completely acknowledged.
   bool has_unacknowledged() const { return partial_credits_ != 0; }
 
   // Whether a control payload is consistent with what was sent. Must be true before any of it is applied.
   bool check(const ControlReader& control) const;
-  // First the acknowledgements, then the adverts. Both add events.
+  // Apply first the acknowledgements, then the adverts. Both add events.
   void apply_acks(uint64_t now_us, const ControlReader& control, Recovery& recovery, SequenceRing<Event>& events);
   // True when new adverts came.
   bool apply_adverts(const ControlReader& control, SequenceRing<Event>& events);
-  // Adverts arrived whose predecessors did not.
+  // Adverts arrived, but not all of their predecessors.
   bool has_advert_gap() const { return credits_seen_ < adverts_end_; }
   uint64_t credits_seen() const { return credits_seen_; }
   void clear();
@@ -103,7 +103,7 @@ class Sender {
   bool is_within_reach() const;
   // The bytes of the newest message that are not advertised yet.
   uint64_t missing_bytes() const;
-  // Whether `advert` may come next while the newest message lacks `missing_bytes`. Takes the advert's part off them.
+  // Whether `advert` may come next while the newest message lacks `missing_bytes`. Subtracts the advert's part.
   bool is_possible(const Advert& advert, uint64_t& missing_bytes) const;
   void accept(const Advert& advert, SequenceRing<Event>& events);
   Credit& credit(uint64_t number) { return credits_[number]; }
@@ -122,7 +122,7 @@ class Sender {
   uint64_t sent_packets_ = 0, granted_packets_ = 0;  // for the first time; since the start
   uint64_t open_transfers_ = 0;
   uint32_t partial_credits_ = 0;
-  uint64_t adverts_end_ = 0;  // behind the newest advert that arrived, in order or not
+  uint64_t adverts_end_ = 0;  // after the newest advert that arrived, in order or not
   EarlyAdverts early_;
 };
 

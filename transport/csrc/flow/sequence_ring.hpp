@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Containers over running numbers: a queue, a sliding window, a set of bits.
+// Containers indexed by running numbers: a queue, a sliding window, a set of bits.
 #pragma once
 
 #include <bit>
@@ -10,8 +10,8 @@
 
 namespace sennit::flow {
 
-// A queue whose elements are named by their running number: push at the end, pop in front, look up by
-// number. Grows by doubling and never shrinks, so that it does not allocate once it is warm.
+// A queue whose elements are named by their running number: push at the end, pop in front, look up by number. It grows
+// by doubling and never shrinks, so that it soon stops allocating.
 template <typename T>
 class SequenceRing {
  public:
@@ -46,15 +46,15 @@ class SequenceRing {
   uint64_t first_ = 0, end_ = 0;
 };
 
-// Cells of a window of running numbers that slides forward. Grows by doubling with the widest window seen: most
-// flows never have more than a few credits open, and a rank has a flow to every other rank.
+// Cells of a sliding window of running numbers. It grows by doubling with the widest window seen: most flows have only
+// a few credits open, and a rank has a flow to every other rank.
 template <typename T>
 class WindowRing {
  public:
   T& operator[](uint64_t number) { return cells_[number & (cells_.size() - 1)]; }
   const T& operator[](uint64_t number) const { return cells_[number & (cells_.size() - 1)]; }
 
-  // The window is [first, end) now: it has cells for all of these, and those in use keep what they hold.
+  // The window is now [first, end). It has cells for all of these, and cells in use keep their contents.
   void cover(uint64_t first, uint64_t end) {
     if (end - first <= cells_.size()) return;
     std::vector<T> larger(std::bit_ceil(static_cast<size_t>(end - first)));
@@ -70,10 +70,10 @@ class WindowRing {
   std::vector<T> cells_;
 };
 
-// Which packets of a credit are there: one bit a packet, in words of 64 that travel as they are.
+// Which packets of a credit have arrived: one bit for each packet, in words of 64 bits that travel unchanged.
 class Bitmap {
  public:
-  // Keeps its capacity: a credit's place in its ring is used again and again.
+  // Keeps its capacity, because a credit's place in its ring is reused again and again.
   void reset(uint32_t bit_count) { words_.assign((bit_count + 63) / 64, 0); }
   bool test(uint32_t bit) const { return words_[bit / 64] >> (bit % 64) & 1; }
   void set(uint32_t bit) { words_[bit / 64] |= uint64_t{1} << (bit % 64); }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // How long a peer has given no sign of life while somebody here waited for it, and when to ask it for one.
 //
-// Only time in which this process looked counts: one look adds no more than LOOK_CREDIT_MAX_US. A process that was
-// stopped itself (by a debugger, or with its whole machine) does not blame its peers for its own sleep.
+// Only time in which this process looked counts: one look adds no more than LOOK_CREDIT_MAX_US. So a process that was
+// stopped (by a debugger, or with its whole machine) does not blame its peers for its own pause.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace sennit::flow {
 
-// Whoever waits looks this often.
+// A thread that waits looks this often.
 inline constexpr uint64_t LOOK_MAX_US = 50'000;
 inline constexpr uint64_t LOOK_CREDIT_MAX_US = 200'000;
 // The first question, after the last data packet. A peer that answers and goes on computing is asked ever more rarely.
@@ -21,7 +21,7 @@ class Silence {
  public:
   enum class Step : uint8_t { wait, ask, ask_everywhere, give_up };
 
-  // The rest of the timeout is for the last look, and for telling the others: they know within the timeout.
+  // The rest of the timeout is for the last look and for telling the others, who then know within the timeout.
   static constexpr uint64_t limit_us(uint64_t timeout_us) { return timeout_us - timeout_us / 20; }
 
   explicit Silence(uint64_t timeout_us)
@@ -37,9 +37,9 @@ class Silence {
   }
   void on_data() { patience_us_ = first_us_; }
 
-  // Somebody waits. At least every next_look_us() - now_us, or the peer is given up later than it might be.
+  // Somebody waits. Call it at least every next_look_us() - now_us, or the peer is given up later than possible.
   Step look(uint64_t now_us) {
-    // (Nothing is known of the time before the first look.)
+    // Nothing is known of the time before the first look.
     const uint64_t since_us = looked_us_ == NEVER_US ? std::max(now_us, heard_us_) : std::max(looked_us_, heard_us_);
     looked_us_ = looked_us_ == NEVER_US ? now_us : std::max(looked_us_, now_us);
     if (was_heard_) {

@@ -13,11 +13,11 @@
 namespace sennit::flow {
 namespace {
 
-// A control packet must not be larger than a data packet, or the path would fragment it; but this much always
-// fits (IPv6's smallest MTU is 1,280) and holds all fixed parts and one SACK entry of full length.
+// A control packet must not be larger than a data packet, or the path would fragment it. But this much always fits
+// (IPv6's smallest MTU is 1,280) and holds all fixed parts and one SACK entry of full length.
 constexpr size_t CONTROL_MIN_BYTES = 1'024;
 constexpr uint32_t ECHOES_MAX = 16;
-// A control is repeated so often, and after so many acknowledgement delays, while nothing comes.
+// How often a control is repeated while nothing comes, and after how many acknowledgement delays.
 constexpr uint32_t REPEATS_MAX = 2;
 constexpr uint64_t REPEAT_DELAYS = 2;
 
@@ -70,11 +70,11 @@ void Flow::State::note_arrival(uint64_t now_us, uint32_t path, uint32_t immediat
   newest_heard_path = number;
 }
 
-// Where the peer was heard last is likely to work the other way too; a receiver has no data of its own on the
-// way that would tell it which paths are dead.
+// A path on which the peer was heard last is likely to work the other way too. A receiver has no data of its own in
+// flight that would show dead paths.
 uint32_t Flow::State::control_path(uint64_t now_us) {
-  // Something is said again, by the peer or by us: every other time try the next of all paths, whatever is believed
-  // of it. Only data finds out that a path is dead, and a path may be dead one way only.
+  // The peer or this side repeats something. Every other time, try the next of all paths, whatever its state. Only data
+  // finds out that a path is dead, and a path may be dead in one direction only.
   if (repeats_itself || is_second_answer) {
     if (is_second_answer || ++repetitions % 2 == 0) {
       repeats_itself = is_second_answer = false;
@@ -82,7 +82,7 @@ uint32_t Flow::State::control_path(uint64_t now_us) {
     }
     repeats_itself = false;
   }
-  // (Also when our own packets got no answer on it: were it dead this way, the peer would leave it.)
+  // This holds even if our own packets got no answer on it: if it were dead in this direction, the peer would leave it.
   if (heard_count != 0 && newest_heard_path < config.path_count) return newest_heard_path;
   return recovery.choose_path(now_us);
 }
@@ -120,21 +120,21 @@ bool Flow::State::idle() const {
 
 uint64_t Flow::State::advert_retry_us() const {
   if (!receiver.has_unseen_adverts() || receiver.has_unsent_adverts()) return NEVER;
-  // A sender that has something for it answers within a round trip; one that computes is asked ever more rarely.
+  // A sender that has something for it answers within a round-trip time. A computing one is asked ever more rarely.
   const uint64_t wait_us = recovery.round_trip().pto_us(config.ack_delay_us)
                            << std::min(advert_retries, ADVERT_BACKOFF_MAX);
   return advert_sent_us + std::min(wait_us, RTO_MAX_US);
 }
 
-// The middle of a message, and nothing comes: the peer waits for an acknowledgement that was lost, or it is
-// gone and will say so when asked.
+// In the middle of a message, nothing comes. Either the peer waits for an acknowledgement that was lost, or it is gone,
+// which a question will show.
 uint64_t Flow::State::nudge_at_us() const {
   if (!receiver.has_partial()) return NEVER;
   const uint64_t wait_us = recovery.round_trip().rto_us() << std::min(nudges, BACKOFF_MAX);
   return std::max(silence.heard_us(), nudged_us) + std::min(wait_us, RTO_MAX_US);
 }
 
-// In the middle of a bulk message each side waits for the other. Of other waits the flow does not know: expect().
+// In the middle of a bulk message each side waits for the other. The flow does not know of other waits: see expect().
 uint64_t Flow::State::look_at_us() const {
   return sender.has_unacknowledged() || receiver.has_partial() ? silence.next_look_us() : NEVER;
 }
@@ -144,7 +144,7 @@ void Flow::State::look_for_life(uint64_t now_us) {
     case Silence::Step::wait:
       return;
     case Silence::Step::ask:
-      // First where the peer was heard last, then elsewhere: that path may have died.
+      // Ask first where the peer was heard last, then elsewhere, because that path may have died.
       if (silence.questions() == 1) life_path = newest_heard_path;
       life_probes = 1;
       return;
@@ -181,7 +181,7 @@ void Flow::State::lose_peer(std::string_view why) {
   lost_pending = true;
 }
 
-// The peer goes on: it has not heard of the end yet.
+// The peer continues, so it has not heard of the end yet.
 void Flow::State::repeat_last_word(uint64_t now_us) {
   if (closing || last_words != 0 || now_us - silence.heard_us() < RTO_MIN_US) return;
   silence.on_heard(now_us);
@@ -195,7 +195,7 @@ size_t Flow::State::write_last_word(std::span<std::byte> out) const {
   return writer.finish();
 }
 
-// What every control says, and what a probe may say as well: it is likely to be lost.
+// The part of every control. A probe carries it too, although it is likely to be lost.
 void Flow::State::write_cumulative(uint64_t now_us, ControlWriter& writer, uint8_t flags) {
   writer.header.flags = flags;
   writer.header.credits_seen = static_cast<uint32_t>(sender.credits_seen());
@@ -231,7 +231,7 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
     receiver.write_adverts(writer, now_us);
     advert_sent_us = now_us;
   }
-  // Asked again and nothing new in between: the answer may take a path that is dead this way, so it goes out twice.
+  // Asked again with nothing new in between: the answer's path may be dead in this direction, so it is sent twice.
   is_second_answer |= is_asked && answered_since_data;
   answered_since_data |= std::exchange(is_asked, false);
   ask = false;
@@ -241,7 +241,7 @@ size_t Flow::State::write_control(uint64_t now_us, std::span<std::byte> out) {
   const bool more =
       receiver.has_unsent_adverts() || receiver.has_postponed_sacks() || last_words != 0 || is_second_answer;
   control_due_us = more ? now_us : NEVER;
-  // In the middle of a message the sender waits for this: were it lost, a grant or the state of the tail with it.
+  // In the middle of a message the sender needs this control: a lost one would take a grant or the tail's state along.
   repeat_at_us = receiver.has_partial() && repeats < REPEATS_MAX ? now_us + REPEAT_DELAYS * config.ack_delay_us : NEVER;
   return writer.finish();
 }
@@ -262,14 +262,14 @@ void Flow::State::apply_control(uint64_t now_us, uint64_t waited_us, const Contr
     trace::credit_stall_end(config.ends, sender.granted_packets());
   }
   if (header.queue_us != 0) grants.on_queue_report(header.queue_us);
-  // A receiver that limits us cannot see the queue before it: tell it, once a round trip.
+  // A receiver that limits us cannot see its own queue: report it, once in a round-trip time.
   if (sender.has_unacknowledged() && sender.is_granted_narrowly() && recovery.newest_queue_us() != 0 &&
       now_us >= queue_reported_us + recovery.round_trip().smoothed_us())
     request_control(now_us);
 
   if (receiver.on_seen(header)) advert_retries = 0;
   const bool gap = (header.flags & CONTROL_ADVERT_GAP) != 0 && receiver.has_unseen_adverts();
-  // Not sooner than one round trip after their last sending, which may have filled the gap.
+  // Not sooner than one round-trip time after they were last sent, which may have filled the gap.
   if (gap && now_us - receiver.oldest_unseen_sent_us() >= recovery.round_trip().smoothed_us()) {
     receiver.resend_adverts();
     request_control(now_us);

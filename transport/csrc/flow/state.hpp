@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a flow consists of, and what its parts need of each other: control payloads, timers, the end.
+// The parts of a flow, and what they need of each other: control payloads, timers, the end.
 //
-// flow.cpp maps the public calls onto this; each part knows only its own half of the protocol.
+// flow.cpp maps the public calls to this. Each part knows only its own half of the protocol.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -24,11 +24,11 @@
 namespace sennit::flow {
 
 inline constexpr uint64_t NEVER = UINT64_MAX;
-// Goodbye and abort are not acknowledged; three copies get through where one may not.
+// Goodbye and abort are not acknowledged. Three copies arrive where one may not.
 inline constexpr uint32_t LAST_WORD_COPIES = 3;
-// Adverts, questions and nudges are repeated after the retransmission timeout, doubled at most so often.
+// Adverts, questions and nudges are repeated after the retransmission timeout, which doubles at most this often.
 inline constexpr uint32_t BACKOFF_MAX = 8;
-// From the probe timeout, which is shorter.
+// Starts from the probe timeout, which is shorter.
 inline constexpr uint32_t ADVERT_BACKOFF_MAX = 12;
 inline constexpr uint32_t PATH_NUMBERS = 256;
 
@@ -41,7 +41,7 @@ struct Flow::State {
   uint32_t control_path(uint64_t now_us);
   void count_refusal(Verdict verdict);
   bool can_send() const;
-  // Of the peer's keys, the one of the device that the path leads to.
+  // Chooses, from the peer's keys, that of the device to which the path leads.
   void choose_key(uint32_t path, DataOut& packet) const;
   // Eager packets are not acknowledged at once, bulk messages are.
   bool is_tail() const { return eager_sender.all_received() && !sender.has_backlog(); }
@@ -63,7 +63,7 @@ struct Flow::State {
 
   const FlowConfig config;
   FlowCounters own_counters{};
-  FlowCounters& counters;  // where other processes can read them, or the ones above
+  FlowCounters& counters;  // where other processes can read them, or own_counters
   const size_t control_max_bytes;
   Recovery recovery;
   EagerSender eager_sender;
@@ -76,11 +76,11 @@ struct Flow::State {
   std::string reason;
 
   bool dead = false;            // aborted here, or the peer is lost
-  bool lost_pending = false;    // the peer_lost or peer_aborted event is still to be given out
-  bool peer_aborted = false;    // which of them
+  bool lost_pending = false;    // the peer_lost or peer_aborted event is still to come
+  bool peer_aborted = false;    // which of these
   bool closing = false;         // close() was called
   bool peer_closed = false;     // the peer said goodbye
-  bool is_goodbye_old = false;  // somebody waited for it since
+  bool is_goodbye_old = false;  // somebody has waited for it since
   bool eager_deferred = false;
   bool ask = false;
   uint32_t last_words = 0;  // copies of goodbye or abort still to send
@@ -94,9 +94,9 @@ struct Flow::State {
   uint64_t nudged_us = 0;
   uint32_t nudges = 0;
   Silence silence;
-  uint32_t life_probes = 0;       // still to send: questions whether the peer lives
-  uint32_t life_path = 0;         // of the next one
-  uint64_t repeat_at_us = NEVER;  // the state once more if nothing comes until then
+  uint32_t life_probes = 0;       // questions still to send that ask whether the peer lives
+  uint32_t life_path = 0;         // path of the next one
+  uint64_t repeat_at_us = NEVER;  // when to send the state once more if nothing comes before
   uint32_t repeats = 0;
   uint64_t queue_reported_us = 0;
   bool credit_stalled = false;
@@ -111,9 +111,9 @@ struct Flow::State {
   std::array<uint8_t, PATH_NUMBERS> heard_paths{};
   uint32_t heard_count = 0;
   uint32_t newest_heard_path = 0;
-  bool repeats_itself = false;  // the next control follows duplicates, or is one itself
+  bool repeats_itself = false;  // the next control follows duplicates, or is a repeat itself
   uint32_t repetitions = 0, other_path = 0;
-  // By a probe; such an answer went out after the newest data; the next control says the last answer again.
+  // The peer asked by a probe. An answer went out after the newest data. The next control repeats the last answer.
   bool is_asked = false, answered_since_data = false, is_second_answer = false;
 };
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // A window that follows delay and ECN marks.
 //
-// Delay as in Swift (Kumar et al., SIGCOMM 2020): there is a target for the queueing delay in the fabric, which leaves
-// out the waits inside the hosts. Below the target the window increases additively; above it, it decreases once a round
-// trip in proportion to the excess. ECN as in DCTCP (RFC 8257): the window decreases by half the smoothed fraction of
-// marked packets. Each path judges its own round trips and takes only its share of the window, since other paths have
-// other queues. Loss is a sign of congestion only where a large part of a round trip's packets is lost at once.
+// Delay as in Swift (Kumar et al., SIGCOMM 2020): there is a target for the queueing delay in the fabric, without the
+// waits inside the hosts. Below the target the window increases additively. Above it, the window decreases once in a
+// round-trip time in proportion to the excess. ECN as in DCTCP (RFC 8257): the window decreases by half the smoothed
+// fraction of marked packets. Each path judges its own round trips and takes only its share of the window, because
+// other paths have other queues. Loss is a sign of congestion only if much of a round trip is lost at once.
 #include <algorithm>
 #include <vector>
 
@@ -15,14 +15,14 @@ namespace sennit::flow {
 namespace {
 
 constexpr double WINDOW_MIN_PACKETS = 2;
-// Half a MiB of full packets: what the loopback interface carries in a round trip, so that starting costs nothing
+// Half a MiB of full packets: what the loopback interface carries in a round-trip time, so that starting costs nothing
 // there. Receivers limit the sum over their senders (ReceiveBudget).
 constexpr double WINDOW_START_PACKETS = 128;
 constexpr double INCREASE_PACKETS = 4;    // a round trip
 constexpr double DELAY_GAIN = 0.8;        // Swift's beta
 constexpr double DECREASE_MAX = 0.5;      // of a path's share, a round trip
 constexpr double MARKED_GAIN = 1.0 / 16;  // RFC 8257, 3.3: g
-// A fifth of a path's packets in a round trip, and no fewer than half a batch: a queue overflowed.
+// A fifth of a path's packets in a round-trip time, and at least half a batch: then a queue overflowed.
 constexpr double LOSS_FRACTION = 0.2;
 constexpr uint32_t LOSS_PACKETS = 8;
 constexpr uint64_t ROUND_MIN_US = 20;
@@ -43,7 +43,7 @@ class Swift final : public CongestionControl {
     round.received += feedback.received_packets;
     round.marked += feedback.marked_packets;
     if (feedback.fabric_us != 0) round.least_queue_us = std::min(round.least_queue_us, feedback.queue_us());
-    // If the program does not fill the window, success says nothing about a larger one.
+    // If the program does not fill the window, success does not show that a larger window would work.
     const bool is_filled = in_flight_packets + feedback.received_packets >= window_ / 2;
     const bool is_clear = feedback.marked_packets == 0 && static_cast<double>(feedback.queue_us()) < target_us_ / 2;
     if (is_filled && is_clear) {
@@ -75,7 +75,7 @@ class Swift final : public CongestionControl {
       if (is_starting_) round.marked_fraction = std::max(round.marked_fraction, round.marked / received);
       decrease = round.marked_fraction / 2;
     }
-    // The least delay of the round shows a standing queue and not this flow's own burst.
+    // The minimum delay of the round shows a standing queue, without this flow's own burst.
     if (round.least_queue_us != UINT64_MAX) {
       const auto queue_us = static_cast<double>(round.least_queue_us);
       if (queue_us > target_us_) decrease = std::max(decrease, DELAY_GAIN * (queue_us - target_us_) / queue_us);
