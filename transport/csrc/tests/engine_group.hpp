@@ -71,7 +71,7 @@ class PlanWriter {
     return out;
   }
 
-  // Every rank sends its vector to all and folds all in rank order.
+  // Every rank sends its vector to all, and folds all vectors in rank order.
   static std::vector<std::byte> allreduce(uint32_t world, uint32_t rank, uint64_t size_bytes) {
     PlanWriter writer(world, rank, 2, uint64_t{1} << 56 | uint64_t{SENNIT_F32} << 48 | size_bytes / 4);
     for (uint32_t at = 0; at < size_bytes; at += MAX_LOAN_BYTES) {
@@ -102,8 +102,7 @@ class PlanWriter {
   std::vector<std::vector<uint32_t>> edges_;
 };
 
-// The engines of all ranks, connected through shared memory or UDP on the loopback device. Each is shut down at the
-// end.
+// The engines of all ranks, connected through shared memory or UDP on loopback. Each is shut down at the end.
 struct Group {
   Group(uint32_t world, uint64_t timeout_us, Route::Kind kind = Route::Kind::shm) {
     std::vector<std::vector<std::byte>> offers;
@@ -111,7 +110,7 @@ struct Group {
       engines.push_back(new Engine({rank, world, timeout_us, rank, world}));
       offers.push_back(offer(*engines.back(), kind));
     }
-    // All open all segments before any is connected, which unlinks its name.
+    // All ranks open all segments before any rank connects, because connecting unlinks the segment's name.
     for (uint32_t rank = 0; kind == Route::Kind::shm && rank < world; ++rank) {
       for (uint32_t peer = 0; peer < world; ++peer) {
         if (peer != rank) REQUIRE(engines[rank]->shm_accept(peer, offers[peer]));
@@ -147,7 +146,7 @@ struct Group {
   std::vector<Engine*> engines;
 };
 
-// One thread a rank, connected through shared memory; `body` runs on each.
+// One thread for each rank, connected through shared memory. `body` runs on each.
 inline void run_ranks(uint32_t world, uint64_t timeout_us, const std::function<void(Engine&, uint32_t)>& body) {
   const Group group(world, timeout_us);
   std::vector<std::thread> threads;

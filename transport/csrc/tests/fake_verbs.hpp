@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// RDMA devices of a test's own, behind the functions of libibverbs: queue pairs of one process, and between them
-// whatever the test lets happen to packets. They place what they are told to by themselves, as NICs do.
+// Fake RDMA devices behind the functions of libibverbs: the queue pairs of one process, and between them whatever the
+// test lets happen to packets. The devices place data on their own, as NICs do.
 #pragma once
 
 #include <atomic>
@@ -36,19 +36,19 @@ class FakeVerbs {
   FakeVerbs(const FakeVerbs&) = delete;
   const VerbsLibrary& library() const { return library_; }
 
-  // Settings, before or between.
+  // Settings, before the devices are opened or later.
   std::vector<std::string> addresses = {"fd00::1"};  // GIDs of the device fake0
-  std::vector<std::string> second_addresses;         // of fake1, which there is if it has any
+  std::vector<std::string> second_addresses;         // GIDs of the device fake1, which exists if it has any
   bool has_device = true, can_be_opened = true, has_unreliable_service = true, has_windows = true;
   ibv_port_state port_state = IBV_PORT_ACTIVE;
-  bool is_stuck = false;  // what fake1 is asked to send never leaves nor completes
+  bool is_stuck = false;  // what fake1 is asked to send never leaves and never completes
   std::vector<uint16_t> partitions = {0xFFFF};
   ibv_mtu mtu = IBV_MTU_4096;
   uint64_t registration_max_bytes = UINT64_MAX, locked_max_bytes = UINT64_MAX;  // of one, of all
   uint32_t window_max_count = UINT32_MAX;
   std::atomic<bool> binds_are_slow = false;  // until finish_binds()
   bool can_connect = true;
-  // What becomes of a packet: the copies that arrive now. The test may keep others.
+  // The fate of a packet: the copies that arrive now. The test may keep others.
   std::function<uint32_t(const FakePacket&)> network = [](const FakePacket&) { return 1u; };
 
   // Events.
@@ -58,9 +58,9 @@ class FakeVerbs {
   void raise(ibv_event_type type);      // by all devices; from any thread
   void raise(ibv_event_type type, size_t device);
 
-  // What was done.
-  std::vector<uint32_t> bound_keys;   // of windows, in the order of their binding to memory
-  std::vector<uint32_t> opened_keys;  // to remote writes, of windows and registrations
+  // What the devices did.
+  std::vector<uint32_t> bound_keys;   // keys of windows, in the order of their binding to memory
+  std::vector<uint32_t> opened_keys;  // keys for remote writes, of windows and registrations
   uint32_t live_registrations = 0;
   uint64_t locked_bytes = 0;
   uint64_t refused_keys = 0;
@@ -94,8 +94,7 @@ class FakeVerbs {
   std::deque<std::function<void()>> slow_binds_;
   std::vector<Context*> contexts_;
   std::mutex events_mutex_;
-  // Two devices may well have one number for different queue pairs, and never do the same with keys here: so a wrong
-  // one is noticed.
+  // Two devices may use one number for different queue pairs. Here they never use the same key, so a wrong key shows.
   uint32_t next_qpn_[2] = {0x11, 0x11}, next_key_[2] = {0x100, 0x8000'0100}, windows_ = 0;
 };
 

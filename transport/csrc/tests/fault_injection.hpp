@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory, threads and descriptors that a test refuses: the n-th request, once. By symbols of the test's own executable,
-// which come before those of libraries: operator new, pthread_create, and the calls that make descriptors.
+// Lets one request for memory, a thread or a descriptor fail: the n-th, once. The test's executable defines the
+// symbols, which come before those of libraries: operator new, pthread_create, and the calls that make descriptors.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@ namespace sennit::test {
 
 enum class Scarce : uint8_t { memory, thread, descriptor };
 
-// As long as it lives, request number `n` (from 0) fails. One at a time in a process.
+// While it lives, request number `n` (from 0) fails. Only one at a time in a process.
 class FaultAt {
  public:
-  // Of threads that are Exposed, or of those that are neither Exposed nor Spared: the engine's own.
+  // Which requests count: those of Exposed threads, or those of threads neither Exposed nor Spared (the engine's own).
   enum class Where : uint8_t { here, elsewhere };
   FaultAt(Scarce what, uint64_t n, Where where = Where::here);
   ~FaultAt();
@@ -20,7 +20,7 @@ class FaultAt {
   bool has_fired() const;
 };
 
-// What this thread asks for as long as one of these lives: the test's own needs are spared, calls under test exposed.
+// Marks this thread's requests while it lives: the test's own requests are spared, calls under test are exposed.
 class Spared {
  public:
   Spared();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two ranks over a network port, in one process: what the message layer does, in small, with every byte checked.
+// Two ranks over a network port, in one process: a small version of the message layer, with every byte checked.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -135,7 +135,7 @@ void exchange(PortPair<PortUnderTest>& pair, uint64_t seed, const std::vector<ui
   for (size_t i = 0; i < sizes.size(); ++i) {
     const uint64_t key = first_key + i;
     CAPTURE(sizes[i]);
-    // Not memcmp: an empty vector may have no address at all.
+    // Not memcmp, because an empty vector may have no address at all.
     const auto arrived = [&](const std::vector<std::byte>& incoming, const std::vector<std::byte>& outgoing) {
       return std::equal(outgoing.begin(), outgoing.begin() + static_cast<ptrdiff_t>(sizes[i]), incoming.begin());
     };
@@ -144,8 +144,8 @@ void exchange(PortPair<PortUnderTest>& pair, uint64_t seed, const std::vector<ui
   }
 }
 
-// Rank a waits for rank b: without end while b runs, no longer than `peer_timeout_us` while it does not. In a time of
-// the test's own, which goes by at once.
+// Rank a waits for rank b: without end while b runs, and no longer than `peer_timeout_us` while b does not. The test's
+// own virtual time passes at once.
 template <class PortUnderTest>
 void check_that_silence_is_noticed(PortPair<PortUnderTest>& pair, uint64_t peer_timeout_us) {
   constexpr uint64_t LOOK_US = 50'000;

@@ -11,8 +11,8 @@
 namespace sennit {
 namespace {
 
-constexpr size_t BATCH_PACKETS = 15;        // what one GSO send of 64 KiB holds of full packets
-constexpr size_t SOCKET_READ_PACKETS = 16;  // of one socket before the next one's turn
+constexpr size_t BATCH_PACKETS = 15;        // full packets in one GSO send of 64 KiB
+constexpr size_t SOCKET_READ_PACKETS = 16;  // batches of one socket before the next socket's turn
 constexpr uint32_t PATHS_PER_ENDPOINT = 256;
 constexpr uint64_t NEVER = UINT64_MAX;
 
@@ -289,7 +289,7 @@ bool SimNetwork::step() {
     const Happening next = happenings_.top();
     happenings_.pop();
     const bool is_timer = next.packet == NO_PACKET;
-    // A timer that was set anew since.
+    // The timer was set anew since.
     if (is_timer && endpoints_[next.endpoint].wake_us * 1'000 != next.at_ns) continue;
     now_us_ = std::max(now_us_, next.at_ns / 1'000);
     happen(next);

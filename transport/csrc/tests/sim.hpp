@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The simulator port: flows on links of virtual time. A run is a pure function of its seed.
 //
-// Packets are encoded as on the wire and decoded again, ICRC included, so that corruption is met as by a
-// real port. Event-driven: step() jumps to the next arrival or timer. Links are one-way and may be shared
-// by any number of flows; path p of a flow uses the p-th of its links, modulo their number.
+// Packets are encoded as on the wire and decoded again, ICRC included, so that corruption is met as in a real port. The
+// simulator is event-driven: step() jumps to the next arrival or timer. Links are one-way, and any number of flows may
+// share them. Path p of a flow uses the p-th of its links, modulo their number.
 #pragma once
 
 #include <cstddef>
@@ -44,7 +44,7 @@ struct SimLinkConfig {
   uint64_t delay_us = 10;
   uint64_t jitter_us = 0;            // uniform extra delay: reorders within the link
   uint64_t rate_bytes_per_s = 0;     // 0: no limit
-  uint64_t queue_limit_bytes = 0;    // packets beyond are dropped; 0: no limit. Needs a rate
+  uint64_t queue_limit_bytes = 0;    // further packets are dropped; 0: no limit. Needs a rate
   uint64_t ecn_threshold_bytes = 0;  // packets that find more than this in the queue are marked; 0: none. Needs a rate
   double loss_fraction = 0;
   double duplicate_fraction = 0;
@@ -52,13 +52,13 @@ struct SimLinkConfig {
   std::vector<SimWindow> black_holes{};  // everything is lost
 };
 
-// The thread that drives a flow does not run: what arrives waits in its sockets, one a rail, and no timer is looked
-// at. Then it goes on where it stood.
+// The thread that drives a flow does not run. Arrivals wait in its sockets, one for each rail, and no timer is checked.
+// Then the thread continues where it was.
 struct SimPause {
   enum class Where : uint8_t {
     outside,    // of the port
-    receiving,  // has read its first `sockets_read` sockets in this round, and found them empty
-    sending,    // has a batch, with the time that it had then, but not handed it to the network; from_us or later
+    receiving,  // it has read its first `sockets_read` sockets in this round, and found them empty
+    sending,    // it has a batch, with its time, but has not given it to the network; from_us or later
   };
   uint64_t from_us, until_us;
   Where where = Where::outside;
@@ -71,34 +71,33 @@ struct SimCounters {
 
 class SimNetwork {
  public:
-  // Called after everything that happened to a flow: poll its events, give it new work.
+  // Called after every event of a flow, to poll its events and give it new work.
   using Progress = std::function<void(uint64_t now_us)>;
 
   explicit SimNetwork(uint64_t seed) : random_(seed) {}
-  // As a port that receives straight into predicted places: before every arrival some of them are
-  // overwritten with garbage.
+  // Like a port that receives straight into predicted places: garbage overwrites some of them before every arrival.
   void set_scribbling(bool is_on) { scribbling_ = is_on; }
 
   uint32_t add_link(const SimLinkConfig& config);
-  // Two flows; the first to the second over `there`, back over `back`. They outlive the network's last step.
+  // Two flows, the first to the second over `there`, back over `back`. They outlive the network's last step.
   void connect(flow::Flow& first, flow::Flow& second, std::span<const uint32_t> there, std::span<const uint32_t> back,
                Progress progress_first, Progress progress_second);
 
-  // Of the endpoints in the order of connect(). `pauses` are in order of time and do not overlap; path p arrives at
-  // socket p mod `socket_count`. Before the first step.
+  // For the endpoints in the order of connect(). `pauses` are in order of time and do not overlap. Path p arrives at
+  // socket p mod `socket_count`. Call it before the first step.
   void set_pauses(uint32_t endpoint, uint32_t socket_count, std::vector<SimPause> pauses);
 
   uint64_t now_us() const { return now_us_; }
-  // Lets every flow send what it has. After work was given to one from outside of its Progress.
+  // Lets every flow send what it has. Call it after a flow got work from outside of its Progress.
   void kick();
-  // The next event. False: nothing will ever happen again.
+  // Handles the next event. False: nothing will ever happen again.
   bool step();
-  // Steps through all that happens up to `until_us`, and lets the time go by until then.
+  // Steps through all events up to `until_us`, and lets the time pass until then.
   void advance(uint64_t until_us);
-  // Steps until `done`; false when virtual time passes `deadline_us` or nothing is left to happen before.
+  // Steps until `done`. False if virtual time passes `deadline_us`, or if there are no more events before.
   bool run(uint64_t deadline_us, const std::function<bool()>& done);
 
-  // Over every packet's time, way, kind and fate: equal for equal seeds.
+  // A hash over every packet's time, way, kind and fate. Equal for equal seeds.
   uint64_t trace_hash() const { return trace_hash_; }
   const SimCounters& counters() const { return counters_; }
 

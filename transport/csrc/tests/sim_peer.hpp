@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A rank for flow tests: sends and receives a list of messages and checks every byte and every event.
 //
-// It does what the mailbox does, in small: eager messages in order, bulk messages through adverts. A source
-// buffer is overwritten as soon as it is reported sent.
+// It is a small mailbox: eager messages in order, bulk messages through adverts. A source buffer is overwritten as soon
+// as it is reported sent.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -198,8 +198,8 @@ struct SimPair {
   // Whether everything arrived and is acknowledged before `deadline_us` of virtual time.
   bool run(uint64_t deadline_us) {
     const auto done = [this] { return a.done() && b.done(); };
-    // A deferred eager message is offered again at the next progress, which nothing may cause in an idle
-    // network: the engine's next round stands here.
+    // A deferred eager message is offered again at the next progress, which nothing may cause in an idle network. This
+    // stands for the engine's next round.
     for (uint64_t deferred = UINT64_MAX; deferred != a.deferred + b.deferred;) {
       deferred = a.deferred + b.deferred;
       if (network.run(deadline_us, done)) return true;

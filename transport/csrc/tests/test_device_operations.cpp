@@ -90,7 +90,7 @@ struct LoadedPlan {
   sennit_plan* handle;
 };
 
-// Two ranks swap `size_bytes`: buffer 0 goes to the other one's buffer 1.
+// Two ranks swap `size_bytes`: each rank's buffer 0 goes to the other's buffer 1.
 std::vector<std::byte> swap_plan(uint32_t rank, uint64_t size_bytes, bool on_device) {
   const uint32_t peer = 1 - rank;
   if (!on_device) {
@@ -105,7 +105,7 @@ std::vector<std::byte> swap_plan(uint32_t rank, uint64_t size_bytes, bool on_dev
                  {step_of(StepKind::copy, 0, 1, 0, size_bytes), {{0, 2, size_bytes}}, {}}});
 }
 
-// One call's device memory, as its owner holds it: copies keep it alive beyond the operation.
+// The device memory of one call, as its owner holds it. Copies keep it alive beyond the operation.
 class FakeCall : public std::enable_shared_from_this<FakeCall> {
  public:
   explicit FakeCall(std::vector<std::vector<std::byte>> buffers) : buffers_(std::move(buffers)) {}
@@ -115,7 +115,7 @@ class FakeCall : public std::enable_shared_from_this<FakeCall> {
     return {this, &start, &scratch, &ended};
   }
 
-  // Runs what was asked for so far, and from now on at once in a thread of this call.
+  // How many copies were asked for and not run yet.
   size_t queued() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return requests_.size();
@@ -330,7 +330,7 @@ TEST_CASE("a few device calls of a group run at a time, in its order") {
     CHECK(held == 4);
     CHECK(calls[rank][3]->has_scratch());
   }
-  // The copies of the last come first.
+  // The copies of the last operation end first.
   expect([&] {
     for (auto& of_rank : calls) {
       for (auto call = of_rank.rbegin(); call != of_rank.rend(); ++call) (*call)->run_one();
@@ -366,7 +366,7 @@ TEST_CASE("after an abort queued copies touch nothing that was freed, and calls 
   }
   for (const auto& call : calls) {
     CHECK(call->ended_count() == 1);
-    // The device had begun it: it ends now, into memory that its owner kept, and the core does not mind.
+    // The device had begun the copy. It ends now, into memory that its owner kept, and the core ignores it.
     while (call->run_one()) {
     }
     CHECK(call->ended_count() == 1);
@@ -439,7 +439,7 @@ TEST_CASE("a host send does not overtake a device send of the same tag") {
   post_host(0, host_send, sent[0], 7);
   post_host(0, host_send, sent[1], 8);
   for (size_t i = 0; i < 3; ++i) post_host(1, receive, got[i], i == 2 ? 8 : 7);
-  // Another tag passes.
+  // A send with another tag passes.
   posted[5]->wait();
   CHECK(posted[5]->status == SENNIT_OK);
   CHECK((got[2] == sent[1]));

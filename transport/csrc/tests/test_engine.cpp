@@ -296,7 +296,7 @@ TEST_CASE("a plan that breaks a rule of docs/reference/plans.md is refused, and 
 namespace {
 
 constexpr uint64_t SHORT_PEER_TIMEOUT_US = 500'000;
-// Long enough to give up a peer three times over.
+// Long enough to give up a peer three times.
 constexpr uint64_t LONG_WAIT_US = 3 * SHORT_PEER_TIMEOUT_US;
 constexpr uint64_t MESSAGE_BYTES = 16;
 
@@ -306,7 +306,7 @@ UdpConfig udp_config() {
   return config;
 }
 
-// Engines over UDP. The last `frozen` of the ranks are ports that nobody drives: processes that do not run.
+// Engines over UDP. The last `frozen` ranks are ports that nobody drives, like processes that do not run.
 struct UdpGroup {
   explicit UdpGroup(uint32_t world, uint32_t frozen = 0) {
     std::vector<std::vector<std::byte>> offers;

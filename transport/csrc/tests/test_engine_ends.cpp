@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How groups end: by several threads at once, in a child of fork, with callbacks that throw, under a device's late
-// writes.
+// How groups end: by several threads at once, in a child of fork, with callbacks that throw, and under a
+// device's late writes.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
@@ -55,8 +55,8 @@ void send_to_rank_0(sennit_comm* comm, std::vector<std::byte> data) {
   sennit_op_release(op);
 }
 
-// Rank 0 of two over a device of the test's own, with a receive in flight whose message never comes. A device places
-// packets by itself, and a copy of one may come at any time; once an operation has ended, its memory may be anything.
+// Rank 0 of two over a fake device, with a receive in flight whose message never comes. A device places packets on its
+// own, and a copy of one may come at any time. Once an operation has ended, its memory may be anything.
 class DeviceRank {
  public:
   // `timeout_us` of the receive; 0: long.
@@ -69,7 +69,7 @@ class DeviceRank {
     peer_ = std::make_unique<VerbsPort>(1, 2, config);  // only its address is needed
     engine_ = new Engine({0, 2, 20'000'000, 0, 2});
     offer_ = RoceOffer::decode(engine_->verbs_open(config));
-    // From here on the engine alone uses the device, until it has been shut down.
+    // From here on only the engine uses the device, until the engine has been shut down.
     engine_->connect({{Route::Kind::self, {}}, {Route::Kind::verbs, peer_->local_info()}});
     op = post_receive(comm(), memory_, timeout_us);
   }
@@ -152,7 +152,7 @@ TEST_CASE("threads that shut a group down at the same time all return when its t
   Group group(2, 20'000'000);
   std::vector<std::byte> memory(BYTES);
   sennit_op* const op = post_receive(group.comm(0), memory, 0, SENNIT_POST_ASYNC);
-  // Holds the engine's thread, so that all of them wait for its end.
+  // Holds the engine's thread, so that all callers wait for its end.
   struct Hold {
     std::atomic<bool> is_held{false}, is_released{false};
   } hold;
@@ -171,7 +171,7 @@ TEST_CASE("threads that shut a group down at the same time all return when its t
   for (uint32_t i = 0; i < THREADS; ++i)
     threads.emplace_back([&] {
       ++entered;
-      // Not by the C interface, which lets no exception out.
+      // Calls the engine itself, because the C interface lets no exception out.
       CHECK_NOTHROW(group.engines[0]->shutdown(0));
       ++returned;
     });
@@ -191,7 +191,7 @@ TEST_CASE("a child of fork gets errors, and its end leaves the parent's group as
   const pid_t child = fork();
   REQUIRE(child >= 0);
   if (child == 0) {
-    // Without doctest, which is the parent's; its number says what was wrong.
+    // The child does not use doctest, which belongs to the parent. Its exit number says what was wrong.
     char error[256] = "";
     const sennit_buffer buffer{memory.data(), memory.size()};
     const sennit_post_options options{0, 0, 0, 1.0};
@@ -279,7 +279,7 @@ TEST_CASE("a port that comes up again after the end of a group revives nothing t
   rank.wait_for("path_errors", rank.queue_pairs().size());
   rank.fake.binds_are_slow = true;
   sennit_abort(rank.comm(), "enough");
-  // The engine's thread goes on after an abort.
+  // The engine's thread continues after an abort.
   rank.fake.raise(IBV_EVENT_PORT_ACTIVE);
   rank.wait_for("port_events", 2);
   sennit_shutdown(rank.comm(), 0);

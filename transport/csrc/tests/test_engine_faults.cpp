@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Out of memory, threads and descriptors, at every request in turn: an error, nothing left active, nothing leaked.
+// Refuses memory, threads and descriptors, one request after the other. Each refusal gives an error, and nothing stays
+// active or leaks.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -30,7 +31,7 @@ size_t open_descriptors() {
   return static_cast<size_t>(std::distance(begin(folder), end(folder)));
 }
 
-// Runs `attempt` with the n-th request refused, for each n until nothing is refused any more.
+// Runs `attempt` with the n-th request refused, for each n until no request is refused any more.
 template <class Attempt>
 void for_each_fault(Scarce what, Attempt attempt) {
   constexpr uint64_t MAX = 20'000;
@@ -46,7 +47,7 @@ struct Buffers {
   std::vector<sennit_buffer> list() { return {{in.data(), COUNT * 4}, {out.data(), COUNT * 4}}; }
 };
 
-// A call under test. Everything else that the test's threads ask for they get.
+// A call under test. Every other request of the test's threads succeeds.
 const auto exposed = [](auto call) {
   const Exposed scope;
   return call();
@@ -55,8 +56,8 @@ const auto spared = [](auto call) { return call(); };
 
 bool is_active(Engine& engine) { return engine.describe().find(", 0 in flight") == std::string::npos; }
 
-// One operation from its post to its end. Whatever is refused, every call returns and says what became of it. `exposed`
-// or `spared` is what the calls are.
+// One operation from its post to its end. Whatever is refused, every call returns and reports the result. `exposed` or
+// `spared` applies to the calls.
 template <class Wrap>
 sennit_status use(sennit_comm* comm, sennit_plan* plan, uint32_t flags, Wrap wrap) {
   Buffers buffers;  // gone when this returns: the sanitizer tells whether anything still uses it
@@ -81,7 +82,7 @@ sennit_status use(sennit_comm* comm, sennit_plan* plan, uint32_t flags, Wrap wra
   return status;
 }
 
-// Two operations of two ranks, with one request refused on the first. False: nothing was refused.
+// Two operations of two ranks, with one request refused during the first. False: no request was refused.
 bool work_with_fault(Route::Kind kind, FaultAt::Where where, Scarce what, uint64_t n) {
   const Spared scope;
   Group group(2, DEADLINE_US, kind);
@@ -106,7 +107,7 @@ bool work_with_fault(Route::Kind kind, FaultAt::Where where, Scarce what, uint64
     sennit_plan_release(plan);
     has_fired = fault.has_fired();
   }
-  // Either nothing happened, and it can be tried again, or the group has ended and says why.
+  // Either nothing happened and the call can be repeated, or the group has ended and says why.
   const LoadedPlan plan(bytes);
   while (done < 2 && engine.failure().empty())
     if (use(group.comm(0), plan.handle, 0, spared) == SENNIT_OK) ++done;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What ranks tell each other about a failure: its ranks and its text, which may come from anywhere.
+// The notices about failures that ranks send each other: ranks and text, which may come from anywhere.
 #include <doctest/doctest.h>
 
 #include "messages/failure.hpp"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Queues that fill: marks, delay, and the windows that give way.
+// Full queues: marks, delay, and the windows that shrink.
 #include <doctest/doctest.h>
 
 #include "flow/congestion.hpp"
@@ -20,7 +20,7 @@ TEST_CASE("A marked path is skipped for a round trip; the window gives way and t
     REQUIRE(pair.run(SECOND_US));
     CHECK(pair.network.counters().marked > 0);
     CHECK(pair.network.counters().queue_drops == 0);
-    // Of data; the sender's own controls are marked, too.
+    // Data only, because the sender's own controls are marked too.
     const uint64_t marked_controls =
         pair.network.counters().marked - pair.b.flow().counters().np_ecn_marked_roce_packets;
     CHECK(marked_controls <= pair.a.flow().counters().control_packets_sent);
@@ -28,7 +28,7 @@ TEST_CASE("A marked path is skipped for a round trip; the window gives way and t
     CHECK(pair.a.flow().counters().retransmitted_packets == 0);
     return pair.network.now_us();
   };
-  // The three good paths carry 3 GB/s; all four in turn, at the narrow one's pace, 0.4.
+  // The three good paths carry 3 GB/s. All four in turn, at the narrow path's pace, carry 0.4.
   const uint64_t ideal_us = (uint64_t{32} << 20) / 3'100;
   CHECK(run("round_robin") < 3 * ideal_us);
   CHECK(run("reps") < 3 * ideal_us);

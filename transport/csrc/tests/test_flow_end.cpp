@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a flow ends: goodbye, abort, a peer that is gone, and one that is only slow.
+// How a flow ends: goodbye, abort, a peer that is gone, and a peer that is only slow.
 #include <doctest/doctest.h>
 
 #include "flow/control.hpp"
@@ -107,7 +107,7 @@ TEST_CASE("A peer that is slow to answer adverts and eager messages is not lost"
   REQUIRE(pair.run(20 * SECOND_US));
   CHECK(pair.a.lost.empty());
   CHECK(pair.b.lost.empty());
-  // Backed off: a slow peer is not flooded.
+  // With back-off, so that a slow peer is not flooded.
   CHECK(pair.a.flow().counters().control_packets_sent < 60);
   CHECK(pair.a.flow().counters().retransmitted_packets < 60);
 }
@@ -132,7 +132,7 @@ TEST_CASE("A transfer that does not fit its advert loses the peer instead of wri
   pair.b.flow().advertise(2, {10, 10, 32}, memory, 6, 0);
   const size_t size_bytes = pair.b.flow().poll_control(0, control, path);
   REQUIRE(size_bytes > 0);
-  // Without the first advert the second is a gap; nothing is offered.
+  // Without the first advert, the second shows a gap, so nothing is offered.
   pair.a.flow().on_control(0, 0, std::span(control).first(size_bytes));
   CHECK_FALSE(pair.a.flow().poll_event(event));
 }
@@ -153,7 +153,7 @@ struct Adverts {
   void deliver(uint64_t now_us, uint32_t number) {
     sender.on_control(now_us, number % CONFIG.path_count, std::span(controls[number]).first(sizes[number]));
   }
-  // The keys of what the sender may send by now.
+  // The keys of the packets that the sender may send by now.
   std::vector<uint64_t> offered() {
     std::vector<uint64_t> keys;
     for (flow::Event event{}; sender.poll_event(event);) keys.push_back(event.header.key);
@@ -189,7 +189,7 @@ TEST_CASE("A lost advert is asked for as soon as a later one is there, however m
   adverts.deliver(100, 1);
   const size_t answer_bytes = adverts.sender.poll_control(100 + CONFIG.ack_delay_us, control, adverts.path);
   REQUIRE(answer_bytes > 0);
-  // The receiver advertises all the time, which says nothing about the first one.
+  // The receiver advertises all the time, which proves nothing about the first advert.
   adverts.receiver.advertise(3, {13, 1, 64}, adverts.memory.data(), 9, 599);
   std::array<std::byte, flow::CONTROL_MAX_BYTES> again;
   REQUIRE(adverts.receiver.poll_control(599, again, adverts.path) > 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a receiver grants: incast, stragglers that sit on grants, and the budget's bookkeeping.
+// The grants of a receiver: incast, slow senders that keep their grants, and the budget's bookkeeping.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -48,7 +48,7 @@ struct Incast {
           });
     }
   }
-  // Until `is_over` or everything arrived and is acknowledged. False: not within ten seconds.
+  // Runs until `is_over`, or until everything arrived and is acknowledged. False: neither within ten seconds.
   bool run(const std::function<bool()>& is_over = [] { return false; }) {
     const auto is_done = [](const auto& peer) { return peer->done(); };
     return network.run(10 * SECOND_US, [&] {
@@ -83,7 +83,7 @@ TEST_CASE("Incast of 7 to 1: no drop after the first round trip, and all finish 
           std::ranges::sort(incast.finished_us);
           CHECK(incast.last_drop_us < FIRST_ROUND_TRIP_US);
           CHECK(incast.finished_us.back() * 2 <= incast.finished_us[SENDERS / 2] * 3);
-          // The port is never idle for long, either.
+          // Nor is the port ever idle for long.
           const uint64_t ideal_us = SENDERS * size_bytes * SECOND_US / Incast::RATE_BYTES_PER_S;
           CHECK(incast.finished_us.back() < ideal_us * 115 / 100);
           CHECK(budget.granted_bytes() == 0);
@@ -151,11 +151,11 @@ TEST_CASE("Grants never exceed the budget but for two packets a sender, and are 
     CHECK(flows[0]->is_due());
     CHECK(flows[0]->issue(0, 5, 0) == 15);
     CHECK(budget.granted_bytes() == 40 * PACKET_BYTES);
-    // A fifth finds nothing left, but goes on all the same.
+    // A fifth flow finds nothing left, but still makes progress.
     flow::Grants late(&budget, PACKET_BYTES);
     late.on_advertised(100);
     CHECK(late.issue(0, 0, 0) == 2);
-    // More than was granted arrives: counted, not rewarded.
+    // More than was granted arrives. That is counted, not rewarded.
     for (int i = 0; i < 3; ++i) late.on_arrival(0, false);
     CHECK(budget.granted_bytes() == 40 * PACKET_BYTES);
   }
@@ -215,7 +215,7 @@ TEST_CASE("Grants that nothing is taken of are parked, count again from the firs
   straggler->on_advertised(1'000);
   CHECK(straggler->issue(0, 0, 0) == 40);
   live.on_advertised(1'000'000);
-  // Nobody looked while this host did not run, so nobody is late.
+  // Nobody looked while this host did not run, so no flow is late.
   uint64_t now_us = 100 * IDLE_US, received = 0;
   uint64_t granted = live.issue(now_us, 0, 0);
   CHECK(granted == 2);
@@ -224,7 +224,7 @@ TEST_CASE("Grants that nothing is taken of are parked, count again from the firs
     for (; now_us < end_us; now_us += STEP_US) {
       REQUIRE(received < granted);
       live.on_arrival(now_us, false);
-      // A sender that has used all it had does not wait for the acknowledgement's timer.
+      // A sender that has used its whole grant does not wait for the acknowledgement's timer.
       if (++received == granted) CHECK(live.is_due());
       granted = live.issue(now_us, received, 0);
     }
@@ -329,7 +329,7 @@ TEST_CASE(
       REQUIRE(incast.run());
       CHECK(incast.last_drop_us < WAIT_US + FIRST_ROUND_TRIP_US);
       const uint64_t ideal_us = (LIVE_BYTES + SENDERS * size_bytes) * SECOND_US / Incast::RATE_BYTES_PER_S;
-      // Swift takes its time to grow back.
+      // Swift needs time to grow back.
       const uint64_t percent = congestion == "swift" ? 125 : 115;
       CHECK(*std::ranges::max_element(incast.finished_us) < ideal_us * percent / 100);
       CHECK(budget.granted_bytes() == 0);

@@ -36,7 +36,7 @@ TEST_CASE("Random and mutated control payloads are counted, and the exchange goe
       std::vector<std::byte> noise(random.below(200));
       for (std::byte& byte : noise) byte = static_cast<std::byte>(random.next());
       if (!noise.empty() && random.chance(0.9)) noise[0] = std::byte{flow::CONTROL_VERSION};
-      // Section counts that fit, so that the checks behind the parser are met too.
+      // The counts of sections fit, so that the checks after the parser run too.
       if (noise.size() >= flow::CONTROL_HEADER_BYTES && random.chance(0.8)) {
         noise[1] = std::byte{0};
         for (size_t at = 2; at < 12; ++at) noise[at] = std::byte{0};
@@ -68,7 +68,7 @@ TEST_CASE("Every truncation of a real control payload is refused") {
 }
 
 TEST_CASE("Bit flips in real control payloads neither crash nor write out of place") {
-  // Under the sanitizers this is where a wrong length would show.
+  // Under the sanitizers a wrong length would show here.
   for (uint64_t seed = 1; seed <= 400; ++seed) {
     CAPTURE(seed);
     SimRandom random(seed);
@@ -152,7 +152,7 @@ TEST_CASE("Data outside of what is advertised is refused by name and changes cou
     REQUIRE(place.destination == nullptr);
   }
   CHECK(counters.data_packets_received == 0);
-  // A port without RETHs, as verbs: only immediate and size can be judged.
+  // A port without RETHs, like verbs: only immediate and size can be checked.
   for (int i = 0; i < 200'000; ++i)
     flow.on_data(1, static_cast<uint32_t>(random.below(300)), static_cast<uint32_t>(random.next()) | 3u << 20,
                  static_cast<uint32_t>(random.below(600)));

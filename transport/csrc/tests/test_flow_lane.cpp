@@ -46,7 +46,7 @@ struct RecordingSink final : LaneSink {
   std::string lost;
 };
 
-// As a device's: opening, closing and reading end when the test says so, in any order.
+// Like a device's exposure: opening, closing and reading end when the test says so, in any order.
 struct SlowExposure final : Exposure {
   uint64_t open(std::byte*, size_t) override { return opened++; }
   bool is_open(uint64_t region, flow::Keys& keys) override {

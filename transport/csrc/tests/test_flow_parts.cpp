@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The parts of a flow by themselves: sequence numbers, round-trip time, the record index, the control codec.
+// The parts of a flow on their own: sequence numbers, round-trip time, the record index, the control codec.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -271,7 +271,7 @@ TEST_CASE("Credits whose state did not fit into a control are first in the next"
     write();
     ++controls;
   } while (receiver.has_postponed_sacks());
-  // Each once before any twice: about fifty fit.
+  // Each credit is reported once before any is reported twice: about fifty fit.
   CHECK(controls <= 3);
   std::ranges::sort(told);
   told.erase(std::ranges::unique(told).begin(), told.end());
@@ -297,7 +297,7 @@ TEST_CASE("Places are predicted behind the newest arrival, or from a packet that
   };
   receiver.on_data(make_immediate(1, 1), events);
   CHECK(indices(std::span(places).first(receiver.predict(places))) == std::vector<size_t>{2, 3, 4, 5});
-  CHECK(from(1, 0) == std::vector<size_t>{0, 2, 3, 4});  // what is there already is stepped over
+  CHECK(from(1, 0) == std::vector<size_t>{0, 2, 3, 4});  // skips packets that are already there
   CHECK(from(2, 3) == std::vector<size_t>{8, 9});
   CHECK(places[0].destination == memory.data() + 8 * 64);
   CHECK(from(2, 5).empty());           // behind the end of the last

@@ -62,7 +62,7 @@ TEST_CASE("A plane that goes dark stalls its flow for less than 5 ms, and is use
           CHECK(stall.longest_us < 5'000);
           CHECK(readmitted_us > HEALED_US);
           CHECK(readmitted_us < HEALED_US + 200'000);
-          // A dead path costs next to nothing.
+          // A dead path costs almost nothing.
           CHECK(a.path_probe_packets < 20 * path_count);
           CHECK(a.local_ack_timeout_err == 0);
         }
@@ -92,12 +92,12 @@ TEST_CASE("The paths of a dead rail are given up together") {
   });
   REQUIRE(is_done);
   REQUIRE(first_us > 4'000);
-  // Not one round trip after the other: at once.
+  // At once, not one round trip after the other.
   CHECK(all_us == first_us);
 }
 
 TEST_CASE("Random loss, single packets of a window, makes no path bad for long and loses little") {
-  // The goodput that 0.1, 1 and 5 % of loss leave of the lossless: 97, 92 and 75 % are demanded.
+  // The goodput at 0.1, 1 and 5 % loss, relative to no loss. It must reach 97, 92 and 75 %.
   const std::map<double, double> least_kept{{0.001, 0.97}, {0.01, 0.92}, {0.05, 0.75}};
   const auto run = [&](double loss_fraction, uint64_t seed) {
     const std::vector<SimLinkConfig> links(
@@ -135,7 +135,7 @@ TEST_CASE("A lost tail is found by the mark behind it, without a timer") {
     probes += pair.a.flow().counters().tail_probe_packets;
     timeouts += pair.a.flow().counters().local_ack_timeout_err;
   }
-  // About a third of the hundred messages loses something of its tail.
+  // About a third of the hundred messages lose something of their tail.
   CHECK(lost > 500);
   CHECK(probes < 10);
   CHECK(timeouts == 0);
@@ -153,7 +153,7 @@ TEST_CASE("REPS gives a slow path less, and comes back to it when it is fast aga
   }
   CHECK(chosen[2] > 0);
   CHECK(chosen[2] < chosen[0] / 2);
-  // Marked arrivals return nothing to the ring: only exploring finds the path.
+  // Marked arrivals put nothing into the ring, so only exploring finds the path.
   chosen = {};
   for (uint64_t now_us = 4'000; now_us < 8'000; ++now_us) {
     const uint32_t path = policy->choose(now_us, paths, flow::Paths::NONE);
@@ -168,7 +168,7 @@ TEST_CASE("REPS recycles by the batches that a flow really sends, down to single
   flow::Paths paths(16, 1);
   const auto policy = flow::make_path_policy("reps", 16, 0);
   std::array<uint32_t, 16> chosen{};
-  // As a NIC sends: one packet a choice. Half of the paths are marked all the time.
+  // As a NIC sends: one packet for each choice. Half of the paths are marked all the time.
   for (uint64_t now_us = 0; now_us < 400; ++now_us) {
     const uint32_t path = policy->choose(now_us, paths, flow::Paths::NONE);
     ++chosen[path];
@@ -176,7 +176,7 @@ TEST_CASE("REPS recycles by the batches that a flow really sends, down to single
   }
   uint32_t marked = 0;
   for (uint32_t path = 1; path < 16; path += 2) marked += chosen[path];
-  // Exploring alone finds them, every eighth time and half of those; at first all are explored.
+  // Only exploring finds them, with every eighth choice, and half of these. At first all choices explore.
   CHECK(marked < 400 / 16 + 16);
 }
 

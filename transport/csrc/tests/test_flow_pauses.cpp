@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Ranks whose threads do not run for a while: a scheduler's doing, which must not be taken for the network's.
+// Ranks whose threads do not run for a while. A pause by the scheduler must not be taken for a network fault.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -77,7 +77,7 @@ TEST_CASE("A rail that dies while threads do not run is found dead all the same"
         std::fill_n(links.begin() + 1, dark_count, dark);
         SimPair pair(seed, config_of(path_count), links, links);
         pair.network.set_scribbling(false);
-        // One of them stands still around the moment of the fault.
+        // One rank pauses around the moment of the fault.
         const uint64_t from_us = DARK_US - random.below(1'000), until_us = DARK_US + 1'000 + random.below(9'000);
         const auto where = static_cast<SimPause::Where>(random.below(3));
         pair.network.set_pauses(seed % 2, RAILS,
@@ -88,7 +88,7 @@ TEST_CASE("A rail that dies while threads do not run is found dead all the same"
         const bool is_done = pair.network.run(SECOND_US, [&] {
           const uint64_t now_us = pair.network.now_us();
           if (a.data_packets_received + b.data_packets_received != packets) {
-            // From the end of the pause on: before, nobody could do anything.
+            // From the end of the pause on, because nobody could do anything before.
             if (now_us > until_us) stall_us = std::max(stall_us, now_us - std::max(moved_us, until_us));
             packets = a.data_packets_received + b.data_packets_received;
             moved_us = now_us;
@@ -100,7 +100,7 @@ TEST_CASE("A rail that dies while threads do not run is found dead all the same"
         CHECK(found_us > DARK_US);
         longest_us[dark_count] = std::max(longest_us[dark_count], stall_us);
         CHECK(found_us < until_us + 50'000);
-        // What was on the dead rails and what goes after it, a window at most of each verdict; not all again and again.
+        // What was on the dead rails, and at most one window after each verdict. Nothing is sent again and again.
         const uint64_t window_packets = (2 << 20) / 4'096;
         CHECK(a.retransmitted_packets + b.retransmitted_packets < 4 * window_packets);
       }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The timers of loss recovery by themselves: what they wait for, step by step.
+// The timers of loss recovery on their own: what they wait for, step by step.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -10,8 +10,8 @@ using namespace sennit::flow;
 
 namespace {
 
-// A sender's recovery with a round trip of 100 us on path 0, so a probe timeout of 350, and the peer's
-// acknowledgement delay 2,000.
+// A sender's recovery with a round-trip time of 100 us on path 0, thus a probe timeout of 350, and the peer's
+// acknowledgement delay of 2,000.
 struct Sampled {
   FlowCounters counters{};
   Recovery recovery{{.path_count = 2, .ack_delay_us = 2'000}, counters};
@@ -55,7 +55,7 @@ TEST_CASE("A probe whose answer says nothing of the rest is followed by another,
   uint64_t now_us = 1'000;
   CHECK(sender.next_probe(now_us) == 2);
   CHECK(now_us == 1'000 + 350);
-  // Whichever copy it was: nothing is known of packet 3.
+  // Whichever copy it was, nothing is known of packet 3.
   sender.recovery.on_acked(now_us + 10, 2);
   sender.recovery.end_of_acks(now_us + 10);
   CHECK(sender.next_probe(now_us) == 3);

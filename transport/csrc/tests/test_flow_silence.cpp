@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A peer that is waited for outside of bulk messages: asked for a sign of life, given up when it gives none.
+// A peer that somebody waits for outside of bulk messages: asked for a sign of life, and given up if it gives none.
 #include <doctest/doctest.h>
 
 #include "flow/silence.hpp"
@@ -20,7 +20,7 @@ SimLinkConfig dead_link(uint64_t from_us = 0) {
   return link;
 }
 
-// The program of `a` waits for a message of `b`, and looks as the mailbox does, until `until_us`.
+// The program of `a` waits for a message of `b` until `until_us`, and looks as often as the mailbox does.
 void wait_in_a(SimPair& pair, uint64_t until_us) {
   while (pair.network.now_us() < until_us && pair.a.lost.empty()) {
     const uint64_t look_us = (pair.network.now_us() / flow::LOOK_MAX_US + 1) * flow::LOOK_MAX_US;
@@ -41,7 +41,7 @@ TEST_CASE("A peer that is waited for and silent is lost within its timeout, and 
   CHECK(pair.a.lost.find("never heard from since the group was made") != std::string::npos);
   CHECK(pair.network.now_us() >= TIMEOUT_US - TIMEOUT_US / 10);
   CHECK(pair.network.now_us() <= TIMEOUT_US + TIMEOUT_US / 10);
-  // What is said of its paths and round trip is no more than is known.
+  // The text about its paths and round trip must say no more than is known.
   CHECK(pair.a.flow().describe().find("4 paths (never heard from over any") != std::string::npos);
   CHECK(pair.a.flow().describe().find("no round trip measured yet") != std::string::npos);
 }
@@ -53,7 +53,7 @@ TEST_CASE("A peer that does nothing but answer is waited for without end, and as
   CHECK(asked > 0);
   wait_in_a(pair, 103 * TIMEOUT_US);
   CHECK(pair.a.lost.empty());
-  // One question in an eighth of the timeout at most, though it looks five times as often.
+  // At most one question in an eighth of the timeout, though it looks five times as often.
   CHECK(pair.a.flow().counters().control_packets_sent - asked <= 100 * 8 + 1);
   CHECK(pair.b.flow().counters().control_packets_sent <= 2 * pair.a.flow().counters().control_packets_sent);
   CHECK(pair.a.flow().describe().find("4 good") != std::string::npos);

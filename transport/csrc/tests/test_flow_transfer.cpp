@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Messages over simulated networks: what arrives, what it costs, and how faults are met.
+// Messages over simulated networks: what arrives, what it costs, and how the flow copes with faults.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -41,7 +41,7 @@ TEST_CASE("Without loss nothing is sent twice, and 32 data packets cost at most 
     CHECK(a.retransmitted_packets == 0);
     CHECK(b.duplicate_packets == 0);
     CHECK(a.local_ack_timeout_err + a.tail_probe_packets == 0);
-    // One for 32 packets, one a message at most (completion), and the adverts' own.
+    // One for 32 packets, at most one for each message (completion), and those for the adverts.
     CHECK(b.control_packets_sent <= packets / 32 + 12 + 12);
     MESSAGE("data ", packets, " control ", b.control_packets_sent, " at ", pair.network.now_us(), " us");
   }

@@ -117,7 +117,7 @@ TEST_CASE("the order of a fold is left to right") {
 }
 
 TEST_CASE("half and bfloat16 sums are rounded once, to nearest even") {
-  // 2048 + 1 + 1 in binary16: rounding after each addition would lose both ones (2049 is no half).
+  // 2048 + 1 + 1 in binary16: rounding after each addition would lose both ones (2049 is not representable).
   const uint16_t large = 0x6800, one = 0x3C00;
   const void* sources[] = {&large, &one, &one};
   uint16_t result = 0;

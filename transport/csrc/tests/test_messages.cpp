@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The mailbox over lanes of plain memory: every order in which sends, receives and adverts can meet.
+// The mailbox over lanes of plain memory: sends, receives and adverts in every order.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -20,7 +20,7 @@ namespace {
 
 constexpr uint64_t SIGNATURE = uint64_t{9} << 56;
 
-// A lane whose other end is a mailbox of this process; what it carries is delivered by pump().
+// A lane whose other end is a mailbox of this process. pump() delivers what it carries.
 class MemoryLane final : public Lane {
  public:
   MemoryLane(uint32_t own_rank, Mailbox& peer_mailbox) : own_rank_(own_rank), peer_mailbox_(peer_mailbox) {}
@@ -320,7 +320,7 @@ TEST_CASE("early messages without data are not free") {
     REQUIRE(held < 1'000'000);
   }
   CHECK(held > 1'000);
-  // One is taken, so there is room for one.
+  // One message is taken, so there is room for another.
   std::vector<char> nothing;
   net.receive(0, 1, 1, P2P_KEY | 2, nothing);
   CHECK(empty());
@@ -443,7 +443,7 @@ TEST_CASE("lanes hear that something waits for their peers, and only those") {
   progress();
   CHECK(looks(1) == 0);
   CHECK(looks(2) >= 2);
-  // Whoever it will come from must live.
+  // Any rank that may still send must live.
   net.receive(0, 2, SENNIT_ANY_PEER, P2P_KEY | 3, any);
   progress();
   CHECK(looks(1) >= 2);

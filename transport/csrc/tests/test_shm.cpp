@@ -145,7 +145,7 @@ TEST_CASE("loans are views of the ring, granted as others come back, in any orde
     pair.sink_b.received.clear();
     REQUIRE_FALSE(held.empty());
     const size_t pick = random() % held.size();
-    // Other loans came and went since; this one's bytes are still there.
+    // Other loans came and went since. The bytes of this loan are still there.
     CHECK(std::memcmp(held[pick].view, data[held[pick].id].data(), data[held[pick].id].size()) == 0);
     pair.b.lane(0).release(held[pick].loan);
     held.erase(held.begin() + static_cast<std::ptrdiff_t>(pick));
@@ -206,7 +206,7 @@ TEST_CASE("garbage in the ring loses the peer, not the process") {
                    base + sizeof(ShmInboxHeader) + CONTROL_RING_BYTES, BULK_RING_MIN_BYTES};
     std::mt19937 random(seed);
     for (size_t i = 0; i < 4'096; ++i) {
-      // Small numbers: valid types and sizes are common.
+      // Small numbers, so that valid types and sizes are common.
       inbox.control[i] = static_cast<std::byte>(i % 4 == 0 ? random() % 8 * (random() % 3 == 0 ? 32 : 1) : 0);
     }
     inbox.header->control_head = 64 * (1 + random() % 64);
@@ -320,7 +320,7 @@ TEST_CASE("a process that dies is noticed, a process that lives is not") {
   int status = 0;
   REQUIRE(waitpid(child, &status, 0) == child);
   CHECK_FALSE(segment.owner_alive());
-  // The child ended without clean-up: its name is left. In a group every rank unlinks once all are connected.
+  // The child ended without clean-up, so its name remains. In a group every rank unlinks once all are connected.
   uint64_t nonce = 0;
   std::memcpy(&nonce, offer.data(), 8);
   char path[64];

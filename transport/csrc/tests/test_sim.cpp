@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The simulator itself: a run is a pure function of its seed, and links do what their configuration says.
+// The simulator itself: a run is a pure function of its seed, and links behave as configured.
 #include <doctest/doctest.h>
 
 #include "sim_peer.hpp"

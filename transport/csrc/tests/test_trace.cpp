@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the ports' tracepoints say is what happened, counted by somebody else: the ports' counters, the fake device.
+// The ports' tracepoints report what happened, as counted independently: by the ports' counters and the fake device.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -33,7 +33,7 @@ class Recorded {
   ~Recorded() { trace::recorder = nullptr; }
   Recorded(const Recorded&) = delete;
 
-  // How many there were whose arguments begin with these.
+  // How many hits have arguments that begin with these.
   template <class... Values>
   size_t count(Values... values) const {
     const std::initializer_list<uint64_t> wanted = {static_cast<uint64_t>(values)...};
@@ -41,7 +41,7 @@ class Recorded {
       return hit.name == name_ && std::equal(wanted.begin(), wanted.end(), hit.arguments.begin());
     }));
   }
-  // The sum of one of their arguments.
+  // The sum of one argument over these hits.
   uint64_t sum(size_t index) const {
     uint64_t total = 0;
     for (const trace::Hit& hit : hits_)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The trial of a network between two ends on a virtual clock: what passes, what does not, what both ends then know.
+// The trial of a network between two ends on a virtual clock: what passes, and what both ends then know.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -33,7 +33,7 @@ class Pair {
       : ends{Trial({path_count, payload_max_bytes, true}), Trial({path_count, payload_max_bytes, false})},
         passes_(std::move(passes)) {}
 
-  // An end that has not begun yet receives nothing, but its socket keeps what comes.
+  // An end that has not begun yet receives nothing, but its socket keeps what arrives.
   void run(uint64_t until_us, uint64_t second_begins_us = 0) {
     for (; now_us < until_us && !(ends[0].is_settled() && ends[1].is_settled() && is_quiet()); now_us += 50) {
       for (int end = 0; end < 2; ++end) {
@@ -55,7 +55,7 @@ class Pair {
       }
     }
   }
-  // What the store does for them where the network carries nothing.
+  // Passes messages as the store does where the network carries nothing.
   void tell_each_other() {
     const auto of_first = ends[0].message(), of_second = ends[1].message();
     ends[0].on_message(now_us, of_second);
@@ -141,7 +141,7 @@ TEST_CASE("a one-way black hole never settles, and each end knows its half until
         CHECK(pair.ends[end].told_bytes(path) == (end == dead ? 0u : 4'096u));
       }
     }
-    // What is repeated in vain must not flood anybody: full packets and smaller ones, ever more rarely.
+    // Repetitions in vain must not flood anybody: full and smaller packets, ever more rarely.
     CHECK(pair.sent[0] + pair.sent[1] < 2'000);
   }
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two udp ports in one process over the loopback: bytes, losses, strangers' packets, wrong set-up.
+// Two udp ports in one process over the loopback device: bytes, losses, strangers' packets, wrong set-up.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <poll.h>
@@ -144,7 +144,7 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
       iovec piece{bytes.data(), bytes.size()};
       REQUIRE(send_segments(stranger.fd(), to, std::span(&piece, 1), 0) == 0);
     };
-    // A forger who knows queue pair and eager key, but not how to be at the peer's address.
+    // A forger who knows the queue pair and the eager key, but cannot send from the peer's address.
     const auto forge = [&](uint32_t qpn, uint32_t rkey, uint64_t remote_address, uint32_t immediate,
                            size_t size_bytes) {
       std::vector<std::byte> bytes(wire::data_packet_bytes(size_bytes));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where a rank with several peers puts what comes: receives straight into place, whoever sends next.
+// Where a rank with several peers puts arriving bytes: straight into place, whichever rank sends next.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ uint64_t now_us() {
           .count());
 }
 
-// Sends its message to whoever advertises, and has a place for the message of each other rank.
+// Sends its message to every rank that advertises, and has a place for the message of each other rank.
 struct Rank final : LaneSink {
   Rank(uint32_t rank, uint32_t size, size_t size_bytes)
       : message(size_bytes, static_cast<std::byte>(rank + 1)),
@@ -83,7 +83,7 @@ TEST_CASE("with several peers data still lands where it belongs") {
     CAPTURE(rank);
     for (uint32_t peer = 0; peer < ranks.size(); ++peer)
       if (peer != rank) CHECK(ranks[rank]->places[peer] == ranks[peer]->message);
-    // The batches of four senders alternate: without a look at what comes, one in four would be guessed.
+    // The batches of four senders alternate. Without looking ahead, one prediction in four would be right.
     CHECK(ranks[rank]->counter("placed_in_place") > 10 * ranks[rank]->counter("placed_by_copy"));
     CHECK(ranks[rank]->counter("receive_peeks") > 0);
     CHECK(ranks[rank]->counter("bad_icrc") == 0);

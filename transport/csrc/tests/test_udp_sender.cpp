@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A device without segmentation offload, and one whose queue is full: what the sender makes of them.
+// How the sender copes with a device without segmentation offload, and with a device whose queue is full.
 #include <doctest/doctest.h>
 #include <netinet/in.h>
 #include <netinet/udp.h>
@@ -16,7 +16,7 @@ using namespace sennit;
 
 namespace {
 
-// Linux refuses UDP_SEGMENT on a socket that sends no checksum, as it does on a device that computes none.
+// Linux refuses UDP_SEGMENT on a socket that sends no checksum, as on a device that computes none.
 void forbid_checksums(const UdpSocket& socket, bool is_ipv6) {
   const int on = 1;
   constexpr int NO_CHECK6_TX = 101;  // linux/udp.h
@@ -78,7 +78,7 @@ TEST_CASE("packets go one by one where the device cannot segment") {
 
     sender.send_data(path, packets);
     CHECK(counters.segmentation_refused == 1);
-    // IPv4's identifications were those of a batch: it counts as lost, and is sent again by the flow.
+    // The IPv4 identifications were those of a batch, so the batch counts as lost. The flow would send it again.
     const Received first = drain(receiver, network);
     CHECK(first.payloads.size() == (is_ipv6 ? packets.size() : 0));
     CHECK(first.wrong_icrcs == 0);
@@ -142,7 +142,7 @@ TEST_CASE("a packet that came back is known by its destination and queue pair") 
     CHECK(refused[0].qpn == 0xABCDE);
     CHECK_FALSE(sender.look_for_refusals());
 
-    // A report that quotes too little of a packet to know it by says nothing.
+    // A report that quotes too little of a packet to identify it is ignored.
     const std::array<std::byte, 4> stub{};
     iovec piece{const_cast<std::byte*>(stub.data()), stub.size()};
     UdpSocket other(wire::parse_endpoint(address, 0));

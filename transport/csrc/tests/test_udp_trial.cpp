@@ -32,7 +32,7 @@ UdpConfig config_for(const std::string& address) {
   return config;
 }
 
-// Each end tries the other; `change` may lie about where an end is.
+// Each end tries the other. `change` may give a false address of an end.
 struct Tried {
   Rank a, b;
   std::vector<std::byte> of_a, of_b;
@@ -47,7 +47,7 @@ struct Tried {
     a.port.begin_trial(1, of_b, a);
     b.port.begin_trial(0, of_a, b);
   }
-  // True when both are through.
+  // True when both have finished.
   bool run(uint64_t limit_us) {
     for (const uint64_t until_us = now_us() + limit_us; now_us() < until_us;) {
       const bool a_is_done = a.port.try_network(now_us()), b_is_done = b.port.try_network(now_us());
@@ -110,7 +110,7 @@ TEST_CASE("what one end cannot hear is found by both, and no flow is made") {
     for (auto [rank, trial] : {std::pair{0u, &of_a}, std::pair{1u, &of_b}}) {
       CHECK(!trial->is_settled());
       for (uint32_t path = 0; path < 4; ++path) {
-        // (The deaf end was told a port that is not its own, so that its own ICRC would not fit, either.)
+        // The deaf end was told a wrong port, so its own ICRC would not fit either.
         CHECK(trial->heard_bytes(path) == (rank == deaf ? 0u : 4'096u));
         CHECK(trial->told_bytes(path) == (rank == deaf ? 4'096u : 0u));
       }
@@ -162,7 +162,7 @@ TEST_CASE("smaller packets fill a receive buffer sooner") {
 TEST_CASE("all sockets take ports of the range, and ranks of one host share it") {
   for (const char* address : {"::1", "127.0.0.1"}) {
     CAPTURE(address);
-    // Three ranks of five sockets each.
+    // Three ranks with five sockets each.
     UdpConfig config = config_for(address);
     config.ports = {30'000, 30'014};
     const Rank a(0, config), b(1, config), c(0, config);
@@ -209,17 +209,17 @@ TEST_CASE("rails go together by subnet, the rest in order, the same at both ends
     CHECK(pair_rails(b, a) == swapped);
   };
   using Rails = std::vector<std::pair<std::string, uint8_t>>;
-  // The other way round on the other host.
+  // The same the other way round, on the other host.
   check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 24}}, Rails{{"10.0.2.2", 24}, {"10.0.1.2", 24}}, {{0, 1}, {1, 0}});
   // A prefix that is no multiple of eight.
   check(Rails{{"10.0.0.1", 20}, {"10.0.16.1", 20}}, Rails{{"10.0.31.2", 20}, {"10.0.15.2", 20}}, {{0, 1}, {1, 0}});
-  // One fewer, and the match is not the first.
+  // The peer has one rail fewer, and the match is not the first.
   check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 24}}, Rails{{"10.0.2.2", 24}}, {{1, 0}});
   // No common subnet: routed networks, in order.
   check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 24}}, Rails{{"10.1.1.2", 24}, {"10.1.2.2", 24}}, {{0, 0}, {1, 1}});
-  // A match of one, and what is left.
+  // One match, and the remaining pair.
   check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 24}}, Rails{{"10.0.2.2", 24}, {"10.9.9.2", 24}}, {{0, 1}, {1, 0}});
-  // Two in one subnet: in order. Unknown prefixes, and ones that differ: in order.
+  // Two in one subnet: in order. Unknown or different prefixes: in order.
   check(Rails{{"10.0.1.1", 24}, {"10.0.1.2", 24}}, Rails{{"10.0.1.3", 24}, {"10.0.1.4", 24}}, {{0, 0}, {1, 1}});
   check(Rails{{"10.0.1.1", 0}, {"10.0.2.1", 0}}, Rails{{"10.0.2.2", 0}, {"10.0.1.2", 0}}, {{0, 0}, {1, 1}});
   check(Rails{{"10.0.1.1", 24}, {"10.0.2.1", 16}}, Rails{{"10.0.2.2", 24}, {"10.0.1.2", 23}}, {{0, 0}, {1, 1}});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Two verbs ports over a device of the test's own: bytes under loss, copies that come late, keys, errors of the device.
+// Two verbs ports over fake devices: bytes under loss, copies that come late, keys, errors of the device.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
@@ -99,7 +99,7 @@ TEST_CASE("a copy that comes after its message was handed over reaches no memory
       return 1u;
     };
     exchange(pair, 1, {100'000}, false);
-    REQUIRE(copies.size() >= 2 * 25);  // more where this process stood still: then it asks again
+    REQUIRE(copies.size() >= 2 * 25);  // more if this process paused: then it asks again
     auto& memory = pair.b.incoming.at(1 << 20);
     std::fill(memory.begin(), memory.end(), std::byte{0x11});
     const uint64_t refused_before = fake.refused_keys;
@@ -119,7 +119,7 @@ TEST_CASE("a copy of an eager packet that comes after its slot was used again ch
   fake.network = [&](const FakePacket& packet) {
     CHECK(packet.opcode != IBV_WR_RDMA_WRITE_WITH_IMM);
     if (packet.opcode == IBV_WR_SEND_WITH_IMM) copies.push_back(packet);
-    // Each packet is followed by a copy of one that is a whole ring older.
+    // Each packet is followed by a copy of a packet that is a whole ring older.
     if (packet.opcode == IBV_WR_SEND_WITH_IMM && copies.size() > EAGER_SLOT_COUNT) {
       fake.arrive(packet);
       fake.arrive(copies[copies.size() - 1 - EAGER_SLOT_COUNT]);
@@ -205,11 +205,11 @@ TEST_CASE("memory that is vouched for stays registered, and gives way where the 
     constexpr size_t SIZE_BYTES = 100'000;
     std::vector<std::byte> first(SIZE_BYTES), second(SIZE_BYTES), third(SIZE_BYTES);
     uint64_t key = 0;
-    // An operation of the sender's: its buffer is borrowed for its time, and vouched for or not beyond that.
+    // An operation of the sender. Its buffer is borrowed meanwhile, and either guaranteed beyond that or not.
     const auto send = [&](std::vector<std::byte>& buffer) {
       pair.a.port.borrow(buffer.data(), buffer.size());
       pair.a.outgoing[++key] = buffer;
-      std::swap(pair.a.outgoing[key], buffer);  // what the rank sends from is the buffer itself
+      std::swap(pair.a.outgoing[key], buffer);  // the rank sends from the buffer itself
       pair.b.expect(key, SIZE_BYTES, false);
       pair.run_until([&] { return pair.b.received.contains(key) && pair.a.sent.contains(key); });
       std::swap(pair.a.outgoing[key], buffer);
@@ -225,7 +225,7 @@ TEST_CASE("memory that is vouched for stays registered, and gives way where the 
     send(second);
     send(first);
     CHECK(made() == own + 4);
-    // No room beside them for a third; the second was used less lately. (The receiver's takes its own part.)
+    // No room for a third beside them. The second was used less recently. (The receiver uses its own part.)
     const uint64_t receiver_bytes = SIZE_BYTES + 1;
     fake.locked_max_bytes = fake.locked_bytes + receiver_bytes;
     send(third);
@@ -258,7 +258,7 @@ TEST_CASE("a queue pair in error is brought up again under its number") {
   exchange(pair, 1, {100'000}, false);
   const std::vector<uint32_t> before = fake.queue_pairs();
   fake.can_connect = false;
-  // Those of the first rank's paths: what it sends first is its binder.
+  // Queue pairs of the first rank's paths. The first one that sends is its binder.
   const RoceOffer offer = RoceOffer::decode(pair.a.port.local_info());
   for (const uint32_t qpn : offer.peers[1].qpns) fake.break_queue_pair(qpn);
   std::mt19937_64 random(3);
@@ -291,7 +291,7 @@ TEST_CASE("several devices carry the parts of one message, each with its own key
     CAPTURE(has_windows);
     FakeVerbs fake;
     fake.has_windows = has_windows;
-    fake.addresses = {"fd00::1", "fd00::2"};  // two rails of one device, in between one of another
+    fake.addresses = {"fd00::1", "fd00::2"};  // two rails of one device, with one of another in between
     fake.second_addresses = {"fd00:1::1"};
     VerbsConfig config = config_for(fake);
     config.addresses = {"fd00::1", "fd00:1::1", "fd00::2"};
@@ -301,7 +301,7 @@ TEST_CASE("several devices carry the parts of one message, each with its own key
     CHECK(fake.arrived[0] > 100);
     CHECK(fake.arrived[1] > 100);
     CHECK(fake.refused_keys == 0);
-    // Lost packets go again over whatever path, with that path's key.
+    // Lost packets go again over any path, with that path's key.
     std::mt19937_64 random(9);
     std::vector<FakePacket> copies;
     fake.network = [&](const FakePacket& packet) {
@@ -312,7 +312,7 @@ TEST_CASE("several devices carry the parts of one message, each with its own key
     CHECK(pair.a.counter("retransmitted_packets") > 0);
     fake.network = [](const FakePacket&) { return 1u; };
     CHECK(fake.refused_keys == pair.a.counter("remote_access_errors") + pair.b.counter("remote_access_errors"));
-    // A message that was handed over is closed with all of them.
+    // A message that was handed over is closed on all devices.
     const auto before = pair.b.incoming;
     for (const FakePacket& copy : copies) fake.arrive(copy);
     CHECK(pair.b.incoming == before);
@@ -328,7 +328,7 @@ TEST_CASE("of several devices one whose port goes down takes only its own paths 
     config.addresses = {"fd00::1", "fd00:1::1"};
     Pair pair(config);
     exchange(pair, 1, {1'000'000}, false);
-    // In the middle of a message: what is to leave through that port never does.
+    // In the middle of a message: what should leave through that port never does.
     fake.is_stuck = is_stuck;
     fake.network = [](const FakePacket& packet) { return packet.device == 1 ? 0u : 1u; };
     const uint64_t sent = pair.a.counter("data_packets_sent"), before = fake.arrived[0];

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Packets against the golden vectors that Python reads too, and against bytes that are none.
+// Packets compared with the golden vectors that Python reads too, and bytes that are no packets.
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
@@ -128,7 +128,7 @@ TEST_CASE("every truncation is refused, or shorter and caught by the ICRC") {
       Packet packet;
       const Refusal refusal = parse(shorter, shorter.size(), packet);
       if (refusal != Refusal::none) continue;
-      // Only a SEND can still be well formed: it carries no length.
+      // Only a SEND can still be well formed, because it carries no length.
       REQUIRE(packet.opcode == Opcode::uc_send_only);
       REQUIRE(packet.icrc_offset() + ICRC_BYTES == size_bytes);
       const NetworkCrc network(vector.endpoint("source"), vector.endpoint("destination"), 0);

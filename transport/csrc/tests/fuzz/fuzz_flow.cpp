@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // libFuzzer target: the bytes are a program for two flows and a liar between them.
 //
-// Each step is one call: messages are posted, packets pass, are lost, doubled, or are made up or changed in any
-// field before they arrive. Whatever the program, nothing may crash, and nothing may be written outside of what
-// the receiver advertised. As long as the liar told data only (which the receiver checks against what it
-// advertised), both flows must still finish all messages with the right bytes once the lies stop; a control may
-// also end a flow, with a reason.
+// Each step is one call: messages are posted, and packets pass, are lost or doubled, or are made up or changed in any
+// field before they arrive. No program may cause a crash, or a write outside of what the receiver advertised. As long
+// as the liar forged only data (which the receiver checks against what it advertised), both flows must finish all
+// messages with the right bytes once the lies stop. A forged control may also end a flow, with a reason.
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -26,7 +25,7 @@ using namespace sennit;
 constexpr uint32_t PAYLOAD_BYTES = 64, EAGER_SLOTS = 8, REGION_BYTES = 2'048, GUARD_BYTES = 256;
 constexpr size_t MESSAGES_MAX = 24, IN_FLIGHT_MAX = 512;
 constexpr uint64_t TRUCE_US = 60'000'000;
-// After a lie a flow may wait for what never comes.
+// After a lie a flow may wait for something that never comes.
 constexpr uint64_t TRUCE_AFTER_LIES_US = 50'000, ROUND_US = 50;
 
 void require(bool holds) {
@@ -78,14 +77,14 @@ struct Side {
 
   std::vector<std::byte> eager;
   std::unique_ptr<flow::Flow> flow;
-  std::vector<Bulk> in;  // what it receives; `source` is the sender's
+  std::vector<Bulk> in;  // the bytes that it receives; `source` is the sender's copy
   std::vector<uint64_t> eager_in;
   size_t eager_taken = 0, adverts = 0;
   std::deque<Packet> to_it;
   bool ended = false;
   int immediate_rounds = 0;
   Side* peer = nullptr;
-  bool was_told_lies = false;  // a control that its peer did not write reached it
+  bool was_told_lies = false;  // it received a control that its peer did not write
 };
 
 class Duel {
@@ -135,7 +134,7 @@ class Duel {
         side.was_told_lies = true;
         return side.flow->on_control(now_us_, script.byte(), lie);
       }
-      case 10:  // a data packet with any header: nothing is placed unless it names an advertised packet exactly
+      case 10:  // A data packet with any header. Placed only if it names an advertised packet exactly.
         return deliver(side,
                        {false,
                         script.byte(),
@@ -143,7 +142,7 @@ class Duel {
                          static_cast<uint32_t>(script.number(4)), nullptr, script.byte()},
                         {}},
                        true);
-      case 11: {  // a real one with one field changed
+      case 11: {  // a real header with one field changed
         if (side.to_it.empty() || side.to_it.front().is_control) return;
         Packet packet = side.to_it.front();
         const uint8_t field = script.byte();
@@ -164,7 +163,7 @@ class Duel {
         return;
       }
       case 13:
-        script.number(2);  // what the corpus has here
+        script.number(2);  // as in the corpus
         return side.flow->expect(now_us_);
       case 14:
         if (script.byte() < 32) end_with(side, script.byte());
@@ -174,7 +173,7 @@ class Duel {
     }
   }
 
-  // No lies any more: what was posted must arrive, unless someone was told that it will not.
+  // The lies stop. What was posted must arrive, unless a rank was told that it will not.
   void truce() {
     const bool is_honest = !sides_[0].was_told_lies && !sides_[1].was_told_lies && !was_ended_;
     const uint64_t until_us = now_us_ + (is_honest ? TRUCE_US : TRUCE_AFTER_LIES_US);
@@ -272,7 +271,7 @@ class Duel {
     }
     if (verdict == flow::Verdict::place) {
       check_place(side, place.destination, data.size_bytes);
-      // A forged packet that passes carries what only its sender can know; its bytes are not the flow's business.
+      // A forged packet that passes carries something that only its sender can know. The flow need not check its bytes.
       if (is_made_up) return;
       if (data.size_bytes != 0) std::memcpy(place.destination, packet.body.data(), data.size_bytes);
     }
@@ -315,7 +314,7 @@ class Duel {
         return;
       }
       case Kind::advert: {
-        // A lie may offer memory that is nobody's; a true offer comes in turn. The program binds what fits.
+        // A lie may offer memory that belongs to nobody. True offers come in order. The program binds what fits.
         std::vector<Side::Bulk>& bulks = side.peer->in;
         const size_t index = side.adverts++;
         if (!side.was_told_lies) require(index < bulks.size() && event.header.key == index);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// libFuzzer target: any bytes are refused by name or give a packet that lies within them.
+// libFuzzer target: any bytes are either refused by name or give a packet that lies within them.
 #include <cstdlib>
 #include <vector>
 
@@ -15,7 +15,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     return 0;
   }
   if (packet.icrc_offset() + ICRC_BYTES != size || packet.payload_bytes > PAYLOAD_MAX_BYTES) std::abort();
-  // What the headers say must write the same headers again, but for the bits a receiver ignores.
+  // The parsed headers must write the same bytes again, except for the bits that a receiver ignores.
   if (packet.opcode == Opcode::uc_write_only_immediate) {
     std::array<std::byte, DATA_HEADER_BYTES> header;
     write_data_header(header, packet.qpn, packet.psn, packet.remote_address, packet.rkey, packet.immediate,
@@ -26,7 +26,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const NetworkCrc network(Endpoint{}, Endpoint{}, 0);
   uint32_t crc = extend_with_header(network.of(size, 0), bytes.first(packet.header_bytes()));
   crc = extend(crc, bytes.subspan(packet.payload_offset, packet.payload_bytes + packet.pad_bytes));
-  // The parser does not judge the ICRC; the address sanitizer watches all bytes under it being read.
-  asm volatile("" : : "r"(crc));  // keeps the reads
+  // The parser does not check the ICRC. These reads let the address sanitizer watch all bytes under it.
+  asm volatile("" : : "r"(crc));  // keeps the compiler from removing the reads
   return 0;
 }

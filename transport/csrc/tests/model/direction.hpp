@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// All messages from one rank to the other, as somebody who sees both sides knows them: which bytes they are,
-// which of their packets have arrived, and what may still happen to them.
+// All messages from one rank to the other, as an observer of both sides knows them: their bytes, which of their packets
+// have arrived, and what may still happen to them.
 #pragma once
 #include <array>
 #include <bitset>
@@ -32,9 +32,9 @@ class Direction {
   bool has_advert(uint32_t message) const { return states_[message].advert_seen; }
   void on_transfer(uint32_t message) { states_[message].transferred = true; }
   void on_sent(uint64_t message);  // the event
-  // What is wrong with a packet that the flow gave out is told here; fills in which one it is.
+  // Checks a packet that the flow gave out, and reports what is wrong with it. Fills in which packet it is.
   void on_packet_out(const flow::DataOut& data, Packet& packet);
-  // All of its packets are acknowledged, so they must have arrived. (Eager messages have no event for it.)
+  // All packets of the message are acknowledged, so they must have arrived. (Eager messages have no event for it.)
   void check_all_delivered() const;
 
   // The receiver's port.
@@ -46,7 +46,7 @@ class Direction {
   void on_eager(uint32_t message, const flow::Event& event) const;
   bool is_received(uint32_t message) const { return states_[message].received; }
 
-  // The receiver or the sender has ended: its memory is not the flow's any more.
+  // The receiver or the sender has ended, so its memory does not belong to the flow any more.
   void close_destinations();
   void close_sources();
   // Bytes around the destinations.
@@ -54,7 +54,7 @@ class Direction {
 
   uint64_t distinct_packets_out() const { return distinct_packets_out_; }
   uint64_t distinct_packets_delivered() const { return distinct_packets_delivered_; }
-  // A message of one credit is under way for either side, by what was seen on the wire.
+  // Whether a message of one credit is in progress for either side, judged by what was seen on the wire.
   bool is_sending() const;
   bool is_receiving() const;
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fault_model: runs as many schedules as asked for against the real flow, on all cores, and prints the seed of
-// the first that shows what no schedule may show.
+// fault_model: runs any number of schedules against the real flow, on all cores, and prints the seed of the first
+// schedule that breaks a rule.
 //
 //   fault_model --schedules 1000000      seeds 1 to 1,000,000
 //   fault_model --first N --schedules M  seeds N to N + M - 1
@@ -30,7 +30,7 @@ using namespace sennit::model;
 namespace {
 
 constexpr uint64_t BLOCK = 256;  // seeds that a thread takes at a time
-// A schedule takes well below a millisecond; sanitizers and a busy machine make it some.
+// A schedule takes well below a millisecond. Sanitizers and a busy machine turn this into a few milliseconds.
 constexpr std::chrono::seconds STUCK{60};
 
 struct Options {
@@ -42,7 +42,7 @@ struct Options {
 const char* program = "fault_model";
 thread_local uint64_t running_seed = 0;
 
-// A crash inside of the flow must name its seed too. Only calls that a signal handler may make.
+// A crash inside the flow must name its seed too. Uses only calls that a signal handler may make.
 void on_crash(int signal_number) {
   std::array<char, 192> text;
   const int length = std::snprintf(text.data(), text.size(), "seed %llu crashed; replay: %s --seed %llu --verbose\n",
@@ -95,7 +95,7 @@ class Runner {
     finished_.notify_one();
   }
 
-  // An endless loop would otherwise be a time-out without a seed.
+  // Otherwise an endless loop would be a time-out without a seed.
   void watch() {
     std::unique_lock lock(mutex_);
     std::vector<uint64_t> before(options_.threads);

@@ -81,7 +81,7 @@ void Network::transmit(uint32_t rank, Packet& packet) {
     return drop(counters_.lost);
   }
   if (is_black_hole(rank, packet.path)) return drop(counters_.lost);
-  // The port refuses it for its ICRC. (Damage to a predicted place is drawn where packets arrive.)
+  // The port refuses it because of its ICRC. Damage to a predicted place is drawn when packets arrive.
   if (happens(link.corruption)) return drop(counters_.corrupted);
 
   const uint32_t tick_us = schedule_->ranks[1 - rank].tick_us;

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// What lies between the two ranks: packets on their way, in virtual time.
+// The network between the two ranks: packets in flight, in virtual time.
 //
-// No bytes are encoded here, since a million schedules must not cost more than a minute: a packet is what the
-// flow gave out, beside what the model knows of it. (sim.hpp is the network that encodes every packet.)
+// It encodes no bytes, because a million schedules must take only a minute. A packet is what the flow gave out, plus
+// what the model knows of it. (sim.hpp is the network that encodes every packet.)
 #pragma once
 #include <array>
 #include <cstdint>
@@ -45,7 +45,7 @@ struct NetworkCounters {
 class Network {
  public:
   static constexpr uint16_t NO_PACKET = UINT16_MAX, SUMMONS = UINT16_MAX - 1;
-  // More than this in flight is a flood, whatever the schedule.
+  // More packets in flight than this are a flood in any schedule.
   static constexpr uint16_t PACKETS_MAX = 16'384;
 
   Network();
@@ -57,7 +57,7 @@ class Network {
   void transmit(uint32_t rank, Packet& packet);
   void wake(uint64_t at_us, uint32_t rank) { push(at_us * 1'000, rank, NO_PACKET); }
   void summon(uint64_t at_us, uint32_t rank) { push(at_us * 1'000, rank, SUMMONS); }
-  // The rank cannot look yet. Then it empties the sockets of its rails one after the other, and acts in between.
+  // The rank cannot look yet. Later it empties the sockets of its rails one after the other, and acts in between.
   void postpone(const Happening& happening, uint64_t until_us) {
     const uint64_t rail = happening.packet == SUMMONS ? schedule_->config.rail_count
                                                       : packets_[happening.packet].path % schedule_->config.rail_count;

@@ -14,16 +14,16 @@ namespace sennit::model {
 namespace {
 
 constexpr size_t EAGER_MEMORY_BYTES = 32 * size_t{PAYLOAD_MAX_BYTES};
-// A round sends at most a window and some controls; timers of eight paths may fire one after the other.
+// A round sends at most a window and some controls. The timers of eight paths may expire one after the other.
 constexpr uint32_t MOST_PACKETS_A_ROUND = 2'000;
 constexpr uint32_t MOST_IDLE_WAKES = 64, MOST_IMMEDIATE_ROUNDS = 4;
 // A deferred eager message is offered again at the program's next round.
 constexpr uint64_t DEFERRED_US = 20;
-// Numbers on the wire have finite width, so every protocol bounds a packet's life (RFC 9293, 3.4.2): that of an
-// eager packet must end before half of the numbers behind the ring are used. Only fault_model_small gets there.
+// Numbers on the wire have finite width, so every protocol limits a packet's life (RFC 9293, 3.4.2). An eager packet's
+// life must end before half of the numbers after the ring are used. Only fault_model_small gets there.
 constexpr uint64_t EAGER_LIFE_PACKETS = (uint64_t{1} << (flow::INDEX_BITS - 1)) - 32;
-// A bulk packet this old may belong to a credit whose slot is used again: the flow then refuses it by number,
-// key or address.
+// A bulk packet this old may belong to a credit whose slot is used again. The flow then refuses it by number, key or
+// address.
 constexpr uint64_t KNOWN_PACKETS = flow::CREDIT_SLOTS / 2 - flow::CREDIT_WINDOW;
 
 uint32_t next_of(const Direction& direction, uint32_t from, bool is_eager) {
@@ -112,7 +112,7 @@ void Rank::place(const Packet& packet, uint64_t age_packets) {
   const Verdict verdict = flow_->locate(data.immediate, data.remote_address, data.rkey, data.size_bytes, place);
   say("packet %u of message %u on path %u: verdict %d", packet.part, packet.message, packet.path,
       static_cast<int>(verdict));
-  // A flow may know of its end before its event is taken.
+  // A flow may have ended before its event is taken.
   if (has_ended() || (verdict == Verdict::bad_slot && flow_->ended())) {
     require(verdict == Verdict::bad_slot && place.destination == nullptr, "a flow that has ended takes data");
     ++seen_.after_end;
@@ -141,7 +141,7 @@ void Rank::place(const Packet& packet, uint64_t age_packets) {
                  random_.below(draw().tick_us));
 }
 
-// A port that receives straight into predicted places leaves there what it then refuses.
+// A port that receives straight into predicted places leaves refused bytes there.
 void Rank::scribble() {
   std::array<flow::Placement, 16> places;
   const size_t count = flow_->predict(places);
@@ -168,7 +168,7 @@ void Rank::round(bool has_read_all) {
   if (draw().closes && !is_closed_ && !has_ended() && is_complete()) close();
   const bool moved = send_packets();
   if (!needs_peer()) excuse();
-  // (Deferred and quietly waiting programs come by without a timer.)
+  // Programs that deferred a message, or wait quietly, come here without a timer.
   idle_wakes_ = moved ? 0 : idle_wakes_ + is_due;
   if (has_read_all) set_wake();
 }
@@ -333,7 +333,7 @@ uint64_t Rank::next_post_us() const {
 
 void Rank::set_wake() {
   const uint64_t timeout_us = flow_->next_timeout_us();
-  // All packets are out, so a timer that stays due would be due for ever. (Sending may bring one forward once.)
+  // All packets are sent, so a timer that is still due stays due. (Sending may bring a timer forward once.)
   immediate_rounds_ = timeout_us <= clock_us() ? immediate_rounds_ + 1 : 0;
   require(immediate_rounds_ <= MOST_IMMEDIATE_ROUNDS, [&] { return "the timer spins: " + flow_->describe(); });
   require(idle_wakes_ <= MOST_IDLE_WAKES,
@@ -379,7 +379,7 @@ bool Rank::is_complete() const {
 
 bool Rank::needs_peer() const { return is_waiting() || outgoing_->is_sending() || incoming_->is_receiving(); }
 
-// As often as the flow itself would.
+// As often as the flow itself would look.
 uint64_t Rank::look_us() const { return std::min(schedule_->config.peer_timeout_us / 16, flow::LOOK_MAX_US); }
 
 void Rank::check_counters(const Rank& peer) const {

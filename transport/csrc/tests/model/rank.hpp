@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One rank of a schedule: a program that sends and receives its messages, and the port that drives its flow.
-// Every answer of the flow is held against what the model knows.
+// One rank of a schedule: a program that sends and receives its messages, and the port that drives its flow. Every
+// answer of the flow is compared with what the model knows.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -18,17 +18,17 @@ namespace sennit::model {
 class Rank {
  public:
   explicit Rank(uint32_t index);
-  // `outgoing` is what it sends, `incoming` what it receives.
+  // `outgoing` are the messages it sends, `incoming` those it receives.
   void begin(const Schedule& schedule, Network& network, Direction& outgoing, Direction& incoming, bool is_verbose);
   void introduce(const Rank& peer);
-  // Of the flow. What it took from the receive budget must be back.
+  // Ends the flow, which must have returned everything that it took from the receive budget.
   void end();
   std::byte* eager_memory() { return eager_memory_.data(); }
   uint32_t eager_rkey() const;
 
-  // `age_packets`: so many data packets of its kind (eager or bulk) its sender gave out since.
+  // `age_packets`: how many data packets of its kind (eager or bulk) its sender has given out since.
   void deliver(const Packet& packet, uint64_t age_packets);
-  // The running number that the next packet of this one's kind gets.
+  // The number of the next packet of this kind.
   uint64_t& order_of(const Packet& packet);
   // One round of the port: timer, events, the program's next calls, packets.
   void round(bool has_read_all);
@@ -40,7 +40,7 @@ class Rank {
   void notice_peer_failed();
   void die() { is_dead_ = true; }
 
-  // All messages of both directions are through for this side.
+  // Whether all messages of both directions are complete for this side.
   bool is_complete() const;
   bool has_ended() const { return has_ended_; }
   bool is_lost() const { return is_lost_; }  // or told by its peer
@@ -50,10 +50,10 @@ class Rank {
   bool is_closed() const { return is_closed_; }
   const std::string& end_reason() const { return end_reason_; }
   std::string_view flow_end_reason() const { return flow_->end_reason(); }
-  // It must notice a peer that falls silent: its program waits, or it is in the middle of a message of one credit, by
-  // what was seen on the wire.
+  // Whether it must notice a peer that falls silent: its program waits, or it is in the middle of a message of one
+  // credit, judged by what was seen on the wire.
   bool needs_peer() const;
-  // The last time it did not need its peer, or heard from it, or was asleep.
+  // The last time when it did not need its peer, heard from it, or was asleep.
   uint64_t last_excuse_us() const { return last_excuse_us_; }
   void excuse() { last_excuse_us_ = network_->now_us(); }
   void check_counters(const Rank& peer) const;

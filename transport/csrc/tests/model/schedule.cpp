@@ -13,9 +13,9 @@ constexpr uint64_t SECOND_US = 1'000'000;
 // Beyond this loss a peer may be silent for its whole timeout by chance.
 constexpr uint32_t MAX_SAFE_LOSS = 65'536 / 4;
 constexpr uint32_t MAX_SAFE_BURST_PACKETS = 4;
-// The same where paths are dead for ever: those that are left get their turn less often.
+// The same where paths are dead for ever, because the other paths then have their turn less often.
 constexpr uint32_t MAX_SAFE_LOSS_OF_FEW = 65'536 / 64;
-// An outage as long as this is forgiven by every peer timeout from PATIENT_TIMEOUT_US on, back-off included.
+// Every peer timeout from PATIENT_TIMEOUT_US on survives an outage as long as this, back-off included.
 constexpr uint64_t LONG_OUTAGE_US = 1 * SECOND_US;
 constexpr uint64_t PATIENT_TIMEOUT_US = 5 * SECOND_US;
 
@@ -24,7 +24,7 @@ T pick(SimRandom& random, const T (&choices)[N]) {
   return choices[random.below(N)];
 }
 
-// Small values and large ones alike: uniform in the number of bits.
+// Draws small and large values alike: uniform in the number of bits.
 uint32_t spread(SimRandom& random, uint32_t bits) {
   return static_cast<uint32_t>(random.below(uint64_t{1} << random.below(bits + 1)));
 }
@@ -67,7 +67,7 @@ uint32_t draw_size(SimRandom& random, const flow::FlowConfig& config, bool is_ea
   if (chance(random, 10)) return 0;
   if (is_eager) return static_cast<uint32_t>(random.below(config.payload_max_bytes - flow::EAGER_HEADER_BYTES + 1));
   const auto bytes = static_cast<uint32_t>(1 + random.below(uint64_t{max_packets} * config.payload_max_bytes));
-  // Whole packets are a border of their own.
+  // Whole packets are a border case of their own.
   return chance(random, 30) ? std::max(bytes - bytes % config.payload_max_bytes, 1u) : bytes;
 }
 
@@ -134,7 +134,7 @@ Fault draw_fault(SimRandom& random, const flow::FlowConfig& config) {
   return fault;
 }
 
-// Nothing but what a flow has to survive: judged here, from the draw alone.
+// Whether this is something that a flow must survive, judged only from the draw.
 bool must_complete(const Schedule& schedule) {
   const flow::FlowConfig& config = schedule.config;
   uint64_t outage_us = 0;
@@ -149,7 +149,7 @@ bool must_complete(const Schedule& schedule) {
     for (uint32_t rank = 0; rank < 2; ++rank)
       if ((fault.directions >> rank & 1) != 0) open_paths[rank] &= ~fault.paths;
   }
-  // One of four planes is enough; one of eight paths is found too late for a hundred messages in a row.
+  // A flow survives one of four planes. It finds one of eight paths too late for a hundred messages in a row.
   for (const uint32_t open : open_paths)
     if (static_cast<uint32_t>(std::popcount(open)) * 4 < config.path_count) return false;
   const uint32_t all_paths = (1u << config.path_count) - 1;
@@ -157,7 +157,7 @@ bool must_complete(const Schedule& schedule) {
   for (const RankDraw& rank : schedule.ranks)
     for (uint32_t path = 0; path < config.path_count; ++path) {
       const LinkDraw& link = rank.links[path];
-      // With back-off, so many repetitions in a row take longer than any peer timeout.
+      // With back-off, this many repetitions in a row take longer than any peer timeout.
       if (link.loss != 0 && link.burst_packets > MAX_SAFE_BURST_PACKETS) return false;
       if ((link.loss + link.corruption) * link.burst_packets > (are_few ? MAX_SAFE_LOSS_OF_FEW : MAX_SAFE_LOSS))
         return false;
@@ -165,7 +165,7 @@ bool must_complete(const Schedule& schedule) {
   return outage_us <= LONG_OUTAGE_US && config.peer_timeout_us >= PATIENT_TIMEOUT_US;
 }
 
-// Every packet arrives, after one delay; only the ranks' threads do not run now and then.
+// Every packet arrives, after one delay. Only the ranks' threads pause now and then.
 void draw_pauses(SimRandom& random, Schedule& schedule) {
   schedule.loses_nothing = true;
   LinkDraw link{};

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a schedule must not show. Thrown by the model only, never through the flow.
+// A rule that a schedule broke. Thrown only by the model, never through the flow.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -10,7 +10,7 @@ struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The text is made only when it is needed: this stands in the innermost loops.
+// The text is made only when needed, because this is in the innermost loops.
 template <typename Text>
 inline void require(bool holds, const Text& text) {
   if (holds) [[likely]]

@@ -9,10 +9,10 @@ namespace sennit::model {
 namespace {
 
 constexpr uint64_t MOST_HAPPENINGS = 100'000;
-// From the operation's deadline on, for the last words and their echoes.
+// Time after the operation's deadline for the last notices and their echoes.
 constexpr uint64_t REST_US = 5'000'000;
-// A rank in the middle of a message notices a silent peer this much later than its timeout at most: its next
-// round may be that far.
+// A rank in the middle of a message notices a silent peer at most this much later than its timeout, because its next
+// round may be that far away.
 constexpr uint64_t NOTICE_SLACK_US = 1'000'000;
 constexpr const char* DEADLINE = "the operation's deadline has passed";
 constexpr const char* FAILURE = "the program failed";
@@ -119,7 +119,7 @@ void World::happen(const Happening& happening) {
   const bool is_wake = happening.packet == Network::NO_PACKET;
   if (is_wake && rank.wake_us() * 1'000 != happening.at_ns) return;  // set anew since
   if (const uint64_t frozen_us = frozen_until_us(happening.rank); frozen_us != 0) {
-    // What arrives lies in the socket; the clock is looked at after it.
+    // Arrivals are in the socket. The clock is read after it.
     rank.excuse();
     if (!is_wake) return network_.postpone(happening, frozen_us);
     rank.woken();
@@ -134,7 +134,7 @@ void World::happen(const Happening& happening) {
     // A port reads a part of its socket before it does anything else.
     if (network_.has_arrivals(happening.rank, happening.at_ns + 1)) return;
   }
-  // And looks at timers only when all sockets are empty: it may not have run since they were due.
+  // A port looks at timers only when all sockets are empty, because it may not have run since they were due.
   rank.round(!network_.has_arrivals(happening.rank, (network_.now_us() + 1) * 1'000));
 }
 
@@ -151,7 +151,7 @@ void World::run_until_rest() {
 void World::judge_lost(const Rank& rank, const Rank& peer) const {
   const std::string& reason = rank.end_reason();
   if (rank.is_told()) {
-    // (The peer's flow may have ended before its program did.)
+    // The peer's flow may have ended before its program did.
     const bool is_its_reason = reason == peer.end_reason() || reason == peer.flow_end_reason();
     return require(is_its_reason, [&] { return "no peer aborted with: " + reason; });
   }
@@ -167,7 +167,7 @@ void World::judge() const {
     const Rank& peer = ranks_[1 - index];
     if (schedule_.must_complete)
       require(rank.is_complete() && !rank.has_ended(), "not complete at rest, and nothing excuses it");
-    // Who was neither disturbed nor complete must have been told by someone, the deadline at the latest.
+    // A rank that was neither disturbed nor complete must have been told, by the deadline at the latest.
     require(rank.is_dead() || rank.has_ended() || rank.is_complete(), "at rest without an end");
     if (rank.is_lost()) judge_lost(rank, peer);
     rank.check_counters(peer);

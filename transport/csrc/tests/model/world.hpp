@@ -23,7 +23,7 @@ class World {
  public:
   // Throws Violation.
   void run(uint64_t seed, bool is_verbose, Tally& tally);
-  // Of the schedule that ran last, also when it failed.
+  // The schedule that ran last, even if it failed.
   std::string describe() const;
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Numbers that wrap within one schedule: found before flow/numbers.hpp by fault_model_small only.
+// Numbers that wrap within one schedule. Only fault_model_small finds this file before flow/numbers.hpp.
 #pragma once
 #include <cstdint>
 
