@@ -55,7 +55,7 @@ uint32_t make_packet(Network& network, uint32_t source, uint32_t destination, ui
 
 }  // namespace
 
-TEST_CASE("Events come out by time, and those of one time in the order in which they went in") {
+TEST_CASE("Events come out by time; events of the same time keep their order") {
   uint64_t draws = 0;
   const auto below = [&](uint64_t bound) { return mix(++draws) % bound; };
   EventQueue queue;
@@ -78,7 +78,7 @@ TEST_CASE("Events come out by time, and those of one time in the order in which 
   }
 }
 
-TEST_CASE("Routes are the shortest ones, and all of them") {
+TEST_CASE("Routes are all the shortest paths") {
   for (const TopologyConfig& config : {TWO_TIERS, THREE_TIERS}) {
     const Topology topology(config);
     Routing routing(topology, 1);
@@ -105,7 +105,7 @@ TEST_CASE("Routes are the shortest ones, and all of them") {
   }
 }
 
-TEST_CASE("Every pair of hosts is reached over the number of hops that its tiers ask for") {
+TEST_CASE("A packet takes as many hops as the tiers between its hosts need") {
   const Topology topology(THREE_TIERS);
   EventQueue events;
   Network network(topology, {.delay_ns = 1'000}, 1, events);
@@ -151,7 +151,7 @@ TEST_CASE("ECMP spreads tuples evenly, keeps each on one path, and hashes anew a
   for (const auto& [links, count] : by_two_links) CHECK(std::abs(static_cast<int>(count) - 2'500) < 5 * 49);
 }
 
-TEST_CASE("Incast: a queue holds what its limit says, marks by its thresholds, and loses nothing else") {
+TEST_CASE("Incast: a queue fills to its limit, marks by its thresholds, and drops only the excess") {
   const Topology topology({.hosts = 8, .hosts_per_leaf = 8, .spines = 1});
   EventQueue events;
   const LinkConfig link{.queue_limit_bytes = 50'000, .mark_min_bytes = 20'000, .mark_max_bytes = 20'000};

@@ -92,7 +92,7 @@ TEST_CASE("Flows that share a link share it evenly") {
   CHECK(ratio(result) < 1.15);
 }
 
-TEST_CASE("Incast is held by the port's queue, and what it drops is made good") {
+TEST_CASE("Incast fills the port's queue, and dropped packets are sent again") {
   SimulationConfig config = small(Kind::incast, 400'000);
   config.link.queue_limit_bytes = 300'000;
   const SimulationResult result = run(config);
@@ -116,7 +116,7 @@ TEST_CASE("Spraying fills the fabric where hashing whole messages does not") {
   CHECK(ratio(single) > 1.9);
 }
 
-TEST_CASE("Links that died before the start cost their share, links that die in between no message") {
+TEST_CASE("Links that fail before the start cost their share of the rate, links that fail later lose no message") {
   SimulationConfig config = small(Kind::alltoall, 65'536);
   config.failure = {.fraction = 0.06};  // 2 of 32
   const SimulationResult before = run(config);
@@ -154,7 +154,7 @@ TEST_CASE("Spraying costs neither acknowledgements nor tail probes") {
   CHECK(ratio(result) < 1.15);
 }
 
-TEST_CASE("In a ring a window of several blocks makes as many paths as fast as one") {
+TEST_CASE("In a ring with a window of several blocks, many paths are as fast as one") {
   SimulationConfig config = small(Kind::allreduce_ring, 32 * 16'384);
   config.transport.flow.window_bytes = 131'072;
   const SimulationResult sprayed = run(config);
@@ -165,7 +165,7 @@ TEST_CASE("In a ring a window of several blocks makes as many paths as fast as o
   CHECK(sprayed.completion_us < 1.02 * single.completion_us);
 }
 
-TEST_CASE("The ideal is the narrowest cut's") {
+TEST_CASE("The ideal is the time of the narrowest cut") {
   // Half as many uplinks as hosts: the leaf's links are the bottleneck.
   SimulationConfig config = small(Kind::permutation, 1'000'000);
   config.topology.spines = 4;
@@ -201,7 +201,7 @@ TEST_CASE("A run is a pure function of its configuration") {
   CHECK(run(config).trace_hash != first.trace_hash);
 }
 
-TEST_CASE("Past its deadline a run ends incomplete; impossible ones are refused") {
+TEST_CASE("A run past its deadline ends incomplete; impossible configurations are refused") {
   SimulationConfig config = small(Kind::alltoall, 65'536);
   config.deadline_us = 50;
   CHECK_FALSE(run(config).is_complete);
