@@ -203,8 +203,8 @@ def collectives(
 
 @bench.command("offload", epilog="Example: sennit bench offload --end-to-end")
 def bench_offload(
-    rounds: Annotated[int, typer.Option(help="measurements of each; the median counts", min=1)] = 7,
-    repeat: Annotated[int, typer.Option(help="runs of the program in a measurement", min=1)] = 50_000,
+    rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 7,
+    repeat: Annotated[int, typer.Option(help="runs of the program per measurement", min=1)] = 50_000,
     seed: Annotated[int, typer.Option(help="seed of the records", min=0)] = 1,
     end_to_end: Annotated[
         bool,
@@ -212,7 +212,7 @@ def bench_offload(
             "--end-to-end", help="measure from packets on a veth link to tensors, beside sockets in C and Python"
         ),
     ] = False,
-    batches: Annotated[int, typer.Option(help="batches in a measurement of --end-to-end", min=1)] = 16,
+    batches: Annotated[int, typer.Option(help="batches per measurement of --end-to-end", min=1)] = 16,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
     ] = None,
@@ -275,8 +275,8 @@ def bench_tiers(
 @bench.command("feed", epilog="Example: sennit bench feed --rounds 7")
 def bench_feed(
     records: Annotated[int, typer.Option(help="records in memory", min=1 << 17)] = 500_000,
-    batches: Annotated[int, typer.Option(help="batches of 4,096 records, sent in a measurement", min=1, max=32)] = 32,
-    rounds: Annotated[int, typer.Option(help="measurements of each; the median counts", min=1)] = 7,
+    batches: Annotated[int, typer.Option(help="batches of 4,096 records per measurement", min=1, max=32)] = 32,
+    rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 7,
     seed: Annotated[int, typer.Option(help="seed of the records and their order", min=0)] = 1,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
@@ -302,7 +302,7 @@ def bench_feed(
 @bench.command("ingest", epilog="Example: sennit bench ingest --data flights")
 def bench_ingest(
     data: Annotated[str, typer.Option(help="flights, movielens, adult or synthetic")] = "flights",
-    turns: Annotated[int, typer.Option(help="turns of each trainer; the median counts", min=1)] = 50,
+    turns: Annotated[int, typer.Option(help="turns of each trainer; the median is reported", min=1)] = 50,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
     ] = None,
@@ -346,14 +346,14 @@ def _bench_embedding_on_a_gpu(rounds: int, seed: int, json_path: Path | None) ->
 @bench.command("embedding", epilog="Example: sennit bench embedding --against torch --rounds 5")
 def bench_embedding(
     device: Annotated[
-        str, typer.Option(help="cpu, or cuda: the Triton kernels, at the shape for which FBGEMM published times")
+        str, typer.Option(help="cpu, or cuda: the Triton kernels with the shape of FBGEMM's published times")
     ] = "cpu",
     against: Annotated[
         list[str] | None, typer.Option(help="peer: fbgemm, torch or tensor-train; may be repeated")
     ] = None,
     only: Annotated[str, typer.Option(help="only shapes whose name contains this")] = "",
     threads: Annotated[int, typer.Option(help="threads of each peer", min=1, max=256)] = 1,
-    rounds: Annotated[int, typer.Option(help="turns of each peer; the median counts", min=1)] = 15,
+    rounds: Annotated[int, typer.Option(help="turns of each peer; the median is reported", min=1)] = 15,
     seed: Annotated[int, typer.Option(help="seed of ids and weights", min=0)] = 1,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
@@ -396,7 +396,7 @@ def rdma(
     size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in one operation")] = "64KiB",
     netem: Annotated[
         list[str] | None,
-        typer.Option(help="settings of tc-netem(8); the first is compared with ('': none); may be repeated"),
+        typer.Option(help="settings of tc-netem(8), '' for none; the first is the reference; may be repeated"),
     ] = None,
     against: Annotated[list[str] | None, typer.Option(help="peer: kernel-rc or udp; may be repeated")] = None,
     in_flight: Annotated[str, typer.Option(help="operations in flight, comma-separated numbers")] = "1,8",

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What is lost on which path, how soon that is known, and what is done about it (docs/how-to/trace.md). */
+/* The session `loss` (docs/how-to/trace.md): what each path loses, how soon that is known, and what is sent again. */
 #include <uapi/linux/ptrace.h>
 #include "slots.bcc.h"
 
@@ -28,7 +28,7 @@ static inline struct total *total_of(struct path *path)
 	return totals.lookup_or_try_init(path, &zero);
 }
 
-/* (bcc knows the arguments of a tracepoint by the function that reads them, so each reads its own.) */
+/* (bcc finds the arguments of a tracepoint by the function that reads them, so each function reads its own.) */
 static inline struct path here(void)
 {
 	struct path path = {.process = bpf_get_current_pid_tgid() >> 32};

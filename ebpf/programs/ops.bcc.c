@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Operations from their tracepoints (docs/how-to/trace.md): how many, how long, how many bytes. */
+/* The session `ops` (docs/how-to/trace.md): count, duration and bytes of operations. */
 #include <uapi/linux/ptrace.h>
 #include "slots.bcc.h"
 
 #define OPERATIONS_IN_FLIGHT 16384
 
 struct operation {
-	u64 address; /* of the object, which lives as long as the operation */
+	u64 address; /* of the operation's object, which lives as long as the operation */
 	u32 process;
 	u32 unused;
 };

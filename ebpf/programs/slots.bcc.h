@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A histogram's slot for a value: eight to every doubling, so that a percentile read from it is right to 1/8.
- * The other half is runtime/trace/histogram.py.
+/* A histogram's slot for a value: eight to every doubling, so a percentile read from it is accurate to 1/16.
+ * runtime/trace/histogram.py reads the slots.
  */
 static inline u32 slot_of(u64 value) {
   if (value < 8) return value;
