@@ -250,7 +250,7 @@ TEST_CASE("fragments and eager messages that fit nothing lose the peer before an
   const auto fragment = [](uint32_t slot, uint32_t size_bytes, uint64_t position) {
     return ForgedInbox::Record{FRAGMENT, 0, 64, {}, slot, size_bytes, position, 0};
   };
-  // A fragment of a message of 100 bytes in slot 0, after its first `first` bytes.
+  // Why a peer is lost that writes `records` while a message of 100 bytes is advertised in slot 0; empty if it is not.
   const auto lost_by = [&](const std::vector<ForgedInbox::Record>& records, bool is_loan) {
     Sink sink;
     ForgedInbox in, out;
