@@ -17,7 +17,9 @@ build:  ## make .venv, install what is missing, build the native extensions
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit train --data flights --ranks 2
 
-test: test-cpp test-model test-fuzz test-rdma test-python  ## every test that can run on this machine
+# Two rings at a time: each leaves a core idle now and then.
+test:  ## every test that can run on this machine
+	@$(MAKE) --no-print-directory --jobs 2 test-python test-cpp test-model test-fuzz test-rdma
 
 test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
 	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \
