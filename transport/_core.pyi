@@ -32,6 +32,10 @@ class Plan:
     @property
     def name(self) -> str: ...
     @property
+    def buffer_bytes(self) -> list[int]:
+        """Bytes of each of the caller's buffers that the plan touches."""
+
+    @property
     def step_count(self) -> int: ...
 
 @final

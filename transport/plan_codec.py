@@ -60,7 +60,7 @@ def _firsts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def encode(plan: Plan) -> bytes:
-    """Returns the bytes that `sennit_plan_load` takes."""
+    """Returns the bytes that `sennit_plan_load` takes. Raises ArgumentError for a number that no field can hold."""
     count = len(plan.steps)
     table = np.zeros(count, STEP)
     if count:
@@ -68,6 +68,8 @@ def encode(plan: Plan) -> bytes:
         for name, column in zip(
             ("kind", "dtype", "op", "flags", "peer", "slot", "buffer", "offset", "size_bytes"), columns, strict=True
         ):
+            if min(column) < 0:
+                raise ArgumentError(f"plan {plan.name}: step {column.index(min(column))} has {name} {min(column)}")
             table[name] = column
 
     lists = [_operands(step) for step in plan.steps]
@@ -75,6 +77,9 @@ def encode(plan: Plan) -> bytes:
     table["operand_first"] = _firsts(operand_counts)
     table["operand_count"] = operand_counts
     flat = [operand for operands in lists for operand in operands]
+    for operand in flat:
+        if operand.index < 0 or operand.offset < 0:
+            raise ArgumentError(f"plan {plan.name}: an operand is {operand}; indices and offsets are 0 or more")
     operands = np.zeros(len(flat), OPERAND)
     operands["kind"] = [operand.is_view for operand in flat]
     operands["index"] = [operand.index for operand in flat]
@@ -84,6 +89,8 @@ def encode(plan: Plan) -> bytes:
     wait_counts = np.fromiter((len(step.after) for step in plan.steps), np.int64, count)
     waiting = np.repeat(np.arange(count), wait_counts)
     awaited = np.fromiter((e for step in plan.steps for e in step.after), np.int64, int(wait_counts.sum()))
+    if len(awaited) and not 0 <= awaited.min() <= awaited.max() < count:
+        raise ArgumentError(f"plan {plan.name}: a step waits for step {awaited.max()} of {count}")
     order = np.argsort(awaited, kind="stable")
     edge_counts = np.bincount(awaited, minlength=count).astype(np.int64)
     table["edge_first"] = _firsts(edge_counts)

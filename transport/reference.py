@@ -21,6 +21,7 @@ import numpy.typing as npt
 from sennit.transport.arithmetic import fold
 from sennit.transport.errors import ArgumentError, MismatchError, SennitError
 from sennit.transport.plan import ANY_PEER, Copy, Operand, Plan, Recv, Reduce, Send, Step, ordered_steps
+from sennit.transport.plan_check import check
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -109,7 +110,7 @@ def _flat(array: npt.NDArray[Any]) -> Bytes:
 
 
 class Interpreter:
-    """All ranks' plans and buffers. `run` changes the buffers in place."""
+    """All ranks' plans, each of them checked, and buffers. `run` changes the buffers in place."""
 
     def __init__(
         self,
@@ -151,6 +152,7 @@ class Interpreter:
                 raise PlanFault(f"rank {rank.plan.rank}: loans of steps {sorted(rank.loans)} were never handed back")
 
     def _rank(self, plan: Plan, given: Sequence[npt.NDArray[Any]]) -> _Rank:
+        check(plan)
         buffers = [_flat(array) for array in given]
         sizes = tuple(buffer.size for buffer in buffers)
         if len(sizes) != len(plan.buffer_bytes) or any(

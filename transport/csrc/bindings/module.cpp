@@ -380,6 +380,13 @@ NB_MODULE(_core, m) {
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)
       .def_prop_ro("name", [](const PyPlan& self) { return self.plan().name; })
+      .def_prop_ro(
+          "buffer_bytes",
+          [](const PyPlan& self) {
+            const std::vector<uint64_t>& extents = self.plan().buffer_extents;
+            return std::vector<uint64_t>(extents.begin(), extents.begin() + self.plan().buffer_count);
+          },
+          "Bytes of each of the caller's buffers that the plan touches.")
       .def_prop_ro("step_count", [](const PyPlan& self) { return self.plan().steps.size(); });
 
   nb::class_<PyOp>(m, "Op", "One run of a plan.")

@@ -143,6 +143,11 @@ class Checker {
   void check_operand(const Step& step, const Operand& operand, uint32_t at) {
     if (operand.kind == 0) {
       extend(operand.index, operand.offset, step.size_bytes, at);
+      const uint64_t apart =
+          std::max(operand.offset, step.destination_offset) - std::min(operand.offset, step.destination_offset);
+      if (step.kind == StepKind::reduce && operand.index == step.destination_buffer && apart != 0 &&
+          apart < step.size_bytes)
+        refuse("step " + std::to_string(at) + " writes over part of an operand; allowed: the whole of it, or nothing");
       return;
     }
     const std::string where = "step " + std::to_string(at);
