@@ -12,7 +12,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sennit.transport.elements import COMPLEXES, Dtype, ReduceOp, check_reducible
+from sennit.transport.elements import COMPLEXES, Dtype, ReduceOp, accumulator, check_reducible
+from sennit.transport.tree import balanced
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -58,16 +59,43 @@ def narrow(values: Array, dtype: Dtype) -> Array:
     return np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
 
 
-def fold(operands: Sequence[Array], dtype: Dtype, op: ReduceOp, *, world: int, scalar: float = 1.0) -> Array:
-    """Returns the left fold of byte arrays of equal size, as bytes."""
+def fold(leaves: Sequence[Array], dtype: Dtype, op: ReduceOp, *, scalar: float = 1.0) -> Array:
+    """Returns the fold of byte arrays of equal size over the tree of tree.py, as bytes."""
+    return run_program(
+        leaves, balanced(len(leaves)), dtype, op, partial=[False] * len(leaves), divisor=len(leaves), scalar=scalar
+    )
+
+
+def run_program(
+    operands: Sequence[Array],
+    program: Sequence[int],
+    dtype: Dtype,
+    op: ReduceOp,
+    *,
+    partial: Sequence[bool],
+    divisor: int,
+    scalar: float = 1.0,
+    gives_partial: bool = False,
+) -> Array:
+    """Returns what a REDUCE computes: each operand is pushed, and `program[i]` pairs are combined after the i-th.
+
+    `partial[i]` says that operand i is a partial sum: of the accumulator's type, and not scaled again. With
+    `gives_partial` the result is a partial sum too: AVG does not divide by `divisor`, and nothing is rounded.
+    """
     check_reducible(dtype, op)
+    stack: list[Array] = []
     # Overflow to infinity and NaN from infinities are expected results here.
     with np.errstate(all="ignore"):
-        total = _prepare(operands[0], dtype, op, scalar)
-        for operand in operands[1:]:
-            total = _apply(total, _prepare(operand, dtype, op, scalar), dtype, op)
+        for operand, count, is_partial in zip(operands, program, partial, strict=True):
+            stack.append(widen(operand, accumulator(dtype)) if is_partial else _prepare(operand, dtype, op, scalar))
+            for _ in range(count):
+                right = stack.pop()
+                stack[-1] = _apply(stack[-1], right, dtype, op)
+        (total,) = stack
+        if gives_partial:
+            return narrow(total, accumulator(dtype))
         if op is ReduceOp.AVG:
-            total = _divide(total, world)
+            total = _divide(total, divisor)
         return narrow(total, dtype)
 
 
@@ -81,27 +109,27 @@ def _prepare(operand: Array, dtype: Dtype, op: ReduceOp, scalar: float) -> Array
     return scaled
 
 
-def _apply(total: Array, x: Array, dtype: Dtype, op: ReduceOp) -> Array:
+def _apply(left: Array, right: Array, dtype: Dtype, op: ReduceOp) -> Array:
     if op is ReduceOp.MIN:
-        return np.where((total < x) | (total != total), total, x)
+        return np.where((left < right) | (left != left), left, right)
     if op is ReduceOp.MAX:
-        return np.where((total > x) | (total != total), total, x)
+        return np.where((left > right) | (left != left), left, right)
     if op is ReduceOp.PRODUCT and dtype in COMPLEXES:
-        (a, b), (c, d) = total.T, x.T
+        (a, b), (c, d) = left.T, right.T
         return np.stack([a * c - b * d, a * d + b * c], axis=1)
     function = _FUNCTIONS[ReduceOp.BOR if dtype is Dtype.BOOL and op is ReduceOp.SUM else op]
-    result: Array = function(total, x)
+    result: Array = function(left, right)
     return result
 
 
-def _divide(total: Array, world: int) -> Array:
+def _divide(total: Array, divisor: int) -> Array:
     quotient: Array
     if total.dtype.kind == "f":
-        quotient = total / np.array(world).astype(total.dtype)
+        quotient = total / np.array(divisor).astype(total.dtype)
     elif total.dtype.kind == "u":
-        quotient = total.astype(np.uint64) // np.uint64(world)
+        quotient = total.astype(np.uint64) // np.uint64(divisor)
     else:
         wide = total.astype(np.int64)
         # Floor division rounds down, but we want rounding towards zero.
-        quotient = wide // world + ((wide < 0) & (wide % world != 0))
+        quotient = wide // divisor + ((wide < 0) & (wide % divisor != 0))
     return quotient.astype(total.dtype)

@@ -70,7 +70,10 @@ class ArrayCollectives(ABC):
     ) -> Operation: ...
 
     def allreduce(self, array: Array, op: ReduceOp = ReduceOp.SUM, *, scalar: float = 1.0) -> Array:
-        """Returns the fold of all ranks' arrays, in rank order. PREMUL_SUM first multiplies each array by `scalar`."""
+        """Returns the fold of all ranks' arrays over the tree of ranks.
+
+        PREMUL_SUM first multiplies each array by `scalar`.
+        """
         given, dtype = _contiguous(array), dtype_of(array)
         output = np.empty_like(given)
         plan = _Call(algorithms.allreduce, self, elements=given.size, dtype=dtype, op=op, in_place=False)

@@ -336,10 +336,18 @@ def _ascending(steps: Iterable[int]) -> tuple[int, ...]:
     return tuple(sorted(set(steps)))
 
 
+def _has_partials(step: Reduce) -> bool:
+    return step.gives_partial or any(operand.is_partial for operand in step.operands)
+
+
 def for_device(plan: Plan, *, ring_bytes: int = RING_BYTES) -> Plan:
     """Returns `plan`, checked, for buffers on a device. Raises ArgumentError if the plan would write a byte twice."""
-    if plan.on_device or plan.scratch_bytes:
-        raise ArgumentError(f"plan {plan.name} is for device memory already, or has scratch of its own")
+    if (
+        plan.on_device
+        or plan.scratch_bytes
+        or any(isinstance(step, Reduce) and _has_partials(step) for step in plan.steps)
+    ):
+        raise ArgumentError(f"plan {plan.name} is for device memory already, or has scratch or partial sums of its own")
     rewritten = _Rewriter(plan, ring_bytes).run()
     check(rewritten)
     return rewritten

@@ -64,9 +64,16 @@ FLOATS: Final = frozenset({Dtype.F16, Dtype.BF16, Dtype.F32, Dtype.F64})
 COMPLEXES: Final = frozenset({Dtype.C32, Dtype.C64, Dtype.C128})
 INTEGERS: Final = frozenset(Dtype) - FLOATS - COMPLEXES - {Dtype.BOOL}
 
+_WIDER: Final = {Dtype.F16: Dtype.F32, Dtype.BF16: Dtype.F32, Dtype.C32: Dtype.C64}
+
 _ORDERED: Final = {ReduceOp.MIN, ReduceOp.MAX}
 _BITWISE: Final = {ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR}
 _FIELD: Final = {ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT}
+
+
+def accumulator(dtype: Dtype) -> Dtype:
+    """The type of partial sums of `dtype`."""
+    return _WIDER.get(dtype, dtype)
 
 
 def reduce_ops(dtype: Dtype) -> frozenset[ReduceOp]:

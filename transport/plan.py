@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.tree import balanced
 
 # The most bytes that a receive without destination may hold (MAX_LOAN_BYTES in messages/lane.hpp).
 MAX_LOAN_BYTES: Final = 131_072
@@ -28,6 +29,8 @@ class Operand:
     index: int
     offset: int = 0
     is_view: bool = False
+    is_partial: bool = False
+    """Of a REDUCE: a partial sum, in the accumulator's type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +69,26 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Writes the left fold of `operands`, `size_bytes` each, into `buffer` at `offset`.
+    """The fold of `operands` into `size_bytes` of `buffer` at `offset`.
 
-    May overwrite exactly one operand.
+    `program` says in which order (tree.py): `program[i]` pairs are combined after operand i was pushed. The result may
+    overwrite exactly one operand, if the elements of both have one size. `gives_partial`: it is a partial sum.
     """
 
     operands: tuple[Operand, ...]
+    program: tuple[int, ...]
     buffer: int
     offset: int
     size_bytes: int
     dtype: Dtype
     op: ReduceOp
+    gives_partial: bool = False
     after: tuple[int, ...] = ()
+
+    def bytes_of(self, operand: Operand) -> int:
+        """The size of one of its operands, which may be wider than the result, or narrower."""
+        elements = self.size_bytes // _item_bytes(self.dtype, self.gives_partial)
+        return elements * _item_bytes(self.dtype, operand.is_partial)
 
 
 Step: TypeAlias = Send | Recv | Copy | Reduce
@@ -98,6 +109,8 @@ class Plan:
     buffer_bytes: tuple[int, ...]
     scratch_bytes: int
     steps: tuple[Step, ...]
+    leaves: int
+    """Of the tree of a reduction (tree.py). AVG divides by it."""
     on_device: bool = False
     """Whether the caller's buffers are device memory: then only COPY steps touch them (device_plan.py)."""
 
@@ -145,14 +158,24 @@ class PlanBuilder:
     """
 
     def __init__(
-        self, name: str, *, world: int, rank: int, signature: int, buffer_bytes: Sequence[int], scratch_bytes: int = 0
+        self,
+        name: str,
+        *,
+        world: int,
+        rank: int,
+        signature: int,
+        buffer_bytes: Sequence[int],
+        scratch_bytes: int = 0,
+        leaves: int | None = None,
     ) -> None:
+        """`leaves`: one a rank by default."""
         self._name = name
         self._world = world
         self._rank = rank
         self._signature = signature
         self._buffer_bytes = tuple(buffer_bytes)
         self._scratch_bytes = scratch_bytes
+        self._leaves = world if leaves is None else leaves
         self._steps: list[Step] = []
 
     def send(self, peer: int, slot: int, source: Operand, size_bytes: int, *, after: Iterable[int] = ()) -> int:
@@ -179,10 +202,14 @@ class PlanBuilder:
         *,
         dtype: Dtype,
         op: ReduceOp,
+        program: Sequence[int] | None = None,
+        gives_partial: bool = False,
         after: Iterable[int] = (),
     ) -> int:
+        """`program`: by default the operands are leaves 0, 1, ..."""
         waits = self._with_loans(operands, after)
-        return self._add(Reduce(tuple(operands), buffer, offset, size_bytes, dtype, op, waits))
+        order = balanced(len(operands)) if program is None else tuple(program)
+        return self._add(Reduce(tuple(operands), order, buffer, offset, size_bytes, dtype, op, gives_partial, waits))
 
     def build(self) -> Plan:
         """Returns the plan, unchecked: the core checks every plan that it loads, and `plan_check.check` asks it."""
@@ -194,6 +221,7 @@ class PlanBuilder:
             buffer_bytes=self._buffer_bytes,
             scratch_bytes=self._scratch_bytes,
             steps=tuple(self._steps),
+            leaves=self._leaves,
         )
 
     def _add(self, step: Step) -> int:
@@ -203,6 +231,10 @@ class PlanBuilder:
     @staticmethod
     def _with_loans(operands: Iterable[Operand], after: Iterable[int]) -> tuple[int, ...]:
         return _ascending([*after, *(operand.index for operand in operands if operand.is_view)])
+
+
+def _item_bytes(dtype: Dtype, is_partial: bool) -> int:
+    return (accumulator(dtype) if is_partial else dtype).item_bytes
 
 
 def _ascending(steps: Iterable[int]) -> tuple[int, ...]:

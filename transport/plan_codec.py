@@ -7,6 +7,7 @@ It is written column by column with NumPy, because a plan may have 100,000 steps
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -17,12 +18,18 @@ from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import Copy, Operand, Plan, Recv, Reduce, Send, Step
 
 MAGIC: Final = 0x31504E53
-VERSION: Final = 1
-FLAG_LOAN: Final = 1
+VERSION: Final = 2
+FLAG_LOAN: Final = 1  # of a RECV
+FLAG_PARTIAL: Final = 2  # of a REDUCE: its result
 FLAG_ON_DEVICE: Final = 1  # of the header
 SEND, RECV, COPY, REDUCE = range(4)
+# Where an operand's `kind` holds: whether it is a view, whether a partial sum, and the combinations that follow it.
+VIEW: Final = 1
+PARTIAL: Final = 1 << 8
+PROGRAM_SHIFT: Final = 16
+PROGRAM_MAX: Final = 0xFF
 
-HEADER: Final = struct.Struct("<IHHIIQIIIIQQQ")
+HEADER: Final = struct.Struct("<IHHIIQIIIIQQII")
 STEP: Final = np.dtype(
     [
         ("kind", "u1"), ("dtype", "u1"), ("op", "u1"), ("flags", "u1"),
@@ -51,7 +58,22 @@ def _row(step: Step) -> tuple[int, int, int, int, int, int, int, int, int]:
         return RECV, 0, 0, FLAG_LOAN if loan else 0, step.peer, step.slot, buffer, step.offset, step.size_bytes
     if isinstance(step, Copy):
         return COPY, 0, 0, 0, 0, 0, step.buffer, step.offset, step.size_bytes
-    return REDUCE, step.dtype, step.op, 0, 0, 0, step.buffer, step.offset, step.size_bytes
+    flags = FLAG_PARTIAL if step.gives_partial else 0
+    return REDUCE, step.dtype, step.op, flags, 0, 0, step.buffer, step.offset, step.size_bytes
+
+
+def _programs(plan: Plan) -> Iterator[int]:
+    """Per operand: the combinations that follow it."""
+    for number, step in enumerate(plan.steps):
+        if not isinstance(step, Reduce):
+            yield from (0 for _ in _operands(step))
+            continue
+        if len(step.program) != len(step.operands) or any(not 0 <= count <= PROGRAM_MAX for count in step.program):
+            raise ArgumentError(
+                f"plan {plan.name}: step {number} has program {step.program}; "
+                f"allowed: {len(step.operands)} numbers of 0..{PROGRAM_MAX}"
+            )
+        yield from step.program
 
 
 def _firsts(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -81,7 +103,10 @@ def encode(plan: Plan) -> bytes:
         if operand.index < 0 or operand.offset < 0:
             raise ArgumentError(f"plan {plan.name}: an operand is {operand}; indices and offsets are 0 or more")
     operands = np.zeros(len(flat), OPERAND)
-    operands["kind"] = [operand.is_view for operand in flat]
+    operands["kind"] = [
+        operand.is_view * VIEW + operand.is_partial * PARTIAL + (count << PROGRAM_SHIFT)
+        for operand, count in zip(flat, _programs(plan), strict=True)
+    ]
     operands["index"] = [operand.index for operand in flat]
     operands["offset"] = [operand.offset for operand in flat]
 
@@ -101,7 +126,8 @@ def encode(plan: Plan) -> bytes:
     flags = FLAG_ON_DEVICE if plan.on_device else 0
     header = HEADER.pack(
         MAGIC, VERSION, len(plan.buffer_bytes), plan.world, plan.rank, plan.signature,
-        count, len(operands), len(edges), len(encoded_name), plan.scratch_bytes, flags, 0,
+        count, len(operands), len(edges), len(encoded_name), plan.scratch_bytes, flags,
+        plan.leaves, 0,
     )  # fmt: skip
     return b"".join((header, table.tobytes(), operands.tobytes(), edges.tobytes(), encoded_name))
 
@@ -110,9 +136,10 @@ def decode(data: bytes) -> Plan:
     """Returns the plan of `data`, unchecked. `buffer_bytes` are the ends of the furthest ranges used."""
     if len(data) < HEADER.size:
         raise ArgumentError(f"a plan has at least {HEADER.size} bytes, not {len(data)}")
-    magic, version, buffer_count, world, rank, signature, steps, operands, edges, name_bytes, scratch, flags, _ = (
-        HEADER.unpack_from(data)
-    )
+    (
+        magic, version, buffer_count, world, rank, signature,
+        steps, operands, edges, name_bytes, scratch, flags, leaves, _,
+    ) = HEADER.unpack_from(data)  # fmt: skip
     if magic != MAGIC or version != VERSION:
         raise ArgumentError(f"magic {magic:#x} version {version}; expected {MAGIC:#x} version {VERSION}")
     sizes = (HEADER.size, steps * STEP.itemsize, operands * OPERAND.itemsize, edges * 4, name_bytes)
@@ -128,18 +155,22 @@ def decode(data: bytes) -> Plan:
         first, count = int(row["edge_first"]), int(row["edge_count"])
         for step in waiting[first : first + count]:
             after[step].append(number)
-    sources = [Operand(int(r["index"]), int(r["offset"]), bool(r["kind"])) for r in reads]
-    decoded = tuple(
-        _step(row, sources[row["operand_first"] : row["operand_first"] + row["operand_count"]], tuple(waits))
-        for row, waits in zip(table, after, strict=True)
-    )
+    sources = [
+        Operand(int(r["index"]), int(r["offset"]), bool(r["kind"] & VIEW), bool(r["kind"] & PARTIAL)) for r in reads
+    ]
+    programs = (reads["kind"] >> PROGRAM_SHIFT).tolist()
+    decoded = []
+    for row, waits in zip(table, after, strict=True):
+        used = slice(int(row["operand_first"]), int(row["operand_first"]) + int(row["operand_count"]))
+        decoded.append(_step(row, sources[used], tuple(programs[used]), tuple(waits)))
     ends = [0] * (buffer_count + 1)
     for plan_step in decoded:
-        ranges = [(o.index, o.offset) for o in _operands(plan_step) if not o.is_view]
+        for operand in _operands(plan_step):
+            size_bytes = plan_step.bytes_of(operand) if isinstance(plan_step, Reduce) else plan_step.size_bytes
+            if not operand.is_view:
+                ends[operand.index] = max(ends[operand.index], operand.offset + size_bytes)
         if not isinstance(plan_step, Send) and plan_step.buffer is not None:
-            ranges.append((plan_step.buffer, plan_step.offset))
-        for buffer, offset in ranges:
-            ends[buffer] = max(ends[buffer], offset + plan_step.size_bytes)
+            ends[plan_step.buffer] = max(ends[plan_step.buffer], plan_step.offset + plan_step.size_bytes)
     return Plan(
         name=data[int(starts[3]) :].decode(),
         world=world,
@@ -147,12 +178,13 @@ def decode(data: bytes) -> Plan:
         signature=signature,
         buffer_bytes=tuple(ends[:buffer_count]),
         scratch_bytes=scratch,
-        steps=decoded,
+        steps=tuple(decoded),
+        leaves=leaves,
         on_device=bool(flags & FLAG_ON_DEVICE),
     )
 
 
-def _step(row: np.void, sources: list[Operand], after: tuple[int, ...]) -> Step:
+def _step(row: np.void, sources: list[Operand], program: tuple[int, ...], after: tuple[int, ...]) -> Step:
     kind, size_bytes = int(row["kind"]), int(row["size_bytes"])
     peer, slot = int(row["peer"]), int(row["slot"])
     buffer, offset = int(row["buffer"]), int(row["offset"])
@@ -164,5 +196,6 @@ def _step(row: np.void, sources: list[Operand], after: tuple[int, ...]) -> Step:
         return Copy(sources[0], buffer, offset, size_bytes, after)
     if kind == REDUCE:
         dtype, op = Dtype(int(row["dtype"])), ReduceOp(int(row["op"]))
-        return Reduce(tuple(sources), buffer, offset, size_bytes, dtype, op, after)
+        gives_partial = bool(row["flags"] & FLAG_PARTIAL)
+        return Reduce(tuple(sources), program, buffer, offset, size_bytes, dtype, op, gives_partial, after)
     raise ArgumentError(f"step kind {kind}; allowed: 0..3")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sennit.transport.arithmetic import fold
+from sennit.transport.arithmetic import run_program
 from sennit.transport.errors import ArgumentError, MismatchError, SennitError
 from sennit.transport.plan import ANY_PEER, Copy, Operand, Plan, Recv, Reduce, Send, Step, ordered_steps
 from sennit.transport.plan_check import check
@@ -197,11 +197,23 @@ class Interpreter:
         step = rank.plan.steps[number]
         assert isinstance(step, Copy | Reduce)
         operands = step.operands if isinstance(step, Reduce) else (step.source,)
-        sources = [self._read(rank, number, operand, step.size_bytes) for operand in operands]
+        sources = [
+            self._read(rank, number, operand, step.bytes_of(operand) if isinstance(step, Reduce) else step.size_bytes)
+            for operand in operands
+        ]
         target = rank.bytes_at(step.buffer, step.offset, step.size_bytes)
         rank.claim(number, target, writing=True)
         if isinstance(step, Reduce):
-            target[:] = fold(sources, step.dtype, step.op, world=rank.plan.world, scalar=self._scalar)
+            target[:] = run_program(
+                sources,
+                step.program,
+                step.dtype,
+                step.op,
+                partial=[operand.is_partial for operand in operands],
+                divisor=rank.plan.leaves,
+                scalar=self._scalar,
+                gives_partial=step.gives_partial,
+            )
         else:
             target[:] = sources[0]
         for operand in operands:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.testbed.scenarios.model import ELEMENT_BYTES, Operation
+from sennit.transport.tree import balanced
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -26,6 +27,17 @@ def random_input(seed: int, rank: int, elements: int) -> Floats:
     return np.random.default_rng([seed, rank]).random(elements, np.float32) - np.float32(0.5)
 
 
+def expected_sum(seed: int, world: int, elements: int) -> Floats:
+    """The sum of all ranks' inputs over the tree that the transport promises (docs/reference/plans.md)."""
+    stack: list[Floats] = []
+    for peer, combinations in enumerate(balanced(world)):
+        stack.append(random_input(seed, peer, elements))
+        for _ in range(combinations):
+            right = stack.pop()
+            stack[-1] += right
+    return stack[0]
+
+
 class Payload:
     """The buffers of one rank, as blocks by rank. In AllReduce `given` and `got` are one array (in place)."""
 
@@ -36,11 +48,7 @@ class Payload:
         match operation:
             case Operation.ALLREDUCE:
                 self._base = random_input(seed, rank, self.elements).reshape(1, -1)
-                # The left fold in rank order, which the transport promises.
-                total = random_input(seed, 0, self.elements)
-                for peer in range(1, world):
-                    total += random_input(seed, peer, self.elements)
-                self._expected = total.reshape(1, -1)
+                self._expected = expected_sum(seed, world, self.elements).reshape(1, -1)
                 # One more element carries rank 0's signal that this repetition is the last.
                 self.got = self.given = np.zeros(self.elements + 1, np.float32)
             case Operation.ALLTOALL:

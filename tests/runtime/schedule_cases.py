@@ -49,7 +49,7 @@ class Data:
 
     def sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
         operands = [part.numpy().view(np.uint8) for part in parts]
-        folded = fold(operands, Dtype.F32, ReduceOp.SUM, world=len(parts), scalar=1.0)
+        folded = fold(operands, Dtype.F32, ReduceOp.SUM)
         return torch.from_numpy(folded.view(np.float32))
 
 

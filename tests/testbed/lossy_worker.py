@@ -31,7 +31,7 @@ def main() -> None:
         assert all(route == wanted for peer, route in enumerate(group.routes) if peer != rank), group.routes
         for elements in ELEMENTS * ROUNDS:
             arrays = [rng.standard_normal(elements).astype(np.float32) for _ in range(world)]
-            expected = fold([a.view(np.uint8) for a in arrays], Dtype.F32, ReduceOp.SUM, world=world)
+            expected = fold([a.view(np.uint8) for a in arrays], Dtype.F32, ReduceOp.SUM)
             assert group.allreduce(arrays[rank]).tobytes() == expected.tobytes()
             rows = [rng.integers(0, 256, (world, elements), np.uint8) for _ in range(world)]
             received = group.alltoall(rows[rank].reshape(-1))

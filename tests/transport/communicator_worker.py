@@ -55,7 +55,7 @@ class Case:
 
 
 def check_fold(result: Array, arrays: list[Array], dtype: Dtype, op: ReduceOp) -> None:
-    expected = fold([a.reshape(-1).view(np.uint8) for a in arrays], dtype, op, world=len(arrays), scalar=SCALAR)
+    expected = fold([a.reshape(-1).view(np.uint8) for a in arrays], dtype, op, scalar=SCALAR)
     np.testing.assert_array_equal(result.reshape(-1).view(np.uint8), expected)
 
 
@@ -96,7 +96,7 @@ def arithmetic(group: Communicator, seed: int) -> None:
 
                 key = (dtype, op, elements)
                 group.post(key, compile_plan, [mine], scalar=SCALAR).wait()
-                expected = fold(arrays, dtype, op, world=case.world, scalar=SCALAR)
+                expected = fold(arrays, dtype, op, scalar=SCALAR)
                 np.testing.assert_array_equal(mine, expected, err_msg=f"{dtype.name} {op.name} {elements}")
 
 

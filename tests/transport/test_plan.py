@@ -34,6 +34,10 @@ def fold_into_buffer(b: PlanBuilder, *operands: Operand, size_bytes: int = 8, of
     return b.reduce(operands, 0, offset, size_bytes, dtype=Dtype.F32, op=ReduceOp.SUM)
 
 
+def fold_by(b: PlanBuilder, program: tuple[int, ...]) -> int:
+    return b.reduce([Operand(0), Operand(0, 8)], 0, 16, 8, dtype=Dtype.F32, op=ReduceOp.SUM, program=program)
+
+
 def breaks(*steps: Callable[[PlanBuilder], object]) -> PlanBuilder:
     b = builder()
     for step in steps:
@@ -77,6 +81,14 @@ def breaks(*steps: Callable[[PlanBuilder], object]) -> PlanBuilder:
         (breaks(lambda b: fold_into_buffer(b)), "step 0 must have operands"),
         (breaks(lambda b: fold_into_buffer(b, Operand(0), size_bytes=6)), "step 0 reduces part of an element"),
         (breaks(lambda b: fold_into_buffer(b, Operand(0, 4))), "step 0 writes over part of an operand"),
+        (breaks(lambda b: fold_by(b, (0, 2))), "step 0 combines 3 values after operand 1; there are 2"),
+        (breaks(lambda b: fold_by(b, (0, 0))), "step 0 leaves 2 values; needed: 1"),
+        (breaks(lambda b: fold_by(b, (1,))), r"step 0 has program \(1,\); allowed: 2 numbers of 0..255"),
+        (breaks(lambda b: fold_by(b, (0, 256))), r"step 0 has program \(0, 256\); allowed: 2 numbers of 0..255"),
+        (
+            breaks(lambda b: b.reduce([Operand(0, 0, False, True)], 0, 0, 8, dtype=Dtype.F16, op=ReduceOp.SUM)),
+            "step 0 writes over part of an operand",
+        ),
     ],
 )
 def test_rules(plan: PlanBuilder, message: str) -> None:
@@ -93,6 +105,8 @@ def test_loans_are_awaited_even_in_plans_built_by_hand() -> None:
         check(dataclasses.replace(plan, steps=(plan.steps[0], hasty)))
     with pytest.raises(ArgumentError, match="rank 3 of 3"):
         check(dataclasses.replace(plan, rank=3))
+    with pytest.raises(ArgumentError, match="a tree without leaves"):
+        check(dataclasses.replace(plan, leaves=0))
 
 
 def test_binary_form_byte_by_byte() -> None:
@@ -101,7 +115,8 @@ def test_binary_form_byte_by_byte() -> None:
     loan = b.loan(0, 9, 8)
     b.reduce([Operand(0, 8), Operand(loan, 0, True)], 0, 8, 8, dtype=Dtype.F64, op=ReduceOp.MAX, after=[sent])
     b.copy(Operand(0, 0), 1, 4, 8)
-    data = b.build().encode()
+    b.reduce([Operand(0, 4, is_partial=True)], 1, 0, 8, dtype=Dtype.BF16, op=ReduceOp.SUM, gives_partial=True)
+    data = dataclasses.replace(b.build(), leaves=40).encode()
     assert (HEADER.size, STEP.itemsize, OPERAND.itemsize) == (64, 48, 16)
     none = 0
     steps = [
@@ -110,11 +125,12 @@ def test_binary_form_byte_by_byte() -> None:
         (1, 0, 0, 1, 0, 9, 1, 0, 1, 1, none, none, 8),
         (3, 8, 4, 0, 0, 0, 1, 2, 2, 0, 0, 8, 8),
         (2, 0, 0, 0, 0, 0, 3, 1, 2, 0, 1, 4, 8),
+        (3, 6, 0, 2, 0, 0, 4, 1, 2, 0, 1, 0, 8),
     ]
-    operands = [(0, 0, 8), (0, 0, 8), (1, 1, 0), (0, 0, 0)]
+    operands = [(0, 0, 8), (0, 0, 8), (1 << 16 | 1, 1, 0), (0, 0, 0), (1 << 8, 0, 4)]
     expected = b"".join(
         [
-            struct.pack("<IHHIIQIIIIQQQ", 0x31504E53, 1, 1, 3, 1, 1 << 56, 4, 4, 2, 6, 32, 0, 0),
+            struct.pack("<IHHIIQIIIIQQII", 0x31504E53, 2, 1, 3, 1, 1 << 56, 5, 5, 2, 6, 32, 0, 40, 0),
             *(struct.pack("<4B7I2Q", *step) for step in steps),
             *(struct.pack("<IIQ", *operand) for operand in operands),
             struct.pack("<2I", 2, 2),
@@ -144,8 +160,8 @@ def test_decode_refuses_what_is_no_plan() -> None:
     for length in range(len(data)):
         with pytest.raises(ArgumentError):
             decode(data[:length])
-    with pytest.raises(ArgumentError, match="version 2"):
-        decode(data[:4] + b"\x02" + data[5:])
+    with pytest.raises(ArgumentError, match="version 3"):
+        decode(data[:4] + b"\x03" + data[5:])
     with pytest.raises(ArgumentError, match="kind 9"):
         decode(data[:64] + b"\x09" + data[65:])
 

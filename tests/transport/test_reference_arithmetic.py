@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from sennit.transport.arithmetic import fold, narrow, widen
-from sennit.transport.elements import COMPLEXES, FLOATS, INTEGERS, Dtype, ReduceOp, reduce_ops
+from sennit.transport.arithmetic import fold, narrow, run_program, widen
+from sennit.transport.elements import COMPLEXES, FLOATS, INTEGERS, Dtype, ReduceOp, accumulator, reduce_ops
 from sennit.transport.errors import ArgumentError
+from sennit.transport.tree import Span, combinations, cover
 
 NUMPY: dict[Dtype, Any] = {
     Dtype.U8: np.uint8, Dtype.I8: np.int8, Dtype.I16: np.int16, Dtype.I32: np.int32, Dtype.I64: np.int64,
@@ -23,7 +25,7 @@ NUMPY: dict[Dtype, Any] = {
 
 
 def folded(arrays: list[Any], dtype: Dtype, op: ReduceOp, **options: float) -> Any:
-    data = fold([np.array(a).view(np.uint8) for a in arrays], dtype, op, world=len(arrays), **options)
+    data = fold([np.array(a).view(np.uint8) for a in arrays], dtype, op, **options)
     return data.view(np.array(arrays[0]).dtype)
 
 
@@ -60,17 +62,53 @@ def test_integers_wrap_and_divide_towards_zero(dtype: Dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.F64])
-def test_floats_are_folded_from_the_left(dtype: Dtype) -> None:
+def test_floats_are_folded_over_a_balanced_tree(dtype: Dtype) -> None:
     rng = np.random.default_rng(7)
-    a, b, c = (rng.standard_normal(1_000).astype(NUMPY[dtype]) for _ in range(3))
-    three = NUMPY[dtype](3)
-    np.testing.assert_array_equal(folded([a, b, c], dtype, ReduceOp.SUM), (a + b) + c)
-    np.testing.assert_array_equal(folded([a, b, c], dtype, ReduceOp.AVG), ((a + b) + c) / three)
-    np.testing.assert_array_equal(folded([a, b, c], dtype, ReduceOp.PRODUCT), (a * b) * c)
+    given = [rng.standard_normal(1_000).astype(NUMPY[dtype]) for _ in range(6)]
+    a, b, c, d, e, f = given
+    total = ((a + b) + (c + d)) + (e + f)
+    np.testing.assert_array_equal(folded(given, dtype, ReduceOp.SUM), total)
+    np.testing.assert_array_equal(folded(given, dtype, ReduceOp.AVG), total / NUMPY[dtype](6))
+    np.testing.assert_array_equal(folded(given[:5], dtype, ReduceOp.SUM), ((a + b) + (c + d)) + e)
+    np.testing.assert_array_equal(folded(given[:3], dtype, ReduceOp.PRODUCT), (a * b) * c)
     tenth = NUMPY[dtype](0.1)
-    premultiplied = (a * tenth + b * tenth) + c * tenth
-    np.testing.assert_array_equal(folded([a, b, c], dtype, ReduceOp.PREMUL_SUM, scalar=0.1), premultiplied)
-    assert not np.array_equal((a + b) + c, a + (b + c))
+    premultiplied = (a * tenth + b * tenth) + (c * tenth + d * tenth)
+    np.testing.assert_array_equal(folded(given[:4], dtype, ReduceOp.PREMUL_SUM, scalar=0.1), premultiplied)
+    assert not np.array_equal(total, ((((a + b) + c) + d) + e) + f)
+
+
+@pytest.mark.parametrize(("dtype", "op"), [(dtype, op) for dtype in Dtype for op in sorted(reduce_ops(dtype))])
+def test_partial_sums_put_together_give_the_same_bits(dtype: Dtype, op: ReduceOp) -> None:
+    """However the leaves are spread, and whoever folds the nodes: nothing is rounded, scaled or divided in between."""
+    rng = np.random.default_rng(dtype)
+    for leaves in range(1, 18):
+        data = [finite_bytes(rng, dtype, 40) for _ in range(leaves)]
+        expected = fold(data, dtype, op, scalar=0.75)
+        cuts = sorted({0, leaves, *rng.integers(0, leaves + 1, 3).tolist()})
+        nodes = [node for low, high in pairwise(cuts) for node in cover(Span(low, high), leaves)]
+        sums = [
+            run_program(
+                data[node.low : node.high],
+                combinations([Span(leaf, leaf + 1) for leaf in range(*node)], leaves),
+                dtype, op, partial=[False] * (node.high - node.low), divisor=leaves, scalar=0.75, gives_partial=True,
+            )
+            for node in nodes
+        ]  # fmt: skip
+        assert {len(data) for data in sums} == {40 // dtype.item_bytes * accumulator(dtype).item_bytes}
+        total = run_program(
+            sums, combinations(nodes, leaves), dtype, op, partial=[True] * len(sums), divisor=leaves, scalar=0.75
+        )
+        np.testing.assert_array_equal(total, expected)
+
+
+def finite_bytes(rng: np.random.Generator, dtype: Dtype, size_bytes: int) -> Any:
+    """Numbers that rarely overflow."""
+    size_bytes -= size_bytes % dtype.item_bytes
+    if dtype in FLOATS | COMPLEXES:
+        part = {Dtype.C32: Dtype.F16, Dtype.C64: Dtype.F32, Dtype.C128: Dtype.F64}.get(dtype, dtype)
+        wide = np.float64 if part is Dtype.F64 else np.float32
+        return narrow(rng.standard_normal(size_bytes // part.item_bytes).astype(wide), part)
+    return rng.integers(0, 256, size_bytes, np.uint8)
 
 
 @pytest.mark.parametrize("dtype", [Dtype.F16, Dtype.F32, Dtype.F64])
@@ -116,12 +154,10 @@ def test_half_floats_are_folded_in_fp32_and_rounded_once(dtype: Dtype) -> None:
     data = [narrow(rng.standard_normal(2_000).astype(np.float32), dtype) for _ in range(4)]
     a, b, c, d = (widen(x, dtype) for x in data)
     assert a.dtype == np.float32
-    total = ((a + b) + c) + d
-    np.testing.assert_array_equal(fold(data, dtype, ReduceOp.SUM, world=4), narrow(total, dtype))
-    np.testing.assert_array_equal(fold(data, dtype, ReduceOp.AVG, world=4), narrow(total / np.float32(4), dtype))
-    step_by_step = data[0]
-    for x in data[1:]:
-        step_by_step = fold([step_by_step, x], dtype, ReduceOp.SUM, world=4)
+    total = (a + b) + (c + d)
+    np.testing.assert_array_equal(fold(data, dtype, ReduceOp.SUM), narrow(total, dtype))
+    np.testing.assert_array_equal(fold(data, dtype, ReduceOp.AVG), narrow(total / np.float32(4), dtype))
+    step_by_step = fold([fold(pair, dtype, ReduceOp.SUM) for pair in (data[:2], data[2:])], dtype, ReduceOp.SUM)
     assert not np.array_equal(step_by_step, narrow(total, dtype))
 
 
@@ -130,7 +166,7 @@ def test_complex_numbers_multiply_by_parts(dtype: Dtype) -> None:
     rng = np.random.default_rng(5)
     real: Any = np.float32 if dtype is Dtype.C64 else np.float64
     x, y = (rng.standard_normal((300, 2)).astype(real) for _ in range(2))
-    result = fold([x.reshape(-1).view(np.uint8), y.reshape(-1).view(np.uint8)], dtype, ReduceOp.PRODUCT, world=2)
+    result = fold([x.reshape(-1).view(np.uint8), y.reshape(-1).view(np.uint8)], dtype, ReduceOp.PRODUCT)
     parts = result.view(real).reshape(-1, 2)
     np.testing.assert_array_equal(parts[:, 0], x[:, 0] * y[:, 0] - x[:, 1] * y[:, 1])
     np.testing.assert_array_equal(parts[:, 1], x[:, 0] * y[:, 1] + x[:, 1] * y[:, 0])
@@ -152,5 +188,5 @@ def test_what_has_no_meaning_is_refused() -> None:
     for dtype in Dtype:
         for op in set(ReduceOp) - reduce_ops(dtype):
             with pytest.raises(ArgumentError, match=f"{op.name} is not defined for {dtype.name}; allowed: "):
-                fold([np.zeros(16, np.uint8)], dtype, op, world=1)
+                fold([np.zeros(16, np.uint8)], dtype, op)
     assert INTEGERS | FLOATS | COMPLEXES | {Dtype.BOOL} == set(Dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The direct fold: each rank sends every share of a vector to the share's owner, who folds it in rank order.
+"""The direct fold: each rank sends every share of a vector to the share's owner, who folds it over the tree of ranks.
 
 Allreduce, reduce_scatter and reduce use it. The unit is a chunk. Chunk `t` of share `j` travels as slot 2t to rank j,
 is folded from loans, and (allreduce) goes back out as slot 2t + 1.

@@ -203,9 +203,15 @@ void Operation::run_copy(uint32_t at) {
 
 void Operation::run_reduce(uint32_t at) {
   const Step& step = begin(at);
-  for (uint32_t o = 0; o < step.operand_count; ++o) operands_[o] = source(plan_.operands[step.operand_first + o]);
-  const uint64_t count = step.size_bytes / element_size_bytes(static_cast<sennit_dtype>(step.dtype));
-  plan_.kernels[at]({destination(step), operands_.data(), step.operand_count, count, plan_.world, scalar_});
+  for (uint32_t o = 0; o < step.operand_count; ++o) {
+    const Operand& operand = plan_.operands[step.operand_first + o];
+    operands_[o] = {source(operand), operand.combinations, operand.is_partial != 0};
+  }
+  const auto dtype = static_cast<sennit_dtype>(step.dtype);
+  const bool gives_partial = (step.flags & STEP_PARTIAL) != 0;
+  const uint64_t count = step.size_bytes / element_size_bytes(gives_partial ? accumulator(dtype) : dtype);
+  plan_.kernels[at](
+      {destination(step), {operands_.data(), step.operand_count}, count, plan_.leaves, scalar_, gives_partial});
   for (uint32_t o = 0; o < step.operand_count; ++o) {
     const Operand& operand = plan_.operands[step.operand_first + o];
     if (operand.kind == 1) engine_->mailbox().release(std::exchange(views_[operand.index].loan, 0));

@@ -126,8 +126,8 @@ class Operation final : public MailboxClient {
   std::vector<std::byte*> buffers_;
   std::unique_ptr<std::byte[]> scratch_;
   std::vector<uint32_t> waits_;
-  std::vector<View> views_;  // one for each step, only if the plan has loans
-  std::vector<const void*> operands_;
+  std::vector<View> views_;                  // one for each step, only if the plan has loans
+  std::vector<FoldSource> operands_;         // of the reduction that runs
   std::vector<uint32_t> ready_to_dispatch_;  // completed later, by the mailbox or the owner of the device
   std::vector<uint32_t> ready_folds_;
   std::deque<uint32_t> ready_copies_;

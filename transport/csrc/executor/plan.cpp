@@ -13,7 +13,7 @@ namespace sennit {
 namespace {
 
 constexpr uint32_t PLAN_MAGIC = 0x31504E53;
-constexpr uint16_t PLAN_VERSION = 1;
+constexpr uint16_t PLAN_VERSION = 2;
 constexpr uint32_t SLOT_LIMIT = 1u << 20;
 constexpr uint64_t PLAN_ON_DEVICE = 1;
 
@@ -30,7 +30,8 @@ struct FileHeader {
   uint32_t name_bytes;
   uint64_t scratch_bytes;
   uint64_t flags;
-  uint64_t reserved;
+  uint32_t leaves;
+  uint32_t reserved;
 };
 static_assert(sizeof(FileHeader) == 64);
 
@@ -48,6 +49,7 @@ class Checker {
   explicit Checker(Plan& plan) : plan_(plan) {}
 
   void run() {
+    if (plan_.leaves == 0) refuse("a tree without leaves");
     if (plan_.rank >= plan_.world) refuse("rank " + std::to_string(plan_.rank) + " of " + std::to_string(plan_.world));
     plan_.waits.assign(plan_.steps.size(), 0);
     plan_.kernels.assign(plan_.steps.size(), nullptr);
@@ -104,18 +106,9 @@ class Checker {
       case StepKind::copy:
         if (step.operand_count != 1) refuse(where + " must have one operand");
         break;
-      case StepKind::reduce: {
-        if (step.operand_count == 0) refuse(where + " must have operands");
-        const uint32_t size = element_size_bytes(static_cast<sennit_dtype>(step.dtype));
-        if (size == 0 || step.size_bytes % size != 0) refuse(where + " reduces part of an element");
-        plan_.kernels[at] = find_fold(static_cast<sennit_dtype>(step.dtype), static_cast<sennit_reduce>(step.reduce));
-        if (plan_.kernels[at] == nullptr) {
-          refuse(std::string(reduce_name(step.reduce)) + " of " + dtype_name(step.dtype) + " does not exist");
-        }
-        static_assert(SENNIT_I64 < SENNIT_F16, "integers come first");
-        plan_.scales_integers |= step.reduce == SENNIT_PREMUL_SUM && step.dtype < SENNIT_F16;
+      case StepKind::reduce:
+        check_reduce(at);
         break;
-      }
       default:
         refuse(where + " has kind " + std::to_string(static_cast<int>(step.kind)));
     }
@@ -123,6 +116,37 @@ class Checker {
       extend(step.destination_buffer, step.destination_offset, step.size_bytes, at);
     if (plan_.on_device) check_device(step, loan, where);
     for (uint32_t o = 0; o < step.operand_count; ++o) check_operand(step, plan_.operands[step.operand_first + o], at);
+  }
+
+  void check_reduce(uint32_t at) {
+    const Step& step = plan_.steps[at];
+    const std::string where = "step " + std::to_string(at);
+    if (step.operand_count == 0) refuse(where + " must have operands");
+    const auto dtype = static_cast<sennit_dtype>(step.dtype);
+    plan_.kernels[at] = find_fold(dtype, static_cast<sennit_reduce>(step.reduce));
+    if (plan_.kernels[at] == nullptr)
+      refuse(where + ": " + reduce_name(step.reduce) + " of " + dtype_name(step.dtype) + " does not exist");
+    if (step.size_bytes % result_bytes(step) != 0) refuse(where + " reduces part of an element");
+    static_assert(SENNIT_I64 < SENNIT_F16, "integers come first");
+    plan_.scales_integers |= step.reduce == SENNIT_PREMUL_SUM && step.dtype < SENNIT_F16;
+    uint32_t depth = 0;
+    for (uint32_t o = 0; o < step.operand_count; ++o) {
+      const uint32_t combinations = plan_.operands[step.operand_first + o].combinations;
+      ++depth;
+      if (depth > MAX_FOLD_DEPTH)
+        refuse(where + " keeps " + std::to_string(depth) + " values; allowed: " + std::to_string(MAX_FOLD_DEPTH));
+      if (combinations >= depth)
+        refuse(where + " combines " + std::to_string(combinations + 1) + " values after operand " + std::to_string(o) +
+               "; there are " + std::to_string(depth));
+      depth -= combinations;
+    }
+    if (depth != 1) refuse(where + " leaves " + std::to_string(depth) + " values; needed: 1");
+  }
+
+  // Of one element.
+  static uint32_t result_bytes(const Step& step) {
+    const auto dtype = static_cast<sennit_dtype>(step.dtype);
+    return element_size_bytes((step.flags & STEP_PARTIAL) != 0 ? accumulator(dtype) : dtype);
   }
 
   // Only the owner of a device can address its memory, and the owner copies at its own pace.
@@ -141,21 +165,33 @@ class Checker {
   }
 
   void check_operand(const Step& step, const Operand& operand, uint32_t at) {
+    const std::string where = "step " + std::to_string(at);
+    if (operand.is_partial > 1 || operand.reserved != 0) refuse(where + " has an unknown operand");
+    if (step.kind != StepKind::reduce && (operand.is_partial != 0 || operand.combinations != 0))
+      refuse(where + " has an operand of a reduction");
+    uint64_t size_bytes = step.size_bytes;
+    if (step.kind == StepKind::reduce) {
+      const auto dtype = static_cast<sennit_dtype>(step.dtype);
+      const uint64_t count = step.size_bytes / result_bytes(step);
+      const uint64_t element_bytes = element_size_bytes(operand.is_partial != 0 ? accumulator(dtype) : dtype);
+      // Twice as wide as the result at most.
+      if (count > UINT64_MAX / 2 / element_bytes) refuse(where + " has an overflowing range");
+      size_bytes = count * element_bytes;
+    }
     if (operand.kind == 0) {
-      extend(operand.index, operand.offset, step.size_bytes, at);
-      const uint64_t apart =
-          std::max(operand.offset, step.destination_offset) - std::min(operand.offset, step.destination_offset);
-      if (step.kind == StepKind::reduce && operand.index == step.destination_buffer && apart != 0 &&
-          apart < step.size_bytes)
-        refuse("step " + std::to_string(at) + " writes over part of an operand; allowed: the whole of it, or nothing");
+      extend(operand.index, operand.offset, size_bytes, at);
+      const uint64_t low = std::max(operand.offset, step.destination_offset);
+      const uint64_t high = std::min(operand.offset + size_bytes, step.destination_offset + step.size_bytes);
+      const bool same = operand.offset == step.destination_offset && size_bytes == step.size_bytes;
+      if (step.kind == StepKind::reduce && operand.index == step.destination_buffer && low < high && !same)
+        refuse(where + " writes over part of an operand; allowed: the whole of it, or nothing");
       return;
     }
-    const std::string where = "step " + std::to_string(at);
     if (operand.kind != 1 || operand.index >= plan_.steps.size()) refuse(where + " has an unknown operand");
     const Step& loan = plan_.steps[operand.index];
     if (loan.kind != StepKind::receive || (loan.flags & STEP_LOAN) == 0)
       refuse(where + " reads a step that is no loan");
-    if (operand.offset > loan.size_bytes || step.size_bytes > loan.size_bytes - operand.offset)
+    if (operand.offset > loan.size_bytes || size_bytes > loan.size_bytes - operand.offset)
       refuse(where + " reads beyond a loan");
     if (step.kind == StepKind::send) refuse(where + " sends a loan");
     if (readers_.empty()) readers_.assign(plan_.steps.size(), UINT32_MAX);
@@ -254,6 +290,8 @@ std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   auto plan = std::make_unique<Plan>();
   plan->world = header.world;
   plan->rank = header.rank;
+  plan->leaves = header.leaves;
+  if (header.reserved != 0) refuse("reserved field is " + std::to_string(header.reserved));
   plan->signature = header.signature;
   plan->scratch_bytes = header.scratch_bytes;
   plan->buffer_count = header.buffer_count;

@@ -16,7 +16,8 @@ namespace sennit {
 
 enum class StepKind : uint8_t { send = 0, receive = 1, copy = 2, reduce = 3 };
 
-inline constexpr uint8_t STEP_LOAN = 1;
+inline constexpr uint8_t STEP_LOAN = 1;     // of a receive
+inline constexpr uint8_t STEP_PARTIAL = 2;  // of a reduction: its result is a partial sum
 
 struct Step {  // as in the file
   StepKind kind;
@@ -35,10 +36,13 @@ struct Step {  // as in the file
 };
 static_assert(sizeof(Step) == 48);
 
-struct Operand {  // as in the file
-  uint32_t kind;  // 0 buffer, 1 view of a loan
-  uint32_t index;
-  uint64_t offset;
+struct Operand {             // as in the file
+  uint8_t kind = 0;          // 0 buffer, 1 view of a loan
+  uint8_t is_partial = 0;    // of a reduction: a partial sum
+  uint8_t combinations = 0;  // of a reduction: that follow after it was pushed
+  uint8_t reserved = 0;
+  uint32_t index = 0;
+  uint64_t offset = 0;
 };
 static_assert(sizeof(Operand) == 16);
 
@@ -59,6 +63,7 @@ struct Plan {
 
   uint32_t world = 0;
   uint32_t rank = 0;
+  uint32_t leaves = 0;  // of a reduction's tree: AVG divides by them
   uint64_t signature = 0;
   uint64_t scratch_bytes = 0;
   uint32_t buffer_count = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// fold: the arithmetic of reductions. dst[i] = op(op(source0[i], source1[i]), …), always from the left, so that a
-// result depends only on its inputs (docs/reference/plans.md rule 1).
+// fold: the arithmetic of reductions. Operands are combined as a postfix program says, always left with right, so that
+// a result depends on its inputs and the tree alone (docs/reference/plans.md rule 1).
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,22 @@
 
 namespace sennit {
 
+// The most values a program may keep at a time. The canonical tree over n leaves keeps 1 + log2(n).
+inline constexpr uint32_t MAX_FOLD_DEPTH = 33;
+
+struct FoldSource {
+  const void* data;
+  uint32_t combinations;  // of the two topmost values, after this one was pushed
+  bool is_partial;        // in the accumulator's type, and not scaled again
+};
+
 struct FoldArguments {
   void* destination;
-  const void* const* sources;
-  uint32_t source_count;  // >= 1
-  uint64_t count;         // elements
-  uint32_t world;         // divisor of SENNIT_AVG
-  double scalar;          // factor of SENNIT_PREMUL_SUM, applied to every source
+  std::span<const FoldSource> sources;  // a program that leaves one value
+  uint64_t count;                       // elements
+  uint32_t divisor;                     // of SENNIT_AVG
+  double scalar;                        // factor of SENNIT_PREMUL_SUM, applied to every source that is no partial sum
+  bool gives_partial;                   // the result is a partial sum: not divided, not rounded
 };
 
 using FoldKernel = void (*)(const FoldArguments&);
@@ -26,5 +35,11 @@ using FoldKernel = void (*)(const FoldArguments&);
 FoldKernel find_fold(sennit_dtype dtype, sennit_reduce reduce);
 
 uint32_t element_size_bytes(sennit_dtype dtype);
+
+// The type of partial sums.
+constexpr sennit_dtype accumulator(sennit_dtype dtype) {
+  if (dtype == SENNIT_F16 || dtype == SENNIT_BF16) return SENNIT_F32;
+  return dtype == SENNIT_C32 ? SENNIT_C64 : dtype;
+}
 
 }  // namespace sennit

@@ -195,53 +195,187 @@ A divided(A value, uint32_t divisor) {
 enum class Finish { none, divide };
 enum class Prepare { none, scale };
 
+// One operand as accumulators: what a rank gave, or a partial sum.
+template <class T, Prepare prepare>
+struct Leaf {
+  using A = typename Element<T>::Accumulator;
+  const T* data;
+  double factor;
+  A operator[](uint64_t i) const {
+    const A wide = Element<T>::widen(data[i]);
+    if constexpr (prepare == Prepare::scale) return scaled(wide, factor);
+    return wide;
+  }
+};
+template <class A>
+struct Partial {
+  const A* data;
+  A operator[](uint64_t i) const { return data[i]; }
+};
+
+// Accumulators as the result.
+template <class T, Finish finish>
+struct Final {
+  T* data;
+  uint32_t divisor;
+  void put(uint64_t i, typename Element<T>::Accumulator value) const {
+    if constexpr (finish == Finish::divide) value = divided(value, divisor);
+    data[i] = Element<T>::narrow(value);
+  }
+};
+template <class A>
+struct Unfinished {
+  A* data;
+  void put(uint64_t i, A value) const { data[i] = value; }
+};
+
+// 4 KiB of accumulators: those of a deep program fit the first-level cache beside one block of a source.
+template <class A>
+inline constexpr uint64_t BLOCK = 4'096 / sizeof(A);
+
+// Folds up to four operands in one pass. The destination may be one of the sources: reads and writes meet only at the
+// same index, so the loops carry no dependence (ivdep), and the compiler need not test for overlap.
+template <class Op, class Source, class Result>
+void fold_one(const Source a, const Result result, uint64_t count) {
+#pragma GCC ivdep
+  for (uint64_t i = 0; i < count; ++i) result.put(i, a[i]);
+}
+template <class Op, class Source, class Result>
+void fold_two(const Source a, const Source b, const Result result, uint64_t count) {
+#pragma GCC ivdep
+  for (uint64_t i = 0; i < count; ++i) result.put(i, Op::apply(a[i], b[i]));
+}
+template <class Op, class Source, class Result>
+void fold_three(const Source a, const Source b, const Source c, const Result result, uint64_t count) {
+#pragma GCC ivdep
+  for (uint64_t i = 0; i < count; ++i) result.put(i, Op::apply(Op::apply(a[i], b[i]), c[i]));
+}
+template <class Op, class Source, class Result>
+void fold_four(const Source a, const Source b, const Source c, const Source d, const Result result, uint64_t count) {
+#pragma GCC ivdep
+  for (uint64_t i = 0; i < count; ++i) result.put(i, Op::apply(Op::apply(a[i], b[i]), Op::apply(c[i], d[i])));
+}
+
+template <class T, class Op, Prepare prepare, Finish finish>
+class Folder {
+  using A = typename Element<T>::Accumulator;
+  // Whether a partial sum reads like an operand, and a result that is one is written like any other.
+  static constexpr bool SAME_FORM = std::is_same_v<T, A> || std::is_same_v<T, Bool>;
+  static constexpr bool READS_ALIKE = SAME_FORM && prepare == Prepare::none;
+  static constexpr bool WRITES_ALIKE = SAME_FORM && finish == Finish::none;
+
+ public:
+  explicit Folder(const FoldArguments& arguments) : arguments_(arguments), sources_(arguments.sources) {}
+
+  void run() {
+    if (sources_.size() <= 4 && run_in_one_pass()) return;
+    for (uint64_t start = 0; start < arguments_.count; start += BLOCK<A>) {
+      const uint64_t length = std::min(BLOCK<A>, arguments_.count - start);
+      run_program(start, length);
+      with_result(start, [&](auto result) { fold_one<Op>(Partial<A>{stack_[0]}, result, length); });
+    }
+  }
+
+ private:
+  template <class Body>
+  void with_source(const FoldSource& source, uint64_t start, Body body) const {
+    if constexpr (!READS_ALIKE) {
+      if (source.is_partial) return body(Partial<A>{static_cast<const A*>(source.data) + start});
+    }
+    body(Leaf<T, prepare>{static_cast<const T*>(source.data) + start, arguments_.scalar});
+  }
+
+  template <class Body>
+  void with_result(uint64_t start, Body body) const {
+    if constexpr (!WRITES_ALIKE) {
+      if (arguments_.gives_partial) return body(Unfinished<A>{static_cast<A*>(arguments_.destination) + start});
+    }
+    body(Final<T, finish>{static_cast<T*>(arguments_.destination) + start, arguments_.divisor});
+  }
+
+  // The canonical trees of up to four leaves, and of two partial sums.
+  bool run_in_one_pass() const {
+    const auto source = [this](size_t index) {
+      return Leaf<T, prepare>{static_cast<const T*>(sources_[index].data), arguments_.scalar};
+    };
+    const auto is_partial = [](const FoldSource& given) { return given.is_partial; };
+    const bool are_leaves = READS_ALIKE || std::none_of(sources_.begin(), sources_.end(), is_partial);
+    if (sources_.size() > 2 && sources_[1].combinations != 1) return false;
+    if (sources_.size() > 3 && sources_[2].combinations != 0) return false;
+    if (are_leaves) {
+      with_result(0, [&](auto result) {
+        const uint64_t count = arguments_.count;
+        if (sources_.size() == 1) fold_one<Op>(source(0), result, count);
+        if (sources_.size() == 2) fold_two<Op>(source(0), source(1), result, count);
+        if (sources_.size() == 3) fold_three<Op>(source(0), source(1), source(2), result, count);
+        if (sources_.size() == 4) fold_four<Op>(source(0), source(1), source(2), source(3), result, count);
+      });
+      return true;
+    }
+    if (sources_.size() != 2 || !sources_[0].is_partial || !sources_[1].is_partial) return false;
+    const auto partial = [this](size_t index) { return Partial<A>{static_cast<const A*>(sources_[index].data)}; };
+    with_result(0, [&](auto result) { fold_two<Op>(partial(0), partial(1), result, arguments_.count); });
+    return true;
+  }
+
+  // Leaves the value of `length` elements in stack_[0]. An operand that nothing follows is kept until it is known
+  // whether it meets the next operand, so that a pair of leaves is read and combined in one pass.
+  void run_program(uint64_t start, uint64_t length) {
+    const FoldSource* kept = nullptr;
+    uint32_t depth = 0;
+    const auto push = [&](const FoldSource& source) {
+      with_source(source, start, [&](auto from) { assign(stack_[depth], from, length); });
+      ++depth;
+    };
+    for (const FoldSource& source : sources_) {
+      uint32_t combinations = source.combinations;
+      if (kept != nullptr && (combinations == 0 || kept->is_partial != source.is_partial)) {
+        push(*kept);
+        kept = nullptr;
+      }
+      if (combinations == 0) {
+        kept = &source;
+        continue;
+      }
+      if (kept != nullptr) {
+        combine_pair(stack_[depth++], *kept, source, start, length);
+        kept = nullptr;
+      } else {
+        A* top = stack_[depth - 1];
+        with_source(source, start, [&](auto from) { combine(top, from, length); });
+      }
+      for (; --combinations != 0; --depth) combine(stack_[depth - 2], Partial<A>{stack_[depth - 1]}, length);
+    }
+    if (kept != nullptr) push(*kept);
+  }
+
+  void combine_pair(A* to, const FoldSource& left, const FoldSource& right, uint64_t start, uint64_t length) const {
+    with_source(left, start, [&](auto a) {
+      auto b = a;
+      b.data = static_cast<decltype(a.data)>(right.data) + start;
+      for (uint64_t i = 0; i < length; ++i) to[i] = Op::apply(a[i], b[i]);
+    });
+  }
+
+  template <class Source>
+  static void assign(A* to, Source from, uint64_t length) {
+    for (uint64_t i = 0; i < length; ++i) to[i] = from[i];
+  }
+
+  template <class Source>
+  static void combine(A* to, Source from, uint64_t length) {
+#pragma GCC ivdep
+    for (uint64_t i = 0; i < length; ++i) to[i] = Op::apply(to[i], from[i]);
+  }
+
+  const FoldArguments& arguments_;
+  const std::span<const FoldSource> sources_;
+  alignas(64) A stack_[MAX_FOLD_DEPTH][BLOCK<A>];
+};
+
 template <class T, class Op, Prepare prepare, Finish finish>
 void fold(const FoldArguments& arguments) {
-  using E = Element<T>;
-  using A = typename E::Accumulator;
-  // 16 KiB of accumulators fit into the L1 cache together with one block of every source.
-  constexpr uint64_t BLOCK = 16'384 / sizeof(A);
-  alignas(64) A accumulator[BLOCK];
-  T* destination = static_cast<T*>(arguments.destination);
-  const double factor = arguments.scalar;
-  const uint32_t divisor = arguments.world;
-  auto load = [factor](T value) {
-    A wide = E::widen(value);
-    if constexpr (prepare == Prepare::scale) wide = scaled(wide, factor);
-    return wide;
-  };
-  auto store = [divisor](A value) {
-    if constexpr (finish == Finish::divide) value = divided(value, divisor);
-    return E::narrow(value);
-  };
-  (void)factor;
-  (void)divisor;
-  // The destination may be one of the sources. Reads and writes meet only at the same index, so the loops carry no
-  // dependence (ivdep), and the compiler need not test for overlap.
-  if (arguments.source_count == 1) {
-    const T* a = static_cast<const T*>(arguments.sources[0]);
-#pragma GCC ivdep
-    for (uint64_t i = 0; i < arguments.count; ++i) destination[i] = store(load(a[i]));
-    return;
-  }
-  if (arguments.source_count == 2) {
-    const T* a = static_cast<const T*>(arguments.sources[0]);
-    const T* b = static_cast<const T*>(arguments.sources[1]);
-#pragma GCC ivdep
-    for (uint64_t i = 0; i < arguments.count; ++i) destination[i] = store(Op::apply(load(a[i]), load(b[i])));
-    return;
-  }
-  for (uint64_t start = 0; start < arguments.count; start += BLOCK) {
-    const uint64_t length = std::min(BLOCK, arguments.count - start);
-    const T* a = static_cast<const T*>(arguments.sources[0]) + start;
-    const T* b = static_cast<const T*>(arguments.sources[1]) + start;
-    for (uint64_t i = 0; i < length; ++i) accumulator[i] = Op::apply(load(a[i]), load(b[i]));
-    for (uint32_t s = 2; s < arguments.source_count; ++s) {
-      const T* c = static_cast<const T*>(arguments.sources[s]) + start;
-      for (uint64_t i = 0; i < length; ++i) accumulator[i] = Op::apply(accumulator[i], load(c[i]));
-    }
-    for (uint64_t i = 0; i < length; ++i) destination[start + i] = store(accumulator[i]);
-  }
+  Folder<T, Op, prepare, finish>(arguments).run();
 }
 
 template <class T, class Op, Prepare prepare = Prepare::none, Finish finish = Finish::none>

@@ -4,6 +4,7 @@
 
 #include <doctest/doctest.h>
 
+#include <bit>
 #include <cstring>
 #include <functional>
 #include <string>
@@ -40,6 +41,7 @@ class PlanWriter {
     edges_.emplace_back();
     return static_cast<uint32_t>(steps_.size() - 1);
   }
+  Step& step(uint32_t number) { return steps_[number]; }
   void edge(uint32_t from, uint32_t to) { edges_[from].push_back(to); }
 
   std::vector<std::byte> bytes() const {
@@ -53,7 +55,7 @@ class PlanWriter {
     std::vector<std::byte> out(64);
     auto put = [&](size_t at, auto value) { std::memcpy(out.data() + at, &value, sizeof value); };
     put(0, uint32_t{0x31504E53});
-    put(4, uint16_t{1});
+    put(4, uint16_t{2});
     put(6, buffer_count_);
     put(8, world_);
     put(12, rank_);
@@ -61,6 +63,7 @@ class PlanWriter {
     put(24, static_cast<uint32_t>(steps.size()));
     put(28, static_cast<uint32_t>(operands_.size()));
     put(32, static_cast<uint32_t>(flat.size()));
+    put(56, world_);
     auto append = [&](const auto& records) {
       const auto* begin = reinterpret_cast<const std::byte*>(records.data());
       out.insert(out.end(), begin, begin + records.size() * sizeof(records[0]));
@@ -71,22 +74,24 @@ class PlanWriter {
     return out;
   }
 
-  // Every rank sends its vector to all, and folds all vectors in rank order.
+  // Every rank sends its vector to all, and folds all over the tree of ranks.
   static std::vector<std::byte> allreduce(uint32_t world, uint32_t rank, uint64_t size_bytes) {
     PlanWriter writer(world, rank, 2, uint64_t{1} << 56 | uint64_t{SENNIT_F32} << 48 | size_bytes / 4);
     for (uint32_t at = 0; at < size_bytes; at += MAX_LOAN_BYTES) {
       const uint64_t part = std::min<uint64_t>(MAX_LOAN_BYTES, size_bytes - at);
       const auto slot = static_cast<uint32_t>(at / MAX_LOAN_BYTES);
       for (uint32_t i = 1; i < world; ++i)
-        writer.add(StepKind::send, (rank + i) % world, slot, 0, 0, part, {{0, 0, at}});
+        writer.add(StepKind::send, (rank + i) % world, slot, 0, 0, part, {Operand{.offset = at}});
       std::vector<Operand> operands(world);
       std::vector<uint32_t> receives;
       for (uint32_t i = 1; i < world; ++i) {
         const uint32_t peer = (rank + world - i) % world;
         receives.push_back(writer.add(StepKind::receive, peer, slot, 0, 0, part, {}, STEP_LOAN));
-        operands[peer] = {1, receives.back(), 0};
+        operands[peer] = {.kind = 1, .index = receives.back()};
       }
-      operands[rank] = {0, 0, at};
+      operands[rank] = {.offset = at};
+      for (uint32_t i = 0; i < world; ++i)
+        operands[i].combinations = static_cast<uint8_t>(i + 1 == world ? std::popcount(i) : std::countr_one(i));
       const uint32_t fold = writer.add(StepKind::reduce, 0, 0, 1, at, part, operands);
       for (uint32_t receive : receives) writer.edge(receive, fold);
     }

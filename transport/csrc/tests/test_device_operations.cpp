@@ -58,7 +58,7 @@ std::vector<std::byte> encode(uint32_t world, uint32_t rank, uint16_t buffer_cou
   std::vector<std::byte> out(64);
   const auto put = [&](size_t at, auto value) { std::memcpy(out.data() + at, &value, sizeof value); };
   put(0, uint32_t{0x31504E53});
-  put(4, uint16_t{1});
+  put(4, uint16_t{2});
   put(6, buffer_count);
   put(8, world);
   put(12, rank);
@@ -68,6 +68,7 @@ std::vector<std::byte> encode(uint32_t world, uint32_t rank, uint16_t buffer_cou
   put(32, static_cast<uint32_t>(edges.size()));
   put(40, scratch_bytes);
   put(48, uint64_t{on_device ? 1u : 0u});
+  put(56, world);
   const auto append = [&](const auto& records) {
     const auto* begin = reinterpret_cast<const std::byte*>(records.data());
     out.insert(out.end(), begin, begin + records.size() * sizeof(records[0]));
@@ -95,14 +96,14 @@ std::vector<std::byte> swap_plan(uint32_t rank, uint64_t size_bytes, bool on_dev
   const uint32_t peer = 1 - rank;
   if (!on_device) {
     return encode(2, rank, 2, ALLTOALL, 0, false,
-                  {{step_of(StepKind::send, peer, 0, 0, size_bytes), {{0, 0, 0}}, {}},
+                  {{step_of(StepKind::send, peer, 0, 0, size_bytes), {Operand{}}, {}},
                    {step_of(StepKind::receive, peer, 1, 0, size_bytes), {}, {}}});
   }
   return encode(2, rank, 2, ALLTOALL | uint64_t{1} << 47, 2 * size_bytes, true,
-                {{step_of(StepKind::copy, 0, 2, 0, size_bytes), {{0, 0, 0}}, {1}},
-                 {step_of(StepKind::send, peer, 0, 0, size_bytes), {{0, 2, 0}}, {}},
+                {{step_of(StepKind::copy, 0, 2, 0, size_bytes), {Operand{}}, {1}},
+                 {step_of(StepKind::send, peer, 0, 0, size_bytes), {Operand{.index = 2}}, {}},
                  {step_of(StepKind::receive, peer, 2, size_bytes, size_bytes), {}, {3}},
-                 {step_of(StepKind::copy, 0, 1, 0, size_bytes), {{0, 2, size_bytes}}, {}}});
+                 {step_of(StepKind::copy, 0, 1, 0, size_bytes), {Operand{.index = 2, .offset = size_bytes}}, {}}});
 }
 
 // The device memory of one call, as its owner holds it. Copies keep it alive beyond the operation.
@@ -418,9 +419,9 @@ TEST_CASE("a host send does not overtake a device send of the same tag") {
   Pair ranks;
   constexpr size_t SIZE = 2'000;
   LoadedPlan device_send(encode(2, 0, 1, P2P, SIZE, true,
-                                {{step_of(StepKind::copy, 0, 1, 0, SIZE), {{0, 0, 0}}, {1}},
-                                 {step_of(StepKind::send, 1, 0, 0, SIZE), {{0, 1, 0}}, {}}}));
-  LoadedPlan host_send(encode(2, 0, 1, P2P, 0, false, {{step_of(StepKind::send, 1, 0, 0, SIZE), {{0, 0, 0}}, {}}}));
+                                {{step_of(StepKind::copy, 0, 1, 0, SIZE), {Operand{}}, {1}},
+                                 {step_of(StepKind::send, 1, 0, 0, SIZE), {Operand{.index = 1}}, {}}}));
+  LoadedPlan host_send(encode(2, 0, 1, P2P, 0, false, {{step_of(StepKind::send, 1, 0, 0, SIZE), {Operand{}}, {}}}));
   LoadedPlan receive(encode(2, 1, 1, P2P, 0, false, {{step_of(StepKind::receive, 0, 0, 0, SIZE), {}, {}}}));
   auto call = std::make_shared<FakeCall>(std::vector<std::vector<std::byte>>{pattern(SIZE, 1)});
   const auto options = [](uint32_t tag) {
@@ -463,9 +464,9 @@ TEST_CASE("only copies touch device memory, and host and device plans are not mi
   const auto refused = [&](const StepAfter& step) {
     return reason(encode(2, 0, 1, ALLTOALL, 64, true, {step})).find("only a copy may") != std::string::npos;
   };
-  CHECK(refused({step_of(StepKind::send, 1, 0, 0, 8), {{0, 0, 0}}, {}}));
+  CHECK(refused({step_of(StepKind::send, 1, 0, 0, 8), {Operand{}}, {}}));
   CHECK(refused({step_of(StepKind::receive, 1, 0, 0, 8), {}, {}}));
-  CHECK(!refused({step_of(StepKind::send, 1, 0, 0, 8), {{0, 1, 0}}, {}}));
+  CHECK(!refused({step_of(StepKind::send, 1, 0, 0, 8), {Operand{.index = 1}}, {}}));
   CHECK(!refused({step_of(StepKind::receive, 1, 0, 0, 0), {}, {}}));
 
   Pair ranks;

@@ -68,7 +68,7 @@ TEST_CASE("operations in flight together, finished by the background thread, cal
 TEST_CASE("several threads of one rank wait for operations of their own") {
   run_ranks(2, 20'000'000, [&](Engine& engine, uint32_t rank) {
     PlanWriter sender(2, rank, 2, uint64_t{9} << 56);
-    if (rank == 0) sender.add(StepKind::send, 1, 0, 0, 0, 40'000, {{0, 0, 0}});
+    if (rank == 0) sender.add(StepKind::send, 1, 0, 0, 0, 40'000, {Operand{}});
     if (rank == 1) sender.add(StepKind::receive, 0, 0, 1, 0, 40'000);
     LoadedPlan plan(sender.bytes());
     std::vector<std::thread> threads;
@@ -181,9 +181,10 @@ TEST_CASE("loans that a copy reads are handed back, so that more messages than t
     PlanWriter writer(2, rank, 2, uint64_t{4} << 56);
     for (uint32_t slot = 0; slot < COUNT; ++slot) {
       const uint64_t at = slot * MAX_LOAN_BYTES;
-      writer.add(StepKind::send, 1 - rank, slot, 0, 0, MAX_LOAN_BYTES, {{0, 0, at}});
+      writer.add(StepKind::send, 1 - rank, slot, 0, 0, MAX_LOAN_BYTES, {Operand{.offset = at}});
       const uint32_t receive = writer.add(StepKind::receive, 1 - rank, slot, 0, 0, MAX_LOAN_BYTES, {}, STEP_LOAN);
-      const uint32_t copy = writer.add(StepKind::copy, 0, 0, 1, at, MAX_LOAN_BYTES, {{1, receive, 0}});
+      const uint32_t copy =
+          writer.add(StepKind::copy, 0, 0, 1, at, MAX_LOAN_BYTES, {Operand{.kind = 1, .index = receive}});
       writer.edge(receive, copy);
     }
     LoadedPlan plan(writer.bytes());
@@ -242,8 +243,8 @@ TEST_CASE("no damaged plan is accepted silently or crashes the decoder") {
     }
   }
   PlanWriter circle(2, 0, 1, 0);
-  const uint32_t a = circle.add(StepKind::copy, 0, 0, 0, 0, 8, {{0, 0, 8}});
-  const uint32_t b = circle.add(StepKind::copy, 0, 0, 0, 8, 8, {{0, 0, 0}});
+  const uint32_t a = circle.add(StepKind::copy, 0, 0, 0, 0, 8, {Operand{.offset = 8}});
+  const uint32_t b = circle.add(StepKind::copy, 0, 0, 0, 8, 8, {Operand{}});
   circle.edge(a, b);
   circle.edge(b, a);
   const std::vector<std::byte> bytes = circle.bytes();
@@ -266,7 +267,8 @@ TEST_CASE("a plan that breaks a rule of docs/reference/plans.md is refused, and 
     PlanWriter writer(2, 0, 1, ALLREDUCE);
     const uint32_t receive = writer.add(StepKind::receive, 1, 0, 0, 0, size_bytes, {}, STEP_LOAN);
     if (!is_read) return writer;
-    const uint32_t copy = writer.add(StepKind::copy, 0, 0, 0, 0, 16, {{1, receive, offset}});
+    const uint32_t copy =
+        writer.add(StepKind::copy, 0, 0, 0, 0, 16, {Operand{.kind = 1, .index = receive, .offset = offset}});
     if (waits) writer.edge(receive, copy);
     return writer;
   };
@@ -281,7 +283,7 @@ TEST_CASE("a plan that breaks a rule of docs/reference/plans.md is refused, and 
   for (const bool is_same_slot : {false, true}) {
     PlanWriter twice(2, 0, 1, ALLREDUCE);
     twice.add(StepKind::receive, 1, 3, 0, 0, 8);
-    twice.add(StepKind::send, 1, 3, 0, 0, 8, {{0, 0, 0}});  // the other direction is another message
+    twice.add(StepKind::send, 1, 3, 0, 0, 8, {Operand{}});  // the other direction is another message
     twice.add(StepKind::receive, 1, is_same_slot ? 3 : 4, 0, 8, 8);
     CHECK((refusal(twice).find("slot 3 is used twice with peer 1") != std::string::npos) == is_same_slot);
   }
@@ -340,7 +342,7 @@ struct UdpGroup {
 std::vector<std::byte> message_plan(uint32_t world, uint32_t rank, StepKind kind, uint32_t peer) {
   PlanWriter writer(world, rank, 1, uint64_t{3} << 56);
   std::vector<Operand> operands;
-  if (kind == StepKind::send) operands.push_back({0, 0, 0});
+  if (kind == StepKind::send) operands.push_back(Operand{});
   writer.add(kind, peer, 0, 0, 0, MESSAGE_BYTES, operands);
   return writer.bytes();
 }

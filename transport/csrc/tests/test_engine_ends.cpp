@@ -45,7 +45,7 @@ sennit_op* post_receive(sennit_comm* comm, std::vector<std::byte>& memory, uint6
 // The message that post_receive waits for.
 void send_to_rank_0(sennit_comm* comm, std::vector<std::byte> data) {
   PlanWriter writer(2, 1, 1, uint64_t{4} << 56);
-  writer.add(StepKind::send, 0, 0, 0, 0, data.size(), {{0, 0, 0}});
+  writer.add(StepKind::send, 0, 0, 0, 0, data.size(), {Operand{}});
   const LoadedPlan plan(writer.bytes());
   const sennit_buffer buffer{data.data(), data.size()};
   const sennit_post_options options{0, 0, 0, 1.0};
@@ -294,7 +294,7 @@ TEST_CASE("a message that is needed passes any number that its sender, or anothe
     const auto transfer = [&](StepKind kind, uint32_t peer, uint32_t tag) {
       PlanWriter writer(3, rank, 1, TAG_SIGNATURE);
       if (kind == StepKind::send) {
-        writer.add(kind, peer, 0, 0, 0, SMALL, {{0, 0, 0}});
+        writer.add(kind, peer, 0, 0, 0, SMALL, {Operand{}});
       } else {
         writer.add(kind, peer, 0, 0, 0, SMALL);
       }

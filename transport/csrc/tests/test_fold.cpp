@@ -45,29 +45,110 @@ std::vector<Find> variants() {
   return found;
 }
 
-struct Run {
+// The canonical tree over `count` operands: what a binary counter does with its carries.
+uint32_t tree(uint32_t operand, uint32_t count) {
+  return static_cast<uint32_t>(operand + 1 == count ? std::popcount(operand) : std::countr_one(operand));
+}
+
+std::vector<FoldSource> leaves(const std::vector<const void*>& data) {
+  std::vector<FoldSource> sources;
+  for (const void* leaf : data) {
+    const auto operand = static_cast<uint32_t>(sources.size());
+    sources.push_back({leaf, tree(operand, static_cast<uint32_t>(data.size())), false});
+  }
+  return sources;
+}
+
+template <class T>
+T fold_of(Find find, sennit_dtype dtype, sennit_reduce reduce, const std::vector<T>& values) {
+  std::vector<const void*> data;
+  for (const T& value : values) data.push_back(&value);
+  const std::vector<FoldSource> sources = leaves(data);
+  T result{};
+  find(dtype, reduce)({&result, sources, 1, static_cast<uint32_t>(values.size()), 2.0, false});
+  return result;
+}
+
+using Bytes = std::vector<std::byte>;
+
+// Random elements without NaN, whose payload the standard leaves open.
+Bytes random_elements(std::mt19937& random, sennit_dtype type, uint64_t count) {
+  Bytes made(count * element_size_bytes(type));
+  for (auto& byte : made) byte = static_cast<std::byte>(random());
+  size_t number_bytes = 0;
+  if (type == SENNIT_F16 || type == SENNIT_BF16 || type == SENNIT_C32) number_bytes = 2;
+  if (type == SENNIT_F32 || type == SENNIT_C64) number_bytes = 4;
+  if (type == SENNIT_F64 || type == SENNIT_C128) number_bytes = 8;
+  // The top bit of the exponent is cleared.
+  if (number_bytes != 0)
+    for (size_t i = number_bytes - 1; i < made.size(); i += number_bytes) made[i] &= std::byte{0xBF};
+  if (type == SENNIT_BOOL)
+    for (auto& byte : made) byte &= std::byte{1};
+  return made;
+}
+
+struct Folding {
   sennit_dtype dtype;
   sennit_reduce reduce;
-  uint32_t source_count;
   uint64_t count;
-  bool in_place;
+  const std::vector<Bytes>& values;
+  const std::vector<uint32_t>& program;
+  std::vector<bool> partial;
+  bool gives_partial = false;
 };
 
-std::vector<std::byte> fold_with(Find find, const Run& run, const std::vector<std::vector<std::byte>>& sources) {
-  std::vector<std::vector<std::byte>> own = sources;
-  std::vector<std::byte> destination(sources[0].size());
-  std::vector<const void*> pointers;
-  for (auto& source : own) pointers.push_back(source.data());
-  // In place: the destination is the second source (or the only one).
-  const size_t shared = run.source_count > 1 ? 1 : 0;
-  std::byte* to = run.in_place ? own[shared].data() : destination.data();
-  find(run.dtype, run.reduce)({to, pointers.data(), run.source_count, run.count, 3, 2.0});
-  return run.in_place ? own[shared] : destination;
+// `shared`: the operand whose place the result takes, or -1.
+Bytes fold_with(Find find, const Folding& folding, int shared = -1) {
+  std::vector<Bytes> own = folding.values;
+  const sennit_dtype result = folding.gives_partial ? accumulator(folding.dtype) : folding.dtype;
+  Bytes destination(folding.count * element_size_bytes(result));
+  std::vector<FoldSource> sources;
+  for (size_t i = 0; i < own.size(); ++i)
+    sources.push_back({own[i].data(), folding.program[i], !folding.partial.empty() && folding.partial[i]});
+  Bytes& to = shared < 0 ? destination : own[static_cast<size_t>(shared)];
+  find(folding.dtype, folding.reduce)({to.data(), sources, folding.count, 3, 2.0, folding.gives_partial});
+  return to;
 }
+
+// The same, combination by combination: each is a fold of two partial sums, and only the last is finished.
+Bytes fold_stepwise(const Folding& folding) {
+  std::vector<Bytes> stack;
+  const auto combine = [&](const std::vector<Bytes>& values, const std::vector<bool>& partial, bool gives_partial) {
+    const std::vector<uint32_t> program = values.size() == 1 ? std::vector<uint32_t>{0} : std::vector<uint32_t>{0, 1};
+    return fold_with(baseline::find,
+                     {folding.dtype, folding.reduce, folding.count, values, program, partial, gives_partial});
+  };
+  for (size_t i = 0; i < folding.values.size(); ++i) {
+    stack.push_back(combine({folding.values[i]}, {!folding.partial.empty() && folding.partial[i]}, true));
+    for (uint32_t n = 0; n < folding.program[i]; ++n) {
+      const Bytes right = stack.back();
+      stack.pop_back();
+      stack.back() = combine({stack.back(), right}, {true, true}, true);
+    }
+  }
+  return combine(stack, {true}, folding.gives_partial);
+}
+
+const std::vector<std::vector<uint32_t>> PROGRAMS = {
+    {0},
+    {0, 1},
+    {0, 1, 1},
+    {0, 0, 2},
+    {0, 1, 0, 2},
+    {0, 1, 1, 1},
+    {0, 0, 0, 3},
+    {0, 0, 1, 2},
+    {0, 1, 0, 2, 1},
+    {0, 1, 0, 2, 0, 2},
+    {0, 0, 2, 1},
+    {0, 0, 0, 1, 3},
+    {0, 0, 0, 2, 2},
+    {0, 1, 0, 2, 0, 1, 0, 3},
+};
 
 }  // namespace
 
-TEST_CASE("every variant folds every type and operation to the same bits, in place or not") {
+TEST_CASE("every variant folds every type, operation and program to the same bits, in place or not") {
   std::mt19937 random(7);
   for (int dtype = 0; dtype <= SENNIT_C32; ++dtype) {
     for (int reduce = 0; reduce <= SENNIT_PREMUL_SUM; ++reduce) {
@@ -76,30 +157,19 @@ TEST_CASE("every variant folds every type and operation to the same bits, in pla
       const bool exists = baseline::find(type, op) != nullptr;
       for (Find find : variants()) CHECK((find(type, op) != nullptr) == exists);
       if (!exists) continue;
-      for (uint32_t source_count : {1u, 2u, 3u, 5u}) {
-        for (uint64_t count : {0ull, 1ull, 17ull, 9'001ull}) {
-          std::vector<std::vector<std::byte>> sources(source_count);
-          for (auto& source : sources) {
-            source.resize(count * element_size_bytes(type));
-            for (auto& byte : source) byte = static_cast<std::byte>(random());
-            if (type == SENNIT_F16 || type == SENNIT_BF16 || type == SENNIT_C32) {
-              // Clear the top exponent bit: no NaN, whose payload the standard leaves open.
-              for (size_t i = 1; i < source.size(); i += 2) source[i] &= std::byte{0xBF};
-            } else if (type == SENNIT_F32 || type == SENNIT_C64) {
-              for (size_t i = 3; i < source.size(); i += 4) source[i] &= std::byte{0xBF};
-            } else if (type == SENNIT_F64 || type == SENNIT_C128) {
-              for (size_t i = 7; i < source.size(); i += 8) source[i] &= std::byte{0xBF};
-            }
-          }
-          const std::vector<std::byte> expected =
-              fold_with(baseline::find, {type, op, source_count, count, false}, sources);
+      for (const std::vector<uint32_t>& program : PROGRAMS) {
+        for (uint64_t count : {0ull, 17ull, 4'101ull}) {
+          std::vector<Bytes> values;
+          for (size_t i = 0; i < program.size(); ++i) values.push_back(random_elements(random, type, count));
+          const Folding folding{type, op, count, values, program, {}};
+          const Bytes expected = fold_stepwise(folding);
           for (Find find : variants()) {
-            for (bool in_place : {false, true}) {
-              CAPTURE(dtype_name(dtype));
-              CAPTURE(reduce_name(reduce));
-              CAPTURE(count);
-              CHECK(fold_with(find, {type, op, source_count, count, in_place}, sources) == expected);
-            }
+            CAPTURE(dtype_name(dtype));
+            CAPTURE(reduce_name(reduce));
+            CAPTURE(program.size());
+            CHECK(fold_with(find, folding) == expected);
+            for (const int shared : {0, static_cast<int>(program.size()) - 1})
+              CHECK(fold_with(find, folding, shared) == expected);
           }
         }
       }
@@ -107,30 +177,60 @@ TEST_CASE("every variant folds every type and operation to the same bits, in pla
   }
 }
 
-TEST_CASE("the order of a fold is left to right") {
+TEST_CASE("leaves and partial sums mix, and partial sums are neither scaled again nor rounded") {
+  std::mt19937 random(8);
+  for (const auto type : {SENNIT_F16, SENNIT_BF16, SENNIT_F32, SENNIT_C32, SENNIT_I16, SENNIT_BOOL}) {
+    for (const auto op : {SENNIT_SUM, SENNIT_AVG, SENNIT_PREMUL_SUM, SENNIT_MAX}) {
+      if (baseline::find(type, op) == nullptr) continue;
+      for (const std::vector<uint32_t>& program : PROGRAMS) {
+        for (int round = 0; round < 4; ++round) {
+          constexpr uint64_t COUNT = 2'053;
+          std::vector<Bytes> values;
+          std::vector<bool> partial;
+          for (size_t i = 0; i < program.size(); ++i) {
+            partial.push_back(round == 0 || random() % 2 == 0);
+            values.push_back(random_elements(random, partial[i] ? accumulator(type) : type, COUNT));
+          }
+          const Folding folding{type, op, COUNT, values, program, partial, round % 2 == 0};
+          const Bytes expected = fold_stepwise(folding);
+          for (Find find : variants()) {
+            CAPTURE(dtype_name(type));
+            CAPTURE(reduce_name(op));
+            CHECK(fold_with(find, folding) == expected);
+          }
+        }
+      }
+    }
+  }
+  const float three = 3.0f;
+  const std::vector<FoldSource> sources{{&three, 0, true}};
+  uint16_t narrow = 0;
+  float wide = 0;
+  find_fold(SENNIT_F16, SENNIT_AVG)({&narrow, sources, 1, 2, 1.0, false});
+  CHECK(narrow == 0x3E00);  // 1.5
+  find_fold(SENNIT_F16, SENNIT_AVG)({&wide, sources, 1, 2, 1.0, true});
+  CHECK(wide == 3.0f);
+  find_fold(SENNIT_F16, SENNIT_PREMUL_SUM)({&wide, sources, 1, 2, 0.5, true});
+  CHECK(wide == 3.0f);
+}
+
+TEST_CASE("the order of a fold is the tree's") {
   const float one = 1.0f, half_ulp = 0x1p-24f;
-  const void* sources[] = {&one, &half_ulp, &half_ulp};
-  float result = 0;
-  find_fold(SENNIT_F32, SENNIT_SUM)({&result, sources, 3, 1, 1, 1.0});
-  CHECK(result == 1.0f);
-  CHECK(result != one + (half_ulp + half_ulp));
+  CHECK(fold_of<float>(find_fold, SENNIT_F32, SENNIT_SUM, {one, half_ulp, half_ulp, half_ulp}) ==
+        (one + half_ulp) + (half_ulp + half_ulp));
+  CHECK(((one + half_ulp) + half_ulp) + half_ulp != (one + half_ulp) + (half_ulp + half_ulp));
+  // Operands stay left and right of one another: the first NaN, and the last of equals.
+  CHECK(std::signbit(fold_of<float>(find_fold, SENNIT_F32, SENNIT_MIN, {0.0f, 0.0f, 0.0f, -0.0f})));
+  CHECK(!std::signbit(fold_of<float>(find_fold, SENNIT_F32, SENNIT_MIN, {-0.0f, -0.0f, -0.0f, 0.0f})));
 }
 
 TEST_CASE("half and bfloat16 sums are rounded once, to nearest even") {
-  // 2048 + 1 + 1 in binary16: rounding after each addition would lose both ones (2049 is not representable).
-  const uint16_t large = 0x6800, one = 0x3C00;
-  const void* sources[] = {&large, &one, &one};
-  uint16_t result = 0;
-  for (Find find : variants()) {
-    find(SENNIT_F16, SENNIT_SUM)({&result, sources, 3, 1, 1, 1.0});
-    CHECK(result == 0x6801);  // 2050
-  }
-  const uint16_t b256 = 0x4380, b1 = 0x3F80;  // bfloat16 256 and 1: 257 and 258 need more than 8 bits
-  const void* brain[] = {&b256, &b1, &b1};
-  for (Find find : variants()) {
-    find(SENNIT_BF16, SENNIT_SUM)({&result, brain, 3, 1, 1, 1.0});
-    CHECK(result == 0x4381);  // 258
-  }
+  // 2048 + 1 + 1 in binary16: rounding after each addition would lose both ones (2049 is no half).
+  for (Find find : variants())
+    CHECK(fold_of<uint16_t>(find, SENNIT_F16, SENNIT_SUM, {0x6800, 0x3C00, 0x3C00}) == 0x6801);  // 2050
+  // bfloat16 256 and 1: 257 and 258 need more than 8 bits.
+  for (Find find : variants())
+    CHECK(fold_of<uint16_t>(find, SENNIT_BF16, SENNIT_SUM, {0x4380, 0x3F80, 0x3F80}) == 0x4381);  // 258
 }
 
 TEST_CASE("every half converts to float and back unchanged") {
@@ -138,42 +238,22 @@ TEST_CASE("every half converts to float and back unchanged") {
     for (uint32_t bits = 0; bits < 0x10000; ++bits) {
       if ((bits & 0x7C00) == 0x7C00 && (bits & 0x3FF) != 0) continue;  // NaN
       const auto half = static_cast<uint16_t>(bits);
-      const void* sources[] = {&half};
-      uint16_t result = 0;
-      find(SENNIT_F16, SENNIT_PRODUCT)({&result, sources, 1, 1, 1, 1.0});
+      const uint16_t result = fold_of<uint16_t>(find, SENNIT_F16, SENNIT_PRODUCT, {half});
       REQUIRE(result == half);
     }
   }
 }
 
 TEST_CASE("NaN wins minimum and maximum, integers wrap, means truncate, truth is any and all") {
-  const float nan = std::nanf(""), one = 1.0f;
-  float result = 0;
+  const float nan = std::nanf("");
   for (auto op : {SENNIT_MIN, SENNIT_MAX}) {
-    const void* left[] = {&nan, &one};
-    const void* right[] = {&one, &nan};
-    find_fold(SENNIT_F32, op)({&result, left, 2, 1, 1, 1.0});
-    CHECK(std::isnan(result));
-    find_fold(SENNIT_F32, op)({&result, right, 2, 1, 1, 1.0});
-    CHECK(std::isnan(result));
+    CHECK(std::isnan(fold_of<float>(find_fold, SENNIT_F32, op, {nan, 1.0f})));
+    CHECK(std::isnan(fold_of<float>(find_fold, SENNIT_F32, op, {1.0f, nan})));
   }
-  const int8_t high = 127, two = 2;
-  const void* wrap[] = {&high, &two};
-  int8_t small = 0;
-  find_fold(SENNIT_I8, SENNIT_SUM)({&small, wrap, 2, 1, 1, 1.0});
-  CHECK(small == -127);
-  const int32_t a = -3, b = -4;
-  const void* mean[] = {&a, &b};
-  int32_t whole = 0;
-  find_fold(SENNIT_I32, SENNIT_AVG)({&whole, mean, 2, 1, 2, 1.0});
-  CHECK(whole == -3);
-  const uint8_t yes = 1, no = 0;
-  const void* truth[] = {&yes, &no};
-  uint8_t bit = 9;
-  find_fold(SENNIT_BOOL, SENNIT_SUM)({&bit, truth, 2, 1, 1, 1.0});
-  CHECK(bit == 1);
-  find_fold(SENNIT_BOOL, SENNIT_PRODUCT)({&bit, truth, 2, 1, 1, 1.0});
-  CHECK(bit == 0);
+  CHECK(fold_of<int8_t>(find_fold, SENNIT_I8, SENNIT_SUM, {127, 2}) == -127);
+  CHECK(fold_of<int32_t>(find_fold, SENNIT_I32, SENNIT_AVG, {-3, -4}) == -3);
+  CHECK(fold_of<uint8_t>(find_fold, SENNIT_BOOL, SENNIT_SUM, {1, 0}) == 1);
+  CHECK(fold_of<uint8_t>(find_fold, SENNIT_BOOL, SENNIT_PRODUCT, {1, 0}) == 0);
 }
 
 TEST_CASE("stream_copy copies every alignment and length") {
