@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sennit.offload.errors import PlanError
-from sennit.offload.plan import Plan
+from sennit.offload.plan import FeaturePlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class BatchLayout:
     powers of two they would all fall into one set of the first-level cache.
     """
 
-    plan: Plan
+    plan: FeaturePlan
     batch_rows: int
     slots: int = 4
     cursors: tuple[int, ...] = field(init=False)

@@ -13,7 +13,7 @@ from sennit.offload.admission import FeedCounters, Verdict
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.native import NativeTransform
 from sennit.offload.operators import KeepLength, KeepRange, Sample
-from sennit.offload.plan import Plan
+from sennit.offload.plan import FeaturePlan
 from sennit.offload.schema import ByteOrder, DenseKind, LabelKind
 from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape
 
@@ -124,7 +124,7 @@ class CpuReceiver(Closing):
             reader.stop(timeout_ms=STOP_TIMEOUT_MS)
 
 
-def _native_schema(plan: Plan, wanted: set[str]) -> RecordSchema:
+def _native_schema(plan: FeaturePlan, wanted: set[str]) -> RecordSchema:
     """Fields that no column needs. They are checked but not stored."""
     schema = plan.schema
     return RecordSchema(
@@ -147,7 +147,7 @@ def _native_schema(plan: Plan, wanted: set[str]) -> RecordSchema:
     )
 
 
-def _native_filters(plan: Plan) -> RowFilters:
+def _native_filters(plan: FeaturePlan) -> RowFilters:
     filters = RowFilters()
     dense = [part.name for part in plan.schema.dense]
     ids = [part.name for part in plan.schema.ids]

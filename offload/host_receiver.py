@@ -16,7 +16,7 @@ from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.columns import ColumnValues, Ragged
 from sennit.offload.errors import RecordError
 from sennit.offload.operators import KeepLength, KeepRange, RowFilter, Sample
-from sennit.offload.plan import Plan
+from sennit.offload.plan import FeaturePlan
 from sennit.offload.records import HEADER, Header, Rows, decode_records
 from sennit.offload.sketch import DEFAULT_SHAPE, Sketch, SketchShape, sampled_rows
 
@@ -131,7 +131,7 @@ class HostReceiver(Closing):
         self._slots.clear()
 
 
-def kept_rows(plan: Plan, rows: Rows, header: Header) -> NDArray[np.bool_]:
+def kept_rows(plan: FeaturePlan, rows: Rows, header: Header) -> NDArray[np.bool_]:
     """Which rows the plan keeps, as booleans."""
     keep = np.ones(len(rows), np.bool_)
     for condition in plan.keep:

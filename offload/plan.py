@@ -74,7 +74,7 @@ class Graph:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class FeaturePlan:
     """What to compute from a record."""
 
     schema: Schema

@@ -47,7 +47,8 @@ def columns_as_json(columns: Mapping[str, Operator]) -> dict[str, Any]:
 
 
 def columns_from_json(content: Any) -> dict[str, Operator]:
-    """Raises PlanError that names the malformed column. Whether the columns fit together is checked by `Plan`."""
+    """Raises PlanError that names the malformed column. Whether the columns fit together is checked by
+    `FeaturePlan`."""
     if not isinstance(content, dict):
         raise PlanError("columns are no JSON object")
     return {name: _operator(name, entry) for name, entry in content.items()}

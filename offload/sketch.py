@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sennit.offload import hashing
 from sennit.offload.batches import Batch
 from sennit.offload.errors import SketchError
-from sennit.offload.plan import Plan
+from sennit.offload.plan import FeaturePlan
 
 SAMPLE_SEED: Final = 0x53414D504C45
 HASH_SEED: Final = 0x534B45544348
@@ -89,14 +89,14 @@ class Sketch:
         """[T, depth, width]: sampled ids per cell."""
 
     @classmethod
-    def of_plan(cls, plan: Plan, shape: SketchShape) -> Self:
+    def of_plan(cls, plan: FeaturePlan, shape: SketchShape) -> Self:
         return cls(
             tables=[table.column for table in plan.sparse],
             table_rows=[table.rows for table in plan.sparse],
             shape=shape,
         )
 
-    def add(self, plan: Plan, batch: Batch) -> None:
+    def add(self, plan: FeaturePlan, batch: Batch) -> None:
         """Counts a complete batch of the plan. Call it once per batch."""
         rows = len(batch.labels)
         chosen = sampled_rows(batch.number, rows, self.shape.one_row_in)

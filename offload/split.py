@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from sennit.offload.batches import BatchLayout
 from sennit.offload.columns import DenseType
 from sennit.offload.errors import NotOffloadable, PlanError
-from sennit.offload.plan import Graph, Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Graph, Sparse
 from sennit.offload.xdp_source import generate
 
 
@@ -17,7 +17,7 @@ from sennit.offload.xdp_source import generate
 class SplitPlan:
     """Two halves that together make the batch of the whole plan."""
 
-    prefix: Plan
+    prefix: FeaturePlan
     """The part for XDP. Its batches hold the columns that the rest starts from."""
 
     rest: Graph | None
@@ -33,7 +33,7 @@ class SplitPlan:
     """Columns that XDP cannot compute, and why."""
 
 
-def split(plan: Plan, *, on_cpu: Iterable[str] = ()) -> SplitPlan:
+def split(plan: FeaturePlan, *, on_cpu: Iterable[str] = ()) -> SplitPlan:
     """`on_cpu` names columns that the CPU computes even if XDP could."""
     moved, refused = set(on_cpu), []
     unknown = moved - plan.columns.keys()
@@ -52,7 +52,7 @@ def split(plan: Plan, *, on_cpu: Iterable[str] = ()) -> SplitPlan:
         return SplitPlan(prefix=prefix, rest=rest, dense=plan.dense, sparse=plan.sparse, refused=tuple(refused))
 
 
-def _divide(plan: Plan, moved: set[str]) -> tuple[Plan, Graph | None]:
+def _divide(plan: FeaturePlan, moved: set[str]) -> tuple[FeaturePlan, Graph | None]:
     graph = plan.graph
     # Columns that depend on a moved column move too.
     later = set(moved)
@@ -66,7 +66,7 @@ def _divide(plan: Plan, moved: set[str]) -> tuple[Plan, Graph | None]:
     border = [name for name in graph.types if name in needed and name not in later]
     border = [name for name in border if name in plan.outputs or _feeds(graph, name, later)]
     kept = graph.needed(tuple(border))
-    prefix = Plan(
+    prefix = FeaturePlan(
         schema=plan.schema,
         columns={name: plan.columns[name] for name in graph.order if name in kept},
         dense=tuple(name for name in border if isinstance(graph.types[name], DenseType)),

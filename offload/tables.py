@@ -39,7 +39,7 @@ def _function(operator: TableOperator, x: NDArray[np.float64]) -> NDArray[np.flo
 
 
 @dataclass(frozen=True, slots=True)
-class IdTable:
+class IdDictionary:
     """A dictionary as an open-addressed table: an id is in one of the `probes` places from its hash on, or absent."""
 
     multiplier: int
@@ -49,12 +49,12 @@ class IdTable:
     values: NDArray[np.int64]
 
 
-def id_table(operator: MapId) -> IdTable:
+def id_table(operator: MapId) -> IdDictionary:
     """At most half full. Several multipliers are tried; the one with the fewest probes wins."""
     keys = np.fromiter(operator.mapping.keys(), np.int64, len(operator.mapping))
     values = np.fromiter(operator.mapping.values(), np.int64, len(operator.mapping))
     bits = max(4, int(2 * len(keys) - 1).bit_length())
-    best: IdTable | None = None
+    best: IdDictionary | None = None
     while best is None or best.probes > PROBES_MAX:
         for odd in range(1, 33, 2):
             found = _place(keys, values, operator.default, odd * GOLDEN_RATIO_64 % (1 << 64), bits)
@@ -64,7 +64,9 @@ def id_table(operator: MapId) -> IdTable:
     return best
 
 
-def _place(keys: NDArray[np.int64], values: NDArray[np.int64], default: int, multiplier: int, bits: int) -> IdTable:
+def _place(
+    keys: NDArray[np.int64], values: NDArray[np.int64], default: int, multiplier: int, bits: int
+) -> IdDictionary:
     """Linear probing in order of the home places: each key goes to its home or behind the key before it."""
     homes = (keys.view(np.uint64) * np.uint64(multiplier) >> np.uint64(64 - bits)).astype(np.int64)
     order = np.argsort(homes, kind="stable")
@@ -77,4 +79,4 @@ def _place(keys: NDArray[np.int64], values: NDArray[np.int64], default: int, mul
     # key's home to its own place are used, and the first match wins.
     table_keys, table_values = np.full(size, keys[0]), np.full(size, default, np.int64)
     table_keys[places], table_values[places] = keys[order], values[order]
-    return IdTable(multiplier=multiplier, shift=64 - bits, probes=probes, keys=table_keys, values=table_values)
+    return IdDictionary(multiplier=multiplier, shift=64 - bits, probes=probes, keys=table_keys, values=table_values)

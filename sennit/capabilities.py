@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from sennit import host_name
 
 if TYPE_CHECKING:
-    from sennit.transport.devices import Port
+    from sennit.transport.devices import DevicePort
 
 # uapi/linux/udp.h, socket options at level IPPROTO_UDP
 UDP_SEGMENT = 103
@@ -254,7 +254,7 @@ def _roce() -> Capability:
     return _available(name, ", ".join(f"{port.device}/{port.number} {_gids(port)}" for port in usable))
 
 
-def _gids(port: "Port") -> str:
+def _gids(port: "DevicePort") -> str:
     addresses = " ".join(f"{gid.address} (GID {gid.index})" for gid in port.gids if not gid.is_link_local)
     return f"{port.mtu_bytes} bytes a packet, {addresses or 'link-local addresses only'}"
 

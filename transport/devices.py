@@ -53,7 +53,7 @@ class Gid:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Port:
+class DevicePort:
     """A port of a device."""
 
     device: str
@@ -75,7 +75,7 @@ class Device:
 
     name: str
     firmware: str
-    ports: tuple[Port, ...]
+    ports: tuple[DevicePort, ...]
     queue_pairs: int
     work_requests: int
     """The number of work requests of one queue."""
@@ -122,7 +122,7 @@ def read_devices() -> tuple[Device, ...]:
     return tuple(devices)
 
 
-def read_counters(port: Port, sysfs: Path = SYSFS) -> dict[str, int]:
+def read_counters(port: DevicePort, sysfs: Path = SYSFS) -> dict[str, int]:
     """Returns the counters of a device's port (`hw_counters`), under the driver's names. Empty if it has none.
 
     The kernel reads the device again only after `lifespan` milliseconds (10 by default).
@@ -136,12 +136,12 @@ def counter_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.iterdir()) if path.name != "lifespan"]
 
 
-def usable_ports(devices: Sequence[Device]) -> list[Port]:
+def usable_ports(devices: Sequence[Device]) -> list[DevicePort]:
     """Returns the ports that the verbs port can use now."""
     return [port for device in devices for port in device.ports if not port_problems(port)]
 
 
-def port_problems(port: Port) -> list[Problem]:
+def port_problems(port: DevicePort) -> list[Problem]:
     """Returns what prevents the verbs port from using this port."""
     name = f"port {port.number} of {port.device}"
     if not port.is_ethernet:
@@ -160,7 +160,7 @@ def port_problems(port: Port) -> list[Problem]:
     return found
 
 
-def pair_problems(near: Port, far: Port) -> list[Problem]:
+def pair_problems(near: DevicePort, far: DevicePort) -> list[Problem]:
     """Returns what prevents two ports from talking to each other."""
     found = []
     if near.mtu_bytes != far.mtu_bytes:
@@ -274,7 +274,7 @@ def _device(name: str, context: Any) -> Device:
     )
 
 
-def _port(device: str, number: int, context: Any) -> Port:
+def _port(device: str, number: int, context: Any) -> DevicePort:
     ibv = _pyverbs("enums")
     attributes = context.query_port(number)
     gids = []
@@ -285,7 +285,7 @@ def _port(device: str, number: int, context: Any) -> Port:
             continue  # This entry of the table is empty.
         if entry.gid_type == ibv.IBV_GID_TYPE_ROCE_V2:
             gids.append(_gid(index, entry))
-    return Port(
+    return DevicePort(
         device=device,
         number=number,
         state=state_name(attributes.state),

@@ -12,8 +12,8 @@ from typing import Any, Final, TypeAlias
 
 from sennit.transport.devices import (
     PARTITION_MASK,
+    DevicePort,
     Gid,
-    Port,
     Problem,
     absence_problems,
     locked_memory_problems,
@@ -34,7 +34,7 @@ IP_VERSIONS: Final = (6, 4)  # The order in which rails are paired (docs/referen
 class RdmaRail(Rail):
     """A usable RoCE v2 address, and the port that serves it."""
 
-    port: Port
+    port: DevicePort
 
     def __str__(self) -> str:
         return f"{self.port.device} port {self.port.number} {self.address} on {self.interface}"
@@ -58,7 +58,7 @@ def find_rdma_rails(wanted: Sequence[str] = ()) -> list[RdmaRail]:
     return rails
 
 
-def read_ports() -> tuple[list[Port], list[Problem]]:
+def read_ports() -> tuple[list[DevicePort], list[Problem]]:
     """Returns the ports of every device, and the errors of devices that cannot be read."""
     from sennit.transport import _core
 
@@ -70,7 +70,7 @@ def read_ports() -> tuple[list[Port], list[Problem]]:
             unreadable.append(Problem(what=f"{device} {problem}", remedy=remedy))
             continue
         ports.append(
-            Port(
+            DevicePort(
                 device=device,
                 number=number,
                 state=state_name(state),
@@ -87,7 +87,7 @@ def read_ports() -> tuple[list[Port], list[Problem]]:
 
 
 def choose_rdma_rails(
-    ports: Sequence[Port], wanted: Sequence[str], unreadable: Sequence[Problem] = ()
+    ports: Sequence[DevicePort], wanted: Sequence[str], unreadable: Sequence[Problem] = ()
 ) -> list[RdmaRail]:
     """Returns the best address of each named interface, in order; else of each usable port of the first device."""
     if not ports:
@@ -129,13 +129,13 @@ def check_pair(near: Sequence[Record], far: Sequence[Record], peer: int) -> None
                 warnings.warn(f"verbs: {text}", RuntimeWarning, stacklevel=2)
 
 
-def _of_version(records: Sequence[Record], version: int) -> list[Port]:
+def _of_version(records: Sequence[Record], version: int) -> list[DevicePort]:
     ports = []
     for record in records:
         address = ipaddress.ip_address(record["address"])
         if address.version == version:
             ports.append(
-                Port(
+                DevicePort(
                     device=f"{record['device']} {address}",
                     number=0,
                     state="active",
@@ -148,7 +148,7 @@ def _of_version(records: Sequence[Record], version: int) -> list[Port]:
     return ports
 
 
-def _of_interface(name: str, rails: Sequence[RdmaRail], ports: Sequence[Port]) -> list[RdmaRail]:
+def _of_interface(name: str, rails: Sequence[RdmaRail], ports: Sequence[DevicePort]) -> list[RdmaRail]:
     usable = [rail for rail in rails if rail.interface == name and not port_problems(rail.port)]
     if usable:
         return usable

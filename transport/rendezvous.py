@@ -11,7 +11,7 @@
                    (`network_trial.py`)
 
 A store may outlive a run and hold its records: torchrun restarts ranks over the same one. So a record counts only in
-the run whose list has its writer's nonce (`_Rounds.settle`).
+the run whose list has its writer's nonce (`_Exchanges.settle`).
 
 Records are JSON. A rank that cannot go on says so in its next record, so that nobody waits for it in vain.
 """
@@ -100,8 +100,8 @@ class Connection(Generic[AnyEndpoint]):
     """Notes for `describe()` on how the ranks reach each other."""
 
 
-class _Rounds:
-    """Exchanges one record of every rank at a time. One deadline holds for all rounds."""
+class _Exchanges:
+    """Exchanges one record of every rank at a time. One deadline holds for all exchanges."""
 
     def __init__(
         self, store: Store, *, name: str, rank: int, world: int, timeout_s: float, watch: Callable[[], None] | None
@@ -329,8 +329,8 @@ def connect(
     if store is None:
         raise ConfigError(f"world of {world} ranks without a store; allowed: world 1, or a store that all ranks share")
     limit_s = config.timeout_s if timeout_s is None else timeout_s
-    rounds = _Rounds(store, name=name, rank=rank, world=world, timeout_s=limit_s, watch=watch)
-    hello = rounds.settle(rounds.meet(lambda: _hello(config, world, rounds.own_nonce())))
+    exchanges = _Exchanges(store, name=name, rank=rank, world=world, timeout_s=limit_s, watch=watch)
+    hello = exchanges.settle(exchanges.meet(lambda: _hello(config, world, exchanges.own_nonce())))
     endpoint: AnyEndpoint | None = None
 
     ranks_here = sum(record["machine"] == hello[rank]["machine"] for record in hello)
@@ -340,9 +340,9 @@ def connect(
         endpoint = make_endpoint(ranks_here)
         return _offer(endpoint, config)
 
-    offers = rounds.exchange("offer", offer)
+    offers = exchanges.exchange("offer", offer)
     assert endpoint is not None
-    opened = rounds.exchange("opened", lambda: _opened(endpoint, hello, offers, rank))
+    opened = exchanges.exchange("opened", lambda: _opened(endpoint, hello, offers, rank))
     by_shm = [[j in opened[i]["ranks"] and i in opened[j]["ranks"] for j in range(world)] for i in range(world)]
     needs_udp = [any(not by_shm[i][j] for j in range(world) if j != i) for i in range(world)]
     blobs: list[bytes] = [b""] * world
@@ -357,7 +357,7 @@ def connect(
             blob = _open_network(endpoint, config, [rail.address for rail in chosen])
             return {"blob": _text(blob), "devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
 
-        opened_networks = rounds.exchange("udp", open_udp)
+        opened_networks = exchanges.exchange("udp", open_udp)
         for peer, record in enumerate(opened_networks):
             if not by_shm[rank][peer]:
                 check_pair(opened_networks[rank]["devices"], record["devices"], peer)
@@ -369,7 +369,9 @@ def connect(
     for text in notes:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     if any(kind == "udp" for kind, _ in routes):
-        for verdict in try_network(endpoint, routes, rounds, rank=rank, deadline_s=rounds.deadline_s, watch=watch):
+        for verdict in try_network(
+            endpoint, routes, exchanges, rank=rank, deadline_s=exchanges.deadline_s, watch=watch
+        ):
             for text in verdict.warnings:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             notes += [*verdict.warnings, *verdict.notes]

@@ -79,7 +79,7 @@ Column clamp_list(const Column& ids, std::int64_t low, std::int64_t high) {
   return map_values(ids, [=](std::int64_t id) { return std::clamp(id, low, high); });
 }
 
-Column map_id(const Column& ids, const IdTable& table) {
+Column map_id(const Column& ids, const IdDictionary& table) {
   return map_values(ids, [&](std::int64_t id) {
     const std::uint64_t home = (static_cast<std::uint64_t>(id) * table.multiplier) >> table.shift;
     for (int probe = 0; probe < table.probes; probe++)

@@ -24,7 +24,7 @@ Column ngram(const Column& ids, std::int32_t count);
 Column cross(const Column& left, const Column& right);
 
 // A dictionary laid out as in offload/tables.py: open addressing, at most `probes` places from an id's home.
-struct IdTable {
+struct IdDictionary {
   std::uint64_t multiplier;
   int shift;
   int probes;
@@ -32,6 +32,6 @@ struct IdTable {
   std::vector<std::int64_t> values;
   std::int64_t absent;
 };
-Column map_id(const Column& ids, const IdTable& table);
+Column map_id(const Column& ids, const IdDictionary& table);
 
 }  // namespace sennit::offload

@@ -106,7 +106,7 @@ void bind_program(nb::module_& module) {
            [](Program& self, std::size_t ids, std::uint64_t multiplier, int shift, int probes,
               std::vector<std::int64_t> keys, std::vector<std::int64_t> values, std::int64_t absent) {
              return self.add(ids, map_id,
-                             IdTable{multiplier, shift, probes, std::move(keys), std::move(values), absent});
+                             IdDictionary{multiplier, shift, probes, std::move(keys), std::move(values), absent});
            })
       .def("enumerate", [](Program& self, std::size_t ids) { return self.add(ids, enumerate); })
       .def("first_x", [](Program& self, std::size_t ids, std::int32_t count) { return self.add(ids, first_x, count); })

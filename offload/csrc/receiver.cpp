@@ -49,7 +49,7 @@ Receiver::Receiver(const RecordSchema& schema, const RowFilters& filters, Sessio
       slot_bytes_((decoder_.columns_bytes() + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES),
       memory_(slot_bytes_ * std::max<std::size_t>(slots, 1)) {
   if (!std::has_single_bit(slots)) throw std::invalid_argument(std::to_string(slots) + " slots; not a power of two");
-  slots_ = std::make_unique<Slot[]>(slots);
+  slots_ = std::make_unique<BatchSlot[]>(slots);
   next_ = decoder_.nothing();
   for (std::uint32_t n = 0; n < slots; n++) {
     slots_[n].next_row = slots_[n].row_ahead = state(n, 0);
@@ -80,7 +80,7 @@ Verdict Receiver::judge(Datagram datagram) {
   if (stated_bytes < datagram.size()) return Verdict::oversized;
   if (header[3] != 0 || records == 0 || row >= batch_rows_ || records > batch_rows_ - row) return Verdict::malformed;
 
-  Slot& slot = slot_of(batch);
+  BatchSlot& slot = slot_of(batch);
   const std::uint64_t open = slot.next_row.load(std::memory_order_relaxed);
   // Batch numbers wrap at 2^32.
   if (const auto ahead = static_cast<std::int32_t>(batch - batch_of(open)); ahead != 0)
@@ -95,7 +95,7 @@ Verdict Receiver::judge(Datagram datagram) {
   return append(slot, memory, datagram.subspan(HEADER_BYTES), batch, row, records);
 }
 
-Verdict Receiver::append(Slot& slot, std::uint8_t* memory, Datagram body, std::uint32_t batch, std::uint32_t row,
+Verdict Receiver::append(BatchSlot& slot, std::uint8_t* memory, Datagram body, std::uint32_t batch, std::uint32_t row,
                          std::uint32_t records) {
   next_ = slot.filled;
   if (!decoder_.append(body, records, state(batch, row), memory, next_)) return Verdict::malformed;
@@ -120,7 +120,7 @@ std::uint32_t Receiver::row_ahead(std::uint32_t batch) const {
 }
 
 void Receiver::release(std::uint32_t batch) {
-  Slot& slot = slot_of(batch);
+  BatchSlot& slot = slot_of(batch);
   const std::scoped_lock lock(slot.reading, filling_);
   slot.filled = decoder_.nothing();
   slot.row_ahead.store(state(batch + slot_count_, 0), std::memory_order_relaxed);
@@ -133,7 +133,7 @@ FeedCounters Receiver::counters() const {
 }
 
 Receiver::Content Receiver::content(std::uint32_t batch) const {
-  const Slot& slot = slot_of(batch);
+  const BatchSlot& slot = slot_of(batch);
   std::unique_lock reading(slot.reading);
   const std::lock_guard lock(filling_);
   const std::uint8_t* memory = memory_.data() + slot_bytes_ * (batch & (slot_count_ - 1));

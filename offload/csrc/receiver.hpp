@@ -90,7 +90,7 @@ class Receiver {
     std::uint8_t* data_;
   };
 
-  struct Slot {
+  struct BatchSlot {
     // batch << 32 | row, in one word, so that nobody reads the row of one batch with the number of another.
     std::atomic<std::uint64_t> next_row{0};
     std::atomic<std::uint64_t> row_ahead{0};
@@ -99,9 +99,9 @@ class Receiver {
   };
 
   Verdict judge(Datagram datagram);
-  Verdict append(Slot& slot, std::uint8_t* memory, Datagram body, std::uint32_t batch, std::uint32_t row,
+  Verdict append(BatchSlot& slot, std::uint8_t* memory, Datagram body, std::uint32_t batch, std::uint32_t row,
                  std::uint32_t records);
-  Slot& slot_of(std::uint32_t batch) const { return slots_[batch & (slot_count_ - 1)]; }
+  BatchSlot& slot_of(std::uint32_t batch) const { return slots_[batch & (slot_count_ - 1)]; }
 
   const Session session_;
   const std::uint32_t batch_rows_;
@@ -110,7 +110,7 @@ class Receiver {
   const std::size_t slot_bytes_;
   const Memory memory_;
   mutable std::mutex filling_;  // guards everything below except the atomics
-  std::unique_ptr<Slot[]> slots_;
+  std::unique_ptr<BatchSlot[]> slots_;
   Filled next_;  // kept to reuse its memory
   FeedCounters counters_;
 };

@@ -10,7 +10,7 @@ from typing import Any, Final, Self
 
 from sennit.offload.errors import PlanError, SchemaError
 from sennit.offload.ingest.protocol import TEXT_MAX, ProtocolError
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.plan_json import columns_as_json, columns_from_json
 from sennit.offload.schema import Schema
 
@@ -45,7 +45,7 @@ class Facts:
     None: not told, because it is longer than a line of the protocol.
     """
 
-    plan: Plan
+    plan: FeaturePlan
     """The plan: sparse columns become the tables, dense columns the dense features, in this order.
     It keeps every row.
     """
@@ -59,10 +59,10 @@ class Facts:
         if self.plan.keep:
             raise PlanError("a plan that leaves out rows; allowed: one that keeps them all, so that batches are full")
 
-    def plan_for(self, table_order: Sequence[int]) -> Plan:
+    def plan_for(self, table_order: Sequence[int]) -> FeaturePlan:
         """The plan with the tables in this order."""
         sparse = tuple(self.plan.sparse[table] for table in table_order)
-        return Plan(schema=self.plan.schema, columns=self.plan.columns, dense=self.plan.dense, sparse=sparse)
+        return FeaturePlan(schema=self.plan.schema, columns=self.plan.columns, dense=self.plan.dense, sparse=sparse)
 
     def difference(self, other: Facts) -> str | None:
         """The first difference, as text for people; None if there is none."""
@@ -110,7 +110,7 @@ class Facts:
                 tables=tables,
                 dense_names=tuple(_text("dense name", name) for name in content["dense_names"]),
                 preprocessing=preprocessing,
-                plan=Plan(
+                plan=FeaturePlan(
                     schema=Schema.from_json(plan["schema"]),
                     columns=columns_from_json(plan["columns"]),
                     dense=tuple(_text("dense column", name) for name in plan["dense"]),

@@ -13,7 +13,7 @@ from sennit.runtime.data.order import Order
 from sennit.runtime.data.prepared import PreparedData
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.samples import Samples
-from sennit.runtime.model.sharding import Table
+from sennit.runtime.model.sharding import PlacedTable
 from sennit.runtime.training.config import TrainingConfig
 
 
@@ -24,7 +24,7 @@ class BatchSource(Protocol):
     """
 
     order: Order
-    tables: tuple[Table, ...]
+    tables: tuple[PlacedTable, ...]
     dense_count: int
     fingerprint: str
     """The fingerprint of the data set."""
@@ -55,7 +55,7 @@ class MemorySource:
         """The batches of rank `rank` of `world_size`."""
         self.order = data.order
         self.tables = tuple(
-            Table(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
+            PlacedTable(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
             for column in data.samples.columns
         )
         self.dense_count = data.samples.dense.shape[1]

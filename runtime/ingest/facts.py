@@ -10,7 +10,7 @@ import numpy as np
 from sennit.offload.errors import RecordError, SchemaError
 from sennit.offload.ingest.facts import Facts, TableFacts
 from sennit.offload.operators import Operator
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from sennit.offload.schema import LIST_MAX_LENGTH, WIDTHS_BYTES, Dense, Ids, Schema
 from sennit.runtime.data.errors import DataError
@@ -66,7 +66,9 @@ def encode(raw: RawSamples, fingerprint: str, *, body_max_bytes: int) -> tuple[F
             for feature in raw.features
         ),
         dense_names=raw.dense_names or tuple(part.name for part in numbers),
-        plan=Plan(schema=schema, columns=columns, dense=tuple(part.name for part in numbers), sparse=tuple(sparse)),
+        plan=FeaturePlan(
+            schema=schema, columns=columns, dense=tuple(part.name for part in numbers), sparse=tuple(sparse)
+        ),
     )
     return facts, store
 

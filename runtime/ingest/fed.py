@@ -22,7 +22,7 @@ from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.order import Order
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.page import IngestPage
-from sennit.runtime.model.sharding import Table
+from sennit.runtime.model.sharding import PlacedTable
 from sennit.runtime.training.config import TrainingConfig
 from sennit.transport.errors import ConfigError
 
@@ -63,7 +63,7 @@ class FedSource:
         except BaseException as error:
             self.close(str(error))
             raise
-        self.tables = tuple(Table(**asdict(table)) for table in self.facts.tables)
+        self.tables = tuple(PlacedTable(**asdict(table)) for table in self.facts.tables)
         self.fingerprint = self.facts.fingerprint
         self.preprocessing = _preprocessing(self.facts)
         self.dense_count = len(self.facts.dense_names)

@@ -13,7 +13,7 @@ from sennit.transport.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Table:
+class PlacedTable:
     """One embedding table."""
 
     name: str
@@ -57,7 +57,7 @@ class Placement:
 
 
 def place(
-    tables: Sequence[Table],
+    tables: Sequence[PlacedTable],
     *,
     world_size: int,
     dim: int,
@@ -99,7 +99,7 @@ def _by_cost(costs: Sequence[float], table_bytes: Sequence[int], limit_bytes: Se
     return owner_of
 
 
-def _by_memory(tables: Sequence[Table], table_bytes: Sequence[int], limit_bytes: Sequence[int]) -> list[int]:
+def _by_memory(tables: Sequence[PlacedTable], table_bytes: Sequence[int], limit_bytes: Sequence[int]) -> list[int]:
     owner_of, room = [0] * len(tables), list(limit_bytes)
     for table in sorted(range(len(tables)), key=lambda number: (-table_bytes[number], number)):
         rank = max(range(len(room)), key=lambda number: (room[number], -number))

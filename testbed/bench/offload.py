@@ -25,7 +25,7 @@ from sennit.offload.framing import frame
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.native import NativeTransform
 from sennit.offload.operators import Clamp, FirstX, Operator, PositiveModulus, SigridHash
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import Rows, encode_packets, encode_records
 from sennit.offload.reference import evaluate
 from sennit.offload.schema import Dense, Ids, Schema
@@ -57,7 +57,7 @@ class Result:
     numpy_ns_a_record: float
 
 
-def shapes() -> dict[str, Plan]:
+def shapes() -> dict[str, FeaturePlan]:
     """26 sparse and 13 dense fields, as in Criteo's data; and 26 lists."""
     dense = tuple(Dense(name=f"d{n}") for n in range(DENSE))
     single = tuple(Ids(name=f"s{n}") for n in range(TABLES))
@@ -71,9 +71,9 @@ def shapes() -> dict[str, Plan]:
     first: dict[str, Operator] = {f"f{n}": FirstX(column=f"s{n}", count=8) for n in range(TABLES)}
     hashed = {f"t{n}": SigridHash(column=f"f{n}", salt=n, max_value=FIRST_ROWS + n) for n in range(TABLES)}
     return {
-        "26 ids modulo, 13 clamped": Plan(schema=flat, columns=clamps | moduli, dense=clamped, sparse=tables),
-        "26 ids hashed, 13 clamped": Plan(schema=flat, columns=clamps | hashes, dense=clamped, sparse=tables),
-        "26 lists, FirstX(8), hashed": Plan(schema=lists, columns=first | hashed, sparse=tables),
+        "26 ids modulo, 13 clamped": FeaturePlan(schema=flat, columns=clamps | moduli, dense=clamped, sparse=tables),
+        "26 ids hashed, 13 clamped": FeaturePlan(schema=flat, columns=clamps | hashes, dense=clamped, sparse=tables),
+        "26 lists, FirstX(8), hashed": FeaturePlan(schema=lists, columns=first | hashed, sparse=tables),
     }
 
 

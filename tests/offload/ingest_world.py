@@ -19,12 +19,12 @@ from sennit.offload.ingest.feeder import Outgoing
 from sennit.offload.ingest.leases import Leases
 from sennit.offload.ingest.protocol import Message, Send, Taken
 from sennit.offload.ingest.window import Window
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import Rows, encode_packets, encode_records
 from sennit.offload.schema import Ids, Schema
 
 SCHEMA = Schema(ids=(Ids(name="sample"),))
-PLAN = Plan(schema=SCHEMA, sparse=(Sparse(column="sample"),))
+PLAN = FeaturePlan(schema=SCHEMA, sparse=(Sparse(column="sample"),))
 SESSION = 7
 POLL_S = 0.001
 LOOK_S = 0.0005

@@ -30,7 +30,7 @@ from sennit.offload.operators import (
     Sample,
     SigridHash,
 )
-from sennit.offload.plan import Graph, Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Graph, Sparse
 from sennit.offload.records import Rows
 from sennit.offload.schema import ByteOrder, Dense, DenseKind, Ids, LabelKind, Schema
 from sennit.offload.sketch import DEPTH_MAX, SketchShape
@@ -130,7 +130,7 @@ def _filter(draw: st.DrawFn, schema: Schema) -> RowFilter:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> FeaturePlan:
     """Draws only valid plans: leaves out an operator that does not fit its input."""
     schema = draw(schemas())
     types = {part.name: DenseType() for part in schema.dense} | {part.name: part.type for part in schema.ids}
@@ -152,7 +152,7 @@ def plans(draw: st.DrawFn) -> Plan:
         columns[f"m{n}"] = operator
     found = Graph(sources=types, columns=columns).types
     some = [name for name in found if draw(st.booleans())]
-    return Plan(
+    return FeaturePlan(
         schema=schema,
         columns=columns,
         dense=tuple(name for name in some if isinstance(found[name], DenseType)),

@@ -19,7 +19,7 @@ from sennit.offload.batches import BatchLayout
 from sennit.offload.cpu import CpuReceiver
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.operators import Clamp, FirstX, KeepLength, KeepRange, Sample, SigridHash
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import encode_packets, encode_records
 from sennit.offload.schema import ByteOrder, Dense, DenseKind, Ids, LabelKind, Schema
 from tests.offload.agreement import assert_same_batch
@@ -28,7 +28,7 @@ from tests.offload.strategies import random_rows
 SESSION = 77
 BATCH_ROWS = 200
 DEADLINE_S = 30.0
-PLAN = Plan(
+PLAN = FeaturePlan(
     schema=Schema(
         dense=(Dense(name="x"), Dense(name="y", kind=DenseKind.BFLOAT16)),
         ids=(Ids(name="user", width_bytes=8), Ids(name="seen", length=300, is_list=True, width_bytes=2)),

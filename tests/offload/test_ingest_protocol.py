@@ -35,7 +35,7 @@ from sennit.offload.ingest.protocol import (
     error,
 )
 from sennit.offload.operators import ClampList, FirstX, MapId, SigridHash
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.plan_json import columns_as_json, columns_from_json
 from sennit.offload.schema import Dense, Ids, Schema
 from tests.offload.strategies import plans
@@ -49,7 +49,7 @@ FACTS = Facts(
         TableFacts(name="seen", row_count=9, mean_length=2.5),
     ),
     dense_names=("age",),
-    plan=Plan(
+    plan=FeaturePlan(
         schema=Schema(dense=(Dense(name="d0"),), ids=(Ids(name="t0"), Ids(name="t1", length=4, is_list=True))),
         columns={
             "c0": ClampList(column="t0", low=0, high=49),
@@ -99,7 +99,7 @@ def test_facts_come_back_as_they_were() -> None:
 
 
 @given(plan=plans())
-def test_columns_come_back_as_they_were(plan: Plan) -> None:
+def test_columns_come_back_as_they_were(plan: FeaturePlan) -> None:
     written = json.loads(json.dumps(columns_as_json(plan.columns)))
     assert columns_from_json(written) == plan.columns
 

@@ -25,7 +25,7 @@ from sennit.offload.operators import (
     Sample,
     SigridHash,
 )
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.split import split
 from sennit.offload.xdp_source import generate
@@ -36,8 +36,8 @@ SCHEMA = Schema(
 )
 
 
-def plan(columns: dict[str, Operator] | None = None, **options: Any) -> Plan:
-    return Plan(schema=SCHEMA, columns=columns or {}, **options)
+def plan(columns: dict[str, Operator] | None = None, **options: Any) -> FeaturePlan:
+    return FeaturePlan(schema=SCHEMA, columns=columns or {}, **options)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from sennit.offload import sketch as module
 from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.errors import SketchError
 from sennit.offload.host_receiver import HostReceiver
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import encode_packets, encode_records
 from sennit.offload.schema import Ids, Schema
 from sennit.offload.sketch import Sketch, SketchShape, sampled_rows
@@ -24,7 +24,7 @@ from sennit.offload.xdp import XdpReceiver
 from tests.offload.strategies import random_rows, sketch_shapes
 
 TABLE_ROWS = 5000
-PLAN = Plan(
+PLAN = FeaturePlan(
     schema=Schema(ids=(Ids(name="user", width_bytes=2, signed=False), Ids(name="seen", length=9, is_list=True))),
     sparse=(Sparse(column="user", rows=1 << 16), Sparse(column="seen")),
 )
@@ -75,7 +75,7 @@ def test_one_row_of_each_stratum_is_sampled(batch: int, rows: int, shift: int) -
 
 
 def test_sampled_estimates_are_near_the_counts(rng: np.random.Generator) -> None:
-    plan = Plan(schema=Schema(ids=(Ids(name="t"),)), sparse=(Sparse(column="t", rows=None),))
+    plan = FeaturePlan(schema=Schema(ids=(Ids(name="t"),)), sparse=(Sparse(column="t", rows=None),))
     made = Sketch(tables=["t"], table_rows=[TABLE_ROWS], shape=SketchShape())
     rows = 1 << 14
     ids = zipf_ids(rng, 40 * rows)

@@ -21,7 +21,7 @@ from sennit.offload.cpu import CpuReceiver
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.native import NativeTransform
 from sennit.offload.operators import FirstX, Sample, SigridHash
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import encode_packets, encode_records
 from sennit.offload.reference import evaluate
 from sennit.offload.schema import Dense, Ids, Schema
@@ -36,7 +36,7 @@ SESSION = 0x5E55104
 BATCH_ROWS = 24
 
 
-def packets_of(plan: Plan, seed: int) -> list[bytes]:
+def packets_of(plan: FeaturePlan, seed: int) -> list[bytes]:
     """Returns two batches in packets of different sizes, with some mangled, repeated and early packets in between."""
     rng = np.random.default_rng(seed)
     found: list[bytes] = []
@@ -96,7 +96,7 @@ def assert_same_sketches(found: Receiver, expected: Receiver, batches: tuple[int
     max_examples=80, phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 @given(plan=plans(), content=st.integers(0, 1 << 32), shape=sketch_shapes())
-def test_xdp_agrees_with_numpy(plan: Plan, content: int, shape: SketchShape) -> None:
+def test_xdp_agrees_with_numpy(plan: FeaturePlan, content: int, shape: SketchShape) -> None:
     plan = split(plan).prefix  # without what XDP cannot do
     layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS, slots=2)
     with (
@@ -120,7 +120,7 @@ def test_xdp_agrees_with_numpy(plan: Plan, content: int, shape: SketchShape) -> 
 @pytest.mark.timeout(300)
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(plan=plans(), content=st.integers(0, 1 << 32), shape=sketch_shapes())
-def test_the_native_receiver_agrees_with_numpy(plan: Plan, content: int, shape: SketchShape) -> None:
+def test_the_native_receiver_agrees_with_numpy(plan: FeaturePlan, content: int, shape: SketchShape) -> None:
     """After each packet, verdict and state equal those of the reference."""
     layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS, slots=2)
     with (
@@ -145,7 +145,7 @@ def test_the_native_receiver_agrees_with_numpy(plan: Plan, content: int, shape: 
 @pytest.mark.timeout(300)
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(plan=plans(), content=st.integers(0, 1 << 32), rows=st.integers(0, 40))
-def test_the_native_core_agrees_with_numpy(plan: Plan, content: int, rows: int) -> None:
+def test_the_native_core_agrees_with_numpy(plan: FeaturePlan, content: int, rows: int) -> None:
     """Compares every column of the plan, also intermediate ones."""
     given_rows = random_rows(plan.schema, rows, np.random.default_rng(content))
     outputs = tuple(plan.graph.types)
@@ -157,7 +157,7 @@ def test_the_native_core_agrees_with_numpy(plan: Plan, content: int, rows: int) 
 
 
 def test_every_target_makes_the_same_batch(rng: np.random.Generator) -> None:
-    plan = Plan(
+    plan = FeaturePlan(
         schema=Schema(dense=(Dense(name="d"),), ids=(Ids(name="s", length=4, is_list=True), Ids(name="t"))),
         columns={"f": FirstX(column="s", count=2), "h": SigridHash(column="f", salt=1, max_value=7)},
         dense=("d", "d"),
@@ -212,7 +212,7 @@ def test_columns_may_end_in_another_thread() -> None:
 
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(plan=plans(), content=st.integers(0, 1 << 32), choice=st.randoms(use_true_random=False))
-def test_the_halves_of_a_plan_make_what_the_whole_makes(plan: Plan, content: int, choice: random.Random) -> None:
+def test_the_halves_of_a_plan_make_what_the_whole_makes(plan: FeaturePlan, content: int, choice: random.Random) -> None:
     on_cpu = [name for name in plan.columns if choice.random() < 0.5]
     halves = split(plan, on_cpu=on_cpu)
     rows = random_rows(plan.schema, BATCH_ROWS, np.random.default_rng(content))

@@ -29,7 +29,7 @@ from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import frame
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.operators import FirstX, SigridHash
-from sennit.offload.plan import Plan, Sparse
+from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.records import HEADER, encode_packets, encode_records
 from sennit.offload.schema import Dense, Ids, Schema
 from sennit.offload.xdp import XdpReceiver
@@ -40,7 +40,7 @@ from tests.offload.strategies import random_rows
 pytestmark = [pytest.mark.root, pytest.mark.needs("bpf", "arena")]
 SESSION, PORT, ROWS = 77, 4800, 16
 XDP_DROP, XDP_PASS = 1, 2
-PLAN = Plan(
+PLAN = FeaturePlan(
     schema=Schema(dense=(Dense(name="age"),), ids=(Ids(name="user"), Ids(name="seen", length=9, is_list=True))),
     columns={
         "recent": FirstX(column="seen", count=3),

@@ -18,7 +18,7 @@ from sennit.runtime.model.memory_limits import available_bytes, shared_limits
 from sennit.runtime.model.model import DenseModel
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.model.phases import PhaseClock
-from sennit.runtime.model.sharding import Table, place
+from sennit.runtime.model.sharding import PlacedTable, place
 from sennit.runtime.model.tensor_train import TensorTrainRule, table_spec
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import line
@@ -26,8 +26,8 @@ from sennit.runtime.training.metrics import quality
 from sennit.transport.errors import ConfigError
 
 
-def table(name: str, rows: int, mean_length: float = 1.0) -> Table:
-    return Table(name=name, row_count=rows, mean_length=mean_length)
+def table(name: str, rows: int, mean_length: float = 1.0) -> PlacedTable:
+    return PlacedTable(name=name, row_count=rows, mean_length=mean_length)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

@@ -45,7 +45,7 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
     from sennit.runtime.data.batch_source import prepared
     from sennit.runtime.model.embedding import embedding_engine
     from sennit.runtime.model.model import DenseModel
-    from sennit.runtime.model.sharding import Table
+    from sennit.runtime.model.sharding import PlacedTable
     from sennit.runtime.training.config import TrainingConfig
 
     data = prepared(cases.samples(seed), TrainingConfig(seed=seed, **cases.SMALL))
@@ -55,7 +55,7 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
     model = DenseModel(dense_count=3, table_count=3, dim=dim, bottom=(8,), top=(8,), seed=seed)
     tables = {}
     for column in whole.columns:
-        own = Table(name=column.name, row_count=column.row_count, mean_length=1)
+        own = PlacedTable(name=column.name, row_count=column.row_count, mean_length=1)
         tables[column.name] = embedding_engine([own], dim=dim, seed=seed).weight(column.name).requires_grad_()
     state = {name: torch.zeros(len(weight)) for name, weight in tables.items()}
     dense_state = [torch.zeros_like(parameter) for parameter in model.parameters()]

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from sennit.transport import devices
-from sennit.transport.devices import Gid, Port
+from sennit.transport.devices import DevicePort, Gid
 from sennit.transport.errors import Unsupported
 
-GOOD = Port(
+GOOD = DevicePort(
     device="rxe0",
     number=1,
     state="active",
@@ -39,7 +39,7 @@ def test_a_good_port_has_no_problem() -> None:
         (replace(GOOD, partitions=(0x1,)), "is in partitions 0x0001", "default partition"),
     ],
 )
-def test_a_port_that_cannot_be_used_is_named(port: Port, what: str, remedy: str) -> None:
+def test_a_port_that_cannot_be_used_is_named(port: DevicePort, what: str, remedy: str) -> None:
     (problem,) = devices.port_problems(port)
     assert what in problem.what
     assert remedy in problem.remedy
@@ -53,7 +53,7 @@ def test_a_port_that_cannot_be_used_is_named(port: Port, what: str, remedy: str)
         (replace(GOOD, gids=(IPV6,)), "no common IP version"),
     ],
 )
-def test_ports_that_do_not_fit_are_named(far: Port, what: str) -> None:
+def test_ports_that_do_not_fit_are_named(far: DevicePort, what: str) -> None:
     (problem,) = devices.pair_problems(GOOD, replace(far, device="mlx5_0"))
     assert what in problem.what
     assert "mlx5_0" in problem.what

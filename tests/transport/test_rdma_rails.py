@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from sennit.transport import devices, rdma_rails
-from sennit.transport.devices import Gid, Port, Problem
+from sennit.transport.devices import DevicePort, Gid, Problem
 from sennit.transport.errors import ConfigError, DeviceError, MismatchError, Unsupported
 from sennit.transport.rdma_rails import check_pair, choose_rdma_rails, find_rdma_rails
 
 
-def port(device: str, *gids: tuple[str, str], number: int = 1, state: str = "active") -> Port:
-    return Port(
+def port(device: str, *gids: tuple[str, str], number: int = 1, state: str = "active") -> DevicePort:
+    return DevicePort(
         device=device,
         number=number,
         state=state,
@@ -51,7 +51,7 @@ DOWN = replace(FIRST, state="down")
     ],
 )
 def test_the_rails_are_those_named_or_those_of_one_device(
-    ports: list[Port], wanted: list[str], addresses: list[str]
+    ports: list[DevicePort], wanted: list[str], addresses: list[str]
 ) -> None:
     assert [rail.address for rail in choose_rdma_rails(ports, wanted)] == addresses
 
@@ -69,7 +69,7 @@ def test_the_rails_are_those_named_or_those_of_one_device(
     ],
 )
 def test_without_a_rail_the_error_says_why_and_what_to_do(
-    ports: list[Port], wanted: list[str], error: type[Exception], message: str
+    ports: list[DevicePort], wanted: list[str], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         choose_rdma_rails(ports, wanted)

@@ -18,7 +18,7 @@ import pytest
 import sennit
 from sennit.transport import _core, errors, rendezvous
 from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind, VerbsService
-from sennit.transport.devices import Port
+from sennit.transport.devices import DevicePort
 from sennit.transport.errors import ConfigError, DeviceError, MismatchError, PeerError, Unsupported
 from sennit.transport.rails import Rail
 from sennit.transport.rdma_rails import RdmaRail
@@ -222,7 +222,7 @@ def test_packets_that_two_devices_make_smaller_than_need_be_are_named() -> None:
 
 
 def rdma_rail(device: str, address: str, *, mtu_bytes: int) -> RdmaRail:
-    port = Port(
+    port = DevicePort(
         device=device, number=1, state="active", is_ethernet=True, mtu_bytes=mtu_bytes, gids=(), partitions=(0x7FFF,)
     )
     return RdmaRail(interface="eth0", address=address, port=port)

@@ -22,7 +22,7 @@ void Outstanding::clear() {
 uint32_t Outstanding::insert(const DataOut& packet) {
   const uint32_t id = free_;
   free_ = records_[id].next;
-  records_[id] = Record{packet, 0, 0, 0, NO_RECORD, NO_RECORD, 0, 0, 0, false};
+  records_[id] = PacketRecord{packet, 0, 0, 0, NO_RECORD, NO_RECORD, 0, 0, 0, false};
   by_immediate_[packet.immediate] = id;
   return id;
 }
@@ -34,7 +34,7 @@ void Outstanding::erase(uint32_t id) {
 }
 
 void Outstanding::push_back(RecordList& list, uint32_t id) {
-  Record& record = records_[id];
+  PacketRecord& record = records_[id];
   record.previous = list.tail;
   record.next = NO_RECORD;
   if (list.tail != NO_RECORD)
@@ -45,7 +45,7 @@ void Outstanding::push_back(RecordList& list, uint32_t id) {
 }
 
 void Outstanding::unlink(RecordList& list, uint32_t id) {
-  const Record& record = records_[id];
+  const PacketRecord& record = records_[id];
   if (record.previous != NO_RECORD)
     records_[record.previous].next = record.next;
   else

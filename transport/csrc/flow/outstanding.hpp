@@ -14,7 +14,7 @@ namespace sennit::flow {
 
 inline constexpr uint32_t NO_RECORD = UINT32_MAX;
 
-struct Record {
+struct PacketRecord {
   DataOut packet;
   uint64_t sent_us;
   uint64_t order;   // number of the transmission on its path
@@ -35,8 +35,8 @@ class Outstanding {
   explicit Outstanding(uint32_t capacity);
   uint32_t size() const { return static_cast<uint32_t>(by_immediate_.size()); }
   bool full() const { return free_ == NO_RECORD; }
-  Record& operator[](uint32_t id) { return records_[id]; }
-  const Record& operator[](uint32_t id) const { return records_[id]; }
+  PacketRecord& operator[](uint32_t id) { return records_[id]; }
+  const PacketRecord& operator[](uint32_t id) const { return records_[id]; }
 
   uint32_t find(uint32_t immediate) const {
     const size_t at = by_immediate_.find(immediate);
@@ -49,7 +49,7 @@ class Outstanding {
   void clear();
 
  private:
-  std::vector<Record> records_;
+  std::vector<PacketRecord> records_;
   ProbeTable<uint32_t, uint32_t, NO_RECORD> by_immediate_;  // record ids
   uint32_t free_ = NO_RECORD;
 };

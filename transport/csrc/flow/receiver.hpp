@@ -100,7 +100,7 @@ class Receiver {
   const uint32_t payload_max_bytes_;
   SequenceRing<Message> messages_;
   SequenceRing<uint64_t> waiting_;  // messages with parts that have no credit yet
-  WindowRing<Credit> credits_;
+  SlidingRing<Credit> credits_;
   uint64_t completed_below_ = 0, next_credit_ = 0;
   uint64_t seen_below_ = 0, unsent_advert_ = 0;
   uint32_t completed_slot_offset_ = 0;  // completed_below_ % CREDIT_SLOTS

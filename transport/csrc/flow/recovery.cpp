@@ -70,7 +70,7 @@ uint32_t Recovery::choose_path(uint64_t now_us) {
 
 void Recovery::launch(uint64_t now_us, uint32_t path_index, uint32_t id) {
   Path& path = paths_[path_index];
-  Record& record = outstanding_[id];
+  PacketRecord& record = outstanding_[id];
   const uint32_t path_before = record.path;
   outstanding_.push_back(path.in_flight, id);
   record.sent_us = last_sent_us_ = now_us;
@@ -227,7 +227,7 @@ void Recovery::note_arrived(uint32_t index, const Transmission& transmission) {
 void Recovery::on_acked(uint64_t now_us, uint32_t immediate) {
   const uint32_t id = outstanding_.find(immediate);
   if (id == NO_RECORD) return;
-  const Record& record = outstanding_[id];
+  const PacketRecord& record = outstanding_[id];
   Path& path = paths_[record.path];
   if (record.lost) {
     outstanding_.unlink(lost_, id);
@@ -278,7 +278,7 @@ void Recovery::unlink_in_flight(Path& path, uint32_t id) {
 void Recovery::mark_lost(Path& path, uint32_t id) {
   unlink_in_flight(path, id);
   outstanding_.push_back(lost_, id);
-  Record& record = outstanding_[id];
+  PacketRecord& record = outstanding_[id];
   record.lost = true;
   ++path_counters_[record.path]->lost_packets;
   trace::packet_lost(ends_, record.path, record.packet.immediate, record.sent_us);
@@ -294,7 +294,7 @@ void Recovery::detect_losses(uint64_t now_us, uint32_t index) {
   Path& path = paths_[index];
   uint32_t lost = 0;
   while (!path.in_flight.empty()) {
-    const Record& oldest = outstanding_[path.in_flight.head];
+    const PacketRecord& oldest = outstanding_[path.in_flight.head];
     if (oldest.order >= path.newest_acked_order) break;
     const bool far_behind = path.newest_acked_order - oldest.order >= REORDER_PACKETS;
     if (!far_behind && now_us < oldest.sent_us + round_trip(path).reorder_deadline_us()) break;
@@ -311,7 +311,7 @@ bool Recovery::is_overtaken(const Path& path) const {
          outstanding_[path.in_flight.head].sent_us + silence_us(path) < arrived_.sent_us;
 }
 
-bool Recovery::is_silent(uint32_t index, const Record& record) const {
+bool Recovery::is_silent(uint32_t index, const PacketRecord& record) const {
   const uint64_t patience_us = silence_us(paths_[index]);
   const Rail& rail = paths_.rail(index);
   if (record.sent_us + patience_us < rail.arrived.sent_us) return true;
@@ -358,7 +358,7 @@ uint64_t Recovery::confirm_at_us() const {
   for (uint32_t index = 0; index < paths_.count(); ++index) {
     const Path& path = paths_[index];
     if (path.in_flight.empty()) continue;
-    const Record& oldest = outstanding_[path.in_flight.head];
+    const PacketRecord& oldest = outstanding_[path.in_flight.head];
     if (oldest.serial < arrived_.serial) at_us = std::min(at_us, oldest.sent_us + silence_us(path));
   }
   return at_us;
@@ -366,7 +366,7 @@ uint64_t Recovery::confirm_at_us() const {
 
 uint64_t Recovery::reorder_at_us(const Path& path) const {
   if (path.in_flight.empty()) return UINT64_MAX;
-  const Record& oldest = outstanding_[path.in_flight.head];
+  const PacketRecord& oldest = outstanding_[path.in_flight.head];
   if (oldest.order >= path.newest_acked_order) return UINT64_MAX;
   return oldest.sent_us + round_trip(path).reorder_deadline_us();
 }

@@ -96,7 +96,7 @@ class Recovery {
   uint64_t confirm_at_us() const;
   uint64_t reorder_at_us(const Path& path) const;
   bool is_overtaken(const Path& path) const;
-  bool is_silent(uint32_t index, const Record& record) const;
+  bool is_silent(uint32_t index, const PacketRecord& record) const;
   void note_arrived(uint32_t path, const Transmission& transmission);
   void want_mark(uint32_t path);
   void launch(uint64_t now_us, uint32_t path, uint32_t id);

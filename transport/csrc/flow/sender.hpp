@@ -116,7 +116,7 @@ class Sender {
 
   const uint32_t payload_max_bytes_, peer_key_count_;
   SequenceRing<Message> messages_;  // by advert id
-  WindowRing<Credit> credits_;
+  SlidingRing<Credit> credits_;
   SequenceRing<uint64_t> to_send_;  // bound credits with packets never sent
   uint64_t completed_below_ = 0, credits_seen_ = 0;
   uint64_t sent_packets_ = 0, granted_packets_ = 0;  // for the first time; since the start

@@ -49,7 +49,7 @@ class SequenceRing {
 // Cells of a sliding window of running numbers. It grows by doubling with the widest window seen: most flows have only
 // a few credits open, and a rank has a flow to every other rank.
 template <typename T>
-class WindowRing {
+class SlidingRing {
  public:
   T& operator[](uint64_t number) { return cells_[number & (cells_.size() - 1)]; }
   const T& operator[](uint64_t number) const { return cells_[number & (cells_.size() - 1)]; }

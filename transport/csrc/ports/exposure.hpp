@@ -32,10 +32,10 @@ class Exposure {
   // The lane's own memory, which stays mapped as long as this object lives.
   virtual void keep(std::byte* /*address*/, size_t /*size_bytes*/) {}
 
-  // Memory that is being sent, from transfer to `sent`.
-  virtual uint64_t lend(const std::byte* address, size_t size_bytes) = 0;
+  // Memory that is being sent, from transfer to `sent`. Returns the source's number.
+  virtual uint64_t open_source(const std::byte* address, size_t size_bytes) = 0;
   // The peer has everything. True once nothing reads the memory any more. The number is then invalid.
-  virtual bool is_returned(uint64_t loan) = 0;
+  virtual bool is_source_closed(uint64_t source) = 0;
 };
 
 // Only keys: for ports that check each packet before they place it.
@@ -56,8 +56,8 @@ class KeysOnly final : public Exposure {
                         nullptr, 0);
   }
   bool is_closed(uint64_t) override { return true; }
-  uint64_t lend(const std::byte*, size_t) override { return 0; }
-  bool is_returned(uint64_t) override { return true; }
+  uint64_t open_source(const std::byte*, size_t) override { return 0; }
+  bool is_source_closed(uint64_t) override { return true; }
 
  private:
   const uint32_t rank_;

@@ -26,7 +26,7 @@ void FlowLane::advertise(uint64_t receive_id, const MessageHeader& header, void*
 void FlowLane::advertise_at(uint64_t receive_id, const MessageHeader& header, std::byte* destination,
                             uint64_t loan_id) {
   const uint64_t region = exposure_.open(destination, header.size_bytes);
-  opening_.push(Opening{receive_id, header, destination, loan_id, region});
+  opening_.push(OpeningReceive{receive_id, header, destination, loan_id, region});
   tell_opened();
 }
 
@@ -34,10 +34,10 @@ bool FlowLane::tell_opened() {
   bool moved = false;
   flow::Keys keys;
   while (!opening_.empty() && exposure_.is_open(opening_.front().region, keys)) {
-    const Opening next = opening_.front();
+    const OpeningReceive next = opening_.front();
     opening_.pop();
-    const uint64_t ticket = tickets_.push(Ticket{next.receive_id, next.loan_id, next.region, nullptr, false});
-    flow_.advertise(ticket, next.header, next.destination, keys, now_us_);
+    const uint64_t number = receives_.push(OpenReceive{next.receive_id, next.loan_id, next.region, nullptr, false});
+    flow_.advertise(number, next.header, next.destination, keys, now_us_);
     moved = true;
   }
   return moved;
@@ -60,8 +60,8 @@ void FlowLane::grant_loans() {
 
 void FlowLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
   const auto* bytes = static_cast<const std::byte*>(data);
-  const uint64_t ticket = send_tickets_.push(SendTicket{send_id, exposure_.lend(bytes, size_bytes), false});
-  flow_.transfer(ticket, advert_id, bytes, size_bytes);
+  const uint64_t number = sends_.push(OpenSend{send_id, exposure_.open_source(bytes, size_bytes), false});
+  flow_.transfer(number, advert_id, bytes, size_bytes);
 }
 
 void FlowLane::release(uint64_t loan_id) {
@@ -81,9 +81,9 @@ bool FlowLane::deliver(const flow::Event& event) {
       sink_.on_advert(peer_, event.header, event.id);
       break;
     case Kind::received: {
-      Ticket& ticket = tickets_[event.id];
-      ticket.data = event.data;
-      exposure_.close(ticket.region);
+      OpenReceive& receive = receives_[event.id];
+      receive.data = event.data;
+      exposure_.close(receive.region);
       closing_.push(event.id);
       hand_over_closed();
       break;
@@ -104,12 +104,12 @@ bool FlowLane::deliver(const flow::Event& event) {
 
 bool FlowLane::hand_over_closed() {
   bool moved = false;
-  while (!closing_.empty() && exposure_.is_closed(tickets_[closing_.front()].region)) {
-    Ticket& ticket = tickets_[closing_.front()];
-    const Ticket done = ticket;
+  while (!closing_.empty() && exposure_.is_closed(receives_[closing_.front()].region)) {
+    OpenReceive& receive = receives_[closing_.front()];
+    const OpenReceive done = receive;
     closing_.pop();
-    ticket.is_done = true;
-    while (!tickets_.empty() && tickets_.front().is_done) tickets_.pop();
+    receive.is_done = true;
+    while (!receives_.empty() && receives_.front().is_done) receives_.pop();
     sink_.on_received(done.receive_id, done.data, done.loan_id);
     moved = true;
   }
@@ -118,12 +118,12 @@ bool FlowLane::hand_over_closed() {
 
 bool FlowLane::hand_over_returned() {
   bool moved = false;
-  while (!returning_.empty() && exposure_.is_returned(send_tickets_[returning_.front()].lent)) {
-    SendTicket& ticket = send_tickets_[returning_.front()];
-    const uint64_t send_id = ticket.send_id;
+  while (!returning_.empty() && exposure_.is_source_closed(sends_[returning_.front()].source)) {
+    OpenSend& send = sends_[returning_.front()];
+    const uint64_t send_id = send.send_id;
     returning_.pop();
-    ticket.is_done = true;
-    while (!send_tickets_.empty() && send_tickets_.front().is_done) send_tickets_.pop();
+    send.is_done = true;
+    while (!sends_.empty() && sends_.front().is_done) sends_.pop();
     sink_.on_sent(send_id);
     moved = true;
   }

@@ -62,25 +62,25 @@ class FlowLane final : public Lane {
     uint64_t receive_id;
     MessageHeader header;
   };
-  struct Opening {
+  struct OpeningReceive {
     uint64_t receive_id;
     MessageHeader header;
     std::byte* destination;
     uint64_t loan_id;
     uint64_t region;
   };
-  // The flow's receive id is the number of a ticket, so that `received` finds loan and region again.
-  struct Ticket {
+  // The flow's receive id is the number of one of these, so that `received` finds loan and region again.
+  struct OpenReceive {
     uint64_t receive_id;
     uint64_t loan_id;
     uint64_t region;
     const std::byte* data;
     bool is_done;
   };
-  // The same for sends.
-  struct SendTicket {
+  // The same for a send.
+  struct OpenSend {
     uint64_t send_id;
-    uint64_t lent;
+    uint64_t source;
     bool is_done;
   };
 
@@ -100,10 +100,10 @@ class FlowLane final : public Lane {
   uint64_t now_us_ = 0;
   std::array<Loan, LOAN_COUNT> loans_;
   flow::SequenceRing<Wish> wishes_;  // receives as loans that wait for memory, in call order
-  flow::SequenceRing<Opening> opening_;
-  flow::SequenceRing<Ticket> tickets_;
-  flow::SequenceRing<SendTicket> send_tickets_;
-  flow::SequenceRing<uint64_t> closing_, returning_;  // tickets, in the order of their events
+  flow::SequenceRing<OpeningReceive> opening_;
+  flow::SequenceRing<OpenReceive> receives_;
+  flow::SequenceRing<OpenSend> sends_;
+  flow::SequenceRing<uint64_t> closing_, returning_;  // numbers, in the order of their events
 };
 
 }  // namespace sennit

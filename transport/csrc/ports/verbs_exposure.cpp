@@ -110,8 +110,8 @@ void VerbsExposure::note(trace::Memory memory, trace::Registration what, uint32_
   trace::registration(registrations_.rank(), memory, what, key, address, size_bytes);
 }
 
-VerbsExposure::Window* VerbsExposure::take_window() {
-  Window* window = nullptr;
+VerbsExposure::MemoryWindow* VerbsExposure::take_window() {
+  MemoryWindow* window = nullptr;
   if (!free_.empty()) {
     window = free_.front();
     free_.pop_front();
@@ -120,7 +120,7 @@ VerbsExposure::Window* VerbsExposure::take_window() {
   if (resting_.empty() || resting_.front()->rests_until_us > now_us_) {
     if (ibv_mw* made = ibv_alloc_mw(device_.domain(), IBV_MW_TYPE_1)) {
       ++counters_.windows;
-      windows_.push_back(std::make_unique<Window>(Window{{made, dealloc_window}}));
+      windows_.push_back(std::make_unique<MemoryWindow>(MemoryWindow{{made, dealloc_window}}));
       return windows_.back().get();
     }
     if (resting_.empty()) raise_verbs_error(errno, device_.name() + " has no memory window left");
@@ -132,7 +132,7 @@ VerbsExposure::Window* VerbsExposure::take_window() {
   return window;
 }
 
-void VerbsExposure::put_back(Window* window) {
+void VerbsExposure::put_back(MemoryWindow* window) {
   if (++window->messages < MESSAGES_PER_LAP) {
     free_.push_back(window);
     return;
@@ -181,43 +181,43 @@ void VerbsExposure::on_bound(ibv_wc_status status) {
   }
 }
 
-uint64_t VerbsExposure::lend(const std::byte* address, size_t size_bytes) {
-  Loan loan{address_of(address), address_of(address) + size_bytes, nullptr, 0, false};
+uint64_t VerbsExposure::open_source(const std::byte* address, size_t size_bytes) {
+  Source source{address_of(address), address_of(address) + size_bytes, nullptr, 0, false};
   if (size_bytes != 0) {
     try {
-      loan.registration = registrations_.acquire(address, size_bytes, false);
+      source.registration = registrations_.acquire(address, size_bytes, false);
     } catch (const std::system_error& error) {
       if (failure_.empty()) failure_ = error.what();
     }
   }
-  return loans_.push(loan);
+  return sources_.push(source);
 }
 
-bool VerbsExposure::begin_reading(const std::byte* address, size_t size_bytes, uint64_t& loan, uint32_t& key) {
+bool VerbsExposure::begin_reading(const std::byte* address, size_t size_bytes, uint64_t& source, uint32_t& key) {
   const uintptr_t begin = address_of(address), end = begin + size_bytes;
   const auto covers = [&](uint64_t number) {
-    const Loan& one = loans_[number];
+    const Source& one = sources_[number];
     return !one.is_forgotten && one.registration != nullptr && one.begin <= begin && end <= one.end;
   };
-  loan = last_loan_;
-  if (!loans_.holds(loan) || !covers(loan)) {
-    // Any loan of these bytes will do, because nobody changes them while a loan exists.
-    for (loan = loans_.first(); loan != loans_.end() && !covers(loan); ++loan) {
+  source = last_source_;
+  if (!sources_.holds(source) || !covers(source)) {
+    // Any source of these bytes will do, because nobody changes them while a source exists.
+    for (source = sources_.first(); source != sources_.end() && !covers(source); ++source) {
     }
-    if (loan == loans_.end()) return false;
-    last_loan_ = loan;
+    if (source == sources_.end()) return false;
+    last_source_ = source;
   }
-  ++loans_[loan].readers;
-  key = loans_[loan].registration->lkey;
+  ++sources_[source].readers;
+  key = sources_[source].registration->lkey;
   return true;
 }
 
-bool VerbsExposure::is_returned(uint64_t number) {
-  Loan& loan = loans_[number];
-  if (loan.readers != 0) return false;
-  if (loan.registration != nullptr) registrations_.release(loan.registration);
-  loan.is_forgotten = true;
-  while (!loans_.empty() && loans_.front().is_forgotten) loans_.pop();
+bool VerbsExposure::is_source_closed(uint64_t number) {
+  Source& source = sources_[number];
+  if (source.readers != 0) return false;
+  if (source.registration != nullptr) registrations_.release(source.registration);
+  source.is_forgotten = true;
+  while (!sources_.empty() && sources_.front().is_forgotten) sources_.pop();
   return true;
 }
 
@@ -246,9 +246,9 @@ bool VerbsExposure::close_all() {
   for (uint64_t number = regions_.first(); number < regions_.end(); ++number)
     if (regions_.holds(number) && regions_[number].state != RegionState::forgotten) is_closed(number);
   while (!regions_.empty() && regions_.front().state == RegionState::forgotten) regions_.pop();
-  for (uint64_t number = loans_.first(); number < loans_.end(); ++number)
-    if (loans_.holds(number) && !loans_[number].is_forgotten) is_returned(number);
-  return regions_.empty() && loans_.empty();
+  for (uint64_t number = sources_.first(); number < sources_.end(); ++number)
+    if (sources_.holds(number) && !sources_[number].is_forgotten) is_source_closed(number);
+  return regions_.empty() && sources_.empty();
 }
 
 bool VerbsJointExposure::is_open(uint64_t region, flow::Keys& keys) {

@@ -41,18 +41,18 @@ class VerbsExposure final : public Exposure {
   void close(uint64_t region) override;
   bool is_closed(uint64_t region) override;
   void keep(std::byte* address, size_t size_bytes) override { registrations_.borrow(address, size_bytes); }
-  uint64_t lend(const std::byte* address, size_t size_bytes) override;
-  bool is_returned(uint64_t loan) override;
+  uint64_t open_source(const std::byte* address, size_t size_bytes) override;
+  bool is_source_closed(uint64_t source) override;
 
   void set_now(uint64_t now_us) { now_us_ = now_us; }
   // The oldest bind is done or has failed.
   void on_bound(ibv_wc_status status);
-  // A packet from lent memory goes out. Gives its local key, and the loan that it uses until end_reading. False: nobody
-  // lent that memory.
-  bool begin_reading(const std::byte* address, size_t size_bytes, uint64_t& loan, uint32_t& key);
-  void end_reading(uint64_t loan) { --loans_[loan].readers; }
+  // A packet from an open source goes out. Gives its local key, and the source that it uses until end_reading. False:
+  // nobody opened that memory as a source.
+  bool begin_reading(const std::byte* address, size_t size_bytes, uint64_t& source, uint32_t& key);
+  void end_reading(uint64_t source) { --sources_[source].readers; }
 
-  // The group has ended: takes back every key and lends nothing more. True when the last key is gone and nothing is
+  // The group has ended: takes back every key and opens nothing more. True when the last key is gone and nothing is
   // read any more.
   bool close_all();
   // A permanent failure. Empty while all is well.
@@ -61,7 +61,7 @@ class VerbsExposure final : public Exposure {
   bool uses_windows() const { return binder_ != nullptr; }
 
  private:
-  struct Window {
+  struct MemoryWindow {
     VerbsHandle<ibv_mw> handle;
     uint32_t messages = 0;  // time when its keys began anew
     uint64_t rests_until_us = 0;
@@ -69,27 +69,27 @@ class VerbsExposure final : public Exposure {
   enum class RegionState : uint8_t { opening, open, closing, closed, forgotten };
   struct Region {
     RegionState state;
-    Window* window;
+    MemoryWindow* window;
     ibv_mr* registration;
     uint64_t bind;  // the newest one of it
     uint32_t key;
   };
-  struct Loan {
+  struct Source {
     uintptr_t begin, end;
     ibv_mr* registration;
     uint32_t readers;
     bool is_forgotten;
   };
   struct Bind {
-    Window* window;
+    MemoryWindow* window;
     ibv_mr* registration;
     std::byte* address;
     size_t size_bytes;
     uint64_t region;
   };
 
-  Window* take_window();
-  void put_back(Window* window);
+  MemoryWindow* take_window();
+  void put_back(MemoryWindow* window);
   uint64_t post(const Bind& bind);
   void post_now(const Bind& bind);
   void retire(Region& region);
@@ -101,19 +101,19 @@ class VerbsExposure final : public Exposure {
   ibv_qp* const binder_;
   const uint32_t binder_depth_;
   uint64_t now_us_ = 0;
-  std::vector<std::unique_ptr<Window>> windows_;
-  std::deque<Window*> free_, resting_;  // least recently used first
-  std::deque<Bind> waiting_;            // no room on the binder
+  std::vector<std::unique_ptr<MemoryWindow>> windows_;
+  std::deque<MemoryWindow*> free_, resting_;  // least recently used first
+  std::deque<Bind> waiting_;                  // no room on the binder
   uint64_t binds_called_ = 0, binds_posted_ = 0, binds_done_ = 0;
   flow::SequenceRing<Region> regions_;
-  flow::SequenceRing<Loan> loans_;
-  uint64_t last_loan_ = 0;  // the loan read last, most likely also the next one
+  flow::SequenceRing<Source> sources_;
+  uint64_t last_source_ = 0;  // the source read last, most likely also the next one
   std::string failure_;
   VerbsExposureCounters counters_;
 };
 
 // Memory that several devices may write and read at a time. It is open once all have opened it, and closed once all
-// have closed it. Every device gets all regions and loans in one order, so their numbers are equal on all devices.
+// have closed it. Every device gets all regions and sources in one order, so their numbers are equal on all devices.
 class VerbsJointExposure final : public Exposure {
  public:
   // Outlives this object. At most flow::Keys::MAX_COUNT.
@@ -133,12 +133,13 @@ class VerbsJointExposure final : public Exposure {
   void keep(std::byte* address, size_t size_bytes) override {
     for (VerbsExposure* device : devices_) device->keep(address, size_bytes);
   }
-  uint64_t lend(const std::byte* address, size_t size_bytes) override {
-    for (VerbsExposure* device : devices_) device->lend(address, size_bytes);
-    return loans_.push(0);
+  uint64_t open_source(const std::byte* address, size_t size_bytes) override {
+    for (VerbsExposure* device : devices_) device->open_source(address, size_bytes);
+    return sources_.push(0);
   }
-  bool is_returned(uint64_t loan) override {
-    return is_done(loans_, loan, [](VerbsExposure& device, uint64_t number) { return device.is_returned(number); });
+  bool is_source_closed(uint64_t source) override {
+    return is_done(sources_, source,
+                   [](VerbsExposure& device, uint64_t number) { return device.is_source_closed(number); });
   }
 
   void set_now(uint64_t now_us) {
@@ -163,7 +164,7 @@ class VerbsJointExposure final : public Exposure {
   }
 
   std::vector<VerbsExposure*> devices_;
-  flow::SequenceRing<Done> regions_, loans_;
+  flow::SequenceRing<Done> regions_, sources_;
 };
 
 }  // namespace sennit

@@ -87,7 +87,7 @@ void VerbsPort::open_adapters(uint32_t peer_count) {
 
 void VerbsPort::let_go(VerbsAdapter& adapter, const VerbsQueuePair::Held& held) {
   if (held.kind == VerbsQueuePair::Held::Kind::buffer) free_buffers_.push_back(held.id);
-  if (held.kind == VerbsQueuePair::Held::Kind::loan) adapter.exposure().end_reading(held.id);
+  if (held.kind == VerbsQueuePair::Held::Kind::source) adapter.exposure().end_reading(held.id);
 }
 
 void VerbsPort::make_offer(uint32_t size) {
@@ -329,7 +329,7 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
         continue;
       }
       entries[count] = {reinterpret_cast<uintptr_t>(packet.payload), packet.size_bytes, key};
-      held[count].kind = Held::Kind::loan;
+      held[count].kind = Held::Kind::source;
     }
     request.wr_id = name_of(path);
     request.sg_list = &entries[count];

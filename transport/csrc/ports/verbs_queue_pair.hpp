@@ -45,7 +45,7 @@ class VerbsQueuePair {
  public:
   // What a posted packet holds until it has left: a send buffer or a loan, by the owner's names.
   struct Held {
-    enum class Kind : uint8_t { nothing, buffer, loan } kind = Kind::nothing;
+    enum class Kind : uint8_t { nothing, buffer, source } kind = Kind::nothing;
     uint64_t id = 0;
   };
 

@@ -55,9 +55,9 @@ struct CounterPage::Header {
   uint64_t reserved[3];
 };
 
-struct CounterPage::Record {
-  uint32_t record_bytes;  // includes this header
-  uint16_t kind;          // 1: names, 2: counters
+struct CounterPage::Entry {
+  uint32_t entry_bytes;  // includes this header
+  uint16_t kind;         // 1: names, 2: counters
   uint16_t names_id;
   uint32_t peer, path;
 };
@@ -123,13 +123,13 @@ void CounterPage::publish(size_t bytes) {
 }
 
 std::byte* CounterPage::append(uint32_t kind, uint32_t names_id, uint32_t peer, uint32_t path, size_t payload_bytes) {
-  const size_t record_bytes = sizeof(Record) + padded(payload_bytes);
-  if (base_ == nullptr || used_bytes_ + record_bytes > reserved_bytes_ || !grow(used_bytes_ + record_bytes))
+  const size_t entry_bytes = sizeof(Entry) + padded(payload_bytes);
+  if (base_ == nullptr || used_bytes_ + entry_bytes > reserved_bytes_ || !grow(used_bytes_ + entry_bytes))
     return nullptr;
   std::byte* at = base_ + used_bytes_;
-  new (at) Record{static_cast<uint32_t>(record_bytes), static_cast<uint16_t>(kind), static_cast<uint16_t>(names_id),
-                  peer, path};
-  return at + sizeof(Record);
+  new (at) Entry{static_cast<uint32_t>(entry_bytes), static_cast<uint16_t>(kind), static_cast<uint16_t>(names_id), peer,
+                 path};
+  return at + sizeof(Entry);
 }
 
 uint32_t CounterPage::names_id(std::string_view group, Names names, size_t count) {
@@ -143,7 +143,7 @@ uint32_t CounterPage::names_id(std::string_view group, Names names, size_t count
   for (size_t i = 0; i < count; ++i) text.append(words.at(i)).append(1, '\0');
   if (std::byte* at = append(1, id, ANY_PEER, NO_PATH, text.size())) {
     std::memcpy(at, text.data(), text.size());
-    publish(used_bytes_ + sizeof(Record) + padded(text.size()));
+    publish(used_bytes_ + sizeof(Entry) + padded(text.size()));
   }
   return id;
 }
@@ -152,7 +152,7 @@ void* CounterPage::add(std::string_view group, Names names, size_t count, uint32
   const uint32_t id = names_id(group, names, count);
   std::byte* at = append(2, id, peer, path, count * 8);
   if (at == nullptr) return unshared_.emplace_back(std::make_unique<uint64_t[]>(count)).get();
-  publish(used_bytes_ + sizeof(Record) + count * 8);
+  publish(used_bytes_ + sizeof(Entry) + count * 8);
   return at;
 }
 

@@ -47,7 +47,7 @@ class CounterPage {
 
  private:
   struct Header;
-  struct Record;
+  struct Entry;
   using Names = std::vector<std::string> (*)();
 
   CounterPage() = default;

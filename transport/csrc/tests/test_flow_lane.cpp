@@ -55,10 +55,10 @@ struct SlowExposure final : Exposure {
   }
   void close(uint64_t region) override { closing.insert(region); }
   bool is_closed(uint64_t region) override { return closing.contains(region) && region < closed_below; }
-  uint64_t lend(const std::byte*, size_t) override { return lent++; }
-  bool is_returned(uint64_t loan) override { return loan < returned_below; }
+  uint64_t open_source(const std::byte*, size_t) override { return sources_opened++; }
+  bool is_source_closed(uint64_t source) override { return source < returned_below; }
 
-  uint64_t opened = 0, lent = 0;
+  uint64_t opened = 0, sources_opened = 0;
   uint64_t open_below = UINT64_MAX, closed_below = UINT64_MAX, returned_below = UINT64_MAX;
   std::set<uint64_t> closing;
 };

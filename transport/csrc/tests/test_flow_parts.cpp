@@ -202,7 +202,7 @@ TEST_CASE("A configuration out of range is refused before anything is sent") {
 
 TEST_CASE("A window ring keeps what it holds while its window slides and widens") {
   SimRandom random(2);
-  WindowRing<uint64_t> ring;
+  SlidingRing<uint64_t> ring;
   uint64_t first = 0, end = 0;
   for (int step = 0; step < 20'000; ++step) {
     const uint64_t limit = 1 + static_cast<uint64_t>(step) / 100;
