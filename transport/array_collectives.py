@@ -18,6 +18,7 @@ from sennit.transport import algorithms
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, Plan
+from sennit.transport.tree import leaves_of
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -69,14 +70,33 @@ class ArrayCollectives(ABC):
         background: bool = False,
     ) -> Operation: ...
 
-    def allreduce(self, array: Array, op: ReduceOp = ReduceOp.SUM, *, scalar: float = 1.0) -> Array:
+    def allreduce(
+        self, array: Array, op: ReduceOp = ReduceOp.SUM, *, leaves: int | None = None, scalar: float = 1.0
+    ) -> Array:
         """Returns the fold of all ranks' arrays over the tree of ranks.
 
-        PREMUL_SUM first multiplies each array by `scalar`.
+        PREMUL_SUM first multiplies each array by `scalar`. With `leaves` the tree has that many leaves, and the result
+        has the same bits in a world of any size: row i of `array` is leaf `leaves_of(rank, world, leaves).low + i`
+        (tree.py). The result has the shape of one row. Raises ArgumentError if `array` has other rows than these.
         """
         given, dtype = _contiguous(array), dtype_of(array)
+        if leaves is not None:
+            return self._allreduce_leaves(given, dtype, op, leaves, scalar)
         output = np.empty_like(given)
         plan = _Call(algorithms.allreduce, self, elements=given.size, dtype=dtype, op=op, in_place=False)
+        self._run(plan, [given, output], scalar=scalar)
+        return output
+
+    def _allreduce_leaves(self, given: Array, dtype: Dtype, op: ReduceOp, leaves: int, scalar: float) -> Array:
+        span = leaves_of(self.rank, self.world, leaves)
+        rows = given.shape[0] if given.ndim else 0
+        if rows != span.high - span.low:
+            raise ArgumentError(
+                f"rank {self.rank} of {self.world} gives {rows} leaves of {leaves}; "
+                f"allowed: leaves {span.low}..{span.high - 1}, which are {span.high - span.low}"
+            )
+        output = np.empty(given.shape[1:], given.dtype)
+        plan = _Call(algorithms.allreduce_leaves, self, leaves=leaves, elements=output.size, dtype=dtype, op=op)
         self._run(plan, [given, output], scalar=scalar)
         return output
 

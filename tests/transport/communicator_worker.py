@@ -22,12 +22,13 @@ import numpy.typing as npt
 import pytest
 
 from sennit.transport import errors
-from sennit.transport.algorithms import allreduce, recv
+from sennit.transport.algorithms import allreduce, allreduce_leaves, recv
 from sennit.transport.arithmetic import fold
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.store import FileStore
+from sennit.transport.tree import leaves_of
 from sennit.transport.wire import REFUSALS
 
 Array = npt.NDArray[Any]
@@ -107,6 +108,38 @@ def finite(data: Array, dtype: Dtype) -> Array:
     bits = 8 * part_bytes
     cleared: Array = parts & ~np.array(1 << (bits - 2), parts.dtype)
     return cleared.view(np.uint8)
+
+
+def leaves(group: Communicator, seed: int) -> None:
+    """Eight leaves that are the same in a world of any size: so is the expected sum, which knows no world."""
+    case = Case(group, 7)
+    span = leaves_of(case.rank, case.world, 8)
+    for dtype in Dtype:
+        for op in sorted(reduce_ops(dtype)):
+            for elements in (0, 3, 20_011):
+                rows = [case.rng.integers(0, 256, elements * dtype.item_bytes, np.uint8) for _ in range(8)]
+                if dtype in (Dtype.F16, Dtype.BF16, Dtype.F32, Dtype.F64, Dtype.C32, Dtype.C64, Dtype.C128):
+                    rows = [finite(row, dtype) for row in rows]
+                mine = np.concatenate(rows[slice(*span)])
+                output = np.zeros_like(rows[0])
+                arguments: dict[str, Any] = {"leaves": 8, "elements": elements, "dtype": dtype, "op": op}
+
+                def compile_plan(arguments: dict[str, Any] = arguments) -> Any:
+                    return allreduce_leaves(world=case.world, rank=case.rank, **arguments)
+
+                key = ("leaves", dtype, op, elements)
+                group.post(key, compile_plan, [mine, output], scalar=SCALAR).wait()
+                expected = fold(rows, dtype, op, scalar=SCALAR)
+                np.testing.assert_array_equal(output, expected, err_msg=f"{dtype.name} {op.name} {elements}")
+    given = case.rng.standard_normal((8, 3, 5)).astype(np.float32)
+    result = group.allreduce(given[slice(*span)], ReduceOp.AVG, leaves=8)
+    assert result.shape == (3, 5)
+    check_fold(result, list(given), Dtype.F32, ReduceOp.AVG)
+    with pytest.raises(errors.ArgumentError, match=f"gives 9 leaves of 8; allowed: leaves {span.low}..{span.high - 1}"):
+        group.allreduce(np.zeros((9, 2)), leaves=8)
+    if case.world > 1:
+        with pytest.raises(errors.ArgumentError, match=f"1 leaves for {case.world} ranks"):
+            group.allreduce(np.zeros((1, 2)), leaves=1)
 
 
 def movement(group: Communicator, seed: int) -> None:
@@ -400,6 +433,7 @@ SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
     for scenario in (
         reductions,
         arithmetic,
+        leaves,
         movement,
         point_to_point,
         overlapping,

@@ -98,6 +98,13 @@ def test_arithmetic(transport: str, world: int, tmp_path: Path) -> None:
     run_ranks("arithmetic", world, transport, tmp_path, seed=10 + world)
 
 
+@pytest.mark.parametrize(
+    ("transport", "world"), [("shm", 1), ("shm", 2), ("udp", 2), ("shm", 3), ("udp", 4), ("shm", 5), ("shm", 8)]
+)
+def test_leaves_sum_to_the_same_bits_in_every_world(transport: str, world: int, tmp_path: Path) -> None:
+    run_ranks("leaves", world, transport, tmp_path, seed=1)
+
+
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_an_operation_may_be_dropped_or_interrupted(transport: str, tmp_path: Path) -> None:
     run_ranks("dropped,interrupted,abandoned", 2, transport, tmp_path, seed=1)

@@ -9,6 +9,7 @@ elements only by `item_bytes`. Its `type_code` goes into the signature, so that 
 
 from sennit.transport.algorithms.allgather import allgather
 from sennit.transport.algorithms.allreduce import allreduce
+from sennit.transport.algorithms.allreduce_leaves import allreduce_leaves
 from sennit.transport.algorithms.alltoall import alltoall
 from sennit.transport.algorithms.barrier import barrier
 from sennit.transport.algorithms.broadcast import broadcast
@@ -21,6 +22,7 @@ from sennit.transport.algorithms.scatter import scatter
 __all__ = [
     "allgather",
     "allreduce",
+    "allreduce_leaves",
     "alltoall",
     "barrier",
     "broadcast",

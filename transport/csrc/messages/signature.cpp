@@ -28,6 +28,8 @@ std::string describe_signature(uint64_t signature) {
                          collective == SENNIT_SCATTER;
   std::string text = collective < std::size(NAMES) ? NAMES[collective] : "unknown operation";
   if (collective == SENNIT_BARRIER) return text;
+  // An allreduce has no root: the field says that ranks give leaves.
+  if (collective == SENNIT_ALLREDUCE && (signature >> 32 & 0xFF) != 0) text += " of leaves";
   text += std::string(" of ") + dtype_name(signature >> 48 & 0xFF);
   if ((signature >> 47 & 1) != 0) text += " on a device";
   if (is_reducing) text += std::string(" (") + reduce_name(signature >> 40 & 0x7F) + ")";
