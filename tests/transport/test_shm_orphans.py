@@ -26,15 +26,22 @@ def old_segments() -> Iterator[tuple[Path, Path]]:
     for path in paths:
         path.write_bytes(bytes(4096))
         os.utime(path, (1, 1))
+        os.mkfifo(f"{path}.bell", 0o600)
+        os.utime(f"{path}.bell", (1, 1))
     yield paths[0], paths[1]
     for path in paths:
         path.unlink(missing_ok=True)
+        Path(f"{path}.bell").unlink(missing_ok=True)
 
 
 def test_orphans_are_removed(old_segments: tuple[Path, Path]) -> None:
     orphan, held = old_segments
-    with held.open("r+b") as file:
+    held_bell = os.open(f"{held}.bell", os.O_RDWR | os.O_NONBLOCK)
+    with held.open("r+b") as file, os.fdopen(held_bell, "r+b", buffering=0) as bell:
         fcntl.lockf(file, fcntl.LOCK_EX)
+        fcntl.lockf(bell, fcntl.LOCK_EX)
         subprocess.run([sys.executable, "-c", MAKE_SEGMENT], check=True, timeout=60)
         assert held.exists()
+        assert Path(f"{held}.bell").exists()
     assert not orphan.exists()
+    assert not Path(f"{orphan}.bell").exists()

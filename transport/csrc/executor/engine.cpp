@@ -50,7 +50,7 @@ Engine::Engine(const EngineConfig& config)
       counter_page_(config.rank, config.world),
       counted_(&counter_page_),
       mailbox_(config.rank, config.world),
-      policy_(BackoffPolicy::choose(config.ranks_here, usable_cores())) {
+      backoff_(BackoffPolicy::choose(config.ranks_here, usable_cores())) {
   if (config.world == 0 || config.rank >= config.world) throw std::invalid_argument("rank must be below world");
 }
 

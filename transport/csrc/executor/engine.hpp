@@ -175,6 +175,8 @@ class Engine {
   ~Engine();
   Lock enter();  // takes the lock ahead of a driver that would take it again at once
   bool has_network() const { return udp_ || verbs_; }
+  // Sockets can only be polled. A group within one host sleeps on a futex, which is cheaper.
+  bool sleeps_in_poll() const { return has_network() || !shm_ || shm_->lane_count() == 0; }
   // Runs work on the group's state. Returns the result. An exception ends the group; then the result is true.
   template <class Work>
   bool guarded(Work work) noexcept {
@@ -194,7 +196,7 @@ class Engine {
   bool begin_held();
   bool send_held();
   // Returns the time when the round began.
-  uint64_t drive_once(Lock& lock, Backoff& backoff);
+  uint64_t drive_once(Lock& lock);
   void sleep(Lock& lock, uint64_t now_us);
   void wake();
   void borrow_memory(const Operation& operation);
@@ -223,7 +225,7 @@ class Engine {
   std::unique_ptr<UdpPort> udp_;
   std::unique_ptr<VerbsPort> verbs_;
   std::vector<Port*> ports_;
-  BackoffPolicy policy_;
+  Backoff backoff_;
 
   std::mutex mutex_;
   std::atomic<uint32_t> entering_{0};

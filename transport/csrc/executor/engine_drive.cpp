@@ -14,8 +14,6 @@ namespace {
 
 // How often a sleeping driver checks for dead peers and deadlines.
 constexpr uint64_t SLEEP_MAX_US = 50'000;
-// With both shared memory and sockets, no single object can wake the driver: it polls the sockets and checks the rings.
-constexpr uint64_t MIXED_SLEEP_MAX_US = 500;
 // An idle communicator on a network must still acknowledge what arrives late, since its last acknowledgement may be
 // lost, and answer peers that wait for it. The pause grows to ten times this while nothing arrives.
 constexpr uint64_t LINGER_US = 5'000;
@@ -39,7 +37,6 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
   Lock lock = enter();
   const Waiting waiting(*this);
   const uint64_t give_up_us = timeout_us == 0 ? UINT64_MAX : clock_us() + timeout_us;
-  Backoff backoff(policy_);
   while (operation.status() == SENNIT_PENDING && clock_us() < give_up_us) {
     if (driving_) {
       // The background thread hands the role over at its next round. Another waiter may keep the role for long.
@@ -48,20 +45,22 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
       continue;
     }
     const Driving driving(*this);
-    while (operation.status() == SENNIT_PENDING && drive_once(lock, backoff) < give_up_us) {
+    backoff_.reset();
+    while (operation.status() == SENNIT_PENDING && drive_once(lock) < give_up_us) {
     }
   }
   return operation.status();
 }
 
-uint64_t Engine::drive_once(Lock& lock, Backoff& backoff) {
+uint64_t Engine::drive_once(Lock& lock) {
   const uint64_t now_us = clock_us();
+  backoff_.begin_round(now_us);
   const bool moved = round(now_us);
   run_callbacks(lock);
   if (moved) {
-    backoff.reset();
+    backoff_.reset();
   } else {
-    switch (backoff.next(now_us)) {
+    switch (backoff_.next(now_us)) {
       case Backoff::Action::spin:
         relax();
         break;
@@ -86,23 +85,23 @@ uint64_t Engine::drive_once(Lock& lock, Backoff& backoff) {
 
 void Engine::sleep(Lock& lock, uint64_t now_us) {
   const bool has_shm = shm_ && shm_->lane_count() != 0;
-  const bool polls = has_network() || !has_shm;
+  const bool polls = sleeps_in_poll();
   const bool has_failed = guarded([&] {
     if (!active_.empty()) {
       for (Port* port : ports_) port->check_on_peers(now_us);
     }
     poll_fds_.clear();
     if (!polls) return false;
-    for (const Port* port : ports_) port->append_poll_fds(poll_fds_);
     poll_fds_.push_back({wake_event_.fd, POLLIN, 0});
+    for (const Port* port : ports_) port->append_poll_fds(poll_fds_);
     return false;
   });
   if (has_failed) return;
   uint64_t until_us = std::min(now_us + SLEEP_MAX_US, next_deadline_us_);
   for (const Port* port : ports_) until_us = std::min(until_us, port->next_timeout_us());
   if (until_us <= now_us) return;
-  uint64_t timeout_us = until_us - now_us;
-  const uint32_t ticket = has_shm ? shm_->prepare_sleep() : 0;
+  const uint64_t timeout_us = until_us - now_us;
+  const uint32_t ticket = has_shm ? shm_->prepare_sleep(polls ? Sleep::poll : Sleep::futex) : 0;
   // The sleep is announced. What a peer wrote before it saw the announcement must be found now.
   if (has_shm && round(now_us)) {
     shm_->cancel_sleep();
@@ -114,22 +113,29 @@ void Engine::sleep(Lock& lock, uint64_t now_us) {
     lock.unlock();
     shm_->sleep(ticket, timeout_us);
   } else {
-    if (has_shm) timeout_us = std::min(timeout_us, MIXED_SLEEP_MAX_US);
     const timespec timeout{static_cast<time_t>(timeout_us / 1'000'000),
                            static_cast<long>(timeout_us % 1'000'000 * 1'000)};
     lock.unlock();
     ppoll(poll_fds_.data(), poll_fds_.size(), &timeout, nullptr);
-    eventfd_t count;
-    eventfd_read(wake_event_.fd, &count);
-    if (has_shm) shm_->cancel_sleep();
+    if (poll_fds_.front().revents != 0) {
+      eventfd_t count;
+      eventfd_read(wake_event_.fd, &count);
+    }
+    if (has_shm) {
+      shm_->cancel_sleep();
+      shm_->silence_bell();
+    }
   }
   lock.lock();
   sleeping_ = false;
 }
 
 void Engine::wake() {
-  if (shm_) shm_->wake();
-  eventfd_write(wake_event_.fd, 1);
+  if (sleeps_in_poll()) {
+    eventfd_write(wake_event_.fd, 1);
+  } else {
+    shm_->wake();
+  }
 }
 
 // Starts the background thread unless it runs already. Throws std::system_error.
@@ -180,8 +186,8 @@ void Engine::background() {
       continue;
     }
     const Driving driving(*this);
-    Backoff backoff(policy_);
-    while (!stopping_ && waiters_ == 0 && background_operations_ != 0) drive_once(lock, backoff);
+    backoff_.reset();
+    while (!stopping_ && waiters_ == 0 && background_operations_ != 0) drive_once(lock);
   }
 }
 

@@ -249,8 +249,8 @@ void Engine::shutdown(uint64_t timeout_us) {
       return std::any_of(ports_.begin(), ports_.end(), [](const Port* port) { return !port->idle(); });
     };
     {
+      backoff_.reset();
       const Waiting waiting(*this);  // asks a background driver for the role
-      Backoff backoff(policy_);
       while (ended_ == SENNIT_OK && (busy() || driving_) && clock_us() < give_up_us) {
         if (driving_) {
           if (sleeping_) wake();
@@ -258,7 +258,7 @@ void Engine::shutdown(uint64_t timeout_us) {
           continue;
         }
         const Driving driving(*this);
-        drive_once(lock, backoff);
+        drive_once(lock);
       }
     }
     std::string reason = OUT_OF_MEMORY;

@@ -2,12 +2,12 @@
 #include "ports/shm_port.hpp"
 
 #include <linux/futex.h>
+#include <poll.h>
 #include <sys/random.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <climits>
 #include <stdexcept>
 
 namespace sennit {
@@ -21,8 +21,6 @@ void futex_wait(std::atomic<uint32_t>& word, uint32_t expected, uint64_t timeout
   timespec timeout{static_cast<time_t>(timeout_us / 1'000'000), static_cast<long>(timeout_us % 1'000'000 * 1'000)};
   syscall(SYS_futex, &word, FUTEX_WAIT, expected, &timeout, nullptr, 0);
 }
-
-void futex_wake(std::atomic<uint32_t>& word) { syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
 
 uint64_t fresh_nonce() {
   uint64_t nonce = 0;
@@ -84,15 +82,8 @@ void ShmPort::ring_where_dirty() {
     if (!lanes_[peer] || !lanes_[peer]->take_dirty()) continue;
     if (!fenced) std::atomic_thread_fence(std::memory_order_seq_cst);
     fenced = true;
-    ring(peer);
+    peers_[peer].wake_owner();
   }
-}
-
-void ShmPort::ring(uint32_t peer) {
-  ShmSegmentHeader& header = peers_[peer].header();
-  if (header.sleeping.load(std::memory_order_relaxed) == 0) return;
-  header.doorbell.fetch_add(1, std::memory_order_seq_cst);
-  futex_wake(header.doorbell);
 }
 
 void ShmPort::beat() { segment_.header().beats.fetch_add(1, std::memory_order_relaxed); }
@@ -119,10 +110,12 @@ void ShmPort::check_peers(uint64_t now_us) {
   next_check_us_ = now_us + PEER_CHECK_US;
 }
 
-uint32_t ShmPort::prepare_sleep() {
+void ShmPort::append_poll_fds(std::vector<pollfd>& out) const { out.push_back({segment_.bell_fd(), POLLIN, 0}); }
+
+uint32_t ShmPort::prepare_sleep(Sleep how) {
   ShmSegmentHeader& header = segment_.header();
   const uint32_t ticket = header.doorbell.load(std::memory_order_seq_cst);
-  header.sleeping.store(1, std::memory_order_relaxed);
+  header.sleeping.store(static_cast<uint32_t>(how), std::memory_order_relaxed);
   // Pairs with the fence in progress(): either the peer sees the announcement, or the caller's next look at the rings
   // sees what the peer published. (A sequentially consistent store alone does not order the loads after it.)
   std::atomic_thread_fence(std::memory_order_seq_cst);
@@ -136,13 +129,6 @@ void ShmPort::sleep(uint32_t ticket, uint64_t timeout_us) {
 }
 
 void ShmPort::cancel_sleep() { segment_.header().sleeping.store(0, std::memory_order_seq_cst); }
-
-void ShmPort::wake() {
-  ShmSegmentHeader& header = segment_.header();
-  if (header.sleeping.load(std::memory_order_seq_cst) == 0) return;
-  header.doorbell.fetch_add(1, std::memory_order_seq_cst);
-  futex_wake(header.doorbell);
-}
 
 bool ShmPort::idle() const {
   for (const auto& lane : lanes_) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The shared-memory port: lanes to the ranks of this host, and one doorbell to sleep on.
+// The shared-memory port: lanes to the ranks of this host, and one doorbell or bell to sleep on.
 #pragma once
 
 #include <memory>
@@ -28,20 +28,22 @@ class ShmPort final : public Port {
   // Every peer has opened the segment, so its name is removed.
   void unlink() { segment_.unlink(); }
 
-  // Sleeping: prepare_sleep announces it. The caller then makes one more progress round and sleeps if nothing moved. A
-  // peer that publishes something after the announcement wakes it.
-  uint32_t prepare_sleep();
+  // Sleeping: prepare_sleep announces it. The caller then makes one more progress round. If nothing moved, it sleeps:
+  // in sleep(), or in poll(2) on the descriptors of append_poll_fds(). The first peer that publishes something after
+  // the announcement wakes it.
+  uint32_t prepare_sleep(Sleep how);
   void sleep(uint32_t ticket, uint64_t timeout_us);
-  void cancel_sleep();
+  void cancel_sleep();  // also after poll(2)
+  void silence_bell() { segment_.silence_bell(); }
   // Shows the peers that this process runs. Any thread may call it, without a lock.
   void beat();
-  // Wakes this rank's sleeping thread, from another thread.
-  void wake();
+  // Ends this rank's sleep(), from another thread.
+  void wake() { segment_.wake_owner(); }
 
   std::string_view name() const override { return "shm"; }
   bool progress(uint64_t now_us) override;
   uint64_t next_timeout_us() const override { return UINT64_MAX; }
-  void append_poll_fds(std::vector<pollfd>&) const override {}
+  void append_poll_fds(std::vector<pollfd>& out) const override;
   std::vector<uint32_t> find_gone(uint64_t now_us) override;
   bool idle() const override;
   void abort(std::string_view reason) override;
@@ -50,7 +52,6 @@ class ShmPort final : public Port {
   CounterList counters() const;
 
  private:
-  void ring(uint32_t peer);
   void ring_where_dirty();
   void check_peers(uint64_t now_us);
   void look_at_beats(uint64_t now_us);

@@ -3,14 +3,17 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstring>
 #include <ctime>
 #include <memory>
@@ -24,7 +27,7 @@
 namespace sennit {
 namespace {
 
-constexpr uint64_t SEGMENT_MAGIC = 0x32'30'54'49'4E'4E'45'53;  // "SENNIT02": the revision of the layout
+constexpr uint64_t SEGMENT_MAGIC = 0x33'30'54'49'4E'4E'45'53;  // "SENNIT03": the revision of the layout
 constexpr size_t PAGE_BYTES = 4'096;
 constexpr size_t LINE = 64;
 
@@ -43,6 +46,8 @@ std::string path_of(uint64_t nonce) {
   return name;
 }
 
+std::string bell_of(const std::string& path) { return path + ".bell"; }
+
 // A rank that is killed before its peers have opened its segment leaves the name and the memory behind. This runs once
 // for each process, before it has its own segments, because closing a file gives up the process's own lock on it. Young
 // files are left alone, because a segment has its name before its lock.
@@ -58,7 +63,7 @@ void remove_orphans() {
     struct flock lock {};
     lock.l_type = F_WRLCK;
     lock.l_whence = SEEK_SET;
-    if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode) && info.st_uid == geteuid() &&
+    if (fstat(fd, &info) == 0 && (S_ISREG(info.st_mode) || S_ISFIFO(info.st_mode)) && info.st_uid == geteuid() &&
         info.st_mtime + YOUNG_S < time(nullptr) && fcntl(fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK)
       unlinkat(dirfd(folder.get()), entry->d_name, 0);
     close(fd);
@@ -77,6 +82,14 @@ std::string too_small(int fd, uint64_t needed_bytes) {
 }
 
 [[noreturn]] void fail(const char* what, int error) { throw std::system_error(error, std::generic_category(), what); }
+
+// Tells remove_orphans() that the file's owner lives, and peers too (ShmSegment::owner_alive).
+void lock(int fd) {
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  if (fcntl(fd, F_SETLK, &lock) != 0) fail("cannot lock the shared-memory segment", errno);
+}
 
 }  // namespace
 
@@ -121,10 +134,13 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
   void* base = mmap(nullptr, segment.size_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, segment.fd_, 0);
   if (base == MAP_FAILED) fail("cannot map the shared-memory segment", errno);
   segment.base_ = static_cast<std::byte*>(base);
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  if (fcntl(segment.fd_, F_SETLK, &lock) != 0) fail("cannot lock the shared-memory segment", errno);
+  lock(segment.fd_);
+  const std::string bell = bell_of(segment.path_);
+  if (mkfifo(bell.c_str(), 0600) != 0) fail("cannot create a FIFO in /dev/shm", errno);
+  // Open both ways, so that it neither waits for a peer nor sees an end of file when the last peer closes it.
+  segment.bell_fd_ = ::open(bell.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC);
+  if (segment.bell_fd_ < 0) fail("cannot open a FIFO in /dev/shm", errno);
+  lock(segment.bell_fd_);
   auto* header = new (segment.base_) ShmSegmentHeader{};
   header->rank = rank;
   header->world = world;
@@ -158,6 +174,8 @@ ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uin
       needed > segment.size_bytes_) {
     return {};
   }
+  segment.bell_fd_ = ::open(bell_of(path_of(nonce)).c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW);
+  if (segment.bell_fd_ < 0 || fstat(segment.bell_fd_, &info) != 0 || !S_ISFIFO(info.st_mode)) return {};
   return segment;
 }
 
@@ -169,6 +187,7 @@ ShmSegment& ShmSegment::operator=(ShmSegment&& other) noexcept {
     base_ = std::exchange(other.base_, nullptr);
     size_bytes_ = std::exchange(other.size_bytes_, 0);
     fd_ = std::exchange(other.fd_, -1);
+    bell_fd_ = std::exchange(other.bell_fd_, -1);
     path_ = std::exchange(other.path_, {});
     mine_ = std::exchange(other.mine_, false);
   }
@@ -183,8 +202,9 @@ void ShmSegment::reset() noexcept {
     trace::registration(header().rank, trace::Memory::segment, trace::Registration::released, 0, base_, size_bytes_);
   if (base_ != nullptr) munmap(base_, size_bytes_);
   if (fd_ >= 0) close(fd_);
+  if (bell_fd_ >= 0) close(bell_fd_);
   base_ = nullptr;
-  fd_ = -1;
+  fd_ = bell_fd_ = -1;
 }
 
 ShmInbox ShmSegment::inbox(uint32_t from_rank) const {
@@ -205,8 +225,32 @@ std::vector<std::byte> ShmSegment::offer() const {
 }
 
 void ShmSegment::unlink() {
-  if (!path_.empty()) ::unlink(path_.c_str());
+  if (path_.empty()) return;
+  ::unlink(path_.c_str());
+  ::unlink(bell_of(path_).c_str());
   path_.clear();
+}
+
+void ShmSegment::wake_owner() const {
+  ShmSegmentHeader& head = header();
+  if (head.sleeping.load(std::memory_order_relaxed) == 0) return;
+  // Of several that bring news, the first makes the system call.
+  const auto how = static_cast<Sleep>(head.sleeping.exchange(0, std::memory_order_seq_cst));
+  if (how == Sleep::awake) return;
+  head.doorbell.fetch_add(1, std::memory_order_seq_cst);
+  if (how == Sleep::poll) {
+    // A full FIFO is readable, so nothing is lost where this fails.
+    [[maybe_unused]] const ssize_t written = write(bell_fd_, "", 1);
+  } else {
+    // Not FUTEX_PRIVATE: the word is shared between processes.
+    syscall(SYS_futex, &head.doorbell, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
+void ShmSegment::silence_bell() const {
+  char rings[64];
+  while (read(bell_fd_, rings, sizeof rings) == sizeof rings) {
+  }
 }
 
 bool ShmSegment::owner_alive() const {

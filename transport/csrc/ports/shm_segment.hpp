@@ -5,6 +5,9 @@
 // It is unlinked once every peer has opened it, so that a crash leaves none behind. Opening it and finding the nonce
 // proves that two ranks share memory. Containers with the same host name or boot id, but another /dev/shm, fail this
 // test and use a network port.
+//
+// The owner sleeps on a futex word of the segment. A futex cannot be polled. So an owner that also waits for sockets
+// sleeps in poll(2), and the bell is among the descriptors: a FIFO beside the segment, with the same lifetime.
 #pragma once
 
 #include <atomic>
@@ -31,8 +34,8 @@ struct ShmSegmentHeader {
   uint32_t world;
   uint64_t bulk_bytes;
   uint64_t inbox_stride;
-  alignas(64) std::atomic<uint32_t> doorbell;  // futex word: peers add one and wake
-  std::atomic<uint32_t> sleeping;              // the owner is about to wait on `doorbell`
+  alignas(64) std::atomic<uint32_t> doorbell;  // futex word: who wakes the owner adds one
+  std::atomic<uint32_t> sleeping;              // a Sleep: the owner is about to wait. Who clears it wakes the owner
   alignas(64) std::atomic<uint32_t> beats;     // grows as long as any thread of the owner runs
 };
 
@@ -45,6 +48,9 @@ struct ShmInboxHeader {
   alignas(64) std::atomic<uint32_t> last_word_bytes;
   char last_word[LAST_WORD_MAX_BYTES];
 };
+
+// How the owner of a segment waits.
+enum class Sleep : uint32_t { awake = 0, futex = 1, poll = 2 };
 
 struct ShmInbox {
   ShmInboxHeader* header = nullptr;
@@ -70,6 +76,11 @@ class ShmSegment {
   ShmInbox inbox(uint32_t from_rank) const;
   std::vector<std::byte> offer() const;  // what peers need to open it
   void unlink();
+  // Ends the owner's sleep, if it sleeps. The caller publishes its news first.
+  void wake_owner() const;
+  // For the owner. Readable after the bell has rung.
+  int bell_fd() const { return bell_fd_; }
+  void silence_bell() const;
   // Whether the owning process still lives. Works across pid namespaces, because the owner keeps a POSIX record lock on
   // the file (fcntl(2): gone when the process ends, not inherited by fork).
   bool owner_alive() const;
@@ -80,6 +91,7 @@ class ShmSegment {
   std::byte* base_ = nullptr;
   size_t size_bytes_ = 0;
   int fd_ = -1;
+  int bell_fd_ = -1;
   std::string path_;  // not empty while the name exists and is ours
   bool mine_ = false;
 };

@@ -3,6 +3,7 @@
 #define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -176,14 +177,23 @@ TEST_CASE("what a rank sent before it ended the group arrives before its last wo
 
 TEST_CASE("a sleeping rank is woken by a publication, and does not sleep through one") {
   Pair pair;
+  Sleep how = Sleep::awake;
+  SUBCASE("in a futex") { how = Sleep::futex; }
+  SUBCASE("in poll(2), as beside sockets") { how = Sleep::poll; }
   std::thread sleeper([&] {
     const uint64_t deadline_us = clock_us() + 10'000'000;
     while (pair.sink_b.eager.size() < 200 && clock_us() < deadline_us) {
-      const uint32_t ticket = pair.b.prepare_sleep();
+      const uint32_t ticket = pair.b.prepare_sleep(how);
       if (pair.b.progress(1)) {
         pair.b.cancel_sleep();
-      } else {
+      } else if (how == Sleep::futex) {
         pair.b.sleep(ticket, 5'000'000);
+      } else {
+        std::vector<pollfd> bell;
+        pair.b.append_poll_fds(bell);
+        poll(bell.data(), bell.size(), 5'000);
+        pair.b.cancel_sleep();
+        pair.b.silence_bell();
       }
     }
   });
@@ -195,6 +205,42 @@ TEST_CASE("a sleeping rank is woken by a publication, and does not sleep through
   }
   sleeper.join();
   CHECK(pair.sink_b.eager.size() == 200);
+}
+
+TEST_CASE("several peers with news for a sleeping rank wake it once") {
+  ShmPort sleeper(0, 3), first(1, 3), second(2, 3);
+  Sink sink, sink_first, sink_second;
+  for (ShmPort* peer : {&first, &second}) {
+    const uint32_t rank = peer == &first ? 1 : 2;
+    REQUIRE(peer->accept(0, sleeper.offer()));
+    REQUIRE(sleeper.accept(rank, peer->offer()));
+    peer->connect(0, rank == 1 ? sink_first : sink_second);
+    sleeper.connect(rank, sink);
+  }
+  const auto send_from = [](ShmPort& peer) {
+    REQUIRE(peer.lane(0).send_eager({7, 0, 0}, EAGER_DATA, nullptr));
+    peer.progress(1);
+  };
+  std::vector<pollfd> bell;
+  sleeper.append_poll_fds(bell);
+  REQUIRE(bell.size() == 1);
+  const auto rings = [&] {
+    char bytes[64];
+    return std::max<ssize_t>(0, read(bell[0].fd, bytes, sizeof bytes));
+  };
+  send_from(first);
+  CHECK(rings() == 0);  // it was awake
+  sleeper.prepare_sleep(Sleep::poll);
+  send_from(first);
+  send_from(second);
+  CHECK(poll(bell.data(), 1, 0) == 1);
+  CHECK(rings() == 1);
+  sleeper.prepare_sleep(Sleep::poll);
+  sleeper.cancel_sleep();
+  send_from(second);
+  CHECK(rings() == 0);
+  CHECK(sleeper.progress(1));
+  CHECK(sink.eager.size() == 4);
 }
 
 TEST_CASE("garbage in the ring loses the peer, not the process") {
@@ -326,6 +372,7 @@ TEST_CASE("a process that dies is noticed, a process that lives is not") {
   char path[64];
   std::snprintf(path, sizeof path, "/dev/shm/sennit-%016llx", static_cast<unsigned long long>(nonce));
   unlink(path);
+  unlink((std::string(path) + ".bell").c_str());
 }
 
 TEST_CASE("a process that lives but does not run is given up, one that beats is not") {
