@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from sennit.testbed.bench import machine
 from sennit.testbed.bench.cases import Case, Collective
@@ -96,15 +97,32 @@ def _measure_case(case: Case, peers: list[str], workers: dict[str, Workers], rou
     iterations = {}
     for peer in peers:
         workers[peer].ask(Verify(peer, case))
-        # The second estimate is warm: the first one has filled caches of plans and buffers.
-        workers[peer].ask(Measure(peer, case, 1))
-        once_s = max(workers[peer].ask(Measure(peer, case, 3)))
-        iterations[peer] = max(1, min(MAX_ITERATIONS, round(SAMPLE_S / once_s)))
+        iterations[peer] = choose_iterations(partial(_slowest_rank_s, workers[peer], peer, case))
     samples: dict[str, list[float]] = {peer: [] for peer in peers}
     for order in _orders(peers, rounds):
         for peer in order:
-            samples[peer].append(max(workers[peer].ask(Measure(peer, case, iterations[peer]))))
+            samples[peer].append(_slowest_rank_s(workers[peer], peer, case, iterations[peer]))
     return Row(case, samples)
+
+
+def _slowest_rank_s(workers: Workers, peer: str, case: Case, iterations: int) -> float:
+    return max(workers.ask(Measure(peer, case, iterations)))
+
+
+def choose_iterations(seconds_per_run: Callable[[int], float]) -> int:
+    """How often a sample runs the case, so that it takes about `SAMPLE_S`.
+
+    `seconds_per_run(count)` runs the case that often. A few runs may take far longer than most: the first one fills
+    caches, and a rank may lose its core for a time slice. So only a trial of half a sample is believed.
+    """
+    seconds_per_run(1)
+    count = 3
+    while True:
+        once_s = seconds_per_run(count)
+        wanted = max(1, min(MAX_ITERATIONS, round(SAMPLE_S / once_s)))
+        if wanted <= count or once_s * count >= SAMPLE_S / 2:
+            return wanted
+        count = wanted
 
 
 def _orders(peers: list[str], rounds: int) -> Iterator[list[str]]:

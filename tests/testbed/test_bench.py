@@ -32,6 +32,19 @@ def test_sizes_are_written(size_bytes: int, text: str) -> None:
     assert format_size(size_bytes) == text
 
 
+@pytest.mark.parametrize(("run_s", "iterations"), [(20e-6, 2_000), (1e-3, 50), (0.2, 1)])
+def test_lost_time_slices_do_not_make_the_samples_short(run_s: float, iterations: int) -> None:
+    trials: list[int] = []
+
+    def seconds_per_run(count: int) -> float:
+        trials.append(count)
+        stall_s = 0.004 if len(trials) <= 2 else 0.0
+        return run_s + stall_s / count
+
+    assert collectives.choose_iterations(seconds_per_run) == iterations
+    assert len(trials) < 6
+
+
 @pytest.mark.parametrize(
     ("collective", "elements"),
     [
