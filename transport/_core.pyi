@@ -33,7 +33,7 @@ class Plan:
     def name(self) -> str: ...
     @property
     def buffer_bytes(self) -> list[int]:
-        """Bytes of each of the caller's buffers that the plan touches."""
+        """Bytes of each of the caller's buffers that the plan touches; empty if it takes counts."""
 
     @property
     def step_count(self) -> int: ...
@@ -156,8 +156,9 @@ class Communicator:
         background: bool = False,
         tag: int | None = None,
         scalar: float = 1.0,
+        counts: Sequence[int] = (),
     ) -> Op: ...
-    def time_plan(self, plan: Plan, buffers: Sequence[Any], iterations: int) -> list[float]:
+    def time_plan(self, plan: Plan, buffers: Sequence[Any], iterations: int, counts: Sequence[int] = ()) -> list[float]:
         """Runs a plan many times without Python in between. Returns the seconds of each run."""
 
     @property

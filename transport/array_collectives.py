@@ -68,6 +68,7 @@ class ArrayCollectives(ABC):
         tag: int | None = None,
         scalar: float = 1.0,
         background: bool = False,
+        counts: Sequence[int] = (),
     ) -> Operation: ...
 
     def allreduce(
@@ -137,16 +138,19 @@ class ArrayCollectives(ABC):
             raise ArgumentError(f"counts {list(rows)} do not give rank {self.rank} its {given.shape[0]} rows")
         output = np.empty((sum(rows), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
-        elements = tuple(count * row_elements for count in rows)
-        self._run(_Call(algorithms.allgather, self, counts=elements, **_movement(given)), [given, output])
+        self._run(
+            _Call(algorithms.allgather, self, **_movement(given)),
+            [given, output],
+            counts=[count * row_elements for count in rows],
+        )
         return output
 
     def gather(self, array: Array, root: int) -> Array | None:
         """Returns, at `root`, all ranks' equally shaped arrays stacked along a new first axis; None elsewhere."""
         given = _contiguous(array)
         output = np.empty((self.world, *given.shape), given.dtype) if self.rank == root else None
-        plan = _Call(algorithms.gather, self, counts=(given.size,) * self.world, root=root, **_movement(given))
-        self._run(plan, [given] if output is None else [given, output])
+        plan = _Call(algorithms.gather, self, root=root, **_movement(given))
+        self._run(plan, [given] if output is None else [given, output], counts=[given.size] * self.world)
         return output
 
     def scatter(self, array: Array, root: int) -> Array:
@@ -155,8 +159,8 @@ class ArrayCollectives(ABC):
         if self.rank == root and given.shape[:1] != (self.world,):
             raise ArgumentError(f"the root's array has shape {given.shape}; allowed: {self.world} rows")
         output = np.empty(given.shape[1:] if self.rank == root else given.shape, given.dtype)
-        plan = _Call(algorithms.scatter, self, counts=(output.size,) * self.world, root=root, **_movement(output))
-        self._run(plan, [given, output] if self.rank == root else [output])
+        plan = _Call(algorithms.scatter, self, root=root, **_movement(output))
+        self._run(plan, [given, output] if self.rank == root else [output], counts=[output.size] * self.world)
         return output
 
     def alltoall(
@@ -169,16 +173,20 @@ class ArrayCollectives(ABC):
         given = _contiguous(array)
         sent = _splits("send_counts", send_counts, given, self.world)
         received = tuple(recv_counts) if recv_counts is not None else sent
+        if len(received) != self.world or min(received) < 0:
+            raise ArgumentError(f"recv_counts {list(received)}; allowed: {self.world} numbers, not negative")
+        if sent[self.rank] != received[self.rank]:
+            raise ArgumentError(
+                f"rank {self.rank} sends itself {sent[self.rank]} rows but receives {received[self.rank]}; "
+                "allowed: the same"
+            )
         output = np.empty((sum(received), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
-        plan = _Call(
-            algorithms.alltoall,
-            self,
-            send_counts=tuple(count * row_elements for count in sent),
-            recv_counts=tuple(count * row_elements for count in received),
-            **_movement(given),
+        self._run(
+            _Call(algorithms.alltoall, self, **_movement(given)),
+            [given, output],
+            counts=[count * row_elements for count in (*sent, *received)],
         )
-        self._run(plan, [given, output])
         return output
 
     def barrier(self, *, timeout_s: float = 0.0) -> None:
@@ -188,15 +196,15 @@ class ArrayCollectives(ABC):
     def send(self, array: Array, peer: int, *, tag: int = 0) -> None:
         """Sends `array` to `peer`. Returns when the caller may change the array."""
         given = _contiguous(array)
-        self._run(_Call(algorithms.send, self, peer=peer, elements=given.size, **_movement(given)), [given], tag=tag)
+        self._run(_Call(algorithms.send, self, peer=peer, **_movement(given)), [given], tag=tag, counts=[given.size])
 
     def recv(self, output: Array, peer: int | None = None, *, tag: int = 0) -> int:
         """Fills `output` from `peer` (None: whichever rank sends first). Returns the sender's rank."""
         if not output.flags.c_contiguous:
             raise ArgumentError("the array to receive into is not contiguous")
         sender = ANY_PEER if peer is None else peer
-        plan = _Call(algorithms.recv, self, peer=sender, elements=output.size, **_movement(output))
-        operation = self._run(plan, [output], tag=tag)
+        plan = _Call(algorithms.recv, self, peer=sender, **_movement(output))
+        operation = self._run(plan, [output], tag=tag, counts=[output.size])
         return operation.source if peer is None else peer
 
     def _run(
@@ -207,10 +215,11 @@ class ArrayCollectives(ABC):
         tag: int | None = None,
         scalar: float = 1.0,
         timeout_s: float = 0.0,
+        counts: Sequence[int] = (),
     ) -> Operation:
         # The data is passed as bytes, because not every NumPy type has the buffer protocol.
         flat = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
-        operation = self.post(call.key, call.compile, flat, tag=tag, scalar=scalar, timeout_s=timeout_s)
+        operation = self.post(call.key, call.compile, flat, tag=tag, scalar=scalar, timeout_s=timeout_s, counts=counts)
         operation.wait()
         return operation
 

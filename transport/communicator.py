@@ -219,13 +219,17 @@ class Communicator(ArrayCollectives):
         tag: int | None = None,
         scalar: float = 1.0,
         background: bool = False,
+        counts: Sequence[int] = (),
     ) -> _core.Op:
         """Starts the plan of `key` over `buffers` and compiles it on first use.
 
-        The operation keeps the buffers alive.
+        The operation keeps the buffers alive. `counts` are for a plan that takes them. Raises ArgumentError and sends
+        nothing if they do not fit the plan or the buffers.
         """
         plan = self._plans.get(key, compile_plan)
-        return self._core.post(plan, list(buffers), timeout_s=timeout_s, background=background, tag=tag, scalar=scalar)
+        return self._core.post(
+            plan, list(buffers), timeout_s=timeout_s, background=background, tag=tag, scalar=scalar, counts=counts
+        )
 
     def register(self, buffer: Any) -> contextlib.closing[_core.Registration]:
         """Declares that several operations will use `buffer`, whole or in parts, until the result is closed (`with`).
@@ -236,10 +240,15 @@ class Communicator(ArrayCollectives):
         return contextlib.closing(self._core.register_memory(buffer))
 
     def time_plan(
-        self, key: Hashable, compile_plan: Callable[[], Plan], buffers: Sequence[Any], iterations: int
+        self,
+        key: Hashable,
+        compile_plan: Callable[[], Plan],
+        buffers: Sequence[Any],
+        iterations: int,
+        counts: Sequence[int] = (),
     ) -> list[float]:
         """Runs a plan `iterations` times without Python in between. Returns the seconds of each run. For benchmarks."""
-        return self._core.time_plan(self._plans.get(key, compile_plan), list(buffers), iterations)
+        return self._core.time_plan(self._plans.get(key, compile_plan), list(buffers), iterations, counts)
 
     def abort(self, reason: str) -> None:
         """Fails every operation in flight, on this rank and on the peers."""

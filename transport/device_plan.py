@@ -22,7 +22,7 @@ from sennit.transport.signature import on_device
 
 # One ring each for loaded, folded and received bytes. Large enough that the network hides the copies.
 RING_BYTES: Final = 4_194_304
-# How algorithms cut messages of device memory. A few messages are in progress at a time.
+# How messages of device memory are cut. A few messages are in progress at a time.
 SEGMENT_BYTES: Final = 524_288
 # Neighbouring ranges are copied together up to this size, because each copy has a fixed cost of several microseconds.
 BLOCK_BYTES: Final = 1_048_576
@@ -340,14 +340,43 @@ def _has_partials(step: Reduce) -> bool:
     return step.gives_partial or any(operand.is_partial for operand in step.operands)
 
 
+def cut_messages(plan: Plan, segment_bytes: int = SEGMENT_BYTES) -> Plan:
+    """Returns `plan` with its messages cut in segments. Each pair of ranks has one message in a direction.
+
+    Segment `i` is message `i`. The last one is shorter than the others, and may be empty. So ranks that expect
+    different sizes find out, even if one of them cuts more often.
+    """
+    if segment_bytes < 1:
+        raise ArgumentError(f"segment_bytes {segment_bytes}; allowed: 1 or more")
+    steps: list[Step] = []
+    for number, step in enumerate(plan.steps):
+        if step.after or (isinstance(step, Send | Recv) and step.slot):
+            raise ArgumentError(f"plan {plan.name}: step {number} waits for others, or is a second message")
+        if isinstance(step, Copy | Reduce):
+            steps.append(step)
+            continue
+        for slot in range(step.size_bytes // segment_bytes + 1):
+            begin = slot * segment_bytes
+            size_bytes = min(segment_bytes, step.size_bytes - begin)
+            if isinstance(step, Send):
+                source = replace(step.source, offset=step.source.offset + begin)
+                steps.append(replace(step, slot=slot, source=source, size_bytes=size_bytes))
+            else:
+                steps.append(replace(step, slot=slot, offset=step.offset + begin, size_bytes=size_bytes))
+    return replace(plan, steps=tuple(steps))
+
+
 def for_device(plan: Plan, *, ring_bytes: int = RING_BYTES) -> Plan:
     """Returns `plan`, checked, for buffers on a device. Raises ArgumentError if the plan would write a byte twice."""
     if (
         plan.on_device
         or plan.scratch_bytes
+        or plan.count_count
         or any(isinstance(step, Reduce) and _has_partials(step) for step in plan.steps)
     ):
-        raise ArgumentError(f"plan {plan.name} is for device memory already, or has scratch or partial sums of its own")
+        raise ArgumentError(
+            f"plan {plan.name} is for device memory already, takes counts, or has scratch or partial sums of its own"
+        )
     rewritten = _Rewriter(plan, ring_bytes).run()
     check(rewritten)
     return rewritten

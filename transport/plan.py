@@ -113,6 +113,10 @@ class Plan:
     """Of the tree of a reduction (tree.py). AVG divides by it."""
     on_device: bool = False
     """Whether the caller's buffers are device memory: then only COPY steps touch them (device_plan.py)."""
+    count_count: int = 0
+    """How many counts a post gives. Sizes, offsets and `buffer_bytes` may be ranges of them (counts.py)."""
+    unit_bytes: int = 0
+    """The bytes of one counted element; 0 if the plan takes no counts."""
 
     @property
     def scratch(self) -> int:
@@ -124,6 +128,12 @@ class Plan:
         from sennit.transport.plan_codec import encode
 
         return encode(self)
+
+    def with_counts(self, counts: Sequence[int]) -> Plan:
+        """The plan of these counts: with sizes that are fixed. Raises ArgumentError where they do not fit."""
+        from sennit.transport.counts import with_counts
+
+        return with_counts(self, counts)
 
 
 def ordered_steps(plan: Plan) -> list[list[int]]:
@@ -167,6 +177,8 @@ class PlanBuilder:
         buffer_bytes: Sequence[int],
         scratch_bytes: int = 0,
         leaves: int | None = None,
+        count_count: int = 0,
+        unit_bytes: int = 0,
     ) -> None:
         """`leaves`: one a rank by default."""
         self._name = name
@@ -176,6 +188,8 @@ class PlanBuilder:
         self._buffer_bytes = tuple(buffer_bytes)
         self._scratch_bytes = scratch_bytes
         self._leaves = world if leaves is None else leaves
+        self._count_count = count_count
+        self._unit_bytes = unit_bytes
         self._steps: list[Step] = []
 
     def send(self, peer: int, slot: int, source: Operand, size_bytes: int, *, after: Iterable[int] = ()) -> int:
@@ -220,6 +234,8 @@ class PlanBuilder:
             signature=self._signature,
             buffer_bytes=self._buffer_bytes,
             scratch_bytes=self._scratch_bytes,
+            count_count=self._count_count,
+            unit_bytes=self._unit_bytes,
             steps=tuple(self._steps),
             leaves=self._leaves,
         )

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from sennit.transport.counts import CountRange, end_of
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import Copy, Operand, Plan, Recv, Reduce, Send, Step
@@ -29,7 +30,7 @@ PARTIAL: Final = 1 << 8
 PROGRAM_SHIFT: Final = 16
 PROGRAM_MAX: Final = 0xFF
 
-HEADER: Final = struct.Struct("<IHHIIQIIIIQQII")
+HEADER: Final = struct.Struct("<IHHIIQIIIIQIIII")
 STEP: Final = np.dtype(
     [
         ("kind", "u1"), ("dtype", "u1"), ("op", "u1"), ("flags", "u1"),
@@ -127,7 +128,7 @@ def encode(plan: Plan) -> bytes:
     header = HEADER.pack(
         MAGIC, VERSION, len(plan.buffer_bytes), plan.world, plan.rank, plan.signature,
         count, len(operands), len(edges), len(encoded_name), plan.scratch_bytes, flags,
-        plan.leaves, 0,
+        plan.count_count, plan.leaves, plan.unit_bytes,
     )  # fmt: skip
     return b"".join((header, table.tobytes(), operands.tobytes(), edges.tobytes(), encoded_name))
 
@@ -138,7 +139,7 @@ def decode(data: bytes) -> Plan:
         raise ArgumentError(f"a plan has at least {HEADER.size} bytes, not {len(data)}")
     (
         magic, version, buffer_count, world, rank, signature,
-        steps, operands, edges, name_bytes, scratch, flags, leaves, _,
+        steps, operands, edges, name_bytes, scratch, flags, count_count, leaves, unit_bytes,
     ) = HEADER.unpack_from(data)  # fmt: skip
     if magic != MAGIC or version != VERSION:
         raise ArgumentError(f"magic {magic:#x} version {version}; expected {MAGIC:#x} version {VERSION}")
@@ -156,7 +157,13 @@ def decode(data: bytes) -> Plan:
         for step in waiting[first : first + count]:
             after[step].append(number)
     sources = [
-        Operand(int(r["index"]), int(r["offset"]), bool(r["kind"] & VIEW), bool(r["kind"] & PARTIAL)) for r in reads
+        Operand(
+            int(r["index"]),
+            CountRange.decode(int(r["offset"])),
+            bool(r["kind"] & VIEW),
+            bool(r["kind"] & PARTIAL),
+        )
+        for r in reads
     ]
     programs = (reads["kind"] >> PROGRAM_SHIFT).tolist()
     decoded = []
@@ -168,9 +175,10 @@ def decode(data: bytes) -> Plan:
         for operand in _operands(plan_step):
             size_bytes = plan_step.bytes_of(operand) if isinstance(plan_step, Reduce) else plan_step.size_bytes
             if not operand.is_view:
-                ends[operand.index] = max(ends[operand.index], operand.offset + size_bytes)
+                ends[operand.index] = max(ends[operand.index], end_of(operand.offset, size_bytes))
         if not isinstance(plan_step, Send) and plan_step.buffer is not None:
-            ends[plan_step.buffer] = max(ends[plan_step.buffer], plan_step.offset + plan_step.size_bytes)
+            end = end_of(plan_step.offset, plan_step.size_bytes)
+            ends[plan_step.buffer] = max(ends[plan_step.buffer], end)
     return Plan(
         name=data[int(starts[3]) :].decode(),
         world=world,
@@ -181,13 +189,15 @@ def decode(data: bytes) -> Plan:
         steps=tuple(decoded),
         leaves=leaves,
         on_device=bool(flags & FLAG_ON_DEVICE),
+        count_count=count_count,
+        unit_bytes=unit_bytes,
     )
 
 
 def _step(row: np.void, sources: list[Operand], program: tuple[int, ...], after: tuple[int, ...]) -> Step:
-    kind, size_bytes = int(row["kind"]), int(row["size_bytes"])
+    kind, size_bytes = int(row["kind"]), CountRange.decode(int(row["size_bytes"]))
     peer, slot = int(row["peer"]), int(row["slot"])
-    buffer, offset = int(row["buffer"]), int(row["offset"])
+    buffer, offset = int(row["buffer"]), CountRange.decode(int(row["offset"]))
     if kind == SEND:
         return Send(peer, slot, sources[0], size_bytes, after)
     if kind == RECV:

@@ -117,11 +117,14 @@ class Interpreter:
         plans: Sequence[Plan],
         buffers: Sequence[Sequence[npt.NDArray[Any]]],
         *,
+        counts: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         scalar: float = 1.0,
         loans_per_peer: int = 4,
         in_order: bool = False,
     ) -> None:
+        if counts is not None:
+            plans = [plan.with_counts(given) for plan, given in zip(plans, counts, strict=True)]
         self._random = random.Random(seed)
         self._noise = np.random.default_rng(seed)
         self._scalar = scalar
@@ -299,10 +302,19 @@ def run(
     plans: Sequence[Plan],
     buffers: Sequence[Sequence[npt.NDArray[Any]]],
     *,
+    counts: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
     scalar: float = 1.0,
     loans_per_peer: int = 4,
     in_order: bool = False,
 ) -> None:
-    """Runs `plans[r]` over `buffers[r]` for all ranks r. The results are in the buffers."""
-    Interpreter(plans, buffers, seed=seed, scalar=scalar, loans_per_peer=loans_per_peer, in_order=in_order).run()
+    """Runs `plans[r]` with `counts[r]` over `buffers[r]` for all ranks r. The results are in the buffers."""
+    Interpreter(
+        plans,
+        buffers,
+        counts=counts,
+        seed=seed,
+        scalar=scalar,
+        loans_per_peer=loans_per_peer,
+        in_order=in_order,
+    ).run()

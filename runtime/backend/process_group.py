@@ -239,14 +239,17 @@ class PlanCompiler:
         on_device: bool,
         counts: tuple[int, ...],
     ) -> bytes:
-        """The encoded plan. The arguments are the fields of `PlanShape` (runtime/backend/csrc/plan_cache.hpp)."""
-        from sennit.transport import algorithms, device_plan
+        """The encoded plan; the arguments are the fields of `PlanShape` (runtime/backend/csrc/plan_cache.hpp).
+
+        Without `counts` where the plan takes them when it is posted.
+        """
+        from sennit.transport import algorithms
+        from sennit.transport.device_plan import SEGMENT_BYTES, cut_messages, for_device
         from sennit.transport.elements import Dtype, ReduceOp
         from sennit.transport.signature import Kind
 
         world, rank = self._world, self._rank
-        alone: dict[str, Any] = {"world": world, "rank": rank, "item_bytes": item_bytes, "type_code": type_code}
-        moved: dict[str, Any] = {**alone, "segment_bytes": device_plan.SEGMENT_BYTES if on_device else None}
+        moved: dict[str, Any] = {"world": world, "rank": rank, "item_bytes": item_bytes, "type_code": type_code}
 
         def reduced() -> dict[str, Any]:
             return {"world": world, "rank": rank, "dtype": Dtype(type_code), "op": ReduceOp(reduce_op)}
@@ -258,23 +261,26 @@ class PlanCompiler:
             case Kind.REDUCE:
                 plan = algorithms.reduce(**reduced(), elements=counts[0], root=root)
             case Kind.BROADCAST:
-                plan = algorithms.broadcast(**moved, elements=counts[0], root=root)
+                segment_bytes = SEGMENT_BYTES if on_device else None
+                plan = algorithms.broadcast(**moved, elements=counts[0], root=root, segment_bytes=segment_bytes)
             case Kind.ALLGATHER:
-                plan = algorithms.allgather(**moved, counts=counts, in_place=in_place, list_output=separate)
+                plan = algorithms.allgather(**moved, in_place=in_place, list_output=separate)
             case Kind.GATHER:
-                plan = algorithms.gather(**moved, counts=counts, root=root, list_output=separate)
+                plan = algorithms.gather(**moved, root=root, list_output=separate)
             case Kind.SCATTER:
-                plan = algorithms.scatter(**moved, counts=counts, root=root, list_input=separate)
+                plan = algorithms.scatter(**moved, root=root, list_input=separate)
             case Kind.REDUCE_SCATTER:
                 plan = algorithms.reduce_scatter(**reduced(), counts=counts, list_input=separate)
             case Kind.ALLTOALL:
-                sent, received = counts[:world], counts[world:]
-                plan = algorithms.alltoall(
-                    **moved, send_counts=sent, recv_counts=received, list_input=separate, list_output=separate
-                )
+                plan = algorithms.alltoall(**moved, list_input=separate, list_output=separate)
             case Kind.P2P:
-                one_way = algorithms.send if is_send else algorithms.recv
-                plan = one_way(**alone, peer=root, elements=counts[0])
+                plan = (algorithms.send if is_send else algorithms.recv)(**moved, peer=root)
             case Kind.BARRIER:
                 plan = algorithms.barrier(world=world, rank=rank)
-        return (device_plan.for_device(plan) if on_device else plan).encode()
+        if on_device:
+            if plan.count_count:
+                plan = plan.with_counts(counts)
+                # A message between two ranks has one slot.
+                plan = plan if kind == Kind.P2P else cut_messages(plan)
+            plan = for_device(plan)
+        return plan.encode()

@@ -52,15 +52,32 @@ class CoreLibrary:
     def _time(self, case: Case, given: Array, got: Array, iterations: int) -> list[float]:
         in_place = case.collective is Collective.ALLREDUCE
         buffers = [given] if in_place else [given, got]
-        return self._joined.time_plan(case, self._compile(case), [b.view(np.uint8) for b in buffers], iterations)
+        flat = [buffer.view(np.uint8) for buffer in buffers]
+        return self._joined.time_plan(case, self._compile(case), flat, iterations, self._counts(case))
 
     def _start(self, case: Case) -> Callable[[], Callable[[], object]]:
         """Posts an operation. Returns a function that waits for it."""
         given, got = self._buffers[case]
         # Each operation in flight has its own output buffer.
         places = itertools.cycle([got, *(np.zeros_like(got) for _ in range(case.in_flight - 1))])
-        compile_plan = self._compile(case)
-        return lambda: self._joined.post(case, compile_plan, [given.view(np.uint8), next(places).view(np.uint8)]).wait
+        compile_plan, counts = self._compile(case), self._counts(case)
+
+        def start() -> Callable[[], object]:
+            buffers = [given.view(np.uint8), next(places).view(np.uint8)]
+            return self._joined.post(case, compile_plan, buffers, counts=counts).wait
+
+        return start
+
+    def _counts(self, case: Case) -> list[int]:
+        """What the plan takes when it is posted: elements for each rank, or of it."""
+        parts = [max(case.elements(self.world)) // self.world] * self.world
+        match case.collective:
+            case Collective.ALLTOALL:
+                return parts * 2
+            case Collective.ALL_GATHER:
+                return parts
+            case _:
+                return []
 
     def _compile(self, case: Case) -> Callable[[], Plan]:
         given, got = case.elements(self.world)
@@ -71,15 +88,13 @@ class CoreLibrary:
                     world=world, rank=rank, elements=given, dtype=Dtype.F32, op=ReduceOp.SUM
                 )
             case Collective.ALLTOALL:
-                return lambda: algorithms.alltoall(
-                    world=world, rank=rank, send_counts=parts, recv_counts=parts, item_bytes=ELEMENT_BYTES
-                )
+                return lambda: algorithms.alltoall(world=world, rank=rank, item_bytes=ELEMENT_BYTES)
             case Collective.REDUCE_SCATTER:
                 return lambda: algorithms.reduce_scatter(
                     world=world, rank=rank, counts=parts, dtype=Dtype.F32, op=ReduceOp.SUM
                 )
             case Collective.ALL_GATHER:
-                return lambda: algorithms.allgather(world=world, rank=rank, counts=parts, item_bytes=ELEMENT_BYTES)
+                return lambda: algorithms.allgather(world=world, rank=rank, item_bytes=ELEMENT_BYTES)
 
     def verify(self, peer: str, case: Case) -> None:
         """Checks the last element only: the core has its own tests."""

@@ -70,20 +70,22 @@ class SennitGroup:
                         world=world, rank=rank, elements=elements + 1, dtype=Dtype.F32, op=ReduceOp.SUM, in_place=True
                     )
                 case Operation.ALLTOALL:
-                    shares = (elements // world,) * world
-                    return algorithms.alltoall(
-                        world=world, rank=rank, send_counts=shares, recv_counts=shares, item_bytes=ELEMENT_BYTES
-                    )
+                    return algorithms.alltoall(world=world, rank=rank, item_bytes=ELEMENT_BYTES)
                 case Operation.INCAST:
-                    return algorithms.gather(
-                        world=world, rank=rank, counts=(elements,) * world, root=0, item_bytes=ELEMENT_BYTES
-                    )
+                    return algorithms.gather(world=world, rank=rank, root=0, item_bytes=ELEMENT_BYTES)
+
+        counts: list[int] = []
+        match payload.operation:
+            case Operation.ALLTOALL:
+                counts = [elements // world] * 2 * world
+            case Operation.INCAST:
+                counts = [elements] * world
 
         buffers = [payload.given]
         if payload.got is not payload.given and payload.got.size:
             buffers.append(payload.got)
         flat = [buffer.view(np.uint8) for buffer in buffers]
-        self._group.post((payload.operation, elements), compile_plan, flat).wait()
+        self._group.post((payload.operation, elements), compile_plan, flat, counts=counts).wait()
 
     def counters(self) -> dict[str, int]:
         return self._group.counters()

@@ -82,13 +82,12 @@ class Pair:
 
     def _post(self, algorithm: Any, data: Bytes, tag: int) -> Any:
         def compile_plan() -> Any:
-            return algorithm(world=2, rank=NATIVE, peer=PEER, elements=data.size, item_bytes=1)
+            return algorithm(world=2, rank=NATIVE, peer=PEER, item_bytes=1)
 
-        key = (algorithm.__name__, data.size)
-        return self.native.post(key, compile_plan, [data], tag=tag, background=True)
+        return self.native.post(algorithm.__name__, compile_plan, [data], tag=tag, background=True, counts=[data.size])
 
     def header(self, size_bytes: int, tag: int) -> Any:
-        return self.make_header(P2P_KEY | tag, signature(Kind.P2P, elements=size_bytes), size_bytes)
+        return self.make_header(P2P_KEY | tag, signature(Kind.P2P), size_bytes)
 
     def counted(self, name: str) -> int:
         return self.native.counters()[name]
@@ -154,10 +153,9 @@ def test_memory_is_advertised_for_a_collective_without_being_asked_for(
     header = pair.make_header(key, signature(Kind.ALLTOALL, type_code=Dtype.U8), rows)
 
     def compile_plan() -> Any:
-        counts = (rows, rows)
-        return alltoall(world=2, rank=NATIVE, send_counts=counts, recv_counts=counts, item_bytes=1)
+        return alltoall(world=2, rank=NATIVE, item_bytes=1)
 
-    operation = pair.native.post(("alltoall", rows), compile_plan, [sent, landed], background=True)
+    operation = pair.native.post("alltoall", compile_plan, [sent, landed], background=True, counts=[rows] * 4)
     incoming = pair.peer.receive(header, is_requested=False)
     pair.peer.send(header, answer[NATIVE].tobytes(), is_requested=False)
     pair.peer.until(lambda: incoming.is_done and operation.done(), "the AlltoAll")

@@ -41,6 +41,7 @@ class Case:
     name: str
     plan: Callable[[int], Plan]
     buffers: Sequence[Sequence[Bytes]]
+    counts: Sequence[Sequence[int]]
 
 
 def terms(rng: np.random.Generator, world: int, dtype: Dtype, elements: int) -> list[Bytes]:
@@ -59,7 +60,7 @@ def sum_of(rng: np.random.Generator, world: int, dtype: Dtype, elements: int) ->
         return allreduce(world=world, rank=rank, elements=elements, dtype=dtype, op=ReduceOp.SUM)
 
     buffers = [[vector] for vector in terms(rng, world, dtype, elements)]
-    return Case(name=f"sum of {elements} {dtype.name}", plan=plan, buffers=buffers)
+    return Case(name=f"sum of {elements} {dtype.name}", plan=plan, buffers=buffers, counts=[()] * world)
 
 
 def shuffle(rng: np.random.Generator, world: int) -> Case:
@@ -67,14 +68,14 @@ def shuffle(rng: np.random.Generator, world: int) -> Case:
     counts[0, world - 1], counts[world - 1, 0] = ROWS_MAX, 1
 
     def plan(rank: int) -> Plan:
-        ends = {"send_counts": counts[rank].tolist(), "recv_counts": counts[:, rank].tolist()}
-        return alltoall(world=world, rank=rank, item_bytes=4, type_code=Dtype.F32, **ends)
+        return alltoall(world=world, rank=rank, item_bytes=4, type_code=Dtype.F32)
 
     buffers = [
         [rng.integers(0, 256, int(row.sum()) * 4, np.uint8), np.zeros(int(column.sum()) * 4, np.uint8)]
         for row, column in zip(counts, counts.T, strict=True)
     ]
-    return Case(name="alltoall", plan=plan, buffers=buffers)
+    by_rank = [[*counts[rank].tolist(), *counts[:, rank].tolist()] for rank in range(world)]
+    return Case(name="alltoall", plan=plan, buffers=buffers, counts=by_rank)
 
 
 def copies(case: Case, rank: int) -> list[Bytes]:
@@ -105,7 +106,7 @@ def agreed(request: pytest.FixtureRequest) -> tuple[list[Case], list[list[list[B
     results = []
     for case in cases:
         buffers = [copies(case, rank) for rank in range(world)]
-        reference.run([case.plan(rank) for rank in range(world)], buffers)
+        reference.run([case.plan(rank) for rank in range(world)], buffers, counts=case.counts)
         results.append(buffers)
     return cases, results
 
@@ -115,7 +116,7 @@ def test_the_order_of_a_sum_matters_here() -> None:
     rng = np.random.default_rng(0)
     for dtype, elements in SUMS:
         case = sum_of(rng, 3, dtype, elements)
-        backwards = Case(name="", plan=case.plan, buffers=case.buffers[::-1])
+        backwards = Case(name="", plan=case.plan, buffers=case.buffers[::-1], counts=case.counts)
         results = []
         for one in (case, backwards):
             buffers = [copies(one, rank) for rank in range(3)]
@@ -136,7 +137,8 @@ def test_bits_are_those_of_the_reference(
         results = []
         for case in cases:
             buffers = copies(case, group.rank)
-            group.post(case.name, partial(case.plan, group.rank), buffers).wait()
+            counts = case.counts[group.rank]
+            group.post(case.name, partial(case.plan, group.rank), buffers, counts=counts).wait()
             results.append(buffers)
         return group.routes, results
 

@@ -9,10 +9,13 @@ All ranks make all ranks' inputs from one seed, so each checks its own result al
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.backend.process_group import PlanCompiler
 from sennit.transport.arithmetic import fold
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 
@@ -253,6 +256,45 @@ def uneven_allgather(rank: int, world: int, seed: int) -> None:
     dist.all_gather(outputs, parts[rank][: counts[rank]].clone())
     for output, part, count in zip(outputs, parts, counts, strict=True):
         assert torch.equal(output, part[:count])
+
+
+def new_counts(rank: int, world: int, seed: int) -> None:
+    """Calls with counts never seen before do not enter Python: the plan of the first call serves all."""
+    compiled = []
+    compile_plan = PlanCompiler.__call__
+
+    def counting(self: PlanCompiler, *shape: Any) -> bytes:
+        compiled.append(shape)
+        return compile_plan(self, *shape)
+
+    def call_all(rows: int) -> None:
+        table = [[rows + 3 * source + target for target in range(world)] for source in range(world)]
+        given = torch.cat([torch.full((table[rank][other],), 10.0 * rank + other) for other in range(world)])
+        received = [torch.full((table[other][rank],), 10.0 * other + rank) for other in range(world)]
+        output = torch.empty(sum(part.numel() for part in received))
+        dist.all_to_all_single(output, given, [part.numel() for part in received], table[rank])
+        assert torch.equal(output, torch.cat(received))
+        parts = [torch.empty(table[other][0]) for other in range(world)]
+        dist.all_gather(parts, torch.full((table[rank][0],), float(rank)))
+        assert all(torch.equal(part, torch.full_like(part, other)) for other, part in enumerate(parts))
+        if rank == 0:
+            dist.send(torch.full((rows,), 5.0), 1)
+        elif rank == 1:
+            landed = torch.empty(rows)
+            dist.recv(landed, 0)
+            assert torch.equal(landed, torch.full((rows,), 5.0))
+
+    PlanCompiler.__call__ = counting
+    try:
+        call_all(4_321)
+        first = len(compiled)
+        # A world that is kept may know the plans already.
+        assert first <= 3
+        for rows in (1, 977, 40_013, 0):
+            call_all(rows)
+        assert len(compiled) == first, compiled[first:]
+    finally:
+        PlanCompiler.__call__ = compile_plan
 
 
 def in_place(rank: int, world: int, seed: int) -> None:

@@ -24,6 +24,7 @@ WORLDS = (2, 3, 4)
         "movements",
         "uneven_alltoall",
         "uneven_allgather",
+        "new_counts",
         "in_place",
         "coalesced",
         "point_to_point",

@@ -327,8 +327,9 @@ def abandoned(group: Communicator, seed: int) -> None:
             buffer = np.zeros(40_000, np.float32)
             operation = group.post(
                 "abandoned",
-                lambda: recv(world=group.world, rank=0, peer=1, elements=40_000, item_bytes=4),
+                lambda: recv(world=group.world, rank=0, peer=1, item_bytes=4),
                 [buffer],
+                counts=[40_000],
                 timeout_s=3_600.0,
                 background=background,
                 tag=9,

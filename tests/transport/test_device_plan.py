@@ -14,7 +14,7 @@ import pytest
 
 from sennit.transport import algorithms, reference
 from sennit.transport._core import describe_signature
-from sennit.transport.device_plan import RING_BYTES, SEGMENT_BYTES, for_device
+from sennit.transport.device_plan import RING_BYTES, SEGMENT_BYTES, cut_messages, for_device
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.plan import Copy, Operand, Plan, PlanBuilder
@@ -41,10 +41,8 @@ def make_cut(world: int, rank: int, size_bytes: int) -> Plan:
 
 
 def make_alltoall(world: int, rank: int, size_bytes: int) -> Plan:
-    counts = [size_bytes // world] * world
-    return algorithms.alltoall(
-        world=world, rank=rank, send_counts=counts, recv_counts=counts, item_bytes=1, segment_bytes=SEGMENT_BYTES
-    )
+    counts = [size_bytes // world] * 2 * world
+    return cut_messages(algorithms.alltoall(world=world, rank=rank, item_bytes=1).with_counts(counts))
 
 
 def make_broadcast(world: int, rank: int, size_bytes: int) -> Plan:
@@ -59,16 +57,20 @@ def test_scratch_is_bounded(make: Callable[[int, int, int], Plan], world: int) -
     for rank in {0, 1, world - 1}:
         plan = for_device(make(world, rank, 64 * MIB))
         assert plan.scratch_bytes <= 3 * RING_BYTES
-        largest = max(step.size_bytes for step in plan.steps if isinstance(step, Copy))
+        largest = max(step.size_bytes for step in between(plan))
         assert largest <= MIB
+
+
+def between(plan: Plan) -> list[Copy]:
+    """The copies between device and host."""
+    copies = [step for step in plan.steps if isinstance(step, Copy)]
+    return [step for step in copies if plan.scratch in (step.buffer, step.source.index)]
 
 
 def copies(plan: Plan) -> tuple[int, int]:
     """Returns how many copies come from the device, and how many go to it."""
-    between = [
-        step for step in plan.steps if isinstance(step, Copy) and plan.scratch in (step.buffer, step.source.index)
-    ]
-    return sum(step.buffer == plan.scratch for step in between), sum(step.buffer != plan.scratch for step in between)
+    loads = sum(step.buffer == plan.scratch for step in between(plan))
+    return loads, len(between(plan)) - loads
 
 
 def test_small_calls_take_one_copy_each_way() -> None:
@@ -79,7 +81,7 @@ def test_small_calls_take_one_copy_each_way() -> None:
 
 
 def test_a_message_between_two_ranks_is_not_cut() -> None:
-    made = algorithms.send(world=2, rank=0, peer=1, elements=32 * MIB, item_bytes=1)
+    made = algorithms.send(world=2, rank=0, peer=1, item_bytes=1).with_counts([32 * MIB])
     plan = for_device(made)
     assert [type(step).__name__ for step in plan.steps] == ["Copy", "Send"]
     assert plan.scratch_bytes == 32 * MIB
@@ -125,11 +127,8 @@ def test_waits_for_scratch_are_needed(make: Callable[[int, int, int], Plan]) -> 
 
 def test_ranks_that_expect_another_number_of_segments_find_out() -> None:
     def plan(rank: int, sent: list[int], received: list[int]) -> Plan:
-        return for_device(
-            algorithms.alltoall(
-                world=2, rank=rank, send_counts=sent, recv_counts=received, item_bytes=1, segment_bytes=64
-            )
-        )
+        fixed = algorithms.alltoall(world=2, rank=rank, item_bytes=1).with_counts([*sent, *received])
+        return for_device(cut_messages(fixed, 64))
 
     plans = [plan(0, [0, 192], [0, 0]), plan(1, [0, 0], [128, 0])]
     buffers = [[np.zeros(n, np.uint8) for n in p.buffer_bytes] for p in plans]
@@ -141,6 +140,10 @@ def test_what_the_pass_refuses() -> None:
     made = make_allreduce(2, 0, 4_096)
     with pytest.raises(ArgumentError, match="device memory already"):
         for_device(for_device(made))
+    with pytest.raises(ArgumentError, match="takes counts"):
+        for_device(algorithms.alltoall(world=2, rank=0, item_bytes=1))
+    with pytest.raises(ArgumentError, match="waits for others, or is a second message"):
+        cut_messages(make_chunked(2, 0, 4_096))
     builder = PlanBuilder("hand", world=2, rank=0, signature=signature(Kind.ALLTOALL), buffer_bytes=[16])
     builder.recv(1, 0, 0, 0, 8)
     builder.recv(1, 1, 0, 4, 8)

@@ -130,7 +130,7 @@ def test_binary_form_byte_by_byte() -> None:
     operands = [(0, 0, 8), (0, 0, 8), (1 << 16 | 1, 1, 0), (0, 0, 0), (1 << 8, 0, 4)]
     expected = b"".join(
         [
-            struct.pack("<IHHIIQIIIIQQII", 0x31504E53, 2, 1, 3, 1, 1 << 56, 5, 5, 2, 6, 32, 0, 40, 0),
+            struct.pack("<IHHIIQIIIIQIIII", 0x31504E53, 2, 1, 3, 1, 1 << 56, 5, 5, 2, 6, 32, 0, 0, 40, 0),
             *(struct.pack("<4B7I2Q", *step) for step in steps),
             *(struct.pack("<IIQ", *operand) for operand in operands),
             struct.pack("<2I", 2, 2),
@@ -144,10 +144,12 @@ def test_binary_form_byte_by_byte() -> None:
     "plan",
     [
         allreduce(world=3, rank=1, elements=100_000, dtype=Dtype.BF16, op=ReduceOp.AVG),
-        alltoall(world=3, rank=0, send_counts=[1, 0, 5], recv_counts=[1, 2, 3], item_bytes=4),
+        alltoall(world=3, rank=0, item_bytes=4),
+        alltoall(world=3, rank=1, item_bytes=2, list_output=True),
+        alltoall(world=3, rank=0, item_bytes=4).with_counts([1, 0, 5, 1, 2, 3]),
         broadcast(world=5, rank=3, elements=10 << 20, item_bytes=1, root=2),
         barrier(world=7, rank=2),
-        recv(world=2, rank=0, peer=ANY_PEER, elements=3, item_bytes=8),
+        recv(world=2, rank=0, peer=ANY_PEER, item_bytes=8),
     ],
     ids=lambda plan: plan.name,
 )

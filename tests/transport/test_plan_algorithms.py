@@ -16,7 +16,7 @@ from hypothesis.strategies import DataObject
 
 from sennit.transport import algorithms, reference
 from sennit.transport.arithmetic import fold
-from sennit.transport.device_plan import for_device
+from sennit.transport.device_plan import cut_messages, for_device
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, Plan, Recv, Send
@@ -60,24 +60,30 @@ def data_on_device(draw: DataObject) -> bool:
     return draw.draw(st.booleans(), "on_device")
 
 
-def segment_sizes(draw: DataObject) -> int | None:
-    """Draws how messages are cut: not at all, in pieces that divide the sizes, or in odd ones."""
-    return draw.draw(st.sampled_from([None, 16, 37, 1_000]), "segment_bytes")
-
-
-def run(draw: DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[Array]]) -> None:
+def run(
+    draw: DataObject,
+    plans: Sequence[Plan],
+    buffers: Sequence[Sequence[Array]],
+    counts: Sequence[Sequence[int]] | None = None,
+) -> None:
     """Converts the plans to the binary form and back, and runs them under a random schedule."""
-    for plan, given_buffers in zip(plans, buffers, strict=True):
+    fixed = plans if counts is None else [plan.with_counts(of) for plan, of in zip(plans, counts, strict=True)]
+    for plan, fixed_plan, given_buffers in zip(plans, fixed, buffers, strict=True):
         assert decode(plan.encode()).steps == plan.steps
-        assert tuple(buffer.size for buffer in given_buffers) == plan.buffer_bytes
-    check_pair_order(plans)
+        assert tuple(buffer.size for buffer in given_buffers) == fixed_plan.buffer_bytes
+    check_pair_order(fixed)
     if not any(plan.on_device for plan in plans) and data_on_device(draw):
+        if counts is not None:
+            # In pieces that sizes are multiples of, and in odd ones.
+            segment_bytes = draw.draw(st.sampled_from([16, 37, 1_000]), "segment_bytes")
+            fixed = [cut_messages(plan, segment_bytes) for plan in fixed]
         ring_bytes = draw.draw(st.sampled_from([64, 1_000, 8_192, 4_194_304]), "ring_bytes")
-        run(draw, [for_device(plan, ring_bytes=ring_bytes) for plan in plans], buffers)
+        run(draw, [for_device(plan, ring_bytes=ring_bytes) for plan in fixed], buffers)
         return
     reference.run(
         plans,
         buffers,
+        counts=counts,
         seed=draw.draw(seeds, "schedule"),
         scalar=SCALAR,
         loans_per_peer=draw.draw(st.integers(1, 4), "loans"),
@@ -240,18 +246,9 @@ def test_allgather(
     seed: int,
 ) -> None:
     counts = counts[:world]
-    segment_bytes = segment_sizes(data)
     bounds = np.cumsum([0, *counts]) * item_bytes
     plans = [
-        algorithms.allgather(
-            world=world,
-            rank=rank,
-            counts=counts,
-            item_bytes=item_bytes,
-            in_place=in_place,
-            list_output=list_output,
-            segment_bytes=segment_bytes,
-        )
+        algorithms.allgather(world=world, rank=rank, item_bytes=item_bytes, in_place=in_place, list_output=list_output)
         for rank in range(world)
     ]
     content = np.random.default_rng(seed).integers(0, 256, bounds[-1], np.uint8)
@@ -264,7 +261,7 @@ def test_allgather(
             output[low:high] = own
         parts = [output[a:b] for a, b in itertools.pairwise(bounds)]
         buffers.append([*([] if in_place else [own]), *(parts if list_output else [output])])
-    run(data, plans, buffers)
+    run(data, plans, buffers, [counts] * world)
     for output in outputs:
         np.testing.assert_array_equal(output, content)
 
@@ -276,7 +273,6 @@ def test_gather_and_scatter(
 ) -> None:
     counts = counts[:world]
     root = data.draw(st.integers(0, world - 1), "root")
-    segment_bytes = segment_sizes(data)
     bounds = np.cumsum([0, *counts]) * item_bytes
     content = np.random.default_rng(seed).integers(0, 256, bounds[-1], np.uint8)
     parts = [content[low:high].copy() for low, high in itertools.pairwise(bounds)]
@@ -285,36 +281,22 @@ def test_gather_and_scatter(
     run(
         data,
         [
-            algorithms.gather(
-                world=world,
-                rank=rank,
-                counts=counts,
-                item_bytes=item_bytes,
-                root=root,
-                list_output=in_list,
-                segment_bytes=segment_bytes,
-            )
+            algorithms.gather(world=world, rank=rank, item_bytes=item_bytes, root=root, list_output=in_list)
             for rank in range(world)
         ],
         [[part, *(at_root if rank == root else [])] for rank, part in enumerate(parts)],
+        [counts] * world,
     )
     np.testing.assert_array_equal(gathered, content)
     outputs = [noise(part.size) for part in parts]
     run(
         data,
         [
-            algorithms.scatter(
-                world=world,
-                rank=rank,
-                counts=counts,
-                item_bytes=item_bytes,
-                root=root,
-                list_input=in_list,
-                segment_bytes=segment_bytes,
-            )
+            algorithms.scatter(world=world, rank=rank, item_bytes=item_bytes, root=root, list_input=in_list)
             for rank in range(world)
         ],
         [[*(at_root if rank == root else []), output] for rank, output in enumerate(outputs)],
+        [counts] * world,
     )
     for part, output in zip(parts, outputs, strict=True):
         np.testing.assert_array_equal(output, part)
@@ -328,14 +310,12 @@ def test_alltoall(
     rng = np.random.default_rng(seed)
     counts = rng.integers(0, 200, (world, world)) * rng.integers(0, 2, (world, world))
     content = [[rng.integers(0, 256, n * item_bytes, np.uint8) for n in row] for row in counts]
-    segment_bytes = segment_sizes(data)
     plans = [
         algorithms.alltoall(
-            world=world, rank=rank, send_counts=counts[rank].tolist(), recv_counts=counts[:, rank].tolist(),
-            item_bytes=item_bytes, list_input=list_input, list_output=list_output, segment_bytes=segment_bytes,
+            world=world, rank=rank, item_bytes=item_bytes, list_input=list_input, list_output=list_output
         )
         for rank in range(world)
-    ]  # fmt: skip
+    ]
     expected = [[content[i][j] for i in range(world)] for j in range(world)]
     buffers: list[list[Array]] = []
     for rank in range(world):
@@ -347,7 +327,7 @@ def test_alltoall(
                 *(outs if list_output else [np.concatenate(outs)]),
             ]
         )
-    run(data, plans, buffers)
+    run(data, plans, buffers, [[*counts[rank].tolist(), *counts[:, rank].tolist()] for rank in range(world)])
     for rank in range(world):
         outs = buffers[rank][world if list_input else 1 :]
         np.testing.assert_array_equal(np.concatenate(outs), np.concatenate(expected[rank]))
@@ -379,10 +359,10 @@ def test_send_and_recv_from_anyone() -> None:
     content = np.arange(100, dtype=np.int64)
     received = np.zeros_like(content)
     plans = [
-        algorithms.recv(world=2, rank=0, peer=ANY_PEER, elements=100, item_bytes=8),
-        algorithms.send(world=2, rank=1, peer=0, elements=100, item_bytes=8),
+        algorithms.recv(world=2, rank=0, peer=ANY_PEER, item_bytes=8),
+        algorithms.send(world=2, rank=1, peer=0, item_bytes=8),
     ]
-    reference.run(plans, [[received], [content]])
+    reference.run(plans, [[received], [content]], counts=[[100], [100]])
     np.testing.assert_array_equal(received, content)
     assert decode(plans[0].encode()) == plans[0]
 
@@ -394,12 +374,10 @@ def test_ranks_that_disagree_are_told_apart() -> None:
     ]
     with pytest.raises(MismatchError, match=r"allreduce of (float32|int32) \(sum\), 4 elements"):
         reference.run(plans, [[np.zeros(4, np.float32)], [np.zeros(4, np.int32)]])
-    splits = [
-        algorithms.alltoall(world=2, rank=0, send_counts=[1, 2], recv_counts=[1, 3], item_bytes=1),
-        algorithms.alltoall(world=2, rank=1, send_counts=[2, 1], recv_counts=[2, 1], item_bytes=1),
-    ]
-    with pytest.raises(MismatchError, match="2 bytes"):
-        reference.run(splits, [[np.zeros(n, np.uint8) for n in sizes] for sizes in ((3, 4), (3, 3))])
+    splits = [algorithms.alltoall(world=2, rank=rank, item_bytes=1) for rank in range(2)]
+    buffers = [[np.zeros(n, np.uint8) for n in sizes] for sizes in ((3, 4), (3, 3))]
+    with pytest.raises(MismatchError, match=r"2 bytes; rank 0 expects alltoall of uint8, 3|expects .*, 2"):
+        reference.run(splits, buffers, counts=[[1, 2, 1, 3], [2, 1, 2, 1]])
 
 
 def test_large_plans_stay_small() -> None:
@@ -411,18 +389,20 @@ def test_large_plans_stay_small() -> None:
 
 
 def test_every_byte_of_alltoall_travels_in_one_message() -> None:
-    plan = algorithms.alltoall(world=4, rank=1, send_counts=[1 << 24] * 4, recv_counts=[1 << 24] * 4, item_bytes=4)
+    plan = algorithms.alltoall(world=4, rank=1, item_bytes=4).with_counts([1 << 24] * 8)
     assert [s.size_bytes for s in plan.steps if isinstance(s, Send)] == [1 << 26] * 3
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: algorithms.alltoall(world=2, rank=0, send_counts=[1], recv_counts=[1, 1], item_bytes=4), "1 entries"),
-        (lambda: algorithms.alltoall(world=2, rank=0, send_counts=[1, 0], recv_counts=[2, 0], item_bytes=4), "itself"),
-        (lambda: algorithms.allgather(world=2, rank=0, counts=[1, -1], item_bytes=4), "negative"),
+        (lambda: algorithms.reduce_scatter(world=2, rank=0, counts=[1], dtype=Dtype.F32, op=ReduceOp.SUM), "1 entries"),
+        (
+            lambda: algorithms.reduce_scatter(world=2, rank=0, counts=[1, -1], dtype=Dtype.F32, op=ReduceOp.SUM),
+            "negative",
+        ),
         (lambda: algorithms.broadcast(world=2, rank=0, elements=1, item_bytes=4, root=2), "root 2; allowed: 0..1"),
-        (lambda: algorithms.send(world=2, rank=0, elements=1, item_bytes=4, peer=0), "peer 0"),
+        (lambda: algorithms.send(world=2, rank=0, item_bytes=4, peer=0), "peer 0"),
         (
             lambda: algorithms.allreduce(world=2, rank=0, elements=4, dtype=Dtype.C64, op=ReduceOp.MAX),
             "MAX is not defined for C64; allowed: AVG, PREMUL_SUM, PRODUCT, SUM",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives as pure functions from sizes to a `Plan`, one file each.
+"""Collectives as pure functions to a `Plan`, one file each.
 
 All take only keyword arguments, `world` and `rank` among them. They are deterministic: ranks that pass matching
-arguments get plans that fit. Their docstrings list the buffers that a caller must post, in order. Data movement knows
-elements only by `item_bytes`. Its `type_code` goes into the signature, so that ranks with different types find out (a
-`Dtype`, or any other byte that the caller assigns to a type).
+arguments get plans that fit. Their docstrings list the buffers that a caller must post, in order, and the counts if
+the plan takes any. Data movement knows elements only by `item_bytes`. Its `type_code` goes into the signature, so that
+ranks with different types find out (a `Dtype`, or any other byte that the caller assigns to a type).
 """
 
 from sennit.transport.algorithms.allgather import allgather

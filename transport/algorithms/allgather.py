@@ -3,19 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sennit.transport.algorithms.ranges import (
-    Range,
-    buffer_sizes,
-    check_counts,
-    copy_local,
+    Part,
+    copy_part,
+    counted_buffers,
+    counted_parts,
     peers_after,
     peers_before,
-    places,
     recv_part,
     send_part,
 )
+from sennit.transport.counts import CountRange
 from sennit.transport.elements import Dtype
 from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
@@ -25,35 +23,35 @@ def allgather(
     *,
     world: int,
     rank: int,
-    counts: Sequence[int],
     item_bytes: int,
     type_code: int = Dtype.U8,
     in_place: bool = False,
     list_output: bool = False,
-    segment_bytes: int | None = None,
 ) -> Plan:
-    """Rank j gives `counts[j]` elements.
+    """Counts: the elements of rank 0, 1, ..
 
     Buffers: `[input, output]`, or `[input, output0, ..]` with `list_output`. `in_place` leaves `input` out, because
-    this rank's part is already in the output. `segment_bytes` cuts messages (`ranges.segments`).
+    this rank's part is already in the output.
     """
-    check_counts("counts", counts, world)
-    own_bytes = counts[rank] * item_bytes
+    own_bytes = CountRange(rank, rank + 1)
     builder = PlanBuilder(
         "allgather",
         world=world,
         rank=rank,
-        signature=signature(Kind.ALLGATHER, type_code=type_code, elements=sum(counts)),
-        buffer_bytes=[*([] if in_place else [own_bytes]), *buffer_sizes(counts, item_bytes, list_output)],
+        signature=signature(Kind.ALLGATHER, type_code=type_code),
+        buffer_bytes=[
+            *([] if in_place else [own_bytes]),
+            *counted_buffers(world, first_count=0, in_list=list_output),
+        ],
+        count_count=world,
+        unit_bytes=item_bytes,
     )
-    outputs = places(counts, item_bytes, 0 if in_place else 1, list_output)
-    own_buffer, own_part = outputs[rank]
-    source, sent_part = (own_buffer, own_part) if in_place else (0, Range(0, own_bytes))
+    outputs = counted_parts(world, first_count=0, first_buffer=0 if in_place else 1, in_list=list_output)
+    own = outputs[rank] if in_place else Part(0, 0, own_bytes)
     for peer in peers_after(rank, world):
-        send_part(builder, peer, source, sent_part, segment_bytes)
+        send_part(builder, peer, own)
     for peer in peers_before(rank, world):
-        buffer, part = outputs[peer]
-        recv_part(builder, peer, buffer, part, segment_bytes)
+        recv_part(builder, peer, outputs[peer])
     if not in_place:
-        copy_local(builder, 0, 0, own_buffer, own_part.offset, own_bytes)
+        copy_part(builder, own, outputs[rank])
     return builder.build()

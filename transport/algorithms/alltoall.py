@@ -6,20 +6,16 @@ Parts may be uneven or empty. Empty parts are sent too, so that ranks that disag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from sennit.transport.algorithms.ranges import (
-    buffer_sizes,
-    check_counts,
-    copy_local,
+    copy_part,
+    counted_buffers,
+    counted_parts,
     peers_after,
     peers_before,
-    places,
     recv_part,
     send_part,
 )
 from sennit.transport.elements import Dtype
-from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
@@ -28,41 +24,30 @@ def alltoall(
     *,
     world: int,
     rank: int,
-    send_counts: Sequence[int],
-    recv_counts: Sequence[int],
     item_bytes: int,
     type_code: int = Dtype.U8,
     list_input: bool = False,
     list_output: bool = False,
-    segment_bytes: int | None = None,
 ) -> Plan:
-    """Sends `send_counts[j]` elements to rank j, and receives `recv_counts[j]` from it.
+    """Counts: the elements that go to rank 0, 1, .., then those that come from rank 0, 1, ..
 
-    Buffers: `[input, output]`. With `list_input` or `list_output`, `world` buffers replace that one. `segment_bytes`
-    cuts messages (`ranges.segments`).
+    Buffers: `[input, output]`. With `list_input` or `list_output`, `world` buffers replace that one.
     """
-    check_counts("send_counts", send_counts, world)
-    check_counts("recv_counts", recv_counts, world)
-    if send_counts[rank] != recv_counts[rank]:
-        raise ArgumentError(
-            f"rank {rank} sends itself {send_counts[rank]} elements but receives {recv_counts[rank]}; allowed: the same"
-        )
-    input_bytes = buffer_sizes(send_counts, item_bytes, list_input)
+    input_bytes = counted_buffers(world, first_count=0, in_list=list_input)
     builder = PlanBuilder(
         "alltoall",
         world=world,
         rank=rank,
         signature=signature(Kind.ALLTOALL, type_code=type_code),
-        buffer_bytes=[*input_bytes, *buffer_sizes(recv_counts, item_bytes, list_output)],
+        buffer_bytes=[*input_bytes, *counted_buffers(world, first_count=world, in_list=list_output)],
+        count_count=2 * world,
+        unit_bytes=item_bytes,
     )
-    inputs = places(send_counts, item_bytes, 0, list_input)
-    outputs = places(recv_counts, item_bytes, len(input_bytes), list_output)
+    inputs = counted_parts(world, first_count=0, first_buffer=0, in_list=list_input)
+    outputs = counted_parts(world, first_count=world, first_buffer=len(input_bytes), in_list=list_output)
     for peer in peers_after(rank, world):
-        buffer, part = inputs[peer]
-        send_part(builder, peer, buffer, part, segment_bytes)
+        send_part(builder, peer, inputs[peer])
     for peer in peers_before(rank, world):
-        buffer, part = outputs[peer]
-        recv_part(builder, peer, buffer, part, segment_bytes)
-    (source, source_part), (target, target_part) = inputs[rank], outputs[rank]
-    copy_local(builder, source, source_part.offset, target, target_part.offset, target_part.size_bytes)
+        recv_part(builder, peer, outputs[peer])
+    copy_part(builder, inputs[rank], outputs[rank])
     return builder.build()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from sennit.transport.algorithms.ranges import Range, copy_local, peers_after, peers_before
+from sennit.transport.algorithms.ranges import Range, peers_after, peers_before
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.plan import Operand, PlanBuilder
 
@@ -118,4 +118,4 @@ def _add_alone(builder: PlanBuilder, fold: Fold) -> None:
             builder.reduce([share.at(chunk)], fold.result_buffer, place, chunk.size_bytes, dtype=fold.dtype, op=fold.op)
     elif not fold.in_place:
         size_bytes = sum(chunk.size_bytes for chunk in share.chunks)
-        copy_local(builder, share.buffer, share.offset, fold.result_buffer, offset, size_bytes)
+        builder.copy(Operand(share.buffer, share.offset), fold.result_buffer, offset, size_bytes)

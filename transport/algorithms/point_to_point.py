@@ -3,36 +3,43 @@
 
 from __future__ import annotations
 
+from typing import Final
+
+from sennit.transport.counts import CountRange
 from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, Operand, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
+ALL: Final = CountRange(0, 1)
 
-def send(*, world: int, rank: int, peer: int, elements: int, item_bytes: int, type_code: int = Dtype.U8) -> Plan:
-    """Buffers: `[data]`, read."""
+
+def send(*, world: int, rank: int, peer: int, item_bytes: int, type_code: int = Dtype.U8) -> Plan:
+    """Counts: the elements. Buffers: `[data]`, read."""
     _check_peer(world, rank, peer)
-    builder = _builder("send", world, rank, elements, item_bytes, type_code)
-    builder.send(peer, 0, Operand(0), elements * item_bytes)
+    builder = _builder("send", world, rank, item_bytes, type_code)
+    builder.send(peer, 0, Operand(0), ALL)
     return builder.build()
 
 
-def recv(*, world: int, rank: int, peer: int, elements: int, item_bytes: int, type_code: int = Dtype.U8) -> Plan:
-    """Buffers: `[data]`, written. `peer` may be ANY_PEER."""
+def recv(*, world: int, rank: int, peer: int, item_bytes: int, type_code: int = Dtype.U8) -> Plan:
+    """Counts: the elements. Buffers: `[data]`, written. `peer` may be ANY_PEER."""
     if peer != ANY_PEER:
         _check_peer(world, rank, peer)
-    builder = _builder("recv", world, rank, elements, item_bytes, type_code)
-    builder.recv(peer, 0, 0, 0, elements * item_bytes)
+    builder = _builder("recv", world, rank, item_bytes, type_code)
+    builder.recv(peer, 0, 0, 0, ALL)
     return builder.build()
 
 
-def _builder(name: str, world: int, rank: int, elements: int, item_bytes: int, type_code: int) -> PlanBuilder:
+def _builder(name: str, world: int, rank: int, item_bytes: int, type_code: int) -> PlanBuilder:
     return PlanBuilder(
         name,
         world=world,
         rank=rank,
-        signature=signature(Kind.P2P, type_code=type_code, elements=elements),
-        buffer_bytes=[elements * item_bytes],
+        signature=signature(Kind.P2P, type_code=type_code),
+        buffer_bytes=[ALL],
+        count_count=1,
+        unit_bytes=item_bytes,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How algorithms cut memory: shares of a vector, chunks of a share, pieces of a local copy."""
+"""How algorithms cut memory: shares of a vector, chunks of a share, and parts whose sizes are counts of the post."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
+from sennit.transport.counts import CountRange
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import MAX_LOAN_BYTES, Operand, PlanBuilder
 
@@ -15,8 +16,6 @@ from sennit.transport.plan import MAX_LOAN_BYTES, Operand, PlanBuilder
 ALIGNMENT_BYTES: Final = 64
 # As large as a loan may be. Chunks of this size need few steps and still fit well into a core's second-level cache.
 DEFAULT_CHUNK_BYTES: Final = MAX_LOAN_BYTES
-# Local copies are cut so that the executor looks at the network in between.
-COPY_PIECE_BYTES: Final = 262_144
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,32 +44,6 @@ def chunks(size_bytes: int, chunk_bytes: int) -> list[Range]:
     return [Range(low, min(chunk_bytes, size_bytes - low)) for low in range(0, size_bytes, chunk_bytes)]
 
 
-def segments(part: Range, segment_bytes: int | None) -> list[Range]:
-    """Cuts a message into pieces of `segment_bytes` and a shorter last one, or not at all.
-
-    The last piece may be empty. So ranks that expect different sizes find out even if one of them has more pieces.
-    """
-    if segment_bytes is None:
-        return [part]
-    if segment_bytes < 1:
-        raise ArgumentError(f"segment_bytes {segment_bytes}; allowed: 1 or more")
-    full = part.size_bytes // segment_bytes
-    pieces = [Range(part.offset + index * segment_bytes, segment_bytes) for index in range(full)]
-    return [*pieces, Range(part.offset + full * segment_bytes, part.size_bytes - full * segment_bytes)]
-
-
-def send_part(builder: PlanBuilder, peer: int, buffer: int, part: Range, segment_bytes: int | None) -> None:
-    """Adds the SEND steps for one rank's part, segment `i` as message `i`."""
-    for slot, piece in enumerate(segments(part, segment_bytes)):
-        builder.send(peer, slot, Operand(buffer, piece.offset), piece.size_bytes)
-
-
-def recv_part(builder: PlanBuilder, peer: int, buffer: int, part: Range, segment_bytes: int | None) -> None:
-    """Adds the RECV steps for what `send_part` sends."""
-    for slot, piece in enumerate(segments(part, segment_bytes)):
-        builder.recv(peer, slot, buffer, piece.offset, piece.size_bytes)
-
-
 def check_chunk(chunk_bytes: int) -> None:
     if chunk_bytes % ALIGNMENT_BYTES or not ALIGNMENT_BYTES <= chunk_bytes <= MAX_LOAN_BYTES:
         raise ArgumentError(
@@ -90,13 +63,56 @@ def check_root(root: int, world: int) -> None:
         raise ArgumentError(f"root {root}; allowed: 0..{world - 1}")
 
 
-def places(counts: Sequence[int], item_bytes: int, first_buffer: int, in_list: bool) -> list[tuple[int, Range]]:
-    """Returns (buffer, range) of every rank's part: each in its own buffer, or one after another in one buffer."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """`size_bytes` from byte `offset` of `buffer`; both may be ranges of counts."""
+
+    buffer: int
+    offset: int
+    size_bytes: int
+
+
+def counted_parts(world: int, *, first_count: int, first_buffer: int, in_list: bool) -> list[Part]:
+    """Every rank's part, as large as its count: each in its own buffer, or one after another in one buffer.
+
+    Rank 0's count is number `first_count`, and its part begins buffer `first_buffer`.
+    """
+    parts = []
+    for rank in range(world):
+        count = first_count + rank
+        offset = CountRange(count if in_list else first_count, count)
+        parts.append(Part(first_buffer + (rank if in_list else 0), offset, CountRange(count, count + 1)))
+    return parts
+
+
+def counted_buffers(world: int, *, first_count: int, in_list: bool) -> list[int]:
+    """Sizes of the buffers that `counted_parts` numbers."""
+    if in_list:
+        return [CountRange(count, count + 1) for count in range(first_count, first_count + world)]
+    return [CountRange(first_count, first_count + world)]
+
+
+def send_part(builder: PlanBuilder, peer: int, part: Part) -> None:
+    """Sends `part` as the only message to `peer`."""
+    builder.send(peer, 0, Operand(part.buffer, part.offset), part.size_bytes)
+
+
+def recv_part(builder: PlanBuilder, peer: int, part: Part) -> None:
+    """Receives what `send_part` sends."""
+    builder.recv(peer, 0, part.buffer, part.offset, part.size_bytes)
+
+
+def copy_part(builder: PlanBuilder, source: Part, target: Part) -> None:
+    """Copies a part that stays on this rank."""
+    builder.copy(Operand(source.buffer, source.offset), target.buffer, target.offset, target.size_bytes)
+
+
+def places(counts: Sequence[int], item_bytes: int, in_list: bool) -> list[Part]:
+    """Every rank's part where counts are fixed: each in its own buffer, or one after another in one buffer."""
     sizes = [count * item_bytes for count in counts]
     if in_list:
-        return [(first_buffer + rank, Range(0, size)) for rank, size in enumerate(sizes)]
-    offsets = accumulate(sizes, initial=0)
-    return [(first_buffer, Range(offset, size)) for offset, size in zip(offsets, sizes, strict=False)]
+        return [Part(rank, 0, size) for rank, size in enumerate(sizes)]
+    return [Part(0, offset, size) for offset, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
 
 
 def buffer_sizes(counts: Sequence[int], item_bytes: int, in_list: bool) -> list[int]:
@@ -112,14 +128,3 @@ def peers_after(rank: int, world: int) -> Iterator[int]:
 def peers_before(rank: int, world: int) -> Iterator[int]:
     """Returns every other rank, in the order in which they send to `rank` (see `peers_after`)."""
     return ((rank - step) % world for step in range(1, world))
-
-
-def copy_local(
-    builder: PlanBuilder, source_buffer: int, source_offset: int, buffer: int, offset: int, size_bytes: int
-) -> None:
-    """Adds the COPY steps for a range that stays on this rank."""
-    if not size_bytes:
-        return
-    for piece in chunks(size_bytes, COPY_PIECE_BYTES):
-        source = Operand(source_buffer, source_offset + piece.offset)
-        builder.copy(source, buffer, offset + piece.offset, piece.size_bytes)

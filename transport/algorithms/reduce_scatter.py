@@ -53,8 +53,8 @@ def reduce_scatter(
             dtype=dtype,
             op=op,
             shares=[
-                Share(buffer=buffer, offset=part.offset, chunks=chunks(part.size_bytes, chunk_bytes))
-                for buffer, part in places(counts, dtype.item_bytes, 0, list_input)
+                Share(buffer=part.buffer, offset=part.offset, chunks=chunks(part.size_bytes, chunk_bytes))
+                for part in places(counts, dtype.item_bytes, list_input)
             ],
             result_buffer=len(inputs),
             result_offsets=[0] * world,

@@ -49,8 +49,9 @@ class PythonHalf {
   std::string compile(const PlanShape& shape) const {
     const py::gil_scoped_acquire gil;
     TORCH_CHECK(compile_.ptr() != nullptr, "sennit: the interpreter is exiting; no new operation can start");
-    py::tuple counts(shape.counts.size());
-    for (size_t index = 0; index < shape.counts.size(); ++index) counts[index] = py::int_(shape.counts[index]);
+    const std::span<const uint64_t> given = shape.compiled_counts();
+    py::tuple counts(given.size());
+    for (size_t index = 0; index < given.size(); ++index) counts[index] = py::int_(given[index]);
     const py::bytes plan =
         compile_(static_cast<unsigned>(shape.collective), shape.type_code, shape.reduce, shape.item_bytes, shape.root,
                  shape.separate, shape.in_place, shape.is_send, shape.on_device, counts);

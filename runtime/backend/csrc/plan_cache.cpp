@@ -15,7 +15,7 @@ KeyHead key_head(const PlanShape& shape) {
       (shape.separate ? 1u : 0u) | (shape.is_send ? 2u : 0u) | (shape.in_place ? 4u : 0u) | (shape.on_device ? 8u : 0u);
   return {static_cast<uint64_t>(shape.collective) | uint64_t{shape.type_code} << 8 | uint64_t{shape.reduce} << 16 |
               flags << 24 | uint64_t{shape.item_bytes} << 32,
-          uint64_t{shape.root} | static_cast<uint64_t>(shape.counts.size()) << 32};
+          uint64_t{shape.root} | static_cast<uint64_t>(shape.compiled_counts().size()) << 32};
 }
 
 // Multiply and fold, as wyhash's mixing step. A collision only costs a comparison.
@@ -49,10 +49,11 @@ PlanCache::Entries::iterator PlanCache::find(uint64_t hash, std::span<const uint
 
 PlanPointer PlanCache::get(const PlanShape& shape) {
   const KeyHead head = key_head(shape);
-  const uint64_t hash = hash_key(head, shape.counts);
+  const std::span<const uint64_t> counts = shape.compiled_counts();
+  const uint64_t hash = hash_key(head, counts);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (auto hit = find(hash, head, shape.counts); hit != entries_.end()) {
+    if (auto hit = find(hash, head, counts); hit != entries_.end()) {
       if (hit != entries_.begin()) entries_.splice(entries_.begin(), entries_, hit);
       return hit->plan;
     }
@@ -65,9 +66,9 @@ PlanPointer PlanCache::get(const PlanShape& shape) {
   PlanPointer plan(loaded, sennit_plan_release);
 
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (auto raced = find(hash, head, shape.counts); raced != entries_.end()) return raced->plan;
+  if (auto raced = find(hash, head, counts); raced != entries_.end()) return raced->plan;
   std::vector<uint64_t> key(head.begin(), head.end());
-  key.insert(key.end(), shape.counts.begin(), shape.counts.end());
+  key.insert(key.end(), counts.begin(), counts.end());
   const size_t size_bytes = bytes.size() + key.size() * sizeof(uint64_t) + sizeof(Entry);
   entries_.push_front(Entry{hash, std::move(key), plan, size_bytes});
   by_hash_.emplace(hash, entries_.begin());

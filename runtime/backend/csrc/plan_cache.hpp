@@ -47,6 +47,22 @@ struct PlanShape {
   uint32_t item_bytes = 1;
   uint32_t root = 0;                 // root or peer; SENNIT_ANY_PEER: receive from any rank
   std::span<const uint64_t> counts;  // elements: one number, one per rank, or (ALLTOALL) sent, then received
+
+  // Whether the plan takes the counts when it is posted. Such a plan serves all counts.
+  bool posts_counts() const {
+    switch (collective) {
+      case Collective::ALLGATHER:
+      case Collective::GATHER:
+      case Collective::SCATTER:
+      case Collective::ALLTOALL:
+      case Collective::P2P:
+        return !on_device;
+      default:
+        return false;
+    }
+  }
+  // The counts that the plan is compiled for.
+  std::span<const uint64_t> compiled_counts() const { return posts_counts() ? std::span<const uint64_t>() : counts; }
 };
 
 using PlanPointer = std::shared_ptr<sennit_plan>;

@@ -13,6 +13,10 @@ sennit_post_options Poster::core_options(const PlanShape& shape, const PostOptio
   if (shape.collective == Collective::P2P) core.flags |= SENNIT_POST_P2P;
   core.tag = options.tag;
   core.scalar = options.scalar;
+  if (shape.posts_counts()) {
+    core.counts = shape.counts.data();
+    core.count_count = static_cast<uint32_t>(shape.counts.size());
+  }
   return core;
 }
 

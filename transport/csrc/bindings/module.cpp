@@ -239,9 +239,12 @@ class PyCommunicator {
   PyRegistration* register_memory(const nb::object& buffer) { return new PyRegistration(usable(), buffer); }
 
   PyOp* post(const PyPlan& plan, const nb::sequence& buffers, double timeout_s, bool background,
-             std::optional<uint32_t> tag, double scalar) {
+             std::optional<uint32_t> tag, double scalar, const std::vector<int64_t>& counts) {
     BufferViews::drop_now();
-    sennit_post_options options{to_us(timeout_s), 0, tag.value_or(0), scalar};
+    const std::vector<uint64_t> unsigned_counts(counts.begin(), counts.end());
+    sennit_post_options options{to_us(timeout_s),       0,
+                                tag.value_or(0),        scalar,
+                                unsigned_counts.data(), static_cast<uint32_t>(unsigned_counts.size())};
     if (background) options.flags |= SENNIT_POST_ASYNC;
     if (tag) options.flags |= SENNIT_POST_P2P;
     auto op = std::make_unique<PyOp>(buffers);
@@ -250,7 +253,8 @@ class PyCommunicator {
   }
 
   // Runs the plan `iterations` times without Python in between. Returns the seconds of each run.
-  std::vector<double> time_plan(const PyPlan& plan, const nb::sequence& buffers, uint32_t iterations) {
+  std::vector<double> time_plan(const PyPlan& plan, const nb::sequence& buffers, uint32_t iterations,
+                                const std::vector<uint64_t>& counts) {
     auto views = std::make_unique<BufferViews>(buffers);
     views->check_writable(plan.plan());
     const std::vector<sennit_buffer> native = views->buffers();
@@ -263,7 +267,7 @@ class PyCommunicator {
       nb::gil_scoped_release release;
       for (uint32_t i = 0; i < iterations && status == SENNIT_OK; ++i) {
         const auto start = std::chrono::steady_clock::now();
-        const sennit_post_options options{0, 0, 0, 1.0};
+        const sennit_post_options options{0, 0, 0, 1.0, counts.data(), static_cast<uint32_t>(counts.size())};
         sennit_op* op = nullptr;
         status = sennit_post(handle(), plan.handle(), native.data(), static_cast<uint32_t>(native.size()), &options,
                              &op, error, sizeof error);
@@ -383,10 +387,11 @@ NB_MODULE(_core, m) {
       .def_prop_ro(
           "buffer_bytes",
           [](const PyPlan& self) {
-            const std::vector<uint64_t>& extents = self.plan().buffer_extents;
-            return std::vector<uint64_t>(extents.begin(), extents.begin() + self.plan().buffer_count);
+            std::vector<uint64_t> extents = self.plan().sizes.buffer_extents;
+            if (!extents.empty()) extents.pop_back();  // the scratch
+            return extents;
           },
-          "Bytes of each of the caller's buffers that the plan touches.")
+          "Bytes of each of the caller's buffers that the plan touches; empty if it takes counts.")
       .def_prop_ro("step_count", [](const PyPlan& self) { return self.plan().steps.size(); });
 
   nb::class_<PyOp>(m, "Op", "One run of a plan.")
@@ -435,8 +440,10 @@ NB_MODULE(_core, m) {
       .def("register_memory", &PyCommunicator::register_memory, "buffer"_a, nb::rv_policy::take_ownership,
            "Keeps a buffer where it is, and registered with RDMA devices once it is used, until closed.")
       .def("post", &PyCommunicator::post, "plan"_a, "buffers"_a, nb::kw_only(), "timeout_s"_a = 0.0,
-           "background"_a = false, "tag"_a = nb::none(), "scalar"_a = 1.0, nb::rv_policy::take_ownership)
+           "background"_a = false, "tag"_a = nb::none(), "scalar"_a = 1.0, "counts"_a = std::vector<int64_t>(),
+           nb::rv_policy::take_ownership)
       .def("time_plan", &PyCommunicator::time_plan, "plan"_a, "buffers"_a, "iterations"_a,
+           "counts"_a = std::vector<uint64_t>(),
            "Runs a plan many times without Python in between; returns seconds a run.")
       .def_prop_ro("handle", &PyCommunicator::address, "sennit_comm* of the C interface, as an integer.")
       .def("set_timeout", &PyCommunicator::set_timeout, "timeout_s"_a,

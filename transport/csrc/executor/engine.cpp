@@ -157,11 +157,22 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
         "the plan has " + std::to_string(plan.buffer_count) + " buffers, " + std::to_string(buffers.size()) + " given";
     return SENNIT_ARGUMENT;
   }
+  RunSizes counted;
+  const std::span<const uint64_t> counts(options.counts, options.count_count);
+  if (plan.count_count != 0 || !counts.empty()) {
+    try {
+      counted = plan.measure(counts);
+    } catch (const PlanError& wrong) {
+      error = wrong.what();
+      return SENNIT_ARGUMENT;
+    }
+  }
+  const std::vector<uint64_t>& extents = (plan.count_count != 0 ? counted : plan.sizes).buffer_extents;
   for (uint32_t i = 0; i < buffers.size(); ++i) {
-    if (plan.buffer_extents[i] == 0) continue;
-    if (buffers[i].data == nullptr || buffers[i].size_bytes < plan.buffer_extents[i]) {
+    if (extents[i] == 0) continue;
+    if (buffers[i].data == nullptr || buffers[i].size_bytes < extents[i]) {
       error = "buffer " + std::to_string(i) + " has " + std::to_string(buffers[i].size_bytes) +
-              " bytes, the plan needs " + std::to_string(plan.buffer_extents[i]);
+              " bytes, the plan needs " + std::to_string(extents[i]);
       return SENNIT_ARGUMENT;
     }
   }
@@ -180,7 +191,7 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   const uint64_t sequence = is_p2p ? 0 : sequence_.load(std::memory_order_relaxed) + 1;
   if ((options.flags & SENNIT_POST_ASYNC) != 0) start_thread();
   active_.reserve(active_.size() + 1);
-  auto* const operation = new Operation(*this, plan, memory, options, sequence);
+  auto* const operation = new Operation(*this, plan, memory, options, sequence, std::move(counted));
   try {
     borrow_memory(*operation);
   } catch (...) {
@@ -193,8 +204,8 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
   operation->timeout_us_ = options.timeout_us != 0 ? options.timeout_us : config_.timeout_us;
   operation->deadline_us_ = now_us + operation->timeout_us_;
   next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
-  trace::operation_begin(config_.rank, operation, plan.name.c_str(), plan.sent_bytes, plan.received_bytes,
-                         plan.signature, sequence);
+  trace::operation_begin(config_.rank, operation, plan.name.c_str(), operation->sizes().sent_bytes,
+                         operation->sizes().received_bytes, plan.signature, sequence);
   ++counted_->operations_posted;
   operation->retain();  // the engine's reference, until the operation ends
   active_.push_back(operation);

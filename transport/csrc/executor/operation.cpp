@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "executor/operation.hpp"
 
+#include <algorithm>
 #include <cstring>
 
 #include "executor/engine.hpp"
@@ -11,16 +12,20 @@
 namespace sennit {
 namespace {
 
-// Copies are cut into pieces. A plan that copies at least this much in all does not use these bytes again soon.
+// Local copies are made in pieces, so that the network is looked at in between.
+constexpr uint64_t COPY_PIECE_BYTES = 262'144;
+// Bytes that are copied into a buffer of at least this size are not used again soon.
 constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
 constexpr uint32_t KEY_SLOT_BITS = 20;
 
 }  // namespace
 
 Operation::Operation(Engine& engine, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
-                     uint64_t sequence)
+                     uint64_t sequence, RunSizes counted)
     : engine_(&engine),
       plan_(plan),
+      counted_(std::move(counted)),
+      sizes_(plan.count_count != 0 ? counted_ : plan.sizes),
       buffers_(plan.buffer_count + 1),
       waits_(plan.waits),
       operands_(plan.operand_max),
@@ -58,15 +63,15 @@ void Operation::release() {
 
 MessageHeader Operation::header(const Step& step) const {
   const uint64_t slot = (key_base_ & P2P_KEY) != 0 ? 0 : step.slot;
-  return {key_base_ | slot, plan_.signature, step.size_bytes};
+  return {key_base_ | slot, plan_.signature, size_bytes(step)};
 }
 
 std::byte* Operation::destination(const Step& step) const {
-  return buffers_[step.destination_buffer] + step.destination_offset;
+  return buffers_[step.destination_buffer] + sizes_.bytes(step.destination_offset);
 }
 
 const std::byte* Operation::source(const Operand& operand) const {
-  return (operand.kind == 0 ? buffers_[operand.index] : views_[operand.index].data) + operand.offset;
+  return (operand.kind == 0 ? buffers_[operand.index] : views_[operand.index].data) + sizes_.bytes(operand.offset);
 }
 
 void Operation::take_scratch() {
@@ -117,13 +122,13 @@ void Operation::ready_in_order(uint32_t list) {
 
 const Step& Operation::begin(uint32_t at) const {
   const Step& step = plan_.steps[at];
-  trace::step_begin(plan_.rank, this, at, static_cast<uint32_t>(step.kind), step.peer, step.size_bytes);
+  trace::step_begin(plan_.rank, this, at, static_cast<uint32_t>(step.kind), step.peer, size_bytes(step));
   return step;
 }
 
 void Operation::done(uint32_t at) {
   const Step& step = plan_.steps[at];
-  trace::step_end(plan_.rank, this, at, static_cast<uint32_t>(step.kind), step.peer, step.size_bytes);
+  trace::step_end(plan_.rank, this, at, static_cast<uint32_t>(step.kind), step.peer, size_bytes(step));
   --steps_left_;
   for (uint32_t e = 0; e < step.edge_count; ++e) {
     const uint32_t next = plan_.edges[step.edge_first + e];
@@ -143,10 +148,8 @@ bool Operation::run_ready(bool copies) {
       ready_folds_.pop_back();
       run_reduce(step);
     } else if (copies && !ready_copies_.empty()) {
-      const uint32_t step = ready_copies_.front();
-      ready_copies_.pop_front();
-      run_copy(step);
-      copies = false;  // one copy a round, because the network comes first
+      if (run_copy_piece(ready_copies_.front())) ready_copies_.pop_front();
+      copies = false;  // one piece a round, because the network comes first
     } else {
       return ran;
     }
@@ -185,20 +188,27 @@ void Operation::dispatch_device_copy(uint32_t at) {
     throw DeviceError(describe() + ": a copy between host and device cannot be started");
 }
 
-void Operation::run_copy(uint32_t at) {
-  const Step& step = begin(at);
+// True when the whole of it has been copied.
+bool Operation::run_copy_piece(uint32_t at) {
+  const Step& step = copied_bytes_ == 0 ? begin(at) : plan_.steps[at];
   const Operand& operand = plan_.operands[step.operand_first];
   std::byte* to = destination(step);
   const std::byte* from = source(operand);
-  if (step.size_bytes != 0 && to != from) {
-    if (plan_.buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES) {
-      stream_copy(to, from, step.size_bytes);
+  const uint64_t left_bytes = to != from ? size_bytes(step) - copied_bytes_ : 0;
+  const uint64_t piece_bytes = std::min(left_bytes, COPY_PIECE_BYTES);
+  if (piece_bytes != 0) {
+    if (sizes_.buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES) {
+      stream_copy(to + copied_bytes_, from + copied_bytes_, piece_bytes);
     } else {
-      std::memcpy(to, from, step.size_bytes);
+      std::memcpy(to + copied_bytes_, from + copied_bytes_, piece_bytes);
     }
   }
+  copied_bytes_ += piece_bytes;
+  if (piece_bytes != left_bytes) return false;
+  copied_bytes_ = 0;
   if (operand.kind == 1) engine_->mailbox().release(views_[operand.index].loan);
   done(at);
+  return true;
 }
 
 void Operation::run_reduce(uint32_t at) {

@@ -36,8 +36,9 @@ struct OperationMemory {
 
 class Operation final : public MailboxClient {
  public:
+  // `counted`: the plan's sizes, if it takes counts.
   Operation(Engine& engine, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
-            uint64_t sequence);
+            uint64_t sequence, RunSizes counted);
   ~Operation() override;
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
@@ -58,9 +59,10 @@ class Operation final : public MailboxClient {
     if (!has_memory_) return;
     const uint32_t first = on_device() ? plan_.buffer_count : 0;
     for (uint32_t index = first; index <= plan_.buffer_count; ++index) {
-      visit(buffers_[index], plan_.buffer_extents[index]);
+      visit(buffers_[index], sizes_.buffer_extents[index]);
     }
   }
+  const RunSizes& sizes() const { return sizes_; }
   bool finished_steps() const { return steps_left_ == 0; }
   void on_message_sent(uint32_t step) override;
   void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) override;
@@ -112,10 +114,11 @@ class Operation final : public MailboxClient {
   void ready(uint32_t step);
   void ready_in_order(uint32_t list);
   const Step& begin(uint32_t step) const;
+  uint64_t size_bytes(const Step& step) const { return sizes_.bytes(step.size_bytes); }
   void done(uint32_t step);
   void dispatch(uint32_t step);
   void dispatch_device_copy(uint32_t step);
-  void run_copy(uint32_t step);
+  bool run_copy_piece(uint32_t step);
   void run_reduce(uint32_t step);
   std::byte* destination(const Step& step) const;
   const std::byte* source(const Operand& operand) const;
@@ -123,6 +126,8 @@ class Operation final : public MailboxClient {
 
   Engine* engine_;  // kept alive by a reference
   Plan& plan_;
+  const RunSizes counted_;
+  const RunSizes& sizes_;  // `counted_`, or the plan's
   std::vector<std::byte*> buffers_;
   std::unique_ptr<std::byte[]> scratch_;
   std::vector<uint32_t> waits_;
@@ -131,6 +136,7 @@ class Operation final : public MailboxClient {
   std::vector<uint32_t> ready_to_dispatch_;  // completed later, by the mailbox or the owner of the device
   std::vector<uint32_t> ready_folds_;
   std::deque<uint32_t> ready_copies_;
+  uint64_t copied_bytes_ = 0;  // of the first of them
   uint32_t steps_left_;
   sennit_device device_{};
   uint32_t copies_running_ = 0;             // steps of the device

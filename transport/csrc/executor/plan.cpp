@@ -15,7 +15,9 @@ namespace {
 constexpr uint32_t PLAN_MAGIC = 0x31504E53;
 constexpr uint16_t PLAN_VERSION = 2;
 constexpr uint32_t SLOT_LIMIT = 1u << 20;
-constexpr uint64_t PLAN_ON_DEVICE = 1;
+constexpr uint32_t PLAN_ON_DEVICE = 1;
+// What the counts of a post may sum up to, so that no sum of two of their ranges wraps.
+constexpr uint64_t COUNTED_MAX_BYTES = (uint64_t{1} << 63) - 1;
 
 struct FileHeader {
   uint32_t magic;
@@ -29,9 +31,10 @@ struct FileHeader {
   uint32_t edge_count;
   uint32_t name_bytes;
   uint64_t scratch_bytes;
-  uint64_t flags;
+  uint32_t flags;
+  uint32_t count_count;
   uint32_t leaves;
-  uint32_t reserved;
+  uint32_t unit_bytes;
 };
 static_assert(sizeof(FileHeader) == 64);
 
@@ -44,6 +47,21 @@ const std::byte* take(std::vector<Record>& out, const std::byte* at, size_t coun
   return at + count * sizeof(Record);
 }
 
+// Of one element of a reduction's result.
+uint32_t result_bytes(const Step& step) {
+  const auto dtype = static_cast<sennit_dtype>(step.dtype);
+  return element_size_bytes((step.flags & STEP_PARTIAL) != 0 ? accumulator(dtype) : dtype);
+}
+
+// What `step` reads of `operand`, maybe a range of counts. UINT64_MAX if no memory is that large.
+uint64_t operand_bytes(const Step& step, const Operand& operand) {
+  if (step.kind != StepKind::reduce) return step.size_bytes;
+  const auto dtype = static_cast<sennit_dtype>(step.dtype);
+  const uint64_t count = step.size_bytes / result_bytes(step);
+  const uint64_t element_bytes = element_size_bytes(operand.is_partial != 0 ? accumulator(dtype) : dtype);
+  return count > UINT64_MAX / 2 / element_bytes ? UINT64_MAX : count * element_bytes;
+}
+
 class Checker {
  public:
   explicit Checker(Plan& plan) : plan_(plan) {}
@@ -53,10 +71,12 @@ class Checker {
     if (plan_.rank >= plan_.world) refuse("rank " + std::to_string(plan_.rank) + " of " + std::to_string(plan_.world));
     plan_.waits.assign(plan_.steps.size(), 0);
     plan_.kernels.assign(plan_.steps.size(), nullptr);
-    plan_.buffer_extents.assign(plan_.buffer_count + 1, 0);
-    plan_.buffer_extents[plan_.buffer_count] = plan_.scratch_bytes;
+    if ((plan_.count_count != 0) != (plan_.unit_bytes != 0))
+      refuse("it takes " + std::to_string(plan_.count_count) + " counts of elements of " +
+             std::to_string(plan_.unit_bytes) + " bytes");
+    if (plan_.count_count != 0 && plan_.on_device) refuse("it takes counts on device memory");
     for (uint32_t at = 0; at < plan_.steps.size(); ++at) check_step(at);
-    if (plan_.buffer_extents[plan_.buffer_count] > plan_.scratch_bytes) refuse("a step reaches beyond the scratch");
+    if (plan_.count_count == 0) measure();
     check_loans();
     check_messages();
     check_acyclic();
@@ -64,10 +84,28 @@ class Checker {
   }
 
  private:
-  void extend(uint32_t buffer, uint64_t offset, uint64_t size_bytes, uint32_t at) {
-    if (buffer > plan_.buffer_count) refuse("step " + std::to_string(at) + " names buffer " + std::to_string(buffer));
-    if (offset + size_bytes < offset) refuse("step " + std::to_string(at) + " has an overflowing range");
-    if (size_bytes != 0) plan_.buffer_extents[buffer] = std::max(plan_.buffer_extents[buffer], offset + size_bytes);
+  void measure() {
+    try {
+      plan_.sizes = plan_.measure({});
+    } catch (const PlanError& error) {
+      refuse(error.what());
+    }
+  }
+
+  void check_place(uint32_t buffer, uint64_t offset, const Step& step, const std::string& where) const {
+    if (buffer > plan_.buffer_count) refuse(where + " names buffer " + std::to_string(buffer));
+    check_counted(offset, where);
+    if (!CountRange::is(offset)) return;
+    if (!CountRange::is(step.size_bytes)) refuse(where + " moves a fixed size at a counted place");
+    if (uint64_t{CountRange(offset).end} + CountRange(step.size_bytes).size() > plan_.count_count)
+      refuse(where + " reaches beyond the counts");
+  }
+
+  void check_counted(uint64_t number, const std::string& where) const {
+    if (!CountRange::is(number)) return;
+    const CountRange range(number);
+    if (range.first > range.end || range.end > plan_.count_count)
+      refuse(where + " names " + range.describe() + " of " + std::to_string(plan_.count_count) + " counts");
   }
 
   void check_step(uint32_t at) {
@@ -82,6 +120,7 @@ class Checker {
     if (uint64_t{step.operand_first} + step.operand_count > plan_.operands.size())
       refuse(where + " has operands out of range");
     plan_.operand_max = std::max(plan_.operand_max, step.operand_count);
+    check_counted(step.size_bytes, where);
     const bool network = step.kind == StepKind::send || step.kind == StepKind::receive;
     if (network && step.slot >= SLOT_LIMIT) refuse(where + " has slot " + std::to_string(step.slot));
     if (network && step.peer != SENNIT_ANY_PEER && (step.peer >= plan_.world || step.peer == plan_.rank)) {
@@ -97,11 +136,9 @@ class Checker {
     switch (step.kind) {
       case StepKind::receive:
         if (step.operand_count != 0) refuse(where + " receives, but has operands");
-        plan_.received_bytes += step.size_bytes;
         break;
       case StepKind::send:
         if (collective_of(plan_.signature) == SENNIT_P2P) plan_.p2p_send_peer = step.peer;
-        plan_.sent_bytes += step.size_bytes;
         [[fallthrough]];
       case StepKind::copy:
         if (step.operand_count != 1) refuse(where + " must have one operand");
@@ -113,7 +150,7 @@ class Checker {
         refuse(where + " has kind " + std::to_string(static_cast<int>(step.kind)));
     }
     if (step.kind != StepKind::send && !loan)
-      extend(step.destination_buffer, step.destination_offset, step.size_bytes, at);
+      check_place(step.destination_buffer, step.destination_offset, step, where);
     if (plan_.on_device) check_device(step, loan, where);
     for (uint32_t o = 0; o < step.operand_count; ++o) check_operand(step, plan_.operands[step.operand_first + o], at);
   }
@@ -122,6 +159,7 @@ class Checker {
     const Step& step = plan_.steps[at];
     const std::string where = "step " + std::to_string(at);
     if (step.operand_count == 0) refuse(where + " must have operands");
+    if (CountRange::is(step.size_bytes)) refuse(where + " reduces a counted size");
     const auto dtype = static_cast<sennit_dtype>(step.dtype);
     plan_.kernels[at] = find_fold(dtype, static_cast<sennit_reduce>(step.reduce));
     if (plan_.kernels[at] == nullptr)
@@ -141,12 +179,6 @@ class Checker {
       depth -= combinations;
     }
     if (depth != 1) refuse(where + " leaves " + std::to_string(depth) + " values; needed: 1");
-  }
-
-  // Of one element.
-  static uint32_t result_bytes(const Step& step) {
-    const auto dtype = static_cast<sennit_dtype>(step.dtype);
-    return element_size_bytes((step.flags & STEP_PARTIAL) != 0 ? accumulator(dtype) : dtype);
   }
 
   // Only the owner of a device can address its memory, and the owner copies at its own pace.
@@ -169,17 +201,10 @@ class Checker {
     if (operand.is_partial > 1 || operand.reserved != 0) refuse(where + " has an unknown operand");
     if (step.kind != StepKind::reduce && (operand.is_partial != 0 || operand.combinations != 0))
       refuse(where + " has an operand of a reduction");
-    uint64_t size_bytes = step.size_bytes;
-    if (step.kind == StepKind::reduce) {
-      const auto dtype = static_cast<sennit_dtype>(step.dtype);
-      const uint64_t count = step.size_bytes / result_bytes(step);
-      const uint64_t element_bytes = element_size_bytes(operand.is_partial != 0 ? accumulator(dtype) : dtype);
-      // Twice as wide as the result at most.
-      if (count > UINT64_MAX / 2 / element_bytes) refuse(where + " has an overflowing range");
-      size_bytes = count * element_bytes;
-    }
+    const uint64_t size_bytes = operand_bytes(step, operand);
+    if (size_bytes == UINT64_MAX) refuse(where + " has an overflowing range");
     if (operand.kind == 0) {
-      extend(operand.index, operand.offset, size_bytes, at);
+      check_place(operand.index, operand.offset, step, where);
       const uint64_t low = std::max(operand.offset, step.destination_offset);
       const uint64_t high = std::min(operand.offset + size_bytes, step.destination_offset + step.size_bytes);
       const bool same = operand.offset == step.destination_offset && size_bytes == step.size_bytes;
@@ -271,7 +296,79 @@ class Checker {
   std::vector<uint32_t> readers_;  // for each step with a loan; empty before the first one
 };
 
+// Ranges of a checked plan in bytes, for given counts.
+class Measure {
+ public:
+  explicit Measure(const Plan& plan) : plan_(plan) {}
+
+  RunSizes run(std::span<const uint64_t> counts) {
+    add_counts(counts);
+    sizes_.buffer_extents.assign(plan_.buffer_count + 1, 0);
+    uint64_t& scratch_extent = sizes_.buffer_extents[plan_.buffer_count];
+    for (uint32_t at = 0; at < plan_.steps.size(); ++at) add_step(at);
+    if (scratch_extent > plan_.scratch_bytes) throw PlanError("a step reaches beyond the scratch");
+    scratch_extent = plan_.scratch_bytes;
+    return std::move(sizes_);
+  }
+
+ private:
+  void add_counts(std::span<const uint64_t> counts) {
+    if (counts.size() != plan_.count_count)
+      throw PlanError("the plan takes " + std::to_string(plan_.count_count) + " counts, " +
+                      std::to_string(counts.size()) + " given");
+    if (counts.empty()) return;
+    sizes_.count_starts.reserve(counts.size() + 1);
+    uint64_t start = 0;
+    for (size_t i = 0; i < counts.size(); ++i) {
+      sizes_.count_starts.push_back(start);
+      const uint64_t left = (COUNTED_MAX_BYTES - start) / plan_.unit_bytes;
+      // Signed, because a count too large is a negative one of the caller's.
+      if (counts[i] > left)
+        throw PlanError("count " + std::to_string(i) + " is " + std::to_string(static_cast<int64_t>(counts[i])) +
+                        "; allowed: 0.." + std::to_string(left));
+      start += counts[i] * plan_.unit_bytes;
+    }
+    sizes_.count_starts.push_back(start);
+  }
+
+  void add_step(uint32_t at) {
+    const Step& step = plan_.steps[at];
+    const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
+    if (step.kind == StepKind::send) sizes_.sent_bytes += sizes_.bytes(step.size_bytes);
+    if (step.kind == StepKind::receive) sizes_.received_bytes += sizes_.bytes(step.size_bytes);
+    if (step.kind != StepKind::send && !loan)
+      add_place(at, step.destination_buffer, step.destination_offset, sizes_.bytes(step.size_bytes));
+    for (uint32_t o = 0; o < step.operand_count; ++o) {
+      const Operand& operand = plan_.operands[step.operand_first + o];
+      if (operand.kind == 0) add_place(at, operand.index, operand.offset, sizes_.bytes(operand_bytes(step, operand)));
+    }
+  }
+
+  void add_place(uint32_t at, uint32_t buffer, uint64_t offset, uint64_t size_bytes) {
+    const uint64_t begin = sizes_.bytes(offset);
+    if (begin + size_bytes < begin) throw PlanError("step " + std::to_string(at) + " has an overflowing range");
+    if (CountRange::is(offset)) check_fit(at, CountRange(offset), size_bytes);
+    uint64_t& extent = sizes_.buffer_extents[buffer];
+    if (size_bytes != 0) extent = std::max(extent, begin + size_bytes);
+  }
+
+  // Bytes at a counted place are whole parts.
+  void check_fit(uint32_t at, const CountRange& offset, uint64_t size_bytes) const {
+    const CountRange size(plan_.steps[at].size_bytes);
+    const CountRange place(offset.end, offset.end + size.size());
+    if (sizes_.bytes(place) == size_bytes) return;
+    throw PlanError("step " + std::to_string(at) + " moves " + std::to_string(size_bytes) + " bytes, " +
+                    size.describe() + ", where " + std::to_string(sizes_.bytes(place)) + " belong, " +
+                    place.describe());
+  }
+
+  const Plan& plan_;
+  RunSizes sizes_;
+};
+
 }  // namespace
+
+RunSizes Plan::measure(std::span<const uint64_t> counts) const { return Measure(*this).run(counts); }
 
 std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   FileHeader header;
@@ -291,12 +388,13 @@ std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   plan->world = header.world;
   plan->rank = header.rank;
   plan->leaves = header.leaves;
-  if (header.reserved != 0) refuse("reserved field is " + std::to_string(header.reserved));
   plan->signature = header.signature;
   plan->scratch_bytes = header.scratch_bytes;
   plan->buffer_count = header.buffer_count;
   if ((header.flags & ~PLAN_ON_DEVICE) != 0) refuse("flags " + std::to_string(header.flags));
   plan->on_device = (header.flags & PLAN_ON_DEVICE) != 0;
+  plan->count_count = header.count_count;
+  plan->unit_bytes = header.unit_bytes;
   at = take(plan->steps, at, header.step_count);
   at = take(plan->operands, at, header.operand_count);
   at = take(plan->edges, at, header.edge_count);

@@ -7,6 +7,8 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <span>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -50,6 +52,31 @@ struct PlanError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// A size or offset of a step that is a range of the post's counts: the bytes of counts [first, end).
+struct CountRange {
+  static constexpr uint64_t BIT = uint64_t{1} << 63;
+  static bool is(uint64_t number) { return (number & BIT) != 0; }
+  explicit CountRange(uint64_t number)
+      : first(static_cast<uint32_t>(number)), end(static_cast<uint32_t>((number & ~BIT) >> 32)) {}
+  CountRange(uint32_t first_count, uint32_t end_count) : first(first_count), end(end_count) {}
+  uint32_t size() const { return end - first; }
+  std::string describe() const { return "counts[" + std::to_string(first) + ":" + std::to_string(end) + "]"; }
+
+  uint32_t first, end;
+};
+
+// What a plan's sizes are in one run: known when it is loaded, or, if it takes counts, when it is posted.
+struct RunSizes {
+  // A size or offset in bytes.
+  uint64_t bytes(uint64_t number) const { return CountRange::is(number) ? bytes(CountRange(number)) : number; }
+  uint64_t bytes(const CountRange& range) const { return count_starts[range.end] - count_starts[range.first]; }
+
+  std::vector<uint64_t> count_starts;    // per count, and for the end of the last: bytes of those before
+  std::vector<uint64_t> buffer_extents;  // per buffer: bytes from its start that the run may touch
+  uint64_t sent_bytes = 0;               // by this rank, to others
+  uint64_t received_bytes = 0;           // from others
+};
+
 struct Plan {
   // Whether `step` is a copy that only the owner of the device can make.
   bool is_device_copy(const Step& step) const {
@@ -61,24 +88,27 @@ struct Plan {
   // Throws PlanError with the rule that the plan breaks.
   static std::unique_ptr<Plan> decode(const void* bytes, size_t size_bytes);
 
+  // Throws PlanError where the counts do not fit the plan, or make one of its ranges overflow.
+  RunSizes measure(std::span<const uint64_t> counts) const;
+
   uint32_t world = 0;
   uint32_t rank = 0;
   uint32_t leaves = 0;  // of a reduction's tree: AVG divides by them
   uint64_t signature = 0;
   uint64_t scratch_bytes = 0;
   uint32_t buffer_count = 0;
-  bool on_device = false;  // the caller's buffers are device memory, which only copies touch
+  uint32_t count_count = 0;  // counts that a post gives
+  uint32_t unit_bytes = 0;   // of one counted element
+  bool on_device = false;    // the caller's buffers are device memory, which only copies touch
   std::string name;
   std::vector<Step> steps;
   std::vector<Operand> operands;
   std::vector<uint32_t> edges;
   // Derived from the above.
-  std::vector<uint32_t> waits;           // per step: steps that must be done before it
-  std::vector<FoldKernel> kernels;       // per step: REDUCE only
-  std::vector<uint64_t> buffer_extents;  // per buffer: bytes the plan touches
-  uint64_t sent_bytes = 0;               // bytes from this rank to others
-  uint64_t received_bytes = 0;           // bytes from other ranks
-  uint32_t operand_max = 0;              // the largest number of operands of a step
+  std::vector<uint32_t> waits;      // per step: steps that must be done before it
+  std::vector<FoldKernel> kernels;  // per step: REDUCE only
+  RunSizes sizes;                   // if the plan takes no counts
+  uint32_t operand_max = 0;         // the largest number of operands of a step
   // On a device: lists of steps that start in the list's order, and for each step 1 + its list, or 0.
   std::array<std::vector<uint32_t>, 3> ordered;  // copies to the host, sends that wait only for these, receives
   std::vector<uint8_t> order;

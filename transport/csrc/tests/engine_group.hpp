@@ -21,6 +21,12 @@ class PlanWriter {
  public:
   PlanWriter(uint32_t world, uint32_t rank, uint16_t buffer_count, uint64_t signature)
       : world_(world), rank_(rank), buffer_count_(buffer_count), signature_(signature) {}
+  // Of a plan that takes counts.
+  PlanWriter& takes(uint32_t count_count, uint32_t unit_bytes) {
+    count_count_ = count_count;
+    unit_bytes_ = unit_bytes;
+    return *this;
+  }
 
   uint32_t add(StepKind kind, uint32_t peer, uint32_t slot, uint32_t buffer, uint64_t offset, uint64_t size_bytes,
                std::vector<Operand> operands = {}, uint8_t flags = 0) {
@@ -63,7 +69,9 @@ class PlanWriter {
     put(24, static_cast<uint32_t>(steps.size()));
     put(28, static_cast<uint32_t>(operands_.size()));
     put(32, static_cast<uint32_t>(flat.size()));
+    put(52, count_count_);
     put(56, world_);
+    put(60, unit_bytes_);
     auto append = [&](const auto& records) {
       const auto* begin = reinterpret_cast<const std::byte*>(records.data());
       out.insert(out.end(), begin, begin + records.size() * sizeof(records[0]));
@@ -72,6 +80,28 @@ class PlanWriter {
     append(operands_);
     append(flat);
     return out;
+  }
+
+  static uint64_t counted(uint64_t first, uint64_t end) { return CountRange::BIT | end << 32 | first; }
+
+  // As transport/algorithms/alltoall.py: the counts that go to each rank, then those that come.
+  static std::vector<std::byte> alltoall(uint32_t world, uint32_t rank, uint32_t unit_bytes) {
+    PlanWriter writer(world, rank, 2, uint64_t{SENNIT_ALLTOALL} << 56);
+    writer.takes(2 * world, unit_bytes);
+    const auto sent = [](uint32_t part) { return Operand{.offset = counted(0, part)}; };
+    for (uint32_t i = 1; i < world; ++i) {
+      const uint32_t peer = (rank + i) % world;
+      writer.add(StepKind::send, peer, 0, 0, 0, counted(peer, peer + 1), {sent(peer)});
+    }
+    for (uint32_t i = 0; i < world; ++i) {
+      const uint32_t peer = (rank + world - i) % world, part = world + peer;
+      const uint64_t offset = counted(world, part), size = counted(part, part + 1);
+      if (peer == rank)
+        writer.add(StepKind::copy, 0, 0, 1, offset, size, {sent(peer)});
+      else
+        writer.add(StepKind::receive, peer, 0, 1, offset, size);
+    }
+    return writer.bytes();
   }
 
   // Every rank sends its vector to all, and folds all over the tree of ranks.
@@ -102,6 +132,7 @@ class PlanWriter {
   uint32_t world_, rank_;
   uint16_t buffer_count_;
   uint64_t signature_;
+  uint32_t count_count_ = 0, unit_bytes_ = 0;
   std::vector<Step> steps_;
   std::vector<Operand> operands_;
   std::vector<std::vector<uint32_t>> edges_;
@@ -177,7 +208,7 @@ struct Result {
 inline Result run(Engine& engine, const LoadedPlan& plan, std::vector<float>& in, std::vector<float>& out,
                   uint32_t flags = 0) {
   const sennit_buffer buffers[] = {{in.data(), in.size() * 4}, {out.data(), out.size() * 4}};
-  const sennit_post_options options{0, flags, 0, 1.0};
+  const sennit_post_options options{0, flags, 0, 1.0, nullptr, 0};
   sennit_op* op = nullptr;
   char error[1024] = "";
   auto* comm = reinterpret_cast<sennit_comm*>(&engine);

@@ -34,7 +34,7 @@ typedef enum sennit_status {
   SENNIT_ABORTED = 3,   // sennit_abort or shutdown on this rank
   SENNIT_PEER = 4,      // a peer died, aborted or reported a failure; the message names it
   SENNIT_MISMATCH = 5,  // a peer runs another operation, size, dtype or split
-  SENNIT_ARGUMENT = 6,  // malformed plan or buffers; nothing was sent
+  SENNIT_ARGUMENT = 6,  // malformed plan, counts or buffers; nothing was sent
   SENNIT_DEVICE = 7,    // the system refused a socket, device, thread or memory; the message says which
 } sennit_status;
 
@@ -105,6 +105,9 @@ typedef struct sennit_post_options {
   uint32_t flags;
   uint32_t tag;   // P2P only
   double scalar;  // factor of SENNIT_PREMUL_SUM
+  // Of a plan that takes counts: elements, as many as the plan says; read during the call only.
+  const uint64_t* counts;
+  uint32_t count_count;
 } sennit_post_options;
 
 // Whether `reduce` is defined for elements of type `dtype`, so that a plan may contain it.
