@@ -72,6 +72,27 @@ def test_folder_imports_only_what_it_may(folder: str) -> None:
                 assert target in MAY_IMPORT[folder], f"{path}: {folder} may not import {module}"
 
 
+# The rooms of `runtime/`, bottom up. A room may import rooms of lower layers.
+ROOM_LAYERS = (
+    {"backend", "kernels", "telemetry"},
+    {"data", "memory", "trace"},
+    {"ingest", "model"},
+    {"training"},
+)
+
+
+def test_rooms_of_the_runtime_import_only_lower_ones() -> None:
+    rooms = {path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py")}
+    assert rooms == set().union(*ROOM_LAYERS)
+    layer_of = {room: number for number, layer in enumerate(ROOM_LAYERS) for room in layer}
+    for path in (ROOT / "runtime").glob("*/**/*.py"):
+        own = path.relative_to(ROOT / "runtime").parts[0]
+        for module in imported_modules(path):
+            room = module.removeprefix("sennit.runtime.").partition(".")[0]
+            if module.startswith("sennit.runtime.") and room in rooms and room != own:
+                assert layer_of[room] < layer_of[own], f"{path}: {own} may not import {module}"
+
+
 # Files of `sennit/` that every folder may use.
 SHARED = {"cache", "closing", "command_line", "debian", "errors", "exports"}
 

@@ -6,15 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.offload.sketch import Sketch
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.data.features import RawSamples
-from sennit.runtime.data.order import Order
+from sennit.runtime.data.order import Order, OrderSettings
 from sennit.runtime.data.prepared import PreparedData
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.data.samples import Samples
-from sennit.runtime.model.sharding import PlacedTable
-from sennit.runtime.training.config import TrainingConfig
 
 
 class BatchSource(Protocol):
@@ -24,7 +23,7 @@ class BatchSource(Protocol):
     """
 
     order: Order
-    tables: tuple[PlacedTable, ...]
+    tables: tuple[TableFacts, ...]
     dense_count: int
     fingerprint: str
     """The fingerprint of the data set."""
@@ -55,7 +54,7 @@ class MemorySource:
         """The batches of rank `rank` of `world_size`."""
         self.order = data.order
         self.tables = tuple(
-            PlacedTable(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
+            TableFacts(name=column.name, row_count=column.row_count, mean_length=column.mean_length)
             for column in data.samples.columns
         )
         self.dense_count = data.samples.dense.shape[1]
@@ -81,21 +80,6 @@ class MemorySource:
         return None
 
 
-def prepared(data: RawSamples | Samples, config: TrainingConfig) -> PreparedData:
-    """The data as a run with this configuration trains on them."""
-    name, count = data.name, len(data)
-    return PreparedData.of(data, order_of(config, name, count))
-
-
-def order_of(config: TrainingConfig, name: str, sample_count: int) -> Order:
-    """The order of samples in a run with this configuration."""
-    return Order(
-        name=name,
-        sample_count=sample_count,
-        seed=config.seed,
-        split=config.split,
-        eval_fraction=config.eval_fraction,
-        batch_size=config.batch_size,
-        epochs=config.epochs,
-        max_steps=config.max_steps,
-    )
+def prepared(data: RawSamples | Samples, settings: OrderSettings) -> PreparedData:
+    """The data as a run with these settings trains on them."""
+    return PreparedData.of(data, settings.order(data.name, len(data)))

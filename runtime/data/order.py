@@ -10,7 +10,7 @@ Permutations are keyed bijections (`KeyedPermutation`), so nobody holds a list o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from typing import Final
 
@@ -28,6 +28,22 @@ ORDER_VERSION: Final = 2
 
 
 _ROWS_AT_ONCE: Final = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OrderSettings:
+    """The settings of a run that the order of samples depends on. Feeders get them as they are."""
+
+    seed: int
+    split: str
+    eval_fraction: float
+    batch_size: int
+    epochs: int
+    max_steps: int | None
+
+    def order(self, name: str, sample_count: int) -> Order:
+        """The order of a data set's samples."""
+        return Order(name=name, sample_count=sample_count, **asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ def feed(
     from sennit.runtime.data import sources
     from sennit.runtime.data.sources import Source
     from sennit.runtime.ingest import feed as feeding
-    from sennit.runtime.training.launch import Address
+    from sennit.runtime.ingest.address import Address
     from sennit.transport.errors import ConfigError, SennitError
 
     # One thread, as in a rank: otherwise the sums behind means would depend on the number of threads.

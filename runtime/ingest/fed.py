@@ -16,31 +16,36 @@ from sennit.offload.errors import PlanError, TargetUnavailable
 from sennit.offload.ingest.facts import Facts
 from sennit.offload.ingest.protocol import VERSION, Terms
 from sennit.offload.ingest.session import IngestError, Session
+from sennit.offload.ingest.target import IngestTarget
 from sennit.offload.sketch import Sketch
-from sennit.runtime.data.batch_source import order_of
 from sennit.runtime.data.combined import CombinedBatch
-from sennit.runtime.data.order import Order
+from sennit.runtime.data.order import Order, OrderSettings
 from sennit.runtime.data.preprocessing import Preprocessing
 from sennit.runtime.ingest.page import IngestPage
-from sennit.runtime.model.sharding import PlacedTable
-from sennit.runtime.training.config import TrainingConfig
 from sennit.transport.errors import ConfigError
 
 SLOTS: Final = 4
-# The configuration fields that the order of samples depends on. Feeders get them as they are.
-ORDER_SETTINGS: Final = ("seed", "split", "eval_fraction", "batch_size", "epochs", "max_steps")
 
 
 class FedSource:
     """The batches of one rank, as they arrive. Making it is collective."""
 
-    def __init__(self, config: TrainingConfig, *, rank: int, world_size: int, local_rank: int, local_ranks: int):
+    def __init__(
+        self,
+        target: IngestTarget,
+        settings: OrderSettings,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        local_ranks: int,
+        timeout_s: float,
+    ) -> None:
         """Waits until a feeder has described its data."""
-        assert config.ingest is not None
-        self._target = config.ingest
+        self._target = target
         self._rank, self._world_size = rank, world_size
         self._local_rank, self._local_ranks = local_rank, local_ranks
-        self._timeout_s = config.timeout_s
+        self._timeout_s = timeout_s
         listener = self._target.listen(local_rank)
         self._session_number = _shared(secrets.randbits(32) if rank == 0 else None)
         endpoints: list[Any] = [None] * world_size
@@ -53,17 +58,17 @@ class FedSource:
             endpoints=endpoints,
             packet_bytes=self._target.packet_bytes(local_rank),
             window_packets=max(1, self._target.packets_on_the_way(local_ranks) // SLOTS),
-            order={name: getattr(config, name) for name in ORDER_SETTINGS},
+            order=asdict(settings),
         )
         self._page = IngestPage(rank, world_size)
-        self._session = Session(listener, terms, timeout_s=config.timeout_s, observe=self._page.show)
+        self._session = Session(listener, terms, timeout_s=timeout_s, observe=self._page.show)
         try:
             self.facts = self._agree()
-            self.order: Order = order_of(config, self.facts.name, self.facts.sample_count)
+            self.order: Order = settings.order(self.facts.name, self.facts.sample_count)
         except BaseException as error:
             self.close(str(error))
             raise
-        self.tables = tuple(PlacedTable(**asdict(table)) for table in self.facts.tables)
+        self.tables = self.facts.tables
         self.fingerprint = self.facts.fingerprint
         self.preprocessing = _preprocessing(self.facts)
         self.dense_count = len(self.facts.dense_names)

@@ -28,8 +28,8 @@ from sennit.runtime.data.features import RawSamples
 from sennit.runtime.data.fingerprint import fingerprint
 from sennit.runtime.data.order import Order
 from sennit.runtime.data.preprocessing import Preprocessing
+from sennit.runtime.ingest.address import Address
 from sennit.runtime.ingest.facts import encode
-from sennit.runtime.training.launch import Address
 from sennit.transport.errors import SennitError
 
 # How many workers may be replaced. If more die, a replacement does not remove the cause.

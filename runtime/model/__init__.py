@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from sennit.runtime.model.optimizer import dense_optimizer as dense_optimizer
     from sennit.runtime.model.phases import PhaseClock as PhaseClock
     from sennit.runtime.model.schedule import RateSchedule as RateSchedule
-    from sennit.runtime.model.sharding import PlacedTable as PlacedTable
     from sennit.runtime.model.sharding import Placement as Placement
     from sennit.runtime.model.sharding import place as place
     from sennit.runtime.model.stored import StoredTables as StoredTables
@@ -33,7 +32,6 @@ __getattr__ = exporter(
         "PhaseClock": "phases",
         "RateSchedule": "schedule",
         "Placement": "sharding",
-        "PlacedTable": "sharding",
         "place": "sharding",
         "StoredTables": "stored",
         "TableStore": "stored",

@@ -12,13 +12,13 @@ from typing import Any, Final, Protocol
 
 from torch import Generator, Tensor
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec, initialise
-from sennit.runtime.model.sharding import PlacedTable
 from sennit.runtime.model.tensor_train import TensorTrainRule, parts, table_spec
 
 ROW_WISE_ADAGRAD: Final = OptimizerSpec(kind=Optimizer.ROW_WISE_ADAGRAD, epsilon=1e-8)
@@ -73,7 +73,7 @@ class ResidentTables:
 
     def __init__(
         self,
-        tables: Sequence[PlacedTable],
+        tables: Sequence[TableFacts],
         *,
         dim: int,
         seed: int,
@@ -125,7 +125,7 @@ class ResidentTables:
 
 
 def embedding_engine(
-    tables: Sequence[PlacedTable],
+    tables: Sequence[TableFacts],
     *,
     dim: int,
     seed: int,
@@ -153,16 +153,16 @@ def table_bytes(spec: TableSpec, optimizer: OptimizerSpec = ROW_WISE_ADAGRAD) ->
     )
 
 
-def table_specs(tables: Sequence[PlacedTable], *, dim: int) -> list[TableSpec]:
+def table_specs(tables: Sequence[TableFacts], *, dim: int) -> list[TableSpec]:
     return [TableSpec(name=table.name, row_count=table.row_count, dim=dim) for table in tables]
 
 
-def stream(table: PlacedTable, seed: int) -> Generator:
+def stream(table: TableFacts, seed: int) -> Generator:
     """The generator of the table's initial weights, which are drawn row after row."""
     return torch_stream(seed, "table", table.name)
 
 
-def fill(rows: Tensor, table: PlacedTable, generator: Generator) -> None:
+def fill(rows: Tensor, table: TableFacts, generator: Generator) -> None:
     """Draws initial weights for the next rows of a table.
 
     They are uniform within 1 / sqrt(row_count), as in the reference code of Naumov et al. 2019.

@@ -9,29 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.transport.errors import ConfigError
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlacedTable:
-    """One embedding table."""
-
-    name: str
-    """Global name; weights, state and checkpoints go by it."""
-
-    row_count: int
-    """Rows; ids are in [0, row_count)."""
-
-    mean_length: float
-    """The mean number of ids per sample (the pooling factor)."""
-
-    def cost(self, dim: int) -> float:
-        """Floats touched per sample: `mean_length` rows read and updated, one pooled vector sent each way.
-
-        Each row is accessed three times (lookup, gradient, write). The pooled vector crosses the exchange forward and
-        backward.
-        """
-        return dim * (3 * self.mean_length + 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +35,17 @@ class Placement:
         return tuple(place[table] for table in range(len(self.owner_of)))
 
 
+def cost(table: TableFacts, dim: int) -> float:
+    """The floats touched per sample: `mean_length` rows read and updated, one pooled vector sent each way.
+
+    Lookup and update read and write each row once per pass (3 accesses per row: lookup, gradient, write).
+    The pooled vector crosses the exchange forward and backward.
+    """
+    return dim * (3 * table.mean_length + 2)
+
+
 def place(
-    tables: Sequence[PlacedTable],
+    tables: Sequence[TableFacts],
     *,
     world_size: int,
     dim: int,
@@ -73,7 +61,7 @@ def place(
     by memory alone: the largest first, each on the rank with the most room. Raises `ConfigError` if a table still has
     no room.
     """
-    costs = [table.cost(dim) for table in tables]
+    costs = [cost(table, dim) for table in tables]
     if table_bytes is None or limit_bytes is None:
         table_bytes, limit_bytes = [0] * len(tables), [0] * world_size
     owner_of = _by_cost(costs, table_bytes, limit_bytes)
@@ -99,7 +87,7 @@ def _by_cost(costs: Sequence[float], table_bytes: Sequence[int], limit_bytes: Se
     return owner_of
 
 
-def _by_memory(tables: Sequence[PlacedTable], table_bytes: Sequence[int], limit_bytes: Sequence[int]) -> list[int]:
+def _by_memory(tables: Sequence[TableFacts], table_bytes: Sequence[int], limit_bytes: Sequence[int]) -> list[int]:
     owner_of, room = [0] * len(tables), list(limit_bytes)
     for table in sorted(range(len(tables)), key=lambda number: (-table_bytes[number], number)):
         rank = max(range(len(room)), key=lambda number: (room[number], -number))

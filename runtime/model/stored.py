@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import IdError
 from sennit.runtime.kernels.optimizers import OptimizerSpec
@@ -25,7 +26,6 @@ from sennit.runtime.memory.layout import DTYPES, Arrays, StoreLayout
 from sennit.runtime.memory.tiered import PrefetchedBatch, TieredTables, layout_of
 from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, fill, stream, table_specs
 from sennit.runtime.model.phases import PhaseClock
-from sennit.runtime.model.sharding import PlacedTable
 from sennit.transport.errors import ArgumentError, ConfigError, DeviceError
 from sennit.transport.sizes import format_size
 
@@ -57,7 +57,7 @@ class StoredTables:
 
     def __init__(
         self,
-        tables: Sequence[PlacedTable],
+        tables: Sequence[TableFacts],
         home: TableStore,
         *,
         rank: int,
@@ -177,7 +177,7 @@ class StoredTables:
 class InitialRows:
     """Generates the rows of new tables in the order of the store, with the same bits as `embedding_engine`."""
 
-    def __init__(self, tables: Sequence[PlacedTable], layout: StoreLayout, *, seed: int) -> None:
+    def __init__(self, tables: Sequence[TableFacts], layout: StoreLayout, *, seed: int) -> None:
         self._tables = {table.name: (table, stream(table, seed)) for table in tables}
         self._layout = layout
 

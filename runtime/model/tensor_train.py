@@ -7,9 +7,9 @@ import re
 from dataclasses import dataclass
 from typing import Self
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.kernels.spec import MAX_DIM, MAX_ROW_COUNT, TableSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
-from sennit.runtime.model.sharding import PlacedTable
 from sennit.transport.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ class TensorTrainRule:
         return cls(rows_at_least=int(found[1]), rank=int(found[2]))
 
 
-def table_spec(table: PlacedTable, *, dim: int, rule: TensorTrainRule | None) -> TableSpec:
+def table_spec(table: TableFacts, *, dim: int, rule: TensorTrainRule | None) -> TableSpec:
     """The engine's spec of `table`, in float32."""
     if rule is not None and table.row_count >= rule.rows_at_least:
         train = TensorTrainSpec.of_rank(name=table.name, row_count=table.row_count, dim=dim, rank=rule.rank)

@@ -19,10 +19,11 @@ from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
 from sennit.runtime.data.sources import Source
+from sennit.runtime.ingest.address import Address
 from sennit.runtime.model.stored import TableStore
 from sennit.runtime.model.tensor_train import TensorTrainRule
 from sennit.runtime.training.config import TrainingConfig
-from sennit.runtime.training.launch import Address, join_address, run_ranks, serve_store
+from sennit.runtime.training.launch import join_address, run_ranks, serve_store
 from sennit.runtime.training.resumption import check_unused
 from sennit.runtime.training.run import Place, join_run, run_rank
 from sennit.transport.config import from_environment

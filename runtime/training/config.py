@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend.process_group import BACKEND_NAME
+from sennit.runtime.data.order import OrderSettings
 from sennit.runtime.data.sources import Source
 from sennit.runtime.model.optimizer import DENSE_OPTIMIZERS
 from sennit.runtime.model.schedule import RateSchedule
@@ -192,6 +193,10 @@ class TrainingConfig:
             power=self.decay_power,
             floor=self.decay_floor,
         )
+
+    @property
+    def order_settings(self) -> OrderSettings:
+        return OrderSettings(**{one.name: getattr(self, one.name) for one in fields(OrderSettings)})
 
     def check_world(self, world_size: int) -> None:
         """Raises unless the global batch can be cut evenly.

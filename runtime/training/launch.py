@@ -11,7 +11,6 @@ import ipaddress
 import multiprocessing
 import multiprocessing.connection
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,12 +22,12 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from sennit.runtime.ingest.address import Address
 from sennit.transport.errors import AbortedError, ConfigError, PeerError, SennitError, TimeoutError
 from sennit.transport.rails import Rail
 
 # The time after a failure in which other ranks may report theirs, and the time for any rank to exit.
 GRACE_S = 5.0
-CONNECT_S = 5.0
 
 RankFunction = Callable[[Any, int, int, Store], Any]
 
@@ -44,42 +43,6 @@ class _Outcome:
     error: str | None = None
     consequence: bool = False
     """The rank only reports that another rank is gone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Address:
-    """The address of a run's store."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-    @classmethod
-    def parse(cls, text: str) -> Address:
-        host, _, port = text.rpartition(":")
-        if not host or not port.isdecimal() or not 1 <= int(port) <= 65_535:
-            raise ConfigError(f"address {text!r}; allowed: HOST:PORT, port 1 to 65535")
-        return cls(host=host.strip("[]"), port=int(port))
-
-    def answers(self) -> bool:
-        """Whether something listens at the address."""
-        try:
-            socket.create_connection((self.host, self.port), CONNECT_S).close()
-        except OSError:
-            return False
-        return True
-
-    def check(self) -> None:
-        """Raises ConfigError if nothing answers.
-
-        The store's own client would retry for the whole deadline of a collective.
-        """
-        try:
-            socket.create_connection((self.host, self.port), CONNECT_S).close()
-        except OSError as error:
-            raise ConfigError(f"no run at {self}: {error.strerror or error}") from error
 
 
 def serve_store(port: int, *, timeout_s: float) -> tuple[Store, Address]:

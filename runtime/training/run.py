@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.backend import elastic
 from sennit.runtime.backend.process_group import register
 from sennit.runtime.data import sources
@@ -47,8 +48,8 @@ def run_rank(config: TrainingConfig, place: Place) -> RunReport:
             config.backend, store=place.store, rank=place.rank, world_size=place.world_size, timeout=timeout
         )
     if config.ingest is not None:
-        return _leave(_run_fed(config))
-    data = prepared(sources.load(config.source, seed=config.seed), config)
+        return _leave(_run_fed(config, config.ingest))
+    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
     if config.elastic:
         if place.rank == 0 and place.store is not None:
             publish_data(place.store, data.fingerprint)
@@ -63,7 +64,7 @@ def _run(config: TrainingConfig, source: BatchSource) -> RunReport:
     return report
 
 
-def _run_fed(config: TrainingConfig) -> RunReport:
+def _run_fed(config: TrainingConfig, target: IngestTarget) -> RunReport:
     """The run with samples from feeders, which are told how it ends."""
     rank = dist.get_rank()
     # torchrun sets it. Without torchrun, all ranks are on this machine.
@@ -71,7 +72,10 @@ def _run_fed(config: TrainingConfig) -> RunReport:
     local_rank, local_ranks = (
         int(os.environ.get(name, value)) for name, value in (("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", world_size))
     )
-    source = FedSource(config, rank=rank, world_size=world_size, local_rank=local_rank, local_ranks=local_ranks)
+    source = FedSource(
+        target, config.order_settings, rank=rank, world_size=world_size, local_rank=local_rank,
+        local_ranks=local_ranks, timeout_s=config.timeout_s,
+    )  # fmt: skip
     try:
         report = _run(config, source)
     except BaseException as error:
@@ -86,7 +90,7 @@ def join_run(config: TrainingConfig, store: Store) -> RunReport:
     _prepare()
     check_terms(store, config)
     # The members wait from the step at which they see this rank, so it does everything else before.
-    data = prepared(sources.load(config.source, seed=config.seed), config)
+    data = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
     check_data(store, data.fingerprint)
     timeout = datetime.timedelta(seconds=config.timeout_s)
     elastic.join(store, terms=Terms(timeout_s=config.timeout_s), timeout=timeout)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, EmbeddingTables, ResidentTables, table_bytes
@@ -29,7 +30,7 @@ from sennit.runtime.model.memory_limits import memory_limits
 from sennit.runtime.model.model import DenseModel
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.model.phases import PhaseClock
-from sennit.runtime.model.sharding import PlacedTable, Placement, place
+from sennit.runtime.model.sharding import Placement, place
 from sennit.runtime.model.stored import StoredTables
 from sennit.runtime.model.tensor_train import table_spec
 from sennit.runtime.training.config import TrainingConfig
@@ -253,7 +254,7 @@ class Trainer:
         """Names of the tables that this rank owns."""
         return self.embedding.names
 
-    def spec_of(self, table: PlacedTable) -> TableSpec:
+    def spec_of(self, table: TableFacts) -> TableSpec:
         """The engine's spec of any table of the run, whoever owns it."""
         return table_spec(table, dim=self.config.embedding_dim, rule=self.config.tensor_train)
 

@@ -42,10 +42,12 @@ def main(data: str, turns: int, steps: int, targets: list[str]) -> None:
         config = TrainingConfig(source=Source(data=data), ingest=target, epochs=EPOCHS_MAX, timeout_s=TIMEOUT_S)
         source: BatchSource
         if target is None:
-            samples = prepared(sources.load(config.source, seed=config.seed), config)
+            samples = prepared(sources.load(config.source, seed=config.seed), config.order_settings)
             source = MemorySource(samples, rank=0, world_size=1)
         else:
-            source = fed[name] = FedSource(config, rank=0, world_size=1, local_rank=0, local_ranks=1)
+            source = fed[name] = FedSource(
+                target, config.order_settings, rank=0, world_size=1, local_rank=0, local_ranks=1, timeout_s=TIMEOUT_S
+            )
         trainer = trainers[name] = Trainer(config, source)
         source.begin(0, trainer.placement.wire_order)
     names = list(trainers)

@@ -124,7 +124,7 @@ def _trainer(samples: Samples, load: Load, home: TableStore | None, seed: int) -
         eval_fraction=0.5 * load.bags / len(samples),
         table_store=home,
     )
-    source = MemorySource(prepared(samples, config), rank=0, world_size=1)
+    source = MemorySource(prepared(samples, config.order_settings), rank=0, world_size=1)
     trainer = Trainer(config, source)
     source.begin(0, trainer.placement.wire_order)
     return trainer

@@ -52,7 +52,7 @@ def run_rank(transport: str, rank: int, folder: Path) -> None:
     samples = torch.load(folder / "samples", weights_only=False)
     meeting = f"file://{folder / transport}"
     dist.init_process_group("sennit", init_method=meeting, rank=rank, world_size=WORLD, timeout=TIMEOUT)
-    source = MemorySource(prepared(samples, CONFIG), rank=rank, world_size=WORLD)
+    source = MemorySource(prepared(samples, CONFIG.order_settings), rank=rank, world_size=WORLD)
     report = train(CONFIG, source, [], begin=lambda trainer: None)
     assert isinstance(report, RunReport)
     (folder / f"weights{rank}").write_text(report.weights_sha256)

@@ -81,7 +81,7 @@ def train_and_predict(rank: int, world: int, *, seed: int, folder: str) -> list[
         source=source, seed=seed, epochs=1, batch_size=50, embedding_dim=8, bottom=(16,), top=(32, 16),
         checkpoint=path / "saved",
     )  # fmt: skip
-    data = prepared(sources.load(source, seed=seed), config)
+    data = prepared(sources.load(source, seed=seed), config.order_settings)
     memory = MemorySource(data, rank=rank, world_size=world)
     run = Trainer(config, memory)
     resumption.begin(run)

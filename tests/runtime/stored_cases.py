@@ -48,7 +48,9 @@ def samples(seed: int, count: int = 400) -> Samples:
 def trainer(seed: int, folder: str | None, memory_bytes: int) -> Trainer:
     home = None if folder is None else TableStore(folder=Path(folder), memory_bytes=memory_bytes)
     config = TrainingConfig(seed=seed, table_store=home, **SMALL)
-    source = MemorySource(prepared(samples(seed), config), rank=dist.get_rank(), world_size=dist.get_world_size())
+    source = MemorySource(
+        prepared(samples(seed), config.order_settings), rank=dist.get_rank(), world_size=dist.get_world_size()
+    )
     made = Trainer(config, source)
     source.begin(0, made.placement.wire_order)
     return made

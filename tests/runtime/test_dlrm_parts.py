@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.data.seeds import numpy_stream
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.model.embedding import embedding_engine, table_bytes
@@ -18,7 +19,7 @@ from sennit.runtime.model.memory_limits import available_bytes, shared_limits
 from sennit.runtime.model.model import DenseModel
 from sennit.runtime.model.optimizer import dense_optimizer
 from sennit.runtime.model.phases import PhaseClock
-from sennit.runtime.model.sharding import PlacedTable, place
+from sennit.runtime.model.sharding import cost, place
 from sennit.runtime.model.tensor_train import TensorTrainRule, table_spec
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.fingerprint import line
@@ -26,8 +27,8 @@ from sennit.runtime.training.metrics import quality
 from sennit.transport.errors import ConfigError
 
 
-def table(name: str, rows: int, mean_length: float = 1.0) -> PlacedTable:
-    return PlacedTable(name=name, row_count=rows, mean_length=mean_length)
+def table(name: str, rows: int, mean_length: float = 1.0) -> TableFacts:
+    return TableFacts(name=name, row_count=rows, mean_length=mean_length)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
@@ -38,9 +39,9 @@ def test_placement_gives_every_table_one_owner_and_balances(world_size: int) -> 
     for rank, tables_of_rank in enumerate(placement.tables_of):
         assert all(placement.owner_of[number] == rank for number in tables_of_rank)
     assert [placement.wire_order[spot] for spot in placement.wire_place] == list(range(20))
-    load = [sum(tables[number].cost(16) for number in part) for part in placement.tables_of]
+    load = [sum(cost(tables[number], 16) for number in part) for part in placement.tables_of]
     # Graham's bound. The mean is a lower bound of the best result.
-    assert max(load) <= 4 / 3 * max(sum(load) / world_size, max(part.cost(16) for part in tables))
+    assert max(load) <= 4 / 3 * max(sum(load) / world_size, max(cost(part, 16) for part in tables))
 
 
 def test_the_most_expensive_table_is_placed_first() -> None:

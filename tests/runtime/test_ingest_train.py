@@ -19,7 +19,6 @@ import torch
 from sennit.ebpf import features
 from sennit.offload.sketch import Sketch, sampled_rows
 from sennit.runtime.data import sources
-from sennit.runtime.data.batch_source import order_of
 from sennit.runtime.data.sources import Source
 from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
@@ -105,7 +104,7 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
 def check_sketch(found: Sketch, *, ranks: int) -> None:
     """Checks the sketch against the order of the run."""
     samples = sources.load(Source(data="synthetic", samples=int(SAMPLES), row_limit=int(ROW_LIMIT)), seed=1).samples()
-    order = order_of(TrainingConfig(batch_size=64), samples.name, len(samples))
+    order = TrainingConfig(batch_size=64).order_settings.order(samples.name, len(samples))
     expected = Sketch(tables=found.tables, table_rows=found.table_rows, shape=found.shape)
     by_name = {column.name: column for column in samples.columns}
     assert dict(zip(found.tables, found.table_rows, strict=True)) == {

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.model.embedding import embedding_engine
-from sennit.runtime.model.sharding import PlacedTable
 from sennit.runtime.model.stored import TableStore
 from sennit.runtime.model.tensor_train import TensorTrainRule, parts, table_spec
 from sennit.runtime.training.config import TrainingConfig
@@ -24,8 +24,8 @@ CASES = "training_cases.py"
 RULE = "10:2"
 
 
-def table(name: str, row_count: int) -> PlacedTable:
-    return PlacedTable(name=name, row_count=row_count, mean_length=1)
+def table(name: str, row_count: int) -> TableFacts:
+    return TableFacts(name=name, row_count=row_count, mean_length=1)
 
 
 def test_large_tables_become_tensor_trains_where_it_makes_them_smaller() -> None:

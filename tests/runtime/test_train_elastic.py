@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from sennit.runtime.ingest.address import Address
 from sennit.runtime.training.command import main
-from sennit.runtime.training.launch import Address, join_address, serve_store
+from sennit.runtime.training.launch import join_address, serve_store
 from sennit.transport.rails import Rail
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

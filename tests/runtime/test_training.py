@@ -42,20 +42,20 @@ def reference(seed: int, steps: int, *, is_bounded: bool) -> dict[str, torch.Ten
 
     `is_bounded`: with all of `BOUNDED`.
     """
+    from sennit.offload.ingest.facts import TableFacts
     from sennit.runtime.data.batch_source import prepared
     from sennit.runtime.model.embedding import embedding_engine
     from sennit.runtime.model.model import DenseModel
-    from sennit.runtime.model.sharding import PlacedTable
     from sennit.runtime.training.config import TrainingConfig
 
-    data = prepared(cases.samples(seed), TrainingConfig(seed=seed, **cases.SMALL))
+    data = prepared(cases.samples(seed), TrainingConfig(seed=seed, **cases.SMALL).order_settings)
     whole = data.samples
     batch_size, dim = cases.SMALL["batch_size"], cases.SMALL["embedding_dim"]
     step_count = data.order.step_count
     model = DenseModel(dense_count=3, table_count=3, dim=dim, bottom=(8,), top=(8,), seed=seed)
     tables = {}
     for column in whole.columns:
-        own = PlacedTable(name=column.name, row_count=column.row_count, mean_length=1)
+        own = TableFacts(name=column.name, row_count=column.row_count, mean_length=1)
         tables[column.name] = embedding_engine([own], dim=dim, seed=seed).weight(column.name).requires_grad_()
     state = {name: torch.zeros(len(weight)) for name, weight in tables.items()}
     dense_state = [torch.zeros_like(parameter) for parameter in model.parameters()]

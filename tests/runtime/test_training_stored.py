@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from sennit.offload.ingest.facts import TableFacts
 from sennit.runtime.memory.cache import LOCATION_BYTES, NOTE_BYTES, WAYS
 from sennit.runtime.memory.store import ROWS_AT_ONCE
 from sennit.runtime.memory.tiered import layout_of
 from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, embedding_engine, table_specs
-from sennit.runtime.model.sharding import PlacedTable
 from sennit.runtime.model.stored import InitialRows, lines_in
 
 CASES = "stored_cases.py"
@@ -51,9 +51,7 @@ def test_checkpoints_are_the_same_from_a_file_and_from_memory(
 
 
 def test_memory_is_not_exceeded_and_no_more_is_taken_than_helps() -> None:
-    layout = layout_of(
-        table_specs([PlacedTable(name="ads", row_count=10_000, mean_length=1)], dim=15), ROW_WISE_ADAGRAD
-    )
+    layout = layout_of(table_specs([TableFacts(name="ads", row_count=10_000, mean_length=1)], dim=15), ROW_WISE_ADAGRAD)
     line_bytes, locations_bytes = 64 + NOTE_BYTES, 10_000 * LOCATION_BYTES
     for memory_bytes in (50_000, 123_456, 800_000):
         lines, spares = lines_in(memory_bytes, layout)
@@ -66,8 +64,8 @@ def test_memory_is_not_exceeded_and_no_more_is_taken_than_helps() -> None:
 
 def test_initial_rows_are_those_in_memory_however_they_are_cut() -> None:
     tables = [
-        PlacedTable(name="small", row_count=10, mean_length=1),
-        PlacedTable(name="large", row_count=ROWS_AT_ONCE + 100, mean_length=1),
+        TableFacts(name="small", row_count=10, mean_length=1),
+        TableFacts(name="large", row_count=ROWS_AT_ONCE + 100, mean_length=1),
     ]
     engine = embedding_engine(tables, dim=3, seed=5)
     layout = layout_of(table_specs(tables, dim=3), ROW_WISE_ADAGRAD)

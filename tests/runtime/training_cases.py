@@ -50,7 +50,7 @@ def samples(seed: int, count: int = 331) -> Samples:
 def trainer(seed: int, tensor_train: str | None = None, data_seed: int | None = None, **changed: Any) -> Trainer:
     rule = None if tensor_train is None else TensorTrainRule.parse(tensor_train)
     config = TrainingConfig(seed=seed, tensor_train=rule, **{**SMALL, **changed})
-    data = prepared(samples(seed if data_seed is None else data_seed), config)
+    data = prepared(samples(seed if data_seed is None else data_seed), config.order_settings)
     source = MemorySource(data, rank=dist.get_rank(), world_size=dist.get_world_size())
     made = Trainer(config, source)
     source.begin(0, made.placement.wire_order)
