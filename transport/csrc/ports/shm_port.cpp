@@ -53,18 +53,18 @@ void ShmPort::connect(uint32_t peer, LaneSink& sink) {
   sink_ = &sink;
   lanes_[peer] = std::make_unique<ShmLane>(peer, segment_.inbox(peer), peers_[peer].inbox(rank_), sink, counter_page_,
                                            peer_timeout_us_);
-  ++lane_count_;
+  connected_.push_back(peer);
 }
 
 bool ShmPort::progress(uint64_t now_us) {
   bool moved = false;
-  for (uint32_t peer = 0; peer < world_; ++peer) {
-    if (lanes_[peer] && !lost_[peer]) moved |= lanes_[peer]->progress(now_us);
+  for (const uint32_t peer : connected_) {
+    if (!lost_[peer]) moved |= lanes_[peer]->progress(now_us);
   }
   ring_where_dirty();
   // The rings are read first: the end of a peer does not overtake what the peer sent.
-  for (uint32_t peer = 0; !moved && peer < world_; ++peer) {
-    if (lanes_[peer]) lanes_[peer]->look_for_last_word();
+  if (!moved) {
+    for (const uint32_t peer : connected_) lanes_[peer]->look_for_last_word();
   }
   if (now_us >= next_beat_us_) {
     next_beat_us_ = now_us + PEER_CHECK_US;
@@ -78,8 +78,8 @@ bool ShmPort::progress(uint64_t now_us) {
 // One fence for all doorbells: our publications come before it, the peers' announcement of sleep after it.
 void ShmPort::ring_where_dirty() {
   bool fenced = false;
-  for (uint32_t peer = 0; peer < world_; ++peer) {
-    if (!lanes_[peer] || !lanes_[peer]->take_dirty()) continue;
+  for (const uint32_t peer : connected_) {
+    if (!lanes_[peer]->take_dirty()) continue;
     if (!fenced) std::atomic_thread_fence(std::memory_order_seq_cst);
     fenced = true;
     peers_[peer].wake_owner();
@@ -89,15 +89,14 @@ void ShmPort::ring_where_dirty() {
 void ShmPort::beat() { segment_.header().beats.fetch_add(1, std::memory_order_relaxed); }
 
 void ShmPort::look_at_beats(uint64_t now_us) {
-  for (uint32_t peer = 0; peer < world_; ++peer) {
-    if (lanes_[peer]) lanes_[peer]->note_beats(peers_[peer].header().beats.load(std::memory_order_relaxed), now_us);
-  }
+  for (const uint32_t peer : connected_)
+    lanes_[peer]->note_beats(peers_[peer].header().beats.load(std::memory_order_relaxed), now_us);
 }
 
 void ShmPort::check_peers(uint64_t now_us) {
   if (next_check_us_ != 0) {
-    for (uint32_t peer = 0; peer < world_; ++peer) {
-      if (!lanes_[peer] || lost_[peer]) continue;
+    for (const uint32_t peer : connected_) {
+      if (lost_[peer]) continue;
       const bool left = lanes_[peer]->peer_said_goodbye();
       if (!left && peers_[peer].owner_alive()) continue;
       lanes_[peer]->drain();  // what it wrote between our look and its end
@@ -139,8 +138,8 @@ bool ShmPort::idle() const {
 
 std::vector<uint32_t> ShmPort::find_gone(uint64_t) {
   std::vector<uint32_t> gone;
-  for (uint32_t peer = 0; peer < world_; ++peer) {
-    if (lanes_[peer] && !peers_[peer].owner_alive()) gone.push_back(peer);
+  for (const uint32_t peer : connected_) {
+    if (!peers_[peer].owner_alive()) gone.push_back(peer);
   }
   return gone;
 }

@@ -24,7 +24,7 @@ class ShmPort final : public Port {
   // Makes the lane to an accepted peer.
   void connect(uint32_t peer, LaneSink& sink);
   Lane& lane(uint32_t peer) { return *lanes_.at(peer); }
-  uint32_t lane_count() const { return lane_count_; }
+  size_t lane_count() const { return connected_.size(); }
   // Every peer has opened the segment, so its name is removed.
   void unlink() { segment_.unlink(); }
 
@@ -65,7 +65,7 @@ class ShmPort final : public Port {
   std::vector<std::unique_ptr<ShmLane>> lanes_;
   std::vector<bool> lost_;
   LaneSink* sink_ = nullptr;
-  uint32_t lane_count_ = 0;
+  std::vector<uint32_t> connected_;  // ranks with a lane: those of this host, not the world
   uint64_t next_check_us_ = 0, next_beat_us_ = 0;
 };
 
