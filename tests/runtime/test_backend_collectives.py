@@ -25,6 +25,7 @@ WORLDS = (2, 3, 4)
         "uneven_alltoall",
         "uneven_allgather",
         "new_counts",
+        "forgotten_plans",
         "in_place",
         "coalesced",
         "point_to_point",

@@ -5,6 +5,8 @@
 // the least recently used ones.
 #pragma once
 
+#include <c10/util/SmallVector.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -14,7 +16,6 @@
 #include <span>
 #include <string>
 #include <unordered_map>
-#include <vector>
 
 #include "sennit/core.h"
 
@@ -65,6 +66,8 @@ struct PlanShape {
   std::span<const uint64_t> compiled_counts() const { return posts_counts() ? std::span<const uint64_t>() : counts; }
 };
 
+// On the stack for the plans of a few ranks.
+using PlanKey = c10::SmallVector<uint64_t, 8>;
 using PlanPointer = std::shared_ptr<sennit_plan>;
 using CompilePlan = std::function<std::string(const PlanShape&)>;
 
@@ -76,21 +79,19 @@ class PlanCache {
 
  private:
   struct Entry {
-    uint64_t hash;
-    std::vector<uint64_t> key;
+    PlanKey key;
     PlanPointer plan;
     size_t size_bytes;
   };
-  using Entries = std::list<Entry>;
-
-  Entries::iterator find(uint64_t hash, std::span<const uint64_t> head, std::span<const uint64_t> counts);
-  void drop_oldest();
+  struct Hash {
+    size_t operator()(const PlanKey& key) const;
+  };
 
   const CompilePlan compile_;
   const size_t max_bytes_;
   std::mutex mutex_;
-  Entries entries_;  // most recently used first
-  std::unordered_multimap<uint64_t, Entries::iterator> by_hash_;
+  std::list<Entry> entries_;  // most recently used first
+  std::unordered_map<PlanKey, std::list<Entry>::iterator, Hash> by_key_;
   size_t held_bytes_ = 0;
 };
 
