@@ -225,6 +225,12 @@ class PlanBuilder:
         order = balanced(len(operands)) if program is None else tuple(program)
         return self._add(Reduce(tuple(operands), order, buffer, offset, size_bytes, dtype, op, gives_partial, waits))
 
+    def reserve_scratch(self, size_bytes: int) -> int:
+        """Makes scratch larger. Returns the offset of the new part, which starts on a cache line."""
+        offset = -(-self._scratch_bytes // 64) * 64
+        self._scratch_bytes = offset + size_bytes
+        return offset
+
     def build(self) -> Plan:
         """Returns the plan, unchecked: the core checks every plan that it loads, and `plan_check.check` asks it."""
         return Plan(

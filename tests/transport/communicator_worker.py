@@ -7,6 +7,7 @@ Every rank makes all ranks' inputs from the seed, so it can check its own result
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -21,12 +22,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from sennit.transport import errors
-from sennit.transport.algorithms import allreduce, allreduce_leaves, recv
+from sennit.transport import algorithms, errors
+from sennit.transport.algorithms import allreduce, recv
 from sennit.transport.arithmetic import fold
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.plan import Plan
 from sennit.transport.store import FileStore
 from sennit.transport.tree import leaves_of
 from sennit.transport.wire import REFUSALS
@@ -110,6 +112,12 @@ def finite(data: Array, dtype: Dtype) -> Array:
     return cleared.view(np.uint8)
 
 
+def run_plan(group: Communicator, plan: Plan, *buffers: Array) -> Array:
+    """Returns the last buffer, where results are."""
+    group.post(plan.encode(), lambda: plan, buffers, scalar=SCALAR).wait()
+    return buffers[-1]
+
+
 def leaves(group: Communicator, seed: int) -> None:
     """Eight leaves that are the same in a world of any size: so is the expected sum, which knows no world."""
     case = Case(group, 7)
@@ -120,26 +128,47 @@ def leaves(group: Communicator, seed: int) -> None:
                 rows = [case.rng.integers(0, 256, elements * dtype.item_bytes, np.uint8) for _ in range(8)]
                 if dtype in (Dtype.F16, Dtype.BF16, Dtype.F32, Dtype.F64, Dtype.C32, Dtype.C64, Dtype.C128):
                     rows = [finite(row, dtype) for row in rows]
-                mine = np.concatenate(rows[slice(*span)])
-                output = np.zeros_like(rows[0])
-                arguments: dict[str, Any] = {"leaves": 8, "elements": elements, "dtype": dtype, "op": op}
-
-                def compile_plan(arguments: dict[str, Any] = arguments) -> Any:
-                    return allreduce_leaves(world=case.world, rank=case.rank, **arguments)
-
-                key = ("leaves", dtype, op, elements)
-                group.post(key, compile_plan, [mine, output], scalar=SCALAR).wait()
+                common = {"world": case.world, "rank": case.rank, "elements": elements}
+                plan = algorithms.allreduce_leaves(leaves=8, dtype=dtype, op=op, **common)
+                result = run_plan(group, plan, np.concatenate(rows[slice(*span)]), np.zeros_like(rows[0]))
                 expected = fold(rows, dtype, op, scalar=SCALAR)
-                np.testing.assert_array_equal(output, expected, err_msg=f"{dtype.name} {op.name} {elements}")
+                np.testing.assert_array_equal(result, expected, err_msg=f"{dtype.name} {op.name} {elements}")
     given = case.rng.standard_normal((8, 3, 5)).astype(np.float32)
     result = group.allreduce(given[slice(*span)], ReduceOp.AVG, leaves=8)
     assert result.shape == (3, 5)
     check_fold(result, list(given), Dtype.F32, ReduceOp.AVG)
     with pytest.raises(errors.ArgumentError, match=f"gives 9 leaves of 8; allowed: leaves {span.low}..{span.high - 1}"):
         group.allreduce(np.zeros((9, 2)), leaves=8)
-    if case.world > 1:
-        with pytest.raises(errors.ArgumentError, match=f"1 leaves for {case.world} ranks"):
-            group.allreduce(np.zeros((1, 2)), leaves=1)
+
+
+def trees(group: Communicator, seed: int) -> None:
+    """The algorithms that no call selects yet, over the core."""
+    case = Case(group, seed)
+    common: dict[str, Any] = {"world": case.world, "rank": case.rank}
+    for dtype, elements in itertools.product((Dtype.F32, Dtype.BF16, Dtype.C32), (0, 3, 1_001, 300_007)):
+        size_bytes = elements * dtype.item_bytes
+        arrays = [finite(case.rng.integers(0, 256, size_bytes, np.uint8), dtype) for _ in range(case.world)]
+        mine = arrays[case.rank]
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM):
+            expected = fold(arrays, dtype, op, scalar=SCALAR)
+            summed: dict[str, Any] = {**common, "elements": elements, "dtype": dtype, "op": op}
+            for algorithm in (algorithms.allreduce_halving, algorithms.allreduce_dissemination):
+                np.testing.assert_array_equal(run_plan(group, algorithm(**summed), mine.copy()), expected)
+            result = run_plan(group, algorithms.reduce_tree(root=case.world - 1, **summed), mine.copy())
+            np.testing.assert_array_equal(result, expected if case.rank == case.world - 1 else mine)
+            counts = [elements // case.world] * (case.world - 1)
+            counts.append(elements - sum(counts))
+            low = sum(counts[: case.rank]) * dtype.item_bytes
+            plan = algorithms.reduce_scatter_halving(counts=counts, dtype=dtype, op=op, **common)
+            result = run_plan(group, plan, mine.copy(), np.zeros(counts[case.rank] * dtype.item_bytes, np.uint8))
+            np.testing.assert_array_equal(result, expected[low : low + result.size])
+        parts = [array[: size_bytes // (peer + 1)].copy() for peer, array in enumerate(arrays)]
+        plan = algorithms.gather_tree(counts=[part.size for part in parts], item_bytes=1, root=0, **common)
+        if case.rank == 0:
+            gathered = run_plan(group, plan, parts[0], np.zeros(sum(part.size for part in parts), np.uint8))
+            np.testing.assert_array_equal(gathered, np.concatenate(parts))
+        else:
+            run_plan(group, plan, parts[case.rank])
 
 
 def movement(group: Communicator, seed: int) -> None:
@@ -435,6 +464,7 @@ SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
         reductions,
         arithmetic,
         leaves,
+        trees,
         movement,
         point_to_point,
         overlapping,

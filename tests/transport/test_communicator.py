@@ -105,6 +105,11 @@ def test_leaves_sum_to_the_same_bits_in_every_world(transport: str, world: int, 
     run_ranks("leaves", world, transport, tmp_path, seed=1)
 
 
+@pytest.mark.parametrize(("transport", "world"), [("shm", 2), ("udp", 3), ("shm", 5)])
+def test_trees(transport: str, world: int, tmp_path: Path) -> None:
+    run_ranks("trees", world, transport, tmp_path, seed=world)
+
+
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_an_operation_may_be_dropped_or_interrupted(transport: str, tmp_path: Path) -> None:
     run_ranks("dropped,interrupted,abandoned", 2, transport, tmp_path, seed=1)

@@ -9,27 +9,37 @@ ranks with different types find out (a `Dtype`, or any other byte that the calle
 
 from sennit.transport.algorithms.allgather import allgather
 from sennit.transport.algorithms.allreduce import allreduce
+from sennit.transport.algorithms.allreduce_dissemination import allreduce_dissemination
+from sennit.transport.algorithms.allreduce_halving import allreduce_halving
 from sennit.transport.algorithms.allreduce_leaves import allreduce_leaves
 from sennit.transport.algorithms.alltoall import alltoall
 from sennit.transport.algorithms.barrier import barrier
 from sennit.transport.algorithms.broadcast import broadcast
 from sennit.transport.algorithms.gather import gather
+from sennit.transport.algorithms.gather_tree import gather_tree
 from sennit.transport.algorithms.point_to_point import recv, send
 from sennit.transport.algorithms.reduce import reduce
 from sennit.transport.algorithms.reduce_scatter import reduce_scatter
+from sennit.transport.algorithms.reduce_scatter_halving import reduce_scatter_halving
+from sennit.transport.algorithms.reduce_tree import reduce_tree
 from sennit.transport.algorithms.scatter import scatter
 
 __all__ = [
     "allgather",
     "allreduce",
+    "allreduce_dissemination",
+    "allreduce_halving",
     "allreduce_leaves",
     "alltoall",
     "barrier",
     "broadcast",
     "gather",
+    "gather_tree",
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_halving",
+    "reduce_tree",
     "scatter",
     "send",
 ]

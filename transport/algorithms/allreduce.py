@@ -11,16 +11,10 @@ from __future__ import annotations
 from typing import Final
 
 from sennit.transport.algorithms.fold import Fold, Share, add_fold
-from sennit.transport.algorithms.ranges import (
-    DEFAULT_CHUNK_BYTES,
-    check_chunk,
-    chunks,
-    peers_after,
-    peers_before,
-    shares,
-)
+from sennit.transport.algorithms.one_shot import add_one_shot
+from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, chunks, shares
 from sennit.transport.elements import Dtype, ReduceOp, check_reducible
-from sennit.transport.plan import MAX_LOAN_BYTES, Operand, Plan, PlanBuilder
+from sennit.transport.plan import MAX_LOAN_BYTES, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
 # One round is used while the vector is at most this large, and ...
@@ -54,7 +48,7 @@ def allreduce(
     result = 0 if in_place else 1
     eager_max_bytes = min(eager_bytes, MAX_LOAN_BYTES)
     if world > 1 and size_bytes <= eager_max_bytes and size_bytes * (world - 1) <= EAGER_ALLREDUCE_SENT_BYTES:
-        _add_one_round(builder, world, rank, size_bytes, result, dtype, op)
+        add_one_shot(builder, world=world, rank=rank, size_bytes=size_bytes, result=result, dtype=dtype, op=op)
         return builder.build()
     parts = shares(elements, world, dtype.item_bytes)
     add_fold(
@@ -72,19 +66,3 @@ def allreduce(
         ),
     )
     return builder.build()
-
-
-def _add_one_round(
-    builder: PlanBuilder, world: int, rank: int, size_bytes: int, result: int, dtype: Dtype, op: ReduceOp
-) -> None:
-    own = Operand(0)
-    sends = [builder.send(peer, 0, own, size_bytes) for peer in peers_after(rank, world)]
-    if not size_bytes:
-        for peer in peers_before(rank, world):
-            builder.recv(peer, 0, result, 0, 0)
-        return
-    operands = [own] * world
-    for peer in peers_before(rank, world):
-        operands[peer] = Operand(builder.loan(peer, 0, size_bytes), 0, True)
-    after = sends if result == 0 else ()
-    builder.reduce(operands, result, 0, size_bytes, dtype=dtype, op=op, after=after)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reduce along a binomial tree (halving.py with the root as the only owner): log2(world) rounds, by chunks.
+
+The root receives log2(world) vectors instead of world - 1.
+"""
+
+from __future__ import annotations
+
+from sennit.transport.algorithms.halving import Halving, Unit, add_halving
+from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, check_root, chunks
+from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
+from sennit.transport.errors import ArgumentError
+from sennit.transport.plan import Plan, PlanBuilder
+from sennit.transport.signature import Kind, signature
+
+
+def reduce_tree(
+    *,
+    world: int,
+    rank: int,
+    elements: int,
+    dtype: Dtype,
+    op: ReduceOp,
+    root: int,
+    in_place: bool = True,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> Plan:
+    """Buffers: at the root `[data]` in place, else `[input, output]`; elsewhere `[input]`, which is not changed.
+
+    Two ranks or more.
+    """
+    check_reducible(dtype, op)
+    check_chunk(chunk_bytes)
+    check_root(root, world)
+    if world < 2:
+        raise ArgumentError(f"world {world}; allowed: 2 or more")
+    size_bytes = elements * dtype.item_bytes
+    result = 1 if rank == root and not in_place else 0
+    builder = PlanBuilder(
+        "reduce along a tree",
+        world=world,
+        rank=rank,
+        signature=signature(Kind.REDUCE, type_code=dtype, op=op, root=root, elements=elements),
+        buffer_bytes=[size_bytes] * (result + 1),
+    )
+    unit_bytes = chunk_bytes // accumulator(dtype).item_bytes * dtype.item_bytes
+    units = [
+        Unit(
+            share=root,
+            buffer=0,
+            offset=part.offset,
+            position=part.offset // dtype.item_bytes,
+            count=part.size_bytes // dtype.item_bytes,
+        )
+        for part in chunks(size_bytes, unit_bytes)
+    ]
+    add_halving(
+        builder,
+        Halving(
+            world=world,
+            rank=rank,
+            dtype=dtype,
+            op=op,
+            units=units,
+            result=lambda unit: (result, unit.offset),
+            scratch=result + 1,
+            chunk_bytes=chunk_bytes,
+            gather=False,
+            in_place=in_place,
+        ),
+    )
+    return builder.build()
