@@ -220,7 +220,8 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
 
 bool Engine::launch(Operation& operation, uint64_t now_us) {
   bool moved = false;
-  if (operation.on_device() && operation.is_collective()) {
+  const bool keeps_order = operation.on_device() || (operation.has_loans() && !held_.empty());
+  if (operation.is_collective() && keeps_order) {
     held_.push_back(&operation);
     moved = begin_held();
   } else {

@@ -236,7 +236,7 @@ class Engine {
   uint32_t waiters_ = 0;
   uint32_t background_operations_ = 0;
   std::vector<Operation*> active_;
-  std::deque<Operation*> held_;  // collectives on device memory, active but not begun, in the group's order
+  std::deque<Operation*> held_;  // collectives that are active but not begun, in the group's order
   uint32_t device_collectives_running_ = 0;
   std::vector<Operation*> unsent_;  // point-to-point sends from a device, and sends behind them, in order of the calls
   // Settled operations whose callbacks are still to come. A linked list, so that ending an operation allocates nothing.

@@ -10,13 +10,18 @@ constexpr uint32_t DEVICE_COLLECTIVES_AT_ONCE = 4;
 
 }  // namespace
 
-// In the group's order, which is the same on all ranks. So the oldest operation runs everywhere and can end.
+// In the group's order, which is the same on all ranks. So the oldest operation runs everywhere and can end. A
+// collective with loans on host memory keeps the order too: lanes grant loans in the order in which they are asked for,
+// and a younger operation with all loans of a lane would hold up an older one.
 bool Engine::begin_held() {
   bool began = false;
-  while (!held_.empty() && device_collectives_running_ < DEVICE_COLLECTIVES_AT_ONCE) {
+  while (!held_.empty()) {
     Operation& next = *held_.front();
+    if (next.on_device()) {
+      if (device_collectives_running_ == DEVICE_COLLECTIVES_AT_ONCE) break;
+      ++device_collectives_running_;
+    }
     held_.pop_front();
-    ++device_collectives_running_;
     begin(next);
     began = true;
   }

@@ -103,7 +103,11 @@ void Engine::fail_late(const Operation& operation, uint64_t now_us) {
   }
   std::string reason = operation.describe() + " timed out on rank " + std::to_string(config_.rank) +
                        ": not finished within its deadline of " + seconds(operation.timeout_us_);
-  if (const std::string waits = operation.describe_device(); !waits.empty()) reason += "; " + waits;
+  if (std::find(held_.begin(), held_.end(), &operation) != held_.end()) {
+    reason += "; it waits for earlier operations on device memory";
+  } else if (const uint32_t copies = operation.copies_running(); copies != 0) {
+    reason += "; it waits for " + std::to_string(copies) + " copies between host and device";
+  }
   if (!silent.empty()) reason += "; no sign of life from " + rank_list(silent) + " for " + seconds(silence_us);
   const std::string outstanding = mailbox_.describe_outstanding();
   FailureNotice notice{silent, silent.empty() ? reason + "; awaited: " + rank_list(awaited) : reason};
@@ -168,12 +172,10 @@ void Engine::finish(Operation* operation, sennit_status status, std::string reas
   active_.erase(std::find(active_.begin(), active_.end(), operation));
   if (operation->background_) --background_operations_;
   std::erase(unsent_, operation);
-  if (operation->on_device() && operation->is_collective()) {
-    if (const auto held = std::find(held_.begin(), held_.end(), operation); held != held_.end()) {
-      held_.erase(held);
-    } else {
-      --device_collectives_running_;
-    }
+  if (const auto held = std::find(held_.begin(), held_.end(), operation); held != held_.end()) {
+    held_.erase(held);
+  } else if (operation->on_device() && operation->is_collective()) {
+    --device_collectives_running_;
   }
   // Once the operation is settled, its owner may free the memory.
   if (verbs_)

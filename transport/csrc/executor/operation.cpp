@@ -267,11 +267,4 @@ std::string Operation::describe() const {
   return text;
 }
 
-std::string Operation::describe_device() const {
-  if (!on_device()) return {};
-  if (!has_memory_) return "it waits for earlier operations on device memory";
-  if (copies_running_ == 0) return {};
-  return "it waits for " + std::to_string(copies_running_) + " copies between host and device";
-}
-
 }  // namespace sennit

@@ -49,6 +49,7 @@ class Operation final : public MailboxClient {
   void drop_scratch() { has_memory_ = false; }
   void start();
   bool on_device() const { return device_.copy != nullptr; }
+  bool has_loans() const { return plan_.has_loans; }
   bool is_collective() const { return (key_base_ & P2P_KEY) == 0; }
   // Runs the ready steps. `copies` false leaves local copies for later. True when anything ran.
   bool run_ready(bool copies);
@@ -95,8 +96,8 @@ class Operation final : public MailboxClient {
   uint64_t posted_us() const { return deadline_us_ - timeout_us_; }
   bool background() const { return background_; }
   std::string describe() const;
-  // What the operation waits for besides messages: "waits for 2 copies between host and device". Empty for nothing.
-  std::string describe_device() const;
+  // Copies between host and device that have not ended.
+  uint32_t copies_running() const { return copies_running_; }
   Engine& engine() const { return *engine_; }
 
   void retain() { references_.fetch_add(1, std::memory_order_relaxed); }

@@ -2,6 +2,7 @@
 #include "ports/shm_lane.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -24,7 +25,13 @@ uint64_t lines(uint64_t size_bytes) { return (size_bytes + LINE - 1) / LINE * LI
 
 ShmLane::ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, CounterPage* counter_page,
                  uint64_t peer_timeout_us)
-    : peer_(peer), in_(in), out_(out), sink_(sink), silence_(peer_timeout_us), counters_(counter_page, peer) {
+    : peer_(peer),
+      in_(in),
+      out_(out),
+      sink_(sink),
+      free_blocks_((1u << out.bulk_blocks) - 1),
+      silence_(peer_timeout_us),
+      counters_(counter_page, peer) {
   static_assert(sizeof(Record) == LINE);
 }
 
@@ -84,7 +91,7 @@ void ShmLane::publish_or_queue(const Record& record) {
 
 void ShmLane::advertise(uint64_t receive_id, const MessageHeader& header, void* destination) {
   if (dead_) return;
-  if (destination == nullptr && (!waiting_loans_.empty() || loans_out_ >= in_.bulk_bytes / MAX_LOAN_BYTES)) {
+  if (destination == nullptr && (!waiting_loans_.empty() || loans_out_ + 1 >= in_.bulk_blocks)) {
     waiting_loans_.push_back({receive_id, header});
     return;
   }
@@ -182,35 +189,36 @@ bool ShmLane::consume(uint32_t record_limit) {
   return moved;
 }
 
-bool ShmLane::fits(const Record& fragment, const Receive& receive) {
+bool ShmLane::fits(const Record& fragment) const {
+  if (fragment.slot >= receives_.size() || fragment.block >= in_.bulk_blocks ||
+      fragment.size_bytes > BULK_BLOCK_BYTES || (lent_blocks_ >> fragment.block & 1) != 0)
+    return false;
+  const Receive& receive = receives_[fragment.slot];
   if (!receive.is_open) return false;
   const uint64_t left_bytes = receive.size_bytes - receive.received_bytes;
-  // A loan is one range, so it comes in one piece.
+  // A loan comes in one piece.
   return receive.destination == nullptr ? fragment.size_bytes == left_bytes : fragment.size_bytes <= left_bytes;
 }
 
 void ShmLane::take_fragment(const Record& record) {
-  const uint64_t offset = record.position % in_.bulk_bytes;
-  if (record.slot >= receives_.size() || !fits(record, receives_[record.slot]) ||
-      record.size_bytes > in_.bulk_bytes - offset) {
+  if (!fits(record)) {
     lose("described a fragment that fits no advertised receive");
     return;
   }
   Receive& receive = receives_[record.slot];
-  const std::byte* source = in_.bulk + offset;
-  const uint64_t sequence = first_fragment_ + fragments_.size();
-  fragments_.push_back({record.position + lines(record.size_bytes), false});
+  const std::byte* source = in_.bulk + record.block * BULK_BLOCK_BYTES;
   ++counters_->fragments_received;
   counters_->bytes_received += record.size_bytes;
   if (memory_forgotten_) {
-    finish_fragment(sequence);
+    give_back(record.block);
     return;
   }
   if (receive.destination == nullptr) {
     const uint64_t receive_id = receive.receive_id;
     receive.is_open = false;
     free_slots_.push_back(record.slot);
-    sink_.on_received(receive_id, source, sequence);
+    lent_blocks_ |= 1u << record.block;
+    sink_.on_received(receive_id, source, record.block);
     return;
   }
   std::byte* destination = receive.destination + receive.received_bytes;
@@ -220,7 +228,7 @@ void ShmLane::take_fragment(const Record& record) {
     std::memcpy(destination, source, record.size_bytes);
   }
   receive.received_bytes += record.size_bytes;
-  finish_fragment(sequence);
+  give_back(record.block);
   if (receive.received_bytes == receive.size_bytes) {
     const Receive complete = receive;
     receive.is_open = false;
@@ -229,24 +237,24 @@ void ShmLane::take_fragment(const Record& record) {
   }
 }
 
-void ShmLane::finish_fragment(uint64_t sequence) {
-  fragments_[sequence - first_fragment_].done = true;
-  bool advanced = false;
-  uint64_t end_position = 0;
-  while (!fragments_.empty() && fragments_.front().done) {
-    end_position = fragments_.front().end_position;
-    fragments_.pop_front();
-    ++first_fragment_;
-    advanced = true;
+bool ShmLane::find_free_block() {
+  // An exchange takes the cache line from the peer, so it must be worth it.
+  if (free_blocks_ == 0 && out_.header->blocks_back.load(std::memory_order_relaxed) != 0) {
+    const uint32_t back = out_.header->blocks_back.exchange(0, std::memory_order_acquire);
+    free_blocks_ = back & ((1u << out_.bulk_blocks) - 1);
   }
-  if (advanced) {
-    in_.header->bulk_tail.store(end_position, std::memory_order_release);
-    dirty_ = true;
-  }
+  return free_blocks_ != 0;
+}
+
+void ShmLane::give_back(uint32_t block) {
+  in_.header->blocks_back.fetch_or(1u << block, std::memory_order_release);
+  dirty_ = true;
 }
 
 void ShmLane::release(uint64_t loan_id) {
-  finish_fragment(loan_id);
+  const auto block = static_cast<uint32_t>(loan_id);
+  lent_blocks_ &= ~(1u << block);
+  give_back(block);
   --loans_out_;
   if (!waiting_loans_.empty() && !dead_) {
     const WaitingLoan next = waiting_loans_.front();
@@ -257,30 +265,24 @@ void ShmLane::release(uint64_t loan_id) {
 
 bool ShmLane::push_fragment() {
   Transfer& transfer = transfers_.front();
-  const uint64_t size_bytes = std::min(MAX_LOAN_BYTES, transfer.size_bytes - transfer.sent_bytes);
-  // A fragment never wraps: a loan is one range.
-  const uint64_t to_end = out_.bulk_bytes - bulk_head_ % out_.bulk_bytes;
-  const uint64_t start = to_end < size_bytes ? bulk_head_ + to_end : bulk_head_;
-  const uint64_t end = start + lines(size_bytes);
-  if (end - bulk_tail_seen_ > out_.bulk_bytes) {
-    bulk_tail_seen_ = out_.header->bulk_tail.load(std::memory_order_acquire);
-    if (end - bulk_tail_seen_ > out_.bulk_bytes) {
-      ++counters_->ring_full;
-      return false;
-    }
+  const uint64_t size_bytes = std::min(BULK_BLOCK_BYTES, transfer.size_bytes - transfer.sent_bytes);
+  if (!find_free_block()) {
+    ++counters_->ring_full;
+    return false;
   }
   // There must be room for the record first, because the copy must not be made twice.
   if (control_head_ + 2 * LINE - control_tail_seen_ > CONTROL_RING_BYTES) {
     control_tail_seen_ = out_.header->control_tail.load(std::memory_order_acquire);
     if (control_head_ + 2 * LINE - control_tail_seen_ > CONTROL_RING_BYTES) return false;
   }
-  std::memcpy(out_.bulk + start % out_.bulk_bytes, transfer.data + transfer.sent_bytes, size_bytes);
-  bulk_head_ = end;
+  const auto block = static_cast<uint32_t>(std::countr_zero(free_blocks_));
+  free_blocks_ &= ~(1u << block);
+  std::memcpy(out_.bulk + block * BULK_BLOCK_BYTES, transfer.data + transfer.sent_bytes, size_bytes);
   Record record{};
   record.type = Record::fragment;
   record.slot = transfer.slot;
   record.size_bytes = static_cast<uint32_t>(size_bytes);
-  record.position = start;
+  record.block = block;
   publish_or_queue(record);
   transfer.sent_bytes += size_bytes;
   ++counters_->fragments_sent;

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// A lane to one rank of the same host: two single-producer rings in each direction.
+// A lane to one rank of the same host: in each direction a ring of records and a few blocks for bulk data.
 //
-// The control ring carries eager messages, adverts and the records of bulk fragments. The bulk ring carries the bytes
-// of transfers. The sender copies a fragment in, and the receiver copies it out (or folds straight from the ring: a
-// loan). Two user-space copies through a ring that stays in the cache are faster than one process_vm_readv, which must
-// pin every page (docs/decisions/0002).
+// The ring carries eager messages, adverts and the records of fragments. A block carries one fragment of a transfer.
+// The sender copies it in, and the receiver copies it out, or folds straight from the block: a loan. Two user-space
+// copies through memory that stays in the cache are faster than one process_vm_readv, which must pin every page
+// (docs/decisions/0002).
+//
+// Blocks come back in any order, because a loan may wait for other peers for long. All but one may be lent, so that
+// other fragments always find a block.
 #pragma once
 
 #include <deque>
@@ -73,7 +76,7 @@ class ShmLane final : public Lane {
     MessageHeader header;  // eager, advert
     uint32_t slot;         // advert, fragment: the receiver's slot
     uint32_t size_bytes;   // fragment
-    uint64_t position;     // fragment: in the bulk ring
+    uint32_t block;        // fragment
   };
   struct Receive {
     uint64_t receive_id;
@@ -93,20 +96,17 @@ class ShmLane final : public Lane {
     uint64_t receive_id;
     MessageHeader header;
   };
-  struct Fragment {
-    uint64_t end_position;
-    bool done;
-  };
 
   static uint64_t data_bytes_of(const Record& eager);
-  static bool fits(const Record& fragment, const Receive& receive);
+  bool fits(const Record& fragment) const;
   bool publish(const Record& record, const void* data, uint64_t data_bytes);
   void publish_or_queue(const Record& record);
   void grant(uint64_t receive_id, const MessageHeader& header, std::byte* destination);
   bool consume(uint32_t record_limit);
   void take_fragment(const Record& record);
   bool push_fragment();
-  void finish_fragment(uint64_t sequence);
+  bool find_free_block();
+  void give_back(uint32_t block);
   void lose(std::string reason);
 
   const uint32_t peer_;
@@ -114,15 +114,14 @@ class ShmLane final : public Lane {
   LaneSink& sink_;
   uint64_t control_head_ = 0, control_tail_ = 0;  // our progress: written out, read in
   uint64_t control_tail_seen_ = 0;                // the peer's progress in reading ours
-  uint64_t bulk_head_ = 0, bulk_tail_seen_ = 0;
+  uint32_t free_blocks_;                          // of the peer's inbox: a bit for each
+  uint32_t lent_blocks_ = 0;                      // of our inbox
   std::deque<Record> waiting_records_;
   std::deque<Transfer> transfers_;
   std::vector<Receive> receives_;
   std::vector<uint32_t> free_slots_;
   std::deque<WaitingLoan> waiting_loans_;
-  std::deque<Fragment> fragments_;  // of the in-ring, in ring order
-  uint64_t first_fragment_ = 0;     // sequence number of fragments_.front(): a loan's id
-  uint32_t loans_out_ = 0;
+  uint32_t loans_out_ = 0;  // advertised or lent
   bool dirty_ = false;
   bool peer_left_ = false;
   bool dead_ = false;

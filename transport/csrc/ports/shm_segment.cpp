@@ -27,11 +27,15 @@
 namespace sennit {
 namespace {
 
-constexpr uint64_t SEGMENT_MAGIC = 0x33'30'54'49'4E'4E'45'53;  // "SENNIT03": the revision of the layout
+constexpr uint64_t SEGMENT_MAGIC = 0x34'30'54'49'4E'4E'45'53;  // "SENNIT04": the revision of the layout
 constexpr size_t PAGE_BYTES = 4'096;
 constexpr size_t LINE = 64;
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+uint64_t stride_of(uint64_t blocks) {
+  return round_up(sizeof(ShmInboxHeader), LINE) + CONTROL_RING_BYTES + blocks * BULK_BLOCK_BYTES;
+}
 
 uint64_t random_u64() {
   uint64_t value = 0;
@@ -108,9 +112,9 @@ uint64_t this_process_id() {
 
 ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
   const uint32_t peers = std::max(1u, world - 1);
-  const uint64_t bulk_bytes =
-      std::clamp(BULK_BUDGET_BYTES / peers / PAGE_BYTES * PAGE_BYTES, BULK_RING_MIN_BYTES, BULK_RING_MAX_BYTES);
-  const uint64_t stride = round_up(sizeof(ShmInboxHeader), LINE) + CONTROL_RING_BYTES + bulk_bytes;
+  const uint64_t blocks =
+      std::clamp<uint64_t>(BULK_BUDGET_BYTES / peers / BULK_BLOCK_BYTES, BULK_BLOCKS_MIN, BULK_BLOCKS_MAX);
+  const uint64_t stride = stride_of(blocks);
   ShmSegment segment;
   segment.mine_ = true;
   segment.size_bytes_ = round_up(round_up(sizeof(ShmSegmentHeader), LINE) + stride * world, PAGE_BYTES);
@@ -144,7 +148,7 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
   auto* header = new (segment.base_) ShmSegmentHeader{};
   header->rank = rank;
   header->world = world;
-  header->bulk_bytes = bulk_bytes;
+  header->bulk_blocks = blocks;
   header->inbox_stride = stride;
   header->process_id = this_process_id();
   header->nonce = nonce;
@@ -169,9 +173,8 @@ ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uin
   const ShmSegmentHeader& header = segment.header();
   const uint64_t needed = round_up(sizeof(ShmSegmentHeader), LINE) + header.inbox_stride * world;
   if (header.magic != SEGMENT_MAGIC || header.nonce != nonce || header.rank != rank || header.world != world ||
-      header.bulk_bytes < BULK_RING_MIN_BYTES || header.bulk_bytes > BULK_RING_MAX_BYTES ||
-      header.inbox_stride != round_up(sizeof(ShmInboxHeader), LINE) + CONTROL_RING_BYTES + header.bulk_bytes ||
-      needed > segment.size_bytes_) {
+      header.bulk_blocks < BULK_BLOCKS_MIN || header.bulk_blocks > BULK_BLOCKS_MAX ||
+      header.inbox_stride != stride_of(header.bulk_blocks) || needed > segment.size_bytes_) {
     return {};
   }
   segment.bell_fd_ = ::open(bell_of(path_of(nonce)).c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW);
@@ -214,7 +217,7 @@ ShmInbox ShmSegment::inbox(uint32_t from_rank) const {
   inbox.header = reinterpret_cast<ShmInboxHeader*>(at);
   inbox.control = at + round_up(sizeof(ShmInboxHeader), LINE);
   inbox.bulk = inbox.control + CONTROL_RING_BYTES;
-  inbox.bulk_bytes = head.bulk_bytes;
+  inbox.bulk_blocks = static_cast<uint32_t>(head.bulk_blocks);
   return inbox;
 }
 

@@ -17,13 +17,16 @@
 #include <string>
 #include <vector>
 
+#include "messages/lane.hpp"
+
 namespace sennit {
 
-inline constexpr uint64_t CONTROL_RING_BYTES = 65'536;    // records: eager messages, adverts, fragments
-inline constexpr uint64_t BULK_RING_MAX_BYTES = 524'288;  // 4 loans; fits easily into the second-level cache
-inline constexpr uint64_t BULK_RING_MIN_BYTES = 262'144;  // 2 loans: one being read, one being written
-inline constexpr size_t LAST_WORD_MAX_BYTES = 1'020;
+inline constexpr uint64_t CONTROL_RING_BYTES = 65'536;  // records: eager messages, adverts, fragments
+inline constexpr uint64_t BULK_BLOCK_BYTES = MAX_LOAN_BYTES;
+inline constexpr uint32_t BULK_BLOCKS_MAX = 4;  // all of them fit easily into the second-level cache
+inline constexpr uint32_t BULK_BLOCKS_MIN = 3;  // two loans, one being read and one being written, and one for the rest
 inline constexpr uint64_t BULK_BUDGET_BYTES = 16'777'216;  // for all inboxes of a rank
+inline constexpr size_t LAST_WORD_MAX_BYTES = 1'020;
 
 // Two processes write here. Every field that both use is on its own cache line.
 struct ShmSegmentHeader {
@@ -32,18 +35,18 @@ struct ShmSegmentHeader {
   uint64_t process_id;  // random for each process, also to tell the ranks of one process apart
   uint32_t rank;
   uint32_t world;
-  uint64_t bulk_bytes;
+  uint64_t bulk_blocks;
   uint64_t inbox_stride;
   alignas(64) std::atomic<uint32_t> doorbell;  // futex word: who wakes the owner adds one
   std::atomic<uint32_t> sleeping;              // a Sleep: the owner is about to wait. Who clears it wakes the owner
   alignas(64) std::atomic<uint32_t> beats;     // grows as long as any thread of the owner runs
 };
 
-// One producer (the peer), one consumer (the owner). Positions only grow; the offset is position % size.
+// One producer (the peer), one consumer (the owner). Positions in the ring only grow; the offset is position % size.
 struct ShmInboxHeader {
   alignas(64) std::atomic<uint64_t> control_head;  // producer
   alignas(64) std::atomic<uint64_t> control_tail;  // consumer
-  alignas(64) std::atomic<uint64_t> bulk_tail;     // consumer
+  alignas(64) std::atomic<uint32_t> blocks_back;   // bit n: the consumer gives block n back, and the producer clears it
   // Why the producer ended the group. Not in the rings, which may be full. Written once.
   alignas(64) std::atomic<uint32_t> last_word_bytes;
   char last_word[LAST_WORD_MAX_BYTES];
@@ -56,7 +59,7 @@ struct ShmInbox {
   ShmInboxHeader* header = nullptr;
   std::byte* control = nullptr;
   std::byte* bulk = nullptr;
-  uint64_t bulk_bytes = 0;
+  uint32_t bulk_blocks = 0;
 };
 
 class ShmSegment {

@@ -28,6 +28,13 @@ class PlanWriter {
     return *this;
   }
 
+  // The caller's buffers are device memory.
+  PlanWriter& uses_device(uint64_t scratch_bytes) {
+    on_device_ = true;
+    scratch_bytes_ = scratch_bytes;
+    return *this;
+  }
+
   uint32_t add(StepKind kind, uint32_t peer, uint32_t slot, uint32_t buffer, uint64_t offset, uint64_t size_bytes,
                std::vector<Operand> operands = {}, uint8_t flags = 0) {
     Step step{};
@@ -69,6 +76,8 @@ class PlanWriter {
     put(24, static_cast<uint32_t>(steps.size()));
     put(28, static_cast<uint32_t>(operands_.size()));
     put(32, static_cast<uint32_t>(flat.size()));
+    put(40, scratch_bytes_);
+    put(48, uint32_t{on_device_ ? 1u : 0u});
     put(52, count_count_);
     put(56, world_);
     put(60, unit_bytes_);
@@ -133,6 +142,8 @@ class PlanWriter {
   uint16_t buffer_count_;
   uint64_t signature_;
   uint32_t count_count_ = 0, unit_bytes_ = 0;
+  uint64_t scratch_bytes_ = 0;
+  bool on_device_ = false;
   std::vector<Step> steps_;
   std::vector<Operand> operands_;
   std::vector<std::vector<uint32_t>> edges_;

@@ -14,96 +14,59 @@
 #include <utility>
 #include <vector>
 
-#include "executor/engine.hpp"
-#include "executor/plan.hpp"
+#include "tests/engine_group.hpp"
 
 using namespace sennit;
+using test::LoadedPlan;
+using test::PlanWriter;
 
 namespace {
 
 constexpr uint64_t ALLTOALL = uint64_t{8} << 56;
 constexpr uint64_t P2P = uint64_t{9} << 56;
 
-struct StepAfter {
-  Step step;
-  std::vector<Operand> operands;
-  std::vector<uint32_t> next;
-};
-
-Step step_of(StepKind kind, uint32_t peer, uint32_t buffer, uint64_t offset, uint64_t size_bytes) {
-  Step step{};
-  step.kind = kind;
-  step.peer = peer;
-  step.destination_buffer = buffer;
-  step.destination_offset = offset;
-  step.size_bytes = size_bytes;
-  return step;
-}
-
-// The binary form of docs/reference/plans.md.
-std::vector<std::byte> encode(uint32_t world, uint32_t rank, uint16_t buffer_count, uint64_t signature,
-                              uint64_t scratch_bytes, bool on_device, std::vector<StepAfter> steps) {
-  std::vector<Operand> operands;
-  std::vector<uint32_t> edges;
-  std::vector<Step> table;
-  for (StepAfter& entry : steps) {
-    entry.step.operand_first = static_cast<uint32_t>(operands.size());
-    entry.step.operand_count = static_cast<uint32_t>(entry.operands.size());
-    entry.step.edge_first = static_cast<uint32_t>(edges.size());
-    entry.step.edge_count = static_cast<uint32_t>(entry.next.size());
-    operands.insert(operands.end(), entry.operands.begin(), entry.operands.end());
-    edges.insert(edges.end(), entry.next.begin(), entry.next.end());
-    table.push_back(entry.step);
-  }
-  std::vector<std::byte> out(64);
-  const auto put = [&](size_t at, auto value) { std::memcpy(out.data() + at, &value, sizeof value); };
-  put(0, uint32_t{0x31504E53});
-  put(4, uint16_t{2});
-  put(6, buffer_count);
-  put(8, world);
-  put(12, rank);
-  put(16, signature);
-  put(24, static_cast<uint32_t>(table.size()));
-  put(28, static_cast<uint32_t>(operands.size()));
-  put(32, static_cast<uint32_t>(edges.size()));
-  put(40, scratch_bytes);
-  put(48, uint32_t{on_device ? 1u : 0u});
-  put(56, world);
-  const auto append = [&](const auto& records) {
-    const auto* begin = reinterpret_cast<const std::byte*>(records.data());
-    out.insert(out.end(), begin, begin + records.size() * sizeof(records[0]));
-  };
-  append(table);
-  append(operands);
-  append(edges);
-  return out;
-}
-
-struct LoadedPlan {
-  explicit LoadedPlan(const std::vector<std::byte>& bytes) {
-    char error[256] = "";
-    handle = sennit_plan_load(bytes.data(), bytes.size(), error, sizeof error);
-    REQUIRE_MESSAGE(handle != nullptr, error);
-  }
-  ~LoadedPlan() { sennit_plan_release(handle); }
-  LoadedPlan(const LoadedPlan&) = delete;
-  LoadedPlan& operator=(const LoadedPlan&) = delete;
-  sennit_plan* handle;
-};
-
 // Two ranks swap `size_bytes`: each rank's buffer 0 goes to the other's buffer 1.
 std::vector<std::byte> swap_plan(uint32_t rank, uint64_t size_bytes, bool on_device) {
-  const uint32_t peer = 1 - rank;
+  const uint32_t peer = 1 - rank, scratch = 2;
+  PlanWriter plan(2, rank, 2, ALLTOALL | (on_device ? uint64_t{1} << 47 : 0));
   if (!on_device) {
-    return encode(2, rank, 2, ALLTOALL, 0, false,
-                  {{step_of(StepKind::send, peer, 0, 0, size_bytes), {Operand{}}, {}},
-                   {step_of(StepKind::receive, peer, 1, 0, size_bytes), {}, {}}});
+    plan.add(StepKind::send, peer, 0, 0, 0, size_bytes, {Operand{}});
+    plan.add(StepKind::receive, peer, 0, 1, 0, size_bytes);
+    return plan.bytes();
   }
-  return encode(2, rank, 2, ALLTOALL | uint64_t{1} << 47, 2 * size_bytes, true,
-                {{step_of(StepKind::copy, 0, 2, 0, size_bytes), {Operand{}}, {1}},
-                 {step_of(StepKind::send, peer, 0, 0, size_bytes), {Operand{.index = 2}}, {}},
-                 {step_of(StepKind::receive, peer, 2, size_bytes, size_bytes), {}, {3}},
-                 {step_of(StepKind::copy, 0, 1, 0, size_bytes), {Operand{.index = 2, .offset = size_bytes}}, {}}});
+  plan.uses_device(2 * size_bytes);
+  const uint32_t load = plan.add(StepKind::copy, 0, 0, scratch, 0, size_bytes, {Operand{}});
+  plan.edge(load, plan.add(StepKind::send, peer, 0, 0, 0, size_bytes, {{.index = scratch}}));
+  const uint32_t receive = plan.add(StepKind::receive, peer, 0, scratch, size_bytes, size_bytes);
+  plan.edge(receive, plan.add(StepKind::copy, 0, 0, 1, 0, size_bytes, {{.index = scratch, .offset = size_bytes}}));
+  return plan.bytes();
+}
+
+// Two ranks add `chunks` chunks of buffer 0 into buffer 1. Each chunk of the peer comes as a loan.
+constexpr uint64_t CHUNK_BYTES = MAX_LOAN_BYTES;
+std::vector<std::byte> sum_plan(uint32_t rank, uint32_t chunks, bool on_device) {
+  const uint32_t peer = 1 - rank, scratch = 2, input = on_device ? scratch : 0;
+  const uint64_t total_bytes = chunks * CHUNK_BYTES;
+  PlanWriter plan(2, rank, 2, uint64_t{1} << 56 | uint64_t{SENNIT_F32} << 48 | total_bytes / 4);
+  if (on_device) plan.uses_device(2 * total_bytes);
+  for (uint32_t slot = 0; slot < chunks; ++slot) {
+    const uint64_t at = slot * CHUNK_BYTES;
+    const Operand own{.index = input, .offset = at};
+    const uint32_t load = on_device ? plan.add(StepKind::copy, 0, 0, scratch, at, CHUNK_BYTES, {{.offset = at}}) : 0;
+    const uint32_t send = plan.add(StepKind::send, peer, slot, 0, 0, CHUNK_BYTES, {own});
+    const uint32_t receive = plan.add(StepKind::receive, peer, slot, 0, 0, CHUNK_BYTES, {}, STEP_LOAN);
+    std::vector<Operand> both{own, {.kind = 1, .index = receive}};
+    if (rank == 1) std::swap(both[0], both[1]);
+    both[1].combinations = 1;
+    const uint64_t result = on_device ? total_bytes + at : at;
+    const uint32_t fold = plan.add(StepKind::reduce, 0, 0, on_device ? scratch : 1, result, CHUNK_BYTES, both);
+    plan.edge(receive, fold);
+    if (!on_device) continue;
+    plan.edge(load, send);
+    plan.edge(load, fold);
+    plan.edge(fold, plan.add(StepKind::copy, 0, 0, 1, at, CHUNK_BYTES, {{.index = scratch, .offset = result}}));
+  }
+  return plan.bytes();
 }
 
 // The device memory of one call, as its owner holds it. Copies keep it alive beyond the operation.
@@ -224,25 +187,9 @@ std::unique_ptr<Posted> post(Engine& engine, const LoadedPlan& plan, FakeCall& c
 }
 
 // Two ranks in one process over shared memory. Both are driven by their background threads.
-struct Pair {
-  explicit Pair(uint64_t timeout_us = TIMEOUT_US) {
-    std::vector<std::vector<std::byte>> offers;
-    for (uint32_t rank = 0; rank < 2; ++rank) {
-      engines[rank] = new Engine({rank, 2, timeout_us, rank, 2});
-      offers.push_back(engines[rank]->shm_offer());
-    }
-    for (uint32_t rank = 0; rank < 2; ++rank) REQUIRE(engines[rank]->shm_accept(1 - rank, offers[1 - rank]));
-    engines[0]->connect({{Route::Kind::self, {}}, {Route::Kind::shm, {}}});
-    engines[1]->connect({{Route::Kind::shm, {}}, {Route::Kind::self, {}}});
-  }
-  ~Pair() {
-    for (Engine* engine : engines) {
-      engine->shutdown(1'000'000);
-      engine->release();
-    }
-  }
-  Engine& operator[](uint32_t rank) { return *engines[rank]; }
-  Engine* engines[2];
+struct Pair : test::Group {
+  Pair() : Group(2, TIMEOUT_US) {}
+  Engine& operator[](uint32_t rank) const { return *engines[rank]; }
 };
 
 // Yields until `done`, at most 20 s.
@@ -347,6 +294,67 @@ TEST_CASE("a few device calls of a group run at a time, in its order") {
   }
 }
 
+// Rank 0 posts a sum on host memory behind one on device memory that cannot begin yet. Rank 1 waits for the latter
+// first. If the former took all loans, the latter would never have any.
+TEST_CASE("a sum on host memory takes no loans before an older one on device memory") {
+  Pair ranks;
+  constexpr size_t SIZE = 1'000, RUNNING = 4;
+  constexpr uint32_t CHUNKS = 6;  // more than a lane lends at a time
+  constexpr size_t SUM_BYTES = CHUNKS * CHUNK_BYTES;
+  std::vector<std::shared_ptr<FakeCall>> swaps[2];
+  std::shared_ptr<FakeCall> sums[2];
+  std::vector<std::unique_ptr<Posted>> posted[2], host_posted;
+  std::vector<std::unique_ptr<LoadedPlan>> swap_plans, device_plans, host_plans;
+  std::vector<float> in(SUM_BYTES / 4, 1.5f), out[2];
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    swap_plans.push_back(std::make_unique<LoadedPlan>(swap_plan(rank, SIZE, true)));
+    device_plans.push_back(std::make_unique<LoadedPlan>(sum_plan(rank, CHUNKS, true)));
+    host_plans.push_back(std::make_unique<LoadedPlan>(sum_plan(rank, CHUNKS, false)));
+    for (size_t i = 0; i < RUNNING; ++i) {
+      swaps[rank].push_back(swap_call(rank, SIZE));
+      posted[rank].push_back(post(ranks[rank], *swap_plans[rank], *swaps[rank].back()));
+    }
+    std::vector<std::byte> values(SUM_BYTES);
+    std::memcpy(values.data(), in.data(), SUM_BYTES);
+    sums[rank] =
+        std::make_shared<FakeCall>(std::vector<std::vector<std::byte>>{values, std::vector<std::byte>(SUM_BYTES)});
+    posted[rank].push_back(post(ranks[rank], *device_plans[rank], *sums[rank]));
+    out[rank].resize(SUM_BYTES / 4);
+  }
+  const auto post_host = [&](uint32_t rank) {
+    const sennit_buffer buffers[] = {{in.data(), SUM_BYTES}, {out[rank].data(), SUM_BYTES}};
+    const sennit_post_options options{TIMEOUT_US, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0};
+    host_posted.push_back(std::make_unique<Posted>());
+    char error[256] = "";
+    REQUIRE_MESSAGE(sennit_post(comm(ranks[rank]), host_plans[rank]->handle, buffers, 2, &options,
+                                &host_posted.back()->op, error, sizeof error) == SENNIT_OK,
+                    error);
+  };
+  post_host(0);
+  CHECK_FALSE(sums[0]->has_scratch());
+  expect([&] {
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      for (const auto& call : swaps[rank]) call->run_one();
+      sums[rank]->run_one();
+    }
+    return sennit_op_status(posted[0].back()->op) != SENNIT_PENDING &&
+           sennit_op_status(posted[1].back()->op) != SENNIT_PENDING;
+  });
+  post_host(1);
+  for (const auto& one : host_posted) {
+    one->wait();
+    CHECK_MESSAGE(one->status == SENNIT_OK, one->error);
+  }
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    for (const auto& one : posted[rank]) {
+      one->wait();
+      CHECK_MESSAGE(one->status == SENNIT_OK, one->error);
+    }
+    CHECK((out[rank] == std::vector<float>(SUM_BYTES / 4, 3.0f)));
+    CHECK(std::memcmp(sums[rank]->buffer(1).data(), out[rank].data(), SUM_BYTES) == 0);
+  }
+}
+
 TEST_CASE("after an abort queued copies touch nothing that was freed, and calls end once") {
   Pair ranks;
   constexpr size_t SIZE = 100'000, CALLS = 6;
@@ -418,11 +426,13 @@ TEST_CASE("what a device refuses fails the group on every rank") {
 TEST_CASE("a host send does not overtake a device send of the same tag") {
   Pair ranks;
   constexpr size_t SIZE = 2'000;
-  LoadedPlan device_send(encode(2, 0, 1, P2P, SIZE, true,
-                                {{step_of(StepKind::copy, 0, 1, 0, SIZE), {Operand{}}, {1}},
-                                 {step_of(StepKind::send, 1, 0, 0, SIZE), {Operand{.index = 1}}, {}}}));
-  LoadedPlan host_send(encode(2, 0, 1, P2P, 0, false, {{step_of(StepKind::send, 1, 0, 0, SIZE), {Operand{}}, {}}}));
-  LoadedPlan receive(encode(2, 1, 1, P2P, 0, false, {{step_of(StepKind::receive, 0, 0, 0, SIZE), {}, {}}}));
+  PlanWriter from_device(2, 0, 1, P2P), from_host(2, 0, 1, P2P), to_host(2, 1, 1, P2P);
+  from_device.uses_device(SIZE);
+  const uint32_t load = from_device.add(StepKind::copy, 0, 0, 1, 0, SIZE, {Operand{}});
+  from_device.edge(load, from_device.add(StepKind::send, 1, 0, 0, 0, SIZE, {{.index = 1}}));
+  from_host.add(StepKind::send, 1, 0, 0, 0, SIZE, {Operand{}});
+  to_host.add(StepKind::receive, 0, 0, 0, 0, SIZE);
+  LoadedPlan device_send(from_device.bytes()), host_send(from_host.bytes()), receive(to_host.bytes());
   auto call = std::make_shared<FakeCall>(std::vector<std::vector<std::byte>>{pattern(SIZE, 1)});
   const auto options = [](uint32_t tag) {
     return sennit_post_options{TIMEOUT_US, SENNIT_POST_ASYNC | SENNIT_POST_P2P, tag, 1.0, nullptr, 0};
@@ -461,13 +471,15 @@ TEST_CASE("only copies touch device memory, and host and device plans are not mi
     if (plan != nullptr) sennit_plan_release(plan);
     return std::string(error);
   };
-  const auto refused = [&](const StepAfter& step) {
-    return reason(encode(2, 0, 1, ALLTOALL, 64, true, {step})).find("only a copy may") != std::string::npos;
+  const auto refused = [&](StepKind kind, uint64_t size_bytes, std::vector<Operand> operands) {
+    PlanWriter plan(2, 0, 1, ALLTOALL);
+    plan.uses_device(64).add(kind, 1, 0, 0, 0, size_bytes, std::move(operands));
+    return reason(plan.bytes()).find("only a copy may") != std::string::npos;
   };
-  CHECK(refused({step_of(StepKind::send, 1, 0, 0, 8), {Operand{}}, {}}));
-  CHECK(refused({step_of(StepKind::receive, 1, 0, 0, 8), {}, {}}));
-  CHECK(!refused({step_of(StepKind::send, 1, 0, 0, 8), {Operand{.index = 1}}, {}}));
-  CHECK(!refused({step_of(StepKind::receive, 1, 0, 0, 0), {}, {}}));
+  CHECK(refused(StepKind::send, 8, {Operand{}}));
+  CHECK(refused(StepKind::receive, 8, {}));
+  CHECK(!refused(StepKind::send, 8, {{.index = 1}}));
+  CHECK(!refused(StepKind::receive, 0, {}));
 
   Pair ranks;
   LoadedPlan host(swap_plan(0, 8, false)), device(swap_plan(0, 8, true));

@@ -65,6 +65,34 @@ std::vector<std::byte> noise(size_t size, uint32_t seed) {
   return bytes;
 }
 
+// An inbox in plain memory whose producer is the test.
+class ForgedInbox {
+ public:
+  enum Type : uint32_t { EAGER = 2, FRAGMENT = 4 };
+  ForgedInbox() : memory_(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BULK_BLOCKS_MIN * BULK_BLOCK_BYTES + 64) {
+    auto* base = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
+    inbox.header = reinterpret_cast<ShmInboxHeader*>(base);
+    inbox.control = base + sizeof(ShmInboxHeader);
+    inbox.bulk = inbox.control + CONTROL_RING_BYTES;
+    inbox.bulk_blocks = BULK_BLOCKS_MIN;
+  }
+  struct Record {  // as in shm_lane.hpp
+    uint32_t type, flags;
+    uint64_t total_bytes;
+    MessageHeader header;
+    uint32_t slot, size_bytes, block, unused[3];
+  };
+  static_assert(sizeof(Record) == 64);
+  void write(const Record& record) {
+    std::memcpy(inbox.control + inbox.header->control_head % CONTROL_RING_BYTES, &record, sizeof record);
+    inbox.header->control_head += record.total_bytes;
+  }
+  ShmInbox inbox;
+
+ private:
+  std::vector<std::byte> memory_;
+};
+
 }  // namespace
 
 TEST_CASE("eager messages of all sizes wrap round the ring in order") {
@@ -151,6 +179,42 @@ TEST_CASE("loans are views of the ring, granted as others come back, in any orde
     pair.b.lane(0).release(held[pick].loan);
     held.erase(held.begin() + static_cast<std::ptrdiff_t>(pick));
   }
+}
+
+TEST_CASE("loans that are kept for long do not hold up other messages") {
+  Pair pair;
+  constexpr uint64_t LOANS = 10;  // more than can be out at once
+  const std::vector<std::byte> lent = noise(MAX_LOAN_BYTES, 1), plain = noise(3'000'001, 2);
+  std::vector<std::byte> to_b(plain.size());
+  for (uint64_t i = 0; i < LOANS; ++i) pair.b.lane(0).advertise(i, {i, 0, lent.size()}, nullptr);
+  pair.b.lane(0).advertise(LOANS, {LOANS, 0, plain.size()}, to_b.data());
+  pair.pump();
+  const size_t granted = pair.sink_a.adverts.size() - 1;
+  REQUIRE(granted > 0);
+  REQUIRE(granted < LOANS);
+  for (uint64_t i = 0; i < granted; ++i)
+    pair.a.lane(1).transfer(i, pair.sink_a.adverts.at(i), lent.data(), lent.size());
+  pair.a.lane(1).transfer(LOANS, pair.sink_a.adverts.at(LOANS), plain.data(), plain.size());
+  pair.pump();
+  CHECK(pair.sink_b.received.size() == granted + 1);
+  CHECK(to_b == plain);
+  for (const auto& [id, place] : pair.sink_b.received) {
+    if (id < LOANS) CHECK(std::memcmp(place.first, lent.data(), lent.size()) == 0);
+  }
+}
+
+TEST_CASE("a fragment in a block that is lent loses the peer") {
+  Sink sink;
+  ForgedInbox in, out;
+  ShmLane lane(0, in.inbox, out.inbox, sink);
+  for (uint64_t id = 0; id < 2; ++id) lane.advertise(id, {id, 0, 100}, nullptr);
+  in.write({ForgedInbox::FRAGMENT, 0, 64, {}, 0, 100, 0, {}});
+  lane.drain();
+  REQUIRE(sink.received.size() == 1);
+  in.write({ForgedInbox::FRAGMENT, 0, 64, {}, 1, 100, 0, {}});
+  lane.drain();
+  REQUIRE(sink.lost.size() == 1);
+  CHECK(sink.lost[0] == "described a fragment that fits no advertised receive");
 }
 
 TEST_CASE("a message that finds no room above stays in the ring and comes again") {
@@ -246,10 +310,11 @@ TEST_CASE("several peers with news for a sleeping rank wake it once") {
 TEST_CASE("garbage in the ring loses the peer, not the process") {
   for (uint32_t seed = 0; seed < 2'000; ++seed) {
     Sink sink;
-    std::vector<std::byte> memory(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BULK_RING_MIN_BYTES + 128);
+    std::vector<std::byte> memory(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BULK_BLOCKS_MIN * BULK_BLOCK_BYTES +
+                                  128);
     auto* base = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
     ShmInbox inbox{reinterpret_cast<ShmInboxHeader*>(base), base + sizeof(ShmInboxHeader),
-                   base + sizeof(ShmInboxHeader) + CONTROL_RING_BYTES, BULK_RING_MIN_BYTES};
+                   base + sizeof(ShmInboxHeader) + CONTROL_RING_BYTES, BULK_BLOCKS_MIN};
     std::mt19937 random(seed);
     for (size_t i = 0; i < 4'096; ++i) {
       // Small numbers, so that valid types and sizes are common.
@@ -263,38 +328,9 @@ TEST_CASE("garbage in the ring loses the peer, not the process") {
   }
 }
 
-// An inbox in plain memory whose producer is the test.
-class ForgedInbox {
- public:
-  ForgedInbox() : memory_(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BULK_RING_MIN_BYTES + 64) {
-    auto* base = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
-    inbox.header = reinterpret_cast<ShmInboxHeader*>(base);
-    inbox.control = base + sizeof(ShmInboxHeader);
-    inbox.bulk = inbox.control + CONTROL_RING_BYTES;
-    inbox.bulk_bytes = BULK_RING_MIN_BYTES;
-  }
-  struct Record {  // as in shm_lane.hpp
-    uint32_t type, flags;
-    uint64_t total_bytes;
-    MessageHeader header;
-    uint32_t slot, size_bytes;
-    uint64_t position, unused;
-  };
-  static_assert(sizeof(Record) == 64);
-  void write(const Record& record) {
-    std::memcpy(inbox.control + inbox.header->control_head % CONTROL_RING_BYTES, &record, sizeof record);
-    inbox.header->control_head += record.total_bytes;
-  }
-  ShmInbox inbox;
-
- private:
-  std::vector<std::byte> memory_;
-};
-
 TEST_CASE("fragments and eager messages that fit nothing lose the peer before anything is touched") {
-  constexpr uint32_t EAGER = 2, FRAGMENT = 4;
-  const auto fragment = [](uint32_t slot, uint32_t size_bytes, uint64_t position) {
-    return ForgedInbox::Record{FRAGMENT, 0, 64, {}, slot, size_bytes, position, 0};
+  const auto fragment = [](uint32_t slot, uint32_t size_bytes, uint32_t block) {
+    return ForgedInbox::Record{ForgedInbox::FRAGMENT, 0, 64, {}, slot, size_bytes, block, {}};
   };
   // Why a peer is lost that writes `records` while a message of 100 bytes is advertised in slot 0; empty if it is not.
   const auto lost_by = [&](const std::vector<ForgedInbox::Record>& records, bool is_loan) {
@@ -312,20 +348,21 @@ TEST_CASE("fragments and eager messages that fit nothing lose the peer before an
   };
   const std::string misfit = "described a fragment that fits no advertised receive";
   CHECK(lost_by({fragment(0, 100, 0)}, false).empty());
-  CHECK(lost_by({fragment(0, 40, 0), fragment(0, 60, 64)}, false).empty());
+  CHECK(lost_by({fragment(0, 40, 0), fragment(0, 60, 1)}, false).empty());
   CHECK(lost_by({fragment(0, 100, 0)}, true).empty());
-  CHECK(lost_by({fragment(1, 100, 0)}, false) == misfit);                         // no such slot
-  CHECK(lost_by({fragment(0, 101, 0)}, false) == misfit);                         // too long
-  CHECK(lost_by({fragment(0, 40, 0), fragment(0, 61, 64)}, false) == misfit);     // too long in all
-  CHECK(lost_by({fragment(0, 100, 0), fragment(0, 0, 128)}, false) == misfit);    // complete already
-  CHECK(lost_by({fragment(0, 100, BULK_RING_MIN_BYTES - 64)}, false) == misfit);  // beyond the ring's end
-  CHECK(lost_by({fragment(0, 99, 0)}, true) == misfit);                           // a loan comes whole
-  CHECK(lost_by({fragment(0, 100, 0), fragment(0, 100, 128)}, true) == misfit);   // and once
+  CHECK(lost_by({fragment(1, 100, 0)}, false) == misfit);                     // no such slot
+  CHECK(lost_by({fragment(0, 101, 0)}, false) == misfit);                     // too long
+  CHECK(lost_by({fragment(0, 40, 0), fragment(0, 61, 1)}, false) == misfit);  // too long in all
+  CHECK(lost_by({fragment(0, 100, 0), fragment(0, 0, 1)}, false) == misfit);  // complete already
+  CHECK(lost_by({fragment(0, 100, BULK_BLOCKS_MIN)}, false) == misfit);       // no such block
+  CHECK(lost_by({fragment(0, 100, UINT32_MAX)}, false) == misfit);
+  CHECK(lost_by({fragment(0, 99, 0)}, true) == misfit);                        // a loan comes whole
+  CHECK(lost_by({fragment(0, 100, 0), fragment(0, 100, 1)}, true) == misfit);  // and once
   const std::string malformed = "wrote a malformed eager message into shared memory";
-  CHECK(lost_by({{EAGER, EAGER_DATA, 128, {1, 2, 64}, 0, 0, 0, 0}}, false).empty());
-  CHECK(lost_by({{EAGER, EAGER_DATA, 128, {1, 2, 65}, 0, 0, 0, 0}}, false) == malformed);
-  CHECK(lost_by({{EAGER, EAGER_DATA, 64, {1, 2, UINT64_MAX}, 0, 0, 0, 0}}, false) == malformed);
-  CHECK(lost_by({{EAGER, 2, 128, {1, 2, 64}, 0, 0, 0, 0}}, false) == malformed);
+  CHECK(lost_by({{ForgedInbox::EAGER, EAGER_DATA, 128, {1, 2, 64}, 0, 0, 0, {}}}, false).empty());
+  CHECK(lost_by({{ForgedInbox::EAGER, EAGER_DATA, 128, {1, 2, 65}, 0, 0, 0, {}}}, false) == malformed);
+  CHECK(lost_by({{ForgedInbox::EAGER, EAGER_DATA, 64, {1, 2, UINT64_MAX}, 0, 0, 0, {}}}, false) == malformed);
+  CHECK(lost_by({{ForgedInbox::EAGER, 2, 128, {1, 2, 64}, 0, 0, 0, {}}}, false) == malformed);
 }
 
 TEST_CASE("a foreign, stale or short offer is no common memory") {
