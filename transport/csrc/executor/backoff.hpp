@@ -4,6 +4,10 @@
 // Measured on a 2-core virtual machine: a hand-over costs 0.1 us if the waiter spins, 1.5 us through sched_yield on a
 // shared core, and 27 us through futex sleep and wake across cores (the idle core is halted). So a rank with its own
 // core spins first. With more ranks than cores, a rank gives the core away at once, which is the fastest.
+//
+// A yield beside a busy process of somebody else costs a time slice (4 ms), because that process keeps the core for so
+// long. In Linux 6.18 a thread that yields also moves behind the others by a slice. A thread that sleeps is woken ahead
+// of the busy process. So after a yield that took long, all waits sleep at once for a while.
 #pragma once
 
 #include <cstdint>
@@ -15,27 +19,43 @@ struct BackoffPolicy {
   uint64_t yield_us;
 
   static constexpr BackoffPolicy choose(uint32_t ranks_here, uint32_t cores) {
-    return ranks_here <= cores ? BackoffPolicy{10, 490} : BackoffPolicy{1, 500};
+    return ranks_here <= cores ? BackoffPolicy{10, 490} : BackoffPolicy{1, 100};
   }
 };
 
+// Of one driver after the other.
 class Backoff {
  public:
   enum class Action { spin, yield, sleep };
+  // Longer than the ranks of this host keep a core between two yields of their own.
+  static constexpr uint64_t LONG_YIELD_US = 1'000;
+  // Each look whether the core is still shared costs a time slice.
+  static constexpr uint64_t CROWDED_US = 1'000'000;
 
   explicit Backoff(BackoffPolicy policy) : policy_(policy) {}
 
+  // At the start of each round.
+  void begin_round(uint64_t now_us) {
+    if (yielded_us_ != 0 && now_us - yielded_us_ >= LONG_YIELD_US) crowded_until_us_ = now_us + CROWDED_US;
+    yielded_us_ = 0;
+  }
+  // Something moved, or a new wait begins.
   void reset() { idle_since_us_ = 0; }
+  // Nothing moved.
   Action next(uint64_t now_us) {
     if (idle_since_us_ == 0) idle_since_us_ = now_us;
     const uint64_t idle_us = now_us - idle_since_us_;
     if (idle_us < policy_.spin_us) return Action::spin;
-    return idle_us < policy_.spin_us + policy_.yield_us ? Action::yield : Action::sleep;
+    if (now_us < crowded_until_us_ || idle_us >= policy_.spin_us + policy_.yield_us) return Action::sleep;
+    yielded_us_ = now_us;
+    return Action::yield;
   }
 
  private:
   BackoffPolicy policy_;
   uint64_t idle_since_us_ = 0;
+  uint64_t yielded_us_ = 0;  // this round ended with a yield; 0: it did not
+  uint64_t crowded_until_us_ = 0;
 };
 
 }  // namespace sennit

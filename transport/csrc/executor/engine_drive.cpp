@@ -54,6 +54,7 @@ sennit_status Engine::wait(Operation& operation, uint64_t timeout_us) {
 
 uint64_t Engine::drive_once(Lock& lock) {
   const uint64_t now_us = clock_us();
+  backoff_.begin_round(now_us);
   const bool moved = round(now_us);
   run_callbacks(lock);
   if (moved) {

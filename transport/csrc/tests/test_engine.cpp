@@ -36,15 +36,33 @@ TEST_CASE("an allreduce over three ranks, many sizes, many times") {
   }
 }
 
-TEST_CASE("a wait spins, yields and then sleeps") {
+TEST_CASE("a wait spins, yields and sleeps; once a yield took long, waits sleep at once for a while") {
   using Action = Backoff::Action;
   Backoff backoff(BackoffPolicy::choose(8, 2));
-  CHECK(backoff.next(1'000) == Action::spin);
-  CHECK(backoff.next(1'001) == Action::yield);
-  CHECK(backoff.next(1'500) == Action::yield);
-  CHECK(backoff.next(1'501) == Action::sleep);
+  uint64_t now_us = 1'000;
+  // One round in which nothing moves.
+  const auto wait = [&](uint64_t passed_us) {
+    now_us += passed_us;
+    backoff.begin_round(now_us);
+    return backoff.next(now_us);
+  };
+  CHECK(wait(0) == Action::spin);
+  CHECK(wait(1) == Action::yield);
+  CHECK(wait(50) == Action::yield);
+  CHECK(wait(50) == Action::sleep);
+  CHECK(wait(5'000) == Action::sleep);  // long in a sleep: that says nothing about yields
   backoff.reset();
-  CHECK(backoff.next(1'502) == Action::spin);
+  CHECK(wait(5'000) == Action::spin);
+  CHECK(wait(1) == Action::yield);
+  // The message came while another process had the core.
+  now_us += Backoff::LONG_YIELD_US;
+  backoff.begin_round(now_us);
+  backoff.reset();
+  CHECK(wait(0) == Action::spin);
+  CHECK(wait(1) == Action::sleep);
+  backoff.reset();
+  CHECK(wait(Backoff::CROWDED_US) == Action::spin);
+  CHECK(wait(1) == Action::yield);
 }
 
 TEST_CASE("operations in flight together, finished by the background thread, call back once") {
