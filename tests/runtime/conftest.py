@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worlds: groups of processes that run one function on every rank.
 
-Starting torch takes seconds, so a world is kept for the session and serves many tests. A world in which anything
-failed is thrown away.
+Importing torch takes a second or more, so ranks are forked from one process that has imported it, and a world serves
+many tests of a module. A world in which anything failed is thrown away.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
-import selectors
-import subprocess
-import sys
+import runpy
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
+WORKER = str(HERE / "world_worker.py")
 START_S = 60.0
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "sennit.runtime.training.trainer"])
 
 
 class RankError(AssertionError):
@@ -49,57 +54,48 @@ class World:
         self._folder = tempfile.TemporaryDirectory(prefix="sennit-test-")
         self.store = str(Path(self._folder.name) / "store")
         variables = {**os.environ, "SENNIT_INTERFACES": "lo", "OMP_NUM_THREADS": "1", **(environment or {})}
-        self._ranks = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    str(HERE / "world_worker.py"),
-                    str(rank),
-                    str(size),
-                    self.store,
-                    backend,
-                    str(timeout_s),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=variables,
-            )
-            for rank in range(size)
-        ]
-        self._buffers = [b""] * size
+        # torch reads its own variables when it is imported, so they need a new interpreter.
+        is_forked = all(name.startswith("SENNIT_") for name in environment or {})
+        context = FORKSERVER if is_forked else multiprocessing.get_context("spawn")
+        self._ranks: list[BaseProcess] = []
+        self._ends: list[Connection] = []
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                # A path, because other packages have modules called `tests`, too.
+                given = {"ARGUMENTS": (theirs, variables, rank, size, self.store, backend, timeout_s)}
+                process = context.Process(target=runpy.run_path, args=(WORKER, given, "__main__"))
+                process.start()
+                theirs.close()
+                self._ranks.append(process)
+                self._ends.append(ours)
         self._collect(START_S)
 
     def run(self, file: str, function: str, *, timeout_s: float = 60.0, **arguments: Any) -> list[Any]:
         """Returns what `function(rank, world, **arguments)` of `file` (in this folder) returned on every rank."""
         request = json.dumps({"file": str(HERE / file), "function": function, "arguments": arguments})
-        for process in self._ranks:
-            assert process.stdin is not None
-            if process.poll() is None:
-                process.stdin.write(request.encode() + b"\n")
-                process.stdin.flush()
+        for process, end in zip(self._ranks, self._ends, strict=True):
+            if process.is_alive():
+                end.send_bytes(request.encode())
         return self._collect(timeout_s)
 
     def _collect(self, timeout_s: float) -> list[Any]:
         """Collects one answer of every rank. The answer of a rank that died is None."""
         deadline_s = time.monotonic() + timeout_s
         lines: list[bytes | None] = [None] * self.size
-        with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self._ranks):
-                selector.register(process.stdout, selectors.EVENT_READ, rank)  # type: ignore[arg-type]
-            while selector.get_map():
-                ready = selector.select(max(deadline_s - time.monotonic(), 0))
-                if not ready:
-                    missing = [rank for rank, line in enumerate(lines) if line is None]
-                    self.close()
-                    raise RankError({rank: f"no answer within {timeout_s:g} s" for rank in missing})
-                for key, _ in ready:
-                    data = os.read(key.fd, 1 << 20)
-                    self._buffers[key.data] += data
-                    line, found, rest = self._buffers[key.data].partition(b"\n")
-                    if found:
-                        lines[key.data], self._buffers[key.data] = line, rest
-                    if found or not data:
-                        selector.unregister(key.fileobj)
+        waiting = {end: rank for rank, end in enumerate(self._ends)}
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), max(deadline_s - time.monotonic(), 0))
+            if not ready:
+                self.close()
+                raise RankError({rank: f"no answer within {timeout_s:g} s" for rank in waiting.values()})
+            for end in ready:
+                assert isinstance(end, Connection)
+                rank = waiting.pop(end)
+                with contextlib.suppress(EOFError, ConnectionResetError):
+                    lines[rank] = end.recv_bytes()
         answers = [json.loads(line) if line is not None else {"value": None} for line in lines]
         errors = {rank: str(answer["error"]) for rank, answer in enumerate(answers) if "error" in answer}
         if errors:
@@ -110,14 +106,11 @@ class World:
     def close(self) -> None:
         """Kills the processes, even if they are busy."""
         self.alive = False
-        for process in self._ranks:
+        for process, end in zip(self._ranks, self._ends, strict=True):
             process.kill()
-            process.wait()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # The process did not read its last request.
-                process.stdin.close()
-            process.stdout.close()
+            process.join()
+            process.close()
+            end.close()
         self._folder.cleanup()
 
 
@@ -126,7 +119,7 @@ WorldFactory = Callable[..., World]
 
 @pytest.fixture(scope="module")
 def kept_world() -> Iterator[WorldFactory]:
-    """`kept_world(size, transport)`: a world that other tests of the session also use."""
+    """`kept_world(size, transport)`: a world that other tests of the module also use."""
     kept: dict[tuple[int, str], World] = {}
 
     def get(size: int, transport: str = "shm") -> World:

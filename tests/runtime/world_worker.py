@@ -3,7 +3,7 @@
 # mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
 """One rank of a World (conftest.py): runs functions of case files on request, in its own process.
 
-`python world_worker.py RANK WORLD STORE INIT TIMEOUT_S`. Requests and answers are JSON, one per line.
+Requests and answers are messages in JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import traceback
 import warnings
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -36,10 +37,15 @@ def load(path: str, loaded: dict[str, ModuleType]) -> ModuleType:
     return loaded[path]
 
 
-def main() -> None:
-    rank, world, store, backend, timeout_s = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
-    # Answers go to the pipe. All other output goes to standard error.
-    answers = os.fdopen(os.dup(1), "w")
+def serve(
+    requests: Connection, variables: dict[str, str], rank: int, world: int, store: str, backend: str, timeout_s: float
+) -> None:
+    """Answers requests until the World closes its end. `variables`: the whole environment."""
+    os.environ.clear()
+    os.environ.update(variables)
+    # Case files import modules beside them.
+    sys.path.insert(0, os.path.dirname(__file__))
+    # All output goes to standard error.
     os.dup2(2, 1)
     warnings.simplefilter("error")
     # torch always warns about its own complex32.
@@ -52,22 +58,25 @@ def main() -> None:
             store=dist.FileStore(store, world),
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=float(timeout_s)),
+            timeout=timedelta(seconds=timeout_s),
         )
-    print(json.dumps({"value": "ready"}), file=answers, flush=True)
+    requests.send_bytes(json.dumps({"value": "ready"}).encode())
     loaded: dict[str, ModuleType] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
+    while True:
+        try:
+            request = json.loads(requests.recv_bytes())
+        except EOFError:
+            break
         answer: dict[str, Any]
         try:
             function = getattr(load(request["file"], loaded), request["function"])
             answer = {"value": function(rank, world, **request["arguments"])}
         except BaseException:
             answer = {"error": traceback.format_exc()}
-        print(json.dumps(answer), file=answers, flush=True)
+        requests.send_bytes(json.dumps(answer).encode())
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    serve(*globals()["ARGUMENTS"])  # From the World, through runpy.
