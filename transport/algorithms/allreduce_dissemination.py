@@ -9,8 +9,8 @@ a rank as in one shot.
 
 from __future__ import annotations
 
+from sennit.transport.algorithms.ranges import check_world
 from sennit.transport.elements import Dtype, ReduceOp, check_reducible
-from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import Operand, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
@@ -20,8 +20,7 @@ def allreduce_dissemination(
 ) -> Plan:
     """Buffers: `[data]` in place, else `[input, output]`; `elements` of `dtype` each. Two ranks or more."""
     check_reducible(dtype, op)
-    if world < 2:
-        raise ArgumentError(f"world {world}; allowed: 2 or more")
+    check_world(world)
     size_bytes = elements * dtype.item_bytes
     result = 0 if in_place else 1
     builder = PlanBuilder(

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-from sennit.transport.algorithms.halving import Halving, Unit, add_halving
-from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, chunks, shares
-from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
-from sennit.transport.errors import ArgumentError
+from sennit.transport.algorithms.halving import Halving, add_halving, cut_units
+from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, Part, check_chunk, check_world, shares
+from sennit.transport.elements import Dtype, ReduceOp, check_reducible
 from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
@@ -24,8 +23,7 @@ def allreduce_halving(
     """Buffers: `[data]` in place, else `[input, output]`; `elements` of `dtype` each. Two ranks or more."""
     check_reducible(dtype, op)
     check_chunk(chunk_bytes)
-    if world < 2:
-        raise ArgumentError(f"world {world}; allowed: 2 or more")
+    check_world(world)
     size_bytes = elements * dtype.item_bytes
     builder = PlanBuilder(
         "allreduce by halving",
@@ -42,7 +40,7 @@ def allreduce_halving(
             rank=rank,
             dtype=dtype,
             op=op,
-            units=_units(world, elements, dtype, chunk_bytes),
+            units=cut_units(_parts(world, elements, dtype.item_bytes), dtype, chunk_bytes),
             result=lambda unit: (result, unit.offset),
             scratch=result + 1,
             chunk_bytes=chunk_bytes,
@@ -53,17 +51,11 @@ def allreduce_halving(
     return builder.build()
 
 
-def _units(world: int, elements: int, dtype: Dtype, chunk_bytes: int) -> list[Unit]:
+def _parts(world: int, elements: int, item_bytes: int) -> list[tuple[int, Part]]:
     """Shares lie in the order of their ranks' reversed bits: what a rank keeps in a round is then one half."""
+    if not elements:
+        return [(0, Part(0, 0, 0))]
     bits = (world - 1).bit_length()
     order = sorted(range(world), key=lambda rank: int(f"{rank:0{bits}b}"[::-1], 2))
-    if not elements:
-        return [Unit(share=0, buffer=0, offset=0, position=0, count=0)]
-    unit_elements = chunk_bytes // accumulator(dtype).item_bytes
-    found = []
-    for share, part in zip(order, shares(elements, world, dtype.item_bytes), strict=True):
-        for piece in chunks(part.size_bytes, unit_elements * dtype.item_bytes) if part.size_bytes else []:
-            offset = part.offset + piece.offset
-            count = piece.size_bytes // dtype.item_bytes
-            found.append(Unit(share=share, buffer=0, offset=offset, position=offset // dtype.item_bytes, count=count))
-    return found
+    cut = shares(elements, world, item_bytes)
+    return [(rank, Part(0, part.offset, part.size_bytes)) for rank, part in zip(order, cut, strict=True)]

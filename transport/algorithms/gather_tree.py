@@ -35,7 +35,8 @@ def gather_tree(
         signature=signature(Kind.GATHER, type_code=type_code, root=root),
         buffer_bytes=[own_bytes, *([starts[-1]] if rank == root else [])],
     )
-    # Where the parts of all ranks would be, of which this rank fills those of its nodes. At the root: the output.
+    # This buffer holds the parts that this rank collects, one after another: the output at the root, else scratch. The
+    # first of them begins at byte `base` of the parts of all ranks.
     collected = 1
     base = 0
     if rank != root:

@@ -2,18 +2,20 @@
 """Recursive halving and doubling along the tree of ranks: log2(world) peers for each rank.
 
 The vector is cut into units. At every node of the tree (tree.py), each unit has one owner among the node's ranks, who
-holds the node's partial sum of it. A node's owner of a unit also owns it in the half that it is in, and gets the other
-half's partial sum from its owner there. With a power of two of ranks, and the units of a rank side by side, this is
-recursive halving (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH",
-2005); with one unit it is a binomial tree. Results go back the same way (`gather`), which is recursive doubling.
+holds the node's partial sum of it. A node has two halves, and a unit has one owner in each. One of these two is also
+the owner at the node: it receives the other's partial sum and combines it with its own. If the number of ranks is a
+power of two and the units of a rank lie side by side, this is recursive halving (Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH", 2005). With one unit it is a binomial tree. Results go
+back the same way (`gather`), which is recursive doubling.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from sennit.transport.algorithms.ranges import Part, chunks
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plan import Operand, PlanBuilder
 
@@ -49,6 +51,24 @@ class Halving:
     gather: bool
     in_place: bool
     """Whether results overwrite contributions that may still have to be sent."""
+
+
+def cut_units(parts: Collection[tuple[int, Part]], dtype: Dtype, chunk_bytes: int) -> list[Unit]:
+    """Cuts all that is summed, given as pairs of a rank and the part that it owns in the end.
+
+    The partial sums of a unit fit one chunk. Empty parts have no unit. If all parts are empty, each has an empty one,
+    because ranks must still hear of each other.
+    """
+    unit_bytes = chunk_bytes // accumulator(dtype).item_bytes * dtype.item_bytes
+    all_empty = not any(part.size_bytes for _, part in parts)
+    units = []
+    position = 0
+    for share, part in parts:
+        for piece in chunks(part.size_bytes, unit_bytes) if part.size_bytes or all_empty else []:
+            offset, count = part.offset + piece.offset, piece.size_bytes // dtype.item_bytes
+            units.append(Unit(share=share, buffer=part.buffer, offset=offset, position=position, count=count))
+            position += count
+    return units
 
 
 def owner(low: int, level: int, share: int, world: int) -> int:

@@ -58,6 +58,11 @@ def check_counts(name: str, counts: Sequence[int], world: int) -> None:
         raise ArgumentError(f"{name} {list(counts)} has a negative entry")
 
 
+def check_world(world: int) -> None:
+    if world < 2:
+        raise ArgumentError(f"world {world}; allowed: 2 or more")
+
+
 def check_root(root: int, world: int) -> None:
     if not 0 <= root < world:
         raise ArgumentError(f"root {root}; allowed: 0..{world - 1}")

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sennit.transport.algorithms.halving import Halving, Unit, add_halving
+from sennit.transport.algorithms.halving import Halving, add_halving, cut_units
 from sennit.transport.algorithms.ranges import (
     DEFAULT_CHUNK_BYTES,
     buffer_sizes,
     check_chunk,
     check_counts,
-    chunks,
+    check_world,
     places,
 )
-from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
-from sennit.transport.errors import ArgumentError
+from sennit.transport.elements import Dtype, ReduceOp, check_reducible
 from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
@@ -38,8 +37,7 @@ def reduce_scatter_halving(
     check_reducible(dtype, op)
     check_chunk(chunk_bytes)
     check_counts("counts", counts, world)
-    if world < 2:
-        raise ArgumentError(f"world {world}; allowed: 2 or more")
+    check_world(world)
     inputs = buffer_sizes(counts, dtype.item_bytes, list_input)
     builder = PlanBuilder(
         "reduce_scatter by halving",
@@ -48,6 +46,7 @@ def reduce_scatter_halving(
         signature=signature(Kind.REDUCE_SCATTER, type_code=dtype, op=op, elements=sum(counts)),
         buffer_bytes=[*inputs, counts[rank] * dtype.item_bytes],
     )
+    parts = places(counts, dtype.item_bytes, list_input)
     first = sum(counts[:rank])
     add_halving(
         builder,
@@ -56,7 +55,7 @@ def reduce_scatter_halving(
             rank=rank,
             dtype=dtype,
             op=op,
-            units=_units(counts, dtype, list_input, chunk_bytes),
+            units=cut_units(list(enumerate(parts)), dtype, chunk_bytes),
             result=lambda unit: (len(inputs), (unit.position - first) * dtype.item_bytes),
             scratch=len(inputs) + 1,
             chunk_bytes=chunk_bytes,
@@ -65,17 +64,3 @@ def reduce_scatter_halving(
         ),
     )
     return builder.build()
-
-
-def _units(counts: Sequence[int], dtype: Dtype, list_input: bool, chunk_bytes: int) -> list[Unit]:
-    unit_bytes = chunk_bytes // accumulator(dtype).item_bytes * dtype.item_bytes
-    found = []
-    position = 0
-    for share, part in enumerate(places(counts, dtype.item_bytes, list_input)):
-        for piece in chunks(part.size_bytes, unit_bytes) if part.size_bytes or not sum(counts) else []:
-            count = piece.size_bytes // dtype.item_bytes
-            found.append(
-                Unit(share=share, buffer=part.buffer, offset=part.offset + piece.offset, position=position, count=count)
-            )
-            position += count
-    return found

@@ -6,10 +6,9 @@ The root receives log2(world) vectors instead of world - 1.
 
 from __future__ import annotations
 
-from sennit.transport.algorithms.halving import Halving, Unit, add_halving
-from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, check_root, chunks
-from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
-from sennit.transport.errors import ArgumentError
+from sennit.transport.algorithms.halving import Halving, add_halving, cut_units
+from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, Part, check_chunk, check_root, check_world
+from sennit.transport.elements import Dtype, ReduceOp, check_reducible
 from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
@@ -32,8 +31,7 @@ def reduce_tree(
     check_reducible(dtype, op)
     check_chunk(chunk_bytes)
     check_root(root, world)
-    if world < 2:
-        raise ArgumentError(f"world {world}; allowed: 2 or more")
+    check_world(world)
     size_bytes = elements * dtype.item_bytes
     result = 1 if rank == root and not in_place else 0
     builder = PlanBuilder(
@@ -43,17 +41,6 @@ def reduce_tree(
         signature=signature(Kind.REDUCE, type_code=dtype, op=op, root=root, elements=elements),
         buffer_bytes=[size_bytes] * (result + 1),
     )
-    unit_bytes = chunk_bytes // accumulator(dtype).item_bytes * dtype.item_bytes
-    units = [
-        Unit(
-            share=root,
-            buffer=0,
-            offset=part.offset,
-            position=part.offset // dtype.item_bytes,
-            count=part.size_bytes // dtype.item_bytes,
-        )
-        for part in chunks(size_bytes, unit_bytes)
-    ]
     add_halving(
         builder,
         Halving(
@@ -61,7 +48,7 @@ def reduce_tree(
             rank=rank,
             dtype=dtype,
             op=op,
-            units=units,
+            units=cut_units([(root, Part(0, 0, size_bytes))], dtype, chunk_bytes),
             result=lambda unit: (result, unit.offset),
             scratch=result + 1,
             chunk_bytes=chunk_bytes,
