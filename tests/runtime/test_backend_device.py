@@ -39,7 +39,7 @@ def test_ranks_that_disagree(new_world: World) -> None:
     assert all("all_reduce" in text for text in texts)
 
 
-def test_deadline_of_a_device_call(new_world: World) -> None:
+def test_deadline_of_a_device_operation(new_world: World) -> None:
     text, _ = new_world(2).run(CASES, "deadline", device="cpu")
     assert "timed out on rank 0: not finished within its deadline of 1 s" in text
 

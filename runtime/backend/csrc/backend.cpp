@@ -185,19 +185,19 @@ SennitBackend::WorkPointer SennitBackend::post_on_device(Call call) {
   Tensors buffers;
   if (!call.in_place) buffers.assign(call.inputs.begin(), call.inputs.end());
   buffers.insert(buffers.end(), call.outputs.begin(), call.outputs.end());
-  const auto device_call = std::make_shared<DeviceCall>(copies_, call.device, buffers);
-  const sennit_device handle = device_call->handle();
+  const auto device_operation = std::make_shared<DeviceOperation>(copies_, call.device, buffers);
+  const sennit_device handle = device_operation->handle();
   sennit_op* op = nullptr;
   try {
     op = poster_->post_on_device(call.shape(), handle, call.options);
   } catch (...) {
-    DeviceCall::drop(handle);
+    DeviceOperation::drop(handle);
     throw;
   }
   return c10::make_intrusive<SennitWork>(
       group_, call.type, call.title, op,
       Tensors(std::make_move_iterator(call.outputs.begin()), std::make_move_iterator(call.outputs.end())), Tensors(),
-      device_call->stream());
+      device_operation->stream());
 }
 
 void SennitBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all_ranks) {

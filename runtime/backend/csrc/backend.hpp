@@ -13,7 +13,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "call.hpp"
-#include "device_call.hpp"
+#include "device_operation.hpp"
 #include "poster.hpp"
 
 namespace sennit::runtime {

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "device_call.hpp"
+#include "device_operation.hpp"
 #include "stand_in.hpp"
 
 namespace sennit::runtime {
@@ -93,7 +93,7 @@ CopyQueue::Batch CopyQueue::State::issue(std::deque<CopyRequest> requests) {
       continue;
     }
     try {
-      request.call->copy(request, stream);
+      request.operation->copy(request, stream);
       batch.requests.push_back(std::move(request));
     } catch (const std::exception& error) {
       end(request, error.what());
@@ -150,12 +150,12 @@ void DeviceCopies::give_scratch(c10::Device device, at::Tensor scratch) {
   }));
 }
 
-void DeviceCopies::on_call_posted() {
+void DeviceCopies::on_operation_posted() {
   const std::lock_guard<std::mutex> lock(mutex_);
   ++in_flight_;
 }
 
-void DeviceCopies::on_call_ended() {
+void DeviceCopies::on_operation_ended() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     --in_flight_;

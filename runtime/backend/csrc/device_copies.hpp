@@ -24,11 +24,11 @@
 
 namespace sennit::runtime {
 
-class DeviceCall;
+class DeviceOperation;
 
-// One copy. It keeps the call's tensors and scratch alive until it is done, whatever the operation's outcome.
+// One copy. It keeps the operation's tensors and scratch alive until it is done, whatever the outcome.
 struct CopyRequest {
-  std::shared_ptr<DeviceCall> call;
+  std::shared_ptr<DeviceOperation> operation;
   sennit_op* op;  // a reference
   uint32_t step;
   sennit_place from;
@@ -88,8 +88,8 @@ class DeviceCopies {
   at::Tensor take_scratch(c10::Device device, uint64_t size_bytes);
   void give_scratch(c10::Device device, at::Tensor scratch);
 
-  void on_call_posted();
-  void on_call_ended();
+  void on_operation_posted();
+  void on_operation_ended();
   // Waits until no operation on device memory is in flight. Returns false if `limit` passes first.
   bool drain(std::chrono::microseconds limit);
   // Ends the threads. Operations in flight must have ended before (abort, shutdown).

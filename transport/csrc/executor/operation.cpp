@@ -44,7 +44,7 @@ Operation::Operation(Engine& engine, Plan& plan, const OperationMemory& memory, 
     }
     has_memory_ = true;
   }
-  if (plan.has_loans) views_.resize(plan.steps.size());
+  if (plan.has_loans) loans_.resize(plan.steps.size());
   // References come last: if the constructor throws, no destructor gives them back.
   plan_.references.fetch_add(1, std::memory_order_relaxed);
   engine_->retain();
@@ -71,7 +71,7 @@ std::byte* Operation::destination(const Step& step) const {
 }
 
 const std::byte* Operation::source(const Operand& operand) const {
-  return (operand.kind == 0 ? buffers_[operand.index] : views_[operand.index].data) + sizes_.bytes(operand.offset);
+  return (operand.kind == 0 ? buffers_[operand.index] : loans_[operand.index].data) + sizes_.bytes(operand.offset);
 }
 
 void Operation::take_scratch() {
@@ -206,7 +206,7 @@ bool Operation::run_copy_piece(uint32_t at) {
   copied_bytes_ += piece_bytes;
   if (piece_bytes != left_bytes) return false;
   copied_bytes_ = 0;
-  if (operand.kind == 1) engine_->mailbox().release(views_[operand.index].loan);
+  if (operand.kind == 1) engine_->mailbox().release(loans_[operand.index].id);
   done(at);
   return true;
 }
@@ -224,7 +224,7 @@ void Operation::run_reduce(uint32_t at) {
       {destination(step), {operands_.data(), step.operand_count}, count, plan_.leaves, scalar_, gives_partial});
   for (uint32_t o = 0; o < step.operand_count; ++o) {
     const Operand& operand = plan_.operands[step.operand_first + o];
-    if (operand.kind == 1) engine_->mailbox().release(std::exchange(views_[operand.index].loan, 0));
+    if (operand.kind == 1) engine_->mailbox().release(std::exchange(loans_[operand.index].id, 0));
   }
   done(at);
 }
@@ -238,9 +238,9 @@ void Operation::on_copy_done(uint32_t step) {
   done(step);
 }
 
-void Operation::on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) {
+void Operation::on_message_received(uint32_t step, uint32_t peer, const std::byte* data, uint64_t loan) {
   source_ = peer;
-  if ((plan_.steps[step].flags & STEP_LOAN) != 0) views_[step] = {view, loan};
+  if ((plan_.steps[step].flags & STEP_LOAN) != 0) loans_[step] = {data, loan};
   done(step);
 }
 

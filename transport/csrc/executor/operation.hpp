@@ -66,7 +66,7 @@ class Operation final : public MailboxClient {
   const RunSizes& sizes() const { return sizes_; }
   bool finished_steps() const { return steps_left_ == 0; }
   void on_message_sent(uint32_t step) override;
-  void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) override;
+  void on_message_received(uint32_t step, uint32_t peer, const std::byte* data, uint64_t loan) override;
   void on_copy_done(uint32_t step);
   // Point-to-point: whether both send to the same peer with the same tag, so that the order of the calls must hold.
   bool shares_order_with(const Operation& other) const {
@@ -105,9 +105,9 @@ class Operation final : public MailboxClient {
 
  private:
   friend class Engine;
-  struct View {
+  struct Loan {
     const std::byte* data = nullptr;
-    uint64_t loan = 0;
+    uint64_t id = 0;
   };
 
   static constexpr uint32_t NO_STEP = UINT32_MAX;
@@ -132,7 +132,7 @@ class Operation final : public MailboxClient {
   std::vector<std::byte*> buffers_;
   std::unique_ptr<std::byte[]> scratch_;
   std::vector<uint32_t> waits_;
-  std::vector<View> views_;                  // one for each step, only if the plan has loans
+  std::vector<Loan> loans_;                  // one for each step, only if the plan has loans
   std::vector<FoldSource> operands_;         // of the reduction that runs
   std::vector<uint32_t> ready_to_dispatch_;  // completed later, by the mailbox or the owner of the device
   std::vector<uint32_t> ready_folds_;

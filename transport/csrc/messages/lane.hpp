@@ -32,8 +32,8 @@ class LaneSink {
   virtual bool on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) = 0;
   // The peer can take the message `header`. `advert_id` goes into Lane::transfer.
   virtual void on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) = 0;
-  // An advertised message is complete. For a loan, `view` is where the bytes are until Lane::release.
-  virtual void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) = 0;
+  // An advertised message is complete. For a loan, `data` is where the bytes are until Lane::release.
+  virtual void on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) = 0;
   // A transfer is complete: the sender's buffer may be overwritten.
   virtual void on_sent(uint64_t send_id) = 0;
   // The peer is gone or broke the protocol. Called once. The lane is dead then.

@@ -248,12 +248,12 @@ void Mailbox::on_advert(uint32_t peer, const MessageHeader& header, uint64_t adv
   if (check(peer, header, sends_[send].header, false)) start_transfer(send, advert_id);
 }
 
-void Mailbox::on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) {
+void Mailbox::on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) {
   const uint32_t receive = static_cast<uint32_t>(receive_id);
   const Receive record = remove_receive(receive);
   if (!is_p2p(record.header.key)) posted_.pop(record.peer, record.header.key);
   const uint64_t loan = record.destination == nullptr ? (uint64_t{record.peer} + 1) << LOAN_PEER_SHIFT | loan_id : 0;
-  record.client->on_message_received(record.step, record.peer, view, loan);
+  record.client->on_message_received(record.step, record.peer, data, loan);
 }
 
 void Mailbox::on_sent(uint64_t send_id) {

@@ -29,8 +29,8 @@ class MailboxClient {
  public:
   virtual ~MailboxClient() = default;
   virtual void on_message_sent(uint32_t step) = 0;
-  // `view` is where the bytes are. `loan` is 0 if this is no loan; otherwise the mailbox must get it back.
-  virtual void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) = 0;
+  // `data` is where the bytes are. `loan` is 0 if this is no loan; otherwise the mailbox must get it back.
+  virtual void on_message_received(uint32_t step, uint32_t peer, const std::byte* data, uint64_t loan) = 0;
 };
 
 struct MailboxFailure {
@@ -67,7 +67,7 @@ class Mailbox final : public LaneSink {
 
   bool on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) override;
   void on_advert(uint32_t peer, const MessageHeader& header, uint64_t advert_id) override;
-  void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override;
+  void on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) override;
   void on_sent(uint64_t send_id) override;
   void on_peer_lost(uint32_t peer, std::string reason) override;
   void on_peer_aborted(uint32_t peer, std::string reason) override;

@@ -55,10 +55,10 @@ class PortRank final : public LaneSink {
     CHECK(message.size() == header.size_bytes);
     port.lane(1 - rank_).transfer(header.key, advert_id, message.data(), message.size());
   }
-  void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override {
+  void on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) override {
     if (loan_id != 0) {
       const uint64_t size_bytes = incoming_sizes.at(receive_id);
-      incoming[receive_id].assign(view, view + size_bytes);
+      incoming[receive_id].assign(data, data + size_bytes);
       port.lane(1 - rank_).release(loan_id);
     }
     CHECK(received.insert(receive_id).second);

@@ -29,9 +29,9 @@ struct RecordingSink final : LaneSink {
     adverts.push_back(header.key);
     lane->transfer(header.key, advert_id, source.data(), header.size_bytes);
   }
-  void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override {
+  void on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) override {
     received.push_back(receive_id);
-    views.push_back(view);
+    lent.push_back(data);
     loans.push_back(loan_id);
   }
   void on_sent(uint64_t send_id) override { sent.push_back(send_id); }
@@ -42,7 +42,7 @@ struct RecordingSink final : LaneSink {
   std::vector<std::byte> source = std::vector<std::byte>(MAX_LOAN_BYTES, std::byte{0x42});
   std::vector<std::string> eager;
   std::vector<uint64_t> adverts, received, loans, sent;
-  std::vector<const std::byte*> views;
+  std::vector<const std::byte*> lent;
   std::string lost;
 };
 
@@ -103,7 +103,7 @@ TEST_CASE("Loans beyond the pool wait in order and are granted as others are rel
     const size_t before = pair.receiver.received.size();
     for (; released < before; ++released) {
       if (pair.receiver.loans[released] != 0) {
-        CHECK(pair.receiver.views[released][MAX_LOAN_BYTES - 1] == std::byte{0x42});
+        CHECK(pair.receiver.lent[released][MAX_LOAN_BYTES - 1] == std::byte{0x42});
       }
       pair.b.release(pair.receiver.loans[released]);
     }

@@ -97,12 +97,12 @@ class MemoryLane final : public Lane {
 class Recorder final : public MailboxClient {
  public:
   void on_message_sent(uint32_t step) override { sent.push_back(step); }
-  void on_message_received(uint32_t step, uint32_t peer, const std::byte* view, uint64_t loan) override {
-    received.push_back({step, peer, view, loan});
+  void on_message_received(uint32_t step, uint32_t peer, const std::byte* data, uint64_t loan) override {
+    received.push_back({step, peer, data, loan});
   }
   struct Received {
     uint32_t step, peer;
-    const std::byte* view;
+    const std::byte* data;
     uint64_t loan;
   };
   std::vector<uint32_t> sent;
@@ -269,7 +269,7 @@ TEST_CASE("loans keep the bytes until they are released") {
     net.pump();
     REQUIRE(net.clients[1].received.size() == 1);
     const auto loan = net.clients[1].received[0];
-    CHECK(std::memcmp(loan.view, pattern(size, 5).data(), size) == 0);
+    CHECK(std::memcmp(loan.data, pattern(size, 5).data(), size) == 0);
     CHECK(loan.loan != 0);
     net.mailboxes[1]->release(loan.loan);
     CHECK(net.lanes[{1, 0}]->loan_count() == 0);

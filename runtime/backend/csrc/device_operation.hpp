@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One operation on device memory as the core sees it: a `sennit_device` for the call's tensors.
+// One operation on device memory as the core sees it: a `sennit_device` for its tensors.
 //
 // It lives until the operation and its copies have ended, even if nobody holds the Work any more. Until then the
 // caching allocator must not give the tensors' memory to others.
@@ -11,18 +11,18 @@
 
 namespace sennit::runtime {
 
-class DeviceCall final : public std::enable_shared_from_this<DeviceCall> {
+class DeviceOperation final : public std::enable_shared_from_this<DeviceOperation> {
  public:
   // `buffers` are those of the plan, in order, all on `device`. The first copy waits for what the current stream writes
   // to them now.
-  DeviceCall(std::shared_ptr<DeviceCopies> copies, c10::Device device, const std::vector<at::Tensor>& buffers);
-  ~DeviceCall();
-  DeviceCall(const DeviceCall&) = delete;
-  DeviceCall& operator=(const DeviceCall&) = delete;
+  DeviceOperation(std::shared_ptr<DeviceCopies> copies, c10::Device device, const std::vector<at::Tensor>& buffers);
+  ~DeviceOperation();
+  DeviceOperation(const DeviceOperation&) = delete;
+  DeviceOperation& operator=(const DeviceOperation&) = delete;
 
-  // The argument of sennit_post_on_device. It lets the core hold the call until the operation has ended.
+  // The argument of sennit_post_on_device. It lets the core hold this object until the operation has ended.
   sennit_device handle();
-  // Called if the core did not accept the call.
+  // Called if the core did not accept the operation.
   static void drop(const sennit_device& handle);
 
   // Queues the copy of `request` on `stream`, or copies at once if there is no stream. Called by a queue's thread.

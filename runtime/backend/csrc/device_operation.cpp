@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "device_call.hpp"
+#include "device_operation.hpp"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -9,7 +9,7 @@
 namespace sennit::runtime {
 namespace {
 
-using Holder = std::shared_ptr<DeviceCall>;
+using Holder = std::shared_ptr<DeviceOperation>;
 
 }  // namespace
 
@@ -20,7 +20,8 @@ at::Tensor byte_view(const at::Tensor& tensor) {
   return view;
 }
 
-DeviceCall::DeviceCall(std::shared_ptr<DeviceCopies> copies, c10::Device device, const std::vector<at::Tensor>& buffers)
+DeviceOperation::DeviceOperation(std::shared_ptr<DeviceCopies> copies, c10::Device device,
+                                 const std::vector<at::Tensor>& buffers)
     : copies_(std::move(copies)), side_(copies_->side_of(device)), device_(device) {
   const at::NoGradGuard no_grad;
   for (const at::Tensor& buffer : buffers) buffers_.push_back(byte_view(buffer));
@@ -31,24 +32,24 @@ DeviceCall::DeviceCall(std::shared_ptr<DeviceCopies> copies, c10::Device device,
   }
 }
 
-DeviceCall::~DeviceCall() {
+DeviceOperation::~DeviceOperation() {
   if (scratch_.defined()) copies_->give_scratch(device_, std::move(scratch_));
 }
 
-sennit_device DeviceCall::handle() {
-  copies_->on_call_posted();
+sennit_device DeviceOperation::handle() {
+  copies_->on_operation_posted();
   return {new Holder(shared_from_this()), &start_copy, &make_scratch, &end};
 }
 
-void DeviceCall::drop(const sennit_device& handle) { end(handle.context); }
+void DeviceOperation::drop(const sennit_device& handle) { end(handle.context); }
 
-int DeviceCall::start_copy(void* context, sennit_op* op, uint32_t step, const sennit_place* from,
-                           const sennit_place* to, uint64_t size_bytes) {
-  const Holder& call = *static_cast<const Holder*>(context);
+int DeviceOperation::start_copy(void* context, sennit_op* op, uint32_t step, const sennit_place* from,
+                                const sennit_place* to, uint64_t size_bytes) {
+  const Holder& operation = *static_cast<const Holder*>(context);
   sennit_op_retain(op);
   try {
-    CopyQueue& queue = to->host != nullptr ? call->side_->to_host : call->side_->to_device;
-    queue.push({call, op, step, *from, *to, size_bytes});
+    CopyQueue& queue = to->host != nullptr ? operation->side_->to_host : operation->side_->to_device;
+    queue.push({operation, op, step, *from, *to, size_bytes});
     return 0;
   } catch (const std::exception&) {
     sennit_op_release(op);
@@ -56,30 +57,30 @@ int DeviceCall::start_copy(void* context, sennit_op* op, uint32_t step, const se
   }
 }
 
-void* DeviceCall::make_scratch(void* context, uint64_t size_bytes) {
-  DeviceCall& call = **static_cast<Holder*>(context);
+void* DeviceOperation::make_scratch(void* context, uint64_t size_bytes) {
+  DeviceOperation& operation = **static_cast<Holder*>(context);
   try {
-    call.scratch_ = call.copies_->take_scratch(call.device_, size_bytes);
-    return call.scratch_.mutable_data_ptr();
+    operation.scratch_ = operation.copies_->take_scratch(operation.device_, size_bytes);
+    return operation.scratch_.mutable_data_ptr();
   } catch (const std::exception&) {
     return nullptr;
   }
 }
 
-void DeviceCall::end(void* context) {
+void DeviceOperation::end(void* context) {
   auto* holder = static_cast<Holder*>(context);
   const std::shared_ptr<DeviceCopies> copies = (*holder)->copies_;
   delete holder;
-  copies->on_call_ended();
+  copies->on_operation_ended();
 }
 
-at::Tensor DeviceCall::part(const sennit_place& place, uint64_t size_bytes) const {
+at::Tensor DeviceOperation::part(const sennit_place& place, uint64_t size_bytes) const {
   const auto size = static_cast<int64_t>(size_bytes);
   if (place.host == nullptr) return buffers_[place.buffer].narrow(0, static_cast<int64_t>(place.offset), size);
   return scratch_.narrow(0, static_cast<int64_t>(place.offset), size);
 }
 
-void DeviceCall::copy(const CopyRequest& request, const std::optional<c10::Stream>& stream) {
+void DeviceOperation::copy(const CopyRequest& request, const std::optional<c10::Stream>& stream) {
   if (stream) {
     ready_->block(*stream);
   } else {
