@@ -8,21 +8,27 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
 from sennit.transport import algorithms, reference
-from sennit.transport.arithmetic import fold
 from sennit.transport.device_plan import cut_messages, for_device
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, Plan, Recv, Send
 from sennit.transport.plan_codec import decode
-
-Array = npt.NDArray[Any]
+from tests.transport.algorithm_runs import (
+    Array,
+    check_allreduce,
+    check_plans,
+    check_reduce,
+    check_reduce_scatter,
+    inputs,
+    noise,
+    run_in_any_order,
+)
 
 worlds = st.integers(1, 9)
 seeds = st.integers(0, 2**32 - 1)
@@ -30,30 +36,6 @@ arithmetic = st.sampled_from(
     [(dtype, op) for dtype in Dtype for op in sorted(reduce_ops(dtype))],
 )
 item_sizes = st.sampled_from([1, 2, 4, 8, 16, 3])
-SCALAR = 0.75
-
-
-def inputs(seed: int, world: int, elements: int, dtype: Dtype) -> list[Array]:
-    """Returns random bytes; for floats small whole numbers, so that sums round but rarely overflow."""
-    rng = np.random.default_rng(seed)
-    if dtype in (Dtype.F32, Dtype.C64):
-        per = dtype.item_bytes // 4
-        return [rng.standard_normal(elements * per).astype(np.float32).view(np.uint8) for _ in range(world)]
-    if dtype in (Dtype.F64, Dtype.C128):
-        per = dtype.item_bytes // 8
-        return [rng.standard_normal(elements * per).view(np.uint8) for _ in range(world)]
-    if dtype in (Dtype.F16, Dtype.C32):
-        per = dtype.item_bytes // 2
-        return [rng.standard_normal(elements * per).astype(np.float16).view(np.uint8) for _ in range(world)]
-    if dtype is Dtype.BF16:
-        wide = [rng.standard_normal(elements).astype(np.float32) for _ in range(world)]
-        return [(x.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8) for x in wide]
-    return [rng.integers(0, 256, elements * dtype.item_bytes, np.uint8) for _ in range(world)]
-
-
-def noise(size_bytes: int) -> Array:
-    """Returns the content of an output before the operation."""
-    return np.full(size_bytes, 0xA5, np.uint8)
 
 
 def data_on_device(draw: DataObject) -> bool:
@@ -68,10 +50,7 @@ def run(
 ) -> None:
     """Converts the plans to the binary form and back, and runs them under a random schedule."""
     fixed = plans if counts is None else [plan.with_counts(of) for plan, of in zip(plans, counts, strict=True)]
-    for plan, fixed_plan, given_buffers in zip(plans, fixed, buffers, strict=True):
-        assert decode(plan.encode()).steps == plan.steps
-        assert tuple(buffer.size for buffer in given_buffers) == fixed_plan.buffer_bytes
-    check_pair_order(fixed)
+    check_plans(plans, fixed, buffers)
     if not any(plan.on_device for plan in plans) and data_on_device(draw):
         if counts is not None:
             # In pieces that sizes are multiples of, and in odd ones.
@@ -80,23 +59,7 @@ def run(
         ring_bytes = draw.draw(st.sampled_from([64, 1_000, 8_192, 4_194_304]), "ring_bytes")
         run(draw, [for_device(plan, ring_bytes=ring_bytes) for plan in fixed], buffers)
         return
-    reference.run(
-        plans,
-        buffers,
-        counts=counts,
-        seed=draw.draw(seeds, "schedule"),
-        scalar=SCALAR,
-        loans_per_peer=draw.draw(st.integers(1, 4), "loans"),
-        in_order=draw.draw(st.booleans(), "in_order"),
-    )
-
-
-def check_pair_order(plans: Sequence[Plan]) -> None:
-    """Checks rules 4 and 2 of docs/reference/plans.md: receives are in their sender's order, and sizes fit."""
-    for sender, receiver in itertools.permutations(plans, 2):
-        sends = [(s.slot, s.size_bytes) for s in sender.steps if isinstance(s, Send) and s.peer == receiver.rank]
-        recvs = [(s.slot, s.size_bytes) for s in receiver.steps if isinstance(s, Recv) and s.peer == sender.rank]
-        assert sends == recvs
+    run_in_any_order(draw, plans, buffers, counts)
 
 
 @settings(max_examples=300, deadline=None)
@@ -121,18 +84,7 @@ def test_allreduce(
         )
         for rank in range(world)
     ]  # fmt: skip
-    given_inputs = inputs(seed, world, elements, dtype)
-    buffers = [[x.copy()] if in_place else [x.copy(), noise(x.size)] for x in given_inputs]
-    run(data, plans, buffers)
-    expected = expected_fold(given_inputs, dtype, op)
-    for rank in range(world):
-        np.testing.assert_array_equal(buffers[rank][-1], expected)
-        if not in_place:
-            np.testing.assert_array_equal(buffers[rank][0], given_inputs[rank])
-
-
-def expected_fold(given_inputs: Sequence[Array], dtype: Dtype, op: ReduceOp) -> Array:
-    return fold(given_inputs, dtype, op, scalar=SCALAR)
+    check_allreduce(run, data, plans, inputs(seed, world, elements, dtype), kind, in_place)
 
 
 counts_of = st.lists(st.one_of(st.just(0), st.integers(0, 300)), min_size=9, max_size=9)
@@ -159,7 +111,6 @@ def test_reduce_scatter(
 ) -> None:
     dtype, op = kind
     counts = counts[:world]
-    bounds = np.cumsum([0, *counts]) * dtype.item_bytes
     plans = [
         algorithms.reduce_scatter(
             world=world, rank=rank, counts=counts, dtype=dtype, op=op,
@@ -167,17 +118,7 @@ def test_reduce_scatter(
         )
         for rank in range(world)
     ]  # fmt: skip
-    given_inputs = inputs(seed, world, sum(counts), dtype)
-    buffers: list[list[Array]] = []
-    for rank, x in enumerate(given_inputs):
-        copy = x.copy()
-        parts = [copy[low:high] for low, high in itertools.pairwise(bounds)]
-        output = parts[rank] if form == "aliased" else noise(counts[rank] * dtype.item_bytes)
-        buffers.append([*parts, output] if form == "list" else [copy, output])
-    run(data, plans, buffers)
-    expected = expected_fold(given_inputs, dtype, op)
-    for rank in range(world):
-        np.testing.assert_array_equal(buffers[rank][-1], expected[bounds[rank] : bounds[rank + 1]])
+    check_reduce_scatter(run, data, plans, inputs(seed, world, sum(counts), dtype), kind, counts, form)
 
 
 @settings(max_examples=150, deadline=None)
@@ -193,15 +134,7 @@ def test_reduce(
         )
         for rank in range(world)
     ]
-    given_inputs = inputs(seed, world, elements, dtype)
-    buffers = [
-        [x.copy(), noise(x.size)] if rank == root and not in_place else [x.copy()]
-        for rank, x in enumerate(given_inputs)
-    ]
-    run(data, plans, buffers)
-    np.testing.assert_array_equal(buffers[root][-1], expected_fold(given_inputs, dtype, op))
-    for rank in set(range(world)) - {root}:
-        np.testing.assert_array_equal(buffers[rank][0], given_inputs[rank])
+    check_reduce(run, data, plans, inputs(seed, world, elements, dtype), kind, root, in_place)
 
 
 @settings(max_examples=150, deadline=None)

@@ -3,26 +3,29 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sennit.transport import algorithms, reference
-from sennit.transport.arithmetic import fold, narrow
-from sennit.transport.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, reduce_ops
+from sennit.transport import algorithms
+from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import Plan, Recv, Send
-from sennit.transport.plan_codec import decode
+from tests.transport.algorithm_runs import (
+    Array,
+    check_allreduce,
+    check_plans,
+    check_reduce,
+    check_reduce_scatter,
+    inputs,
+    noise,
+    run_in_any_order,
+)
 
-Array = npt.NDArray[Any]
-
-SCALAR = 0.75
 KINDS = [(dtype, op) for dtype in Dtype for op in sorted(reduce_ops(dtype))]
 
 worlds = st.integers(2, 9)
@@ -31,37 +34,9 @@ seeds = st.integers(0, 10_000)
 chunk_sizes = st.sampled_from([64, 192, 1_024, 131_072])
 
 
-def inputs(seed: int, world: int, elements: int, dtype: Dtype) -> list[Array]:
-    """Numbers of every size, so that a sum's last bits depend on its order."""
-    rng = np.random.default_rng(seed)
-    if dtype not in FLOATS | COMPLEXES:
-        return [rng.integers(0, 256, elements * dtype.item_bytes, np.uint8) for _ in range(world)]
-    part = {Dtype.C32: Dtype.F16, Dtype.C64: Dtype.F32, Dtype.C128: Dtype.F64}.get(dtype, dtype)
-    wide = np.float64 if part is Dtype.F64 else np.float32
-    parts = elements * dtype.item_bytes // part.item_bytes
-    return [narrow((rng.standard_normal(parts) * 2.0 ** rng.integers(-6, 6)).astype(wide), part) for _ in range(world)]
-
-
-def noise(size_bytes: int) -> Array:
-    return np.full(size_bytes, 0xA5, np.uint8)
-
-
-def run(data: st.DataObject, plans: list[Plan], buffers: list[list[Array]]) -> None:
-    """Runs the plans under a random schedule, after they came back from the binary form."""
-    for plan in plans:
-        assert decode(plan.encode()).steps == plan.steps
-    for sender, receiver in itertools.permutations(plans, 2):
-        sends = [(s.slot, s.size_bytes) for s in sender.steps if isinstance(s, Send) and s.peer == receiver.rank]
-        recvs = [(s.slot, s.size_bytes) for s in receiver.steps if isinstance(s, Recv) and s.peer == sender.rank]
-        assert sends == recvs
-    reference.run(
-        plans,
-        buffers,
-        seed=data.draw(seeds, "schedule"),
-        scalar=SCALAR,
-        loans_per_peer=data.draw(st.integers(1, 4), "loans"),
-        in_order=data.draw(st.booleans(), "in_order"),
-    )
+def run(draw: st.DataObject, plans: Sequence[Plan], buffers: Sequence[Sequence[Array]]) -> None:
+    check_plans(plans, plans, buffers)
+    run_in_any_order(draw, plans, buffers)
 
 
 @settings(max_examples=200, deadline=None)
@@ -84,13 +59,7 @@ def test_allreduce(
         else algorithms.allreduce_dissemination(rank=rank, **common)
         for rank in range(world)
     ]
-    given_inputs = inputs(seed, world, elements, dtype)
-    buffers = [[x.copy()] if in_place else [x.copy(), noise(x.size)] for x in given_inputs]
-    run(data, plans, buffers)
-    for rank in range(world):
-        np.testing.assert_array_equal(buffers[rank][-1], fold(given_inputs, dtype, op, scalar=SCALAR))
-        if not in_place:
-            np.testing.assert_array_equal(buffers[rank][0], given_inputs[rank])
+    check_allreduce(run, data, plans, inputs(seed, world, elements, dtype), kind, in_place)
 
 
 @settings(max_examples=150, deadline=None)
@@ -109,7 +78,6 @@ def test_reduce_scatter(
 ) -> None:
     dtype, op = kind
     counts = counts[:world]
-    bounds = np.cumsum([0, *counts]) * dtype.item_bytes
     plans = [
         algorithms.reduce_scatter_halving(
             world=world, rank=rank, counts=counts, dtype=dtype, op=op,
@@ -117,17 +85,7 @@ def test_reduce_scatter(
         )
         for rank in range(world)
     ]  # fmt: skip
-    given_inputs = inputs(seed, world, sum(counts), dtype)
-    buffers: list[list[Array]] = []
-    for rank, x in enumerate(given_inputs):
-        copy = x.copy()
-        parts = [copy[low:high] for low, high in itertools.pairwise(bounds)]
-        output = parts[rank] if form == "aliased" else noise(counts[rank] * dtype.item_bytes)
-        buffers.append([*parts, output] if form == "list" else [copy, output])
-    run(data, plans, buffers)
-    expected = fold(given_inputs, dtype, op, scalar=SCALAR)
-    for rank in range(world):
-        np.testing.assert_array_equal(buffers[rank][-1], expected[bounds[rank] : bounds[rank + 1]])
+    check_reduce_scatter(run, data, plans, inputs(seed, world, sum(counts), dtype), kind, counts, form)
 
 
 @settings(max_examples=150, deadline=None)
@@ -150,15 +108,7 @@ def test_reduce(
         )
         for rank in range(world)
     ]  # fmt: skip
-    given_inputs = inputs(seed, world, elements, dtype)
-    buffers = [
-        [x.copy(), noise(x.size)] if rank == root and not in_place else [x.copy()]
-        for rank, x in enumerate(given_inputs)
-    ]
-    run(data, plans, buffers)
-    np.testing.assert_array_equal(buffers[root][-1], fold(given_inputs, dtype, op, scalar=SCALAR))
-    for rank in set(range(world)) - {root}:
-        np.testing.assert_array_equal(buffers[rank][0], given_inputs[rank])
+    check_reduce(run, data, plans, inputs(seed, world, elements, dtype), kind, root, in_place)
 
 
 @settings(max_examples=150, deadline=None)
