@@ -93,8 +93,8 @@ class ArrayCollectives(ABC):
         rows = given.shape[0] if given.ndim else 0
         if rows != span.high - span.low:
             raise ArgumentError(
-                f"rank {self.rank} of {self.world} gives {rows} leaves of {leaves}; "
-                f"allowed: leaves {span.low}..{span.high - 1}, which are {span.high - span.low}"
+                f"rank {self.rank} of {self.world} gives {rows} of {leaves} leaves; "
+                f"allowed: {span.high - span.low}, which are leaves {span.low}..{span.high - 1}"
             )
         output = np.empty(given.shape[1:], given.dtype)
         plan = _Call(algorithms.allreduce_leaves, self, leaves=leaves, elements=output.size, dtype=dtype, op=op)
@@ -135,7 +135,10 @@ class ArrayCollectives(ABC):
         given = _contiguous(array)
         rows = tuple(counts) if counts is not None else (given.shape[0],) * self.world
         if len(rows) != self.world or rows[self.rank] != given.shape[0]:
-            raise ArgumentError(f"counts {list(rows)} do not give rank {self.rank} its {given.shape[0]} rows")
+            raise ArgumentError(
+                f"counts {list(rows)}; allowed: {self.world} numbers, of which number {self.rank} is {given.shape[0]}, "
+                f"the rows of this rank"
+            )
         output = np.empty((sum(rows), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
         self._run(
@@ -177,8 +180,8 @@ class ArrayCollectives(ABC):
             raise ArgumentError(f"recv_counts {list(received)}; allowed: {self.world} numbers, not negative")
         if sent[self.rank] != received[self.rank]:
             raise ArgumentError(
-                f"rank {self.rank} sends itself {sent[self.rank]} rows but receives {received[self.rank]}; "
-                "allowed: the same"
+                f"rank {self.rank} sends itself {sent[self.rank]} rows but expects {received[self.rank]} from itself; "
+                "allowed: equal numbers"
             )
         output = np.empty((sum(received), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)

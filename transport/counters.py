@@ -90,10 +90,10 @@ def read(file: Path) -> Page:
         is_alive = _is_locked(descriptor)
         header = os.pread(descriptor, HEADER.size, 0)
         if len(header) < HEADER.size:
-            raise PageError(f"{file} has {len(header)} bytes")
+            raise PageError(f"{file} has {len(header)} bytes; a page of counters has {HEADER.size} or more")
         magic, used_bytes, rank, world, process, began_ns = HEADER.unpack(header)
         if magic != MAGIC:
-            raise PageError(f"{file} is no page of counters of this version of sennit")
+            raise PageError(f"{file} is not a page of counters of this version of sennit")
         body = os.pread(descriptor, max(used_bytes - HEADER.size, 0), HEADER.size)
     finally:
         os.close(descriptor)
@@ -110,7 +110,7 @@ def _blocks(file: Path, body: bytes) -> Iterator[Block]:
         while offset < len(body):
             size, kind, identity, peer, path = RECORD.unpack_from(body, offset)
             if size < RECORD.size or offset + size > len(body):
-                raise PageError(f"{file} has a record of {size} bytes at {offset}")
+                raise PageError(f"{file} is damaged at {offset}: a record of {size} bytes")
             payload = body[offset + RECORD.size : offset + size]
             if kind == NAMES:
                 group, *words = payload.rstrip(b"\0").decode().split("\0")

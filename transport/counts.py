@@ -108,7 +108,7 @@ class _Binder:
             place = place_of(offset, size)
             if self.number(place) != self.number(size):
                 raise ArgumentError(
-                    f"plan {self._name}: step {number} moves {self.number(size)} bytes, {size.describe()}, "
-                    f"where {self.number(place)} belong, {place.describe()}"
+                    f"plan {self._name}: step {number} moves {self.number(size)} bytes ({size.describe()}), "
+                    f"but its place has {self.number(place)} ({place.describe()})"
                 )
         return self.number(offset)

@@ -351,7 +351,9 @@ def cut_messages(plan: Plan, segment_bytes: int = SEGMENT_BYTES) -> Plan:
     steps: list[Step] = []
     for number, step in enumerate(plan.steps):
         if step.after or (isinstance(step, Send | Recv) and step.slot):
-            raise ArgumentError(f"plan {plan.name}: step {number} waits for others, or is a second message")
+            raise ArgumentError(
+                f"plan {plan.name}: step {number} cannot be cut: it waits for other steps, or is no first message"
+            )
         if isinstance(step, Copy | Reduce):
             steps.append(step)
             continue
@@ -375,7 +377,8 @@ def for_device(plan: Plan, *, ring_bytes: int = RING_BYTES) -> Plan:
         or any(isinstance(step, Reduce) and _has_partials(step) for step in plan.steps)
     ):
         raise ArgumentError(
-            f"plan {plan.name} is for device memory already, takes counts, or has scratch or partial sums of its own"
+            f"plan {plan.name} cannot be moved to device memory: it is there already, takes counts, or has scratch or "
+            "partial sums of its own"
         )
     rewritten = _Rewriter(plan, ring_bytes).run()
     check(rewritten)

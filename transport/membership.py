@@ -187,13 +187,13 @@ class Membership:
 
     def _check_excluded(self, terms: Terms) -> None:
         if self.is_newcomer and terms.exclude:
-            raise ArgumentError(f"exclude {terms.exclude} by a newcomer; allowed: none, as it knows no ranks")
+            raise ArgumentError(f"a newcomer excludes {terms.exclude}; allowed: nothing, because it knows no ranks")
         own = self._members.index(self._token) if self._members else None
         for rank in terms.exclude:
             if not 0 <= rank < len(self._members) or rank == own:
                 raise ArgumentError(
-                    f"exclude {rank} by rank {own}; allowed: 0..{len(self._members) - 1}, of the group before, and not "
-                    "the own rank"
+                    f"rank {own} excludes rank {rank}; allowed: other ranks of the group before, "
+                    f"0..{len(self._members) - 1}"
                 )
 
     def _agree(self, epoch: int, terms: Terms, evidence: Evidence, deadline_s: float, failure: str) -> View:
@@ -214,7 +214,7 @@ class Membership:
             if not self.is_newcomer:
                 raise PeerError(
                     f"{self._name}: the others went on without this rank ({self._members.index(self._token)} of "
-                    f"{len(self._members)}): epoch {epoch} has {len(members)} ranks and it is none of them; it may "
+                    f"{len(self._members)}): epoch {epoch} has {len(members)} ranks without it; it may "
                     "join as a newcomer"
                 )
             epoch += 1
@@ -335,7 +335,7 @@ class Membership:
         except ValueError:
             members = None
         if not isinstance(members, list) or not all(isinstance(token, str) for token in members):
-            raise MismatchError(f"{self._name}: epoch {epoch} has a decision that is none of ours: {data[:80]!r}")
+            raise MismatchError(f"{self._name}: the decision on epoch {epoch} was not written by sennit: {data[:80]!r}")
         return tuple(members)
 
     def _key(self, epoch: int, what: str) -> str:

@@ -115,9 +115,9 @@ def try_network(
                 if all(path.error == errno.ECONNREFUSED for path in _paths(endpoint, peer)):
                     raise PeerError(f"rank {peer} is gone: {refusal(_paths(endpoint, peer))}", rank=peer)
         if now_s >= deadline_s:
+            who = f"{'rank' if len(silent) == 1 else 'ranks'} {', '.join(map(str, silent))}"
             raise TimeoutError(
-                f"the network trial of rank {rank}: no packet from and no record of "
-                f"{'rank' if len(silent) == 1 else 'ranks'} {', '.join(map(str, silent))}: dead, stopped or cut off"
+                f"the network trial of rank {rank}: {who} sent no packet and left no record: dead, stopped or cut off"
             )
         is_over = endpoint.try_network(SLICE_S)
     # What this rank left in the store may be out of date now.

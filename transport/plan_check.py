@@ -19,4 +19,6 @@ def check(plan: Plan) -> None:
         return
     for buffer, (needs, has) in enumerate(zip(touched, plan.buffer_bytes, strict=True)):
         if needs > has:
-            raise ArgumentError(f"plan {plan.name}: a step reaches byte {needs} of buffer {buffer}, which has {has}")
+            raise ArgumentError(
+                f"plan {plan.name}: a step reaches byte {needs} of buffer {buffer}, which has {has} bytes"
+            )

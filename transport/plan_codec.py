@@ -92,7 +92,9 @@ def encode(plan: Plan) -> bytes:
             ("kind", "dtype", "op", "flags", "peer", "slot", "buffer", "offset", "size_bytes"), columns, strict=True
         ):
             if min(column) < 0:
-                raise ArgumentError(f"plan {plan.name}: step {column.index(min(column))} has {name} {min(column)}")
+                raise ArgumentError(
+                    f"plan {plan.name}: step {column.index(min(column))} has {name} {min(column)}; allowed: 0 or more"
+                )
             table[name] = column
 
     lists = [_operands(step) for step in plan.steps]
@@ -102,7 +104,7 @@ def encode(plan: Plan) -> bytes:
     flat = [operand for operands in lists for operand in operands]
     for operand in flat:
         if operand.index < 0 or operand.offset < 0:
-            raise ArgumentError(f"plan {plan.name}: an operand is {operand}; indices and offsets are 0 or more")
+            raise ArgumentError(f"plan {plan.name}: {operand}; allowed: an index and an offset of 0 or more")
     operands = np.zeros(len(flat), OPERAND)
     operands["kind"] = [
         operand.is_view * VIEW + operand.is_partial * PARTIAL + (count << PROGRAM_SHIFT)
@@ -116,7 +118,7 @@ def encode(plan: Plan) -> bytes:
     waiting = np.repeat(np.arange(count), wait_counts)
     awaited = np.fromiter((e for step in plan.steps for e in step.after), np.int64, int(wait_counts.sum()))
     if len(awaited) and not 0 <= awaited.min() <= awaited.max() < count:
-        raise ArgumentError(f"plan {plan.name}: a step waits for step {awaited.max()} of {count}")
+        raise ArgumentError(f"plan {plan.name}: a step waits for step {awaited.max()}; allowed: 0..{count - 1}")
     order = np.argsort(awaited, kind="stable")
     edge_counts = np.bincount(awaited, minlength=count).astype(np.int64)
     table["edge_first"] = _firsts(edge_counts)
@@ -136,7 +138,7 @@ def encode(plan: Plan) -> bytes:
 def decode(data: bytes) -> Plan:
     """Returns the plan of `data`, unchecked. `buffer_bytes` are the ends of the furthest ranges used."""
     if len(data) < HEADER.size:
-        raise ArgumentError(f"a plan has at least {HEADER.size} bytes, not {len(data)}")
+        raise ArgumentError(f"a plan of {len(data)} bytes; allowed: {HEADER.size} or more")
     (
         magic, version, buffer_count, world, rank, signature,
         steps, operands, edges, name_bytes, scratch, flags, count_count, leaves, unit_bytes,
@@ -145,7 +147,7 @@ def decode(data: bytes) -> Plan:
         raise ArgumentError(f"magic {magic:#x} version {version}; expected {MAGIC:#x} version {VERSION}")
     sizes = (HEADER.size, steps * STEP.itemsize, operands * OPERAND.itemsize, edges * 4, name_bytes)
     if sum(sizes) != len(data):
-        raise ArgumentError(f"the header announces {sum(sizes)} bytes; there are {len(data)}")
+        raise ArgumentError(f"a plan of {len(data)} bytes; its header describes {sum(sizes)}")
     starts = np.cumsum(sizes)
     table = np.frombuffer(data, STEP, steps, starts[0])
     reads = np.frombuffer(data, OPERAND, operands, starts[1])

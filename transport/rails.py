@@ -131,7 +131,7 @@ def _named(by_name: dict[str, Interface], name: str) -> Interface:
         raise ConfigError(f"interface {name!r} is down; set it up (ip link set {name} up) or name another")
     if interface.address is None:
         raise ConfigError(
-            f"interface {name!r} has no IPv4 or IPv6 address but link-local ones; there are: "
+            f"interface {name!r} has no IPv4 or IPv6 address other than link-local ones; there are: "
             f"{_list(list(by_name.values()))}"
         )
     return interface

@@ -273,7 +273,7 @@ class _Exchanges:
             record = json.loads(data)
             mismatch = self._versions.mismatch(record)
         except (ValueError, TypeError, KeyError) as error:
-            raise MismatchError(f"rank {peer} published a record that is none of ours: {data[:80]!r}") from error
+            raise MismatchError(f"rank {peer} published a record that sennit did not write: {data[:80]!r}") from error
         if mismatch is not None:
             raise MismatchError(f"rank {peer} {mismatch}")
         if "failed" in record:
@@ -281,7 +281,9 @@ class _Exchanges:
         fields: Record = record
         strange = [name for name, value in like.items() if type(fields.get(name)) is not type(value)]
         if strange:
-            raise MismatchError(f"rank {peer} published a record that is none of ours: no valid {', '.join(strange)}")
+            raise MismatchError(
+                f"rank {peer} published a record that sennit did not write: no valid {', '.join(strange)}"
+            )
         return fields
 
     def _missing(self, round_name: str, first: int) -> str:

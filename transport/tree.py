@@ -62,7 +62,7 @@ def combinations(nodes: Sequence[Span], leaves: int) -> tuple[int, ...]:
         program.append(count)
     if len(stack) != 1 or not is_node(stack[0], leaves):
         spans = ", ".join(f"{node.low}..{node.high}" for node in nodes)
-        raise ArgumentError(f"nodes {spans} of {leaves} leaves; allowed: nodes that tile one node")
+        raise ArgumentError(f"nodes {spans} of {leaves} leaves; allowed: nodes that together are one node")
     return tuple(program)
 
 

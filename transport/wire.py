@@ -175,7 +175,7 @@ class Packet:
             offset = header_bytes
         padded = data[offset:-ICRC_BYTES]
         if len(padded) % 4 or bth.pad_bytes > len(padded):
-            raise WireError("bad_pad", f"{bth.pad_bytes} of {len(padded)} bytes")
+            raise WireError("bad_pad", f"pad count {bth.pad_bytes}, {len(padded)} bytes with the pad")
         payload = padded[: len(padded) - bth.pad_bytes]
         if len(payload) > PAYLOAD_MAX_BYTES:
             raise WireError("oversized", f"{len(payload)} bytes, want at most {PAYLOAD_MAX_BYTES}")

@@ -162,7 +162,7 @@ def test_copies_of_any_ranges_of_counts(alone: Communicator, data: DataObject, u
     content = np.random.default_rng(0).integers(0, 256, sum(sources) * unit_bytes, np.uint8)
     native, expected = (np.zeros(sum(counts[half:]) * unit_bytes, np.uint8) for _ in range(2))
     if change:
-        with pytest.raises(ArgumentError, match=r"bytes, .* where .* belong") as refused:
+        with pytest.raises(ArgumentError, match=r"bytes \(.*\), but its place has") as refused:
             plan.with_counts(counts)
         words = str(refused.value).split(": ", 1)[1]
         with pytest.raises(ArgumentError, match=re.escape(words)):
@@ -185,7 +185,7 @@ def test_copies_of_any_ranges_of_counts(alone: Communicator, data: DataObject, u
         ([2**60, 2**60], f"count 1 is 1152921504606846976; allowed: 0..{COUNTED_MAX_BYTES // 4 - 2**60}"),
         ([3, 3], "buffer 0 has 8 bytes, the plan needs 12"),
         ([2, 2], "buffer 1 has 4 bytes, the plan needs 8"),
-        ([1, 2], "step 0 moves 8 bytes, counts[1:2], where 4 belong, counts[0:1]"),
+        ([1, 2], "step 0 moves 8 bytes (counts[1:2]), but its place has 4 (counts[0:1])"),
     ],
 )
 def test_counts_that_do_not_fit_send_nothing(alone: Communicator, counts: list[int], words: str) -> None:
@@ -302,9 +302,15 @@ def counted(*steps: Callable[[PlanBuilder], object], unit_bytes: int = 4) -> Pla
     [
         (counted(lambda b: b.recv(1, 0, 0, 0, CountRange(1, 3))), "step 0 names counts[1:3] of 2"),
         (counted(lambda b: b.recv(1, 0, 0, CountRange(0, 3), CountRange(0, 1))), "step 0 names counts[0:3] of 2"),
-        (counted(lambda b: b.recv(1, 0, 0, CountRange(0, 1), 8)), "step 0 moves a fixed size at a counted place"),
-        (counted(lambda b: b.recv(1, 0, 0, CountRange(0, 1), CountRange(0, 2))), "step 0 reaches beyond the counts"),
-        (counted(lambda b: b.send(1, 0, Operand(0, CountRange(0, 1)), 8)), "step 0 moves a fixed size at a counted"),
+        (
+            counted(lambda b: b.recv(1, 0, 0, CountRange(0, 1), 8)),
+            "step 0 moves a fixed size at a place that depends on counts",
+        ),
+        (
+            counted(lambda b: b.recv(1, 0, 0, CountRange(0, 1), CountRange(0, 2))),
+            "step 0 reaches beyond the last of the plan's counts",
+        ),
+        (counted(lambda b: b.send(1, 0, Operand(0, CountRange(0, 1)), 8)), "step 0 moves a fixed size at a place"),
         (counted(lambda b: b.loan(1, 0, CountRange(0, 1))), "step 0 is a loan"),
         (
             counted(lambda b: b.copy(Operand(b.loan(1, 0, 8), 0, True), 0, 0, CountRange(0, 1))),

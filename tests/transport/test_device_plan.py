@@ -138,11 +138,11 @@ def test_ranks_that_expect_another_number_of_segments_find_out() -> None:
 
 def test_what_the_pass_refuses() -> None:
     made = make_allreduce(2, 0, 4_096)
-    with pytest.raises(ArgumentError, match="device memory already"):
+    with pytest.raises(ArgumentError, match="to device memory: it is there already"):
         for_device(for_device(made))
     with pytest.raises(ArgumentError, match="takes counts"):
         for_device(algorithms.alltoall(world=2, rank=0, item_bytes=1))
-    with pytest.raises(ArgumentError, match="waits for others, or is a second message"):
+    with pytest.raises(ArgumentError, match="cannot be cut: it waits for other steps, or is no first message"):
         cut_messages(make_chunked(2, 0, 4_096))
     builder = PlanBuilder("hand", world=2, rank=0, signature=signature(Kind.ALLTOALL), buffer_bytes=[16])
     builder.recv(1, 0, 0, 0, 8)

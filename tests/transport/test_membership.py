@@ -133,10 +133,10 @@ def test_the_excluded_are_left_out_although_they_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rank", "exclude", "complaint"),
     [
-        (0, (2,), r"exclude 2 by rank 0; allowed: 0\.\.1"),
-        (0, (-1,), "exclude -1 by rank 0"),
-        (1, (1,), "not the own rank"),
-        (None, (0,), "by a newcomer; allowed: none"),
+        (0, (2,), r"rank 0 excludes rank 2; allowed: other ranks of the group before, 0\.\.1"),
+        (0, (-1,), "rank 0 excludes rank -1"),
+        (1, (1,), "other ranks of the group before"),
+        (None, (0,), "a newcomer excludes .*; allowed: nothing"),
     ],
 )
 def test_impossible_exclusions_are_refused(
@@ -276,7 +276,7 @@ def test_a_foreign_decision_is_refused(tmp_path: Path, decision: str) -> None:
     FileStore(tmp_path).set(f"sennit/{NAME}/membership/1/decision", decision)
     refused = Candidate(tmp_path, 0, 1).reform()
     assert isinstance(refused, MismatchError)
-    assert "epoch 1 has a decision that is none of ours" in str(refused)
+    assert "the decision on epoch 1 was not written by sennit" in str(refused)
 
 
 @pytest.mark.parametrize(

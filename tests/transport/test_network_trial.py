@@ -230,7 +230,7 @@ def test_a_late_peer_is_waited_for_and_what_was_left_is_corrected() -> None:
 
 
 def test_a_peer_that_never_reports_is_named_at_the_deadline() -> None:
-    with pytest.raises(TimeoutError, match=r"no packet from and no record of rank 1: dead, stopped or cut off"):
+    with pytest.raises(TimeoutError, match=r"rank 1 sent no packet and left no record: dead, stopped or cut off"):
         run(End(heard=NONE), Board(None), deadline_s=30.0)
 
 

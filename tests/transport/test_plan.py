@@ -54,17 +54,17 @@ def breaks(*steps: Callable[[PlanBuilder], object]) -> PlanBuilder:
         (breaks(lambda b: b.send(1, SLOT_LIMIT, Operand(0), 4)), "step 0 has slot 1048576"),
         (breaks(*[lambda b: b.send(1, 5, Operand(0), 4)] * 2), "slot 5 is used twice with peer 1"),
         (breaks(*[lambda b: b.recv(1, 5, 0, 0, 4)] * 2), "slot 5 is used twice with peer 1"),
-        (breaks(lambda b: b.send(1, 0, Operand(0, 61), 4)), "reaches byte 65 of buffer 0, which has 64"),
+        (breaks(lambda b: b.send(1, 0, Operand(0, 61), 4)), "reaches byte 65 of buffer 0, which has 64 bytes"),
         (breaks(lambda b: b.send(1, 0, Operand(2), 4)), "step 0 names buffer 2"),
         (breaks(lambda b: b.recv(1, 0, 1, 30, 4)), "reaches beyond the scratch"),
         (breaks(lambda b: b.recv(1, 0, 0, -1, 4)), "step 0 has offset -1"),
         (breaks(lambda b: b.recv(1, 0, 0, 0, -4)), "step 0 has size_bytes -4"),
-        (breaks(lambda b: b.send(1, 0, Operand(0, -4), 4)), "an operand is .*offset=-4"),
+        (breaks(lambda b: b.send(1, 0, Operand(0, -4), 4)), "Operand.*offset=-4.*allowed: an index and an offset"),
         (breaks(lambda b: b.loan(1, 0, MAX_LOAN_BYTES + 1)), "step 0 is a loan of 131073 bytes"),
         (breaks(lambda b: b.loan(1, 0, 0)), "step 0 is a loan of 0 bytes"),
         (breaks(lambda b: b.loan(1, 0, 8)), "nobody reads the loan of step 0"),
         (breaks(lambda b: b.send(1, 0, Operand(0), 4, after=[0])), "wait for one another in a circle"),
-        (breaks(lambda b: b.send(1, 0, Operand(0), 4, after=[1])), "waits for step 1 of 1"),
+        (breaks(lambda b: b.send(1, 0, Operand(0), 4, after=[1])), "waits for step 1; allowed: 0..0"),
         (breaks(lambda b: b.loan(1, 0, 8), lambda b: b.send(2, 0, Operand(0, 0, True), 8)), "step 1 sends a loan"),
         (
             breaks(lambda b: b.loan(1, 0, 8), *[lambda b: b.copy(Operand(0, 0, True), 0, 0, 8)] * 2),
@@ -105,7 +105,7 @@ def test_loans_are_awaited_even_in_plans_built_by_hand() -> None:
         check(dataclasses.replace(plan, steps=(plan.steps[0], hasty)))
     with pytest.raises(ArgumentError, match="rank 3 of 3"):
         check(dataclasses.replace(plan, rank=3))
-    with pytest.raises(ArgumentError, match="a tree without leaves"):
+    with pytest.raises(ArgumentError, match="the tree has no leaves"):
         check(dataclasses.replace(plan, leaves=0))
 
 

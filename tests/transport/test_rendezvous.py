@@ -273,7 +273,7 @@ def test_foreign_records_are_refused(value: str) -> None:
     store.set("sennit/world/hello/1", value)
     (result,) = meet([Recorder(rank, "a") for rank in range(2)], store=store, absent=[1])
     assert isinstance(result, MismatchError)
-    assert "rank 1 published a record that is none of ours" in str(result)
+    assert "rank 1 published a record that sennit did not write" in str(result)
 
 
 def test_worlds_of_other_sizes_are_told_apart() -> None:

@@ -91,7 +91,7 @@ def test_nodes_put_together_are_the_tree(data: st.DataObject, leaves: int) -> No
     "nodes", [[], [(0, 3)], [(0, 2), (3, 4)], [(1, 2), (2, 3)], [(2, 4), (0, 2)], [(0, 2), (1, 4)]], ids=str
 )
 def test_what_tiles_no_node_is_refused(nodes: list[tuple[int, int]]) -> None:
-    with pytest.raises(ArgumentError, match="of 8 leaves; allowed: nodes that tile one node"):
+    with pytest.raises(ArgumentError, match="of 8 leaves; allowed: nodes that together are one node"):
         combinations([Span(*node) for node in nodes], 8)
 
 

@@ -91,28 +91,31 @@ std::vector<std::byte> Engine::verbs_open(const VerbsConfig& config) {
 }
 
 void Engine::connect(const std::vector<Route>& routes) {
-  if (routes.size() != config_.world) throw std::invalid_argument("one route for each rank");
+  if (routes.size() != config_.world)
+    throw std::invalid_argument(std::to_string(routes.size()) + " routes; allowed: " + std::to_string(config_.world) +
+                                ", one for each rank");
   if (!ports_.empty()) throw std::logic_error("already connected");
   for (uint32_t peer = 0; peer < config_.world; ++peer) {
     if (peer == config_.rank) continue;
     switch (routes[peer].kind) {
       case Route::Kind::shm:
-        if (!shm_) throw std::logic_error("shm_offer and shm_accept come first");
+        if (!shm_) throw std::logic_error("a route over shm needs shm_offer and shm_accept before connect");
         shm_->connect(peer, mailbox_);
         mailbox_.set_lane(peer, &shm_->lane(peer));
         break;
       case Route::Kind::udp:
-        if (!udp_) throw std::logic_error("udp_open comes first");
+        if (!udp_) throw std::logic_error("a route over udp needs udp_open before connect");
         udp_->connect(peer, routes[peer].info, mailbox_);
         mailbox_.set_lane(peer, &udp_->lane(peer));
         break;
       case Route::Kind::verbs:
-        if (!verbs_) throw std::logic_error("verbs_open comes first");
+        if (!verbs_) throw std::logic_error("a route over verbs needs verbs_open before connect");
         verbs_->connect(peer, routes[peer].info, mailbox_);
         mailbox_.set_lane(peer, &verbs_->lane(peer));
         break;
       case Route::Kind::self:
-        throw std::invalid_argument("only this rank's own route is `self`");
+        throw std::invalid_argument("the route to rank " + std::to_string(peer) +
+                                    " is `self`, which only the own rank's may be");
     }
   }
   if (shm_) {
@@ -143,12 +146,12 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
                            Operation** out, std::string& error) {
   if (plan.world != config_.world || plan.rank != config_.rank) {
     error = "the plan is for rank " + std::to_string(plan.rank) + " of " + std::to_string(plan.world) +
-            ", this is rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.world);
+            ", but this is rank " + std::to_string(config_.rank) + " of " + std::to_string(config_.world);
     return SENNIT_ARGUMENT;
   }
   if (plan.on_device != (memory.device != nullptr)) {
-    error = plan.on_device ? "the plan is for device memory, host buffers given"
-                           : "the plan is for host memory, a device given";
+    error = plan.on_device ? "the plan is for device memory, but host buffers were given"
+                           : "the plan is for host memory, but a device was given";
     return SENNIT_ARGUMENT;
   }
   const std::span<const sennit_buffer> buffers = memory.buffers;

@@ -10,13 +10,13 @@
 namespace sennit {
 
 void Engine::begin_trial(const std::vector<Route>& routes) {
-  if (!udp_) throw std::logic_error("udp_open comes first");
+  if (!udp_) throw std::logic_error("the trial needs udp_open before it");
   for (uint32_t peer = 0; peer < routes.size(); ++peer)
     if (routes[peer].kind == Route::Kind::udp) udp_->begin_trial(peer, routes[peer].info, mailbox_);
 }
 
 bool Engine::try_network(uint64_t limit_us) {
-  if (!udp_) throw std::logic_error("udp_open comes first");
+  if (!udp_) throw std::logic_error("the trial needs udp_open before it");
   const uint64_t until_us = clock_us() + limit_us;
   std::vector<pollfd> readable;
   for (;;) {

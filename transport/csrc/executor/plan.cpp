@@ -67,14 +67,15 @@ class Checker {
   explicit Checker(Plan& plan) : plan_(plan) {}
 
   void run() {
-    if (plan_.leaves == 0) refuse("a tree without leaves");
-    if (plan_.rank >= plan_.world) refuse("rank " + std::to_string(plan_.rank) + " of " + std::to_string(plan_.world));
+    if (plan_.leaves == 0) refuse("the tree has no leaves");
+    if (plan_.rank >= plan_.world)
+      refuse("rank " + std::to_string(plan_.rank) + " of " + std::to_string(plan_.world) + "; ranks begin with 0");
     plan_.waits.assign(plan_.steps.size(), 0);
     plan_.kernels.assign(plan_.steps.size(), nullptr);
     if ((plan_.count_count != 0) != (plan_.unit_bytes != 0))
       refuse("it takes " + std::to_string(plan_.count_count) + " counts of elements of " +
              std::to_string(plan_.unit_bytes) + " bytes");
-    if (plan_.count_count != 0 && plan_.on_device) refuse("it takes counts on device memory");
+    if (plan_.count_count != 0 && plan_.on_device) refuse("it takes counts; a plan for device memory must not");
     for (uint32_t at = 0; at < plan_.steps.size(); ++at) check_step(at);
     if (plan_.count_count == 0) measure();
     check_loans();
@@ -93,12 +94,13 @@ class Checker {
   }
 
   void check_place(uint32_t buffer, uint64_t offset, const Step& step, const std::string& where) const {
-    if (buffer > plan_.buffer_count) refuse(where + " names buffer " + std::to_string(buffer));
+    if (buffer > plan_.buffer_count)
+      refuse(where + " names buffer " + std::to_string(buffer) + "; allowed: 0.." + std::to_string(plan_.buffer_count));
     check_counted(offset, where);
     if (!CountRange::is(offset)) return;
-    if (!CountRange::is(step.size_bytes)) refuse(where + " moves a fixed size at a counted place");
+    if (!CountRange::is(step.size_bytes)) refuse(where + " moves a fixed size at a place that depends on counts");
     if (uint64_t{CountRange(offset).end} + CountRange(step.size_bytes).size() > plan_.count_count)
-      refuse(where + " reaches beyond the counts");
+      refuse(where + " reaches beyond the last of the plan's counts");
   }
 
   void check_counted(uint64_t number, const std::string& where) const {
@@ -131,7 +133,8 @@ class Checker {
       refuse(where + " receives from any peer, but the plan is no send/recv");
     const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
     if (loan && (step.size_bytes == 0 || step.size_bytes > MAX_LOAN_BYTES))
-      refuse(where + " is a loan of " + std::to_string(step.size_bytes) + " bytes");
+      refuse(where + " is a loan of " + std::to_string(step.size_bytes) + " bytes; allowed: 1.." +
+             std::to_string(MAX_LOAN_BYTES));
     plan_.has_loans |= loan;
     switch (step.kind) {
       case StepKind::receive:
@@ -147,7 +150,7 @@ class Checker {
         check_reduce(at);
         break;
       default:
-        refuse(where + " has kind " + std::to_string(static_cast<int>(step.kind)));
+        refuse(where + " has the unknown kind " + std::to_string(static_cast<int>(step.kind)));
     }
     if (step.kind != StepKind::send && !loan)
       check_place(step.destination_buffer, step.destination_offset, step, where);
@@ -198,9 +201,9 @@ class Checker {
 
   void check_operand(const Step& step, const Operand& operand, uint32_t at) {
     const std::string where = "step " + std::to_string(at);
-    if (operand.is_partial > 1 || operand.reserved != 0) refuse(where + " has an unknown operand");
+    if (operand.is_partial > 1 || operand.reserved != 0) refuse(where + " has an operand of an unknown kind");
     if (step.kind != StepKind::reduce && (operand.is_partial != 0 || operand.combinations != 0))
-      refuse(where + " has an operand of a reduction");
+      refuse(where + " has an operand that only a reduction may have");
     const uint64_t size_bytes = operand_bytes(step, operand);
     if (size_bytes == UINT64_MAX) refuse(where + " has an overflowing range");
     if (operand.kind == 0) {
@@ -212,7 +215,7 @@ class Checker {
         refuse(where + " writes over part of an operand; allowed: the whole of it, or nothing");
       return;
     }
-    if (operand.kind != 1 || operand.index >= plan_.steps.size()) refuse(where + " has an unknown operand");
+    if (operand.kind != 1 || operand.index >= plan_.steps.size()) refuse(where + " has an operand of an unknown kind");
     const Step& loan = plan_.steps[operand.index];
     if (loan.kind != StepKind::receive || (loan.flags & STEP_LOAN) == 0)
       refuse(where + " reads a step that is no loan");
@@ -357,9 +360,9 @@ class Measure {
     const CountRange size(plan_.steps[at].size_bytes);
     const CountRange place(offset.end, offset.end + size.size());
     if (sizes_.bytes(place) == size_bytes) return;
-    throw PlanError("step " + std::to_string(at) + " moves " + std::to_string(size_bytes) + " bytes, " +
-                    size.describe() + ", where " + std::to_string(sizes_.bytes(place)) + " belong, " +
-                    place.describe());
+    throw PlanError("step " + std::to_string(at) + " moves " + std::to_string(size_bytes) + " bytes (" +
+                    size.describe() + "), but its place has " + std::to_string(sizes_.bytes(place)) + " (" +
+                    place.describe() + ")");
   }
 
   const Plan& plan_;
@@ -391,7 +394,7 @@ std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   plan->signature = header.signature;
   plan->scratch_bytes = header.scratch_bytes;
   plan->buffer_count = header.buffer_count;
-  if ((header.flags & ~PLAN_ON_DEVICE) != 0) refuse("flags " + std::to_string(header.flags));
+  if ((header.flags & ~PLAN_ON_DEVICE) != 0) refuse("unknown flags in " + std::to_string(header.flags));
   plan->on_device = (header.flags & PLAN_ON_DEVICE) != 0;
   plan->count_count = header.count_count;
   plan->unit_bytes = header.unit_bytes;

@@ -216,7 +216,8 @@ bool Mailbox::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flag
   }
   if (waiting != KeyIndex::NONE && receives_[waiting].advertised) {
     // The receive was advertised as large, but the message came as small: the sizes differ, or the peer's limit does.
-    if (check(peer, header, receives_[waiting].header, true)) on_peer_lost(peer, "sent eagerly what was advertised");
+    if (check(peer, header, receives_[waiting].header, true))
+      on_peer_lost(peer, "sent a message eagerly although memory was advertised for it");
     return true;
   }
   const uint32_t receive = match_receive(peer, header.key);

@@ -27,8 +27,9 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
                 const PairPayload& payload_of) {
   const std::string who = "rank " + std::to_string(peer);
   if (theirs.rank != peer || theirs.size != ours.size)
-    throw std::invalid_argument(who + " of " + std::to_string(ours.size) + " is expected, the offer is of rank " +
-                                std::to_string(theirs.rank) + " of " + std::to_string(theirs.size));
+    throw std::invalid_argument("the offer is of rank " + std::to_string(theirs.rank) + " of " +
+                                std::to_string(theirs.size) + "; expected: " + who + " of " +
+                                std::to_string(ours.size));
   if (theirs.eager_slot_count != ours.eager_slot_count)
     throw std::invalid_argument(who + " has " + std::to_string(theirs.eager_slot_count) + " eager slots, this rank " +
                                 std::to_string(ours.eager_slot_count));

@@ -131,15 +131,13 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
     rail.listen.is_ipv6 = ip_version == 6;
     rail.prefix_bits = in.get<uint8_t>();
     if (rail.prefix_bits > (rail.listen.is_ipv6 ? 128 : 32))
-      throw std::invalid_argument("roce: the peer's offer has a subnet of " + std::to_string(rail.prefix_bits) +
+      throw std::invalid_argument("roce: the peer's offer has a subnet prefix of " + std::to_string(rail.prefix_bits) +
                                   " bits");
     rail.device = in.get<uint8_t>();
     if (rail.device > (offer.is_device ? flow::Keys::MAX_COUNT - 1 : 0))
-      throw std::invalid_argument("roce: the peer's offer has a rail of the device number " +
-                                  std::to_string(rail.device) + "; " +
-                                  (offer.is_device ? "0 to " + std::to_string(flow::Keys::MAX_COUNT - 1) + " are"
-                                                   : std::string("of sockets, only 0 is")) +
-                                  " allowed");
+      throw std::invalid_argument(
+          "roce: the peer's offer has a rail with device number " + std::to_string(rail.device) + "; allowed: " +
+          (offer.is_device ? "0 to " + std::to_string(flow::Keys::MAX_COUNT - 1) : std::string("0, for sockets")));
     rail.listen.port = in.get<uint16_t>();
     rail.payload_max_bytes = in.get<uint32_t>();
     in.get_bytes(rail.listen.address);
@@ -160,7 +158,7 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
                                     "; 24 bits are allowed");
     }
   }
-  if (!in.empty()) throw std::invalid_argument("roce: the peer's offer has bytes behind its end");
+  if (!in.empty()) throw std::invalid_argument("roce: the peer's offer goes on after its last field");
   return offer;
 }
 

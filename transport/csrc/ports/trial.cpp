@@ -41,7 +41,8 @@ Trial::Trial(const Config& config)
       told_(config.path_count) {
   if (target_ == 0 || config.path_count < 1 || config.path_count > PATH_MAX_COUNT)
     throw std::invalid_argument("trial: " + std::to_string(config.path_count) + " paths with a payload of " +
-                                std::to_string(config.payload_max_bytes) + " bytes");
+                                std::to_string(config.payload_max_bytes) + " bytes; allowed: 1 to " +
+                                std::to_string(PATH_MAX_COUNT) + " paths, powers of two from 256 to 4096 bytes");
 }
 
 bool Trial::all_reach(const std::vector<Level>& levels) const {

@@ -227,8 +227,8 @@ void UdpPort::note_over_mtu(Peer& peer, UdpPath& path, uint64_t now_us) {
   const size_t header_bytes = path.source.is_ipv6 ? 48 : 28;  // IP and UDP
   std::string reason = "cannot be sent packets of " +
                        std::to_string(header_bytes + wire::data_packet_bytes(peer.payload_bytes)) +
-                       " bytes any more, which this group was made with: the path " + text_of(path.source) + " -> " +
-                       text_of(path.remote_listen) + " has become too narrow";
+                       " bytes any more, the size that this group agreed on: the path " + text_of(path.source) +
+                       " -> " + text_of(path.remote_listen) + " has become too narrow";
   if (const uint32_t mtu_bytes = path.sender->path_mtu_bytes())
     reason += " (its MTU is " + std::to_string(mtu_bytes) + ")";
   reason += "; make the group again, or raise the MTU";

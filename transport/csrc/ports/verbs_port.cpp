@@ -72,7 +72,8 @@ void VerbsPort::open_adapters(uint32_t peer_count) {
     }
     const auto number = static_cast<uint32_t>(adapters_.size());
     if (number == flow::Keys::MAX_COUNT)
-      throw std::invalid_argument("verbs: rails of more than " + std::to_string(number) + " devices");
+      throw std::invalid_argument("verbs: the rails belong to more than " + std::to_string(number) +
+                                  " devices; allowed: " + std::to_string(number));
     const auto rail_count = static_cast<size_t>(std::count_if(rails_.begin(), rails_.end(), is_its));
     const VerbsAdapter::Need need{rank_, peer_count, size_t{peer_count} * rail_count * config_.path_count,
                                   config_.service};

@@ -225,7 +225,7 @@ TEST_CASE("device memory is copied in, exchanged and copied out") {
   }
 }
 
-TEST_CASE("a host call keeps its number behind a device call, and need not wait for its copies") {
+TEST_CASE("a host operation keeps its number behind a device operation, and need not wait for its copies") {
   Pair ranks;
   constexpr size_t LARGE = 3'000'000;
   std::vector<std::shared_ptr<FakeCall>> calls;
@@ -261,7 +261,7 @@ TEST_CASE("a host call keeps its number behind a device call, and need not wait 
   });
 }
 
-TEST_CASE("a few device calls of a group run at a time, in its order") {
+TEST_CASE("a few device operations of a group run at a time, in its order") {
   Pair ranks;
   constexpr size_t SIZE = 1'000, CALLS = 9;
   std::vector<std::vector<std::shared_ptr<FakeCall>>> calls(2);
@@ -355,7 +355,7 @@ TEST_CASE("a sum on host memory takes no loans before an older one on device mem
   }
 }
 
-TEST_CASE("after an abort queued copies touch nothing that was freed, and calls end once") {
+TEST_CASE("after an abort queued copies touch nothing that was freed, and each operation ends once") {
   Pair ranks;
   constexpr size_t SIZE = 100'000, CALLS = 6;
   std::vector<std::shared_ptr<FakeCall>> calls;

@@ -280,7 +280,7 @@ TEST_CASE("no damaged plan is accepted silently or crashes the decoder") {
   CHECK_THROWS_WITH_AS(Plan::decode(bytes.data(), bytes.size()), doctest::Contains("circle"), PlanError);
 }
 
-TEST_CASE("a plan that breaks a rule of docs/reference/plans.md is refused, and says which") {
+TEST_CASE("a plan that breaks a rule of docs/reference/plans.md is refused, and the error names the rule") {
   constexpr uint64_t ALLREDUCE = uint64_t{1} << 56, P2P = uint64_t{9} << 56;
   const auto refusal = [](const PlanWriter& writer) {
     const std::vector<std::byte> bytes = writer.bytes();
@@ -458,7 +458,7 @@ TEST_CASE("a rank whose driver is in a callback for longer than the peer timeout
   CHECK(sennit_wait(receive.op, 0) == SENNIT_OK);
 }
 
-TEST_CASE("a process that does not run is named, and who waits for somebody that waits for it blames the right one") {
+TEST_CASE("a process that does not run is named, also by ranks that wait for it through another rank") {
   UdpGroup group(3, 1);
   Posted first(*group.engines[0], message_plan(3, 0, StepKind::receive, 1));
   Posted second(*group.engines[1], message_plan(3, 1, StepKind::receive, 2));

@@ -286,7 +286,7 @@ TEST_CASE("a port that comes up again after the end of a group revives nothing t
   CHECK_FALSE(rank.is_reached_by_late_writes());
 }
 
-TEST_CASE("a message that is needed passes any number that its sender, or another, sent unasked before") {
+TEST_CASE("a message that is needed overtakes any number of unexpected ones, of its sender or another") {
   constexpr uint32_t SMALL = 8'000, FLOOD = 3'000;  // 24 MB
   test::run_ranks(3, 60'000'000, [&](Engine& engine, uint32_t rank) {
     auto* const comm = reinterpret_cast<sennit_comm*>(&engine);

@@ -148,7 +148,7 @@ bool end_with_fault(Route::Kind kind, Scarce what, uint64_t n, End end) {
 
 }  // namespace
 
-TEST_CASE("whatever is refused while a group is made, nothing of it is left") {
+TEST_CASE("a group that cannot be made leaves nothing behind, whatever the system refused") {
   for (const Route::Kind kind : {Route::Kind::shm, Route::Kind::udp}) {
     for (const Scarce what : {Scarce::memory, Scarce::thread, Scarce::descriptor}) {
       CAPTURE(static_cast<int>(kind));
@@ -186,7 +186,9 @@ TEST_CASE("whatever is refused while a group is made, nothing of it is left") {
   }
 }
 
-TEST_CASE("whatever is refused to a call, it is an error, and the next call works or says that the group ended") {
+TEST_CASE(
+    "a call that the system refuses something ends with an error, and the next call works or says that the group "
+    "ended") {
   for (const Route::Kind kind : {Route::Kind::shm, Route::Kind::udp}) {
     for (const Scarce what : {Scarce::memory, Scarce::thread, Scarce::descriptor}) {
       CAPTURE(static_cast<int>(kind));
@@ -207,7 +209,7 @@ TEST_CASE("memory that is refused to the background thread ends the group, not t
   }
 }
 
-TEST_CASE("whatever is refused to abort and shutdown, every operation ends") {
+TEST_CASE("every operation ends, whatever the system refuses abort and shutdown") {
   for (const Route::Kind kind : {Route::Kind::shm, Route::Kind::udp}) {
     CAPTURE(static_cast<int>(kind));
     for_each_fault(Scarce::memory, [kind](Scarce what, uint64_t n) {

@@ -7,7 +7,7 @@
 
 using namespace sennit;
 
-TEST_CASE("a notice of failure keeps its ranks, and whatever is malformed is only words") {
+TEST_CASE("a notice of failure keeps its ranks, and a malformed one is kept as plain text") {
   for (const FailureNotice& notice : {FailureNotice{{}, "the disk is full"}, FailureNotice{{3}, "rank 3 process ended"},
                                       FailureNotice{{0, 2, 7}, ""}}) {
     const FailureNotice read = FailureNotice::decode(notice.encode(), 8);
@@ -24,7 +24,7 @@ TEST_CASE("a notice of failure keeps its ranks, and whatever is malformed is onl
   }
 }
 
-TEST_CASE("a text is cut between characters and repaired where it is none (RFC 3629)") {
+TEST_CASE("a text is cut between characters, and bytes that are not UTF-8 become question marks (RFC 3629)") {
   const std::string text = "a\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80";  // 1, 2, 3 and 4 bytes
   const std::vector<size_t> lengths = {0, 1, 1, 3, 3, 3, 6, 6, 6, 6, 10, 10};
   for (size_t max_bytes = 0; max_bytes < lengths.size(); ++max_bytes) {

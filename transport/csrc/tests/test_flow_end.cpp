@@ -78,7 +78,7 @@ TEST_CASE("A peer's reason is a text whatever its bytes, and is not cut within a
   CHECK(pair.b.lost == "aborted: " + text.substr(0, 510));
 }
 
-TEST_CASE("Who goes on after its goodbye is told why the other side aborted") {
+TEST_CASE("A rank that goes on after its goodbye is told why the other side aborted") {
   SimPair pair(6, CONFIG, LINK, LINK);
   pair.a.flow().close();
   pair.network.run(1'000, [] { return false; });

@@ -206,7 +206,7 @@ TEST_CASE("A round of few arrivals ends by the clock: a budget that was short gr
   }
 }
 
-TEST_CASE("Grants that nothing is taken of are parked, count again from the first arrival, and are given back") {
+TEST_CASE("Grants that a sender does not use are parked, count again from its first packet, and are given back") {
   constexpr uint64_t BUDGET_BYTES = 40 * PACKET_BYTES, IDLE_US = 1'000, STEP_US = 100;
   flow::ReceiveBudget budget(
       {.max_bytes = BUDGET_BYTES, .start_bytes = BUDGET_BYTES, .min_bytes = PACKET_BYTES, .target_queue_us = 100});
@@ -248,7 +248,7 @@ TEST_CASE("Grants that nothing is taken of are parked, count again from the firs
     CHECK(straggler->is_due());
     CHECK(straggler->issue(now_us, 40, 0) == 42);
   }
-  SUBCASE("it may wake at any moment: one of which nothing is known gets no second budget before it is heard") {
+  SUBCASE("it may wake at any moment: a sender that was never heard gets no second budget before its first packet") {
     live.clear();
     flow::Grants unheard(&budget, PACKET_BYTES);
     unheard.on_advertised(1'000);
@@ -263,7 +263,7 @@ TEST_CASE("Grants that nothing is taken of are parked, count again from the firs
     CHECK(budget.granted_bytes() == (40 + 2) * PACKET_BYTES);
     CHECK(budget.expecting_flows() == 2);
   }
-  SUBCASE("a grant given behind others is not idle before what they had is here") {
+  SUBCASE("a grant is not idle before the packets that others were granted earlier have arrived") {
     straggler->clear();
     for (int i = 0; i < 40; ++i) {
       now_us += IDLE_US;

@@ -23,7 +23,7 @@ std::vector<std::byte> next_control(SimPair& pair) {
 
 }  // namespace
 
-TEST_CASE("Random and mutated control payloads are counted, and the exchange goes on unless they were possible") {
+TEST_CASE("Random and mutated control payloads are counted, and the exchange goes on unless one of them was valid") {
   for (uint64_t seed = 1; seed <= 300; ++seed) {
     CAPTURE(seed);
     SimRandom random(seed);

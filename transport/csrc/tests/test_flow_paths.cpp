@@ -96,7 +96,7 @@ TEST_CASE("The paths of a dead rail are given up together") {
   CHECK(all_us == first_us);
 }
 
-TEST_CASE("Random loss, single packets of a window, makes no path bad for long and loses little") {
+TEST_CASE("Random loss of single packets makes no path bad for long and costs little") {
   // The goodput at 0.1, 1 and 5 % loss, relative to no loss. It must reach 97, 92 and 75 %.
   const std::map<double, double> least_kept{{0.001, 0.97}, {0.01, 0.92}, {0.05, 0.75}};
   const auto run = [&](double loss_fraction, uint64_t seed) {

@@ -39,7 +39,7 @@ struct Sampled {
 
 }  // namespace
 
-TEST_CASE("What was sent long before a tail is not overdue because the tail is there") {
+TEST_CASE("The timeout of a tail counts from its last packet, not from packets sent long before") {
   Sampled sender;
   sender.recovery.set_tail(1'000, false);
   sender.recovery.on_sent(1'000, 0, Sampled::packet(2));
@@ -48,7 +48,7 @@ TEST_CASE("What was sent long before a tail is not overdue because the tail is t
   CHECK(sender.recovery.next_timeout_us() == 1'900 + 350);
 }
 
-TEST_CASE("A probe whose answer says nothing of the rest is followed by another, not backed off") {
+TEST_CASE("If a probe's answer does not cover all packets, another probe follows, without backoff") {
   Sampled sender;
   for (const uint32_t immediate : {2, 3}) sender.recovery.on_sent(1'000, 0, Sampled::packet(immediate));
   sender.recovery.set_tail(1'000, true);

@@ -307,7 +307,7 @@ TEST_CASE("too many early messages are held in the lane, not in memory without e
   CHECK(net.clients[1].received.size() == matched);
 }
 
-TEST_CASE("early messages without data are not free") {
+TEST_CASE("early messages without data count against the limit, too") {
   Triangle net;
   const auto request = [&](uint64_t key) {
     return net.mailboxes[0]->on_eager(1, {P2P_KEY | key, SIGNATURE, uint64_t{1} << 40}, EAGER_REQUEST, nullptr);
@@ -339,7 +339,7 @@ TEST_CASE("a peer that floods takes no memory from the messages of another") {
   CHECK(arrive(2, 1));
 }
 
-TEST_CASE("the message that is needed passes all that its peer sent before it") {
+TEST_CASE("a message that is needed overtakes all unexpected ones that its peer sent before it") {
   for (const uint32_t from : {0u, SENNIT_ANY_PEER}) {
     CAPTURE(from);
     Triangle net;
@@ -375,7 +375,7 @@ TEST_CASE("a message that comes eagerly although memory was advertised for it is
   CHECK(net.mailboxes[0]->on_eager(1, {5, SIGNATURE, 1'000}, EAGER_DATA, nullptr));
   REQUIRE(net.mailboxes[0]->failure() != nullptr);
   CHECK(net.mailboxes[0]->failure()->kind == MailboxFailure::Kind::peer_lost);
-  CHECK(net.mailboxes[0]->failure()->reason == "sent eagerly what was advertised");
+  CHECK(net.mailboxes[0]->failure()->reason == "sent a message eagerly although memory was advertised for it");
 }
 
 TEST_CASE("ranks that disagree get an error that says how") {
@@ -478,7 +478,7 @@ TEST_CASE("a peer that ends the group fails it, whether or not anything waits fo
   CHECK(net.mailboxes[0]->failure()->peer == 2);
 }
 
-TEST_CASE("who is awaited") {
+TEST_CASE("the mailbox lists the ranks that operations wait for") {
   Triangle net;
   std::vector<char> got(8);
   CHECK(net.mailboxes[0]->awaited().empty());

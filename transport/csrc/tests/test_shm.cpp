@@ -29,8 +29,8 @@ class Sink final : public LaneSink {
   void on_advert(uint32_t, const MessageHeader& header, uint64_t advert_id) override {
     adverts[header.key] = advert_id;
   }
-  void on_received(uint64_t receive_id, const std::byte* view, uint64_t loan_id) override {
-    received[receive_id] = {view, loan_id};
+  void on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) override {
+    received[receive_id] = {data, loan_id};
   }
   void on_sent(uint64_t send_id) override { sent.push_back(send_id); }
   void on_peer_lost(uint32_t, std::string reason) override { lost.push_back(std::move(reason)); }
@@ -143,7 +143,7 @@ TEST_CASE("transfers land where they were advertised, larger than the ring, both
   CHECK(pair.a.idle());
 }
 
-TEST_CASE("loans are views of the ring, granted as others come back, in any order") {
+TEST_CASE("loans stay in the ring: they are granted as others come back, in any order") {
   Pair pair;
   constexpr size_t COUNT = 40;
   std::vector<std::vector<std::byte>> data;
@@ -154,7 +154,7 @@ TEST_CASE("loans are views of the ring, granted as others come back, in any orde
   std::mt19937 random(2);
   struct Held {
     uint64_t id;
-    const std::byte* view;
+    const std::byte* data;
     uint64_t loan;
   };
   std::vector<Held> held;
@@ -175,7 +175,7 @@ TEST_CASE("loans are views of the ring, granted as others come back, in any orde
     REQUIRE_FALSE(held.empty());
     const size_t pick = random() % held.size();
     // Other loans came and went since. The bytes of this loan are still there.
-    CHECK(std::memcmp(held[pick].view, data[held[pick].id].data(), data[held[pick].id].size()) == 0);
+    CHECK(std::memcmp(held[pick].data, data[held[pick].id].data(), data[held[pick].id].size()) == 0);
     pair.b.lane(0).release(held[pick].loan);
     held.erase(held.begin() + static_cast<std::ptrdiff_t>(pick));
   }
@@ -217,7 +217,7 @@ TEST_CASE("a fragment in a block that is lent loses the peer") {
   CHECK(sink.lost[0] == "described a fragment that fits no advertised receive");
 }
 
-TEST_CASE("a message that finds no room above stays in the ring and comes again") {
+TEST_CASE("a message that the mailbox has no room for stays in the ring and is offered again") {
   Pair pair;
   pair.sink_b.refuse_eager = true;
   const std::vector<std::byte> data = noise(100, 1);
@@ -365,7 +365,7 @@ TEST_CASE("fragments and eager messages that fit nothing lose the peer before an
   CHECK(lost_by({{ForgedInbox::EAGER, 2, 128, {1, 2, 64}, 0, 0, 0, {}}}, false) == malformed);
 }
 
-TEST_CASE("a foreign, stale or short offer is no common memory") {
+TEST_CASE("an offer that is foreign, stale or short opens no shared memory") {
   ShmPort a(0, 2), b(1, 2);
   std::vector<std::byte> offer = b.offer();
   CHECK_FALSE(a.accept(1, std::span(offer).first(4)));

@@ -94,7 +94,7 @@ TEST_CASE("a trial over the loopback finds every path good, and the flow uses th
   }
 }
 
-TEST_CASE("what one end cannot hear is found by both, and no flow is made") {
+TEST_CASE("both ends find out that one of them hears nothing, and make no flow") {
   // Bound, so that nothing is refused, and never read.
   const UdpSocket hole(wire::parse_endpoint("::1", 0));
   for (const uint32_t deaf : {0u, 1u}) {

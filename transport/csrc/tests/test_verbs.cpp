@@ -319,7 +319,7 @@ TEST_CASE("several devices carry the parts of one message, each with its own key
   }
 }
 
-TEST_CASE("of several devices one whose port goes down takes only its own paths along") {
+TEST_CASE("a device whose port goes down fails its own paths and not those of other devices") {
   for (const bool is_stuck : {false, true}) {
     CAPTURE(is_stuck);
     FakeVerbs fake;

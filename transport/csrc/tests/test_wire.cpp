@@ -117,7 +117,7 @@ TEST_CASE("golden packets are read field by field") {
   }
 }
 
-TEST_CASE("every truncation is refused, or shorter and caught by the ICRC") {
+TEST_CASE("every truncated packet is refused, by its length or by the ICRC") {
   for (const Vector& vector : golden_packets()) {
     const auto datagram = vector.bytes("datagram");
     CAPTURE(vector.text("name"));
