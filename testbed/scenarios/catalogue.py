@@ -213,8 +213,8 @@ def _others() -> list[Scenario]:
         ),
         Scenario(
             name="hostile",
-            title="a stranger sends junk packets to rank 0 during an AllReduce",
-            # Junk is sent as super-packets. One call per packet would be slower than the ranks that it should disturb.
+            title="a stranger sends hostile packets to rank 0 during an AllReduce",
+            # They are sent as super-packets. One call per packet would be slower than the ranks that it should disturb.
             topology=Topology(strangers=1, per_packet=False),
             hostile=Hostile(packets_per_s=1_000_000),
             beside_calm=True,

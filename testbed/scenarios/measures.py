@@ -42,8 +42,8 @@ MEANINGS: Final = {
     "corrupt_counted": "corrupt packets that sennit counted / corrupt packets that were made",
     "refused_packets": "packets that sennit counted as malformed, unknown or corrupt",
     "refused.": "the same, by counter (docs/reference/wire.md)",
-    "hostile_sent": "junk packets that the stranger sent",
-    "hostile_packets_per_s": "junk packets per second; the scenario sets the upper limit",
+    "hostile_sent": "hostile packets that the stranger sent",
+    "hostile_packets_per_s": "hostile packets per second; the scenario sets the upper limit",
     "queue_drops": "packets dropped in the queue of the limited port, in all repetitions after a warm-up",
     "queue_packets": "packets that passed this queue",
     "longest_stall_ms": "longest time without payload on any rank while all were in one collective, after the first "

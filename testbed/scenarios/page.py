@@ -117,7 +117,7 @@ def conditions(case: Case) -> str:
         *([f"impaired by {case.impairer}"] if case.impairer else []),
     ]
     if scenario["hostile"] is not None:
-        words.append(f"{scenario['hostile']['packets_per_s']:,} packets of junk a second at most")
+        words.append(f"{scenario['hostile']['packets_per_s']:,} hostile packets a second at most")
     return ", ".join(words)
 
 
