@@ -14,11 +14,26 @@ from typer.core import TyperGroup
 
 import sennit
 from sennit import extras
-from sennit.command_line import EXIT_UNAVAILABLE, figure_file, stdout_console, writable_file
+from sennit.command_line import EXIT_UNAVAILABLE, fail, figure_file, stdout_console, writable_file
 from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
 from sennit.runtime.trace.commands import app as trace
 from sennit.testbed.commands import app as testbed
+
+Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
+
+
+def _write(json_path: Path | None, figures: object) -> None:
+    if json_path is not None:
+        json_path.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _need(*names: str) -> None:
+    """Ends the command if this machine lacks a capability."""
+    from sennit import capabilities
+
+    if reason := capabilities.missing(*names):
+        fail(reason)
 
 
 class Commands(TyperGroup):
@@ -31,8 +46,7 @@ class Commands(TyperGroup):
             explained = extras.explain(error)
             if explained is None:
                 raise
-            typer.echo(f"error: {explained}", err=True)
-            raise typer.Exit(EXIT_UNAVAILABLE) from None
+            fail(explained, EXIT_UNAVAILABLE)
 
 
 app = typer.Typer(
@@ -132,8 +146,7 @@ def export(
     try:
         found = export_int8(checkpoint, output)
     except SennitError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(error)
     before, after = decimal(found.before_bytes), decimal(found.after_bytes)
     typer.echo(f"{output}: {found.tables} tables of {found.source} in {after} instead of {before}")
 
@@ -154,9 +167,7 @@ def collectives(
         typer.Option(help="some of allreduce, alltoall, reduce_scatter, all_gather, comma-separated; default: all"),
     ] = None,
     rounds: Annotated[int, typer.Option(help="measurements of each case and peer", min=1)] = 15,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the report to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
     plot_path: Annotated[
         Path | None, typer.Option("--plot", help="write a figure to this file (.png, .svg, .pdf)", callback=figure_file)
     ] = None,
@@ -192,11 +203,9 @@ def collectives(
                 lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
             )
     except WorkerError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(error)
     report.render(result, console)
-    if json_path is not None:
-        json_path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+    _write(json_path, result.as_json())
     if plot_path is not None:
         report.plot(result, plot_path)
 
@@ -213,21 +222,15 @@ def bench_offload(
         ),
     ] = False,
     batches: Annotated[int, typer.Option(help="batches per measurement of --end-to-end", min=1)] = 16,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
 ) -> None:
     """Time the preprocessing of records in XDP, in the native core and in NumPy.
 
     Needs root, clang 19 or later and Linux 6.9 or later.
     """
-    from sennit import capabilities
     from sennit.testbed.bench import offload
 
-    reason = capabilities.missing("bpf", "arena", *(("netns", "native-xdp") if end_to_end else ()))
-    if reason is not None:
-        typer.echo(f"error: {reason}", err=True)
-        raise typer.Exit(1)
+    _need("bpf", "arena", *(("netns", "native-xdp") if end_to_end else ()))
     console = stdout_console()
     if end_to_end:
         from sennit.testbed.bench import offload_end_to_end
@@ -235,16 +238,14 @@ def bench_offload(
         try:
             measured = offload_end_to_end.run(rounds=rounds, batches=batches, seed=seed)
         except offload_end_to_end.BenchError as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from None
+            fail(error)
         offload_end_to_end.render(measured, console)
         figures = offload_end_to_end.as_json(measured)
     else:
         results = offload.run(rounds=rounds, repeat=repeat, seed=seed)
         offload.render(results, console)
         figures = offload.as_json(results)
-    if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=1) + "\n")
+    _write(json_path, figures)
 
 
 @bench.command("tiers", epilog="Example: sennit bench tiers --folder /mnt/nvme")
@@ -254,9 +255,7 @@ def bench_tiers(
     ),
     steps: Annotated[int, typer.Option(help="steps of 2,048 samples with an id for each of 26 tables", min=1)] = 50,
     seed: Annotated[int, typer.Option(help="seed of rows and ids", min=0)] = 1,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
 ) -> None:
     """Time training with embedding tables ten times larger than their memory, beside all tables in memory."""
     from sennit.testbed.bench import embedding_tiers, tiers
@@ -265,11 +264,9 @@ def bench_tiers(
     try:
         report = tiers.run(folder, embedding_tiers.Load(), steps=steps, seed=seed)
     except SennitError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(error)
     tiers.render(report, stdout_console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    _write(json_path, report.as_json())
 
 
 @bench.command("feed", epilog="Example: sennit bench feed --rounds 7")
@@ -278,69 +275,48 @@ def bench_feed(
     batches: Annotated[int, typer.Option(help="batches of 4,096 records per measurement", min=1, max=32)] = 32,
     rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 7,
     seed: Annotated[int, typer.Option(help="seed of the records and their order", min=0)] = 1,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
 ) -> None:
     """Time one core of a feeder: packing records, and sending them over a virtual link into XDP.
 
     Needs root, clang 19 or later and Linux 6.9 or later.
     """
-    from sennit import capabilities
     from sennit.testbed.bench import feed as feeding
 
-    reason = capabilities.missing("bpf", "arena", "native-xdp", "tc-bpf")
-    if reason is not None:
-        typer.echo(f"error: {reason}", err=True)
-        raise typer.Exit(1)
+    _need("bpf", "arena", "native-xdp", "tc-bpf")
     results = feeding.run(records=records, batches=batches, rounds=rounds, seed=seed)
     feeding.render(results, stdout_console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(feeding.as_json(results), indent=1) + "\n")
+    _write(json_path, feeding.as_json(results))
 
 
 @bench.command("ingest", epilog="Example: sennit bench ingest --data flights")
 def bench_ingest(
     data: Annotated[str, typer.Option(help="flights, movielens, adult or synthetic")] = "flights",
     turns: Annotated[int, typer.Option(help="turns of each trainer; the median is reported", min=1)] = 50,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
 ) -> None:
     """Time a trainer that is fed over the network beside the same trainer with its data in memory.
 
     Needs root, clang 19 or later, Linux 6.9 or later and two cores.
     """
-    from sennit import capabilities
     from sennit.testbed.bench import ingest
 
-    reason = capabilities.missing("bpf", "arena", "native-xdp", "tc-bpf")
-    if reason is not None:
-        typer.echo(f"error: {reason}", err=True)
-        raise typer.Exit(1)
+    _need("bpf", "arena", "native-xdp", "tc-bpf")
     try:
         found = ingest.run(data=data, turns=turns)
     except ingest.BenchError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(error)
     ingest.render(found, stdout_console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(ingest.as_json(found), indent=1) + "\n")
+    _write(json_path, ingest.as_json(found))
 
 
 def _bench_embedding_on_a_gpu(rounds: int, seed: int, json_path: Path | None) -> None:
-    from sennit import capabilities
-
-    reason = capabilities.missing("gpu")
-    if reason is not None:
-        typer.echo(f"error: {reason}", err=True)
-        raise typer.Exit(1)
+    _need("gpu")
     from sennit.testbed.bench import embedding_cuda
 
     report = embedding_cuda.run(rounds=rounds, seed=seed)
     embedding_cuda.render(report, stdout_console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(report, indent=1) + "\n")
+    _write(json_path, report)
 
 
 @bench.command("embedding", epilog="Example: sennit bench embedding --against torch --rounds 5")
@@ -355,9 +331,7 @@ def bench_embedding(
     threads: Annotated[int, typer.Option(help="threads of each peer", min=1, max=256)] = 1,
     rounds: Annotated[int, typer.Option(help="turns of each peer; the median is reported", min=1)] = 15,
     seed: Annotated[int, typer.Option(help="seed of ids and weights", min=0)] = 1,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
 ) -> None:
     """Time lookups and updates of embedding tables beside fbgemm and torch, or on a GPU."""
     if device not in ("cpu", "cuda"):
@@ -385,10 +359,7 @@ def bench_embedding(
             on_progress=lambda what: progress.update(task, description=what),
         )
     embedding.render(results, stdout_console())
-    if json_path is not None:
-        json_path.write_text(
-            json.dumps(embedding.as_json(results, rounds=rounds, seed=seed, threads=threads), indent=1) + "\n"
-        )
+    _write(json_path, embedding.as_json(results, rounds=rounds, seed=seed, threads=threads))
 
 
 @bench.command(epilog="Example: sennit testbed vm -- sennit bench rdma --rounds 3")
@@ -402,9 +373,7 @@ def rdma(
     in_flight: Annotated[str, typer.Option(help="operations in flight, comma-separated numbers")] = "1,8",
     rounds: Annotated[int, typer.Option(help="measurements of each peer and setting", min=1)] = 5,
     cpu: Annotated[bool, typer.Option(help="also measure the CPU time per GB of verbs and udp")] = True,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="write the report to this file", callback=writable_file)
-    ] = None,
+    json_path: Figures = None,
 ) -> None:
     """Time AlltoAll over soft-RoCE under loss, delay and reordering, beside the kernel's reliable queue pairs.
 
@@ -433,11 +402,9 @@ def rdma(
                 lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
             )
     except (WorkerError, rdma.Unusable) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(error)
     rdma_report.render(result, stdout_console())
-    if json_path is not None:
-        json_path.write_text(json.dumps(result.as_json(), indent=1) + "\n")
+    _write(json_path, result.as_json())
 
 
 @app.command(epilog="Example: sennit version")

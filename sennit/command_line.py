@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands share: output width, and checks of files named by options."""
+"""What the commands share: output width, errors, and checks of files named by options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import typer
 
@@ -26,6 +26,12 @@ def stdout_console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+
+
+def fail(reason: object, code: int = 1) -> NoReturn:
+    """Ends a command with one line that says why."""
+    typer.echo(f"error: {reason}", err=True)
+    raise typer.Exit(code) from None
 
 
 def writable_file(path: Path | None) -> Path | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sennit.command_line import stdout_console, writable_file
+from sennit.command_line import fail, stdout_console, writable_file
 from sennit.testbed.vm.commands import kernel, vm
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def _check_packages(*packages: str) -> None:
     """Ends the command if pyroute2 or matplotlib is not installed: scenarios need both."""
     for package in packages or ("pyroute2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
-            typer.echo(f"error: {package} is not installed: pip install 'sennit[testbed]'", err=True)
-            raise typer.Exit(2)
+            fail(f"{package} is not installed: pip install 'sennit[testbed]'", 2)
 
 
 @app.command("list", epilog="Example: sennit testbed list")
@@ -199,6 +198,5 @@ def simulate(
         try:
             report.write_page(page, text)
         except (OSError, ValueError) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(2) from None
+            fail(error, 2)
         report.plot(cases, outcomes, page.with_suffix(".png"))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sennit.command_line import fail
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -93,8 +95,7 @@ def feed(
                 on_progress=display.show,
             )
     except SennitError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(error)
     except KeyboardInterrupt:
         typer.echo("interrupted; the trainer goes on with other feeders, or waits for one", err=True)
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -103,8 +104,7 @@ def feed(
         try:
             json_path.write_text(json.dumps(report.as_json(), indent=1) + "\n")
         except OSError as error:
-            typer.echo(f"error: --json {json_path}: {error.strerror}; the run itself was fed to its end", err=True)
-            raise typer.Exit(1) from None
+            fail(f"--json {json_path}: {error.strerror}; the run itself was fed to its end")
 
 
 def _check_writable(path: Path) -> None:
@@ -124,7 +124,6 @@ class _Display:
 
     def __init__(self, console: Console) -> None:
         self._status = console.status("feeding")
-        self._began_s: float | None = None
         self._before = (time.monotonic(), 0)
 
     def __enter__(self) -> _Display:

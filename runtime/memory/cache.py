@@ -7,12 +7,12 @@ It fetches the next batch's rows during the current step.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sennit.closing import Closing
 from sennit.runtime.memory import _memory
 from sennit.runtime.memory.layout import Arrays
 from sennit.runtime.memory.store import RowStore
@@ -46,7 +46,7 @@ class CachedBatch:
         self._cache.native.release(self._native, is_dirty)
 
 
-class RowCache:
+class RowCache(Closing):
     """Lines of memory that hold rows of a store.
 
     A thread of the cache runs prefetches, releases and flushes in the order of the calls. So the place of each row
@@ -116,11 +116,3 @@ class RowCache:
     def close(self) -> None:
         """Stops the thread. Changed rows that were not flushed are lost."""
         self.native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -7,12 +7,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from sennit.closing import Closing
 from sennit.runtime.memory import _memory
 from sennit.runtime.memory.layout import Arrays, StoreLayout, from_native
 from sennit.transport.errors import ArgumentError
@@ -103,7 +102,7 @@ def in_dram(layout: StoreLayout, arrays: Mapping[str, NDArray[np.generic]]) -> R
     return RowStore(_memory.dram_store(layout.as_bytes(arrays, layout.row_count), layout.row_count), layout)
 
 
-class RowStore:
+class RowStore(Closing):
     """Rows by their number in the store: `layout.first_row(table) + id`. Not thread-safe."""
 
     def __init__(self, native: _memory.Store, layout: StoreLayout) -> None:
@@ -152,14 +151,6 @@ class RowStore:
     def close(self) -> None:
         """Closes the store. Writes since the last flush are lost. Close its cache first."""
         self.native.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _sync_name(path: Path) -> None:

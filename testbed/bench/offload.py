@@ -97,8 +97,8 @@ def run(*, rounds: int, repeat: int, seed: int) -> list[Result]:
         layout = BatchLayout(plan=plan, batch_rows=BATCH_ROWS)
         packets = encode_packets(plan.schema, records, session=SESSION, batch=0, body_max_bytes=BODY_MAX_BYTES)
         native = NativeTransform(plan.graph, plan.outputs)
-        numpy_ns = _median_ns(functools.partial(evaluate, plan.graph, rows.columns, plan.outputs), rounds) / BATCH_ROWS
-        cpu_ns = _median_ns(functools.partial(native, rows.columns), rounds) / BATCH_ROWS
+        numpy_ns = median_ns(functools.partial(evaluate, plan.graph, rows.columns, plan.outputs), rounds) / BATCH_ROWS
+        cpu_ns = median_ns(functools.partial(native, rows.columns), rounds) / BATCH_ROWS
         with (
             XdpReceiver(layout, session=SESSION, udp_port=UDP_PORT, repeatable=True) as receiver,
             XdpReceiver(layout, session=SESSION, udp_port=UDP_PORT, repeatable=True, sketch=None) as without,
@@ -148,7 +148,7 @@ def _check(receiver: XdpReceiver, layout: BatchLayout, packets: list[bytes]) -> 
             raise RuntimeError("XDP and NumPy do not agree: run tests/offload")
 
 
-def _median_ns(function: Callable[[], Any], rounds: int) -> float:
+def median_ns(function: Callable[[], Any], rounds: int) -> float:
     times = []
     for _ in range(rounds):
         start = time.perf_counter_ns()

@@ -9,7 +9,6 @@ reference, outside the timed part.
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -27,6 +26,7 @@ from sennit.offload.batches import Batch, BatchLayout
 from sennit.offload.host_receiver import HostReceiver
 from sennit.offload.records import HEADER, encode_packets, encode_records
 from sennit.testbed.bench.ingest_peers import LoopPeer, NativePeer, Peer, PythonPeer, XdpPeer, attached
+from sennit.testbed.bench.machine import one_core
 from sennit.testbed.bench.offload import FIRST_ROWS, rows_of, shapes
 from sennit.testbed.bench.record_source import FrameSink, RecordSource
 from sennit.testbed.topology import cable
@@ -76,16 +76,12 @@ class Measured:
 
 def run(*, rounds: int, batches: int, seed: int) -> list[Measured]:
     """Takes `rounds` samples of each peer, in turn, of `batches` batches each."""
-    processors = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(processors)})  # threads made from here on inherit it
-    try:
+    with one_core():
         return [
             measured
             for per_packet in RECORDS_A_PACKET
             for measured in _measure(per_packet, rounds=rounds, batches=batches, seed=seed)
         ]
-    finally:
-        os.sched_setaffinity(0, processors)
 
 
 def _measure(per_packet: int, *, rounds: int, batches: int, seed: int) -> list[Measured]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, NoReturn
 
 import typer
 
-from sennit.command_line import EXIT_UNAVAILABLE
+from sennit.command_line import EXIT_UNAVAILABLE, fail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -145,8 +145,7 @@ def kernel(
         typer.echo(f"kernel: {error}", err=True)
         raise typer.Exit(EXIT_UNAVAILABLE) from None
     except (debian.StepFailed, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+        fail(error)
     if found.instead_because:
         say(f"taking {boot.NAMES[found.kind]}")
     typer.echo(f"kernel: ready: {found.kernel}")

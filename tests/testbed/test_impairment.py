@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
 
 from sennit.testbed.topology import Draw, Impairment, Planes, dice
-from sennit.testbed.topology.datagrams import NUMBER_BYTES, Account, open_socket, send_datagrams
+from tests.testbed.datagrams import NUMBER_BYTES, Account, open_socket, send_datagrams
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter")]
 

@@ -17,9 +17,9 @@ from sennit.testbed.scenarios import runner
 from sennit.testbed.scenarios.catalogue import SCENARIOS
 from sennit.testbed.scenarios.verdicts import Status
 from sennit.testbed.topology import Direction, Impairer, Impairment, Planes, namespace, switch
-from sennit.testbed.topology.datagrams import send_datagrams
 from sennit.testbed.topology.netem import NetemCounters, NetemQueue, batch_line, parse_counters, why_not
 from sennit.testbed.topology.netem_switch import NetemSwitch
+from tests.testbed.datagrams import send_datagrams
 
 COUNT = 5_000
 MTU_BYTES = 9_000
