@@ -70,24 +70,10 @@ class NativeOperator:
         rounding: Rounding,
         seed: int,
     ) -> list[BadGradients]:
-        numbers = [
-            constants.rate,
-            constants.scale1,
-            constants.scale2,
-            constants.epsilon,
-            constants.beta1,
-            constants.beta1_rest,
-            constants.beta2,
-            constants.beta2_rest,
-            constants.decay,
-            constants.keep,
-            constants.max_gradient,
-            constants.max_norm,
-        ]
         bad = self._operator(tables, kind).update(
             *_arguments(batch),
             gradient.data_ptr(),
-            numbers,
+            constants.floats,
             constants.decay_after,
             rounding is Rounding.STOCHASTIC,
             constants.step & 0xFFFFFFFF,

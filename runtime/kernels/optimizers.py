@@ -182,6 +182,14 @@ class StepConstants:
     step: int
     """Counts from 1. Its low 32 bits are the step's word in the counter of the random numbers."""
 
+    @property
+    def floats(self) -> tuple[float, ...]:
+        """All floats, in the order in which the kernels take them."""
+        return (
+            self.rate, self.scale1, self.scale2, self.epsilon, self.beta1, self.beta1_rest, self.beta2,
+            self.beta2_rest, self.decay, self.keep, self.max_gradient, self.max_norm,
+        )  # fmt: skip
+
 
 def _f32(value: float) -> float:
     """The nearest float32, which may be infinite."""
