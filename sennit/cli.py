@@ -19,6 +19,7 @@ from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
 from sennit.runtime.trace.commands import app as trace
 from sennit.testbed.commands import app as testbed
+from sennit.transport.selection import Reduction
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 
@@ -405,6 +406,33 @@ def rdma(
         fail(error)
     rdma_report.render(result, stdout_console())
     _write(json_path, result.as_json())
+
+
+@app.command(epilog="Example: sennit explain allreduce 64MiB --ranks 32 --hosts 4")
+def explain(
+    reduction: Annotated[Reduction, typer.Argument(metavar="COLLECTIVE", help="allreduce or reduce_scatter")],
+    size: Annotated[str, typer.Argument(help="of the whole vector, as 64KiB or 16MiB")],
+    ranks: Annotated[int, typer.Option(min=1, max=65_536, help="ranks of the group")] = 8,
+    hosts: Annotated[int, typer.Option(min=1, help="machines that the ranks are spread over")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
+) -> None:
+    """Say which algorithm a reduction takes, what each would do, and what the model thinks it costs."""
+    from sennit import explain as explanation
+    from sennit.transport.config import from_environment
+    from sennit.transport.sizes import parse_size
+
+    try:
+        size_bytes = parse_size(size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if hosts > ranks:
+        raise typer.BadParameter(f"--hosts {hosts}; allowed: 1..{ranks}, the number of ranks")
+    forced = from_environment().algorithm
+    found = explanation.explain(reduction, size_bytes, ranks=ranks, hosts=hosts, forced=forced)
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        explanation.render(found, stdout_console())
 
 
 @app.command(epilog="Example: sennit version")

@@ -52,6 +52,41 @@ def test_the_reference_has_every_command() -> None:
     assert not [name for name in COMMANDS if f"| `{name}` |" not in page]
 
 
+@pytest.mark.parametrize(
+    ("options", "variable", "chosen", "why"),
+    [
+        (["allreduce", "4KiB"], "", "one_shot", "the least time by the model"),
+        (["allreduce", "16MiB", "--ranks", "64", "--hosts", "8"], "", "halving", "the least time by the model"),
+        (["allreduce", "16MiB"], "halving", "halving", "set by SENNIT_ALGORITHM"),
+        (["reduce_scatter", "4KiB"], "one_shot", "direct", "SENNIT_ALGORITHM=one_shot does not run here"),
+    ],
+)
+def test_explain_names_the_algorithm_and_the_reason(
+    options: list[str], variable: str, chosen: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SENNIT_ALGORITHM", variable)
+    found = json.loads(runner.invoke(app, ["explain", *options, "--json"]).output)
+    assert (found["chosen"], found["why"]) == (chosen, why)
+    assert chosen in [row["name"] for row in found["algorithms"]]
+    table = runner.invoke(app, ["explain", *options]).output
+    assert f"{chosen} <-" in table
+    assert f"run {chosen}: {why}." in " ".join(table.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["allreduce", "4XB"], "size '4XB': expected a number with one of B, KiB, MiB, GiB"),
+        (["allreduce", "4KiB", "--hosts", "9"], "--hosts 9; allowed: 1..8, the number of ranks"),
+        (["alltoall", "4KiB"], "'alltoall' is not one of 'allreduce', 'reduce_scatter'"),
+    ],
+)
+def test_explain_refuses_what_it_cannot_explain(options: list[str], message: str) -> None:
+    result = CliRunner(env={"TERMINAL_WIDTH": "200"}).invoke(app, ["explain", *options])
+    assert result.exit_code == 2
+    assert message in result.output
+
+
 def test_version_names_sennit_and_torch() -> None:
     result = runner.invoke(app, ["version"])
     assert result.exit_code == 0

@@ -18,6 +18,7 @@ from sennit.transport import algorithms
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, Plan
+from sennit.transport.selection import Selection
 from sennit.transport.tree import leaves_of
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -56,6 +57,7 @@ class ArrayCollectives(ABC):
 
     rank: int
     world: int
+    selection: Selection
 
     @abstractmethod
     def post(
@@ -84,7 +86,7 @@ class ArrayCollectives(ABC):
         if leaves is not None:
             return self._allreduce_leaves(given, dtype, op, leaves, scalar)
         output = np.empty_like(given)
-        plan = _Call(algorithms.allreduce, self, elements=given.size, dtype=dtype, op=op, in_place=False)
+        plan = _Call(self.selection.allreduce, self, elements=given.size, dtype=dtype, op=op, in_place=False)
         self._run(plan, [given, output], scalar=scalar)
         return output
 
@@ -119,7 +121,9 @@ class ArrayCollectives(ABC):
         row_elements = _row_elements(given)
         elements = tuple(count * row_elements for count in rows)
         self._run(
-            _Call(algorithms.reduce_scatter, self, counts=elements, dtype=dtype, op=op), [given, output], scalar=scalar
+            _Call(self.selection.reduce_scatter, self, counts=elements, dtype=dtype, op=op),
+            [given, output],
+            scalar=scalar,
         )
         return output
 

@@ -53,6 +53,19 @@ class Congestion(StrEnum):
     SWIFT = "swift"
 
 
+class Algorithm(StrEnum):
+    """How the ranks compute a reduction. Where one does not run, direct does (selection.py)."""
+
+    ONE_SHOT = "one_shot"
+    """Every rank sends its vector to all, and folds all vectors."""
+    DIRECT = "direct"
+    """Every rank folds its share of all vectors, and sends the result to all."""
+    DISSEMINATION = "dissemination"
+    """As one shot, but ranks pass on what they have: log2(world) messages."""
+    HALVING = "halving"
+    """Recursive halving and doubling: log2(world) peers."""
+
+
 class VerbsService(StrEnum):
     """The service of RDMA queue pairs that carries the packets."""
 
@@ -101,6 +114,10 @@ class Config:
     buffer may allow less. It should be rate times round-trip time: the default suits 100 Gbit/s over 160 µs. If it is
     far below the peer's window, acknowledgements wait for a timer and come 400 µs late."""
 
+    algorithm: Algorithm | None = None
+    """`SENNIT_ALGORITHM`, equal on all ranks: the algorithm of AllReduce and ReduceScatter on host memory, wherever it
+    can run. None (auto): the one that a cost model prefers (selection.py). Results are the same to the bit."""
+
     host_id: str | None = None
     """`SENNIT_HOST_ID`: names this host when ranks look for neighbours. None: the kernel's boot id. Give two containers
     different values to keep them from trying shared memory. Equal values do not force it."""
@@ -131,6 +148,10 @@ class Config:
             if value not in tuple(kind):
                 raise ConfigError(f"{field} {value!r}; allowed: {', '.join(kind)}")
             object.__setattr__(self, field, kind(value))
+        if self.algorithm is not None:
+            if self.algorithm not in tuple(Algorithm):
+                raise ConfigError(f"algorithm {self.algorithm!r}; allowed: {', '.join(Algorithm)}, or None")
+            object.__setattr__(self, "algorithm", Algorithm(self.algorithm))
         if not WINDOW_MIN_BYTES <= self.window_bytes <= WINDOW_MAX_BYTES:
             raise ConfigError(f"window_bytes {self.window_bytes}; allowed: {WINDOW_MIN_BYTES}..{WINDOW_MAX_BYTES}")
         for name in self.interfaces:
@@ -173,6 +194,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         "SENNIT_PATH_POLICY",
         "SENNIT_CONGESTION",
         "SENNIT_WINDOW_BYTES",
+        "SENNIT_ALGORITHM",
         "SENNIT_HOST_ID",
         "SENNIT_TIMEOUT_S",
         "SENNIT_PEER_TIMEOUT_S",
@@ -190,6 +212,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         path_policy=_name("SENNIT_PATH_POLICY", given.get("SENNIT_PATH_POLICY"), default.path_policy),
         congestion=_name("SENNIT_CONGESTION", given.get("SENNIT_CONGESTION"), default.congestion),
         window_bytes=_integer("SENNIT_WINDOW_BYTES", given.get("SENNIT_WINDOW_BYTES"), default.window_bytes),
+        algorithm=_algorithm("SENNIT_ALGORITHM", given.get("SENNIT_ALGORITHM")),
         host_id=given.get("SENNIT_HOST_ID"),
         timeout_s=_seconds("SENNIT_TIMEOUT_S", given.get("SENNIT_TIMEOUT_S"), default.timeout_s),
         peer_timeout_s=_seconds("SENNIT_PEER_TIMEOUT_S", given.get("SENNIT_PEER_TIMEOUT_S"), default.peer_timeout_s),
@@ -204,6 +227,15 @@ def _name(variable: str, text: str | None, default: AnyName) -> AnyName:
         return kind(text.lower())
     except ValueError:
         raise ConfigError(f"{variable}={text}; allowed: {', '.join(kind)}") from None
+
+
+def _algorithm(variable: str, text: str | None) -> Algorithm | None:
+    if text is None or text.lower() == "auto":
+        return None
+    try:
+        return Algorithm(text.lower())
+    except ValueError:
+        raise ConfigError(f"{variable}={text}; allowed: auto, {', '.join(Algorithm)}") from None
 
 
 def _names(text: str | None) -> tuple[str, ...]:

@@ -167,7 +167,7 @@ def _backend_of(
 
     backend: dist.Backend = _load_extension().SennitBackend(
         communicator=communicator,
-        compile_plan=PlanCompiler(communicator.rank, communicator.world),
+        compile_plan=PlanCompiler(communicator),
         shrink=shrink,
         timeout=timeout,
         group_name=name,
@@ -223,8 +223,8 @@ def _built_for() -> str | None:
 class PlanCompiler:
     """Compiles plans that the C++ plan cache does not have."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
+    def __init__(self, communicator: Communicator) -> None:
+        self._rank, self._world, self._selection = communicator.rank, communicator.world, communicator.selection
 
     def __call__(
         self,
@@ -244,8 +244,10 @@ class PlanCompiler:
         Without `counts` where the plan takes them when it is posted.
         """
         from sennit.transport import algorithms
+        from sennit.transport.config import Algorithm
         from sennit.transport.device_plan import SEGMENT_BYTES, cut_messages, for_device
         from sennit.transport.elements import Dtype, ReduceOp
+        from sennit.transport.selection import ON_DEVICE
         from sennit.transport.signature import Kind
 
         world, rank = self._world, self._rank
@@ -254,10 +256,11 @@ class PlanCompiler:
         def reduced() -> dict[str, Any]:
             return {"world": world, "rank": rank, "dtype": Dtype(type_code), "op": ReduceOp(reduce_op)}
 
+        candidates = ON_DEVICE if on_device else tuple(Algorithm)
         plan: Plan
         match Kind(kind):
             case Kind.ALLREDUCE:
-                plan = algorithms.allreduce(**reduced(), elements=counts[0])
+                plan = self._selection.allreduce(**reduced(), elements=counts[0], candidates=candidates)
             case Kind.REDUCE:
                 plan = algorithms.reduce(**reduced(), elements=counts[0], root=root)
             case Kind.BROADCAST:
@@ -270,7 +273,9 @@ class PlanCompiler:
             case Kind.SCATTER:
                 plan = algorithms.scatter(**moved, root=root, list_input=separate)
             case Kind.REDUCE_SCATTER:
-                plan = algorithms.reduce_scatter(**reduced(), counts=counts, list_input=separate)
+                plan = self._selection.reduce_scatter(
+                    **reduced(), counts=counts, list_input=separate, candidates=candidates
+                )
             case Kind.ALLTOALL:
                 plan = algorithms.alltoall(**moved, list_input=separate, list_output=separate)
             case Kind.P2P:

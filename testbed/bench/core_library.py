@@ -82,15 +82,16 @@ class CoreLibrary:
     def _compile(self, case: Case) -> Callable[[], Plan]:
         given, got = case.elements(self.world)
         world, rank, parts = self.world, self.rank, (max(given, got) // self.world,) * self.world
+        selection = self._joined.selection
         match case.collective:
             case Collective.ALLREDUCE:
-                return lambda: algorithms.allreduce(
+                return lambda: selection.allreduce(
                     world=world, rank=rank, elements=given, dtype=Dtype.F32, op=ReduceOp.SUM
                 )
             case Collective.ALLTOALL:
                 return lambda: algorithms.alltoall(world=world, rank=rank, item_bytes=ELEMENT_BYTES)
             case Collective.REDUCE_SCATTER:
-                return lambda: algorithms.reduce_scatter(
+                return lambda: selection.reduce_scatter(
                     world=world, rank=rank, counts=parts, dtype=Dtype.F32, op=ReduceOp.SUM
                 )
             case Collective.ALL_GATHER:

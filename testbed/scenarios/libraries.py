@@ -66,7 +66,7 @@ class SennitGroup:
         def compile_plan() -> Plan:
             match payload.operation:
                 case Operation.ALLREDUCE:
-                    return algorithms.allreduce(
+                    return self._group.selection.allreduce(
                         world=world, rank=rank, elements=elements + 1, dtype=Dtype.F32, op=ReduceOp.SUM, in_place=True
                     )
                 case Operation.ALLTOALL:

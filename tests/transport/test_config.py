@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from sennit.transport import errors
-from sennit.transport.config import Config, Congestion, PathPolicy, TransportKind, VerbsService, from_environment
+from sennit.transport.config import (
+    Algorithm,
+    Config,
+    Congestion,
+    PathPolicy,
+    TransportKind,
+    VerbsService,
+    from_environment,
+)
 from sennit.transport.errors import ConfigError, DeviceError, SennitError, Unsupported, from_status
 from sennit.transport.host import host_identity, machine_identity
 
@@ -31,6 +39,7 @@ def test_every_variable() -> None:
             "SENNIT_PATH_POLICY": "REPS",
             "SENNIT_CONGESTION": "swift",
             "SENNIT_WINDOW_BYTES": "65536",
+            "SENNIT_ALGORITHM": "Halving",
             "SENNIT_HOST_ID": "left",
             "SENNIT_TIMEOUT_S": "2.5",
             "SENNIT_PEER_TIMEOUT_S": "0.5",
@@ -43,6 +52,7 @@ def test_every_variable() -> None:
         path_policy=PathPolicy.REPS,
         congestion=Congestion.SWIFT,
         window_bytes=65_536,
+        algorithm=Algorithm.HALVING,
         host_id="left",
         timeout_s=2.5,
         peer_timeout_s=0.5,
@@ -65,6 +75,7 @@ def test_every_variable() -> None:
         ("SENNIT_INTERFACES", "eth0,eth0", "each name once"),
         ("SENNIT_INTERFACES", "a-name-of-sixteen", "interface 'a-name-of-sixteen'; allowed: 1..15"),
         ("SENNIT_INTERFACES", "../eth0", "without space or slash"),
+        ("SENNIT_ALGORITHM", "ring", "SENNIT_ALGORITHM=ring; allowed: auto, one_shot, direct, dissemination, halving"),
         ("SENNIT_HOST_ID", "x" * 129, "129 characters"),
         ("SENNIT_TIMEOUT_S", "0", "timeout_s 0.0; allowed: finite and above 0"),
         ("SENNIT_TIMEOUT_S", "nan", "timeout_s nan"),

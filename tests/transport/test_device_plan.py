@@ -32,7 +32,7 @@ def make_allreduce(world: int, rank: int, size_bytes: int) -> Plan:
 def make_chunked(world: int, rank: int, size_bytes: int) -> Plan:
     return algorithms.allreduce(
         world=world, rank=rank, elements=size_bytes // 4, dtype=Dtype.F32, op=ReduceOp.SUM,
-        chunk_bytes=1_024, eager_bytes=-1,
+        chunk_bytes=1_024,
     )  # fmt: skip
 
 

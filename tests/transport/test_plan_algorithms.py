@@ -76,11 +76,11 @@ def test_allreduce(
     seed: int,
 ) -> None:
     dtype, op = kind
-    eager_bytes = data.draw(st.sampled_from([-1, 32_768]), "eager_bytes")
+    one_shot = data.draw(st.booleans(), "one_shot")
     plans = [
         algorithms.allreduce(
             world=world, rank=rank, elements=elements, dtype=dtype, op=op,
-            in_place=in_place, chunk_bytes=chunk_bytes, eager_bytes=eager_bytes,
+            in_place=in_place, chunk_bytes=chunk_bytes, one_shot=one_shot,
         )
         for rank in range(world)
     ]  # fmt: skip
@@ -351,25 +351,3 @@ def test_every_byte_of_alltoall_travels_in_one_message() -> None:
 def test_bad_arguments_name_value_and_range(call: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message.replace("(", r"\(")):
         call()
-
-
-@pytest.mark.parametrize(
-    ("world", "size_bytes", "one_round"),
-    [
-        (2, 32_768, True),
-        (2, 32_772, False),  # one vector is too long
-        (3, 32_768, True),  # sends 65,536 bytes
-        (4, 32_768, False),  # would send 98,304 bytes
-        (4, 21_844, True),  # sends 65,532 bytes
-        (5, 16_384, True),
-        (6, 16_384, False),
-        (65, 1_024, True),
-        (66, 1_024, False),
-    ],
-)
-def test_allreduce_takes_one_round_while_a_rank_sends_at_most_64_kib(
-    world: int, size_bytes: int, one_round: bool
-) -> None:
-    plan = algorithms.allreduce(world=world, rank=0, elements=size_bytes // 4, dtype=Dtype.F32, op=ReduceOp.SUM)
-    sent = [step.size_bytes for step in plan.steps if isinstance(step, Send)]
-    assert (sent == [size_bytes] * (world - 1)) == one_round

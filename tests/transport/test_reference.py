@@ -48,7 +48,7 @@ def test_every_wait_of_an_allreduce_in_place_is_needed() -> None:
     world, elements = 3, 96
     plans = [
         algorithms.allreduce(
-            world=world, rank=rank, elements=elements, dtype=Dtype.F32, op=ReduceOp.SUM, chunk_bytes=64, eager_bytes=-1
+            world=world, rank=rank, elements=elements, dtype=Dtype.F32, op=ReduceOp.SUM, chunk_bytes=64
         )
         for rank in range(world)
     ]
@@ -144,8 +144,7 @@ def test_the_same_seed_gives_the_same_run(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(reference._Rank, "finish", traced)
     plans = [
-        algorithms.allreduce(world=3, rank=rank, elements=90, dtype=Dtype.F32, op=ReduceOp.SUM, eager_bytes=-1)
-        for rank in range(3)
+        algorithms.allreduce(world=3, rank=rank, elements=90, dtype=Dtype.F32, op=ReduceOp.SUM) for rank in range(3)
     ]
     runs = []
     for seed in (5, 5, 6):

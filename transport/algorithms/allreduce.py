@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allreduce: every rank gets the fold of all ranks' vectors.
 
-Small vectors take one round: every rank sends the whole vector to all and folds all vectors. Large vectors are cut into
-`world` shares. One rank folds each share and sends the result to all (fold.py). Then each rank sends 2 (world-1)/world
-of the vector, which is the minimum (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
+In one shot every rank sends the whole vector to all and folds all vectors, which suits small ones. Else vectors are cut
+into `world` shares. One rank folds each share and sends the result to all (fold.py). Then each rank sends
+2 (world-1)/world of the vector, which is the minimum (Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms",
+2009).
 """
 
 from __future__ import annotations
-
-from typing import Final
 
 from sennit.transport.algorithms.fold import Fold, Share, add_fold
 from sennit.transport.algorithms.one_shot import add_one_shot
@@ -16,11 +15,6 @@ from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk,
 from sennit.transport.elements import Dtype, ReduceOp, check_reducible
 from sennit.transport.plan import MAX_LOAN_BYTES, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
-
-# One round is used while the vector is at most this large, and ...
-EAGER_ALLREDUCE_BYTES: Final = 32_768
-# ... a rank sends at most this much in the round.
-EAGER_ALLREDUCE_SENT_BYTES: Final = 65_536
 
 
 def allreduce(
@@ -32,9 +26,12 @@ def allreduce(
     op: ReduceOp,
     in_place: bool = True,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    eager_bytes: int = EAGER_ALLREDUCE_BYTES,
+    one_shot: bool = False,
 ) -> Plan:
-    """Buffers: `[data]` in place, else `[input, output]`; `elements` of `dtype` each."""
+    """Buffers: `[data]` in place, else `[input, output]`; `elements` of `dtype` each.
+
+    One shot runs with two ranks or more, and vectors of at most MAX_LOAN_BYTES.
+    """
     check_reducible(dtype, op)
     check_chunk(chunk_bytes)
     size_bytes = elements * dtype.item_bytes
@@ -46,8 +43,7 @@ def allreduce(
         buffer_bytes=[size_bytes] if in_place else [size_bytes] * 2,
     )
     result = 0 if in_place else 1
-    eager_max_bytes = min(eager_bytes, MAX_LOAN_BYTES)
-    if world > 1 and size_bytes <= eager_max_bytes and size_bytes * (world - 1) <= EAGER_ALLREDUCE_SENT_BYTES:
+    if one_shot and world > 1 and size_bytes <= MAX_LOAN_BYTES:
         add_one_shot(builder, world=world, rank=rank, size_bytes=size_bytes, result=result, dtype=dtype, op=op)
         return builder.build()
     parts = shares(elements, world, dtype.item_bytes)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sennit explain`: which algorithm a reduction takes, what each would do, and what the model thinks it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sennit.transport.selection import NETWORK, SHARED_MEMORY, Reduction, Selection, Work
+from sennit.transport.sizes import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sennit.transport.config import Algorithm
+
+
+def explain(
+    reduction: Reduction, size_bytes: int, *, ranks: int, hosts: int, forced: Algorithm | None
+) -> dict[str, Any]:
+    """Returns the choice for a vector of `size_bytes` of fp32, and a row for each algorithm that can run."""
+    selection = Selection(costs=SHARED_MEMORY if hosts == 1 else NETWORK, forced=forced)
+    rated = selection.rate(reduction, world=ranks, size_bytes=size_bytes)
+    return {
+        "collective": str(reduction),
+        "size_bytes": size_bytes,
+        "ranks": ranks,
+        "hosts": hosts,
+        "chosen": str(selection.choose(rated)),
+        "why": _reason(forced, rated),
+        "algorithms": [
+            {
+                "name": str(algorithm),
+                "rounds": work.rounds,
+                "messages": work.messages,
+                "peers": work.peers,
+                "sent_bytes": round(work.sent_bytes),
+                "estimated_s": work.seconds(selection.costs),
+            }
+            for algorithm, work in rated.items()
+        ],
+    }
+
+
+def _reason(forced: Algorithm | None, rated: Mapping[Algorithm, Work]) -> str:
+    if forced is None:
+        return "the least time by the model"
+    return "set by SENNIT_ALGORITHM" if forced in rated else f"SENNIT_ALGORITHM={forced} does not run here"
+
+
+def render(explained: dict[str, Any], console: Console) -> None:
+    from rich.table import Table
+
+    level = "shared memory" if explained["hosts"] == 1 else f"a network between {explained['hosts']} hosts"
+    table = Table("algorithm", title=f"{explained['collective']}, {format_size(explained['size_bytes'])}")
+    for heading in ("rounds", "messages", "peers", "sent KiB", "estimate µs"):
+        table.add_column(heading, justify="right")
+    for row in explained["algorithms"]:
+        table.add_row(
+            f"{row['name']} <-" if row["name"] == explained["chosen"] else row["name"],
+            str(row["rounds"]),
+            str(row["messages"]),
+            str(row["peers"]),
+            f"{row['sent_bytes'] / 1024:,.1f}",
+            f"{row['estimated_s'] * 1e6:,.0f}",
+        )
+    console.print(table)
+    console.print(f"{explained['ranks']} ranks over {level} run {explained['chosen']}: {explained['why']}.")
+    console.print("Of the busiest rank. The model compares algorithms; measure times with `sennit bench collectives`.")
