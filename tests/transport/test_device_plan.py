@@ -26,7 +26,9 @@ MIB = 1 << 20
 
 
 def make_allreduce(world: int, rank: int, size_bytes: int) -> Plan:
-    return algorithms.allreduce(world=world, rank=rank, elements=size_bytes // 4, dtype=Dtype.F32, op=ReduceOp.SUM)
+    return algorithms.allreduce(
+        world=world, rank=rank, elements=size_bytes // 4, dtype=Dtype.F32, op=ReduceOp.SUM, one_shot=True
+    )
 
 
 def make_chunked(world: int, rank: int, size_bytes: int) -> Plan:

@@ -280,7 +280,16 @@ def test_worlds_of_other_sizes_are_told_apart() -> None:
     store = MemoryStore()
     store.set(
         "sennit/world/hello/1",
-        json.dumps({**Versions.ours().as_record(), "nonce": "n", "world": 3, "host": "boot:x", "machine": "boot:x"}),
+        json.dumps(
+            {
+                **Versions.ours().as_record(),
+                "nonce": "n",
+                "world": 3,
+                "host": "boot:x",
+                "machine": "boot:x",
+                "algorithm": "auto",
+            }
+        ),
     )
     (result,) = meet([Recorder(rank, "a") for rank in range(2)], store=store, absent=[1], timeout_s=0.5)
     assert isinstance(result, MismatchError)

@@ -205,7 +205,9 @@ class Engine {
   bool call(Operation::Callback callback);
   void check_failures(uint64_t now_us);
   void fail_as_told(uint32_t reporter, const FailureNotice& notice);
-  void fail_late(const Operation& operation, uint64_t now_us);
+  std::vector<uint32_t> silent_of(const std::vector<uint32_t>& awaited, const Operation& operation,
+                                  uint64_t now_us) const;
+  void fail_late(const Operation& operation, const std::vector<uint32_t>& awaited, const std::vector<uint32_t>& silent);
   enum class Farewell : uint8_t { goodbye, notice };
   void end(sennit_status status, std::string reason, FailureNotice notice, Farewell farewell) noexcept;
   void end_in_doubt() noexcept;

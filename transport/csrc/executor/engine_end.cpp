@@ -16,8 +16,14 @@ namespace {
 // before the deadline. In this time it gets two questions over a network, or misses two beats in shared memory.
 constexpr uint64_t SILENT_US = 500'000;
 
+// A rank at its deadline that heard from all peers that it waits for gives the others this long: in an algorithm where
+// each rank waits for few, another one may know who is silent.
+constexpr uint64_t WORD_US = 200'000;
+
 // Short enough for a std::string without allocation, like all texts that are used when memory is short.
 constexpr const char* OUT_OF_MEMORY = "out of memory";
+
+uint64_t silence_limit_us(uint64_t timeout_us) { return std::min(SILENT_US, timeout_us / 2); }
 
 std::string seconds(uint64_t time_us) {
   char text[32];
@@ -64,11 +70,18 @@ void Engine::check_failures(uint64_t now_us) {
   }
   next_deadline_us_ = UINT64_MAX;
   for (const Operation* operation : active_) {
-    if (operation->deadline_us_ <= now_us) {
-      fail_late(*operation, now_us);
-      return;
+    uint64_t until_us = operation->deadline_us_;
+    if (until_us <= now_us) {
+      const std::vector<uint32_t> awaited = mailbox_.awaited();
+      const std::vector<uint32_t> silent = silent_of(awaited, *operation, now_us);
+      const bool others_may_know = silent.empty() && !awaited.empty() && awaited.size() + 1 < config_.world;
+      if (others_may_know) until_us += std::min(WORD_US, operation->timeout_us_ / 2);
+      if (until_us <= now_us) {
+        fail_late(*operation, awaited, silent);
+        return;
+      }
     }
-    next_deadline_us_ = std::min(next_deadline_us_, operation->deadline_us_);
+    next_deadline_us_ = std::min(next_deadline_us_, until_us);
   }
 }
 
@@ -91,16 +104,20 @@ void Engine::fail_as_told(uint32_t reporter, const FailureNotice& notice) {
   end(SENNIT_PEER, std::move(reason), notice, Farewell::notice);
 }
 
-void Engine::fail_late(const Operation& operation, uint64_t now_us) {
-  const uint64_t silence_us = std::min(SILENT_US, operation.timeout_us_ / 2);
-  const uint64_t posted_us = operation.posted_us();
-  const std::vector<uint32_t> awaited = mailbox_.awaited();
-  // Nothing is known of the other ranks, because nobody asked them.
+// Nothing is known of ranks that are not awaited, because nobody asked them.
+std::vector<uint32_t> Engine::silent_of(const std::vector<uint32_t>& awaited, const Operation& operation,
+                                        uint64_t now_us) const {
   std::vector<uint32_t> silent;
   for (const uint32_t peer : awaited) {
     const Lane* lane = mailbox_.lane(peer);
-    if (lane != nullptr && std::max(lane->heard_us(), posted_us) + silence_us <= now_us) silent.push_back(peer);
+    const uint64_t since_us = lane == nullptr ? now_us : std::max(lane->heard_us(), operation.posted_us());
+    if (since_us + silence_limit_us(operation.timeout_us_) <= now_us) silent.push_back(peer);
   }
+  return silent;
+}
+
+void Engine::fail_late(const Operation& operation, const std::vector<uint32_t>& awaited,
+                       const std::vector<uint32_t>& silent) {
   std::string reason = operation.describe() + " timed out on rank " + std::to_string(config_.rank) +
                        ": not finished within its deadline of " + seconds(operation.timeout_us_);
   if (std::find(held_.begin(), held_.end(), &operation) != held_.end()) {
@@ -108,7 +125,9 @@ void Engine::fail_late(const Operation& operation, uint64_t now_us) {
   } else if (const uint32_t copies = operation.copies_running(); copies != 0) {
     reason += "; it waits for " + std::to_string(copies) + " copies between host and device";
   }
-  if (!silent.empty()) reason += "; no sign of life from " + rank_list(silent) + " for " + seconds(silence_us);
+  if (!silent.empty())
+    reason +=
+        "; no sign of life from " + rank_list(silent) + " for " + seconds(silence_limit_us(operation.timeout_us_));
   const std::string outstanding = mailbox_.describe_outstanding();
   FailureNotice notice{silent, silent.empty() ? reason + "; awaited: " + rank_list(awaited) : reason};
   if (!outstanding.empty()) reason += "; " + outstanding;
