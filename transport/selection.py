@@ -116,7 +116,7 @@ def work_of(
                 peers=levels,
                 sent_bytes=reduced_bytes + (gathered_bytes if gathers else 0),
                 # Partial sums are written to memory and read again.
-                folded_bytes=2 * size_bytes,
+                folded_bytes=3 * size_bytes,
             )
         case Algorithm.ONE_SHOT | Algorithm.DISSEMINATION:
             if not gathers or world < 2 or size_bytes > MAX_LOAN_BYTES:

@@ -94,6 +94,7 @@ def test_a_reduce_scatter_has_two_algorithms() -> None:
         Algorithm.HALVING,
     }
     assert chosen(NETWORK, 8, MIB, Reduction.REDUCE_SCATTER) is Algorithm.HALVING
+    assert chosen(NETWORK, 4, MIB, Reduction.REDUCE_SCATTER) is Algorithm.DIRECT
     assert chosen(SHARED_MEMORY, 8, MIB, Reduction.REDUCE_SCATTER) is Algorithm.DIRECT
 
 
