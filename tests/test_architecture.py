@@ -54,15 +54,6 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not missing
 
 
-def test_names_with_a_second_meaning_are_still_in_the_code() -> None:
-    """A name that is changed must also leave the glossary's last table."""
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `([\w./]+)` \|", GLOSSARY.read_text(), re.MULTILINE)
-    assert rows
-    for names, file in rows:
-        for name in re.findall(r"\w+", names):
-            assert re.search(rf"\b{name}\b", (ROOT / file).read_text()), f"{file} has no {name} any more"
-
-
 def test_a_page_without_places_for_pictures_is_refused() -> None:
     with pytest.raises(ValueError, match="make architecture"):
         import_graph.with_pictures("# A page\n")

@@ -198,7 +198,10 @@ class _Rewriter:
             if use.stores:
                 places[RECEIVED if isinstance(step, Recv) else FOLDED].append(use.stores)
         largest = max((size_bytes for listed in places for _, _, size_bytes in listed), default=0)
-        # All shares of a fold have a block in use at the same time. Together they fill half a ring.
+        # All shares of a fold have a block in use at the same time. Together they fill half a ring, however small it
+        # should be: a rank without room for some share would wait for one that waits for that share.
+        if any(isinstance(step, Reduce) for step in plan.steps):
+            ring_bytes = max(ring_bytes, 2 * plan.world * _aligned(largest))
         block_bytes = min(BLOCK_BYTES, max(largest, ring_bytes // (2 * plan.world)))
         blocks = [_Blocks(listed, block_bytes, ring) for ring, listed in enumerate(places)]
         self._loads = {place: blocks[LOADED].of(place) for place in places[LOADED]}
@@ -369,7 +372,10 @@ def cut_messages(plan: Plan, segment_bytes: int = SEGMENT_BYTES) -> Plan:
 
 
 def for_device(plan: Plan, *, ring_bytes: int = RING_BYTES) -> Plan:
-    """Returns `plan`, checked, for buffers on a device. Raises ArgumentError if the plan would write a byte twice."""
+    """Returns `plan`, checked, for buffers on a device. Raises ArgumentError if the plan would write a byte twice.
+
+    Each of its three rings has `ring_bytes`, or more where a reduction of many ranks needs it.
+    """
     if (
         plan.on_device
         or plan.scratch_bytes

@@ -162,3 +162,24 @@ def test_only_copies_touch_device_memory() -> None:
     builder.send(1, 0, Operand(0), 8)
     with pytest.raises(ArgumentError, match="touches device memory"):
         check(dataclasses.replace(builder.build(), on_device=True))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("world", "loans"), [(8, 1), (8, 3), (16, 1)])
+def test_a_ring_too_small_for_all_shares_does_not_stop_a_fold(world: int, loans: int, seed: int) -> None:
+    elements = world * 32
+    plans = [
+        for_device(
+            algorithms.allreduce(
+                world=world, rank=rank, elements=elements, dtype=Dtype.I64, op=ReduceOp.SUM, in_place=False,
+                chunk_bytes=64,
+            ),
+            ring_bytes=world * 64 // 2,
+        )
+        for rank in range(world)
+    ]  # fmt: skip
+    given = np.arange(elements, dtype=np.int64).view(np.uint8)
+    buffers = [[given.copy(), np.zeros_like(given)] for _ in range(world)]
+    reference.run(plans, buffers, seed=seed, loans_per_peer=loans, in_order=True)
+    for _, result in buffers:
+        np.testing.assert_array_equal(result.view(np.int64), world * np.arange(elements))
