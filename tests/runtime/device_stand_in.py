@@ -21,10 +21,10 @@ def on_device(active: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def delayed_copies(seed: int, max_yields: int) -> Iterator[None]:
-    """Lets each copy between "device" and host first yield the CPU up to `max_yields` times, drawn from `seed`."""
+def delayed_copies(seed: int, max_us: int) -> Iterator[None]:
+    """Lets every second copy between "device" and host, drawn from `seed`, first sleep up to `max_us`."""
     stand_in = _load_extension().stand_in
-    stand_in.delay_copies(seed, max_yields)
+    stand_in.delay_copies(seed, max_us)
     try:
         yield
     finally:

@@ -8,8 +8,8 @@ All ranks draw the calls from one shared seed. Each rank draws its own times of 
 
 from __future__ import annotations
 
-import os
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +25,9 @@ from sennit.transport.elements import Dtype, ReduceOp
 LARGE = (600_000, 900_000)
 SMALL = (0, 2_000)
 POOL = 1_000_003
-MAX_YIELDS = 60
+# Sleeps, not yields: beside a busy process each yield costs a time slice.
+COPY_DELAY_US = 60
+CALL_DELAYS_US = (0, 0, 10, 100)
 
 Check = Callable[[], bool]
 
@@ -110,11 +112,11 @@ def run_schedule(data: Data, rank: int, world: int, seed: int) -> None:
     sizes = [(True, True), (True, False), *((False, draw.random() < 0.5) for _ in range(draw.randint(1, 4)))]
     draw.shuffle(sizes)
     posted = []
-    with delayed_copies(timing.getrandbits(64), MAX_YIELDS):
+    with delayed_copies(timing.getrandbits(64), COPY_DELAY_US):
         for is_large, is_device in sizes:
             posted.append(post(draw, data, rank, world, is_large, is_device))
-            for _ in range(timing.choice((0, 0, 10, 100))):
-                os.sched_yield()
+            if delay_us := timing.choice(CALL_DELAYS_US):
+                time.sleep(delay_us * 1e-6)
         timing.shuffle(posted)
         for call in posted:
             call.work.wait()

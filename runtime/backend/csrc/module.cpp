@@ -136,5 +136,5 @@ PYBIND11_MODULE(_c10d, module) {
   module.def("close_all", &sennit::runtime::close_all);
   py::module_ stand_in = module.def_submodule("stand_in", "Host tensors as device tensors, for tests.");
   stand_in.def("set_active", &sennit::runtime::stand_in::set_active, py::arg("active"));
-  stand_in.def("delay_copies", &sennit::runtime::stand_in::delay_copies, py::arg("seed"), py::arg("max_yields"));
+  stand_in.def("delay_copies", &sennit::runtime::stand_in::delay_copies, py::arg("seed"), py::arg("max_us"));
 }

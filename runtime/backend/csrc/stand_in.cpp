@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "stand_in.hpp"
 
-#include <sched.h>
+#include <time.h>
 
 #include <atomic>
 #include <utility>
@@ -11,7 +11,7 @@ namespace {
 
 thread_local bool active_here = false;
 std::atomic<uint64_t> random_state{0};
-std::atomic<uint32_t> yields_max{0};
+std::atomic<uint32_t> pause_max_us{0};
 
 // SplitMix64 (Steele, Lea and Flood, 2014).
 uint64_t draw() {
@@ -27,15 +27,19 @@ bool set_active(bool active) { return std::exchange(active_here, active); }
 
 bool is_active() { return active_here; }
 
-void delay_copies(uint64_t seed, uint32_t max_yields) {
+void delay_copies(uint64_t seed, uint32_t max_us) {
   random_state.store(seed, std::memory_order_relaxed);
-  yields_max.store(max_yields, std::memory_order_relaxed);
+  pause_max_us.store(max_us, std::memory_order_relaxed);
 }
 
 void delay() {
-  const uint32_t limit = yields_max.load(std::memory_order_relaxed);
-  if (limit == 0) return;
-  for (uint64_t left = draw() % (uint64_t{limit} + 1); left != 0; --left) sched_yield();
+  const uint64_t limit_us = pause_max_us.load(std::memory_order_relaxed);
+  if (limit_us == 0) return;
+  const uint64_t drawn = draw() % (2 * limit_us);
+  if (drawn < limit_us) return;
+  // Not sched_yield: beside a busy process each yield costs a time slice.
+  const timespec pause{0, static_cast<long>((drawn - limit_us) * 1'000)};
+  nanosleep(&pause, nullptr);
 }
 
 }  // namespace sennit::runtime::stand_in

@@ -10,8 +10,9 @@ namespace sennit::runtime::stand_in {
 bool set_active(bool active);
 bool is_active();
 
-// Before each copy, the stand-in yields the processor 0 to `max_yields` times, a number drawn from `seed`.
-void delay_copies(uint64_t seed, uint32_t max_yields);
+// Before every second copy, the stand-in sleeps up to `max_us`, below a second. Which, and how long, is drawn from
+// `seed`.
+void delay_copies(uint64_t seed, uint32_t max_us);
 void delay();
 
 }  // namespace sennit::runtime::stand_in
