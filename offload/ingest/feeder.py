@@ -173,7 +173,7 @@ class Feeder(Closing):
     def run(self, host: str, port: int, on_report: Callable[[FeedCounters], None] | None = None) -> None:
         """Finds all ranks through this one and serves them until each says that the run is over.
 
-        Calls `on_report` with the counters from time to time. Raises FeedError if the run cannot be fed to its end.
+        Calls `on_report` with the counters once it has found them, and from time to time. Raises FeedError if the run cannot be fed to its end.
         """
         self._meet_all(host, port)
         for rank in self._ranks:
@@ -182,12 +182,12 @@ class Feeder(Closing):
             self._selector.register(rank.control, selectors.EVENT_READ, rank)
         report_at_s = 0.0
         while not all(rank.is_over for rank in self._ranks):
-            wait_s = self._pump()
-            for key, _ in self._selector.select(wait_s):
-                self._hear(key.data)
             if on_report is not None and time.monotonic() >= report_at_s:
                 on_report(self.counters)
                 report_at_s = time.monotonic() + REPORT_S
+            wait_s = self._pump()
+            for key, _ in self._selector.select(wait_s):
+                self._hear(key.data)
 
     def close(self) -> None:
         for rank in self._ranks:

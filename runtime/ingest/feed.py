@@ -87,6 +87,8 @@ class _Worker:
     process: BaseProcess
     end: Connection
     counters: FeedCounters = field(default_factory=FeedCounters)
+    has_met: bool = False
+    """Whether it has found the trainer."""
 
 
 Listener = Callable[[str], None]
@@ -192,6 +194,9 @@ class _Crew:
                     is_over = True
                 else:
                     worker.counters = said
+                    worker.has_met = True
+                if is_over:
+                    self._give_up_search()
                 yield self.totals()
 
     def totals(self) -> FeedCounters:
@@ -203,6 +208,12 @@ class _Crew:
             worker.process.terminate()
         for worker in list(self._workers.values()):
             self._leave(worker)
+
+    def _give_up_search(self) -> None:
+        """The run is over. A worker that is still looking for it would do so until its deadline."""
+        for worker in self._workers.values():
+            if not worker.has_met:
+                worker.process.terminate()
 
     def _start(self, number: int) -> None:
         ours, theirs = self._context.Pipe(duplex=False)

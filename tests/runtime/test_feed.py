@@ -206,6 +206,17 @@ def test_records_of_a_worker_that_heard_no_end_are_counted() -> None:
 
 
 @pytest.mark.slow
+def test_a_worker_that_met_no_trainer_ends_with_the_run() -> None:
+    rank = Rank(order=ORDER, window_packets=1000)
+    with feeding(rank, "--workers", "2", "--timeout", "600") as feed:
+        rank.accept()
+        assert isinstance(rank.hear(), FactsOf)
+        rank.listener.close()
+        rank.say(End())
+        assert feed.wait(30) == 0, output(feed)
+
+
+@pytest.mark.slow
 def test_a_worker_that_dies_is_replaced_twice_and_then_it_is_over() -> None:
     rank = Rank(order=ORDER)
     with feeding(rank) as feed:
