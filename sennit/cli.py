@@ -19,7 +19,6 @@ from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
 from sennit.runtime.trace.commands import app as trace
 from sennit.testbed.commands import app as testbed
-from sennit.transport.selection import Reduction
 
 Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
 
@@ -410,7 +409,7 @@ def rdma(
 
 @app.command(epilog="Example: sennit explain allreduce 64MiB --ranks 32 --hosts 4")
 def explain(
-    reduction: Annotated[Reduction, typer.Argument(metavar="COLLECTIVE", help="allreduce or reduce_scatter")],
+    collective: Annotated[str, typer.Argument(help="allreduce or reduce_scatter")],
     size: Annotated[str, typer.Argument(help="of the whole vector, as 64KiB or 16MiB")],
     ranks: Annotated[int, typer.Option(min=1, max=65_536, help="ranks of the group")] = 8,
     hosts: Annotated[int, typer.Option(min=1, help="machines that the ranks are spread over")] = 1,
@@ -419,8 +418,11 @@ def explain(
     """Say which algorithm a reduction takes, what each would do, and what the model thinks it costs."""
     from sennit import explain as explanation
     from sennit.transport.config import from_environment
+    from sennit.transport.selection import Reduction
     from sennit.transport.sizes import parse_size
 
+    if collective not in tuple(Reduction):
+        raise typer.BadParameter(f"{collective!r}; allowed: {', '.join(Reduction)}")
     try:
         size_bytes = parse_size(size)
     except ValueError as error:
@@ -428,7 +430,7 @@ def explain(
     if hosts > ranks:
         raise typer.BadParameter(f"--hosts {hosts}; allowed: 1..{ranks}, the number of ranks")
     forced = from_environment().algorithm
-    found = explanation.explain(reduction, size_bytes, ranks=ranks, hosts=hosts, forced=forced)
+    found = explanation.explain(Reduction(collective), size_bytes, ranks=ranks, hosts=hosts, forced=forced)
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

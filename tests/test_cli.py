@@ -78,7 +78,7 @@ def test_explain_names_the_algorithm_and_the_reason(
     [
         (["allreduce", "4XB"], "size '4XB': expected a number with one of B, KiB, MiB, GiB"),
         (["allreduce", "4KiB", "--hosts", "9"], "--hosts 9; allowed: 1..8, the number of ranks"),
-        (["alltoall", "4KiB"], "'alltoall' is not one of 'allreduce', 'reduce_scatter'"),
+        (["alltoall", "4KiB"], "'alltoall'; allowed: allreduce, reduce_scatter"),
     ],
 )
 def test_explain_refuses_what_it_cannot_explain(options: list[str], message: str) -> None:

@@ -136,7 +136,7 @@ def test_rates_are_differences(ranks: Ranks) -> None:
     ("content", "said"),
     [
         (b"", "0 bytes"),
-        (b"x" * 64, "no page of counters"),
+        (b"x" * 64, "not a page of counters"),
         (counters.MAGIC.to_bytes(8, "little") + (80).to_bytes(8, "little") + bytes(48) + b"\7" * 16, "a record of"),
         (counters.MAGIC.to_bytes(8, "little") + (70).to_bytes(8, "little") + bytes(48) + b"\7" * 6, "damaged at 0"),
         (
