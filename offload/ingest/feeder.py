@@ -173,7 +173,8 @@ class Feeder(Closing):
     def run(self, host: str, port: int, on_report: Callable[[FeedCounters], None] | None = None) -> None:
         """Finds all ranks through this one and serves them until each says that the run is over.
 
-        Calls `on_report` with the counters once it has found them, and from time to time. Raises FeedError if the run cannot be fed to its end.
+        Calls `on_report` with the counters once it has found them, and from time to time. Raises FeedError if the run
+        cannot be fed to its end.
         """
         self._meet_all(host, port)
         for rank in self._ranks:
