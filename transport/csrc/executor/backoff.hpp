@@ -7,7 +7,9 @@
 //
 // A yield beside a busy process of somebody else costs a time slice (4 ms), because that process keeps the core for so
 // long. In Linux 6.18 a thread that yields also moves behind the others by a slice. A thread that sleeps is woken ahead
-// of the busy process. So after a yield that took long, all waits sleep at once for a while.
+// of the busy process. So with more ranks than cores, after a yield that took long, all waits sleep at once for a
+// while. A rank with its own core does not: one disturbance would make a second of large operations several times
+// slower.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +19,10 @@ namespace sennit {
 struct BackoffPolicy {
   uint64_t spin_us;
   uint64_t yield_us;
+  bool sleeps_after_long_yield;
 
   static constexpr BackoffPolicy choose(uint32_t ranks_here, uint32_t cores) {
-    return ranks_here <= cores ? BackoffPolicy{10, 490} : BackoffPolicy{1, 100};
+    return ranks_here <= cores ? BackoffPolicy{10, 490, false} : BackoffPolicy{1, 100, true};
   }
 };
 
@@ -36,7 +39,8 @@ class Backoff {
 
   // At the start of each round.
   void begin_round(uint64_t now_us) {
-    if (yielded_us_ != 0 && now_us - yielded_us_ >= LONG_YIELD_US) crowded_until_us_ = now_us + CROWDED_US;
+    const bool was_long = yielded_us_ != 0 && now_us - yielded_us_ >= LONG_YIELD_US;
+    if (was_long && policy_.sleeps_after_long_yield) crowded_until_us_ = now_us + CROWDED_US;
     yielded_us_ = 0;
   }
   // Something moved, or a new wait begins.

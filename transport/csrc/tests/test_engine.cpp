@@ -63,6 +63,10 @@ TEST_CASE("a wait spins, yields and sleeps; once a yield took long, waits sleep 
   backoff.reset();
   CHECK(wait(Backoff::CROWDED_US) == Action::spin);
   CHECK(wait(1) == Action::yield);
+  backoff = Backoff(BackoffPolicy::choose(2, 2));  // A rank with its own core goes on as before.
+  CHECK((wait(0) == Action::spin && wait(10) == Action::yield && wait(Backoff::LONG_YIELD_US) == Action::sleep));
+  backoff.reset();
+  CHECK((wait(0) == Action::spin && wait(10) == Action::yield));
 }
 
 TEST_CASE("operations in flight together, finished by the background thread, call back once") {
