@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
@@ -151,11 +151,11 @@ class Selection:
         world: int,
         size_bytes: int,
         partial_ratio: float = 1,
-        candidates: Collection[Algorithm] = tuple(Algorithm),
+        on_device: bool = False,
     ) -> dict[Algorithm, Work]:
-        """Returns the work of each candidate that runs for this vector, in their order."""
+        """Returns the work of each algorithm that runs for this vector, in their order."""
         rated = {}
-        for algorithm in candidates:
+        for algorithm in ON_DEVICE if on_device else Algorithm:
             work = work_of(algorithm, reduction, world=world, size_bytes=size_bytes, partial_ratio=partial_ratio)
             if work is not None:
                 rated[algorithm] = work
@@ -176,11 +176,11 @@ class Selection:
         dtype: Dtype,
         op: ReduceOp,
         in_place: bool = True,
-        candidates: Collection[Algorithm] = tuple(Algorithm),
+        on_device: bool = False,
     ) -> Plan:
         """Returns a plan with the buffers and the result of `algorithms.allreduce`."""
         compile_plan: Callable[..., Plan]
-        match self._choose(Reduction.ALLREDUCE, world, elements, dtype, candidates):
+        match self._choose(Reduction.ALLREDUCE, world, elements, dtype, on_device):
             case Algorithm.DIRECT:
                 compile_plan = algorithms.allreduce
             case Algorithm.ONE_SHOT:
@@ -200,17 +200,15 @@ class Selection:
         dtype: Dtype,
         op: ReduceOp,
         list_input: bool = False,
-        candidates: Collection[Algorithm] = tuple(Algorithm),
+        on_device: bool = False,
     ) -> Plan:
         """Returns a plan with the buffers and the result of `algorithms.reduce_scatter`."""
-        algorithm = self._choose(Reduction.REDUCE_SCATTER, world, sum(counts), dtype, candidates)
+        algorithm = self._choose(Reduction.REDUCE_SCATTER, world, sum(counts), dtype, on_device)
         halves = algorithm is Algorithm.HALVING
         compile_plan: Callable[..., Plan] = algorithms.reduce_scatter_halving if halves else algorithms.reduce_scatter
         return compile_plan(world=world, rank=rank, counts=counts, dtype=dtype, op=op, list_input=list_input)
 
-    def _choose(
-        self, reduction: Reduction, world: int, elements: int, dtype: Dtype, candidates: Collection[Algorithm]
-    ) -> Algorithm:
+    def _choose(self, reduction: Reduction, world: int, elements: int, dtype: Dtype, on_device: bool) -> Algorithm:
         # The algorithms say what is wrong with arguments like these.
         if world < 1 or elements < 0:
             return Algorithm.DIRECT
@@ -219,6 +217,6 @@ class Selection:
             world=world,
             size_bytes=elements * dtype.item_bytes,
             partial_ratio=accumulator(dtype).item_bytes / dtype.item_bytes,
-            candidates=candidates,
+            on_device=on_device,
         )
         return self.choose(rated)

@@ -244,10 +244,8 @@ class PlanCompiler:
         Without `counts` where the plan takes them when it is posted.
         """
         from sennit.transport import algorithms
-        from sennit.transport.config import Algorithm
         from sennit.transport.device_plan import SEGMENT_BYTES, cut_messages, for_device
         from sennit.transport.elements import Dtype, ReduceOp
-        from sennit.transport.selection import ON_DEVICE
         from sennit.transport.signature import Kind
 
         world, rank = self._world, self._rank
@@ -256,11 +254,10 @@ class PlanCompiler:
         def reduced() -> dict[str, Any]:
             return {"world": world, "rank": rank, "dtype": Dtype(type_code), "op": ReduceOp(reduce_op)}
 
-        candidates = ON_DEVICE if on_device else tuple(Algorithm)
         plan: Plan
         match Kind(kind):
             case Kind.ALLREDUCE:
-                plan = self._selection.allreduce(**reduced(), elements=counts[0], candidates=candidates)
+                plan = self._selection.allreduce(**reduced(), elements=counts[0], on_device=on_device)
             case Kind.REDUCE:
                 plan = algorithms.reduce(**reduced(), elements=counts[0], root=root)
             case Kind.BROADCAST:
@@ -274,7 +271,7 @@ class PlanCompiler:
                 plan = algorithms.scatter(**moved, root=root, list_input=separate)
             case Kind.REDUCE_SCATTER:
                 plan = self._selection.reduce_scatter(
-                    **reduced(), counts=counts, list_input=separate, candidates=candidates
+                    **reduced(), counts=counts, list_input=separate, on_device=on_device
                 )
             case Kind.ALLTOALL:
                 plan = algorithms.alltoall(**moved, list_input=separate, list_output=separate)

@@ -13,7 +13,7 @@ from sennit.transport.config import Algorithm, Config
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ConfigError
 from sennit.transport.plan import Plan, Send
-from sennit.transport.selection import NETWORK, ON_DEVICE, SHARED_MEMORY, Costs, Reduction, Selection, work_of
+from sennit.transport.selection import NETWORK, SHARED_MEMORY, Costs, Reduction, Selection, work_of
 from tests.transport.meeting import Recorder, meet
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -117,7 +117,7 @@ def test_the_forced_algorithm_runs_where_it_can(algorithm: Algorithm) -> None:
 def test_only_algorithms_with_device_plans_are_candidates_there() -> None:
     selection = Selection(costs=NETWORK, forced=Algorithm.HALVING)
     call: dict[str, Any] = {"world": 8, "rank": 0, "elements": MIB, "dtype": Dtype.F32, "op": ReduceOp.SUM}
-    found = selection.allreduce(**call, candidates=ON_DEVICE)
+    found = selection.allreduce(**call, on_device=True)
     assert found.encode() == algorithms.allreduce(**call).encode()
 
 

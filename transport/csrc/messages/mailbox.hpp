@@ -8,7 +8,6 @@
 // A small message without a receive is unexpected and is kept. Each peer has a share of memory for such messages. The
 // lane holds up a peer beyond its share, and thus in the end its sender, but only while nothing here waits for that
 // peer. Once something waits, the message that it needs may be behind others in the same lane, so all are let in.
-// all let in.
 #pragma once
 
 #include <memory>
