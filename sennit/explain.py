@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sennit.transport.selection import NETWORK, SHARED_MEMORY, Reduction, Selection, Work
+from sennit.transport.hosts import Hosts
+from sennit.transport.selection import Reduction, Selection, Work
 from sennit.transport.sizes import format_size
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ def explain(
     reduction: Reduction, size_bytes: int, *, ranks: int, hosts: int, forced: Algorithm | None
 ) -> dict[str, Any]:
     """Returns the choice for a vector of `size_bytes` of fp32, and a row for each algorithm that can run."""
-    selection = Selection(costs=SHARED_MEMORY if hosts == 1 else NETWORK, forced=forced)
-    rated = selection.rate(reduction, world=ranks, size_bytes=size_bytes)
+    selection = Selection(hosts=Hosts.equal(ranks, hosts), forced=forced)
+    rated = selection.rate(reduction, size_bytes=size_bytes)
     return {
         "collective": str(reduction),
         "size_bytes": size_bytes,
@@ -31,11 +32,12 @@ def explain(
         "algorithms": [
             {
                 "name": str(algorithm),
-                "rounds": work.rounds,
-                "messages": work.messages,
-                "peers": work.peers,
-                "sent_bytes": round(work.sent_bytes),
-                "estimated_s": work.seconds(selection.costs),
+                "rounds": work.near.rounds + work.far.rounds,
+                "messages": work.near.messages + work.far.messages,
+                "peers": work.near.peers + work.far.peers,
+                "sent_bytes": round(work.near.sent_bytes + work.far.sent_bytes),
+                "sent_to_other_hosts_bytes": round(work.far.sent_bytes),
+                "estimated_s": work.seconds(selection.near, selection.far),
             }
             for algorithm, work in rated.items()
         ],
@@ -53,7 +55,7 @@ def render(explained: dict[str, Any], console: Console) -> None:
 
     level = "shared memory" if explained["hosts"] == 1 else f"a network between {explained['hosts']} hosts"
     table = Table("algorithm", title=f"{explained['collective']}, {format_size(explained['size_bytes'])}")
-    for heading in ("rounds", "messages", "peers", "sent KiB", "estimate µs"):
+    for heading in ("rounds", "messages", "peers", "sent KiB", "to other hosts KiB", "estimate µs"):
         table.add_column(heading, justify="right")
     for row in explained["algorithms"]:
         table.add_row(
@@ -62,6 +64,7 @@ def render(explained: dict[str, Any], console: Console) -> None:
             str(row["messages"]),
             str(row["peers"]),
             f"{row['sent_bytes'] / 1024:,.1f}",
+            f"{row['sent_to_other_hosts_bytes'] / 1024:,.1f}",
             f"{row['estimated_s'] * 1e6:,.0f}",
         )
     console.print(table)

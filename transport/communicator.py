@@ -24,7 +24,7 @@ from sennit.transport.plan import Plan
 from sennit.transport.plan_cache import PlanCache
 from sennit.transport.rails import Rail, find_rails
 from sennit.transport.rdma_rails import find_rdma_rails
-from sennit.transport.selection import NETWORK, SHARED_MEMORY, Selection
+from sennit.transport.selection import Selection
 from sennit.transport.store import Store
 
 if TYPE_CHECKING:
@@ -165,9 +165,7 @@ class Communicator(ArrayCollectives):
         self._core = connection.endpoint
         self.routes = connection.routes
         self.ranks_here = connection.ranks_here
-        self.selection = Selection(
-            costs=SHARED_MEMORY if connection.is_one_host else NETWORK, forced=self.config.algorithm
-        )
+        self.selection = Selection(hosts=connection.hosts, forced=self.config.algorithm)
         """Which algorithms the group's reductions run."""
         self.notes = connection.notes
         """Notes on how the ranks reach each other: dead paths, smaller packets."""

@@ -64,6 +64,8 @@ class Algorithm(StrEnum):
     """As one shot, but ranks pass on what they have: log2(world) messages."""
     HALVING = "halving"
     """Recursive halving and doubling: log2(world) peers."""
+    HIERARCHICAL = "hierarchical"
+    """Hosts make partial sums in shared memory, and send only these to other hosts."""
 
 
 class VerbsService(StrEnum):

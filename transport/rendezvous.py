@@ -28,6 +28,7 @@ from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, Unsupported
 from sennit.transport.exchanges import Exchanges, Record
 from sennit.transport.host import host_identity, machine_identity
+from sennit.transport.hosts import Hosts
 from sennit.transport.network_trial import TriedEndpoint, try_network
 from sennit.transport.rails import Rail
 from sennit.transport.rdma_rails import RdmaRail, check_pair
@@ -81,8 +82,8 @@ class Connection(Generic[AnyEndpoint]):
     routes: tuple[str, ...]
     ranks_here: int
     """Ranks of the group that share this machine's cores, this one included."""
-    is_one_host: bool
-    """Whether all ranks of the group reach each other through shared memory."""
+    hosts: Hosts
+    """Which ranks reach each other through shared memory."""
     notes: tuple[str, ...] = ()
     """Notes for `describe()` on how the ranks reach each other."""
 
@@ -108,7 +109,7 @@ def connect(
     if world == 1:
         alone = make_endpoint(1)
         alone.connect([("self", b"")])
-        return Connection(endpoint=alone, routes=("self",), ranks_here=1, is_one_host=True)
+        return Connection(endpoint=alone, routes=("self",), ranks_here=1, hosts=Hosts.equal(1, 1))
     if store is None:
         raise ConfigError(f"world of {world} ranks without a store; allowed: world 1, or a store that all ranks share")
     limit_s = config.timeout_s if timeout_s is None else timeout_s
@@ -165,9 +166,16 @@ def connect(
         endpoint=endpoint,
         routes=tuple(kind for kind, _ in routes),
         ranks_here=ranks_here,
-        is_one_host=not any(needs_udp),
+        hosts=_hosts(by_shm),
         notes=tuple(notes),
     )
+
+
+def _hosts(by_shm: Sequence[Sequence[bool]]) -> Hosts:
+    """If the ranks of a host do not follow one another, or not all pairs have shared memory, each rank stands alone."""
+    world = len(by_shm)
+    names = [tuple(peer for peer in range(world) if peer == rank or by_shm[rank][peer]) for rank in range(world)]
+    return Hosts.of(names) or Hosts.equal(world, world)
 
 
 def _open_network(endpoint: Endpoint, config: Config, addresses: list[str]) -> bytes:

@@ -4,8 +4,9 @@
 All algorithms compute the same tree (tree.py), so a choice never changes a bit of a result. It depends on the call and
 the group alone. So all ranks make the same one.
 
-The model adds up what the busiest rank does (LogGP: Alexandrov, Ionescu, Schauser and Scheiman, 1995), and one term
-for many peers at once. Its constants were fitted to runs of 4, 6 and 8 ranks (docs/lab/collectives.md).
+The model adds up what the busiest rank does (LogGP: Alexandrov, Ionescu, Schauser and Scheiman, 1995), inside its host
+and between hosts, and has one term for many peers at once. Its constants were fitted to runs of 4, 6 and 8 ranks
+(docs/lab/collectives.md).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from sennit.transport import algorithms
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES
 from sennit.transport.config import Algorithm
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import MAX_LOAN_BYTES, Plan
+from sennit.transport.tree import cover
 
 # Those whose plans can be on device (device_plan.py).
 ON_DEVICE: Final = (Algorithm.ONE_SHOT, Algorithm.DIRECT)
@@ -56,79 +59,140 @@ SHARED_MEMORY: Final = Costs(round_s=2.5e-6, message_s=0.8e-6, byte_s=0.05e-9, p
 NETWORK: Final = Costs(round_s=8e-6, message_s=5e-6, byte_s=1e-9, peer_share=0.1, fold_byte_s=0.08e-9)
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What the busiest rank sends over one way."""
+
+    rounds: int = 0
+    """Messages that wait for one another."""
+    messages: int = 0
+    peers: int = 0
+    sent_bytes: float = 0
+
+    def seconds(self, costs: Costs) -> float:
+        byte_s = costs.byte_s * (1 + costs.peer_share * max(min(self.peers, PEERS_MAX) - 1, 0))
+        return self.rounds * costs.round_s + self.messages * costs.message_s + self.sent_bytes * byte_s
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
     """What the busiest rank does in one collective."""
 
-    rounds: int
-    """Messages that wait for one another."""
-    messages: int
-    """That it sends."""
-    peers: int
-    """That it sends to."""
-    sent_bytes: float
+    near: Traffic
+    """With ranks of its host."""
+    far: Traffic
+    """With ranks of other hosts."""
     folded_bytes: float
 
-    def seconds(self, costs: Costs) -> float:
-        byte_s = costs.byte_s * (1 + costs.peer_share * (min(self.peers, PEERS_MAX) - 1))
-        network_s = self.rounds * costs.round_s + self.messages * costs.message_s + self.sent_bytes * byte_s
-        return network_s + self.folded_bytes * costs.fold_byte_s
+    def seconds(self, near: Costs, far: Costs) -> float:
+        return self.near.seconds(near) + self.far.seconds(far) + self.folded_bytes * near.fold_byte_s
 
 
 def work_of(
-    algorithm: Algorithm, reduction: Reduction, *, world: int, size_bytes: int, partial_ratio: float = 1
+    algorithm: Algorithm, reduction: Reduction, *, hosts: Hosts, size_bytes: int, partial_ratio: float = 1
 ) -> Work | None:
     """Returns the work for a vector of `size_bytes`, or None if the algorithm does not run there.
 
     A partial sum has `partial_ratio` times the bytes of its elements.
     """
-    peers, levels = world - 1, (world - 1).bit_length()
     gathers = reduction is Reduction.ALLREDUCE
-    phases = 2 if gathers else 1
-    # A rank keeps its own share.
-    others_bytes = size_bytes * peers / world
     match algorithm:
         case Algorithm.DIRECT:
+            return _direct(hosts, size_bytes, phases=2 if gathers else 1)
+        case Algorithm.HALVING if hosts.world > 1:
+            return _halving(hosts, size_bytes, partial_ratio, gathers)
+        case Algorithm.HIERARCHICAL if len(hosts.spans) > 1 and hosts.world > len(hosts.spans):
+            return _by_hosts(hosts, size_bytes, partial_ratio, phases=2 if gathers else 1)
+        case Algorithm.ONE_SHOT if gathers and hosts.world > 1 and size_bytes <= MAX_LOAN_BYTES:
+            near, far = _peers(hosts)
             return Work(
-                rounds=phases,
-                messages=phases * peers * _pieces(size_bytes / world, DEFAULT_CHUNK_BYTES),
-                peers=peers,
-                sent_bytes=phases * others_bytes,
-                folded_bytes=size_bytes,
+                near=Traffic(0 if far else 1, near, near, near * size_bytes),
+                far=Traffic(1 if far else 0, far, far, far * size_bytes),
+                folded_bytes=size_bytes * hosts.world,
             )
-        case Algorithm.HALVING:
-            if world < 2:
-                return None
+        case Algorithm.DISSEMINATION if gathers and hosts.world > 1 and size_bytes <= MAX_LOAN_BYTES:
+            levels = (hosts.world - 1).bit_length()
+            # In each round some rank sends to another host.
+            all_rounds = Traffic(levels, levels, levels, size_bytes * (hosts.world - 1))
+            nothing = Traffic()
+            near_only = len(hosts.spans) == 1
+            return Work(
+                near=all_rounds if near_only else nothing,
+                far=nothing if near_only else all_rounds,
+                folded_bytes=size_bytes * hosts.world,
+            )
+        case _:
+            return None
+
+
+def _direct(hosts: Hosts, size_bytes: int, phases: int) -> Work:
+    near, far = _peers(hosts)
+    share_bytes = size_bytes / hosts.world
+    pieces = phases * _pieces(share_bytes, DEFAULT_CHUNK_BYTES)
+    return Work(
+        near=Traffic(0 if far else phases, pieces * near, near, phases * near * share_bytes),
+        far=Traffic(phases if far else 0, pieces * far, far, phases * far * share_bytes),
+        folded_bytes=size_bytes,
+    )
+
+
+def _halving(hosts: Hosts, size_bytes: int, partial_ratio: float, gathers: bool) -> Work:
+    world, levels = hosts.world, (hosts.world - 1).bit_length()
+    near_levels = next((level for level in range(levels) if not hosts.are_near(level)), levels)
+    chunk_bytes = DEFAULT_CHUNK_BYTES / partial_ratio
+
+    def between(low: int, high: int) -> Traffic:
+        """Levels low..high - 1."""
+        sent_bytes, messages, count = 0.0, 0, high - low
+        for level in range(low, high):
+            # At the last level all but the own share goes, which is not a half where the world is no power of two.
+            is_last = level == levels - 1
+            kept_bytes = size_bytes / (1 << level) - share_bytes if is_last else size_bytes / (1 << level + 1)
             # The first round sends elements, the others partial sums.
-            first_bytes = size_bytes / 2
-            reduced_bytes = first_bytes + (others_bytes - first_bytes) * partial_ratio
-            # Where the world is no power of two, some rank passes on results for another.
-            gathered_bytes = others_bytes if world == 1 << levels else size_bytes
-            chunk_bytes = DEFAULT_CHUNK_BYTES / partial_ratio
+            sent_bytes += kept_bytes * (partial_ratio if level else 1)
             if gathers:
-                messages = 2 * sum(_pieces(size_bytes / 2 ** (level + 1), chunk_bytes) for level in range(levels))
+                # Where the world is no power of two, some rank passes on results for another.
+                sent_bytes += kept_bytes + (0 if level or world == 1 << levels else share_bytes)
+                messages += 2 * _pieces(size_bytes / (1 << level + 1), chunk_bytes)
             else:
                 # What a rank passes on in a round lies apart.
-                messages = peers * _pieces(size_bytes / world, chunk_bytes)
-            return Work(
-                rounds=phases * levels,
-                messages=messages,
-                peers=levels,
-                sent_bytes=reduced_bytes + (gathered_bytes if gathers else 0),
-                # Partial sums are written to memory and read again.
-                folded_bytes=3 * size_bytes,
-            )
-        case Algorithm.ONE_SHOT | Algorithm.DISSEMINATION:
-            if not gathers or world < 2 or size_bytes > MAX_LOAN_BYTES:
-                return None
-            rounds, messages = (1, peers) if algorithm is Algorithm.ONE_SHOT else (levels, levels)
-            return Work(
-                rounds=rounds,
-                messages=messages,
-                peers=messages,
-                sent_bytes=size_bytes * peers,
-                folded_bytes=size_bytes * world,
-            )
+                messages += -(-world // (1 << level + 1)) * _pieces(share_bytes, chunk_bytes)
+        return Traffic(count * (2 if gathers else 1), messages, count, sent_bytes)
+
+    share_bytes = size_bytes / world
+    return Work(
+        near=between(0, near_levels),
+        far=between(near_levels, levels),
+        # Partial sums are written to memory and read again.
+        folded_bytes=3 * size_bytes,
+    )
+
+
+def _by_hosts(hosts: Hosts, size_bytes: int, partial_ratio: float, phases: int) -> Work:
+    world = hosts.world
+    sizes = [span.high - span.low for span in hosts.spans]
+    near, other_shares = max(sizes) - 1, -(-world // min(sizes)) - 1
+    nodes = max(len(cover(span, world)) for span in hosts.spans)
+    share_bytes, partial_bytes = size_bytes / world, size_bytes / world * nodes * partial_ratio
+    pieces = _pieces(partial_bytes, DEFAULT_CHUNK_BYTES)
+    near_shares = world * near / (near + 1)
+    return Work(
+        near=Traffic(phases, math.ceil(phases * near_shares * pieces), near, phases * near_shares * share_bytes),
+        far=Traffic(
+            phases,
+            phases * other_shares * pieces,
+            other_shares,
+            other_shares * (partial_bytes + (phases - 1) * share_bytes),
+        ),
+        # Partial sums are written to memory and read again.
+        folded_bytes=size_bytes + 3 * other_shares * partial_bytes,
+    )
+
+
+def _peers(hosts: Hosts) -> tuple[int, int]:
+    """How many ranks of the own host, and of others, a rank on the smallest host has for peers."""
+    here = min(span.high - span.low for span in hosts.spans)
+    return here - 1, hosts.world - here
 
 
 def _pieces(size_bytes: float, piece_bytes: float) -> int:
@@ -140,15 +204,17 @@ def _pieces(size_bytes: float, piece_bytes: float) -> int:
 class Selection:
     """Compiles the reductions of a group, each by the algorithm that fits it."""
 
-    costs: Costs
+    hosts: Hosts
+    """The ranks of the group. Those of a host use shared memory with each other, others the network."""
     forced: Algorithm | None = None
     """Runs wherever it can. Elsewhere the direct algorithm runs."""
+    near: Costs = SHARED_MEMORY
+    far: Costs = NETWORK
 
     def rate(
         self,
         reduction: Reduction,
         *,
-        world: int,
         size_bytes: int,
         partial_ratio: float = 1,
         on_device: bool = False,
@@ -156,7 +222,7 @@ class Selection:
         """Returns the work of each algorithm that runs for this vector, in their order."""
         rated = {}
         for algorithm in ON_DEVICE if on_device else Algorithm:
-            work = work_of(algorithm, reduction, world=world, size_bytes=size_bytes, partial_ratio=partial_ratio)
+            work = work_of(algorithm, reduction, hosts=self.hosts, size_bytes=size_bytes, partial_ratio=partial_ratio)
             if work is not None:
                 rated[algorithm] = work
         return rated
@@ -165,7 +231,7 @@ class Selection:
         """Returns the one to run."""
         if self.forced is not None:
             return self.forced if self.forced in rated else Algorithm.DIRECT
-        return min(rated, key=lambda algorithm: rated[algorithm].seconds(self.costs))
+        return min(rated, key=lambda algorithm: rated[algorithm].seconds(self.near, self.far))
 
     def allreduce(
         self,
@@ -180,7 +246,7 @@ class Selection:
     ) -> Plan:
         """Returns a plan with the buffers and the result of `algorithms.allreduce`."""
         compile_plan: Callable[..., Plan]
-        match self._choose(Reduction.ALLREDUCE, world, elements, dtype, on_device):
+        match self._choose(Reduction.ALLREDUCE, elements, dtype, on_device):
             case Algorithm.DIRECT:
                 compile_plan = algorithms.allreduce
             case Algorithm.ONE_SHOT:
@@ -189,6 +255,8 @@ class Selection:
                 compile_plan = algorithms.allreduce_dissemination
             case Algorithm.HALVING:
                 compile_plan = algorithms.allreduce_halving
+            case Algorithm.HIERARCHICAL:
+                compile_plan = functools.partial(algorithms.allreduce, hosts=self.hosts)
         return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place)
 
     def reduce_scatter(
@@ -203,18 +271,20 @@ class Selection:
         on_device: bool = False,
     ) -> Plan:
         """Returns a plan with the buffers and the result of `algorithms.reduce_scatter`."""
-        algorithm = self._choose(Reduction.REDUCE_SCATTER, world, sum(counts), dtype, on_device)
-        halves = algorithm is Algorithm.HALVING
-        compile_plan: Callable[..., Plan] = algorithms.reduce_scatter_halving if halves else algorithms.reduce_scatter
+        compile_plan: Callable[..., Plan] = algorithms.reduce_scatter
+        match self._choose(Reduction.REDUCE_SCATTER, sum(counts), dtype, on_device):
+            case Algorithm.HALVING:
+                compile_plan = algorithms.reduce_scatter_halving
+            case Algorithm.HIERARCHICAL:
+                compile_plan = functools.partial(algorithms.reduce_scatter, hosts=self.hosts)
         return compile_plan(world=world, rank=rank, counts=counts, dtype=dtype, op=op, list_input=list_input)
 
-    def _choose(self, reduction: Reduction, world: int, elements: int, dtype: Dtype, on_device: bool) -> Algorithm:
-        # The algorithms say what is wrong with arguments like these.
-        if world < 1 or elements < 0:
+    def _choose(self, reduction: Reduction, elements: int, dtype: Dtype, on_device: bool) -> Algorithm:
+        # The algorithms say what is wrong with such a number.
+        if elements < 0:
             return Algorithm.DIRECT
         rated = self.rate(
             reduction,
-            world=world,
             size_bytes=elements * dtype.item_bytes,
             partial_ratio=accumulator(dtype).item_bytes / dtype.item_bytes,
             on_device=on_device,

@@ -92,6 +92,12 @@ def test_neighbours_by_shm_and_strangers_by_udp(hosts: str, tmp_path: Path) -> N
     run_ranks(scenarios, len(hosts), "auto", tmp_path, seed=len(hosts), hosts=hosts)
 
 
+@pytest.mark.parametrize("hosts", ["aaabb", "aabb"])
+def test_hosts_fold_first(hosts: str, tmp_path: Path) -> None:
+    hierarchical = {"SENNIT_ALGORITHM": "hierarchical"}
+    run_ranks("reductions,overlapping", len(hosts), "auto", tmp_path, 1, hosts=hosts, variables=[hierarchical])
+
+
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_arithmetic(transport: str, world: int, tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter: rank j gets the fold of everyone's share j (fold.py without the way back)."""
+"""Reduce-scatter: rank j gets the fold of everyone's share j (fold.py or host_fold.py without the way back)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sennit.transport.algorithms.fold import Fold, Share, add_fold
+from sennit.transport.algorithms.host_fold import add_host_fold, host_chunk_bytes
 from sennit.transport.algorithms.ranges import (
     DEFAULT_CHUNK_BYTES,
     buffer_sizes,
@@ -15,6 +16,7 @@ from sennit.transport.algorithms.ranges import (
     places,
 )
 from sennit.transport.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
@@ -28,38 +30,42 @@ def reduce_scatter(
     op: ReduceOp,
     list_input: bool = False,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    hosts: Hosts | None = None,
 ) -> Plan:
     """Share j has `counts[j]` elements.
 
     Buffers: `[input, output]`, or `[input0, .., output]` with `list_input`. The output may be the memory of this rank's
-    input share.
+    input share. With `hosts`, of two or more, these make partial sums.
     """
     check_reducible(dtype, op)
     check_chunk(chunk_bytes)
     check_counts("counts", counts, world)
     inputs = buffer_sizes(counts, dtype.item_bytes, list_input)
     builder = PlanBuilder(
-        "reduce_scatter",
+        "reduce_scatter" if hosts is None else "reduce_scatter by hosts",
         world=world,
         rank=rank,
         signature=signature(Kind.REDUCE_SCATTER, type_code=dtype, op=op, elements=sum(counts)),
         buffer_bytes=[*inputs, counts[rank] * dtype.item_bytes],
     )
-    add_fold(
-        builder,
-        Fold(
-            world=world,
-            rank=rank,
-            dtype=dtype,
-            op=op,
-            shares=[
-                Share(buffer=part.buffer, offset=part.offset, chunks=chunks(part.size_bytes, chunk_bytes))
-                for part in places(counts, dtype.item_bytes, list_input)
-            ],
-            result_buffer=len(inputs),
-            result_offsets=[0] * world,
-            gather=False,
-            in_place=False,
-        ),
+    if hosts is not None:
+        chunk_bytes = host_chunk_bytes(hosts, dtype, chunk_bytes)
+    fold = Fold(
+        world=world,
+        rank=rank,
+        dtype=dtype,
+        op=op,
+        shares=[
+            Share(buffer=part.buffer, offset=part.offset, chunks=chunks(part.size_bytes, chunk_bytes))
+            for part in places(counts, dtype.item_bytes, list_input)
+        ],
+        result_buffer=len(inputs),
+        result_offsets=[0] * world,
+        gather=False,
+        in_place=False,
     )
+    if hosts is None:
+        add_fold(builder, fold)
+    else:
+        add_host_fold(builder, fold, hosts)
     return builder.build()
