@@ -10,47 +10,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.text import Text
 
-from sennit.capabilities import Capability, probe
-
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """Something a user wants to do, and the capabilities that it needs."""
-
-    title: str
-    """The user's words for it."""
-
-    needs: tuple[str, ...]
-    """Names of capabilities, in the order of the report."""
-
-    required: bool = False
-    """Without it, sennit is useless on this machine."""
-
-
-QUESTIONS = (
-    Question(title="the native core runs", needs=("cores", "core", "settings"), required=True),
-    Question(title="torch.distributed backend", needs=("torch", "backend"), required=True),
-    Question(title="ranks of one host share memory (shm)", needs=("shm",)),
-    Question(
-        title="RoCEv2 over UDP sockets (udp)", needs=("loopback-ipv6", "loopback-ipv4", "rails", "udp-gso", "udp-gro")
-    ),
-    Question(title="other machines find this one by its name", needs=("host-name",)),
-    Question(title="RDMA devices (verbs)", needs=("rdma", "roce")),
-    Question(title="soft-RoCE in a VM (sennit testbed vm, make test-rdma)", needs=("vm",)),
-    Question(title="embedding rows on files by io_uring (threads otherwise)", needs=("io-uring",)),
-    Question(title="CUDA tensors", needs=("gpu",)),
-    Question(
-        title="network namespaces, traffic control and BPF (tests of the outer rings)",
-        needs=("root", "netns", "bpf", "tc"),
-    ),
-    Question(
-        title="planes with loss, reordering and rate limits (testbed)", needs=("root", "netns", "tc-bpf", "nsenter")
-    ),
-    Question(title="preprocessing in XDP, batches in an arena (offload)", needs=("root", "bpf", "arena", "native-xdp")),
-    Question(title="netem in place of the BPF program of the testbed", needs=("netem", "bridge")),
-    Question(title="independent decoding of captures (tests)", needs=("tshark",)),
-    Question(title="OpenMPI as a peer in benchmarks", needs=("openmpi",)),
-)
+from sennit.capabilities import QUESTIONS, Capability, Question, probe
 
 
 @dataclass(frozen=True, kw_only=True)

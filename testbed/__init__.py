@@ -5,3 +5,5 @@
 runs the flow in simulated fabrics (`sennit testbed simulate`), `vm` runs a command in a virtual machine with soft-RoCE
 (`sennit testbed vm`), `bench` measures sennit beside its peers in one run.
 """
+
+from sennit.testbed import probes as probes

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from sennit import capabilities
+from sennit.testbed import probes as probes  # adds the capabilities of the outer rings
 
 # Every process that a test starts inherits it.
 os.environ.setdefault("SENNIT_INTERFACES", "lo")

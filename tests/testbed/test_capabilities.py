@@ -3,6 +3,8 @@
 
 import io
 import json
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -38,7 +40,8 @@ def finding(*, required: bool, available: bool) -> doctor.Finding:
     remedy = "" if available else "build it"
     capability = capabilities.Capability(name="shm", available=available, detail="some detail", remedy=remedy)
     return doctor.Finding(
-        question=doctor.Question(title="a question", needs=("shm",), required=required), capabilities=(capability,)
+        question=capabilities.Question(title="a question", needs=("shm",), required=required),
+        capabilities=(capability,),
     )
 
 
@@ -61,11 +64,23 @@ def test_report_says_what_to_do() -> None:
 
 def test_json_has_every_question_and_can_be_read_back() -> None:
     document = json.loads(json.dumps(doctor.as_json(doctor.examine())))
-    assert [question["title"] for question in document["questions"]] == [item.title for item in doctor.QUESTIONS]
+    assert [question["title"] for question in document["questions"]] == [item.title for item in capabilities.QUESTIONS]
     for question in document["questions"]:
         assert question["ok"] == all(capability["available"] for capability in question["capabilities"])
 
 
+def test_the_testbed_adds_its_own() -> None:
+    assert "vm" in capabilities.PROBES
+    assert any(question.needs == ("vm",) for question in capabilities.QUESTIONS)
+    program = (
+        "from sennit import capabilities\n"
+        "known = capabilities.PROBES.keys()\n"
+        "assert all(known >= set(question.needs) for question in capabilities.QUESTIONS)\n"
+        "assert 'vm' not in known, 'the product knows the testbed'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_questions_ask_for_known_capabilities() -> None:
-    for question in doctor.QUESTIONS:
+    for question in capabilities.QUESTIONS:
         assert set(question.needs) <= capabilities.PROBES.keys()

