@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from sennit.offload.errors import RecordError
 
 INT64_MIN: Final = -(1 << 63)
 INT64_MAX: Final = (1 << 63) - 1
@@ -54,3 +57,19 @@ class Ragged:
 
 DenseValues = NDArray[np.float32]
 ColumnValues = DenseValues | Ragged
+
+
+def dense_of(columns: Mapping[str, ColumnValues], name: str) -> DenseValues:
+    """The dense column of this name. Raises RecordError if there is none."""
+    found = columns.get(name)
+    if not isinstance(found, np.ndarray):
+        raise RecordError(f"there is no dense column {name!r}")
+    return np.ascontiguousarray(found, np.float32)
+
+
+def ids_of(columns: Mapping[str, ColumnValues], name: str) -> Ragged:
+    """The ids of this name. Raises RecordError if there are none."""
+    found = columns.get(name)
+    if not isinstance(found, Ragged):
+        raise RecordError(f"there are no ids {name!r}")
+    return found

@@ -99,13 +99,7 @@ class CpuReceiver(Closing):
         self._native.release(batch)
 
     def sketch(self) -> Sketch | None:
-        if self._sketch is None:
-            return None
-        total = Sketch.of_plan(self.layout.plan, self._sketch.shape)
-        total.merge(self._sketch)
-        for slot in range(self.layout.slots):
-            self._count(total, slot)
-        return total
+        return self._sketch and self._sketch.with_open(self.layout.slots, self._count)
 
     def _count(self, sketch: Sketch, batch: int) -> None:
         """The batch in this slot, with the rows received so far. Only sampled rows become columns."""

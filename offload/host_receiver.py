@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +12,7 @@ from sennit.closing import Closing
 from sennit.offload import hashing, reference
 from sennit.offload.admission import FeedCounters, Verdict, check_header, check_sequence
 from sennit.offload.batches import Batch, BatchLayout
-from sennit.offload.columns import ColumnValues, Ragged
+from sennit.offload.columns import ColumnValues, Ragged, dense_of, ids_of
 from sennit.offload.errors import RecordError
 from sennit.offload.operators import KeepLength, KeepRange, RowFilter, Sample
 from sennit.offload.plan import FeaturePlan
@@ -81,8 +80,8 @@ class HostReceiver(Closing):
         plan, parts = self.layout.plan, self._slots[number % self.layout.slots].parts
         rows = _joined(parts or [decode_records(plan.schema, b"", 0)])
         columns = reference.evaluate(plan.graph, rows.columns, plan.outputs)
-        tables = [_ragged(columns, table.column) for table in plan.sparse]
-        dense = [_dense(columns, name) for name in plan.dense]
+        tables = [ids_of(columns, table.column) for table in plan.sparse]
+        dense = [dense_of(columns, name) for name in plan.dense]
         return Batch(
             number=number,
             labels=rows.labels,
@@ -92,23 +91,17 @@ class HostReceiver(Closing):
         )
 
     def release(self, batch: int) -> None:
-        slot = self._slots[batch % self.layout.slots]
         if self._sketch:
-            self._count(self._sketch, slot)
+            self._count(self._sketch, batch)
         following = (batch + self.layout.slots) % (1 << 32)
         self._slots[batch % self.layout.slots] = _Slot(following)
 
     def sketch(self) -> Sketch | None:
-        if self._sketch is None:
-            return None
-        total = Sketch.of_plan(self.layout.plan, self._sketch.shape)
-        total.merge(self._sketch)
-        for slot in self._slots:
-            self._count(total, slot)
-        return total
+        return self._sketch and self._sketch.with_open(self.layout.slots, self._count)
 
-    def _count(self, sketch: Sketch, slot: _Slot) -> None:
-        """The columns of the rows received so far. Only sampled rows become columns."""
+    def _count(self, sketch: Sketch, batch: int) -> None:
+        """The batch in this slot, with the rows received so far. Only sampled rows become columns."""
+        slot = self._slots[batch % self.layout.slots]
         ends = np.cumsum([len(part) for part in slot.parts], dtype=np.int64)
         rows = int(ends[-1]) if slot.parts else 0
         chosen = sampled_rows(slot.batch, rows, sketch.shape.one_row_in)
@@ -122,7 +115,7 @@ class HostReceiver(Closing):
             sampled.append(_select(part, keep))
         plan = self.layout.plan
         columns = reference.evaluate(plan.graph, _joined(sampled).columns, plan.outputs)
-        sketch.add_sampled([_ragged(columns, table.column).values for table in plan.sparse])
+        sketch.add_sampled([ids_of(columns, table.column).values for table in plan.sparse])
 
     def counters(self) -> FeedCounters:
         return self._counters
@@ -144,10 +137,10 @@ def _condition(condition: RowFilter, rows: Rows, header: Header) -> NDArray[np.b
         numbers = np.uint64(header.batch << 32 | header.row) + np.arange(len(rows), dtype=np.uint64)
         return hashing.splitmix64(condition.seed, numbers) >> np.uint64(32) < np.uint64(condition.below)
     if isinstance(condition, KeepRange):
-        x = _dense(rows.columns, condition.column)
+        x = dense_of(rows.columns, condition.column)
         return (x >= np.float32(condition.low)) & (x <= np.float32(condition.high))
     assert isinstance(condition, KeepLength)
-    lengths = _ragged(rows.columns, condition.column).lengths
+    lengths = ids_of(rows.columns, condition.column).lengths
     return (lengths >= condition.least) & (lengths <= condition.most)
 
 
@@ -163,21 +156,9 @@ def _joined(parts: list[Rows]) -> Rows:
     columns: dict[str, ColumnValues] = {}
     for name, first in parts[0].columns.items():
         if isinstance(first, Ragged):
-            pieces = [_ragged(part.columns, name) for part in parts]
+            pieces = [ids_of(part.columns, name) for part in parts]
             lengths = np.concatenate([piece.lengths for piece in pieces])
             columns[name] = Ragged(lengths, np.concatenate([piece.values for piece in pieces]))
         else:
-            columns[name] = np.concatenate([_dense(part.columns, name) for part in parts])
+            columns[name] = np.concatenate([dense_of(part.columns, name) for part in parts])
     return Rows(labels=np.concatenate([part.labels for part in parts]), columns=columns)
-
-
-def _dense(columns: Mapping[str, ColumnValues], name: str) -> NDArray[np.float32]:
-    found = columns[name]
-    assert isinstance(found, np.ndarray)
-    return found
-
-
-def _ragged(columns: Mapping[str, ColumnValues], name: str) -> Ragged:
-    found = columns[name]
-    assert isinstance(found, Ragged)
-    return found

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sennit.offload.columns import ColumnValues, DenseValues, Ragged
+from sennit.offload.columns import ColumnValues, Ragged, dense_of, ids_of
 from sennit.offload.errors import RecordError
 from sennit.offload.schema import ByteOrder, DenseKind, LabelKind, Schema
 
@@ -75,7 +75,7 @@ def encode_records(schema: Schema, rows: Rows) -> list[bytes]:
     else:
         _append(parts, rows.labels.astype(f"{order}f4").reshape(-1, 1))
     for dense in schema.dense:
-        bits = _dense(rows, dense.name).view(np.uint32)
+        bits = dense_of(rows.columns, dense.name).view(np.uint32)
         if dense.kind is DenseKind.FLOAT32:
             _append(parts, bits.astype(f"{order}u4").reshape(-1, 1))
         else:
@@ -85,7 +85,7 @@ def encode_records(schema: Schema, rows: Rows) -> list[bytes]:
             _append(parts, (bits >> 16).astype(f"{order}u2").reshape(-1, 1))
     tails: list[list[bytes]] = [[] for _ in range(len(rows))]
     for ids in schema.ids:
-        found = _ragged(rows, ids.name)
+        found = ids_of(rows.columns, ids.name)
         bounds = np.iinfo(ids.dtype)
         outside = (found.values < bounds.min) | (found.values > bounds.max)
         if np.any(outside):
@@ -183,17 +183,3 @@ def _check_binary(labels: NDArray[np.float32]) -> None:
     wrong = np.flatnonzero((labels != 0) & (labels != 1))
     if len(wrong):
         raise RecordError(f"row {wrong[0]}: label {labels[wrong[0]]}; allowed: 0 or 1")
-
-
-def _dense(rows: Rows, name: str) -> DenseValues:
-    found = rows.columns.get(name)
-    if not isinstance(found, np.ndarray):
-        raise RecordError(f"there is no dense column {name!r}")
-    return np.ascontiguousarray(found, np.float32)
-
-
-def _ragged(rows: Rows, name: str) -> Ragged:
-    found = rows.columns.get(name)
-    if not isinstance(found, Ragged):
-        raise RecordError(f"there are no ids {name!r}")
-    return found

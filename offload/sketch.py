@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
 
@@ -162,6 +162,14 @@ class Sketch:
             raise SketchError(f"a sketch of {its} cannot be merged into one of {mine}")
         self.counts += other.counts
         self.rows += other.rows
+
+    def with_open(self, slots: int, count: Callable[[Sketch, int], None]) -> Sketch:
+        """A copy of this sketch of released batches, to which `count` has added those in the slots 0 to `slots` - 1."""
+        total = Sketch(tables=self.tables, table_rows=self.table_rows, shape=self.shape)
+        total.merge(self)
+        for slot in range(slots):
+            count(total, slot)
+        return total
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes an .npz file (docs/reference/feature-plans.md lists its fields)."""

@@ -46,10 +46,11 @@ class SlotSketches:
 
     def total(self, memory: NDArray[np.uint8], rows: int) -> Sketch:
         """Everything counted in the first `rows` rows so far."""
-        total = Sketch.of_plan(self._layout.plan, self.shape)
-        total.merge(self._moved)
-        for slot in range(self._layout.slots):
-            total.counts += self._of_slot(memory, slot)
+
+        def count(sketch: Sketch, slot: int) -> None:
+            sketch.counts += self._of_slot(memory, slot)
+
+        total = self._moved.with_open(self._layout.slots, count)
         total.rows = rows
         return total
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sennit.offload.columns import DenseType, DenseValues, IdsType, Ragged
+from sennit.offload.columns import DenseType, DenseValues, IdsType, Ragged, ids_of
 from sennit.offload.native import NativeTransform
 from sennit.offload.operators import Clamp, ClampList, FirstX, Log1p, Operator, SigridHash
 from sennit.offload.plan import Graph
@@ -117,8 +117,8 @@ class Feature:
         operators = self.operators("ids", kind)
         output = tuple(operators)[-1]
         run = NativeTransform(Graph(sources={"ids": kind}, columns=operators), (output,))
-        found = run({"ids": Ragged(lengths.astype(np.int32), self.values.astype(np.int64, copy=False))})[output]
-        assert isinstance(found, Ragged)
+        ids = Ragged(lengths.astype(np.int32), self.values.astype(np.int64, copy=False))
+        found = ids_of(run({"ids": ids}), output)
         if self.offsets is None:
             return Column.single(self.name, self.row_count, found.values)
         return Column.bags(self.name, self.row_count, found.values, found.lengths)
