@@ -7,16 +7,14 @@ processes left.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import fcntl
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from sennit import cache
 from sennit.closing import Closing
 from sennit.ebpf.library import BpfError
 from sennit.ebpf.maps import BpfMap
@@ -26,7 +24,6 @@ BPFFS: Final = Path("/sys/fs/bpf")
 PARENT_NAME: Final = "sennit"
 """The folder that contains all pin folders. Nothing outside it is ever removed."""
 LOCK_TIMEOUT_S: Final = 2.0
-_LOOK_EVERY_S: Final = 0.01
 # uapi/linux/magic.h
 _BPF_FS_MAGIC: Final = 0xCAFE4A11
 # Larger than any `struct statfs`. Its first field, a long, is the file system's magic number.
@@ -50,7 +47,7 @@ class PinFolder(Closing):
         self.path = parent / name
         try:
             parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-            with _locked(parent):
+            with cache.locked(parent, LOCK_TIMEOUT_S):
                 _remove_abandoned(parent)
                 try:
                     self.path.mkdir(mode=0o755)
@@ -91,25 +88,6 @@ def _require_bpffs(folder: Path) -> None:
 def _is_bpffs(path: Path) -> bool:
     found = (ctypes.c_long * _STATFS_LONGS)()
     return _libc.statfs(os.fsencode(path), found) == 0 and found[0] == _BPF_FS_MAGIC
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks the folder that contains the folders of all processes."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline_s:
-                    raise BpfError(errno.EBUSY, f"{folder}: locked by others for {LOCK_TIMEOUT_S:g} s") from None
-                time.sleep(_LOOK_EVERY_S)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _remove_abandoned(parent: Path) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 ETHERTYPE_IPV6: Final = 0x86DD
 IPPROTO_UDP: Final = 17
 _UDP_BYTES: Final = 8
@@ -44,17 +46,17 @@ def frame(
     tags = b"".join(struct.pack(">HH", kind, control) for kind, control in vlan_tags)
     ether = ends.hardware + ends.source_hardware + tags + struct.pack(">H", ETHERTYPE_IPV6)
     ip = struct.pack(">IHBB", 6 << 28, size, IPPROTO_UDP, 64) + ends.source + ends.address
-    checksum = 0
+    udp = struct.pack(">HHH", _SENDER_PORT, udp_port, size)
+    found = 0
     if with_checksum:
         pseudo = ends.source + ends.address + struct.pack(">II", size, IPPROTO_UDP)
-        checksum = _checksum(pseudo + struct.pack(">HHHH", _SENDER_PORT, udp_port, size, 0) + datagram)
-    return ether + ip + struct.pack(">HHHH", _SENDER_PORT, udp_port, size, checksum) + datagram
+        found = checksum(pseudo + udp + bytes(2) + datagram) or 0xFFFF
+    return ether + ip + udp + struct.pack(">H", found) + datagram
 
 
-def _checksum(content: bytes) -> int:
-    """The checksum of RFC 1071. A result of 0 is sent as 0xFFFF (RFC 8200, section 8.1)."""
-    padded = content + bytes(len(content) % 2)
-    total = sum(struct.unpack(f">{len(padded) // 2}H", padded))
+def checksum(content: bytes) -> int:
+    """The checksum of RFC 1071. UDP sends 0xFFFF for a result of 0, which means "none" (RFC 768)."""
+    total = int(np.frombuffer(content + bytes(len(content) % 2), dtype=">u2").sum(dtype=np.uint64))
     while total >> 16:
         total = (total & 0xFFFF) + (total >> 16)
-    return (~total & 0xFFFF) or 0xFFFF
+    return ~total & 0xFFFF

@@ -7,6 +7,7 @@ An entry is complete or absent. Two processes that want the same entry make it o
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -36,7 +37,9 @@ def provide(name: str, make: Callable[[Path], None], waiting: Callable[[], None]
     if entry.is_dir():
         return entry
     folder().mkdir(parents=True, exist_ok=True)
-    with _locked(folder() / f".{name}.lock", waiting):
+    lock = folder() / f".{name}.lock"
+    lock.touch(0o600)
+    with locked(lock, waiting=waiting):
         if entry.is_dir():
             return entry
         for remains in folder().glob(f".{name}-*"):  # left by a killed process: the lock is ours now
@@ -50,18 +53,21 @@ def provide(name: str, make: Callable[[Path], None], waiting: Callable[[], None]
 
 
 @contextlib.contextmanager
-def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def locked(path: Path, timeout_s: float = LOCK_TIMEOUT_S, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Locks a folder or file. Raises TimeoutError if another process keeps the lock."""
+    # NFS locks only files that are open for writing.
+    descriptor = os.open(path, os.O_CLOEXEC | (os.O_RDONLY if path.is_dir() else os.O_RDWR))
     try:
-        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+        deadline_s = time.monotonic() + timeout_s
         told = False
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline_s:
-                    raise TimeoutError(f"{path} was held by another process for {LOCK_TIMEOUT_S:.0f} s") from None
+                if time.monotonic() >= deadline_s:
+                    text = f"held by another process for {timeout_s:g} s"
+                    raise TimeoutError(errno.ETIMEDOUT, text, str(path)) from None
                 if not told:
                     waiting()
                     told = True

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
 from sennit.offload.errors import PlanError, SchemaError
-from sennit.offload.ingest.protocol import TEXT_MAX, ProtocolError
+from sennit.offload.ingest.protocol import ProtocolError, integer, text
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.plan_json import columns_as_json, columns_from_json
 from sennit.offload.schema import Schema
@@ -94,8 +94,8 @@ class Facts:
         try:
             tables = tuple(
                 TableFacts(
-                    name=_text(f"name of table {number}", name),
-                    row_count=_integer(f"rows of table {number}", row_count, TABLE_ROWS_MAX),
+                    name=text(f"facts: name of table {number}", name),
+                    row_count=integer(f"facts: rows of table {number}", row_count, 1, TABLE_ROWS_MAX),
                     mean_length=_number(f"mean length of table {number}", mean_length),
                 )
                 for number, (name, row_count, mean_length) in enumerate(content["tables"])
@@ -104,18 +104,18 @@ class Facts:
             if preprocessing is not None and not isinstance(preprocessing, dict):
                 raise ProtocolError(f"facts: preprocessing {_short(preprocessing)}; allowed: an object or null")
             return cls(
-                name=_text("name", content["name"]),
-                fingerprint=_text("fingerprint", content["fingerprint"]),
-                sample_count=_integer("sample_count", content["sample_count"], SAMPLES_MAX),
+                name=text("facts: name", content["name"]),
+                fingerprint=text("facts: fingerprint", content["fingerprint"]),
+                sample_count=integer("facts: sample_count", content["sample_count"], 1, SAMPLES_MAX),
                 tables=tables,
-                dense_names=tuple(_text("dense name", name) for name in content["dense_names"]),
+                dense_names=tuple(text("facts: dense name", name) for name in content["dense_names"]),
                 preprocessing=preprocessing,
                 plan=FeaturePlan(
                     schema=Schema.from_json(plan["schema"]),
                     columns=columns_from_json(plan["columns"]),
-                    dense=tuple(_text("dense column", name) for name in plan["dense"]),
+                    dense=tuple(text("facts: dense column", name) for name in plan["dense"]),
                     sparse=tuple(
-                        Sparse(column=_text("sparse column", name), rows=table.row_count)
+                        Sparse(column=text("facts: sparse column", name), rows=table.row_count)
                         for name, table in zip(plan["sparse"], tables, strict=True)
                     ),
                 ),
@@ -126,18 +126,6 @@ class Facts:
             raise ProtocolError(f"facts: {error}") from None
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ProtocolError(f"facts: not those of a data set: {error!r}") from None
-
-
-def _text(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not 1 <= len(value) <= TEXT_MAX:
-        raise ProtocolError(f"facts: {name}; allowed: a text of 1 to {TEXT_MAX} characters")
-    return value
-
-
-def _integer(name: str, value: Any, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ProtocolError(f"facts: {name} {_short(value)}; allowed: integers from 1 to {most}")
-    return value
 
 
 def _number(name: str, value: Any) -> float:

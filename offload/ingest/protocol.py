@@ -49,8 +49,8 @@ class Hello(Message):
     """A name for people."""
 
     def __post_init__(self) -> None:
-        _integer("version", self.version, 0, _UINT32_MAX)
-        _text("feeder", self.feeder)
+        integer("version", self.version, 0, _UINT32_MAX)
+        text("feeder", self.feeder)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,19 +75,19 @@ class Terms(Message):
     """What the order of samples depends on, as the trainer writes it."""
 
     def __post_init__(self) -> None:
-        _integer("version", self.version, 0, _UINT32_MAX)
-        _integer("session", self.session, 0, _UINT32_MAX)
-        _integer("world_size", self.world_size, 1, 1 << 16)
-        _integer("rank", self.rank, 0, self.world_size - 1)
-        _integer("packet_bytes", self.packet_bytes, 64, 65_507)
-        _integer("window_packets", self.window_packets, 1, 1 << 16)
+        integer("version", self.version, 0, _UINT32_MAX)
+        integer("session", self.session, 0, _UINT32_MAX)
+        integer("world_size", self.world_size, 1, 1 << 16)
+        integer("rank", self.rank, 0, self.world_size - 1)
+        integer("packet_bytes", self.packet_bytes, 64, 65_507)
+        integer("window_packets", self.window_packets, 1, 1 << 16)
         if not isinstance(self.endpoints, list) or len(self.endpoints) != self.world_size:
             raise ProtocolError(f"terms: endpoints; allowed: a list of {self.world_size}")
         for endpoint in self.endpoints:
             if not isinstance(endpoint, list) or len(endpoint) != 2:
                 raise ProtocolError("terms: an endpoint that is not [host, port]")
-            _text("host", endpoint[0])
-            _integer("port", endpoint[1], 1, 65_535)
+            text("host", endpoint[0])
+            integer("port", endpoint[1], 1, 65_535)
         _object("order", self.order)
 
 
@@ -141,7 +141,7 @@ class Error(Message):
     text: str
 
     def __post_init__(self) -> None:
-        _text("text", self.text)
+        text("text", self.text)
 
 
 _KINDS: Final[dict[str, type[Message]]] = {
@@ -195,14 +195,18 @@ class LineReader:
             raise ProtocolError(f"a line of more than {self._max_bytes} bytes")
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> None:
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    """The value. Raises ProtocolError unless it is an integer in this range."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ProtocolError(f"{name} {str(value)[:TEXT_MAX]}; allowed: integers from {low} to {high}")
+    return value
 
 
-def _text(name: str, value: Any) -> None:
+def text(name: str, value: Any) -> str:
+    """The value. Raises ProtocolError unless it is a text of an allowed length."""
     if not isinstance(value, str) or not 1 <= len(value) <= TEXT_MAX:
         raise ProtocolError(f"{name}; allowed: a text of 1 to {TEXT_MAX} characters")
+    return value
 
 
 def _object(name: str, value: Any) -> None:
@@ -211,5 +215,5 @@ def _object(name: str, value: Any) -> None:
 
 
 def _sequence(batch: Any, row: Any) -> None:
-    _integer("batch", batch, 0, _UINT32_MAX)
-    _integer("row", row, 0, _UINT32_MAX)
+    integer("batch", batch, 0, _UINT32_MAX)
+    integer("row", row, 0, _UINT32_MAX)

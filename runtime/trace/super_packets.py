@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from typing import Final
 
-import numpy as np
+from sennit.offload.framing import checksum
 
 ETHERNET_BYTES: Final = 14
 IPV6_BYTES: Final = 40
@@ -33,9 +33,9 @@ def wire_packets(frame: bytes, segment_bytes: int) -> Iterator[bytes]:
     addresses = frame[ETHERNET_BYTES + (12 if is_ipv4 else 8) : ETHERNET_BYTES + (20 if is_ipv4 else 40)]
     if segment_bytes == 0 or len(payload) <= segment_bytes:
         pseudo = addresses + struct.pack("!II", _PROTOCOL_UDP, UDP_BYTES + len(payload))
-        (checksum,) = struct.unpack_from("!H", frame, udp_at + 6)
+        (sent,) = struct.unpack_from("!H", frame, udp_at + 6)
         # CHECKSUM_PARTIAL of Linux: the sum over the fields that the device does not know.
-        is_left = checksum == ~_checksum(pseudo) & 0xFFFF
+        is_left = sent == ~checksum(pseudo) & 0xFFFF
         yield _with_checksum(bytearray(frame[:payload_at]), udp_at, pseudo, payload) if is_left else frame
         return
     for number, begin in enumerate(range(0, len(payload), segment_bytes)):
@@ -46,7 +46,7 @@ def wire_packets(frame: bytes, segment_bytes: int) -> Iterator[bytes]:
             (first,) = struct.unpack_from("!H", head, ETHERNET_BYTES + 4)
             struct.pack_into("!HH", head, ETHERNET_BYTES + 2, ip_bytes + udp_bytes, (first + number) & 0xFFFF)
             struct.pack_into("!H", head, ETHERNET_BYTES + 10, 0)
-            struct.pack_into("!H", head, ETHERNET_BYTES + 10, _checksum(bytes(head[ETHERNET_BYTES:udp_at])))
+            struct.pack_into("!H", head, ETHERNET_BYTES + 10, checksum(bytes(head[ETHERNET_BYTES:udp_at])))
         else:
             struct.pack_into("!H", head, ETHERNET_BYTES + 4, udp_bytes)
         struct.pack_into("!H", head, udp_at + 4, udp_bytes)
@@ -56,13 +56,5 @@ def wire_packets(frame: bytes, segment_bytes: int) -> Iterator[bytes]:
 def _with_checksum(head: bytearray, udp_at: int, pseudo: bytes, payload: bytes) -> bytes:
     struct.pack_into("!H", head, udp_at + 6, 0)
     # (0 would mean "no checksum", RFC 768.)
-    struct.pack_into("!H", head, udp_at + 6, _checksum(pseudo + bytes(head[udp_at:]) + payload) or 0xFFFF)
+    struct.pack_into("!H", head, udp_at + 6, checksum(pseudo + bytes(head[udp_at:]) + payload) or 0xFFFF)
     return bytes(head) + payload
-
-
-def _checksum(data: bytes) -> int:
-    """RFC 1071."""
-    total = int(np.frombuffer(data + bytes(len(data) % 2), dtype=">u2").sum(dtype=np.uint64))
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    return ~total & 0xFFFF

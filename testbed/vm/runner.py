@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import selectors
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from sennit import debian
+from sennit import cache, debian
 from sennit.testbed.vm import initramfs, job, kernels
 from sennit.testbed.vm.links import Links
 from sennit.testbed.vm.machines import MACHINES, MIB, Descriptors, Machine
@@ -261,22 +260,11 @@ class _Run:
 def _scratch_folder() -> Iterator[Path]:
     """A folder for one run, locked while the run lives. Removes the unlocked folders of killed runs."""
     for remains in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(remains):
+        with contextlib.suppress(OSError), cache.locked(remains, 0):
             if time.time() - remains.stat().st_mtime > SCRATCH_STALE_S:
                 shutil.rmtree(remains)
-    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX) as folder, _locked(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX) as folder, cache.locked(Path(folder), 0):
         yield Path(folder)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Locks the folder. Raises BlockingIOError if another process holds the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def test_what_a_killed_run_left_is_removed_and_nothing_else(tmp_path: Path, monk
     long_ago_s = time.time() - 2 * runner.SCRATCH_STALE_S
     for folder in (old, lived_in):
         os.utime(folder, (long_ago_s, long_ago_s))
-    with runner._locked(lived_in), runner._scratch_folder() as mine:
+    with cache.locked(lived_in, 0), runner._scratch_folder() as mine:
         assert set(scratch.iterdir()) == {young, lived_in, mine}
     assert set(scratch.iterdir()) == {young, lived_in}
 
