@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The histogram slot of a value: eight slots for each doubling, so a percentile read from it is accurate to 1/16.
-// runtime/trace/histogram.py reads the slots. (ebpf/programs/slots.bcc.h has the same function for bcc.)
+// runtime/trace/histogram.py reads the slots. bcc compiles this too.
 #pragma once
 
 #include <linux/types.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The session `loss` (docs/how-to/trace.md): what each path loses, how soon that is known, and what is sent again. */
 #include <uapi/linux/ptrace.h>
-#include "slots.bcc.h"
+#include "slots.h"
 
 enum { GOOD, SKIP, BAD, PROBING };
 

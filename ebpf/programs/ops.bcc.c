@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The session `ops` (docs/how-to/trace.md): count, duration and bytes of operations. */
 #include <uapi/linux/ptrace.h>
-#include "slots.bcc.h"
+#include "slots.h"
 
 #define OPERATIONS_IN_FLIGHT 16384
 

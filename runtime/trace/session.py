@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from sennit.ebpf.compiler import PROGRAMS
+from sennit.ebpf.compiler import INCLUDE, PROGRAMS
 from sennit.errors import SennitError
 from sennit.runtime.trace import kernel_headers
 from sennit.transport import tracepoints
@@ -38,7 +38,7 @@ def problem() -> str:
     try:
         import bcc  # noqa: F401
     except ImportError as error:
-        return f"{error}: install bcc for this Python (Debian: python3-bpfcc)"
+        return f"bcc: {error}: run 'apt-get install python3-bpfcc' (a venv needs --system-site-packages to see it)"
     if not kernel_headers.installed() and kernel_headers.find() is None:
         return "bcc finds no kernel headers: install those of the running kernel, or run 'sennit trace headers'"
     return ""
@@ -64,7 +64,7 @@ def open_bcc(name: str, probes: Sequence[str], process: int | None) -> Iterator[
         for probe in probes:
             usdt.enable_probe(probe=probe, fn_name=probe)
         text = (PROGRAMS / f"{name}.bcc.c").read_text()
-        program = BPF(text=text, usdt_contexts=[usdt], cflags=[f"-I{PROGRAMS}"])
+        program = BPF(text=text, usdt_contexts=[usdt], cflags=[f"-I{INCLUDE}"])
     except Exception as error:  # bcc raises this class itself
         raise SessionError(f"bcc: {error}; is {library} built with tracepoints, and in that process?") from None
     try:

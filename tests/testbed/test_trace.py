@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,8 +18,9 @@ import pytest
 pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
+from sennit.command_line import EXIT_UNAVAILABLE
 from sennit.offload import tracepoints as ingest
-from sennit.runtime.trace import histogram
+from sennit.runtime.trace import commands, histogram
 from sennit.testbed.topology import Impairment, Planes
 from sennit.transport import tracepoints
 from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, exchange, session
@@ -97,6 +99,20 @@ def test_how_a_session_ends(arguments: list[str], code: int, said: str) -> None:
         [*SENNIT, "trace", *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
+
+
+@pytest.mark.parametrize("name", ["ops", "loss"])
+def test_without_bcc_one_line_says_what_to_install(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setitem(sys.modules, "bcc", None)
+    with pytest.raises(SystemExit) as ended:
+        commands.app([name, "--seconds", "1"])
+    assert ended.value.code == EXIT_UNAVAILABLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("sennit trace: bcc: ")
+    assert "apt-get install python3-bpfcc" in line
 
 
 @pytest.mark.needs("tracepoints")
