@@ -30,18 +30,12 @@ CAPABILITIES: Final = {"CAP_BPF": 39, "CAP_NET_ADMIN": 12, "CAP_PERFMON": 38}
 # uapi/linux/bpf.h
 _BPF_MAP_TYPE_ARRAY: Final = 2
 _BPF_PROG_TYPE_XDP: Final = 6
-_BPF_PROG_TYPE_TRACING: Final = 26
-_BPF_TRACE_RAW_TP: Final = 23
-_BPF_TRACE_FENTRY: Final = 24
 # r0 = 0; exit
 _RETURN_0: Final = bytes.fromhex("b7000000000000009500000000000000")
-# A function and a tracepoint of every kernel with networking.
-_TRACED_FUNCTION: Final = "udp_rcv"
-_TRACED_POINT: Final = "netif_receive_skb"
 TOOL_TIMEOUT_S: Final = 10.0
 # arch/x86/entry/syscalls/syscall_64.tbl, Linux 6.18: works only from the kernel's own call in place of a nop.
 _UPROBE_SYSCALL: Final = 336
-_PMU_FOLDER: Final = Path("/sys/bus/event_source/devices")
+_UPROBE_PMU: Final = Path("/sys/bus/event_source/devices/uprobe")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,23 +51,6 @@ class Feature:
     @property
     def available(self) -> bool:
         return not self.absent_because
-
-
-class _ProgramOptions(ctypes.Structure):
-    """The first fields of `struct bpf_prog_load_opts` (bpf/bpf.h, libbpf 1.0)."""
-
-    _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("attempts", ctypes.c_int),
-        ("expected_attach_type", ctypes.c_int),
-        ("prog_btf_fd", ctypes.c_uint32),
-        ("prog_flags", ctypes.c_uint32),
-        ("prog_ifindex", ctypes.c_uint32),
-        ("kern_version", ctypes.c_uint32),
-        ("attach_btf_id", ctypes.c_uint32),
-        ("attach_prog_fd", ctypes.c_uint32),
-        ("attach_btf_obj_fd", ctypes.c_uint32),
-    )
 
 
 def missing_privileges(effective: int | None = None) -> list[str]:
@@ -127,20 +104,13 @@ def _clang() -> Feature:
     return Feature(name="clang-arena")
 
 
-def _load(name: str, kind: int, attach_type: int = 0, attach_btf_id: int = 0) -> int:
+def _load_xdp() -> int:
     """A descriptor, or a negative error number."""
-    options = _ProgramOptions(
-        sz=ctypes.sizeof(_ProgramOptions), expected_attach_type=attach_type, attach_btf_id=attach_btf_id
-    )
-    return int(
-        library().bpf_prog_load(
-            kind, name.replace("-", "_").encode(), b"GPL", _RETURN_0, len(_RETURN_0) // 8, ctypes.byref(options)
-        )
-    )
+    return int(library().bpf_prog_load(_BPF_PROG_TYPE_XDP, b"probe", b"GPL", _RETURN_0, len(_RETURN_0) // 8, None))
 
 
 def _xdp() -> Feature:
-    descriptor = _load("xdp", _BPF_PROG_TYPE_XDP)
+    descriptor = _load_xdp()
     if descriptor < 0:
         return Feature(
             name="xdp", absent_because=_why(-descriptor), remedy="run as root; a kernel with CONFIG_BPF_SYSCALL"
@@ -149,25 +119,9 @@ def _xdp() -> Feature:
     return Feature(name="xdp")
 
 
-def _tracing(name: str, attach_type: int, target: str, remedy: str) -> Feature:
-    """Loads and attaches, because some kernels refuse only the attachment."""
-    identifier = library().libbpf_find_vmlinux_btf_id(target.encode(), attach_type)
-    if identifier < 0:
-        return Feature(name=name, absent_because=f"BTF of the kernel: {_why(-identifier)}", remedy=remedy)
-    descriptor = _load(name, _BPF_PROG_TYPE_TRACING, attach_type, identifier)
-    if descriptor < 0:
-        return Feature(name=name, absent_because=f"load: {_why(-descriptor)}", remedy=remedy)
-    link = library().bpf_raw_tracepoint_open(None, descriptor)
-    os.close(descriptor)
-    if link < 0:
-        return Feature(name=name, absent_because=f"attach to {target}: {_why(-link)}", remedy=remedy)
-    os.close(link)
-    return Feature(name=name)
-
-
-def _pmu(name: str) -> Feature:
-    absent = "" if (_PMU_FOLDER / name).is_dir() else f"no {_PMU_FOLDER / name}"
-    return Feature(name=name, absent_because=absent, remedy=f"a kernel with CONFIG_{name.upper()}_EVENTS")
+def _uprobe() -> Feature:
+    absent = "" if _UPROBE_PMU.is_dir() else f"no {_UPROBE_PMU}"
+    return Feature(name="uprobe", absent_because=absent, remedy="a kernel with CONFIG_UPROBE_EVENTS")
 
 
 def _uprobe_call() -> Feature:
@@ -187,7 +141,7 @@ def try_native_xdp(near: str, far: str) -> None:
     Run it in a network namespace of its own, which removes the pair at its end.
     """
     subprocess.run(["ip", "link", "add", near, "type", "veth", "peer", "name", far], check=True, timeout=TOOL_TIMEOUT_S)
-    descriptor = _load("xdp", _BPF_PROG_TYPE_XDP)
+    descriptor = _load_xdp()
     if descriptor < 0:
         raise BpfError(-descriptor, f"XDP program: {_why(-descriptor)}")
     create_link(descriptor, "xdp", socket.if_nametoindex(near), BPF_XDP, "XDP (native)", XdpMode.NATIVE).close()
@@ -210,12 +164,7 @@ PROBES: Final[dict[str, Callable[[], Feature]]] = {
     "clang-arena": _clang,
     "arena": _arena,
     "xdp": _xdp,
-    "tp_btf": lambda: _tracing("tp_btf", _BPF_TRACE_RAW_TP, _TRACED_POINT, "a kernel with CONFIG_DEBUG_INFO_BTF"),
-    "fentry": lambda: _tracing(
-        "fentry", _BPF_TRACE_FENTRY, _TRACED_FUNCTION, "a kernel with CONFIG_FUNCTION_TRACER and BPF trampolines"
-    ),
-    "kprobe": lambda: _pmu("kprobe"),
-    "uprobe": lambda: _pmu("uprobe"),
+    "uprobe": _uprobe,
     "uprobe-call": _uprobe_call,
 }
 

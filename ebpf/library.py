@@ -30,7 +30,6 @@ _u32, _u64 = ctypes.c_uint32, ctypes.c_uint64
 # Name, result, arguments: bpf/libbpf.h and bpf/bpf.h of libbpf 1.0.
 _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("libbpf_set_print", _pointer, (PRINT_CALLBACK,)),
-    ("libbpf_find_vmlinux_btf_id", _int, (_text, _int)),
     ("bpf_object__open_mem", _pointer, (_pointer, _size, _pointer)),
     ("bpf_object__load", _int, (_pointer,)),
     ("bpf_object__close", None, (_pointer,)),
@@ -41,9 +40,7 @@ _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("bpf_program__name", _text, (_pointer,)),
     ("bpf_program__fd", _int, (_pointer,)),
     ("bpf_program__insn_cnt", _size, (_pointer,)),
-    ("bpf_program__attach", _pointer, (_pointer,)),
-    ("bpf_program__attach_uprobe_opts", _pointer, (_pointer, _int, _text, _size, _pointer)),
-    ("bpf_program__attach_usdt", _pointer, (_pointer, _int, _text, _text, _text, _pointer)),
+    ("bpf_program__attach_uprobe", _pointer, (_pointer, ctypes.c_bool, _int, _text, _size)),
     ("bpf_link__destroy", _int, (_pointer,)),
     ("bpf_link_create", _int, (_int, _int, _int, _pointer)),
     ("bpf_map__name", _text, (_pointer,)),
@@ -67,7 +64,6 @@ _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("bpf_map_get_next_key", _int, (_int, _pointer, _pointer)),
     ("bpf_prog_load", _int, (_int, _text, _text, _pointer, _size, _pointer)),
     ("bpf_prog_test_run_opts", _int, (_int, _pointer)),
-    ("bpf_raw_tracepoint_open", _int, (_text, _int)),
     ("libbpf_num_possible_cpus", _int, ()),
     ("btf__new_empty", _pointer, ()),
     ("btf__add_int", _int, (_pointer, _text, _size, _int)),

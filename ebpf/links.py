@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches programs: XDP, tcx, typed tracepoints (tp_btf), uprobes, USDT. Closing a link detaches it."""
+"""Attaches programs: XDP, tcx, uprobes. Closing a link detaches it."""
 
 from __future__ import annotations
 
@@ -55,18 +55,6 @@ class _LinkOptions(ctypes.Structure):
     )
 
 
-class _UprobeOptions(ctypes.Structure):
-    """`struct bpf_uprobe_opts` (bpf/libbpf.h, libbpf 1.0)."""
-
-    _fields_ = (
-        ("sz", ctypes.c_size_t),
-        ("ref_ctr_offset", ctypes.c_size_t),
-        ("bpf_cookie", ctypes.c_uint64),
-        ("retprobe", ctypes.c_bool),
-        ("func_name", ctypes.c_char_p),
-    )
-
-
 class Link(Closing):
     """An attachment. Closing it, or the end of the process, detaches the program."""
 
@@ -91,18 +79,18 @@ def attach_xdp(program: Program, interface_index: int, mode: XdpMode = XdpMode.A
         hint = _XDP_HINTS.get(error.errno or 0)
         # EEXIST: the program there runs in another mode than the one asked for.
         if error.errno in (errno.EBUSY, errno.EEXIST):
-            hint = _occupant(interface_index)
+            hint = occupant(interface_index) or "it had another XDP program a moment ago: try again"
         if hint is None:
             raise
         raise BpfError(error.errno, f"{error.strerror}; {hint}") from None
 
 
-def _occupant(interface_index: int) -> str:
-    """Which XDP program an interface has, and how to detach it."""
-    interface = socket.if_indextoname(interface_index)
-    number, descriptor = ctypes.c_uint32(), -1
-    if library().bpf_xdp_query_id(interface_index, 0, ctypes.byref(number)) == 0 and number.value:
-        descriptor = library().bpf_prog_get_fd_by_id(number)
+def occupant(interface_index: int) -> str:
+    """Which XDP program an interface has, and how to detach it; empty if it has none."""
+    interface, number = socket.if_indextoname(interface_index), ctypes.c_uint32()
+    if library().bpf_xdp_query_id(interface_index, 0, ctypes.byref(number)) != 0 or not number.value:
+        return ""
+    descriptor = library().bpf_prog_get_fd_by_id(number)
     if descriptor < 0:
         return f"{interface} has an XDP program already (`ip link show {interface}`)"
     try:
@@ -138,44 +126,10 @@ def create_link(descriptor: int, name: str, interface_index: int, kind: int, wha
     return Link(descriptor=link)
 
 
-def attach_tracepoint(program: Program) -> Link:
-    """Attaches where the program's section says: tp_btf, raw_tp, tp."""
-    clear_log()
-    return _made(library().bpf_program__attach(program.pointer), program, "where its section says")
-
-
-def attach_uprobe(
-    program: Program, binary: Path, function: str, *, at_return: bool = False, process: int = EVERY_PROCESS
-) -> Link:
-    """Attaches to the entry, or the return, of a function of an executable or shared library."""
-    options = _UprobeOptions(sz=ctypes.sizeof(_UprobeOptions), retprobe=at_return, func_name=function.encode())
-    clear_log()
-    made = library().bpf_program__attach_uprobe_opts(
-        program.pointer, process, os.fsencode(binary), 0, ctypes.byref(options)
-    )
-    return _made(made, program, f"to {function} of {binary}")
-
-
 def attach_uprobe_at(program: Program, binary: Path, offset: int, *, process: int = EVERY_PROCESS) -> Link:
-    """Attaches to the instruction at this file offset in bytes."""
-    options = _UprobeOptions(sz=ctypes.sizeof(_UprobeOptions))
+    """Attaches to the instruction at this file offset in bytes of an executable or shared library."""
     clear_log()
-    made = library().bpf_program__attach_uprobe_opts(
-        program.pointer, process, os.fsencode(binary), offset, ctypes.byref(options)
-    )
-    return _made(made, program, f"to {binary} at {offset:#x}")
-
-
-def attach_usdt(program: Program, binary: Path, provider: str, name: str, *, process: int = EVERY_PROCESS) -> Link:
-    """Attaches to every place of a statically defined tracepoint of an executable or shared library."""
-    clear_log()
-    made = library().bpf_program__attach_usdt(
-        program.pointer, process, os.fsencode(binary), provider.encode(), name.encode(), None
-    )
-    return _made(made, program, f"to {provider}:{name} of {binary}")
-
-
-def _made(pointer: int | None, program: Program, where: str) -> Link:
-    if not pointer:
-        raise refusal(ctypes.get_errno(), f"program {program.name}: cannot be attached {where}")
-    return Link(pointer=pointer)
+    made = library().bpf_program__attach_uprobe(program.pointer, False, process, os.fsencode(binary), offset)
+    if not made:
+        raise refusal(ctypes.get_errno(), f"program {program.name}: cannot be attached to {binary} at {offset:#x}")
+    return Link(pointer=made)

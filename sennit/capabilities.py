@@ -403,8 +403,6 @@ PROBES: dict[str, Callable[[], Capability]] = {
     "bpf": functools.partial(_bpf_feature, "map", "bpf", "maps can be made"),
     "arena": _arena,
     "native-xdp": _native_xdp,
-    "fentry": functools.partial(_bpf_feature, "fentry", "fentry", "programs at the entry of kernel functions"),
-    "tp-btf": functools.partial(_bpf_feature, "tp_btf", "tp-btf", "programs at tracepoints, with types"),
     "uprobe": functools.partial(_bpf_feature, "uprobe", "uprobe", "programs at functions of a process"),
     "tc": functools.partial(command, "tc", "iproute2"),
     "ip": functools.partial(command, "ip", "iproute2"),
