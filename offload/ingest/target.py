@@ -89,10 +89,14 @@ class IngestTarget:
             except TargetUnavailable as error:
                 raise TargetError(f"--ingest {self}: {error}") from None
             from sennit.ebpf.features import missing_privileges
+            from sennit.ebpf.links import occupant
 
             lacking = missing_privileges()
             if lacking:
                 raise TargetError(f"--ingest {self}: this process lacks {', '.join(lacking)}; cpu:// needs none")
+            for place in self.places[:local_ranks]:
+                if taken := occupant(interface_index(place)):
+                    raise TargetError(f"--ingest {self}: {taken}; cpu:// needs no interface to itself")
         for local_rank in range(local_ranks):
             self.listen(local_rank).close()
 
@@ -190,13 +194,17 @@ def _closed_on_error(receiver: Closing) -> Iterator[None]:
         raise
 
 
-def interface_address(name: str) -> str:
-    """The interface's first global IPv6 address, or else its IPv4 address."""
+def interface_index(name: str) -> int:
     try:
-        socket.if_nametoindex(name)
+        return socket.if_nametoindex(name)
     except OSError:
         known = ", ".join(found for _, found in socket.if_nameindex())
         raise TargetError(f"there is no interface {name!r}; there are {known}") from None
+
+
+def interface_address(name: str) -> str:
+    """The interface's first global IPv6 address, or else its IPv4 address."""
+    interface_index(name)
     # Address, index, prefix, scope, flags, name (linux/Documentation/networking/proc_net_*); scope 0 is global.
     table = Path("/proc/self/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else ():

@@ -8,6 +8,7 @@ import copy
 import itertools
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ from sennit.offload.ingest.protocol import (
     encode,
     error,
 )
-from sennit.offload.operators import ClampList, FirstX, MapId, SigridHash
+from sennit.offload.operators import ClampList, FirstX, MapId, Sample, SigridHash
 from sennit.offload.plan import FeaturePlan, Sparse
 from sennit.offload.plan_json import columns_as_json, columns_from_json
 from sennit.offload.schema import Dense, Ids, Schema
@@ -221,6 +222,13 @@ def test_facts_with_anything_wrong_are_refused_in_words(seed: int) -> None:
 def test_wrong_columns_are_named(columns: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         columns_from_json(columns)
+
+
+def test_a_plan_that_leaves_out_rows_is_refused() -> None:
+    """Batches would not be full, and the trainer's order counts every sample."""
+    plan = replace(FACTS.plan, keep=(Sample(fraction=0.5, seed=3),))
+    with pytest.raises(PlanError, match="one that keeps them all, so that batches are full"):
+        replace(FACTS, plan=plan)
 
 
 def test_mappings_keep_their_keys() -> None:

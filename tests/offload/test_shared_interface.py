@@ -12,11 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from sennit.ebpf.links import attach_xdp
 from sennit.offload.admission import Verdict
 from sennit.offload.batches import BatchLayout
 from sennit.offload.errors import TargetUnavailable
 from sennit.offload.framing import frame
 from sennit.offload.ingest.shared_interface import Dispatcher, follow, lead
+from sennit.offload.ingest.target import IngestTarget, TargetError
 from sennit.offload.xdp import XdpReceiver
 from sennit.testbed.topology import Planes
 from tests.offload.ingest_world import PLAN, SESSION, packet
@@ -120,3 +122,22 @@ def visit() -> socket.socket:
             time.sleep(0)
             continue
         return visitor
+
+
+@pytest.mark.needs("native-xdp", "tc-bpf")
+def test_an_interface_with_somebody_elses_program_is_refused_before_the_run(
+    planes: Planes, receivers: list[XdpReceiver]
+) -> None:
+    target = IngestTarget.parse(f"xdp://{INTERFACE}")
+
+    def attempt() -> str:
+        index = socket.if_nametoindex(INTERFACE)
+        with attach_xdp(receivers[0].program, index), pytest.raises(TargetError) as refused:
+            target.check(local_ranks=1)
+        target.check(local_ranks=1)
+        return str(refused.value)
+
+    said = planes.within(0, attempt)
+    assert f"{INTERFACE} has the XDP program 'feed' (id " in said
+    assert f"`ip link set dev {INTERFACE} xdp off`; cpu:// needs no interface to itself" in said
+    assert "\n" not in said
