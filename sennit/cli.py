@@ -417,7 +417,9 @@ def explain(
 ) -> None:
     """Say which algorithm a reduction takes, what each would do, and what the model thinks it costs."""
     from sennit import explain as explanation
+    from sennit.transport.calibration import read_calibration
     from sennit.transport.config import from_environment
+    from sennit.transport.errors import ConfigError
     from sennit.transport.selection import Reduction
     from sennit.transport.sizes import parse_size
 
@@ -429,8 +431,14 @@ def explain(
         raise typer.BadParameter(str(error)) from None
     if hosts > ranks:
         raise typer.BadParameter(f"--hosts {hosts}; allowed: 1..{ranks}, the number of ranks")
-    forced = from_environment().algorithm
-    found = explanation.explain(Reduction(collective), size_bytes, ranks=ranks, hosts=hosts, forced=forced)
+    try:
+        config = from_environment()
+        constants = read_calibration(config.calibration)
+    except ConfigError as error:
+        fail(error)
+    found = explanation.explain(
+        Reduction(collective), size_bytes, ranks=ranks, hosts=hosts, forced=config.algorithm, calibration=constants
+    )
     if as_json:
         typer.echo(json.dumps(found, indent=2))
     else:

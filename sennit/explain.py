@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from sennit.transport.calibration import DEFAULTS
 from sennit.transport.hosts import Hosts
 from sennit.transport.selection import Reduction, Selection, Work
 from sennit.transport.sizes import format_size
@@ -13,14 +14,23 @@ from sennit.transport.sizes import format_size
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from sennit.transport.calibration import Calibration
     from sennit.transport.config import Algorithm
 
 
 def explain(
-    reduction: Reduction, size_bytes: int, *, ranks: int, hosts: int, forced: Algorithm | None
+    reduction: Reduction,
+    size_bytes: int,
+    *,
+    ranks: int,
+    hosts: int,
+    forced: Algorithm | None,
+    calibration: Calibration,
 ) -> dict[str, Any]:
     """Returns the choice for a vector of `size_bytes` of fp32, and a row for each algorithm that can run."""
-    selection = Selection(hosts=Hosts.equal(ranks, hosts), forced=forced)
+    selection = Selection(
+        hosts=Hosts.equal(ranks, hosts), forced=forced, near=calibration.shared_memory, far=calibration.network
+    )
     rated = selection.rate(reduction, size_bytes=size_bytes)
     return {
         "collective": str(reduction),
@@ -29,6 +39,7 @@ def explain(
         "hosts": hosts,
         "chosen": str(selection.choose(rated)),
         "why": _reason(forced, rated),
+        "constants": calibration.source,
         "algorithms": [
             {
                 "name": str(algorithm),
@@ -50,6 +61,10 @@ def _reason(forced: Algorithm | None, rated: Mapping[Algorithm, Work]) -> str:
     return "set by SENNIT_ALGORITHM" if forced in rated else f"SENNIT_ALGORITHM={forced} does not run here"
 
 
+def _origin(source: str) -> str:
+    return "built-in defaults (sennit calibrate measures this cluster's)" if source == DEFAULTS else source
+
+
 def render(explained: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
@@ -69,4 +84,5 @@ def render(explained: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(f"{explained['ranks']} ranks over {level} run {explained['chosen']}: {explained['why']}.")
+    console.print(f"Constants of the model: {_origin(explained['constants'])}.")
     console.print("Of the busiest rank. The model compares algorithms; measure times with `sennit bench collectives`.")

@@ -87,6 +87,23 @@ def test_explain_refuses_what_it_cannot_explain(options: list[str], message: str
     assert message in result.output
 
 
+def test_explain_uses_the_constants_of_a_file_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    way = {"round_s": 1.0, "message_s": 0, "byte_s": 0, "peer_share": 0, "fold_byte_s": 0}
+    path = tmp_path / "slow.json"
+    path.write_text(json.dumps({"schema": 1, "ways": {"shared_memory": way, "network": way}}))
+    options = ["explain", "allreduce", "4KiB"]
+    assert "Constants of the model: built-in defaults" in runner.invoke(app, options).output
+    monkeypatch.setenv("SENNIT_CALIBRATION", str(path))
+    found = json.loads(runner.invoke(app, [*options, "--json"]).output)
+    assert found["constants"] == str(path)
+    assert {row["name"]: row["estimated_s"] for row in found["algorithms"]}["direct"] == 2.0
+    assert "slow.json" in runner.invoke(app, options).output
+    path.write_text("{}")
+    result = runner.invoke(app, options)
+    assert result.exit_code == 1
+    assert result.output == f"error: calibration file {path}: field schema is missing\n"
+
+
 def test_version_names_sennit_and_torch() -> None:
     result = runner.invoke(app, ["version"])
     assert result.exit_code == 0

@@ -165,7 +165,13 @@ class Communicator(ArrayCollectives):
         self._core = connection.endpoint
         self.routes = connection.routes
         self.ranks_here = connection.ranks_here
-        self.selection = Selection(hosts=connection.hosts, forced=self.config.algorithm)
+        constants = connection.calibration
+        self.selection = Selection(
+            hosts=connection.hosts,
+            forced=self.config.algorithm,
+            near=constants.shared_memory,
+            far=constants.network,
+        )
         """Which algorithms the group's reductions run."""
         self.notes = connection.notes
         """Notes on how the ranks reach each other: dead paths, smaller packets."""

@@ -120,6 +120,10 @@ class Config:
     """`SENNIT_ALGORITHM`, equal on all ranks: the algorithm of AllReduce and ReduceScatter on host memory, wherever it
     can run. None (auto): the one that a cost model prefers (selection.py). Results are the same to the bit."""
 
+    calibration: str | None = None
+    """`SENNIT_CALIBRATION`: a file of `sennit calibrate`, with the same constants on all ranks, for the cost model.
+    None: the built-in constants (calibration.py)."""
+
     host_id: str | None = None
     """`SENNIT_HOST_ID`: names this host when ranks look for neighbours. None: the kernel's boot id. Give two containers
     different values to keep them from trying shared memory. Equal values do not force it."""
@@ -197,6 +201,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         "SENNIT_CONGESTION",
         "SENNIT_WINDOW_BYTES",
         "SENNIT_ALGORITHM",
+        "SENNIT_CALIBRATION",
         "SENNIT_HOST_ID",
         "SENNIT_TIMEOUT_S",
         "SENNIT_PEER_TIMEOUT_S",
@@ -215,6 +220,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         congestion=_name("SENNIT_CONGESTION", given.get("SENNIT_CONGESTION"), default.congestion),
         window_bytes=_integer("SENNIT_WINDOW_BYTES", given.get("SENNIT_WINDOW_BYTES"), default.window_bytes),
         algorithm=_algorithm("SENNIT_ALGORITHM", given.get("SENNIT_ALGORITHM")),
+        calibration=given.get("SENNIT_CALIBRATION"),
         host_id=given.get("SENNIT_HOST_ID"),
         timeout_s=_seconds("SENNIT_TIMEOUT_S", given.get("SENNIT_TIMEOUT_S"), default.timeout_s),
         peer_timeout_s=_seconds("SENNIT_PEER_TIMEOUT_S", given.get("SENNIT_PEER_TIMEOUT_S"), default.peer_timeout_s),

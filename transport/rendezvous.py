@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
+from sennit.transport.calibration import Calibration, read_calibration
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, Unsupported
 from sennit.transport.exchanges import Exchanges, Record
@@ -84,6 +85,8 @@ class Connection(Generic[AnyEndpoint]):
     """Ranks of the group that share this machine's cores, this one included."""
     hosts: Hosts
     """Which ranks reach each other through shared memory."""
+    calibration: Calibration
+    """The constants of the cost model, the same on all ranks."""
     notes: tuple[str, ...] = ()
     """Notes for `describe()` on how the ranks reach each other."""
 
@@ -107,14 +110,25 @@ def connect(
     this rank waits, and may raise an error to end the wait.
     """
     if world == 1:
+        constants = read_calibration(config.calibration)
         alone = make_endpoint(1)
         alone.connect([("self", b"")])
-        return Connection(endpoint=alone, routes=("self",), ranks_here=1, hosts=Hosts.equal(1, 1))
+        return Connection(
+            endpoint=alone, routes=("self",), ranks_here=1, hosts=Hosts.equal(1, 1), calibration=constants
+        )
     if store is None:
         raise ConfigError(f"world of {world} ranks without a store; allowed: world 1, or a store that all ranks share")
     limit_s = config.timeout_s if timeout_s is None else timeout_s
     exchanges = Exchanges(store, name=name, rank=rank, world=world, timeout_s=limit_s, watch=watch)
-    hello = exchanges.settle(exchanges.meet(lambda: _hello(config, world, exchanges.own_nonce())))
+    constants = Calibration()
+
+    def greet() -> Record:
+        nonlocal constants
+        # Read here, so that the others learn of a file that is wrong.
+        constants = read_calibration(config.calibration)
+        return _hello(config, constants, world, exchanges.own_nonce())
+
+    hello = exchanges.settle(exchanges.meet(greet))
     _refuse_other_algorithms(hello)
     endpoint: AnyEndpoint | None = None
 
@@ -167,6 +181,7 @@ def connect(
         routes=tuple(kind for kind, _ in routes),
         ranks_here=ranks_here,
         hosts=_hosts(by_shm),
+        calibration=constants,
         notes=tuple(notes),
     )
 
@@ -198,13 +213,14 @@ def _open_network(endpoint: Endpoint, config: Config, addresses: list[str]) -> b
     )
 
 
-def _hello(config: Config, world: int, nonce: str) -> Record:
+def _hello(config: Config, constants: Calibration, world: int, nonce: str) -> Record:
     return {
         "nonce": nonce,
         "world": world,
         "host": host_identity(config.host_id),
         "machine": machine_identity(),
         "algorithm": str(config.algorithm or "auto"),
+        "calibration": constants.label(),
     }
 
 
@@ -237,6 +253,13 @@ def _refuse_other_algorithms(hello: Sequence[Record]) -> None:
             raise ConfigError(
                 f"rank 0 has SENNIT_ALGORITHM={hello[0]['algorithm']}, rank {peer} has {record['algorithm']}; "
                 "allowed: the same on all ranks"
+            )
+        ours, theirs = hello[0]["calibration"], record["calibration"]
+        # The files may have other names.
+        if ours.partition(" ")[0] != theirs.partition(" ")[0]:
+            raise ConfigError(
+                f"rank 0 has SENNIT_CALIBRATION {ours}, rank {peer} has {theirs} (digest and file); "
+                "allowed: the same constants on all ranks"
             )
 
 

@@ -288,6 +288,7 @@ def test_worlds_of_other_sizes_are_told_apart() -> None:
                 "host": "boot:x",
                 "machine": "boot:x",
                 "algorithm": "auto",
+                "calibration": "0 defaults",
             }
         ),
     )

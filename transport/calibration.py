@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of `sennit calibrate`: the constants of the cost model (selection.py) as measured on this cluster.
+
+All ranks of a group need the same constants, because the choice of algorithms depends on them. Rendezvous compares
+their labels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from sennit.transport.errors import ConfigError
+from sennit.transport.selection import NETWORK, SHARED_MEMORY, Costs
+
+SCHEMA: Final = 1
+# A file has less than 1 KiB. The limit is for a wrong name.
+FILE_MAX_BYTES: Final = 1 << 16
+# Far more than any constant, and small enough that no product of it overflows.
+VALUE_MAX: Final = 1_000.0
+# Of a file's name in a rank's record: enough to know it by.
+NAME_MAX_CHARACTERS: Final = 40
+DEFAULTS: Final = "defaults"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The constants for each way between ranks. Without arguments: the defaults."""
+
+    shared_memory: Costs = SHARED_MEMORY
+    network: Costs = NETWORK
+    source: str = DEFAULTS
+    """The file."""
+
+    def digest(self) -> str:
+        """Returns 8 hexadecimal digits that are equal for equal constants."""
+        text = json.dumps([dataclasses.astuple(self.shared_memory), dataclasses.astuple(self.network)])
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+    def label(self) -> str:
+        """Returns the digest and the file's name, for people and for the comparison of ranks."""
+        return f"{self.digest()} {Path(self.source).name[-NAME_MAX_CHARACTERS:]}"
+
+
+def read_calibration(path: str | None) -> Calibration:
+    """Reads a file, or returns the defaults for None. Raises ConfigError that names the file and the field."""
+    if path is None:
+        return Calibration()
+    try:
+        if not Path(path).is_file():
+            raise ConfigError(f"calibration file {path}: not a file; make one with: sennit calibrate --output {path}")
+        with Path(path).open("rb") as file:
+            data = file.read(FILE_MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"calibration file {path} cannot be read: {error.strerror}") from error
+    if len(data) > FILE_MAX_BYTES:
+        raise ConfigError(f"calibration file {path}: over {FILE_MAX_BYTES} bytes; allowed: {FILE_MAX_BYTES}")
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"calibration file {path}: not JSON: {error}") from error
+    schema = _field(path, found, "", "schema")
+    if schema != SCHEMA:
+        raise ConfigError(f"calibration file {path}: schema {schema!r}; allowed: {SCHEMA}. Run sennit calibrate again")
+    ways = _field(path, found, "", "ways")
+    return Calibration(
+        shared_memory=_costs(path, ways, "shared_memory"), network=_costs(path, ways, "network"), source=path
+    )
+
+
+def _field(path: str, found: object, outer: str, name: str) -> Any:
+    if not isinstance(found, Mapping) or name not in found:
+        raise ConfigError(f"calibration file {path}: field {outer}{name} is missing")
+    return found[name]
+
+
+def _costs(path: str, ways: object, way: str) -> Costs:
+    given, values = _field(path, ways, "ways.", way), {}
+    for field in dataclasses.fields(Costs):
+        value = _field(path, given, f"ways.{way}.", field.name)
+        # A bool is an int in Python. The comparison is false for NaN.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= VALUE_MAX:
+            raise ConfigError(
+                f"calibration file {path}: field ways.{way}.{field.name} is {value!r:.40}; "
+                f"allowed: a number, 0..{VALUE_MAX:g}"
+            )
+        values[field.name] = float(value)
+    return Costs(**values)
