@@ -4,19 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from sennit.command_line import EXIT_UNAVAILABLE, stdout_console, writable_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from contextlib import AbstractContextManager
-
-    from rich.console import RenderableType
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,51 +64,29 @@ def ops(
     json_path: Json = None,
 ) -> None:
     """Show latency and throughput of collectives and messages, by kind and size."""
-    from sennit.runtime.trace import ops, session
-
-    _session(
-        session.open_bcc(ops.PROGRAM, ops.PROBES, process), len(ops.PROBES),
-        command, process, seconds, interval, json_path,
-        collect=lambda program: ops.collect(program, by_rank=by_rank), table=ops.table,
-    )  # fmt: skip
+    _session("ops", command, process, seconds, interval, json_path, by_rank=by_rank)
 
 
-@app.command(context_settings=SESSION, epilog="Example: sennit trace loss --seconds 10")
-def loss(
-    command: Command = None,
-    process: Process = None,
-    seconds: Seconds = None,
-    interval: Interval = 0,
-    json_path: Json = None,
-) -> None:
-    """Show the losses of each path, how soon they were noticed, and where packets were sent again."""
-    from sennit.runtime.trace import loss, session
+def _add_plain(name: str, example: str, what: str) -> None:
+    """Adds a session without options of its own."""
 
-    _session(
-        session.open_bcc(loss.PROGRAM, loss.PROBES, process), len(loss.PROBES),
-        command, process, seconds, interval, json_path,
-        collect=loss.collect, table=loss.table,
-    )  # fmt: skip
+    @app.command(name, help=what, context_settings=SESSION, epilog=f"Example: sennit trace {example}")
+    def run(
+        command: Command = None,
+        process: Process = None,
+        seconds: Seconds = None,
+        interval: Interval = 0,
+        json_path: Json = None,
+    ) -> None:
+        _session(name, command, process, seconds, interval, json_path)
 
 
-@app.command(context_settings=SESSION, epilog="Example: sennit trace paths --interval 1")
-def paths(
-    command: Command = None,
-    process: Process = None,
-    seconds: Seconds = None,
-    interval: Interval = 0,
-    json_path: Json = None,
-) -> None:
-    """Show packets, bytes, losses, round trips and states of each path."""
-    from sennit.runtime.trace import paths
-    from sennit.runtime.trace.tracing import attached
-    from sennit.transport import tracepoints
-
-    _session(
-        attached(paths.PROGRAM, paths.PROBES, tracepoints.library, process), len(paths.PROBES),
-        command, process, seconds, interval, json_path,
-        collect=paths.collect, table=paths.table,
-    )  # fmt: skip
+_add_plain(
+    "loss",
+    "loss --seconds 10",
+    "Show the losses of each path, how soon they were noticed, and where packets were sent again.",
+)
+_add_plain("paths", "paths --interval 1", "Show packets, bytes, losses, round trips and states of each path.")
 
 
 @app.command(context_settings=SESSION, epilog="Example: sennit trace stalls -- python program.py")
@@ -125,35 +99,14 @@ def stalls(
     json_path: Json = None,
 ) -> None:
     """Show what operations wait for: the network, the receiver's credit, or the reduction."""
-    from sennit.runtime.trace import stalls
-    from sennit.runtime.trace.tracing import attached
-    from sennit.transport import tracepoints
-
-    _session(
-        attached(stalls.PROGRAM, stalls.PROBES, tracepoints.library, process), len(stalls.PROBES),
-        command, process, seconds, interval, json_path,
-        collect=lambda tracing: stalls.collect(tracing, by_peer=by_peer), table=stalls.table,
-    )  # fmt: skip
+    _session("stalls", command, process, seconds, interval, json_path, by_peer=by_peer)
 
 
-@app.command(context_settings=SESSION, epilog="Example: sennit trace ingest --interval 1")
-def ingest(
-    command: Command = None,
-    process: Process = None,
-    seconds: Seconds = None,
-    interval: Interval = 0,
-    json_path: Json = None,
-) -> None:
-    """Show whether batches from feeders wait for the trainer, or the trainer for them; and what was lost or refused."""
-    from sennit.offload import tracepoints
-    from sennit.runtime.trace import ingest
-    from sennit.runtime.trace.tracing import attached
-
-    _session(
-        attached(ingest.PROGRAM, ingest.PROBES, tracepoints.library, process), len(ingest.PROBES),
-        command, process, seconds, interval, json_path,
-        collect=ingest.collect, table=ingest.table,
-    )  # fmt: skip
+_add_plain(
+    "ingest",
+    "ingest --interval 1",
+    "Show whether batches from feeders wait for the trainer, or the trainer for them; and what was lost or refused.",
+)
 
 
 @app.command(context_settings=SESSION, epilog="Example: sennit trace packets --interface eth0 --write flow.pcapng")
@@ -211,37 +164,37 @@ def headers() -> None:
 
 
 def _session(
-    opening: AbstractContextManager[Any],
-    probes: int,
+    name: str,
     command: list[str] | None,
     process: int | None,
     seconds: float | None,
     interval_s: float,
     json_path: Path | None,
-    *,
-    collect: Callable[[Any], list[Any]],
-    table: Callable[[list[Any]], RenderableType],
+    **choices: bool,
 ) -> None:
+    """Runs the session of the module `name`: what `attach` opens, with tables of what `collect` finds by `choices`."""
     from sennit.runtime.trace import session
     from sennit.transport.errors import Unsupported
 
+    kind: Any = importlib.import_module(f"sennit.runtime.trace.{name}")
     with contextlib.ExitStack() as held:
         try:
-            program = held.enter_context(opening)
+            program = held.enter_context(kind.attach(process))
         except (session.SessionError, Unsupported) as error:
             _fail(str(error))
         who = "every process" if process is None else f"process {process}"
         until = "" if command or seconds else "; an interrupt ends it"
-        typer.echo(f"sennit trace: {probes} tracepoints of {who}{until}", err=True)
+        typer.echo(f"sennit trace: {len(kind.PROBES)} tracepoints of {who}{until}", err=True)
         console = stdout_console()
+        collect = functools.partial(kind.collect, program, **choices)
         try:
-            code = session.run(command or [], seconds, interval_s, lambda: console.print(table(collect(program))))
-            rows = collect(program)
+            code = session.run(command or [], seconds, interval_s, lambda: console.print(kind.table(collect())))
+            rows = collect()
         except OSError as error:
             _fail(f"{(command or [''])[0]}: {error.strerror}")
         # (bcc's sessions do not count this.)
         uncounted = program.uncounted() if hasattr(program, "uncounted") else None
-    console.print(table(rows))
+    console.print(kind.table(rows))
     if not rows:
         typer.echo("nothing was seen: did the processes use this installation's library?", err=True)
     if uncounted is not None and any(uncounted.values()):

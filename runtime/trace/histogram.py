@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -36,6 +36,12 @@ def percentile(counts: Mapping[int, int], share: float) -> int:
         if left <= 0:
             return (lower_bound(slot) + lower_bound(slot + 1) - 1) // 2
     return 0
+
+
+def summary(counts: Mapping[int, int], name: str, percents: Iterable[int], prefix: str = "") -> dict[str, object]:
+    """The fields of a JSON document: `<name>` with counts by least value, and `<prefix>p<percent>_us`."""
+    percentiles = {f"{prefix}p{percent}_us": percentile(counts, percent / 100) for percent in percents}
+    return percentiles | {name: {lower_bound(slot): counts[slot] for slot in sorted(counts)}}
 
 
 def bars(counts: Mapping[int, int]) -> str:

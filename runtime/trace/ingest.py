@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.console import Group
 from rich.table import Table
 
+from sennit.offload import tracepoints
 from sennit.offload.admission import Verdict
 from sennit.offload.ingest.leases import Why
 from sennit.runtime.trace import histogram
-
-if TYPE_CHECKING:
-    from sennit.runtime.trace.tracing import Tracing
+from sennit.runtime.trace.tracing import Tracing
 
 PROGRAM: Final = "ingest"
 PROBES: Final = (
@@ -61,9 +60,7 @@ class Trainer:
             "refused": self.refused,
         }  # fmt: skip
         for name, counts in self.times.items():
-            stem = name.removesuffix("_us")
-            shown |= {f"{stem}_p{percent}_us": histogram.percentile(counts, percent / 100) for percent in (50, 90, 99)}
-            shown[name] = {histogram.lower_bound(slot): counts[slot] for slot in sorted(counts)}
+            shown |= histogram.summary(counts, name, (50, 90, 99), name.removesuffix("us"))
         return shown
 
 
@@ -84,6 +81,11 @@ class Feeder:
     def as_json(self) -> dict[str, object]:
         return {"feeder": self.process, "session": self.session, "packets": self.packets, "rows": self.rows,
                 "calls": self.calls, "blocked": self.blocked, "errors": self.errors}  # fmt: skip
+
+
+def attach(process: int | None) -> Tracing:
+    """Watches this process, or all. Raises SessionError or Unsupported."""
+    return Tracing(PROGRAM, PROBES, tracepoints.library(), process)
 
 
 def collect(tracing: Tracing) -> list[Trainer | Feeder]:

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from rich.table import Table
 
-from sennit.runtime.trace import histogram
+from sennit.runtime.trace import histogram, session
 
 PROGRAM: Final = "loss"
 PROBES: Final = ("packet_lost", "retransmit", "probe_timeout", "path_state")
@@ -35,14 +36,12 @@ class Path:
     """Time from sending to the loss verdict; counts by slot (histogram.py)."""
 
     def as_json(self) -> dict[str, object]:
-        detected = {histogram.lower_bound(slot): self.detected_us[slot] for slot in sorted(self.detected_us)}
-        return {
-            **asdict(self),
-            "detected_us": detected,
-            **{
-                f"detected_p{percent}_us": histogram.percentile(self.detected_us, percent / 100) for percent in (50, 99)
-            },
-        }
+        return asdict(self) | histogram.summary(self.detected_us, "detected_us", (50, 99), "detected_")
+
+
+def attach(process: int | None) -> AbstractContextManager[Any]:
+    """Watches this process, or all. Raises SessionError."""
+    return session.open_bcc(PROGRAM, PROBES, process)
 
 
 def collect(program: Any) -> list[Path]:

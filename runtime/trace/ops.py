@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from rich.table import Table
 
-from sennit.runtime.trace import histogram
+from sennit.runtime.trace import histogram, session
 from sennit.transport.signature import Kind
 from sennit.transport.sizes import format_size
 
@@ -42,9 +43,13 @@ class Group:
             "sent_bytes": self.sent_bytes,
             "received_bytes": self.received_bytes,
             "time_ns": self.time_ns,
-            **{f"p{percent}_us": histogram.percentile(self.latencies_us, percent / 100) for percent in (50, 90, 99)},
-            "latency_us": {histogram.lower_bound(slot): self.latencies_us[slot] for slot in sorted(self.latencies_us)},
+            **histogram.summary(self.latencies_us, "latency_us", (50, 90, 99)),
         }
+
+
+def attach(process: int | None) -> AbstractContextManager[Any]:
+    """Watches this process, or all. Raises SessionError."""
+    return session.open_bcc(PROGRAM, PROBES, process)
 
 
 def collect(program: Any, *, by_rank: bool) -> list[Group]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.table import Table
 
 from sennit.runtime.trace import histogram
+from sennit.runtime.trace.tracing import Tracing
+from sennit.transport import tracepoints
 from sennit.transport.tracepoints import PathState
-
-if TYPE_CHECKING:
-    from sennit.runtime.trace.tracing import Tracing
 
 PROGRAM: Final = "paths"
 PROBES: Final = ("packet_sent", "packet_received", "rtt_sample", "packet_lost", "path_state")
@@ -50,9 +49,13 @@ class Path:
         return {
             **asdict(self),
             "state": self.state.name.lower(),
-            "rtt_us": {histogram.lower_bound(slot): self.rtt_us[slot] for slot in sorted(self.rtt_us)},
-            **{f"rtt_p{percent}_us": histogram.percentile(self.rtt_us, percent / 100) for percent in (50, 90, 99)},
+            **histogram.summary(self.rtt_us, "rtt_us", (50, 90, 99), "rtt_"),
         }
+
+
+def attach(process: int | None) -> Tracing:
+    """Watches this process, or all. Raises SessionError or Unsupported."""
+    return Tracing(PROGRAM, PROBES, tracepoints.library(), process)
 
 
 def collect(tracing: Tracing) -> list[Path]:

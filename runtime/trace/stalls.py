@@ -7,14 +7,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.table import Table
 
 from sennit.runtime.trace import histogram
-
-if TYPE_CHECKING:
-    from sennit.runtime.trace.tracing import Tracing
+from sennit.runtime.trace.tracing import Tracing
+from sennit.transport import tracepoints
 
 PROGRAM: Final = "stalls"
 PROBES: Final = (
@@ -69,9 +68,13 @@ class Wait:
             "time_s": self.time_s,
             **whole,
             **({"failed": self.failed} if self.kind is Kind.OPERATION else {}),
-            **{f"p{percent}_us": histogram.percentile(self.time_us, percent / 100) for percent in (50, 90, 99)},
-            "time_us": {histogram.lower_bound(slot): self.time_us[slot] for slot in sorted(self.time_us)},
+            **histogram.summary(self.time_us, "time_us", (50, 90, 99)),
         }
+
+
+def attach(process: int | None) -> Tracing:
+    """Watches this process, or all. Raises SessionError or Unsupported."""
+    return Tracing(PROGRAM, PROBES, tracepoints.library(), process)
 
 
 def collect(tracing: Tracing, *, by_peer: bool) -> list[Wait]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,6 @@ def problem() -> str:
         if not found.available:
             return f"{found.absent_because}: {found.remedy}"
     return ""
-
-
-@contextlib.contextmanager
-def attached(name: str, probes: Sequence[str], library: Callable[[], Path], process: int | None) -> Iterator[Tracing]:
-    """The same for a library that is found when the block starts. Errors of the search are raised, too."""
-    with Tracing(name, probes, library(), process) as tracing:
-        yield tracing
 
 
 class Tracing(Closing):
