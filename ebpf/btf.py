@@ -72,14 +72,6 @@ class Btf:
                 return self._dtype(number)
         raise BtfError(f"the object's BTF has no type {name!r}")
 
-    def enumerators(self, name: str) -> dict[str, int]:
-        """The constants of `enum name`, in the order of the source."""
-        for found in self._types:
-            if found.kind == _ENUM and found.name == name:
-                pairs = (struct.unpack_from("<Ii", self._data, found.at + 8 * n) for n in range(found.members))
-                return {self._string(text): value for text, value in pairs}
-        raise BtfError(f"the object's BTF has no enum {name!r}")
-
     def map_value_dtype(self, name: str) -> np.dtype[Any]:
         """The dtype of a map's values, from __type(value, ...) in its SEC(".maps") definition."""
         for found in self._types:

@@ -10,7 +10,6 @@ from typing import Final
 
 from sennit.transport.errors import Unsupported
 
-PROVIDER: Final = "sennit"
 LIBRARY: Final = "libsennit_core.so"
 
 
@@ -21,15 +20,6 @@ class PathState(IntEnum):
     SKIP = 1
     BAD = 2
     PROBING = 3
-
-
-class StepKind(IntEnum):
-    """The kinds of steps: an argument of `step_begin` and `step_end` (executor/plan.hpp)."""
-
-    SEND = 0
-    RECEIVE = 1
-    COPY = 2
-    REDUCE = 3
 
 
 def library() -> Path:

@@ -46,11 +46,6 @@ class FileAccess:
         return _memory.FileOptions(self.is_direct, self.backend, self.depth, self.threads)
 
 
-def file_bytes(layout: StoreLayout) -> int:
-    """Size of a store's file: the rows, and a log with room for all of them and a quarter more."""
-    return _memory.store_bytes(*layout.native)
-
-
 def create(
     path: str | os.PathLike[str],
     layout: StoreLayout,

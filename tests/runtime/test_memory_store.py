@@ -63,7 +63,7 @@ def test_rows_come_back_from_a_file(tmp_path: Path, backend: str, is_direct: boo
     versions = np.zeros(LAYOUT.row_count, np.int64)
     with store.create(path, LAYOUT, first_rows, access=access) as rows:
         assert rows.access.startswith(backend)
-        assert path.stat().st_size == store.file_bytes(LAYOUT)
+        assert path.stat().st_size == _memory.store_bytes(*LAYOUT.native)
         for number in range(1, 30):
             written = rng.choice(LAYOUT.row_count, 400, replace=False)
             rows.write(written, rows_of(number, written))
@@ -93,7 +93,7 @@ OPERATIONS = st.lists(
 @given(operations=OPERATIONS, seed=st.integers(0, 1 << 32))
 def test_a_store_is_a_dictionary_that_remembers_its_last_flush(operations: list[tuple[str, object]], seed: int) -> None:
     """Kills and power cuts come after a number of disk operations, at any place in the code."""
-    disk = _memory.SimulatedDisk(store.file_bytes(LAYOUT), seed)
+    disk = _memory.SimulatedDisk(_memory.store_bytes(*LAYOUT.native), seed)
     store.fill(_memory.build_simulated(disk, *LAYOUT.native), LAYOUT, first_rows)
     rows = store.RowStore(_memory.open_simulated(disk), LAYOUT)
     now = np.zeros(LAYOUT.row_count, np.int64)
