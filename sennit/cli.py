@@ -8,32 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from typer.core import TyperGroup
 
 import sennit
 from sennit import extras
-from sennit.command_line import EXIT_UNAVAILABLE, fail, figure_file, stdout_console, writable_file
+from sennit.command_line import EXIT_UNAVAILABLE, fail, stdout_console
 from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
 from sennit.runtime.trace.commands import app as trace
+from sennit.testbed.bench.command_line import app as bench
 from sennit.testbed.commands import app as testbed
-
-Figures = Annotated[Path | None, typer.Option("--json", help="write the figures to this file", callback=writable_file)]
-
-
-def _write(json_path: Path | None, figures: object) -> None:
-    if json_path is not None:
-        json_path.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def _need(*names: str) -> None:
-    """Ends the command if this machine lacks a capability."""
-    from sennit import capabilities
-
-    if reason := capabilities.missing(*names):
-        fail(reason)
 
 
 class Commands(TyperGroup):
@@ -59,9 +43,6 @@ app = typer.Typer(
 )
 
 
-bench = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Measure sennit and its peers in turn, in one run."
-)
 app.add_typer(bench, name="bench")
 app.add_typer(testbed, name="testbed")
 app.add_typer(trace, name="trace")
@@ -149,262 +130,6 @@ def export(
         fail(error)
     before, after = decimal(found.before_bytes), decimal(found.after_bytes)
     typer.echo(f"{output}: {found.tables} tables of {found.source} in {after} instead of {before}")
-
-
-@bench.command(epilog="Example: sennit bench collectives --against gloo --sizes 4KiB,64MiB")
-def collectives(
-    against: Annotated[
-        list[str] | None, typer.Option(help="peer: gloo, openmpi, sennit-core or udp-bare; may be repeated")
-    ] = None,
-    core: Annotated[bool, typer.Option("--core", help="measure the native core alone, without torch")] = False,
-    transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
-    world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 2,
-    sizes: Annotated[
-        str, typer.Option(help="message sizes, comma-separated: bytes of a rank's larger buffer")
-    ] = "4KiB,64KiB,1MiB,16MiB,64MiB",
-    only: Annotated[
-        str | None,
-        typer.Option(help="some of allreduce, alltoall, reduce_scatter, all_gather, comma-separated; default: all"),
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="measurements of each case and peer", min=1)] = 15,
-    json_path: Figures = None,
-    plot_path: Annotated[
-        Path | None, typer.Option("--plot", help="write a figure to this file (.png, .svg, .pdf)", callback=figure_file)
-    ] = None,
-) -> None:
-    """Time AllReduce, AlltoAll, ReduceScatter and AllGather beside gloo, OpenMPI or a bare UDP transfer.
-
-    Peers take turns round by round. The report begins with the ratios.
-    """
-    from sennit.testbed.bench import cases, collectives, report
-    from sennit.testbed.bench.conductor import WorkerError
-    from sennit.transport.sizes import parse_size
-
-    try:
-        settings = collectives.Settings(
-            transport=transport,
-            world=world,
-            ours="sennit-core" if core else "sennit",
-            against=tuple(against or ("gloo",)),
-            collectives=tuple(
-                cases.Collective(name.strip()) for name in (only or ",".join(cases.Collective)).split(",")
-            ),
-            sizes_bytes=tuple(parse_size(size) for size in sizes.split(",")),
-            rounds=rounds,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    console = stdout_console()
-    try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("", total=None)
-            result = collectives.run(
-                settings,
-                lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
-            )
-    except WorkerError as error:
-        fail(error)
-    report.render(result, console)
-    _write(json_path, result.as_json())
-    if plot_path is not None:
-        report.plot(result, plot_path)
-
-
-@bench.command("offload", epilog="Example: sennit bench offload --end-to-end")
-def bench_offload(
-    rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 7,
-    repeat: Annotated[int, typer.Option(help="runs of the program per measurement", min=1)] = 50_000,
-    seed: Annotated[int, typer.Option(help="seed of the records", min=0)] = 1,
-    end_to_end: Annotated[
-        bool,
-        typer.Option(
-            "--end-to-end", help="measure from packets on a veth link to tensors, beside sockets in C and Python"
-        ),
-    ] = False,
-    batches: Annotated[int, typer.Option(help="batches per measurement of --end-to-end", min=1)] = 16,
-    json_path: Figures = None,
-) -> None:
-    """Time the preprocessing of records in XDP, in the native core and in NumPy.
-
-    Needs root, clang 19 or later and Linux 6.9 or later.
-    """
-    from sennit.testbed.bench import offload
-
-    _need("bpf", "arena", *(("netns", "native-xdp") if end_to_end else ()))
-    console = stdout_console()
-    if end_to_end:
-        from sennit.testbed.bench import offload_end_to_end
-
-        try:
-            measured = offload_end_to_end.run(rounds=rounds, batches=batches, seed=seed)
-        except offload_end_to_end.BenchError as error:
-            fail(error)
-        offload_end_to_end.render(measured, console)
-        figures = offload_end_to_end.as_json(measured)
-    else:
-        results = offload.run(rounds=rounds, repeat=repeat, seed=seed)
-        offload.render(results, console)
-        figures = offload.as_json(results)
-    _write(json_path, figures)
-
-
-@bench.command("tiers", epilog="Example: sennit bench tiers --folder /mnt/nvme")
-def bench_tiers(
-    folder: Annotated[Path, typer.Option(help="folder for files of rows, 1.6 GB, which are removed at the end")] = Path(
-        "."
-    ),
-    steps: Annotated[int, typer.Option(help="steps of 2,048 samples with an id for each of 26 tables", min=1)] = 50,
-    seed: Annotated[int, typer.Option(help="seed of rows and ids", min=0)] = 1,
-    json_path: Figures = None,
-) -> None:
-    """Time training with embedding tables ten times larger than their memory, beside all tables in memory."""
-    from sennit.testbed.bench import embedding_tiers, tiers
-    from sennit.transport.errors import SennitError
-
-    try:
-        report = tiers.run(folder, embedding_tiers.Load(), steps=steps, seed=seed)
-    except SennitError as error:
-        fail(error)
-    tiers.render(report, stdout_console())
-    _write(json_path, report.as_json())
-
-
-@bench.command("feed", epilog="Example: sennit bench feed --rounds 7")
-def bench_feed(
-    records: Annotated[int, typer.Option(help="records in memory", min=1 << 17)] = 500_000,
-    batches: Annotated[int, typer.Option(help="batches of 4,096 records per measurement", min=1, max=32)] = 32,
-    rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 7,
-    seed: Annotated[int, typer.Option(help="seed of the records and their order", min=0)] = 1,
-    json_path: Figures = None,
-) -> None:
-    """Time one core of a feeder: packing records, and sending them over a virtual link into XDP.
-
-    Needs root, clang 19 or later and Linux 6.9 or later.
-    """
-    from sennit.testbed.bench import feed as feeding
-
-    _need("bpf", "arena", "native-xdp", "tc-bpf")
-    results = feeding.run(records=records, batches=batches, rounds=rounds, seed=seed)
-    feeding.render(results, stdout_console())
-    _write(json_path, feeding.as_json(results))
-
-
-@bench.command("ingest", epilog="Example: sennit bench ingest --data flights")
-def bench_ingest(
-    data: Annotated[str, typer.Option(help="flights, movielens, adult or synthetic")] = "flights",
-    turns: Annotated[int, typer.Option(help="turns of each trainer; the median is reported", min=1)] = 50,
-    json_path: Figures = None,
-) -> None:
-    """Time a trainer that is fed over the network beside the same trainer with its data in memory.
-
-    Needs root, clang 19 or later, Linux 6.9 or later and two cores.
-    """
-    from sennit.testbed.bench import ingest
-
-    _need("bpf", "arena", "native-xdp", "tc-bpf")
-    try:
-        found = ingest.run(data=data, turns=turns)
-    except ingest.BenchError as error:
-        fail(error)
-    ingest.render(found, stdout_console())
-    _write(json_path, ingest.as_json(found))
-
-
-def _bench_embedding_on_a_gpu(rounds: int, seed: int, json_path: Path | None) -> None:
-    _need("gpu")
-    from sennit.testbed.bench import embedding_cuda
-
-    report = embedding_cuda.run(rounds=rounds, seed=seed)
-    embedding_cuda.render(report, stdout_console())
-    _write(json_path, report)
-
-
-@bench.command("embedding", epilog="Example: sennit bench embedding --against torch --rounds 5")
-def bench_embedding(
-    device: Annotated[
-        str, typer.Option(help="cpu, or cuda: the Triton kernels with the shape of FBGEMM's published times")
-    ] = "cpu",
-    against: Annotated[
-        list[str] | None, typer.Option(help="peer: fbgemm, torch or tensor-train; may be repeated")
-    ] = None,
-    only: Annotated[str, typer.Option(help="only shapes whose name contains this")] = "",
-    threads: Annotated[int, typer.Option(help="threads of each peer", min=1, max=256)] = 1,
-    rounds: Annotated[int, typer.Option(help="turns of each peer; the median is reported", min=1)] = 15,
-    seed: Annotated[int, typer.Option(help="seed of ids and weights", min=0)] = 1,
-    json_path: Figures = None,
-) -> None:
-    """Time lookups and updates of embedding tables beside fbgemm and torch, or on a GPU."""
-    if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"--device {device}; allowed: cpu, cuda")
-    if device == "cuda":
-        if against or only or threads != 1:
-            raise typer.BadParameter("--against, --only and --threads are for --device cpu")
-        _bench_embedding_on_a_gpu(rounds, seed, json_path)
-        return
-    from sennit.testbed.bench import embedding, embedding_peers
-
-    names = tuple(against or ("fbgemm", "torch"))
-    allowed = [name for name in embedding_peers.PEERS if name != embedding.OURS]
-    for name in names:
-        if name not in allowed:
-            raise typer.BadParameter(f"--against {name}; allowed: {', '.join(allowed)}")
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=None)
-        results = embedding.run(
-            against=names,
-            rounds=rounds,
-            seed=seed,
-            only=only,
-            threads=threads,
-            on_progress=lambda what: progress.update(task, description=what),
-        )
-    embedding.render(results, stdout_console())
-    _write(json_path, embedding.as_json(results, rounds=rounds, seed=seed, threads=threads))
-
-
-@bench.command(epilog="Example: sennit testbed vm -- sennit bench rdma --rounds 3")
-def rdma(
-    size: Annotated[str, typer.Option(help="bytes that each rank sends to the other in one operation")] = "64KiB",
-    netem: Annotated[
-        list[str] | None,
-        typer.Option(help="settings of tc-netem(8), '' for none; the first is the reference; may be repeated"),
-    ] = None,
-    against: Annotated[list[str] | None, typer.Option(help="peer: kernel-rc or udp; may be repeated")] = None,
-    in_flight: Annotated[str, typer.Option(help="operations in flight, comma-separated numbers")] = "1,8",
-    rounds: Annotated[int, typer.Option(help="measurements of each peer and setting", min=1)] = 5,
-    cpu: Annotated[bool, typer.Option(help="also measure the CPU time per GB of verbs and udp")] = True,
-    json_path: Figures = None,
-) -> None:
-    """Time AlltoAll over soft-RoCE under loss, delay and reordering, beside the kernel's reliable queue pairs.
-
-    Runs in the VM of `sennit testbed vm`.
-    """
-    from sennit.testbed.bench import rdma, rdma_report
-    from sennit.testbed.bench.conductor import WorkerError
-    from sennit.transport.sizes import parse_size
-
-    try:
-        settings = rdma.Settings(
-            part_bytes=parse_size(size),
-            in_flight=tuple(int(number) for number in in_flight.split(",")),
-            rounds=rounds,
-            netem=tuple(netem or rdma.NETEM),
-            against=tuple(against or ("kernel-rc",)),
-            cpu=cpu,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    try:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("", total=None)
-            result = rdma.run(
-                settings,
-                lambda what, done, total: progress.update(task, description=what, completed=done, total=total),
-            )
-    except (WorkerError, rdma.Unusable) as error:
-        fail(error)
-    rdma_report.render(result, stdout_console())
-    _write(json_path, result.as_json())
 
 
 @app.command(epilog="Example: sennit explain allreduce 64MiB --ranks 32 --hosts 4")
