@@ -99,7 +99,7 @@ class ArrayCollectives(ABC):
                 f"allowed: {span.high - span.low}, which are leaves {span.low}..{span.high - 1}"
             )
         output = np.empty(given.shape[1:], given.dtype)
-        plan = _Call(algorithms.allreduce_leaves, self, leaves=leaves, elements=output.size, dtype=dtype, op=op)
+        plan = _Call(self.selection.allreduce, self, leaves=leaves, elements=output.size, dtype=dtype, op=op)
         self._run(plan, [given, output], scalar=scalar)
         return output
 

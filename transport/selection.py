@@ -28,6 +28,8 @@ from sennit.transport.tree import cover
 
 # Those whose plans can be on device (device_plan.py).
 ON_DEVICE: Final = (Algorithm.ONE_SHOT, Algorithm.DIRECT)
+# Those that fold several leaves of a rank.
+OF_LEAVES: Final = (Algorithm.DIRECT, Algorithm.HIERARCHICAL)
 
 
 class Reduction(StrEnum):
@@ -217,11 +219,11 @@ class Selection:
         *,
         size_bytes: int,
         partial_ratio: float = 1,
-        on_device: bool = False,
+        candidates: Sequence[Algorithm] = tuple(Algorithm),
     ) -> dict[Algorithm, Work]:
         """Returns the work of each algorithm that runs for this vector, in their order."""
         rated = {}
-        for algorithm in ON_DEVICE if on_device else Algorithm:
+        for algorithm in candidates:
             work = work_of(algorithm, reduction, hosts=self.hosts, size_bytes=size_bytes, partial_ratio=partial_ratio)
             if work is not None:
                 rated[algorithm] = work
@@ -242,13 +244,15 @@ class Selection:
         dtype: Dtype,
         op: ReduceOp,
         in_place: bool = True,
+        leaves: int | None = None,
         on_device: bool = False,
     ) -> Plan:
         """Returns a plan with the buffers and the result of `algorithms.allreduce`."""
         compile_plan: Callable[..., Plan]
-        match self._choose(Reduction.ALLREDUCE, elements, dtype, on_device):
+        candidates = ON_DEVICE if on_device else tuple(Algorithm) if leaves is None else OF_LEAVES
+        match self._choose(Reduction.ALLREDUCE, elements, dtype, candidates):
             case Algorithm.DIRECT:
-                compile_plan = algorithms.allreduce
+                compile_plan = functools.partial(algorithms.allreduce, leaves=leaves)
             case Algorithm.ONE_SHOT:
                 compile_plan = functools.partial(algorithms.allreduce, one_shot=True)
             case Algorithm.DISSEMINATION:
@@ -256,7 +260,7 @@ class Selection:
             case Algorithm.HALVING:
                 compile_plan = algorithms.allreduce_halving
             case Algorithm.HIERARCHICAL:
-                compile_plan = functools.partial(algorithms.allreduce, hosts=self.hosts)
+                compile_plan = functools.partial(algorithms.allreduce, hosts=self.hosts, leaves=leaves)
         return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place)
 
     def reduce_scatter(
@@ -272,14 +276,15 @@ class Selection:
     ) -> Plan:
         """Returns a plan with the buffers and the result of `algorithms.reduce_scatter`."""
         compile_plan: Callable[..., Plan] = algorithms.reduce_scatter
-        match self._choose(Reduction.REDUCE_SCATTER, sum(counts), dtype, on_device):
+        candidates = ON_DEVICE if on_device else tuple(Algorithm)
+        match self._choose(Reduction.REDUCE_SCATTER, sum(counts), dtype, candidates):
             case Algorithm.HALVING:
                 compile_plan = algorithms.reduce_scatter_halving
             case Algorithm.HIERARCHICAL:
                 compile_plan = functools.partial(algorithms.reduce_scatter, hosts=self.hosts)
         return compile_plan(world=world, rank=rank, counts=counts, dtype=dtype, op=op, list_input=list_input)
 
-    def _choose(self, reduction: Reduction, elements: int, dtype: Dtype, on_device: bool) -> Algorithm:
+    def _choose(self, reduction: Reduction, elements: int, dtype: Dtype, candidates: Sequence[Algorithm]) -> Algorithm:
         # The algorithms say what is wrong with such a number.
         if elements < 0:
             return Algorithm.DIRECT
@@ -287,6 +292,6 @@ class Selection:
             reduction,
             size_bytes=elements * dtype.item_bytes,
             partial_ratio=accumulator(dtype).item_bytes / dtype.item_bytes,
-            on_device=on_device,
+            candidates=candidates,
         )
         return self.choose(rated)

@@ -9,7 +9,6 @@ any order; a sum that is put together from nodes has the same bits whoever made 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -44,7 +43,8 @@ def cover(span: Span, leaves: int) -> list[Span]:
     return nodes
 
 
-def combinations(nodes: Sequence[Span], leaves: int) -> tuple[int, ...]:
+@cache
+def combinations(nodes: tuple[Span, ...], leaves: int) -> tuple[int, ...]:
     """The postfix program that folds `nodes`, from left to right, into the node that they tile.
 
     Entry i is how many times the two topmost values of a stack are combined after node i was pushed. Raises
@@ -71,7 +71,7 @@ def balanced(leaves: int) -> tuple[int, ...]:
     """The program that folds all leaves, one by one: what a binary counter does with the carries."""
     if not leaves:
         return ()
-    return combinations([Span(leaf, leaf + 1) for leaf in range(leaves)], leaves)
+    return combinations(tuple(Span(leaf, leaf + 1) for leaf in range(leaves)), leaves)
 
 
 def leaves_of(rank: int, world: int, leaves: int) -> Span:

@@ -128,8 +128,8 @@ def leaves(group: Communicator, seed: int) -> None:
                 rows = [case.rng.integers(0, 256, elements * dtype.item_bytes, np.uint8) for _ in range(8)]
                 if dtype in (Dtype.F16, Dtype.BF16, Dtype.F32, Dtype.F64, Dtype.C32, Dtype.C64, Dtype.C128):
                     rows = [finite(row, dtype) for row in rows]
-                common = {"world": case.world, "rank": case.rank, "elements": elements}
-                plan = algorithms.allreduce_leaves(leaves=8, dtype=dtype, op=op, **common)
+                common: dict[str, Any] = {"world": case.world, "rank": case.rank, "elements": elements}
+                plan = algorithms.allreduce(leaves=8, dtype=dtype, op=op, **common)
                 result = run_plan(group, plan, np.concatenate(rows[slice(*span)]), np.zeros_like(rows[0]))
                 expected = fold(rows, dtype, op, scalar=SCALAR)
                 np.testing.assert_array_equal(result, expected, err_msg=f"{dtype.name} {op.name} {elements}")

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from sennit.transport import algorithms, reference
 from sennit.transport._core import describe_signature
-from sennit.transport.arithmetic import fold, narrow
-from sennit.transport.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, reduce_ops
+from sennit.transport.arithmetic import fold
+from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan
 from sennit.transport.plan_codec import decode
 from sennit.transport.tree import leaves_of
+from tests.transport.algorithm_runs import check_pair_order, inputs
 
 Array = npt.NDArray[Any]
 
@@ -26,20 +28,19 @@ SCALAR = 0.75
 KINDS = [(dtype, op) for dtype in Dtype for op in sorted(reduce_ops(dtype))]
 
 
-def made_leaves(rng: np.random.Generator, count: int, elements: int, dtype: Dtype) -> list[Array]:
-    """Numbers of every size, so that a sum's last bits depend on its order."""
-    if dtype not in FLOATS | COMPLEXES:
-        return [rng.integers(0, 256, elements * dtype.item_bytes, np.uint8) for _ in range(count)]
-    part = {Dtype.C32: Dtype.F16, Dtype.C64: Dtype.F32, Dtype.C128: Dtype.F64}.get(dtype, dtype)
-    wide = np.float64 if part is Dtype.F64 else np.float32
-    parts = elements * dtype.item_bytes // part.item_bytes
-    return [narrow((rng.standard_normal(parts) * 2.0 ** rng.integers(-6, 6)).astype(wide), part) for _ in range(count)]
-
-
-def plans_of(world: int, leaves: int, elements: int, dtype: Dtype, op: ReduceOp, chunk_bytes: int) -> list[Plan]:
+def plans_of(
+    world: int, leaves: int, elements: int, dtype: Dtype, op: ReduceOp, chunk_bytes: int, hosts: Hosts | None = None
+) -> list[Plan]:
     return [
-        algorithms.allreduce_leaves(
-            world=world, rank=rank, leaves=leaves, elements=elements, dtype=dtype, op=op, chunk_bytes=chunk_bytes
+        algorithms.allreduce(
+            world=world,
+            rank=rank,
+            leaves=leaves,
+            elements=elements,
+            dtype=dtype,
+            op=op,
+            chunk_bytes=chunk_bytes,
+            hosts=hosts,
         )
         for rank in range(world)
     ]
@@ -59,11 +60,13 @@ def run(plans: list[Plan], leaves: list[Array], **options: Any) -> list[Array]:
 
 @pytest.mark.parametrize(("dtype", "op"), KINDS, ids=lambda kind: kind.name)
 def test_worlds_of_any_size_give_the_same_bits(dtype: Dtype, op: ReduceOp) -> None:
-    leaves = made_leaves(np.random.default_rng([dtype, op]), 8, 90, dtype)
+    leaves = inputs(100 * dtype + op, 8, 90, dtype)
     expected = fold(leaves, dtype, op, scalar=SCALAR)
     for world in (1, 2, 3, 4, 5, 8):
-        for result in run(plans_of(world, 8, 90, dtype, op, 128), leaves, seed=world):
-            np.testing.assert_array_equal(result, expected, err_msg=f"world {world}")
+        for count in {1, min(2, world), (world + 1) // 2, world}:
+            hosts = Hosts.equal(world, count)
+            for result in run(plans_of(world, 8, 90, dtype, op, 128, hosts), leaves, seed=world):
+                np.testing.assert_array_equal(result, expected, err_msg=f"{hosts}")
 
 
 @settings(max_examples=150, deadline=None)
@@ -73,8 +76,10 @@ def test_any_leaves_in_any_order_of_events(
 ) -> None:
     dtype, op = kind
     count = data.draw(st.integers(world, 3 * world + 5), "leaves")
-    leaves = made_leaves(np.random.default_rng(data.draw(st.integers(0, 1_000), "seed")), count, elements, dtype)
-    plans = plans_of(world, count, elements, dtype, op, chunk_bytes)
+    leaves = inputs(data.draw(st.integers(0, 1_000), "seed"), count, elements, dtype)
+    hosts = Hosts.equal(world, data.draw(st.integers(1, world), "hosts"))
+    plans = plans_of(world, count, elements, dtype, op, chunk_bytes, hosts)
+    check_pair_order(plans)
     for plan in plans:
         assert decode(plan.encode()).steps == plan.steps
     results = run(

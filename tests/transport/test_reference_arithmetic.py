@@ -89,14 +89,14 @@ def test_partial_sums_put_together_give_the_same_bits(dtype: Dtype, op: ReduceOp
         sums = [
             run_program(
                 data[node.low : node.high],
-                combinations([Span(leaf, leaf + 1) for leaf in range(*node)], leaves),
+                combinations(tuple(Span(leaf, leaf + 1) for leaf in range(*node)), leaves),
                 dtype, op, partial=[False] * (node.high - node.low), divisor=leaves, scalar=0.75, gives_partial=True,
             )
             for node in nodes
         ]  # fmt: skip
         assert {len(data) for data in sums} == {40 // dtype.item_bytes * accumulator(dtype).item_bytes}
         total = run_program(
-            sums, combinations(nodes, leaves), dtype, op, partial=[True] * len(sums), divisor=leaves, scalar=0.75
+            sums, combinations(tuple(nodes), leaves), dtype, op, partial=[True] * len(sums), divisor=leaves, scalar=0.75
         )
         np.testing.assert_array_equal(total, expected)
 

@@ -54,7 +54,7 @@ def test_six_leaves_by_hand() -> None:
     assert balanced(6) == (0, 1, 0, 2, 0, 2)
     assert run(balanced(6), list("012345")) == "(((0 1) (2 3)) (4 5))"
     assert cover(Span(1, 6), 6) == [(1, 2), (2, 4), (4, 6)]
-    assert combinations([Span(0, 1), Span(1, 2), Span(2, 4), Span(4, 6)], 6) == (0, 1, 1, 1)
+    assert combinations((Span(0, 1), Span(1, 2), Span(2, 4), Span(4, 6)), 6) == (0, 1, 1, 1)
 
 
 @pytest.mark.parametrize("leaves", range(1, 34))
@@ -84,7 +84,7 @@ def test_nodes_put_together_are_the_tree(data: st.DataObject, leaves: int) -> No
         for left, right in pairwise(covering):
             assert Span(left.low, right.high) not in nodes
     tiles = [node for covering in covers for node in covering]
-    assert run(combinations(tiles, leaves), [nodes[tile] for tile in tiles]) == nodes[Span(0, leaves)]
+    assert run(combinations(tuple(tiles), leaves), [nodes[tile] for tile in tiles]) == nodes[Span(0, leaves)]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_nodes_put_together_are_the_tree(data: st.DataObject, leaves: int) -> No
 )
 def test_what_tiles_no_node_is_refused(nodes: list[tuple[int, int]]) -> None:
     with pytest.raises(ArgumentError, match="of 8 leaves; allowed: nodes that together are one node"):
-        combinations([Span(*node) for node in nodes], 8)
+        combinations(tuple(Span(*node) for node in nodes), 8)
 
 
 def test_ranks_share_the_leaves() -> None:

@@ -11,7 +11,6 @@ from sennit.transport.algorithms.allgather import allgather
 from sennit.transport.algorithms.allreduce import allreduce
 from sennit.transport.algorithms.allreduce_dissemination import allreduce_dissemination
 from sennit.transport.algorithms.allreduce_halving import allreduce_halving
-from sennit.transport.algorithms.allreduce_leaves import allreduce_leaves
 from sennit.transport.algorithms.alltoall import alltoall
 from sennit.transport.algorithms.barrier import barrier
 from sennit.transport.algorithms.broadcast import broadcast
@@ -29,7 +28,6 @@ __all__ = [
     "allreduce",
     "allreduce_dissemination",
     "allreduce_halving",
-    "allreduce_leaves",
     "alltoall",
     "barrier",
     "broadcast",

@@ -1,23 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The direct fold: each rank sends every share of a vector to the share's owner, who folds it over the tree of ranks.
+"""The fold: each rank sends every share of a vector to the share's owner, who folds it over the tree (tree.py).
 
-Allreduce, reduce_scatter and reduce use it. The unit is a chunk. Chunk `t` of share `j` travels as slot 2t to rank j,
-is folded from loans, and (allreduce) goes back out as slot 2t + 1.
+Allreduce, reduce_scatter and reduce use it. The unit is a chunk. Among ranks of one host this is the direct algorithm:
+each contribution goes straight to the owner. With several hosts it is hierarchical: on every host one rank stands for
+the owner (`Hosts.relay`). The ranks of the host send it their part. It folds them into the host's nodes of the tree,
+and sends these to the owner, who folds the nodes of all hosts. So a host of R ranks sends 1/R of what the direct fold
+sends to other hosts, and all its ranks send at the same time (Cho et al., "BlueConnect: Decomposing all-reduce for deep
+learning on heterogeneous network hierarchy", 2019). Results (allreduce) go back the same way.
+
+A rank with several leaves folds them into its nodes before it sends them. What it sends are the elements themselves if
+it has one leaf, and partial sums otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
-from sennit.transport.algorithms.ranges import Range, peers_after, peers_before
-from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.algorithms.ranges import Range
+from sennit.transport.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Operand, PlanBuilder
+from sennit.transport.tree import Span, combinations, cover, leaves_of
 
 # A folded chunk is sent this many chunks behind the contributions. By then its fold is done, so a rank, which runs
 # ready steps in list order, keeps sending contributions while it folds.
 GATHER_LAG_CHUNKS: Final = 2
+# How many messages of partial sums a rank may have on their way. It bounds the scratch memory.
+PARTIALS_SENT_MAX: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,21 +39,61 @@ class Share:
     offset: int
     chunks: Sequence[Range]
 
-    def at(self, chunk: Range) -> Operand:
-        return Operand(self.buffer, self.offset + chunk.offset)
+
+class Layout:
+    """Which leaves a message holds, for `leaves` leaves that the ranks give in turn (`leaves_of`)."""
+
+    def __init__(self, hosts: Hosts, leaves: int) -> None:
+        world = hosts.world
+        self.hosts, self.leaves = hosts, leaves
+        self.of_rank = [leaves_of(rank, world, leaves) for rank in range(world)]
+        self.of_host = [Span(self.of_rank[span.low].low, self.of_rank[span.high - 1].high) for span in hosts.spans]
+        self.host_nodes = [cover(span, leaves) for span in self.of_host]
+        self.rank_nodes = [cover(span, leaves) for span in self.of_rank]
+        self.messages_max = max(map(len, self.host_nodes))
+
+    def messages(self, rank: int, owner: int) -> dict[int, list[Span]]:
+        """The nodes in each message of a rank to the one that stands for the owner on its host.
+
+        One step reads all of a message. So on another host than the owner's, each node of the host has its own message.
+        """
+        host = self.hosts.of_rank(rank)
+        if self.hosts.of_rank(owner) == host:
+            return {0: self.rank_nodes[rank]}
+        parts = {
+            number: [node for node in self.rank_nodes[rank] if whole.low <= node.low < whole.high]
+            for number, whole in enumerate(self.host_nodes[host])
+        }
+        return {number: nodes for number, nodes in parts.items() if nodes}
+
+    def chunk_bytes(self, dtype: Dtype, message_bytes: int) -> int:
+        """The bytes of elements for which no message is larger than `message_bytes`."""
+        messages = list(zip(self.of_rank, self.rank_nodes, strict=True))
+        if len(self.hosts.spans) > 1:
+            messages += zip(self.of_host, self.host_nodes, strict=True)
+        widest = max((len(nodes) for span, nodes in messages if not is_leaf(span)), default=0)
+        if not widest:
+            return message_bytes
+        return max(message_bytes // (widest * accumulator(dtype).item_bytes), 1) * dtype.item_bytes
+
+
+def is_leaf(span: Span) -> bool:
+    return span.high - span.low == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
     """The input of the fold, and the place of its results: share j's result goes to `result_offsets[j]` of
-    `result_buffer`.
+    `result_buffer`, the last of the caller's buffers.
     """
 
-    world: int
     rank: int
     dtype: Dtype
     op: ReduceOp
+    layout: Layout
     shares: Sequence[Share]
+    leaf_bytes: int = 0
+    """From one of the rank's leaves to its next one, in the buffer of its contribution."""
     result_buffer: int
     result_offsets: Sequence[int]
     gather: bool
@@ -53,69 +104,254 @@ class Fold:
 
 def add_fold(builder: PlanBuilder, fold: Fold) -> None:
     """Adds the whole schedule. For each pair of ranks, sends and receives come in the same order."""
-    if fold.world == 1:
+    if fold.layout.leaves == 1:
         _add_alone(builder, fold)
-        return
-    sent: dict[tuple[int, int], int] = {}
-    folded: list[tuple[int, ...]] = []
-    own = fold.shares[fold.rank]
-    rounds = max(len(share.chunks) for share in fold.shares)
-    for number in range(rounds + (GATHER_LAG_CHUNKS if fold.gather else 0)):
-        for peer in peers_after(fold.rank, fold.world):
-            share = fold.shares[peer]
-            if number < len(share.chunks):
-                chunk = share.chunks[number]
-                sent[peer, number] = builder.send(peer, 2 * number, share.at(chunk), chunk.size_bytes)
-        if number < len(own.chunks):
-            folded.append(_add_chunk(builder, fold, number))
-        if fold.gather and number >= GATHER_LAG_CHUNKS:
-            _add_gather(builder, fold, number - GATHER_LAG_CHUNKS, sent, folded)
-
-
-def _add_chunk(builder: PlanBuilder, fold: Fold, number: int) -> tuple[int, ...]:
-    """Receives all contributions to the chunk of this rank's share and folds them.
-
-    Returns what the result waits for.
-    """
-    own = fold.shares[fold.rank]
-    chunk = own.chunks[number]
-    offset = fold.result_offsets[fold.rank] + chunk.offset
-    if not chunk.size_bytes:
-        for peer in peers_before(fold.rank, fold.world):
-            builder.recv(peer, 2 * number, fold.result_buffer, offset, 0)
-        return ()
-    operands = [own.at(chunk)] * fold.world
-    for peer in peers_before(fold.rank, fold.world):
-        operands[peer] = Operand(builder.loan(peer, 2 * number, chunk.size_bytes), 0, True)
-    return (builder.reduce(operands, fold.result_buffer, offset, chunk.size_bytes, dtype=fold.dtype, op=fold.op),)
-
-
-def _add_gather(
-    builder: PlanBuilder, fold: Fold, number: int, sent: dict[tuple[int, int], int], folded: list[tuple[int, ...]]
-) -> None:
-    """Sends the folded chunk of this rank's share to all, and receives those of the others."""
-    own = fold.shares[fold.rank]
-    if number < len(own.chunks):
-        chunk = own.chunks[number]
-        source = Operand(fold.result_buffer, fold.result_offsets[fold.rank] + chunk.offset)
-        for peer in peers_after(fold.rank, fold.world):
-            builder.send(peer, 2 * number + 1, source, chunk.size_bytes, after=folded[number])
-    for peer in peers_before(fold.rank, fold.world):
-        if number < len(fold.shares[peer].chunks):
-            chunk = fold.shares[peer].chunks[number]
-            # In place, the result overwrites the contribution, so that must have been sent before.
-            after = (sent[peer, number],) if fold.in_place else ()
-            offset = fold.result_offsets[peer] + chunk.offset
-            builder.recv(peer, 2 * number + 1, fold.result_buffer, offset, chunk.size_bytes, after=after)
+    else:
+        _Writer(builder, fold).write()
 
 
 def _add_alone(builder: PlanBuilder, fold: Fold) -> None:
-    """With one rank, the result is the contribution, scaled if the operation scales. Booleans become 0 or 1."""
+    """With one leaf, the result is this leaf, scaled if the operation scales. Booleans become 0 or 1."""
     share, offset = fold.shares[0], fold.result_offsets[0]
     if fold.op is ReduceOp.PREMUL_SUM or fold.dtype is Dtype.BOOL:
         for chunk in share.chunks:
-            place = offset + chunk.offset
-            builder.reduce([share.at(chunk)], fold.result_buffer, place, chunk.size_bytes, dtype=fold.dtype, op=fold.op)
+            source, place = Operand(share.buffer, share.offset + chunk.offset), offset + chunk.offset
+            builder.reduce([source], fold.result_buffer, place, chunk.size_bytes, dtype=fold.dtype, op=fold.op)
     elif not fold.in_place:
         size_bytes = sum(chunk.size_bytes for chunk in share.chunks)
         builder.copy(Operand(share.buffer, share.offset), fold.result_buffer, offset, size_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Chunk:
+    owner: int
+    number: int
+    """The slots of its messages follow from it."""
+    range: Range
+    place: Operand
+    """Of this rank's contribution, its first leaf."""
+    result: int
+    """The offset of the result."""
+
+
+@dataclass(slots=True)
+class _Values:
+    """Values of nodes that follow one another, and where they are."""
+
+    nodes: list[Span] = field(default_factory=list)
+    operands: list[Operand] = field(default_factory=list)
+
+    def add(self, nodes: Iterable[Span], operands: Iterable[Operand]) -> None:
+        self.nodes += nodes
+        self.operands += operands
+
+
+class _Writer:
+    def __init__(self, builder: PlanBuilder, fold: Fold) -> None:
+        self._builder, self._fold, self._layout, self._rank = builder, fold, fold.layout, fold.rank
+        self._hosts = fold.layout.hosts
+        self._host = self._hosts.of_rank(fold.rank)
+        low, high = self._hosts.spans[self._host]
+        # In the order in which they send to this rank.
+        self._neighbours = [low + (fold.rank - low - step) % (high - low) for step in range(1, high - low)]
+        self._item_bytes = fold.dtype.item_bytes
+        self._partial_bytes = accumulator(fold.dtype).item_bytes
+        self._chunks = self._list_chunks()
+        # By chunk: the steps that read this rank's contribution, and those that made the result.
+        self._read: dict[int, list[int]] = {}
+        self._made: dict[int, list[int]] = {}
+        # Of messages with partial sums: the SEND steps, and the last step before the last one to each rank.
+        self._partial_sends: list[int] = []
+        self._last_fold: dict[int, int] = {}
+        largest = max(chunk.range.size_bytes for chunks in self._chunks for chunk in chunks)
+        widest = max(len(self._layout.host_nodes[self._host]), len(self._layout.rank_nodes[self._rank]))
+        self._ring_bytes = largest // self._item_bytes * self._partial_bytes * widest
+        self._ring = builder.reserve_scratch(min(self._count_partials(), PARTIALS_SENT_MAX) * self._ring_bytes)
+
+    def _list_chunks(self) -> list[list[_Chunk]]:
+        """The chunks of every owner."""
+        listed: list[list[_Chunk]] = []
+        number = 0
+        for owner, (share, result) in enumerate(zip(self._fold.shares, self._fold.result_offsets, strict=True)):
+            listed.append([])
+            for part in share.chunks:
+                place = Operand(share.buffer, share.offset + part.offset)
+                listed[owner].append(
+                    _Chunk(owner=owner, number=number, range=part, place=place, result=result + part.offset)
+                )
+                number += 1
+        return listed
+
+    def _count_partials(self) -> int:
+        """The messages of partial sums that this rank sends."""
+        count = 0
+        for owner, chunks in enumerate(self._chunks):
+            if self._relay(owner) != self._rank:
+                messages = len(self._layout.messages(self._rank, owner))
+                count += len(chunks) * (0 if is_leaf(self._layout.of_rank[self._rank]) else messages)
+            elif owner != self._rank:
+                count += len(chunks) * (not is_leaf(self._layout.of_host[self._host]))
+        return count
+
+    def write(self) -> None:
+        turns = max(map(len, self._chunks))
+        for turn in range(turns + (GATHER_LAG_CHUNKS if self._fold.gather else 0)):
+            for chunk in self._turn(turn):
+                if self._relay(chunk.owner) == self._rank:
+                    self._collect(chunk)
+                else:
+                    self._contribute(chunk)
+            if self._fold.gather:
+                for chunk in self._turn(turn - GATHER_LAG_CHUNKS):
+                    self._gather(chunk)
+
+    def _turn(self, turn: int) -> Iterator[_Chunk]:
+        """One chunk of every owner. What other hosts wait for comes first, and own chunks come last."""
+        for host in self._others(reverse=False):
+            yield from self._of_owners(self._hosts.spans[host], turn)
+        here = self._hosts.spans[self._host]
+        yield from self._of_owners(Span(self._rank + 1, here.high), turn)
+        yield from self._of_owners(Span(here.low, self._rank + 1), turn)
+
+    def _of_owners(self, owners: Span, turn: int) -> Iterator[_Chunk]:
+        return (self._chunks[owner][turn] for owner in range(*owners) if 0 <= turn < len(self._chunks[owner]))
+
+    def _others(self, *, reverse: bool) -> Iterator[int]:
+        """The other hosts, the next one first. Reversed: in the order in which they send to this one."""
+        count = len(self._hosts.spans)
+        return ((self._host + (-step if reverse else step)) % count for step in range(1, count))
+
+    def _relay(self, owner: int) -> int:
+        """The rank of this host that stands for the owner."""
+        return self._hosts.relay(self._host, owner)
+
+    def _slot(self, chunk: _Chunk, message: int = 0) -> int:
+        """Of a message towards the owner. The result has the slot after the first one."""
+        return 2 * (chunk.number * self._layout.messages_max + message)
+
+    def _node_bytes(self, chunk: _Chunk) -> int:
+        return chunk.range.size_bytes // self._item_bytes * self._partial_bytes
+
+    def _own_leaves(self, chunk: _Chunk) -> _Values:
+        leaves = range(*self._layout.of_rank[self._rank])
+        place = chunk.place
+        return _Values(
+            [Span(leaf, leaf + 1) for leaf in leaves],
+            [Operand(place.index, place.offset + index * self._fold.leaf_bytes) for index in range(len(leaves))],
+        )
+
+    def _contribute(self, chunk: _Chunk) -> None:
+        """Sends this rank's leaves to the relay."""
+        relay = self._relay(chunk.owner)
+        values = self._own_leaves(chunk)
+        self._read[chunk.number] = []
+        for message, nodes in self._layout.messages(self._rank, chunk.owner).items():
+            self._send(relay, chunk, message, self._layout.of_rank[self._rank], nodes, values)
+
+    def _send(self, taker: int, chunk: _Chunk, message: int, span: Span, nodes: list[Span], values: _Values) -> None:
+        """Sends `nodes` of `span`, folded from `values`: the element itself if the span is one leaf."""
+        slot = self._slot(chunk, message)
+        if is_leaf(span):
+            step = self._builder.send(taker, slot, values.operands[0], chunk.range.size_bytes)
+            self._read.setdefault(chunk.number, []).append(step)
+            return
+        node_bytes = self._node_bytes(chunk)
+        place = self._ring + len(self._partial_sends) % PARTIALS_SENT_MAX * self._ring_bytes
+        # Messages must leave in the order in which their receiver lends memory for them.
+        after = {self._last_fold[taker]} if taker in self._last_fold else set()
+        if len(self._partial_sends) >= PARTIALS_SENT_MAX:
+            after.add(self._partial_sends[-PARTIALS_SENT_MAX])
+        steps: list[int] = []
+        for index, node in enumerate(nodes if node_bytes else []):
+            offset = place + index * node_bytes
+            steps.append(self._reduce(values, node, self._scratch, offset, node_bytes, after=after))
+            after = {steps[-1]}
+        source = Operand(self._scratch, place)
+        sent = self._builder.send(taker, slot, source, node_bytes * len(nodes), after=steps or after)
+        self._read.setdefault(chunk.number, []).extend(steps)
+        self._partial_sends.append(sent)
+        self._last_fold[taker] = steps[-1] if steps else sent
+
+    @property
+    def _scratch(self) -> int:
+        return self._fold.result_buffer + 1
+
+    def _reduce(
+        self, values: _Values, node: Span, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()
+    ) -> int:
+        """Folds the values inside a node. Into scratch goes a partial sum."""
+        inside = [index for index, part in enumerate(values.nodes) if node.low <= part.low < node.high]
+        return self._builder.reduce(
+            [values.operands[index] for index in inside],
+            buffer,
+            offset,
+            size_bytes,
+            dtype=self._fold.dtype,
+            op=self._fold.op,
+            program=combinations(tuple(values.nodes[index] for index in inside), self._layout.leaves),
+            gives_partial=buffer == self._scratch,
+            after=after,
+        )
+
+    def _collect(self, chunk: _Chunk) -> None:
+        """Receives the leaves of the host's ranks, and folds them with the own ones."""
+        arrived = {
+            rank: [
+                self._receive(rank, self._slot(chunk, message), chunk, self._layout.of_rank[rank], nodes)
+                for message, nodes in self._layout.messages(rank, chunk.owner).items()
+            ]
+            for rank in self._neighbours
+        }
+        values = _Values()
+        for rank in range(*self._hosts.spans[self._host]):
+            for part in [self._own_leaves(chunk)] if rank == self._rank else arrived[rank]:
+                values.add(part.nodes, part.operands)
+        if chunk.owner == self._rank:
+            self._fold_all(chunk, values)
+        else:
+            span, nodes = self._layout.of_host[self._host], self._layout.host_nodes[self._host]
+            self._send(chunk.owner, chunk, 0, span, nodes, values)
+
+    def _receive(self, sender: int, slot: int, chunk: _Chunk, span: Span, nodes: list[Span]) -> _Values:
+        if not chunk.range.size_bytes:
+            self._builder.recv(sender, slot, self._fold.result_buffer, chunk.result, 0)
+            return _Values()
+        if is_leaf(span):
+            loan = self._builder.loan(sender, slot, chunk.range.size_bytes)
+            return _Values([span], [Operand(loan, 0, is_view=True)])
+        node_bytes = self._node_bytes(chunk)
+        loan = self._builder.loan(sender, slot, node_bytes * len(nodes))
+        operands = [Operand(loan, index * node_bytes, is_view=True, is_partial=True) for index in range(len(nodes))]
+        return _Values(list(nodes), operands)
+
+    def _fold_all(self, chunk: _Chunk, here: _Values) -> None:
+        """Folds the host's leaves and the nodes of all other hosts into the result."""
+        by_host = {self._host: here}
+        for host in self._others(reverse=True):
+            relay, span = self._hosts.relay(host, self._rank), self._layout.of_host[host]
+            by_host[host] = self._receive(relay, self._slot(chunk), chunk, span, self._layout.host_nodes[host])
+        values = _Values()
+        for host in range(len(self._hosts.spans)):
+            values.add(by_host[host].nodes, by_host[host].operands)
+        whole = Span(0, self._layout.leaves)
+        size_bytes = chunk.range.size_bytes
+        self._made[chunk.number] = (
+            [self._reduce(values, whole, self._fold.result_buffer, chunk.result, size_bytes)] if size_bytes else []
+        )
+
+    def _gather(self, chunk: _Chunk) -> None:
+        """Passes a result on: its owner to one rank of each host, this one to its neighbours."""
+        relay, slot, size_bytes = self._relay(chunk.owner), self._slot(chunk) + 1, chunk.range.size_bytes
+        takers = []
+        if chunk.owner == self._rank:
+            takers = [self._hosts.relay(host, chunk.owner) for host in self._others(reverse=False)]
+            ready = self._made[chunk.number]
+        else:
+            giver = chunk.owner if relay == self._rank else relay
+            # In place, the result overwrites the contribution.
+            after = self._read[chunk.number] if self._fold.in_place else []
+            ready = [self._builder.recv(giver, slot, self._fold.result_buffer, chunk.result, size_bytes, after=after)]
+        if relay == self._rank:
+            source = Operand(self._fold.result_buffer, chunk.result)
+            for taker in [*takers, *reversed(self._neighbours)]:
+                self._builder.send(taker, slot, source, size_bytes, after=ready)

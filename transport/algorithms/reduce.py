@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from sennit.transport.algorithms.fold import Fold, Share, add_fold
+from sennit.transport.algorithms.fold import Fold, Layout, Share, add_fold
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, check_chunk, check_root, chunks
 from sennit.transport.elements import Dtype, ReduceOp, check_reducible
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
@@ -38,10 +39,10 @@ def reduce(
     add_fold(
         builder,
         Fold(
-            world=world,
             rank=rank,
             dtype=dtype,
             op=op,
+            layout=Layout(Hosts.equal(world, 1), world),
             shares=[Share(buffer=0, offset=0, chunks=cut if owner == root else ()) for owner in range(world)],
             result_buffer=1 if own_output else 0,
             result_offsets=[0] * world,

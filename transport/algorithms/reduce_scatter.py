@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter: rank j gets the fold of everyone's share j (fold.py or host_fold.py without the way back)."""
+"""Reduce-scatter: rank j gets the fold of everyone's share j (fold.py without the way back)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sennit.transport.algorithms.fold import Fold, Share, add_fold
-from sennit.transport.algorithms.host_fold import add_host_fold, host_chunk_bytes
+from sennit.transport.algorithms.fold import Fold, Layout, Share, add_fold
 from sennit.transport.algorithms.ranges import (
     DEFAULT_CHUNK_BYTES,
     buffer_sizes,
@@ -42,30 +41,29 @@ def reduce_scatter(
     check_counts("counts", counts, world)
     inputs = buffer_sizes(counts, dtype.item_bytes, list_input)
     builder = PlanBuilder(
-        "reduce_scatter" if hosts is None else "reduce_scatter by hosts",
+        "reduce_scatter" if hosts is None else "hierarchical reduce_scatter",
         world=world,
         rank=rank,
         signature=signature(Kind.REDUCE_SCATTER, type_code=dtype, op=op, elements=sum(counts)),
         buffer_bytes=[*inputs, counts[rank] * dtype.item_bytes],
     )
-    if hosts is not None:
-        chunk_bytes = host_chunk_bytes(hosts, dtype, chunk_bytes)
-    fold = Fold(
-        world=world,
-        rank=rank,
-        dtype=dtype,
-        op=op,
-        shares=[
-            Share(buffer=part.buffer, offset=part.offset, chunks=chunks(part.size_bytes, chunk_bytes))
-            for part in places(counts, dtype.item_bytes, list_input)
-        ],
-        result_buffer=len(inputs),
-        result_offsets=[0] * world,
-        gather=False,
-        in_place=False,
+    layout = Layout(hosts or Hosts.equal(world, 1), world)
+    chunk_bytes = layout.chunk_bytes(dtype, chunk_bytes)
+    add_fold(
+        builder,
+        Fold(
+            rank=rank,
+            dtype=dtype,
+            op=op,
+            layout=layout,
+            shares=[
+                Share(buffer=part.buffer, offset=part.offset, chunks=chunks(part.size_bytes, chunk_bytes))
+                for part in places(counts, dtype.item_bytes, list_input)
+            ],
+            result_buffer=len(inputs),
+            result_offsets=[0] * world,
+            gather=False,
+            in_place=False,
+        ),
     )
-    if hosts is None:
-        add_fold(builder, fold)
-    else:
-        add_host_fold(builder, fold, hosts)
     return builder.build()
