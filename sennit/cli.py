@@ -170,6 +170,40 @@ def explain(
         explanation.render(found, stdout_console())
 
 
+@app.command(epilog="Example: sennit calibrate --ranks 8; or torchrun ... -m sennit calibrate")
+def calibrate(
+    ranks: Annotated[
+        int | None, typer.Option(min=2, help="ranks to start on this machine; default: this is a rank of torchrun")
+    ] = None,
+    output: Annotated[
+        Path, typer.Option(help="file to write; SENNIT_CALIBRATION then names it", callback=writable_file)
+    ] = Path("calibration.json"),
+) -> None:
+    """Measure this cluster in seconds, and write the constants by which algorithms are chosen."""
+    import os
+
+    from sennit.testbed.bench import calibrate as calibration
+    from sennit.transport.errors import SennitError
+
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if is_rank == (ranks is not None):
+        raise typer.BadParameter("give --ranks, or start it with torchrun, which sets RANK and WORLD_SIZE; not both")
+    try:
+        if ranks is not None:
+            found: dict[str, Any] | None = calibration.run_here(ranks)
+        else:
+            from torch.distributed.rendezvous import rendezvous
+
+            store, rank, world = next(iter(rendezvous("env://")))
+            found = calibration.measure(rank=rank, world=world, store=store)
+        if found is not None:
+            calibration.write(output, found)
+            calibration.render(found, stdout_console())
+            typer.echo(f"written to {output}; use it on all ranks: SENNIT_CALIBRATION={output.absolute()}")
+    except SennitError as error:
+        fail(error)
+
+
 @app.command(epilog="Example: sennit version")
 def version() -> None:
     """Print the versions of sennit and torch."""
