@@ -8,7 +8,6 @@ versions. Each runs at most once per process.
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import mmap
 import os
 import platform
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sennit import host_name
+from sennit import extras, host_name
 
 if TYPE_CHECKING:
     from sennit.transport.devices import DevicePort
@@ -196,22 +195,18 @@ def _torch() -> Capability:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return absent("torch", "not installed", "pip install torch==2.13.0, then build sennit again")
+        return absent("torch", "not installed", extras.install_command("torch") or "")
     return present("torch", version)
 
 
 def _backend() -> Capability:
-    """The torch extension fits one torch version only. The build records which."""
     name = "backend"
     torch = probe("torch")
     if not torch.available:
         return absent(name, "needs torch", torch.remedy)
-    package = importlib.util.find_spec("sennit.runtime.backend")
-    folders = list(package.submodule_search_locations or ()) if package else []
-    records = [path for folder in folders if (path := Path(folder) / "build_info.json").exists()]
-    if not records:
+    built_for = extras.torch_of_extension()
+    if built_for is None:
         return absent(name, "the extension sennit.runtime.backend._c10d was not built", "make build")
-    built_for = json.loads(records[0].read_text())["torch"]
     if built_for != torch.detail:
         return absent(name, f"built for torch {built_for}, but torch {torch.detail} is installed", "make build")
     try:

@@ -54,15 +54,22 @@ def _requirements() -> list[str]:
         return []
 
 
-def _torch_command() -> str:
-    """The extension fits the torch that it was built for and no other (docs/decisions/0001)."""
+def torch_of_extension() -> str | None:
+    """The torch that the backend's extension was built for, as 2.13.0+cpu; None if it was not built.
+
+    The extension fits no other (docs/decisions/0001). Neither torch nor the extension is loaded.
+    """
     backend = importlib.util.find_spec("sennit.runtime.backend")
     for folder in (backend.submodule_search_locations or ()) if backend else ():
         record = Path(folder) / "build_info.json"
         if record.exists():
-            version = str(json.loads(record.read_text())["torch"]).partition("+")[0]
-            return f"pip install torch=={version}"
-    return "pip install torch, then build sennit again"
+            return str(json.loads(record.read_text())["torch"])
+    return None
+
+
+def _torch_command() -> str:
+    version, _, _ = (torch_of_extension() or "").partition("+")
+    return f"pip install torch=={version}" if version else "pip install torch, then build sennit again"
 
 
 def _normal(distribution: str) -> str:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from sennit import extras
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -188,8 +188,8 @@ def _load_extension() -> Any:
     import torch
 
     found = torch.__version__.partition("+")[0]
-    built = _built_for()
-    if built is not None and built != found:
+    built = (extras.torch_of_extension() or found).partition("+")[0]
+    if built != found:
         raise ImportError(f"sennit.runtime.backend._c10d was built for torch {built}, found {found}: run make build")
     try:
         from sennit.runtime.backend import _c10d
@@ -204,20 +204,6 @@ def _load_extension() -> Any:
     # Peers hear a goodbye even from programs that never call destroy_process_group.
     atexit.register(_c10d.close_all)
     return _c10d
-
-
-def _built_for() -> str | None:
-    """The torch version that the build recorded, read without loading torch's libraries; None if there is no record."""
-    from importlib.util import find_spec
-
-    spec = find_spec("sennit.runtime.backend._c10d")
-    if spec is None or spec.origin is None:
-        return None
-    note = Path(spec.origin).with_name("build_info.json")
-    if not note.exists():
-        return None
-    version: str = json.loads(note.read_text())["torch"]
-    return version.partition("+")[0]
 
 
 class PlanCompiler:
