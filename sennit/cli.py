@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 import sennit
 from sennit import extras
-from sennit.command_line import EXIT_UNAVAILABLE, fail, stdout_console
+from sennit.command_line import EXIT_UNAVAILABLE, fail, stdout_console, writable_file
 from sennit.runtime.ingest.command import feed
 from sennit.runtime.telemetry.commands import metrics, top
 from sennit.runtime.trace.commands import app as trace
