@@ -55,6 +55,8 @@ _FUNCTIONS: Final[tuple[tuple[str, Any, tuple[Any, ...]], ...]] = (
     ("bpf_map__initial_value", _pointer, (_pointer, ctypes.POINTER(_size))),
     ("bpf_xdp_query_id", _int, (_int, _int, ctypes.POINTER(_u32))),
     ("bpf_prog_get_fd_by_id", _int, (_u32,)),
+    ("bpf_link_get_next_id", _int, (_u32, ctypes.POINTER(_u32))),
+    ("bpf_link_get_fd_by_id", _int, (_u32,)),
     ("bpf_obj_get_info_by_fd", _int, (_int, _pointer, ctypes.POINTER(_u32))),
     ("bpf_obj_pin", _int, (_int, _text)),
     ("bpf_map_create", _int, (_int, _text, _u32, _u32, _u32, _pointer)),

@@ -8,6 +8,7 @@ import enum
 import errno
 import os
 import socket
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -22,9 +23,12 @@ BPF_XDP: Final = 37
 _BPF_TCX_INGRESS: Final = 46
 _BPF_TCX_EGRESS: Final = 47
 EVERY_PROCESS: Final = -1
-# uapi/linux/bpf.h, struct bpf_prog_info (Linux 4.15): offset and size of the name.
+# uapi/linux/bpf.h: the place of the name in struct bpf_prog_info (Linux 4.15), and type, number, program and interface
+# in struct bpf_link_info of an XDP link (Linux 5.9).
 _PROGRAM_NAME_AT: Final = 64
-_NAME_BYTES: Final = 16
+_LINK: Final = struct.Struct("=3I4xI")
+_LINK_TYPE_XDP: Final = 6
+_INFORMATION_BYTES: Final = 80
 # The program that libxdp puts in front of several others (xdp-tools, lib/libxdp/protocol.org).
 _LIBXDP_DISPATCHER: Final = "xdp_dispatcher"
 
@@ -90,23 +94,39 @@ def occupant(interface_index: int) -> str:
     interface, number = socket.if_indextoname(interface_index), ctypes.c_uint32()
     if library().bpf_xdp_query_id(interface_index, 0, ctypes.byref(number)) != 0 or not number.value:
         return ""
-    descriptor = library().bpf_prog_get_fd_by_id(number)
-    if descriptor < 0:
+    information = _information(library().bpf_prog_get_fd_by_id(number))
+    name = information[_PROGRAM_NAME_AT:].partition(b"\0")[0].decode(errors="replace")
+    if not name:  # without CAP_SYS_ADMIN, programs of others cannot be looked up
         return f"{interface} has an XDP program already (`ip link show {interface}`)"
-    try:
-        information = ctypes.create_string_buffer(_PROGRAM_NAME_AT + _NAME_BYTES)
-        size = ctypes.c_uint32(len(information))
-        library().bpf_obj_get_info_by_fd(descriptor, information, ctypes.byref(size))
-    finally:
-        os.close(descriptor)
-    name = information.raw[_PROGRAM_NAME_AT:].partition(b"\0")[0].decode(errors="replace")
     detach = f"ip link set dev {interface} xdp off"
-    if name == _LIBXDP_DISPATCHER:
+    if link := _link_of(number.value, interface_index):
+        detach = f"bpftool link detach id {link}"
+    elif name == _LIBXDP_DISPATCHER:
         detach = f"xdp-loader unload {interface} --all"
     return (
         f"{interface} has the XDP program {name!r} (id {number.value}) already, and takes one: end the process that "
         f"attached it, or run `{detach}`"
     )
+
+
+def _link_of(program: int, interface_index: int) -> int:
+    """The link that holds the XDP program at the interface; 0 if it was attached without one, as by iproute2."""
+    number = ctypes.c_uint32()
+    while library().bpf_link_get_next_id(number, ctypes.byref(number)) == 0:
+        information = _information(library().bpf_link_get_fd_by_id(number))
+        if _LINK.unpack_from(information) == (_LINK_TYPE_XDP, number.value, program, interface_index):
+            return number.value
+    return 0
+
+
+def _information(descriptor: int) -> bytes:
+    """What the kernel says of a program or link; zeros if it is gone. Takes ownership of the descriptor."""
+    information = ctypes.create_string_buffer(_INFORMATION_BYTES)
+    if descriptor >= 0:
+        size = ctypes.c_uint32(len(information))
+        library().bpf_obj_get_info_by_fd(descriptor, information, ctypes.byref(size))
+        os.close(descriptor)
+    return information.raw
 
 
 def attach_tcx(program: Program, interface_index: int, *, egress: bool = False) -> Link:

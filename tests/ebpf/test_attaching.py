@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import socket
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,30 +66,52 @@ def packets() -> Iterator[BpfObject]:
         yield made
 
 
-@pytest.mark.needs("netns")
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [("somebodys", "`ip link set dev lo xdp off`"), ("xdp_dispatcher", "`xdp-loader unload lo --all`")],
-)
-def test_the_xdp_program_in_the_way_is_named_with_what_detaches_it(packets: BpfObject, name: str, remedy: str) -> None:
-    source = HEAD + f'SEC("xdp") int {name}(struct xdp_md *context) {{ return XDP_PASS; }}\n'
+@pytest.fixture
+def host() -> Iterator[str]:
+    made = f"{namespace.unique_prefix(78)}-links"
+    namespace.create(made)
+    yield made
+    namespace.remove(made)
 
-    def refusal() -> str:
-        index = socket.if_nametoindex("lo")
-        with (
-            BpfObject(compile_source("other", source)) as other,
-            links.attach_xdp(other.program(name), index),
-            pytest.raises(BpfError) as refused,
-        ):
+
+def refused_with(name: str, packets: BpfObject, by_link: bool) -> str:
+    """Attaches a program of this name to lo, and returns the error of the second one. Follows the error's advice."""
+    image = compile_source("other", HEAD + f'SEC("xdp") int {name}(struct xdp_md *context) {{ return XDP_PASS; }}\n')
+    index = socket.if_nametoindex("lo")
+    with BpfObject(image) as other, contextlib.ExitStack() as held:
+        if by_link:
+            held.enter_context(links.attach_xdp(other.program(name), index))
+        else:
+            folder = held.enter_context(tempfile.TemporaryDirectory())
+            file = Path(folder, "other.o")
+            file.write_bytes(image)
+            run(f"ip link set dev lo xdpgeneric obj {file} sec xdp")
+        with pytest.raises(BpfError) as refused:
             links.attach_xdp(packets.program("by_xdp"), index)
-        return str(refused.value)
+        text = str(refused.value)
+        if "xdp-loader" not in text:
+            run(text.split("`")[1])
+            links.attach_xdp(packets.program("by_xdp"), index).close()
+    return text
 
-    host = f"{namespace.unique_prefix(78)}-links"
-    namespace.create(host)
-    try:
-        text = namespace.within(host, refusal)
-    finally:
-        namespace.remove(host)
+
+def run(command: str) -> None:
+    subprocess.run(command.split(), check=True, timeout=TIMEOUT_S)
+
+
+@pytest.mark.needs("netns", "ip", "bpftool")
+@pytest.mark.parametrize(
+    ("name", "by_link", "remedy"),
+    [
+        ("somebodys", True, "`bpftool link detach id "),
+        ("somebodys", False, "`ip link set dev lo xdp"),
+        ("xdp_dispatcher", False, "`xdp-loader unload lo --all`"),
+    ],
+)
+def test_the_xdp_program_in_the_way_is_named_with_what_detaches_it(
+    packets: BpfObject, host: str, name: str, by_link: bool, remedy: str
+) -> None:
+    text = namespace.within(host, lambda: refused_with(name, packets, by_link))
     assert f"lo has the XDP program '{name}' (id " in text
     assert remedy in text
     assert "\n" not in text
