@@ -21,6 +21,7 @@ uint64_t Flow::eager_max_bytes() const { return state_->eager_sender.max_bytes()
 
 bool Flow::send_eager(const MessageHeader& header, uint32_t flags, const void* data, uint64_t now_us) {
   State& state = *state_;
+  state.wake();
   if (state.peer_closed) state.lose_peer("said goodbye before this message");
   if (state.dead) return false;
   if (state.eager_sender.push(header, flags, data)) return true;
@@ -31,6 +32,7 @@ bool Flow::send_eager(const MessageHeader& header, uint32_t flags, const void* d
 void Flow::advertise(uint64_t receive_id, const MessageHeader& header, std::byte* destination, const Keys& keys,
                      uint64_t now_us) {
   State& state = *state_;
+  state.wake();
   if (state.peer_closed) state.lose_peer("said goodbye before this message");
   if (state.dead) return;
   state.receiver.advertise(receive_id, header, destination, keys);
@@ -40,10 +42,16 @@ void Flow::advertise(uint64_t receive_id, const MessageHeader& header, std::byte
 
 void Flow::transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes) {
   State& state = *state_;
+  state.wake();
   if (state.peer_closed) state.lose_peer("said goodbye before this message");
   if (state.dead) return;
   const char* error = state.sender.transfer(send_id, advert_id, data, size_bytes);
   if (error != nullptr) state.lose_peer(error);
+}
+
+bool Flow::has_event() const {
+  const State& state = *state_;
+  return state.lost_pending || (!state.dead && (!state.events.empty() || state.eager_receiver.has_undelivered()));
 }
 
 bool Flow::poll_event(Event& out) {
@@ -169,6 +177,7 @@ size_t Flow::predict_from(uint32_t immediate, std::span<Placement> out) const {
 void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t size_bytes, bool ecn_marked,
                    uint64_t waited_us) {
   State& state = *state_;
+  state.wake();
   if (state.dead) return state.repeat_last_word(now_us);
   const bool eager = slot_of(immediate) == EAGER_SLOT;
   const Verdict verdict = eager ? state.eager_receiver.classify(index_of(immediate), size_bytes)
@@ -211,6 +220,7 @@ void Flow::on_data(uint64_t now_us, uint32_t path, uint32_t immediate, uint32_t 
 
 void Flow::on_control(uint64_t now_us, uint32_t path, std::span<const std::byte> payload, uint64_t waited_us) {
   State& state = *state_;
+  state.wake();
   ++state.counters.control_packets_received;
   ControlReader control;
   if (!control.parse(payload)) {
@@ -295,6 +305,7 @@ void Flow::on_timeout(uint64_t now_us) {
 
 void Flow::expect(uint64_t now_us) {
   State& state = *state_;
+  state.wake();
   if (state.dead) return;
   if (state.peer_closed && !state.eager_receiver.has_undelivered() && state.events.empty()) {
     // Not at once: packets that the peer sent before its goodbye may have taken a slower path.
@@ -304,15 +315,20 @@ void Flow::expect(uint64_t now_us) {
   state.look_for_life(now_us);
 }
 
-void Flow::on_heard(uint64_t now_us) { state_->silence.on_heard(now_us); }
+void Flow::on_heard(uint64_t now_us) {
+  state_->wake();
+  state_->silence.on_heard(now_us);
+}
 
 void Flow::on_path_failed(uint64_t now_us, uint32_t path) {
   State& state = *state_;
+  state.wake();
   if (!state.dead && path < state.config.path_count) state.recovery.on_path_failed(now_us, path);
 }
 
 void Flow::on_peer_failed(std::string_view reason) {
   State& state = *state_;
+  state.wake();
   if (state.peer_closed && !state.has_outstanding()) return;
   state.lose_peer(reason);
 }
@@ -338,6 +354,7 @@ void Flow::revoke() noexcept {
 
 void Flow::abort(std::string_view reason) {
   State& state = *state_;
+  state.wake();
   const bool was_dead = state.dead;
   revoke();
   if (was_dead) return;
@@ -348,6 +365,7 @@ void Flow::abort(std::string_view reason) {
 
 void Flow::close() {
   State& state = *state_;
+  state.wake();
   if (state.dead || state.closing) return;
   state.closing = true;
   state.last_words = LAST_WORD_COPIES;

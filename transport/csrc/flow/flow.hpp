@@ -11,6 +11,7 @@
 //             acknowledged again; not for a refused packet). Control: on_control.
 //   then      poll_event until false
 //   then      poll_data until 0, poll_control until 0, on_timeout when now_us >= next_timeout_us()
+// Whatever may change has_event() or next_timeout_us() wakes the flow in the port's agenda, if there is one.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -36,6 +37,7 @@ inline constexpr size_t CONTROL_MAX_BYTES = 4'096;
 // Before the data of an eager packet.
 inline constexpr uint32_t EAGER_HEADER_BYTES = 32;
 
+class Agenda;
 class ReceiveBudget;
 
 // The defaults of settings equal those of transport/config.py.
@@ -55,6 +57,8 @@ struct FlowConfig {
   std::string_view congestion = "fixed";         // or "swift"; congestion.hpp
   uint64_t target_queue_us = 100;                // "swift": the target queueing delay in the fabric
   ReceiveBudget* receive_budget = nullptr;       // shared by the flows of a port, outlives them; null: no limit
+  Agenda* agenda = nullptr;                      // of the port, outlives the flow; null: the port asks every flow
+  uint32_t agenda_member = 0;                    // the flow's number there
   trace::Ends ends{};                            // only for tracepoints and counters
   CounterPage* counter_page = nullptr;           // where to count, outlives the flow; null: in the flow
 };
@@ -109,6 +113,7 @@ class Flow {
                  uint64_t now_us);
   void transfer(uint64_t send_id, uint64_t advert_id, const std::byte* data, uint64_t size_bytes);
   bool poll_event(Event& out);
+  bool has_event() const;
   // The last eager event could not be taken. There is no eager event until poll_event has returned false once. Then the
   // same one comes again.
   void defer_eager();

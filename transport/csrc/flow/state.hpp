@@ -11,6 +11,7 @@
 #include <string_view>
 
 #include "flow/ack_pacing.hpp"
+#include "flow/agenda.hpp"
 #include "flow/control.hpp"
 #include "flow/eager.hpp"
 #include "flow/flow.hpp"
@@ -36,6 +37,9 @@ struct Flow::State {
   // Throws std::invalid_argument for a configuration out of range.
   State(const FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey);
 
+  void wake() noexcept {
+    if (config.agenda != nullptr) config.agenda->wake(config.agenda_member);
+  }
   void request_control(uint64_t at_us) { control_due_us = std::min(control_due_us, at_us); }
   void note_arrival(uint64_t now_us, uint32_t path, uint32_t immediate, bool ecn_marked, uint64_t waited_us);
   uint32_t control_path(uint64_t now_us);

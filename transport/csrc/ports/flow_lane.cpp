@@ -8,10 +8,15 @@ namespace sennit {
 
 FlowLane::FlowLane(uint32_t peer, const flow::FlowConfig& config, std::span<std::byte> eager_memory,
                    uint32_t eager_rkey, Exposure& exposure, LaneSink& sink)
-    : peer_(peer), sink_(sink), exposure_(exposure), flow_(config, eager_memory, eager_rkey) {}
+    : peer_(peer),
+      sink_(sink),
+      exposure_(exposure),
+      flow_(config, eager_memory, eager_rkey),
+      agenda_(config.agenda),
+      member_(config.agenda_member) {}
 
 bool FlowLane::send_eager(const MessageHeader& header, uint32_t flags, const void* data) {
-  return flow_.send_eager(header, flags, data, now_us_);
+  return flow_.send_eager(header, flags, data, now_us());
 }
 
 void FlowLane::advertise(uint64_t receive_id, const MessageHeader& header, void* destination) {
@@ -26,6 +31,7 @@ void FlowLane::advertise(uint64_t receive_id, const MessageHeader& header, void*
 void FlowLane::advertise_at(uint64_t receive_id, const MessageHeader& header, std::byte* destination,
                             uint64_t loan_id) {
   const uint64_t region = exposure_.open(destination, header.size_bytes);
+  if (agenda_ != nullptr) agenda_->wake(member_);
   opening_.push(OpeningReceive{receive_id, header, destination, loan_id, region});
   tell_opened();
 }
@@ -37,7 +43,7 @@ bool FlowLane::tell_opened() {
     const OpeningReceive next = opening_.front();
     opening_.pop();
     const uint64_t number = receives_.push(OpenReceive{next.receive_id, next.loan_id, next.region, nullptr, false});
-    flow_.advertise(number, next.header, next.destination, keys, now_us_);
+    flow_.advertise(number, next.header, next.destination, keys, now_us());
     moved = true;
   }
   return moved;
@@ -144,7 +150,7 @@ void FlowLane::revoke() noexcept {
 }
 
 bool FlowLane::pump(uint64_t now_us) {
-  now_us_ = now_us;
+  pumped_us_ = now_us;
   bool moved = tell_opened();
   moved |= hand_over_closed();
   moved |= hand_over_returned();

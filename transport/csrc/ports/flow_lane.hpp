@@ -13,6 +13,7 @@
 #include <span>
 #include <string>
 
+#include "flow/agenda.hpp"
 #include "flow/flow.hpp"
 #include "flow/sequence_ring.hpp"
 #include "messages/lane.hpp"
@@ -32,10 +33,13 @@ class FlowLane final : public Lane {
 
   flow::Flow& flow() { return flow_; }
   const flow::Flow& flow() const { return flow_; }
-  // Sets the time for calls of the message side. Called at the start of every progress round.
-  void set_now(uint64_t now_us) { now_us_ = now_us; }
   // Hands out what happened since the last call. True when there was anything.
   bool pump(uint64_t now_us);
+  // When to pump and send next, if nothing wakes the flow before. 0: now.
+  uint64_t next_visit_us() const {
+    const bool awaits_exposure = !opening_.empty() || !closing_.empty() || !returning_.empty();
+    return awaits_exposure || flow_.has_event() ? 0 : flow_.next_timeout_us();
+  }
   // Whether everything sent is acknowledged.
   bool idle() const { return flow_.idle() && returning_.empty(); }
   // Like flow().abort and flow().revoke. The sink hears nothing more.
@@ -93,11 +97,16 @@ class FlowLane final : public Lane {
   // False: the sink has no room for this eager message.
   bool deliver(const flow::Event& event);
 
+  // The time of calls of the message side: of the port's round, or of the last pump.
+  uint64_t now_us() const { return agenda_ != nullptr ? agenda_->now_us() : pumped_us_; }
+
   const uint32_t peer_;
   LaneSink& sink_;
   Exposure& exposure_;
   flow::Flow flow_;
-  uint64_t now_us_ = 0;
+  flow::Agenda* const agenda_;
+  const uint32_t member_;
+  uint64_t pumped_us_ = 0;
   std::array<Loan, LOAN_COUNT> loans_;
   flow::SequenceRing<Wish> wishes_;  // receives as loans that wait for memory, in call order
   flow::SequenceRing<OpeningReceive> opening_;

@@ -24,14 +24,16 @@ uint64_t lines(uint64_t size_bytes) { return (size_bytes + LINE - 1) / LINE * LI
 }  // namespace
 
 ShmLane::ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, CounterPage* counter_page,
-                 uint64_t peer_timeout_us)
+                 uint64_t peer_timeout_us, flow::Agenda* agenda, uint32_t member)
     : peer_(peer),
       in_(in),
       out_(out),
       sink_(sink),
       free_blocks_((1u << out.bulk_blocks) - 1),
       silence_(peer_timeout_us),
-      counters_(counter_page, peer) {
+      counters_(counter_page, peer),
+      agenda_(agenda),
+      member_(member) {
   static_assert(sizeof(Record) == LINE);
 }
 
@@ -43,6 +45,7 @@ uint64_t ShmLane::data_bytes_of(const Record& eager) {
 
 bool ShmLane::send_eager(const MessageHeader& header, uint32_t flags, const void* data) {
   if (dead_) return true;
+  wake();
   if (!waiting_records_.empty()) return false;
   Record record{};
   record.type = Record::eager;
@@ -91,6 +94,7 @@ void ShmLane::publish_or_queue(const Record& record) {
 
 void ShmLane::advertise(uint64_t receive_id, const MessageHeader& header, void* destination) {
   if (dead_) return;
+  wake();
   if (destination == nullptr && (!waiting_loans_.empty() || loans_out_ + 1 >= in_.bulk_blocks)) {
     waiting_loans_.push_back({receive_id, header});
     return;
@@ -118,6 +122,7 @@ void ShmLane::grant(uint64_t receive_id, const MessageHeader& header, std::byte*
 
 void ShmLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
   if (dead_) return;
+  wake();
   transfers_.push_back({send_id, static_cast<uint32_t>(advert_id), static_cast<const std::byte*>(data), size_bytes, 0});
 }
 
@@ -130,6 +135,11 @@ bool ShmLane::progress(uint64_t now_us) {
   }
   if (!transfers_.empty() && waiting_records_.empty()) moved |= push_fragment();
   return moved;
+}
+
+bool ShmLane::has_news() const {
+  return !dead_ && (in_.header->control_head.load(std::memory_order_acquire) != control_tail_ ||
+                    in_.header->last_word_bytes.load(std::memory_order_acquire) != 0);
 }
 
 bool ShmLane::drain() {
@@ -253,6 +263,7 @@ void ShmLane::give_back(uint32_t block) {
 
 void ShmLane::release(uint64_t loan_id) {
   const auto block = static_cast<uint32_t>(loan_id);
+  wake();
   lent_blocks_ &= ~(1u << block);
   give_back(block);
   --loans_out_;
@@ -303,6 +314,7 @@ void ShmLane::forget_user_memory() noexcept {
 
 void ShmLane::say_goodbye() {
   if (dead_) return;
+  wake();
   Record record{};
   record.type = Record::goodbye;
   publish_or_queue(record);
@@ -311,6 +323,7 @@ void ShmLane::say_goodbye() {
 void ShmLane::say_last_word(std::string_view reason) {
   forget_user_memory();
   if (dead_ || peer_left_ || out_.header->last_word_bytes.load(std::memory_order_relaxed) != 0) return;
+  wake();
   const std::string_view word = utf8_prefix(reason, LAST_WORD_MAX_BYTES);
   std::memcpy(out_.header->last_word, word.data(), word.size());
   out_.header->last_word_bytes.store(static_cast<uint32_t>(word.size()), std::memory_order_release);

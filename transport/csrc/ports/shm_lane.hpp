@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "flow/agenda.hpp"
 #include "flow/flow.hpp"
 #include "flow/silence.hpp"
 #include "messages/lane.hpp"
@@ -24,8 +25,11 @@ namespace sennit {
 
 class ShmLane final : public Lane {
  public:
+  // `agenda`: woken, as member `member`, when this side has something to do or to tell; null: progress() is called
+  // anyway.
   ShmLane(uint32_t peer, ShmInbox in, ShmInbox out, LaneSink& sink, CounterPage* counter_page = nullptr,
-          uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us);
+          uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us, flow::Agenda* agenda = nullptr,
+          uint32_t member = 0);
 
   uint64_t eager_max_bytes() const override;
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
@@ -41,6 +45,8 @@ class ShmLane final : public Lane {
   bool progress(uint64_t now_us);
   // Reads without writing, as the last look before a dead peer is reported.
   bool drain();
+  // Whether the peer has published something that was not read yet, and may still be.
+  bool has_news() const;
   bool idle() const { return transfers_.empty() && waiting_records_.empty(); }
   void forget_user_memory() noexcept;
   void say_goodbye();
@@ -109,6 +115,10 @@ class ShmLane final : public Lane {
   void give_back(uint32_t block);
   void lose(std::string reason);
 
+  void wake() noexcept {
+    if (agenda_ != nullptr) agenda_->wake(member_);
+  }
+
   const uint32_t peer_;
   ShmInbox in_, out_;
   LaneSink& sink_;
@@ -129,6 +139,8 @@ class ShmLane final : public Lane {
   uint32_t beats_seen_ = 0;
   flow::Silence silence_;
   const Counted<Counters> counters_;
+  flow::Agenda* const agenda_;
+  const uint32_t member_;
 };
 
 }  // namespace sennit

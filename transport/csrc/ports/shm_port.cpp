@@ -8,6 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <bit>
 #include <stdexcept>
 
 namespace sennit {
@@ -38,7 +39,8 @@ ShmPort::ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page, uint6
       segment_(ShmSegment::create(rank, world, fresh_nonce())),
       peers_(world),
       lanes_(world),
-      lost_(world, false) {}
+      lost_(world, false),
+      member_of_(world) {}
 
 ShmPort::~ShmPort() = default;
 
@@ -52,19 +54,25 @@ void ShmPort::connect(uint32_t peer, LaneSink& sink) {
   if (peer >= world_ || !peers_[peer]) throw std::runtime_error("the peer's shared memory was not opened");
   sink_ = &sink;
   lanes_[peer] = std::make_unique<ShmLane>(peer, segment_.inbox(peer), peers_[peer].inbox(rank_), sink, counter_page_,
-                                           peer_timeout_us_);
+                                           peer_timeout_us_, &agenda_, static_cast<uint32_t>(connected_.size()));
   connected_.push_back(peer);
+  idle_rounds_.push_back(0);
+  member_of_[peer] = agenda_.join();
 }
 
 bool ShmPort::progress(uint64_t now_us) {
+  look_at_bells();
   bool moved = false;
-  for (const uint32_t peer : connected_) {
-    if (!lost_[peer]) moved |= lanes_[peer]->progress(now_us);
+  for (size_t turn = 0; turn < agenda_.ready().size(); ++turn) {
+    const uint32_t member = agenda_.ready()[turn], peer = connected_[member];
+    const bool its = !lost_[peer] && lanes_[peer]->progress(now_us);
+    if (its) idle_rounds_[member] = 0;
+    moved |= its;
   }
   ring_where_dirty();
   // The rings are read first: the end of a peer does not overtake what the peer sent.
   if (!moved) {
-    for (const uint32_t peer : connected_) lanes_[peer]->look_for_last_word();
+    for (const uint32_t member : agenda_.ready()) lanes_[connected_[member]]->look_for_last_word();
   }
   if (now_us >= next_beat_us_) {
     next_beat_us_ = now_us + PEER_CHECK_US;
@@ -72,16 +80,53 @@ bool ShmPort::progress(uint64_t now_us) {
     look_at_beats(now_us);
   }
   if (!moved && now_us >= next_check_us_) check_peers(now_us);
+  agenda_.settle(now_us, [&](uint32_t member) -> uint64_t {
+    const uint32_t peer = connected_[member];
+    if (!lanes_[peer]->idle()) idle_rounds_[member] = 0;
+    if (!lost_[peer] && ++idle_rounds_[member] <= WATCH_ROUNDS) return 0;
+    idle_rounds_[member] = 0;
+    if (stop_watching(peer) || lost_[peer]) return flow::Agenda::NEVER_US;
+    moved = true;
+    return 0;
+  });
   return moved;
 }
 
-// One fence for all doorbells: our publications come before it, the peers' announcement of sleep after it.
+void ShmPort::look_at_bells() {
+  ShmSegmentHeader& header = segment_.header();
+  for (uint32_t word = 0; word < WATCH_WORDS && 64 * word < world_; ++word) {
+    uint64_t fresh = header.watched[word].load(std::memory_order_acquire) & ~watched_[word];
+    watched_[word] |= fresh;
+    for (; fresh != 0; fresh &= fresh - 1)
+      for (uint32_t peer = 64 * word + std::countr_zero(fresh); peer < world_; peer += WATCH_BITS)
+        if (lanes_[peer]) agenda_.wake(member_of_[peer]);
+  }
+}
+
+// True if nothing is there, and the peer will set its bit with its next news.
+bool ShmPort::stop_watching(uint32_t peer) {
+  const uint32_t bit = peer % WATCH_BITS;
+  const uint64_t mask = uint64_t{1} << bit % 64;
+  watched_[bit / 64] &= ~mask;
+  segment_.header().watched[bit / 64].fetch_and(~mask, std::memory_order_seq_cst);
+  // Pairs with the first fence in ring_where_dirty(): either the peer sees that its bit is clear, or the look below
+  // sees what the peer published.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return !lanes_[peer]->has_news();
+}
+
+// One fence for all doorbells: our publications come before it, what the peers announce (that they do not watch, that
+// they sleep) after it. A lane becomes dirty only by a call that also makes it ready.
 void ShmPort::ring_where_dirty() {
   bool fenced = false;
-  for (const uint32_t peer : connected_) {
+  for (const uint32_t member : agenda_.ready()) {
+    const uint32_t peer = connected_[member];
     if (!lanes_[peer]->take_dirty()) continue;
+    idle_rounds_[member] = 0;
     if (!fenced) std::atomic_thread_fence(std::memory_order_seq_cst);
     fenced = true;
+    // Where the bit was clear, a peer that sleeps after its last look at the bits must be seen asleep now.
+    if (peers_[peer].ask_to_watch(rank_)) std::atomic_thread_fence(std::memory_order_seq_cst);
     peers_[peer].wake_owner();
   }
 }

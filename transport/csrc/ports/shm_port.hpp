@@ -2,9 +2,11 @@
 // The shared-memory port: lanes to the ranks of this host, and one doorbell or bell to sleep on.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <span>
 
+#include "flow/agenda.hpp"
 #include "messages/lane.hpp"
 #include "ports/shm_lane.hpp"
 #include "telemetry/counter_page.hpp"
@@ -50,8 +52,15 @@ class ShmPort final : public Port {
   void close() override;
   void revoke() noexcept override;
   CounterList counters() const;
+  const flow::Agenda& agenda() const { return agenda_; }
+
+  // A lane that was visited this often without a result is visited again when its peer has set its bit. Long enough
+  // that a busy lane never costs its peer an atomic operation, and short beside the time between two operations.
+  static constexpr uint32_t WATCH_ROUNDS = 1'024;
 
  private:
+  void look_at_bells();
+  bool stop_watching(uint32_t peer);
   void ring_where_dirty();
   void check_peers(uint64_t now_us);
   void look_at_beats(uint64_t now_us);
@@ -65,7 +74,11 @@ class ShmPort final : public Port {
   std::vector<std::unique_ptr<ShmLane>> lanes_;
   std::vector<bool> lost_;
   LaneSink* sink_ = nullptr;
-  std::vector<uint32_t> connected_;  // ranks with a lane: those of this host, not the world
+  std::vector<uint32_t> connected_;              // ranks with a lane: those of this host, not the world
+  flow::Agenda agenda_;                          // its members are those of connected_, in that order
+  std::vector<uint32_t> idle_rounds_;            // of connected_, in that order: since a round moved something
+  std::vector<uint32_t> member_of_;              // by rank
+  std::array<uint64_t, WATCH_WORDS> watched_{};  // the bits that were seen set, and not cleared since
   uint64_t next_check_us_ = 0, next_beat_us_ = 0;
 };
 

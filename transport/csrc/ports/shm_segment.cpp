@@ -27,7 +27,7 @@
 namespace sennit {
 namespace {
 
-constexpr uint64_t SEGMENT_MAGIC = 0x34'30'54'49'4E'4E'45'53;  // "SENNIT04": the revision of the layout
+constexpr uint64_t SEGMENT_MAGIC = 0x35'30'54'49'4E'4E'45'53;  // "SENNIT05": the revision of the layout
 constexpr size_t PAGE_BYTES = 4'096;
 constexpr size_t LINE = 64;
 
@@ -232,6 +232,16 @@ void ShmSegment::unlink() {
   ::unlink(path_.c_str());
   ::unlink(bell_of(path_).c_str());
   path_.clear();
+}
+
+bool ShmSegment::ask_to_watch(uint32_t from_rank) const {
+  const uint32_t bit = from_rank % WATCH_BITS;
+  std::atomic<uint64_t>& word = header().watched[bit / 64];
+  const uint64_t mask = uint64_t{1} << bit % 64;
+  // Mostly the bit is set, and reading it takes the cache line from nobody.
+  if ((word.load(std::memory_order_relaxed) & mask) != 0) return false;
+  word.fetch_or(mask, std::memory_order_seq_cst);
+  return true;
 }
 
 void ShmSegment::wake_owner() const {

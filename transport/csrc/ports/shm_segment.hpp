@@ -27,6 +27,7 @@ inline constexpr uint32_t BULK_BLOCKS_MAX = 4;  // all of them fit easily into t
 inline constexpr uint32_t BULK_BLOCKS_MIN = 3;  // two loans, one being read and one being written, and one for the rest
 inline constexpr uint64_t BULK_BUDGET_BYTES = 16'777'216;  // for all inboxes of a rank
 inline constexpr size_t LAST_WORD_MAX_BYTES = 1'020;
+inline constexpr uint32_t WATCH_WORDS = 16, WATCH_BITS = 64 * WATCH_WORDS;
 
 // Two processes write here. Every field that both use is on its own cache line.
 struct ShmSegmentHeader {
@@ -39,7 +40,10 @@ struct ShmSegmentHeader {
   uint64_t inbox_stride;
   alignas(64) std::atomic<uint32_t> doorbell;  // futex word: who wakes the owner adds one
   std::atomic<uint32_t> sleeping;              // a Sleep: the owner is about to wait. Who clears it wakes the owner
-  alignas(64) std::atomic<uint32_t> beats;     // grows as long as any thread of the owner runs
+  // A bit for each peer (rank % WATCH_BITS): the owner looks into that inbox in every round. A peer with news sets the
+  // bit where it is clear. The owner clears it when the inbox was empty for long, and then looks once more.
+  alignas(64) std::atomic<uint64_t> watched[WATCH_WORDS];
+  alignas(64) std::atomic<uint32_t> beats;  // grows as long as any thread of the owner runs
 };
 
 // One producer (the peer), one consumer (the owner). Positions in the ring only grow; the offset is position % size.
@@ -79,6 +83,9 @@ class ShmSegment {
   ShmInbox inbox(uint32_t from_rank) const;
   std::vector<std::byte> offer() const;  // what peers need to open it
   void unlink();
+  // Makes the owner look into the inbox of `from_rank`. True if it did not already. The caller publishes its news, then
+  // makes a sequentially consistent fence.
+  bool ask_to_watch(uint32_t from_rank) const;
   // Ends the owner's sleep, if it sleeps. The caller publishes its news first.
   void wake_owner() const;
   // For the owner. Readable after the bell has rung.

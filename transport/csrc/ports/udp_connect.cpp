@@ -58,11 +58,15 @@ void UdpPort::start(Peer& peer) {
             [payload_bytes](const RoceOffer::Rail&, const RoceOffer::Rail&) { return payload_bytes; });
   peer.payload_bytes = config.payload_max_bytes;
   config.receive_budget = &receive_budget_;
+  config.agenda = &agenda_;
+  config.agenda_member = static_cast<uint32_t>(connected_.size());
   const RoceOffer::Peer& for_us = peer.offer.peers[rank_];
   const std::span<std::byte> eager_memory(eager_memory_[peer.rank].get(),
                                           size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
   peer.lane = std::make_unique<FlowLane>(peer.rank, config, eager_memory, offer_.peers[peer.rank].eager_rkey, exposure_,
                                          *peer.sink);
+  connected_.push_back(&peer);
+  agenda_.join();
   flow::Flow& flow = peer.lane->flow();
   flow.set_remote_eager(for_us.eager_address, for_us.eager_rkey);
   peer.batch_packets = UdpSender::batch_packets(config.payload_max_bytes);
@@ -76,7 +80,6 @@ void UdpPort::start(Peer& peer) {
     path.incoming = wire::NetworkCrc(path.remote_source, path.local_listen, common_packet_bytes);
     if (peer.trial->told_bytes(path.index) == 0) flow.on_path_failed(last_now_us_, path.index);
   }
-  connected_.push_back(&peer);
 }
 
 void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {

@@ -122,18 +122,25 @@ Lane& UdpPort::lane(uint32_t peer) { return *connected(peer).lane; }
 bool UdpPort::progress(uint64_t now_us) {
   // Acknowledgements are timed, so each batch gets its time of arrival.
   const CallClock clock(now_us);
-  for (Peer* peer : connected_) peer->lane->set_now(now_us);
+  agenda_.set_now(now_us);
   bool moved = false;
   for (int round = 0; round < ROUND_MAX_COUNT; ++round) {
     bool received = false;
     for (const auto& rail : rails_) received |= receive_from(*rail->receiver, clock.now_us());
-    bool delivered = false;
-    for (Peer* peer : connected_) delivered |= peer->lane->pump(clock.now_us());
+    const bool delivered = pump(clock.now_us());
     if (!send_round(clock.now_us()) && !received && !delivered) break;
     moved = true;
   }
   last_now_us_ = clock.now_us();
   return moved;
+}
+
+// What one peer brought may wake others.
+bool UdpPort::pump(uint64_t now_us) {
+  bool delivered = false;
+  for (size_t turn = 0; turn < agenda_.ready().size(); ++turn)
+    delivered |= connected_[agenda_.ready()[turn]]->lane->pump(now_us);
+  return delivered;
 }
 
 // As many data batches as this rank may send meanwhile, plus the control packets between them. Finding the socket empty
@@ -159,14 +166,20 @@ bool UdpPort::send_round(uint64_t now_us) {
   for (const auto& rail : rails_) read_until_us_ = std::min(read_until_us_, rail->receiver->received_until_us());
   // Each peer gets the time of its own turn, because a round-trip time must not include the turns of others.
   const CallClock clock(now_us);
-  for (size_t turn = 0; turn < connected_.size(); ++turn) {
-    Peer& peer = *connected_[(next_peer_ + turn) % connected_.size()];
+  agenda_.wake_due(now_us);
+  const size_t ready_count = agenda_.ready().size();
+  for (size_t turn = 0; turn < ready_count; ++turn) {
+    Peer& peer = *connected_[agenda_.ready()[(next_turn_ + turn) % ready_count]];
     sent |= send_from(peer, turn != 0 ? clock.now_us() : now_us);
   }
-  if (!connected_.empty()) next_peer_ = (next_peer_ + 1) % connected_.size();
+  ++next_turn_;
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)
       if (sender->has_refused()) note_refused(*sender);
+  agenda_.settle(now_us, [this](uint32_t member) {
+    const Peer& peer = *connected_[member];
+    return peer.trial && peer.trial->has_due() ? 0 : peer.lane->next_visit_us();
+  });
   return sent;
 }
 
@@ -270,8 +283,9 @@ std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
 }
 
 uint64_t UdpPort::next_timeout_us() const {
-  uint64_t earliest_us = UINT64_MAX;
-  for (const Peer* peer : connected_) earliest_us = std::min(earliest_us, peer->lane->flow().next_timeout_us());
+  uint64_t earliest_us = agenda_.next_due_us();
+  for (const uint32_t member : agenda_.ready())
+    earliest_us = std::min(earliest_us, connected_[member]->lane->flow().next_timeout_us());
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)
       if (sender->is_blocked()) return last_now_us_ + BLOCKED_RETRY_US;

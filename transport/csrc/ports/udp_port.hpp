@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "flow/agenda.hpp"
 #include "flow/receive_budget.hpp"
 #include "messages/lane.hpp"
 #include "ports/agreement.hpp"
@@ -82,6 +83,7 @@ class UdpPort final : public Port {
 
   CounterList counters() const;
   std::string describe() const;
+  const flow::Agenda& agenda() const { return agenda_; }
 
  private:
   struct Rail;
@@ -94,6 +96,7 @@ class UdpPort final : public Port {
   void open_rail(const UdpRailConfig& config, const PortRange& ports, size_t receive_buffer_bytes);
   Peer& connected(uint32_t peer);
   bool receive_from(UdpReceiver& receiver, uint64_t now_us);
+  bool pump(uint64_t now_us);
   bool send_round(uint64_t now_us);
   bool send_from(Peer& peer, uint64_t now_us);
   void send_abort(Peer& peer, std::string_view reason);  // sends over every rail, once
@@ -108,6 +111,7 @@ class UdpPort final : public Port {
   const SendConfig send_;
   flow::ReceiveBudget receive_budget_{
       {.min_bytes = 65'536, .target_queue_us = 250}};  // before peers_, whose flows return their grants at the end
+  flow::Agenda agenda_;                                // its members are those of connected_, in that order
   const Counted<UdpSendCounters> send_counters_;
   const Counted<UdpReceiveCounters> receive_counters_;
   UdpPathByQpn paths_by_qpn_;
@@ -115,7 +119,7 @@ class UdpPort final : public Port {
   std::vector<std::unique_ptr<Rail>> rails_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
   std::vector<Peer*> connected_;
-  size_t next_peer_ = 0;  // the peer that sends first in the next round
+  size_t next_turn_ = 0;  // the ready peer that sends first in the next round
   struct Unmap {
     size_t size_bytes;
     void operator()(std::byte* memory) const;

@@ -215,6 +215,7 @@ void UdpReceiver::judge(Arrival& arrival, const ReceivedBatch& batch, uint64_t n
       packet.rkey == path.trial_rkey) {
     if (!has_right_icrc(arrival, identification)) return refuse(wire::Refusal::bad_icrc);
     path.trial->on_probe(now_us, path.index, {arrival.payload, packet.payload_bytes});
+    if (path.flow != nullptr) path.flow->on_heard(now_us);  // and the answer is due
     return;
   }
   if (path.flow == nullptr) return refuse(wire::Refusal::unknown_qpn);  // the peer is ahead of this rank

@@ -158,6 +158,8 @@ void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink
         return std::min(ours.payload_max_bytes, other.payload_max_bytes);
       });
   flow_config.receive_budget = &receive_budget_;
+  flow_config.agenda = &agenda_;
+  flow_config.agenda_member = static_cast<uint32_t>(connected_.size());
 
   auto made = std::make_unique<Peer>();
   made->rank = peer;
@@ -191,6 +193,7 @@ void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink
     }
   }
   connected_.push_back(made.get());
+  agenda_.join();
   peers_[peer] = std::move(made);
 }
 
@@ -211,12 +214,13 @@ bool VerbsPort::progress(uint64_t now_us) {
   // Acknowledgements are timed, so each batch gets its time of arrival.
   const CallClock clock(now_us);
   exposure_.set_now(now_us);
-  for (Peer* peer : connected_) peer->lane->set_now(now_us);
+  agenda_.set_now(now_us);
   bool moved = false;
   for (int round = 0; round < ROUND_MAX_COUNT; ++round) {
     const bool received = poll_completions(clock.now_us());
     bool delivered = false;
-    for (Peer* peer : connected_) delivered |= peer->lane->pump(clock.now_us());
+    for (size_t turn = 0; turn < agenda_.ready().size(); ++turn)
+      delivered |= connected_[agenda_.ready()[turn]]->lane->pump(clock.now_us());
     const bool sent = send_round(clock.now_us());
     if (!received && !delivered && !sent) break;
     moved = true;
@@ -244,9 +248,12 @@ bool VerbsPort::is_usable(const Path& path) const {
 
 bool VerbsPort::send_round(uint64_t now_us) {
   bool sent = false;
-  for (size_t turn = 0; turn < connected_.size(); ++turn)
-    sent |= send_from(*connected_[(next_peer_ + turn) % connected_.size()], now_us);
-  if (!connected_.empty()) next_peer_ = (next_peer_ + 1) % connected_.size();
+  agenda_.wake_due(now_us);
+  const size_t ready_count = agenda_.ready().size();
+  for (size_t turn = 0; turn < ready_count; ++turn)
+    sent |= send_from(*connected_[agenda_.ready()[(next_turn_ + turn) % ready_count]], now_us);
+  ++next_turn_;
+  agenda_.settle(now_us, [this](uint32_t member) { return connected_[member]->lane->next_visit_us(); });
   return sent;
 }
 
@@ -366,10 +373,11 @@ std::vector<uint32_t> VerbsPort::find_gone(uint64_t) {
 }
 
 uint64_t VerbsPort::next_timeout_us() const {
-  uint64_t earliest_us = revive_at_us_;
-  for (const Peer* peer : connected_) {
+  uint64_t earliest_us = std::min(revive_at_us_, agenda_.next_due_us());
+  for (const uint32_t member : agenda_.ready()) {
+    const Peer& peer = *connected_[member];
     // Without room there is nothing to do until completions come.
-    if (has_room(*peer)) earliest_us = std::min(earliest_us, peer->lane->flow().next_timeout_us());
+    if (has_room(peer)) earliest_us = std::min(earliest_us, peer.lane->flow().next_timeout_us());
   }
   return earliest_us;
 }

@@ -16,6 +16,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "flow/agenda.hpp"
 #include "flow/receive_budget.hpp"
 #include "messages/lane.hpp"
 #include "ports/agreement.hpp"
@@ -124,6 +125,7 @@ class VerbsPort final : public Port {
   std::vector<Rail> rails_;
   RoceOffer offer_;                                                         // ours
   flow::ReceiveBudget receive_budget_{receive_budget_of(config_.service)};  // before the flows
+  flow::Agenda agenda_;  // its members are those of connected_, in that order
   VerbsBuffers send_buffers_;
   std::vector<std::unique_ptr<VerbsAdapter>> adapters_;  // before the objects of each adapter
   VerbsJointExposure exposure_;
@@ -134,7 +136,7 @@ class VerbsPort final : public Port {
   std::vector<Peer*> connected_;
   std::vector<VerbsQueuePair::Release> releases_;  // by adapter
   std::vector<size_t> free_buffers_;               // of send_buffers_
-  size_t next_peer_ = 0;
+  size_t next_turn_ = 0;
   uint64_t last_now_us_ = 0, look_at_us_ = 0, revive_at_us_ = UINT64_MAX, revive_pause_us_ = 0;
   bool is_cut_off_ = false;  // queue pairs stay as they are, because keys may still be open
   std::string failure_, farewell_;

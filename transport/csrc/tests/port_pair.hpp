@@ -41,7 +41,7 @@ template <class PortUnderTest>
 class PortRank final : public LaneSink {
  public:
   template <class Config>
-  PortRank(uint32_t rank, const Config& config) : rank_(rank), port(rank, 2, config) {}
+  PortRank(uint32_t rank, const Config& config, uint32_t size = 2) : rank_(rank), port(rank, size, config) {}
 
   bool on_eager(uint32_t, const MessageHeader& header, uint32_t, const std::byte* data) override {
     if (refusals_left-- > 0) return false;
@@ -94,10 +94,11 @@ class PortRank final : public LaneSink {
 template <class PortUnderTest>
 struct PortPair {
   PortRank<PortUnderTest> a, b;
+  uint64_t progress_calls = 0;
   template <class Config>
   explicit PortPair(const Config& config) : PortPair(config, [](RoceOffer&) {}) {}
   template <class Config, class Change>
-  PortPair(const Config& config, Change change) : a(0, config), b(1, config) {
+  PortPair(const Config& config, Change change, uint32_t size = 2) : a(0, config, size), b(1, config, size) {
     for (auto [from, to, rank] : {std::tuple{&a, &b, 0u}, std::tuple{&b, &a, 1u}}) {
       RoceOffer offer = RoceOffer::decode(from->port.local_info());
       change(offer);
@@ -109,6 +110,7 @@ struct PortPair {
     const uint64_t deadline_us = now_us() + 30'000'000;
     while (!done()) {
       const bool moved = a.port.progress(now_us()) | b.port.progress(now_us());
+      ++progress_calls;
       if (!moved) {
         std::vector<pollfd> readable;
         a.port.append_poll_fds(readable);

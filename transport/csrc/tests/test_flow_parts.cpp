@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "flow/ack_pacing.hpp"
+#include "flow/agenda.hpp"
 #include "flow/control.hpp"
 #include "flow/immediate.hpp"
 #include "flow/outstanding.hpp"
@@ -34,6 +35,46 @@ TEST_CASE("Sequence numbers are found again from their low bits, across every wr
   CHECK(credit_slot(0) == 1);
   CHECK(credit_slot(4'094) == 4'095);
   CHECK(credit_slot(4'095) == 1);
+}
+
+TEST_CASE("An agenda visits exactly the members that are awake or whose time has come") {
+  SimRandom random(23);
+  for (int run = 0; run < 20; ++run) {
+    Agenda agenda;
+    std::vector<uint64_t> due_us;  // what a plain list would say: 0 is ready, NEVER_US asleep
+    uint64_t now_us = 0, visits = 0;
+    for (int step = 0; step < 2'000; ++step) {
+      if (due_us.size() < 40 && random.below(10) == 0) {
+        REQUIRE(agenda.join() == due_us.size());
+        due_us.push_back(0);
+      }
+      if (due_us.empty()) continue;
+      if (random.below(3) == 0) {
+        const auto woken = static_cast<uint32_t>(random.below(due_us.size()));
+        agenda.wake(woken);
+        due_us[woken] = 0;
+      }
+      now_us += random.below(50);
+      agenda.wake_due(now_us);
+      std::vector<uint32_t> expected, ready = agenda.ready();
+      for (uint32_t member = 0; member < due_us.size(); ++member)
+        if (due_us[member] <= now_us) expected.push_back(member);
+      std::sort(ready.begin(), ready.end());
+      REQUIRE(ready == expected);
+      visits += expected.size();
+      agenda.settle(now_us, [&](uint32_t member) {
+        const uint64_t kind = random.below(4);
+        return due_us[member] = kind == 0 ? 0 : kind == 1 ? Agenda::NEVER_US : now_us + random.below(400);
+      });
+      REQUIRE(agenda.visits() == visits);
+      uint64_t earliest_us = Agenda::NEVER_US;
+      for (uint64_t& at_us : due_us) {
+        if (at_us <= now_us) at_us = 0;  // stayed ready
+        if (at_us != 0) earliest_us = std::min(earliest_us, at_us);
+      }
+      REQUIRE(agenda.next_due_us() == earliest_us);
+    }
+  }
 }
 
 TEST_CASE("Counts that travel as 32 bits go on over many wraps, and an old one changes nothing") {

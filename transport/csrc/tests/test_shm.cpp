@@ -14,49 +14,14 @@
 
 #include "executor/engine.hpp"
 #include "ports/shm_port.hpp"
+#include "tests/shm_pair.hpp"
 
 using namespace sennit;
 
 namespace {
 
-class Sink final : public LaneSink {
- public:
-  bool on_eager(uint32_t, const MessageHeader& header, uint32_t, const std::byte* data) override {
-    if (refuse_eager) return false;
-    eager.emplace_back(header.key, std::vector<std::byte>(data, data + header.size_bytes));
-    return true;
-  }
-  void on_advert(uint32_t, const MessageHeader& header, uint64_t advert_id) override {
-    adverts[header.key] = advert_id;
-  }
-  void on_received(uint64_t receive_id, const std::byte* data, uint64_t loan_id) override {
-    received[receive_id] = {data, loan_id};
-  }
-  void on_sent(uint64_t send_id) override { sent.push_back(send_id); }
-  void on_peer_lost(uint32_t, std::string reason) override { lost.push_back(std::move(reason)); }
-
-  bool refuse_eager = false;
-  std::vector<std::pair<uint64_t, std::vector<std::byte>>> eager;
-  std::map<uint64_t, uint64_t> adverts;
-  std::map<uint64_t, std::pair<const std::byte*, uint64_t>> received;
-  std::vector<uint64_t> sent;
-  std::vector<std::string> lost;
-};
-
-struct Pair {
-  ShmPort a{0, 2}, b{1, 2};
-  Sink sink_a, sink_b;
-  Pair() {
-    REQUIRE(a.accept(1, b.offer()));
-    REQUIRE(b.accept(0, a.offer()));
-    a.connect(1, sink_a);
-    b.connect(0, sink_b);
-  }
-  void pump() {
-    while (a.progress(1) | b.progress(1)) {
-    }
-  }
-};
+using Pair = test::ShmPair;
+using Sink = test::ShmSink;
 
 std::vector<std::byte> noise(size_t size, uint32_t seed) {
   std::mt19937 random(seed);

@@ -57,6 +57,38 @@ TEST_CASE("messages of all sizes arrive unchanged both ways") {
   }
 }
 
+TEST_CASE("a round visits the peers that have work, however many others are connected") {
+  constexpr uint32_t IDLE_COUNT = 256, ROUNDS_PER_CALL = 4;
+  Pair pair(
+      config_for("::1", 1), [](RoceOffer&) {}, 2 + IDLE_COUNT);
+  RoceOffer silent = RoceOffer::decode(pair.b.port.local_info());
+  for (uint32_t peer = 2; peer < 2 + IDLE_COUNT; ++peer) {
+    silent.rank = peer;
+    pair.a.port.connect(peer, silent.encode(), pair.a);
+  }
+  pair.a.port.progress(now_us());  // every new peer is visited once
+  const auto visits = [&] { return pair.a.port.agenda().visits(); };
+  const uint64_t at_begin = visits();
+  for (int round = 0; round < 1'000; ++round) pair.a.port.progress(now_us());
+  CHECK(visits() == at_begin);
+  CHECK(pair.a.port.next_timeout_us() == UINT64_MAX);
+
+  const uint64_t calls_at_begin = pair.progress_calls;
+  exchange(pair, 9, {1, 4'097, 1'000'003, 8 << 20}, false);
+  CHECK(visits() > at_begin);
+  CHECK(visits() - at_begin <= ROUNDS_PER_CALL * (pair.progress_calls - calls_at_begin));
+
+  // Somebody waits for one silent peer: it alone is asked for a sign of life, at times of its own.
+  const uint64_t before_question = visits(), begin_us = now_us();
+  uint64_t wakes = 0;
+  for (uint64_t at_us = begin_us; at_us < begin_us + 2'000'000; at_us += 1'000) {
+    if ((at_us - begin_us) % 50'000 == 0) pair.a.port.lane(7).expect(at_us), ++wakes;
+    pair.a.port.progress(at_us);
+  }
+  CHECK(visits() > before_question);
+  CHECK(visits() - before_question <= ROUNDS_PER_CALL * wakes);
+}
+
 TEST_CASE("every path policy and congestion control carries the same bytes, and says what it is") {
   for (const std::string_view policy : flow::path_policies()) {
     for (const std::string_view congestion : flow::congestion_controls()) {
