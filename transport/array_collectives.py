@@ -19,11 +19,12 @@ from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, Plan
 from sennit.transport.selection import Selection
-from sennit.transport.tree import leaves_of
+from sennit.transport.tree import given_spans
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_DTYPES: Final[dict[str, Dtype]] = {
+# By their names in NumPy.
+DTYPES: Final[dict[str, Dtype]] = {
     "uint8": Dtype.U8, "int8": Dtype.I8, "int16": Dtype.I16, "int32": Dtype.I32, "int64": Dtype.I64,
     "float16": Dtype.F16, "float32": Dtype.F32, "float64": Dtype.F64,
     "complex64": Dtype.C64, "complex128": Dtype.C128, "bool": Dtype.BOOL,
@@ -37,9 +38,9 @@ OTHER_TYPE: Final = 0x7F
 
 def dtype_of(array: Array) -> Dtype:
     """Returns the element type of `array`. The core must know the type, and the byte order must be native."""
-    dtype = _DTYPES.get(array.dtype.name)
+    dtype = DTYPES.get(array.dtype.name)
     if dtype is None or not array.dtype.isnative:
-        raise ArgumentError(f"dtype {array.dtype.str}; allowed: {', '.join(_DTYPES)}, in native byte order")
+        raise ArgumentError(f"dtype {array.dtype.str}; allowed: {', '.join(DTYPES)}, in native byte order")
     return dtype
 
 
@@ -74,34 +75,66 @@ class ArrayCollectives(ABC):
     ) -> Operation: ...
 
     def allreduce(
-        self, array: Array, op: ReduceOp = ReduceOp.SUM, *, leaves: int | None = None, scalar: float = 1.0
+        self,
+        array: Array,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        leaves: int | None = None,
+        partial: bool = False,
+        scalar: float = 1.0,
     ) -> Array:
         """Returns the fold of all ranks' arrays over the tree of ranks.
 
         PREMUL_SUM first multiplies each array by `scalar`. With `leaves` the tree has that many leaves, and the result
         has the same bits in a world of any size: row i of `array` is leaf `leaves_of(rank, world, leaves).low + i`
-        (tree.py). The result has the shape of one row. Raises ArgumentError if `array` has other rows than these.
+        (tree.py). The result has the shape of one row. With `partial`, row i is the sum of the i-th node of this
+        rank (`given_spans`), folded over the tree. Raises ArgumentError if `array`
+        has other rows than these.
         """
         given, dtype = _contiguous(array), dtype_of(array)
         if leaves is not None:
-            return self._allreduce_leaves(given, dtype, op, leaves, scalar)
+            rows = given.shape[0] if given.ndim else 0
+            output = np.empty(given.shape[1:], given.dtype)
+            self.reduce_leaves(
+                given, output, dtype, op, rows=rows, elements=output.size, leaves=leaves, partial=partial, scalar=scalar
+            )
+            return output
+        if partial:
+            raise ArgumentError("partial sums without leaves; allowed: partial=True with leaves=V")
         output = np.empty_like(given)
         plan = _Call(self.selection.allreduce, self, elements=given.size, dtype=dtype, op=op, in_place=False)
         self._run(plan, [given, output], scalar=scalar)
         return output
 
-    def _allreduce_leaves(self, given: Array, dtype: Dtype, op: ReduceOp, leaves: int, scalar: float) -> Array:
-        span = leaves_of(self.rank, self.world, leaves)
-        rows = given.shape[0] if given.ndim else 0
-        if rows != span.high - span.low:
+    def reduce_leaves(
+        self,
+        given: Array,
+        output: Array,
+        dtype: Dtype,
+        op: ReduceOp,
+        *,
+        rows: int,
+        elements: int,
+        leaves: int,
+        partial: bool = False,
+        scalar: float = 1.0,
+    ) -> None:
+        """`allreduce` with leaves for memory of any framework: `rows` rows of `elements`, of `dtype` or, with
+        `partial`, of its accumulator's type. The result, `elements` of `dtype`, goes to `output`.
+        """
+        spans = given_spans(self.rank, self.world, leaves, partial=partial)
+        if rows != len(spans):
+            what = ", ".join(f"{span.low}..{span.high - 1}" for span in spans)
+            if not partial:
+                what = f"{spans[0].low}..{spans[-1].high - 1}"
             raise ArgumentError(
-                f"rank {self.rank} of {self.world} gives {rows} of {leaves} leaves; "
-                f"allowed: {span.high - span.low}, which are leaves {span.low}..{span.high - 1}"
+                f"rank {self.rank} of {self.world} gives {rows} {'partial sums' if partial else 'leaves'} of a tree of "
+                f"{leaves} leaves; allowed: {len(spans)}, of leaves {what}"
             )
-        output = np.empty(given.shape[1:], given.dtype)
-        plan = _Call(self.selection.allreduce, self, leaves=leaves, elements=output.size, dtype=dtype, op=op)
+        plan = _Call(
+            self.selection.allreduce, self, leaves=leaves, partial=partial, elements=elements, dtype=dtype, op=op
+        )
         self._run(plan, [given, output], scalar=scalar)
-        return output
 
     def reduce(self, array: Array, root: int, op: ReduceOp = ReduceOp.SUM, *, scalar: float = 1.0) -> Array | None:
         """Returns the fold at `root`, and None elsewhere."""
@@ -252,7 +285,7 @@ def _movement(array: Array) -> dict[str, int]:
     """Returns the type code for data movement. Types without arithmetic share one code and differ only in size."""
     if array.dtype.hasobject:
         raise ArgumentError(f"dtype {array.dtype.str}; allowed: any without Python objects")
-    dtype = _DTYPES.get(array.dtype.name)
+    dtype = DTYPES.get(array.dtype.name)
     return {"item_bytes": array.dtype.itemsize, "type_code": OTHER_TYPE if dtype is None else int(dtype)}
 
 

@@ -245,6 +245,7 @@ class Selection:
         op: ReduceOp,
         in_place: bool = True,
         leaves: int | None = None,
+        partial: bool = False,
         on_device: bool = False,
     ) -> Plan:
         """Returns a plan with the buffers and the result of `algorithms.allreduce`."""
@@ -252,7 +253,7 @@ class Selection:
         candidates = ON_DEVICE if on_device else tuple(Algorithm) if leaves is None else OF_LEAVES
         match self._choose(Reduction.ALLREDUCE, elements, dtype, candidates):
             case Algorithm.DIRECT:
-                compile_plan = functools.partial(algorithms.allreduce, leaves=leaves)
+                compile_plan = functools.partial(algorithms.allreduce, leaves=leaves, partial=partial)
             case Algorithm.ONE_SHOT:
                 compile_plan = functools.partial(algorithms.allreduce, one_shot=True)
             case Algorithm.DISSEMINATION:
@@ -260,7 +261,7 @@ class Selection:
             case Algorithm.HALVING:
                 compile_plan = algorithms.allreduce_halving
             case Algorithm.HIERARCHICAL:
-                compile_plan = functools.partial(algorithms.allreduce, hosts=self.hosts, leaves=leaves)
+                compile_plan = functools.partial(algorithms.allreduce, hosts=self.hosts, leaves=leaves, partial=partial)
         return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place)
 
     def reduce_scatter(

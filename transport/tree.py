@@ -81,6 +81,12 @@ def leaves_of(rank: int, world: int, leaves: int) -> Span:
     return Span(rank * leaves // world, (rank + 1) * leaves // world)
 
 
+def given_spans(rank: int, world: int, leaves: int, *, partial: bool = False) -> list[Span]:
+    """What `rank` gives, in order: its leaves, or the largest nodes that these make, if it gives partial sums."""
+    span = leaves_of(rank, world, leaves)
+    return cover(span, leaves) if partial else [Span(leaf, leaf + 1) for leaf in range(*span)]
+
+
 def _are_halves(left: Span, right: Span, leaves: int) -> bool:
     whole = Span(left.low, right.high)
     return left.high == right.low == whole.low + _full_size(whole) // 2 and is_node(whole, leaves)

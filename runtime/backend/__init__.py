@@ -2,6 +2,7 @@
 """The `torch.distributed` backend "sennit": process groups in C++ (`csrc/`), registration, elastic groups.
 
 `import torch` registers it by itself. `reconfigure` and `join` replace the default group after a failure.
+`all_reduce_leaves` sums to the same bits with any number of ranks.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from sennit.runtime.backend.elastic import join as join
     from sennit.runtime.backend.elastic import reconfigure as reconfigure
     from sennit.runtime.backend.elastic import waiting_count as waiting_count
+    from sennit.runtime.backend.leaves import all_reduce_leaves as all_reduce_leaves
     from sennit.runtime.backend.process_group import BACKEND_NAME as BACKEND_NAME
     from sennit.runtime.backend.process_group import Options as Options
     from sennit.runtime.backend.process_group import communicator as communicator
@@ -23,6 +25,7 @@ __getattr__ = exporter(
         "join": "elastic",
         "reconfigure": "elastic",
         "waiting_count": "elastic",
+        "all_reduce_leaves": "leaves",
         "BACKEND_NAME": "process_group",
         "Options": "process_group",
         "communicator": "process_group",

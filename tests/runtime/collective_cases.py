@@ -14,12 +14,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
+from sennit.runtime.backend import all_reduce_leaves
 from sennit.runtime.backend.process_group import Options, PlanCompiler
 from sennit.transport.arithmetic import fold
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.errors import ArgumentError
+from sennit.transport.tree import given_spans, leaves_of
 
 FACTOR = 0.75
 # Odd sizes, and the limits of one message, one chunk, several chunks.
@@ -435,6 +439,37 @@ def sparse(rank: int, world: int, seed: int) -> None:
             tensor = dense[rank].to_sparse(1)
             dist.all_reduce(tensor, torch_op(op))
             check_fold(tensor.to_dense(), dense, op, f"sparse all_reduce of {dtype}")
+
+
+def leaves(rank: int, world: int, seed: int) -> None:
+    """The same leaves give the same bits in a world of any size, and so do the partial sums of their nodes."""
+    count = 9
+    for dtype in (torch.bfloat16, torch.float32, torch.complex32, torch.int32):
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            rows = [tensor.reshape(7, 11) for tensor in Inputs(count, seed).numbers(dtype, 77)]
+            given = torch.stack([rows[leaf] for leaf in range(*leaves_of(rank, world, count))])
+            result = all_reduce_leaves(given, count, getattr(dist.ReduceOp, op.name))
+            assert result.shape == (7, 11)
+            check_fold(result, rows, op, f"leaves of {dtype}, {op.name}")
+    sums = []
+    rows = Inputs(count, seed).numbers(torch.bfloat16, 50)
+    for node in given_spans(rank, world, count, partial=True):
+        wide = [row.float() for row in rows[slice(*node)]]
+        while len(wide) > 1:
+            wide = [wide[i] + wide[i + 1] if i + 1 < len(wide) else wide[i] for i in range(0, len(wide), 2)]
+        sums.append(wide[0])
+    result = all_reduce_leaves(torch.stack(sums), count, partial=True, dtype=torch.bfloat16)
+    check_fold(result, rows, ReduceOp.SUM, "partial sums")
+    for wrong, match in (
+        (lambda: all_reduce_leaves(torch.zeros(count + 1, 2), count), "gives 10 leaves of a tree of 9 leaves"),
+        (lambda: all_reduce_leaves(torch.zeros(2, 2), 1), f"1 leaves for {world} ranks"),
+        (lambda: all_reduce_leaves(torch.zeros(2, 2, device="meta"), count), "on meta; allowed: cpu"),
+        (lambda: all_reduce_leaves(torch.zeros(2, 2, dtype=torch.bits8), count), "dtype torch.bits8; allowed: uint8"),
+        (lambda: all_reduce_leaves(torch.zeros(2, 2), count, partial=True, dtype=torch.float64), "allowed: F64"),
+        (lambda: all_reduce_leaves(torch.zeros(2, 2), count, dist.ReduceOp.PREMUL_SUM), "reduce op PREMUL_SUM"),
+    ):
+        with pytest.raises(ArgumentError, match=match):
+            wrong()
 
 
 def objects(rank: int, world: int, seed: int) -> None:

@@ -31,6 +31,7 @@ WORLDS = (2, 3, 4)
         "point_to_point",
         "sparse",
         "objects",
+        "leaves",
         "many_in_flight",
     ],
 )

@@ -27,10 +27,10 @@ from sennit.transport.algorithms import allreduce, recv
 from sennit.transport.arithmetic import fold
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
-from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
+from sennit.transport.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, reduce_ops
 from sennit.transport.plan import Plan
 from sennit.transport.store import FileStore
-from sennit.transport.tree import leaves_of
+from sennit.transport.tree import given_spans, leaves_of
 from sennit.transport.wire import REFUSALS
 
 Array = npt.NDArray[Any]
@@ -87,10 +87,7 @@ def arithmetic(group: Communicator, seed: int) -> None:
     for dtype in Dtype:
         for op in sorted(reduce_ops(dtype)):
             for elements in (3, 37, 20_011):
-                size_bytes = elements * dtype.item_bytes
-                arrays = [case.rng.integers(0, 256, size_bytes, np.uint8) for _ in range(case.world)]
-                if dtype in (Dtype.F16, Dtype.BF16, Dtype.F32, Dtype.F64, Dtype.C32, Dtype.C64, Dtype.C128):
-                    arrays = [finite(a, dtype) for a in arrays]
+                arrays = random_bits(case.rng, case.world, elements, dtype)
                 mine = arrays[case.rank].copy()
                 arguments: dict[str, Any] = {"elements": elements, "dtype": dtype, "op": op}
 
@@ -101,6 +98,11 @@ def arithmetic(group: Communicator, seed: int) -> None:
                 group.post(key, compile_plan, [mine], scalar=SCALAR).wait()
                 expected = fold(arrays, dtype, op, scalar=SCALAR)
                 np.testing.assert_array_equal(mine, expected, err_msg=f"{dtype.name} {op.name} {elements}")
+
+
+def random_bits(rng: np.random.Generator, count: int, elements: int, dtype: Dtype) -> list[Array]:
+    rows = [rng.integers(0, 256, elements * dtype.item_bytes, np.uint8) for _ in range(count)]
+    return [finite(row, dtype) for row in rows] if dtype in FLOATS | COMPLEXES else rows
 
 
 def finite(data: Array, dtype: Dtype) -> Array:
@@ -125,11 +127,10 @@ def leaves(group: Communicator, seed: int) -> None:
     for dtype in Dtype:
         for op in sorted(reduce_ops(dtype)):
             for elements in (0, 3, 20_011):
-                rows = [case.rng.integers(0, 256, elements * dtype.item_bytes, np.uint8) for _ in range(8)]
-                if dtype in (Dtype.F16, Dtype.BF16, Dtype.F32, Dtype.F64, Dtype.C32, Dtype.C64, Dtype.C128):
-                    rows = [finite(row, dtype) for row in rows]
-                common: dict[str, Any] = {"world": case.world, "rank": case.rank, "elements": elements}
-                plan = algorithms.allreduce(leaves=8, dtype=dtype, op=op, **common)
+                rows = random_bits(case.rng, 8, elements, dtype)
+                plan = algorithms.allreduce(
+                    world=case.world, rank=case.rank, leaves=8, elements=elements, dtype=dtype, op=op
+                )
                 result = run_plan(group, plan, np.concatenate(rows[slice(*span)]), np.zeros_like(rows[0]))
                 expected = fold(rows, dtype, op, scalar=SCALAR)
                 np.testing.assert_array_equal(result, expected, err_msg=f"{dtype.name} {op.name} {elements}")
@@ -137,7 +138,11 @@ def leaves(group: Communicator, seed: int) -> None:
     result = group.allreduce(given[slice(*span)], ReduceOp.AVG, leaves=8)
     assert result.shape == (3, 5)
     check_fold(result, list(given), Dtype.F32, ReduceOp.AVG)
-    with pytest.raises(errors.ArgumentError, match=f"gives 9 of 8 leaves; allowed: {span.high - span.low}, which are"):
+    rows = [row.reshape(-1).view(np.uint8) for row in given]
+    nodes = [rows[slice(*node)] for node in given_spans(case.rank, case.world, 8, partial=True)]
+    sums = np.stack([fold(node, Dtype.F32, ReduceOp.SUM).view(np.float32) for node in nodes])
+    np.testing.assert_array_equal(group.allreduce(sums, ReduceOp.AVG, leaves=8, partial=True), result.reshape(-1))
+    with pytest.raises(errors.ArgumentError, match=f"9 leaves of a tree of 8 leaves; allowed: {len(range(*span))}, of"):
         group.allreduce(np.zeros((9, 2)), leaves=8)
 
 
@@ -146,8 +151,7 @@ def trees(group: Communicator, seed: int) -> None:
     case = Case(group, seed)
     common: dict[str, Any] = {"world": case.world, "rank": case.rank}
     for dtype, elements in itertools.product((Dtype.F32, Dtype.BF16, Dtype.C32), (0, 3, 1_001, 300_007)):
-        size_bytes = elements * dtype.item_bytes
-        arrays = [finite(case.rng.integers(0, 256, size_bytes, np.uint8), dtype) for _ in range(case.world)]
+        arrays = random_bits(case.rng, case.world, elements, dtype)
         mine = arrays[case.rank]
         for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM):
             expected = fold(arrays, dtype, op, scalar=SCALAR)
@@ -162,7 +166,7 @@ def trees(group: Communicator, seed: int) -> None:
             plan = algorithms.reduce_scatter_halving(counts=counts, dtype=dtype, op=op, **common)
             result = run_plan(group, plan, mine.copy(), np.zeros(counts[case.rank] * dtype.item_bytes, np.uint8))
             np.testing.assert_array_equal(result, expected[low : low + result.size])
-        parts = [array[: size_bytes // (peer + 1)].copy() for peer, array in enumerate(arrays)]
+        parts = [array[: array.size // (peer + 1)].copy() for peer, array in enumerate(arrays)]
         plan = algorithms.gather_tree(counts=[part.size for part in parts], item_bytes=1, root=0, **common)
         if case.rank == 0:
             gathered = run_plan(group, plan, parts[0], np.zeros(sum(part.size for part in parts), np.uint8))
@@ -461,24 +465,10 @@ def described(group: Communicator, seed: int) -> None:
 SCENARIOS: dict[str, Callable[[Communicator, int], None]] = {
     scenario.__name__: scenario
     for scenario in (
-        reductions,
-        arithmetic,
-        leaves,
-        trees,
-        movement,
-        point_to_point,
-        overlapping,
-        mismatch,
-        late,
-        killed,
-        forked,
-        dropped,
-        abandoned,
-        interrupted,
-        flooded,
-        described,
+        reductions, arithmetic, leaves, trees, movement, point_to_point, overlapping, mismatch,
+        late, killed, forked, dropped, abandoned, interrupted, flooded, described,
     )
-}
+}  # fmt: skip
 
 
 def main() -> None:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from sennit.transport import algorithms, reference
 from sennit.transport._core import describe_signature
-from sennit.transport.arithmetic import fold
+from sennit.transport.arithmetic import fold, run_program
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan
 from sennit.transport.plan_codec import decode
-from sennit.transport.tree import leaves_of
+from sennit.transport.tree import balanced, given_spans, leaves_of
 from tests.transport.algorithm_runs import check_pair_order, inputs
 
 Array = npt.NDArray[Any]
@@ -67,6 +67,48 @@ def test_worlds_of_any_size_give_the_same_bits(dtype: Dtype, op: ReduceOp) -> No
             hosts = Hosts.equal(world, count)
             for result in run(plans_of(world, 8, 90, dtype, op, 128, hosts), leaves, seed=world):
                 np.testing.assert_array_equal(result, expected, err_msg=f"{hosts}")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), st.integers(1, 7), st.integers(0, 200), st.sampled_from(KINDS), st.sampled_from([64, 131_072]))
+def test_partial_sums_in_place_of_leaves(
+    data: st.DataObject, world: int, elements: int, kind: tuple[Dtype, ReduceOp], chunk_bytes: int
+) -> None:
+    dtype, op = kind
+    count = data.draw(st.integers(world, 3 * world + 5), "leaves")
+    hosts = Hosts.equal(world, data.draw(st.integers(1, world), "hosts"))
+    call: dict[str, Any] = {"world": world, "elements": elements, "dtype": dtype, "op": op, "leaves": count}
+    if op is ReduceOp.PREMUL_SUM:
+        with pytest.raises(ArgumentError, match="PREMUL_SUM of partial sums; allowed: SUM"):
+            algorithms.allreduce(rank=0, partial=True, **call)
+        return
+    leaves = inputs(data.draw(st.integers(0, 1_000), "seed"), count, elements, dtype)
+    plans = [
+        algorithms.allreduce(rank=rank, hosts=hosts, chunk_bytes=chunk_bytes, partial=True, **call)
+        for rank in range(world)
+    ]
+    check_pair_order(plans)
+    buffers = []
+    for rank in range(world):
+        nodes = [leaves[slice(*node)] for node in given_spans(rank, world, count, partial=True)]
+        sums = [
+            run_program(
+                node,
+                balanced(len(node)),
+                dtype,
+                op,
+                partial=[False] * len(node),
+                divisor=count,
+                scalar=1.0,
+                gives_partial=True,
+            )
+            for node in nodes
+        ]
+        buffers.append([np.concatenate(sums), np.full(leaves[0].size, 0xA5, np.uint8)])
+    seed = data.draw(st.integers(0, 1_000), "schedule")
+    reference.run(plans, buffers, seed=seed, loans_per_peer=data.draw(st.integers(1, 4), "loans"))
+    for _, result in buffers:
+        np.testing.assert_array_equal(result, fold(leaves, dtype, op))
 
 
 @settings(max_examples=150, deadline=None)

@@ -8,21 +8,21 @@ and sends these to the owner, who folds the nodes of all hosts. So a host of R r
 sends to other hosts, and all its ranks send at the same time (Cho et al., "BlueConnect: Decomposing all-reduce for deep
 learning on heterogeneous network hierarchy", 2019). Results (allreduce) go back the same way.
 
-A rank with several leaves folds them into its nodes before it sends them. What it sends are the elements themselves if
-it has one leaf, and partial sums otherwise.
+A rank with several leaves folds them into its nodes before it sends them, or its caller has done that. What it sends
+are the elements themselves if it has one leaf, and partial sums otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sennit.transport.algorithms.ranges import Range
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.tree import Span, combinations, cover, leaves_of
+from sennit.transport.tree import Span, combinations, cover, given_spans, leaves_of
 
 # A folded chunk is sent this many chunks behind the contributions. By then its fold is done, so a rank, which runs
 # ready steps in list order, keeps sending contributions while it folds.
@@ -41,11 +41,14 @@ class Share:
 
 
 class Layout:
-    """Which leaves a message holds, for `leaves` leaves that the ranks give in turn (`leaves_of`)."""
+    """Which leaves a message holds, for `leaves` leaves that the ranks give in turn (`leaves_of`).
 
-    def __init__(self, hosts: Hosts, leaves: int) -> None:
+    `partial`: the ranks give partial sums of their nodes (`cover`) in place of leaves.
+    """
+
+    def __init__(self, hosts: Hosts, leaves: int, *, partial: bool = False) -> None:
         world = hosts.world
-        self.hosts, self.leaves = hosts, leaves
+        self.hosts, self.leaves, self.partial = hosts, leaves, partial
         self.of_rank = [leaves_of(rank, world, leaves) for rank in range(world)]
         self.of_host = [Span(self.of_rank[span.low].low, self.of_rank[span.high - 1].high) for span in hosts.spans]
         self.host_nodes = [cover(span, leaves) for span in self.of_host]
@@ -71,14 +74,14 @@ class Layout:
         messages = list(zip(self.of_rank, self.rank_nodes, strict=True))
         if len(self.hosts.spans) > 1:
             messages += zip(self.of_host, self.host_nodes, strict=True)
-        widest = max((len(nodes) for span, nodes in messages if not is_leaf(span)), default=0)
+        widest = max((len(nodes) for span, nodes in messages if not self.is_leaf(span)), default=0)
         if not widest:
             return message_bytes
         return max(message_bytes // (widest * accumulator(dtype).item_bytes), 1) * dtype.item_bytes
 
-
-def is_leaf(span: Span) -> bool:
-    return span.high - span.low == 1
+    def is_leaf(self, span: Span) -> bool:
+        """Whether a message with this span holds the elements themselves."""
+        return span.high - span.low == 1 and not self.partial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +95,8 @@ class Fold:
     op: ReduceOp
     layout: Layout
     shares: Sequence[Share]
-    leaf_bytes: int = 0
-    """From one of the rank's leaves to its next one, in the buffer of its contribution."""
+    elements: int = 0
+    """Of one leaf or node. A rank's leaves or nodes follow one another in the buffer of its contribution."""
     result_buffer: int
     result_offsets: Sequence[int]
     gather: bool
@@ -104,7 +107,7 @@ class Fold:
 
 def add_fold(builder: PlanBuilder, fold: Fold) -> None:
     """Adds the whole schedule. For each pair of ranks, sends and receives come in the same order."""
-    if fold.layout.leaves == 1:
+    if fold.layout.leaves == 1 and not fold.layout.partial:
         _add_alone(builder, fold)
     else:
         _Writer(builder, fold).write()
@@ -129,7 +132,7 @@ class _Chunk:
     """The slots of its messages follow from it."""
     range: Range
     place: Operand
-    """Of this rank's contribution, its first leaf."""
+    """Of this rank's contribution: its first leaf or node."""
     result: int
     """The offset of the result."""
 
@@ -156,6 +159,8 @@ class _Writer:
         self._neighbours = [low + (fold.rank - low - step) % (high - low) for step in range(1, high - low)]
         self._item_bytes = fold.dtype.item_bytes
         self._partial_bytes = accumulator(fold.dtype).item_bytes
+        # Of an element in the buffer of the contribution.
+        self._given_bytes = self._partial_bytes if fold.layout.partial else self._item_bytes
         self._chunks = self._list_chunks()
         # By chunk: the steps that read this rank's contribution, and those that made the result.
         self._read: dict[int, list[int]] = {}
@@ -175,7 +180,8 @@ class _Writer:
         for owner, (share, result) in enumerate(zip(self._fold.shares, self._fold.result_offsets, strict=True)):
             listed.append([])
             for part in share.chunks:
-                place = Operand(share.buffer, share.offset + part.offset)
+                start = (share.offset + part.offset) // self._item_bytes
+                place = Operand(share.buffer, start * self._given_bytes, is_partial=self._layout.partial)
                 listed[owner].append(
                     _Chunk(owner=owner, number=number, range=part, place=place, result=result + part.offset)
                 )
@@ -188,9 +194,9 @@ class _Writer:
         for owner, chunks in enumerate(self._chunks):
             if self._relay(owner) != self._rank:
                 messages = len(self._layout.messages(self._rank, owner))
-                count += len(chunks) * (0 if is_leaf(self._layout.of_rank[self._rank]) else messages)
+                count += len(chunks) * (0 if self._layout.is_leaf(self._layout.of_rank[self._rank]) else messages)
             elif owner != self._rank:
-                count += len(chunks) * (not is_leaf(self._layout.of_host[self._host]))
+                count += len(chunks) * (not self._layout.is_leaf(self._layout.of_host[self._host]))
         return count
 
     def write(self) -> None:
@@ -232,18 +238,18 @@ class _Writer:
     def _node_bytes(self, chunk: _Chunk) -> int:
         return chunk.range.size_bytes // self._item_bytes * self._partial_bytes
 
-    def _own_leaves(self, chunk: _Chunk) -> _Values:
-        leaves = range(*self._layout.of_rank[self._rank])
-        place = chunk.place
-        return _Values(
-            [Span(leaf, leaf + 1) for leaf in leaves],
-            [Operand(place.index, place.offset + index * self._fold.leaf_bytes) for index in range(len(leaves))],
-        )
+    def _own(self, chunk: _Chunk) -> _Values:
+        """The leaves or nodes that this rank gives."""
+        layout = self._layout
+        given = given_spans(self._rank, self._hosts.world, layout.leaves, partial=layout.partial)
+        stride = self._fold.elements * self._given_bytes
+        places = [replace(chunk.place, offset=chunk.place.offset + index * stride) for index in range(len(given))]
+        return _Values(given, places)
 
     def _contribute(self, chunk: _Chunk) -> None:
         """Sends this rank's leaves to the relay."""
         relay = self._relay(chunk.owner)
-        values = self._own_leaves(chunk)
+        values = self._own(chunk)
         self._read[chunk.number] = []
         for message, nodes in self._layout.messages(self._rank, chunk.owner).items():
             self._send(relay, chunk, message, self._layout.of_rank[self._rank], nodes, values)
@@ -251,7 +257,7 @@ class _Writer:
     def _send(self, taker: int, chunk: _Chunk, message: int, span: Span, nodes: list[Span], values: _Values) -> None:
         """Sends `nodes` of `span`, folded from `values`: the element itself if the span is one leaf."""
         slot = self._slot(chunk, message)
-        if is_leaf(span):
+        if self._layout.is_leaf(span):
             step = self._builder.send(taker, slot, values.operands[0], chunk.range.size_bytes)
             self._read.setdefault(chunk.number, []).append(step)
             return
@@ -304,7 +310,7 @@ class _Writer:
         }
         values = _Values()
         for rank in range(*self._hosts.spans[self._host]):
-            for part in [self._own_leaves(chunk)] if rank == self._rank else arrived[rank]:
+            for part in [self._own(chunk)] if rank == self._rank else arrived[rank]:
                 values.add(part.nodes, part.operands)
         if chunk.owner == self._rank:
             self._fold_all(chunk, values)
@@ -316,7 +322,7 @@ class _Writer:
         if not chunk.range.size_bytes:
             self._builder.recv(sender, slot, self._fold.result_buffer, chunk.result, 0)
             return _Values()
-        if is_leaf(span):
+        if self._layout.is_leaf(span):
             loan = self._builder.loan(sender, slot, chunk.range.size_bytes)
             return _Values([span], [Operand(loan, 0, is_view=True)])
         node_bytes = self._node_bytes(chunk)
