@@ -86,6 +86,9 @@ _vsnprintf = ctypes.CDLL(None).vsnprintf
 class BpfError(OSError, SennitError):
     """The kernel or libbpf refused. The message names the program or map and ends with the verifier's log."""
 
+    def __str__(self) -> str:
+        return self.strerror or ""
+
 
 def _keep_log(level: int, template: bytes, arguments: int) -> int:
     """libbpf's messages go into the next error instead of stderr."""

@@ -112,6 +112,7 @@ def test_the_xdp_program_in_the_way_is_named_with_what_detaches_it(
     packets: BpfObject, host: str, name: str, by_link: bool, remedy: str
 ) -> None:
     text = namespace.within(host, lambda: refused_with(name, packets, by_link))
+    assert text.startswith("program by_xdp: cannot be attached to interface 1 as XDP (any): Device or resource busy; ")
     assert f"lo has the XDP program '{name}' (id " in text
     assert remedy in text
     assert "\n" not in text
