@@ -69,6 +69,7 @@ class Communicator:
         seed: int,
         ranks_here: int = 1,
         peer_timeout_s: float = 10.0,
+        threads: int = 1,
     ) -> None: ...
     def shm_offer(self) -> bytes:
         """Makes this rank's shared-memory segment. Returns what peers need to open it."""

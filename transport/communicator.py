@@ -149,6 +149,7 @@ class Communicator(ArrayCollectives):
                 seed=secrets.randbits(64),
                 ranks_here=max(ranks_here, ranks_here_min),
                 peer_timeout_s=self.config.peer_timeout_s,
+                threads=self.config.threads,
             )
 
         connection = rendezvous.connect(

@@ -20,6 +20,7 @@ WINDOW_MIN_BYTES: Final = 64 << 10
 WINDOW_MAX_BYTES: Final = 64 << 20
 # Longer than any identity we generate, and short enough for an error message.
 HOST_ID_MAX_CHARACTERS: Final = 128
+THREADS_MAX: Final = 64
 # Linux: IFNAMSIZ is 16 with the final zero (uapi/linux/if.h).
 INTERFACE_MAX_CHARACTERS: Final = 15
 # A busy machine may not run a thread for some tenths of a second. The upper limit of a day is for debuggers.
@@ -124,6 +125,10 @@ class Config:
     """`SENNIT_CALIBRATION`: a file of `sennit calibrate`, with the same constants on all ranks, for the cost model.
     None: the built-in constants (calibration.py)."""
 
+    threads: int = 1
+    """`SENNIT_THREADS`, 1 to 64: threads of this rank that share the folds and copies of a large operation. Results do
+    not depend on it. 1: the thread that waits does all the work. More help where a rank has cores to spare."""
+
     host_id: str | None = None
     """`SENNIT_HOST_ID`: names this host when ranks look for neighbours. None: the kernel's boot id. Give two containers
     different values to keep them from trying shared memory. Equal values do not force it."""
@@ -167,6 +172,8 @@ class Config:
                 )
         if len(set(self.interfaces)) != len(self.interfaces):
             raise ConfigError(f"interfaces {','.join(self.interfaces)}; allowed: each name once")
+        if not 1 <= self.threads <= THREADS_MAX:
+            raise ConfigError(f"threads {self.threads}; allowed: 1..{THREADS_MAX}")
         if self.host_id is not None and not 1 <= len(self.host_id) <= HOST_ID_MAX_CHARACTERS:
             raise ConfigError(f"host_id of {len(self.host_id)} characters; allowed: 1..{HOST_ID_MAX_CHARACTERS}")
         if not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
@@ -202,6 +209,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         "SENNIT_WINDOW_BYTES",
         "SENNIT_ALGORITHM",
         "SENNIT_CALIBRATION",
+        "SENNIT_THREADS",
         "SENNIT_HOST_ID",
         "SENNIT_TIMEOUT_S",
         "SENNIT_PEER_TIMEOUT_S",
@@ -221,6 +229,7 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         window_bytes=_integer("SENNIT_WINDOW_BYTES", given.get("SENNIT_WINDOW_BYTES"), default.window_bytes),
         algorithm=_algorithm("SENNIT_ALGORITHM", given.get("SENNIT_ALGORITHM")),
         calibration=given.get("SENNIT_CALIBRATION"),
+        threads=_integer("SENNIT_THREADS", given.get("SENNIT_THREADS"), default.threads),
         host_id=given.get("SENNIT_HOST_ID"),
         timeout_s=_seconds("SENNIT_TIMEOUT_S", given.get("SENNIT_TIMEOUT_S"), default.timeout_s),
         peer_timeout_s=_seconds("SENNIT_PEER_TIMEOUT_S", given.get("SENNIT_PEER_TIMEOUT_S"), default.peer_timeout_s),

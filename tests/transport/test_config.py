@@ -44,6 +44,7 @@ def test_every_variable() -> None:
             "SENNIT_HOST_ID": "left",
             "SENNIT_TIMEOUT_S": "2.5",
             "SENNIT_PEER_TIMEOUT_S": "0.5",
+            "SENNIT_THREADS": "3",
         }
     ) == Config(
         transport=TransportKind.UDP,
@@ -58,6 +59,7 @@ def test_every_variable() -> None:
         host_id="left",
         timeout_s=2.5,
         peer_timeout_s=0.5,
+        threads=3,
     )
 
 
@@ -81,6 +83,9 @@ def test_every_variable() -> None:
         ("SENNIT_HOST_ID", "x" * 129, "129 characters"),
         ("SENNIT_TIMEOUT_S", "0", "timeout_s 0.0; allowed: finite and above 0"),
         ("SENNIT_TIMEOUT_S", "nan", "timeout_s nan"),
+        ("SENNIT_THREADS", "0", r"threads 0; allowed: 1\.\.64"),
+        ("SENNIT_THREADS", "65", r"threads 65; allowed: 1\.\.64"),
+        ("SENNIT_THREADS", "two", "SENNIT_THREADS=two"),
         ("SENNIT_PEER_TIMEOUT_S", "0.4", r"peer_timeout_s 0\.4; allowed: 0\.5\.\.86400"),
         ("SENNIT_PEER_TIMEOUT_S", "86401", r"peer_timeout_s 86401\.0; allowed: 0\.5\.\.86400"),
         ("SENNIT_PEER_TIMEOUT_S", "nan", "peer_timeout_s nan"),

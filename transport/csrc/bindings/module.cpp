@@ -148,10 +148,10 @@ class PyRegistration {
 class PyCommunicator {
  public:
   PyCommunicator(uint32_t rank, uint32_t world, double timeout_s, uint64_t seed, uint32_t ranks_here,
-                 double peer_timeout_s) {
+                 double peer_timeout_s, uint32_t threads) {
     guarded([&] {
       engine_ = new sennit::Engine({rank, world, std::max<uint64_t>(1, to_us(timeout_s)), seed,
-                                    std::max(1u, ranks_here), std::max<uint64_t>(1, to_us(peer_timeout_s))});
+                                    std::max(1u, ranks_here), std::max<uint64_t>(1, to_us(peer_timeout_s)), threads});
     });
   }
   ~PyCommunicator() {
@@ -404,8 +404,9 @@ NB_MODULE(_core, m) {
       .def("close", &PyRegistration::close);
 
   nb::class_<PyCommunicator>(m, "Communicator", "This rank's channels to all ranks of a group.")
-      .def(nb::init<uint32_t, uint32_t, double, uint64_t, uint32_t, double>(), "rank"_a, "size"_a, nb::kw_only(),
-           "timeout_s"_a, "seed"_a, "ranks_here"_a = 1, "peer_timeout_s"_a = peer_timeout_s)
+      .def(nb::init<uint32_t, uint32_t, double, uint64_t, uint32_t, double, uint32_t>(), "rank"_a, "size"_a,
+           nb::kw_only(), "timeout_s"_a, "seed"_a, "ranks_here"_a = 1, "peer_timeout_s"_a = peer_timeout_s,
+           "threads"_a = 1)
       .def("shm_offer", &PyCommunicator::shm_offer,
            "Makes this rank's shared-memory segment; what peers need to open it.")
       .def("shm_accept", &PyCommunicator::shm_accept, "rank"_a, "offer"_a,

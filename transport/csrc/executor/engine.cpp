@@ -17,6 +17,10 @@
 namespace sennit {
 namespace {
 
+// A worker with its own core looks for more work this long: steps of one operation follow each other faster than a
+// thread wakes.
+constexpr uint64_t TEAM_SPIN_US = 100;
+
 uint32_t usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -50,7 +54,8 @@ Engine::Engine(const EngineConfig& config)
       counter_page_(config.rank, config.world),
       counted_(&counter_page_),
       mailbox_(config.rank, config.world),
-      backoff_(BackoffPolicy::choose(config.ranks_here, usable_cores())) {
+      backoff_(BackoffPolicy::choose(config.ranks_here, usable_cores())),
+      team_(config.threads, uint64_t{config.ranks_here} * config.threads <= usable_cores() ? TEAM_SPIN_US : 0) {
   if (config.world == 0 || config.rank >= config.world) throw std::invalid_argument("rank must be below world");
 }
 

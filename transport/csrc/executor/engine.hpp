@@ -27,6 +27,7 @@
 #include "executor/answering.hpp"
 #include "executor/backoff.hpp"
 #include "executor/operation.hpp"
+#include "executor/team.hpp"
 #include "messages/failure.hpp"
 #include "messages/mailbox.hpp"
 #include "ports/shm_port.hpp"
@@ -43,6 +44,7 @@ struct EngineConfig {
   uint64_t seed;
   uint32_t ranks_here;  // ranks that share this machine's cores, this one included
   uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us;
+  uint32_t threads = 1;  // that share folds and copies, the driver included
 };
 
 struct Route {
@@ -123,6 +125,7 @@ class Engine {
   void shutdown(uint64_t timeout_us);
 
   Mailbox& mailbox() { return mailbox_; }
+  ThreadTeam& team() { return team_; }
   uint32_t rank() const { return config_.rank; }
   uint32_t world() const { return config_.world; }
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
@@ -228,6 +231,7 @@ class Engine {
   std::unique_ptr<VerbsPort> verbs_;
   std::vector<Port*> ports_;
   Backoff backoff_;
+  ThreadTeam team_;
 
   std::mutex mutex_;
   std::atomic<uint32_t> entering_{0};

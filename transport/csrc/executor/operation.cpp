@@ -16,6 +16,10 @@ namespace {
 constexpr uint64_t COPY_PIECE_BYTES = 262'144;
 // Bytes that are copied into a buffer of at least this size are not used again soon.
 constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
+// A thread is asked to help with at least this much: waking it takes as long as folding half of this.
+constexpr uint64_t SHARED_PART_BYTES = 131'072;
+// Parts of a fold begin at multiples of this many elements, at least a cache line: no two threads write to one.
+constexpr uint64_t FOLD_STEP_ELEMENTS = 64;
 constexpr uint32_t KEY_SLOT_BITS = 20;
 
 }  // namespace
@@ -28,7 +32,7 @@ Operation::Operation(Engine& engine, Plan& plan, const OperationMemory& memory, 
       sizes_(plan.count_count != 0 ? counted_ : plan.sizes),
       buffers_(plan.buffer_count + 1),
       waits_(plan.waits),
-      operands_(plan.operand_max),
+      operands_(size_t{plan.operand_max} * engine.team().threads()),
       steps_left_(static_cast<uint32_t>(plan.steps.size())),
       sequence_(sequence),
       key_base_((options.flags & SENNIT_POST_P2P) != 0 ? P2P_KEY | options.tag : sequence << KEY_SLOT_BITS),
@@ -195,13 +199,17 @@ bool Operation::run_copy_piece(uint32_t at) {
   std::byte* to = destination(step);
   const std::byte* from = source(operand);
   const uint64_t left_bytes = to != from ? size_bytes(step) - copied_bytes_ : 0;
-  const uint64_t piece_bytes = std::min(left_bytes, COPY_PIECE_BYTES);
+  ThreadTeam& team = engine_->team();
+  const uint64_t piece_bytes = std::min(left_bytes, team.threads() * COPY_PIECE_BYTES);
   if (piece_bytes != 0) {
-    if (sizes_.buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES) {
-      stream_copy(to + copied_bytes_, from + copied_bytes_, piece_bytes);
-    } else {
-      std::memcpy(to + copied_bytes_, from + copied_bytes_, piece_bytes);
-    }
+    const bool streams = sizes_.buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES;
+    team.share(piece_bytes, SHARED_PART_BYTES, 4'096, [&](uint32_t, uint64_t first, uint64_t end) {
+      if (streams) {
+        stream_copy(to + copied_bytes_ + first, from + copied_bytes_ + first, end - first);
+      } else {
+        std::memcpy(to + copied_bytes_ + first, from + copied_bytes_ + first, end - first);
+      }
+    });
   }
   copied_bytes_ += piece_bytes;
   if (piece_bytes != left_bytes) return false;
@@ -213,15 +221,36 @@ bool Operation::run_copy_piece(uint32_t at) {
 
 void Operation::run_reduce(uint32_t at) {
   const Step& step = begin(at);
-  for (uint32_t o = 0; o < step.operand_count; ++o) {
-    const Operand& operand = plan_.operands[step.operand_first + o];
-    operands_[o] = {source(operand), operand.combinations, operand.is_partial != 0};
-  }
   const auto dtype = static_cast<sennit_dtype>(step.dtype);
   const bool gives_partial = (step.flags & STEP_PARTIAL) != 0;
-  const uint64_t count = step.size_bytes / element_size_bytes(gives_partial ? accumulator(dtype) : dtype);
-  plan_.kernels[at](
-      {destination(step), {operands_.data(), step.operand_count}, count, plan_.leaves, scalar_, gives_partial});
+  const uint64_t plain_bytes = element_size_bytes(dtype), partial_bytes = element_size_bytes(accumulator(dtype));
+  const uint64_t result_bytes = gives_partial ? partial_bytes : plain_bytes;
+  const uint64_t count = step.size_bytes / result_bytes;
+  // Each element's tree stands alone, so parts of the vector give the bits of the whole. Not if the result of one part
+  // lies where another part still reads: in place, elements must be of one size.
+  bool is_apart = true;
+  const auto fold = [&](uint32_t part, uint64_t first, uint64_t end) {
+    const std::span operands(operands_.data() + size_t{part} * plan_.operand_max, step.operand_count);
+    for (uint32_t o = 0; o < step.operand_count; ++o) {
+      const Operand& operand = plan_.operands[step.operand_first + o];
+      const bool is_partial = operand.is_partial != 0;
+      operands[o] = {source(operand) + first * (is_partial ? partial_bytes : plain_bytes), operand.combinations,
+                     is_partial};
+    }
+    plan_.kernels[at](
+        {destination(step) + first * result_bytes, operands, end - first, plan_.leaves, scalar_, gives_partial});
+  };
+  const std::byte* const result = destination(step);
+  for (uint32_t o = 0; o < step.operand_count; ++o) {
+    const Operand& operand = plan_.operands[step.operand_first + o];
+    const std::byte* const from = source(operand);
+    const uint64_t bytes = operand.is_partial != 0 ? partial_bytes : plain_bytes;
+    is_apart &= (from == result && bytes == result_bytes) || from + count * bytes <= result ||
+                result + count * result_bytes <= from;
+  }
+  const uint64_t bytes_an_element = (step.operand_count + 1) * result_bytes;
+  const uint64_t part_min = is_apart ? SHARED_PART_BYTES / bytes_an_element : count;
+  engine_->team().share(count, part_min, FOLD_STEP_ELEMENTS, fold);
   for (uint32_t o = 0; o < step.operand_count; ++o) {
     const Operand& operand = plan_.operands[step.operand_first + o];
     if (operand.kind == 1) engine_->mailbox().release(std::exchange(loans_[operand.index].id, 0));

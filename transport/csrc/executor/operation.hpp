@@ -133,7 +133,7 @@ class Operation final : public MailboxClient {
   std::unique_ptr<std::byte[]> scratch_;
   std::vector<uint32_t> waits_;
   std::vector<Loan> loans_;                  // one for each step, only if the plan has loans
-  std::vector<FoldSource> operands_;         // of the reduction that runs
+  std::vector<FoldSource> operands_;         // of the reduction that runs, for each of the threads that share it
   std::vector<uint32_t> ready_to_dispatch_;  // completed later, by the mailbox or the owner of the device
   std::vector<uint32_t> ready_folds_;
   std::deque<uint32_t> ready_copies_;

@@ -114,8 +114,11 @@ class PlanWriter {
   }
 
   // Every rank sends its vector to all, and folds all over the tree of ranks.
-  static std::vector<std::byte> allreduce(uint32_t world, uint32_t rank, uint64_t size_bytes) {
-    PlanWriter writer(world, rank, 2, uint64_t{1} << 56 | uint64_t{SENNIT_F32} << 48 | size_bytes / 4);
+  static std::vector<std::byte> allreduce(uint32_t world, uint32_t rank, uint64_t size_bytes,
+                                          sennit_dtype dtype = SENNIT_F32, sennit_reduce reduce = SENNIT_SUM) {
+    PlanWriter writer(
+        world, rank, 2,
+        uint64_t{SENNIT_ALLREDUCE} << 56 | uint64_t{dtype} << 48 | size_bytes / element_size_bytes(dtype));
     for (uint32_t at = 0; at < size_bytes; at += MAX_LOAN_BYTES) {
       const uint64_t part = std::min<uint64_t>(MAX_LOAN_BYTES, size_bytes - at);
       const auto slot = static_cast<uint32_t>(at / MAX_LOAN_BYTES);
@@ -132,6 +135,8 @@ class PlanWriter {
       for (uint32_t i = 0; i < world; ++i)
         operands[i].combinations = static_cast<uint8_t>(i + 1 == world ? std::popcount(i) : std::countr_one(i));
       const uint32_t fold = writer.add(StepKind::reduce, 0, 0, 1, at, part, operands);
+      writer.step(fold).dtype = dtype;
+      writer.step(fold).reduce = reduce;
       for (uint32_t receive : receives) writer.edge(receive, fold);
     }
     return writer.bytes();
@@ -151,10 +156,15 @@ class PlanWriter {
 
 // The engines of all ranks, connected through shared memory or UDP on loopback. Each is shut down at the end.
 struct Group {
-  Group(uint32_t world, uint64_t timeout_us, Route::Kind kind = Route::Kind::shm) {
+  Group(uint32_t world, uint64_t timeout_us, Route::Kind kind = Route::Kind::shm, uint32_t threads = 1) {
     std::vector<std::vector<std::byte>> offers;
     for (uint32_t rank = 0; rank < world; ++rank) {
-      engines.push_back(new Engine({rank, world, timeout_us, rank, world}));
+      engines.push_back(new Engine({.rank = rank,
+                                    .world = world,
+                                    .timeout_us = timeout_us,
+                                    .seed = rank,
+                                    .ranks_here = world,
+                                    .threads = threads}));
       offers.push_back(offer(*engines.back(), kind));
     }
     // All ranks open all segments before any rank connects, because connecting unlinks the segment's name.

@@ -168,7 +168,7 @@ TEST_CASE("a group that cannot be made leaves nothing behind, whatever the syste
           Engine* engine = nullptr;
           try {
             const Exposed scope;
-            engine = new Engine({0, 2, DEADLINE_US, 0, 2});
+            engine = new Engine({0, 2, DEADLINE_US, 0, 2, flow::FlowConfig{}.peer_timeout_us, 3});
             Group::offer(*engine, kind);
             if (kind != Route::Kind::shm || engine->shm_accept(1, offers[1])) engine->connect(routes);
           } catch (const std::exception&) {
