@@ -134,22 +134,22 @@ def export(
 
 @app.command(epilog="Example: sennit explain allreduce 64MiB --ranks 32 --hosts 4")
 def explain(
-    collective: Annotated[str, typer.Argument(help="allreduce or reduce_scatter")],
-    size: Annotated[str, typer.Argument(help="of the whole vector, as 64KiB or 16MiB")],
+    collective: Annotated[str, typer.Argument(help="allreduce, reduce_scatter, reduce, gather or alltoall")],
+    size: Annotated[str, typer.Argument(help="of the whole vector, or of all parts, as 64KiB or 16MiB")],
     ranks: Annotated[int, typer.Option(min=1, max=65_536, help="ranks of the group")] = 8,
     hosts: Annotated[int, typer.Option(min=1, help="machines that the ranks are spread over")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
 ) -> None:
-    """Say which algorithm a reduction takes, what each would do, and what the model thinks it costs."""
+    """Say which algorithm a collective takes, what each would do, and what the model thinks it costs."""
     from sennit import explain as explanation
     from sennit.transport.calibration import read_calibration
     from sennit.transport.config import from_environment
     from sennit.transport.errors import ConfigError
-    from sennit.transport.selection import Reduction
+    from sennit.transport.selection import Collective
     from sennit.transport.sizes import parse_size
 
-    if collective not in tuple(Reduction):
-        raise typer.BadParameter(f"{collective!r}; allowed: {', '.join(Reduction)}")
+    if collective not in tuple(Collective):
+        raise typer.BadParameter(f"{collective!r}; allowed: {', '.join(Collective)}")
     try:
         size_bytes = parse_size(size)
     except ValueError as error:
@@ -162,7 +162,7 @@ def explain(
     except ConfigError as error:
         fail(error)
     found = explanation.explain(
-        Reduction(collective), size_bytes, ranks=ranks, hosts=hosts, forced=config.algorithm, calibration=constants
+        Collective(collective), size_bytes, ranks=ranks, hosts=hosts, forced=config.algorithm, calibration=constants
     )
     if as_json:
         typer.echo(json.dumps(found, indent=2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit explain`: which algorithm a reduction takes, what each would do, and what the model thinks it costs."""
+"""`sennit explain`: which algorithm a collective takes, what each would do, and what the model thinks it costs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sennit.transport.calibration import DEFAULTS
 from sennit.transport.hosts import Hosts
-from sennit.transport.selection import Reduction, Selection, Work
+from sennit.transport.selection import Collective, Selection, Work
 from sennit.transport.sizes import format_size
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def explain(
-    reduction: Reduction,
+    collective: Collective,
     size_bytes: int,
     *,
     ranks: int,
@@ -31,9 +31,9 @@ def explain(
     selection = Selection(
         hosts=Hosts.equal(ranks, hosts), forced=forced, near=calibration.shared_memory, far=calibration.network
     )
-    rated = selection.rate(reduction, size_bytes=size_bytes)
+    rated = selection.rate(collective, size_bytes=size_bytes)
     return {
-        "collective": str(reduction),
+        "collective": str(collective),
         "size_bytes": size_bytes,
         "ranks": ranks,
         "hosts": hosts,

@@ -58,6 +58,8 @@ def test_the_reference_has_every_command() -> None:
         (["allreduce", "4KiB"], "", "one_shot", "the least time by the model"),
         (["allreduce", "16MiB", "--ranks", "64", "--hosts", "8"], "", "hierarchical", "the least time by the model"),
         (["allreduce", "16MiB"], "halving", "halving", "set by SENNIT_ALGORITHM"),
+        (["alltoall", "512B", "--hosts", "8"], "", "bruck", "the least time by the model"),
+        (["gather", "64KiB", "--ranks", "64", "--hosts", "64"], "", "tree", "the least time by the model"),
         (["reduce_scatter", "4KiB"], "one_shot", "direct", "SENNIT_ALGORITHM=one_shot does not run here"),
     ],
 )
@@ -78,7 +80,7 @@ def test_explain_names_the_algorithm_and_the_reason(
     [
         (["allreduce", "4XB"], "size '4XB': expected a number with one of B, KiB, MiB, GiB"),
         (["allreduce", "4KiB", "--hosts", "9"], "--hosts 9; allowed: 1..8, the number of ranks"),
-        (["alltoall", "4KiB"], "'alltoall'; allowed: allreduce, reduce_scatter"),
+        (["scan", "4KiB"], "'scan'; allowed: allreduce, reduce_scatter, reduce, gather, alltoall"),
     ],
 )
 def test_explain_refuses_what_it_cannot_explain(options: list[str], message: str) -> None:

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.transport import algorithms
+from sennit.transport.config import Algorithm
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, Plan
-from sennit.transport.selection import Selection
+from sennit.transport.selection import Collective, Selection
 from sennit.transport.tree import given_spans
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -140,7 +141,7 @@ class ArrayCollectives(ABC):
         """Returns the fold at `root`, and None elsewhere."""
         given, dtype = _contiguous(array), dtype_of(array)
         output = np.empty_like(given) if self.rank == root else None
-        plan = _Call(algorithms.reduce, self, elements=given.size, dtype=dtype, op=op, root=root, in_place=False)
+        plan = _Call(self.selection.reduce, self, elements=given.size, dtype=dtype, op=op, root=root, in_place=False)
         self._run(plan, [given] if output is None else [given, output], scalar=scalar)
         return output
 
@@ -189,8 +190,12 @@ class ArrayCollectives(ABC):
         """Returns, at `root`, all ranks' equally shaped arrays stacked along a new first axis; None elsewhere."""
         given = _contiguous(array)
         output = np.empty((self.world, *given.shape), given.dtype) if self.rank == root else None
-        plan = _Call(algorithms.gather, self, root=root, **_movement(given))
-        self._run(plan, [given] if output is None else [given, output], counts=[given.size] * self.world)
+        buffers, counts = [given] if output is None else [given, output], [given.size] * self.world
+        if self.selection.of_equal_parts(Collective.GATHER, given.nbytes * self.world) is Algorithm.TREE:
+            plan = _Call(algorithms.gather_tree, self, counts=tuple(counts), root=root, **_movement(given))
+            self._run(plan, buffers)
+        else:
+            self._run(_Call(algorithms.gather, self, root=root, **_movement(given)), buffers, counts=counts)
         return output
 
     def scatter(self, array: Array, root: int) -> Array:
@@ -208,7 +213,7 @@ class ArrayCollectives(ABC):
     ) -> Array:
         """Exchanges rows of the first axis with every rank:
 
-        `send_counts[j]` rows to rank j, equal shares by default.
+        `send_counts[j]` rows to rank j. Without counts, which then all ranks leave out, equal shares.
         """
         given = _contiguous(array)
         sent = _splits("send_counts", send_counts, given, self.world)
@@ -222,6 +227,11 @@ class ArrayCollectives(ABC):
             )
         output = np.empty((sum(received), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
+        is_equal = send_counts is None and recv_counts is None
+        if is_equal and self.selection.of_equal_parts(Collective.ALLTOALL, given.nbytes) is Algorithm.BRUCK:
+            plan = _Call(algorithms.alltoall_bruck, self, elements=sent[0] * row_elements, **_movement(given))
+            self._run(plan, [given, output])
+            return output
         self._run(
             _Call(algorithms.alltoall, self, **_movement(given)),
             [given, output],

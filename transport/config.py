@@ -55,7 +55,7 @@ class Congestion(StrEnum):
 
 
 class Algorithm(StrEnum):
-    """How the ranks compute a reduction. Where one does not run, direct does (selection.py)."""
+    """How the ranks run a collective. Where one does not run, direct does (selection.py)."""
 
     ONE_SHOT = "one_shot"
     """Every rank sends its vector to all, and folds all vectors."""
@@ -67,6 +67,10 @@ class Algorithm(StrEnum):
     """Recursive halving and doubling: log2(world) peers."""
     HIERARCHICAL = "hierarchical"
     """Hosts make partial sums in shared memory, and send only these to other hosts."""
+    TREE = "tree"
+    """A binomial tree to the root: log2(world) messages reach it."""
+    BRUCK = "bruck"
+    """Parts travel by way of other ranks: log2(world) messages."""
 
 
 class VerbsService(StrEnum):
@@ -118,8 +122,8 @@ class Config:
     far below the peer's window, acknowledgements wait for a timer and come 400 µs late."""
 
     algorithm: Algorithm | None = None
-    """`SENNIT_ALGORITHM`, equal on all ranks: the algorithm of AllReduce and ReduceScatter on host memory, wherever it
-    can run. None (auto): the one that a cost model prefers (selection.py). Results are the same to the bit."""
+    """`SENNIT_ALGORITHM`, equal on all ranks: the algorithm of reductions, gather and AlltoAll on host memory, wherever
+    it can run. None (auto): the one that a cost model prefers (selection.py). Results are the same to the bit."""
 
     calibration: str | None = None
     """`SENNIT_CALIBRATION`: a file of `sennit calibrate`, with the same constants on all ranks, for the cost model.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which algorithm a reduction runs: a cost model, or the one that `SENNIT_ALGORITHM` names.
+"""Which algorithm a collective runs: a cost model, or the one that `SENNIT_ALGORITHM` names.
 
-All algorithms compute the same tree (tree.py), so a choice never changes a bit of a result. It depends on the call and
-the group alone. So all ranks make the same one.
+All algorithms of a reduction compute the same tree (tree.py), so a choice never changes a bit of a result. It depends
+on the call and the group alone. So all ranks make the same one.
 
 The model adds up what the busiest rank does (LogGP: Alexandrov, Ionescu, Schauser and Scheiman, 1995), inside its host
 and between hosts, and has one term for many peers at once. Its constants were fitted to runs of 4, 6 and 8 ranks
@@ -32,11 +32,16 @@ ON_DEVICE: Final = (Algorithm.ONE_SHOT, Algorithm.DIRECT)
 OF_LEAVES: Final = (Algorithm.DIRECT, Algorithm.HIERARCHICAL)
 
 
-class Reduction(StrEnum):
+class Collective(StrEnum):
     """The collectives that have several algorithms."""
 
     ALLREDUCE = "allreduce"
     REDUCE_SCATTER = "reduce_scatter"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    """Of equal parts."""
+    ALLTOALL = "alltoall"
+    """Of equal parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +60,8 @@ class Costs:
     """Of each byte that a reduction reads."""
 
 
+# Of parts that ranks pass on for others. They lie in scratch, a few times over.
+STAGED_MAX_BYTES: Final = 1 << 20
 # With more peers the dearer bytes were not measured.
 PEERS_MAX: Final = 8
 SHARED_MEMORY: Final = Costs(round_s=2.5e-6, message_s=0.8e-6, byte_s=0.05e-9, peer_share=0, fold_byte_s=0.08e-9)
@@ -91,13 +98,17 @@ class Work:
 
 
 def work_of(
-    algorithm: Algorithm, reduction: Reduction, *, hosts: Hosts, size_bytes: int, partial_ratio: float = 1
+    algorithm: Algorithm, collective: Collective, *, hosts: Hosts, size_bytes: int, partial_ratio: float = 1
 ) -> Work | None:
     """Returns the work for a vector of `size_bytes`, or None if the algorithm does not run there.
 
     A partial sum has `partial_ratio` times the bytes of its elements.
     """
-    gathers = reduction is Reduction.ALLREDUCE
+    if collective is Collective.ALLTOALL:
+        return _alltoall(algorithm, hosts, size_bytes)
+    if collective in (Collective.REDUCE, Collective.GATHER):
+        return _to_root(algorithm, hosts, size_bytes, partial_ratio, folds=collective is Collective.REDUCE)
+    gathers = collective is Collective.ALLREDUCE
     match algorithm:
         case Algorithm.DIRECT:
             return _direct(hosts, size_bytes, phases=2 if gathers else 1)
@@ -191,6 +202,62 @@ def _by_hosts(hosts: Hosts, size_bytes: int, partial_ratio: float, phases: int) 
     )
 
 
+def _alltoall(algorithm: Algorithm, hosts: Hosts, size_bytes: int) -> Work | None:
+    """`size_bytes`: of all parts of a rank."""
+    world, levels = hosts.world, (hosts.world - 1).bit_length()
+    part_bytes = size_bytes / world
+    near, far = _peers(hosts)
+    if algorithm is Algorithm.DIRECT:
+        return Work(
+            near=Traffic(0 if far else 1, near, near, near * part_bytes),
+            far=Traffic(1 if far else 0, far, far, far * part_bytes),
+            folded_bytes=0,
+        )
+    if algorithm is not Algorithm.BRUCK or world < 2 or size_bytes > STAGED_MAX_BYTES:
+        return None
+    sent_bytes = part_bytes * sum(way.bit_count() for way in range(world))
+    all_rounds = Traffic(levels, levels, levels, sent_bytes)
+    # In each round some rank sends to another host. A part is copied before each message, and at the end.
+    copied_bytes = sent_bytes + part_bytes * (world - 1)
+    if far:
+        return Work(near=Traffic(), far=all_rounds, folded_bytes=copied_bytes)
+    return Work(near=all_rounds, far=Traffic(), folded_bytes=copied_bytes)
+
+
+def _to_root(algorithm: Algorithm, hosts: Hosts, size_bytes: int, partial_ratio: float, *, folds: bool) -> Work | None:
+    """Of a reduce of vectors of `size_bytes`, or a gather of that many bytes in all."""
+    world, levels = hosts.world, (hosts.world - 1).bit_length()
+    part_bytes = size_bytes if folds else size_bytes / world
+    if algorithm is Algorithm.DIRECT:
+        near, far = _peers(hosts)
+        # The root only receives: half of what a message costs both ends.
+        pieces = (_pieces(part_bytes, DEFAULT_CHUNK_BYTES) if folds else 1) / 2
+        return Work(
+            near=Traffic(0 if far else 1, math.ceil(near * pieces), near, near * part_bytes / 2),
+            far=Traffic(1 if far else 0, math.ceil(far * pieces), far, far * part_bytes / 2),
+            folded_bytes=size_bytes * world if folds else 0,
+        )
+    if algorithm is not Algorithm.TREE or world < 2 or (not folds and size_bytes > STAGED_MAX_BYTES):
+        return None
+    near_levels = next((level for level in range(levels) if not hosts.are_near(level)), levels)
+
+    def between(low: int, high: int) -> Traffic:
+        if not folds:
+            # A message has the parts of all ranks below.
+            passed_bytes = part_bytes * sum(min(1 << level, world - (1 << level)) for level in range(low, high))
+            return Traffic(high - low, high - low, high - low, passed_bytes)
+        vectors = sum(partial_ratio if level else 1 for level in range(low, high))
+        pieces = (high - low) * _pieces(size_bytes, DEFAULT_CHUNK_BYTES / partial_ratio)
+        return Traffic(high - low, pieces, high - low, vectors * size_bytes)
+
+    return Work(
+        near=between(0, near_levels),
+        far=between(near_levels, levels),
+        # Partial sums are written to memory and read again.
+        folded_bytes=3 * levels * size_bytes if folds else 0,
+    )
+
+
 def _peers(hosts: Hosts) -> tuple[int, int]:
     """How many ranks of the own host, and of others, a rank on the smallest host has for peers."""
     here = min(span.high - span.low for span in hosts.spans)
@@ -204,7 +271,7 @@ def _pieces(size_bytes: float, piece_bytes: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Compiles the reductions of a group, each by the algorithm that fits it."""
+    """Which algorithm each collective of a group runs, and the plans of reductions."""
 
     hosts: Hosts
     """The ranks of the group. Those of a host use shared memory with each other, others the network."""
@@ -215,7 +282,7 @@ class Selection:
 
     def rate(
         self,
-        reduction: Reduction,
+        collective: Collective,
         *,
         size_bytes: int,
         partial_ratio: float = 1,
@@ -224,7 +291,7 @@ class Selection:
         """Returns the work of each algorithm that runs for this vector, in their order."""
         rated = {}
         for algorithm in candidates:
-            work = work_of(algorithm, reduction, hosts=self.hosts, size_bytes=size_bytes, partial_ratio=partial_ratio)
+            work = work_of(algorithm, collective, hosts=self.hosts, size_bytes=size_bytes, partial_ratio=partial_ratio)
             if work is not None:
                 rated[algorithm] = work
         return rated
@@ -251,9 +318,7 @@ class Selection:
         """Returns a plan with the buffers and the result of `algorithms.allreduce`."""
         compile_plan: Callable[..., Plan]
         candidates = ON_DEVICE if on_device else tuple(Algorithm) if leaves is None else OF_LEAVES
-        match self._choose(Reduction.ALLREDUCE, elements, dtype, candidates):
-            case Algorithm.DIRECT:
-                compile_plan = functools.partial(algorithms.allreduce, leaves=leaves, partial=partial)
+        match self._choose(Collective.ALLREDUCE, elements, dtype, candidates):
             case Algorithm.ONE_SHOT:
                 compile_plan = functools.partial(algorithms.allreduce, one_shot=True)
             case Algorithm.DISSEMINATION:
@@ -262,6 +327,8 @@ class Selection:
                 compile_plan = algorithms.allreduce_halving
             case Algorithm.HIERARCHICAL:
                 compile_plan = functools.partial(algorithms.allreduce, hosts=self.hosts, leaves=leaves, partial=partial)
+            case _:
+                compile_plan = functools.partial(algorithms.allreduce, leaves=leaves, partial=partial)
         return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place)
 
     def reduce_scatter(
@@ -278,19 +345,43 @@ class Selection:
         """Returns a plan with the buffers and the result of `algorithms.reduce_scatter`."""
         compile_plan: Callable[..., Plan] = algorithms.reduce_scatter
         candidates = ON_DEVICE if on_device else tuple(Algorithm)
-        match self._choose(Reduction.REDUCE_SCATTER, sum(counts), dtype, candidates):
+        match self._choose(Collective.REDUCE_SCATTER, sum(counts), dtype, candidates):
             case Algorithm.HALVING:
                 compile_plan = algorithms.reduce_scatter_halving
             case Algorithm.HIERARCHICAL:
                 compile_plan = functools.partial(algorithms.reduce_scatter, hosts=self.hosts)
         return compile_plan(world=world, rank=rank, counts=counts, dtype=dtype, op=op, list_input=list_input)
 
-    def _choose(self, reduction: Reduction, elements: int, dtype: Dtype, candidates: Sequence[Algorithm]) -> Algorithm:
+    def reduce(
+        self,
+        *,
+        world: int,
+        rank: int,
+        elements: int,
+        dtype: Dtype,
+        op: ReduceOp,
+        root: int,
+        in_place: bool = True,
+        on_device: bool = False,
+    ) -> Plan:
+        """Returns a plan with the buffers and the result of `algorithms.reduce`."""
+        candidates = ON_DEVICE if on_device else tuple(Algorithm)
+        in_tree = self._choose(Collective.REDUCE, elements, dtype, candidates) is Algorithm.TREE
+        compile_plan: Callable[..., Plan] = algorithms.reduce_tree if in_tree else algorithms.reduce
+        return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, root=root, in_place=in_place)
+
+    def of_equal_parts(self, collective: Collective, size_bytes: int) -> Algorithm:
+        """Returns the one for a gather or an alltoall of `size_bytes` in all, whose parts are equal on all ranks."""
+        return self.choose(self.rate(collective, size_bytes=size_bytes))
+
+    def _choose(
+        self, collective: Collective, elements: int, dtype: Dtype, candidates: Sequence[Algorithm]
+    ) -> Algorithm:
         # The algorithms say what is wrong with such a number.
         if elements < 0:
             return Algorithm.DIRECT
         rated = self.rate(
-            reduction,
+            collective,
             size_bytes=elements * dtype.item_bytes,
             partial_ratio=accumulator(dtype).item_bytes / dtype.item_bytes,
             candidates=candidates,

@@ -245,7 +245,7 @@ class PlanCompiler:
             case Kind.ALLREDUCE:
                 plan = self._selection.allreduce(**reduced(), elements=counts[0], on_device=on_device)
             case Kind.REDUCE:
-                plan = algorithms.reduce(**reduced(), elements=counts[0], root=root)
+                plan = self._selection.reduce(**reduced(), elements=counts[0], root=root, on_device=on_device)
             case Kind.BROADCAST:
                 segment_bytes = SEGMENT_BYTES if on_device else None
                 plan = algorithms.broadcast(**moved, elements=counts[0], root=root, segment_bytes=segment_bytes)

@@ -34,7 +34,7 @@ from sennit.transport.config import Algorithm, Config, TransportKind, from_envir
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan
-from sennit.transport.selection import NETWORK, SHARED_MEMORY, Costs, Reduction, Selection, Work
+from sennit.transport.selection import NETWORK, SHARED_MEMORY, Collective, Costs, Selection, Work
 from sennit.transport.sizes import format_size
 from sennit.transport.store import FileStore, Store
 
@@ -49,16 +49,16 @@ TURNS: Final = 5
 ITERATIONS_MIN, ITERATIONS_MAX = 1, 50
 KIB, MIB = 1 << 10, 1 << 20
 FITTED: Final = (
-    *((Reduction.ALLREDUCE, size) for size in (256, 4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB)),
-    *((Reduction.REDUCE_SCATTER, size) for size in (64 * KIB, 2 * MIB)),
+    *((Collective.ALLREDUCE, size) for size in (256, 4 * KIB, 32 * KIB, 256 * KIB, 2 * MIB)),
+    *((Collective.REDUCE_SCATTER, size) for size in (64 * KIB, 2 * MIB)),
 )
 IN_PAIRS: Final = tuple(case for case in FITTED if case[1] >= 256 * KIB)
 # With two or three ranks messages grow with rounds. These many small chunks tell the two apart.
 CHUNKED_BYTES, CHUNK_BYTES = 32 * KIB, 256
 # Sizes that the fit does not see.
 CHECKED: Final = (
-    *((Reduction.ALLREDUCE, size) for size in (1 * KIB, 16 * KIB, 128 * KIB, MIB)),
-    (Reduction.REDUCE_SCATTER, 512 * KIB),
+    *((Collective.ALLREDUCE, size) for size in (1 * KIB, 16 * KIB, 128 * KIB, MIB)),
+    (Collective.REDUCE_SCATTER, 512 * KIB),
 )
 
 
@@ -156,8 +156,8 @@ class _Runs:
         self._way, self._ranks_here = way, ranks_here
 
     def run(
-        self, ranks: int, cases: Sequence[tuple[Reduction, int]], *, has_chunked: bool = False
-    ) -> tuple[list[Sample], list[tuple[Reduction, int, Algorithm]]]:
+        self, ranks: int, cases: Sequence[tuple[Collective, int]], *, has_chunked: bool = False
+    ) -> tuple[list[Sample], list[tuple[Collective, int, Algorithm]]]:
         """Returns the samples of this rank's group of `ranks`, and what they are. A rank left over has none."""
         place = self._members.index(self._rank)
         mine = self._members[place // ranks * ranks : place // ranks * ranks + ranks]
@@ -173,7 +173,7 @@ class _Runs:
             ranks_here_min=self._ranks_here,
         ) as group:
             works: list[Work] = []
-            names: list[tuple[Reduction, int, Algorithm]] = []
+            names: list[tuple[Collective, int, Algorithm]] = []
             plans: list[Plan] = []
             for reduction, size_bytes in cases:
                 for algorithm, work in group.selection.rate(reduction, size_bytes=size_bytes).items():
@@ -194,10 +194,10 @@ class _Runs:
         ], names
 
 
-def _compile(group: Communicator, reduction: Reduction, size_bytes: int, algorithm: Algorithm) -> Plan:
+def _compile(group: Communicator, reduction: Collective, size_bytes: int, algorithm: Algorithm) -> Plan:
     selection = Selection(hosts=group.selection.hosts, forced=algorithm)
     elements = size_bytes // Dtype.F32.item_bytes
-    if reduction is Reduction.ALLREDUCE:
+    if reduction is Collective.ALLREDUCE:
         return selection.allreduce(
             world=group.world, rank=group.rank, elements=elements, dtype=Dtype.F32, op=ReduceOp.SUM, in_place=False
         )
@@ -218,7 +218,7 @@ def _compile_chunked(group: Communicator) -> Plan:
 
 
 def _chunked_work(group: Communicator) -> Work:
-    work = group.selection.rate(Reduction.ALLREDUCE, size_bytes=CHUNKED_BYTES)[Algorithm.DIRECT]
+    work = group.selection.rate(Collective.ALLREDUCE, size_bytes=CHUNKED_BYTES)[Algorithm.DIRECT]
     pieces = -(-CHUNKED_BYTES // group.world // CHUNK_BYTES)
 
     def more(traffic: Any) -> Any:
@@ -252,7 +252,7 @@ def _time(group: Communicator, plans: Sequence[Plan]) -> list[float]:
 
 
 def _check(
-    way: str, costs: Costs, ranks: int, samples: Sequence[Sample], names: Sequence[tuple[Reduction, int, Algorithm]]
+    way: str, costs: Costs, ranks: int, samples: Sequence[Sample], names: Sequence[tuple[Collective, int, Algorithm]]
 ) -> list[Check]:
     best = {
         case: min(

@@ -147,7 +147,7 @@ def leaves(group: Communicator, seed: int) -> None:
 
 
 def trees(group: Communicator, seed: int) -> None:
-    """The algorithms that no call selects yet, over the core."""
+    """Algorithms that calls select in larger groups only, over the core."""
     case = Case(group, seed)
     common: dict[str, Any] = {"world": case.world, "rank": case.rank}
     for dtype, elements in itertools.product((Dtype.F32, Dtype.BF16, Dtype.C32), (0, 3, 1_001, 300_007)):
@@ -194,6 +194,9 @@ def movement(group: Communicator, seed: int) -> None:
         expected = np.concatenate([rows[i][bounds[i, rank] : bounds[i, rank + 1]] for i in range(world)])
         result = group.alltoall(rows[rank], send_counts=counts[rank].tolist(), recv_counts=counts[:, rank].tolist())
         np.testing.assert_array_equal(result, expected)
+        squares = case.arrays([(world * elements, 2)] * world, np.int16)
+        expected = np.concatenate([square[rank * elements : (rank + 1) * elements] for square in squares])
+        np.testing.assert_array_equal(group.alltoall(squares[rank]), expected)
         uneven = case.arrays([(elements // (r + 1),) for r in range(world)], np.uint8)
         result = group.allgather(uneven[rank], counts=[len(u) for u in uneven])
         np.testing.assert_array_equal(result, np.concatenate(uneven))

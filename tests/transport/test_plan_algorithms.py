@@ -266,6 +266,35 @@ def test_alltoall(
         np.testing.assert_array_equal(np.concatenate(outs), np.concatenate(expected[rank]))
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 17), st.integers(0, 40), item_sizes, seeds)
+def test_alltoall_of_equal_parts_by_way_of_others(
+    data: DataObject, world: int, elements: int, item_bytes: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    content = rng.integers(0, 256, (world, world, elements * item_bytes), np.uint8)
+    plans = [
+        algorithms.alltoall_bruck(world=world, rank=rank, elements=elements, item_bytes=item_bytes)
+        for rank in range(world)
+    ]
+    buffers = [[content[rank].reshape(-1).copy(), noise(content[rank].size)] for rank in range(world)]
+    check_plans(plans, plans, buffers)
+    run_in_any_order(data, plans, buffers)
+    for rank in range(world):
+        np.testing.assert_array_equal(buffers[rank][0], content[rank].reshape(-1))
+        np.testing.assert_array_equal(buffers[rank][1], content[:, rank].reshape(-1))
+
+
+def test_ranks_that_mix_alltoall_with_and_without_counts_find_out() -> None:
+    plans = [
+        algorithms.alltoall(world=2, rank=0, item_bytes=1),
+        algorithms.alltoall_bruck(world=2, rank=1, elements=3, item_bytes=1),
+    ]
+    buffers = [[np.zeros(6, np.uint8), np.zeros(6, np.uint8)] for _ in range(2)]
+    with pytest.raises(MismatchError, match="alltoall"):
+        reference.run(plans, buffers, counts=[[3] * 4, []])
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data(), st.integers(1, 17))
 def test_barrier_runs(data: DataObject, world: int) -> None:

@@ -13,8 +13,8 @@ from sennit.transport.config import Algorithm, Config
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ConfigError
 from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Plan, Send
-from sennit.transport.selection import Reduction, Selection, work_of
+from sennit.transport.plan import Copy, Plan, Recv, Send
+from sennit.transport.selection import Collective, Selection, work_of
 from tests.transport.meeting import Recorder, meet
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -28,7 +28,7 @@ def apart(world: int) -> Hosts:
     return Hosts.equal(world, world)
 
 
-def chosen(hosts: Hosts, size_bytes: int, reduction: Reduction = Reduction.ALLREDUCE) -> Algorithm:
+def chosen(hosts: Hosts, size_bytes: int, reduction: Collective = Collective.ALLREDUCE) -> Algorithm:
     selection = Selection(hosts=hosts)
     return selection.choose(selection.rate(reduction, size_bytes=size_bytes))
 
@@ -37,10 +37,10 @@ def sends(plan: Plan) -> list[Send]:
     return [step for step in plan.steps if isinstance(step, Send)]
 
 
-def plan_of(algorithm: Algorithm, reduction: Reduction, hosts: Hosts, rank: int, elements: int, dtype: Dtype) -> Plan:
+def plan_of(algorithm: Algorithm, reduction: Collective, hosts: Hosts, rank: int, elements: int, dtype: Dtype) -> Plan:
     world = hosts.world
     selection = Selection(hosts=hosts, forced=algorithm)
-    if reduction is Reduction.ALLREDUCE:
+    if reduction is Collective.ALLREDUCE:
         return selection.allreduce(world=world, rank=rank, elements=elements, dtype=dtype, op=ReduceOp.SUM)
     counts = [elements // world] * world
     return selection.reduce_scatter(world=world, rank=rank, counts=counts, dtype=dtype, op=ReduceOp.SUM)
@@ -53,12 +53,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("reduction", list(Reduction))
+@pytest.mark.parametrize("reduction", [Collective.ALLREDUCE, Collective.REDUCE_SCATTER])
 @pytest.mark.parametrize("algorithm", list(Algorithm))
 @pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.F16])
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=lambda hosts: "+".join(str(high - low) for low, high in hosts.spans))
 def test_the_model_knows_what_the_busiest_rank_sends(
-    hosts: Hosts, dtype: Dtype, algorithm: Algorithm, reduction: Reduction
+    hosts: Hosts, dtype: Dtype, algorithm: Algorithm, reduction: Collective
 ) -> None:
     world = hosts.world
     is_even = world & (world - 1) == 0 and world % len(hosts.spans) == 0
@@ -113,13 +113,80 @@ def test_what_was_fastest_when_measured_is_chosen(hosts: Hosts, size_bytes: int,
 
 
 def test_a_reduce_scatter_has_two_algorithms() -> None:
-    assert set(Selection(hosts=apart(8)).rate(Reduction.REDUCE_SCATTER, size_bytes=MIB)) == {
+    assert set(Selection(hosts=apart(8)).rate(Collective.REDUCE_SCATTER, size_bytes=MIB)) == {
         Algorithm.DIRECT,
         Algorithm.HALVING,
     }
-    assert chosen(apart(8), MIB, Reduction.REDUCE_SCATTER) is Algorithm.HALVING
-    assert chosen(apart(4), MIB, Reduction.REDUCE_SCATTER) is Algorithm.DIRECT
-    assert chosen(one_host(8), MIB, Reduction.REDUCE_SCATTER) is Algorithm.DIRECT
+    assert chosen(apart(8), MIB, Collective.REDUCE_SCATTER) is Algorithm.HALVING
+    assert chosen(apart(4), MIB, Collective.REDUCE_SCATTER) is Algorithm.DIRECT
+    assert chosen(one_host(8), MIB, Collective.REDUCE_SCATTER) is Algorithm.DIRECT
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8, 13, 16])
+def test_the_model_knows_what_bruck_sends_and_copies(world: int) -> None:
+    work = work_of(Algorithm.BRUCK, Collective.ALLTOALL, hosts=one_host(world), size_bytes=world * 100)
+    assert work is not None
+    plan = algorithms.alltoall_bruck(world=world, rank=world - 1, elements=25, item_bytes=4)
+    assert len(sends(plan)) == work.near.messages == work.near.rounds
+    assert len({step.peer for step in sends(plan)}) == work.near.peers
+    assert sum(step.size_bytes for step in sends(plan)) == work.near.sent_bytes
+    copied = [step.size_bytes for step in plan.steps if isinstance(step, Copy)]
+    assert sum(copied) - 100 == work.folded_bytes
+
+
+@pytest.mark.parametrize("world", [2, 4, 8, 16])
+def test_the_model_knows_what_reaches_the_root(world: int) -> None:
+    def received(plan: Plan) -> list[int]:
+        return [step.size_bytes for step in plan.steps if isinstance(step, Recv)]
+
+    size_bytes, root = 3 * MIB, world // 2
+    common: dict[str, Any] = {"world": world, "rank": root, "root": root}
+    vector = {**common, "elements": size_bytes // 2, "dtype": Dtype.F16, "op": ReduceOp.SUM}
+    work = work_of(Algorithm.TREE, Collective.REDUCE, hosts=one_host(world), size_bytes=size_bytes, partial_ratio=2)
+    assert work is not None
+    assert sum(received(algorithms.reduce_tree(**vector))) == work.near.sent_bytes
+    assert len(received(algorithms.reduce_tree(**vector))) == pytest.approx(work.near.messages, rel=0.35)
+    work = work_of(Algorithm.DIRECT, Collective.REDUCE, hosts=apart(world), size_bytes=size_bytes)
+    assert work is not None
+    assert sum(received(algorithms.reduce(**vector))) == 2 * work.far.sent_bytes
+    assert len(received(algorithms.reduce(**vector))) == 2 * work.far.messages
+    plan = algorithms.gather_tree(**common, counts=[100] * world, item_bytes=1)
+    work = work_of(Algorithm.TREE, Collective.GATHER, hosts=one_host(world), size_bytes=100 * world)
+    assert work is not None
+    assert sum(received(plan)) == work.near.sent_bytes
+    assert len(received(plan)) == work.near.messages
+
+
+@pytest.mark.parametrize(
+    ("collective", "hosts", "size_bytes", "algorithm"),
+    [
+        (Collective.ALLTOALL, apart(8), 8 * 256, Algorithm.BRUCK),
+        (Collective.ALLTOALL, apart(8), 8 * KIB, Algorithm.DIRECT),
+        (Collective.ALLTOALL, apart(16), 16 * 256, Algorithm.BRUCK),
+        (Collective.ALLTOALL, apart(4), 4 * 64, Algorithm.DIRECT),
+        (Collective.ALLTOALL, one_host(8), 8 * 16, Algorithm.DIRECT),
+        (Collective.GATHER, apart(8), 8 * 16, Algorithm.DIRECT),
+        (Collective.GATHER, one_host(8), 8 * 2 * KIB, Algorithm.DIRECT),
+        (Collective.GATHER, apart(64), 64 * 16, Algorithm.TREE),
+        (Collective.REDUCE, apart(8), 4 * KIB, Algorithm.DIRECT),
+        (Collective.REDUCE, apart(8), MIB, Algorithm.TREE),
+        (Collective.REDUCE, one_host(8), MIB, Algorithm.DIRECT),
+        (Collective.REDUCE, apart(1), MIB, Algorithm.DIRECT),
+    ],
+)
+def test_other_collectives_take_what_was_fastest(
+    collective: Collective, hosts: Hosts, size_bytes: int, algorithm: Algorithm
+) -> None:
+    assert chosen(hosts, size_bytes, collective) is algorithm
+
+
+def test_a_reduce_takes_a_tree_where_the_model_says_so() -> None:
+    call: dict[str, Any] = {
+        "world": 8, "rank": 3, "elements": MIB // 4, "dtype": Dtype.F32, "op": ReduceOp.SUM, "root": 2,
+    }  # fmt: skip
+    assert Selection(hosts=apart(8)).reduce(**call).encode() == algorithms.reduce_tree(**call).encode()
+    assert Selection(hosts=one_host(8)).reduce(**call).encode() == algorithms.reduce(**call).encode()
+    assert Selection(hosts=apart(8)).reduce(**call, on_device=True).encode() == algorithms.reduce(**call).encode()
 
 
 @pytest.mark.parametrize("algorithm", list(Algorithm))
@@ -132,6 +199,9 @@ def test_the_forced_algorithm_runs_where_it_can(algorithm: Algorithm) -> None:
         Algorithm.DISSEMINATION: algorithms.allreduce_dissemination,
         Algorithm.HALVING: algorithms.allreduce_halving,
         Algorithm.HIERARCHICAL: lambda **call: algorithms.allreduce(**call, hosts=hosts),
+        # These are for other collectives.
+        Algorithm.TREE: algorithms.allreduce,
+        Algorithm.BRUCK: algorithms.allreduce,
     }
     small: dict[str, Any] = {"world": 4, "rank": 1, "elements": 1_000, "dtype": Dtype.F32, "op": ReduceOp.SUM}
     assert selection.allreduce(**small).encode() == fits[algorithm](**small).encode()

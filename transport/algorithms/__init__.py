@@ -12,6 +12,7 @@ from sennit.transport.algorithms.allreduce import allreduce
 from sennit.transport.algorithms.allreduce_dissemination import allreduce_dissemination
 from sennit.transport.algorithms.allreduce_halving import allreduce_halving
 from sennit.transport.algorithms.alltoall import alltoall
+from sennit.transport.algorithms.alltoall_bruck import alltoall_bruck
 from sennit.transport.algorithms.barrier import barrier
 from sennit.transport.algorithms.broadcast import broadcast
 from sennit.transport.algorithms.gather import gather
@@ -29,6 +30,7 @@ __all__ = [
     "allreduce_dissemination",
     "allreduce_halving",
     "alltoall",
+    "alltoall_bruck",
     "barrier",
     "broadcast",
     "gather",
