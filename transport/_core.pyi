@@ -79,7 +79,7 @@ class Communicator:
 
     def udp_open(
         self,
-        rails: Sequence[tuple[str, int]],
+        rails: Sequence[tuple[str, str]],
         *,
         path_count: int,
         path_policy: str,
@@ -88,10 +88,10 @@ class Communicator:
         ports: tuple[int, int] = (0, 0),
         seed: int = 0,
     ) -> bytes:
-        """Opens the sockets on (address, port) rails. Returns what peers need to connect.
+        """Opens the sockets on the rails. Returns what peers need to connect.
 
-        All ports are within `ports` (first, last), unless that begins with 0. Raises ArgumentError for an unknown name
-        or a number out of range.
+        A rail is an interface's address, and its address of the other family, or "". All ports are within `ports`
+        (first, last), unless that begins with 0. Raises ArgumentError for an unknown name or a number out of range.
         """
 
     def verbs_open(
@@ -128,9 +128,10 @@ class Communicator:
     def learn_trial(self, rank: int, message: bytes, /) -> None:
         """Takes a trial_message of that rank that came another way. Empty: that rank found every path perfect."""
 
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool]]:
         """Returns for each path: own address and source port, the peer's address and port, the peer's source port and
-        our port, the largest payload that arrived at the peer and here, and errno of the last failed send.
+        our port, the largest payload that arrived at the peer and here, errno of the last failed send, and whether the
+        group uses the path.
         """
 
     def trial_payload_bytes(self, rank: int, /) -> int:

@@ -45,7 +45,7 @@ class TriedEndpoint(Protocol):
 
     def learn_trial(self, rank: int, message: bytes, /) -> None: ...
 
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]: ...
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool]]: ...
 
     def trial_payload_bytes(self, rank: int, /) -> int: ...
 
@@ -158,22 +158,7 @@ def _learn(endpoint: TriedEndpoint, board: Board, rank: int, peer: int) -> Recor
 
 
 def _paths(endpoint: TriedEndpoint, peer: int) -> list[TriedPath]:
-    return [
-        TriedPath(
-            address=address,
-            source_port=source_port,
-            peer_address=peer_address,
-            peer_port=peer_port,
-            peer_source_port=peer_source_port,
-            port=port,
-            told_bytes=told_bytes,
-            heard_bytes=heard_bytes,
-            error=error,
-        )
-        for (
-            address, source_port, peer_address, peer_port, peer_source_port, port, told_bytes, heard_bytes, error,
-        ) in endpoint.tried_paths(peer)
-    ]  # fmt: skip
+    return [TriedPath(*path) for path in endpoint.tried_paths(peer)]
 
 
 def _verdict(endpoint: TriedEndpoint, rank: int, peer: int, peer_error: int) -> Verdict:

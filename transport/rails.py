@@ -56,6 +56,8 @@ class Rail:
 
     interface: str
     address: str
+    other_family_address: str = ""
+    """The interface's IPv4 address beside an IPv6 `address`: for peers that IPv6 does not reach."""
 
 
 def find_rails(wanted: Sequence[str] = ()) -> list[Rail]:
@@ -139,7 +141,12 @@ def _named(by_name: dict[str, Interface], name: str) -> Interface:
 
 def _rail(interface: Interface) -> Rail:
     assert interface.address is not None
-    return Rail(interface=interface.name, address=interface.address)
+    has_both = bool(interface.ipv6 and interface.ipv4) and not interface.is_loopback
+    return Rail(
+        interface=interface.name,
+        address=interface.address,
+        other_family_address=interface.ipv4[0] if has_both else "",
+    )
 
 
 def _list(interfaces: Sequence[Interface]) -> str:

@@ -23,9 +23,9 @@ PAYLOAD_MIN_BYTES: Final = 256
 SHOWN_PORTS: Final = 4
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TriedPath:
-    """One path between two ranks, as `_core.Communicator.tried_paths` reports it."""
+    """One path between two ranks, with the fields of `_core.Communicator.tried_paths` in their order."""
 
     address: str
     """Our address."""
@@ -43,6 +43,8 @@ class TriedPath:
     """The largest payload that arrived here. 0: none did."""
     error: int
     """errno of our last failed send, or of the network's error about one of our packets. 0: no error."""
+    is_used: bool = True
+    """Whether the group has it. An interface with addresses of both families uses only one of them with a peer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +78,10 @@ def judge(
     own_error = next((path.error for path in paths if path.error), 0)
     if len(mute) == len(paths) or len(deaf) == len(paths):
         return Verdict(failure=_failure(paths, rank, peer, payload_max_bytes, own_error, peer_error))
+    replaced = [path for path in paths if not path.is_used and ":" in path.address]
+    paths = [path for path in paths if path.is_used]
+    mute = [path for path in paths if path.heard_bytes == 0]
+    deaf = [path for path in paths if path.told_bytes == 0]
     warnings = []
     if mute:
         warnings.append(
@@ -87,7 +93,7 @@ def judge(
             f"rank {peer} hears nothing from rank {rank} over {len(deaf)} of {len(paths)} paths, which stay out of "
             f"use: {_outgoing(deaf)}"
         )
-    notes = []
+    notes = [_replacement(replaced, rank, peer)] if replaced else []
     if 0 < payload_bytes < payload_max_bytes:
         too_small = [path for path in paths if 0 < min(path.told_bytes, path.heard_bytes) < payload_max_bytes]
         notes.append(
@@ -97,6 +103,18 @@ def judge(
             "routers or switches between them"
         )
     return Verdict(warnings=tuple(warnings), notes=tuple(notes))
+
+
+def _replacement(replaced: Sequence[TriedPath], rank: int, peer: int) -> str:
+    parts = []
+    if mute := [path for path in replaced if path.heard_bytes == 0]:
+        parts.append(f"rank {rank} hears nothing from rank {peer}: UDP {_incoming(mute)}")
+    if deaf := [path for path in replaced if path.told_bytes == 0]:
+        parts.append(f"rank {peer} hears nothing from rank {rank}: UDP {_outgoing(deaf)}")
+    return (
+        f"ranks {min(rank, peer)} and {max(rank, peer)} use IPv4, because over IPv6 {', and '.join(parts)}. For IPv6 "
+        "look at the firewalls and routes between them"
+    )
 
 
 def refusal(paths: Sequence[TriedPath]) -> str:

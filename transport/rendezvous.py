@@ -47,7 +47,7 @@ class Endpoint(TriedEndpoint, Protocol):
 
     def udp_open(
         self,
-        rails: list[tuple[str, int]],
+        rails: list[tuple[str, str]],
         /,
         *,
         path_count: int,
@@ -153,7 +153,7 @@ def connect(
             if not needs_udp[rank]:
                 return {"blob": "", "devices": []}
             chosen[:] = rails()
-            blob = _open_network(endpoint, config, [rail.address for rail in chosen])
+            blob = _open_network(endpoint, config, chosen)
             return {"blob": _text(blob), "devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
 
         opened_networks = exchanges.exchange("udp", open_udp)
@@ -193,10 +193,10 @@ def _hosts(by_shm: Sequence[Sequence[bool]]) -> Hosts:
     return Hosts.of(names) or Hosts.equal(world, world)
 
 
-def _open_network(endpoint: Endpoint, config: Config, addresses: list[str]) -> bytes:
+def _open_network(endpoint: Endpoint, config: Config, rails: Sequence[Rail]) -> bytes:
     if config.transport is TransportKind.VERBS:
         return endpoint.verbs_open(
-            addresses,
+            [rail.address for rail in rails],
             path_count=config.paths,
             path_policy=config.path_policy,
             congestion=config.congestion,
@@ -204,7 +204,7 @@ def _open_network(endpoint: Endpoint, config: Config, addresses: list[str]) -> b
             service=config.verbs_service,
         )
     return endpoint.udp_open(
-        [(address, 0) for address in addresses],
+        [(rail.address, rail.other_family_address) for rail in rails],
         path_count=config.paths,
         path_policy=config.path_policy,
         congestion=config.congestion,
@@ -312,7 +312,7 @@ def _unpaired_rails(endpoint: Endpoint, routes: Sequence[Route], rails: Sequence
     for peer, (kind, _) in enumerate(routes):
         used = {path[0] for path in endpoint.tried_paths(peer)} if kind == "udp" else set()
         for rail in rails:
-            if used and rail.address not in used:
+            if used and used.isdisjoint((rail.address, rail.other_family_address)):
                 peers_of.setdefault(rail, []).append(peer)
     return [
         f"{rail.interface} ({rail.address}) of rank {rank} stays out of use with "

@@ -102,17 +102,72 @@ def test_a_group_is_made_over_the_paths_that_work_and_names_the_others(tmp_path:
             )
 
 
+def remove_addresses(planes: Planes, host: int, family: int) -> None:
+    def remove() -> None:
+        with IPRoute() as route:
+            for interface in planes.interfaces(host):
+                route.flush_addr(index=route.link_lookup(ifname=interface)[0], family=family)
+
+    planes.within(host, remove)
+
+
+def lose_ipv6(planes: Planes, host: int, to: int, plane: int = 0) -> None:
+    """Sends the IPv6 packets between two hosts to an unused hardware address, one way."""
+
+    def cut() -> None:
+        with IPRoute() as route:
+            index = route.link_lookup(ifname=planes.interfaces(host)[plane])[0]
+            route.neigh(
+                "replace", dst=planes.addresses(to)[plane], lladdr="02:00:00:00:00:01", ifindex=index, state=0x80
+            )
+
+    planes.within(host, cut)
+
+
+@pytest.mark.parametrize("mute", [0, 1])
+def test_where_ipv6_is_lost_one_way_the_group_uses_ipv4_and_says_so(mute: int, tmp_path: Path) -> None:
+    with Planes(hosts=2, planes=1) as planes:
+        lose_ipv6(planes, mute, to=1 - mute)
+        for rank, found in enumerate(meet(planes, tmp_path)):
+            assert not found["error"], found
+            assert not found["warnings"]
+            assert len(found["notes"]) == 1
+            assert found["notes"][0].startswith(
+                f"ranks 0 and 1 use IPv4, because over IPv6 rank {1 - mute} hears nothing from rank {mute}: "
+                f"UDP {planes.addresses(mute)[0]} -> [{planes.addresses(1 - mute)[0]}]:4791 "
+            )
+            assert found["took_s"] < DEADLINE_S / 2
+            # The sockets of the family that is not used are closed.
+            assert f"udp {planes.ipv4_addresses(rank)[0]}:4791 (4096 bytes a packet), " in found["describe"]
+
+
+def test_each_interface_has_its_own_family_and_a_third_host_keeps_ipv6(tmp_path: Path) -> None:
+    with Planes(hosts=3, planes=2) as planes:
+        lose_ipv6(planes, 1, to=0, plane=1)
+        first, second, third = meet(planes, tmp_path, [{}, {}, {}])
+        for found in (first, second):
+            assert not found["error"], found
+            assert "ranks 0 and 1 use IPv4" in found["notes"][0]
+            assert f"UDP {planes.addresses(1)[1]} -> " in found["notes"][0]
+            assert planes.addresses(1)[0] not in found["notes"][0]
+        assert not third["error"]
+        assert third["notes"] == []
+
+
+def test_a_host_with_both_families_meets_one_with_ipv4_only(tmp_path: Path) -> None:
+    with Planes(hosts=2, planes=1) as planes:
+        remove_addresses(planes, 1, socket.AF_INET6)
+        for found in meet(planes, tmp_path):
+            assert not found["error"], found
+            assert found["notes"] == []
+
+
 def test_other_ranks_hear_why_there_is_no_group(tmp_path: Path) -> None:
     with Planes(hosts=3, planes=1) as planes:
-        # Host 1's packets to host 0 go to an unused hardware address. Its packets to host 2 arrive.
-        def cut() -> None:
-            with IPRoute() as route:
-                index = route.link_lookup(ifname=planes.interfaces(1)[0])[0]
-                route.neigh(
-                    "replace", dst=planes.addresses(0)[0], lladdr="02:00:00:00:00:01", ifindex=index, state=0x80
-                )
-
-        planes.within(1, cut)
+        # Host 1's packets to host 0 are lost. Its packets to host 2 arrive.
+        for host in range(3):
+            remove_addresses(planes, host, socket.AF_INET)
+        lose_ipv6(planes, 1, to=0)
         first, second, third = meet(planes, tmp_path, [{}, {}, {}])
         wanted = "rank 0 hears nothing from rank 1"
         assert first["error"].startswith(f"PeerError: {wanted}")

@@ -60,7 +60,7 @@ class Recorder:
         self.ranks_here = 0
         self.routes: list[tuple[str, bytes]] = []
         self.tried: list[tuple[str, bytes]] = []
-        self.udp: tuple[list[tuple[str, int]], dict[str, Any]] | None = None
+        self.udp: tuple[list[tuple[str, str]], dict[str, Any]] | None = None
         self.verbs: tuple[list[str], dict[str, Any]] | None = None
 
     def shm_offer(self) -> bytes:
@@ -72,7 +72,7 @@ class Recorder:
         assert offer.endswith(f"/{rank}".encode())
         return offer.decode().split("/")[0] == self.room
 
-    def udp_open(self, rails: list[tuple[str, int]], /, **settings: Any) -> bytes:
+    def udp_open(self, rails: list[tuple[str, str]], /, **settings: Any) -> bytes:
         self.udp = (rails, settings)
         return f"udp{self.rank}\x00\xff".encode("latin-1")
 
@@ -98,10 +98,10 @@ class Recorder:
     def learn_trial(self, rank: int, message: bytes, /) -> None:
         raise AssertionError(rank)
 
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool]]:
         # The first rail pairs with the peer's first one, a second rail with none.
         assert self.udp is not None
-        return [(self.udp[0][0][0], 50_000, f"10.0.0.{rank}", 4791, 50_001, 4791, 4096, 4096, 0)]
+        return [(self.udp[0][0][0], 50_000, f"10.0.0.{rank}", 4791, 50_001, 4791, 4096, 4096, 0, True)]
 
     def trial_payload_bytes(self, rank: int, /) -> int:
         raise AssertionError(rank)

@@ -177,7 +177,7 @@ def test_the_core_refuses_unknown_settings_when_it_opens_its_sockets(changed: di
     settings: dict[str, Any] = {"path_count": 1, "path_policy": "reps", "congestion": "swift", "window_bytes": 1 << 20}
     core = _core.Communicator(0, 2, timeout_s=1.0, seed=1)
     with pytest.raises(ArgumentError, match=re.escape(message)):
-        core.udp_open([("127.0.0.1", 0)], **(settings | changed))
+        core.udp_open([("127.0.0.1", "")], **(settings | changed))
 
 
 @pytest.mark.parametrize("world", [2, 3])

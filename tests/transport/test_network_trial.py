@@ -8,6 +8,7 @@ import errno
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from sennit.transport import network_trial
 from sennit.transport.errors import PeerError, TimeoutError
 from sennit.transport.network_trial import Record, try_network
-from sennit.transport.reachability import TriedPath, judge
+from sennit.transport.reachability import TriedPath, Verdict, judge
 
 PATHS = 8
 
@@ -90,6 +91,35 @@ def test_a_few_dead_paths_are_warnings_and_smaller_packets_a_note() -> None:
     )
 
 
+def test_ipv4_stands_in_for_ipv6_with_a_note_and_no_warning() -> None:
+    def as_used(found: Sequence[TriedPath], is_used: bool) -> list[TriedPath]:
+        return [replace(path, is_used=is_used) for path in found]
+
+    ipv6 = paths(told=NONE, heard=GOOD, ipv6=True)
+    ipv4 = as_used(paths(told=GOOD, heard=GOOD), True)
+    verdict = judge([*as_used(ipv6, False), *ipv4], rank=1, peer=0, payload_bytes=1024, payload_max_bytes=1024)
+    assert not verdict.failure
+    assert verdict.warnings == ()
+    assert verdict.notes == (
+        "ranks 0 and 1 use IPv4, because over IPv6 rank 0 hears nothing from rank 1: UDP fd00::1 -> [fd00::2]:4791 "
+        "(source port 50000, 50001, 50002, 50003 and 4 more). For IPv6 look at the firewalls and routes between them",
+    )
+    # IPv6 was slow to answer at first. That IPv4 does not pass is no fault.
+    good = as_used(paths(told=GOOD, heard=GOOD, ipv6=True), True)
+    dead = as_used(paths(told=NONE, heard=NONE), False)
+    assert judge([*good, *dead], rank=1, peer=0, payload_bytes=1024, payload_max_bytes=1024) == Verdict()
+    # Nothing passes in one direction, over any family.
+    verdict = judge(
+        [*as_used(ipv6, True), *paths(told=NONE, heard=NONE)],
+        rank=1,
+        peer=0,
+        payload_bytes=0,
+        payload_max_bytes=1024,
+    )
+    assert verdict.failure.startswith("rank 0 hears nothing from rank 1: UDP fd00::1 -> [fd00::2]:4791 (")
+    assert ", 10.0.0.1 -> 10.0.0.2:4791 (" in verdict.failure
+
+
 class End:
     """A native end that has heard from its one peer, rank 1, over `heard` paths. `learned` settles the trial."""
 
@@ -130,10 +160,10 @@ class End:
             self.told = [value * 256 for value in message]
             self.is_settled = any(self.told) and any(self.heard)
 
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int]]:
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool]]:
         return [
             (path.address, path.source_port, path.peer_address, path.peer_port, path.peer_source_port, path.port,
-             path.told_bytes, path.heard_bytes, path.error)
+             path.told_bytes, path.heard_bytes, path.error, path.is_used)
             for path in paths(told=self.told, heard=self.heard, error=self.error)
         ]  # fmt: skip
 

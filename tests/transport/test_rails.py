@@ -33,6 +33,13 @@ def test_without_a_default_route_all_that_are_up_are_rails_and_loopback_is_the_l
     assert addresses(rails.choose_rails([LOOPBACK, DOWN, BARE], (), ["eth2"])) == ["::1"]
 
 
+def test_an_interface_with_both_families_offers_both() -> None:
+    first, second = rails.choose_rails(MACHINE, (), [])
+    assert first.other_family_address == "192.0.2.5"
+    assert second.other_family_address == ""
+    assert rails.choose_rails(MACHINE, ["lo"], [])[0].other_family_address == ""
+
+
 def test_named_interfaces_are_taken_in_their_order() -> None:
     assert addresses(rails.choose_rails(MACHINE, ["eth1", "lo"], ["eth0"])) == ["198.51.100.5", "::1"]
 

@@ -43,7 +43,7 @@ def test_containers_with_their_own_memory_fall_back_to_udp() -> None:
     assert meet(endpoints) == [("self", "shm", "udp"), ("shm", "self", "udp"), ("udp", "udp", "self")]
     assert endpoints[0].routes[2] == ("udp", b"udp2\x00\xff")
     assert endpoints[2].udp == (
-        [("10.0.0.2", 0)],
+        [("10.0.0.2", "")],
         {
             "path_count": 8,
             "path_policy": "round_robin",
@@ -143,7 +143,7 @@ def test_udp_alone_makes_no_segment() -> None:
     # Settings of a rank's own sending may differ from those of its peer.
     assert meet(endpoints, [config, Config()]) == [("self", "udp"), ("udp", "self")]
     assert endpoints[0].udp == (
-        [("10.0.0.0", 0)],
+        [("10.0.0.0", "")],
         {"path_count": 3, "path_policy": "reps", "congestion": "swift", "window_bytes": 1 << 20, "ports": (0, 0)},
     )
 

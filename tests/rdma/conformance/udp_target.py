@@ -38,7 +38,7 @@ class UdpTarget:
         self._controls = peer.controls
         self._core = _core.Communicator(0, 2, timeout_s=DEADLINE_S, seed=1)
         ours = self._core.udp_open(
-            [(sockets.remote_address, 0)],
+            [(sockets.remote_address, "")],
             path_count=1,
             path_policy="round_robin",
             congestion="fixed",
@@ -134,6 +134,6 @@ class UdpTarget:
 
 def _read_offer(packed: bytes, offer: ModuleType) -> tuple[int, int]:
     """Returns rank 0's listening port, and its queue pair for rank 1. Rank 0 has one rail and one path."""
-    _, _, _, port, _, _ = offer.RAIL.unpack_from(packed, offer.HEADER.size)
+    _, _, _, _, port, _, _ = offer.RAIL.unpack_from(packed, offer.HEADER.size)
     (qpn,) = struct.unpack_from("<I", packed, len(packed) - QPN_BYTES)
     return port, qpn

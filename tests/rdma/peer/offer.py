@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Final
 
 MAGIC: Final = 0x31554E53
-VERSION: Final = 4
+VERSION: Final = 5
 WIRE_REVISION: Final = 2
 FLAG_DEVICE: Final = 1
 EAGER_SLOTS: Final = 64
 # magic, version, wire revision, flags, rank, size, path_count, eager slots, receive window, rails
 HEADER: Final = struct.Struct("<IIIIIIIIQI")
-# IP version, bits of the subnet (0: unknown), device, port, largest payload, address
-RAIL: Final = struct.Struct("<BBBHI16s")
+# IP version, bits of the subnet (0: unknown), device, interface, port, largest payload, address
+RAIL: Final = struct.Struct("<BBBBHI16s")
 RING: Final = struct.Struct("<QI")
 
 
@@ -52,7 +52,7 @@ class Offer:
                 self.receive_window_bytes,
                 1,
             ),
-            RAIL.pack(address.version, 0, 0, self.port, self.payload_max, address.packed),
+            RAIL.pack(address.version, 0, 0, 0, self.port, self.payload_max, address.packed),
             struct.pack(f"<{paths}H", *self.source_ports),
         ]
         for numbers in self.queue_pairs:
@@ -68,7 +68,7 @@ class Offer:
         if flags != FLAG_DEVICE or rails != 1:
             raise ValueError(f"flags {flags}, {rails} rails; this peer speaks with a device of one rail, without RC")
         at = HEADER.size
-        ip_version, _prefix, _device, port, payload_max, address = RAIL.unpack_from(data, at)
+        ip_version, _prefix, _device, _interface, port, payload_max, address = RAIL.unpack_from(data, at)
         at += RAIL.size
         source_ports = struct.unpack_from(f"<{paths}H", data, at)
         at += 2 * paths

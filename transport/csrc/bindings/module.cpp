@@ -167,12 +167,12 @@ class PyCommunicator {
     const std::vector<std::byte> bytes = to_bytes(offer);
     return guarded([&] { return usable()->shm_accept(rank, bytes); });
   }
-  nb::bytes udp_open(const std::vector<std::pair<std::string, uint16_t>>& rails, uint32_t path_count,
+  nb::bytes udp_open(const std::vector<std::pair<std::string, std::string>>& rails, uint32_t path_count,
                      const std::string& path_policy, const std::string& congestion, uint32_t window_bytes,
                      const std::pair<uint16_t, uint16_t>& ports, uint64_t seed) {
     sennit::UdpConfig config;
     config.ports = {ports.first, ports.second};
-    for (const auto& [address, port] : rails) config.rails.push_back({address, port});
+    for (const auto& [address, other] : rails) config.rails.push_back({address, 0, other});
     config.path_count = path_count;
     config.path_policy = path_policy;
     config.congestion = congestion;
@@ -225,7 +225,7 @@ class PyCommunicator {
     for (const sennit::TriedPath& path : tried(rank))
       out.append(nb::make_tuple(sennit::wire::address_text(path.out_source), path.out_source.port,
                                 sennit::wire::address_text(path.out_listen), path.out_listen.port, path.in_source.port,
-                                path.in_listen.port, path.told_bytes, path.heard_bytes, path.error));
+                                path.in_listen.port, path.told_bytes, path.heard_bytes, path.error, path.is_used));
     return out;
   }
   uint32_t trial_payload_bytes(uint32_t rank) const { return trial(rank) ? trial(rank)->payload_bytes() : 0; }
@@ -411,9 +411,10 @@ NB_MODULE(_core, m) {
            "Makes this rank's shared-memory segment; what peers need to open it.")
       .def("shm_accept", &PyCommunicator::shm_accept, "rank"_a, "offer"_a,
            "Opens a peer's segment; False when it cannot be reached.")
-      .def("udp_open", &PyCommunicator::udp_open, "rails"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
-           "congestion"_a, "window_bytes"_a, "ports"_a = std::pair<uint16_t, uint16_t>(0, 0), "seed"_a = 0,
-           "Opens the sockets on (address, port) rails; what peers need to connect.")
+      .def(
+          "udp_open", &PyCommunicator::udp_open, "rails"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
+          "congestion"_a, "window_bytes"_a, "ports"_a = std::pair<uint16_t, uint16_t>(0, 0), "seed"_a = 0,
+          "Opens the sockets on the rails, (address, address of the other family or \"\"); what peers need to connect.")
       .def("verbs_open", &PyCommunicator::verbs_open, "addresses"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
            "congestion"_a, "window_bytes"_a, "service"_a, "seed"_a = 0,
            "Opens the RDMA device that serves these local addresses; what peers need to connect.")
@@ -430,7 +431,7 @@ NB_MODULE(_core, m) {
            "A trial_message of that rank that came another way; empty: it found every path perfect.")
       .def("tried_paths", &PyCommunicator::tried_paths, "rank"_a,
            "For each path: own address and source port, the peer's address and port, its source port and our port, the "
-           "largest payload that arrived there and here, errno of the last send that failed.")
+           "largest payload that arrived there and here, errno of the last send that failed, whether it is used.")
       .def("trial_payload_bytes", &PyCommunicator::trial_payload_bytes, "rank"_a,
            "The size of packets that the trial found; 0 before and without one.")
       .def("trial_payload_max_bytes", &PyCommunicator::trial_payload_max_bytes, "rank"_a,

@@ -131,7 +131,10 @@ void Engine::connect(const std::vector<Route>& routes) {
       shm_.reset();
     }
   }
-  if (udp_) ports_.push_back(udp_.get());
+  if (udp_) {
+    udp_->close_unused_rails();
+    ports_.push_back(udp_.get());
+  }
   if (verbs_) ports_.push_back(verbs_.get());
   if (has_network()) {
     Lock lock = enter();

@@ -34,8 +34,9 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
     throw std::invalid_argument(who + " has " + std::to_string(theirs.eager_slot_count) + " eager slots, this rank " +
                                 std::to_string(ours.eager_slot_count));
   Agreement out;
-  out.pairs = pair_rails(ours, theirs);
-  if (out.pairs.empty())
+  out.rails = pair_rails(ours, theirs);
+  const std::vector<RailPairs::Pair>& pairs = out.rails.first;
+  if (pairs.empty())
     throw std::invalid_argument(who + " listens at " + text_of(theirs.rails[0].listen) + ", this rank at " +
                                 text_of(ours.rails[0].listen) +
                                 ": they have no address of one family (IPv4 or IPv6); give their interfaces such "
@@ -48,7 +49,7 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
   // (docs/reference/wire.md).
   if (ours.is_device != theirs.is_device) {
     const RoceOffer& socket = ours.is_device ? theirs : ours;
-    for (const auto& [mine, other] : out.pairs) {
+    for (const auto& [mine, other] : pairs) {
       const RoceOffer::Rail& rail = socket.rails[ours.is_device ? other : mine];
       const std::string where = "rank " + std::to_string(socket.rank) + " listens at " + text_of(rail.listen) + ", ";
       if (!rail.listen.is_ipv6)
@@ -62,17 +63,17 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
   out.path_count = std::min(ours.path_count, theirs.path_count);
   flow::FlowConfig& flow = out.flow;
   flow.payload_max_bytes = wire::PAYLOAD_MAX_BYTES;
-  for (const auto& [mine, other] : out.pairs)
+  for (const auto& [mine, other] : pairs)
     flow.payload_max_bytes = std::min(flow.payload_max_bytes, payload_of(ours.rails[mine], theirs.rails[other]));
   if (flow.payload_max_bytes < 256 || !std::has_single_bit(flow.payload_max_bytes))
     throw std::invalid_argument(who + " offers a payload of " + std::to_string(flow.payload_max_bytes) +
                                 " bytes a packet; powers of two from 256 to 4096 are allowed");
-  flow.path_count = static_cast<uint32_t>(out.path_count * out.pairs.size());
-  flow.rail_count = static_cast<uint32_t>(out.pairs.size());
+  flow.path_count = static_cast<uint32_t>(out.path_count * pairs.size());
+  flow.rail_count = static_cast<uint32_t>(pairs.size());
   for (const RoceOffer::Rail& rail : theirs.rails)
     flow.peer_key_count = std::max(flow.peer_key_count, rail.device + 1u);
   if (flow.peer_key_count != 1)
-    for (const auto& [mine, other] : out.pairs) flow.key_of_rail.push_back(theirs.rails[other].device);
+    for (const auto& [mine, other] : pairs) flow.key_of_rail.push_back(theirs.rails[other].device);
   flow.eager_slot_count = ours.eager_slot_count;
   flow.ends = {ours.rank, peer};
   flow.counter_page = send.counter_page;

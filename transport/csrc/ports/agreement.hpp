@@ -18,9 +18,9 @@ namespace sennit {
 inline constexpr uint32_t EAGER_SLOT_COUNT = 64;
 
 struct Agreement {
-  std::vector<std::pair<size_t, size_t>> pairs;  // pairs of rails: ours, theirs
-  uint32_t path_count = 0;                       // of each pair
-  flow::FlowConfig flow;                         // as far as the offers decide
+  RailPairs rails;
+  uint32_t path_count = 0;  // of each pair
+  flow::FlowConfig flow;    // as far as the offers decide, over rails.first
 };
 
 using PairPayload = std::function<uint32_t(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs)>;

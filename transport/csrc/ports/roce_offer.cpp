@@ -93,6 +93,7 @@ std::vector<std::byte> RoceOffer::encode() const {
     out.put(static_cast<uint8_t>(rail.listen.is_ipv6 ? 6 : 4));
     out.put(rail.prefix_bits);
     out.put(rail.device);
+    out.put(rail.interface);
     out.put(rail.listen.port);
     out.put(rail.payload_max_bytes);
     out.put_bytes(rail.listen.address);
@@ -138,6 +139,7 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
       throw std::invalid_argument(
           "roce: the peer's offer has a rail with device number " + std::to_string(rail.device) + "; allowed: " +
           (offer.is_device ? "0 to " + std::to_string(flow::Keys::MAX_COUNT - 1) : std::string("0, for sockets")));
+    rail.interface = in.get<uint8_t>();
     rail.listen.port = in.get<uint16_t>();
     rail.payload_max_bytes = in.get<uint32_t>();
     in.get_bytes(rail.listen.address);
@@ -162,12 +164,13 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
   return offer;
 }
 
-std::vector<std::pair<size_t, size_t>> pair_rails(const RoceOffer& ours, const RoceOffer& theirs) {
+RailPairs pair_rails(const RoceOffer& ours, const RoceOffer& theirs) {
   // The lower rank's order decides at both ends.
   const bool is_ours_first = ours.rank < theirs.rank;
   const std::vector<RoceOffer::Rail>& first = is_ours_first ? ours.rails : theirs.rails;
   const std::vector<RoceOffer::Rail>& second = is_ours_first ? theirs.rails : ours.rails;
-  std::vector<std::pair<size_t, size_t>> pairs;
+  RailPairs out;
+  std::vector<RailPairs::Pair> of_ipv6;  // the lower rank's rail first
   for (const bool is_ipv6 : {true, false}) {
     constexpr size_t NONE = SIZE_MAX;
     std::vector<size_t> partner(first.size(), NONE);
@@ -183,11 +186,31 @@ std::vector<std::pair<size_t, size_t>> pair_rails(const RoceOffer& ours, const R
         }
       }
     }
-    for (size_t one = 0; one < first.size(); ++one)
-      if (partner[one] != NONE)
-        pairs.push_back(is_ours_first ? std::pair(one, partner[one]) : std::pair(partner[one], one));
+    for (size_t one = 0; one < first.size(); ++one) {
+      if (partner[one] == NONE) continue;
+      const auto pair = is_ours_first ? RailPairs::Pair(one, partner[one]) : RailPairs::Pair(partner[one], one);
+      if (is_ipv6) {
+        of_ipv6.emplace_back(one, partner[one]);
+        out.first.push_back(pair);
+        continue;
+      }
+      // The lower rank's interface decides, where the two ends' interfaces belong to different pairs.
+      auto its = std::find_if(of_ipv6.begin(), of_ipv6.end(), [&](const RailPairs::Pair& other) {
+        return first[other.first].interface == first[one].interface;
+      });
+      if (its == of_ipv6.end())
+        its = std::find_if(of_ipv6.begin(), of_ipv6.end(), [&](const RailPairs::Pair& other) {
+          return second[other.second].interface == second[partner[one]].interface;
+        });
+      if (its == of_ipv6.end()) {
+        out.first.push_back(pair);
+      } else {
+        out.reserves.push_back(pair);
+        out.reserve_of.push_back(static_cast<uint32_t>(its - of_ipv6.begin()));
+      }
+    }
   }
-  return pairs;
+  return out;
 }
 
 }  // namespace sennit

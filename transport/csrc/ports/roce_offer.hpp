@@ -15,12 +15,13 @@
 namespace sennit {
 
 struct RoceOffer {
-  static constexpr uint32_t VERSION = 4;
+  static constexpr uint32_t VERSION = 5;
 
   struct Rail {
     wire::Endpoint listen;            // where all packets for this rank go
     uint8_t prefix_bits = 0;          // of the subnet of its address; 0: unknown
     uint8_t device = 0;               // the device whose key opens a message here; each device has its own key
+    uint8_t interface = 0;            // rails of the same number are addresses of one interface, one of each family
     uint32_t payload_max_bytes = 0;   // the payload that fits the interface's MTU
     std::vector<uint16_t> entropies;  // source ports of its sending sockets: one for each path
   };
@@ -46,8 +47,16 @@ struct RoceOffer {
   static RoceOffer decode(std::span<const std::byte> bytes);
 };
 
+// The pairs of rails between two ranks: ours, theirs.
+struct RailPairs {
+  using Pair = std::pair<size_t, size_t>;
+  std::vector<Pair> first;
+  // IPv4 pairs whose interface has an IPv6 pair. Each is used only if that one carries nothing.
+  std::vector<Pair> reserves;
+  std::vector<uint32_t> reserve_of;  // for each reserve: the place of its IPv6 pair in `first`
+};
 // Pairs the rails of both ends, IPv6 before IPv4: first rails in one subnet, then the rest in order. Both ends get the
 // same pairs in the same order.
-std::vector<std::pair<size_t, size_t>> pair_rails(const RoceOffer& ours, const RoceOffer& theirs);
+RailPairs pair_rails(const RoceOffer& ours, const RoceOffer& theirs);
 
 }  // namespace sennit

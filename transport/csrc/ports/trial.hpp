@@ -5,7 +5,8 @@
 // sizes its sender has received over which path, so both ranks learn both directions. One of the two ranks decides: it
 // sets the packet size to what passes on every path where anything passes, and tells the other. A path on which nothing
 // arrives in one direction stays out of use in that direction. Where the network carries nothing, the same message may
-// come another way (through the rendezvous store). docs/reference/wire.md, Trial.
+// come another way (through the rendezvous store). A pair of rails may have a reserve, which the deciding rank uses in
+// its place if the pair does not carry packets both ways. docs/reference/wire.md, Trial.
 #pragma once
 
 #include <cstddef>
@@ -22,9 +23,11 @@ class Trial {
   static constexpr size_t MESSAGE_MAX_BYTES = 256;
 
   struct Config {
-    uint32_t path_count;         // 1 to 256
-    uint32_t payload_max_bytes;  // what the interfaces at both ends take: a power of two from 256 to 4,096
-    bool decides;                // true at exactly one of the two ends
+    uint32_t path_count;                    // 1 to 256
+    uint32_t payload_max_bytes;             // what the interfaces at both ends take: a power of two from 256 to 4,096
+    bool decides;                           // true at exactly one of the two ends
+    uint32_t pair_count = 1;                // of rails, reserves last; path p belongs to pair p mod pair_count
+    std::vector<uint32_t> reserve_of = {};  // for each reserve: the pair that it stands in for
   };
   struct Probe {
     uint32_t path;
@@ -49,7 +52,9 @@ class Trial {
 
   // Both ends know the packet size.
   bool is_settled() const { return settled_level_ != 0; }
-  // Every path takes the largest packet both ways.
+  // Whether the flow gets the path. Only once settled.
+  bool is_used(uint32_t path) const { return is_used_[path % is_used_.size()]; }
+  // Every path takes the largest packet both ways, reserves aside.
   bool is_perfect() const;
   uint32_t payload_bytes() const { return bytes_of(settled_level_); }
   // The largest payload that arrived over a path here, and at the peer. 0: none did.
@@ -63,7 +68,11 @@ class Trial {
 
   static uint32_t bytes_of(Level level) { return level == 0 ? 0 : 128u << level; }
   bool has_contact() const { return contact_us_ != UINT64_MAX; }
+  uint32_t first_pairs() const { return static_cast<uint32_t>(is_used_.size() - reserve_of_.size()); }
+  bool is_reserve(uint32_t path) const { return path % is_used_.size() >= first_pairs(); }
+  unsigned directions_of(uint32_t pair) const;  // in which anything arrived over it: 1 here, 2 at the peer
   bool all_reach(const std::vector<Level>& levels) const;
+  void choose_pairs();
   void note_contact(uint64_t now_us);
   void start_round(uint64_t now_us);
   void decide(uint64_t now_us);
@@ -72,6 +81,8 @@ class Trial {
 
   const Level target_;
   const bool decides_;
+  const std::vector<uint32_t> reserve_of_;
+  std::vector<bool> is_used_;        // by pair
   std::vector<Level> heard_, told_;  // by path
   Level settled_level_ = 0;
   bool is_heard_told_ = false;    // a message has told the peer that everything arrived

@@ -8,26 +8,32 @@
 
 namespace sennit {
 
-UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
+UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink, bool is_tried) {
   check_peer("udp", offer_, peer, peer < peers_.size() && peers_[peer] != nullptr);
   auto made = std::make_unique<Peer>();
   made->rank = peer;
   made->offer = RoceOffer::decode(info);
   made->sink = &sink;
   const RoceOffer& theirs = made->offer;
-  const auto [pairs, path_count, config] = agree(offer_, peer, theirs, send_, pair_payload);
+  const auto [rails, path_count, config] = agree(offer_, peer, theirs, send_, pair_payload);
   const RoceOffer::Peer& for_peer = offer_.peers[peer];
   const RoceOffer::Peer& for_us = theirs.peers[rank_];
-  made->rail_count = pairs.size();
+  std::vector<RailPairs::Pair> pairs = rails.first;
+  if (is_tried && (pairs.size() + rails.reserves.size()) * path_count <= PATH_MAX_COUNT) {
+    pairs.insert(pairs.end(), rails.reserves.begin(), rails.reserves.end());
+    made->reserve_of = rails.reserve_of;
+  }
+  made->pair_count = static_cast<uint32_t>(pairs.size());
   made->payload_max_bytes = config.payload_max_bytes;
   const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
-  made->paths.reserve(config.path_count);
+  made->paths.reserve(path_count * pairs.size());
   for (uint32_t path = 0; path < path_count; ++path) {
     for (const auto& [mine, other] : pairs) {
       const RoceOffer::Rail &our_rail = offer_.rails[mine], &their_rail = theirs.rails[other];
       UdpPath& entry = made->paths.emplace_back(their_rail.listen);
       entry.ends = {rank_, peer};
-      entry.index = static_cast<uint32_t>(made->paths.size() - 1);
+      entry.number = static_cast<uint32_t>(made->paths.size() - 1);
+      entry.rail = mine;
       entry.sender = rails_[mine]->senders[path].get();
       entry.remote_qpn = for_us.qpns[other * theirs.path_count + path];
       entry.next_psn = random_value<uint32_t>() & wire::PSN_MASK;
@@ -53,9 +59,17 @@ void UdpPort::start(Peer& peer) {
   const uint32_t payload_bytes = peer.trial ? peer.trial->payload_bytes() : peer.payload_max_bytes;
   RoceOffer theirs = peer.offer;
   theirs.receive_window_bytes = window_at(theirs, payload_bytes);
-  auto [pairs, path_count, config] =
+  auto [rails, path_count, config] =
       agree(offer_, peer.rank, theirs, send_,
             [payload_bytes](const RoceOffer::Rail&, const RoceOffer::Rail&) { return payload_bytes; });
+  for (UdpPath& path : peer.paths) {
+    if (peer.trial && !peer.trial->is_used(path.number)) continue;
+    path.index = static_cast<uint32_t>(peer.used.size());
+    peer.used.push_back(&path);
+  }
+  config.path_count = static_cast<uint32_t>(peer.used.size());
+  config.rail_count = config.path_count / path_count;
+  peer.rail_count = config.rail_count;
   peer.payload_bytes = config.payload_max_bytes;
   config.receive_budget = &receive_budget_;
   config.agenda = &agenda_;
@@ -73,12 +87,12 @@ void UdpPort::start(Peer& peer) {
   for (const auto& rail : rails_) rail->receiver->expect_batches_of(peer.batch_packets);
   if (peer.trial) flow.on_heard(last_now_us_);
   const size_t common_packet_bytes = wire::data_packet_bytes(config.payload_max_bytes);
-  for (UdpPath& path : peer.paths) {
-    path.flow = &flow;
+  for (UdpPath* path : peer.used) {
+    path->flow = &flow;
     if (!peer.trial) continue;
-    path.outgoing = wire::NetworkCrc(path.source, path.remote_listen, common_packet_bytes);
-    path.incoming = wire::NetworkCrc(path.remote_source, path.local_listen, common_packet_bytes);
-    if (peer.trial->told_bytes(path.index) == 0) flow.on_path_failed(last_now_us_, path.index);
+    path->outgoing = wire::NetworkCrc(path->source, path->remote_listen, common_packet_bytes);
+    path->incoming = wire::NetworkCrc(path->remote_source, path->local_listen, common_packet_bytes);
+    if (peer.trial->told_bytes(path->number) == 0) flow.on_path_failed(last_now_us_, path->index);
   }
 }
 
@@ -89,17 +103,19 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
       throw std::invalid_argument("udp: the trial of the network to rank " + std::to_string(peer) + " is not over");
     return;
   }
-  start(prepare(peer, info, sink));
+  start(prepare(peer, info, sink, false));
 }
 
 void UdpPort::begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
   // A device does not answer probes, and its driver has set the packet size.
   if (RoceOffer::decode(info).is_device) return;
-  Peer& made = prepare(peer, info, sink);
+  Peer& made = prepare(peer, info, sink, true);
   made.trial = std::make_unique<Trial>(Trial::Config{
       .path_count = static_cast<uint32_t>(made.paths.size()),
       .payload_max_bytes = made.payload_max_bytes,
       .decides = rank_ < peer,
+      .pair_count = made.pair_count,
+      .reserve_of = made.reserve_of,
   });
   for (UdpPath& path : made.paths) path.trial = made.trial.get();
 }
@@ -158,8 +174,9 @@ std::vector<TriedPath> UdpPort::tried_paths(uint32_t peer) const {
   if (!peers_.at(peer) || !peers_[peer]->trial) return out;
   const Trial& trial = *peers_[peer]->trial;
   for (const UdpPath& path : peers_[peer]->paths)
-    out.push_back({path.source, path.remote_listen, path.remote_source, path.local_listen, trial.told_bytes(path.index),
-                   trial.heard_bytes(path.index), path.error});
+    out.push_back({path.source, path.remote_listen, path.remote_source, path.local_listen,
+                   trial.told_bytes(path.number), trial.heard_bytes(path.number), path.error,
+                   trial.is_used(path.number)});
   return out;
 }
 

@@ -23,6 +23,8 @@ struct UdpPath {
   uint32_t trial_rkey = 0;     // for probes that come here: the key of the ring that the peer may write to
   trace::Ends ends{};
   uint32_t index = 0;           // the flow's name for it
+  uint32_t number = 0;          // the trial's name for it
+  size_t rail = 0;              // ours
   UdpSender* sender = nullptr;  // owns the socket with this path's source port
   wire::Endpoint source, local_listen, remote_source, remote_listen;
   SocketAddress remote;  // the same, for sends

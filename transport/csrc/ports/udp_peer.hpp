@@ -23,8 +23,11 @@ struct UdpPort::Peer {
   uint32_t rank;
   RoceOffer offer;  // the peer's
   LaneSink* sink;
-  std::vector<UdpPath> paths;
-  size_t rail_count;           // path p uses rail p mod rail_count
+  std::vector<UdpPath> paths;  // all that are tried
+  std::vector<UdpPath*> used;  // by the flow, which has its own numbers for them; none before there is a lane
+  size_t rail_count = 0;       // path p of the flow uses rail p mod rail_count
+  uint32_t pair_count = 0;     // of rails, with the reserves that are tried
+  std::vector<uint32_t> reserve_of;
   uint32_t payload_bytes = 0;  // payload of a full packet, once there is a lane
   uint32_t payload_max_bytes;  // what the interfaces at both ends take
   size_t batch_packets;

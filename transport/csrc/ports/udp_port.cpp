@@ -43,8 +43,13 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
   offer_.receive_window_bytes = UINT64_MAX;
   const size_t by_peers =
       std::clamp(RECEIVE_BUFFER_PER_PEER_BYTES * (size - 1), RECEIVE_BUFFER_MIN_BYTES, RECEIVE_BUFFER_MAX_BYTES);
-  for (const UdpRailConfig& rail : config.rails)
-    open_rail(rail, config.ports, config.receive_buffer_bytes != 0 ? config.receive_buffer_bytes : by_peers);
+  UdpConfig sized = config;
+  if (sized.receive_buffer_bytes == 0) sized.receive_buffer_bytes = by_peers;
+  for (const UdpRailConfig& rail : config.rails) {
+    const auto interface = static_cast<uint8_t>(&rail - config.rails.data());
+    open_rail(rail.address, rail.port, interface, sized);
+    if (!rail.other_family_address.empty()) open_rail(rail.other_family_address, rail.port, interface, sized);
+  }
 
   const size_t eager_memory_bytes = size_t{EAGER_SLOT_COUNT} * wire::PAYLOAD_MAX_BYTES;
   peers_.resize(size);
@@ -74,22 +79,23 @@ UdpPort::~UdpPort() = default;
 
 void UdpPort::Unmap::operator()(std::byte* memory) const { munmap(memory, size_bytes); }
 
-void UdpPort::open_rail(const UdpRailConfig& config, const PortRange& ports, size_t receive_buffer_bytes) {
+void UdpPort::open_rail(const std::string& address, uint16_t port, uint8_t interface, const UdpConfig& config) {
   auto rail = std::make_unique<Rail>();
-  UdpSocket listener = open_listener(config.address, config.port, ports);
+  UdpSocket listener = open_listener(address, port, config.ports);
   RoceOffer::Rail& offered = offer_.rails.emplace_back();
   offered.listen = listener.local();
-  const InterfaceFacts interface = read_interface(listener.local());
-  offered.prefix_bits = interface.prefix_bits;
-  offered.payload_max_bytes = payload_for_mtu(interface.mtu_bytes, listener.local());
-  const size_t granted_bytes = listener.set_receive_buffer(receive_buffer_bytes);
+  offered.interface = interface;
+  const InterfaceFacts facts = read_interface(listener.local());
+  offered.prefix_bits = facts.prefix_bits;
+  offered.payload_max_bytes = payload_for_mtu(facts.mtu_bytes, listener.local());
+  const size_t granted_bytes = listener.set_receive_buffer(config.receive_buffer_bytes);
   offer_.receive_window_bytes =
       std::min(offer_.receive_window_bytes, window_for(granted_bytes, offered.payload_max_bytes, offer_.size - 1));
   listener.report_arrivals();
   listener.enable_receive_offload();  // without it packets come one by one
   rail->receiver = std::make_unique<UdpReceiver>(rank_, std::move(listener), paths_by_qpn_, *receive_counters_);
   for (uint32_t path = 0; path < offer_.path_count; ++path) {
-    UdpSocket socket = open_sender(config.address, ports);
+    UdpSocket socket = open_sender(address, config.ports);
     socket.set_send_buffer(SEND_BUFFER_BYTES);
     socket.report_refusals();
     socket.announce_ecn();
@@ -118,6 +124,17 @@ UdpPort::Peer& UdpPort::connected(uint32_t peer) {
 }
 
 Lane& UdpPort::lane(uint32_t peer) { return *connected(peer).lane; }
+
+void UdpPort::close_unused_rails() {
+  std::vector<bool> is_used(rails_.size());
+  for (const Peer* peer : connected_)
+    for (const UdpPath* path : peer->used) is_used[path->rail] = true;
+  for (size_t rail = rails_.size(); rail-- > 0;) {
+    if (is_used[rail]) continue;
+    rails_.erase(rails_.begin() + static_cast<ptrdiff_t>(rail));
+    offer_.rails.erase(offer_.rails.begin() + static_cast<ptrdiff_t>(rail));
+  }
+}
 
 bool UdpPort::progress(uint64_t now_us) {
   // Acknowledgements are timed, so each batch gets its time of arrival.
@@ -193,7 +210,7 @@ void UdpPort::note_refused(UdpSender& sender) {
       // The peer's socket was open before this rank heard of it, and stays open until the peer's process ends.
       if (its == peer->paths.end()) continue;
       its->error = ECONNREFUSED;
-      if (!peer->lane) continue;  // the trial judges that
+      if (!its->flow) continue;  // the trial judges that, or another family took its place
       trace::port_error(rank_, peer->rank, its->index, trace::PortError::refused, ECONNREFUSED);
       peer->is_gone = true;
       peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(packet.destination) + " any more");
@@ -209,7 +226,7 @@ bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
   uint32_t path = 0;
   std::array<std::byte, flow::CONTROL_MAX_BYTES> control;
   while (const size_t size_bytes = flow.poll_control(now_us, control, path)) {
-    UdpPath& way = peer.paths[path];
+    UdpPath& way = *peer.used[path];
     way.sender->send_control(way, std::span(control).first(size_bytes));
     sent = true;
     if (way.sender->is_blocked()) return true;
@@ -217,7 +234,7 @@ bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
   std::array<flow::DataOut, UdpSender::BATCH_MAX_PACKETS> packets;
   const auto batch = std::span(packets).first(peer.batch_packets);
   if (const size_t count = flow.poll_data(now_us, batch, path)) {
-    UdpPath& way = peer.paths[path];
+    UdpPath& way = *peer.used[path];
     way.sender->take_over_mtu();  // of a trial, or of another peer's batch
     way.sender->send_data(way, batch.first(count));
     if (way.sender->take_over_mtu()) {
@@ -236,7 +253,7 @@ void UdpPort::note_over_mtu(Peer& peer, UdpPath& path, uint64_t now_us) {
   path.is_over_mtu = true;
   flow::Flow& flow = peer.lane->flow();
   flow.on_path_failed(now_us, path.index);
-  if (!std::all_of(peer.paths.begin(), peer.paths.end(), [](const UdpPath& one) { return one.is_over_mtu; })) return;
+  if (!std::all_of(peer.used.begin(), peer.used.end(), [](const UdpPath* one) { return one->is_over_mtu; })) return;
   const size_t header_bytes = path.source.is_ipv6 ? 48 : 28;  // IP and UDP
   std::string reason = "cannot be sent packets of " +
                        std::to_string(header_bytes + wire::data_packet_bytes(peer.payload_bytes)) +
@@ -267,7 +284,7 @@ void UdpPort::send_abort(Peer& peer, std::string_view reason) {
   writer.header.flags = flow::CONTROL_ABORT;
   writer.add_reason(utf8_prefix(reason, flow::REASON_MAX_BYTES));
   const auto abort = std::span(payload).first(writer.finish());
-  for (UdpPath& path : std::span(peer.paths).first(peer.rail_count)) path.sender->send_control(path, abort);
+  for (UdpPath* path : std::span(peer.used).first(peer.rail_count)) path->sender->send_control(*path, abort);
 }
 
 // Flows that have ended send nothing on their own, so this repeats the last notice. A peer that lives and has not heard

@@ -3,7 +3,8 @@
 //
 // A rail is one local address: a listening socket (UDP port 4791 if it is free) and `path_count` sending sockets, whose
 // source ports are the entropies that routers hash. Rails of two ranks are paired in order within each address family.
-// A flow has `path_count` paths over each pair. Driven by progress().
+// A flow has `path_count` paths over each pair. An interface with addresses of both families has two rails, of which
+// the trial chooses one for each peer. Driven by progress().
 #pragma once
 
 #include <cstddef>
@@ -32,6 +33,7 @@ namespace sennit {
 struct UdpRailConfig {
   std::string address;  // IPv4 or IPv6, on this machine
   uint16_t port = 0;    // of the listening socket; 0: 4791, or any port (of the range) if that is taken
+  std::string other_family_address = {};  // of the same interface; empty: there is none
 };
 
 // One path to a peer, and what its trial found in each direction.
@@ -39,6 +41,7 @@ struct TriedPath {
   wire::Endpoint out_source, out_listen, in_source, in_listen;
   uint32_t told_bytes, heard_bytes;  // the largest payload that arrived at the peer, and here; 0: none
   int error;                         // errno of our last send, or of the network's report; 0: no error
+  bool is_used;                      // by the flow, once the trial is over
 };
 
 struct UdpConfig : SendConfig {
@@ -59,6 +62,8 @@ class UdpPort final : public Port {
   // uses the result of the trial.
   void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
   Lane& lane(uint32_t peer);
+  // After the last connect: closes the sockets of rails that no flow uses.
+  void close_unused_rails();
 
   // Before connect(), for each peer or for none: sends packets over every path both ways. A peer with an RDMA device is
   // not tried. `info` and `sink` as for connect().
@@ -90,10 +95,10 @@ class UdpPort final : public Port {
   struct Peer;
 
   // Makes the paths to a peer. They are not in use yet.
-  Peer& prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
+  Peer& prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink, bool is_tried);
   void start(Peer& peer);
   bool send_probes(Peer& peer, uint64_t now_us);
-  void open_rail(const UdpRailConfig& config, const PortRange& ports, size_t receive_buffer_bytes);
+  void open_rail(const std::string& address, uint16_t port, uint8_t interface, const UdpConfig& config);
   Peer& connected(uint32_t peer);
   bool receive_from(UdpReceiver& receiver, uint64_t now_us);
   bool pump(uint64_t now_us);

@@ -214,7 +214,7 @@ void UdpReceiver::judge(Arrival& arrival, const ReceivedBatch& batch, uint64_t n
   if (path.trial != nullptr && packet.opcode == wire::Opcode::uc_write_only_immediate && packet.remote_address == 0 &&
       packet.rkey == path.trial_rkey) {
     if (!has_right_icrc(arrival, identification)) return refuse(wire::Refusal::bad_icrc);
-    path.trial->on_probe(now_us, path.index, {arrival.payload, packet.payload_bytes});
+    path.trial->on_probe(now_us, path.number, {arrival.payload, packet.payload_bytes});
     if (path.flow != nullptr) path.flow->on_heard(now_us);  // and the answer is due
     return;
   }

@@ -108,6 +108,7 @@ void VerbsPort::make_offer(uint32_t size) {
     offered.listen = rail.address.endpoint;
     offered.prefix_bits = read_interface(rail.address.endpoint).prefix_bits;
     offered.device = static_cast<uint8_t>(rail.adapter->number());
+    offered.interface = static_cast<uint8_t>(offer_.rails.size() - 1);
     offered.payload_max_bytes = rail.address.mtu_bytes;
     while (offered.entropies.size() < config_.path_count) {
       const auto port = static_cast<uint16_t>(wire::ENTROPY_PORT_MIN | random());
@@ -153,7 +154,7 @@ void VerbsPort::give_back(const void* address, size_t size_bytes) {
 void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
   const RoceOffer theirs = RoceOffer::decode(info);
   check_peer("verbs", offer_, peer, peer < peers_.size() && peers_[peer] != nullptr);
-  auto [pairs, path_count, flow_config] =
+  auto [rails, path_count, flow_config] =
       agree(offer_, peer, theirs, config_, [](const RoceOffer::Rail& ours, const RoceOffer::Rail& other) {
         return std::min(ours.payload_max_bytes, other.payload_max_bytes);
       });
@@ -164,7 +165,7 @@ void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink
   auto made = std::make_unique<Peer>();
   made->rank = peer;
   made->is_device = theirs.is_device;
-  made->rail_count = pairs.size();
+  made->rail_count = rails.first.size();
   made->payload_max_bytes = flow_config.payload_max_bytes;
   const size_t eager_bytes = size_t{EAGER_SLOT_COUNT} * flow_config.payload_max_bytes;
   eager_memory_[peer] = std::make_unique<std::byte[]>(eager_bytes);
@@ -174,7 +175,7 @@ void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink
   const RoceOffer::Peer& for_us = theirs.peers[rank_];
   made->lane->flow().set_remote_eager(for_us.eager_address, for_us.eager_rkey);
   for (uint32_t path = 0; path < path_count; ++path) {
-    for (const auto& [mine, other] : pairs) {
+    for (const auto& [mine, other] : rails.first) {
       Path& entry = *find_path(*rails_[mine].adapter, offer_.peers[peer].qpns[mine * offer_.path_count + path]);
       VerbsRoute route;
       route.local = rails_[mine].address;

@@ -29,8 +29,10 @@ class Pair {
  public:
   using Network = std::function<bool(int from, uint32_t path, uint32_t payload_bytes)>;
 
-  Pair(uint32_t path_count, Network passes, uint32_t payload_max_bytes = 4'096)
-      : ends{Trial({path_count, payload_max_bytes, true}), Trial({path_count, payload_max_bytes, false})},
+  Pair(uint32_t path_count, Network passes, uint32_t payload_max_bytes = 4'096, uint32_t pair_count = 1,
+       const std::vector<uint32_t>& reserve_of = {})
+      : ends{Trial({path_count, payload_max_bytes, true, pair_count, reserve_of}),
+             Trial({path_count, payload_max_bytes, false, pair_count, reserve_of})},
         passes_(std::move(passes)) {}
 
   // An end that has not begun yet receives nothing, but its socket keeps what arrives.
@@ -232,4 +234,59 @@ TEST_CASE("malformed messages change nothing") {
   CHECK_THROWS_AS(Trial({0, 4'096, true}), std::invalid_argument);
   CHECK_THROWS_AS(Trial({257, 4'096, true}), std::invalid_argument);
   CHECK_THROWS_AS(Trial({8, 1'000, true}), std::invalid_argument);
+}
+
+TEST_CASE("a reserve is used only where its pair does not pass both ways, and both ends know") {
+  // Two interfaces: pairs 0 and 1 are IPv6, 2 and 3 their reserves. Each pair has two of eight paths.
+  struct Case {
+    std::vector<std::pair<int, uint32_t>> lost;  // from which end, over which pair
+    std::vector<bool> is_used;
+  };
+  const std::vector<Case> cases{
+      {{}, {true, true, false, false}},
+      {{{0, 2}, {1, 3}}, {true, true, false, false}},          // only reserves: nobody minds
+      {{{0, 0}}, {false, true, true, false}},                  // one way, on the first interface
+      {{{1, 1}}, {true, false, false, true}},                  // the other way, on the second
+      {{{0, 0}, {1, 1}}, {false, false, true, true}},          // both
+      {{{0, 0}, {1, 2}}, {true, true, true, false}},           // each family carries one direction
+      {{{0, 0}, {0, 2}, {1, 2}}, {true, true, false, false}},  // a reserve that carries nothing does not help
+  };
+  for (const Case& one : cases) {
+    const auto case_number = &one - cases.data();
+    CAPTURE(case_number);
+    const auto passes = [&](int from, uint32_t path, uint32_t) {
+      return std::find(one.lost.begin(), one.lost.end(), std::pair(from, path % 4)) == one.lost.end();
+    };
+    Pair pair(8, passes, 4'096, 4, {0, 1});
+    pair.run(LIMIT_US);
+    for (int end = 0; end < 2; ++end) {
+      const Trial& trial = pair.ends[end];
+      REQUIRE(trial.is_settled());
+      CHECK(trial.payload_bytes() == 4'096);
+      CHECK(trial.is_perfect() == (case_number < 2));
+      for (uint32_t path = 0; path < 8; ++path) CHECK(trial.is_used(path) == one.is_used[path % 4]);
+      // Where all is well, reserves cost no packet.
+      if (case_number < 2) CHECK(pair.sent[end] <= 4 + 8);
+    }
+  }
+}
+
+TEST_CASE("paths that are left out do not set the size") {
+  Pair pair(4, [](int from, uint32_t path, uint32_t size) { return path % 2 == 1 || (from == 0 && size <= 256); },
+            4'096, 2, {0});
+  pair.run(LIMIT_US);
+  for (const Trial& end : pair.ends) CHECK(end.payload_bytes() == 4'096);
+}
+
+TEST_CASE("a verdict that leaves out every path is ignored, and a reserve must stand in for another pair") {
+  Trial trial({4, 4'096, false, 2, {0}});
+  Trial other({4, 4'096, true, 2, {0}});
+  std::vector<std::byte> message = other.message();
+  message[2] = std::byte{5};
+  for (size_t byte = 4; byte < message.size(); ++byte) message[byte] = std::byte{0xdd};  // level 5, left out
+  trial.on_message(1, message);
+  CHECK(!trial.is_settled());
+  CHECK_THROWS_AS(Trial({4, 4'096, true, 1, {0}}), std::invalid_argument);
+  CHECK_THROWS_AS(Trial({4, 4'096, true, 2, {1}}), std::invalid_argument);
+  CHECK_THROWS_AS(Trial({4, 4'096, true, 0, {}}), std::invalid_argument);
 }

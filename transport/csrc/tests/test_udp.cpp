@@ -322,7 +322,7 @@ TEST_CASE("an offer that does not fit is refused with both sides") {
     CHECK_THROWS_AS(a.port.connect(1, std::span(info).first(size_bytes), a), std::invalid_argument);
   auto other_version = info, other_wire = info;
   other_version[4] = std::byte{9};
-  CHECK_THROWS_WITH_AS(a.port.connect(1, other_version, a), doctest::Contains("version 9, this rank has version 4"),
+  CHECK_THROWS_WITH_AS(a.port.connect(1, other_version, a), doctest::Contains("version 9, this rank has version 5"),
                        std::invalid_argument);
   other_wire[8] = std::byte{1};
   CHECK_THROWS_WITH_AS(a.port.connect(1, other_wire, a),

@@ -198,16 +198,18 @@ TEST_CASE("rails go together by subnet, the rest in order, the same at both ends
       RoceOffer::Rail& rail = out.rails.emplace_back();
       rail.listen = wire::parse_endpoint(address, 4'791);
       rail.prefix_bits = prefix_bits;
+      rail.interface = static_cast<uint8_t>(out.rails.size() - 1);
     }
     return out;
   };
   using Pairs = std::vector<std::pair<size_t, size_t>>;
   const auto check = [&](const auto& ours, const auto& theirs, const Pairs& expected) {
     const RoceOffer a = offer(0, ours), b = offer(1, theirs);
-    CHECK(pair_rails(a, b) == expected);
+    CHECK(pair_rails(a, b).first == expected);
+    CHECK(pair_rails(a, b).reserves.empty());
     Pairs swapped;
     for (const auto& [one, other] : expected) swapped.emplace_back(other, one);
-    CHECK(pair_rails(b, a) == swapped);
+    CHECK(pair_rails(b, a).first == swapped);
   };
   using Rails = std::vector<std::pair<std::string, uint8_t>>;
   // The same the other way round, on the other host.
@@ -227,4 +229,82 @@ TEST_CASE("rails go together by subnet, the rest in order, the same at both ends
   // IPv6 first, whatever the order of the interfaces.
   check(Rails{{"10.0.1.1", 24}, {"fd00::1", 64}}, Rails{{"fd00::2", 64}, {"10.0.1.2", 24}}, {{1, 0}, {0, 1}});
   check(Rails{{"10.0.1.1", 24}}, Rails{{"fd00::2", 64}}, {});
+}
+
+TEST_CASE("IPv4 pairs of interfaces that have an IPv6 pair are reserves, the same at both ends") {
+  using Rails = std::vector<std::pair<std::string, uint8_t>>;  // address, interface
+  using Pairs = std::vector<RailPairs::Pair>;
+  const auto check = [](const Rails& ours, const Rails& theirs, const Pairs& first, const Pairs& reserves,
+                        const std::vector<uint32_t>& reserve_of) {
+    RoceOffer a, b;
+    b.rank = 1;
+    for (auto [offer, rails] : {std::pair(&a, &ours), std::pair(&b, &theirs)})
+      for (const auto& [address, interface] : *rails) {
+        RoceOffer::Rail& rail = offer->rails.emplace_back();
+        rail.listen = wire::parse_endpoint(address, 4'791);
+        rail.interface = interface;
+        rail.prefix_bits = rail.listen.is_ipv6 ? 64 : 24;
+      }
+    const RailPairs found = pair_rails(a, b), swapped = pair_rails(b, a);
+    CHECK(found.first == first);
+    CHECK(found.reserves == reserves);
+    CHECK(found.reserve_of == reserve_of);
+    const auto turned = [](Pairs pairs) {
+      for (auto& [one, other] : pairs) std::swap(one, other);
+      return pairs;
+    };
+    CHECK(swapped.first == turned(first));
+    CHECK(swapped.reserves == turned(reserves));
+    CHECK(swapped.reserve_of == reserve_of);
+  };
+  const Rails both{{"fd00::1", 0}, {"10.0.0.1", 0}}, both_there{{"fd00::2", 0}, {"10.0.0.2", 0}};
+  check(both, both_there, {{0, 0}}, {{1, 1}}, {0});
+  // A peer with one family: that one.
+  check(both, {{"10.0.0.2", 0}}, {{1, 0}}, {}, {});
+  check(both, {{"fd00::2", 0}}, {{0, 0}}, {}, {});
+  // Two interfaces each, crosswise.
+  check({{"fd00::1", 0}, {"10.0.0.1", 0}, {"fd00:0:0:1::1", 1}, {"10.0.1.1", 1}},
+        {{"fd00:0:0:1::2", 0}, {"10.0.1.2", 0}, {"fd00::2", 1}, {"10.0.0.2", 1}}, {{0, 2}, {2, 0}}, {{1, 3}, {3, 1}},
+        {0, 1});
+  // One more interface, with IPv4 alone, at both ends.
+  check({{"fd00::1", 0}, {"10.0.0.1", 0}, {"10.0.1.1", 1}}, {{"fd00::2", 0}, {"10.0.0.2", 0}, {"10.0.1.2", 1}},
+        {{0, 0}, {2, 2}}, {{1, 1}}, {0});
+  // The other end has IPv6 and IPv4 on different interfaces: only its IPv4 pair is known to be the same interface here.
+  check(both, {{"fd00::2", 0}, {"10.0.0.2", 1}}, {{0, 0}}, {{1, 1}}, {0});
+  check({{"fd00::1", 0}, {"10.0.0.1", 1}}, both_there, {{0, 0}}, {{1, 1}}, {0});
+}
+
+TEST_CASE("where one family is dead in one direction, the flow uses the other, and the dead one's sockets are closed") {
+  const UdpSocket hole(wire::parse_endpoint("::1", 0));
+  UdpConfig config = config_for("::1");
+  config.rails[0].other_family_address = "127.0.0.1";
+  for (const bool is_lost : {false, true}) {
+    CAPTURE(is_lost);
+    Tried pair(config, [&](uint32_t rank, RoceOffer& offer) {
+      REQUIRE(offer.rails.size() == 2);
+      if (is_lost && rank == 1) offer.rails[0].listen.port = hole.local().port;
+    });
+    REQUIRE(pair.run(10'000'000));
+    pair.a.port.connect(1, pair.of_b, pair.a);
+    pair.b.port.connect(0, pair.of_a, pair.b);
+    for (auto [rank, peer] : {std::pair{&pair.a, 1u}, std::pair{&pair.b, 0u}}) {
+      for (const TriedPath& path : rank->port.tried_paths(peer))
+        CHECK(path.is_used == (path.out_listen.is_ipv6 != is_lost));
+      rank->port.close_unused_rails();
+      CHECK(rank->port.describe().find(is_lost ? "udp 127.0.0.1:" : "udp [::1]:") == 0);
+      CHECK(rank->port.describe().find(is_lost ? "[::1]" : "127.0.0.1") == std::string::npos);
+      std::vector<pollfd> readable;
+      rank->port.append_poll_fds(readable);
+      CHECK(readable.size() == 1);
+      CHECK(rank->port.lane(peer).describe().find("4 paths (4 good, 0 skip, 0 bad") != std::string::npos);
+    }
+    std::mt19937_64 random(1);
+    pair.a.outgoing[5] = test::noise(random, 1 << 20);
+    pair.b.expect(5, 1 << 20, false);
+    while (pair.b.received.empty() || pair.a.sent.empty()) {
+      pair.a.port.progress(now_us());
+      pair.b.port.progress(now_us());
+    }
+    CHECK(std::equal(pair.a.outgoing[5].begin(), pair.a.outgoing[5].end(), pair.b.incoming[5].begin()));
+  }
 }
