@@ -172,14 +172,16 @@ def _settings() -> Capability:
 
 def _rails() -> Capability:
     """The local addresses that udp would use with the present settings."""
-    from sennit.transport import config, rails
+    from sennit.transport import config, numa, rails
     from sennit.transport.errors import ConfigError
 
     try:
         found = rails.find_rails(config.from_environment().interfaces)
     except ConfigError as error:
         return absent("rails", str(error), "set SENNIT_INTERFACES to an interface that is up and has an address")
-    return present("rails", ", ".join(f"{rail.interface} {rail.address}" for rail in found))
+    addresses = ", ".join(f"{rail.interface} {rail.address}" for rail in found)
+    far = numa.describe_distance("this process", [rail.interface for rail in found])
+    return present("rails", f"{addresses}; {far}" if far else addresses)
 
 
 def _core() -> Capability:

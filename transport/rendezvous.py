@@ -31,6 +31,7 @@ from sennit.transport.exchanges import Exchanges, Record
 from sennit.transport.host import host_identity, machine_identity
 from sennit.transport.hosts import Hosts
 from sennit.transport.network_trial import TriedEndpoint, try_network
+from sennit.transport.numa import describe_distance
 from sennit.transport.rails import Rail
 from sennit.transport.rdma_rails import RdmaRail, check_pair
 from sennit.transport.store import Store
@@ -175,6 +176,8 @@ def connect(
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
             notes += [*verdict.warnings, *verdict.notes]
         notes += _unpaired_rails(endpoint, routes, chosen, rank)
+    if far := describe_distance(f"rank {rank}", [rail.interface for rail in chosen]):
+        notes.append(far)
     endpoint.connect(routes)
     return Connection(
         endpoint=endpoint,
