@@ -32,18 +32,16 @@ void FlowLane::advertise_at(uint64_t receive_id, const MessageHeader& header, st
                             uint64_t loan_id) {
   const uint64_t region = exposure_.open(destination, header.size_bytes);
   if (agenda_ != nullptr) agenda_->wake(member_);
-  opening_.push(OpeningReceive{receive_id, header, destination, loan_id, region});
+  receives_.push(OpenReceive{receive_id, header, destination, loan_id, region});
   tell_opened();
 }
 
 bool FlowLane::tell_opened() {
   bool moved = false;
   flow::Keys keys;
-  while (!opening_.empty() && exposure_.is_open(opening_.front().region, keys)) {
-    const OpeningReceive next = opening_.front();
-    opening_.pop();
-    const uint64_t number = receives_.push(OpenReceive{next.receive_id, next.loan_id, next.region, nullptr, false});
-    flow_.advertise(number, next.header, next.destination, keys, now_us());
+  while (advertised_below_ != receives_.end() && exposure_.is_open(receives_[advertised_below_].region, keys)) {
+    const uint64_t number = advertised_below_++;
+    flow_.advertise(number, receives_[number].header, receives_[number].destination, keys, now_us());
     moved = true;
   }
   return moved;
@@ -144,7 +142,7 @@ void FlowLane::abort(std::string_view reason) {
 void FlowLane::revoke() noexcept {
   flow_.revoke();
   wishes_.clear();
-  opening_.clear();
+  advertised_below_ = receives_.end();
   closing_.clear();
   returning_.clear();
 }

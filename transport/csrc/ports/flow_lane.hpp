@@ -37,7 +37,7 @@ class FlowLane final : public Lane {
   bool pump(uint64_t now_us);
   // When to pump and send next, if nothing wakes the flow before. 0: now.
   uint64_t next_visit_us() const {
-    const bool awaits_exposure = !opening_.empty() || !closing_.empty() || !returning_.empty();
+    const bool awaits_exposure = advertised_below_ != receives_.end() || !closing_.empty() || !returning_.empty();
     return awaits_exposure || flow_.has_event() ? 0 : flow_.next_timeout_us();
   }
   // Whether everything sent is acknowledged.
@@ -66,20 +66,15 @@ class FlowLane final : public Lane {
     uint64_t receive_id;
     MessageHeader header;
   };
-  struct OpeningReceive {
+  // The flow's receive id is the number of one of these, so that `received` finds loan and region again.
+  struct OpenReceive {
     uint64_t receive_id;
     MessageHeader header;
     std::byte* destination;
     uint64_t loan_id;
     uint64_t region;
-  };
-  // The flow's receive id is the number of one of these, so that `received` finds loan and region again.
-  struct OpenReceive {
-    uint64_t receive_id;
-    uint64_t loan_id;
-    uint64_t region;
-    const std::byte* data;
-    bool is_done;
+    const std::byte* data = nullptr;
+    bool is_done = false;
   };
   // The same for a send.
   struct OpenSend {
@@ -108,11 +103,15 @@ class FlowLane final : public Lane {
   const uint32_t member_;
   uint64_t pumped_us_ = 0;
   std::array<Loan, LOAN_COUNT> loans_;
-  flow::SequenceRing<Wish> wishes_;  // receives as loans that wait for memory, in call order
-  flow::SequenceRing<OpeningReceive> opening_;
+  // Receives as loans that wait for memory, in call order. They are not among receives_, because others overtake them.
+  flow::SequenceRing<Wish> wishes_;
+  // From the opening of the memory to the message's end.
   flow::SequenceRing<OpenReceive> receives_;
   flow::SequenceRing<OpenSend> sends_;
-  flow::SequenceRing<uint64_t> closing_, returning_;  // numbers, in the order of their events
+  uint64_t advertised_below_ = 0;  // later receives wait for their keys to open, in order
+  // Numbers of receives and sends whose messages are complete, in the order of their events. A device still holds the
+  // memory, and lets go of it in this order. Without these queues each round would look at all open messages.
+  flow::SequenceRing<uint64_t> closing_, returning_;
 };
 
 }  // namespace sennit
