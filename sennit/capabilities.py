@@ -179,6 +179,8 @@ def _rails() -> Capability:
         found = rails.find_rails(config.from_environment().interfaces)
     except ConfigError as error:
         return absent("rails", str(error), "set SENNIT_INTERFACES to an interface that is up and has an address")
+    except ImportError as error:
+        return absent("rails", f"{error}", "make build")
     addresses = ", ".join(f"{rail.interface} {rail.address}" for rail in found)
     far = numa.describe_distance("this process", [rail.interface for rail in found])
     return present("rails", f"{addresses}; {far}" if far else addresses)

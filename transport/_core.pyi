@@ -21,6 +21,10 @@ def rdma_ports() -> list[tuple[str, int, int, bool, int, list[int], list[tuple[i
     RoCE v2 GIDs as (index, address, interface index), problem). With number 0, only `problem` is valid: why the device
     cannot be read."""
 
+def interfaces(if_inet6: str) -> list[tuple[str, bool, bool, list[str]]]:
+    """Returns the interfaces of this network namespace, by index: (name, up, loopback, addresses that a peer could send
+    to). `if_inet6`: the kernel's table of IPv6 addresses."""
+
 def describe_signature(signature: int) -> str:
     """Returns a signature in words, as errors name it: "allreduce of float32 (sum), 1024 elements"."""
 

@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the local addresses that the udp port uses, one rail for each interface.
+"""Finds the local addresses that the udp port uses, one rail for each interface. Linux only.
 
-Linux and the standard library only.
+The native core reads the interfaces (`csrc/ports/interfaces.hpp`), for this file as for its sockets.
 """
 
 from __future__ import annotations
 
-import fcntl
-import socket
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
 from sennit.transport.errors import ConfigError
@@ -19,16 +15,6 @@ from sennit.transport.errors import ConfigError
 # The calling thread may be in another network namespace than the main thread, whose namespace /proc/net shows.
 PROC_NET = Path("/proc/thread-self/net")
 
-# linux/sockios.h, linux/if.h
-SIOCGIFADDR = 0x8915
-SIOCGIFFLAGS = 0x8913
-IFF_UP = 0x1
-IFF_LOOPBACK = 0x8
-# linux/if_addr.h: flags of temporary, failed, deprecated and unfinished addresses
-IFA_F_TEMPORARY = 0x01
-IFA_F_UNUSABLE = 0x08 | 0x20 | 0x40
-# net/ipv6.h, as in /proc/net/if_inet6
-IPV6_ADDR_LINKLOCAL = 0x20
 # linux/route.h
 RTF_UP = 0x1
 RTF_REJECT = 0x200
@@ -88,24 +74,18 @@ def choose_rails(interfaces: Sequence[Interface], wanted: Sequence[str], default
 
 def read_interfaces(proc_net: Path = PROC_NET) -> list[Interface]:
     """Returns all interfaces of this network namespace, by index."""
-    ipv6 = _read_ipv6(proc_net / "if_inet6")
-    interfaces = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for _, name in socket.if_nameindex():
-            flags = _interface_flags(control, name)
-            if flags is None:  # The interface is gone since it was listed.
-                continue
-            ipv4 = _interface_ipv4(control, name)
-            interfaces.append(
-                Interface(
-                    name=name,
-                    is_up=bool(flags & IFF_UP),
-                    is_loopback=bool(flags & IFF_LOOPBACK),
-                    ipv6=tuple(ipv6.get(name, ())),
-                    ipv4=() if ipv4 is None or IPv4Address(ipv4).is_link_local else (ipv4,),
-                )
-            )
-    return interfaces
+    from sennit.transport import _core
+
+    return [
+        Interface(
+            name=name,
+            is_up=is_up,
+            is_loopback=is_loopback,
+            ipv6=tuple(address for address in addresses if ":" in address),
+            ipv4=tuple(address for address in addresses if ":" not in address),
+        )
+        for name, is_up, is_loopback, addresses in _core.interfaces(str(proc_net / "if_inet6"))
+    ]
 
 
 def read_default_routes(proc_net: Path = PROC_NET) -> list[str]:
@@ -157,41 +137,8 @@ def _list(interfaces: Sequence[Interface]) -> str:
     return ", ".join(words) or "none"
 
 
-def _read_ipv6(path: Path) -> dict[str, list[str]]:
-    stable: dict[str, list[str]] = {}
-    temporary: dict[str, list[str]] = {}
-    for line in _lines(path):
-        # address, interface index, prefix length, scope, flags, device: hexadecimal
-        digits, _, _, scope, flag_digits, name = line.split()
-        flags = int(flag_digits, 16)
-        if int(scope, 16) == IPV6_ADDR_LINKLOCAL or flags & IFA_F_UNUSABLE:
-            continue
-        kind = temporary if flags & IFA_F_TEMPORARY else stable
-        kind.setdefault(name, []).append(str(IPv6Address(int(digits, 16))))
-    for name, addresses in temporary.items():
-        stable.setdefault(name, []).extend(addresses)
-    return stable
-
-
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
     except FileNotFoundError:  # This kernel lacks the address family.
         return []
-
-
-def _interface_flags(control: socket.socket, name: str) -> int | None:
-    answer = _request(control, SIOCGIFFLAGS, name)
-    return None if answer is None else int(struct.unpack_from("H", answer, 16)[0])
-
-
-def _interface_ipv4(control: socket.socket, name: str) -> str | None:
-    answer = _request(control, SIOCGIFADDR, name)
-    return None if answer is None else socket.inet_ntoa(answer[20:24])
-
-
-def _request(control: socket.socket, number: int, name: str) -> bytes | None:
-    try:
-        return fcntl.ioctl(control, number, struct.pack("16s24x", name.encode()))
-    except OSError:  # The interface is gone, or has no address of the family.
-        return None

@@ -22,6 +22,7 @@
 #include "flow/control.hpp"
 #include "flow/path_policy.hpp"
 #include "messages/signature.hpp"
+#include "ports/interfaces.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -380,6 +381,20 @@ NB_MODULE(_core, m) {
       "The ports of all RDMA devices: (device, number, state, Ethernet or not, largest payload, partition keys, RoCE "
       "v2 "
       "GIDs as (index, address, interface index), problem). Number 0: only `problem` counts, why it cannot be read.");
+  m.def(
+      "interfaces",
+      [](const std::string& if_inet6) {
+        nb::list out;
+        for (const sennit::Interface& interface : sennit::read_interfaces(if_inet6)) {
+          nb::list addresses;
+          for (const sennit::InterfaceAddress& address : interface.addresses)
+            if (address.is_offered) addresses.append(sennit::wire::address_text(address.endpoint));
+          out.append(nb::make_tuple(interface.name, interface.is_up, interface.is_loopback, addresses));
+        }
+        return out;
+      },
+      "if_inet6"_a,
+      "The interfaces by index: (name, up or not, loopback or not, addresses that a peer could send to).");
   m.def("describe_signature", &sennit::describe_signature, "signature"_a, "A plan's signature in words.");
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)

@@ -11,6 +11,7 @@
 
 #include "flow/control.hpp"
 #include "ports/call_clock.hpp"
+#include "ports/interfaces.hpp"
 #include "ports/udp_peer.hpp"
 #include "ports/udp_setup.hpp"
 #include "wire/utf8.hpp"

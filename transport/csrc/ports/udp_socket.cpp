@@ -2,21 +2,16 @@
 #include "ports/udp_socket.hpp"
 
 #include <arpa/inet.h>
-#include <ifaddrs.h>
 #include <linux/errqueue.h>
-#include <net/if.h>
 #include <netinet/in.h>
 #include <netinet/udp.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cerrno>
 #include <cstring>
 #include <ctime>
-#include <memory>
 #include <system_error>
 #include <utility>
 
@@ -302,39 +297,6 @@ int peek_segments(int fd, std::span<std::byte> head, size_t& size_bytes) {
   if (received < 0) return errno;
   size_bytes = static_cast<size_t>(received);
   return 0;
-}
-
-size_t interface_mtu_bytes(const wire::Endpoint& local) { return read_interface(local).mtu_bytes; }
-
-InterfaceFacts read_interface(const wire::Endpoint& local) {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) return {};
-  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
-  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
-    if (entry->ifa_addr == nullptr || entry->ifa_addr->sa_family != (local.is_ipv6 ? AF_INET6 : AF_INET)) continue;
-    wire::Endpoint end = endpoint_of(entry->ifa_addr);
-    end.port = local.port;
-    // All of 127.0.0.0/8 is on the loopback interface, which lists only 127.0.0.1.
-    const bool is_loopback4 = !local.is_ipv6 && local.address[0] == std::byte{127} && end.address[0] == std::byte{127};
-    if (end != local && !is_loopback4) continue;
-    ifreq request{};
-    std::strncpy(request.ifr_name, entry->ifa_name, IFNAMSIZ - 1);
-    const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) return {};
-    const bool known = ioctl(fd, SIOCGIFMTU, &request) == 0;
-    ::close(fd);
-    InterfaceFacts facts;
-    if (known) facts.mtu_bytes = static_cast<size_t>(request.ifr_mtu);
-    if (entry->ifa_netmask != nullptr && entry->ifa_netmask->sa_family == entry->ifa_addr->sa_family)
-      for (const std::byte byte : endpoint_of(entry->ifa_netmask).address)
-        facts.prefix_bits = static_cast<uint8_t>(facts.prefix_bits + std::popcount(std::to_integer<unsigned>(byte)));
-    return facts;
-  }
-  return {};
-}
-
-size_t loopback_mtu_bytes(bool is_ipv6) {
-  return interface_mtu_bytes(wire::parse_endpoint(is_ipv6 ? "::1" : "127.0.0.1", 0));
 }
 
 }  // namespace sennit

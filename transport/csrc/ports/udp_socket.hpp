@@ -105,14 +105,4 @@ ReceivedBatch receive_segments(int fd, std::span<iovec> places);
 // Copies the first bytes of the next batch, and leaves the batch in the queue. Returns 0 or errno.
 int peek_segments(int fd, std::span<std::byte> head, size_t& size_bytes);
 
-// The interface that has this address. All zero if none has it, because the address belongs to another machine.
-struct InterfaceFacts {
-  size_t mtu_bytes = 0;
-  uint8_t prefix_bits = 0;  // of the address's subnet
-};
-InterfaceFacts read_interface(const wire::Endpoint& local);
-size_t interface_mtu_bytes(const wire::Endpoint& local);
-// The MTU between two addresses of this machine, whichever interfaces have them. 0 without that family.
-size_t loopback_mtu_bytes(bool is_ipv6);
-
 }  // namespace sennit

@@ -14,7 +14,7 @@
 #include "flow/control.hpp"
 #include "flow/immediate.hpp"
 #include "ports/call_clock.hpp"
-#include "ports/udp_socket.hpp"
+#include "ports/interfaces.hpp"
 #include "ports/verbs_path.hpp"
 #include "ports/verbs_queue_pair.hpp"
 #include "wire/packet.hpp"

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ports/interfaces.hpp"
+
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <string_view>
+
+namespace sennit {
+namespace {
+
+// net/ipv6.h, as in /proc/net/if_inet6
+constexpr unsigned SCOPE_LINK = 0x20;
+// linux/if_addr.h: temporary addresses, and failed, deprecated and tentative ones
+constexpr unsigned TEMPORARY = 0x01, UNUSABLE = 0x08 | 0x20 | 0x40;
+
+size_t read_mtu_bytes(int fd, const std::string& name) {
+  ifreq request{};
+  name.copy(request.ifr_name, IFNAMSIZ - 1);
+  return ioctl(fd, SIOCGIFMTU, &request) == 0 ? static_cast<size_t>(request.ifr_mtu) : 0;
+}
+
+InterfaceAddress ipv4_address(const ifaddrs& entry) {
+  const auto address_of = [](const sockaddr* from) { return reinterpret_cast<const sockaddr_in*>(from)->sin_addr; };
+  const in_addr address = address_of(entry.ifa_addr);
+  InterfaceAddress out;
+  out.endpoint.is_ipv6 = false;
+  std::memcpy(out.endpoint.address.data(), &address, sizeof address);
+  if (entry.ifa_netmask != nullptr)
+    out.prefix_bits = static_cast<uint8_t>(std::popcount(address_of(entry.ifa_netmask).s_addr));
+  out.is_offered = out.endpoint.address[0] != std::byte{169} || out.endpoint.address[1] != std::byte{254};  // RFC 3927
+  return out;
+}
+
+Interface& named(std::vector<Interface>& interfaces, std::string_view name) {
+  const auto known =
+      std::find_if(interfaces.begin(), interfaces.end(), [&](const Interface& one) { return one.name == name; });
+  if (known != interfaces.end()) return *known;
+  interfaces.emplace_back().name = name;
+  return interfaces.back();
+}
+
+}  // namespace
+
+std::vector<Interface> read_interfaces(const std::string& if_inet6) {
+  std::vector<Interface> out;
+  ifaddrs* list = nullptr;
+  if (getifaddrs(&list) != 0) return out;
+  const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
+  const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
+    // The name of an IPv4 address may have a label after a colon.
+    const std::string_view label = entry->ifa_name;
+    Interface& interface = named(out, label.substr(0, label.find(':')));
+    interface.is_up = (entry->ifa_flags & IFF_UP) != 0;
+    interface.is_loopback = (entry->ifa_flags & IFF_LOOPBACK) != 0;
+    if (interface.mtu_bytes == 0 && fd >= 0) interface.mtu_bytes = read_mtu_bytes(fd, interface.name);
+    if (entry->ifa_addr != nullptr && entry->ifa_addr->sa_family == AF_INET)
+      interface.addresses.push_back(ipv4_address(*entry));
+  }
+  if (fd >= 0) ::close(fd);
+  std::ifstream table(if_inet6);
+  std::vector<std::pair<std::string, InterfaceAddress>> temporary;
+  std::string digits, name;
+  for (unsigned index, prefix_bits, scope, flags;
+       table >> std::hex >> digits >> index >> prefix_bits >> scope >> flags >> name;) {
+    InterfaceAddress address;
+    if (digits.size() != 2 * address.endpoint.address.size()) continue;
+    for (size_t byte = 0; byte < address.endpoint.address.size(); ++byte)
+      address.endpoint.address[byte] = static_cast<std::byte>(std::stoul(digits.substr(2 * byte, 2), nullptr, 16));
+    address.prefix_bits = static_cast<uint8_t>(prefix_bits);
+    address.is_offered = scope != SCOPE_LINK && (flags & UNUSABLE) == 0;
+    if ((flags & TEMPORARY) != 0) {
+      temporary.emplace_back(name, address);
+    } else {
+      named(out, name).addresses.push_back(address);
+    }
+  }
+  for (const auto& [interface, address] : temporary) named(out, interface).addresses.push_back(address);
+  return out;
+}
+
+InterfaceFacts read_interface(const wire::Endpoint& local) {
+  wire::Endpoint wanted = local;
+  wanted.port = 0;
+  // All of 127.0.0.0/8 is on the loopback interface, which lists only 127.0.0.1.
+  if (!local.is_ipv6 && local.address[0] == std::byte{127}) wanted = wire::parse_endpoint("127.0.0.1", 0);
+  for (const Interface& interface : read_interfaces())
+    for (const InterfaceAddress& address : interface.addresses)
+      if (address.endpoint == wanted) return {interface.mtu_bytes, address.prefix_bits};
+  return {};
+}
+
+size_t loopback_mtu_bytes(bool is_ipv6) {
+  return read_interface(wire::parse_endpoint(is_ipv6 ? "::1" : "127.0.0.1", 0)).mtu_bytes;
+}
+
+}  // namespace sennit
