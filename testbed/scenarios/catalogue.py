@@ -20,6 +20,7 @@ from sennit.testbed.scenarios.model import (
     Workload,
 )
 from sennit.testbed.topology import Impairment
+from sennit.transport.config import Algorithm
 
 MIB: Final = 1 << 20
 BOTH: Final = (Library.SENNIT, Library.GLOO)
@@ -70,6 +71,27 @@ def _loss(operation: Operation, loss_fraction: float) -> Scenario:
         ),
         # Enough packets that some are lost.
         short={"workload": SHORT_WORKLOAD if loss_fraction >= 0.01 else {"size_bytes": 8 * MIB, "repetitions": 4}},
+    )
+
+
+def _same_bits() -> tuple[Variant, ...]:
+    """Every algorithm on every layout of 8 ranks, those of several leaves in every world, and all else that varies."""
+    worlds = ("a", "ab", "abc", "abcd", "abcde", "aaaa", "aabb", "aaabb", "aaaabbbb", "aabbccdd", "abcdefgh")
+    found = [
+        Variant(transport="auto", layout=layout, algorithm=algorithm, loss_fraction=loss)
+        for layout in worlds
+        for algorithm in (Algorithm if len(layout) == 8 else (Algorithm.DIRECT, Algorithm.HIERARCHICAL))
+        # A layout of one host has no network, and one rank a host has no partial sums.
+        if algorithm is not Algorithm.HIERARCHICAL or 1 < len(set(layout)) < len(layout)
+        for loss in (0.0, 0.01, 0.05)
+        if loss == 0.01 or len(set(layout)) > 1
+    ]
+    return (
+        *found,
+        Variant(layout="abcd", impairment_seed=2),
+        Variant(layout="abcd", paths=1),
+        Variant(layout="abcd", paths=16),
+        Variant(layout="aaaa", transport="shm"),
     )
 
 
@@ -197,19 +219,21 @@ def _others() -> list[Scenario]:
         ),
         Scenario(
             name="same-bits",
-            title="an AllReduce of 4 ranks at 1 % loss: other seeds, path counts, ports, the same bits",
-            topology=Topology(hosts=4),
+            title="an AllReduce of 8 leaves: algorithms, hosts, worlds, loss, paths and ports, the same bits",
+            topology=Topology(hosts=8),
             impairment=Impairment(loss_fraction=0.01),
-            workload=Workload(size_bytes=16 * MIB, repetitions=2, rounds=1),
-            variants=(
-                Variant(),
-                Variant(impairment_seed=2),
-                Variant(paths=1),
-                Variant(paths=16),
-                Variant(transport="shm"),
-            ),
+            # As much as algorithms for small vectors take.
+            workload=Workload(size_bytes=128 << 10, repetitions=10, rounds=1, leaves=8),
+            variants=_same_bits(),
             goals=_exact(Operation.ALLREDUCE),
-            short={"workload": {"size_bytes": 1 * MIB}},
+            short={
+                "workload": {"repetitions": 2},
+                "variants": (
+                    Variant(transport="auto", layout="aaaabbbb", algorithm="hierarchical"),
+                    Variant(layout="abcdefgh", algorithm="halving", loss_fraction=0.05),
+                    Variant(transport="auto", layout="aab"),
+                ),
+            },
         ),
         Scenario(
             name="hostile",

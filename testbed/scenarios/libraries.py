@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -65,6 +65,11 @@ class SennitGroup:
 
         def compile_plan() -> Plan:
             match payload.operation:
+                case Operation.ALLREDUCE if payload.leaves is not None:
+                    # Not all algorithms take several leaves of a rank.
+                    leaves = None if payload.leaves == world else payload.leaves
+                    call: dict[str, Any] = {"world": world, "rank": rank, "elements": elements, "leaves": leaves}
+                    return self._group.selection.allreduce(dtype=Dtype.F32, op=ReduceOp.SUM, in_place=False, **call)
                 case Operation.ALLREDUCE:
                     return self._group.selection.allreduce(
                         world=world, rank=rank, elements=elements + 1, dtype=Dtype.F32, op=ReduceOp.SUM, in_place=True

@@ -132,6 +132,8 @@ class Workload:
     """How often every library and condition has its turn: A, B, A, B, …"""
     timeout_s: float = 60.0
     """Deadline of one operation."""
+    leaves: int | None = None
+    """AllReduce over a tree of that many leaves (docs/reference/plans.md), whatever the world. None: one a rank."""
     timeline: bool = False
     """Samples progress and planes every millisecond, for stalls and plots. Costs some speed."""
 
@@ -144,6 +146,10 @@ class Workload:
             self.duration_s == 0 or self.operation is Operation.ALLREDUCE,
             f"duration_s {self.duration_s} with {self.operation}; allowed: with allreduce",
         )
+        _require(
+            self.leaves is None or (self.operation is Operation.ALLREDUCE and self.duration_s == 0),
+            f"leaves {self.leaves}; allowed: with allreduce and no duration",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +160,12 @@ class Variant:
     paths: int = 8
     impairment_seed: int = 1
     peer_timeout_s: float = 10.0
+    loss_fraction: float | None = None
+    """In place of the scenario's."""
+    algorithm: str = "auto"
+    layout: str = ""
+    """A letter for each rank: ranks with the same letter pretend to share a host. As many ranks take part. By default
+    one for each host of the topology."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +244,15 @@ class Scenario:
         _require(
             Library.GLOO not in self.libraries or self.topology.hosts == 2,
             f"{self.name}: gloo with {self.topology.hosts} hosts; allowed: 2, where a sum has one order",
+        )
+        ranks_max = min(self.topology.hosts, self.workload.leaves or 0)
+        for variant in self.variants:
+            _require(
+                len(variant.layout) <= ranks_max,
+                f"{self.name}: layout {variant.layout}; allowed: up to {ranks_max} ranks, as hosts and leaves",
+            )
+        _require(
+            self.workload.leaves is None or Library.GLOO not in self.libraries, f"{self.name}: gloo knows no leaves"
         )
         _require(
             self.hostile is None or self.topology.strangers > 0, f"{self.name}: hostile packets need a stranger's host"

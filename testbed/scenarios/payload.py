@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.testbed.scenarios.model import ELEMENT_BYTES, Operation
-from sennit.transport.tree import balanced
+from sennit.transport.tree import balanced, leaves_of
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -39,13 +39,24 @@ def expected_sum(seed: int, world: int, elements: int) -> Floats:
 
 
 class Payload:
-    """The buffers of one rank, as blocks by rank. In AllReduce `given` and `got` are one array (in place)."""
+    """The buffers of one rank, as blocks by rank. In AllReduce without leaves `given` and `got` are one array."""
 
-    def __init__(self, operation: Operation, *, rank: int, world: int, size_bytes: int, seed: int) -> None:
+    def __init__(
+        self, operation: Operation, *, rank: int, world: int, size_bytes: int, seed: int, leaves: int | None = None
+    ) -> None:
         self.operation = operation
+        self.leaves = leaves
         self.elements = size_bytes // ELEMENT_BYTES // world * world
         part = self.elements // world
         match operation:
+            case Operation.ALLREDUCE if leaves is not None:
+                # Equal in worlds of any size.
+                self.elements = size_bytes // ELEMENT_BYTES
+                span = leaves_of(rank, world, leaves)
+                rows = [random_input(seed, leaf, self.elements) for leaf in range(*span)]
+                self._base = np.concatenate(rows).reshape(len(rows), -1)
+                self._expected = expected_sum(seed, leaves, self.elements).reshape(1, -1)
+                self.given, self.got = np.zeros(self._base.size, np.float32), np.zeros(self.elements, np.float32)
             case Operation.ALLREDUCE:
                 self._base = random_input(seed, rank, self.elements).reshape(1, -1)
                 self._expected = expected_sum(seed, world, self.elements).reshape(1, -1)
@@ -65,14 +76,15 @@ class Payload:
                 self.got = np.zeros(receives * self.elements, np.float32)
 
     def fill(self, repetition: int, *, last: bool) -> None:
-        """Prepares a repetition. In AllReduce, rank 0 sets `last`."""
-        if self.operation is not Operation.ALLREDUCE:
+        """Prepares a repetition. In AllReduce without leaves, rank 0 sets `last`."""
+        in_place = self.got is self.given
+        if not in_place:
             self.got.fill(np.nan)
         given = self.given[: self._base.size].reshape(self._base.shape)
         turn = self._turn(repetition, self._base.shape[1])
         given[:, : given.shape[1] - turn] = self._base[:, turn:]
         given[:, given.shape[1] - turn :] = self._base[:, :turn]
-        if self.operation is Operation.ALLREDUCE:
+        if in_place:
             self.given[-1] = last
 
     def was_last(self) -> bool:

@@ -72,7 +72,7 @@ class Ranks:
                     process = planes.popen(
                         rank,
                         [*command, str(store), str(timeout_s), interfaces],
-                        env=_environment(interfaces, variant, timeout_s),
+                        env=_environment(interfaces, variant, timeout_s, rank),
                         stdin=subprocess.PIPE,
                         stdout=subprocess.PIPE,
                         stderr=stderr,
@@ -175,9 +175,11 @@ class Ranks:
         self._end()
 
 
-def _environment(interfaces: str, variant: Variant, timeout_s: float) -> dict[str, str]:
+def _environment(interfaces: str, variant: Variant, timeout_s: float, rank: int) -> dict[str, str]:
     return {
         **os.environ,
+        **({"SENNIT_HOST_ID": variant.layout[rank]} if variant.layout else {}),
+        "SENNIT_ALGORITHM": variant.algorithm,
         "SENNIT_TRANSPORT": variant.transport,
         "SENNIT_PATHS": str(variant.paths),
         "SENNIT_INTERFACES": interfaces,

@@ -149,7 +149,7 @@ class _Stage:
                     Ranks(
                         self._planes,
                         library=library,
-                        world=self._scenario.topology.hosts,
+                        world=len(self._variant.layout) or self._scenario.topology.hosts,
                         variant=self._variant,
                         timeout_s=self._scenario.workload.timeout_s,
                         folder=self._folder,
@@ -256,8 +256,10 @@ class _Stage:
         return crew.ask(command, timeout_s=limit_s, events=events, silent=silent)
 
     def _prepare(self, crew: Ranks, size_bytes: int) -> None:
-        operation = self._scenario.workload.operation
-        command = {"do": "prepare", "operation": operation, "size_bytes": size_bytes, "seed": self._seen.seed}
+        workload = self._scenario.workload
+        command = {"do": "prepare", "operation": workload.operation, "size_bytes": size_bytes, "seed": self._seen.seed}
+        if workload.leaves is not None:
+            command["leaves"] = workload.leaves
         silent = self._scenario.victims() if crew.happened else ()
         crew.ask(command, timeout_s=PREPARE_TIMEOUT_S, silent=silent)
 
@@ -293,6 +295,8 @@ class _Stage:
     @contextlib.contextmanager
     def _impaired(self, seed: int) -> Iterator[None]:
         impairment = self._scenario.impairment
+        if self._variant.loss_fraction is not None:
+            impairment = dataclasses.replace(impairment, loss_fraction=self._variant.loss_fraction)
         if impairment != NO_IMPAIRMENT:
             self._planes.impair(dataclasses.replace(impairment, seed=seed))
         try:
