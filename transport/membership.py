@@ -2,9 +2,11 @@
 """Membership: the processes of a group agree through its store on the group's next members.
 
 A group's life is a chain of *epochs*. Epoch 0 is the group as it was made. A process that wants to be in the next epoch
-announces itself there and beats. A member that sees everybody it expects (or knows why not) proposes the list of those
-present. The store's compare-and-set turns one proposal into the decision, which nobody can change. Dead ranks take no
-part, and one store gives one decision. docs/reference/membership.md has the protocol, its timers and limits.
+announces itself there and beats. The first member to come is the *speaker*: it alone reads everybody's record. Once it
+sees everybody it expects (or knows why not), it proposes the list of those present. The others read only the speaker's
+record, so the work of a beat does not grow with the group. If the speaker stops, the next one speaks. The store's
+compare-and-set turns one proposal into the decision, which nobody can change. docs/reference/membership.md has the
+protocol, its timers and limits.
 """
 
 from __future__ import annotations
@@ -19,15 +21,21 @@ from sennit.transport.errors import ArgumentError, MismatchError, PeerError, Sen
 from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
 
-# A candidate rewrites its record this often and reads the others'. Many candidates do it less often: each reads all.
+# A candidate rewrites its record this often. If the decision takes longer than BEATS_FAST, less often.
 BEAT_S: Final = 0.05
-BEAT_S_PER_CANDIDATE: Final = 0.001
+BEATS_FAST: Final = 20
+BEAT_SLOW_S: Final = 0.2
 # A candidate whose beats stop for this long is dead or has given up.
 STALE_S: Final = 1.0
+# How many missing ranks the speaker's record names, for the others' errors.
+MISSING_NAMED: Final = 16
 # How long to wait for a silent rank that is not known to be dead.
 SUSPECT_S: Final = 0.5
 # The time for one attempt to connect a decided epoch. After it, the next epoch is tried.
 CONNECT_S: Final = 15.0
+
+# Of a candidate's record, besides the versions.
+_FIELDS: Final = frozenset(("token", "beat", "may_propose", "here", "missing", "gone", "suspects", "exclude"))
 
 Connected = TypeVar("Connected")
 Watch = Callable[[], None]
@@ -112,6 +120,16 @@ class _Candidate:
     changed_s: float
     is_confirmed: bool = False
     """Whether it has beaten since we first saw it."""
+
+
+@dataclass
+class _Speaker:
+    """The first candidate that may propose, as far as this process knows."""
+
+    changed_s: float
+    ticket: int = 1
+    record: dict[str, Any] | None = None
+    """As last read. None: it has taken a ticket and left nothing so far."""
 
 
 class Membership:
@@ -227,6 +245,8 @@ class Membership:
         ticket = self._store.add(self._key(epoch, "tickets"), 1)
         seen: dict[str, _Candidate] = {}
         started_s = time.monotonic()
+        speaker = _Speaker(changed_s=started_s)
+        here, missing = 0, list[str]()
         beat = 0
         while True:
             beat += 1
@@ -234,6 +254,9 @@ class Membership:
             mine = {
                 "token": self._token,
                 "beat": beat,
+                "may_propose": not self.is_newcomer,
+                "here": here,
+                "missing": missing[:MISSING_NAMED],
                 "gone": sorted(gone),
                 "suspects": sorted(self._members[rank] for rank in evidence.suspects()),
                 "exclude": sorted(self._members[rank] for rank in terms.exclude),
@@ -243,32 +266,66 @@ class Membership:
             if (decided := self._read_decision(epoch)) is not None:
                 return decided
             now_s = time.monotonic()
-            self._look_at_candidates(epoch, seen, now_s)
-            present, missing, is_settled = self._judge(seen, terms, now_s, now_s - started_s)
-            if is_settled and len(present) >= terms.min_world and not self.is_newcomer:
-                chosen = self._store.compare_set(key, "", json.dumps(self._in_order(epoch, present, seen)))
-                return self._decode_decision(epoch, chosen)
+            if self._speaks(epoch, ticket, speaker, now_s):
+                self._look_at_candidates(epoch, seen, now_s)
+                present, absent, is_settled = self._judge(seen, terms, now_s, now_s - started_s)
+                here, missing = len(present), [token for token in self._members if token in absent]
+                if is_settled and here >= terms.min_world:
+                    chosen = self._store.compare_set(key, "", json.dumps(self._in_order(epoch, present, seen)))
+                    return self._decode_decision(epoch, chosen)
+            elif speaker.record is not None:
+                here, missing = int(speaker.record["here"]), list(speaker.record["missing"])
             if now_s >= deadline_s:
-                raise TimeoutError(self._complaint(epoch, terms, present, missing) + failure)
-            time.sleep(min(BEAT_S + BEAT_S_PER_CANDIDATE * len(seen), max(deadline_s - now_s, 0.001)))
+                raise TimeoutError(self._complaint(epoch, terms, here, missing) + failure)
+            pause_s = BEAT_S if beat < BEATS_FAST else BEAT_SLOW_S
+            time.sleep(min(pause_s, max(deadline_s - now_s, 0.001)))
+
+    def _speaks(self, epoch: int, ticket: int, speaker: _Speaker, now_s: float) -> bool:
+        """Checks whether all candidates before this one are gone or may not propose. Reads the first of the others.
+
+        A newcomer never speaks. It looks beyond its own ticket, for a member that speaks.
+        """
+        while self.is_newcomer or speaker.ticket < ticket:
+            key = self._key(epoch, f"candidate/{speaker.ticket}")
+            data = self._store.get(key) if self._store.check([key]) else None
+            if data is None and self.is_newcomer:
+                return False
+            record = None if data is None else self._decode_candidate(data)
+            if data is None or (record is not None and record["may_propose"]):
+                before = None if speaker.record is None else speaker.record["beat"]
+                if record is not None and record["beat"] != before:
+                    speaker.record, speaker.changed_s = record, now_s
+                if now_s - speaker.changed_s < STALE_S:
+                    return False
+            speaker.ticket, speaker.record, speaker.changed_s = speaker.ticket + 1, None, now_s
+        return True
+
+    def _decode_candidate(self, data: bytes) -> dict[str, Any] | None:
+        """Returns a candidate's record, or None if it is not one of this version.
+
+        Members ignore a process of another version. That process learns the reason from their records, and fails here.
+        """
+        try:
+            record: dict[str, Any] = json.loads(data)
+            token = str(record["token"])
+            mismatch = self._versions.mismatch(record)
+        except (ValueError, TypeError, KeyError):
+            return None
+        if mismatch is not None:
+            if self.is_newcomer:
+                raise MismatchError(f"{self._name}: {token} {mismatch}")
+            return None
+        return record if record.keys() >= _FIELDS else None
 
     def _look_at_candidates(self, epoch: int, seen: dict[str, _Candidate], now_s: float) -> None:
         """Brings `seen` (by token) up to date."""
-        for ticket in range(1, self._store.add(self._key(epoch, "tickets"), 0) + 1):
-            key = self._key(epoch, f"candidate/{ticket}")
-            if not self._store.check([key]):
+        tickets = range(1, self._store.add(self._key(epoch, "tickets"), 0) + 1)
+        found = self._store.get_those_there([self._key(epoch, f"candidate/{ticket}") for ticket in tickets])
+        for ticket, data in zip(tickets, found, strict=True):
+            record = None if data is None else self._decode_candidate(data)
+            if record is None:
                 continue
-            try:
-                record = json.loads(self._store.get(key))
-                token = str(record["token"])
-            except (ValueError, TypeError, KeyError):
-                continue
-            if (reason := self._versions.mismatch(record)) is not None:
-                # Members ignore a process of another version. That process learns the reason from their records, and
-                # fails here.
-                if self.is_newcomer:
-                    raise MismatchError(f"{self._name}: {token} {reason}")
-                continue
+            token = str(record["token"])
             known = seen.get(token)
             if known is None or known.ticket < ticket:
                 seen[token] = _Candidate(ticket, record, now_s, now_s, is_confirmed=token == self._token)
@@ -313,14 +370,14 @@ class Membership:
 
         return watch
 
-    def _complaint(self, epoch: int, terms: Terms, present: set[str], missing: set[str]) -> str:
+    def _complaint(self, epoch: int, terms: Terms, here: int, missing: Collection[str]) -> str:
         text = f"{self._name}: epoch {epoch} was not agreed upon within {terms.timeout_s:g} s: "
         if self.is_newcomer:
             return text + "no member of the group reconfigures it"
-        text += f"{len(present)} ranks are here"
-        if len(present) < terms.min_world:
+        text += f"{here} ranks are here"
+        if here < terms.min_world:
             text += f", at least {terms.min_world} are wanted"
-        if terms.expect is not None and len(present) < terms.expect:
+        if terms.expect is not None and here < terms.expect:
             text += f", {terms.expect} are expected"
         ranks = [str(rank) for rank, token in enumerate(self._members) if token in missing]
         return text + (f"; no word from old rank {', '.join(ranks)}" if ranks else "")

@@ -25,6 +25,9 @@ POLL_LAST_S: Final = 0.05
 # A lock is held for writing one small file. A longer hold means a stopped process (SIGSTOP) or a dead file server.
 LOCK_TIMEOUT_S: Final = 30.0
 
+# Keys that one request asks for.
+BATCH_COUNT: Final = 32
+
 Result = TypeVar("Result")
 
 
@@ -59,6 +62,9 @@ class CheckedStore:
         self._store = store
         self._purpose = purpose
         self._advice = advice
+        # A store of torch says whether it has `multi_get` and `multi_set`: its FileStore has not.
+        has_extended_api = getattr(store, "has_extended_api", None)
+        self._has_batches = has_extended_api is not None and self._try(has_extended_api)
 
     def set(self, key: str, value: str, /) -> None:
         self._try(self._store.set, key, value)
@@ -74,6 +80,23 @@ class CheckedStore:
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         return self._try(self._store.compare_set, key, expected, desired)
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Reads values that are there, in one request where the store can."""
+        if self._has_batches and len(keys) > 1:
+            return self._try(self._store.multi_get, keys)  # type: ignore[attr-defined]
+        return [self.get(key) for key in keys]
+
+    def get_those_there(self, keys: list[str], /) -> list[bytes | None]:
+        """Reads the values that are there, some dozens in one request where the store can."""
+        found: list[bytes | None] = []
+        for first in range(0, len(keys), BATCH_COUNT):
+            some = keys[first : first + BATCH_COUNT]
+            if self.check(some):
+                found += self.multi_get(some)
+            else:
+                found += [self.get(key) if self.check([key]) else None for key in some]
+        return found
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         self._store.wait(keys, timeout)

@@ -238,9 +238,43 @@ def announce(folder: Path, **record: Any) -> None:
 
 def test_a_candidate_that_does_not_beat_is_none(tmp_path: Path) -> None:
     versions = Membership.of_founder(FileStore(tmp_path), name=NAME, rank=0, world=2)._versions
-    announce(tmp_path, token="rank-1", beat=1, gone=["rank-0"], suspects=[], exclude=["rank-0"], **versions.as_record())
+    lists = {"gone": ["rank-0"], "suspects": [], "exclude": ["rank-0"], "missing": []}
+    announce(tmp_path, token="rank-1", beat=1, may_propose=True, here=0, **lists, **versions.as_record())
     (view,) = meet([Candidate(tmp_path, 0, 2, terms=Terms(timeout_s=600, wait_s=0.1))])
     assert previous([view]) == [(0, (0,))]
+
+
+class Reading(FileStore):
+    """Remembers which candidates' records are read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.read: set[str] = set()
+
+    def get(self, key: str, /) -> bytes:
+        if "/candidate/" in key:
+            self.read.add(key)
+        return super().get(key)
+
+
+def test_all_but_the_speaker_read_one_record(tmp_path: Path) -> None:
+    world = 12
+    candidates = [Candidate(tmp_path, rank, world) for rank in range(world)]
+    stores = [Reading(tmp_path) for _ in candidates]
+    for candidate, store in zip(candidates, stores, strict=True):
+        candidate.own = Membership.of_founder(store, name=NAME, rank=stores.index(store), world=world)
+    assert {view.members for view in meet(candidates)} == {tuple(f"rank-{rank}" for rank in range(world))}
+    read = sorted(len(store.read) for store in stores)
+    assert read[-1] == world  # the speaker
+    assert all(count <= 1 for count in read[:-1])
+
+
+def test_the_next_one_speaks_if_the_first_falls_silent(tmp_path: Path) -> None:
+    versions = Membership.of_founder(FileStore(tmp_path), name=NAME, rank=0, world=3)._versions
+    lists: dict[str, Any] = {"gone": [], "suspects": [], "exclude": [], "missing": []}
+    announce(tmp_path, token="rank-0", beat=7, may_propose=True, here=0, **lists, **versions.as_record())
+    terms = Terms(timeout_s=600, wait_s=0.1)
+    assert previous(meet([Candidate(tmp_path, rank, 3, terms=terms) for rank in (1, 2)])) == [(0, (1, 2)), (1, (1, 2))]
 
 
 def test_another_version_cannot_join_and_disturbs_nobody(tmp_path: Path) -> None:
