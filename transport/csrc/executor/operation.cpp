@@ -16,8 +16,9 @@ namespace {
 constexpr uint64_t COPY_PIECE_BYTES = 262'144;
 // Bytes that are copied into a buffer of at least this size are not used again soon.
 constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
-// A thread is asked to help with at least this much: waking it takes as long as folding half of this.
-constexpr uint64_t SHARED_PART_BYTES = 131'072;
+// A thread is asked to help with at least this much. A fold reads so much from the second-level cache in 1.3 us, and
+// from memory in 7 us (measured on an AMD EPYC).
+constexpr uint64_t SHARED_PART_BYTES = 262'144;
 // Parts of a fold begin at multiples of this many elements, at least a cache line: no two threads write to one.
 constexpr uint64_t FOLD_STEP_ELEMENTS = 64;
 constexpr uint32_t KEY_SLOT_BITS = 20;
