@@ -112,7 +112,7 @@ class Communicator:
         """Opens the RDMA device that serves these local addresses. Returns what peers need to connect."""
 
     def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None:
-        """Begins to send packets over every path to the peers with udp routes.
+        """Begins to send packets over every path to the peers with udp and verbs routes.
 
         Call it before connect, with the same routes.
         """
@@ -132,10 +132,10 @@ class Communicator:
     def learn_trial(self, rank: int, message: bytes, /) -> None:
         """Takes a trial_message of that rank that came another way. Empty: that rank found every path perfect."""
 
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool]]:
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool, str]]:
         """Returns for each path: own address and source port, the peer's address and port, the peer's source port and
-        our port, the largest payload that arrived at the peer and here, errno of the last failed send, and whether the
-        group uses the path.
+        our port, the largest payload that arrived at the peer and here, errno of the last failed send, whether the
+        group uses the path, and our RDMA device.
         """
 
     def trial_payload_bytes(self, rank: int, /) -> int:

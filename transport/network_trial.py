@@ -19,6 +19,8 @@ from sennit.transport.reachability import TriedPath, Verdict, judge, refusal
 Record = dict[str, Any]
 Route = tuple[str, bytes]
 
+# The kinds of routes that are tried.
+NETWORKS: Final = ("udp", "verbs")
 # A rank that has not heard from a peer for this long looks in the store.
 TRIAL_S: Final = 2.0
 # The pause between two looks at the store.
@@ -45,7 +47,7 @@ class TriedEndpoint(Protocol):
 
     def learn_trial(self, rank: int, message: bytes, /) -> None: ...
 
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool]]: ...
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool, str]]: ...
 
     def trial_payload_bytes(self, rank: int, /) -> int: ...
 
@@ -73,12 +75,12 @@ def try_network(
     deadline_s: float,
     watch: Callable[[], None] | None = None,
 ) -> list[Verdict]:
-    """Sends packets over every path to the peers with udp routes, and waits until both ends know which packets arrive.
+    """Sends packets over every path to the peers on a network, and waits until both ends know which packets arrive.
 
     Returns a verdict for each peer with something to report. Raises PeerError where no packet passes in one direction,
     and TimeoutError where a peer does not report until `deadline_s` (of `time.monotonic`).
     """
-    peers = [peer for peer, (kind, _) in enumerate(routes) if kind == "udp"]
+    peers = [peer for peer, (kind, _) in enumerate(routes) if kind in NETWORKS]
     endpoint.begin_trial(routes)
     begun_s = time.monotonic()
     patience_s = min(begun_s + TRIAL_S, deadline_s)

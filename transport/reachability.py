@@ -45,6 +45,8 @@ class TriedPath:
     """errno of our last failed send, or of the network's error about one of our packets. 0: no error."""
     is_used: bool = True
     """Whether the group has it. An interface with addresses of both families uses only one of them with a peer."""
+    device: str = ""
+    """Our RDMA device. Empty: a socket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,9 +147,15 @@ def _failure(
         errors = [_words(own_error, f"rank {rank}")]
     ports = sorted({path.port for path in paths if not comes} | {path.peer_port for path in paths if not goes})
     said = "".join(f" {text}." for text in errors if text)
+    opening = f"Open UDP port {', '.join(map(str, ports))} in the firewalls between them, or set"
+    if devices := ", ".join(dict.fromkeys(path.device for path in paths if path.device)):
+        return (
+            f"{who} (device {devices} of rank {rank}): {what}.{said} {opening} SENNIT_INTERFACES to those of devices "
+            "that reach each other, or SENNIT_TRANSPORT=udp"
+        )
     return (
-        f"{who}: {what}.{said} Open UDP port {', '.join(map(str, ports))} in the firewalls between them, or set "
-        "SENNIT_PORTS to a range that is open, or SENNIT_INTERFACES to interfaces that reach each other"
+        f"{who}: {what}.{said} {opening} SENNIT_PORTS to a range that is open, or SENNIT_INTERFACES to interfaces that "
+        "reach each other"
     )
 
 

@@ -30,7 +30,7 @@ from sennit.transport.errors import ConfigError, Unsupported
 from sennit.transport.exchanges import Exchanges, Record
 from sennit.transport.host import host_identity, machine_identity
 from sennit.transport.hosts import Hosts
-from sennit.transport.network_trial import TriedEndpoint, try_network
+from sennit.transport.network_trial import NETWORKS, TriedEndpoint, try_network
 from sennit.transport.numa import describe_distance
 from sennit.transport.rails import Rail
 from sennit.transport.rdma_rails import RdmaRail, check_pair
@@ -168,7 +168,7 @@ def connect(
     notes = _slower_neighbours(config, hello, offers, by_shm[rank], rank)
     for text in notes:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    if any(kind == "udp" for kind, _ in routes):
+    if any(kind in NETWORKS for kind, _ in routes):
         for verdict in try_network(
             endpoint, routes, exchanges, rank=rank, deadline_s=exchanges.deadline_s, watch=watch
         ):
@@ -313,7 +313,7 @@ def _unpaired_rails(endpoint: Endpoint, routes: Sequence[Route], rails: Sequence
     """Names our interfaces for which some peer has no counterpart."""
     peers_of: dict[Rail, list[int]] = {}
     for peer, (kind, _) in enumerate(routes):
-        used = {path[0] for path in endpoint.tried_paths(peer)} if kind == "udp" else set()
+        used = {path[0] for path in endpoint.tried_paths(peer)} if kind in NETWORKS else set()
         for rail in rails:
             if used and used.isdisjoint((rail.address, rail.other_family_address)):
                 peers_of.setdefault(rail, []).append(peer)

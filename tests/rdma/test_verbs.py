@@ -17,6 +17,7 @@ import pytest
 from sennit.testbed.vm import links
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import TransportKind, VerbsService
+from sennit.transport.errors import PeerError
 
 pytestmark = pytest.mark.rdma
 
@@ -122,6 +123,19 @@ def test_reliable_queue_pairs_that_fail_are_brought_up_again_on_both_sides(
     for device in (0, 1):
         netem(device, "loss 1%")
     play(on_devices(service=VerbsService.RC), "reductions")
+
+
+@pytest.mark.parametrize("mute", [0, 1])
+def test_a_black_hole_between_devices_is_named_when_the_group_is_made(
+    mute: int, netem: Netem, groups: ModuleType, on_devices: Seats, tmp_path: Path
+) -> None:
+    netem(mute, "loss 100%")
+    with pytest.raises(PeerError) as raised:  # not TimeoutError, at the deadline
+        groups.run(on_devices(), tmp_path, lambda group: None)
+    deaf = 1 - mute
+    assert str(raised.value).startswith(f"rank {deaf} hears nothing from rank {mute} (device rxe0 of rank 0): UDP ")
+    assert f"{links.address(mute, 6)} -> [{links.address(deaf, 6)}]:4791 (" in str(raised.value)
+    assert "the other direction works. Open UDP port 4791" in str(raised.value)
 
 
 @pytest.mark.parametrize("settings", ["loss 1%", "duplicate 2%", "delay 2ms reorder 75% 25%", "corrupt 1%"])

@@ -98,10 +98,10 @@ class Recorder:
     def learn_trial(self, rank: int, message: bytes, /) -> None:
         raise AssertionError(rank)
 
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool]]:
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool, str]]:
         # The first rail pairs with the peer's first one, a second rail with none.
-        assert self.udp is not None
-        return [(self.udp[0][0][0], 50_000, f"10.0.0.{rank}", 4791, 50_001, 4791, 4096, 4096, 0, True)]
+        address = self.udp[0][0][0] if self.udp is not None else ""
+        return [(address, 50_000, f"10.0.0.{rank}", 4791, 50_001, 4791, 4096, 4096, 0, True, "")]
 
     def trial_payload_bytes(self, rank: int, /) -> int:
         raise AssertionError(rank)

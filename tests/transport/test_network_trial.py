@@ -120,6 +120,18 @@ def test_ipv4_stands_in_for_ipv6_with_a_note_and_no_warning() -> None:
     assert ", 10.0.0.1 -> 10.0.0.2:4791 (" in verdict.failure
 
 
+def test_a_dead_direction_between_devices_is_named_with_the_device_and_without_advice_for_sockets() -> None:
+    dead = [replace(path, device="mlx5_0") for path in paths(told=NONE, heard=GOOD, ipv6=True)]
+    failure = judge(dead, rank=0, peer=1, payload_bytes=0, payload_max_bytes=1024).failure
+    assert failure.startswith(
+        "rank 1 hears nothing from rank 0 (device mlx5_0 of rank 0): UDP fd00::1 -> [fd00::2]:4791 ("
+    )
+    assert failure.endswith(
+        "the other direction works. Open UDP port 4791 in the firewalls between them, or set SENNIT_INTERFACES to "
+        "those of devices that reach each other, or SENNIT_TRANSPORT=udp"
+    )
+
+
 class End:
     """A native end that has heard from its one peer, rank 1, over `heard` paths. `learned` settles the trial."""
 
@@ -160,10 +172,10 @@ class End:
             self.told = [value * 256 for value in message]
             self.is_settled = any(self.told) and any(self.heard)
 
-    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool]]:
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool, str]]:
         return [
             (path.address, path.source_port, path.peer_address, path.peer_port, path.peer_source_port, path.port,
-             path.told_bytes, path.heard_bytes, path.error, path.is_used)
+             path.told_bytes, path.heard_bytes, path.error, path.is_used, path.device)
             for path in paths(told=self.told, heard=self.heard, error=self.error)
         ]  # fmt: skip
 

@@ -22,6 +22,8 @@ from .receiving import Memory, Receiving
 from .sending import Packet, Sending, Transfer
 
 ROCE_PORT: Final = 4_791
+# A probe of a trial (docs/reference/wire.md, Trial).
+TRIAL_IMMEDIATE: Final = 0xFFFF_FFFF
 # Half of the receive buffers are for data.
 RECEIVE_WINDOW_PACKETS: Final = RECEIVES // 2
 # Packets in flight. Few, because on a single processor nothing is acknowledged while this rank runs.
@@ -96,6 +98,35 @@ class Peer:
             queue_pairs=tuple(nobody if rank == self.rank else self.queues.numbers for rank in range(2)),
         )
         return self._offer.pack()
+
+    # It answers no probes of a trial. The record that it leaves in the store says that all is well.
+
+    def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None: ...
+
+    def try_network(self, limit_s: float, /) -> bool:
+        return True
+
+    def is_tried(self, rank: int, /) -> bool:
+        return True
+
+    def is_perfect(self, rank: int, /) -> bool:
+        return True
+
+    def trial_message(self, rank: int, /) -> bytes:
+        raise NotImplementedError
+
+    def learn_trial(self, rank: int, message: bytes, /) -> None: ...
+
+    def tried_paths(self, rank: int, /) -> list[tuple[str, int, str, int, int, int, int, int, int, bool, str]]:
+        return []
+
+    def trial_payload_bytes(self, rank: int, /) -> int:
+        return 0
+
+    def trial_payload_max_bytes(self, rank: int, /) -> int:
+        return 0
+
+    def give_up(self, reason: str, /) -> None: ...
 
     def connect(self, routes: Sequence[tuple[str, bytes]], /) -> None:
         theirs = Offer.unpack(routes[self.other][1])
@@ -185,6 +216,8 @@ class Peer:
             self._on_control(arrival, now_s)
             return
         if arrival.kind is ArrivalKind.REFUSED:
+            return
+        if arrival.kind is ArrivalKind.EAGER and arrival.immediate == TRIAL_IMMEDIATE:
             return
         self._hear(arrival.path, arrival.immediate, now_s)
         if arrival.kind is ArrivalKind.BULK:

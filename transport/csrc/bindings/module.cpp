@@ -223,10 +223,12 @@ class PyCommunicator {
   }
   nb::list tried_paths(uint32_t rank) const {
     nb::list out;
-    for (const sennit::TriedPath& path : tried(rank))
+    trial(rank);  // checks the rank
+    for (const sennit::TriedPath& path : engine_->tried_paths(rank))
       out.append(nb::make_tuple(sennit::wire::address_text(path.out_source), path.out_source.port,
                                 sennit::wire::address_text(path.out_listen), path.out_listen.port, path.in_source.port,
-                                path.in_listen.port, path.told_bytes, path.heard_bytes, path.error, path.is_used));
+                                path.in_listen.port, path.told_bytes, path.heard_bytes, path.error, path.is_used,
+                                path.device));
     return out;
   }
   uint32_t trial_payload_bytes(uint32_t rank) const { return trial(rank) ? trial(rank)->payload_bytes() : 0; }
@@ -323,10 +325,6 @@ class PyCommunicator {
     if (engine_->is_inherited()) raise_status(SENNIT_ARGUMENT, sennit::INHERITED);
     return engine_;
   }
-  std::vector<sennit::TriedPath> tried(uint32_t rank) const {
-    if (trial(rank) == nullptr) return {};
-    return engine_->udp()->tried_paths(rank);
-  }
   static std::vector<sennit::Route> to_routes(const PyRoutes& routes) {
     std::vector<sennit::Route> native;
     for (const auto& [kind, info] : routes) {
@@ -341,7 +339,7 @@ class PyCommunicator {
   }
   sennit::Trial* trial(uint32_t rank) const {
     if (rank >= engine_->world()) raise_status(SENNIT_ARGUMENT, "no rank " + std::to_string(rank));
-    return engine_->udp() ? engine_->udp()->trial(rank) : nullptr;
+    return engine_->trial(rank);
   }
   sennit_comm* handle() const { return reinterpret_cast<sennit_comm*>(engine_); }
   sennit::Engine* engine_ = nullptr;
@@ -446,7 +444,8 @@ NB_MODULE(_core, m) {
            "A trial_message of that rank that came another way; empty: it found every path perfect.")
       .def("tried_paths", &PyCommunicator::tried_paths, "rank"_a,
            "For each path: own address and source port, the peer's address and port, its source port and our port, the "
-           "largest payload that arrived there and here, errno of the last send that failed, whether it is used.")
+           "largest payload that arrived there and here, errno of the last send that failed, whether it is used, our "
+           "RDMA device.")
       .def("trial_payload_bytes", &PyCommunicator::trial_payload_bytes, "rank"_a,
            "The size of packets that the trial found; 0 before and without one.")
       .def("trial_payload_max_bytes", &PyCommunicator::trial_payload_max_bytes, "rank"_a,

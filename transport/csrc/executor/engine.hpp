@@ -91,13 +91,15 @@ class Engine {
   bool shm_accept(uint32_t peer, std::span<const std::byte> offer);
   std::vector<std::byte> udp_open(const UdpConfig& config);
   std::vector<std::byte> verbs_open(const VerbsConfig& config);
-  // Optional, between udp_open and connect: sends packets over every path to peers with udp routes (ports/trial.hpp).
+  // Optional, between the last open and connect: sends packets over every path to peers on a network (ports/trial.hpp).
   void begin_trial(const std::vector<Route>& routes);
   // Runs the trial for at most `limit_us`. True when there is nothing more to find out.
   bool try_network(uint64_t limit_us);
   // Tells the reachable peers why there will be no group. Replaces connect.
   void give_up(const std::string& reason);
-  UdpPort* udp() { return udp_.get(); }
+  // Null and empty for a peer that is not tried.
+  Trial* trial(uint32_t peer);
+  std::vector<TriedPath> tried_paths(uint32_t peer) const;
   void connect(const std::vector<Route>& routes);
 
   // Declares memory that stays in place until unregister_memory. A device need not register it for each operation.
@@ -178,6 +180,7 @@ class Engine {
   ~Engine();
   Lock enter();  // takes the lock ahead of a driver that would take it again at once
   bool has_network() const { return udp_ || verbs_; }
+  std::vector<TriedPort*> networks() const;
   // Sockets can only be polled. A group within one host sleeps on a futex, which is cheaper.
   bool sleeps_in_poll() const { return has_network() || !shm_ || shm_->lane_count() == 0; }
   // Runs work on the group's state. Returns the result. An exception ends the group; then the result is true.

@@ -15,6 +15,10 @@ inline constexpr uint32_t EAGER_SLOT = 0;
 inline constexpr uint32_t CREDIT_WINDOW_WORDS = (CREDIT_WINDOW + 63) / 64;
 inline constexpr uint32_t SACK_REACH_PACKETS = (SACK_MAX_WORDS - 1) * 64;
 
+// A probe of a trial to a device (ports/trial.hpp). No packet of a credit has this index.
+inline constexpr uint32_t PROBE_IMMEDIATE = 0xFFFF'FFFF;
+static_assert(CREDIT_MAX_PACKETS <= INDEX_MASK);
+
 constexpr uint32_t make_immediate(uint32_t slot, uint32_t index) { return slot << INDEX_BITS | index; }
 constexpr uint32_t slot_of(uint32_t immediate) { return immediate >> INDEX_BITS; }
 constexpr uint32_t index_of(uint32_t immediate) { return immediate & INDEX_MASK; }

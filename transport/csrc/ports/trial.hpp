@@ -13,7 +13,11 @@
 #include <cstdint>
 #include <deque>
 #include <span>
+#include <string>
 #include <vector>
+
+#include "messages/lane.hpp"
+#include "wire/endpoint.hpp"
 
 namespace sennit {
 
@@ -90,6 +94,30 @@ class Trial {
   std::deque<Probe> due_;
   uint64_t next_round_us_ = 0, contact_us_ = UINT64_MAX, news_us_ = 0;
   uint32_t round_ = 0, rounds_of_contact_ = 0, next_path_ = 0;
+};
+
+// One path to a peer, and what its trial found in each direction.
+struct TriedPath {
+  wire::Endpoint out_source, out_listen, in_source, in_listen;
+  uint32_t told_bytes, heard_bytes;  // the largest payload that arrived at the peer, and here; 0: none
+  int error;                         // errno of our last send, or of the network's report; 0: no error
+  bool is_used;                      // by the flow, once the trial is over
+  std::string device;                // our RDMA device; empty: a socket
+};
+
+// A port that can be tried before it is used.
+class TriedPort : public Port {
+ public:
+  // Before connect(), for each peer or for none: sends packets over every path both ways. `info` and `sink` as for
+  // connect(). Reliable queue pairs are not tried: their device itself repeats packets, and reports those that it
+  // loses.
+  virtual void begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) = 0;
+  // Runs one round without waiting. True when there is nothing more to find out about any peer.
+  virtual bool try_network(uint64_t now_us) = 0;
+  virtual uint64_t next_trial_us() const = 0;  // when try_network() must be called even if nothing arrived
+  // Null for a peer that is not tried.
+  virtual Trial* trial(uint32_t peer) = 0;
+  virtual std::vector<TriedPath> tried_paths(uint32_t peer) const = 0;
 };
 
 }  // namespace sennit

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "flow/immediate.hpp"
 #include "ports/udp_peer.hpp"
 #include "ports/udp_setup.hpp"
 
@@ -19,7 +20,7 @@ UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, 
   const RoceOffer::Peer& for_peer = offer_.peers[peer];
   const RoceOffer::Peer& for_us = theirs.peers[rank_];
   std::vector<RailPairs::Pair> pairs = rails.first;
-  if (is_tried && (pairs.size() + rails.reserves.size()) * path_count <= PATH_MAX_COUNT) {
+  if (is_tried && !theirs.is_device && (pairs.size() + rails.reserves.size()) * path_count <= PATH_MAX_COUNT) {
     pairs.insert(pairs.end(), rails.reserves.begin(), rails.reserves.end());
     made->reserve_of = rails.reserve_of;
   }
@@ -107,8 +108,6 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
 }
 
 void UdpPort::begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
-  // A device does not answer probes, and its driver has set the packet size.
-  if (RoceOffer::decode(info).is_device) return;
   Peer& made = prepare(peer, info, sink, true);
   made.trial = std::make_unique<Trial>(Trial::Config{
       .path_count = static_cast<uint32_t>(made.paths.size()),
@@ -128,7 +127,8 @@ bool UdpPort::send_probes(Peer& peer, uint64_t now_us) {
     std::fill(std::copy(message.begin(), message.end(), payload.begin()), payload.begin() + probe.payload_bytes,
               std::byte{});
     UdpPath& path = peer.paths[probe.path];
-    const flow::DataOut packet{0, peer.offer.peers[rank_].eager_rkey, 0, payload.data(), probe.payload_bytes};
+    const uint32_t immediate = peer.offer.is_device ? flow::PROBE_IMMEDIATE : 0;
+    const flow::DataOut packet{0, peer.offer.peers[rank_].eager_rkey, immediate, payload.data(), probe.payload_bytes};
     path.sender->take_error();
     path.sender->send_data(path, std::span(&packet, 1));
     if (const int error = path.sender->take_error()) path.error = error;
@@ -174,9 +174,15 @@ std::vector<TriedPath> UdpPort::tried_paths(uint32_t peer) const {
   if (!peers_.at(peer) || !peers_[peer]->trial) return out;
   const Trial& trial = *peers_[peer]->trial;
   for (const UdpPath& path : peers_[peer]->paths)
-    out.push_back({path.source, path.remote_listen, path.remote_source, path.local_listen,
-                   trial.told_bytes(path.number), trial.heard_bytes(path.number), path.error,
-                   trial.is_used(path.number)});
+    out.push_back({path.source,
+                   path.remote_listen,
+                   path.remote_source,
+                   path.local_listen,
+                   trial.told_bytes(path.number),
+                   trial.heard_bytes(path.number),
+                   path.error,
+                   trial.is_used(path.number),
+                   {}});
   return out;
 }
 

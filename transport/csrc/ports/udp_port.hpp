@@ -36,21 +36,13 @@ struct UdpRailConfig {
   std::string other_family_address = {};  // of the same interface; empty: there is none
 };
 
-// One path to a peer, and what its trial found in each direction.
-struct TriedPath {
-  wire::Endpoint out_source, out_listen, in_source, in_listen;
-  uint32_t told_bytes, heard_bytes;  // the largest payload that arrived at the peer, and here; 0: none
-  int error;                         // errno of our last send, or of the network's report; 0: no error
-  bool is_used;                      // by the flow, once the trial is over
-};
-
 struct UdpConfig : SendConfig {
   std::vector<UdpRailConfig> rails;
   PortRange ports{};                // of all sockets
   size_t receive_buffer_bytes = 0;  // of each listening socket; 0: from the number of peers
 };
 
-class UdpPort final : public Port {
+class UdpPort final : public TriedPort {
  public:
   // Opens the sockets. Throws std::system_error or std::invalid_argument with what to do.
   UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config);
@@ -65,15 +57,11 @@ class UdpPort final : public Port {
   // After the last connect: closes the sockets of rails that no flow uses.
   void close_unused_rails();
 
-  // Before connect(), for each peer or for none: sends packets over every path both ways. A peer with an RDMA device is
-  // not tried. `info` and `sink` as for connect().
-  void begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
-  // Runs one round without waiting. True when there is nothing more to find out about any peer.
-  bool try_network(uint64_t now_us);
-  uint64_t next_trial_us() const;  // when try_network() must be called even if nothing arrived
-  // Null for a peer that is not tried.
-  Trial* trial(uint32_t peer);
-  std::vector<TriedPath> tried_paths(uint32_t peer) const;
+  void begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) override;
+  bool try_network(uint64_t now_us) override;
+  uint64_t next_trial_us() const override;
+  Trial* trial(uint32_t peer) override;
+  std::vector<TriedPath> tried_paths(uint32_t peer) const override;
 
   std::string_view name() const override { return "udp"; }
   bool progress(uint64_t now_us) override;

@@ -18,9 +18,11 @@ void prefetch(const flow::DataOut& packet) {
     __builtin_prefetch(packet.payload + offset);
 }
 
-// A device puts eager packets into memory that it chooses, not into a ring that a late copy could reach.
+// A device puts eager packets, and probes of a trial, into memory that it chooses, not into a ring that a late copy
+// could reach.
 bool is_for_device_buffer(const UdpPath& path, const flow::DataOut& packet) {
-  return path.is_to_device && flow::slot_of(packet.immediate) == flow::EAGER_SLOT;
+  return path.is_to_device &&
+         (flow::slot_of(packet.immediate) == flow::EAGER_SLOT || packet.immediate == flow::PROBE_IMMEDIATE);
 }
 
 }  // namespace

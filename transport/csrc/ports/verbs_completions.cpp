@@ -62,7 +62,7 @@ void VerbsPort::on_completion(VerbsAdapter& adapter, const ibv_wc& completion, u
 
 void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint64_t now_us) {
   Path* const known = find_path(adapter, completion.qp_num);
-  if (known == nullptr || known->flow == nullptr) {
+  if (known == nullptr || known->peer == nullptr) {
     ++counters_->unknown_qpn;
     return;
   }
@@ -76,7 +76,20 @@ void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint
     return;
   }
   const uint32_t immediate = ntohl(completion.imm_data);
-  if (completion.opcode == IBV_WC_RECV_RDMA_WITH_IMM) {
+  const auto buffer = adapter.received(request_number(completion.wr_id));
+  const auto payload = buffer.first(std::min<size_t>(completion.byte_len, buffer.size()));
+  const bool is_bulk = completion.opcode == IBV_WC_RECV_RDMA_WITH_IMM;
+  const bool has_immediate = (completion.wc_flags & IBV_WC_WITH_IMM) != 0;
+  if (!is_bulk && has_immediate && immediate == flow::PROBE_IMMEDIATE) {
+    if (path.peer->trial) path.peer->trial->on_probe(now_us, path.index, payload);
+    if (path.flow != nullptr) path.flow->on_heard(now_us);  // and the answer is due
+    return;
+  }
+  if (path.flow == nullptr) {  // the peer is ahead of this rank
+    ++counters_->unknown_qpn;
+    return;
+  }
+  if (is_bulk) {
     // The device has checked key and range. An immediate that names an eager packet does not belong in bulk memory.
     if (flow::slot_of(immediate) == flow::EAGER_SLOT) {
       ++counters_->bad_slot;
@@ -85,9 +98,7 @@ void VerbsPort::on_receive(VerbsAdapter& adapter, const ibv_wc& completion, uint
     }
     return;
   }
-  const auto buffer = adapter.received(request_number(completion.wr_id));
-  const auto payload = buffer.first(std::min<size_t>(completion.byte_len, buffer.size()));
-  if ((completion.wc_flags & IBV_WC_WITH_IMM) != 0) {
+  if (has_immediate) {
     on_eager(path, immediate, payload, now_us);
   } else {
     path.flow->on_control(now_us, path.index, payload);

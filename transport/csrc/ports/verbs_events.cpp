@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Translates the device's events into what the flows understand: paths that fail, and paths to try again.
 #include <algorithm>
+#include <cerrno>
 #include <string>
 
 #include "ports/verbs_path.hpp"
@@ -77,13 +78,17 @@ void VerbsPort::break_off(Path& path) {
 }
 
 void VerbsPort::on_path_error(Path& path, trace::PortError where, uint32_t error, uint64_t now_us) {
-  if (path.flow == nullptr) return;
+  if (path.peer == nullptr) return;
   // The device reports an error once for each request that was in the queue.
   if (path.is_broken) return;
   break_off(path);
   ++counters_->path_errors;
   trace::port_error(rank_, path.peer->rank, path.index, where, error);
-  path.flow->on_path_failed(now_us, path.index);
+  if (path.flow != nullptr) {
+    path.flow->on_path_failed(now_us, path.index);
+  } else {
+    path.error = EIO;
+  }
   if (revive_at_us_ != UINT64_MAX) return;
   revive_pause_us_ = std::clamp(revive_pause_us_, REVIVE_FIRST_US, REVIVE_MAX_US);
   revive_at_us_ = now_us + revive_pause_us_;

@@ -151,55 +151,8 @@ void VerbsPort::give_back(const void* address, size_t size_bytes) {
   for (const auto& adapter : adapters_) adapter->registrations().give_back(address, size_bytes);
 }
 
-void VerbsPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
-  const RoceOffer theirs = RoceOffer::decode(info);
-  check_peer("verbs", offer_, peer, peer < peers_.size() && peers_[peer] != nullptr);
-  auto [rails, path_count, flow_config] =
-      agree(offer_, peer, theirs, config_, [](const RoceOffer::Rail& ours, const RoceOffer::Rail& other) {
-        return std::min(ours.payload_max_bytes, other.payload_max_bytes);
-      });
-  flow_config.receive_budget = &receive_budget_;
-  flow_config.agenda = &agenda_;
-  flow_config.agenda_member = static_cast<uint32_t>(connected_.size());
-
-  auto made = std::make_unique<Peer>();
-  made->rank = peer;
-  made->is_device = theirs.is_device;
-  made->rail_count = rails.first.size();
-  made->payload_max_bytes = flow_config.payload_max_bytes;
-  const size_t eager_bytes = size_t{EAGER_SLOT_COUNT} * flow_config.payload_max_bytes;
-  eager_memory_[peer] = std::make_unique<std::byte[]>(eager_bytes);
-  made->eager_address = reinterpret_cast<uintptr_t>(eager_memory_[peer].get());
-  made->lane = std::make_unique<FlowLane>(peer, flow_config, std::span(eager_memory_[peer].get(), eager_bytes), 0,
-                                          exposure_, sink);
-  const RoceOffer::Peer& for_us = theirs.peers[rank_];
-  made->lane->flow().set_remote_eager(for_us.eager_address, for_us.eager_rkey);
-  for (uint32_t path = 0; path < path_count; ++path) {
-    for (const auto& [mine, other] : rails.first) {
-      Path& entry = *find_path(*rails_[mine].adapter, offer_.peers[peer].qpns[mine * offer_.path_count + path]);
-      VerbsRoute route;
-      route.local = rails_[mine].address;
-      route.remote = theirs.rails[other].listen;
-      route.remote_qpn = for_us.qpns[other * theirs.path_count + path];
-      route.mtu_bytes = flow_config.payload_max_bytes;
-      // With RC both ends must know these numbers. Queue pair numbers are known to both, and as good as random.
-      route.first_psn = entry.queue.number();
-      route.expected_psn = route.remote_qpn;
-      route.entropy = offer_.rails[mine].entropies[path];
-      entry.flow = &made->lane->flow();
-      entry.index = static_cast<uint32_t>(made->paths.size());
-      entry.peer = made.get();
-      entry.queue.connect(route);
-      made->paths.push_back(&entry);
-    }
-  }
-  connected_.push_back(made.get());
-  agenda_.join();
-  peers_[peer] = std::move(made);
-}
-
 Lane& VerbsPort::lane(uint32_t peer) {
-  if (peer >= peers_.size() || peers_[peer] == nullptr)
+  if (peer >= peers_.size() || peers_[peer] == nullptr || peers_[peer]->lane == nullptr)
     throw std::out_of_range("verbs: rank " + std::to_string(peer) + " is not connected");
   return *peers_[peer]->lane;
 }
@@ -254,11 +207,15 @@ bool VerbsPort::send_round(uint64_t now_us) {
   for (size_t turn = 0; turn < ready_count; ++turn)
     sent |= send_from(*connected_[agenda_.ready()[(next_turn_ + turn) % ready_count]], now_us);
   ++next_turn_;
-  agenda_.settle(now_us, [this](uint32_t member) { return connected_[member]->lane->next_visit_us(); });
+  agenda_.settle(now_us, [this](uint32_t member) {
+    const Peer& peer = *connected_[member];
+    return peer.trial && peer.trial->has_due() ? 0 : peer.lane->next_visit_us();
+  });
   return sent;
 }
 
 bool VerbsPort::send_from(Peer& peer, uint64_t now_us) {
+  if (peer.trial && peer.trial->has_due()) send_probes(peer, now_us);
   flow::Flow& flow = peer.lane->flow();
   if (now_us >= flow.next_timeout_us()) flow.on_timeout(now_us);
   bool sent = false;
@@ -325,8 +282,9 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
   size_t count = 0;
   for (const flow::DataOut& packet : packets) {
     ibv_send_wr& request = requests[count];
-    const bool is_eager = flow::slot_of(packet.immediate) == flow::EAGER_SLOT;
-    if (is_eager) {  // the flow reuses its ring before the device may have read it
+    const bool is_eager =
+        flow::slot_of(packet.immediate) == flow::EAGER_SLOT || packet.immediate == flow::PROBE_IMMEDIATE;
+    if (is_eager) {  // its memory is used again before the device may have read it
       const size_t buffer = take_buffer();
       std::memcpy(send_buffers_[buffer].data(), packet.payload, packet.size_bytes);
       entries[count] = send_buffers_.entry(buffer, packet.size_bytes, path.adapter->number());
@@ -345,7 +303,7 @@ void VerbsPort::send_data(Path& path, std::span<const flow::DataOut> packets) {
     request.num_sge = packet.size_bytes != 0 ? 1 : 0;
     request.imm_data = htonl(packet.immediate);
     // A device puts eager packets into memory that it chooses, not into a ring that a late copy could reach.
-    request.opcode = is_eager && path.peer->is_device ? IBV_WR_SEND_WITH_IMM : IBV_WR_RDMA_WRITE_WITH_IMM;
+    request.opcode = is_eager && path.peer->offer.is_device ? IBV_WR_SEND_WITH_IMM : IBV_WR_RDMA_WRITE_WITH_IMM;
     request.wr.rdma = {packet.remote_address, packet.rkey};
     if (count != 0) requests[count - 1].next = &request;
     ++count;

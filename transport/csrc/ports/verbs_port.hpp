@@ -22,6 +22,7 @@
 #include "ports/agreement.hpp"
 #include "ports/flow_lane.hpp"
 #include "ports/send_config.hpp"
+#include "ports/trial.hpp"
 #include "ports/verbs_adapter.hpp"
 #include "ports/verbs_buffers.hpp"
 #include "ports/verbs_exposure.hpp"
@@ -36,7 +37,7 @@ struct VerbsConfig : SendConfig {
   const VerbsLibrary* library = nullptr;  // null: this machine's libibverbs
 };
 
-class VerbsPort final : public Port {
+class VerbsPort final : public TriedPort {
  public:
   // Opens the devices and makes the queue pairs. Throws std::runtime_error or std::invalid_argument with what to do.
   VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config);
@@ -48,6 +49,11 @@ class VerbsPort final : public Port {
   // cannot reach the peer.
   void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
   Lane& lane(uint32_t peer);
+  void begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) override;
+  bool try_network(uint64_t now_us) override;
+  uint64_t next_trial_us() const override;
+  Trial* trial(uint32_t peer) override;
+  std::vector<TriedPath> tried_paths(uint32_t peer) const override;
   // Memory that stays in place: an operation's buffers from its post to its end, or what the user guarantees
   // (VerbsRegistrations).
   void borrow(const void* address, size_t size_bytes);
@@ -83,6 +89,12 @@ class VerbsPort final : public Port {
   void make_paths(uint32_t peer);
   Path* find_path(const VerbsAdapter& adapter, uint32_t qpn) const;
   uint64_t name_of(const Path& path) const;
+
+  // verbs_connect.cpp
+  // Connects the queue pairs to a peer. They carry no messages yet.
+  Peer& prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
+  void start(Peer& peer);
+  bool send_probes(Peer& peer, uint64_t now_us);
 
   // verbs_completions.cpp
   bool poll_completions(uint64_t now_us);
