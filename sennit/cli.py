@@ -134,7 +134,7 @@ def export(
 
 @app.command(epilog="Example: sennit explain allreduce 64MiB --ranks 32 --hosts 4")
 def explain(
-    collective: Annotated[str, typer.Argument(help="allreduce, reduce_scatter, reduce, gather or alltoall")],
+    collective: Annotated[str, typer.Argument(help="allreduce, reduce_scatter, reduce, allgather, gather or alltoall")],
     size: Annotated[str, typer.Argument(help="of the whole vector, or of all parts, as 64KiB or 16MiB")],
     ranks: Annotated[int, typer.Option(min=1, max=65_536, help="ranks of the group")] = 8,
     hosts: Annotated[int, typer.Option(min=1, help="machines that the ranks are spread over")] = 1,

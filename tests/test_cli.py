@@ -80,7 +80,7 @@ def test_explain_names_the_algorithm_and_the_reason(
     [
         (["allreduce", "4XB"], "size '4XB': expected a number with one of B, KiB, MiB, GiB"),
         (["allreduce", "4KiB", "--hosts", "9"], "--hosts 9; allowed: 1..8, the number of ranks"),
-        (["scan", "4KiB"], "'scan'; allowed: allreduce, reduce_scatter, reduce, gather, alltoall"),
+        (["scan", "4KiB"], "'scan'; allowed: allreduce, reduce_scatter, reduce, allgather, gather, alltoall"),
     ],
 )
 def test_explain_refuses_what_it_cannot_explain(options: list[str], message: str) -> None:

@@ -179,8 +179,9 @@ class ArrayCollectives(ABC):
             )
         output = np.empty((sum(rows), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
+        is_ring = self.selection.of_parts(Collective.ALLGATHER, output.nbytes) is Algorithm.RING
         self._run(
-            _Call(algorithms.allgather, self, **_movement(given)),
+            _Call(algorithms.allgather, self, ring=is_ring, **_movement(given)),
             [given, output],
             counts=[count * row_elements for count in rows],
         )
@@ -191,7 +192,7 @@ class ArrayCollectives(ABC):
         given = _contiguous(array)
         output = np.empty((self.world, *given.shape), given.dtype) if self.rank == root else None
         buffers, counts = [given] if output is None else [given, output], [given.size] * self.world
-        if self.selection.of_equal_parts(Collective.GATHER, given.nbytes * self.world) is Algorithm.TREE:
+        if self.selection.of_parts(Collective.GATHER, given.nbytes * self.world) is Algorithm.TREE:
             plan = _Call(algorithms.gather_tree, self, counts=tuple(counts), root=root, **_movement(given))
             self._run(plan, buffers)
         else:
@@ -228,7 +229,7 @@ class ArrayCollectives(ABC):
         output = np.empty((sum(received), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
         is_equal = send_counts is None and recv_counts is None
-        if is_equal and self.selection.of_equal_parts(Collective.ALLTOALL, given.nbytes) is Algorithm.BRUCK:
+        if is_equal and self.selection.of_parts(Collective.ALLTOALL, given.nbytes) is Algorithm.BRUCK:
             plan = _Call(algorithms.alltoall_bruck, self, elements=sent[0] * row_elements, **_movement(given))
             self._run(plan, [given, output])
             return output

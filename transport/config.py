@@ -69,6 +69,8 @@ class Algorithm(StrEnum):
     """Hosts make partial sums in shared memory, and send only these to other hosts."""
     TREE = "tree"
     """A binomial tree to the root: log2(world) messages reach it."""
+    RING = "ring"
+    """Every rank sends only to the next one: world - 1 messages that wait for one another."""
     BRUCK = "bruck"
     """Parts travel by way of other ranks: log2(world) messages."""
 
@@ -122,8 +124,8 @@ class Config:
     far below the peer's window, acknowledgements wait for a timer and come 400 µs late."""
 
     algorithm: Algorithm | None = None
-    """`SENNIT_ALGORITHM`, equal on all ranks: the algorithm of reductions, gather and AlltoAll on host memory, wherever
-    it can run. None (auto): the one that a cost model prefers (selection.py). Results are the same to the bit."""
+    """`SENNIT_ALGORITHM`, equal on all ranks: the algorithm of collectives on host memory, wherever it can run.
+    None (auto): the one that a cost model prefers (selection.py). Results are the same to the bit."""
 
     calibration: str | None = None
     """`SENNIT_CALIBRATION`: a file of `sennit calibrate`, with the same constants on all ranks, for the cost model.

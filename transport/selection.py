@@ -38,6 +38,7 @@ class Collective(StrEnum):
     ALLREDUCE = "allreduce"
     REDUCE_SCATTER = "reduce_scatter"
     REDUCE = "reduce"
+    ALLGATHER = "allgather"
     GATHER = "gather"
     """Of equal parts."""
     ALLTOALL = "alltoall"
@@ -104,8 +105,8 @@ def work_of(
 
     A partial sum has `partial_ratio` times the bytes of its elements.
     """
-    if collective is Collective.ALLTOALL:
-        return _alltoall(algorithm, hosts, size_bytes)
+    if collective in (Collective.ALLTOALL, Collective.ALLGATHER):
+        return _parts(collective, algorithm, hosts, size_bytes)
     if collective in (Collective.REDUCE, Collective.GATHER):
         return _to_root(algorithm, hosts, size_bytes, partial_ratio, folds=collective is Collective.REDUCE)
     gathers = collective is Collective.ALLREDUCE
@@ -202,8 +203,8 @@ def _by_hosts(hosts: Hosts, size_bytes: int, partial_ratio: float, phases: int) 
     )
 
 
-def _alltoall(algorithm: Algorithm, hosts: Hosts, size_bytes: int) -> Work | None:
-    """`size_bytes`: of all parts of a rank."""
+def _parts(collective: Collective, algorithm: Algorithm, hosts: Hosts, size_bytes: int) -> Work | None:
+    """`size_bytes`: of all parts."""
     world, levels = hosts.world, (hosts.world - 1).bit_length()
     part_bytes = size_bytes / world
     near, far = _peers(hosts)
@@ -213,6 +214,12 @@ def _alltoall(algorithm: Algorithm, hosts: Hosts, size_bytes: int) -> Work | Non
             far=Traffic(1 if far else 0, far, far, far * part_bytes),
             folded_bytes=0,
         )
+    if collective is Collective.ALLGATHER:
+        if algorithm is not Algorithm.RING or world < 2:
+            return None
+        # Some rank sends to another host.
+        all_rounds = Traffic(world - 1, world - 1, 1, part_bytes * (world - 1))
+        return Work(near=Traffic() if far else all_rounds, far=all_rounds if far else Traffic(), folded_bytes=0)
     if algorithm is not Algorithm.BRUCK or world < 2 or size_bytes > STAGED_MAX_BYTES:
         return None
     sent_bytes = part_bytes * sum(way.bit_count() for way in range(world))
@@ -370,8 +377,8 @@ class Selection:
         compile_plan: Callable[..., Plan] = algorithms.reduce_tree if in_tree else algorithms.reduce
         return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, root=root, in_place=in_place)
 
-    def of_equal_parts(self, collective: Collective, size_bytes: int) -> Algorithm:
-        """Returns the one for a gather or an alltoall of `size_bytes` in all, whose parts are equal on all ranks."""
+    def of_parts(self, collective: Collective, size_bytes: int) -> Algorithm:
+        """Returns the one for an allgather, or a gather or alltoall of equal parts, of `size_bytes` in all."""
         return self.choose(self.rate(collective, size_bytes=size_bytes))
 
     def _choose(

@@ -11,8 +11,10 @@ from sennit.testbed.bench.cases import ELEMENT_BYTES, Case, Collective
 from sennit.testbed.bench.library import mean_seconds_in_flight
 from sennit.transport import algorithms
 from sennit.transport.communicator import Communicator
+from sennit.transport.config import Algorithm
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.plan import Plan
+from sennit.transport.selection import Collective as selected
 from sennit.transport.store import FileStore
 
 Array = np.ndarray[tuple[int], np.dtype[np.float32]]
@@ -95,7 +97,8 @@ class CoreLibrary:
                     world=world, rank=rank, counts=parts, dtype=Dtype.F32, op=ReduceOp.SUM
                 )
             case Collective.ALL_GATHER:
-                return lambda: algorithms.allgather(world=world, rank=rank, item_bytes=ELEMENT_BYTES)
+                ring = selection.of_parts(selected.ALLGATHER, got * ELEMENT_BYTES) is Algorithm.RING
+                return lambda: algorithms.allgather(world=world, rank=rank, item_bytes=ELEMENT_BYTES, ring=ring)
 
     def verify(self, peer: str, case: Case) -> None:
         """Checks the last element only: the core has its own tests."""

@@ -111,7 +111,7 @@ def test_leaves_sum_to_the_same_bits_in_every_world(transport: str, world: int, 
     run_ranks("leaves", world, transport, tmp_path, seed=1)
 
 
-@pytest.mark.parametrize("algorithm", ["tree", "bruck"])
+@pytest.mark.parametrize("algorithm", ["tree", "bruck", "ring"])
 @pytest.mark.parametrize(("transport", "world"), [("shm", 5), ("udp", 3), ("shm", 1)])
 def test_calls_pass_data_by_way_of_other_ranks(algorithm: str, transport: str, world: int, tmp_path: Path) -> None:
     chosen = {"SENNIT_ALGORITHM": algorithm}

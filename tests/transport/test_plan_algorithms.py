@@ -179,9 +179,12 @@ def test_allgather(
     seed: int,
 ) -> None:
     counts = counts[:world]
+    ring = data.draw(st.booleans(), "ring")
     bounds = np.cumsum([0, *counts]) * item_bytes
     plans = [
-        algorithms.allgather(world=world, rank=rank, item_bytes=item_bytes, in_place=in_place, list_output=list_output)
+        algorithms.allgather(
+            world=world, rank=rank, item_bytes=item_bytes, in_place=in_place, list_output=list_output, ring=ring
+        )
         for rank in range(world)
     ]
     content = np.random.default_rng(seed).integers(0, 256, bounds[-1], np.uint8)
@@ -194,7 +197,12 @@ def test_allgather(
             output[low:high] = own
         parts = [output[a:b] for a, b in itertools.pairwise(bounds)]
         buffers.append([*([] if in_place else [own]), *(parts if list_output else [output])])
-    run(data, plans, buffers, [counts] * world)
+    if ring:
+        check_plans(plans, [plan.with_counts(counts) for plan in plans], buffers)
+        run_in_any_order(data, plans, buffers, [counts] * world)
+        assert {s.peer for s in plans[0].steps if isinstance(s, Send)} <= {1}
+    else:
+        run(data, plans, buffers, [counts] * world)
     for output in outputs:
         np.testing.assert_array_equal(output, content)
 

@@ -165,6 +165,12 @@ def test_the_model_knows_what_reaches_the_root(world: int) -> None:
         (Collective.ALLTOALL, apart(16), 16 * 256, Algorithm.BRUCK),
         (Collective.ALLTOALL, apart(4), 4 * 64, Algorithm.DIRECT),
         (Collective.ALLTOALL, one_host(8), 8 * 16, Algorithm.DIRECT),
+        (Collective.ALLGATHER, apart(8), 8 * KIB, Algorithm.DIRECT),
+        (Collective.ALLGATHER, apart(8), 8 * 16 * KIB, Algorithm.RING),
+        (Collective.ALLGATHER, apart(8), 16 * MIB, Algorithm.RING),
+        (Collective.ALLGATHER, apart(4), 4 * 64 * KIB, Algorithm.RING),
+        (Collective.ALLGATHER, apart(2), 16 * MIB, Algorithm.DIRECT),
+        (Collective.ALLGATHER, one_host(8), 4 * MIB, Algorithm.DIRECT),
         (Collective.GATHER, apart(8), 8 * 16, Algorithm.DIRECT),
         (Collective.GATHER, one_host(8), 8 * 2 * KIB, Algorithm.DIRECT),
         (Collective.GATHER, apart(64), 64 * 16, Algorithm.TREE),
@@ -202,6 +208,7 @@ def test_the_forced_algorithm_runs_where_it_can(algorithm: Algorithm) -> None:
         # These are for other collectives.
         Algorithm.TREE: algorithms.allreduce,
         Algorithm.BRUCK: algorithms.allreduce,
+        Algorithm.RING: algorithms.allreduce,
     }
     small: dict[str, Any] = {"world": 4, "rank": 1, "elements": 1_000, "dtype": Dtype.F32, "op": ReduceOp.SUM}
     assert selection.allreduce(**small).encode() == fits[algorithm](**small).encode()

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allgather: every rank gets every rank's part, sent straight to where it belongs."""
+"""Allgather: every rank gets every rank's part, sent straight to where it belongs.
+
+In a ring a rank sends only to the next one, and passes on what the one before sent: world - 1 rounds, and one peer. For
+large parts where bytes to many peers at once are dearer.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from sennit.transport.algorithms.ranges import (
 )
 from sennit.transport.counts import CountRange
 from sennit.transport.elements import Dtype
-from sennit.transport.plan import Plan, PlanBuilder
+from sennit.transport.plan import Operand, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 
 
@@ -27,6 +31,7 @@ def allgather(
     type_code: int = Dtype.U8,
     in_place: bool = False,
     list_output: bool = False,
+    ring: bool = False,
 ) -> Plan:
     """Counts: the elements of rank 0, 1, ..
 
@@ -48,10 +53,17 @@ def allgather(
     )
     outputs = counted_parts(world, first_count=0, first_buffer=0 if in_place else 1, in_list=list_output)
     own = outputs[rank] if in_place else Part(0, 0, own_bytes)
-    for peer in peers_after(rank, world):
-        send_part(builder, peer, own)
-    for peer in peers_before(rank, world):
-        recv_part(builder, peer, outputs[peer])
+    if ring:
+        passed, came = own, list[int]()
+        for slot, origin in enumerate(peers_before(rank, world)):
+            builder.send((rank + 1) % world, slot, Operand(passed.buffer, passed.offset), passed.size_bytes, after=came)
+            passed = outputs[origin]
+            came = [builder.recv((rank - 1) % world, slot, passed.buffer, passed.offset, passed.size_bytes)]
+    else:
+        for peer in peers_after(rank, world):
+            send_part(builder, peer, own)
+        for peer in peers_before(rank, world):
+            recv_part(builder, peer, outputs[peer])
     if not in_place:
         copy_part(builder, own, outputs[rank])
     return builder.build()
