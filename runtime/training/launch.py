@@ -28,6 +28,8 @@ from sennit.transport.rails import Rail
 
 # The time after a failure in which other ranks may report theirs, and the time for any rank to exit.
 GRACE_S = 5.0
+# What a rank imports takes a second or more of processor time: one process does it, and the ranks are its forks.
+PRELOAD = ["torch._dynamo", "sennit.runtime.training.run"]
 
 RankFunction = Callable[[Any, int, int, Store], Any]
 
@@ -83,20 +85,26 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `function(argument, rank, world_size, store)` in `world_size` new processes. Returns the results by rank.
 
-    The processes connect to the store at `address`. Raises `RankFailure` with the first cause. With `on_loss`, that
-    function is called for each rank that fails, and the call returns the results of the others. It raises only if no
-    rank reaches the end.
+    A server process, without threads, has imported what ranks import, and forks them. It ends with the last of this
+    process and its ranks. A server that this process has already is taken as it is. Every rank gets the environment of
+    this call, with one thread for OpenMP. The processes connect to the store at `address`.
+
+    Raises `RankFailure` with the first cause. With `on_loss`, that function is called for each rank that fails, and the
+    call returns the results of the others. It raises only if no rank reaches the end.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     ends: list[Connection] = []
     processes: list[BaseProcess] = []
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
+    environment = dict(os.environ)
     try:
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(function, argument, rank, world_size, address, store_timeout_s, theirs)
+                target=_rank_main,
+                args=(environment, function, argument, rank, world_size, address, store_timeout_s, theirs),
             )
             process.start()
             theirs.close()
@@ -121,6 +129,7 @@ def run_ranks(
 
 
 def _rank_main(
+    environment: dict[str, str],
     function: RankFunction,
     argument: Any,
     rank: int,
@@ -129,6 +138,9 @@ def _rank_main(
     timeout_s: float,
     end: Connection,
 ) -> None:
+    # The server that forked this process may be older than the call.
+    os.environ.clear()
+    os.environ.update(environment)
     try:
         store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout_s))
         outcome = _Outcome(rank=rank, result=function(argument, rank, world_size, store))

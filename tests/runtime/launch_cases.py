@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks do in test_launch.py. They import this file by its own name: other packages are called `tests`, too."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from torch._C._distributed_c10d import Store
+
+
+def surroundings(name: str, rank: int, world_size: int, store: Store) -> tuple[str | None, str | None, int]:
+    """Returns this rank's value of a variable, its number of threads for OpenMP, and the threads of its parent."""
+    threads = len(list(Path(f"/proc/{os.getppid()}/task").iterdir()))
+    return os.environ.get(name), os.environ.get("OMP_NUM_THREADS"), threads
+
+
+def end_at_once(how: str, rank: int, world_size: int, store: Store) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(3)
