@@ -11,6 +11,7 @@ import ipaddress
 import multiprocessing
 import multiprocessing.connection
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -85,9 +86,9 @@ def run_ranks(
 ) -> list[Any]:
     """Calls `function(argument, rank, world_size, store)` in `world_size` new processes. Returns the results by rank.
 
-    A server process, without threads, has imported what ranks import, and forks them. It ends with the last of this
-    process and its ranks. A server that this process has already is taken as it is. Every rank gets the environment of
-    this call, with one thread for OpenMP. The processes connect to the store at `address`.
+    A server process, without threads, has imported what ranks import, and forks them. It ends with this process,
+    and so do the ranks, even if this process is killed. A server that this process has already is taken as it is. Every
+    rank gets the environment of this call, with one thread for OpenMP, and connects to the store at `address`.
 
     Raises `RankFailure` with the first cause. With `on_loss`, that function is called for each rank that fails, and the
     call returns the results of the others. It raises only if no rank reaches the end.
@@ -141,6 +142,7 @@ def _rank_main(
     # The server that forked this process may be older than the call.
     os.environ.clear()
     os.environ.update(environment)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         store = TCPStore(address.host, address.port, is_master=False, timeout=timedelta(seconds=timeout_s))
         outcome = _Outcome(rank=rank, result=function(argument, rank, world_size, store))
@@ -155,6 +157,14 @@ def _rank_main(
         outcome = _Outcome(rank=rank, error=traceback.format_exc().rstrip(), consequence=consequence)
     end.send(outcome)
     end.close()
+
+
+def _end_with_parent() -> None:
+    """Ends this rank as soon as the process that called `run_ranks` is gone, and the store with it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _collect(ends: list[Connection], processes: list[BaseProcess], *, are_independent: bool) -> list[_Outcome]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 from torch._C._distributed_c10d import Store
@@ -20,3 +21,10 @@ def end_at_once(how: str, rank: int, world_size: int, store: Store) -> None:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     os._exit(3)
+
+
+def wait_to_be_ended(seconds: str, rank: int, world_size: int, store: Store) -> None:
+    """Says that it is here, and says so again after a while."""
+    print("here", flush=True)
+    threading.Event().wait(float(seconds))
+    print("still here", flush=True)
