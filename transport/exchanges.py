@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of rendezvous: every rank leaves a record in the store, and reads everybody's.
+"""Rounds of rendezvous: every rank leaves a record in the store, and learns everybody's.
+
+Records travel up a tree of ranks: a rank with children reads what they left, and leaves one block. Rank 0 leaves the
+block of all, which everybody reads. So a rank reads a few dozen keys and O(world) bytes, in O(log world) steps.
 
 Keys hold the name of the group and, from the second round on, the number of the run: a store may hold the records of
 an earlier one.
@@ -7,14 +10,15 @@ an earlier one.
 
 from __future__ import annotations
 
+import base64
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Final
 
+from sennit.transport.blocks import FAN_IN, Record, children_of, pack, subtree, unpack
 from sennit.transport.errors import MismatchError, PeerError, SennitError, TimeoutError
 from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
@@ -23,12 +27,12 @@ from sennit.transport.version import Versions
 STORE_CLOCK_SLACK_S: Final = 0.05
 # The first pause between two looks at the store. The pause then grows up to WATCH_POLL_S.
 POLL_FIRST_S: Final = 0.0005
-# How often old records are read again, and for how long a record that fits no run may belong to an earlier run.
+WATCH_POLL_S: Final = 0.01
+# How often the first round's records are read again, and for how long one that fits no run may be of an earlier run.
 REREAD_S: Final = 0.1
 OLD_RECORD_S: Final = 10.0
-WATCH_POLL_S: Final = 0.01
-
-Record: TypeAlias = dict[str, Any]
+# What rank 0 leaves for those who wait for a run that it gave up.
+AGAIN: Final = "again"
 
 
 class Exchanges:
@@ -44,10 +48,17 @@ class Exchanges:
         self._timeout_s = timeout_s
         self._watch = watch
         self._versions = Versions.ours()
-        self._nonce = secrets.token_hex(8)
+        self._nonce = secrets.token_urlsafe(6)
         self._run = ""
-        self._reread_s = 0.0
+        self._children = children_of(rank, world)
+        self._heard: set[str] = set()
+        self._strange_run = ""
         self._deadline_s = time.monotonic() + timeout_s
+
+    @property
+    def deadline_s(self) -> float:
+        """The deadline on the clock `time.monotonic`."""
+        return self._deadline_s
 
     def exchange(self, round_name: str, make: Callable[[], Record]) -> list[Record]:
         """Publishes the record that `make` returns, and waits for everybody's. If `make` raises, the others get the
@@ -55,59 +66,54 @@ class Exchanges:
 
         Every record must have the fields of `make`'s record, with the same types.
         """
-        key = self._key(round_name, self._rank)
+        own = self._make(round_name, make)
+        everybody = self._key(round_name, "all")
         try:
-            record = make()
-        except Exception as error:
-            self._publish(key, {"failed": f"{type(error).__name__}: {error}"})
+            authors = {self._key_of_child(round_name, child): child for child in self._children}
+            records = [own]
+            for child, data in zip(self._children, self._await(round_name, authors), strict=True):
+                records += self._decode_child(data, child, own)
+        except (MismatchError, PeerError) as error:
+            self._tell(round_name, error)
             raise
-        self._publish(key, record)
-        return [self._collect(round_name, peer, record) for peer in range(self._world)]
+        if self._rank == 0:
+            self._store.set(everybody, pack(records))
+            return records
+        if self._children:
+            self._store.set(self._key_of_child(round_name, self._rank), pack(records))
+        (data,) = self._await(round_name, {everybody: 0})
+        return self._decode_block(data, range(self._world))
 
     def meet(self, make: Callable[[], Record]) -> list[Record]:
-        """Runs the first round. Refuses a record of another world, unless an earlier run left it."""
-        hello = self.exchange("hello", make)
-        wait_until_s = min(time.monotonic() + OLD_RECORD_S, self._deadline_s)
-        while strange := [peer for peer, record in enumerate(hello) if record["world"] != self._world]:
-            if time.monotonic() >= wait_until_s:
-                raise MismatchError(
-                    f"rank {strange[0]} is in a world of {hello[strange[0]]['world']} ranks, rank {self._rank} in one "
-                    f"of {self._world}"
-                )
-            if self._watch is not None:
-                self._watch()
-            time.sleep(REREAD_S)
-            hello = [self._collect("hello", peer, record) for peer, record in enumerate(hello)]
-        return hello
+        """Runs the first round, and makes sure that all ranks are in one run. Returns the records of that run.
 
-    def settle(self, hello: list[Record]) -> list[Record]:
-        """Makes sure that all ranks are in one run.
+        Rank 0 lists the records that it read, under the number of a run. A rank that finds itself in the list counts
+        itself. When all are counted, rank 0 says go. An earlier run may have left records and lists. So ranks with
+        children read again until then, and rank 0 lists again if anything has changed.
 
-        Returns `hello` without the records that an earlier run left in the store.
+        Refuses a record of another world, unless an earlier run left it.
         """
-        while True:
-            if self._rank == 0:
-                self._run = secrets.token_hex(8)
-                nonces = [record["nonce"] for record in hello]
-                self._publish(self._run_key(), {"run": self._run, "nonces": nonces})
-            else:
-                self._poll("run", self._is_listed)
-            self._publish(self._key("here", self._rank), {})
-            everybody = [self._key("here", peer) for peer in range(self._world)]
-            # A rank that is not here yet may have left an old record. So rank 0 reads again, and lists again.
-            self._poll("here", partial(self._are_here_or_gone_on, everybody, hello))
-            if self._store.check(everybody):
-                return [self._collect_of_run(peer, hello[peer]) for peer in range(self._world)]
-            hello = [self._collect("hello", peer, record) for peer, record in enumerate(hello)]
+        own = self._make("hello", lambda: {"nonce": self._nonce, "world": self._world, **make()})
+        authors = {self._key("hello", 0): 0} if self._rank else {}
+        authors |= {self._key_of_child("hello", child): child for child in self._children}
+        self._await("hello", authors)
+        old_until_s = min(time.monotonic() + OLD_RECORD_S, self._deadline_s - 2 * REREAD_S)
+        try:
+            return self._settle(own, list(authors), old_until_s)
+        except (MismatchError, PeerError) as error:
+            self._tell("hello", error)
+            raise
 
-    def own_nonce(self) -> str:
-        """Returns the number that tells this process from an earlier one of the same rank."""
-        return self._nonce
+    def put(self, what: str, data: bytes, /) -> None:
+        """Leaves something that few ranks read, before this rank's record of a round."""
+        self._store.set(self._key(what, self._rank), base64.b64encode(data).decode())
 
-    @property
-    def deadline_s(self) -> float:
-        """The deadline on the clock `time.monotonic`."""
-        return self._deadline_s
+    def get(self, what: str, peers: list[int], /) -> list[bytes]:
+        """Reads what these ranks have put. After that round."""
+        found: list[bytes] = []
+        for first in range(0, len(peers), FAN_IN):
+            found += self._store.multi_get([self._key(what, peer) for peer in peers[first : first + FAN_IN]])
+        return [base64.b64decode(data) for data in found]
 
     def leave(self, record: Record, /) -> None:
         """Publishes this rank's record of the network trial. A later record replaces it."""
@@ -120,118 +126,257 @@ class Exchanges:
             return None
         return self._decode(self._store.get(key), peer, {"messages": {}, "errors": {}})
 
-    def _is_listed(self) -> bool:
-        """Checks whether the newest run lists this process. If so, this process takes part in that run."""
-        listed = self._read_run()
-        if listed is None or listed["nonces"][self._rank : self._rank + 1] != [self._nonce]:
-            return False
-        self._run = str(listed["run"])
-        return True
-
-    def _are_here_or_gone_on(self, keys: list[str], hello: Sequence[Record]) -> bool:
-        if self._store.check(keys):
-            return True
-        if time.monotonic() < self._reread_s:
-            return False
-        self._reread_s = time.monotonic() + REREAD_S
-        return self._has_moved_on(hello)
-
-    def _has_moved_on(self, hello: Sequence[Record]) -> bool:
-        if self._rank != 0:
-            listed = self._read_run()
-            return listed is not None and listed["run"] != self._run
-        return any(
-            self._collect("hello", peer, record)["nonce"] != record["nonce"] for peer, record in enumerate(hello)
-        )
-
-    def _read_run(self) -> Record | None:
-        if not self._store.check([self._run_key()]):
-            return None
-        return self._decode(self._store.get(self._run_key()), 0, {"run": "", "nonces": []})
-
-    def _collect_of_run(self, peer: int, hello: Record) -> Record:
-        listed = self._read_run()
-        if listed is None or listed["run"] != self._run:
-            raise PeerError(f"rendezvous of {self._name}: rank 0 was started again", rank=0)
-        if hello["nonce"] == listed["nonces"][peer]:
-            return hello
-        return self._collect("hello", peer, hello)
-
-    def _poll(self, what: str, is_done: Callable[[], bool]) -> None:
-        pause_s = POLL_FIRST_S
-        while not is_done():
+    def _settle(self, own: Record, keys: list[str], old_until_s: float) -> list[Record]:
+        known: list[Record] = []
+        reread_s, pause_s = 0.0, POLL_FIRST_S
+        while True:
+            now_s = time.monotonic()
+            if now_s >= reread_s:
+                reread_s = now_s + REREAD_S
+                read = self._read_hello(keys, own, is_early=now_s < old_until_s)
+                if read and read != known:
+                    known = read
+                    self._pass_on(known)
+            if self._rank != 0 and not self._run:
+                self._find_run(is_early=now_s < old_until_s)
+            if self._run:
+                awaited = {self._key("here", "full" if self._rank == 0 else "go"): 0}
+                if not self._children:
+                    # Nothing to read again. Rank 0 ends this wait also when it begins another run.
+                    self._await("here", awaited)
+                if self._store.check(list(awaited)):
+                    if self._rank == 0:
+                        self._store.set(self._key("here", "go"), "")
+                        return known
+                    if self._store.get(self._key("here", "go")) != AGAIN.encode():
+                        return self._decode_block(self._store.get(self._key("run", "all")), range(self._world))
+                    self._run = ""
             if self._watch is not None:
                 self._watch()
             if time.monotonic() >= self._deadline_s:
-                who = "rank 0" if what == "run" else self._missing(what, 0)
-                raise TimeoutError(
-                    f"rendezvous of {self._name}, {what}: no word from {who} of {self._world} after "
-                    f"{self._timeout_s:g} s"
-                )
+                what = "here" if self._run else "hello"
+                raise self._too_late(what, {self._key(what, "go"): 0})
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, WATCH_POLL_S)
 
-    def _publish(self, key: str, record: Record) -> None:
-        self._store.set(key, json.dumps({**self._versions.as_record(), **record}))
+    def _read_hello(self, keys: list[str], own: Record, *, is_early: bool) -> list[Record]:
+        """Returns the first round's records of this rank's block. Returns none while some may be of an earlier run."""
+        values = self._store.multi_get(keys)
+        worlds: dict[int, int] = {}
+        failure: SennitError | None = None
+        records = [own]
+        if self._rank != 0:
+            worlds[0] = self._decode(values.pop(0), 0, own)["world"]
+        for child, value in zip(self._children, values, strict=True):
+            try:
+                block = self._decode_child(value, child, own)
+            except (MismatchError, PeerError) as error:
+                # An earlier run may have left the block.
+                if is_early and len(subtree(child, self._world)) > 1 and not self._is_for_us(value):
+                    return []
+                failure = failure or error
+                continue
+            worlds |= {record_rank: record["world"] for record_rank, record in enumerate(block, child)}
+            records += block
+        # All are read first: a failure lists the ranks that it is for.
+        if failure is not None:
+            raise failure
+        for peer, world in worlds.items():
+            if world != self._world:
+                if is_early:
+                    return []
+                raise MismatchError(
+                    f"rank {peer} is in a world of {world} ranks, rank {self._rank} in one of {self._world}"
+                )
+        return records
 
-    def _collect(self, round_name: str, peer: int, like: Record) -> Record:
-        key = self._key(round_name, peer)
-        left_s = max(self._deadline_s - time.monotonic(), 0.001)
+    def _pass_on(self, hello: list[Record]) -> None:
+        if self._rank != 0:
+            if self._children:
+                self._store.set(self._key_of_child("hello", self._rank), pack(hello))
+            return
+        before = self._read_listing()
+        self._run = secrets.token_hex(8)
+        self._store.set(self._key("run", "all"), pack(hello))
+        self._publish(self._listing_key(), {"run": self._run})
+        if before is not None and "run" in before:
+            self._store.set(f"sennit/{self._name}/{before['run']}/here/go", AGAIN)
+        self._count()
+
+    def _find_run(self, *, is_early: bool) -> None:
+        """Joins the newest run if it lists this process."""
+        if not self._children and not self._strange_run:
+            self._await("hello", {self._listing_key(): 0})
+        listing = self._read_listing()
+        if listing is None:
+            return
+        if "failed" in listing:
+            if is_early and self._nonce not in listing.get("nonces", []):
+                return
+            raise self._failure(listing, 0)
+        run = str(listing["run"])
+        if run == self._strange_run:
+            return
+        records = unpack(self._store.get(f"sennit/{self._name}/{run}/run/all"))
+        if len(records) == self._world and records[self._rank].get("nonce") == self._nonce:
+            self._run = run
+            self._count()
+        else:
+            self._strange_run = run
+
+    def _count(self) -> None:
+        self._store.set(self._key("here", self._rank), "")
+        if self._store.add(self._key("here", "count"), 1) == self._world:
+            self._store.set(self._key("here", "full"), "")
+
+    def _read_listing(self) -> Record | None:
+        key = self._listing_key()
+        if not self._store.check([key]):
+            return None
+        data = self._store.get(key)
         try:
-            if self._watch is not None:
-                self._wait_watching(key, self._watch)
-                left_s = STORE_CLOCK_SLACK_S
-            self._store.wait([key], timedelta(seconds=left_s))
-            data = self._store.get(key)
+            record: Record = json.loads(data)
+            mismatch = self._versions.mismatch(record)
+        except (ValueError, TypeError, KeyError) as error:
+            raise self._foreign(0, data) from error
+        if mismatch is not None:
+            raise MismatchError(f"rank 0 {mismatch}")
+        if "failed" not in record and not isinstance(record.get("run"), str):
+            raise self._foreign(0, data)
+        return record
+
+    def _make(self, round_name: str, make: Callable[[], Record]) -> Record:
+        try:
+            record = make()
+        except Exception as error:
+            reason = f"rank {self._rank} could not join {self._name}: {type(error).__name__}: {error}"
+            self._tell(round_name, PeerError(reason, rank=self._rank))
+            raise
+        self._publish(self._key(round_name, self._rank), record)
+        return record
+
+    def _tell(self, round_name: str, error: SennitError) -> None:
+        """Leaves the reason where others wait for this rank."""
+        failure = {
+            "failed": str(error),
+            "kind": "mismatch" if isinstance(error, MismatchError) else "peer",
+            "rank": getattr(error, "rank", None),
+            "nonces": sorted(self._heard),
+        }
+        self._publish(self._key_of_child(round_name, self._rank), failure)
+        if self._rank == 0:
+            self._publish(self._listing_key() if round_name == "hello" else self._key(round_name, "all"), failure)
+
+    def _failure(self, record: Record, peer: int) -> SennitError:
+        text = str(record["failed"])
+        self._heard |= set(map(str, record.get("nonces", [])))
+        if record.get("kind") == "mismatch":
+            return MismatchError(text)
+        blamed = record.get("rank", peer)
+        return PeerError(text, rank=blamed if isinstance(blamed, int) else None)
+
+    def _await(self, what: str, authors: Mapping[str, int]) -> list[bytes]:
+        """Waits for values, which the ranks `authors` leave under these keys, and reads them."""
+        keys = list(authors)
+        if not keys:
+            return []
+        pause_s = POLL_FIRST_S
+        while self._watch is not None and not self._store.check(keys) and time.monotonic() < self._deadline_s:
+            self._watch()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, WATCH_POLL_S)
+        left_s = STORE_CLOCK_SLACK_S if self._watch is not None else self._deadline_s - time.monotonic()
+        try:
+            self._store.wait(keys, timedelta(seconds=max(left_s, 0.001)))
+        except TimeoutError as error:
+            raise self._too_late(what, authors) from error
         except SennitError:
             raise
         except Exception as error:
             if time.monotonic() < self._deadline_s - STORE_CLOCK_SLACK_S:
                 raise PeerError(f"rendezvous of {self._name}: the store failed: {error}") from error
-            raise TimeoutError(
-                f"rendezvous of {self._name}, round {round_name}: no word from {self._missing(round_name, peer)} "
-                f"of {self._world} after {self._timeout_s:g} s"
-            ) from error
-        return self._decode(data, peer, like)
+            raise self._too_late(what, authors) from error
+        return self._store.multi_get(keys)
 
-    def _wait_watching(self, key: str, watch: Callable[[], None]) -> None:
-        while not self._store.check([key]) and time.monotonic() < self._deadline_s:
-            watch()
-            time.sleep(WATCH_POLL_S)
+    def _too_late(self, what: str, authors: Mapping[str, int]) -> TimeoutError:
+        """Names the ranks that have left nothing, else the authors of what is not there."""
+        own_keys = {self._key(what, rank): rank for rank in range(self._world)}
+        missing = self._absent(own_keys) or self._absent(authors) or sorted(set(authors.values()))
+        who = f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}"
+        return TimeoutError(
+            f"rendezvous of {self._name}, round {what}: no word from {who} of {self._world} after {self._timeout_s:g} s"
+        )
 
-    def _decode(self, data: bytes, peer: int, like: Record) -> Record:
+    def _absent(self, authors: Mapping[str, int]) -> list[int]:
+        keys = list(authors)
+        absent: list[int] = []
+        for first in range(0, len(keys), FAN_IN):
+            some = keys[first : first + FAN_IN]
+            if not self._are_there(some):
+                absent += [authors[key] for key in some if not self._are_there([key])]
+        return sorted(set(absent))
+
+    def _are_there(self, keys: list[str]) -> bool:
         try:
-            record = json.loads(data)
-            mismatch = self._versions.mismatch(record)
-        except (ValueError, TypeError, KeyError) as error:
-            raise MismatchError(f"rank {peer} published a record that sennit did not write: {data[:80]!r}") from error
-        if mismatch is not None:
-            raise MismatchError(f"rank {peer} {mismatch}")
-        if "failed" in record:
-            raise PeerError(f"rank {peer} could not join {self._name}: {record['failed']}", rank=peer)
-        fields: Record = record
-        strange = [name for name, value in like.items() if type(fields.get(name)) is not type(value)]
-        if strange:
-            raise MismatchError(
-                f"rank {peer} published a record that sennit did not write: no valid {', '.join(strange)}"
-            )
-        return fields
-
-    def _missing(self, round_name: str, first: int) -> str:
-        missing = [peer for peer in range(first, self._world) if not self._is_there(self._key(round_name, peer))]
-        ranks = ", ".join(map(str, missing or [first]))
-        return f"rank {ranks}" if len(missing) < 2 else f"ranks {ranks}"
-
-    def _is_there(self, key: str) -> bool:
-        try:
-            return self._store.check([key])
+            return self._store.check(keys)
         except SennitError:
             # The store is gone as well, so no rank is there.
             return False
 
-    def _run_key(self) -> str:
+    def _publish(self, key: str, record: Record) -> None:
+        self._store.set(key, json.dumps({**self._versions.as_record(), **record}))
+
+    def _decode_child(self, data: bytes, child: int, like: Record) -> list[Record]:
+        ranks = subtree(child, self._world)
+        return [self._decode(data, child, like)] if len(ranks) == 1 else self._decode_block(data, ranks)
+
+    def _decode_block(self, data: bytes, ranks: range) -> list[Record]:
+        if data.startswith(b'{"'):  # not base85
+            self._decode(data, ranks.start, {})
+        try:
+            records = unpack(data)
+        except ValueError as error:
+            raise self._foreign(ranks.start, data) from error
+        if len(records) != len(ranks):
+            raise MismatchError(
+                f"rank {ranks.start} left {len(records)} records; expected: those of {len(ranks)} ranks"
+            )
+        self._heard |= {str(record["nonce"]) for record in records if "nonce" in record}
+        return records
+
+    def _decode(self, data: bytes, peer: int, like: Record) -> Record:
+        try:
+            record: Record = json.loads(data)
+            mismatch = self._versions.mismatch(record)
+        except (ValueError, TypeError, KeyError) as error:
+            raise self._foreign(peer, data) from error
+        if mismatch is not None:
+            raise MismatchError(f"rank {peer} {mismatch}")
+        if "failed" in record:
+            raise self._failure(record, peer)
+        strange = [name for name, value in like.items() if type(record.get(name)) is not type(value)]
+        if strange:
+            raise MismatchError(
+                f"rank {peer} published a record that sennit did not write: no valid {', '.join(strange)}"
+            )
+        if "nonce" in record:
+            self._heard.add(record["nonce"])
+        # Only what this round is about goes on: the versions are compared.
+        return {name: record[name] for name in like} if like else record
+
+    def _foreign(self, peer: int, data: bytes) -> MismatchError:
+        return MismatchError(f"rank {peer} published a record that sennit did not write: {data[:80]!r}")
+
+    def _is_for_us(self, data: bytes) -> bool:
+        return self._nonce.encode() in data
+
+    def _listing_key(self) -> str:
         return f"sennit/{self._name}/run"
 
-    def _key(self, round_name: str, rank: int) -> str:
+    def _key_of_child(self, round_name: str, child: int) -> str:
+        """Where a rank's parent finds its block, or its record if it has no children."""
+        return self._key(round_name, child if len(subtree(child, self._world)) == 1 else f"{child}/block")
+
+    def _key(self, round_name: str, what: int | str) -> str:
         run = "" if round_name == "hello" else f"{self._run}/"
-        return f"sennit/{self._name}/{run}{round_name}/{rank}"
+        return f"sennit/{self._name}/{run}{round_name}/{what}"

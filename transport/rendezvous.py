@@ -2,32 +2,34 @@
 """Rendezvous: ranks that share nothing but a key-value store agree how each pair of them will talk.
 
     round "hello"   version, world, host identity, a nonce
-    "run"           rank 0 lists the nonces it read; the keys of all that follows hold the run's number
-    round "offer"   this rank's shared-memory segment, or why there is none
-    round "opened"  whose offers this rank could open: two ranks use shared memory when both opened the other's
-    round "udp"     addresses, keys, paths, of sockets or of RDMA devices, and what peers must have in common with the
-                    latter; only where some pair has no shared memory
+    "run"           rank 0 lists the records it read; the keys of all that follows hold the run's number
+    round "offer"   whether this rank has a shared-memory segment, or why not
+    value "segment" how to open it, which only the ranks of its host read
+    round "opened"  whose offers this rank could not open: two ranks use shared memory when both opened the other's
+    round "udp"     what peers must have in common with RDMA devices; only where some pair has no shared memory
+    value "network" with it: addresses, keys, paths, which only the ranks without shared memory to this one read
     record "trial" what a rank found when it tried the paths; read only by ranks whose own trial does not end
                    (`network_trial.py`)
 
 A store may outlive a run and hold its records: torchrun restarts ranks over the same one. So a record counts only in
-the run whose list has its writer's nonce (`Exchanges.settle`).
+the run whose list has its writer's nonce (`Exchanges.meet`).
 
-Records are JSON. A rank that cannot go on says so in its next record, so that nobody waits for it in vain.
+Records travel over a tree of ranks (`exchanges.py`). They are JSON. A rank that cannot go on
+says so in its next record, so that nobody waits for it in vain.
 """
 
 from __future__ import annotations
 
-import base64
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
+from sennit.transport.blocks import Record
 from sennit.transport.calibration import Calibration, read_calibration
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.errors import ConfigError, Unsupported
-from sennit.transport.exchanges import Exchanges, Record
+from sennit.transport.exchanges import Exchanges
 from sennit.transport.host import host_identity, machine_identity
 from sennit.transport.hosts import Hosts
 from sennit.transport.network_trial import NETWORKS, TriedEndpoint, try_network
@@ -127,45 +129,51 @@ def connect(
         nonlocal constants
         # Read here, so that the others learn of a file that is wrong.
         constants = read_calibration(config.calibration)
-        return _hello(config, constants, world, exchanges.own_nonce())
+        return _hello(config, constants)
 
-    hello = exchanges.settle(exchanges.meet(greet))
+    hello = exchanges.meet(greet)
     _refuse_other_algorithms(hello)
     endpoint: AnyEndpoint | None = None
 
     ranks_here = sum(record["machine"] == hello[rank]["machine"] for record in hello)
+    on_this_host = [peer for peer, record in enumerate(hello) if record["host"] == hello[rank]["host"]]
 
     def offer() -> Record:
         nonlocal endpoint
         endpoint = make_endpoint(ranks_here)
-        return _offer(endpoint, config)
+        return _offer(endpoint, config, lambda segment: exchanges.put("segment", segment))
 
     offers = exchanges.exchange("offer", offer)
     assert endpoint is not None
-    opened = exchanges.exchange("opened", lambda: _opened(endpoint, hello, offers, rank))
-    by_shm = [[j in opened[i]["ranks"] and i in opened[j]["ranks"] for j in range(world)] for i in range(world)]
-    needs_udp = [any(not by_shm[i][j] for j in range(world) if j != i) for i in range(world)]
+    to_open = [peer for peer in on_this_host if peer != rank and offers[peer]["shm"] and offers[rank]["shm"]]
+    segments = dict(zip(to_open, exchanges.get("segment", to_open), strict=True))
+    opened = exchanges.exchange("opened", lambda: _opened(endpoint, segments))
+    neighbours = _neighbours(hello, offers, opened)
+    by_shm = [peer in neighbours[rank] for peer in range(world)]
+    needs_udp = [len(near) < world - 1 for near in neighbours]
     blobs: list[bytes] = [b""] * world
     chosen: list[Rail] = []
     if any(needs_udp):
 
         def open_udp() -> Record:
-            _refuse_strangers(config, hello, offers, by_shm[rank], rank)
+            _refuse_strangers(config, hello, offers, by_shm, rank)
             if not needs_udp[rank]:
-                return {"blob": "", "devices": []}
+                return {"devices": []}
             chosen[:] = rails()
-            blob = _open_network(endpoint, config, chosen)
-            return {"blob": _text(blob), "devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
+            exchanges.put("network", _open_network(endpoint, config, chosen))
+            return {"devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
 
         opened_networks = exchanges.exchange("udp", open_udp)
         for peer, record in enumerate(opened_networks):
-            if not by_shm[rank][peer]:
+            if not by_shm[peer]:
                 check_pair(opened_networks[rank]["devices"], record["devices"], peer)
-        blobs = [base64.b64decode(record["blob"]) for record in opened_networks]
+        elsewhere = [peer for peer in range(world) if peer != rank and not by_shm[peer]]
+        for peer, blob in zip(elsewhere, exchanges.get("network", elsewhere), strict=True):
+            blobs[peer] = blob
     network = "verbs" if config.transport is TransportKind.VERBS else "udp"
-    routes: list[Route] = [("shm", b"") if by_shm[rank][peer] else (network, blobs[peer]) for peer in range(world)]
+    routes: list[Route] = [("shm", b"") if by_shm[peer] else (network, blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")
-    notes = _slower_neighbours(config, hello, offers, by_shm[rank], rank)
+    notes = _slower_neighbours(config, hello, offers, by_shm, rank)
     for text in notes:
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     if any(kind in NETWORKS for kind, _ in routes):
@@ -183,17 +191,16 @@ def connect(
         endpoint=endpoint,
         routes=tuple(kind for kind, _ in routes),
         ranks_here=ranks_here,
-        hosts=_hosts(by_shm),
+        hosts=_hosts(neighbours),
         calibration=constants,
         notes=tuple(notes),
     )
 
 
-def _hosts(by_shm: Sequence[Sequence[bool]]) -> Hosts:
+def _hosts(neighbours: Sequence[set[int]]) -> Hosts:
     """If the ranks of a host do not follow one another, or not all pairs have shared memory, each rank stands alone."""
-    world = len(by_shm)
-    names = [tuple(peer for peer in range(world) if peer == rank or by_shm[rank][peer]) for rank in range(world)]
-    return Hosts.of(names) or Hosts.equal(world, world)
+    world = len(neighbours)
+    return Hosts.of([frozenset({rank, *near}) for rank, near in enumerate(neighbours)]) or Hosts.equal(world, world)
 
 
 def _open_network(endpoint: Endpoint, config: Config, rails: Sequence[Rail]) -> bytes:
@@ -216,10 +223,8 @@ def _open_network(endpoint: Endpoint, config: Config, rails: Sequence[Rail]) -> 
     )
 
 
-def _hello(config: Config, constants: Calibration, world: int, nonce: str) -> Record:
+def _hello(config: Config, constants: Calibration) -> Record:
     return {
-        "nonce": nonce,
-        "world": world,
         "host": host_identity(config.host_id),
         "machine": machine_identity(),
         "algorithm": str(config.algorithm or "auto"),
@@ -227,26 +232,38 @@ def _hello(config: Config, constants: Calibration, world: int, nonce: str) -> Re
     }
 
 
-def _offer(endpoint: Endpoint, config: Config) -> Record:
+def _offer(endpoint: Endpoint, config: Config, put: Callable[[bytes], None]) -> Record:
     if config.transport in (TransportKind.UDP, TransportKind.VERBS):
-        return {"shm": "", "why_not": f"its SENNIT_TRANSPORT is {config.transport}", "is_meant": True}
+        return {"shm": False, "why_not": f"its SENNIT_TRANSPORT is {config.transport}", "is_meant": True}
     try:
-        return {"shm": _text(endpoint.shm_offer()), "why_not": "", "is_meant": True}
+        put(endpoint.shm_offer())
     except OSError as error:
         if config.transport is TransportKind.SHM:
             raise
-        return {"shm": "", "why_not": f"it has no shared memory: {error}", "is_meant": False}
+        return {"shm": False, "why_not": f"it has no shared memory: {error}", "is_meant": False}
+    return {"shm": True, "why_not": "", "is_meant": True}
 
 
-def _opened(endpoint: Endpoint, hello: Sequence[Record], offers: Sequence[Record], rank: int) -> Record:
-    """Returns the peers whose segments this rank could open. None if this rank has no segment."""
-    opened: list[int] = []
-    for peer, record in enumerate(offers):
-        near = peer != rank and hello[peer]["host"] == hello[rank]["host"]
-        both = bool(record["shm"] and offers[rank]["shm"])
-        if near and both and endpoint.shm_accept(peer, base64.b64decode(record["shm"])):
-            opened.append(peer)
-    return {"ranks": opened}
+def _opened(endpoint: Endpoint, segments: Mapping[int, bytes]) -> Record:
+    """Returns the ranks of this host whose segments this rank could not open. A rank without a segment tries none."""
+    return {"closed": [peer for peer, segment in segments.items() if not endpoint.shm_accept(peer, segment)]}
+
+
+def _neighbours(hello: Sequence[Record], offers: Sequence[Record], opened: Sequence[Record]) -> list[set[int]]:
+    """Returns, for each rank, the other ranks that it shares memory with."""
+    at_host: dict[str, set[int]] = {}
+    for rank, (record, offer) in enumerate(zip(hello, offers, strict=True)):
+        if offer["shm"]:
+            at_host.setdefault(record["host"], set()).add(rank)
+    near = [
+        at_host[record["host"]] - {rank} if offer["shm"] else set()
+        for rank, (record, offer) in enumerate(zip(hello, offers, strict=True))
+    ]
+    for rank, record in enumerate(opened):
+        for peer in record["closed"]:
+            near[rank].discard(peer)
+            near[peer].discard(rank)
+    return near
 
 
 def _refuse_other_algorithms(hello: Sequence[Record]) -> None:
@@ -323,7 +340,3 @@ def _unpaired_rails(endpoint: Endpoint, routes: Sequence[Route], rails: Sequence
         "its family there"
         for rail, peers in peers_of.items()
     ]
-
-
-def _text(data: bytes) -> str:
-    return base64.b64encode(data).decode()

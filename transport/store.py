@@ -62,7 +62,7 @@ class CheckedStore:
         self._store = store
         self._purpose = purpose
         self._advice = advice
-        # A store of torch says whether it has `multi_get` and `multi_set`: its FileStore has not.
+        # A store of torch says whether it has `multi_get`: its FileStore has not.
         has_extended_api = getattr(store, "has_extended_api", None)
         self._has_batches = has_extended_api is not None and self._try(has_extended_api)
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 # What ranks exchange through the store: rendezvous and membership records, plans (docs/reference/plans.md), the
 # shared-memory layout. Increased when any of them changes.
-PROTOCOL_VERSION: Final = 4
+PROTOCOL_VERSION: Final = 5
 # What ranks send to each other: packets, control payloads, the udp offer (docs/reference/wire.md). Increased when any
 # of them changes, together with flow::CONTROL_VERSION.
 WIRE_REVISION: Final = 2

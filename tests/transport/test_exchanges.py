@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds over a tree of ranks of more than one level: ranks as threads over an in-memory store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from sennit.transport import blocks, errors
+from sennit.transport.errors import ConfigError, MismatchError, PeerError, SennitError
+from sennit.transport.exchanges import Exchanges
+from tests.transport.meeting import MemoryStore
+
+# Ranks 32 and 64 have blocks of their own.
+WORLD = 70
+
+
+def run(
+    body: Callable[[Exchanges, int], Any],
+    *,
+    world: int = WORLD,
+    timeout_s: float = 60.0,
+    absent: Collection[int] = (),
+    store: MemoryStore | None = None,
+) -> list[Any]:
+    """Returns what `body` returns on each rank that is there, or the error that it raises."""
+    shared = MemoryStore() if store is None else store
+
+    def join(rank: int) -> Any:
+        exchanges = Exchanges(shared, name="group", rank=rank, world=world, timeout_s=timeout_s, watch=None)
+        try:
+            exchanges.meet(dict)
+            return body(exchanges, rank)
+        except SennitError as error:
+            return error
+
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(join, [rank for rank in range(world) if rank not in absent]))
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 32, 33, WORLD])
+def test_everybody_learns_everything_and_reads_what_others_have_put(world: int) -> None:
+    def body(exchanges: Exchanges, rank: int) -> Any:
+        def make() -> dict[str, Any]:
+            exchanges.put("value", b"of %d" % rank)
+            return {"square": rank * rank}
+
+        records = exchanges.exchange("round", make)
+        return [record["square"] for record in records], exchanges.get("value", list(range(world)))
+
+    for squares, values in run(body, world=world):
+        assert squares == [peer * peer for peer in range(world)]
+        assert values == [b"of %d" % peer for peer in range(world)]
+
+
+@pytest.mark.parametrize("culprit", [0, 1, 32, 40])
+def test_the_reason_of_one_rank_reaches_everybody(culprit: int) -> None:
+    def body(exchanges: Exchanges, rank: int) -> Any:
+        def make() -> dict[str, Any]:
+            if rank == culprit:
+                raise ConfigError("no room")
+            return {}
+
+        return exchanges.exchange("round", make)
+
+    for rank, result in enumerate(run(body)):
+        if rank == culprit:
+            assert isinstance(result, ConfigError)
+        else:
+            assert isinstance(result, PeerError)
+            assert result.rank == culprit
+            assert f"rank {culprit} could not join group: ConfigError: no room" in str(result)
+
+
+@pytest.mark.parametrize("stranger", [1, 32, 40])
+def test_a_record_of_another_form_is_refused_by_everybody(stranger: int) -> None:
+    def body(exchanges: Exchanges, rank: int) -> Any:
+        return exchanges.exchange("round", lambda: {"number": "one" if rank == stranger else 1})
+
+    for rank, result in enumerate(run(body)):
+        # Rank 32 reads others' records itself, and finds them as strange as they find its own.
+        assert isinstance(result, MismatchError), (rank, result)
+        assert "no valid number" in str(result)
+
+
+def test_absent_ranks_are_named_and_those_who_wait_for_them_are_not() -> None:
+    for result in run(lambda exchanges, rank: None, absent=[40, 69], timeout_s=0.6):
+        assert isinstance(result, errors.TimeoutError)
+        assert "round hello: no word from ranks 40, 69 of 70 after 0.6 s" in str(result)
+
+
+def test_another_version_is_told_to_everybody() -> None:
+    store = MemoryStore()
+    store.set("sennit/group/hello/40", json.dumps({"version": 99, "wire": 1, "package": "9.9"}))
+    results = run(lambda exchanges, rank: None, absent=[40], store=store)
+    for result in results:
+        assert isinstance(result, MismatchError)
+        assert "rank 40 speaks protocol version 99" in str(result)
+
+
+def test_what_an_earlier_run_left_does_not_count() -> None:
+    store = MemoryStore()
+
+    def body(exchanges: Exchanges, rank: int) -> Any:
+        return len(exchanges.exchange("round", lambda: {"rank": rank}))
+
+    for world in (WORLD, WORLD, 40, WORLD):
+        assert run(body, world=world, store=store) == [world] * world
+    # A failure, too: it was told to the ranks of that run.
+    failed = run(lambda exchanges, rank: exchanges.exchange("round", lambda: {"a": rank if rank else ""}), store=store)
+    assert all(isinstance(result, MismatchError) for result in failed)
+    assert run(body, store=store) == [WORLD] * WORLD
+
+
+@pytest.mark.parametrize("data", [b"", b"x", b"{}", b'"', b"[]", b"c$", blocks.pack([{"a": 1}]).encode()[:-3]])
+def test_damaged_blocks_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  (any text)
+        blocks.unpack(data)
+
+
+def test_a_block_holds_what_was_put_in() -> None:
+    records = [{"a": rank, "b": ["x"] * rank} for rank in range(5)]
+    assert blocks.unpack(blocks.pack(records).encode()) == records
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 31, 32, 33, 65, 1_024, 1_057, 32_769])
+def test_every_rank_is_in_one_block_of_each_level(world: int) -> None:
+    for rank in (0, *range(blocks.FAN_IN, world, blocks.FAN_IN)):
+        below = [peer for child in blocks.children_of(rank, world) for peer in blocks.subtree(child, world)]
+        assert [rank, *below] == list(blocks.subtree(rank, world))
+    assert list(blocks.subtree(0, world)) == list(range(world))
+    assert all(not blocks.children_of(rank, world) for rank in range(1, min(world, 70)) if rank % blocks.FAN_IN)
