@@ -23,11 +23,25 @@ constexpr unsigned SCOPE_LINK = 0x20;
 // linux/if_addr.h: temporary addresses, and failed, deprecated and tentative ones
 constexpr unsigned TEMPORARY = 0x01, UNUSABLE = 0x08 | 0x20 | 0x40;
 
-size_t read_mtu_bytes(int fd, const std::string& name) {
-  ifreq request{};
-  name.copy(request.ifr_name, IFNAMSIZ - 1);
-  return ioctl(fd, SIOCGIFMTU, &request) == 0 ? static_cast<size_t>(request.ifr_mtu) : 0;
-}
+class MtuReader {
+ public:
+  MtuReader() : fd_(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {}
+  MtuReader(const MtuReader&) = delete;
+  MtuReader& operator=(const MtuReader&) = delete;
+  ~MtuReader() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+
+  // 0 if it cannot be read.
+  size_t read_bytes(const std::string& name) const {
+    ifreq request{};
+    name.copy(request.ifr_name, IFNAMSIZ - 1);
+    return fd_ >= 0 && ioctl(fd_, SIOCGIFMTU, &request) == 0 ? static_cast<size_t>(request.ifr_mtu) : 0;
+  }
+
+ private:
+  int fd_;
+};
 
 InterfaceAddress ipv4_address(const ifaddrs& entry) {
   const auto address_of = [](const sockaddr* from) { return reinterpret_cast<const sockaddr_in*>(from)->sin_addr; };
@@ -56,18 +70,17 @@ std::vector<Interface> read_interfaces(const std::string& if_inet6) {
   ifaddrs* list = nullptr;
   if (getifaddrs(&list) != 0) return out;
   const std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(list, &freeifaddrs);
-  const int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  const MtuReader mtu;
   for (const ifaddrs* entry = list; entry != nullptr; entry = entry->ifa_next) {
     // The name of an IPv4 address may have a label after a colon.
     const std::string_view label = entry->ifa_name;
     Interface& interface = named(out, label.substr(0, label.find(':')));
     interface.is_up = (entry->ifa_flags & IFF_UP) != 0;
     interface.is_loopback = (entry->ifa_flags & IFF_LOOPBACK) != 0;
-    if (interface.mtu_bytes == 0 && fd >= 0) interface.mtu_bytes = read_mtu_bytes(fd, interface.name);
+    if (interface.mtu_bytes == 0) interface.mtu_bytes = mtu.read_bytes(interface.name);
     if (entry->ifa_addr != nullptr && entry->ifa_addr->sa_family == AF_INET)
       interface.addresses.push_back(ipv4_address(*entry));
   }
-  if (fd >= 0) ::close(fd);
   std::ifstream table(if_inet6);
   std::vector<std::pair<std::string, InterfaceAddress>> temporary;
   std::string digits, name;
