@@ -51,7 +51,7 @@ class FlowLane final : public Lane {
   void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
   void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
   void release(uint64_t loan_id) override;
-  void expect(uint64_t now_us) override { flow_.expect(now_us); }
+  void expect(uint64_t now_us) override;
   uint64_t heard_us() const override { return flow_.last_heard_us(); }
   uint64_t silent_us() const override { return flow_.silent_us(); }
   std::string describe() const override { return flow_.describe(); }

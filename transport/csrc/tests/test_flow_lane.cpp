@@ -188,6 +188,32 @@ TEST_CASE("The peer hears of memory once it is open, the sink of a message once 
   CHECK(pair.a.idle());
 }
 
+TEST_CASE("A peer that leaves while a device still reads what it has acknowledged is not lost") {
+  LanePair pair;
+  pair.exposure_a.returned_below = 0;
+  std::vector<std::byte> memory(5'000);
+  pair.b.advertise(10, {1, 0, memory.size()}, memory.data());
+  pair.settle();
+  REQUIRE(pair.receiver.received == std::vector<uint64_t>{10});
+  pair.b.flow().close();
+  pair.settle();
+  for (int beat = 0; beat < 3; ++beat) {
+    pair.a.expect(pair.network.now_us());
+    pair.settle();
+  }
+  CHECK(pair.sender.lost == "");
+  CHECK(pair.sender.sent.empty());
+  pair.exposure_a.returned_below = UINT64_MAX;
+  pair.settle();
+  CHECK(pair.sender.sent == std::vector<uint64_t>{1});
+  // Whoever waits for more waits for the peer.
+  for (int beat = 0; beat < 3; ++beat) {
+    pair.a.expect(pair.network.now_us());
+    pair.settle();
+  }
+  CHECK(pair.sender.lost == "left the group");
+}
+
 TEST_CASE("After an abort the sink hears of no message, whatever is closed later") {
   LanePair pair;
   std::vector<std::byte> own(40'000);
