@@ -48,6 +48,7 @@ class Hosts:
         span, home = self.spans[host], self.spans[self.of_rank(rank)]
         return span.low + (rank - home.low) % (span.high - span.low)
 
-    def are_near(self, level: int) -> bool:
-        """Whether ranks up to 2**level apart in an aligned block of 2**(level + 1) ranks always share a host."""
-        return all(span.low % (2 << level) == 0 for span in self.spans)
+    def near_levels(self) -> int:
+        """The levels of the tree, from the leaves up, at which the two halves of a node always share a host."""
+        levels = range((self.world - 1).bit_length())
+        return sum(all(span.low % (2 << level) == 0 for span in self.spans) for level in levels)

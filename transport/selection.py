@@ -79,8 +79,13 @@ class Traffic:
     peers: int = 0
     sent_bytes: float = 0
 
+    @property
+    def further_peers(self) -> int:
+        """Those that make a byte dearer."""
+        return max(min(self.peers, PEERS_MAX) - 1, 0)
+
     def seconds(self, costs: Costs) -> float:
-        byte_s = costs.byte_s * (1 + costs.peer_share * max(min(self.peers, PEERS_MAX) - 1, 0))
+        byte_s = costs.byte_s * (1 + costs.peer_share * self.further_peers)
         return self.rounds * costs.round_s + self.messages * costs.message_s + self.sent_bytes * byte_s
 
 
@@ -126,15 +131,8 @@ def work_of(
             )
         case Algorithm.DISSEMINATION if gathers and hosts.world > 1 and size_bytes <= MAX_LOAN_BYTES:
             levels = (hosts.world - 1).bit_length()
-            # In each round some rank sends to another host.
             all_rounds = Traffic(levels, levels, levels, size_bytes * (hosts.world - 1))
-            nothing = Traffic()
-            near_only = len(hosts.spans) == 1
-            return Work(
-                near=all_rounds if near_only else nothing,
-                far=nothing if near_only else all_rounds,
-                folded_bytes=size_bytes * hosts.world,
-            )
+            return _in_rounds(hosts, all_rounds, size_bytes * hosts.world)
         case _:
             return None
 
@@ -152,7 +150,7 @@ def _direct(hosts: Hosts, size_bytes: int, phases: int) -> Work:
 
 def _halving(hosts: Hosts, size_bytes: int, partial_ratio: float, gathers: bool) -> Work:
     world, levels = hosts.world, (hosts.world - 1).bit_length()
-    near_levels = next((level for level in range(levels) if not hosts.are_near(level)), levels)
+    near_levels = hosts.near_levels()
     chunk_bytes = DEFAULT_CHUNK_BYTES / partial_ratio
 
     def between(low: int, high: int) -> Traffic:
@@ -217,18 +215,13 @@ def _parts(collective: Collective, algorithm: Algorithm, hosts: Hosts, size_byte
     if collective is Collective.ALLGATHER:
         if algorithm is not Algorithm.RING or world < 2:
             return None
-        # Some rank sends to another host.
-        all_rounds = Traffic(world - 1, world - 1, 1, part_bytes * (world - 1))
-        return Work(near=Traffic() if far else all_rounds, far=all_rounds if far else Traffic(), folded_bytes=0)
+        return _in_rounds(hosts, Traffic(world - 1, world - 1, 1, part_bytes * (world - 1)), 0)
     if algorithm is not Algorithm.BRUCK or world < 2 or size_bytes > STAGED_MAX_BYTES:
         return None
     sent_bytes = part_bytes * sum(way.bit_count() for way in range(world))
     all_rounds = Traffic(levels, levels, levels, sent_bytes)
-    # In each round some rank sends to another host. A part is copied before each message, and at the end.
-    copied_bytes = sent_bytes + part_bytes * (world - 1)
-    if far:
-        return Work(near=Traffic(), far=all_rounds, folded_bytes=copied_bytes)
-    return Work(near=all_rounds, far=Traffic(), folded_bytes=copied_bytes)
+    # A part is copied before each message, and at the end.
+    return _in_rounds(hosts, all_rounds, sent_bytes + part_bytes * (world - 1))
 
 
 def _to_root(algorithm: Algorithm, hosts: Hosts, size_bytes: int, partial_ratio: float, *, folds: bool) -> Work | None:
@@ -246,7 +239,7 @@ def _to_root(algorithm: Algorithm, hosts: Hosts, size_bytes: int, partial_ratio:
         )
     if algorithm is not Algorithm.TREE or world < 2 or (not folds and size_bytes > STAGED_MAX_BYTES):
         return None
-    near_levels = next((level for level in range(levels) if not hosts.are_near(level)), levels)
+    near_levels = hosts.near_levels()
 
     def between(low: int, high: int) -> Traffic:
         if not folds:
@@ -263,6 +256,13 @@ def _to_root(algorithm: Algorithm, hosts: Hosts, size_bytes: int, partial_ratio:
         # Partial sums are written to memory and read again.
         folded_bytes=3 * levels * size_bytes if folds else 0,
     )
+
+
+def _in_rounds(hosts: Hosts, traffic: Traffic, folded_bytes: float) -> Work:
+    """With several hosts, some rank sends to another one in each round."""
+    if len(hosts.spans) == 1:
+        return Work(near=traffic, far=Traffic(), folded_bytes=folded_bytes)
+    return Work(near=Traffic(), far=traffic, folded_bytes=folded_bytes)
 
 
 def _peers(hosts: Hosts) -> tuple[int, int]:

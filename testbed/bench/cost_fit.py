@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from sennit.errors import SennitError
-from sennit.transport.selection import PEERS_MAX, Costs, Traffic
+from sennit.transport.selection import Costs, Traffic
 
 # Of reweighting. The constants hardly change after half as many.
 ROUNDS: Final = 10
@@ -50,7 +50,7 @@ def fit(samples: Sequence[Sample], *, default: Costs, fold_byte_s: float | None 
         # Not more than most of a time.
         times = np.maximum(times - rows[:, 3] * fold_byte_s, times / 10)
         rows[:, 3] = 0
-    more_peers = np.array([max(min(sample.traffic.peers, PEERS_MAX) - 1, 0) for sample in samples])
+    more_peers = np.array([sample.traffic.further_peers for sample in samples])
     best, least = default, np.inf
     # With one number of peers the share cannot be told from the price of bytes.
     for share in PEER_SHARES if len(set(more_peers)) > 1 else (default.peer_share,):

@@ -126,5 +126,5 @@ def test_ranks_of_a_host_follow_one_another() -> None:
     hosts = hosts_of([2, 3])
     assert [hosts.relay(0, rank) for rank in range(5)] == [0, 1, 0, 1, 0]
     assert [hosts.relay(1, rank) for rank in range(5)] == [2, 3, 2, 3, 4]
-    assert [Hosts.equal(8, 2).are_near(level) for level in range(3)] == [True, True, False]
-    assert not hosts_of([3, 3]).are_near(0)
+    assert [Hosts.equal(8, count).near_levels() for count in (1, 2, 4, 8)] == [3, 2, 1, 0]
+    assert hosts_of([3, 3]).near_levels() == 0

@@ -144,9 +144,9 @@ class _Values:
     nodes: list[Span] = field(default_factory=list)
     operands: list[Operand] = field(default_factory=list)
 
-    def add(self, nodes: Iterable[Span], operands: Iterable[Operand]) -> None:
-        self.nodes += nodes
-        self.operands += operands
+    def add(self, others: _Values) -> None:
+        self.nodes += others.nodes
+        self.operands += others.operands
 
 
 class _Writer:
@@ -311,7 +311,7 @@ class _Writer:
         values = _Values()
         for rank in range(*self._hosts.spans[self._host]):
             for part in [self._own(chunk)] if rank == self._rank else arrived[rank]:
-                values.add(part.nodes, part.operands)
+                values.add(part)
         if chunk.owner == self._rank:
             self._fold_all(chunk, values)
         else:
@@ -338,7 +338,7 @@ class _Writer:
             by_host[host] = self._receive(relay, self._slot(chunk), chunk, span, self._layout.host_nodes[host])
         values = _Values()
         for host in range(len(self._hosts.spans)):
-            values.add(by_host[host].nodes, by_host[host].operands)
+            values.add(by_host[host])
         whole = Span(0, self._layout.leaves)
         size_bytes = chunk.range.size_bytes
         self._made[chunk.number] = (
