@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planes for the tests of the root ring."""
+"""Planes and private libraries for the tests of the root ring."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from sennit.testbed.topology import Impairment, Planes
+from sennit.transport import tracepoints
+from tests.testbed.trace_runs import command_prefix
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +27,15 @@ def clear_planes(planes: Planes) -> Iterator[Planes]:
         yield planes
     finally:
         planes.impair(Impairment())
+
+
+@pytest.fixture
+def own_core(tmp_path: Path) -> Path:
+    """A copy of the core. Only what runs behind `apart` uses it."""
+    return tmp_path / tracepoints.LIBRARY
+
+
+@pytest.fixture
+def apart(own_core: Path) -> list[str]:
+    """The prefix of a command whose core other processes do not use."""
+    return command_prefix(tracepoints.library(), own_core)

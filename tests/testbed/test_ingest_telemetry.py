@@ -55,8 +55,9 @@ class Ingest:
     def page(self) -> counters.Page | None:
         for page in counters.pages():
             is_ingest = any(block.group == GROUP for block in page.blocks)
-            if is_ingest and page.is_alive and os.getpgid(page.process) == self.trainer.pid:
-                return page
+            with contextlib.suppress(ProcessLookupError):  # somebody else's, which has just ended
+                if is_ingest and page.is_alive and os.getpgid(page.process) == self.trainer.pid:
+                    return page
         return None
 
     def count(self, name: str) -> int:

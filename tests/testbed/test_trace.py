@@ -48,18 +48,18 @@ def test_bars_show_every_slot_that_has_something() -> None:
 
 @pytest.mark.root
 @pytest.mark.needs("tc-bpf", "nsenter", "tracepoints", "bcc")
-def test_losses_and_operations_are_all_seen(tmp_path: Path, seed: int) -> None:
+def test_losses_and_operations_are_all_seen(tmp_path: Path, seed: int, apart: list[str]) -> None:
     environment = {**os.environ, "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     losses, operations = tmp_path / "loss.json", tmp_path / "ops.json"
     with (
         Planes(hosts=WORLD, planes=PLANES, per_packet=True) as planes,
-        session("loss", "--json", str(losses)),
-        session("ops", "--by-rank", "--json", str(operations)),
+        session("loss", "--json", str(losses), enter=apart),
+        session("ops", "--by-rank", "--json", str(operations), enter=apart),
     ):
         planes.impair(Impairment(loss_fraction=0.01, seed=seed))
         counters = exchange(
             lambda rank, command, **options: planes.popen(
-                rank, command, env=environment | planes.environment(rank), **options
+                rank, [*apart, *command], env=environment | planes.environment(rank), **options
             ),
             tmp_path,
             seed,
@@ -94,9 +94,9 @@ def test_losses_and_operations_are_all_seen(tmp_path: Path, seed: int) -> None:
         (["loss", "--pid", "4194305"], 69, "in that process?"),
     ],
 )
-def test_how_a_session_ends(arguments: list[str], code: int, said: str) -> None:
+def test_how_a_session_ends(arguments: list[str], code: int, said: str, apart: list[str]) -> None:
     done = subprocess.run(
-        [*SENNIT, "trace", *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        [*apart, *SENNIT, "trace", *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 

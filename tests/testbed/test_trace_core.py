@@ -18,21 +18,21 @@ pytest.importorskip("sennit.transport._core", reason="the native core is not bui
 from sennit.ebpf.loader import BpfObject
 from sennit.runtime.trace import paths, tracing
 from sennit.testbed.topology import Impairment, Planes
-from sennit.transport import counters, tracepoints
+from sennit.transport import counters
 from tests.testbed.trace_runs import DEADLINE_S, SENNIT, WORLD, Ranks, last_pages, session
 
 PLANES = 2
 pytestmark = [pytest.mark.root, pytest.mark.needs("tc-bpf", "nsenter", "tracepoints")]
 
 
-def lossy_run(folder: Path, seed: int) -> list[counters.Page]:
+def lossy_run(folder: Path, seed: int, apart: list[str]) -> list[counters.Page]:
     """Returns the counters of two ranks over planes that lose 1 %. The ranks were killed when they were idle."""
     environment = {**os.environ, "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     with Planes(hosts=WORLD, planes=PLANES, per_packet=True) as planes:
         planes.impair(Impairment(loss_fraction=0.01, seed=seed))
 
         def start(rank: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
-            return planes.popen(rank, command, env=environment | planes.environment(rank), **options)
+            return planes.popen(rank, [*apart, *command], env=environment | planes.environment(rank), **options)
 
         return last_pages(Ranks(start, folder, seed))
 
@@ -41,10 +41,10 @@ def flow_total(page: counters.Page, name: str) -> int:
     return page.total("flow", name)
 
 
-def test_paths_are_those_of_the_counters(tmp_path: Path, seed: int) -> None:
+def test_paths_are_those_of_the_counters(tmp_path: Path, seed: int, apart: list[str]) -> None:
     written = tmp_path / "paths.json"
-    with session("paths", "--json", str(written)):
-        pages = lossy_run(tmp_path, seed)
+    with session("paths", "--json", str(written), enter=apart):
+        pages = lossy_run(tmp_path, seed, apart)
     document = json.loads(written.read_text())
     assert document["uncounted"] == {"map_full": 0, "unmatched": 0}
     rows = {(row["rank"], row["peer"], row["path"]): row for row in document["rows"]}
@@ -71,10 +71,10 @@ def test_paths_are_those_of_the_counters(tmp_path: Path, seed: int) -> None:
         assert sum(row["lost_packets"] for row in mine) > 0
 
 
-def test_waits_are_those_of_the_counters(tmp_path: Path, seed: int) -> None:
+def test_waits_are_those_of_the_counters(tmp_path: Path, seed: int, apart: list[str]) -> None:
     written = tmp_path / "stalls.json"
-    with session("stalls", "--by-peer", "--json", str(written)):
-        pages = lossy_run(tmp_path, seed)
+    with session("stalls", "--by-peer", "--json", str(written), enter=apart):
+        pages = lossy_run(tmp_path, seed, apart)
     document = json.loads(written.read_text())
     assert document["uncounted"] == {"map_full": 0, "unmatched": 0}
     for page in pages:
@@ -104,22 +104,26 @@ def test_waits_are_those_of_the_counters(tmp_path: Path, seed: int) -> None:
         (["stalls", "--pid", "4194305"], 69, "is there a process 4194305?"),
     ],
 )
-def test_how_a_session_ends(arguments: list[str], code: int, said: str) -> None:
+def test_how_a_session_ends(arguments: list[str], code: int, said: str, apart: list[str]) -> None:
     done = subprocess.run(
-        [*SENNIT, "trace", *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+        [*apart, *SENNIT, "trace", *arguments], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )
     assert (done.returncode, said in done.stderr) == (code, True), done.stderr
 
 
 @pytest.mark.needs("loopback-ipv6")
-def test_hits_without_room_are_counted(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_without_room_are_counted(
+    tmp_path: Path, seed: int, apart: list[str], own_core: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The map has room for three of at least eight paths."""
     here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     monkeypatch.setattr(tracing, "BpfObject", functools.partial(BpfObject, max_entries={"paths": 3}))
-    with tracing.Tracing(paths.PROGRAM, paths.PROBES, tracepoints.library(), None) as running:
-        pages = last_pages(
-            Ranks(lambda _, command, **options: subprocess.Popen(command, env=here, **options), tmp_path, seed)
-        )
+
+    def start(_: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([*apart, *command], env=here, **options)
+
+    with tracing.Tracing(paths.PROGRAM, paths.PROBES, own_core, None) as running:
+        pages = last_pages(Ranks(start, tmp_path, seed))
         rows, uncounted = paths.collect(running), running.uncounted()
     assert len(rows) == 3
     sent = sum(flow_total(page, "data_packets_sent") for page in pages)
@@ -130,15 +134,19 @@ def test_hits_without_room_are_counted(tmp_path: Path, seed: int, monkeypatch: p
 
 
 @pytest.mark.needs("loopback-ipv6")
-def test_an_end_whose_beginning_was_not_seen_is_counted(tmp_path: Path, seed: int) -> None:
+def test_an_end_whose_beginning_was_not_seen_is_counted(tmp_path: Path, seed: int, apart: list[str]) -> None:
     """The rank was in the middle of an operation when the session began."""
     here = {**os.environ, "SENNIT_TRANSPORT": "udp", "SENNIT_INTERFACES": "lo", "SENNIT_TIMEOUT_S": f"{DEADLINE_S}"}
     written = tmp_path / "stalls.json"
-    with Ranks(lambda _, command, **options: subprocess.Popen(command, env=here, **options), tmp_path, seed) as ranks:
+
+    def start(_: int, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([*apart, *command], env=here, **options)
+
+    with Ranks(start, tmp_path, seed) as ranks:
         posted = ranks.pages()[0].total("engine", "operations_posted")
         ranks.begin_barrier(0)
         ranks.wait_for(0, "engine", "operations_posted", posted + 1)
-        with session("stalls", "--json", str(written)):
+        with session("stalls", "--json", str(written), enter=apart):
             ranks.begin_barrier(1)
             assert ranks.answer(0)
             assert ranks.answer(1)

@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is not installed")
 pytest.importorskip("sennit.offload._native", reason="the native receiver is not built")
 
+from sennit.offload import tracepoints
 from sennit.testbed.topology import Impairment, Planes
-from tests.testbed.trace_runs import DEADLINE_S, session
+from tests.testbed.trace_runs import DEADLINE_S, command_prefix, session
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.needs("tc-bpf", "nsenter", "tracepoints")]
 FEEDER_HOST, TRAINER_HOST = 0, 1
@@ -29,17 +30,18 @@ NOT_REFUSED = ("accepted", "busy")
 
 def test_batches_requests_and_refusals_are_those_of_the_report(tmp_path: Path, seed: int) -> None:
     report, written = tmp_path / "report.json", tmp_path / "ingest.json"
+    apart = command_prefix(tracepoints.library(), tmp_path / tracepoints.library().name)
     with (
         Planes(hosts=2, planes=1, mtu=1500, per_packet=True) as planes,
-        session("ingest", "--json", str(written)),
+        session("ingest", "--json", str(written), enter=apart),
     ):
         planes.impair(Impairment(loss_fraction=0.03, seed=seed), hosts=[FEEDER_HOST])
         place = f"[{planes.addresses(TRAINER_HOST)[0]}]:4800"
         pipe = subprocess.PIPE
         train = [sys.executable, "-m", "sennit", "train", "--ingest", f"cpu://{place}", *RUN, "--json", str(report)]
         feed = [sys.executable, "-m", "sennit", "feed", *DATA, "--to", place, "--timeout", "60"]
-        trainer = planes.popen(TRAINER_HOST, train, stdout=pipe, stderr=subprocess.STDOUT, text=True)
-        feeder = planes.popen(FEEDER_HOST, feed, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        trainer = planes.popen(TRAINER_HOST, [*apart, *train], stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        feeder = planes.popen(FEEDER_HOST, [*apart, *feed], stdout=pipe, stderr=subprocess.STDOUT, text=True)
         for process in (trainer, feeder):
             said, _ = process.communicate(timeout=DEADLINE_S)
             assert process.returncode == 0, said

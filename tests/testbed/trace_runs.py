@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,16 @@ DEADLINE_S: Final = 60.0
 SENNIT: Final = (sys.executable, "-m", "sennit")
 
 Start = Callable[..., "subprocess.Popen[str]"]
+
+
+def command_prefix(library: Path, copy: Path) -> list[str]:
+    """Copies a library. What runs behind the prefix uses the copy, in a mount namespace of its own.
+
+    A session of every process then sees these processes alone, whatever other tests run meanwhile.
+    """
+    shutil.copyfile(library, copy)
+    script = 'mount --bind "$0" "$1" && shift && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", script, str(copy), str(library)]
 
 
 @contextlib.contextmanager
