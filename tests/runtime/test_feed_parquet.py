@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.test_ingest_train import port, train
+from tests.runtime import whole_run
+from tests.runtime.test_ingest_train import MODEL, port, train
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -54,10 +55,6 @@ def part(rng: np.random.Generator) -> Any:
     )
 
 
-def weights(path: Path) -> str:
-    return str(json.loads(path.read_text())["weights_sha256"])
-
-
 @pytest.mark.slow
 def test_weights_are_those_of_a_run_that_reads_the_files(tmp_path: Path, port: int, rng: np.random.Generator) -> None:
     folder, schema = tmp_path / "clicks", tmp_path / "schema.toml"
@@ -65,9 +62,9 @@ def test_weights_are_those_of_a_run_that_reads_the_files(tmp_path: Path, port: i
     for number in range(2):
         parquet.write_table(part(rng), folder / f"part-{number}.parquet", row_group_size=128)
     schema.write_text(SCHEMA)
-    memory, fed, sent = tmp_path / "memory.json", tmp_path / "fed.json", tmp_path / "sent.json"
-    done = train("--data", str(folder), "--schema", str(schema), "--json", str(memory))
-    assert done.returncode == 0, done.stderr
+    fed, sent = tmp_path / "fed.json", tmp_path / "sent.json"
+    data = ["--data", str(folder), "--schema", str(schema)]
+    expected = whole_run.train(tmp_path / "memory.json", *MODEL, *data)
     options = ["--schema", str(schema), "--to", f"127.0.0.1:{port}", "--workers", "2", "--timeout", "60"]
     command = [sys.executable, "-m", "sennit", "feed", str(folder), *options, "--json", str(sent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as feed:
@@ -77,5 +74,5 @@ def test_weights_are_those_of_a_run_that_reads_the_files(tmp_path: Path, port: i
             assert feed.wait(30) == 0, feed.stdout and feed.stdout.read()
         finally:
             feed.kill()
-    assert weights(fed) == weights(memory)
+    assert json.loads(fed.read_text())["weights_sha256"] == expected["weights_sha256"]
     assert json.loads(sent.read_text())["counters"]["records"] >= json.loads(fed.read_text())["ingest"]["records"]

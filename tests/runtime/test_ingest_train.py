@@ -23,6 +23,7 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.sources import Source
 from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
+from tests.runtime import whole_run
 
 SAMPLES, ROW_LIMIT = "600", "200"
 MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
@@ -77,16 +78,15 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
 
     The second run begins with a later batch and takes each batch ahead, because its tables are in a file.
     """
-    memory, fed, rest = tmp_path / "memory.json", tmp_path / "fed.json", tmp_path / "rest.json"
+    fed, rest = tmp_path / "fed.json", tmp_path / "rest.json"
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "11"]
-    done = train(*MEMORY, "--ranks", "2", "--json", str(memory))
-    assert done.returncode == 0, done.stderr
+    expected = whole_run.train(tmp_path / "memory.json", *MODEL, *MEMORY, "--ranks", "2")
     target = ["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "60"]
     with feeder(port) as process:
         done = train(*target, *saved, "--json", str(fed), "--sketch", str(tmp_path / "ids.sketch"))
         assert done.returncode == 0, done.stderr
         assert process.wait(30) == 0, process.stdout and process.stdout.read()
-    assert report(fed)["weights_sha256"] == report(memory)["weights_sha256"]
+    assert report(fed)["weights_sha256"] == expected["weights_sha256"]
     counted = report(fed)["ingest"]
     assert counted["target"] == f"cpu://127.0.0.1:{port}"
     # Two epochs of eight steps, and sixty held-back rows.
@@ -102,7 +102,7 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
         assert done.returncode == 0, done.stderr
     assert report(rest)["steps"] == {"first": 11, "last": 16}
     assert report(rest)["ingest"]["records"] == 5 * 64 + 60
-    assert report(rest)["weights_sha256"] == report(memory)["weights_sha256"]
+    assert report(rest)["weights_sha256"] == expected["weights_sha256"]
 
 
 def check_sketch(found: Sketch, *, ranks: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from sennit.testbed.topology import Impairment, Planes
+from tests.runtime.whole_run import train
 
 pytestmark = [
     pytest.mark.root,
@@ -38,11 +39,7 @@ def sennit(*arguments: str) -> list[str]:
 @pytest.fixture(scope="module")
 def from_memory(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Returns the fingerprint of the weights of a run from memory."""
-    path = tmp_path_factory.mktemp("memory") / "report.json"
-    subprocess.run(
-        sennit("train", *DATA, *RUN, "--json", str(path)), check=True, timeout=DEADLINE_S, stdout=subprocess.DEVNULL
-    )
-    return str(json.loads(path.read_text())["weights_sha256"])
+    return str(train(tmp_path_factory.mktemp("memory") / "report.json", *DATA, *RUN)["weights_sha256"])
 
 
 @pytest.fixture

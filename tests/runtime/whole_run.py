@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `sennit train` in the process of the tests, for the results that other runs must reach."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sennit.runtime.training.command import main
+
+
+def train(report: Path, *arguments: str) -> dict[str, Any]:
+    """Returns the report of a `sennit train`, whose ranks are forks of the process that forks worlds.
+
+    A command of its own would import torch twice. What ranks print is not caught.
+    """
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--json", str(report)])
+    assert not ended.value.code
+    result: dict[str, Any] = json.loads(report.read_text())
+    return result
