@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: the seed, the markers of the outer rings, and the rule that traffic stays on loopback."""
 
+import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +23,9 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # A shell starts background programs with interrupts ignored, and their children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Ranks are forked from one process that has imported what they need, where it is installed. It takes a second or more.
+FORKED_HAVE = ["pytest", "sennit.transport.communicator", "torch._dynamo", "sennit.runtime.training.run"]
+multiprocessing.get_context("forkserver").set_forkserver_preload(FORKED_HAVE)
 
 # Marker -> the capabilities that its ring needs.
 RINGS = {"root": ("root", "netns"), "rdma": ("rdma",), "gpu": ("gpu",)}

@@ -23,13 +23,10 @@ from typing import Any
 
 import pytest
 
-from sennit.runtime.training.launch import PRELOAD
-
 HERE = Path(__file__).parent
 WORKER = str(HERE / "world_worker.py")
 START_S = 60.0
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(PRELOAD)
 
 
 class RankError(AssertionError):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -47,7 +46,6 @@ def test_every_survivor_names_the_rank_of_a_host_without_power(tmp_path: Path) -
                 [*command, str(tmp_path / "store"), str(tmp_path / f"report-{rank}")],
                 # With the default peer timeout.
                 env={**os.environ, **planes.environment(rank)},
-                stdin=subprocess.PIPE,
             )
             processes.append(process)
         wait_for("ready")

@@ -9,6 +9,7 @@ outcome to REPORT, as JSON.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def main() -> None:
 def wait_for_the_end(_: float) -> None:
     """Waits until the test stops or kills this process."""
     while True:
-        sys.stdin.read(1)
+        signal.pause()
 
 
 def compute_in_python(duration_s: float) -> None:

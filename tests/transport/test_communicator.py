@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from sennit.transport import _core
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, Congestion, PathPolicy
 from sennit.transport.elements import ReduceOp
+from tests.transport.forked import start
 
 WORKER = Path(__file__).with_name("communicator_worker.py")
 DEADLINE_S = 90.0
@@ -38,11 +38,12 @@ def run_ranks(
     timeout_s: float = 60.0,
     hosts: str = "",
     variables: Sequence[dict[str, str]] = (),
+    own_interpreter: bool = False,
 ) -> None:
     """Runs one process for each rank. Fails with the output of the failed ranks. Leaves no process behind.
 
     `hosts`: a letter for each rank, its pretended host; by default all share one. `variables`: further environment
-    variables, which the ranks take in turn.
+    variables, which the ranks take in turn. `own_interpreter`: see `start`.
     """
     hosts = hosts or "a" * world
     environment = {
@@ -52,26 +53,23 @@ def run_ranks(
         "SENNIT_INTERFACES": "lo",
         "SENNIT_TIMEOUT_S": f"{timeout_s}",
     }
-    ranks: list[subprocess.Popen[bytes]] = []
-    for rank in range(world):
-        command = [sys.executable, str(WORKER), scenario, f"{rank}", f"{world}", str(folder / "store"), f"{seed}"]
-        with (folder / f"rank{rank}").open("wb") as log:
+    ranks: list[BaseProcess] = []
+    codes: list[int | None] = []
+    try:
+        for rank in range(world):
             mine = environment | {"SENNIT_HOST_ID": hosts[rank]}
             if variables:
                 mine |= variables[rank % len(variables)]
-            ranks.append(subprocess.Popen(command, env=mine, stderr=log))
-    deadline_s = time.monotonic() + DEADLINE_S
-    codes: list[int | None] = []
-    try:
+            arguments = [scenario, rank, world, folder / "store", seed]
+            ranks.append(start(WORKER, arguments, mine, folder / f"rank{rank}", own_interpreter=own_interpreter))
+        deadline_s = time.monotonic() + DEADLINE_S
         for process in ranks:
-            try:
-                codes.append(process.wait(max(deadline_s - time.monotonic(), 0.1)))
-            except subprocess.TimeoutExpired:
-                codes.append(None)
+            process.join(max(deadline_s - time.monotonic(), 0.1))
+            codes.append(process.exitcode)
     finally:
         for process in ranks:
             process.kill()
-            process.wait()
+            process.join()
     texts = [
         f"rank {rank} ({'hangs' if code is None else f'exit {code}'}):\n{(folder / f'rank{rank}').read_text()[-3000:]}"
         for rank, code in enumerate(codes)
@@ -125,12 +123,12 @@ def test_trees(transport: str, world: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_an_operation_may_be_dropped_or_interrupted(transport: str, tmp_path: Path) -> None:
-    run_ranks("dropped,interrupted,abandoned", 2, transport, tmp_path, seed=1)
+    run_ranks("dropped,interrupted,abandoned", 2, transport, tmp_path, seed=1, own_interpreter=True)
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 def test_a_child_of_fork_may_not_use_its_parents_group(transport: str, tmp_path: Path) -> None:
-    run_ranks("forked", 2, transport, tmp_path, seed=1)
+    run_ranks("forked", 2, transport, tmp_path, seed=1, own_interpreter=True)
 
 
 @pytest.mark.parametrize("scenario", ["mismatch", "late", "killed"])

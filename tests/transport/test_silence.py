@@ -6,17 +6,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sennit.transport.store import FileStore
+from tests.transport import forked
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 pytestmark = pytest.mark.timeout(150)
@@ -31,7 +31,7 @@ HOSTS = {"shm": "aaa", "udp": "abc", "mixed": "aab"}
 
 @dataclass
 class Group:
-    processes: list[subprocess.Popen[bytes]]
+    processes: list[BaseProcess]
     folder: Path
 
     def wait_for(self, word: str) -> None:
@@ -65,29 +65,24 @@ def launch(tmp_path: Path) -> Iterator[Any]:
                 "SENNIT_HOST_ID": HOSTS[hosts][rank],
                 "SENNIT_PEER_TIMEOUT_S": f"{peer_timeout_s}",
             }
-            command = [
-                sys.executable, str(WORKER), what, str(rank), str(WORLD), str(tmp_path / "store"),
-                str(tmp_path / f"report-{rank}"),
-            ]  # fmt: skip
-            with (tmp_path / f"log-{rank}").open("wb") as log:
-                process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=log)
-            group.processes.append(process)
+            given = [what, rank, WORLD, tmp_path / "store", tmp_path / f"report-{rank}"]
+            group.processes.append(forked.start(WORKER, given, environment, tmp_path / f"log-{rank}"))
         return group
 
     yield start
     for group in groups:
         for process in group.processes:
             process.kill()  # Also ends a stopped process.
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+            process.join()
 
 
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_a_stopped_rank_is_named_in_a_barrier(launch: Any, hosts: str) -> None:
     group = launch("frozen", hosts, peer_timeout_s=2.0)
     group.wait_for("ready")
-    os.kill(group.processes[VICTIM].pid, signal.SIGSTOP)
+    frozen = group.processes[VICTIM].pid
+    assert frozen is not None
+    os.kill(frozen, signal.SIGSTOP)
     for rank in range(WORLD):
         if rank == VICTIM:
             continue

@@ -6,17 +6,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from sennit.transport.store import FileStore
+from tests.transport import forked
 
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 pytestmark = pytest.mark.timeout(150)
@@ -31,17 +31,15 @@ HOSTS = {"shm": "aaaa", "udp": "abcd", "mixed": "aabb"}
 class Group:
     """The processes of a test, by rank; -1 is a newcomer."""
 
-    processes: dict[int, subprocess.Popen[bytes]]
+    processes: dict[int, BaseProcess]
     folder: Path
 
     def finish(self, dead: Sequence[int] = ()) -> dict[int, list[dict[str, Any]]]:
         """Returns each rank's reports once all have ended: the `dead` by a signal, the others normally."""
         deadline_s = time.monotonic() + DEADLINE_S
         for rank, process in self.processes.items():
-            try:
-                code = process.wait(max(deadline_s - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                code = None
+            process.join(max(deadline_s - time.monotonic(), 0.1))
+            code = process.exitcode
             expected = -signal.SIGKILL if rank in dead else 0
             log = (self.folder / f"log-{rank}").read_text()
             assert code == expected, f"rank {rank} {'hangs' if code is None else f'exited with {code}'}:\n{log[-3000:]}"
@@ -76,12 +74,10 @@ def launch(tmp_path: Path) -> Any:
                 "SENNIT_INTERFACES": "lo",
                 "SENNIT_HOST_ID": hosts[rank],
             }
-            command = [
-                sys.executable, str(WORKER), scenario, str(rank), str(len(hosts)), str(tmp_path / "store"),
-                str(tmp_path / f"report-{rank}"), json.dumps(arguments),
+            given = [
+                scenario, rank, len(hosts), tmp_path / "store", tmp_path / f"report-{rank}", json.dumps(arguments),
             ]  # fmt: skip
-            with (tmp_path / f"log-{rank}").open("wb") as log:
-                group.processes[rank] = subprocess.Popen(command, env=environment, stderr=log)
+            group.processes[rank] = forked.start(WORKER, given, environment, tmp_path / f"log-{rank}")
         return group
 
     yield start
@@ -89,7 +85,7 @@ def launch(tmp_path: Path) -> Any:
         for process in group.processes.values():
             # Also ends a stopped process.
             process.kill()
-            process.wait()
+            process.join()
 
 
 @pytest.mark.parametrize("when", ["in a call", "others compute", "in a transfer", "behind others"])
@@ -157,6 +153,7 @@ def test_stopped_rank_is_named_at_the_deadline_and_fails_by_itself_later(launch:
     group = launch("stopped", HOSTS[hosts], victim=victim, timeout_s=1.5)
     group.wait_for("stop me")
     process = group.processes[victim]
+    assert process.pid is not None
     os.kill(process.pid, signal.SIGSTOP)
     survivors = [0, 2, 3]
     for rank in survivors:
