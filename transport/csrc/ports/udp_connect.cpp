@@ -74,7 +74,7 @@ void UdpPort::start(Peer& peer) {
   peer.payload_bytes = config.payload_max_bytes;
   config.receive_budget = &receive_budget_;
   config.agenda = &agenda_;
-  config.agenda_member = static_cast<uint32_t>(connected_.size());
+  config.agenda_member = peer.member = static_cast<uint32_t>(connected_.size());
   const RoceOffer::Peer& for_us = peer.offer.peers[rank_];
   const std::span<std::byte> eager_memory(eager_memory_[peer.rank].get(),
                                           size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
@@ -143,7 +143,7 @@ bool UdpPort::try_network(uint64_t now_us) {
     }
     for (const auto& sender : rail->senders) {
       sender->flush(now_us);
-      if (sender->look_for_refusals()) note_refused(*sender);
+      if (sender->look_for_refusals()) note_refused(*sender, now_us);
     }
   }
   bool is_over = true;

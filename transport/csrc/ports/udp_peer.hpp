@@ -33,7 +33,12 @@ struct UdpPort::Peer {
   size_t batch_packets;
   std::unique_ptr<Trial> trial;    // null: not tried
   std::unique_ptr<FlowLane> lane;  // null until the trial is over
-  bool is_gone = false;            // nobody listens at its address any more
+  uint32_t member;                 // of the port's agenda, once there is a lane
+  // Nobody listens at the other end of this path any more. What the peer sent before that may wait in a socket still.
+  const UdpPath* refused = nullptr;
+  uint64_t refused_us = 0;
+  bool is_gone = false;                                               // refused, and all that it sent is read
+  bool is_refused() const { return refused != nullptr && !is_gone; }  // it is not judged yet
 };
 
 }  // namespace sennit

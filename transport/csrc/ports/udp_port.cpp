@@ -193,15 +193,16 @@ bool UdpPort::send_round(uint64_t now_us) {
   ++next_turn_;
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)
-      if (sender->has_refused()) note_refused(*sender);
+      if (sender->has_refused()) note_refused(*sender, clock.now_us());
   agenda_.settle(now_us, [this](uint32_t member) {
     const Peer& peer = *connected_[member];
-    return peer.trial && peer.trial->has_due() ? 0 : peer.lane->next_visit_us();
+    const bool is_due = peer.is_refused() || (peer.trial && peer.trial->has_due());
+    return is_due ? 0 : peer.lane->next_visit_us();
   });
   return sent;
 }
 
-void UdpPort::note_refused(UdpSender& sender) {
+void UdpPort::note_refused(UdpSender& sender, uint64_t now_us) {
   for (const RefusedPacket& packet : sender.take_refused()) {
     for (const auto& peer : peers_) {
       if (!peer) continue;
@@ -213,8 +214,11 @@ void UdpPort::note_refused(UdpSender& sender) {
       its->error = ECONNREFUSED;
       if (!its->flow) continue;  // the trial judges that, or another family took its place
       trace::port_error(rank_, peer->rank, its->index, trace::PortError::refused, ECONNREFUSED);
-      peer->is_gone = true;
-      peer->lane->flow().on_peer_failed("is gone: nobody listens at " + text_of(packet.destination) + " any more");
+      peer->is_gone |= peer->lane->flow().ended();
+      if (peer->refused != nullptr) continue;
+      peer->refused = &*its;
+      peer->refused_us = now_us;
+      agenda_.wake(peer->member);
     }
   }
 }
@@ -222,6 +226,11 @@ void UdpPort::note_refused(UdpSender& sender) {
 bool UdpPort::send_from(Peer& peer, uint64_t now_us) {
   if (peer.trial && peer.trial->has_due()) send_probes(peer, now_us);
   flow::Flow& flow = peer.lane->flow();
+  // A peer that left may have sent the last that this rank waits for, and its goodbye, before its sockets closed.
+  if (peer.is_refused() && read_until_us_ > peer.refused_us) {
+    peer.is_gone = true;
+    flow.on_peer_failed("is gone: nobody listens at " + text_of(peer.refused->remote_listen) + " any more");
+  }
   if (read_until_us_ >= flow.next_timeout_us()) flow.on_timeout(now_us);
   bool sent = false;
   uint32_t path = 0;
@@ -268,15 +277,15 @@ void UdpPort::note_over_mtu(Peer& peer, UdpPath& path, uint64_t now_us) {
 }
 
 void UdpPort::check_on_peers(uint64_t now_us) {
-  if (now_us >= look_at_us_) look_for_refusals();
+  if (now_us >= look_at_us_) look_for_refusals(now_us);
   look_at_us_ = std::max(look_at_us_, now_us + REFUSALS_US);
 }
 
 // The next question may take another path, so the answer to the last one is fetched now.
-void UdpPort::look_for_refusals() {
+void UdpPort::look_for_refusals(uint64_t now_us) {
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)
-      if (sender->look_for_refusals()) note_refused(*sender);
+      if (sender->look_for_refusals()) note_refused(*sender, now_us);
 }
 
 void UdpPort::send_abort(Peer& peer, std::string_view reason) {
@@ -290,11 +299,11 @@ void UdpPort::send_abort(Peer& peer, std::string_view reason) {
 
 // Flows that have ended send nothing on their own, so this repeats the last notice. A peer that lives and has not heard
 // of the end hears it now, and the kernel reports peers that are gone. It uses every rail, because some may be dead.
-std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
+std::vector<uint32_t> UdpPort::find_gone(uint64_t now_us) {
   std::vector<uint32_t> gone;
   for (Peer* peer : connected_)
     if (!peer->is_gone && peer->lane->flow().ended()) send_abort(*peer, farewell_);
-  look_for_refusals();
+  look_for_refusals(now_us);
   for (const Peer* peer : connected_)
     if (peer->is_gone) gone.push_back(peer->rank);
   return gone;
@@ -302,8 +311,10 @@ std::vector<uint32_t> UdpPort::find_gone(uint64_t) {
 
 uint64_t UdpPort::next_timeout_us() const {
   uint64_t earliest_us = agenda_.next_due_us();
-  for (const uint32_t member : agenda_.ready())
+  for (const uint32_t member : agenda_.ready()) {
+    if (connected_[member]->is_refused()) return last_now_us_;
     earliest_us = std::min(earliest_us, connected_[member]->lane->flow().next_timeout_us());
+  }
   for (const auto& rail : rails_)
     for (const auto& sender : rail->senders)
       if (sender->is_blocked()) return last_now_us_ + BLOCKED_RETRY_US;

@@ -94,8 +94,8 @@ class UdpPort final : public TriedPort {
   bool send_from(Peer& peer, uint64_t now_us);
   void send_abort(Peer& peer, std::string_view reason);  // sends over every rail, once
   void note_over_mtu(Peer& peer, UdpPath& path, uint64_t now_us);
-  void note_refused(UdpSender& sender);
-  void look_for_refusals();
+  void note_refused(UdpSender& sender, uint64_t now_us);
+  void look_for_refusals(uint64_t now_us);
   void send_farewells(uint64_t now_us);
   uint32_t next_key();
 

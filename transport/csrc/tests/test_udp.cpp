@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -287,6 +288,32 @@ TEST_CASE("a peer whose process ended is noticed by the one that waits for it") 
     CHECK(waiting.lost_reason.find("nobody listens at") != std::string::npos);
     CHECK(waiting.lost_reason.find(address) != std::string::npos);
   }
+}
+
+TEST_CASE("what a peer sent before its process ended is read before the peer is taken for gone") {
+  constexpr size_t MESSAGE_COUNT = 60;  // more batches than one call of progress() reads
+  Rank reading(0, config_for("::1"));
+  auto leaving = std::make_unique<Rank>(1, config_for("::1"));
+  reading.port.connect(1, leaving->port.local_info(), reading);
+  leaving->port.connect(0, reading.port.local_info(), *leaving);
+  const std::vector<std::byte> word(8);
+  for (uint64_t key = 0; key < MESSAGE_COUNT; ++key)
+    REQUIRE(leaving->port.lane(0).send_eager({key, 9, word.size()}, EAGER_DATA, word.data()));
+  while (leaving->port.progress(now_us())) {
+  }
+  leaving->port.close();
+  leaving.reset();
+
+  // Its sockets are closed, so this is refused.
+  REQUIRE(reading.port.lane(1).send_eager({0, 9, word.size()}, EAGER_DATA, word.data()));
+  const uint64_t deadline_us = now_us() + 30'000'000;
+  while (reading.lost_reason.empty()) {
+    reading.port.lane(1).expect(now_us());
+    reading.port.check_on_peers(now_us());
+    reading.port.progress(now_us());
+    REQUIRE(now_us() < deadline_us);
+  }
+  CHECK(reading.eager_received.size() == MESSAGE_COUNT);
 }
 
 TEST_CASE("a peer that does not run is noticed by the one that waits for it, one that runs is not taken for dead") {
