@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime import whole_run
-from tests.runtime.test_ingest_train import MODEL, port, train
+from tests.runtime.test_ingest_train import MODEL, port
+from tests.runtime.whole_run import train
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -62,17 +62,17 @@ def test_weights_are_those_of_a_run_that_reads_the_files(tmp_path: Path, port: i
     for number in range(2):
         parquet.write_table(part(rng), folder / f"part-{number}.parquet", row_group_size=128)
     schema.write_text(SCHEMA)
-    fed, sent = tmp_path / "fed.json", tmp_path / "sent.json"
+    sent = tmp_path / "sent.json"
     data = ["--data", str(folder), "--schema", str(schema)]
-    expected = whole_run.train(tmp_path / "memory.json", *MODEL, *data)
+    expected = train(tmp_path / "memory.json", *MODEL, *data)
     options = ["--schema", str(schema), "--to", f"127.0.0.1:{port}", "--workers", "2", "--timeout", "60"]
     command = [sys.executable, "-m", "sennit", "feed", str(folder), *options, "--json", str(sent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as feed:
         try:
-            done = train("--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "60", "--json", str(fed))
-            assert done.returncode == 0, done.stderr
+            target = ["--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "60"]
+            fed = train(tmp_path / "fed.json", *MODEL, *target)
             assert feed.wait(30) == 0, feed.stdout and feed.stdout.read()
         finally:
             feed.kill()
-    assert json.loads(fed.read_text())["weights_sha256"] == expected["weights_sha256"]
-    assert json.loads(sent.read_text())["counters"]["records"] >= json.loads(fed.read_text())["ingest"]["records"]
+    assert fed["weights_sha256"] == expected["weights_sha256"]
+    assert json.loads(sent.read_text())["counters"]["records"] >= fed["ingest"]["records"]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import socket
 import subprocess
@@ -11,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,21 +21,11 @@ from sennit.runtime.data import sources
 from sennit.runtime.data.sources import Source
 from sennit.runtime.training.command import main
 from sennit.runtime.training.config import TrainingConfig
-from tests.runtime import whole_run
+from tests.runtime.whole_run import train
 
 SAMPLES, ROW_LIMIT = "600", "200"
 MODEL = ["--batch-size", "64", "--dim", "4", "--bottom", "8", "--top", "8"]
 MEMORY = ["--data", "synthetic", "--samples", SAMPLES, "--row-limit", ROW_LIMIT]
-
-
-def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sennit.runtime.training", *MODEL, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 @contextmanager
@@ -67,27 +55,20 @@ def port() -> int:
     raise AssertionError("no two free ports")
 
 
-def report(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
-
-
 @pytest.mark.slow
 def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path, port: int) -> None:
     """Saves a checkpoint in the second epoch. Another run is fed the rest.
 
     The second run begins with a later batch and takes each batch ahead, because its tables are in a file.
     """
-    fed, rest = tmp_path / "fed.json", tmp_path / "rest.json"
     saved = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "11"]
-    expected = whole_run.train(tmp_path / "memory.json", *MODEL, *MEMORY, "--ranks", "2")
+    expected = train(tmp_path / "memory.json", *MODEL, *MEMORY, "--ranks", "2")
     target = ["--ingest", f"cpu://127.0.0.1:{port}", "--ranks", "2", "--timeout", "60"]
     with feeder(port) as process:
-        done = train(*target, *saved, "--json", str(fed), "--sketch", str(tmp_path / "ids.sketch"))
-        assert done.returncode == 0, done.stderr
+        fed = train(tmp_path / "fed.json", *MODEL, *target, *saved, "--sketch", str(tmp_path / "ids.sketch"))
         assert process.wait(30) == 0, process.stdout and process.stdout.read()
-    assert report(fed)["weights_sha256"] == expected["weights_sha256"]
-    counted = report(fed)["ingest"]
+    assert fed["weights_sha256"] == expected["weights_sha256"]
+    counted = fed["ingest"]
     assert counted["target"] == f"cpu://127.0.0.1:{port}"
     # Two epochs of eight steps, and sixty held-back rows.
     assert counted["records"] == 2 * (8 * 64 + 60)
@@ -98,11 +79,10 @@ def test_weights_are_those_of_a_run_from_memory_also_when_resumed(tmp_path: Path
     (tmp_path / "saved" / "step-000000016").rename(tmp_path / "lost")
     with feeder(port):
         stored = ["--table-store", str(tmp_path / "rows"), "--table-memory", "256KiB"]
-        done = train(*target, *saved, *stored, "--resume", "--json", str(rest))
-        assert done.returncode == 0, done.stderr
-    assert report(rest)["steps"] == {"first": 11, "last": 16}
-    assert report(rest)["ingest"]["records"] == 5 * 64 + 60
-    assert report(rest)["weights_sha256"] == expected["weights_sha256"]
+        rest = train(tmp_path / "rest.json", *MODEL, *target, *saved, *stored, "--resume")
+    assert rest["steps"] == {"first": 11, "last": 16}
+    assert rest["ingest"]["records"] == 5 * 64 + 60
+    assert rest["weights_sha256"] == expected["weights_sha256"]
 
 
 def check_sketch(found: Sketch, *, ranks: int) -> None:
@@ -126,21 +106,19 @@ def check_sketch(found: Sketch, *, ranks: int) -> None:
 
 
 @pytest.mark.slow
-def test_feeders_are_told_why_a_run_failed(port: int) -> None:
+def test_feeders_are_told_why_a_run_failed(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     rates = ["--dense-optimizer", "sgd", "--dense-rate", "900", "--sparse-rate", "900"]
     with feeder(port) as process:
-        done = train("--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "60", *rates)
-        assert done.returncode == 1
-        assert "error: rank 0: loss is " in done.stderr
+        told = refusal(["--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "60", *rates], capsys)
+        assert "error: rank 0: loss is " in told
         said, _ = process.communicate(timeout=30)
     assert process.returncode == 1
     assert "error: rank 0: loss is " in said
 
 
-def test_without_a_feeder_it_ends_at_the_deadline(port: int) -> None:
-    done = train("--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "1")
-    assert done.returncode == 1
-    assert f"no feeder came to 127.0.0.1 port {port} within 1 s" in done.stderr
+def test_without_a_feeder_it_ends_at_the_deadline(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refusal(["--ingest", f"cpu://127.0.0.1:{port}", "--timeout", "1"], capsys)
+    assert f"no feeder came to 127.0.0.1 port {port} within 1 s" in told
 
 
 @pytest.mark.parametrize(
