@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sennit.transport.calibration import DEFAULTS
 from sennit.transport.hosts import Hosts
-from sennit.transport.selection import Collective, Selection, Work
+from sennit.transport.selection import OF_PARTS, Collective, Selection, Work, size_class
 from sennit.transport.sizes import format_size
 
 if TYPE_CHECKING:
@@ -32,13 +32,18 @@ def explain(
         hosts=Hosts.equal(ranks, hosts), forced=forced, near=calibration.shared_memory, far=calibration.network
     )
     rated = selection.rate(collective, size_bytes=size_bytes)
+    chosen, why = selection.choose(rated), _reason(forced, rated)
+    if collective in OF_PARTS:
+        chosen, rounded_bytes = selection.of_parts(collective, size_bytes), 1 << size_class(size_bytes)
+        if forced is None and rounded_bytes != size_bytes:
+            why += f" for {format_size(rounded_bytes)}"
     return {
         "collective": str(collective),
         "size_bytes": size_bytes,
         "ranks": ranks,
         "hosts": hosts,
-        "chosen": str(selection.choose(rated)),
-        "why": _reason(forced, rated),
+        "chosen": str(chosen),
+        "why": why,
         "constants": calibration.source,
         "algorithms": [
             {

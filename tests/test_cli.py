@@ -59,6 +59,7 @@ def test_the_reference_has_every_command() -> None:
         (["allreduce", "16MiB", "--ranks", "64", "--hosts", "8"], "", "hierarchical", "the least time by the model"),
         (["allreduce", "16MiB"], "halving", "halving", "set by SENNIT_ALGORITHM"),
         (["alltoall", "512B", "--hosts", "8"], "", "bruck", "the least time by the model"),
+        (["alltoall", "9KiB", "--hosts", "2"], "", "hierarchical", "the least time by the model for 16 KiB"),
         (["gather", "64KiB", "--ranks", "64", "--hosts", "64"], "", "tree", "the least time by the model"),
         (["reduce_scatter", "4KiB"], "one_shot", "direct", "SENNIT_ALGORITHM=one_shot does not run here"),
     ],

@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.transport import algorithms
+from sennit.transport.algorithms.reduce_scatter_counted import piece_counts, pieces_of
 from sennit.transport.config import Algorithm
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, Plan
-from sennit.transport.selection import Collective, Selection
+from sennit.transport.selection import Collective, Selection, size_class
 from sennit.transport.tree import given_spans
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -154,6 +155,16 @@ class ArrayCollectives(ABC):
         output = np.empty((rows[self.rank], *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
         elements = tuple(count * row_elements for count in rows)
+        is_direct = self.selection.of_parts(Collective.REDUCE_SCATTER, given.nbytes) is Algorithm.DIRECT
+        if is_direct and len(set(elements)) > 1:
+            pieces = pieces_of(elements, dtype.item_bytes)
+            self._run(
+                _Call(algorithms.reduce_scatter_counted, self, pieces=pieces, dtype=dtype, op=op),
+                [given, output],
+                scalar=scalar,
+                counts=piece_counts(elements, dtype.item_bytes, pieces),
+            )
+            return output
         self._run(
             _Call(self.selection.reduce_scatter, self, counts=elements, dtype=dtype, op=op),
             [given, output],
@@ -229,9 +240,9 @@ class ArrayCollectives(ABC):
         output = np.empty((sum(received), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
         is_equal = send_counts is None and recv_counts is None
-        if is_equal and self.selection.of_parts(Collective.ALLTOALL, given.nbytes) is Algorithm.BRUCK:
-            plan = _Call(algorithms.alltoall_bruck, self, elements=sent[0] * row_elements, **_movement(given))
-            self._run(plan, [given, output])
+        if is_equal and self.selection.of_parts(Collective.ALLTOALL, given.nbytes) is not Algorithm.DIRECT:
+            staged = _Call(self.selection.alltoall, self, size_class=size_class(given.nbytes), **_movement(given))
+            self._run(staged, [given, output], counts=[sent[0] * row_elements])
             return output
         self._run(
             _Call(algorithms.alltoall, self, **_movement(given)),

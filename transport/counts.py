@@ -65,6 +65,7 @@ def with_counts(plan: Plan, counts: Sequence[int]) -> Plan:
     return replace(
         plan,
         count_count=0,
+        equal_counts=False,
         unit_bytes=0,
         buffer_bytes=tuple(binder.number(size_bytes) for size_bytes in plan.buffer_bytes),
         steps=tuple(binder.step(number, step) for number, step in enumerate(plan.steps)),
@@ -73,15 +74,17 @@ def with_counts(plan: Plan, counts: Sequence[int]) -> Plan:
 
 class _Binder:
     def __init__(self, plan: Plan, counts: Sequence[int]) -> None:
-        if len(counts) != plan.count_count:
-            raise ArgumentError(f"plan {plan.name} takes {plan.count_count} counts, {len(counts)} given")
-        self._name = plan.name
+        taken = 1 if plan.equal_counts else plan.count_count
+        if len(counts) != taken:
+            raise ArgumentError(f"plan {plan.name} takes {taken} counts, {len(counts)} given")
+        self._name, self._scratch = plan.name, plan.scratch
+        share = plan.count_count if plan.equal_counts else 1
         self._starts = [0]
         for index, count in enumerate(counts):
-            left = (COUNTED_MAX_BYTES - self._starts[-1]) // plan.unit_bytes
+            left = (COUNTED_MAX_BYTES - self._starts[-1]) // plan.unit_bytes // share
             if not 0 <= count <= left:
                 raise ArgumentError(f"plan {plan.name}: count {index} is {count}; allowed: 0..{left}")
-            self._starts.append(self._starts[-1] + count * plan.unit_bytes)
+            self._starts += [self._starts[-1] + (number + 1) * count * plan.unit_bytes for number in range(share)]
 
     def number(self, value: int) -> int:
         return self._starts[value.end] - self._starts[value.first] if isinstance(value, CountRange) else value
@@ -91,13 +94,23 @@ class _Binder:
         match step:
             case Send():
                 return replace(step, source=self._source(number, step), size_bytes=size_bytes)
+            case Recv(buffer=None) if not size_bytes:
+                # An empty message is no loan.
+                return replace(step, buffer=self._scratch, size_bytes=0)
             case Recv():
                 return replace(step, offset=self._offset(number, step, step.offset), size_bytes=size_bytes)
             case Copy():
                 offset = self._offset(number, step, step.offset)
                 return replace(step, source=self._source(number, step), offset=offset, size_bytes=size_bytes)
+            case Reduce() if not size_bytes:
+                nothing = Operand(self._scratch)
+                return Copy(nothing, self._scratch, 0, 0, step.after)
             case Reduce():
-                return step
+                offset = self._offset(number, step, step.offset)
+                operands = tuple(
+                    replace(operand, offset=self._offset(number, step, operand.offset)) for operand in step.operands
+                )
+                return replace(step, operands=operands, offset=offset, size_bytes=size_bytes)
 
     def _source(self, number: int, step: Send | Copy) -> Operand:
         return replace(step.source, offset=self._offset(number, step, step.source.offset))

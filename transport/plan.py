@@ -87,6 +87,8 @@ class Reduce:
 
     def bytes_of(self, operand: Operand) -> int:
         """The size of one of its operands, which may be wider than the result, or narrower."""
+        if self.size_bytes >> 63:  # a range of counts, which has no partial sums
+            return self.size_bytes
         elements = self.size_bytes // _item_bytes(self.dtype, self.gives_partial)
         return elements * _item_bytes(self.dtype, operand.is_partial)
 
@@ -115,6 +117,8 @@ class Plan:
     """Whether the caller's buffers are device memory: then only COPY steps touch them (device_plan.py)."""
     count_count: int = 0
     """How many counts a post gives. Sizes, offsets and `buffer_bytes` may be ranges of them (counts.py)."""
+    equal_counts: bool = False
+    """Whether all counts are equal: then a post gives one in place of all."""
     unit_bytes: int = 0
     """The bytes of one counted element; 0 if the plan takes no counts."""
 
@@ -178,6 +182,7 @@ class PlanBuilder:
         scratch_bytes: int = 0,
         leaves: int | None = None,
         count_count: int = 0,
+        equal_counts: bool = False,
         unit_bytes: int = 0,
     ) -> None:
         """`leaves`: one a rank by default."""
@@ -189,6 +194,7 @@ class PlanBuilder:
         self._scratch_bytes = scratch_bytes
         self._leaves = world if leaves is None else leaves
         self._count_count = count_count
+        self._equal_counts = equal_counts
         self._unit_bytes = unit_bytes
         self._steps: list[Step] = []
 
@@ -241,6 +247,7 @@ class PlanBuilder:
             buffer_bytes=self._buffer_bytes,
             scratch_bytes=self._scratch_bytes,
             count_count=self._count_count,
+            equal_counts=self._equal_counts,
             unit_bytes=self._unit_bytes,
             steps=tuple(self._steps),
             leaves=self._leaves,

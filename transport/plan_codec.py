@@ -23,6 +23,7 @@ VERSION: Final = 2
 FLAG_LOAN: Final = 1  # of a RECV
 FLAG_PARTIAL: Final = 2  # of a REDUCE: its result
 FLAG_ON_DEVICE: Final = 1  # of the header
+FLAG_EQUAL_COUNTS: Final = 2  # of the header
 SEND, RECV, COPY, REDUCE = range(4)
 # Where an operand's `kind` holds: whether it is a view, whether a partial sum, and the combinations that follow it.
 VIEW: Final = 1
@@ -126,7 +127,7 @@ def encode(plan: Plan) -> bytes:
     edges = waiting[order].astype("<u4")
 
     encoded_name = plan.name.encode()
-    flags = FLAG_ON_DEVICE if plan.on_device else 0
+    flags = plan.on_device * FLAG_ON_DEVICE | plan.equal_counts * FLAG_EQUAL_COUNTS
     header = HEADER.pack(
         MAGIC, VERSION, len(plan.buffer_bytes), plan.world, plan.rank, plan.signature,
         count, len(operands), len(edges), len(encoded_name), plan.scratch_bytes, flags,
@@ -192,6 +193,7 @@ def decode(data: bytes) -> Plan:
         leaves=leaves,
         on_device=bool(flags & FLAG_ON_DEVICE),
         count_count=count_count,
+        equal_counts=bool(flags & FLAG_EQUAL_COUNTS),
         unit_bytes=unit_bytes,
     )
 

@@ -45,6 +45,10 @@ class Collective(StrEnum):
     """Of equal parts."""
 
 
+# They choose for a size that is rounded up to a power of two.
+OF_PARTS: Final = (Collective.ALLGATHER, Collective.GATHER, Collective.ALLTOALL)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
     """Seconds that the parts of a collective take, for one way between ranks."""
@@ -63,6 +67,10 @@ class Costs:
 
 # Of parts that ranks pass on for others. They lie in scratch, a few times over.
 STAGED_MAX_BYTES: Final = 1 << 20
+# Of a message in an alltoall by host. More is sent faster while parts are still gathered.
+STREAM_MAX_BYTES: Final = 16_384
+# All classes below the largest size that a tensor can have.
+SIZE_CLASSES: Final = 63
 # With more peers the dearer bytes were not measured.
 PEERS_MAX: Final = 8
 SHARED_MEMORY: Final = Costs(round_s=2.5e-6, message_s=0.8e-6, byte_s=0.05e-9, peer_share=0, fold_byte_s=0.08e-9)
@@ -101,6 +109,11 @@ class Work:
 
     def seconds(self, near: Costs, far: Costs) -> float:
         return self.near.seconds(near) + self.far.seconds(far) + self.folded_bytes * near.fold_byte_s
+
+
+def size_class(size_bytes: int) -> int:
+    """Returns the number of a size, rounded up to a power of two."""
+    return max(size_bytes - 1, 0).bit_length()
 
 
 def work_of(
@@ -216,12 +229,46 @@ def _parts(collective: Collective, algorithm: Algorithm, hosts: Hosts, size_byte
         if algorithm is not Algorithm.RING or world < 2:
             return None
         return _in_rounds(hosts, Traffic(world - 1, world - 1, 1, part_bytes * (world - 1)), 0)
-    if algorithm is not Algorithm.BRUCK or world < 2 or size_bytes > STAGED_MAX_BYTES:
+    if world < 2 or size_bytes > STAGED_MAX_BYTES:
+        return None
+    if algorithm is Algorithm.HIERARCHICAL and 1 < len(hosts.spans) < world and _streams(hosts, part_bytes):
+        return _alltoall_by_hosts(hosts, part_bytes)
+    if algorithm is not Algorithm.BRUCK:
         return None
     sent_bytes = part_bytes * sum(way.bit_count() for way in range(world))
     all_rounds = Traffic(levels, levels, levels, sent_bytes)
     # A part is copied before each message, and at the end.
     return _in_rounds(hosts, all_rounds, sent_bytes + part_bytes * (world - 1))
+
+
+def _streams(hosts: Hosts, part_bytes: float) -> int:
+    """How many streams of an alltoall by host go from one host to another; 0: their messages would be too large."""
+    width = max(span.high - span.low for span in hosts.spans)
+    if part_bytes * width > STREAM_MAX_BYTES:
+        return 0
+    return 1 if part_bytes * width**2 <= STREAM_MAX_BYTES else width
+
+
+def _alltoall_by_hosts(hosts: Hosts, part_bytes: float) -> Work:
+    width, streams = min(span.high - span.low for span in hosts.spans), _streams(hosts, part_bytes)
+    near, far = _peers(hosts)
+    targets = -(-width // streams)
+    sent = -(-far // targets // width)
+    # To the senders of streams, to the neighbours, and to those whose parts a stream brought.
+    gives = [far - sent * targets, near, sent * (targets - 1)]
+    takes = [sent * targets * near, near]
+    return Work(
+        near=Traffic(
+            1 + (targets > 1),
+            math.ceil((sum(gives) + sum(takes)) / 2),
+            near,
+            (gives[0] + near + gives[2] * width) * part_bytes,
+        ),
+        # On average: the ranks share the link of their host.
+        far=Traffic(1, sent, sent, far * part_bytes),
+        # The own part is copied before each message.
+        folded_bytes=sent * targets * part_bytes,
+    )
 
 
 def _to_root(algorithm: Algorithm, hosts: Hosts, size_bytes: int, partial_ratio: float, *, folds: bool) -> Work | None:
@@ -378,8 +425,34 @@ class Selection:
         return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, root=root, in_place=in_place)
 
     def of_parts(self, collective: Collective, size_bytes: int) -> Algorithm:
-        """Returns the one for an allgather, or a gather or alltoall of equal parts, of `size_bytes` in all."""
-        return self.choose(self.rate(collective, size_bytes=size_bytes))
+        """Returns the one for an allgather, or a gather or alltoall of equal parts, of `size_bytes` in all, and for a
+        reduce_scatter of uneven shares.
+
+        It is the same for all sizes that round up to one power of two.
+        """
+        return self.choose(self.rate(collective, size_bytes=1 << size_class(size_bytes)))
+
+    def staged_classes(self, collective: Collective) -> int:
+        """Returns a bit for each size class in which `of_parts` is not the direct algorithm."""
+        return sum(
+            1 << number
+            for number in range(1, SIZE_CLASSES)
+            if self.of_parts(collective, 1 << number) is not Algorithm.DIRECT
+        )
+
+    def alltoall(self, *, world: int, rank: int, size_class: int, item_bytes: int, type_code: int) -> Plan:
+        """Returns a plan for equal parts of `1 << size_class` bytes in all, or less, that is not direct.
+
+        Count: the elements of a part. Buffers: `[input, output]`.
+        """
+        compile_plan: Callable[..., Plan] = algorithms.alltoall_bruck
+        part_bytes_max = (1 << size_class) // world
+        if self.of_parts(Collective.ALLTOALL, 1 << size_class) is Algorithm.HIERARCHICAL:
+            streams = _streams(self.hosts, part_bytes_max)
+            compile_plan = functools.partial(algorithms.alltoall_by_host, hosts=self.hosts, streams=streams)
+        return compile_plan(
+            world=world, rank=rank, part_bytes_max=part_bytes_max, item_bytes=item_bytes, type_code=type_code
+        )
 
     def _choose(
         self, collective: Collective, elements: int, dtype: Dtype, candidates: Sequence[Algorithm]

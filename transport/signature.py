@@ -12,6 +12,10 @@ from typing import Final
 
 # The top bit of the reduce op's byte.
 ON_DEVICE: Final = 1 << 47
+# Of an alltoall or allgather, which have no root: the algorithm, if it is not the direct one.
+BRUCK: Final = 1
+BY_HOST: Final = 2
+RING: Final = 3
 
 
 class Kind(IntEnum):

@@ -91,9 +91,9 @@ def test_neighbours_by_shm_and_strangers_by_udp(hosts: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("hosts", ["aaabb", "aabb"])
-def test_hosts_fold_first(hosts: str, tmp_path: Path) -> None:
+def test_hosts_fold_or_gather_first(hosts: str, tmp_path: Path) -> None:
     hierarchical = {"SENNIT_ALGORITHM": "hierarchical"}
-    run_ranks("reductions,overlapping", len(hosts), "auto", tmp_path, 1, hosts=hosts, variables=[hierarchical])
+    run_ranks("reductions,movement,overlapping", len(hosts), "auto", tmp_path, 1, hosts=hosts, variables=[hierarchical])
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])

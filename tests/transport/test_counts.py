@@ -20,14 +20,17 @@ from hypothesis.strategies import DataObject
 pytest.importorskip("sennit.transport._core", reason="the native core is not built")
 
 from sennit.transport import _core, algorithms, reference
+from sennit.transport.algorithms.reduce_scatter_counted import piece_counts, pieces_of
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config, TransportKind
 from sennit.transport.counts import COUNTED_MAX_BYTES, CountRange
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError, PeerError
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Operand, Plan, PlanBuilder
 from sennit.transport.signature import Kind, signature
 from sennit.transport.store import FileStore
+from sennit.transport.tree import Span
 
 Bytes = npt.NDArray[np.uint8]
 WORLD = 3
@@ -134,6 +137,69 @@ def test_one_part_a_rank_of_any_size(
         return algorithm(world=WORLD, rank=rank, item_bytes=1, **rooted)
 
     compare(groups, seed, (algorithm.__name__, root), compile_plan, [counts] * WORLD)
+
+
+@settings(max_examples=40)
+@given(st.lists(sizes, min_size=WORLD, max_size=WORLD), st.booleans(), st.integers(0, 2**32 - 1))
+def test_reduce_scatter_of_any_counts(
+    groups: list[Communicator], share_bytes: list[int], list_input: bool, seed: int
+) -> None:
+    counts = [size_bytes // 4 for size_bytes in share_bytes]
+    pieces = pieces_of(counts, 4)
+
+    def compile_plan(rank: int) -> Plan:
+        return algorithms.reduce_scatter_counted(
+            world=WORLD, rank=rank, pieces=pieces, dtype=Dtype.I32, op=ReduceOp.SUM, list_input=list_input
+        )
+
+    key = ("reduce_scatter", list_input, pieces)
+    compare(groups, seed, key, compile_plan, [piece_counts(counts, 4, pieces)] * WORLD)
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(["bruck", "host"]), st.sampled_from([1, 2]), st.integers(0, 500), st.integers(0, 2**32 - 1))
+def test_alltoall_of_one_count(groups: list[Communicator], way: str, streams: int, elements: int, seed: int) -> None:
+    def compile_plan(rank: int) -> Plan:
+        whole: dict[str, Any] = {"world": WORLD, "rank": rank, "part_bytes_max": 1_500, "item_bytes": 3}
+        if way == "bruck":
+            return algorithms.alltoall_bruck(**whole)
+        return algorithms.alltoall_by_host(**whole, hosts=Hosts((Span(0, 2), Span(2, 3))), streams=streams)
+
+    compare(groups, seed, (way, streams), compile_plan, [[elements]] * WORLD)
+
+
+@pytest.mark.parametrize(
+    ("compile_plan", "counts", "words"),
+    [
+        (
+            lambda: algorithms.reduce_scatter_counted(world=3, rank=0, pieces=1, dtype=Dtype.U8, op=ReduceOp.MAX),
+            [131_073, 1, 1],
+            "is a loan of 131073 bytes; allowed: 0..131072",
+        ),
+        (
+            lambda: algorithms.alltoall_bruck(world=3, rank=0, part_bytes_max=4, item_bytes=4),
+            [2],
+            "a step reaches beyond the scratch",
+        ),
+        (
+            lambda: algorithms.alltoall_bruck(world=3, rank=0, part_bytes_max=4, item_bytes=4),
+            [-1],
+            "count 0 is -1; allowed: 0..",
+        ),
+        (
+            lambda: algorithms.alltoall_bruck(world=3, rank=0, part_bytes_max=4, item_bytes=4),
+            [1, 1],
+            "the plan takes 1 counts, 2 given",
+        ),
+    ],
+)
+def test_counts_that_a_plan_has_no_room_for_send_nothing(
+    groups: list[Communicator], compile_plan: Callable[[], Plan], counts: list[int], words: str
+) -> None:
+    before = groups[0].sequence
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        groups[0].post(words, compile_plan, [np.zeros(200_000, np.uint8) for _ in range(2)], counts=counts)
+    assert groups[0].sequence == before
 
 
 @settings(max_examples=150)
@@ -267,6 +333,8 @@ def test_new_counts_compile_no_plan(groups: list[Communicator], monkeypatch: pyt
             every = [rows + other for other in range(WORLD)]
             got = group.allgather(np.full(every[rank], rank, np.int16), counts=every)
             np.testing.assert_array_equal(got, np.repeat(np.arange(WORLD), every))
+            got = group.reduce_scatter(np.full(sum(every), rank, np.int16), counts=every)
+            np.testing.assert_array_equal(got, np.full(every[rank], sum(range(WORLD)), np.int16))
             group.gather(np.zeros(rows, np.int16), 1)
             group.scatter(np.zeros((WORLD, rows) if rank == 1 else rows, np.int16), 1)
             if rank == 0:
@@ -278,8 +346,10 @@ def test_new_counts_compile_no_plan(groups: list[Communicator], monkeypatch: pyt
             list(pool.map(call, groups))
         return list(compiled)
 
-    assert len(call_all(3)) == 4 * WORLD + 2
-    assert [call_all(rows) for rows in (4, 70_000, 0, 1)] == [[]] * 4
+    assert len(call_all(3)) == 5 * WORLD + 2
+    # The shares of a reduce_scatter take more pieces.
+    assert call_all(70_000) == ["reduce_scatter"] * WORLD
+    assert [call_all(rows) for rows in (4, 69_000, 0, 1)] == [[]] * 4
 
 
 def counted(*steps: Callable[[PlanBuilder], object], unit_bytes: int = 4) -> Plan:
@@ -311,14 +381,42 @@ def counted(*steps: Callable[[PlanBuilder], object], unit_bytes: int = 4) -> Pla
             "step 0 reaches beyond the last of the plan's counts",
         ),
         (counted(lambda b: b.send(1, 0, Operand(0, CountRange(0, 1)), 8)), "step 0 moves a fixed size at a place"),
-        (counted(lambda b: b.loan(1, 0, CountRange(0, 1))), "step 0 is a loan"),
+        (counted(lambda b: b.loan(1, 0, CountRange(0, 1))), "nobody reads the loan of step 0"),
         (
             counted(lambda b: b.copy(Operand(b.loan(1, 0, 8), 0, True), 0, 0, CountRange(0, 1))),
             "step 1 reads beyond a loan",
         ),
         (
-            counted(lambda b: b.reduce([Operand(0)], 0, 0, CountRange(0, 1), dtype=Dtype.F32, op=ReduceOp.SUM)),
-            "step 0 reduces a counted size",
+            counted(lambda b: b.copy(Operand(b.loan(1, 0, CountRange(0, 1)), 0, True), 0, 0, CountRange(0, 2))),
+            "step 1 reads beyond a loan",
+        ),
+        (
+            counted(lambda b: b.copy(Operand(b.loan(1, 0, CountRange(0, 1)), 0, True), 0, 0, 4)),
+            "step 1 reads beyond a loan",
+        ),
+        (
+            counted(lambda b: b.reduce([Operand(0)], 0, 4, CountRange(0, 1), dtype=Dtype.F32, op=ReduceOp.SUM)),
+            "step 0 writes over part of an operand",
+        ),
+        (
+            counted(lambda b: b.reduce([Operand(0)], 1, 0, CountRange(0, 1), dtype=Dtype.F64, op=ReduceOp.SUM)),
+            "step 0 reduces part of an element",
+        ),
+        (
+            counted(
+                lambda b: b.reduce(
+                    [Operand(0, is_partial=True)], 1, 0, CountRange(0, 1), dtype=Dtype.F16, op=ReduceOp.SUM
+                )
+            ),
+            "step 0 reads partial sums of a counted size",
+        ),
+        (
+            counted(
+                lambda b: b.reduce(
+                    [Operand(0)], 1, 0, CountRange(0, 1), dtype=Dtype.F32, op=ReduceOp.SUM, gives_partial=True
+                )
+            ),
+            "step 0 makes partial sums of a counted size",
         ),
         (
             counted(lambda b: b.send(1, 0, Operand(0), CountRange(0, 1)), unit_bytes=0),

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
 from sennit.transport import algorithms, reference
+from sennit.transport.algorithms.reduce_scatter_counted import piece_counts, pieces_of
 from sennit.transport.device_plan import cut_messages, for_device
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import ANY_PEER, MAX_LOAN_BYTES, Plan, Recv, Send
+from sennit.transport.plan_check import check
 from sennit.transport.plan_codec import decode
 from tests.transport.algorithm_runs import (
     Array,
@@ -36,6 +40,20 @@ arithmetic = st.sampled_from(
     [(dtype, op) for dtype in Dtype for op in sorted(reduce_ops(dtype))],
 )
 item_sizes = st.sampled_from([1, 2, 4, 8, 16, 3])
+
+
+def hosts_of(widths: Sequence[int]) -> Hosts:
+    hosts = Hosts.of([host for host, width in enumerate(widths) for _ in range(width)])
+    assert hosts is not None
+    return hosts
+
+
+def staged_alltoall(
+    algorithm: Callable[..., Plan], hosts: Hosts, item_bytes: int, part_bytes_max: int, streams: int = 1
+) -> list[Plan]:
+    more = {"hosts": hosts, "streams": streams} if algorithm is algorithms.alltoall_by_host else {}
+    common = {"world": hosts.world, "item_bytes": item_bytes, "part_bytes_max": part_bytes_max}
+    return [algorithm(**common, **more, rank=rank) for rank in range(hosts.world)]
 
 
 def data_on_device(draw: DataObject) -> bool:
@@ -119,6 +137,35 @@ def test_reduce_scatter(
         for rank in range(world)
     ]  # fmt: skip
     check_reduce_scatter(run, data, plans, inputs(seed, world, sum(counts), dtype), kind, counts, form)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), worlds, counts_of, arithmetic, st.sampled_from(["one", "list", "aliased"]), seeds)
+def test_reduce_scatter_of_counts_at_run_time(
+    data: DataObject, world: int, counts: list[int], kind: tuple[Dtype, ReduceOp], form: str, seed: int
+) -> None:
+    dtype, op = kind
+    counts, pieces = counts[:world], data.draw(st.sampled_from([1, 2, 8]), "pieces")
+    plans = [
+        algorithms.reduce_scatter_counted(
+            world=world, rank=rank, pieces=pieces, dtype=dtype, op=op, list_input=form == "list"
+        )
+        for rank in range(world)
+    ]
+    assert all(decode(plan.encode()).steps == plan.steps for plan in plans)
+    fixed = [plan.with_counts(piece_counts(counts, dtype.item_bytes, pieces)) for plan in plans]
+    check_reduce_scatter(run, data, fixed, inputs(seed, world, sum(counts), dtype), kind, counts, form)
+
+
+@given(st.lists(st.integers(0, 3_000_000), min_size=1, max_size=9), st.sampled_from([1, 2, 8, 16]))
+def test_pieces_of_a_share_are_no_larger_than_a_loan(counts: list[int], item_bytes: int) -> None:
+    pieces = pieces_of(counts, item_bytes)
+    cut = np.reshape(piece_counts(counts, item_bytes, pieces), (-1, pieces))
+    assert cut.sum(axis=1).tolist() == counts
+    assert cut.max() * item_bytes <= MAX_LOAN_BYTES
+    assert pieces == 1 or cut.max() * item_bytes > MAX_LOAN_BYTES / 2 - 64
+    starts = np.cumsum(cut, axis=1)[:, :-1] * item_bytes
+    assert not ((starts % 64 != 0) & (cut[:, 1:] != 0)).any()
 
 
 @settings(max_examples=150, deadline=None)
@@ -274,33 +321,72 @@ def test_alltoall(
         np.testing.assert_array_equal(np.concatenate(outs), np.concatenate(expected[rank]))
 
 
+ways = st.one_of(
+    st.tuples(st.just(algorithms.alltoall_bruck), st.integers(1, 17).map(lambda world: Hosts.equal(world, 1))),
+    st.tuples(st.just(algorithms.alltoall_by_host), st.lists(st.integers(1, 5), min_size=1, max_size=5).map(hosts_of)),
+)
+
+
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(1, 17), st.integers(0, 40), item_sizes, seeds)
+@given(st.data(), ways, st.integers(0, 40), item_sizes, seeds)
 def test_alltoall_of_equal_parts_by_way_of_others(
-    data: DataObject, world: int, elements: int, item_bytes: int, seed: int
+    data: DataObject, way: tuple[Callable[..., Plan], Hosts], elements: int, item_bytes: int, seed: int
 ) -> None:
-    rng = np.random.default_rng(seed)
-    content = rng.integers(0, 256, (world, world, elements * item_bytes), np.uint8)
-    plans = [
-        algorithms.alltoall_bruck(world=world, rank=rank, elements=elements, item_bytes=item_bytes)
-        for rank in range(world)
-    ]
+    algorithm, hosts = way
+    world, part_bytes = hosts.world, elements * item_bytes
+    content = np.random.default_rng(seed).integers(0, 256, (world, world, part_bytes), np.uint8)
+    streams, more_bytes = data.draw(st.integers(1, 6), "streams"), data.draw(st.integers(0, 100), "more_bytes")
+    plans = staged_alltoall(algorithm, hosts, item_bytes, part_bytes + more_bytes, streams=streams)
     buffers = [[content[rank].reshape(-1).copy(), noise(content[rank].size)] for rank in range(world)]
-    check_plans(plans, plans, buffers)
-    run_in_any_order(data, plans, buffers)
+    counts = [[elements]] * world
+    check_plans(plans, [plan.with_counts(given) for plan, given in zip(plans, counts, strict=True)], buffers)
+    run_in_any_order(data, plans, buffers, counts)
     for rank in range(world):
         np.testing.assert_array_equal(buffers[rank][0], content[rank].reshape(-1))
         np.testing.assert_array_equal(buffers[rank][1], content[:, rank].reshape(-1))
 
 
+@pytest.mark.parametrize("streams", [1, 2, 5])
+@pytest.mark.parametrize("widths", [[4, 4], [1, 1, 1], [3, 3, 3], [7, 1, 1, 1], [1, 5], [2, 3, 4]])
+def test_messages_between_hosts_are_few_and_every_rank_sends_some(widths: list[int], streams: int) -> None:
+    hosts = hosts_of(widths)
+    far = [
+        (plan.rank, step.peer)
+        for plan in staged_alltoall(algorithms.alltoall_by_host, hosts, 1, 10, streams=streams)
+        for step in plan.steps
+        if isinstance(step, Send) and hosts.of_rank(step.peer) != hosts.of_rank(plan.rank)
+    ]
+    for host, span in enumerate(hosts.spans):
+        reached = [hosts.of_rank(target) for sender, target in far if hosts.of_rank(sender) == host]
+        others = set(range(len(widths))) - {host}
+        assert Counter(reached) == {other: min(streams, widths[other]) for other in others}
+        sent = [sum(sender == rank for sender, _ in far) for rank in range(*span)]
+        assert max(sent) - min(sent) <= 1 + len(others) * (len(set(widths)) > 1)
+
+
 def test_ranks_that_mix_alltoall_with_and_without_counts_find_out() -> None:
+    whole: dict[str, Any] = {"world": 2, "item_bytes": 1}
+    hosts = hosts_of([2])
     plans = [
-        algorithms.alltoall(world=2, rank=0, item_bytes=1),
-        algorithms.alltoall_bruck(world=2, rank=1, elements=3, item_bytes=1),
+        algorithms.alltoall(**whole, rank=0),
+        algorithms.alltoall_bruck(**whole, rank=1, part_bytes_max=3),
+        algorithms.alltoall_by_host(**whole, rank=1, part_bytes_max=3, hosts=hosts, streams=1),
     ]
     buffers = [[np.zeros(6, np.uint8), np.zeros(6, np.uint8)] for _ in range(2)]
-    with pytest.raises(MismatchError, match="alltoall"):
-        reference.run(plans, buffers, counts=[[3] * 4, []])
+    for other in plans[1:]:
+        with pytest.raises(MismatchError, match=r"alltoall of equal parts, by (Bruck|host), of uint8"):
+            reference.run([plans[0], other], buffers, counts=[[3] * 4, [3]])
+
+
+@pytest.mark.parametrize("algorithm", [algorithms.alltoall_bruck, algorithms.alltoall_by_host])
+def test_a_plan_of_equal_parts_takes_one_count_within_its_scratch(algorithm: Callable[..., Plan]) -> None:
+    plan = staged_alltoall(algorithm, hosts_of([2, 2]), 4, 10)[0]
+    assert decode(plan.encode()).equal_counts
+    with pytest.raises(ArgumentError, match="takes 1 counts, 8 given"):
+        plan.with_counts([1] * 8)
+    check(plan.with_counts([2]))
+    with pytest.raises(ArgumentError, match="beyond the scratch"):
+        check(plan.with_counts([3]))
 
 
 @settings(max_examples=30, deadline=None)

@@ -14,7 +14,7 @@ from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ConfigError
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Copy, Plan, Recv, Send
-from sennit.transport.selection import Collective, Selection, work_of
+from sennit.transport.selection import Collective, Selection, size_class, work_of
 from tests.transport.meeting import Recorder, meet
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -126,12 +126,50 @@ def test_a_reduce_scatter_has_two_algorithms() -> None:
 def test_the_model_knows_what_bruck_sends_and_copies(world: int) -> None:
     work = work_of(Algorithm.BRUCK, Collective.ALLTOALL, hosts=one_host(world), size_bytes=world * 100)
     assert work is not None
-    plan = algorithms.alltoall_bruck(world=world, rank=world - 1, elements=25, item_bytes=4)
+    plan = algorithms.alltoall_bruck(world=world, rank=world - 1, part_bytes_max=100, item_bytes=4)
+    plan = plan.with_counts([25])
     assert len(sends(plan)) == work.near.messages == work.near.rounds
     assert len({step.peer for step in sends(plan)}) == work.near.peers
     assert sum(step.size_bytes for step in sends(plan)) == work.near.sent_bytes
     copied = [step.size_bytes for step in plan.steps if isinstance(step, Copy)]
     assert sum(copied) - 100 == work.folded_bytes
+
+
+@pytest.mark.parametrize(("hosts", "part_bytes"), [((8, 2), 1_024), ((8, 2), 4_096), ((16, 4), 512), ((32, 4), 2_048)])
+def test_the_model_knows_what_leaves_a_host_in_an_alltoall(hosts: tuple[int, int], part_bytes: int) -> None:
+    layout = Hosts.equal(*hosts)
+    world, width = layout.world, layout.spans[0].high
+    work = work_of(Algorithm.HIERARCHICAL, Collective.ALLTOALL, hosts=layout, size_bytes=world * part_bytes)
+    assert work is not None
+    selection = Selection(hosts=layout, forced=Algorithm.HIERARCHICAL)
+    number = size_class(world * part_bytes)
+    plans = [
+        selection.alltoall(world=world, rank=rank, size_class=number, item_bytes=4, type_code=0).with_counts(
+            [part_bytes // 4]
+        )
+        for rank in range(width)
+    ]
+    far = [[step for step in sends(plan) if step.peer >= width] for plan in plans]
+    assert max(map(len, far)) == work.far.messages == work.far.peers
+    assert sum(step.size_bytes for steps in far for step in steps) == width * work.far.sent_bytes
+    near = [[step for step in plan.steps if isinstance(step, Send | Recv) and step.peer < width] for plan in plans]
+    assert max(map(len, near)) / 2 == pytest.approx(work.near.messages, abs=1)
+    near_bytes = max(sum(s.size_bytes for s in steps if isinstance(s, Send)) for steps in near)
+    assert near_bytes == pytest.approx(work.near.sent_bytes, rel=0.35)
+
+
+def test_sizes_that_round_up_to_one_power_of_two_are_one_class() -> None:
+    assert [size_class(size_bytes) for size_bytes in (0, 1, 2, 3, 4, 5, 8, 9, 4_096, 4_097)] == [
+        0, 0, 1, 2, 2, 3, 3, 4, 12, 13,
+    ]  # fmt: skip
+    selection = Selection(hosts=apart(8))
+    bits = selection.staged_classes(Collective.ALLGATHER)
+    for size_bytes in (2, 100 * KIB, 128 * KIB, 128 * KIB + 1, 1 << 40):
+        is_ring = selection.of_parts(Collective.ALLGATHER, size_bytes) is Algorithm.RING
+        assert bool(bits >> size_class(size_bytes) & 1) == is_ring
+    assert Selection(hosts=one_host(8)).staged_classes(Collective.ALLTOALL) == 0
+    staged = Selection(hosts=Hosts.equal(8, 2), forced=Algorithm.HIERARCHICAL).staged_classes(Collective.ALLTOALL)
+    assert staged == (1 << 16) - 2
 
 
 @pytest.mark.parametrize("world", [2, 4, 8, 16])
@@ -161,6 +199,9 @@ def test_the_model_knows_what_reaches_the_root(world: int) -> None:
     ("collective", "hosts", "size_bytes", "algorithm"),
     [
         (Collective.ALLTOALL, apart(8), 8 * 256, Algorithm.BRUCK),
+        (Collective.ALLTOALL, Hosts.equal(8, 2), 8 * KIB, Algorithm.HIERARCHICAL),
+        (Collective.ALLTOALL, Hosts.equal(64, 8), 64 * KIB, Algorithm.HIERARCHICAL),
+        (Collective.ALLTOALL, Hosts.equal(8, 2), 8 * MIB, Algorithm.DIRECT),
         (Collective.ALLTOALL, apart(8), 8 * KIB, Algorithm.DIRECT),
         (Collective.ALLTOALL, apart(16), 16 * 256, Algorithm.BRUCK),
         (Collective.ALLTOALL, apart(4), 4 * 64, Algorithm.DIRECT),

@@ -13,6 +13,7 @@ from sennit.transport.algorithms.allreduce_dissemination import allreduce_dissem
 from sennit.transport.algorithms.allreduce_halving import allreduce_halving
 from sennit.transport.algorithms.alltoall import alltoall
 from sennit.transport.algorithms.alltoall_bruck import alltoall_bruck
+from sennit.transport.algorithms.alltoall_by_host import alltoall_by_host
 from sennit.transport.algorithms.barrier import barrier
 from sennit.transport.algorithms.broadcast import broadcast
 from sennit.transport.algorithms.gather import gather
@@ -20,6 +21,7 @@ from sennit.transport.algorithms.gather_tree import gather_tree
 from sennit.transport.algorithms.point_to_point import recv, send
 from sennit.transport.algorithms.reduce import reduce
 from sennit.transport.algorithms.reduce_scatter import reduce_scatter
+from sennit.transport.algorithms.reduce_scatter_counted import reduce_scatter_counted
 from sennit.transport.algorithms.reduce_scatter_halving import reduce_scatter_halving
 from sennit.transport.algorithms.reduce_tree import reduce_tree
 from sennit.transport.algorithms.scatter import scatter
@@ -31,6 +33,7 @@ __all__ = [
     "allreduce_halving",
     "alltoall",
     "alltoall_bruck",
+    "alltoall_by_host",
     "barrier",
     "broadcast",
     "gather",
@@ -38,6 +41,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_counted",
     "reduce_scatter_halving",
     "reduce_tree",
     "scatter",

@@ -20,7 +20,7 @@ from sennit.transport.algorithms.ranges import (
 from sennit.transport.counts import CountRange
 from sennit.transport.elements import Dtype
 from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.signature import RING, Kind, signature
 
 
 def allgather(
@@ -43,7 +43,7 @@ def allgather(
         "allgather",
         world=world,
         rank=rank,
-        signature=signature(Kind.ALLGATHER, type_code=type_code),
+        signature=signature(Kind.ALLGATHER, type_code=type_code, root=RING if ring else 0),
         buffer_bytes=[
             *([] if in_place else [own_bytes]),
             *counted_buffers(world, first_count=0, in_list=list_output),

@@ -14,6 +14,7 @@ namespace {
 
 // Local copies are made in pieces, so that the network is looked at in between.
 constexpr uint64_t COPY_PIECE_BYTES = 262'144;
+constexpr uint64_t SMALL_COPIES_BYTES = 65'536;
 // Bytes that are copied into a buffer of at least this size are not used again soon.
 constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
 // A thread is asked to help with at least this much. A fold reads so much from the second-level cache in 1.3 us, and
@@ -143,6 +144,7 @@ void Operation::done(uint32_t at) {
 
 bool Operation::run_ready(bool copies) {
   bool ran = false;
+  uint64_t copied_bytes = 0;
   for (;;) {
     if (!ready_to_dispatch_.empty()) {
       // In list order (docs/reference/plans.md rule 4). done() may append during the loop.
@@ -153,8 +155,10 @@ bool Operation::run_ready(bool copies) {
       ready_folds_.pop_back();
       run_reduce(step);
     } else if (copies && !ready_copies_.empty()) {
+      copied_bytes += size_bytes(plan_.steps[ready_copies_.front()]);
       if (run_copy_piece(ready_copies_.front())) ready_copies_.pop_front();
-      copies = false;  // one piece a round, because the network comes first
+      // One piece a round, or some small copies, because the network comes first.
+      copies = copied_bytes < SMALL_COPIES_BYTES;
     } else {
       return ran;
     }
@@ -175,7 +179,7 @@ void Operation::dispatch(uint32_t at) {
     is_sent_ = true;
     mailbox.send(*this, at, step.peer, header(step), source(plan_.operands[step.operand_first]));
   } else {
-    mailbox.receive(*this, at, step.peer, header(step), (step.flags & STEP_LOAN) != 0 ? nullptr : destination(step));
+    mailbox.receive(*this, at, step.peer, header(step), is_loan(step) ? nullptr : destination(step));
   }
 }
 
@@ -222,11 +226,15 @@ bool Operation::run_copy_piece(uint32_t at) {
 
 void Operation::run_reduce(uint32_t at) {
   const Step& step = begin(at);
+  if (size_bytes(step) == 0) {  // its messages were no loans
+    done(at);
+    return;
+  }
   const auto dtype = static_cast<sennit_dtype>(step.dtype);
   const bool gives_partial = (step.flags & STEP_PARTIAL) != 0;
   const uint64_t plain_bytes = element_size_bytes(dtype), partial_bytes = element_size_bytes(accumulator(dtype));
   const uint64_t result_bytes = gives_partial ? partial_bytes : plain_bytes;
-  const uint64_t count = step.size_bytes / result_bytes;
+  const uint64_t count = size_bytes(step) / result_bytes;
   // Each element's tree stands alone, so parts of the vector give the bits of the whole. Not if the result of one part
   // lies where another part still reads: in place, elements must be of one size.
   bool is_apart = true;
@@ -270,7 +278,7 @@ void Operation::on_copy_done(uint32_t step) {
 
 void Operation::on_message_received(uint32_t step, uint32_t peer, const std::byte* data, uint64_t loan) {
   source_ = peer;
-  if ((plan_.steps[step].flags & STEP_LOAN) != 0) loans_[step] = {data, loan};
+  if (is_loan(plan_.steps[step])) loans_[step] = {data, loan};
   done(step);
 }
 

@@ -116,6 +116,8 @@ class Operation final : public MailboxClient {
   void ready_in_order(uint32_t list);
   const Step& begin(uint32_t step) const;
   uint64_t size_bytes(const Step& step) const { return sizes_.bytes(step.size_bytes); }
+  // Of a receive: whether its bytes stay in the transport. An empty message is no loan.
+  bool is_loan(const Step& step) const { return (step.flags & STEP_LOAN) != 0 && size_bytes(step) != 0; }
   void done(uint32_t step);
   void dispatch(uint32_t step);
   void dispatch_device_copy(uint32_t step);

@@ -16,6 +16,7 @@ constexpr uint32_t PLAN_MAGIC = 0x31504E53;
 constexpr uint16_t PLAN_VERSION = 2;
 constexpr uint32_t SLOT_LIMIT = 1u << 20;
 constexpr uint32_t PLAN_ON_DEVICE = 1;
+constexpr uint32_t PLAN_EQUAL_COUNTS = 2;
 // What the counts of a post may sum up to, so that no sum of two of their ranges wraps.
 constexpr uint64_t COUNTED_MAX_BYTES = (uint64_t{1} << 63) - 1;
 
@@ -55,7 +56,7 @@ uint32_t result_bytes(const Step& step) {
 
 // What `step` reads of `operand`, maybe a range of counts. UINT64_MAX if no memory is that large.
 uint64_t operand_bytes(const Step& step, const Operand& operand) {
-  if (step.kind != StepKind::reduce) return step.size_bytes;
+  if (step.kind != StepKind::reduce || CountRange::is(step.size_bytes)) return step.size_bytes;
   const auto dtype = static_cast<sennit_dtype>(step.dtype);
   const uint64_t count = step.size_bytes / result_bytes(step);
   const uint64_t element_bytes = element_size_bytes(operand.is_partial != 0 ? accumulator(dtype) : dtype);
@@ -75,6 +76,7 @@ class Checker {
     if ((plan_.count_count != 0) != (plan_.unit_bytes != 0))
       refuse("it takes " + std::to_string(plan_.count_count) + " counts of elements of " +
              std::to_string(plan_.unit_bytes) + " bytes");
+    if (plan_.equal_counts && plan_.count_count == 0) refuse("its counts are equal, but it takes none");
     if (plan_.count_count != 0 && plan_.on_device) refuse("it takes counts; a plan for device memory must not");
     for (uint32_t at = 0; at < plan_.steps.size(); ++at) check_step(at);
     if (plan_.count_count == 0) measure();
@@ -132,7 +134,7 @@ class Checker {
     if (step.peer == SENNIT_ANY_PEER && step.kind == StepKind::receive && collective_of(plan_.signature) != SENNIT_P2P)
       refuse(where + " receives from any peer, but the plan is no send/recv");
     const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
-    if (loan && (step.size_bytes == 0 || step.size_bytes > MAX_LOAN_BYTES))
+    if (loan && !CountRange::is(step.size_bytes) && (step.size_bytes == 0 || step.size_bytes > MAX_LOAN_BYTES))
       refuse(where + " is a loan of " + std::to_string(step.size_bytes) + " bytes; allowed: 1.." +
              std::to_string(MAX_LOAN_BYTES));
     plan_.has_loans |= loan;
@@ -162,12 +164,14 @@ class Checker {
     const Step& step = plan_.steps[at];
     const std::string where = "step " + std::to_string(at);
     if (step.operand_count == 0) refuse(where + " must have operands");
-    if (CountRange::is(step.size_bytes)) refuse(where + " reduces a counted size");
     const auto dtype = static_cast<sennit_dtype>(step.dtype);
     plan_.kernels[at] = find_fold(dtype, static_cast<sennit_reduce>(step.reduce));
     if (plan_.kernels[at] == nullptr)
       refuse(where + ": " + reduce_name(step.reduce) + " of " + dtype_name(step.dtype) + " does not exist");
-    if (step.size_bytes % result_bytes(step) != 0) refuse(where + " reduces part of an element");
+    const bool is_counted = CountRange::is(step.size_bytes);
+    if ((is_counted ? plan_.unit_bytes : step.size_bytes) % result_bytes(step) != 0)
+      refuse(where + " reduces part of an element");
+    if (is_counted && (step.flags & STEP_PARTIAL) != 0) refuse(where + " makes partial sums of a counted size");
     static_assert(SENNIT_I64 < SENNIT_F16, "integers come first");
     plan_.scales_integers |= step.reduce == SENNIT_PREMUL_SUM && step.dtype < SENNIT_F16;
     uint32_t depth = 0;
@@ -204,6 +208,8 @@ class Checker {
     if (operand.is_partial > 1 || operand.reserved != 0) refuse(where + " has an operand of an unknown kind");
     if (step.kind != StepKind::reduce && (operand.is_partial != 0 || operand.combinations != 0))
       refuse(where + " has an operand that only a reduction may have");
+    const bool is_counted = CountRange::is(step.size_bytes);
+    if (is_counted && operand.is_partial != 0) refuse(where + " reads partial sums of a counted size");
     const uint64_t size_bytes = operand_bytes(step, operand);
     if (size_bytes == UINT64_MAX) refuse(where + " has an overflowing range");
     if (operand.kind == 0) {
@@ -211,7 +217,9 @@ class Checker {
       const uint64_t low = std::max(operand.offset, step.destination_offset);
       const uint64_t high = std::min(operand.offset + size_bytes, step.destination_offset + step.size_bytes);
       const bool same = operand.offset == step.destination_offset && size_bytes == step.size_bytes;
-      if (step.kind == StepKind::reduce && operand.index == step.destination_buffer && low < high && !same)
+      // Whether counted ranges overlap is not known yet.
+      const bool overlaps = low < high || is_counted;
+      if (step.kind == StepKind::reduce && operand.index == step.destination_buffer && overlaps && !same)
         refuse(where + " writes over part of an operand; allowed: the whole of it, or nothing");
       return;
     }
@@ -219,7 +227,9 @@ class Checker {
     const Step& loan = plan_.steps[operand.index];
     if (loan.kind != StepKind::receive || (loan.flags & STEP_LOAN) == 0)
       refuse(where + " reads a step that is no loan");
-    if (operand.offset > loan.size_bytes || size_bytes > loan.size_bytes - operand.offset)
+    if (is_counted || CountRange::is(loan.size_bytes)
+            ? operand.offset != 0 || size_bytes != loan.size_bytes
+            : operand.offset > loan.size_bytes || size_bytes > loan.size_bytes - operand.offset)
       refuse(where + " reads beyond a loan");
     if (step.kind == StepKind::send) refuse(where + " sends a loan");
     if (readers_.empty()) readers_.assign(plan_.steps.size(), UINT32_MAX);
@@ -316,27 +326,38 @@ class Measure {
 
  private:
   void add_counts(std::span<const uint64_t> counts) {
-    if (counts.size() != plan_.count_count)
-      throw PlanError("the plan takes " + std::to_string(plan_.count_count) + " counts, " +
+    if (counts.size() != plan_.posted_counts())
+      throw PlanError("the plan takes " + std::to_string(plan_.posted_counts()) + " counts, " +
                       std::to_string(counts.size()) + " given");
     if (counts.empty()) return;
+    if (plan_.equal_counts) {
+      check_count(counts, 0, COUNTED_MAX_BYTES / plan_.unit_bytes / plan_.count_count);
+      sizes_.part_bytes = counts[0] * plan_.unit_bytes;
+      return;
+    }
     sizes_.count_starts.reserve(counts.size() + 1);
     uint64_t start = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
       sizes_.count_starts.push_back(start);
-      const uint64_t left = (COUNTED_MAX_BYTES - start) / plan_.unit_bytes;
-      // Signed, because a count too large is a negative one of the caller's.
-      if (counts[i] > left)
-        throw PlanError("count " + std::to_string(i) + " is " + std::to_string(static_cast<int64_t>(counts[i])) +
-                        "; allowed: 0.." + std::to_string(left));
+      check_count(counts, i, (COUNTED_MAX_BYTES - start) / plan_.unit_bytes);
       start += counts[i] * plan_.unit_bytes;
     }
     sizes_.count_starts.push_back(start);
   }
 
+  static void check_count(std::span<const uint64_t> counts, size_t i, uint64_t left) {
+    // Signed, because a count too large is a negative one of the caller's.
+    if (counts[i] > left)
+      throw PlanError("count " + std::to_string(i) + " is " + std::to_string(static_cast<int64_t>(counts[i])) +
+                      "; allowed: 0.." + std::to_string(left));
+  }
+
   void add_step(uint32_t at) {
     const Step& step = plan_.steps[at];
     const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
+    if (loan && sizes_.bytes(step.size_bytes) > MAX_LOAN_BYTES)
+      throw PlanError("step " + std::to_string(at) + " is a loan of " + std::to_string(sizes_.bytes(step.size_bytes)) +
+                      " bytes; allowed: 0.." + std::to_string(MAX_LOAN_BYTES));
     if (step.kind == StepKind::send) sizes_.sent_bytes += sizes_.bytes(step.size_bytes);
     if (step.kind == StepKind::receive) sizes_.received_bytes += sizes_.bytes(step.size_bytes);
     if (step.kind != StepKind::send && !loan)
@@ -394,8 +415,10 @@ std::unique_ptr<Plan> Plan::decode(const void* bytes, size_t size_bytes) {
   plan->signature = header.signature;
   plan->scratch_bytes = header.scratch_bytes;
   plan->buffer_count = header.buffer_count;
-  if ((header.flags & ~PLAN_ON_DEVICE) != 0) refuse("unknown flags in " + std::to_string(header.flags));
+  if ((header.flags & ~(PLAN_ON_DEVICE | PLAN_EQUAL_COUNTS)) != 0)
+    refuse("unknown flags in " + std::to_string(header.flags));
   plan->on_device = (header.flags & PLAN_ON_DEVICE) != 0;
+  plan->equal_counts = (header.flags & PLAN_EQUAL_COUNTS) != 0;
   plan->count_count = header.count_count;
   plan->unit_bytes = header.unit_bytes;
   at = take(plan->steps, at, header.step_count);

@@ -69,9 +69,13 @@ struct CountRange {
 struct RunSizes {
   // A size or offset in bytes.
   uint64_t bytes(uint64_t number) const { return CountRange::is(number) ? bytes(CountRange(number)) : number; }
-  uint64_t bytes(const CountRange& range) const { return count_starts[range.end] - count_starts[range.first]; }
+  uint64_t bytes(const CountRange& range) const {
+    if (count_starts.empty()) return range.size() * part_bytes;
+    return count_starts[range.end] - count_starts[range.first];
+  }
 
   std::vector<uint64_t> count_starts;    // per count, and for the end of the last: bytes of those before
+  uint64_t part_bytes = 0;               // of each count, if all are equal: then there are no count_starts
   std::vector<uint64_t> buffer_extents;  // per buffer: bytes from its start that the run may touch
   uint64_t sent_bytes = 0;               // by this rank, to others
   uint64_t received_bytes = 0;           // from others
@@ -85,6 +89,9 @@ struct Plan {
     return step.destination_buffer < buffer_count || (from.kind == 0 && from.index < buffer_count);
   }
 
+  // How many counts a post gives.
+  size_t posted_counts() const { return equal_counts ? 1 : count_count; }
+
   // Throws PlanError with the rule that the plan breaks.
   static std::unique_ptr<Plan> decode(const void* bytes, size_t size_bytes);
 
@@ -97,9 +104,10 @@ struct Plan {
   uint64_t signature = 0;
   uint64_t scratch_bytes = 0;
   uint32_t buffer_count = 0;
-  uint32_t count_count = 0;  // counts that a post gives
-  uint32_t unit_bytes = 0;   // of one counted element
-  bool on_device = false;    // the caller's buffers are device memory, which only copies touch
+  uint32_t count_count = 0;   // counts that a post gives
+  bool equal_counts = false;  // a post gives one, which stands for all
+  uint32_t unit_bytes = 0;    // of one counted element
+  bool on_device = false;     // the caller's buffers are device memory, which only copies touch
   std::string name;
   std::vector<Step> steps;
   std::vector<Operand> operands;

@@ -26,16 +26,21 @@ std::string describe_signature(uint64_t signature) {
       collective == SENNIT_ALLREDUCE || collective == SENNIT_REDUCE || collective == SENNIT_REDUCE_SCATTER;
   const bool is_rooted = collective == SENNIT_REDUCE || collective == SENNIT_BROADCAST || collective == SENNIT_GATHER ||
                          collective == SENNIT_SCATTER;
+  // Of an alltoall or allgather, which have no root either.
+  static constexpr const char* WAYS[] = {"", " of equal parts, by Bruck,", " of equal parts, by host,", " in a ring"};
+  const bool has_ways = collective == SENNIT_ALLTOALL || collective == SENNIT_ALLGATHER;
+  const uint64_t way = signature >> 32 & 0xFF;
   std::string text = collective < std::size(NAMES) ? NAMES[collective] : "unknown operation";
   if (collective == SENNIT_BARRIER) return text;
   // An allreduce has no root: the field says that ranks give leaves.
-  if (collective == SENNIT_ALLREDUCE && (signature >> 32 & 0xFF) != 0) text += " of leaves";
+  if (collective == SENNIT_ALLREDUCE && way != 0) text += " of leaves";
+  if (has_ways) text += way < std::size(WAYS) ? WAYS[way] : " in an unknown way";
   text += std::string(" of ") + dtype_name(signature >> 48 & 0xFF);
   if ((signature >> 47 & 1) != 0) text += " on a device";
   if (is_reducing) text += std::string(" (") + reduce_name(signature >> 40 & 0x7F) + ")";
   if (const uint64_t elements = signature & 0xFFFF'FFFF; elements != 0)
     text += ", " + std::to_string(elements) + " elements";
-  if (is_rooted) text += ", root " + std::to_string(signature >> 32 & 0xFF);
+  if (is_rooted) text += ", root " + std::to_string(way);
   return text;
 }
 
