@@ -23,17 +23,21 @@ class SennitBackend(Backend):
         self,
         *,
         communicator: Communicator,
-        compile_plan: Callable[[int, int, int, int, int, bool, bool, bool, bool, tuple[int, ...]], bytes],
+        compile_plan: Callable[[int, int, int, int, int, bool, bool, bool, bool, int, tuple[int, ...]], bytes],
         shrink: Callable[[list[int], bool], Backend],
         timeout: timedelta,
         group_name: str,
         global_ranks: Sequence[int],
         plan_cache_bytes: int,
+        staged_alltoalls: int,
+        ring_allgathers: int,
+        staged_reduce_scatters: int,
     ) -> None:
         """`communicator` lives as long as the backend.
 
         `compile_plan` makes plans that the cache does not have. `shrink` makes the backend of a smaller group; its
-        arguments are the ranks to exclude, and whether to abort operations in flight.
+        arguments are the ranks to exclude, and whether to abort operations in flight. Bit k of the last three says
+        whether an alltoall of equal parts, an allgather or a reduce_scatter of 2**k bytes in all is not direct.
         """
 
     @property

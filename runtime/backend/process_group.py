@@ -152,6 +152,8 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
 def _backend_of(
     communicator: Communicator, name: str, global_ranks: list[int], timeout: timedelta, options: Options
 ) -> dist.Backend:
+    from sennit.transport.selection import Collective
+
     global _ranks_here
     _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))
 
@@ -173,6 +175,9 @@ def _backend_of(
         group_name=name,
         global_ranks=global_ranks,
         plan_cache_bytes=options.plan_cache_bytes,
+        staged_alltoalls=communicator.selection.staged_classes(Collective.ALLTOALL),
+        ring_allgathers=communicator.selection.staged_classes(Collective.ALLGATHER),
+        staged_reduce_scatters=communicator.selection.staged_classes(Collective.REDUCE_SCATTER),
     )
     return backend
 
@@ -223,6 +228,7 @@ class PlanCompiler:
         in_place: bool,
         is_send: bool,
         on_device: bool,
+        size_class: int,
         counts: tuple[int, ...],
     ) -> bytes:
         """The encoded plan; the arguments are the fields of `PlanShape` (runtime/backend/csrc/plan_cache.hpp).
@@ -250,15 +256,19 @@ class PlanCompiler:
                 segment_bytes = SEGMENT_BYTES if on_device else None
                 plan = algorithms.broadcast(**moved, elements=counts[0], root=root, segment_bytes=segment_bytes)
             case Kind.ALLGATHER:
-                plan = algorithms.allgather(**moved, in_place=in_place, list_output=separate)
+                plan = algorithms.allgather(**moved, in_place=in_place, list_output=separate, ring=size_class != 0)
             case Kind.GATHER:
                 plan = algorithms.gather(**moved, root=root, list_output=separate)
             case Kind.SCATTER:
                 plan = algorithms.scatter(**moved, root=root, list_input=separate)
+            case Kind.REDUCE_SCATTER if size_class:
+                plan = algorithms.reduce_scatter_counted(**reduced(), pieces=1 << size_class - 1, list_input=separate)
             case Kind.REDUCE_SCATTER:
                 plan = self._selection.reduce_scatter(
                     **reduced(), counts=counts, list_input=separate, on_device=on_device
                 )
+            case Kind.ALLTOALL if size_class:
+                plan = self._selection.alltoall(**moved, size_class=size_class)
             case Kind.ALLTOALL:
                 plan = algorithms.alltoall(**moved, list_input=separate, list_output=separate)
             case Kind.P2P:

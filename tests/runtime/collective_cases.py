@@ -9,17 +9,12 @@ All ranks make all ranks' inputs from one seed, so each checks its own result al
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from sennit.runtime.backend import all_reduce_leaves
-from sennit.runtime.backend.process_group import Options, PlanCompiler
 from sennit.transport.arithmetic import fold
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError
@@ -262,69 +257,6 @@ def uneven_allgather(rank: int, world: int, seed: int) -> None:
     dist.all_gather(outputs, parts[rank][: counts[rank]].clone())
     for output, part, count in zip(outputs, parts, counts, strict=True):
         assert torch.equal(output, part[:count])
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[Any]]:
-    """The shapes of plans that C++ asks Python for."""
-    compiled: list[Any] = []
-    compile_plan = PlanCompiler.__call__
-
-    def counting(self: PlanCompiler, *shape: Any) -> bytes:
-        compiled.append(shape)
-        return compile_plan(self, *shape)
-
-    PlanCompiler.__call__ = counting
-    try:
-        yield compiled
-    finally:
-        PlanCompiler.__call__ = compile_plan
-
-
-def new_counts(rank: int, world: int, seed: int) -> None:
-    """Calls with counts never seen before do not enter Python: the plan of the first call serves all."""
-
-    def call_all(rows: int) -> None:
-        table = [[rows + 3 * source + target for target in range(world)] for source in range(world)]
-        given = torch.cat([torch.full((table[rank][other],), 10.0 * rank + other) for other in range(world)])
-        received = [torch.full((table[other][rank],), 10.0 * other + rank) for other in range(world)]
-        output = torch.empty(sum(part.numel() for part in received))
-        dist.all_to_all_single(output, given, [part.numel() for part in received], table[rank])
-        assert torch.equal(output, torch.cat(received))
-        parts = [torch.empty(table[other][0]) for other in range(world)]
-        dist.all_gather(parts, torch.full((table[rank][0],), float(rank)))
-        assert all(torch.equal(part, torch.full_like(part, other)) for other, part in enumerate(parts))
-        if rank == 0:
-            dist.send(torch.full((rows,), 5.0), 1)
-        elif rank == 1:
-            landed = torch.empty(rows)
-            dist.recv(landed, 0)
-            assert torch.equal(landed, torch.full((rows,), 5.0))
-
-    with compilations() as compiled:
-        call_all(4_321)
-        # A world that is kept may know the plans already.
-        assert len(compiled) <= 3
-        compiled.clear()
-        for rows in (1, 977, 40_013, 0):
-            call_all(rows)
-        assert not compiled
-
-
-def forgotten_plans(rank: int, world: int, seed: int) -> None:
-    """A group keeps the plans of the last calls, as many as fit into `plan_cache_bytes`, and one in any case."""
-    for cache_bytes, expected in ((1 << 20, [1, 1, 0, 0, 0]), (1, [1, 1, 1, 0, 1])):
-        few = dist.new_group(pg_options=Options(plan_cache_bytes=cache_bytes))
-        found = []
-        with compilations() as compiled:
-            for elements in (5, 6, 5, 5, 6):
-                tensor = torch.ones(elements)
-                dist.all_reduce(tensor, group=few)
-                assert torch.equal(tensor, torch.full((elements,), float(world)))
-                found.append(len(compiled))
-                compiled.clear()
-        assert found == expected
-        dist.destroy_process_group(few)
 
 
 def in_place(rank: int, world: int, seed: int) -> None:

@@ -24,8 +24,6 @@ WORLDS = (2, 3, 4)
         "movements",
         "uneven_alltoall",
         "uneven_allgather",
-        "new_counts",
-        "forgotten_plans",
         "in_place",
         "coalesced",
         "point_to_point",
@@ -37,3 +35,10 @@ WORLDS = (2, 3, 4)
 )
 def test_collective(kept_world: Callable[..., Any], transport: str, size: int, case: str, seed: int) -> None:
     kept_world(size, transport).run("collective_cases.py", case, seed=seed)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", WORLDS)
+@pytest.mark.parametrize("case", ["chosen_ways", "new_counts", "forgotten_plans"])
+def test_plans(kept_world: Callable[..., Any], transport: str, size: int, case: str, seed: int) -> None:
+    kept_world(size, transport).run("plan_cases.py", case, seed=seed)

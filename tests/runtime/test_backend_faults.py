@@ -49,6 +49,12 @@ def test_mistakes_are_told_before_anything_is_sent(kept_world: World) -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "udp"])
+def test_ranks_of_which_some_pass_splits(new_world: World, transport: str) -> None:
+    world = new_world(3, environment={"SENNIT_TRANSPORT": transport}, timeout_s=10)
+    world.run("plan_cases.py", "mixed_splits")
+
+
+@pytest.mark.parametrize("transport", ["shm", "udp"])
 @pytest.mark.parametrize("what", ["elements", "dtype", "op", "collective", "moved dtype", "splits"])
 def test_ranks_that_disagree(new_world: World, transport: str, what: str) -> None:
     world = new_world(2, environment={"SENNIT_TRANSPORT": transport}, timeout_s=10)

@@ -3,7 +3,11 @@
 #include "backend.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <chrono>
+#include <functional>
+#include <numeric>
+#include <ranges>
 #include <set>
 
 #include "arguments.hpp"
@@ -143,10 +147,52 @@ Call SennitBackend::new_call(const char* title, c10d::OpType type, Collective co
   return call;
 }
 
+// The size in all, rounded up to a power of two. An alltoall's parts that are received do not count.
+static int size_class_of(const Call& call, int world) {
+  const auto end = call.counts.begin() + world;
+  const uint64_t size_bytes = std::accumulate(call.counts.begin(), end, uint64_t{0}) * call.item_bytes;
+  return std::bit_width(std::max<uint64_t>(size_bytes, 1) - 1);
+}
+
+// From what all ranks know: the sizes of an allgather, or that the parts of an alltoall are equal.
+void SennitBackend::choose_way(Call& call) const {
+  if (call.collective == Collective::REDUCE_SCATTER) return cut_shares(call);
+  const bool is_allgather = call.collective == Collective::ALLGATHER;
+  const uint64_t classes = is_allgather ? options_->ring_allgathers : options_->staged_alltoalls;
+  if (classes == 0 || !(is_allgather || call.equal_parts)) return;
+  const int size_class = size_class_of(call, size_);
+  if ((classes >> size_class & 1) == 0) return;
+  // A ring serves all sizes. What others pass on is in scratch, of a size that the plan must know.
+  call.size_class = is_allgather ? 1 : static_cast<uint8_t>(size_class);
+  if (call.equal_parts) call.counts.resize(1);
+}
+
+// Uneven shares: so that the plan of other sizes serves these, too (transport/algorithms/reduce_scatter_counted.py).
+void SennitBackend::cut_shares(Call& call) const {
+  if (std::ranges::adjacent_find(call.counts, std::ranges::not_equal_to()) == call.counts.end()) return;
+  if ((options_->staged_reduce_scatters >> size_class_of(call, size_) & 1) != 0) return;
+  constexpr uint64_t PIECE_BYTES = 131'072, LINE_BYTES = 64;
+  const auto divided = [](uint64_t number, uint64_t by) { return (number + by - 1) / by; };
+  const uint64_t largest = *std::max_element(call.counts.begin(), call.counts.end());
+  const uint64_t pieces = std::bit_ceil(std::max<uint64_t>(divided(largest * call.item_bytes, PIECE_BYTES), 1));
+  const uint64_t line = std::max<uint64_t>(LINE_BYTES / call.item_bytes, 1);
+  c10::SmallVector<uint64_t, 8> cut;
+  for (uint64_t left : call.counts) {
+    const uint64_t size = divided(left, pieces * line) * line;
+    for (uint64_t piece = 0; piece < pieces; ++piece) {
+      cut.push_back(std::min(size, left));
+      left -= cut.back();
+    }
+  }
+  call.size_class = static_cast<uint8_t>(std::bit_width(pieces));
+  call.counts = std::move(cut);
+}
+
 SennitBackend::WorkPointer SennitBackend::start(Call call) {
   check_usable();
   const bool has_tensors = call.collective != Collective::BARRIER;
   call.on_device = !call.device.is_cpu() || (has_tensors && stand_in::is_active());
+  if (!call.on_device) choose_way(call);
   if (coalescing_) call.options.async = true;
   WorkPointer work = call.on_device ? post_on_device(std::move(call)) : post(std::move(call));
   if (coalescing_) {

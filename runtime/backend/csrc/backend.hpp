@@ -23,6 +23,10 @@ class SennitBackend final : public c10d::Backend {
   struct Options final : c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout) : c10d::Backend::Options("sennit", timeout) {}
     size_t plan_cache_bytes = 16 * 1024 * 1024;
+    // Which are not direct: bit k is for sizes above 2^(k-1) bytes in all, up to 2^k.
+    uint64_t staged_alltoalls = 0;  // of equal parts
+    uint64_t ring_allgathers = 0;
+    uint64_t staged_reduce_scatters = 0;
   };
 
   // Makes the backend of this group without some of its ranks. The flag says whether to abort operations in flight.
@@ -87,6 +91,8 @@ class SennitBackend final : public c10d::Backend {
 
  private:
   WorkPointer start(Call call);
+  void choose_way(Call& call) const;
+  void cut_shares(Call& call) const;
   WorkPointer start_all(c10d::OpType type, std::vector<Call> calls);
   WorkPointer post(Call call);
   WorkPointer post_on_device(Call call);

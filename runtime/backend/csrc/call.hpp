@@ -24,6 +24,8 @@ struct Call {
   bool separate = false;
   bool in_place = false;
   bool is_send = false;
+  bool equal_parts = false;  // ALLTOALL: this rank passes no splits, so all parts of all ranks are equal
+  uint8_t size_class = 0;    // of PlanShape
   c10::SmallVector<uint64_t, 8> counts;
   // In the order of the algorithms. A tensor that is input and output is in `outputs` only.
   c10::SmallVector<at::Tensor, 2> inputs;
@@ -40,6 +42,7 @@ struct Call {
     shape.in_place = in_place;
     shape.is_send = is_send;
     shape.on_device = on_device;
+    shape.size_class = size_class;
     shape.item_bytes = item_bytes;
     shape.root = root;
     shape.counts = {counts.data(), counts.size()};

@@ -291,6 +291,7 @@ SennitBackend::WorkPointer SennitBackend::alltoall_base(at::Tensor& output, at::
     const uint64_t row = rows == 0 ? 0 : count_of(tensor) / static_cast<uint64_t>(rows);
     for (const int64_t split : splits) call.counts.push_back(static_cast<uint64_t>(split) * row);
   };
+  call.equal_parts = input_splits.empty() && output_splits.empty();
   add_counts(input, input_splits);
   add_counts(output, output_splits);
   const auto own = static_cast<size_t>(rank_);

@@ -12,7 +12,7 @@ PlanKey key_of(const PlanShape& shape) {
       (shape.separate ? 1u : 0u) | (shape.is_send ? 2u : 0u) | (shape.in_place ? 4u : 0u) | (shape.on_device ? 8u : 0u);
   PlanKey key{static_cast<uint64_t>(shape.collective) | uint64_t{shape.type_code} << 8 | uint64_t{shape.reduce} << 16 |
                   flags << 24 | uint64_t{shape.item_bytes} << 32,
-              shape.root};
+              shape.root | uint64_t{shape.size_class} << 32};
   const std::span<const uint64_t> counts = shape.compiled_counts();
   key.append(counts.begin(), counts.end());
   return key;

@@ -45,9 +45,14 @@ struct PlanShape {
   bool in_place = false;   // ALLGATHER: the output already contains this rank's part
   bool is_send = false;    // P2P only
   bool on_device = false;  // the buffers are in accelerator memory
+  // Not 0: an ALLGATHER or an ALLTOALL of equal parts that is not direct, of 2^this bytes in all or less; or a
+  // REDUCE_SCATTER that takes the counts of 2^(this - 1) pieces of each share.
+  uint8_t size_class = 0;
   uint32_t item_bytes = 1;
-  uint32_t root = 0;                 // root or peer; SENNIT_ANY_PEER: receive from any rank
-  std::span<const uint64_t> counts;  // elements: one number, one per rank, or (ALLTOALL) sent, then received
+  uint32_t root = 0;  // root or peer; SENNIT_ANY_PEER: receive from any rank
+  // Elements: one number, one per rank, or (ALLTOALL) sent, then received. With a size_class, ALLTOALL: one number;
+  // REDUCE_SCATTER: one for each piece.
+  std::span<const uint64_t> counts;
 
   // Whether the plan takes the counts when it is posted. Such a plan serves all counts.
   bool posts_counts() const {
@@ -58,6 +63,8 @@ struct PlanShape {
       case Collective::ALLTOALL:
       case Collective::P2P:
         return !on_device;
+      case Collective::REDUCE_SCATTER:
+        return size_class != 0;
       default:
         return false;
     }

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,type-arg,func-returns-value"
+"""Which plan a call takes, and when Python compiles one: run on each rank by test_backend_collectives.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sennit.runtime.backend.process_group import Options, PlanCompiler
+from sennit.transport.signature import Kind
+
+
+def numbers_of_all(world: int, elements: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-9_000, 9_000, (elements,), dtype=torch.int16, generator=generator) for _ in range(world)]
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[Any]]:
+    """The shapes of plans that C++ asks Python for."""
+    compiled: list[Any] = []
+    compile_plan = PlanCompiler.__call__
+
+    def counting(self: PlanCompiler, *shape: Any) -> bytes:
+        compiled.append(shape)
+        return compile_plan(self, *shape)
+
+    PlanCompiler.__call__ = counting
+    try:
+        yield compiled
+    finally:
+        PlanCompiler.__call__ = compile_plan
+
+
+def new_counts(rank: int, world: int, seed: int) -> None:
+    """Calls with counts never seen before do not enter Python: the plan of the first call serves all. Of a
+    reduce_scatter it serves shares of as many pieces."""
+
+    def call_all(rows: int) -> None:
+        table = [[rows + 3 * source + target for target in range(world)] for source in range(world)]
+        given = torch.cat([torch.full((table[rank][other],), 10.0 * rank + other) for other in range(world)])
+        received = [torch.full((table[other][rank],), 10.0 * other + rank) for other in range(world)]
+        output = torch.empty(sum(part.numel() for part in received))
+        dist.all_to_all_single(output, given, [part.numel() for part in received], table[rank])
+        assert torch.equal(output, torch.cat(received))
+        parts = [torch.empty(table[other][0]) for other in range(world)]
+        dist.all_gather(parts, torch.full((table[rank][0],), float(rank)))
+        assert all(torch.equal(part, torch.full_like(part, other)) for other, part in enumerate(parts))
+        shares = [rows + 3 * target for target in range(world)]
+        mine = torch.empty(shares[rank])
+        dist.reduce_scatter(mine, [torch.full((share,), float(rank + 1)) for share in shares])
+        assert torch.equal(mine, torch.full_like(mine, world * (world + 1) / 2))
+        if rank == 0:
+            dist.send(torch.full((rows,), 5.0), 1)
+        elif rank == 1:
+            landed = torch.empty(rows)
+            dist.recv(landed, 0)
+            assert torch.equal(landed, torch.full((rows,), 5.0))
+
+    with compilations() as compiled:
+        # Of shares up to 128 KiB, and up to 256 KiB. An allgather may be direct, or take a ring.
+        for rows in (5, 40_100):
+            call_all(rows)
+        # A world that is kept may know the plans already.
+        assert len(compiled) <= 6
+        compiled.clear()
+        for rows in (1, 977, 40_013, 0):
+            call_all(rows)
+        assert not compiled
+
+
+def forgotten_plans(rank: int, world: int, seed: int) -> None:
+    """A group keeps the plans of the last calls, as many as fit into `plan_cache_bytes`, and one in any case."""
+    for cache_bytes, expected in ((1 << 20, [1, 1, 0, 0, 0]), (1, [1, 1, 1, 0, 1])):
+        few = dist.new_group(pg_options=Options(plan_cache_bytes=cache_bytes))
+        found = []
+        with compilations() as compiled:
+            for elements in (5, 6, 5, 5, 6):
+                tensor = torch.ones(elements)
+                dist.all_reduce(tensor, group=few)
+                assert torch.equal(tensor, torch.full((elements,), float(world)))
+                found.append(len(compiled))
+                compiled.clear()
+        assert found == expected
+        dist.destroy_process_group(few)
+
+
+def chosen_ways(rank: int, world: int, seed: int) -> None:
+    """Equal parts take the algorithm that the model or SENNIT_ALGORITHM names, and one plan serves sizes up to it."""
+    for algorithm, hosts in (("bruck", "same"), ("hierarchical", f"host {rank // 2}"), ("ring", "same")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SENNIT_ALGORITHM", algorithm)
+            patch.setenv("SENNIT_HOST_ID", hosts)
+            patch.setenv("SENNIT_TRANSPORT", "auto")
+            group = dist.new_group()
+        is_staged = algorithm == "bruck" or (algorithm == "hierarchical" and world > 2)
+        with compilations() as compiled:
+            for elements in (0, 1, 600, 1_000, 513):
+                parts = numbers_of_all(world, elements * world, seed)
+                output = torch.empty(elements * world, dtype=torch.int16)
+                dist.all_to_all_single(output, parts[rank], group=group)
+                assert torch.equal(output, torch.cat([part.view(world, elements)[rank] for part in parts]))
+                gathered = torch.empty(world, elements * world, dtype=torch.int16)
+                dist.all_gather_single(gathered.view(-1), parts[rank], group=group)
+                assert torch.equal(gathered, torch.stack(parts))
+            # Sizes of nothing, of one element, and two that round up to one power of two, or three.
+            by_kind = Counter((shape[0], shape[-2] != 0) for shape in compiled)
+            assert by_kind[Kind.ALLTOALL, True] == (0 if not is_staged else 2 + (world == 3))
+            assert by_kind[Kind.ALLGATHER, True] == (algorithm == "ring")
+        # Equal parts with splits on all ranks: nobody can know that they are equal everywhere.
+        with compilations() as compiled:
+            equal = [2] * world
+            dist.all_to_all_single(output[: 2 * world], parts[rank][: 2 * world].clone(), equal, equal, group=group)
+            assert not [shape for shape in compiled if shape[-2]]
+        dist.destroy_process_group(group)
+
+
+def mixed_splits(rank: int, world: int) -> None:
+    """A rank without splits says that all parts of all ranks are equal. One with splits does not, even if they are."""
+    given, output = torch.arange(2.0 * world), torch.empty(2 * world)
+    splits = [2] * world if rank == 0 else None
+    # Direct: both know what comes from each rank.
+    dist.all_to_all_single(output, given, splits, splits)
+    assert torch.equal(output, given.view(world, 2)[rank].repeat(world))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SENNIT_ALGORITHM", "bruck")
+        group = dist.new_group()
+    with pytest.raises(RuntimeError, match="alltoall of equal parts, by Bruck, of float32"):
+        dist.all_to_all_single(output, given, splits, splits, group=group)
