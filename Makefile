@@ -6,34 +6,39 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build vm-kernel demo test test-cpp test-model test-fuzz test-rdma test-qemu test-python ebpf kernel fuzz lint fmt types bench pictures architecture testbed simulate clean
+.PHONY: help build vm-kernel demo test test-cpp test-model test-fuzz test-rdma test-qemu test-python test-native ebpf kernel fuzz lint fmt types bench pictures architecture testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build:  ## make .venv, install what is missing, build the native extensions
-	@sennit/setup/build.sh
+	@$(if $(BUILT),,sennit/setup/build.sh)
 
 demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit train --data flights --ranks 2
 
-# Two rings at a time: each leaves a core idle now and then. The VM comes last: on a busy machine its one processor
-# stands still for so long that reliable queue pairs break.
-test:  ## every test that can run on this machine
-	@$(MAKE) --no-print-directory --jobs 2 test-python test-cpp test-model test-fuzz vm-kernel
-	@$(MAKE) --no-print-directory test-rdma
+# Python tests often wait, so that they run in two processes, with the other rings beside them. What is compiled
+# meanwhile is nice to them: they have deadlines. The VM comes last: on a busy machine its one processor stands still
+# for so long that reliable queue pairs break.
+test: build  ## every test that can run on this machine
+	@$(MAKE) --no-print-directory BUILT=yes --jobs 2 test-python test-native
+	@$(MAKE) --no-print-directory BUILT=yes test-rdma
+
+# The output of each ring comes when it has ended, between lines of the Python tests.
+test-native: build
+	@$(MAKE) --no-print-directory --output-sync=target test-cpp test-model test-fuzz vm-kernel
 
 test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
 	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \
 	  -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
 	@echo "test: building the C++ tests under sanitizers"
-	@cmake --build build/asan -- --quiet
+	@nice cmake --build build/asan -- --quiet
 	@ctest --test-dir build/asan --output-on-failure --no-tests=error --timeout 300 --parallel 2
 
 test-model: build  ## a million schedules of faults against the real flow, without sanitizers
 	@cmake -S . -B build/model -G Ninja -DSENNIT_TESTS=ON -DSENNIT_PYTHON=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo \
 	  -DCMAKE_CXX_COMPILER_LAUNCHER=$(LAUNCHER) --log-level=WARNING >/dev/null
-	@cmake --build build/model --target fault_model fault_model_small -- --quiet
+	@nice cmake --build build/model --target fault_model fault_model_small -- --quiet
 	@ctest --test-dir build/model -L model --output-on-failure --no-tests=error
 
 test-fuzz: build  ## a few seconds of each fuzzer
@@ -74,7 +79,7 @@ test-qemu: build  ## the same in QEMU with Debian's kernel and two processors: s
 
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
-	@$(PY) -m pytest
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile
 
 lint: build  ## ruff and clang-format, changing nothing
 	@$(PY) -m ruff check .

@@ -20,7 +20,7 @@ fuzz() {  # folder of the project, its fuzzers
   shift
   cmake -S "$folder" -B "$build" -G Ninja -DCMAKE_CXX_COMPILER="$clang" \
     -DCMAKE_CXX_COMPILER_LAUNCHER="$(command -v ccache || true)" --log-level=WARNING >/dev/null
-  cmake --build "$build" -- --quiet
+  nice cmake --build "$build" -- --quiet
   for name in "$@"; do
     mkdir -p "build/fuzz/corpus/$name"
     log=build/fuzz/$name.log
