@@ -97,6 +97,9 @@ static void check_ranges(const Plan& plan, const RunSizes& sizes) {
   for (const Step& step : plan.steps) {
     const uint64_t size_bytes = sizes.bytes(step.size_bytes);
     const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
+    if (loan) REQUIRE(size_bytes <= MAX_LOAN_BYTES);
+    if (step.kind == StepKind::reduce)
+      REQUIRE(size_bytes % element_size_bytes(static_cast<sennit_dtype>(step.dtype)) == 0);
     if (step.kind != StepKind::send && !loan) check(step.destination_buffer, step.destination_offset, size_bytes);
     for (uint32_t o = 0; o < step.operand_count; ++o) {
       const Operand& operand = plan.operands[step.operand_first + o];
@@ -105,8 +108,27 @@ static void check_ranges(const Plan& plan, const RunSizes& sizes) {
   }
 }
 
+// As transport/algorithms/reduce_scatter_counted.py, in one piece: rank 1's part of it that folds.
+static std::vector<std::byte> counted_fold() {
+  PlanWriter writer(WORLD, 1, 2, uint64_t{SENNIT_REDUCE_SCATTER} << 56);
+  writer.takes(WORLD, 4);
+  const uint64_t share = PlanWriter::counted(1, 2);
+  const uint32_t after = writer.add(StepKind::receive, 0, 0, 0, 0, share, {}, STEP_LOAN);
+  const uint32_t before = writer.add(StepKind::receive, 2, 0, 0, 0, share, {}, STEP_LOAN);
+  const Operand own{.combinations = 1, .offset = PlanWriter::counted(0, 1)};
+  const uint32_t fold = writer.add(StepKind::reduce, 0, 0, 1, PlanWriter::counted(1, 1), share,
+                                   {{.kind = 1, .index = after}, own, {.kind = 1, .combinations = 1, .index = before}});
+  writer.edge(after, fold);
+  writer.edge(before, fold);
+  return writer.bytes();
+}
+
 TEST_CASE("damaged plans and hostile counts are refused, or stay within the ranges that are checked") {
-  const std::vector<std::byte> good = PlanWriter::alltoall(WORLD, 1, 8);
+  std::vector<std::byte> good = PlanWriter::alltoall(WORLD, 1, 8);
+  constexpr size_t FLAGS = 48;
+  SUBCASE("an alltoall") {}
+  SUBCASE("of equal parts") { good[FLAGS] = std::byte{2}; }
+  SUBCASE("a fold") { good = counted_fold(); }
   std::mt19937_64 random(11);
   uint64_t accepted = 0;
   for (int round = 0; round < 60'000; ++round) {
@@ -118,7 +140,7 @@ TEST_CASE("damaged plans and hostile counts are refused, or stay within the rang
     counts[WORLD + 1] = counts[1];
     try {
       const std::unique_ptr<Plan> plan = Plan::decode(bytes.data(), bytes.size());
-      counts.resize(std::min<uint64_t>(plan->count_count, 4 * WORLD));
+      counts.resize(std::min<uint64_t>(plan->posted_counts(), 4 * WORLD));
       check_ranges(*plan, plan->measure(counts));
       ++accepted;
     } catch (const PlanError&) {
