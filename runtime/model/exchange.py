@@ -45,11 +45,12 @@ class Exchange:
             send_bags = [count * batch.sample_count for count in self._table_counts]
             receive_bags = [mine * count for count in sample_counts]
             lengths = batch.lengths.new_empty(sum(receive_bags))
-            self._all_to_all(lengths, batch.lengths.flatten(), receive_bags, send_bags)
+            given = batch.lengths.flatten()
+            self._all_to_all(lengths, given, receive_bags, send_bags, even=self._is_even(sample_counts))
             send_ids = [int(part.sum()) for part in torch.split(batch.lengths, self._table_counts)]
             receive_ids = [int(part.sum()) for part in torch.split(lengths, receive_bags)]
             values = batch.values.new_empty(sum(receive_ids))
-            self._all_to_all(values, batch.values, receive_ids, send_ids)
+            self._all_to_all(values, batch.values, receive_ids, send_ids, even=False)
             return Batch(
                 table_of_block=tuple(range(mine)) * len(sample_counts),
                 bags_of_block=tuple(count for count in sample_counts for _ in range(mine)),
@@ -66,29 +67,37 @@ class Exchange:
         mine = sample_counts[self.rank]
         send = [self._table_counts[self.rank] * count for count in sample_counts]
         receive = [count * mine for count in self._table_counts]
-        arrived: Tensor = _PooledAllToAll.apply(pooled, self, receive, send)  # type: ignore[no-untyped-call]
+        even = self._is_even(sample_counts)
+        arrived: Tensor = _PooledAllToAll.apply(pooled, self, receive, send, even)  # type: ignore[no-untyped-call]
         return arrived.view(len(self._wire_place), mine, self.dim).index_select(0, self._wire_place)
 
-    def _all_to_all(self, output: Tensor, source: Tensor, receive: list[int], send: list[int]) -> None:
-        dist.all_to_all_single(output, source, receive, send, group=self._group)
+    def _is_even(self, sample_counts: Sequence[int]) -> bool:
+        """Whether all parts of all ranks have one size, as all ranks know. Then no rank names it, and the transport may
+        choose an algorithm for equal parts (docs/reference/plans.md)."""
+        return len(set(self._table_counts)) == len(set(sample_counts)) == 1
+
+    def _all_to_all(self, output: Tensor, source: Tensor, receive: list[int], send: list[int], *, even: bool) -> None:
+        dist.all_to_all_single(output, source, None if even else receive, None if even else send, group=self._group)
 
 
 class _PooledAllToAll(torch.autograd.Function):
-    """AlltoAll of rows with uneven splits. Its backward sends the gradient the opposite way."""
+    """AlltoAll of rows. Its backward sends the gradient the opposite way."""
 
     @staticmethod
-    def forward(context: Any, pooled: Tensor, exchange: Exchange, receive: list[int], send: list[int]) -> Tensor:
-        context.exchange, context.receive, context.send = exchange, receive, send
+    def forward(
+        context: Any, pooled: Tensor, exchange: Exchange, receive: list[int], send: list[int], even: bool
+    ) -> Tensor:
+        context.exchange, context.receive, context.send, context.even = exchange, receive, send, even
         output = pooled.new_empty(sum(receive), exchange.dim)
         with exchange._clock.phase("AlltoAll forward"):
-            exchange._all_to_all(output, pooled.contiguous(), receive, send)
+            exchange._all_to_all(output, pooled.contiguous(), receive, send, even=even)
         return output
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         exchange: Exchange = context.exchange
         (gradient,) = gradients
         output = gradient.new_empty(sum(context.send), exchange.dim)
         with exchange._clock.phase("AlltoAll backward"):
-            exchange._all_to_all(output, gradient.contiguous(), context.send, context.receive)
-        return output.div_(dist.get_world_size(exchange._group)), None, None, None
+            exchange._all_to_all(output, gradient.contiguous(), context.send, context.receive, even=context.even)
+        return output.div_(dist.get_world_size(exchange._group)), None, None, None, None

@@ -15,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 from sennit.runtime.backend.process_group import Options, PlanCompiler
+from sennit.runtime.model.exchange import Exchange
+from sennit.runtime.model.phases import PhaseClock
+from sennit.runtime.model.sharding import Placement
 from sennit.transport.signature import Kind
 
 
@@ -135,3 +138,37 @@ def mixed_splits(rank: int, world: int) -> None:
         group = dist.new_group()
     with pytest.raises(RuntimeError, match="alltoall of equal parts, by Bruck, of float32"):
         dist.all_to_all_single(output, given, splits, splits, group=group)
+
+
+def even_exchange(rank: int, world: int, seed: int) -> None:
+    """The trainer's exchange names no sizes where all ranks know that all are equal, and moves the same rows."""
+    splits: list[Any] = []
+    exchanged = dist.all_to_all_single
+
+    def recording(output: Any, given: Any, *sizes: Any, **options: Any) -> Any:
+        splits.extend(sizes)
+        return exchanged(output, given, *sizes, **options)
+
+    spread = tuple((table,) for table in range(world))
+    uneven = (tuple(range(world)), *((),) * (world - 1))
+    every = [3] * world
+    for tables_of, counts, is_even in ((spread, every, True), (uneven, every, False), (spread, range(world), False)):
+        owner_of = tuple(rank for rank, tables in enumerate(tables_of) for _ in tables)
+        exchange = Exchange(Placement(owner_of=owner_of, tables_of=tables_of), dim=2, clock=PhaseClock())
+        rows = [
+            100.0 * source + 10 * table + sample
+            for source, count in enumerate(counts)
+            for table in tables_of[rank]
+            for sample in range(count)
+        ]
+        pooled = torch.tensor(rows).unsqueeze(1).repeat(1, 2).requires_grad_()
+        splits.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_to_all_single", recording)
+            arrived = exchange.return_pooled(pooled, counts)
+            arrived.sum().backward()
+        assert len(splits) == 4
+        assert all((sizes is None) == is_even for sizes in splits)
+        expected = [[100.0 * rank + 10 * table + sample for sample in range(counts[rank])] for table in range(world)]
+        assert torch.equal(arrived[..., 0], torch.tensor(expected).view(world, counts[rank]))
+        assert torch.equal(pooled.grad, torch.full_like(pooled, 1 / world))
