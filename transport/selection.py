@@ -255,19 +255,19 @@ def _alltoall_by_hosts(hosts: Hosts, part_bytes: float) -> Work:
     targets = -(-width // streams)
     sent = -(-far // targets // width)
     # To the senders of streams, to the neighbours, and to those whose parts a stream brought.
-    gives = [far - sent * targets, near, sent * (targets - 1)]
-    takes = [sent * targets * near, near]
+    gives = [-(-far // targets) - sent, near, sent * (targets - 1)]
+    takes = [sent * near, near]
     return Work(
         near=Traffic(
             1 + (targets > 1),
             math.ceil((sum(gives) + sum(takes)) / 2),
             near,
-            (gives[0] + near + gives[2] * width) * part_bytes,
+            (gives[0] * targets + near + gives[2] * width) * part_bytes,
         ),
         # On average: the ranks share the link of their host.
         far=Traffic(1, sent, sent, far * part_bytes),
-        # The own part is copied before each message.
-        folded_bytes=sent * targets * part_bytes,
+        # Own parts are copied before a message, and all parts after it if they are for several ranks.
+        folded_bytes=sent * targets * (1 + (targets > 1) * width) * part_bytes,
     )
 
 

@@ -63,12 +63,13 @@ def alltoall_by_host(
     others = [(home + step) % len(hosts.spans) for step in range(1, len(hosts.spans))]
     leaving = [stream for host in others for stream in _streams(hosts, home, host, streams)]
     coming = [stream for host in reversed(others) for stream in _streams(hosts, host, home, streams)]
-    staged = [s for s in leaving if s.sender == rank] + [s for s in coming if s.receiver == rank and len(s.targets) > 1]
-    # Where in scratch the parts of a stream begin: rows of all parts for one target.
+    sent = [stream for stream in leaving if stream.sender == rank]
+    given = [stream for stream in coming if stream.receiver == rank and len(stream.targets) > 1]
+    # Where in scratch the parts of a stream begin, in rows of one source each. A second time: of one target each.
     first: dict[_Stream, int] = {}
     parts = 0
-    for stream in staged:
-        first[stream], parts = parts, parts + stream.parts
+    for stream in [*sent, *given]:
+        first[stream], parts = parts, parts + stream.parts * (1 if stream in sent else 2)
     builder = PlanBuilder(
         "alltoall by host",
         world=world,
@@ -83,27 +84,39 @@ def alltoall_by_host(
     inputs = counted_parts(world, first_count=0, first_buffer=0, in_list=False)
     outputs = counted_parts(world, first_count=0, first_buffer=1, in_list=False)
 
+    def turn(stream: _Stream, column: int, buffer: int, to: int, taken: int) -> list[int]:
+        """Copies a target's parts, which are apart because each source sent its own together."""
+        return [
+            builder.copy(
+                Operand(SCRATCH, CountRange(0, first[stream] + row * len(stream.targets) + column)),
+                buffer,
+                CountRange(0, to + row),
+                ONE_PART,
+                after=[taken],
+            )
+            for row in range(stream.width)
+        ]
+
     # First what others send on: further messages depend on it.
     for stream in leaving:
-        for target in stream.targets if stream.sender != rank else ():
-            builder.send(stream.sender, 1 + target, Operand(0, inputs[target].offset), ONE_PART)
+        if stream.sender != rank:
+            source = Operand(0, inputs[stream.targets[0]].offset)
+            builder.send(stream.sender, 1 + stream.targets[0], source, CountRange(0, len(stream.targets)))
     gathered = []
-    for stream in leaving:
-        if stream.sender == rank:
-            came = []
-            for row, target in enumerate(stream.targets):
-                places = [CountRange(0, first[stream] + row * stream.width + place) for place in range(stream.width)]
-                came.append(builder.copy(Operand(0, inputs[target].offset), SCRATCH, places[rank - low], ONE_PART))
-                for peer in reversed(neighbours):
-                    came.append(builder.recv(peer, 1 + target, SCRATCH, places[peer - low], ONE_PART))
-            gathered.append((stream, came))
+    for stream in sent:
+        row, slot = CountRange(0, len(stream.targets)), 1 + stream.targets[0]
+        places = [CountRange(0, first[stream] + place * len(stream.targets)) for place in range(stream.width)]
+        came = [builder.copy(Operand(0, inputs[stream.targets[0]].offset), SCRATCH, places[rank - low], row)]
+        for peer in reversed(neighbours):
+            came.append(builder.recv(peer, slot, SCRATCH, places[peer - low], row))
+        gathered.append((stream, came))
     for stream, came in gathered:
         source = Operand(SCRATCH, CountRange(0, first[stream]))
         builder.send(stream.receiver, 0, source, CountRange(0, stream.parts), after=came)
     for peer in neighbours:
         send_part(builder, peer, inputs[peer])
 
-    kept = []
+    kept: list[tuple[_Stream, int, int]] = []
     for stream in coming:
         output = Part(1, outputs[hosts.spans[stream.source].low].offset, CountRange(0, stream.width))
         slot = 1 + world + stream.source
@@ -111,20 +124,21 @@ def alltoall_by_host(
             recv_part(builder, stream.sender, output)
         elif stream.receiver == rank:
             taken = builder.recv(stream.sender, 0, SCRATCH, CountRange(0, first[stream]), CountRange(0, stream.parts))
-            for row, target in enumerate(stream.targets):
-                source = Operand(SCRATCH, CountRange(0, first[stream] + row * stream.width))
+            for column, target in enumerate(stream.targets):
                 if target == rank:
-                    kept.append((source, output, taken))
-                else:
-                    builder.send(target, slot, source, output.size_bytes, after=[taken])
+                    kept.append((stream, column, taken))
+                    continue
+                packed = first[stream] + stream.parts + column * stream.width
+                packs = turn(stream, column, SCRATCH, packed, taken)
+                builder.send(target, slot, Operand(SCRATCH, CountRange(0, packed)), output.size_bytes, after=packs)
     for peer in reversed(neighbours):
         recv_part(builder, peer, outputs[peer])
     for stream in coming:
         if rank in stream.targets and stream.receiver != rank:
             offset = outputs[hosts.spans[stream.source].low].offset
             builder.recv(stream.receiver, 1 + world + stream.source, 1, offset, CountRange(0, stream.width))
-    for source, output, taken in kept:
-        builder.copy(source, output.buffer, output.offset, output.size_bytes, after=[taken])
+    for stream, column, taken in kept:
+        turn(stream, column, 1, hosts.spans[stream.source].low, taken)
     copy_part(builder, inputs[rank], outputs[rank])
     return builder.build()
 
