@@ -7,13 +7,14 @@
 namespace sennit {
 
 FlowLane::FlowLane(uint32_t peer, const flow::FlowConfig& config, std::span<std::byte> eager_memory,
-                   uint32_t eager_rkey, Exposure& exposure, LaneSink& sink)
+                   uint32_t eager_rkey, Exposure& exposure, LoanPool& loans, LaneSink& sink)
     : peer_(peer),
       sink_(sink),
       exposure_(exposure),
       flow_(config, eager_memory, eager_rkey),
       agenda_(config.agenda),
-      member_(config.agenda_member) {}
+      member_(config.agenda_member),
+      pool_(loans) {}
 
 bool FlowLane::send_eager(const MessageHeader& header, uint32_t flags, const void* data) {
   return flow_.send_eager(header, flags, data, now_us());
@@ -49,16 +50,14 @@ bool FlowLane::tell_opened() {
 
 void FlowLane::grant_loans() {
   for (size_t index = 0; index < LOAN_COUNT && !wishes_.empty(); ++index) {
-    Loan& loan = loans_[index];
-    if (loan.is_out) continue;
-    if (!loan.memory) {
-      loan.memory = std::make_unique_for_overwrite<std::byte[]>(MAX_LOAN_BYTES);
-      exposure_.keep(loan.memory.get(), MAX_LOAN_BYTES);
-    }
-    loan.is_out = true;
+    if (loans_[index] != nullptr) continue;
+    std::byte* const memory = pool_.take(loans_out_ >= OWN_LOAN_COUNT);
+    if (memory == nullptr) return;
+    loans_[index] = memory;
+    ++loans_out_;
     const Wish wish = wishes_.front();
     wishes_.pop();
-    advertise_at(wish.receive_id, wish.header, loan.memory.get(), index + 1);
+    advertise_at(wish.receive_id, wish.header, memory, index + 1);
   }
 }
 
@@ -70,7 +69,9 @@ void FlowLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, 
 
 void FlowLane::release(uint64_t loan_id) {
   if (loan_id == 0) return;
-  loans_[loan_id - 1].is_out = false;
+  pool_.give_back(loans_[loan_id - 1]);
+  loans_[loan_id - 1] = nullptr;
+  --loans_out_;
   grant_loans();
 }
 

@@ -9,7 +9,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <string>
 
@@ -18,18 +17,19 @@
 #include "flow/sequence_ring.hpp"
 #include "messages/lane.hpp"
 #include "ports/exposure.hpp"
+#include "ports/loan_pool.hpp"
 
 namespace sennit {
 
 class FlowLane final : public Lane {
  public:
-  // The most loans at a time. The memory of each is allocated on first use.
-  static constexpr size_t LOAN_COUNT = 8;
+  // The most loans at a time, and how many of them do not depend on what other lanes have.
+  static constexpr size_t LOAN_COUNT = 8, OWN_LOAN_COUNT = 3;
 
   // `eager_memory` and `eager_rkey` as in flow::Flow. The port owns that memory, because its address is in the offer,
-  // which goes out before there is a lane. `exposure` outlives the lane.
+  // which goes out before there is a lane. `exposure` and `loans` outlive the lane.
   FlowLane(uint32_t peer, const flow::FlowConfig& config, std::span<std::byte> eager_memory, uint32_t eager_rkey,
-           Exposure& exposure, LaneSink& sink);
+           Exposure& exposure, LoanPool& loans, LaneSink& sink);
 
   flow::Flow& flow() { return flow_; }
   const flow::Flow& flow() const { return flow_; }
@@ -57,11 +57,6 @@ class FlowLane final : public Lane {
   std::string describe() const override { return flow_.describe(); }
 
  private:
-  // A loan's id is its index here plus one: 0 is "not a loan".
-  struct Loan {
-    std::unique_ptr<std::byte[]> memory;
-    bool is_out = false;
-  };
   struct Wish {
     uint64_t receive_id;
     MessageHeader header;
@@ -102,7 +97,9 @@ class FlowLane final : public Lane {
   flow::Agenda* const agenda_;
   const uint32_t member_;
   uint64_t pumped_us_ = 0;
-  std::array<Loan, LOAN_COUNT> loans_;
+  LoanPool& pool_;
+  std::array<std::byte*, LOAN_COUNT> loans_{};  // a loan's id is its index plus one: 0 is "not a loan"
+  size_t loans_out_ = 0;
   // Receives as loans that wait for memory, in call order. They are not among receives_, because others overtake them.
   flow::SequenceRing<Wish> wishes_;
   // From the opening of the memory to the message's end.

@@ -79,7 +79,7 @@ void UdpPort::start(Peer& peer) {
   const std::span<std::byte> eager_memory(eager_memory_[peer.rank].get(),
                                           size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
   peer.lane = std::make_unique<FlowLane>(peer.rank, config, eager_memory, offer_.peers[peer.rank].eager_rkey, exposure_,
-                                         *peer.sink);
+                                         loans_, *peer.sink);
   connected_.push_back(&peer);
   agenda_.join();
   flow::Flow& flow = peer.lane->flow();

@@ -109,6 +109,7 @@ class UdpPort final : public TriedPort {
   const Counted<UdpReceiveCounters> receive_counters_;
   UdpPathByQpn paths_by_qpn_;
   KeysOnly exposure_{rank_, [this] { return next_key(); }};
+  LoanPool loans_{exposure_};
   std::vector<std::unique_ptr<Rail>> rails_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by rank; null where not connected
   std::vector<Peer*> connected_;

@@ -67,8 +67,8 @@ void VerbsPort::start(Peer& peer) {
   const size_t eager_bytes = size_t{EAGER_SLOT_COUNT} * payload_bytes;
   std::unique_ptr<std::byte[]>& memory = eager_memory_[peer.rank] = std::make_unique<std::byte[]>(eager_bytes);
   peer.eager_address = reinterpret_cast<uintptr_t>(memory.get());
-  peer.lane =
-      std::make_unique<FlowLane>(peer.rank, config, std::span(memory.get(), eager_bytes), 0, exposure_, *peer.sink);
+  peer.lane = std::make_unique<FlowLane>(peer.rank, config, std::span(memory.get(), eager_bytes), 0, exposure_, loans_,
+                                         *peer.sink);
   connected_.push_back(&peer);
   agenda_.join();
   flow::Flow& flow = peer.lane->flow();

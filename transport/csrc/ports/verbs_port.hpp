@@ -141,6 +141,7 @@ class VerbsPort final : public TriedPort {
   VerbsBuffers send_buffers_;
   std::vector<std::unique_ptr<VerbsAdapter>> adapters_;  // before the objects of each adapter
   VerbsJointExposure exposure_;
+  LoanPool loans_{exposure_};
   std::vector<std::unique_ptr<Path>> paths_;                // paths to all peers, connected or not
   std::vector<std::unique_ptr<std::byte[]>> eager_memory_;  // by rank
   std::unordered_map<uint64_t, Path*> paths_by_qpn_;        // for one device: see find_path

@@ -82,8 +82,9 @@ struct LanePair {
   std::vector<std::byte> memory_a = std::vector<std::byte>(64 * 1'024), memory_b = memory_a;
   RecordingSink sender, receiver;
   SlowExposure exposure_a, exposure_b;
-  FlowLane a{7, config, memory_a, 1, exposure_a, sender};
-  FlowLane b{7, config, memory_b, 2, exposure_b, receiver};
+  LoanPool loans_a{exposure_a}, loans_b{exposure_b};
+  FlowLane a{7, config, memory_a, 1, exposure_a, loans_a, sender};
+  FlowLane b{7, config, memory_b, 2, exposure_b, loans_b, receiver};
   SimNetwork network{1};
 };
 
@@ -118,6 +119,37 @@ TEST_CASE("Loans beyond the pool wait in order and are granted as others are rel
   CHECK(std::set<uint64_t>(pair.receiver.received.begin(), pair.receiver.received.end()).size() == WISHES + 1);
   CHECK(pair.a.idle());
   CHECK(pair.b.idle());
+}
+
+TEST_CASE("A pool that has lent much refuses a lane's extra loans, not its first ones") {
+  SlowExposure exposure;
+  LoanPool pool(exposure);
+  constexpr size_t MAX = LoanPool::EXTRA_BELOW_BYTES / MAX_LOAN_BYTES;
+  std::set<std::byte*> lent;
+  for (size_t i = 0; i < MAX; ++i) lent.insert(pool.take(true));
+  CHECK(lent.size() == MAX);
+  CHECK(lent.count(nullptr) == 0);
+  CHECK(pool.take(true) == nullptr);
+  std::byte* const first = pool.take(false);
+  CHECK(first != nullptr);
+  CHECK(lent.count(first) == 0);
+  pool.give_back(first);
+  CHECK(pool.take(true) == nullptr);  // the bound counts what is lent, and that is still MAX
+  pool.give_back(*lent.begin());
+  CHECK(pool.take(true) == *lent.begin());
+  CHECK(pool.allocated_bytes() == (MAX + 1) * MAX_LOAN_BYTES);
+}
+
+TEST_CASE("Lanes of one port use the same memory one after the other") {
+  LanePair pair;
+  FlowLane other(8, pair.config, pair.memory_a, 3, pair.exposure_b, pair.loans_b, pair.receiver);
+  for (uint64_t i = 0; i < FlowLane::LOAN_COUNT; ++i) pair.b.advertise(i, {i, 0, MAX_LOAN_BYTES}, nullptr);
+  pair.settle();
+  REQUIRE(pair.receiver.received.size() == FlowLane::LOAN_COUNT);
+  for (const uint64_t loan : pair.receiver.loans) pair.b.release(loan);
+  const size_t before_bytes = pair.loans_b.allocated_bytes();
+  for (uint64_t i = 0; i < 2 * FlowLane::LOAN_COUNT; ++i) other.advertise(i, {i, 0, MAX_LOAN_BYTES}, nullptr);
+  CHECK(pair.loans_b.allocated_bytes() == before_bytes);
 }
 
 TEST_CASE("An eager message without room is offered again, in order, and a request carries no data") {
