@@ -75,8 +75,10 @@ class Communicator:
         peer_timeout_s: float = 10.0,
         threads: int = 1,
     ) -> None: ...
-    def shm_offer(self) -> bytes:
-        """Makes this rank's shared-memory segment. Returns what peers need to open it."""
+    def shm_offer(self, ranks_here: Sequence[int] = ()) -> bytes:
+        """Makes this rank's shared-memory segment, with room for the ranks of its host (empty: all). Returns what they
+        need to open it. They ascend, include this rank, and are the same on all of them.
+        """
 
     def shm_accept(self, rank: int, offer: bytes) -> bool:
         """Opens a peer's segment. Returns False if it cannot be reached."""
@@ -92,7 +94,7 @@ class Communicator:
         ports: tuple[int, int] = (0, 0),
         seed: int = 0,
     ) -> bytes:
-        """Opens the sockets on the rails. Returns what peers need to connect.
+        """Opens the sockets on the rails. Returns what all peers need to connect.
 
         A rail is an interface's address, and its address of the other family, or "". All ports are within `ports`
         (first, last), unless that begins with 0. Raises ArgumentError for an unknown name or a number out of range.
@@ -109,7 +111,13 @@ class Communicator:
         service: str,
         seed: int = 0,
     ) -> bytes:
-        """Opens the RDMA device that serves these local addresses. Returns what peers need to connect."""
+        """Opens the RDMA device that serves these local addresses. Returns what all peers need to connect."""
+
+    def offer_for(self, rank: int) -> bytes:
+        """After `udp_open` or `verbs_open`: returns what that rank alone needs besides.
+
+        A route to this rank is both parts, one after the other.
+        """
 
     def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None:
         """Begins to send packets over every path to the peers with udp and verbs routes.

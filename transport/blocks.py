@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import json
+import struct
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Final, TypeAlias
 
 Record: TypeAlias = dict[str, Any]
@@ -55,3 +57,26 @@ def unpack(data: bytes) -> list[Record]:
         return [dict(zip(columns, fields, strict=True)) for fields in zip(*columns.values(), strict=True)]
     except (zlib.error, AttributeError, TypeError) as error:
         raise ValueError(str(error)) from error
+
+
+def pack_parcels(parcels: Sequence[bytes]) -> str:
+    """Writes byte strings of at most 65,535 bytes, behind the size that all have, or else behind all sizes."""
+    sizes = [len(parcel) for parcel in parcels]
+    is_one_size = len(set(sizes)) == 1
+    head = struct.pack(f"<B{1 if is_one_size else len(sizes)}H", is_one_size, *(sizes[:1] if is_one_size else sizes))
+    return base64.b85encode(head + b"".join(parcels)).decode()
+
+
+def unpack_parcels(data: bytes, count: int) -> list[bytes]:
+    """Reads `count` byte strings. Raises ValueError if they are not as many, or cut short."""
+    raw = base64.b85decode(data)
+    is_one_size = raw[:1] == b"\x01"
+    head = struct.Struct(f"<B{1 if is_one_size else count}H")
+    if len(raw) < head.size:
+        raise ValueError("the sizes are cut short")
+    _, *sizes = head.unpack_from(raw)
+    if is_one_size:
+        sizes *= count
+    if len(raw) != head.size + sum(sizes):
+        raise ValueError(f"{len(raw) - head.size} bytes of parcels of {sum(sizes)} bytes")
+    return [raw[first:end] for first, end in pairwise(accumulate(sizes, initial=head.size))]

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Final
 
-from sennit.transport.blocks import FAN_IN, Record, children_of, pack, subtree, unpack
+from sennit.transport.blocks import FAN_IN, Record, children_of, pack, pack_parcels, subtree, unpack, unpack_parcels
 from sennit.transport.errors import MismatchError, PeerError, SennitError, TimeoutError
 from sennit.transport.store import CheckedStore, Store
 from sennit.transport.version import Versions
@@ -50,6 +51,7 @@ class Exchanges:
         self._versions = Versions.ours()
         self._nonce = secrets.token_urlsafe(6)
         self._run = ""
+        self._listed = b""  # the records of the run, as rank 0 left them
         self._children = children_of(rank, world)
         self._heard: set[str] = set()
         self._strange_run = ""
@@ -84,6 +86,46 @@ class Exchanges:
         (data,) = self._await(round_name, {everybody: 0})
         return self._decode_block(data, range(self._world))
 
+    def swap(self, round_name: str, parcels: Mapping[int, bytes]) -> list[bytes]:
+        """Gives each rank its parcel, at most 65,535 bytes. Returns those for this rank, by sender.
+
+        The ranks are a square of sqrt(world) rows. A rank leaves one value for each row. The ranks of a row share the
+        work to sort by receiver what the row has left. So everybody handles about 4 sqrt(world) values, each read once.
+        """
+        side = math.isqrt(self._world - 1) + 1
+        rows = [range(first, min(first + side, self._world)) for first in range(0, self._world, side)]
+
+        def left(sender: int, row: int) -> str:
+            return self._key(round_name, f"{sender}/for/{row}")
+
+        def sorted_by(row: int, receiver: int) -> str:
+            return self._key(round_name, f"{row}/to/{receiver}")
+
+        def sorter(row: int, receivers: int) -> int:
+            return rows[row][receivers % len(rows[row])]
+
+        mine = {
+            left(self._rank, row): pack_parcels([parcels.get(peer, b"") for peer in rows[row]])
+            for row in range(len(rows))
+        }
+        self._store.multi_set({**mine, self._key(round_name, self._rank): ""})
+        own = self._rank // side
+        for number, row in enumerate(rows):
+            if sorter(own, number) == self._rank:
+                values = self._await(round_name, {left(sender, number): sender for sender in rows[own]})
+                table = [self._decode_parcels(value, row, at) for value, at in zip(values, rows[own], strict=True)]
+                columns = enumerate(row)
+                self._store.multi_set(
+                    {sorted_by(own, peer): pack_parcels([of[column] for of in table]) for column, peer in columns}
+                )
+        authors = {sorted_by(row, self._rank): sorter(row, own) for row in range(len(rows))}
+        values = self._await(round_name, authors)
+        return [
+            parcel
+            for value, row, author in zip(values, rows, authors.values(), strict=True)
+            for parcel in self._decode_parcels(value, row, author)
+        ]
+
     def meet(self, make: Callable[[], Record]) -> list[Record]:
         """Runs the first round, and makes sure that all ranks are in one run. Returns the records of that run.
 
@@ -96,7 +138,7 @@ class Exchanges:
         own = self._make("hello", lambda: {"nonce": self._nonce, "world": self._world, **make()})
         authors = {self._key("hello", 0): 0} if self._rank else {}
         authors |= {self._key_of_child("hello", child): child for child in self._children}
-        self._await("hello", authors)
+        self._wait("hello", authors)
         old_until_s = min(time.monotonic() + OLD_RECORD_S, self._deadline_s - 2 * REREAD_S)
         try:
             return self._settle(own, list(authors), old_until_s)
@@ -143,13 +185,13 @@ class Exchanges:
                 awaited = {self._key("here", "full" if self._rank == 0 else "go"): 0}
                 if not self._children:
                     # Nothing to read again. Rank 0 ends this wait also when it begins another run.
-                    self._await("here", awaited)
+                    self._wait("here", awaited)
                 if self._store.check(list(awaited)):
                     if self._rank == 0:
                         self._store.set(self._key("here", "go"), "")
                         return known
                     if self._store.get(self._key("here", "go")) != AGAIN.encode():
-                        return self._decode_block(self._store.get(self._key("run", "all")), range(self._world))
+                        return self._decode_block(self._listed, range(self._world))
                     self._run = ""
             if self._watch is not None:
                 self._watch()
@@ -206,7 +248,7 @@ class Exchanges:
     def _find_run(self, *, is_early: bool) -> None:
         """Joins the newest run if it lists this process."""
         if not self._children and not self._strange_run:
-            self._await("hello", {self._listing_key(): 0})
+            self._wait("hello", {self._listing_key(): 0})
         listing = self._read_listing()
         if listing is None:
             return
@@ -217,7 +259,8 @@ class Exchanges:
         run = str(listing["run"])
         if run == self._strange_run:
             return
-        records = unpack(self._store.get(f"sennit/{self._name}/{run}/run/all"))
+        self._listed = self._store.get(f"sennit/{self._name}/{run}/run/all")
+        records = unpack(self._listed)
         if len(records) == self._world and records[self._rank].get("nonce") == self._nonce:
             self._run = run
             self._count()
@@ -277,9 +320,13 @@ class Exchanges:
 
     def _await(self, what: str, authors: Mapping[str, int]) -> list[bytes]:
         """Waits for values, which the ranks `authors` leave under these keys, and reads them."""
+        self._wait(what, authors)
+        return self._store.multi_get(list(authors))
+
+    def _wait(self, what: str, authors: Mapping[str, int]) -> None:
         keys = list(authors)
         if not keys:
-            return []
+            return
         pause_s = POLL_FIRST_S
         while self._watch is not None and not self._store.check(keys) and time.monotonic() < self._deadline_s:
             self._watch()
@@ -296,7 +343,6 @@ class Exchanges:
             if time.monotonic() < self._deadline_s - STORE_CLOCK_SLACK_S:
                 raise PeerError(f"rendezvous of {self._name}: the store failed: {error}") from error
             raise self._too_late(what, authors) from error
-        return self._store.multi_get(keys)
 
     def _too_late(self, what: str, authors: Mapping[str, int]) -> TimeoutError:
         """Names the ranks that have left nothing, else the authors of what is not there."""
@@ -343,6 +389,12 @@ class Exchanges:
             )
         self._heard |= {str(record["nonce"]) for record in records if "nonce" in record}
         return records
+
+    def _decode_parcels(self, data: bytes, ranks: range, peer: int) -> list[bytes]:
+        try:
+            return unpack_parcels(data, len(ranks))
+        except ValueError as error:
+            raise self._foreign(peer, data) from error
 
     def _decode(self, data: bytes, peer: int, like: Record) -> Record:
         try:

@@ -6,20 +6,22 @@
     round "offer"   whether this rank has a shared-memory segment, or why not
     value "segment" how to open it, which only the ranks of its host read
     round "opened"  whose offers this rank could not open: two ranks use shared memory when both opened the other's
-    round "udp"     what peers must have in common with RDMA devices; only where some pair has no shared memory
-    value "network" with it: addresses, keys, paths, which only the ranks without shared memory to this one read
+    round "udp"     addresses and paths, of sockets or of RDMA devices, and what peers must have in common with the
+                    latter; only where some pair has no shared memory
+    swap "pairs"    with it: keys and queue pairs, which only the peer they are for reads
     record "trial" what a rank found when it tried the paths; read only by ranks whose own trial does not end
                    (`network_trial.py`)
 
 A store may outlive a run and hold its records: torchrun restarts ranks over the same one. So a record counts only in
 the run whose list has its writer's nonce (`Exchanges.meet`).
 
-Records travel over a tree of ranks (`exchanges.py`). They are JSON. A rank that cannot go on
+A rank reads O(world) bytes in all, over a tree of ranks (`exchanges.py`). Records are JSON. A rank that cannot go on
 says so in its next record, so that nobody waits for it in vain.
 """
 
 from __future__ import annotations
 
+import base64
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ Route: TypeAlias = tuple[str, bytes]
 class Endpoint(TriedEndpoint, Protocol):
     """The native communicator's part in rendezvous (`_core.Communicator`)."""
 
-    def shm_offer(self) -> bytes: ...
+    def shm_offer(self, ranks_here: list[int], /) -> bytes: ...
 
     def shm_accept(self, rank: int, offer: bytes, /) -> bool: ...
 
@@ -71,6 +73,8 @@ class Endpoint(TriedEndpoint, Protocol):
         window_bytes: int,
         service: str,
     ) -> bytes: ...
+
+    def offer_for(self, rank: int, /) -> bytes: ...
 
     def connect(self, routes: Sequence[Route], /) -> None: ...
 
@@ -141,7 +145,7 @@ def connect(
     def offer() -> Record:
         nonlocal endpoint
         endpoint = make_endpoint(ranks_here)
-        return _offer(endpoint, config, lambda segment: exchanges.put("segment", segment))
+        return _offer(endpoint, config, on_this_host, lambda segment: exchanges.put("segment", segment))
 
     offers = exchanges.exchange("offer", offer)
     assert endpoint is not None
@@ -158,18 +162,18 @@ def connect(
         def open_udp() -> Record:
             _refuse_strangers(config, hello, offers, by_shm, rank)
             if not needs_udp[rank]:
-                return {"devices": []}
+                return {"blob": "", "devices": []}
             chosen[:] = rails()
-            exchanges.put("network", _open_network(endpoint, config, chosen))
-            return {"devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
+            blob = _open_network(endpoint, config, chosen)
+            return {"blob": _text(blob), "devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
 
         opened_networks = exchanges.exchange("udp", open_udp)
         for peer, record in enumerate(opened_networks):
             if not by_shm[peer]:
                 check_pair(opened_networks[rank]["devices"], record["devices"], peer)
         elsewhere = [peer for peer in range(world) if peer != rank and not by_shm[peer]]
-        for peer, blob in zip(elsewhere, exchanges.get("network", elsewhere), strict=True):
-            blobs[peer] = blob
+        for_us = exchanges.swap("pairs", {peer: endpoint.offer_for(peer) for peer in elsewhere})
+        blobs = [base64.b64decode(opened_networks[peer]["blob"]) + for_us[peer] for peer in range(world)]
     network = "verbs" if config.transport is TransportKind.VERBS else "udp"
     routes: list[Route] = [("shm", b"") if by_shm[peer] else (network, blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")
@@ -232,11 +236,11 @@ def _hello(config: Config, constants: Calibration) -> Record:
     }
 
 
-def _offer(endpoint: Endpoint, config: Config, put: Callable[[bytes], None]) -> Record:
+def _offer(endpoint: Endpoint, config: Config, on_this_host: list[int], put: Callable[[bytes], None]) -> Record:
     if config.transport in (TransportKind.UDP, TransportKind.VERBS):
         return {"shm": False, "why_not": f"its SENNIT_TRANSPORT is {config.transport}", "is_meant": True}
     try:
-        put(endpoint.shm_offer())
+        put(endpoint.shm_offer(on_this_host))
     except OSError as error:
         if config.transport is TransportKind.SHM:
             raise
@@ -340,3 +344,7 @@ def _unpaired_rails(endpoint: Endpoint, routes: Sequence[Route], rails: Sequence
         "its family there"
         for rail, peers in peers_of.items()
     ]
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()

@@ -10,7 +10,7 @@ import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -97,6 +97,14 @@ class CheckedStore:
             else:
                 found += [self.get(key) if self.check([key]) else None for key in some]
         return found
+
+    def multi_set(self, values: Mapping[str, str], /) -> None:
+        """Writes values, in one request where the store can."""
+        if self._has_batches and len(values) > 1:
+            self._try(self._store.multi_set, list(values), list(values.values()))  # type: ignore[attr-defined]
+            return
+        for key, value in values.items():
+            self.set(key, value)
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
         self._store.wait(keys, timeout)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-# What ranks exchange through the store: rendezvous and membership records, plans (docs/reference/plans.md), the
-# shared-memory layout. Increased when any of them changes.
-PROTOCOL_VERSION: Final = 5
-# What ranks send to each other: packets, control payloads, the udp offer (docs/reference/wire.md). Increased when any
-# of them changes, together with flow::CONTROL_VERSION.
+# What ranks exchange through the store: rendezvous and membership records, the udp offer, plans
+# (docs/reference/plans.md), the shared-memory layout. Increased when any of them changes.
+PROTOCOL_VERSION: Final = 6
+# What ranks send to each other: packets, control payloads (docs/reference/wire.md). Increased when any of them changes,
+# together with flow::CONTROL_VERSION.
 WIRE_REVISION: Final = 2
 
 

@@ -58,12 +58,15 @@ class Recorder:
     def __init__(self, rank: int, room: str, *, shm_errno: int | None = None) -> None:
         self.rank, self.room, self.shm_errno = rank, room, shm_errno
         self.ranks_here = 0
+        self.ranks_of_host: list[int] = []
         self.routes: list[tuple[str, bytes]] = []
         self.tried: list[tuple[str, bytes]] = []
         self.udp: tuple[list[tuple[str, str]], dict[str, Any]] | None = None
         self.verbs: tuple[list[str], dict[str, Any]] | None = None
 
-    def shm_offer(self) -> bytes:
+    def shm_offer(self, ranks_here: list[int], /) -> bytes:
+        assert self.rank in ranks_here
+        self.ranks_of_host = ranks_here
         if self.shm_errno is not None:
             raise DeviceError("shm_open", self.shm_errno)
         return f"{self.room}/{self.rank}".encode()
@@ -79,6 +82,9 @@ class Recorder:
     def verbs_open(self, addresses: list[str], /, **settings: Any) -> bytes:
         self.verbs = (addresses, settings)
         return f"verbs{self.rank}".encode()
+
+    def offer_for(self, rank: int, /) -> bytes:
+        return f"for{rank}".encode()
 
     def begin_trial(self, routes: Sequence[tuple[str, bytes]], /) -> None:
         self.tried = list(routes)

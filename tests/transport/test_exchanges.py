@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -43,18 +44,21 @@ def run(
 
 
 @pytest.mark.parametrize("world", [2, 3, 5, 32, 33, WORLD])
-def test_everybody_learns_everything_and_reads_what_others_have_put(world: int) -> None:
+def test_everybody_learns_everything_and_each_gets_its_parcels(world: int) -> None:
     def body(exchanges: Exchanges, rank: int) -> Any:
         def make() -> dict[str, Any]:
             exchanges.put("value", b"of %d" % rank)
             return {"square": rank * rank}
 
         records = exchanges.exchange("round", make)
-        return [record["square"] for record in records], exchanges.get("value", list(range(world)))
+        parcels = {peer: f"{rank}>{peer}".encode() * (peer % 3) for peer in range(world)}
+        squares = [record["square"] for record in records]
+        return squares, exchanges.get("value", list(range(world))), exchanges.swap("parcels", parcels)
 
-    for squares, values in run(body, world=world):
+    for rank, (squares, values, parcels) in enumerate(run(body, world=world)):
         assert squares == [peer * peer for peer in range(world)]
         assert values == [b"of %d" % peer for peer in range(world)]
+        assert parcels == [f"{peer}>{rank}".encode() * (rank % 3) for peer in range(world)]
 
 
 @pytest.mark.parametrize("culprit", [0, 1, 32, 40])
@@ -122,9 +126,29 @@ def test_damaged_blocks_are_refused(data: bytes) -> None:
         blocks.unpack(data)
 
 
-def test_a_block_holds_what_was_put_in() -> None:
+def encoded(raw: bytes) -> bytes:
+    return base64.b85encode(raw)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'"',
+        b"",
+        *map(encoded, (b"\x01", b"\x01\x02", b"\x01\x02\0abc", b"\x01\x02\0abcde", b"\0\x01\0", b"\0\x01\0\x01\0a")),
+    ],
+)
+def test_damaged_parcels_are_refused(data: bytes) -> None:
+    assert blocks.unpack_parcels(encoded(b"\x01\x02\0abcd"), 2) == [b"ab", b"cd"]
+    with pytest.raises(ValueError):  # noqa: PT011  (any text)
+        blocks.unpack_parcels(data, 2)
+
+
+def test_blocks_and_parcels_hold_what_was_put_in() -> None:
     records = [{"a": rank, "b": ["x"] * rank} for rank in range(5)]
     assert blocks.unpack(blocks.pack(records).encode()) == records
+    for parcels in ([b"", b"1", bytes(254), bytes(255), bytes(65_535)], [b""] * 3, [b"12345678", b"abcdefgh"], [b"1"]):
+        assert blocks.unpack_parcels(blocks.pack_parcels(parcels).encode(), len(parcels)) == parcels
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 31, 32, 33, 65, 1_024, 1_057, 32_769])

@@ -41,7 +41,7 @@ def test_neighbours_use_shared_memory_and_open_no_sockets() -> None:
 def test_containers_with_their_own_memory_fall_back_to_udp() -> None:
     endpoints = [Recorder(0, "a"), Recorder(1, "a"), Recorder(2, "b")]
     assert meet(endpoints) == [("self", "shm", "udp"), ("shm", "self", "udp"), ("udp", "udp", "self")]
-    assert endpoints[0].routes[2] == ("udp", b"udp2\x00\xff")
+    assert endpoints[0].routes[2] == ("udp", b"udp2\x00\xfffor0")
     assert endpoints[2].udp == (
         [("10.0.0.2", "")],
         {
@@ -203,8 +203,8 @@ def test_verbs_and_udp_are_one_wire_and_each_rank_chooses_its_own() -> None:
         "window_bytes": 2 << 20,
         "service": "rc",
     }
-    assert endpoints[1].routes[0] == ("udp", b"verbs0")
-    assert endpoints[0].routes[1] == ("verbs", b"udp1\x00\xff")
+    assert endpoints[1].routes[0] == ("udp", b"verbs0for1")
+    assert endpoints[0].routes[1] == ("verbs", b"udp1\x00\xfffor0")
 
 
 def test_packets_that_two_devices_make_smaller_than_need_be_are_named() -> None:

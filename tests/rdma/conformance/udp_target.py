@@ -44,7 +44,7 @@ class UdpTarget:
             congestion="fixed",
             window_bytes=WINDOW_BYTES,
         )
-        listening, self._qpn = _read_offer(ours, peer.offer)
+        listening, self._qpn = _read_offer(ours + self._core.offer_for(1), peer.offer)
         sockets.aim(listening)
         address, port = sockets.local
         theirs = peer.offer.Offer(
@@ -56,7 +56,7 @@ class UdpTarget:
             payload_max=PAYLOAD_BYTES,
             receive_window_bytes=WINDOW_BYTES,
             source_ports=(port,),
-            queue_pairs=((QPN,), (QPN,)),
+            queue_pairs=(QPN,),
         )
         self._core.connect([("self", b""), ("udp", theirs.pack())])
         self._messages = 0

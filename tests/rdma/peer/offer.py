@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from typing import Final
 
 MAGIC: Final = 0x31554E53
-VERSION: Final = 5
+VERSION: Final = 6
 WIRE_REVISION: Final = 2
 FLAG_DEVICE: Final = 1
 EAGER_SLOTS: Final = 64
-# magic, version, wire revision, flags, rank, size, path_count, eager slots, receive window, rails
-HEADER: Final = struct.Struct("<IIIIIIIIQI")
+# magic, version, wire revision, flags, rank, size, path_count, eager slots, receive window, eager rings, rails
+HEADER: Final = struct.Struct("<IIIIIIIIQQI")
 # IP version, bits of the subnet (0: unknown), device, interface, port, largest payload, address
 RAIL: Final = struct.Struct("<BBBBHI16s")
-RING: Final = struct.Struct("<QI")
+# rkey of the reader's eager ring, first queue pair
+READER: Final = struct.Struct("<II")
+QUEUE_PAIRS_LISTED: Final = 1 << 31
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """The offer of a rank with a device and one rail."""
+    """The offer of a rank with a device and one rail to one reader."""
 
     flags: int
     rank: int
@@ -33,10 +35,17 @@ class Offer:
     receive_window_bytes: int
     source_ports: tuple[int, ...]
     """One for each path."""
-    queue_pairs: tuple[tuple[int, ...], ...]
-    """For each rank, one for each path."""
+    queue_pairs: tuple[int, ...]
+    """For the reader, one for each path."""
 
     def pack(self) -> bytes:
+        return self.pack_for_all() + self.pack_for_reader()
+
+    def pack_for_reader(self) -> bytes:
+        first, *others = self.queue_pairs
+        return READER.pack(0, QUEUE_PAIRS_LISTED | first) + struct.pack(f"<{len(others)}I", *others)
+
+    def pack_for_all(self) -> bytes:
         paths = len(self.source_ports)
         address = ipaddress.ip_address(self.address)
         parts = [
@@ -50,19 +59,18 @@ class Offer:
                 paths,
                 EAGER_SLOTS,
                 self.receive_window_bytes,
+                0,
                 1,
             ),
             RAIL.pack(address.version, 0, 0, 0, self.port, self.payload_max, address.packed),
             struct.pack(f"<{paths}H", *self.source_ports),
         ]
-        for numbers in self.queue_pairs:
-            parts += [RING.pack(0, 0), struct.pack(f"<{paths}I", *numbers)]
         return b"".join(parts)
 
     @classmethod
     def unpack(cls, data: bytes) -> Offer:
         """Raises ValueError unless this is a device's offer of one rail that this peer can serve."""
-        magic, version, revision, flags, rank, size, paths, slots, window, rails = HEADER.unpack_from(data)
+        magic, version, revision, flags, rank, size, paths, slots, window, _rings, rails = HEADER.unpack_from(data)
         if (magic, version, revision, slots) != (MAGIC, VERSION, WIRE_REVISION, EAGER_SLOTS):
             raise ValueError(f"magic {magic:#x}, version {version}, wire revision {revision}, {slots} eager slots")
         if flags != FLAG_DEVICE or rails != 1:
@@ -72,11 +80,13 @@ class Offer:
         at += RAIL.size
         source_ports = struct.unpack_from(f"<{paths}H", data, at)
         at += 2 * paths
-        queue_pairs = []
-        for _ in range(size):
-            at += RING.size
-            queue_pairs.append(struct.unpack_from(f"<{paths}I", data, at))
-            at += 4 * paths
+        _rkey, first = READER.unpack_from(data, at)
+        at += READER.size
+        if first & QUEUE_PAIRS_LISTED:
+            queue_pairs = (first ^ QUEUE_PAIRS_LISTED, *struct.unpack_from(f"<{paths - 1}I", data, at))
+            at += 4 * (paths - 1)
+        else:
+            queue_pairs = tuple(range(first, first + paths))
         if at != len(data):
             raise ValueError(f"an offer of {len(data)} bytes, {at} by its counts")
         return cls(
@@ -88,5 +98,5 @@ class Offer:
             payload_max=payload_max,
             receive_window_bytes=window,
             source_ports=source_ports,
-            queue_pairs=tuple(queue_pairs),
+            queue_pairs=queue_pairs,
         )

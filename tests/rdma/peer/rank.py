@@ -85,7 +85,6 @@ class Peer:
         (address,) = addresses
         self.queues = self._stack.enter_context(Queues(address, self._path_count))
         ports = range(SOURCE_PORT_MIN + 1, SOURCE_PORT_MIN + 1 + self._path_count)
-        nobody = (0,) * self._path_count
         self._offer = Offer(
             flags=FLAG_DEVICE,
             rank=self.rank,
@@ -95,9 +94,12 @@ class Peer:
             payload_max=self.queues.payload_max,
             receive_window_bytes=RECEIVE_WINDOW_PACKETS * BUFFER_BYTES,
             source_ports=tuple(ports),
-            queue_pairs=tuple(nobody if rank == self.rank else self.queues.numbers for rank in range(2)),
+            queue_pairs=self.queues.numbers,
         )
-        return self._offer.pack()
+        return self._offer.pack_for_all()
+
+    def offer_for(self, rank: int, /) -> bytes:
+        return self._offer.pack_for_reader()
 
     # It answers no probes of a trial. The record that it leaves in the store says that all is well.
 
@@ -137,8 +139,7 @@ class Peer:
         window_packets = min(theirs.receive_window_bytes // self.payload_max, SEND_WINDOW_PACKETS)
         self.sending = Sending(payload_max=self.payload_max, window_packets=window_packets, eager_slots=EAGER_SLOTS)
         self.receiving = Receiving(self.payload_max, EAGER_SLOTS)
-        numbers = theirs.queue_pairs[self.rank]
-        self.queues.connect(theirs.address, numbers[:paths], self._offer.source_ports, self.payload_max)
+        self.queues.connect(theirs.address, theirs.queue_pairs[:paths], self._offer.source_ports, self.payload_max)
 
     # Messages.
 

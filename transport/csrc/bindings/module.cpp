@@ -161,8 +161,8 @@ class PyCommunicator {
   }
   PyCommunicator(const PyCommunicator&) = delete;
 
-  nb::bytes shm_offer() {
-    return from_bytes(guarded([&] { return usable()->shm_offer(); }));
+  nb::bytes shm_offer(const std::vector<uint32_t>& ranks_here) {
+    return from_bytes(guarded([&] { return usable()->shm_offer(ranks_here); }));
   }
   bool shm_accept(uint32_t rank, const nb::bytes& offer) {
     const std::vector<std::byte> bytes = to_bytes(offer);
@@ -194,6 +194,9 @@ class PyCommunicator {
     config.service = service == "rc" ? sennit::VerbsService::rc : sennit::VerbsService::uc;
     config.seed = seed;
     return from_bytes(guarded([&] { return usable()->verbs_open(config); }));
+  }
+  nb::bytes offer_for(uint32_t rank) {
+    return from_bytes(guarded([&] { return usable()->offer_for(rank); }));
   }
   using PyRoutes = std::vector<std::pair<std::string, nb::bytes>>;
   void begin_trial(const PyRoutes& routes) {
@@ -420,17 +423,20 @@ NB_MODULE(_core, m) {
       .def(nb::init<uint32_t, uint32_t, double, uint64_t, uint32_t, double, uint32_t>(), "rank"_a, "size"_a,
            nb::kw_only(), "timeout_s"_a, "seed"_a, "ranks_here"_a = 1, "peer_timeout_s"_a = peer_timeout_s,
            "threads"_a = 1)
-      .def("shm_offer", &PyCommunicator::shm_offer,
-           "Makes this rank's shared-memory segment; what peers need to open it.")
+      .def("shm_offer", &PyCommunicator::shm_offer, "ranks_here"_a = std::vector<uint32_t>(),
+           "Makes this rank's shared-memory segment for these ranks of its host, all if empty; what peers need to open "
+           "it.")
       .def("shm_accept", &PyCommunicator::shm_accept, "rank"_a, "offer"_a,
            "Opens a peer's segment; False when it cannot be reached.")
-      .def(
-          "udp_open", &PyCommunicator::udp_open, "rails"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
-          "congestion"_a, "window_bytes"_a, "ports"_a = std::pair<uint16_t, uint16_t>(0, 0), "seed"_a = 0,
-          "Opens the sockets on the rails, (address, address of the other family or \"\"); what peers need to connect.")
+      .def("udp_open", &PyCommunicator::udp_open, "rails"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
+           "congestion"_a, "window_bytes"_a, "ports"_a = std::pair<uint16_t, uint16_t>(0, 0), "seed"_a = 0,
+           "Opens the sockets on the rails, (address, address of the other family or \"\"); what all peers need to "
+           "connect.")
       .def("verbs_open", &PyCommunicator::verbs_open, "addresses"_a, nb::kw_only(), "path_count"_a, "path_policy"_a,
            "congestion"_a, "window_bytes"_a, "service"_a, "seed"_a = 0,
-           "Opens the RDMA device that serves these local addresses; what peers need to connect.")
+           "Opens the RDMA device that serves these local addresses; what all peers need to connect.")
+      .def("offer_for", &PyCommunicator::offer_for, "rank"_a,
+           "After udp_open or verbs_open: what that rank alone needs besides. Its route is both, this part last.")
       .def("begin_trial", &PyCommunicator::begin_trial, "routes"_a,
            "Before connect, with its routes: begins to send packets over every path to the peers of udp routes.")
       .def("try_network", &PyCommunicator::try_network, "limit_s"_a,

@@ -70,8 +70,9 @@ void Engine::release() {
   if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
 }
 
-std::vector<std::byte> Engine::shm_offer() {
-  if (!shm_) shm_ = std::make_unique<ShmPort>(config_.rank, config_.world, &counter_page_, config_.peer_timeout_us);
+std::vector<std::byte> Engine::shm_offer(std::span<const uint32_t> ranks_here) {
+  if (!shm_)
+    shm_ = std::make_unique<ShmPort>(config_.rank, config_.world, &counter_page_, config_.peer_timeout_us, ranks_here);
   return shm_->offer();
 }
 
@@ -93,6 +94,12 @@ std::vector<std::byte> Engine::verbs_open(const VerbsConfig& config) {
   counting.peer_timeout_us = config_.peer_timeout_us;
   verbs_ = std::make_unique<VerbsPort>(config_.rank, config_.world, counting);
   return verbs_->local_info();
+}
+
+std::vector<std::byte> Engine::offer_for(uint32_t peer) const {
+  if (peer >= config_.world || peer == config_.rank) throw std::out_of_range("no such peer");
+  if (!udp_ && !verbs_) throw std::logic_error("offer_for needs udp_open or verbs_open before it");
+  return verbs_ ? verbs_->info_for(peer) : udp_->info_for(peer);
 }
 
 void Engine::connect(const std::vector<Route>& routes) {

@@ -49,7 +49,7 @@ struct EngineConfig {
 
 struct Route {
   enum class Kind { self, shm, udp, verbs } kind;  // verbs: the peer may use udp or verbs
-  std::vector<std::byte> info;                     // udp, verbs: the peer's local_info
+  std::vector<std::byte> info;                     // udp, verbs: the peer's local_info, and its info_for this rank
 };
 
 struct EngineCounters {
@@ -87,10 +87,13 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   // Set-up calls, in this order, before any operation. They throw on failure.
-  std::vector<std::byte> shm_offer();
+  // `ranks_here`: see ShmPort.
+  std::vector<std::byte> shm_offer(std::span<const uint32_t> ranks_here = {});
   bool shm_accept(uint32_t peer, std::span<const std::byte> offer);
   std::vector<std::byte> udp_open(const UdpConfig& config);
   std::vector<std::byte> verbs_open(const VerbsConfig& config);
+  // The part of the network's offer for one peer. A route's info is both parts, the peer's for this rank last.
+  std::vector<std::byte> offer_for(uint32_t peer) const;
   // Optional, between the last open and connect: sends packets over every path to peers on a network (ports/trial.hpp).
   void begin_trial(const std::vector<Route>& routes);
   // Runs the trial for at most `limit_us`. True when there is nothing more to find out.

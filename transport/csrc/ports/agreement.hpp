@@ -12,10 +12,12 @@
 #include "flow/flow.hpp"
 #include "ports/roce_offer.hpp"
 #include "ports/send_config.hpp"
+#include "wire/packet.hpp"
 
 namespace sennit {
 
 inline constexpr uint32_t EAGER_SLOT_COUNT = 64;
+inline constexpr size_t EAGER_RING_BYTES = size_t{EAGER_SLOT_COUNT} * wire::PAYLOAD_MAX_BYTES;
 
 struct Agreement {
   RailPairs rails;

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "flow/control.hpp"
+#include "ports/agreement.hpp"
 #include "wire/packet.hpp"
 
 namespace sennit {
@@ -15,7 +16,9 @@ namespace {
 
 constexpr uint32_t MAGIC = 0x31554E53;  // "SNU1"
 constexpr uint32_t FLAG_DEVICE = 1, FLAG_RELIABLE = 2;
-constexpr uint32_t RAIL_MAX_COUNT = 64, PATH_MAX_COUNT = 256, RANK_MAX_COUNT = 65'536;
+// Of the first queue pair number: the others follow it. Without it they are the next numbers.
+constexpr uint32_t QPNS_LISTED = uint32_t{1} << 31;
+constexpr uint32_t RAIL_MAX_COUNT = 64, RANK_MAX_COUNT = 65'536;
 
 class Writer {
  public:
@@ -88,6 +91,7 @@ std::vector<std::byte> RoceOffer::encode() const {
   out.put(path_count);
   out.put(eager_slot_count);
   out.put(receive_window_bytes);
+  out.put(eager_base);
   out.put(static_cast<uint32_t>(rails.size()));
   for (const Rail& rail : rails) {
     out.put(static_cast<uint8_t>(rail.listen.is_ipv6 ? 6 : 4));
@@ -99,12 +103,22 @@ std::vector<std::byte> RoceOffer::encode() const {
     out.put_bytes(rail.listen.address);
     for (uint16_t entropy : rail.entropies) out.put(entropy);
   }
-  for (const Peer& peer : peers) {
-    out.put(peer.eager_address);
-    out.put(peer.eager_rkey);
-    for (uint32_t qpn : peer.qpns) out.put(qpn);
-  }
+  if (!for_reader.qpns.empty()) out.put_bytes(for_reader.encode());
   return out.take();
+}
+
+std::vector<std::byte> RoceOffer::Peer::encode() const {
+  bool is_run = true;
+  for (size_t i = 1; i < qpns.size(); ++i) is_run &= qpns[i] == qpns[0] + i;
+  Writer out;
+  out.put(eager_rkey);
+  out.put(qpns[0] | (is_run ? 0 : QPNS_LISTED));
+  for (size_t i = 1; !is_run && i < qpns.size(); ++i) out.put(qpns[i]);
+  return out.take();
+}
+
+uint64_t RoceOffer::eager_address(uint32_t reader) const {
+  return eager_base == 0 ? 0 : eager_base + uint64_t{reader} * EAGER_RING_BYTES;
 }
 
 RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
@@ -123,6 +137,7 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
   offer.path_count = in.get_count(PATH_MAX_COUNT, "paths");
   offer.eager_slot_count = in.get<uint32_t>();
   offer.receive_window_bytes = in.get<uint64_t>();
+  offer.eager_base = in.get<uint64_t>();
   offer.rails.resize(in.get_count(RAIL_MAX_COUNT, "rails"));
   for (Rail& rail : offer.rails) {
     const auto ip_version = in.get<uint8_t>();
@@ -147,18 +162,15 @@ RoceOffer RoceOffer::decode(std::span<const std::byte> bytes) {
     for (uint16_t& entropy : rail.entropies) entropy = in.get<uint16_t>();
   }
   const size_t qpn_count = offer.rails.size() * offer.path_count;
-  // Checked before memory is allocated for it. The rest has a fixed size.
-  for (uint32_t peer = 0; peer < offer.size; ++peer) {
-    Peer& entry = offer.peers.emplace_back();
-    entry.eager_address = in.get<uint64_t>();
-    entry.eager_rkey = in.get<uint32_t>();
-    entry.qpns.resize(qpn_count);
-    for (uint32_t& qpn : entry.qpns) {
-      qpn = in.get<uint32_t>();
-      if (qpn > wire::QPN_MASK)
-        throw std::invalid_argument("roce: the peer's offer has the queue pair number " + std::to_string(qpn) +
-                                    "; 24 bits are allowed");
-    }
+  offer.for_reader.eager_rkey = in.get<uint32_t>();
+  const auto first = in.get<uint32_t>();
+  for (size_t i = 0; i < qpn_count; ++i) {
+    const bool is_listed = i != 0 && (first & QPNS_LISTED) != 0;
+    const uint32_t qpn = is_listed ? in.get<uint32_t>() : (first & ~QPNS_LISTED) + static_cast<uint32_t>(i);
+    if (qpn > wire::QPN_MASK)
+      throw std::invalid_argument("roce: the peer's offer has the queue pair number " + std::to_string(qpn) +
+                                  "; 24 bits are allowed");
+    offer.for_reader.qpns.push_back(qpn);
   }
   if (!in.empty()) throw std::invalid_argument("roce: the peer's offer goes on after its last field");
   return offer;

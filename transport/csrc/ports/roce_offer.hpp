@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a rank tells its peers so that they can send to it: addresses, ports, queue pairs, keys.
 //
-// One offer goes to all peers through rendezvous, little-endian (docs/reference/wire.md, "Offer").
+// Little-endian (docs/reference/wire.md, "Offer"). One part goes to all peers through rendezvous. What belongs to one
+// peer goes to that peer alone: in a group of 1,000 ranks it would otherwise be most of what everybody reads.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +16,7 @@
 namespace sennit {
 
 struct RoceOffer {
-  static constexpr uint32_t VERSION = 5;
+  static constexpr uint32_t VERSION = 6;
 
   struct Rail {
     wire::Endpoint listen;            // where all packets for this rank go
@@ -27,8 +28,9 @@ struct RoceOffer {
   };
   struct Peer {                  // what one peer needs to know
     std::vector<uint32_t> qpns;  // [rail * path_count + path]
-    uint64_t eager_address = 0;  // for a device: 0
-    uint32_t eager_rkey = 0;
+    uint32_t eager_rkey = 0;     // for a device: 0
+
+    std::vector<std::byte> encode() const;
   };
 
   uint32_t rank = 0, size = 0;
@@ -39,11 +41,16 @@ struct RoceOffer {
   uint32_t path_count = 0;   // entropies for each rail
   uint32_t eager_slot_count = 0;
   uint64_t receive_window_bytes = 0;  // how much one peer may have in flight to this rank
+  uint64_t eager_base = 0;            // address of the eager rings, one for each rank; for a device: 0
   std::vector<Rail> rails;
-  std::vector<Peer> peers;  // by rank; this rank's own entry means nothing
+  Peer for_reader;  // without queue pairs: the part for all peers alone
+
+  // Where the eager ring for `reader` begins. For a device: 0.
+  uint64_t eager_address(uint32_t reader) const;
 
   std::vector<std::byte> encode() const;
-  // Throws std::invalid_argument. For another version or wire revision the message names both.
+  // Both parts, one after the other. Throws std::invalid_argument. For another version or wire revision the message
+  // names both.
   static RoceOffer decode(std::span<const std::byte> bytes);
 };
 

@@ -8,8 +8,12 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <bit>
+#include <functional>
+#include <numeric>
 #include <stdexcept>
+#include <string>
 
 namespace sennit {
 namespace {
@@ -29,14 +33,27 @@ uint64_t fresh_nonce() {
   return nonce;
 }
 
+std::vector<uint32_t> or_all(std::span<const uint32_t> ranks_here, uint32_t world) {
+  std::vector<uint32_t> ranks(ranks_here.begin(), ranks_here.end());
+  if (ranks.empty()) {
+    ranks.resize(world);
+    std::iota(ranks.begin(), ranks.end(), 0);
+  }
+  if (!std::is_sorted(ranks.begin(), ranks.end(), std::less_equal<>()) || ranks.back() >= world)
+    throw std::invalid_argument("the ranks of this host must ascend and be below the world");
+  return ranks;
+}
+
 }  // namespace
 
-ShmPort::ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page, uint64_t peer_timeout_us)
+ShmPort::ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page, uint64_t peer_timeout_us,
+                 std::span<const uint32_t> ranks_here)
     : rank_(rank),
       world_(world),
+      ranks_here_(or_all(ranks_here, world)),
       peer_timeout_us_(peer_timeout_us),
       counter_page_(counter_page),
-      segment_(ShmSegment::create(rank, world, fresh_nonce())),
+      segment_(ShmSegment::create(rank, inbox_of(rank), static_cast<uint32_t>(ranks_here_.size()), fresh_nonce())),
       peers_(world),
       lanes_(world),
       lost_(world, false),
@@ -44,17 +61,26 @@ ShmPort::ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page, uint6
 
 ShmPort::~ShmPort() = default;
 
+uint32_t ShmPort::inbox_of(uint32_t rank) const {
+  const auto at = std::lower_bound(ranks_here_.begin(), ranks_here_.end(), rank);
+  if (at == ranks_here_.end() || *at != rank)
+    throw std::out_of_range("rank " + std::to_string(rank) + " is not among the ranks of this host");
+  return static_cast<uint32_t>(at - ranks_here_.begin());
+}
+
 bool ShmPort::accept(uint32_t peer, std::span<const std::byte> offer) {
-  if (peer >= world_ || peer == rank_) throw std::out_of_range("no such peer");
-  peers_[peer] = ShmSegment::open(offer, peer, world_);
+  if (peer == rank_) throw std::out_of_range("no such peer");
+  static_cast<void>(inbox_of(peer));  // throws unless it is on this host
+  peers_[peer] = ShmSegment::open(offer, peer, static_cast<uint32_t>(ranks_here_.size()));
   return static_cast<bool>(peers_[peer]);
 }
 
 void ShmPort::connect(uint32_t peer, LaneSink& sink) {
   if (peer >= world_ || !peers_[peer]) throw std::runtime_error("the peer's shared memory was not opened");
   sink_ = &sink;
-  lanes_[peer] = std::make_unique<ShmLane>(peer, segment_.inbox(peer), peers_[peer].inbox(rank_), sink, counter_page_,
-                                           peer_timeout_us_, &agenda_, static_cast<uint32_t>(connected_.size()));
+  lanes_[peer] =
+      std::make_unique<ShmLane>(peer, segment_.inbox(inbox_of(peer)), peers_[peer].inbox(inbox_of(rank_)), sink,
+                                counter_page_, peer_timeout_us_, &agenda_, static_cast<uint32_t>(connected_.size()));
   connected_.push_back(peer);
   idle_rounds_.push_back(0);
   member_of_[peer] = agenda_.join();

@@ -15,13 +15,14 @@ namespace sennit {
 
 class ShmPort final : public Port {
  public:
+  // `ranks_here`: the ranks of this host, in order, with this one; the same on all of them. Empty: the whole group.
   // Throws std::system_error if /dev/shm cannot hold the segment.
   ShmPort(uint32_t rank, uint32_t world, CounterPage* counter_page = nullptr,
-          uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us);
+          uint64_t peer_timeout_us = flow::FlowConfig{}.peer_timeout_us, std::span<const uint32_t> ranks_here = {});
   ~ShmPort() override;
 
   std::vector<std::byte> offer() const { return segment_.offer(); }
-  // Opens a peer's segment. False: there is no common memory with that rank.
+  // Opens the segment of a peer of this host. False: there is no common memory with that rank.
   bool accept(uint32_t peer, std::span<const std::byte> offer);
   // Makes the lane to an accepted peer.
   void connect(uint32_t peer, LaneSink& sink);
@@ -61,12 +62,14 @@ class ShmPort final : public Port {
  private:
   void look_at_bells();
   bool stop_watching(uint32_t peer);
+  uint32_t inbox_of(uint32_t rank) const;
   void ring_where_dirty();
   void check_peers(uint64_t now_us);
   void look_at_beats(uint64_t now_us);
 
   const uint32_t rank_;
   const uint32_t world_;
+  const std::vector<uint32_t> ranks_here_;  // a rank's place here is the number of its inbox, and of its peers' for it
   const uint64_t peer_timeout_us_;
   CounterPage* const counter_page_;
   ShmSegment segment_;

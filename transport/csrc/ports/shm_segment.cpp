@@ -27,7 +27,7 @@
 namespace sennit {
 namespace {
 
-constexpr uint64_t SEGMENT_MAGIC = 0x35'30'54'49'4E'4E'45'53;  // "SENNIT05": the revision of the layout
+constexpr uint64_t SEGMENT_MAGIC = 0x36'30'54'49'4E'4E'45'53;  // "SENNIT06": the revision of the layout
 constexpr size_t PAGE_BYTES = 4'096;
 constexpr size_t LINE = 64;
 
@@ -110,14 +110,14 @@ uint64_t this_process_id() {
   return id;
 }
 
-ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
-  const uint32_t peers = std::max(1u, world - 1);
+ShmSegment ShmSegment::create(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce) {
+  const uint32_t peers = std::max(1u, inbox_count - 1);
   const uint64_t blocks =
       std::clamp<uint64_t>(BULK_BUDGET_BYTES / peers / BULK_BLOCK_BYTES, BULK_BLOCKS_MIN, BULK_BLOCKS_MAX);
   const uint64_t stride = stride_of(blocks);
   ShmSegment segment;
   segment.mine_ = true;
-  segment.size_bytes_ = round_up(round_up(sizeof(ShmSegmentHeader), LINE) + stride * world, PAGE_BYTES);
+  segment.size_bytes_ = round_up(round_up(sizeof(ShmSegmentHeader), LINE) + stride * inbox_count, PAGE_BYTES);
   static std::once_flag swept;
   std::call_once(swept, remove_orphans);
   std::string path = path_of(nonce);
@@ -126,15 +126,15 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
   segment.path_ = std::move(path);
   if (ftruncate(segment.fd_, static_cast<off_t>(segment.size_bytes_)) != 0)
     fail("cannot size the shared-memory segment", errno);
-  // Reserve the pages of all peers' inboxes now: running out later would be a SIGBUS. Our own slot stays a hole.
+  // Reserve the pages of all peers' inboxes now: running out later would be a SIGBUS. Our own inbox stays a hole.
   const uint64_t first = round_up(sizeof(ShmSegmentHeader), LINE);
-  for (uint32_t peer = 0; peer < world; ++peer) {
-    if (peer == rank && world > 1) continue;
+  for (uint32_t peer = 0; peer < inbox_count; ++peer) {
+    if (peer == own && inbox_count > 1) continue;
     const int error = posix_fallocate(segment.fd_, static_cast<off_t>(peer == 0 ? 0 : first + stride * peer),
                                       static_cast<off_t>(stride + (peer == 0 ? first : 0)));
-    if (error != 0) fail(too_small(segment.fd_, segment.size_bytes_ - (world > 1 ? stride : 0)).c_str(), error);
+    if (error != 0) fail(too_small(segment.fd_, segment.size_bytes_ - (inbox_count > 1 ? stride : 0)).c_str(), error);
   }
-  if (rank == 0 && posix_fallocate(segment.fd_, 0, static_cast<off_t>(first)) != 0) fail("/dev/shm is full", ENOSPC);
+  if (own == 0 && posix_fallocate(segment.fd_, 0, static_cast<off_t>(first)) != 0) fail("/dev/shm is full", ENOSPC);
   void* base = mmap(nullptr, segment.size_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, segment.fd_, 0);
   if (base == MAP_FAILED) fail("cannot map the shared-memory segment", errno);
   segment.base_ = static_cast<std::byte*>(base);
@@ -147,7 +147,7 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
   lock(segment.bell_fd_);
   auto* header = new (segment.base_) ShmSegmentHeader{};
   header->rank = rank;
-  header->world = world;
+  header->inbox_count = inbox_count;
   header->bulk_blocks = blocks;
   header->inbox_stride = stride;
   header->process_id = this_process_id();
@@ -157,7 +157,7 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t world, uint64_t nonce) {
   return segment;
 }
 
-ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uint32_t world) {
+ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count) {
   uint64_t nonce = 0;
   if (offer.size() != sizeof nonce) return {};
   std::memcpy(&nonce, offer.data(), sizeof nonce);
@@ -171,10 +171,11 @@ ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uin
   if (base == MAP_FAILED) return {};
   segment.base_ = static_cast<std::byte*>(base);
   const ShmSegmentHeader& header = segment.header();
-  const uint64_t needed = round_up(sizeof(ShmSegmentHeader), LINE) + header.inbox_stride * world;
-  if (header.magic != SEGMENT_MAGIC || header.nonce != nonce || header.rank != rank || header.world != world ||
-      header.bulk_blocks < BULK_BLOCKS_MIN || header.bulk_blocks > BULK_BLOCKS_MAX ||
-      header.inbox_stride != stride_of(header.bulk_blocks) || needed > segment.size_bytes_) {
+  const uint64_t needed = round_up(sizeof(ShmSegmentHeader), LINE) + header.inbox_stride * inbox_count;
+  if (header.magic != SEGMENT_MAGIC || header.nonce != nonce || header.rank != rank ||
+      header.inbox_count != inbox_count || header.bulk_blocks < BULK_BLOCKS_MIN ||
+      header.bulk_blocks > BULK_BLOCKS_MAX || header.inbox_stride != stride_of(header.bulk_blocks) ||
+      needed > segment.size_bytes_) {
     return {};
   }
   segment.bell_fd_ = ::open(bell_of(path_of(nonce)).c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW);
@@ -210,9 +211,9 @@ void ShmSegment::reset() noexcept {
   fd_ = bell_fd_ = -1;
 }
 
-ShmInbox ShmSegment::inbox(uint32_t from_rank) const {
+ShmInbox ShmSegment::inbox(uint32_t number) const {
   const ShmSegmentHeader& head = header();
-  std::byte* at = base_ + round_up(sizeof(ShmSegmentHeader), LINE) + head.inbox_stride * from_rank;
+  std::byte* at = base_ + round_up(sizeof(ShmSegmentHeader), LINE) + head.inbox_stride * number;
   ShmInbox inbox;
   inbox.header = reinterpret_cast<ShmInboxHeader*>(at);
   inbox.control = at + round_up(sizeof(ShmInboxHeader), LINE);

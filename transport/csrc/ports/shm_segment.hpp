@@ -35,7 +35,7 @@ struct ShmSegmentHeader {
   uint64_t nonce;
   uint64_t process_id;  // random for each process, also to tell the ranks of one process apart
   uint32_t rank;
-  uint32_t world;
+  uint32_t inbox_count;
   uint64_t bulk_blocks;
   uint64_t inbox_stride;
   alignas(64) std::atomic<uint32_t> doorbell;  // futex word: who wakes the owner adds one
@@ -68,10 +68,11 @@ struct ShmInbox {
 
 class ShmSegment {
  public:
-  // Makes this rank's segment with an inbox for each of `world` ranks. Throws std::system_error (ENOSPC: no room).
-  static ShmSegment create(uint32_t rank, uint32_t world, uint64_t nonce);
+  // Makes this rank's segment with an inbox for each rank of this host. This rank's own, number `own`, stays without
+  // memory. Throws std::system_error (ENOSPC: no room).
+  static ShmSegment create(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce);
   // Opens a peer's segment from its offer. Returns an empty object if it cannot be reached.
-  static ShmSegment open(std::span<const std::byte> offer, uint32_t rank, uint32_t world);
+  static ShmSegment open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count);
 
   ShmSegment() = default;
   ShmSegment(ShmSegment&& other) noexcept;
@@ -80,7 +81,7 @@ class ShmSegment {
 
   explicit operator bool() const { return base_ != nullptr; }
   ShmSegmentHeader& header() const { return *reinterpret_cast<ShmSegmentHeader*>(base_); }
-  ShmInbox inbox(uint32_t from_rank) const;
+  ShmInbox inbox(uint32_t number) const;
   std::vector<std::byte> offer() const;  // what peers need to open it
   void unlink();
   // Makes the owner look into the inbox of `from_rank`. True if it did not already. The caller publishes its news, then

@@ -17,8 +17,7 @@ UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, 
   made->sink = &sink;
   const RoceOffer& theirs = made->offer;
   const auto [rails, path_count, config] = agree(offer_, peer, theirs, send_, pair_payload);
-  const RoceOffer::Peer& for_peer = offer_.peers[peer];
-  const RoceOffer::Peer& for_us = theirs.peers[rank_];
+  const RoceOffer::Peer& for_peer = for_peers_[peer];
   std::vector<RailPairs::Pair> pairs = rails.first;
   if (is_tried && !theirs.is_device && (pairs.size() + rails.reserves.size()) * path_count <= PATH_MAX_COUNT) {
     pairs.insert(pairs.end(), rails.reserves.begin(), rails.reserves.end());
@@ -36,7 +35,7 @@ UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, 
       entry.number = static_cast<uint32_t>(made->paths.size() - 1);
       entry.rail = mine;
       entry.sender = rails_[mine]->senders[path].get();
-      entry.remote_qpn = for_us.qpns[other * theirs.path_count + path];
+      entry.remote_qpn = theirs.for_reader.qpns[other * theirs.path_count + path];
       entry.next_psn = random_value<uint32_t>() & wire::PSN_MASK;
       entry.is_to_device = theirs.is_device;
       entry.trial_rkey = for_peer.eager_rkey;
@@ -75,15 +74,14 @@ void UdpPort::start(Peer& peer) {
   config.receive_budget = &receive_budget_;
   config.agenda = &agenda_;
   config.agenda_member = peer.member = static_cast<uint32_t>(connected_.size());
-  const RoceOffer::Peer& for_us = peer.offer.peers[rank_];
-  const std::span<std::byte> eager_memory(eager_memory_[peer.rank].get(),
+  const std::span<std::byte> eager_memory(eager_memory_.get() + EAGER_RING_BYTES * peer.rank,
                                           size_t{EAGER_SLOT_COUNT} * config.payload_max_bytes);
-  peer.lane = std::make_unique<FlowLane>(peer.rank, config, eager_memory, offer_.peers[peer.rank].eager_rkey, exposure_,
+  peer.lane = std::make_unique<FlowLane>(peer.rank, config, eager_memory, for_peers_[peer.rank].eager_rkey, exposure_,
                                          loans_, *peer.sink);
   connected_.push_back(&peer);
   agenda_.join();
   flow::Flow& flow = peer.lane->flow();
-  flow.set_remote_eager(for_us.eager_address, for_us.eager_rkey);
+  flow.set_remote_eager(peer.offer.eager_address(rank_), peer.offer.for_reader.eager_rkey);
   peer.batch_packets = UdpSender::batch_packets(config.payload_max_bytes);
   for (const auto& rail : rails_) rail->receiver->expect_batches_of(peer.batch_packets);
   if (peer.trial) flow.on_heard(last_now_us_);
@@ -128,7 +126,7 @@ bool UdpPort::send_probes(Peer& peer, uint64_t now_us) {
               std::byte{});
     UdpPath& path = peer.paths[probe.path];
     const uint32_t immediate = peer.offer.is_device ? flow::PROBE_IMMEDIATE : 0;
-    const flow::DataOut packet{0, peer.offer.peers[rank_].eager_rkey, immediate, payload.data(), probe.payload_bytes};
+    const flow::DataOut packet{0, peer.offer.for_reader.eager_rkey, immediate, payload.data(), probe.payload_bytes};
     path.sender->take_error();
     path.sender->send_data(path, std::span(&packet, 1));
     if (const int error = path.sender->take_error()) path.error = error;

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <numeric>
 #include <stdexcept>
 #include <system_error>
 
@@ -52,28 +53,32 @@ UdpPort::UdpPort(uint32_t rank, uint32_t size, const UdpConfig& config)
     if (!rail.other_family_address.empty()) open_rail(rail.other_family_address, rail.port, interface, sized);
   }
 
-  const size_t eager_memory_bytes = size_t{EAGER_SLOT_COUNT} * wire::PAYLOAD_MAX_BYTES;
+  // Only address space: pages come with the first packet, so peers on other ports cost nothing.
+  const size_t eager_bytes = EAGER_RING_BYTES * size;
+  void* memory = mmap(nullptr, eager_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED)
+    throw std::system_error(errno, std::generic_category(), "udp: no memory for eager messages");
+  eager_memory_ = {static_cast<std::byte*>(memory), Unmap{eager_bytes}};
+  offer_.eager_base = reinterpret_cast<uintptr_t>(memory);
   peers_.resize(size);
-  offer_.peers.resize(size);
+  for_peers_.resize(size);
   for (uint32_t peer = 0; peer < size; ++peer) {
-    RoceOffer::Peer& entry = offer_.peers[peer];
-    entry.qpns.resize(rails_.size() * config.path_count);
-    eager_memory_.emplace_back(nullptr, Unmap{eager_memory_bytes});
     if (peer == rank) continue;
-    for (uint32_t& qpn : entry.qpns) {
-      do {
-        qpn = random_value<uint32_t>() & wire::QPN_MASK;
-      } while (qpn < 2 || !paths_by_qpn_.emplace(qpn, nullptr).second);  // 0 and 1 are InfiniBand's management
-    }
-    // Only address space: pages come with the first packet, so peers on other ports cost nothing.
-    void* memory =
-        mmap(nullptr, eager_memory_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED)
-      throw std::system_error(errno, std::generic_category(), "udp: no memory for eager messages");
-    eager_memory_[peer].reset(static_cast<std::byte*>(memory));
-    entry.eager_address = reinterpret_cast<uintptr_t>(memory);
-    entry.eager_rkey = random_value<uint32_t>();
+    for_peers_[peer].qpns = reserve_queue_pairs(static_cast<uint32_t>(rails_.size()) * config.path_count);
+    for_peers_[peer].eager_rkey = random_value<uint32_t>();
   }
+}
+
+// A run, so that the peer needs only the first. Its place is random.
+std::vector<uint32_t> UdpPort::reserve_queue_pairs(uint32_t count) {
+  std::vector<uint32_t> qpns(count);
+  do {
+    std::iota(qpns.begin(), qpns.end(), random_value<uint32_t>() & wire::QPN_MASK);
+    // 0 and 1 are InfiniBand's management.
+  } while (qpns.front() < 2 || qpns.back() > wire::QPN_MASK ||
+           std::any_of(qpns.begin(), qpns.end(), [&](uint32_t qpn) { return paths_by_qpn_.contains(qpn); }));
+  for (const uint32_t qpn : qpns) paths_by_qpn_.emplace(qpn, nullptr);
+  return qpns;
 }
 
 UdpPort::~UdpPort() = default;

@@ -50,6 +50,8 @@ class UdpPort final : public TriedPort {
 
   // What peers pass to their connect(), sent through rendezvous.
   std::vector<std::byte> local_info() const;
+  // What that peer alone needs besides: it follows local_info() in what the peer passes to connect().
+  std::vector<std::byte> info_for(uint32_t peer) const { return for_peers_.at(peer).encode(); }
   // Throws std::invalid_argument if the peer's information does not fit ours. After a trial with this peer, connect
   // uses the result of the trial.
   void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
@@ -87,6 +89,7 @@ class UdpPort final : public TriedPort {
   void start(Peer& peer);
   bool send_probes(Peer& peer, uint64_t now_us);
   void open_rail(const std::string& address, uint16_t port, uint8_t interface, const UdpConfig& config);
+  std::vector<uint32_t> reserve_queue_pairs(uint32_t count);
   Peer& connected(uint32_t peer);
   bool receive_from(UdpReceiver& receiver, uint64_t now_us);
   bool pump(uint64_t now_us);
@@ -100,7 +103,8 @@ class UdpPort final : public TriedPort {
   uint32_t next_key();
 
   uint32_t rank_;
-  RoceOffer offer_;  // ours
+  RoceOffer offer_;                         // ours
+  std::vector<RoceOffer::Peer> for_peers_;  // by rank
   const SendConfig send_;
   flow::ReceiveBudget receive_budget_{
       {.min_bytes = 65'536, .target_queue_us = 250}};  // before peers_, whose flows return their grants at the end
@@ -118,7 +122,7 @@ class UdpPort final : public TriedPort {
     size_t size_bytes;
     void operator()(std::byte* memory) const;
   };
-  std::vector<std::unique_ptr<std::byte, Unmap>> eager_memory_;  // by rank
+  std::unique_ptr<std::byte, Unmap> eager_memory_{nullptr, Unmap{0}};  // a ring for each rank
   // A timer counts as expired only after what arrived earlier is read, because this thread may not have run in between.
   uint64_t read_until_us_ = 0;
   uint64_t last_now_us_ = 0, look_at_us_ = 0;

@@ -27,15 +27,14 @@ VerbsPort::Peer& VerbsPort::prepare(uint32_t peer, std::span<const std::byte> in
   made.sink = &sink;
   made.rail_count = rails.first.size();
   made.payload_max_bytes = config.payload_max_bytes;
-  const RoceOffer::Peer& for_us = made.offer.peers[rank_];
   for (uint32_t path = 0; path < path_count; ++path) {
     for (const auto& [mine, other] : rails.first) {
       const RoceOffer::Rail& their_rail = made.offer.rails[other];
-      Path& entry = *find_path(*rails_[mine].adapter, offer_.peers[peer].qpns[mine * offer_.path_count + path]);
+      Path& entry = *find_path(*rails_[mine].adapter, for_peers_[peer].qpns[mine * offer_.path_count + path]);
       VerbsRoute route;
       route.local = rails_[mine].address;
       route.remote = their_rail.listen;
-      route.remote_qpn = for_us.qpns[other * made.offer.path_count + path];
+      route.remote_qpn = made.offer.for_reader.qpns[other * made.offer.path_count + path];
       route.mtu_bytes = config.payload_max_bytes;
       // With RC both ends must know these numbers. Queue pair numbers are known to both, and as good as random.
       route.first_psn = entry.queue.number();
@@ -72,8 +71,7 @@ void VerbsPort::start(Peer& peer) {
   connected_.push_back(&peer);
   agenda_.join();
   flow::Flow& flow = peer.lane->flow();
-  const RoceOffer::Peer& for_us = peer.offer.peers[rank_];
-  flow.set_remote_eager(for_us.eager_address, for_us.eager_rkey);
+  flow.set_remote_eager(peer.offer.eager_address(rank_), peer.offer.for_reader.eager_rkey);
   if (peer.trial) flow.on_heard(last_now_us_);
   for (Path* path : peer.paths) {
     path->flow = &flow;
@@ -109,7 +107,7 @@ bool VerbsPort::send_probes(Peer& peer, uint64_t now_us) {
     std::fill(std::copy(message.begin(), message.end(), payload.begin()), payload.begin() + probe.payload_bytes,
               std::byte{});
     const uint32_t immediate = peer.offer.is_device ? flow::PROBE_IMMEDIATE : 0;
-    const flow::DataOut packet{0, peer.offer.peers[rank_].eager_rkey, immediate, payload.data(), probe.payload_bytes};
+    const flow::DataOut packet{0, peer.offer.for_reader.eager_rkey, immediate, payload.data(), probe.payload_bytes};
     Path& path = *peer.paths[probe.path];
     if (!rails_[path.rail].is_up) path.error = ENETDOWN;
     send_data(path, std::span(&packet, 1));

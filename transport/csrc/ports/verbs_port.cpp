@@ -49,9 +49,9 @@ VerbsPort::VerbsPort(uint32_t rank, uint32_t size, const VerbsConfig& config)
   make_offer(size);
   peers_.resize(size);
   eager_memory_.resize(size);
-  offer_.peers.resize(size);
+  for_peers_.resize(size);
   for (uint32_t peer = 0; peer < size; ++peer) {
-    offer_.peers[peer].qpns.assign(rails_.size() * config.path_count, 0);
+    for_peers_[peer].qpns.assign(rails_.size() * config.path_count, 0);
     if (peer != rank) make_paths(peer);
   }
   for (size_t buffer = send_buffers_.count(); buffer-- > 0;) free_buffers_.push_back(buffer);
@@ -119,7 +119,7 @@ void VerbsPort::make_offer(uint32_t size) {
 }
 
 void VerbsPort::make_paths(uint32_t peer) {
-  std::vector<uint32_t>& qpns = offer_.peers[peer].qpns;
+  std::vector<uint32_t>& qpns = for_peers_[peer].qpns;
   for (size_t entry = 0; entry < qpns.size(); ++entry) {
     const auto rail = static_cast<uint32_t>(entry / config_.path_count);
     VerbsAdapter& adapter = *rails_[rail].adapter;

@@ -45,6 +45,8 @@ class VerbsPort final : public TriedPort {
 
   // What peers pass to their connect(), sent through rendezvous.
   std::vector<std::byte> local_info() const { return offer_.encode(); }
+  // What that peer alone needs besides: it follows local_info() in what the peer passes to connect().
+  std::vector<std::byte> info_for(uint32_t peer) const { return for_peers_.at(peer).encode(); }
   // Throws std::invalid_argument if the peer's information does not fit ours, and std::system_error if the device
   // cannot reach the peer.
   void connect(uint32_t peer, std::span<const std::byte> info, LaneSink& sink);
@@ -136,6 +138,7 @@ class VerbsPort final : public TriedPort {
   VerbsConfig config_;
   std::vector<Rail> rails_;
   RoceOffer offer_;                                                         // ours
+  std::vector<RoceOffer::Peer> for_peers_;                                  // by rank
   flow::ReceiveBudget receive_budget_{receive_budget_of(config_.service)};  // before the flows
   flow::Agenda agenda_;  // its members are those of connected_, in that order
   VerbsBuffers send_buffers_;

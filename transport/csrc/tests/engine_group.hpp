@@ -13,6 +13,7 @@
 
 #include "executor/engine.hpp"
 #include "executor/plan.hpp"
+#include "tests/offers.hpp"
 
 namespace sennit::test {
 
@@ -173,7 +174,12 @@ struct Group {
         if (peer != rank) REQUIRE(engines[rank]->shm_accept(peer, offers[peer]));
       }
     }
-    for (uint32_t rank = 0; rank < world; ++rank) engines[rank]->connect(routes(rank, kind, offers));
+    for (uint32_t rank = 0; rank < world; ++rank) {
+      std::vector<std::vector<std::byte>> infos = offers;
+      for (uint32_t peer = 0; kind == Route::Kind::udp && peer < world; ++peer)
+        if (peer != rank) infos[peer] = joined(offers[peer], engines[peer]->offer_for(rank));
+      engines[rank]->connect(routes(rank, kind, infos));
+    }
   }
   ~Group() {
     for (Engine* engine : engines) {
@@ -190,11 +196,12 @@ struct Group {
     config.path_count = 2;
     return engine.udp_open(config);
   }
-  static std::vector<Route> routes(uint32_t rank, Route::Kind kind, const std::vector<std::vector<std::byte>>& offers) {
+  // `infos`: what each peer tells this rank.
+  static std::vector<Route> routes(uint32_t rank, Route::Kind kind, const std::vector<std::vector<std::byte>>& infos) {
     std::vector<Route> made;
-    for (uint32_t peer = 0; peer < offers.size(); ++peer) {
+    for (uint32_t peer = 0; peer < infos.size(); ++peer) {
       const Route::Kind to = peer == rank ? Route::Kind::self : kind;
-      made.push_back({to, to == Route::Kind::udp ? offers[peer] : std::vector<std::byte>{}});
+      made.push_back({to, to == Route::Kind::udp ? infos[peer] : std::vector<std::byte>{}});
     }
     return made;
   }

@@ -17,6 +17,7 @@
 
 #include "messages/lane.hpp"
 #include "ports/roce_offer.hpp"
+#include "tests/offers.hpp"
 
 namespace sennit::test {
 
@@ -100,7 +101,7 @@ struct PortPair {
   template <class Config, class Change>
   PortPair(const Config& config, Change change, uint32_t size = 2) : a(0, config, size), b(1, config, size) {
     for (auto [from, to, rank] : {std::tuple{&a, &b, 0u}, std::tuple{&b, &a, 1u}}) {
-      RoceOffer offer = RoceOffer::decode(from->port.local_info());
+      RoceOffer offer = RoceOffer::decode(info_of(from->port, rank == 0 ? 1 : 0));
       change(offer);
       to->port.connect(rank, offer.encode(), *to);
     }

@@ -351,14 +351,14 @@ struct UdpGroup {
         offers.push_back(engines.back()->udp_open(udp_config()));
       } else {
         frozen_ports.push_back(std::make_unique<UdpPort>(rank, world, udp_config()));
-        offers.push_back(frozen_ports.back()->local_info());
       }
     }
     for (Engine* engine : engines) {
-      std::vector<Route> routes;
-      for (uint32_t peer = 0; peer < world; ++peer)
-        routes.push_back({peer == engine->rank() ? Route::Kind::self : Route::Kind::udp, offers[peer]});
-      engine->connect(routes);
+      const uint32_t rank = engine->rank();
+      engine->connect(test::udp_routes(rank, world, [&](uint32_t peer) {
+        return peer < engines.size() ? test::joined(offers[peer], engines[peer]->offer_for(rank))
+                                     : test::info_of(*frozen_ports[peer - engines.size()], rank);
+      }));
     }
   }
   ~UdpGroup() {

@@ -18,6 +18,7 @@
 #include "tests/engine_group.hpp"
 #include "tests/fake_verbs.hpp"
 #include "tests/fault_injection.hpp"
+#include "tests/offers.hpp"
 
 using namespace sennit;
 using test::FakeVerbs;
@@ -68,9 +69,10 @@ class DeviceRank {
     config.library = &fake.library();
     peer_ = std::make_unique<VerbsPort>(1, 2, config);  // only its address is needed
     engine_ = new Engine({0, 2, 20'000'000, 0, 2});
-    offer_ = RoceOffer::decode(engine_->verbs_open(config));
+    const std::vector<std::byte> for_all = engine_->verbs_open(config);
+    offer_ = RoceOffer::decode(test::joined(for_all, engine_->offer_for(1)));
     // From here on only the engine uses the device, until the engine has been shut down.
-    engine_->connect({{Route::Kind::self, {}}, {Route::Kind::verbs, peer_->local_info()}});
+    engine_->connect({{Route::Kind::self, {}}, {Route::Kind::verbs, test::info_of(*peer_, 0)}});
     op = post_receive(comm(), memory_, timeout_us);
   }
   ~DeviceRank() {
@@ -81,7 +83,7 @@ class DeviceRank {
   DeviceRank(const DeviceRank&) = delete;
 
   sennit_comm* comm() const { return reinterpret_cast<sennit_comm*>(engine_); }
-  const std::vector<uint32_t>& queue_pairs() const { return offer_.peers[1].qpns; }
+  const std::vector<uint32_t>& queue_pairs() const { return offer_.for_reader.qpns; }
   void wait_for(const std::string& name, uint64_t count) const {
     const uint64_t deadline_us = clock_us() + 20'000'000;
     while (counter(name) < count) {

@@ -351,7 +351,7 @@ TEST_CASE("a process that dies is noticed, a process that lives is not") {
   REQUIRE(child >= 0);
   if (child == 0) {
     close(hold[1]);
-    ShmSegment segment = ShmSegment::create(1, 2, 0xABCD0000u + static_cast<uint64_t>(getpid()));
+    ShmSegment segment = ShmSegment::create(1, 1, 2, 0xABCD0000u + static_cast<uint64_t>(getpid()));
     const std::vector<std::byte> offer = segment.offer();
     if (write(pipe_fds[1], offer.data(), offer.size()) != static_cast<ssize_t>(offer.size())) _exit(1);
     char byte;

@@ -127,8 +127,8 @@ TEST_CASE("a queue pair in error is traced once for each time that it fails") {
   VerbsPair pair(verbs_config(fake));
   exchange(pair, 1, {100'000}, false);
   const Recorded recorded("port_error");
-  const RoceOffer offer = RoceOffer::decode(pair.a.port.local_info());
-  for (const uint32_t qpn : offer.peers[1].qpns) fake.break_queue_pair(qpn);
+  const RoceOffer offer = RoceOffer::decode(test::info_of(pair.a.port, 1));
+  for (const uint32_t qpn : offer.for_reader.qpns) fake.break_queue_pair(qpn);
   exchange(pair, 2, {500'000}, false);
   pair.run_until([&] { return pair.a.counter("path_revivals") == 4; });
   CHECK(recorded.count(0) == pair.a.counter("path_errors"));
@@ -159,7 +159,7 @@ TEST_CASE("a device that is gone is traced") {
 TEST_CASE("a udp peer that is gone is traced with its rank and path") {
   const Recorded recorded("port_error");
   test::PortRank<UdpPort> waiting(0, udp_config());
-  waiting.port.connect(1, test::PortRank<UdpPort>(1, udp_config()).port.local_info(), waiting);
+  waiting.port.connect(1, test::info_of(test::PortRank<UdpPort>(1, udp_config()).port, 0), waiting);
   const uint64_t deadline_us = test::now_us() + 30'000'000;
   while (waiting.lost_reason.empty()) {
     waiting.port.lane(1).expect(test::now_us());

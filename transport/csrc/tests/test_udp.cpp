@@ -10,6 +10,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -62,7 +63,7 @@ TEST_CASE("a round visits the peers that have work, however many others are conn
   constexpr uint32_t IDLE_COUNT = 256, ROUNDS_PER_CALL = 4;
   Pair pair(
       config_for("::1", 1), [](RoceOffer&) {}, 2 + IDLE_COUNT);
-  RoceOffer silent = RoceOffer::decode(pair.b.port.local_info());
+  RoceOffer silent = RoceOffer::decode(test::info_of(pair.b.port, 0));
   for (uint32_t peer = 2; peer < 2 + IDLE_COUNT; ++peer) {
     silent.rank = peer;
     pair.a.port.connect(peer, silent.encode(), pair.a);
@@ -168,7 +169,7 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
   for (const char* address : {"::1", "127.0.0.1"}) {
     CAPTURE(address);
     Pair pair(config_for(address));
-    const RoceOffer offer = RoceOffer::decode(pair.b.port.local_info());
+    const RoceOffer offer = RoceOffer::decode(test::info_of(pair.b.port, 0));
     const wire::Endpoint target = offer.rails[0].listen;
     UdpSocket stranger(wire::parse_endpoint(address, 0));
     const SocketAddress to(target);
@@ -193,21 +194,21 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
                   bytes.begin() + static_cast<std::ptrdiff_t>(wire::DATA_HEADER_BYTES + size_bytes));
       return bytes;
     };
-    const RoceOffer::Peer& known = offer.peers[0];
-    const uint32_t qpn = known.qpns[0];
+    const uint32_t qpn = offer.for_reader.qpns[0], eager_rkey = offer.for_reader.eager_rkey;
+    const uint64_t eager_address = offer.eager_address(0);
     std::vector<std::byte> tiny(3), junk = noise(random, 2'000);
     const auto flood = [&] {
       send(tiny);
       send(junk);
       for (int i = 0; i < 20; ++i) send(noise(random, 1 + random() % 5'000));
-      send(forge(qpn ^ 1, known.eager_rkey, known.eager_address, 0, 64));
-      send(forge(qpn, known.eager_rkey ^ 1, known.eager_address, 0, 64));
-      send(forge(qpn, known.eager_rkey, known.eager_address + (1 << 30), 0, 64));
-      send(forge(qpn, known.eager_rkey, known.eager_address, 0, 64));
+      send(forge(qpn ^ (1 << 23), eager_rkey, eager_address, 0, 64));  // the next numbers are those of other paths
+      send(forge(qpn, eager_rkey ^ 1, eager_address, 0, 64));
+      send(forge(qpn, eager_rkey, eager_address + (1 << 30), 0, 64));
+      send(forge(qpn, eager_rkey, eager_address, 0, 64));
       auto control = std::vector<std::byte>(wire::control_packet_bytes(40));
       wire::write_control_header(std::span<std::byte, 12>(control.data(), 12), qpn, 1, 40);
       send(control);
-      auto versioned = forge(qpn, known.eager_rkey, known.eager_address, 0, 64);
+      auto versioned = forge(qpn, eager_rkey, eager_address, 0, 64);
       versioned[1] |= std::byte{1};
       send(versioned);
     };
@@ -230,21 +231,21 @@ TEST_CASE("a stranger's packets change counters and nothing else") {
 
 TEST_CASE("a queue pair that was offered to a rank of another port is as unknown as any other") {
   UdpPort port(0, 3, config_for("::1"));
-  const RoceOffer offer = RoceOffer::decode(port.local_info());
   const UdpSocket stranger(wire::parse_endpoint("::1", 0));
-  const SocketAddress to(offer.rails[0].listen);
+  const SocketAddress to(RoceOffer::decode(test::info_of(port, 1)).rails[0].listen);
   const auto send = [&](std::span<std::byte> bytes) {
     iovec piece{bytes.data(), bytes.size()};
     REQUIRE(send_segments(stranger.fd(), to, std::span(&piece, 1), 0) == 0);
   };
   for (const uint32_t peer : {1u, 2u}) {
+    const RoceOffer offer = RoceOffer::decode(test::info_of(port, peer));
+    const uint32_t qpn = offer.for_reader.qpns[0];
     std::array<std::byte, wire::control_packet_bytes(40)> control{};
-    wire::write_control_header(std::span(control).first<wire::CONTROL_HEADER_BYTES>(), offer.peers[peer].qpns[0], 1,
-                               40);
+    wire::write_control_header(std::span(control).first<wire::CONTROL_HEADER_BYTES>(), qpn, 1, 40);
     send(control);
     std::array<std::byte, wire::data_packet_bytes(64)> data{};
-    wire::write_data_header(std::span(data).first<wire::DATA_HEADER_BYTES>(), offer.peers[peer].qpns[0], 1,
-                            offer.peers[peer].eager_address, offer.peers[peer].eager_rkey, 0, 64);
+    wire::write_data_header(std::span(data).first<wire::DATA_HEADER_BYTES>(), qpn, 1, offer.eager_address(peer),
+                            offer.for_reader.eager_rkey, 0, 64);
     send(data);
   }
   const auto unknown = [&] {
@@ -276,7 +277,7 @@ TEST_CASE("a peer whose process ended is noticed by the one that waits for it") 
     CAPTURE(address);
     const UdpConfig config = config_for(address);
     Rank waiting(0, config);
-    waiting.port.connect(1, Rank(1, config).port.local_info(), waiting);  // gone at once, its sockets with it
+    waiting.port.connect(1, test::info_of(Rank(1, config).port, 0), waiting);  // gone at once, its sockets with it
     const uint64_t deadline_us = now_us() + 30'000'000;
     while (waiting.lost_reason.empty()) {
       waiting.port.lane(1).expect(now_us());
@@ -294,8 +295,8 @@ TEST_CASE("what a peer sent before its process ended is read before the peer is 
   constexpr size_t MESSAGE_COUNT = 60;  // more batches than one call of progress() reads
   Rank reading(0, config_for("::1"));
   auto leaving = std::make_unique<Rank>(1, config_for("::1"));
-  reading.port.connect(1, leaving->port.local_info(), reading);
-  leaving->port.connect(0, reading.port.local_info(), *leaving);
+  reading.port.connect(1, test::info_of(leaving->port, 0), reading);
+  leaving->port.connect(0, test::info_of(reading.port, 1), *leaving);
   const std::vector<std::byte> word(8);
   for (uint64_t key = 0; key < MESSAGE_COUNT; ++key)
     REQUIRE(leaving->port.lane(0).send_eager({key, 9, word.size()}, EAGER_DATA, word.data()));
@@ -341,19 +342,35 @@ TEST_CASE("set-up mistakes are named") {
                        std::system_error);
 }
 
+TEST_CASE("an offer names queue pairs that do not follow one another, and none of more than 24 bits") {
+  const UdpPort port(0, 2, config_for("::1"));
+  RoceOffer offer = RoceOffer::decode(test::info_of(port, 1));
+  std::vector<uint32_t>& qpns = offer.for_reader.qpns;
+  REQUIRE(qpns.size() == 4);
+  const size_t run_bytes = offer.encode().size();
+  std::swap(qpns[1], qpns[2]);
+  CHECK(offer.encode().size() == run_bytes + 3 * sizeof(uint32_t));
+  CHECK(RoceOffer::decode(offer.encode()).for_reader.qpns == qpns);
+  for (const uint32_t first : {wire::QPN_MASK - 2, wire::QPN_MASK + 1}) {
+    std::iota(qpns.begin(), qpns.end(), first);
+    CHECK_THROWS_WITH_AS(RoceOffer::decode(offer.encode()), doctest::Contains("24 bits are allowed"),
+                         std::invalid_argument);
+  }
+}
+
 TEST_CASE("an offer that does not fit is refused with both sides") {
   Rank a(0, config_for("::1")), b(1, config_for("127.0.0.1"));
-  auto info = b.port.local_info();
+  auto info = test::info_of(b.port, 0);
   CHECK_THROWS_WITH_AS(a.port.connect(1, info, a), doctest::Contains("one family"), std::invalid_argument);
   for (size_t size_bytes = 0; size_bytes < info.size(); ++size_bytes)
     CHECK_THROWS_AS(a.port.connect(1, std::span(info).first(size_bytes), a), std::invalid_argument);
   auto other_version = info, other_wire = info;
   other_version[4] = std::byte{9};
-  CHECK_THROWS_WITH_AS(a.port.connect(1, other_version, a), doctest::Contains("version 9, this rank has version 5"),
+  CHECK_THROWS_WITH_AS(a.port.connect(1, other_version, a), doctest::Contains("version 9, this rank has version 6"),
                        std::invalid_argument);
   other_wire[8] = std::byte{1};
   CHECK_THROWS_WITH_AS(a.port.connect(1, other_wire, a),
                        doctest::Contains("wire revision 1, this rank has wire revision 2"), std::invalid_argument);
-  CHECK_THROWS_WITH_AS(a.port.connect(1, a.port.local_info(), a), doctest::Contains("rank 0 of 2"),
+  CHECK_THROWS_WITH_AS(a.port.connect(1, test::info_of(a.port, 1), a), doctest::Contains("rank 0 of 2"),
                        std::invalid_argument);
 }

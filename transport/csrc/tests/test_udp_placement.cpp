@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ports/udp_port.hpp"
+#include "tests/offers.hpp"
 
 using namespace sennit;
 
@@ -55,7 +56,7 @@ Ranks connected_ranks(uint32_t size, size_t size_bytes) {
   for (uint32_t rank = 0; rank < size; ++rank) ranks.push_back(std::make_unique<Rank>(rank, size, size_bytes));
   for (uint32_t rank = 0; rank < size; ++rank)
     for (uint32_t peer = 0; peer < size; ++peer)
-      if (peer != rank) ranks[rank]->port.connect(peer, ranks[peer]->port.local_info(), *ranks[rank]);
+      if (peer != rank) ranks[rank]->port.connect(peer, test::info_of(ranks[peer]->port, rank), *ranks[rank]);
   return ranks;
 }
 

@@ -40,7 +40,7 @@ struct Tried {
   explicit Tried(const UdpConfig& config, const std::function<void(uint32_t rank, RoceOffer&)>& change = {})
       : a(0, config), b(1, config) {
     for (auto [rank, from, info] : {std::tuple{0u, &a, &of_a}, std::tuple{1u, &b, &of_b}}) {
-      RoceOffer offer = RoceOffer::decode(from->port.local_info());
+      RoceOffer offer = RoceOffer::decode(test::info_of(from->port, 1 - rank));
       if (change) change(rank, offer);
       *info = offer.encode();
     }
@@ -169,7 +169,7 @@ TEST_CASE("all sockets take ports of the range, and ranks of one host share it")
     const Rank a(0, config), b(1, config), c(0, config);
     std::set<uint16_t> used;
     for (const Rank* rank : {&a, &b, &c}) {
-      const RoceOffer offer = RoceOffer::decode(rank->port.local_info());
+      const RoceOffer offer = RoceOffer::decode(test::info_of(rank->port, rank == &b ? 0 : 1));
       used.insert(offer.rails[0].listen.port);
       used.insert(offer.rails[0].entropies.begin(), offer.rails[0].entropies.end());
     }
@@ -185,7 +185,7 @@ TEST_CASE("a range that has RoCE's port receives there") {
   UdpConfig config = config_for("::1");
   config.ports = {4'780, 4'799};
   const Rank rank(0, config);
-  const uint16_t port = RoceOffer::decode(rank.port.local_info()).rails[0].listen.port;
+  const uint16_t port = RoceOffer::decode(test::info_of(rank.port, 1)).rails[0].listen.port;
   CHECK((port == wire::ROCE_UDP_PORT || port == 4'780));  // unless another process has it
   CHECK(port != 0);
 }

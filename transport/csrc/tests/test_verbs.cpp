@@ -259,8 +259,8 @@ TEST_CASE("a queue pair in error is brought up again under its number") {
   const std::vector<uint32_t> before = fake.queue_pairs();
   fake.can_connect = false;
   // Queue pairs of the first rank's paths. The first one that sends is its binder.
-  const RoceOffer offer = RoceOffer::decode(pair.a.port.local_info());
-  for (const uint32_t qpn : offer.peers[1].qpns) fake.break_queue_pair(qpn);
+  const RoceOffer offer = RoceOffer::decode(test::info_of(pair.a.port, 1));
+  for (const uint32_t qpn : offer.for_reader.qpns) fake.break_queue_pair(qpn);
   std::mt19937_64 random(3);
   for (auto* rank : {&pair.a, &pair.b}) rank->outgoing[77] = noise(random, 500'000);
   for (auto* rank : {&pair.a, &pair.b}) rank->expect(77, 500'000, false);
@@ -450,7 +450,7 @@ TEST_CASE("set-up mistakes are named") {
 TEST_CASE("a socket and a device agree only where they can understand each other") {
   FakeVerbs fake;
   const VerbsPort port(0, 2, config_for(fake));
-  const RoceOffer device = RoceOffer::decode(port.local_info());
+  const RoceOffer device = RoceOffer::decode(test::info_of(port, 1));
   const auto agree_with = [&](const std::string& address, uint16_t listen_port, bool is_reliable) {
     RoceOffer socket = device;
     socket.rank = 1;

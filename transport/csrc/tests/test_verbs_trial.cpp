@@ -40,9 +40,9 @@ struct Tried {
   explicit Tried(const VerbsConfig& config)
       : a(0, config),
         b(1, config),
-        of_a(a.port.local_info()),
-        of_b(b.port.local_info()),
-        qpns_of_a(RoceOffer::decode(of_a).peers[1].qpns) {}
+        of_a(test::info_of(a.port, 1)),
+        of_b(test::info_of(b.port, 0)),
+        qpns_of_a(RoceOffer::decode(of_a).for_reader.qpns) {}
   bool is_for_a(const FakePacket& packet) const {
     return std::find(qpns_of_a.begin(), qpns_of_a.end(), packet.qpn) != qpns_of_a.end();
   }
@@ -126,7 +126,7 @@ TEST_CASE("a black hole between devices is known at both ends, with its directio
 TEST_CASE("the packets of devices fall to the size that passes, and one dead path is bad from the start") {
   FakeVerbs fake;
   Tried pair(config_for(fake));
-  const uint32_t dead = RoceOffer::decode(pair.of_b).peers[0].qpns[2];
+  const uint32_t dead = RoceOffer::decode(pair.of_b).for_reader.qpns[2];
   size_t largest_bytes = 0;
   bool is_tried = false;
   fake.network = [&](const FakePacket& packet) {
