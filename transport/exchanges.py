@@ -15,7 +15,8 @@ import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Final
 
@@ -68,16 +69,14 @@ class Exchanges:
 
         Every record must have the fields of `make`'s record, with the same types.
         """
-        own = self._make(round_name, make)
         everybody = self._key(round_name, "all")
-        try:
+        with self._telling([self._key_of_child(round_name, self._rank) if self._rank else everybody]):
+            own = make()
+            self._publish(self._key(round_name, self._rank), own)
             authors = {self._key_of_child(round_name, child): child for child in self._children}
             records = [own]
             for child, data in zip(self._children, self._await(round_name, authors), strict=True):
                 records += self._decode_child(data, child, own)
-        except (MismatchError, PeerError) as error:
-            self._tell(round_name, error)
-            raise
         if self._rank == 0:
             self._store.set(everybody, pack(records))
             return records
@@ -86,14 +85,16 @@ class Exchanges:
         (data,) = self._await(round_name, {everybody: 0})
         return self._decode_block(data, range(self._world))
 
-    def swap(self, round_name: str, parcels: Mapping[int, bytes]) -> list[bytes]:
-        """Gives each rank its parcel, at most 65,535 bytes. Returns those for this rank, by sender.
+    def swap(self, round_name: str, make: Callable[[], Mapping[int, bytes]]) -> list[bytes]:
+        """Gives each rank its parcel of those that `make` returns, at most 65,535 bytes each. Returns those for this
+        rank, by sender. If `make` raises, the others get the reason.
 
         The ranks are a square of sqrt(world) rows. A rank leaves one value for each row. The ranks of a row share the
         work to sort by receiver what the row has left. So everybody handles about 4 sqrt(world) values, each read once.
         """
         side = math.isqrt(self._world - 1) + 1
         rows = [range(first, min(first + side, self._world)) for first in range(0, self._world, side)]
+        own = self._rank // side
 
         def left(sender: int, row: int) -> str:
             return self._key(round_name, f"{sender}/for/{row}")
@@ -104,27 +105,34 @@ class Exchanges:
         def sorter(row: int, receivers: int) -> int:
             return rows[row][receivers % len(rows[row])]
 
-        mine = {
-            left(self._rank, row): pack_parcels([parcels.get(peer, b"") for peer in rows[row]])
-            for row in range(len(rows))
-        }
-        self._store.multi_set({**mine, self._key(round_name, self._rank): ""})
-        own = self._rank // side
-        for number, row in enumerate(rows):
-            if sorter(own, number) == self._rank:
+        to_sort = [number for number in range(len(rows)) if sorter(own, number) == self._rank]
+        awaited_of_us = [left(self._rank, number) for number in range(len(rows))]
+        awaited_of_us += [sorted_by(own, peer) for number in to_sort for peer in rows[number]]
+        # The others may have what they need of this rank. Then they wait for it in the trial.
+        with self._telling([*awaited_of_us, self._key("trial", self._rank)]):
+            parcels = make()
+            mine = {
+                left(self._rank, number): pack_parcels([parcels.get(peer, b"") for peer in row])
+                for number, row in enumerate(rows)
+            }
+            self._store.multi_set({**mine, self._key(round_name, self._rank): ""})
+            for number in to_sort:
                 values = self._await(round_name, {left(sender, number): sender for sender in rows[own]})
+                row = rows[number]
                 table = [self._decode_parcels(value, row, at) for value, at in zip(values, rows[own], strict=True)]
-                columns = enumerate(row)
                 self._store.multi_set(
-                    {sorted_by(own, peer): pack_parcels([of[column] for of in table]) for column, peer in columns}
+                    {
+                        sorted_by(own, peer): pack_parcels([sent[column] for sent in table])
+                        for column, peer in enumerate(row)
+                    }
                 )
-        authors = {sorted_by(row, self._rank): sorter(row, own) for row in range(len(rows))}
-        values = self._await(round_name, authors)
-        return [
-            parcel
-            for value, row, author in zip(values, rows, authors.values(), strict=True)
-            for parcel in self._decode_parcels(value, row, author)
-        ]
+            authors = {sorted_by(number, self._rank): sorter(number, own) for number in range(len(rows))}
+            values = self._await(round_name, authors)
+            return [
+                parcel
+                for value, row, author in zip(values, rows, authors.values(), strict=True)
+                for parcel in self._decode_parcels(value, row, author)
+            ]
 
     def meet(self, make: Callable[[], Record]) -> list[Record]:
         """Runs the first round, and makes sure that all ranks are in one run. Returns the records of that run.
@@ -135,16 +143,16 @@ class Exchanges:
 
         Refuses a record of another world, unless an earlier run left it.
         """
-        own = self._make("hello", lambda: {"nonce": self._nonce, "world": self._world, **make()})
+        own_key = self._key("hello", self._rank)
         authors = {self._key("hello", 0): 0} if self._rank else {}
         authors |= {self._key_of_child("hello", child): child for child in self._children}
-        self._wait("hello", authors)
-        old_until_s = min(time.monotonic() + OLD_RECORD_S, self._deadline_s - 2 * REREAD_S)
-        try:
+        awaited_of_us = [self._key_of_child("hello", self._rank)] if self._rank else [own_key, self._listing_key()]
+        with self._telling(awaited_of_us):
+            own = {"nonce": self._nonce, "world": self._world, **make()}
+            self._publish(own_key, own)
+            self._wait("hello", authors)
+            old_until_s = min(time.monotonic() + OLD_RECORD_S, self._deadline_s - 2 * REREAD_S)
             return self._settle(own, list(authors), old_until_s)
-        except (MismatchError, PeerError) as error:
-            self._tell("hello", error)
-            raise
 
     def put(self, what: str, data: bytes, /) -> None:
         """Leaves something that few ranks read, before this rank's record of a round."""
@@ -156,6 +164,10 @@ class Exchanges:
         for first in range(0, len(peers), FAN_IN):
             found += self._store.multi_get([self._key(what, peer) for peer in peers[first : first + FAN_IN]])
         return [base64.b64decode(data) for data in found]
+
+    def telling(self) -> AbstractContextManager[None]:
+        """If this rank fails in the block, leaves the reason in place of its record of the network trial."""
+        return self._telling([self._key("trial", self._rank)])
 
     def leave(self, record: Record, /) -> None:
         """Publishes this rank's record of the network trial. A later record replaces it."""
@@ -208,7 +220,10 @@ class Exchanges:
         failure: SennitError | None = None
         records = [own]
         if self._rank != 0:
-            worlds[0] = self._decode(values.pop(0), 0, own)["world"]
+            of_first = values.pop(0)
+            if is_early and b'"failed"' in of_first and not self._is_for_us(of_first):
+                return []
+            worlds[0] = self._decode(of_first, 0, own)["world"]
         for child, value in zip(self._children, values, strict=True):
             try:
                 block = self._decode_child(value, child, own)
@@ -288,27 +303,27 @@ class Exchanges:
             raise self._foreign(0, data)
         return record
 
-    def _make(self, round_name: str, make: Callable[[], Record]) -> Record:
+    @contextmanager
+    def _telling(self, keys: Sequence[str]) -> Iterator[None]:
+        """If this rank fails, leaves the reason where others wait for it. The deadline is theirs as well."""
         try:
-            record = make()
-        except Exception as error:
-            reason = f"rank {self._rank} could not join {self._name}: {type(error).__name__}: {error}"
-            self._tell(round_name, PeerError(reason, rank=self._rank))
+            yield
+        except TimeoutError:
             raise
-        self._publish(self._key(round_name, self._rank), record)
-        return record
-
-    def _tell(self, round_name: str, error: SennitError) -> None:
-        """Leaves the reason where others wait for this rank."""
-        failure = {
-            "failed": str(error),
-            "kind": "mismatch" if isinstance(error, MismatchError) else "peer",
-            "rank": getattr(error, "rank", None),
-            "nonces": sorted(self._heard),
-        }
-        self._publish(self._key_of_child(round_name, self._rank), failure)
-        if self._rank == 0:
-            self._publish(self._listing_key() if round_name == "hello" else self._key(round_name, "all"), failure)
+        except Exception as error:
+            told = error
+            if not isinstance(error, (MismatchError, PeerError)):
+                reason = f"rank {self._rank} could not join {self._name}: {type(error).__name__}: {error}"
+                told = PeerError(reason, rank=self._rank)
+            failure = {
+                "failed": str(told),
+                "kind": "mismatch" if isinstance(told, MismatchError) else "peer",
+                "rank": getattr(told, "rank", None),
+                "nonces": sorted(self._heard),
+            }
+            for key in keys:
+                self._publish(key, failure)
+            raise
 
     def _failure(self, record: Record, peer: int) -> SennitError:
         text = str(record["failed"])
@@ -377,8 +392,7 @@ class Exchanges:
         return [self._decode(data, child, like)] if len(ranks) == 1 else self._decode_block(data, ranks)
 
     def _decode_block(self, data: bytes, ranks: range) -> list[Record]:
-        if data.startswith(b'{"'):  # not base85
-            self._decode(data, ranks.start, {})
+        self._refuse_failure(data, ranks.start)
         try:
             records = unpack(data)
         except ValueError as error:
@@ -391,10 +405,15 @@ class Exchanges:
         return records
 
     def _decode_parcels(self, data: bytes, ranks: range, peer: int) -> list[bytes]:
+        self._refuse_failure(data, peer)
         try:
             return unpack_parcels(data, len(ranks))
         except ValueError as error:
             raise self._foreign(peer, data) from error
+
+    def _refuse_failure(self, data: bytes, peer: int) -> None:
+        if data.startswith(b'{"'):  # not base85
+            self._decode(data, peer, {})
 
     def _decode(self, data: bytes, peer: int, like: Record) -> Record:
         try:

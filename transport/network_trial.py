@@ -11,6 +11,7 @@ import base64
 import errno
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
 from sennit.transport.errors import PeerError, TimeoutError
@@ -59,6 +60,10 @@ class TriedEndpoint(Protocol):
 class Board(Protocol):
     """Where ranks leave records for each other: the rounds of rendezvous, over the store."""
 
+    def telling(self) -> AbstractContextManager[None]:
+        """If this rank fails in the block, leaves the reason in place of its record."""
+        ...
+
     def leave(self, record: Record, /) -> None: ...
 
     def look(self, peer: int, /) -> Record | None:
@@ -81,6 +86,28 @@ def try_network(
     and TimeoutError where a peer does not report until `deadline_s` (of `time.monotonic`).
     """
     peers = [peer for peer, (kind, _) in enumerate(routes) if kind in NETWORKS]
+    with board.telling():
+        errors = _find_out(endpoint, routes, peers, board, rank, deadline_s, watch)
+    verdicts = [_verdict(endpoint, rank, peer, errors.get(peer, 0)) for peer in peers if not endpoint.is_perfect(peer)]
+    failures = [verdict.failure for verdict in verdicts if verdict.failure]
+    if failures:
+        reason = ". ".join(failures)
+        endpoint.give_up(reason)
+        failed = _open(endpoint, peers)
+        raise PeerError(reason, rank=failed[0] if len(failed) == 1 else None)
+    return verdicts
+
+
+def _find_out(
+    endpoint: TriedEndpoint,
+    routes: Sequence[Route],
+    peers: Sequence[int],
+    board: Board,
+    rank: int,
+    deadline_s: float,
+    watch: Callable[[], None] | None,
+) -> dict[int, int]:
+    """Returns errno of the failed sends of peers, by rank, as far as their records say."""
     endpoint.begin_trial(routes)
     begun_s = time.monotonic()
     patience_s = min(begun_s + TRIAL_S, deadline_s)
@@ -117,22 +144,29 @@ def try_network(
                 if all(path.error == errno.ECONNREFUSED for path in _paths(endpoint, peer)):
                     raise PeerError(f"rank {peer} is gone: {refusal(_paths(endpoint, peer))}", rank=peer)
         if now_s >= deadline_s:
-            who = f"{'rank' if len(silent) == 1 else 'ranks'} {', '.join(map(str, silent))}"
-            raise TimeoutError(
-                f"the network trial of rank {rank}: {who} sent no packet and left no record: dead, stopped or cut off"
-            )
+            raise _too_late(endpoint, rank, still_open, silent)
         is_over = endpoint.try_network(SLICE_S)
     # What this rank left in the store may be out of date now.
     if (now_told := _record(endpoint, peers)) != told:
         board.leave(now_told)
-    verdicts = [_verdict(endpoint, rank, peer, errors.get(peer, 0)) for peer in peers if not endpoint.is_perfect(peer)]
-    failures = [verdict.failure for verdict in verdicts if verdict.failure]
-    if failures:
-        reason = ". ".join(failures)
-        endpoint.give_up(reason)
-        failed = _open(endpoint, peers)
-        raise PeerError(reason, rank=failed[0] if len(failed) == 1 else None)
-    return verdicts
+    return errors
+
+
+def _too_late(endpoint: TriedEndpoint, rank: int, still_open: Sequence[int], silent: Sequence[int]) -> TimeoutError:
+    dead = [peer for peer in silent if not any(path.heard_bytes for path in _paths(endpoint, peer))]
+    slow = [peer for peer in still_open if peer not in dead]
+    reasons = {
+        "sent no packet and left no record: dead, stopped or cut off": dead,
+        "answered too slowly for the group's deadline (SENNIT_TIMEOUT_S)": slow,
+    }
+    return TimeoutError(
+        f"the network trial of rank {rank}: "
+        + "; ".join(
+            f"{'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))} {reason}"
+            for reason, who in reasons.items()
+            if who
+        )
+    )
 
 
 def _open(endpoint: TriedEndpoint, peers: Iterable[int]) -> list[int]:

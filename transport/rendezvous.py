@@ -168,12 +168,16 @@ def connect(
             return {"blob": _text(blob), "devices": [rail.as_record() for rail in chosen if isinstance(rail, RdmaRail)]}
 
         opened_networks = exchanges.exchange("udp", open_udp)
-        for peer, record in enumerate(opened_networks):
-            if not by_shm[peer]:
-                check_pair(opened_networks[rank]["devices"], record["devices"], peer)
-        elsewhere = [peer for peer in range(world) if peer != rank and not by_shm[peer]]
-        for_us = exchanges.swap("pairs", {peer: endpoint.offer_for(peer) for peer in elsewhere})
-        blobs = [base64.b64decode(opened_networks[peer]["blob"]) + for_us[peer] for peer in range(world)]
+
+        def pair_up() -> dict[int, bytes]:
+            elsewhere = [peer for peer in range(world) if peer != rank and not by_shm[peer]]
+            for peer in elsewhere:
+                check_pair(opened_networks[rank]["devices"], opened_networks[peer]["devices"], peer)
+                blobs[peer] = base64.b64decode(opened_networks[peer]["blob"])
+            return {peer: endpoint.offer_for(peer) for peer in elsewhere}
+
+        for peer, for_us in enumerate(exchanges.swap("pairs", pair_up)):
+            blobs[peer] += for_us
     network = "verbs" if config.transport is TransportKind.VERBS else "udp"
     routes: list[Route] = [("shm", b"") if by_shm[peer] else (network, blobs[peer]) for peer in range(world)]
     routes[rank] = ("self", b"")

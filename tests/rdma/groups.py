@@ -44,7 +44,10 @@ def run(
             verbs_service=seat.service,
             timeout_s=timeout_s,
         )
-        with Communicator(rank=rank, world=len(seats), store=store, config=config) as group:
+        # The deadline is for operations. On one processor, ranks that start beside others take seconds to meet.
+        with Communicator(
+            rank=rank, world=len(seats), store=store, config=config, connect_timeout_s=TIMEOUT_S
+        ) as group:
             return work(group)
 
     def take_seat(rank: int) -> Result:

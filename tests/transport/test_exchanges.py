@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from sennit.transport import blocks, errors
+from sennit.transport import exchanges as exchanges_module
+from sennit.transport.blocks import Record
 from sennit.transport.errors import ConfigError, MismatchError, PeerError, SennitError
 from sennit.transport.exchanges import Exchanges
 from tests.transport.meeting import MemoryStore
@@ -27,6 +29,7 @@ def run(
     timeout_s: float = 60.0,
     absent: Collection[int] = (),
     store: MemoryStore | None = None,
+    greet: Callable[[int], Record] = lambda rank: {},
 ) -> list[Any]:
     """Returns what `body` returns on each rank that is there, or the error that it raises."""
     shared = MemoryStore() if store is None else store
@@ -34,7 +37,7 @@ def run(
     def join(rank: int) -> Any:
         exchanges = Exchanges(shared, name="group", rank=rank, world=world, timeout_s=timeout_s, watch=None)
         try:
-            exchanges.meet(dict)
+            exchanges.meet(lambda: greet(rank))
             return body(exchanges, rank)
         except SennitError as error:
             return error
@@ -53,7 +56,7 @@ def test_everybody_learns_everything_and_each_gets_its_parcels(world: int) -> No
         records = exchanges.exchange("round", make)
         parcels = {peer: f"{rank}>{peer}".encode() * (peer % 3) for peer in range(world)}
         squares = [record["square"] for record in records]
-        return squares, exchanges.get("value", list(range(world))), exchanges.swap("parcels", parcels)
+        return squares, exchanges.get("value", list(range(world))), exchanges.swap("parcels", lambda: parcels)
 
     for rank, (squares, values, parcels) in enumerate(run(body, world=world)):
         assert squares == [peer * peer for peer in range(world)]
@@ -78,6 +81,60 @@ def test_the_reason_of_one_rank_reaches_everybody(culprit: int) -> None:
             assert isinstance(result, PeerError)
             assert result.rank == culprit
             assert f"rank {culprit} could not join group: ConfigError: no room" in str(result)
+
+
+@pytest.mark.parametrize("culprit", [0, 40])
+def test_the_reason_of_a_rank_without_parcels_reaches_everybody(culprit: int) -> None:
+    def body(exchanges: Exchanges, rank: int) -> Any:
+        def make() -> dict[int, bytes]:
+            if rank == culprit:
+                raise ConfigError("no room")
+            return {}
+
+        return exchanges.swap("parcels", make)
+
+    for rank, result in enumerate(run(body)):
+        assert isinstance(result, ConfigError if rank == culprit else PeerError)
+        assert "no room" in str(result)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "finders", "deceived"),
+    # 70 ranks are rows of 9. Of row 0, rank 2 sorts what is for row 2.
+    [("5/for/2", {2}, range(18, 27)), ("0/to/20", {20}, range(20, 21))],
+)
+def test_a_rank_that_finds_a_damaged_parcel_tells_those_who_wait_for_it(
+    damaged: str, finders: set[int], deceived: range
+) -> None:
+    class DamagingStore(MemoryStore):
+        def set(self, key: str, value: str, /) -> None:
+            super().set(key, "no parcels" if key.endswith(f"/parcels/{damaged}") and '"failed"' not in value else value)
+
+    def body(exchanges: Exchanges, rank: int) -> Any:
+        try:
+            return exchanges.swap("parcels", dict)
+        except MismatchError:
+            with pytest.raises(MismatchError, match="no parcels"):
+                exchanges.look(rank)
+            raise
+
+    failed = {rank for rank, result in enumerate(run(body, store=DamagingStore())) if isinstance(result, MismatchError)}
+    assert failed >= finders | set(deceived)
+
+
+def test_the_reason_of_rank_0_in_the_first_round_reaches_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges_module, "OLD_RECORD_S", 0.0)
+
+    def greet(rank: int) -> dict[str, Any]:
+        if rank == 0:
+            raise ConfigError("no room")
+        return {}
+
+    results = run(lambda exchanges, rank: None, greet=greet)
+    assert isinstance(results[0], ConfigError)
+    for result in results[1:]:
+        assert isinstance(result, PeerError)
+        assert "rank 0 could not join group: ConfigError: no room" in str(result)
 
 
 @pytest.mark.parametrize("stranger", [1, 32, 40])

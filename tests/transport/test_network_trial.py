@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -195,6 +196,15 @@ class Board:
     def __init__(self, of_peer: Record | None) -> None:
         self.of_peer = of_peer
         self.left: list[Record] = []
+        self.told: list[str] = []
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.told.append(str(error))
+            raise
 
     def leave(self, record: Record, /) -> None:
         self.left.append(record)
@@ -284,6 +294,30 @@ def test_a_peer_whose_port_is_closed_and_that_leaves_no_record_is_gone_long_befo
     # A firewall that rejects packets. The peer's record comes, and names the direction.
     with pytest.raises(PeerError, match=r"rank 1 hears nothing from rank 0.*a firewall rejects it"):
         run(End(heard=GOOD, error=errno.ECONNREFUSED), Board(record_of(NONE)), deadline_s=1800.0)
+
+
+@pytest.mark.parametrize(("heard", "record"), [(NONE, record_of(NONE)), (GOOD, None)])
+def test_a_peer_that_answers_too_late_is_not_called_dead(heard: Sequence[int], record: Record | None) -> None:
+    with pytest.raises(TimeoutError, match=r"^the network trial of rank 0: rank 1 answered too slowly for the group's"):
+        run(End(heard=heard), Board(record), deadline_s=0.5)
+
+
+def test_an_offer_that_cannot_be_read_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin_trial(end: End, routes: Sequence[tuple[str, bytes]], /) -> None:
+        raise ValueError("the peer's offer is cut short")
+
+    monkeypatch.setattr(End, "begin_trial", begin_trial)
+    board = Board(None)
+    with pytest.raises(ValueError, match="cut short"):
+        run(End(heard=NONE), board)
+    assert board.told == ["the peer's offer is cut short"]
+
+
+def test_what_the_trial_found_stays_for_the_peer_to_read() -> None:
+    board = Board(record_of(NONE))
+    with pytest.raises(PeerError, match="rank 1 hears nothing from rank 0"):
+        run(End(heard=GOOD), board)
+    assert board.told == []
 
 
 def test_watch_may_end_the_wait() -> None:
