@@ -38,9 +38,10 @@ class ShmSink final : public LaneSink {
 };
 
 struct ShmPair {
-  ShmPort a{0, 2}, b{1, 2};
+  ShmPort a, b;
   ShmSink sink_a, sink_b;
-  ShmPair() {
+  // `world`: more ranks make the inboxes smaller.
+  explicit ShmPair(uint32_t world = 2) : a(0, world), b(1, world) {
     REQUIRE(a.accept(1, b.offer()));
     REQUIRE(b.accept(0, a.offer()));
     a.connect(1, sink_a);

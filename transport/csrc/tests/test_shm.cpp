@@ -30,16 +30,20 @@ std::vector<std::byte> noise(size_t size, uint32_t seed) {
   return bytes;
 }
 
+// Inboxes of a rank, with the most and with the fewest blocks.
+constexpr uint32_t INBOX_COUNTS[] = {2, 64};
+
 // An inbox in plain memory whose producer is the test.
 class ForgedInbox {
  public:
   enum Type : uint32_t { EAGER = 2, FRAGMENT = 4 };
-  ForgedInbox() : memory_(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BULK_BLOCKS_MIN * BULK_BLOCK_BYTES + 64) {
+  static constexpr uint32_t BLOCKS = 3;
+  ForgedInbox() : memory_(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BLOCKS * BULK_BLOCK_BYTES + 64) {
     auto* base = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
     inbox.header = reinterpret_cast<ShmInboxHeader*>(base);
     inbox.control = base + sizeof(ShmInboxHeader);
     inbox.bulk = inbox.control + CONTROL_RING_BYTES;
-    inbox.bulk_blocks = BULK_BLOCKS_MIN;
+    inbox.bulk_blocks = BLOCKS;
   }
   struct Record {  // as in shm_lane.hpp
     uint32_t type, flags;
@@ -109,62 +113,66 @@ TEST_CASE("transfers land where they were advertised, larger than the ring, both
 }
 
 TEST_CASE("loans stay in the ring: they are granted as others come back, in any order") {
-  Pair pair;
-  constexpr size_t COUNT = 40;
-  std::vector<std::vector<std::byte>> data;
-  for (size_t i = 0; i < COUNT; ++i) {
-    data.push_back(noise(MAX_LOAN_BYTES - i, i));
-    pair.b.lane(0).advertise(i, {i, 0, data[i].size()}, nullptr);
-  }
-  std::mt19937 random(2);
-  struct Held {
-    uint64_t id;
-    const std::byte* data;
-    uint64_t loan;
-  };
-  std::vector<Held> held;
-  size_t transferred = 0, checked = 0;
-  while (checked < COUNT) {
-    pair.pump();
-    for (; pair.sink_a.adverts.count(transferred) != 0; ++transferred) {
-      pair.a.lane(1).transfer(transferred, pair.sink_a.adverts.at(transferred), data[transferred].data(),
-                              data[transferred].size());
+  for (const uint32_t world : INBOX_COUNTS) {
+    Pair pair(world);
+    constexpr size_t COUNT = 40;
+    std::vector<std::vector<std::byte>> data;
+    for (size_t i = 0; i < COUNT; ++i) {
+      data.push_back(noise(MAX_LOAN_BYTES - i, i));
+      pair.b.lane(0).advertise(i, {i, 0, data[i].size()}, nullptr);
     }
-    pair.pump();
-    for (auto& [id, place] : pair.sink_b.received) {
-      CHECK(std::memcmp(place.first, data[id].data(), data[id].size()) == 0);
-      held.push_back({id, place.first, place.second});
-      ++checked;
+    std::mt19937 random(2);
+    struct Held {
+      uint64_t id;
+      const std::byte* data;
+      uint64_t loan;
+    };
+    std::vector<Held> held;
+    size_t transferred = 0, checked = 0;
+    while (checked < COUNT) {
+      pair.pump();
+      for (; pair.sink_a.adverts.count(transferred) != 0; ++transferred) {
+        pair.a.lane(1).transfer(transferred, pair.sink_a.adverts.at(transferred), data[transferred].data(),
+                                data[transferred].size());
+      }
+      pair.pump();
+      for (auto& [id, place] : pair.sink_b.received) {
+        CHECK(std::memcmp(place.first, data[id].data(), data[id].size()) == 0);
+        held.push_back({id, place.first, place.second});
+        ++checked;
+      }
+      pair.sink_b.received.clear();
+      REQUIRE_FALSE(held.empty());
+      const size_t pick = random() % held.size();
+      // Other loans came and went since. The bytes of this loan are still there.
+      CHECK(std::memcmp(held[pick].data, data[held[pick].id].data(), data[held[pick].id].size()) == 0);
+      pair.b.lane(0).release(held[pick].loan);
+      held.erase(held.begin() + static_cast<std::ptrdiff_t>(pick));
     }
-    pair.sink_b.received.clear();
-    REQUIRE_FALSE(held.empty());
-    const size_t pick = random() % held.size();
-    // Other loans came and went since. The bytes of this loan are still there.
-    CHECK(std::memcmp(held[pick].data, data[held[pick].id].data(), data[held[pick].id].size()) == 0);
-    pair.b.lane(0).release(held[pick].loan);
-    held.erase(held.begin() + static_cast<std::ptrdiff_t>(pick));
   }
 }
 
 TEST_CASE("loans that are kept for long do not hold up other messages") {
-  Pair pair;
-  constexpr uint64_t LOANS = 10;  // more than can be out at once
-  const std::vector<std::byte> lent = noise(MAX_LOAN_BYTES, 1), plain = noise(3'000'001, 2);
-  std::vector<std::byte> to_b(plain.size());
-  for (uint64_t i = 0; i < LOANS; ++i) pair.b.lane(0).advertise(i, {i, 0, lent.size()}, nullptr);
-  pair.b.lane(0).advertise(LOANS, {LOANS, 0, plain.size()}, to_b.data());
-  pair.pump();
-  const size_t granted = pair.sink_a.adverts.size() - 1;
-  REQUIRE(granted > 0);
-  REQUIRE(granted < LOANS);
-  for (uint64_t i = 0; i < granted; ++i)
-    pair.a.lane(1).transfer(i, pair.sink_a.adverts.at(i), lent.data(), lent.size());
-  pair.a.lane(1).transfer(LOANS, pair.sink_a.adverts.at(LOANS), plain.data(), plain.size());
-  pair.pump();
-  CHECK(pair.sink_b.received.size() == granted + 1);
-  CHECK(to_b == plain);
-  for (const auto& [id, place] : pair.sink_b.received) {
-    if (id < LOANS) CHECK(std::memcmp(place.first, lent.data(), lent.size()) == 0);
+  for (const uint32_t world : INBOX_COUNTS) {
+    Pair pair(world);
+    constexpr uint64_t LOANS = 10;  // more than can be out at once
+    const std::vector<std::byte> lent = noise(MAX_LOAN_BYTES, 1), plain = noise(3'000'001, 2);
+    std::vector<std::byte> to_b(plain.size());
+    for (uint64_t i = 0; i < LOANS; ++i) pair.b.lane(0).advertise(i, {i, 0, lent.size()}, nullptr);
+    pair.b.lane(0).advertise(LOANS, {LOANS, 0, plain.size()}, to_b.data());
+    pair.pump();
+    const size_t granted = pair.sink_a.adverts.size() - 1;
+    REQUIRE(granted > 0);
+    REQUIRE(granted < LOANS);
+    for (uint64_t i = 0; i < granted; ++i)
+      pair.a.lane(1).transfer(i, pair.sink_a.adverts.at(i), lent.data(), lent.size());
+    pair.a.lane(1).transfer(LOANS, pair.sink_a.adverts.at(LOANS), plain.data(), plain.size());
+    pair.pump();
+    CHECK(pair.sink_b.received.size() == granted + 1);
+    CHECK(to_b == plain);
+    for (const auto& [id, place] : pair.sink_b.received) {
+      if (id < LOANS) CHECK(std::memcmp(place.first, lent.data(), lent.size()) == 0);
+    }
   }
 }
 
@@ -319,7 +327,7 @@ TEST_CASE("fragments and eager messages that fit nothing lose the peer before an
   CHECK(lost_by({fragment(0, 101, 0)}, false) == misfit);                     // too long
   CHECK(lost_by({fragment(0, 40, 0), fragment(0, 61, 1)}, false) == misfit);  // too long in all
   CHECK(lost_by({fragment(0, 100, 0), fragment(0, 0, 1)}, false) == misfit);  // complete already
-  CHECK(lost_by({fragment(0, 100, BULK_BLOCKS_MIN)}, false) == misfit);       // no such block
+  CHECK(lost_by({fragment(0, 100, ForgedInbox::BLOCKS)}, false) == misfit);   // no such block
   CHECK(lost_by({fragment(0, 100, UINT32_MAX)}, false) == misfit);
   CHECK(lost_by({fragment(0, 99, 0)}, true) == misfit);                        // a loan comes whole
   CHECK(lost_by({fragment(0, 100, 0), fragment(0, 100, 1)}, true) == misfit);  // and once
