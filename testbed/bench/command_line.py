@@ -96,6 +96,30 @@ def collectives(
         report.plot(result, plot_path)
 
 
+@app.command("group", epilog="Example: sennit bench group --world 64 --against gloo --transport udp")
+def bench_group(
+    against: Annotated[list[str] | None, typer.Option(help="peer: gloo")] = None,
+    transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
+    world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 64,
+    rounds: Annotated[int, typer.Option(help="timed groups of each peer; the median is reported", min=1)] = 5,
+    json_path: Figures = None,
+) -> None:
+    """Time the making of a group up to its first AllReduce; count bytes read from the store, and memory."""
+    from sennit.runtime.training.launch import RankFailure
+    from sennit.testbed.bench import group
+
+    try:
+        settings = group.Settings(transport=transport, world=world, against=tuple(against or ("gloo",)), rounds=rounds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        report = group.run(settings)
+    except RankFailure as error:
+        fail(error)
+    group.render(report, stdout_console())
+    _write(json_path, report.as_json())
+
+
 @app.command("offload", epilog="Example: sennit bench offload --end-to-end")
 def bench_offload(
     rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 7,
