@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import base64
 import errno
+import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, Protocol
 
@@ -26,6 +27,8 @@ NETWORKS: Final = ("udp", "verbs")
 TRIAL_S: Final = 2.0
 # The pause between two looks at the store.
 SLICE_S: Final = 0.1
+# How many peers' records a rank looks for at a time: the store serves all ranks.
+LOOK_COUNT: Final = 8
 # The wait when both ends have told what they know and packets may still be on the way.
 LAST_CHANCE_S: Final = 0.3
 # A peer that leaves no record for this long and whose port is closed has ended. A firewall that rejects packets looks
@@ -109,13 +112,14 @@ def _find_out(
 ) -> dict[int, int]:
     """Returns errno of the failed sends of peers, by rank, as far as their records say."""
     endpoint.begin_trial(routes)
+    turns = itertools.count()
     begun_s = time.monotonic()
     patience_s = min(begun_s + TRIAL_S, deadline_s)
     is_over = endpoint.try_network(SLICE_S)
     while not is_over and time.monotonic() < patience_s:
         if watch is not None:
             watch()
-        for peer in _open(endpoint, peers):
+        for peer in _next(turns, _open(endpoint, peers)):
             _learn(endpoint, board, rank, peer)
         is_over = endpoint.try_network(SLICE_S)
     told = _record(endpoint, peers)
@@ -127,7 +131,7 @@ def _find_out(
             watch()
         now_s = time.monotonic()
         still_open = _open(endpoint, peers)
-        for peer in still_open:
+        for peer in _next(turns, still_open):
             record = _learn(endpoint, board, rank, peer)
             if record is not None:
                 errors[peer] = int(record.get("errors", {}).get(str(rank), 0))
@@ -171,6 +175,12 @@ def _too_late(endpoint: TriedEndpoint, rank: int, still_open: Sequence[int], sil
 
 def _open(endpoint: TriedEndpoint, peers: Iterable[int]) -> list[int]:
     return [peer for peer in peers if not endpoint.is_tried(peer)]
+
+
+def _next(turns: Iterator[int], peers: Sequence[int]) -> Sequence[int]:
+    """Returns a few peers. All have their turn."""
+    first = next(turns) * LOOK_COUNT % max(1, len(peers))
+    return [*peers[first:], *peers[:first]][:LOOK_COUNT]
 
 
 def _record(endpoint: TriedEndpoint, peers: Iterable[int]) -> Record:

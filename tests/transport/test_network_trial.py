@@ -320,6 +320,15 @@ def test_what_the_trial_found_stays_for_the_peer_to_read() -> None:
     assert board.told == []
 
 
+def test_few_records_are_looked_for_at_a_time_and_all_have_their_turn() -> None:
+    turns = itertools.count()
+    for count in (0, 1, 7, 8, 9, 63):
+        peers = list(range(count))
+        found = [list(network_trial._next(turns, peers)) for _ in range(2 * count)]
+        assert all(len(some) == len(set(some)) == min(count, network_trial.LOOK_COUNT) for some in found)
+        assert set(itertools.chain(*found)) == set(peers)
+
+
 def test_watch_may_end_the_wait() -> None:
     def watch() -> None:
         raise RuntimeError("enough")
