@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The native part of simulations and benchmarks (csrc/bindings.cpp)."""
 
+from collections.abc import Sequence
 from typing import Any, final
 
 @final
@@ -14,12 +15,17 @@ class UdpBare:
 
 @final
 class FabricSimulation:
-    """One simulated run of flows over a Clos fabric (sennit.testbed.simulation)."""
+    """One simulated run of plans over a Clos fabric (sennit.testbed.simulation)."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Takes every field of a Scenario by name. Raises KeyError for a missing one, ValueError out of range."""
 
+    def add_rank(self, plan: bytes, counts: Sequence[int]) -> None:
+        """Adds the next rank's plan in its binary form, and the counts of its post. Raises ValueError."""
+
     def run(self) -> None:
-        """Runs until everything has arrived or the deadline has passed. Ctrl-C ends it."""
+        """Runs until every plan is done or the deadline has passed. Ctrl-C ends it. Raises ValueError for no plan."""
 
     def result(self) -> dict[str, Any]: ...
+    def traffic(self) -> list[tuple[int, int, int, int]]:
+        """Returns (from, to, messages, bytes) for each pair of hosts, as the receivers' mailboxes counted them."""

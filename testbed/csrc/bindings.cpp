@@ -2,12 +2,15 @@
 // sennit.testbed._lab: simulated fabrics for sennit.testbed.simulation, a bare UDP transfer for the benchmarks.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
+#include "executor/plan.hpp"
 #include "fabric/simulation.hpp"
 #include "udp_bare.hpp"
 
@@ -20,18 +23,6 @@ namespace {
 // Events between two looks at Python's signal handlers: some tens of milliseconds.
 constexpr uint64_t EVENTS_A_SLICE = 50'000;
 
-template <class Enum, size_t COUNT>
-Enum enum_of(const std::string& name, const char* what, const std::array<const char*, COUNT>& names) {
-  std::string allowed;
-  for (size_t i = 0; i < COUNT; ++i) {
-    if (name == names[i]) return static_cast<Enum>(i);
-    allowed += (i == 0 ? "" : ", ") + std::string(names[i]);
-  }
-  throw std::invalid_argument(std::string(what) + " is " + name + "; allowed: " + allowed);
-}
-
-constexpr std::array KINDS{"alltoall", "allreduce_direct", "allreduce_ring", "permutation", "incast"};
-constexpr std::array SPREADS{"sprayed", "per_message"};
 constexpr std::array TIERS{"host_up", "leaf_up", "spine_up", "spine_down", "leaf_down", "host_down"};
 
 class PyFabricSimulation {
@@ -62,10 +53,7 @@ class PyFabricSimulation {
     read("target_queue_us", config.transport.flow.target_queue_us);
     read("batch_packets", config.transport.batch_packets);
     read("ticks_per_us", config.transport.ticks_per_us);
-    read("size_bytes", config.workload.size_bytes);
-    read("message_max_bytes", config.workload.message_max_bytes);
-    read("peers_at_a_time", config.workload.peers_at_a_time);
-    read("is_shuffled", config.workload.is_shuffled);
+    read("receive_budget_bytes", config.transport.receive_budget_bytes);
     read("seed", config.seed);
     read("deadline_us", config.deadline_us);
     read("sample_us", config.sample_us);
@@ -73,10 +61,16 @@ class PyFabricSimulation {
     read("congestion", congestion_);
     config.transport.flow.path_policy = path_policy_;
     config.transport.flow.congestion = congestion_;
-    config.transport.spread = enum_of<Spread>(nb::cast<std::string>(values["spread"]), "spread", SPREADS);
-    config.workload.kind = enum_of<WorkloadConfig::Kind>(nb::cast<std::string>(values["kind"]), "kind", KINDS);
     nb::gil_scoped_release release;
     simulation_ = std::make_unique<Simulation>(config);
+  }
+
+  void add_rank(const nb::bytes& plan, const std::vector<uint64_t>& counts) {
+    try {
+      simulation_->add_rank({static_cast<const std::byte*>(plan.data()), plan.size()}, counts);
+    } catch (const sennit::PlanError& wrong) {
+      throw std::invalid_argument(wrong.what());
+    }
   }
 
   void run() {
@@ -124,6 +118,13 @@ class PyFabricSimulation {
     return out;
   }
 
+  nb::list traffic() const {
+    nb::list pairs;
+    for (const Traffic& pair : simulation_->traffic())
+      pairs.append(nb::make_tuple(pair.from, pair.to, pair.messages, pair.bytes));
+    return pairs;
+  }
+
  private:
   std::string path_policy_, congestion_;
   std::unique_ptr<Simulation> simulation_;
@@ -133,12 +134,16 @@ class PyFabricSimulation {
 
 NB_MODULE(_lab, m) {
   m.doc() = "What simulations and benchmarks run natively.";
-  nb::class_<PyFabricSimulation>(m, "FabricSimulation", "One simulated run of flows over a Clos fabric.")
+  nb::class_<PyFabricSimulation>(m, "FabricSimulation", "One simulated run of plans over a Clos fabric.")
       .def(nb::init<const nb::dict&>(), "config"_a,
            "Every field of sennit.testbed.simulation's Scenario by name. Raises KeyError for a missing one, ValueError "
            "for one out of range.")
-      .def("run", &PyFabricSimulation::run, "Until everything has arrived or the deadline has passed.")
-      .def("result", &PyFabricSimulation::result);
+      .def("add_rank", &PyFabricSimulation::add_rank, "plan"_a, "counts"_a,
+           "Adds the next rank's plan in its binary form, and the counts of its post. Raises ValueError for one that "
+           "cannot run.")
+      .def("run", &PyFabricSimulation::run, "Until every plan is done or the deadline has passed.")
+      .def("result", &PyFabricSimulation::result)
+      .def("traffic", &PyFabricSimulation::traffic, "(from, to, messages, bytes) for each pair, as received.");
 
   nb::class_<sennit::UdpBare>(m, "UdpBare", "The bare both-ways UDP transfer that benchmarks compare with.")
       .def(nb::init<const std::string&>(), "local_address"_a)

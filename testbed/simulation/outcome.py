@@ -27,6 +27,9 @@ class Outcome:
     """The result of a run."""
 
     scenario: dict[str, Any]
+    algorithm: str
+    """What the ranks ran."""
+
     is_complete: bool
     failure: str
     completion_us: float
@@ -34,7 +37,7 @@ class Outcome:
     trace_hash: str
     counters: dict[str, int]
     message_us: list[float]
-    """Quantiles of the time from posting to arrival, evenly spaced from 0 to 1."""
+    """Quantiles of the time from transfer to acknowledgement, of messages that an advert precedes: evenly spaced."""
 
     arrived_bytes: list[int]
     """Payload that arrived, by sample."""

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BEGIN, END = "<!-- results: written by sennit testbed simulate -->", "<!-- end of results -->"
-COLOURS = {"reps": "tab:blue", "round robin": "tab:cyan", "static ECMP": "tab:orange", "single path": "tab:red"}
-TIMES = "| workload | paths | time | ideal | time / ideal | dropped | black-holed | sent again |"
+COLOURS = {"reps": "tab:blue", "round robin": "tab:cyan", "static ECMP": "tab:orange"}
+TIMES = "| workload | algorithm | paths | time | ideal | time / ideal | dropped | black-holed | sent again |"
 QUEUES = "| workload | paths | busy leaf uplinks, least–mean–most | largest queue | message P50 / P99 |"
 
 
@@ -32,6 +32,7 @@ def table(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
         times.append(
             _row(
                 case.group,
+                outcome.algorithm,
                 case.way,
                 milliseconds(outcome.completion_us),
                 milliseconds(outcome.ideal_us),
@@ -47,7 +48,7 @@ def table(cases: Sequence[Case], outcomes: dict[str, Outcome]) -> str:
                 case.way,
                 f"{100 * uplinks.least:.0f}–{100 * uplinks.mean:.0f}–{100 * uplinks.most:.0f} %",
                 f"{peak_bytes / 1024:.0f} KiB",
-                f"{outcome.quantile_us(0.5):.0f} / {outcome.quantile_us(0.99):.0f} µs",
+                f"{outcome.quantile_us(0.5):.0f} / {outcome.quantile_us(0.99):.0f} µs" if outcome.message_us else "",
             )
         )
     return "\n".join([*times, "", *queues])

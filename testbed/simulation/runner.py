@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs scenarios, several at a time in separate processes, and keeps the part of each result that the report needs."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import json
 import multiprocessing
@@ -8,12 +10,17 @@ import resource
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sennit.testbed.simulation.outcome import Outcome, TierUse
+from sennit.testbed.simulation.plans import program
 from sennit.testbed.simulation.scenario import Scenario
 from sennit.testbed.simulation.suite import QUICK, Case
+
+if TYPE_CHECKING:
+    from sennit.testbed._lab import FabricSimulation
 
 QUANTILE_STEPS = 200
 
@@ -40,7 +47,6 @@ COUNTERS = (
 # A small scenario with dying links and full queues. It does not change when the suite does.
 FINGERPRINTED = QUICK.with_(
     window_bytes=64 << 10,
-    peers_at_a_time=24,
     failed_fraction=0.05,
     fail_at_us=50,
     convergence_us=500,
@@ -50,25 +56,33 @@ FINGERPRINTED = QUICK.with_(
 
 def fingerprint() -> str:
     """Identifies how flows and fabrics of a core behave: the trace of one small run, which takes a second."""
-    from sennit.testbed._lab import FabricSimulation
-
-    simulation = FabricSimulation(FINGERPRINTED.as_dict())
+    simulation = simulation_of(FINGERPRINTED)
     simulation.run()
     return f"{simulation.result()['trace_hash']:016x}"
 
 
-def run(scenario: Scenario) -> Outcome:
-    """Runs one scenario in this process. Raises ValueError for one out of range."""
+def simulation_of(scenario: Scenario) -> FabricSimulation:
+    """Returns the simulation with the plans of all ranks. Raises ValueError for a scenario out of range."""
     from sennit.testbed._lab import FabricSimulation
 
-    start_s = time.monotonic()
     simulation = FabricSimulation(scenario.as_dict())
+    of_all = program(scenario)
+    for plan in of_all.plans(scenario.hosts):
+        simulation.add_rank(plan.encode(), of_all.counts)
+    return simulation
+
+
+def run(scenario: Scenario) -> Outcome:
+    """Runs one scenario in this process. Raises ValueError for one out of range."""
+    start_s = time.monotonic()
+    simulation = simulation_of(scenario)
     simulation.run()
     result = simulation.result()
     messages = np.frombuffer(result["message_us"], dtype=np.float32)
     quantiles = np.quantile(messages, np.linspace(0, 1, QUANTILE_STEPS + 1)) if len(messages) else np.zeros(0)
     return Outcome(
         scenario=scenario.as_dict(),
+        algorithm=program(scenario).algorithm,
         is_complete=result["is_complete"],
         failure=result["failure"],
         completion_us=result["completion_us"],

@@ -2,12 +2,24 @@
 """One simulated run as data."""
 
 from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
 from typing import Any, Self
+
+
+class Pattern(StrEnum):
+    """What the ranks do, one on each host."""
+
+    ALLTOALL = "alltoall"
+    ALLREDUCE = "allreduce"
+    PERMUTATION = "permutation"
+    """Host r sends to host r + n / 2: no two pairs need to share a link."""
+    INCAST = "incast"
+    """All hosts send to host 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A fabric, its failures, a transport and a workload. The native core checks the ranges."""
+    """A fabric, its failures, a transport, and what the ranks do. The native core checks the ranges."""
 
     hosts: int = 1024
 
@@ -51,16 +63,13 @@ class Scenario:
     path_policy: str = "reps"
     """How a flow chooses among them: round_robin or reps."""
 
-    spread: str = "sprayed"
-    """sprayed: packet by packet. per_message: static ECMP, which hashes every message to one of the entropies."""
-
     congestion: str = "swift"
     """fixed or swift."""
 
     payload_bytes: int = 4096
 
-    window_bytes: int = 32 << 10
-    """Half of a block: what a pair may have in flight. More would overflow the queues of leaves that lost uplinks."""
+    window_bytes: int = 64 << 10
+    """What a pair may have in flight."""
 
     ack_every_packets: int = 16
 
@@ -74,20 +83,22 @@ class Scenario:
     ticks_per_us: int = 5
     """Divides the floors of the flow's timers, which are meant for busy hosts, down to a NIC's."""
 
-    kind: str = "alltoall"
-    """alltoall, allreduce_direct, allreduce_ring, permutation or incast."""
+    receive_budget_bytes: int = 0
+    """The most that all senders together may have in flight to a host (flow/receive_budget.hpp). 0: no limit."""
+
+    pattern: Pattern = Pattern.ALLTOALL
+
+    algorithm: str | None = None
+    """None: the one that the cost model chooses for this fabric."""
 
     size_bytes: int = 64 << 10
     """alltoall: bytes from each host to each other; allreduce: the vector; otherwise bytes from each host."""
 
+    peers_at_a_time: int = 32
+    """alltoall: peers for which a host has posted receives."""
+
     message_max_bytes: int = 64 << 10
-    """Longer blocks are cut into several messages."""
-
-    peers_at_a_time: int = 16
-    """Peers for which a host has posted receives."""
-
-    is_shuffled: bool = True
-    """Visits peers in a seeded order of distances instead of 1, 2, 3, ..."""
+    """permutation, incast: longer blocks are cut into several messages."""
 
     seed: int = 1
 

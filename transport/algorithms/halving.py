@@ -120,7 +120,9 @@ class _Writer:
 
     def reduce_level(self, level: int) -> None:
         low = self._node(level)
-        for run in self._runs(level):
+        # What its taker passes on first goes first. Otherwise some ranks could pass on at once, others only at the end
+        # of a round, and links would idle.
+        for run in sorted(self._runs(level), key=lambda run: self._passed_on(run, level)):
             if run.giver == self._job.rank:
                 held = self._held(run, level, low)
                 step = self._builder.send(
@@ -185,6 +187,19 @@ class _Writer:
             gives_partial=not is_last,
             after=[came, *self._steps(self._made, run)],
         )
+
+    def _passed_on(self, run: _Run, level: int) -> int:
+        """The first level at which the taker gives a unit of the run away. The top one if it keeps them all."""
+        world, taker = self._job.world, run.taker
+        top = (world - 1).bit_length()
+
+        def given_at(unit: Unit) -> int:
+            for above in range(level + 1, top):
+                if owner(taker >> above + 1 << above + 1, above + 1, unit.share, world) != taker:
+                    return above
+            return top
+
+        return min(given_at(unit) for unit in run.units)
 
     def _node(self, level: int) -> int:
         """The first rank of the own node of 2**level ranks."""

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One simulated run as data: the fabric, its failures, the transport, the workload. A result is a pure function
-// of it.
+// One simulated run as data: the fabric, its failures, the transport. A result is a pure function of it and
+// of the plans.
 #pragma once
 #include <cstdint>
 
@@ -33,11 +33,6 @@ struct FailureConfig {
   uint64_t convergence_us = 0;  // until then switches hash packets onto dead links
 };
 
-enum class Spread : uint8_t {
-  sprayed,      // the flow's own path policy over all entropies
-  per_message,  // static ECMP: the message's number is hashed to one of the entropies
-};
-
 struct TransportConfig {
   flow::FlowConfig flow{.path_count = 16,
                         .payload_max_bytes = 4'096,
@@ -48,21 +43,12 @@ struct TransportConfig {
                         .path_policy = "reps",
                         .congestion = "swift",
                         .target_queue_us = 25};
-  Spread spread = Spread::sprayed;
-  uint32_t batch_packets = 1;  // packets sent back to back on one path (a GSO batch), at most 64
+  uint64_t receive_budget_bytes = 0;  // the most that all senders to a host may have in flight; 0: no limit
+  uint32_t batch_packets = 1;                 // packets sent back to back on one path (a GSO batch), at most 64
   // The floors of the flow's timers suit hosts whose cores also run other programs: 1 ms for the tail probe, 5 ms for
   // the retransmission timeout. A flow knows no clock. So a NIC's shorter timers are the same code on a clock that
   // ticks faster: so many times a microsecond. Times in `flow` stay in microseconds.
   uint32_t ticks_per_us = 1;
-};
-
-struct WorkloadConfig {
-  enum class Kind : uint8_t { alltoall, allreduce_direct, allreduce_ring, permutation, incast };
-  Kind kind = Kind::alltoall;
-  uint64_t size_bytes = 65'536;         // alltoall: bytes of a pair; allreduce: the vector; else bytes of a sender
-  uint32_t message_max_bytes = 16'384;  // longer messages are cut
-  uint32_t peers_at_a_time = 8;         // pairs for which a host has posted receives
-  bool is_shuffled = false;             // alltoall: peers in a seeded order of distances instead of 1, 2, 3, ...
 };
 
 struct SimulationConfig {
@@ -70,7 +56,6 @@ struct SimulationConfig {
   LinkConfig link;
   FailureConfig failure;
   TransportConfig transport;
-  WorkloadConfig workload;
   uint64_t seed = 1;
   uint64_t deadline_us = 10'000'000;  // in virtual time
   uint64_t sample_us = 100;           // resolution of the goodput over time

@@ -3,14 +3,19 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 #include "fabric/hash.hpp"
+#include "flow/immediate.hpp"
 
 namespace sennit::fabric {
 namespace {
 
 constexpr uint32_t BATCH_PACKETS_MAX = 64;
 constexpr uint32_t TICKS_PER_US_MAX = 1'000;
+// Beyond this many connections, an idle one ends. One takes about 25 KiB.
+constexpr size_t CONNECTIONS_KEPT = 32'768;
+constexpr uint32_t EAGER_KEY = 0;
 // The timers of a flow that always has something to send are served this often.
 constexpr uint64_t TIMER_SLICE_US = 10;
 // The dynamic ports (RFC 6335), which docs/reference/wire.md assigns to entropies.
@@ -45,27 +50,54 @@ void add(flow::FlowCounters& sum, const flow::FlowCounters& part) {
 }  // namespace
 
 Exchange::Exchange(const TransportConfig& config, uint64_t seed, uint64_t sample_us, Network& network,
-                   EventQueue& events, Workload& workload)
+                   EventQueue& events)
     : config_(checked(config)),
       seed_(seed),
       sample_ps_(std::max<uint64_t>(1, sample_us) * PS_PER_US),
       network_(network),
       events_(events),
-      workload_(workload),
       tick_ps_(PS_PER_US / config_.ticks_per_us),
       timer_slice_ticks_(TIMER_SLICE_US * config_.ticks_per_us),
       // The NIC fetches the next batch while one packet is on the link.
       nic_ahead_ps_(network.transmit_ps(config.flow.payload_max_bytes + DATA_OVERHEAD_BYTES)),
-      eager_memory_(size_t{config.flow.eager_slot_count} * config.flow.payload_max_bytes),
-      memory_(new std::byte[workload.message_max_bytes()]),
-      hosts_(network.host_count()) {}
+      keys_(0, [this] { return static_cast<uint32_t>(mix(seed_, keys_given_++)); }),
+      hosts_(network.host_count()) {
+  clock_.join();
+  if (config_.receive_budget_bytes == 0) return;
+  const flow::ReceiveBudgetConfig defaults;
+  for (Host& host : hosts_)
+    host.budget = std::make_unique<flow::ReceiveBudget>(
+        flow::ReceiveBudgetConfig{.max_bytes = config_.receive_budget_bytes,
+                                  .start_bytes = std::min(defaults.start_bytes, config_.receive_budget_bytes),
+                                  .min_bytes = std::min(defaults.min_bytes, config_.receive_budget_bytes),
+                                  .target_queue_us = config_.flow.target_queue_us});
+}
 
-uint32_t Exchange::connect(const Message& message) {
-  const bool by_message = config_.spread == Spread::per_message;
-  const uint64_t entropy = by_message ? mix(seed_, message.number) % config_.flow.path_count : 0;
-  const uint64_t key = entropy << 32 | uint64_t{message.from} << 16 | message.to;
-  const auto [place, is_new] = by_key_.try_emplace(key, 0);
-  if (!is_new) return place->second;
+void Exchange::add_rank(std::unique_ptr<Plan> plan, std::span<const uint64_t> counts) {
+  const size_t rank = ranks_.size(), world = hosts_.size();
+  if (plan->rank != rank || plan->world != world)
+    throw std::invalid_argument("the plan is for rank " + std::to_string(plan->rank) + " of " +
+                                std::to_string(plan->world) + "; allowed: " + std::to_string(rank) + " of " +
+                                std::to_string(world));
+  ranks_.emplace_back(static_cast<Connections&>(*this), std::move(plan), counts);
+}
+
+void Exchange::start() {
+  if (ranks_.size() != hosts_.size())
+    throw std::invalid_argument(std::to_string(ranks_.size()) + " plans for " + std::to_string(hosts_.size()) +
+                                " hosts; allowed: one for each");
+  uint64_t most_bytes = 0;
+  for (const Rank& rank : ranks_) most_bytes = std::max(most_bytes, rank.memory_bytes());
+  memory_ = std::make_unique_for_overwrite<std::byte[]>(most_bytes);
+  for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
+    ranks_[rank].post(memory_.get());
+    touch_rank(rank);
+  }
+  settle();
+}
+
+void Exchange::connect(uint32_t rank, uint32_t peer) {
+  const uint64_t key = uint64_t{std::min(rank, peer)} << 32 | std::max(rank, peer);
   uint32_t number;
   if (free_connections_.empty()) {
     number = static_cast<uint32_t>(connections_.size());
@@ -74,79 +106,47 @@ uint32_t Exchange::connect(const Message& message) {
     number = free_connections_.back();
     free_connections_.pop_back();
   }
-  place->second = number;
+  by_key_.emplace(key, number);
   Connection& connection = connections_[number];
   connection.key = key;
-  connection.posted_count = connection.ready_count = connection.received_count = connection.sent_count = 0;
+  const size_t eager_bytes = size_t{config_.flow.eager_slot_count} * config_.flow.payload_max_bytes;
   for (uint32_t side = 0; side < 2; ++side) {
     Endpoint& end = connection.ends[side];
+    end.host = side == 0 ? rank : peer;
+    end.peer = side == 0 ? peer : rank;
+    end.above = ranks_[end.host].lane(end.peer);
+    end.eager_memory = std::make_unique_for_overwrite<std::byte[]>(eager_bytes);
     flow::FlowConfig config = config_.flow;
-    config.seed = mix(mix(seed_, key), side);
-    if (by_message) config.path_count = 1;
-    end.flow = std::make_unique<flow::Flow>(config, eager_memory_, 0);
-    end.flow->set_remote_eager(reinterpret_cast<uint64_t>(eager_memory_.data()), 0);
-    end.host = side == 0 ? message.from : message.to;
-    end.peer = side == 0 ? message.to : message.from;
+    config.seed = mix(mix(seed_, key), end.host < end.peer ? 0 : 1);
+    config.receive_budget = hosts_[end.host].budget.get();
+    config.agenda = &clock_;
+    end.lane = std::make_unique<FlowLane>(end.peer, config, std::span(end.eager_memory.get(), eager_bytes), EAGER_KEY,
+                                          keys_, *end.above);
+    end.above->set_base(end.lane.get(), 2 * number + side);
     end.checked_ticks = now_ticks();
   }
+  for (uint32_t side = 0; side < 2; ++side)
+    connection.ends[side].lane->flow().set_remote_eager(
+        reinterpret_cast<uint64_t>(connection.ends[side ^ 1].eager_memory.get()), EAGER_KEY);
   ++counters_.connections;
-  return number;
 }
+
+bool Exchange::Endpoint::is_idle() const { return above->is_idle() && lane->idle() && !lane->flow().has_event(); }
 
 void Exchange::end(uint32_t number) {
   Connection& connection = connections_[number];
   for (Endpoint& end : connection.ends) {
-    add(ended_counters_, end.flow->counters());
-    end.flow.reset();
+    add(ended_counters_, end.lane->flow().counters());
+    end.above->set_base(nullptr, 0);
+    end.lane.reset();
+    end.eager_memory.reset();
     end.wake_ps = end.timer_ps = NEVER;
     end.is_waiting = end.is_due = false;
     end.refused_ticks = NEVER;
   }
-  connection.posted.clear();
-  connection.ready.clear();
-  connection.adverts.clear();
   ++connection.generation;
   by_key_.erase(connection.key);
   free_connections_.push_back(number);
-}
-
-void Exchange::post(const Message& message) {
-  const uint32_t number = connect(message);
-  Connection& connection = connections_[number];
-  ++connection.posted_count;
-  const uint64_t id = connection.posted.push({message, events_.now_ps(), false});
-  connection.ends[1].flow->advertise(id, {message.number, ~message.number, message.size_bytes}, memory_.get(),
-                                     static_cast<uint32_t>(message.number), now_ticks());
-  touch(2 * number + 1);
-}
-
-void Exchange::ready(const Message& message) {
-  const uint32_t number = connect(message);
-  Connection& connection = connections_[number];
-  ++connection.ready_count;
-  const auto advert = std::ranges::find(connection.adverts, message.number, &Advert::number);
-  if (advert == connection.adverts.end()) {
-    connection.ready.push_back(message);
-    return;
-  }
-  transfer(number, message, advert->id);
-  connection.adverts.erase(advert);
-}
-
-void Exchange::on_advert(uint32_t number, const Advert& advert) {
-  Connection& connection = connections_[number];
-  const auto message = std::ranges::find(connection.ready, advert.number, &Message::number);
-  if (message == connection.ready.end()) {
-    connection.adverts.push_back(advert);
-    return;
-  }
-  transfer(number, *message, advert.id);
-  connection.ready.erase(message);
-}
-
-void Exchange::transfer(uint32_t number, const Message& message, uint64_t advert_id) {
-  connections_[number].ends[0].flow->transfer(message.number, advert_id, memory_.get(), message.size_bytes);
-  touch(2 * number);
 }
 
 void Exchange::touch(uint32_t number) {
@@ -156,62 +156,45 @@ void Exchange::touch(uint32_t number) {
   touched_.push_back(number);
 }
 
-void Exchange::settle() {
-  // service() may touch more endpoints.
-  for (size_t next = 0; next < touched_.size(); ++next) {
-    endpoint(touched_[next]).is_touched = false;
-    service(touched_[next]);
-  }
-  touched_.clear();
+void Exchange::touch_rank(uint32_t rank) {
+  if (std::exchange(hosts_[rank].is_touched, true)) return;
+  touched_ranks_.push_back(rank);
 }
 
-void Exchange::on_event(uint32_t number, const flow::Event& event) {
-  using Kind = flow::Event::Kind;
-  Connection& connection = connections_[number / 2];
-  switch (event.kind) {
-    case Kind::advert:
-      return on_advert(number / 2, {event.header.key, event.id});
-    case Kind::sent:
-      ++connection.sent_count;
-      return;
-    case Kind::received: {
-      Posted& posted = connection.posted[event.id];
-      posted.is_received = true;
-      const Message message = posted.message;
-      message_us_.push_back(static_cast<float>(events_.now_ps() - posted.at_ps) / PS_PER_US);
-      while (!connection.posted.empty() && connection.posted.front().is_received) connection.posted.pop();
-      ++connection.received_count;
-      ++counters_.messages;
-      counters_.message_bytes += message.size_bytes;
-      return workload_.on_received(*this, message);
+void Exchange::settle() {
+  clock_.set_now(now_ticks());
+  // Ranks touch endpoints, and endpoints touch ranks.
+  for (size_t next = 0, next_rank = 0; next < touched_.size() || next_rank < touched_ranks_.size();) {
+    if (next_rank < touched_ranks_.size()) {
+      const uint32_t rank = touched_ranks_[next_rank++];
+      hosts_[rank].is_touched = false;
+      if (ranks_[rank].run(now_ticks())) ++done_ranks_;
+      if (failure_.empty()) failure_ = ranks_[rank].failure();
+    } else {
+      const uint32_t number = touched_[next++];
+      endpoint(number).is_touched = false;
+      service(number);
     }
-    case Kind::peer_lost:
-    case Kind::peer_aborted:
-      failure_ = "host " + std::to_string(endpoint(number).host) + " lost host " +
-                 std::to_string(endpoint(number).peer) + ": " + event.reason;
-      return;
-    case Kind::eager:
-      return;  // no workload sends eager messages
   }
+  touched_.clear();
+  touched_ranks_.clear();
 }
 
 void Exchange::service(uint32_t number) {
   Endpoint& end = endpoint(number);
-  if (end.flow == nullptr) return;
-  flow::Flow& flow = *end.flow;
+  if (end.lane == nullptr) return;
+  flow::Flow& flow = end.lane->flow();
   const uint64_t now_ticks = this->now_ticks();
   if (end.is_due || (end.is_waiting && now_ticks >= end.checked_ticks + timer_slice_ticks_)) {
     end.is_due = false;
     end.checked_ticks = now_ticks;
     flow.on_timeout(now_ticks);
   }
-  for (flow::Event event; flow.poll_event(event);) on_event(number, event);
-
-  Connection& connection = connections_[number / 2];
-  if (!workload_.keeps_connections() && connection.received_count == connection.posted_count &&
-      connection.sent_count == connection.ready_count && connection.posted_count == connection.ready_count) {
+  end.lane->pump(now_ticks);
+  // Its small messages may have room now.
+  if (!ranks_[end.host].mailbox().idle()) touch_rank(end.host);
+  if (by_key_.size() > CONNECTIONS_KEPT && end.is_idle() && endpoint(number ^ 1).is_idle())
     return this->end(number / 2);
-  }
   std::array<std::byte, flow::CONTROL_MAX_BYTES> control;
   uint32_t path = 0;
   while (const size_t size_bytes = flow.poll_control(now_ticks, control, path)) {
@@ -230,7 +213,7 @@ void Exchange::service(uint32_t number) {
 void Exchange::arm(uint32_t number) {
   Endpoint& end = endpoint(number);
   if (end.is_waiting) return;
-  const uint64_t due_ticks = end.flow->next_timeout_us();
+  const uint64_t due_ticks = end.lane->flow().next_timeout_us();
   // A flow that is due now has data to send, unless the NIC just found none: then it is served later.
   if (due_ticks <= now_ticks() && end.refused_ticks != now_ticks()) {
     end.is_waiting = true;
@@ -272,7 +255,7 @@ void Exchange::pump(uint32_t number) {
     if (connections_[next.endpoint / 2].generation != next.generation) continue;
     Endpoint& end = endpoint(next.endpoint);
     uint32_t path = 0;
-    const size_t count = end.flow->poll_data(now_ticks(), std::span(batch).first(config_.batch_packets), path);
+    const size_t count = end.lane->flow().poll_data(now_ticks(), std::span(batch).first(config_.batch_packets), path);
     for (size_t i = 0; i < count; ++i) {
       const uint32_t index = new_packet(next.endpoint, path);
       Packet& packet = network_.packet(index);
@@ -282,6 +265,9 @@ void Exchange::pump(uint32_t number) {
       packet.immediate = batch[i].immediate;
       packet.payload_bytes = batch[i].size_bytes;
       packet.wire_bytes = packet.payload_bytes + DATA_OVERHEAD_BYTES;
+      // The header of a small message is in the payload.
+      if (flow::slot_of(packet.immediate) == flow::EAGER_SLOT)
+        network_.payload(index).assign(batch[i].payload, batch[i].payload + flow::EAGER_HEADER_BYTES);
       network_.send(index);
     }
     if (count != 0) {
@@ -322,7 +308,7 @@ void Exchange::deliver(uint32_t index) {
     ++counters_.stale_packets;
     return network_.free_packet(index);
   }
-  flow::Flow& flow = *endpoint(packet.endpoint).flow;
+  flow::Flow& flow = endpoint(packet.endpoint).lane->flow();
   if (packet.is_control) {
     flow.on_control(now_ticks(), packet.path, network_.payload(index));
   } else {
@@ -333,6 +319,8 @@ void Exchange::deliver(uint32_t index) {
       const size_t sample = events_.now_ps() / sample_ps_;
       if (arrived_bytes_.size() <= sample) arrived_bytes_.resize(sample + 1);
       arrived_bytes_[sample] += packet.payload_bytes;
+      if (flow::slot_of(packet.immediate) == flow::EAGER_SLOT)
+        std::ranges::copy(network_.payload(index), place.destination);
     }
     if (verdict == flow::Verdict::place || verdict == flow::Verdict::duplicate)
       flow.on_data(now_ticks(), packet.path, packet.immediate, packet.payload_bytes, packet.is_marked);
@@ -344,7 +332,7 @@ void Exchange::deliver(uint32_t index) {
 flow::FlowCounters Exchange::flow_counters() const {
   flow::FlowCounters sum = ended_counters_;
   for (const auto& [key, number] : by_key_)
-    for (const Endpoint& end : connections_[number].ends) add(sum, end.flow->counters());
+    for (const Endpoint& end : connections_[number].ends) add(sum, end.lane->flow().counters());
   return sum;
 }
 

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "fabric/workload.hpp"
-
 namespace sennit::fabric {
 namespace {
 
@@ -24,7 +22,8 @@ double time_us(const Cut& cut, double bytes_per_us, double fail_at_us) {
 
 }  // namespace
 
-double ideal_us(const SimulationConfig& config, const Topology& topology, std::span<const uint32_t> failed) {
+double ideal_us(const SimulationConfig& config, const Topology& topology, std::span<const uint32_t> failed,
+                const std::deque<Rank>& ranks) {
   std::vector<Cut> hosts(topology.host_count()), leaves(topology.leaf_count()), pods(topology.pod_count());
   for (Cut& host : hosts) host.cables = 1;
   const auto leaf_of_cable = [&](uint32_t cable) {
@@ -38,10 +37,9 @@ double ideal_us(const SimulationConfig& config, const Topology& topology, std::s
     const bool is_core = cable >= topology.first_core_cable();
     ++(is_core ? pods[topology.pod_of_core_cable(cable)] : leaves[leaf_of_cable(cable)]).failed;
   }
-  for (uint32_t from = 0; from < topology.host_count(); ++from)
-    for (uint32_t to = 0; to < topology.host_count(); ++to) {
-      const auto bytes = static_cast<double>(pair_bytes(config.workload, topology.host_count(), from, to));
-      if (bytes == 0) continue;
+  for (uint32_t from = 0; from < ranks.size(); ++from)
+    for (const auto& [to, sent] : ranks[from].sent()) {
+      const auto bytes = static_cast<double>(sent.bytes);
       const uint32_t from_leaf = topology.leaf_of(from), to_leaf = topology.leaf_of(to);
       hosts[from].out_bytes += bytes;
       hosts[to].in_bytes += bytes;

@@ -6,7 +6,6 @@
 #include "fabric/exchange.hpp"
 #include "fabric/hash.hpp"
 #include "fabric/ideal.hpp"
-#include "fabric/workload.hpp"
 
 namespace sennit::fabric {
 namespace {
@@ -29,17 +28,16 @@ struct Simulation::State {
         topology(config.topology),
         failed(topology.choose_cables(config.failure.fraction, mix(config.seed, 1))),
         network(topology, config.link, mix(config.seed, 2), events),
-        workload(make_workload(config.workload, topology.host_count(), mix(config.seed, 3))),
-        exchange(config.transport, mix(config.seed, 4), config.sample_us, network, events, *workload) {}
+        exchange(config.transport, mix(config.seed, 4), config.sample_us, network, events) {}
 
   const SimulationConfig config;
   const Topology topology;
   const std::vector<uint32_t> failed;
   EventQueue events;
   Network network;
-  const std::unique_ptr<Workload> workload;
   Exchange exchange;
   uint64_t event_count = 0, done_at_ps = 0;
+  bool has_started = false;
 };
 
 Simulation::Simulation(const SimulationConfig& config) : state_(std::make_unique<State>(config)) {
@@ -57,19 +55,26 @@ Simulation::Simulation(const SimulationConfig& config) : state_(std::make_unique
     const uint64_t fail_ps = config.failure.at_us * PS_PER_US;
     state.events.push({fail_ps, Event::Kind::change, FAIL});
     state.events.push({fail_ps + config.failure.convergence_us * PS_PER_US, Event::Kind::change, CONVERGE});
-    // Links that fail at time 0 fail before the first packet.
-    if (fail_ps == 0) advance(config.failure.convergence_us == 0 ? 2 : 1);
   }
-  state.workload->start(state.exchange);
-  state.exchange.settle();
 }
 
 Simulation::~Simulation() = default;
 
 uint64_t Simulation::now_us() const { return state_->events.now_ps() / PS_PER_US; }
 
+void Simulation::add_rank(std::span<const std::byte> plan, std::span<const uint64_t> counts) {
+  state_->exchange.add_rank(Plan::decode(plan.data(), plan.size()), counts);
+}
+
 bool Simulation::advance(uint64_t events_max) {
   State& state = *state_;
+  if (!state.has_started) {
+    state.has_started = true;
+    // Links that fail at time 0 fail before the first packet.
+    const FailureConfig& failure = state.config.failure;
+    if (!state.failed.empty() && failure.at_us == 0) advance(failure.convergence_us == 0 ? 2 : 1);
+    state.exchange.start();
+  }
   for (uint64_t count = 0; count < events_max; ++count) {
     if (state.done_at_ps != 0 || !state.exchange.failure().empty() || state.events.empty()) return false;
     const Event event = state.events.pop();
@@ -93,7 +98,7 @@ bool Simulation::advance(uint64_t events_max) {
         break;
     }
     state.exchange.settle();
-    if (state.workload->is_done()) state.done_at_ps = state.events.now_ps();
+    if (state.exchange.is_done()) state.done_at_ps = state.events.now_ps();
   }
   return true;
 }
@@ -107,12 +112,12 @@ SimulationResult Simulation::result() const {
       .is_complete = state.done_at_ps != 0,
       .failure = state.exchange.failure(),
       .completion_us = static_cast<double>(end_ps) / PS_PER_US,
-      .ideal_us = ideal_us(state.config, state.topology, state.failed),
+      .ideal_us = ideal_us(state.config, state.topology, state.failed, state.exchange.ranks()),
       .trace_hash = state.exchange.trace_hash(),
       .events = state.event_count,
       .connections = exchange.connections,
-      .messages = exchange.messages,
-      .message_bytes = exchange.message_bytes,
+      .messages = 0,
+      .message_bytes = 0,
       .sent_packets = network.sent_packets,
       .delivered_packets = network.delivered_packets,
       .queue_dropped_packets = network.queue_dropped_packets,
@@ -126,6 +131,10 @@ SimulationResult Simulation::result() const {
       .arrived_bytes = state.exchange.arrived_bytes(),
       .links = {},
   };
+  for (const Traffic& pair : traffic()) {
+    result.messages += pair.messages;
+    result.message_bytes += pair.bytes;
+  }
   std::vector<bool> has_failed(state.topology.links().size());
   for (const uint32_t cable : state.failed)
     has_failed[Topology::up_link(cable)] = has_failed[Topology::down_link(cable)] = true;
@@ -138,6 +147,15 @@ SimulationResult Simulation::result() const {
                             counters.dropped_packets});
   }
   return result;
+}
+
+std::vector<Traffic> Simulation::traffic() const {
+  std::vector<Traffic> all;
+  for (uint32_t rank = 0; rank < state_->exchange.ranks().size(); ++rank)
+    for (const auto& [peer, lane] : state_->exchange.ranks()[rank].lanes())
+      if (lane->received_messages() != 0)
+        all.push_back({peer, rank, lane->received_messages(), lane->received_bytes()});
+  return all;
 }
 
 }  // namespace sennit::fabric

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,8 +20,8 @@ struct LinkUse {
 };
 
 struct SimulationResult {
-  bool is_complete;     // everything arrived before the deadline
-  std::string failure;  // why a flow gave its peer up; empty if none did
+  bool is_complete;     // every rank finished its plan before the deadline
+  std::string failure;  // why a rank could not go on; empty if all could
   double completion_us, ideal_us;
   uint64_t trace_hash;  // over every delivered packet: equal for equal configurations
   uint64_t events, connections, messages, message_bytes;
@@ -32,6 +33,11 @@ struct SimulationResult {
   std::vector<LinkUse> links;
 };
 
+struct Traffic {
+  uint32_t from, to;
+  uint64_t messages, bytes;
+};
+
 class Simulation {
  public:
   // Throws std::invalid_argument for a configuration out of range.
@@ -40,10 +46,16 @@ class Simulation {
   Simulation(const Simulation&) = delete;
   Simulation& operator=(const Simulation&) = delete;
 
-  // Processes at most this many events. Returns false when the run is over.
+  // Adds the plan of the next rank, in its binary form (docs/reference/plans.md), and the counts that a post gives.
+  // Throws PlanError, or std::invalid_argument for a plan of another rank or world.
+  void add_rank(std::span<const std::byte> plan, std::span<const uint64_t> counts);
+  // Processes at most this many events. Returns false when the run is over. Throws
+  // std::invalid_argument if a host has no plan.
   bool advance(uint64_t events_max);
   uint64_t now_us() const;
   SimulationResult result() const;
+  // What each rank received from each other one, as its mailbox saw it.
+  std::vector<Traffic> traffic() const;
 
  private:
   struct State;

@@ -49,13 +49,13 @@ WakeEvent::WakeEvent() : fd(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
 WakeEvent::~WakeEvent() { ::close(fd); }
 
 Engine::Engine(const EngineConfig& config)
-    : forks_(fork_count()),
+    : OperationHost(config.rank, config.world, config.threads,
+                    uint64_t{config.ranks_here} * config.threads <= usable_cores() ? TEAM_SPIN_US : 0),
+      forks_(fork_count()),
       config_(config),
       counter_page_(config.rank, config.world),
       counted_(&counter_page_),
-      mailbox_(config.rank, config.world),
-      backoff_(BackoffPolicy::choose(config.ranks_here, usable_cores())),
-      team_(config.threads, uint64_t{config.ranks_here} * config.threads <= usable_cores() ? TEAM_SPIN_US : 0) {
+      backoff_(BackoffPolicy::choose(config.ranks_here, usable_cores())) {
   if (config.world == 0 || config.rank >= config.world) throw std::invalid_argument("rank must be below world");
 }
 

@@ -27,9 +27,7 @@
 #include "executor/answering.hpp"
 #include "executor/backoff.hpp"
 #include "executor/operation.hpp"
-#include "executor/team.hpp"
 #include "messages/failure.hpp"
-#include "messages/mailbox.hpp"
 #include "ports/shm_port.hpp"
 #include "ports/udp_port.hpp"
 #include "ports/verbs_port.hpp"
@@ -80,7 +78,7 @@ struct WakeEvent {
   const int fd;
 };
 
-class Engine {
+class Engine final : public OperationHost {
  public:
   explicit Engine(const EngineConfig& config);
   Engine(const Engine&) = delete;
@@ -113,8 +111,8 @@ class Engine {
                      std::string& error);
   // A device's copy has ended. `error` is null if it succeeded.
   void copy_done(Operation& operation, uint32_t step, const char* error);
-  // False: a device still copies an earlier send of the same tag to the same peer. The lock is held.
-  bool may_send(const Operation& operation) const;
+  // False while a device still copies the earlier send. The lock is held.
+  bool may_send(const Operation& operation) const override;
   sennit_status wait(Operation& operation, uint64_t timeout_us);
   // False: no thread could be started that drives the operation while nobody waits. The callback is set nevertheless.
   bool on_done(Operation& operation, Operation::Callback callback);
@@ -129,8 +127,6 @@ class Engine {
   std::vector<uint32_t> find_gone_ranks();
   void shutdown(uint64_t timeout_us);
 
-  Mailbox& mailbox() { return mailbox_; }
-  ThreadTeam& team() { return team_; }
   uint32_t rank() const { return config_.rank; }
   uint32_t world() const { return config_.world; }
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
@@ -144,8 +140,8 @@ class Engine {
   bool is_inherited() const { return forks_ != fork_count(); }
 
   // An owner calls shutdown before its last release, because the background thread keeps the engine alive.
-  void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
-  void release();
+  void retain() override { references_.fetch_add(1, std::memory_order_relaxed); }
+  void release() override;
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -231,13 +227,11 @@ class Engine {
   EngineConfig config_;
   CounterPage counter_page_;  // constructed before the ports, which count in it
   const Counted<EngineCounters> counted_;
-  Mailbox mailbox_;
   std::unique_ptr<ShmPort> shm_;
   std::unique_ptr<UdpPort> udp_;
   std::unique_ptr<VerbsPort> verbs_;
   std::vector<Port*> ports_;
   Backoff backoff_;
-  ThreadTeam team_;
 
   std::mutex mutex_;
   std::atomic<uint32_t> entering_{0};

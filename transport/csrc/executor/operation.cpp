@@ -26,15 +26,15 @@ constexpr uint32_t KEY_SLOT_BITS = 20;
 
 }  // namespace
 
-Operation::Operation(Engine& engine, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
+Operation::Operation(OperationHost& host, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
                      uint64_t sequence, RunSizes counted)
-    : engine_(&engine),
+    : host_(&host),
       plan_(plan),
       counted_(std::move(counted)),
       sizes_(plan.count_count != 0 ? counted_ : plan.sizes),
       buffers_(plan.buffer_count + 1),
       waits_(plan.waits),
-      operands_(size_t{plan.operand_max} * engine.team().threads()),
+      operands_(size_t{plan.operand_max} * host.team().threads()),
       steps_left_(static_cast<uint32_t>(plan.steps.size())),
       sequence_(sequence),
       key_base_((options.flags & SENNIT_POST_P2P) != 0 ? P2P_KEY | options.tag : sequence << KEY_SLOT_BITS),
@@ -53,7 +53,7 @@ Operation::Operation(Engine& engine, Plan& plan, const OperationMemory& memory, 
   if (plan.has_loans) loans_.resize(plan.steps.size());
   // References come last: if the constructor throws, no destructor gives them back.
   plan_.references.fetch_add(1, std::memory_order_relaxed);
-  engine_->retain();
+  host_->retain();
 }
 
 Operation::~Operation() {
@@ -62,10 +62,12 @@ Operation::~Operation() {
 
 void Operation::release() {
   if (references_.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  Engine* engine = engine_;
+  OperationHost* host = host_;
   delete this;
-  engine->release();
+  host->release();
 }
+
+Engine& Operation::engine() const { return static_cast<Engine&>(*host_); }
 
 MessageHeader Operation::header(const Step& step) const {
   const uint64_t slot = (key_base_ & P2P_KEY) != 0 ? 0 : step.slot;
@@ -167,12 +169,12 @@ bool Operation::run_ready(bool copies) {
 }
 
 void Operation::dispatch(uint32_t at) {
-  if (plan_.steps[at].kind == StepKind::send && !engine_->may_send(*this)) {
+  if (plan_.steps[at].kind == StepKind::send && !host_->may_send(*this)) {
     held_send_ = at;
     return;
   }
   const Step& step = begin(at);
-  Mailbox& mailbox = engine_->mailbox();
+  Mailbox& mailbox = host_->mailbox();
   if (step.kind == StepKind::copy) {
     dispatch_device_copy(at);
   } else if (step.kind == StepKind::send) {
@@ -204,7 +206,7 @@ bool Operation::run_copy_piece(uint32_t at) {
   std::byte* to = destination(step);
   const std::byte* from = source(operand);
   const uint64_t left_bytes = to != from ? size_bytes(step) - copied_bytes_ : 0;
-  ThreadTeam& team = engine_->team();
+  ThreadTeam& team = host_->team();
   const uint64_t piece_bytes = std::min(left_bytes, team.threads() * COPY_PIECE_BYTES);
   if (piece_bytes != 0) {
     const bool streams = sizes_.buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES;
@@ -219,7 +221,7 @@ bool Operation::run_copy_piece(uint32_t at) {
   copied_bytes_ += piece_bytes;
   if (piece_bytes != left_bytes) return false;
   copied_bytes_ = 0;
-  if (operand.kind == 1) engine_->mailbox().release(loans_[operand.index].id);
+  if (operand.kind == 1) host_->mailbox().release(loans_[operand.index].id);
   done(at);
   return true;
 }
@@ -259,10 +261,10 @@ void Operation::run_reduce(uint32_t at) {
   }
   const uint64_t bytes_an_element = (step.operand_count + 1) * result_bytes;
   const uint64_t part_min = is_apart ? SHARED_PART_BYTES / bytes_an_element : count;
-  engine_->team().share(count, part_min, FOLD_STEP_ELEMENTS, fold);
+  host_->team().share(count, part_min, FOLD_STEP_ELEMENTS, fold);
   for (uint32_t o = 0; o < step.operand_count; ++o) {
     const Operand& operand = plan_.operands[step.operand_first + o];
-    if (operand.kind == 1) engine_->mailbox().release(std::exchange(loans_[operand.index].id, 0));
+    if (operand.kind == 1) host_->mailbox().release(std::exchange(loans_[operand.index].id, 0));
   }
   done(at);
 }

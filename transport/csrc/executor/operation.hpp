@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
+#include "executor/operation_host.hpp"
 #include "executor/plan.hpp"
-#include "messages/mailbox.hpp"
 #include "sennit/core.h"
 
 namespace sennit {
@@ -37,7 +37,7 @@ struct OperationMemory {
 class Operation final : public MailboxClient {
  public:
   // `counted`: the plan's sizes, if it takes counts.
-  Operation(Engine& engine, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
+  Operation(OperationHost& host, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
             uint64_t sequence, RunSizes counted);
   ~Operation() override;
   Operation(const Operation&) = delete;
@@ -98,7 +98,8 @@ class Operation final : public MailboxClient {
   std::string describe() const;
   // Copies between host and device that have not ended.
   uint32_t copies_running() const { return copies_running_; }
-  Engine& engine() const { return *engine_; }
+  // Of an operation that an engine made.
+  Engine& engine() const;
 
   void retain() { references_.fetch_add(1, std::memory_order_relaxed); }
   void release();
@@ -127,7 +128,7 @@ class Operation final : public MailboxClient {
   const std::byte* source(const Operand& operand) const;
   MessageHeader header(const Step& step) const;
 
-  Engine* engine_;  // kept alive by a reference
+  OperationHost* host_;  // kept alive by a reference
   Plan& plan_;
   const RunSizes counted_;
   const RunSizes& sizes_;  // `counted_`, or the plan's
