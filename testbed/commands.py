@@ -174,7 +174,7 @@ def simulate(
     jobs: Annotated[int, typer.Option(help="runs at a time; a full run takes about 2 GiB", min=1)] = 1,
     only: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
 ) -> None:
-    """Run the transport among 1,024 simulated hosts, beside static ECMP.
+    """Run the plans of 1,024 ranks on simulated hosts, beside static ECMP.
 
     `make simulate` writes docs/lab/simulation.md with it.
     """
@@ -196,7 +196,8 @@ def simulate(
     report.plot(cases, outcomes, out / "simulation.png")
     if page is not None:
         try:
-            report.write_page(page, text)
+            picture = f"![completion times, goodput, use of uplinks]({page.with_suffix('.png').name})"
+            report.write_page(page, f"{picture}\n\n{text}")
         except (OSError, ValueError) as error:
             fail(error, 2)
         report.plot(cases, outcomes, page.with_suffix(".png"))

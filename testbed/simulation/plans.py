@@ -90,8 +90,9 @@ def _alltoall(selection: Selection, world: int, size_bytes: int, at_a_time: int)
         return Program(
             algorithm=algorithm,
             compile_plan=lambda rank: algorithms.alltoall_bruck(
-                world=world, rank=rank, elements=size_bytes, item_bytes=1
+                world=world, rank=rank, part_bytes_max=size_bytes, item_bytes=1
             ),
+            counts=(size_bytes,),
         )
 
     def compile_plan(rank: int) -> Plan:

@@ -44,7 +44,7 @@ struct TransportConfig {
                         .congestion = "swift",
                         .target_queue_us = 25};
   uint64_t receive_budget_bytes = 0;  // the most that all senders to a host may have in flight; 0: no limit
-  uint32_t batch_packets = 1;                 // packets sent back to back on one path (a GSO batch), at most 64
+  uint32_t batch_packets = 1;         // packets sent back to back on one path (a GSO batch), at most 64
   // The floors of the flow's timers suit hosts whose cores also run other programs: 1 ms for the tail probe, 5 ms for
   // the retransmission timeout. A flow knows no clock. So a NIC's shorter timers are the same code on a clock that
   // ticks faster: so many times a microsecond. Times in `flow` stay in microseconds.

@@ -63,6 +63,7 @@ Exchange::Exchange(const TransportConfig& config, uint64_t seed, uint64_t sample
       keys_(0, [this] { return static_cast<uint32_t>(mix(seed_, keys_given_++)); }),
       hosts_(network.host_count()) {
   clock_.join();
+  for (Host& host : hosts_) host.loans = std::make_unique<LoanPool>(keys_);
   if (config_.receive_budget_bytes == 0) return;
   const flow::ReceiveBudgetConfig defaults;
   for (Host& host : hosts_)
@@ -121,7 +122,7 @@ void Exchange::connect(uint32_t rank, uint32_t peer) {
     config.receive_budget = hosts_[end.host].budget.get();
     config.agenda = &clock_;
     end.lane = std::make_unique<FlowLane>(end.peer, config, std::span(end.eager_memory.get(), eager_bytes), EAGER_KEY,
-                                          keys_, *end.above);
+                                          keys_, *hosts_[end.host].loans, *end.above);
     end.above->set_base(end.lane.get(), 2 * number + side);
     end.checked_ticks = now_ticks();
   }

@@ -20,6 +20,7 @@
 #include "flow/receive_budget.hpp"
 #include "ports/exposure.hpp"
 #include "ports/flow_lane.hpp"
+#include "ports/loan_pool.hpp"
 
 namespace sennit::fabric {
 
@@ -85,6 +86,7 @@ class Exchange final : private Connections {
     bool is_timed = false;
     bool is_touched = false;
     std::unique_ptr<flow::ReceiveBudget> budget;
+    std::unique_ptr<LoanPool> loans;
   };
 
   Endpoint& endpoint(uint32_t number) { return connections_[number / 2].ends[number % 2]; }
