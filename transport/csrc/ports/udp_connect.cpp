@@ -71,7 +71,12 @@ void UdpPort::start(Peer& peer) {
   config.rail_count = config.path_count / path_count;
   peer.rail_count = config.rail_count;
   peer.payload_bytes = config.payload_max_bytes;
-  config.receive_budget = &receive_budget_;
+  // Packets to an address of this host pass no link that other senders share. The window leaves each peer its part of
+  // the socket's memory, and that is all there is to protect.
+  const bool is_on_this_host = std::all_of(peer.used.begin(), peer.used.end(), [](const UdpPath* path) {
+    return path->source.address == path->remote_listen.address;
+  });
+  if (!is_on_this_host) config.receive_budget = &receive_budget_;
   config.agenda = &agenda_;
   config.agenda_member = peer.member = static_cast<uint32_t>(connected_.size());
   const std::span<std::byte> eager_memory(eager_memory_.get() + EAGER_RING_BYTES * peer.rank,

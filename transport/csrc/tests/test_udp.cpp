@@ -59,6 +59,13 @@ TEST_CASE("messages of all sizes arrive unchanged both ways") {
   }
 }
 
+TEST_CASE("ranks of one host wait for no grants: no link is shared between them") {
+  Pair pair(config_for("::1"));
+  exchange(pair, 4, {24 << 20}, false);
+  CHECK(pair.a.counter("credit_stalls") == 0);
+  CHECK(pair.b.counter("credit_stalls") == 0);
+}
+
 TEST_CASE("a round visits the peers that have work, however many others are connected") {
   constexpr uint32_t IDLE_COUNT = 256, ROUNDS_PER_CALL = 4;
   Pair pair(
