@@ -21,7 +21,7 @@ class ProbeTable {
  public:
   static constexpr size_t NONE = SIZE_MAX;
 
-  // `cell_count`: a power of two, 2 or more.
+  // `cell_count`: a power of two, at least a run.
   explicit ProbeTable(size_t cell_count) { resize(cell_count); }
 
   size_t size() const { return used_; }
@@ -61,13 +61,19 @@ class ProbeTable {
   }
 
  private:
+  static constexpr uint32_t RUN_BITS = 3;
+  static constexpr uint64_t RUN_MASK = (1 << RUN_BITS) - 1;
   struct Cell {
     Key key{};
     Value value = EMPTY;
   };
 
   // Fibonacci hashing (Knuth, 6.4): the golden ratio spreads keys that differ in few bits. The top bits are best mixed.
-  size_t home(const Key& key) const { return hash_of(key) * 0x9E37'79B9'7F4A'7C15 >> shift_; }
+  // Packets come in runs, so keys that differ in the last bits alone are neighbours, most of them in one cache line.
+  size_t home(const Key& key) const {
+    const uint64_t hash = hash_of(key);
+    return (((hash >> RUN_BITS) * 0x9E37'79B9'7F4A'7C15 >> shift_) & ~RUN_MASK) | (hash & RUN_MASK);
+  }
   size_t next(size_t at) const { return (at + 1) & (cells_.size() - 1); }
   size_t distance(size_t from, size_t to) const { return (to - from) & (cells_.size() - 1); }
   // Returns the key's cell, or the empty cell where it belongs.
