@@ -97,10 +97,12 @@ types: build  ## mypy --strict
 BENCH := $(PY) -m sennit bench collectives
 bench:  ## collectives beside gloo, OpenMPI and a bare UDP transfer; the figures of docs/performance.md
 	@sennit/setup/build.sh mpi
-	@for run in "shm 2" "shm 4" "udp 2"; do set -- $$run; \
+	@for run in "shm 2" "shm 4" "shm 8" "udp 2" "udp 8"; do set -- $$run; \
 	  $(BENCH) --against gloo --against openmpi --transport $$1 --world $$2 \
 	    --json build/bench-$$1-$$2.json --plot build/bench-$$1-$$2.png; done
-	@$(BENCH) --core --against openmpi --transport shm --sizes 4KiB --json build/bench-core-shm.json
+	@for world in 2 4 8; do \
+	  $(BENCH) --core --against openmpi --transport shm --world $$world --sizes 4KiB,64KiB \
+	    --json build/bench-core-shm-$$world.json; done
 	@$(BENCH) --core --against udp-bare --transport udp --sizes 64MiB --json build/bench-core-udp.json
 
 pictures: build  ## the pictures of docs/performance.md, from docs/performance.json
