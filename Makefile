@@ -6,7 +6,7 @@ SHELL := /bin/bash
 PY := .venv/bin/python
 CXX_FILES = $(shell git ls-files -co --exclude-standard '*.cpp' '*.hpp' '*.h')
 LAUNCHER := $(shell command -v ccache)
-.PHONY: help build vm-kernel demo test test-cpp test-model test-fuzz test-rdma test-qemu test-python test-native ebpf kernel fuzz lint fmt types bench pictures architecture testbed simulate clean
+.PHONY: help build vm-kernel demo test test-cpp test-model test-fuzz test-vm test-rdma test-qemu test-python test-native ebpf kernel fuzz lint fmt types bench pictures architecture testbed simulate clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,7 +22,7 @@ demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 # for so long that reliable queue pairs break.
 test: build  ## every test that can run on this machine
 	@$(MAKE) --no-print-directory BUILT=yes --jobs 2 test-python test-native
-	@$(MAKE) --no-print-directory BUILT=yes test-rdma
+	@$(MAKE) --no-print-directory BUILT=yes test-vm test-rdma
 
 # The output of each ring comes when it has ended, between lines of the Python tests.
 test-native: build
@@ -71,6 +71,11 @@ ring = code=0; ready=$$($(PY) -m sennit testbed kernel $(1)) || code=$$?; \
   $(PY) -m sennit testbed vm --kernel $$kind --timeout $$limit_s --bring-back build/rdma -- \
     $(PY) -m pytest -m rdma --timeout $$limit_s -o faulthandler_timeout=$$limit_s --junitxml build/rdma/$$kind.xml tests/rdma
 
+# They need the kernel, which test-native builds beside the other Python tests.
+VM_TESTS := tests/testbed/test_vm.py
+test-vm: build  ## tests of the command that runs a program in the VM
+	@$(PY) -m pytest $(VM_TESTS)
+
 test-rdma: build  ## tests over RDMA verbs, in a VM with soft-RoCE: User-Mode Linux where it boots, else QEMU
 	@$(call ring,auto)
 
@@ -79,7 +84,7 @@ test-qemu: build  ## the same in QEMU with Debian's kernel and two processors: s
 
 test-python: build  ## Python tests, all rings that can run here
 	@$(PY) -m sennit trace headers >/dev/null || echo "test: bcc sessions are skipped"
-	@$(PY) -m pytest --numprocesses 2 --dist loadfile
+	@$(PY) -m pytest --numprocesses 2 --dist loadfile --ignore $(VM_TESTS)
 
 lint: build  ## ruff and clang-format, changing nothing
 	@$(PY) -m ruff check .
