@@ -21,12 +21,14 @@ demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 # meanwhile is nice to them: they have deadlines. The VM comes last: on a busy machine its one processor stands still
 # for so long that reliable queue pairs break.
 test: build  ## every test that can run on this machine
-	@$(MAKE) --no-print-directory BUILT=yes --jobs 2 test-python test-native
-	@$(MAKE) --no-print-directory BUILT=yes test-vm test-rdma
+	@failed=0; \
+	$(MAKE) --no-print-directory --keep-going BUILT=yes --jobs 2 test-python test-native || failed=1; \
+	$(MAKE) --no-print-directory --keep-going BUILT=yes test-vm test-rdma || failed=1; \
+	exit $$failed
 
 # The output of each ring comes when it has ended, between lines of the Python tests.
 test-native: build
-	@$(MAKE) --no-print-directory --output-sync=target test-cpp test-model test-fuzz vm-kernel
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target test-cpp test-model test-fuzz vm-kernel
 
 test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
 	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \

@@ -191,7 +191,7 @@ def test_offload_compiles_and_reads_bpf_programs(made: Environment, tmp_path: Pa
 @extra("testbed")
 def test_testbed_names_scenarios_and_simulates(made: Environment, tmp_path: Path) -> None:
     assert "hostile" in succeed(made, "-m", "sennit", "testbed", "list")
-    options = ("--quick", "--only", "allreduce_ring-reps", "--out", str(tmp_path / "out"))
+    options = ("--quick", "--only", "allreduce_8_KiB-reps", "--out", str(tmp_path / "out"))
     succeed(made, "-m", "sennit", "testbed", "simulate", *options)
     assert (tmp_path / "out" / "simulation.png").exists()
 
