@@ -12,6 +12,7 @@
 // slower.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace sennit {
@@ -32,15 +33,20 @@ class Backoff {
   enum class Action { spin, yield, sleep };
   // Longer than the ranks of this host keep a core between two yields of their own.
   static constexpr uint64_t LONG_YIELD_US = 1'000;
-  // Each look whether the core is still shared costs a time slice.
-  static constexpr uint64_t CROWDED_US = 1'000'000;
+  // A long yield may be chance, and sleeping makes small operations five times slower. Each look whether the core is
+  // still shared costs a time slice. So the time without yields is short at first, and doubles each time.
+  static constexpr uint64_t CROWDED_MIN_US = 50'000, CROWDED_MAX_US = 1'000'000;
 
   explicit Backoff(BackoffPolicy policy) : policy_(policy) {}
 
   // At the start of each round.
   void begin_round(uint64_t now_us) {
     const bool was_long = yielded_us_ != 0 && now_us - yielded_us_ >= LONG_YIELD_US;
-    if (was_long && policy_.sleeps_after_long_yield) crowded_until_us_ = now_us + CROWDED_US;
+    if (was_long && policy_.sleeps_after_long_yield) {
+      const bool is_again = now_us < crowded_until_us_ + crowded_us_;
+      crowded_us_ = is_again ? std::min(2 * crowded_us_, CROWDED_MAX_US) : CROWDED_MIN_US;
+      crowded_until_us_ = now_us + crowded_us_;
+    }
     yielded_us_ = 0;
   }
   // Something moved, or a new wait begins.
@@ -59,7 +65,7 @@ class Backoff {
   BackoffPolicy policy_;
   uint64_t idle_since_us_ = 0;
   uint64_t yielded_us_ = 0;  // this round ended with a yield; 0: it did not
-  uint64_t crowded_until_us_ = 0;
+  uint64_t crowded_us_ = 0, crowded_until_us_ = 0;
 };
 
 }  // namespace sennit
