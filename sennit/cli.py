@@ -138,14 +138,17 @@ def explain(
     size: Annotated[str, typer.Argument(help="of the whole vector, or of all parts, as 64KiB or 16MiB")],
     ranks: Annotated[int, typer.Option(min=1, max=65_536, help="ranks of the group")] = 8,
     hosts: Annotated[int, typer.Option(min=1, help="machines that the ranks are spread over")] = 1,
+    leaves: Annotated[
+        int | None, typer.Option(help="of an allreduce: leaves of the tree that ranks share; default: one a rank")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
 ) -> None:
     """Say which algorithm a collective takes, what each would do, and what the model thinks it costs."""
     from sennit import explain as explanation
     from sennit.transport.calibration import read_calibration
     from sennit.transport.config import from_environment
+    from sennit.transport.cost_model import Collective
     from sennit.transport.errors import ConfigError
-    from sennit.transport.selection import Collective
     from sennit.transport.sizes import parse_size
 
     if collective not in tuple(Collective):
@@ -156,13 +159,23 @@ def explain(
         raise typer.BadParameter(str(error)) from None
     if hosts > ranks:
         raise typer.BadParameter(f"--hosts {hosts}; allowed: 1..{ranks}, the number of ranks")
+    if leaves is not None and (collective != Collective.ALLREDUCE or leaves < ranks):
+        raise typer.BadParameter(
+            f"--leaves {leaves}; allowed: with allreduce, {ranks} or more, so that each rank has one"
+        )
     try:
         config = from_environment()
         constants = read_calibration(config.calibration)
     except ConfigError as error:
         fail(error)
     found = explanation.explain(
-        Collective(collective), size_bytes, ranks=ranks, hosts=hosts, forced=config.algorithm, calibration=constants
+        Collective(collective),
+        size_bytes,
+        ranks=ranks,
+        hosts=hosts,
+        forced=config.algorithm,
+        calibration=constants,
+        leaves=leaves,
     )
     if as_json:
         typer.echo(json.dumps(found, indent=2))

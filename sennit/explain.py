@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.calibration import DEFAULTS
+from sennit.transport.cost_model import Collective, Work
 from sennit.transport.hosts import Hosts
-from sennit.transport.selection import OF_PARTS, Collective, Selection, Work, size_class
+from sennit.transport.selection import OF_PARTS, Selection, size_class
 from sennit.transport.sizes import format_size
 
 if TYPE_CHECKING:
@@ -26,12 +28,17 @@ def explain(
     hosts: int,
     forced: Algorithm | None,
     calibration: Calibration,
+    leaves: int | None = None,
 ) -> dict[str, Any]:
-    """Returns the choice for a vector of `size_bytes` of fp32, and a row for each algorithm that can run."""
+    """Returns the choice for a vector of `size_bytes` of fp32, and a row for each algorithm that can run.
+
+    `leaves`: of an allreduce; by default one a rank.
+    """
     selection = Selection(
         hosts=Hosts.equal(ranks, hosts), forced=forced, near=calibration.shared_memory, far=calibration.network
     )
-    rated = selection.rate(collective, size_bytes=size_bytes)
+    given = None if leaves is None else Leaves(ranks, leaves)
+    rated = selection.rate(collective, size_bytes=size_bytes, leaves=given)
     chosen, why = selection.choose(rated), _reason(forced, rated)
     if collective in OF_PARTS:
         chosen, rounded_bytes = selection.of_parts(collective, size_bytes), 1 << size_class(size_bytes)
@@ -42,6 +49,7 @@ def explain(
         "size_bytes": size_bytes,
         "ranks": ranks,
         "hosts": hosts,
+        "leaves": leaves,
         "chosen": str(chosen),
         "why": why,
         "constants": calibration.source,
@@ -74,7 +82,8 @@ def render(explained: dict[str, Any], console: Console) -> None:
     from rich.table import Table
 
     level = "shared memory" if explained["hosts"] == 1 else f"a network between {explained['hosts']} hosts"
-    table = Table("algorithm", title=f"{explained['collective']}, {format_size(explained['size_bytes'])}")
+    given = f" of {explained['leaves']} leaves" if explained["leaves"] else ""
+    table = Table("algorithm", title=f"{explained['collective']}{given}, {format_size(explained['size_bytes'])}")
     for heading in ("rounds", "messages", "peers", "sent KiB", "to other hosts KiB", "estimate µs"):
         table.add_column(heading, justify="right")
     for row in explained["algorithms"]:

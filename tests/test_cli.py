@@ -61,6 +61,9 @@ def test_the_reference_has_every_command() -> None:
         (["alltoall", "512B", "--hosts", "8"], "", "bruck", "the least time by the model"),
         (["alltoall", "9KiB", "--hosts", "2"], "", "hierarchical", "the least time by the model for 16 KiB"),
         (["gather", "64KiB", "--ranks", "64", "--hosts", "64"], "", "tree", "the least time by the model"),
+        (["allreduce", "16MiB", "--leaves", "8"], "", "direct", "the least time by the model"),
+        (["allreduce", "16MiB", "--leaves", "13"], "halving", "halving", "set by SENNIT_ALGORITHM"),
+        (["allreduce", "96KiB", "--leaves", "12"], "one_shot", "direct", "SENNIT_ALGORITHM=one_shot does not run here"),
         (["reduce_scatter", "4KiB"], "one_shot", "direct", "SENNIT_ALGORITHM=one_shot does not run here"),
     ],
 )
@@ -81,6 +84,8 @@ def test_explain_names_the_algorithm_and_the_reason(
     [
         (["allreduce", "4XB"], "size '4XB': expected a number with one of B, KiB, MiB, GiB"),
         (["allreduce", "4KiB", "--hosts", "9"], "--hosts 9; allowed: 1..8, the number of ranks"),
+        (["allreduce", "4KiB", "--leaves", "7"], "--leaves 7; allowed: with allreduce, 8 or more"),
+        (["reduce", "4KiB", "--leaves", "16"], "--leaves 16; allowed: with allreduce, 8 or more"),
         (["scan", "4KiB"], "'scan'; allowed: allreduce, reduce_scatter, reduce, allgather, gather, alltoall"),
     ],
 )

@@ -17,10 +17,11 @@ import numpy.typing as npt
 from sennit.transport import algorithms
 from sennit.transport.algorithms.reduce_scatter_counted import piece_counts, pieces_of
 from sennit.transport.config import Algorithm
+from sennit.transport.cost_model import Collective
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, Plan
-from sennit.transport.selection import Collective, Selection, size_class
+from sennit.transport.selection import Selection, size_class
 from sennit.transport.tree import given_spans
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file of `sennit calibrate`: the constants of the cost model (selection.py) as measured on this cluster.
+"""The file of `sennit calibrate`: the constants of the cost model (cost_model.py) as measured on this cluster.
 
 All ranks of a group need the same constants, because the choice of algorithms depends on them. Rendezvous compares
 their labels.
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.errors import ConfigError
-from sennit.transport.selection import NETWORK, SHARED_MEMORY, Costs
 
 SCHEMA: Final = 1
 # A file has less than 1 KiB. The limit is for a wrong name.

@@ -1,326 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which algorithm a collective runs: a cost model, or the one that `SENNIT_ALGORITHM` names.
+"""Which algorithm a collective runs: that of the cost model (cost_model.py), or the one that `SENNIT_ALGORITHM` names.
 
 All algorithms of a reduction compute the same tree (tree.py), so a choice never changes a bit of a result. It depends
 on the call and the group alone. So all ranks make the same one.
-
-The model adds up what the busiest rank does (LogGP: Alexandrov, Ionescu, Schauser and Scheiman, 1995), inside its host
-and between hosts, and has one term for many peers at once. Its constants were fitted to runs of 4, 6 and 8 ranks
-(docs/lab/collectives.md).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 from sennit.transport import algorithms
-from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES
+from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.config import Algorithm
+from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Collective, Costs, Work, stream_count, work_of
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.hosts import Hosts
-from sennit.transport.plan import MAX_LOAN_BYTES, Plan
-from sennit.transport.tree import cover
+from sennit.transport.plan import Plan
 
 # Those whose plans can be on device (device_plan.py).
 ON_DEVICE: Final = (Algorithm.ONE_SHOT, Algorithm.DIRECT)
-# Those that fold several leaves of a rank.
-OF_LEAVES: Final = (Algorithm.DIRECT, Algorithm.HIERARCHICAL)
-
-
-class Collective(StrEnum):
-    """The collectives that have several algorithms."""
-
-    ALLREDUCE = "allreduce"
-    REDUCE_SCATTER = "reduce_scatter"
-    REDUCE = "reduce"
-    ALLGATHER = "allgather"
-    GATHER = "gather"
-    """Of equal parts."""
-    ALLTOALL = "alltoall"
-    """Of equal parts."""
-
-
 # They choose for a size that is rounded up to a power of two.
 OF_PARTS: Final = (Collective.ALLGATHER, Collective.GATHER, Collective.ALLTOALL)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
-    """Seconds that the parts of a collective take, for one way between ranks."""
-
-    round_s: float
-    """From the send of a small message until its receiver can go on."""
-    message_s: float
-    """Processor time of a message on one rank, at both ends together."""
-    byte_s: float
-    """Of each byte that a rank sends."""
-    peer_share: float
-    """By what share each further peer, up to PEERS_MAX, makes a byte dearer: more acknowledgements, shorter bursts."""
-    fold_byte_s: float
-    """Of each byte that a reduction reads."""
-
-
-# Of parts that ranks pass on for others. They lie in scratch, a few times over.
-STAGED_MAX_BYTES: Final = 1 << 20
-# Of a message in an alltoall by host. More is sent faster while parts are still gathered.
-STREAM_MAX_BYTES: Final = 16_384
 # All classes below the largest size that a tensor can have.
 SIZE_CLASSES: Final = 63
-# With more peers the dearer bytes were not measured.
-PEERS_MAX: Final = 8
-SHARED_MEMORY: Final = Costs(round_s=2.5e-6, message_s=0.8e-6, byte_s=0.05e-9, peer_share=0, fold_byte_s=0.08e-9)
-NETWORK: Final = Costs(round_s=8e-6, message_s=5e-6, byte_s=1e-9, peer_share=0.1, fold_byte_s=0.08e-9)
-
-
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """What the busiest rank sends over one way."""
-
-    rounds: int = 0
-    """Messages that wait for one another."""
-    messages: int = 0
-    peers: int = 0
-    sent_bytes: float = 0
-
-    @property
-    def further_peers(self) -> int:
-        """Those that make a byte dearer."""
-        return max(min(self.peers, PEERS_MAX) - 1, 0)
-
-    def seconds(self, costs: Costs) -> float:
-        byte_s = costs.byte_s * (1 + costs.peer_share * self.further_peers)
-        return self.rounds * costs.round_s + self.messages * costs.message_s + self.sent_bytes * byte_s
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Work:
-    """What the busiest rank does in one collective."""
-
-    near: Traffic
-    """With ranks of its host."""
-    far: Traffic
-    """With ranks of other hosts."""
-    folded_bytes: float
-
-    def seconds(self, near: Costs, far: Costs) -> float:
-        return self.near.seconds(near) + self.far.seconds(far) + self.folded_bytes * near.fold_byte_s
 
 
 def size_class(size_bytes: int) -> int:
     """Returns the number of a size, rounded up to a power of two."""
     return max(size_bytes - 1, 0).bit_length()
-
-
-def work_of(
-    algorithm: Algorithm, collective: Collective, *, hosts: Hosts, size_bytes: int, partial_ratio: float = 1
-) -> Work | None:
-    """Returns the work for a vector of `size_bytes`, or None if the algorithm does not run there.
-
-    A partial sum has `partial_ratio` times the bytes of its elements.
-    """
-    if collective in (Collective.ALLTOALL, Collective.ALLGATHER):
-        return _parts(collective, algorithm, hosts, size_bytes)
-    if collective in (Collective.REDUCE, Collective.GATHER):
-        return _to_root(algorithm, hosts, size_bytes, partial_ratio, folds=collective is Collective.REDUCE)
-    gathers = collective is Collective.ALLREDUCE
-    match algorithm:
-        case Algorithm.DIRECT:
-            return _direct(hosts, size_bytes, phases=2 if gathers else 1)
-        case Algorithm.HALVING if hosts.world > 1:
-            return _halving(hosts, size_bytes, partial_ratio, gathers)
-        case Algorithm.HIERARCHICAL if len(hosts.spans) > 1 and hosts.world > len(hosts.spans):
-            return _by_hosts(hosts, size_bytes, partial_ratio, phases=2 if gathers else 1)
-        case Algorithm.ONE_SHOT if gathers and hosts.world > 1 and size_bytes <= MAX_LOAN_BYTES:
-            near, far = _peers(hosts)
-            return Work(
-                near=Traffic(0 if far else 1, near, near, near * size_bytes),
-                far=Traffic(1 if far else 0, far, far, far * size_bytes),
-                folded_bytes=size_bytes * hosts.world,
-            )
-        case Algorithm.DISSEMINATION if gathers and hosts.world > 1 and size_bytes <= MAX_LOAN_BYTES:
-            levels = (hosts.world - 1).bit_length()
-            all_rounds = Traffic(levels, levels, levels, size_bytes * (hosts.world - 1))
-            return _in_rounds(hosts, all_rounds, size_bytes * hosts.world)
-        case _:
-            return None
-
-
-def _direct(hosts: Hosts, size_bytes: int, phases: int) -> Work:
-    near, far = _peers(hosts)
-    share_bytes = size_bytes / hosts.world
-    pieces = phases * _pieces(share_bytes, DEFAULT_CHUNK_BYTES)
-    return Work(
-        near=Traffic(0 if far else phases, pieces * near, near, phases * near * share_bytes),
-        far=Traffic(phases if far else 0, pieces * far, far, phases * far * share_bytes),
-        folded_bytes=size_bytes,
-    )
-
-
-def _halving(hosts: Hosts, size_bytes: int, partial_ratio: float, gathers: bool) -> Work:
-    world, levels = hosts.world, (hosts.world - 1).bit_length()
-    near_levels = hosts.near_levels()
-    chunk_bytes = DEFAULT_CHUNK_BYTES / partial_ratio
-
-    def between(low: int, high: int) -> Traffic:
-        """Levels low..high - 1."""
-        sent_bytes, messages, count = 0.0, 0, high - low
-        for level in range(low, high):
-            # At the last level all but the own share goes, which is not a half where the world is no power of two.
-            is_last = level == levels - 1
-            kept_bytes = size_bytes / (1 << level) - share_bytes if is_last else size_bytes / (1 << level + 1)
-            # The first round sends elements, the others partial sums.
-            sent_bytes += kept_bytes * (partial_ratio if level else 1)
-            if gathers:
-                # Where the world is no power of two, some rank passes on results for another.
-                sent_bytes += kept_bytes + (0 if level or world == 1 << levels else share_bytes)
-                messages += 2 * _pieces(size_bytes / (1 << level + 1), chunk_bytes)
-            else:
-                # What a rank passes on in a round lies apart.
-                messages += -(-world // (1 << level + 1)) * _pieces(share_bytes, chunk_bytes)
-        return Traffic(count * (2 if gathers else 1), messages, count, sent_bytes)
-
-    share_bytes = size_bytes / world
-    return Work(
-        near=between(0, near_levels),
-        far=between(near_levels, levels),
-        # Partial sums are written to memory and read again.
-        folded_bytes=3 * size_bytes,
-    )
-
-
-def _by_hosts(hosts: Hosts, size_bytes: int, partial_ratio: float, phases: int) -> Work:
-    world = hosts.world
-    sizes = [span.high - span.low for span in hosts.spans]
-    near, other_shares = max(sizes) - 1, -(-world // min(sizes)) - 1
-    nodes = max(len(cover(span, world)) for span in hosts.spans)
-    share_bytes, partial_bytes = size_bytes / world, size_bytes / world * nodes * partial_ratio
-    pieces = _pieces(partial_bytes, DEFAULT_CHUNK_BYTES)
-    near_shares = world * near / (near + 1)
-    return Work(
-        near=Traffic(phases, math.ceil(phases * near_shares * pieces), near, phases * near_shares * share_bytes),
-        far=Traffic(
-            phases,
-            phases * other_shares * pieces,
-            other_shares,
-            other_shares * (partial_bytes + (phases - 1) * share_bytes),
-        ),
-        # Partial sums are written to memory and read again.
-        folded_bytes=size_bytes + 3 * other_shares * partial_bytes,
-    )
-
-
-def _parts(collective: Collective, algorithm: Algorithm, hosts: Hosts, size_bytes: int) -> Work | None:
-    """`size_bytes`: of all parts."""
-    world, levels = hosts.world, (hosts.world - 1).bit_length()
-    part_bytes = size_bytes / world
-    near, far = _peers(hosts)
-    if algorithm is Algorithm.DIRECT:
-        return Work(
-            near=Traffic(0 if far else 1, near, near, near * part_bytes),
-            far=Traffic(1 if far else 0, far, far, far * part_bytes),
-            folded_bytes=0,
-        )
-    if collective is Collective.ALLGATHER:
-        if algorithm is not Algorithm.RING or world < 2:
-            return None
-        return _in_rounds(hosts, Traffic(world - 1, world - 1, 1, part_bytes * (world - 1)), 0)
-    if world < 2 or size_bytes > STAGED_MAX_BYTES:
-        return None
-    if algorithm is Algorithm.HIERARCHICAL and 1 < len(hosts.spans) < world and _streams(hosts, part_bytes):
-        return _alltoall_by_hosts(hosts, part_bytes)
-    if algorithm is not Algorithm.BRUCK:
-        return None
-    sent_bytes = part_bytes * sum(way.bit_count() for way in range(world))
-    all_rounds = Traffic(levels, levels, levels, sent_bytes)
-    # A part is copied before each message, and at the end.
-    return _in_rounds(hosts, all_rounds, sent_bytes + part_bytes * (world - 1))
-
-
-def _streams(hosts: Hosts, part_bytes: float) -> int:
-    """How many streams of an alltoall by host go from one host to another; 0: their messages would be too large."""
-    width = max(span.high - span.low for span in hosts.spans)
-    if part_bytes * width > STREAM_MAX_BYTES:
-        return 0
-    return 1 if part_bytes * width**2 <= STREAM_MAX_BYTES else width
-
-
-def _alltoall_by_hosts(hosts: Hosts, part_bytes: float) -> Work:
-    width, streams = min(span.high - span.low for span in hosts.spans), _streams(hosts, part_bytes)
-    near, far = _peers(hosts)
-    targets = -(-width // streams)
-    sent = -(-far // targets // width)
-    # To the senders of streams, to the neighbours, and to those whose parts a stream brought.
-    gives = [-(-far // targets) - sent, near, sent * (targets - 1)]
-    takes = [sent * near, near]
-    return Work(
-        near=Traffic(
-            1 + (targets > 1),
-            math.ceil((sum(gives) + sum(takes)) / 2),
-            near,
-            (gives[0] * targets + near + gives[2] * width) * part_bytes,
-        ),
-        # On average: the ranks share the link of their host.
-        far=Traffic(1, sent, sent, far * part_bytes),
-        # Own parts are copied before a message, and all parts after it if they are for several ranks.
-        folded_bytes=sent * targets * (1 + (targets > 1) * width) * part_bytes,
-    )
-
-
-def _to_root(algorithm: Algorithm, hosts: Hosts, size_bytes: int, partial_ratio: float, *, folds: bool) -> Work | None:
-    """Of a reduce of vectors of `size_bytes`, or a gather of that many bytes in all."""
-    world, levels = hosts.world, (hosts.world - 1).bit_length()
-    part_bytes = size_bytes if folds else size_bytes / world
-    if algorithm is Algorithm.DIRECT:
-        near, far = _peers(hosts)
-        # The root only receives: half of what a message costs both ends.
-        pieces = (_pieces(part_bytes, DEFAULT_CHUNK_BYTES) if folds else 1) / 2
-        return Work(
-            near=Traffic(0 if far else 1, math.ceil(near * pieces), near, near * part_bytes / 2),
-            far=Traffic(1 if far else 0, math.ceil(far * pieces), far, far * part_bytes / 2),
-            folded_bytes=size_bytes * world if folds else 0,
-        )
-    if algorithm is not Algorithm.TREE or world < 2 or (not folds and size_bytes > STAGED_MAX_BYTES):
-        return None
-    near_levels = hosts.near_levels()
-
-    def between(low: int, high: int) -> Traffic:
-        if not folds:
-            # A message has the parts of all ranks below.
-            passed_bytes = part_bytes * sum(min(1 << level, world - (1 << level)) for level in range(low, high))
-            return Traffic(high - low, high - low, high - low, passed_bytes)
-        vectors = sum(partial_ratio if level else 1 for level in range(low, high))
-        pieces = (high - low) * _pieces(size_bytes, DEFAULT_CHUNK_BYTES / partial_ratio)
-        return Traffic(high - low, pieces, high - low, vectors * size_bytes)
-
-    return Work(
-        near=between(0, near_levels),
-        far=between(near_levels, levels),
-        # Partial sums are written to memory and read again.
-        folded_bytes=3 * levels * size_bytes if folds else 0,
-    )
-
-
-def _in_rounds(hosts: Hosts, traffic: Traffic, folded_bytes: float) -> Work:
-    """With several hosts, some rank sends to another one in each round."""
-    if len(hosts.spans) == 1:
-        return Work(near=traffic, far=Traffic(), folded_bytes=folded_bytes)
-    return Work(near=Traffic(), far=traffic, folded_bytes=folded_bytes)
-
-
-def _peers(hosts: Hosts) -> tuple[int, int]:
-    """How many ranks of the own host, and of others, a rank on the smallest host has for peers."""
-    here = min(span.high - span.low for span in hosts.spans)
-    return here - 1, hosts.world - here
-
-
-def _pieces(size_bytes: float, piece_bytes: float) -> int:
-    """Of a range. An empty one is sent, too."""
-    return max(1, math.ceil(size_bytes / piece_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,12 +50,20 @@ class Selection:
         *,
         size_bytes: int,
         partial_ratio: float = 1,
+        leaves: Leaves | None = None,
         candidates: Sequence[Algorithm] = tuple(Algorithm),
     ) -> dict[Algorithm, Work]:
         """Returns the work of each algorithm that runs for this vector, in their order."""
         rated = {}
         for algorithm in candidates:
-            work = work_of(algorithm, collective, hosts=self.hosts, size_bytes=size_bytes, partial_ratio=partial_ratio)
+            work = work_of(
+                algorithm,
+                collective,
+                hosts=self.hosts,
+                size_bytes=size_bytes,
+                partial_ratio=partial_ratio,
+                leaves=leaves,
+            )
             if work is not None:
                 rated[algorithm] = work
         return rated
@@ -370,9 +88,10 @@ class Selection:
         on_device: bool = False,
     ) -> Plan:
         """Returns a plan with the buffers and the result of `algorithms.allreduce`."""
-        compile_plan: Callable[..., Plan]
-        candidates = ON_DEVICE if on_device else tuple(Algorithm) if leaves is None else OF_LEAVES
-        match self._choose(Collective.ALLREDUCE, elements, dtype, candidates):
+        compile_plan: Callable[..., Plan] = algorithms.allreduce
+        candidates = ON_DEVICE if on_device else tuple(Algorithm)
+        given = None if leaves is None else Leaves(world, leaves, partial=partial)
+        match self._choose(Collective.ALLREDUCE, elements, dtype, candidates, given):
             case Algorithm.ONE_SHOT:
                 compile_plan = functools.partial(algorithms.allreduce, one_shot=True)
             case Algorithm.DISSEMINATION:
@@ -380,10 +99,17 @@ class Selection:
             case Algorithm.HALVING:
                 compile_plan = algorithms.allreduce_halving
             case Algorithm.HIERARCHICAL:
-                compile_plan = functools.partial(algorithms.allreduce, hosts=self.hosts, leaves=leaves, partial=partial)
-            case _:
-                compile_plan = functools.partial(algorithms.allreduce, leaves=leaves, partial=partial)
-        return compile_plan(world=world, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place)
+                compile_plan = functools.partial(algorithms.allreduce, hosts=self.hosts)
+        return compile_plan(
+            world=world,
+            rank=rank,
+            elements=elements,
+            dtype=dtype,
+            op=op,
+            in_place=in_place,
+            leaves=leaves,
+            partial=partial,
+        )
 
     def reduce_scatter(
         self,
@@ -448,14 +174,19 @@ class Selection:
         compile_plan: Callable[..., Plan] = algorithms.alltoall_bruck
         part_bytes_max = (1 << size_class) // world
         if self.of_parts(Collective.ALLTOALL, 1 << size_class) is Algorithm.HIERARCHICAL:
-            streams = _streams(self.hosts, part_bytes_max)
+            streams = stream_count(self.hosts, part_bytes_max)
             compile_plan = functools.partial(algorithms.alltoall_by_host, hosts=self.hosts, streams=streams)
         return compile_plan(
             world=world, rank=rank, part_bytes_max=part_bytes_max, item_bytes=item_bytes, type_code=type_code
         )
 
     def _choose(
-        self, collective: Collective, elements: int, dtype: Dtype, candidates: Sequence[Algorithm]
+        self,
+        collective: Collective,
+        elements: int,
+        dtype: Dtype,
+        candidates: Sequence[Algorithm],
+        leaves: Leaves | None = None,
     ) -> Algorithm:
         # The algorithms say what is wrong with such a number.
         if elements < 0:
@@ -464,6 +195,7 @@ class Selection:
             collective,
             size_bytes=elements * dtype.item_bytes,
             partial_ratio=accumulator(dtype).item_bytes / dtype.item_bytes,
+            leaves=leaves,
             candidates=candidates,
         )
         return self.choose(rated)

@@ -152,7 +152,7 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
 def _backend_of(
     communicator: Communicator, name: str, global_ranks: list[int], timeout: timedelta, options: Options
 ) -> dist.Backend:
-    from sennit.transport.selection import Collective
+    from sennit.transport.cost_model import Collective
 
     global _ranks_here
     _ranks_here = max(_ranks_here, sum(route in ("self", "shm") for route in communicator.routes))

@@ -31,10 +31,11 @@ from sennit.testbed.bench.cost_fit import Sample, fit
 from sennit.transport import algorithms, calibration
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Algorithm, Config, TransportKind, from_environment
+from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Collective, Costs, Work
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Plan
-from sennit.transport.selection import NETWORK, SHARED_MEMORY, Collective, Costs, Selection, Work
+from sennit.transport.selection import Selection
 from sennit.transport.sizes import format_size
 from sennit.transport.store import FileStore, Store
 

@@ -12,9 +12,9 @@ from sennit.testbed.bench.library import mean_seconds_in_flight
 from sennit.transport import algorithms
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Algorithm
+from sennit.transport.cost_model import Collective as selected
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.plan import Plan
-from sennit.transport.selection import Collective as selected
 from sennit.transport.store import FileStore
 
 Array = np.ndarray[tuple[int], np.dtype[np.float32]]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fits the constants of the cost model (transport/selection.py) to times of collectives."""
+"""Fits the constants of the cost model (transport/cost_model.py) to times of collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from sennit.errors import SennitError
-from sennit.transport.selection import Costs, Traffic
+from sennit.transport.cost_model import Costs, Traffic
 
 # Of reweighting. The constants hardly change after half as many.
 ROUNDS: Final = 10

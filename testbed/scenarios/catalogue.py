@@ -20,7 +20,11 @@ from sennit.testbed.scenarios.model import (
     Workload,
 )
 from sennit.testbed.topology import Impairment
+from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.config import Algorithm
+from sennit.transport.cost_model import Collective
+from sennit.transport.hosts import Hosts
+from sennit.transport.selection import Selection
 
 MIB: Final = 1 << 20
 BOTH: Final = (Library.SENNIT, Library.GLOO)
@@ -33,6 +37,10 @@ EXACT: Final = (
 SAME_BITS: Final = Goal(measure="distinct_digests", at_least=1, at_most=1, must=True)
 
 SHORT_WORKLOAD: Final[dict[str, Any]] = {"size_bytes": 2 * MIB, "repetitions": 2, "rounds": 2}
+
+# Of `same-bits`. One shot takes as many bytes in all its worlds, where a rank may give two nodes.
+LEAVES: Final = 8
+LEAF_BYTES: Final = 64 << 10
 
 # Packet loss -> (least goodput kept, least ratio to gloo over TCP): docs/how-to/scenarios.md.
 LOSS_GOALS: Final = {0.001: (0.97, None), 0.01: (0.92, 3.0), 0.05: (0.75, 5.0)}
@@ -74,16 +82,25 @@ def _loss(operation: Operation, loss_fraction: float) -> Scenario:
     )
 
 
+def _running(layout: str, scattered: bool) -> list[Algorithm]:
+    """The algorithms that run there."""
+    hosts = Hosts.of(layout)
+    assert hosts is not None
+    collective = Collective.REDUCE_SCATTER if scattered else Collective.ALLREDUCE
+    leaves = None if scattered else Leaves(len(layout), LEAVES)
+    return list(Selection(hosts=hosts).rate(collective, size_bytes=LEAF_BYTES, leaves=leaves))
+
+
 def _same_bits() -> tuple[Variant, ...]:
-    """Every algorithm on every layout of 8 ranks, those of several leaves in every world, and all else that varies."""
-    worlds = ("a", "ab", "abc", "abcd", "abcde", "aaaa", "aabb", "aaabb", "aaaabbbb", "aabbccdd", "abcdefgh")
+    """Every algorithm on every layout of hosts with every loss, and all else that varies."""
+    layouts = ("a", "ab", "abc", "abcd", "abcde", "aaaa", "aabb", "aaabb", "aaaabbbb", "aabbccdd", "abcdefgh")
     found = [
-        Variant(transport="auto", layout=layout, algorithm=algorithm, loss_fraction=loss)
-        for layout in worlds
-        for algorithm in (Algorithm if len(layout) == 8 else (Algorithm.DIRECT, Algorithm.HIERARCHICAL))
-        # A layout of one host has no network, and one rank a host has no partial sums.
-        if algorithm is not Algorithm.HIERARCHICAL or 1 < len(set(layout)) < len(layout)
+        Variant(transport="auto", layout=layout, algorithm=algorithm, loss_fraction=loss, scattered=scattered)
+        for layout in layouts
+        for scattered in ((False, True) if len(layout) == LEAVES else (False,))
+        for algorithm in _running(layout, scattered)
         for loss in (0.0, 0.01, 0.05)
+        # A layout of one host has no network.
         if loss == 0.01 or len(set(layout)) > 1
     ]
     return (
@@ -222,8 +239,7 @@ def _others() -> list[Scenario]:
             title="an AllReduce of 8 leaves: algorithms, hosts, worlds, loss, paths and ports, the same bits",
             topology=Topology(hosts=8),
             impairment=Impairment(loss_fraction=0.01),
-            # As much as algorithms for small vectors take.
-            workload=Workload(size_bytes=128 << 10, repetitions=10, rounds=1, leaves=8),
+            workload=Workload(size_bytes=LEAF_BYTES, repetitions=10, rounds=1, leaves=LEAVES),
             variants=_same_bits(),
             goals=_exact(Operation.ALLREDUCE),
             short={
@@ -231,7 +247,9 @@ def _others() -> list[Scenario]:
                 "variants": (
                     Variant(transport="auto", layout="aaaabbbb", algorithm="hierarchical"),
                     Variant(layout="abcdefgh", algorithm="halving", loss_fraction=0.05),
-                    Variant(transport="auto", layout="aab"),
+                    Variant(transport="auto", layout="aab", algorithm="halving"),
+                    Variant(layout="abcde", algorithm="dissemination"),
+                    Variant(transport="auto", layout="aabbccdd", algorithm="hierarchical", scattered=True),
                 ),
             },
         ),

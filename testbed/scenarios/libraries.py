@@ -62,14 +62,15 @@ class SennitGroup:
         from sennit.transport.plan import Plan
 
         world, rank, elements = self._group.world, self._group.rank, payload.elements
+        if payload.scattered:
+            payload.got[:] = self._group.allgather(self._group.reduce_scatter(payload.given))
+            return
 
         def compile_plan() -> Plan:
             match payload.operation:
                 case Operation.ALLREDUCE if payload.leaves is not None:
-                    # Not all algorithms take several leaves of a rank.
-                    leaves = None if payload.leaves == world else payload.leaves
-                    call: dict[str, Any] = {"world": world, "rank": rank, "elements": elements, "leaves": leaves}
-                    return self._group.selection.allreduce(dtype=Dtype.F32, op=ReduceOp.SUM, in_place=False, **call)
+                    call: dict[str, Any] = {"elements": elements, "dtype": Dtype.F32, "op": ReduceOp.SUM}
+                    return self._group.selection.allreduce(world=world, rank=rank, leaves=payload.leaves, **call)
                 case Operation.ALLREDUCE:
                     return self._group.selection.allreduce(
                         world=world, rank=rank, elements=elements + 1, dtype=Dtype.F32, op=ReduceOp.SUM, in_place=True

@@ -163,6 +163,8 @@ class Variant:
     loss_fraction: float | None = None
     """In place of the scenario's."""
     algorithm: str = "auto"
+    scattered: bool = False
+    """Every rank gives one leaf, and the AllReduce is a ReduceScatter and an AllGather."""
     layout: str = ""
     """A letter for each rank: ranks with the same letter pretend to share a host. As many ranks take part. By default
     one for each host of the topology."""
@@ -250,6 +252,10 @@ class Scenario:
             _require(
                 len(variant.layout) <= ranks_max,
                 f"{self.name}: layout {variant.layout}; allowed: up to {ranks_max} ranks, as hosts and leaves",
+            )
+            _require(
+                not variant.scattered or len(variant.layout) == self.workload.leaves,
+                f"{self.name}: scattered over {len(variant.layout)} ranks; allowed: as many as leaves",
             )
         _require(
             self.workload.leaves is None or Library.GLOO not in self.libraries, f"{self.name}: gloo knows no leaves"

@@ -231,6 +231,7 @@ def _runs(runs: list[dict[str, Any]]) -> str:
         spread = f"{1e3 * min(times):.1f} to {1e3 * max(times):.1f} ms" if times else "none completed"
         variant = run["variant"]
         hosts = f"hosts {variant['layout']}, " if variant["layout"] else ""
+        hosts += "scattered, " if variant["scattered"] else ""
         shares = " ".join(f"{name} {100 * share:.0f} %" for name, share in run["path_shares"].items())
         lines.append(
             f"{run['library']:7} {'disturbed' if run['disturbed'] else 'calm':10}round {run['round']}  "

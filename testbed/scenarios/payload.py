@@ -42,10 +42,19 @@ class Payload:
     """The buffers of one rank, as blocks by rank. In AllReduce without leaves `given` and `got` are one array."""
 
     def __init__(
-        self, operation: Operation, *, rank: int, world: int, size_bytes: int, seed: int, leaves: int | None = None
+        self,
+        operation: Operation,
+        *,
+        rank: int,
+        world: int,
+        size_bytes: int,
+        seed: int,
+        leaves: int | None = None,
+        scattered: bool = False,
     ) -> None:
         self.operation = operation
         self.leaves = leaves
+        self.scattered = scattered
         self.elements = size_bytes // ELEMENT_BYTES // world * world
         part = self.elements // world
         match operation:

@@ -259,7 +259,7 @@ class _Stage:
         workload = self._scenario.workload
         command = {"do": "prepare", "operation": workload.operation, "size_bytes": size_bytes, "seed": self._seen.seed}
         if workload.leaves is not None:
-            command["leaves"] = workload.leaves
+            command |= {"leaves": workload.leaves, "scattered": self._variant.scattered}
         silent = self._scenario.victims() if crew.happened else ()
         crew.ask(command, timeout_s=PREPARE_TIMEOUT_S, silent=silent)
 

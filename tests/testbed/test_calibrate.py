@@ -17,8 +17,9 @@ from sennit.cli import app
 from sennit.testbed.bench import calibrate
 from sennit.testbed.bench.cost_fit import FitError, Sample, fit
 from sennit.transport.calibration import read_calibration
+from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.hosts import Hosts
-from sennit.transport.selection import NETWORK, SHARED_MEMORY, Costs, Selection
+from sennit.transport.selection import Selection
 
 TRUE = Costs(round_s=2e-5, message_s=3e-6, byte_s=4e-10, peer_share=0.3, fold_byte_s=5e-11)
 

@@ -26,7 +26,7 @@ from sennit.testbed.scenarios.model import (
     Variant,
     Workload,
 )
-from sennit.testbed.scenarios.payload import Payload
+from sennit.testbed.scenarios.payload import Payload, expected_sum
 from sennit.testbed.scenarios.stage import Observations, Recovery, Run
 from sennit.transport import wire
 
@@ -54,6 +54,12 @@ SIZE_BYTES = 4096
         (
             lambda: Scenario(name="s", title="", workload=Workload(rounds=1), faults=(KillRank(rank=2, at_s=1.0),)),
             r"s: fault at rank 2; allowed: 1\.\.1",
+        ),
+        (
+            lambda: Scenario(
+                name="s", title="", workload=Workload(leaves=3), variants=(Variant(layout="ab", scattered=True),)
+            ),
+            "s: scattered over 2 ranks; allowed: as many as leaves",
         ),
         (
             lambda: Scenario(name="s", title="", topology=Topology(hosts=3), libraries=(Library.GLOO,)),
@@ -124,6 +130,34 @@ def test_payload_accepts_the_right_bytes_only(operation: Operation, seed: int) -
     assert root.wrong_elements(2) == 0
     # The right result of the previous repetition is wrong in this one.
     assert root.wrong_elements(1) > 0
+
+
+def test_the_same_leaves_have_one_digest_however_many_ranks_give_them(seed: int) -> None:
+    """Of the operation by which it was computed the payload knows nothing."""
+    digests = set()
+    for world in (1, 3, 8):
+        for rank in range(world):
+            payload = Payload(
+                Operation.ALLREDUCE, rank=rank, world=world, size_bytes=SIZE_BYTES, seed=seed, leaves=8, scattered=True
+            )
+            payload.fill(0, last=False)
+            assert payload.wrong_elements(0) > 0
+            payload.got[:] = expected_sum(seed, 8, payload.elements)
+            assert payload.wrong_elements(0) == 0
+            digests.add(payload.digest())
+    assert len(digests) == 1
+
+
+def test_same_bits_runs_every_algorithm_in_every_world() -> None:
+    variants = SCENARIOS["same-bits"].variants
+    for world in (2, 3, 4, 5, 8):
+        ran = {variant.algorithm for variant in variants if len(set(variant.layout)) == world == len(variant.layout)}
+        assert ran >= {"one_shot", "direct", "dissemination", "halving"}, world
+    halved = {(variant.layout, variant.loss_fraction) for variant in variants if variant.algorithm == "halving"}
+    layouts = ("abc", "aabb", "aaabb", "aabbccdd")
+    assert halved >= {(layout, loss) for layout in layouts for loss in (0.0, 0.01, 0.05)}
+    assert {variant.algorithm for variant in variants if variant.scattered} == {"direct", "halving", "hierarchical"}
+    assert any(len(variant.layout) == 1 for variant in variants)
 
 
 @pytest.mark.parametrize(

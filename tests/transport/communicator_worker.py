@@ -26,9 +26,10 @@ from sennit.transport import algorithms, errors
 from sennit.transport.algorithms import allreduce, recv
 from sennit.transport.arithmetic import fold
 from sennit.transport.communicator import Communicator
-from sennit.transport.config import from_environment
+from sennit.transport.config import Algorithm, from_environment
 from sennit.transport.elements import COMPLEXES, FLOATS, Dtype, ReduceOp, reduce_ops
 from sennit.transport.plan import Plan
+from sennit.transport.selection import Selection
 from sennit.transport.store import FileStore
 from sennit.transport.tree import given_spans, leaves_of
 from sennit.transport.wire import REFUSALS
@@ -124,11 +125,12 @@ def leaves(group: Communicator, seed: int) -> None:
     """Eight leaves that are the same in a world of any size: so is the expected sum, which knows no world."""
     case = Case(group, 7)
     span = leaves_of(case.rank, case.world, 8)
+    turns = itertools.cycle(Selection(hosts=group.selection.hosts, forced=algorithm) for algorithm in Algorithm)
     for dtype in Dtype:
         for op in sorted(reduce_ops(dtype)):
             for elements in (0, 3, 20_011):
                 rows = random_bits(case.rng, 8, elements, dtype)
-                plan = algorithms.allreduce(
+                plan = next(turns).allreduce(
                     world=case.world, rank=case.rank, leaves=8, elements=elements, dtype=dtype, op=op
                 )
                 result = run_plan(group, plan, np.concatenate(rows[slice(*span)]), np.zeros_like(rows[0]))

@@ -15,8 +15,8 @@ import pytest
 from sennit.transport.calibration import Calibration, read_calibration
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config
+from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.errors import ConfigError, PeerError
-from sennit.transport.selection import NETWORK, SHARED_MEMORY, Costs
 from tests.transport.meeting import Recorder, meet
 
 WAY = {"round_s": 1e-5, "message_s": 2e-6, "byte_s": 3e-10, "peer_share": 0.25, "fold_byte_s": 0}

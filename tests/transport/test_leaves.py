@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,14 @@ from hypothesis import strategies as st
 
 from sennit.transport import algorithms, reference
 from sennit.transport._core import describe_signature
+from sennit.transport.algorithms.halving import widths
+from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.arithmetic import fold, run_program
+from sennit.transport.config import Algorithm
 from sennit.transport.elements import Dtype, ReduceOp, reduce_ops
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.hosts import Hosts
-from sennit.transport.plan import Plan
+from sennit.transport.plan import Plan, Send
 from sennit.transport.plan_codec import decode
 from sennit.transport.tree import balanced, given_spans, leaves_of
 from tests.transport.algorithm_runs import check_pair_order, inputs
@@ -26,24 +31,39 @@ Array = npt.NDArray[Any]
 
 SCALAR = 0.75
 KINDS = [(dtype, op) for dtype in Dtype for op in sorted(reduce_ops(dtype))]
+# Two ranks or more. Direct and hierarchical are one function, which takes the hosts.
+APART = (Algorithm.ONE_SHOT, Algorithm.DISSEMINATION, Algorithm.HALVING)
 
 
 def plans_of(
-    world: int, leaves: int, elements: int, dtype: Dtype, op: ReduceOp, chunk_bytes: int, hosts: Hosts | None = None
+    world: int,
+    leaves: int,
+    elements: int,
+    dtype: Dtype,
+    op: ReduceOp,
+    chunk_bytes: int,
+    *,
+    hosts: Hosts | None = None,
+    algorithm: Algorithm | None = None,
+    partial: bool = False,
 ) -> list[Plan]:
-    return [
-        algorithms.allreduce(
-            world=world,
-            rank=rank,
-            leaves=leaves,
-            elements=elements,
-            dtype=dtype,
-            op=op,
-            chunk_bytes=chunk_bytes,
-            hosts=hosts,
-        )
-        for rank in range(world)
-    ]
+    call: dict[str, Any] = {"world": world, "leaves": leaves, "elements": elements, "dtype": dtype, "op": op}
+    compile_plan: Callable[..., Plan] = functools.partial(algorithms.allreduce, chunk_bytes=chunk_bytes, hosts=hosts)
+    match algorithm:
+        case Algorithm.ONE_SHOT:
+            compile_plan = functools.partial(algorithms.allreduce, one_shot=True)
+        case Algorithm.DISSEMINATION:
+            compile_plan = algorithms.allreduce_dissemination
+        case Algorithm.HALVING:
+            compile_plan = functools.partial(algorithms.allreduce_halving, chunk_bytes=chunk_bytes)
+    return [compile_plan(rank=rank, partial=partial, **call) for rank in range(world)]
+
+
+def drawn(data: st.DataObject, world: int) -> dict[str, Any]:
+    """An algorithm, and hosts if it takes these."""
+    algorithm = data.draw(st.sampled_from([None, *(APART if world > 1 else ())]), "algorithm")
+    hosts = Hosts.equal(world, data.draw(st.integers(1, world), "hosts")) if algorithm is None else None
+    return {"algorithm": algorithm, "hosts": hosts}
 
 
 def run(plans: list[Plan], leaves: list[Array], **options: Any) -> list[Array]:
@@ -65,8 +85,11 @@ def test_worlds_of_any_size_give_the_same_bits(dtype: Dtype, op: ReduceOp) -> No
     for world in (1, 2, 3, 4, 5, 8):
         for count in {1, min(2, world), (world + 1) // 2, world}:
             hosts = Hosts.equal(world, count)
-            for result in run(plans_of(world, 8, 90, dtype, op, 128, hosts), leaves, seed=world):
+            for result in run(plans_of(world, 8, 90, dtype, op, 128, hosts=hosts), leaves, seed=world):
                 np.testing.assert_array_equal(result, expected, err_msg=f"{hosts}")
+        for algorithm in APART if world > 1 else ():
+            for result in run(plans_of(world, 8, 90, dtype, op, 128, algorithm=algorithm), leaves, seed=world):
+                np.testing.assert_array_equal(result, expected, err_msg=f"{algorithm} {world}")
 
 
 @settings(max_examples=100, deadline=None)
@@ -76,17 +99,13 @@ def test_partial_sums_in_place_of_leaves(
 ) -> None:
     dtype, op = kind
     count = data.draw(st.integers(world, 3 * world + 5), "leaves")
-    hosts = Hosts.equal(world, data.draw(st.integers(1, world), "hosts"))
-    call: dict[str, Any] = {"world": world, "elements": elements, "dtype": dtype, "op": op, "leaves": count}
+    form = drawn(data, world)
     if op is ReduceOp.PREMUL_SUM:
         with pytest.raises(ArgumentError, match="PREMUL_SUM of partial sums; allowed: SUM"):
-            algorithms.allreduce(rank=0, partial=True, **call)
+            plans_of(world, count, elements, dtype, op, chunk_bytes, partial=True, **form)
         return
     leaves = inputs(data.draw(st.integers(0, 1_000), "seed"), count, elements, dtype)
-    plans = [
-        algorithms.allreduce(rank=rank, hosts=hosts, chunk_bytes=chunk_bytes, partial=True, **call)
-        for rank in range(world)
-    ]
+    plans = plans_of(world, count, elements, dtype, op, chunk_bytes, partial=True, **form)
     check_pair_order(plans)
     buffers = []
     for rank in range(world):
@@ -119,8 +138,7 @@ def test_any_leaves_in_any_order_of_events(
     dtype, op = kind
     count = data.draw(st.integers(world, 3 * world + 5), "leaves")
     leaves = inputs(data.draw(st.integers(0, 1_000), "seed"), count, elements, dtype)
-    hosts = Hosts.equal(world, data.draw(st.integers(1, world), "hosts"))
-    plans = plans_of(world, count, elements, dtype, op, chunk_bytes, hosts)
+    plans = plans_of(world, count, elements, dtype, op, chunk_bytes, **drawn(data, world))
     check_pair_order(plans)
     for plan in plans:
         assert decode(plan.encode()).steps == plan.steps
@@ -140,18 +158,52 @@ def test_sixteen_bit_sums_are_rounded_once_however_they_are_spread() -> None:
     small = np.array([2.0**-11], np.float16)
     leaves = [x.view(np.uint8) for x in (np.array([1.0], np.float16), small, small, small)]
     for world in (1, 2, 3, 4):
-        for result in run(plans_of(world, 4, 1, Dtype.F16, ReduceOp.SUM, 64), leaves):
-            assert result.view(np.float16).tolist() == [1.0 + 2.0**-9]
+        for algorithm in (None, *APART) if world > 1 else (None,):
+            for result in run(plans_of(world, 4, 1, Dtype.F16, ReduceOp.SUM, 64, algorithm=algorithm), leaves):
+                assert result.view(np.float16).tolist() == [1.0 + 2.0**-9]
 
 
-def test_fewer_leaves_than_ranks_are_refused() -> None:
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+@pytest.mark.parametrize("algorithm", [None, *APART])
+def test_nan_and_signed_zeros_are_those_of_the_tree(algorithm: Algorithm | None, op: ReduceOp) -> None:
+    """NaN wins, the first one stays, and of equal values the last: all three show in which order leaves were met."""
+    rng = np.random.default_rng(op)
+    values = np.array([-np.inf, -1.0, -0.0, 0.0, 1.0, np.nan], np.float32)
+    leaves = [rng.choice(values, 200).view(np.uint32) for _ in range(11)]
+    for number, leaf in enumerate(leaves):
+        # So that each leaf's NaN is its own.
+        leaf[np.isnan(leaf.view(np.float32))] = 0x7FC0_0000 + number
+    rows = [leaf.view(np.uint8) for leaf in leaves]
+    expected = fold(rows, Dtype.F32, op)
+    backwards = fold(rows[::-1], Dtype.F32, op)
+    assert (expected != backwards).any()
+    for world in (2, 3, 5, 6, 11):
+        for result in run(plans_of(world, 11, 200, Dtype.F32, op, 128, algorithm=algorithm), rows, seed=world):
+            np.testing.assert_array_equal(result, expected)
+
+
+@pytest.mark.parametrize("algorithm", [None, *APART])
+def test_fewer_leaves_than_ranks_are_refused(algorithm: Algorithm | None) -> None:
     with pytest.raises(ArgumentError, match="2 leaves for 3 ranks; allowed: 3 or more"):
-        plans_of(3, 2, 10, Dtype.F32, ReduceOp.SUM, 64)
+        plans_of(3, 2, 10, Dtype.F32, ReduceOp.SUM, 64, algorithm=algorithm)
 
 
+@pytest.mark.parametrize(("world", "count", "sums"), [(4, 16, 1), (6, 12, 1), (3, 8, 2), (4, 13, 3), (2, 13, 2)])
+def test_halving_passes_on_one_sum_where_ranks_give_nodes(world: int, count: int, sums: int) -> None:
+    """Else a message has the sums of several nodes, and is as many times larger."""
+    assert max(widths(Leaves(world, count))) == sums
+    if world in (2, 4):
+        plans = plans_of(world, count, 64, Dtype.F32, ReduceOp.SUM, 131_072, algorithm=Algorithm.HALVING)
+        assert max(s.size_bytes for plan in plans for s in plan.steps if isinstance(s, Send)) == sums * 32 * 4
+
+
+@pytest.mark.parametrize("algorithm", [None, *APART])
 @pytest.mark.parametrize(("mine", "theirs"), [(4, 5), (4, 4 + 255), (4, 8)])
-def test_ranks_that_disagree_about_leaves_find_out(mine: int, theirs: int) -> None:
-    plans = [plans_of(2, leaves, 64, Dtype.F32, ReduceOp.SUM, 128)[rank] for rank, leaves in enumerate((mine, theirs))]
+def test_ranks_that_disagree_about_leaves_find_out(mine: int, theirs: int, algorithm: Algorithm | None) -> None:
+    plans = [
+        plans_of(2, leaves, 64, Dtype.F32, ReduceOp.SUM, 128, algorithm=algorithm)[rank]
+        for rank, leaves in enumerate((mine, theirs))
+    ]
     buffers = [[np.zeros(size, np.uint8) for size in plan.buffer_bytes] for plan in plans]
     with pytest.raises(MismatchError, match=r"allreduce of leaves of float32 \(sum\)"):
         reference.run(plans, buffers)

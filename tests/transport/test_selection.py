@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from sennit.transport import algorithms
+from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.config import Algorithm, Config
+from sennit.transport.cost_model import Collective, work_of
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ConfigError
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Copy, Plan, Recv, Send
-from sennit.transport.selection import Collective, Selection, size_class, work_of
+from sennit.transport.selection import Selection, size_class
 from tests.transport.meeting import Recorder, meet
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -88,6 +90,36 @@ def test_the_model_knows_what_the_busiest_rank_sends(
                 assert peers <= traffic.peers + 1
             if is_even:
                 assert messages == pytest.approx(traffic.messages, rel=0.35)
+
+
+@pytest.mark.parametrize("algorithm", list(Algorithm))
+@pytest.mark.parametrize("dtype", [Dtype.F32, Dtype.F16])
+@pytest.mark.parametrize(
+    ("hosts", "leaves", "is_even"),
+    [
+        (apart(8), 32, True), (one_host(4), 8, True), (Hosts.equal(8, 2), 16, True), (apart(4), 4, True),
+        (apart(4), 13, False), (apart(3), 8, False), (Hosts.equal(6, 2), 15, False),
+    ],
+)  # fmt: skip
+def test_the_model_knows_what_leaves_add(
+    hosts: Hosts, leaves: int, is_even: bool, dtype: Dtype, algorithm: Algorithm
+) -> None:
+    world, ratio = hosts.world, 4 / dtype.item_bytes
+    selection = Selection(hosts=hosts, forced=algorithm)
+    for size_bytes in (world * 128, 3 * MIB // 7 // world // 64 * 64 * world):
+        given = Leaves(world, leaves)
+        rated = selection.rate(Collective.ALLREDUCE, size_bytes=size_bytes, partial_ratio=ratio, leaves=given)
+        if algorithm not in rated:
+            continue
+        call: dict[str, Any] = {"elements": size_bytes // dtype.item_bytes, "dtype": dtype, "op": ReduceOp.SUM}
+        plans = [selection.allreduce(world=world, rank=rank, leaves=leaves, **call) for rank in range(world)]
+        sent_bytes = max(sum(step.size_bytes for step in sends(plan)) for plan in plans)
+        known = rated[algorithm].near.sent_bytes + rated[algorithm].far.sent_bytes
+        if is_even:
+            assert sent_bytes == pytest.approx(known, rel=0.02)
+        else:
+            # The model takes the widest message of each round for that of all ranks.
+            assert 0.4 * known < sent_bytes < 1.4 * known
 
 
 @pytest.mark.parametrize(
@@ -252,7 +284,10 @@ def test_the_forced_algorithm_runs_where_it_can(algorithm: Algorithm) -> None:
         Algorithm.RING: algorithms.allreduce,
     }
     small: dict[str, Any] = {"world": 4, "rank": 1, "elements": 1_000, "dtype": Dtype.F32, "op": ReduceOp.SUM}
-    assert selection.allreduce(**small).encode() == fits[algorithm](**small).encode()
+    for leaves in (None, 6, 16):
+        for partial in {False, leaves is not None}:
+            call = {**small, "leaves": leaves, "partial": partial}
+            assert selection.allreduce(**call).encode() == fits[algorithm](**call).encode()
     large = {**small, "elements": MIB}
     runs = algorithm if algorithm in (Algorithm.HALVING, Algorithm.HIERARCHICAL) else Algorithm.DIRECT
     assert selection.allreduce(**large).encode() == fits[runs](**large).encode()

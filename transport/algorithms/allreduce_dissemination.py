@@ -1,47 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allreduce of tiny vectors in worlds of many ranks: log2(world) messages a rank instead of world - 1.
 
-Every rank gathers all vectors by dissemination and folds them by itself. In round k it tells the rank 2**k before it
-what it has: its own vector and those of the ranks after it, 2**k in all (Bruck, Ho, Kipnis, Upfal and Weathersby,
-"Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997). As many bytes leave
-a rank as in one shot.
+Every rank gathers all blocks (blocks.py) by dissemination and folds them by itself. In round k it tells the rank 2**k
+before it what it has: its own block and those of the ranks after it, 2**k in all (Bruck, Ho, Kipnis, Upfal and
+Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", 1997). As many
+bytes leave a rank as in one shot.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
+
+from sennit.transport.algorithms.blocks import Blocks
+from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import check_world
-from sennit.transport.elements import Dtype, ReduceOp, check_reducible
-from sennit.transport.plan import Operand, Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.plan import Operand, Plan
 
 
 def allreduce_dissemination(
-    *, world: int, rank: int, elements: int, dtype: Dtype, op: ReduceOp, in_place: bool = True
+    *,
+    world: int,
+    rank: int,
+    elements: int,
+    dtype: Dtype,
+    op: ReduceOp,
+    in_place: bool = True,
+    leaves: int | None = None,
+    partial: bool = False,
 ) -> Plan:
-    """Buffers: `[data]` in place, else `[input, output]`; `elements` of `dtype` each. Two ranks or more."""
-    check_reducible(dtype, op)
+    """Buffers: those of `allreduce_builder`. Two ranks or more."""
     check_world(world)
-    size_bytes = elements * dtype.item_bytes
-    result = 0 if in_place else 1
-    builder = PlanBuilder(
-        "allreduce by dissemination",
-        world=world,
-        rank=rank,
-        signature=signature(Kind.ALLREDUCE, type_code=dtype, op=op, elements=elements),
-        buffer_bytes=[size_bytes] * (result + 1),
+    given = Leaves(world, leaves, partial=partial)
+    builder, result = allreduce_builder(
+        "allreduce by dissemination", given, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place
     )
+    blocks = Blocks(given, rank=rank, elements=elements, dtype=dtype, op=op, result=result)
     scratch = result + 1
-    # The vector of rank (rank + i) % world is at i * size_bytes.
-    builder.reserve_scratch(world * size_bytes)
-    have = [builder.copy(Operand(0), scratch, 0, size_bytes)]
+    # The block of rank (rank + i) % world is at starts[i].
+    starts = list(accumulate((blocks.sizes[(rank + step) % world] for step in range(world)), initial=0))
+    builder.reserve_scratch(starts[-1])
+    have = blocks.make(builder, 0)
     known = 1
     for slot in range((world - 1).bit_length()):
         more = min(known, world - known)
-        builder.send((rank - known) % world, slot, Operand(scratch), more * size_bytes, after=have)
-        came = builder.recv((rank + known) % world, slot, scratch, known * size_bytes, more * size_bytes)
-        have.append(came)
+        builder.send((rank - known) % world, slot, Operand(scratch), starts[more], after=have)
+        size_bytes = starts[known + more] - starts[known]
+        have.append(builder.recv((rank + known) % world, slot, scratch, starts[known], size_bytes))
         known += more
-    if size_bytes:
-        operands = [Operand(scratch, (peer - rank) % world * size_bytes) for peer in range(world)]
-        builder.reduce(operands, result, 0, size_bytes, dtype=dtype, op=op, after=have)
+    if elements:
+        blocks.fold(builder, [Operand(scratch, starts[(peer - rank) % world]) for peer in range(world)], after=have)
     return builder.build()

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from sennit.transport.algorithms.halving import Halving, add_halving, cut_units
+from sennit.transport.algorithms.halving import Halving, add_halving, cut_units, widths
+from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, Part, check_chunk, check_world, shares
-from sennit.transport.elements import Dtype, ReduceOp, check_reducible
-from sennit.transport.plan import Plan, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.elements import Dtype, ReduceOp, accumulator
+from sennit.transport.plan import Plan
 
 
 def allreduce_halving(
@@ -19,33 +19,31 @@ def allreduce_halving(
     op: ReduceOp,
     in_place: bool = True,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    leaves: int | None = None,
+    partial: bool = False,
 ) -> Plan:
-    """Buffers: `[data]` in place, else `[input, output]`; `elements` of `dtype` each. Two ranks or more."""
-    check_reducible(dtype, op)
+    """Buffers: those of `allreduce_builder`. Two ranks or more."""
     check_chunk(chunk_bytes)
     check_world(world)
-    size_bytes = elements * dtype.item_bytes
-    builder = PlanBuilder(
-        "allreduce by halving",
-        world=world,
-        rank=rank,
-        signature=signature(Kind.ALLREDUCE, type_code=dtype, op=op, elements=elements),
-        buffer_bytes=[size_bytes] if in_place else [size_bytes] * 2,
+    given = Leaves(world, leaves, partial=partial)
+    builder, result = allreduce_builder(
+        "allreduce by halving", given, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place
     )
-    result = 0 if in_place else 1
+    chunk_bytes = max(chunk_bytes // int(max(widths(given))), accumulator(dtype).item_bytes)
     add_halving(
         builder,
         Halving(
-            world=world,
+            leaves=given,
             rank=rank,
             dtype=dtype,
             op=op,
+            elements=elements,
             units=cut_units(_parts(world, elements, dtype.item_bytes), dtype, chunk_bytes),
             result=lambda unit: (result, unit.offset),
             scratch=result + 1,
             chunk_bytes=chunk_bytes,
             gather=True,
-            in_place=in_place,
+            in_place=result == 0,
         ),
     )
     return builder.build()

@@ -15,14 +15,15 @@ are the elements themselves if it has one leaf, and partial sums otherwise.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
+from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import Range
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.hosts import Hosts
 from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.tree import Span, combinations, cover, given_spans, leaves_of
+from sennit.transport.tree import Span, combinations
 
 # A folded chunk is sent this many chunks behind the contributions. By then its fold is done, so a rank, which runs
 # ready steps in list order, keeps sending contributions while it folds.
@@ -40,19 +41,15 @@ class Share:
     chunks: Sequence[Range]
 
 
-class Layout:
-    """Which leaves a message holds, for `leaves` leaves that the ranks give in turn (`leaves_of`).
+class Layout(Leaves):
+    """Which leaves a message holds."""
 
-    `partial`: the ranks give partial sums of their nodes (`cover`) in place of leaves.
-    """
-
-    def __init__(self, hosts: Hosts, leaves: int, *, partial: bool = False) -> None:
-        world = hosts.world
-        self.hosts, self.leaves, self.partial = hosts, leaves, partial
-        self.of_rank = [leaves_of(rank, world, leaves) for rank in range(world)]
-        self.of_host = [Span(self.of_rank[span.low].low, self.of_rank[span.high - 1].high) for span in hosts.spans]
-        self.host_nodes = [cover(span, leaves) for span in self.of_host]
-        self.rank_nodes = [cover(span, leaves) for span in self.of_rank]
+    def __init__(self, hosts: Hosts, count: int | None = None, *, partial: bool = False) -> None:
+        super().__init__(hosts.world, count, partial=partial)
+        self.hosts = hosts
+        self.of_host = [self.of_ranks(*span) for span in hosts.spans]
+        self.host_nodes = [self.nodes(span) for span in self.of_host]
+        self.rank_nodes = [self.nodes(span) for span in self.of_rank]
         self.messages_max = max(map(len, self.host_nodes))
 
     def messages(self, rank: int, owner: int) -> dict[int, list[Span]]:
@@ -79,10 +76,6 @@ class Layout:
             return message_bytes
         return max(message_bytes // (widest * accumulator(dtype).item_bytes), 1) * dtype.item_bytes
 
-    def is_leaf(self, span: Span) -> bool:
-        """Whether a message with this span holds the elements themselves."""
-        return span.high - span.low == 1 and not self.partial
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
@@ -107,7 +100,7 @@ class Fold:
 
 def add_fold(builder: PlanBuilder, fold: Fold) -> None:
     """Adds the whole schedule. For each pair of ranks, sends and receives come in the same order."""
-    if fold.layout.leaves == 1 and not fold.layout.partial:
+    if fold.layout.count == 1 and not fold.layout.partial:
         _add_alone(builder, fold)
     else:
         _Writer(builder, fold).write()
@@ -125,14 +118,16 @@ def _add_alone(builder: PlanBuilder, fold: Fold) -> None:
         builder.copy(Operand(share.buffer, share.offset), fold.result_buffer, offset, size_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Chunk:
     owner: int
     number: int
     """The slots of its messages follow from it."""
     range: Range
-    place: Operand
-    """Of this rank's contribution: its first leaf or node."""
+    buffer: int
+    """Of this rank's contribution."""
+    start: int
+    """Its first element there."""
     result: int
     """The offset of the result."""
 
@@ -159,8 +154,6 @@ class _Writer:
         self._neighbours = [low + (fold.rank - low - step) % (high - low) for step in range(1, high - low)]
         self._item_bytes = fold.dtype.item_bytes
         self._partial_bytes = accumulator(fold.dtype).item_bytes
-        # Of an element in the buffer of the contribution.
-        self._given_bytes = self._partial_bytes if fold.layout.partial else self._item_bytes
         self._chunks = self._list_chunks()
         # By chunk: the steps that read this rank's contribution, and those that made the result.
         self._read: dict[int, list[int]] = {}
@@ -181,10 +174,8 @@ class _Writer:
             listed.append([])
             for part in share.chunks:
                 start = (share.offset + part.offset) // self._item_bytes
-                place = Operand(share.buffer, start * self._given_bytes, is_partial=self._layout.partial)
-                listed[owner].append(
-                    _Chunk(owner=owner, number=number, range=part, place=place, result=result + part.offset)
-                )
+                chunk = _Chunk(owner, number, part, share.buffer, start, result + part.offset)
+                listed[owner].append(chunk)
                 number += 1
         return listed
 
@@ -240,11 +231,9 @@ class _Writer:
 
     def _own(self, chunk: _Chunk) -> _Values:
         """The leaves or nodes that this rank gives."""
-        layout = self._layout
-        given = given_spans(self._rank, self._hosts.world, layout.leaves, partial=layout.partial)
-        stride = self._fold.elements * self._given_bytes
-        places = [replace(chunk.place, offset=chunk.place.offset + index * stride) for index in range(len(given))]
-        return _Values(given, places)
+        fold = self._fold
+        places = self._layout.places(self._rank, fold.dtype, fold.elements, chunk.buffer, chunk.start)
+        return _Values(self._layout.given(self._rank), places)
 
     def _contribute(self, chunk: _Chunk) -> None:
         """Sends this rank's leaves to the relay."""
@@ -294,7 +283,7 @@ class _Writer:
             size_bytes,
             dtype=self._fold.dtype,
             op=self._fold.op,
-            program=combinations(tuple(values.nodes[index] for index in inside), self._layout.leaves),
+            program=combinations(tuple(values.nodes[index] for index in inside), self._layout.count),
             gives_partial=buffer == self._scratch,
             after=after,
         )
@@ -339,7 +328,7 @@ class _Writer:
         values = _Values()
         for host in range(len(self._hosts.spans)):
             values.add(by_host[host])
-        whole = Span(0, self._layout.leaves)
+        whole = Span(0, self._layout.count)
         size_bytes = chunk.range.size_bytes
         self._made[chunk.number] = (
             [self._reduce(values, whole, self._fold.result_buffer, chunk.result, size_bytes)] if size_bytes else []

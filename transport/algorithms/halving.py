@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recursive halving and doubling along the tree of ranks: log2(world) peers for each rank.
+"""Recursive halving and doubling along a tree of ranks: log2(world) peers for each rank.
 
-The vector is cut into units. At every node of the tree (tree.py), each unit has one owner among the node's ranks, who
-holds the node's partial sum of it. A node has two halves, and a unit has one owner in each. One of these two is also
-the owner at the node: it receives the other's partial sum and combines it with its own. If the number of ranks is a
-power of two and the units of a rank lie side by side, this is recursive halving (Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH", 2005). With one unit it is a binomial tree. Results go
-back the same way (`gather`), which is recursive doubling.
+The vector is cut into units. At every node of the tree (tree.py, with ranks for leaves), each unit has one owner among
+the node's ranks, who holds what these ranks give of it. A node has two halves, and a unit has one owner in each. One of
+these two is also the owner at the node: the other one sends it what it holds. If the number of ranks is a power of two
+and the units of a rank lie side by side, this is recursive halving (Thakur, Rabenseifner and Gropp, "Optimization of
+collective communication operations in MPICH", 2005). With one unit it is a binomial tree. Results go back the same way
+(`gather`), which is recursive doubling.
+
+A rank folds a unit only when it passes it on, or when all of it is there. So each value is read once. What it passes on
+are the largest nodes of leaves inside the span that its node's ranks give (leaves.py): one sum if each rank gives one
+leaf. If it gives several, the spans of ranks need not be nodes, and then a message has several sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import accumulate, groupby
 
+from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import Part, chunks
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.plan import Operand, PlanBuilder
+from sennit.transport.tree import Span, combinations
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,17 +43,19 @@ class Unit:
 class Halving:
     """What is summed, and where the results go."""
 
-    world: int
+    leaves: Leaves
     rank: int
     dtype: Dtype
     op: ReduceOp
+    elements: int = 0
+    """Of one leaf or node, where a rank gives several."""
     units: Sequence[Unit]
     result: Callable[[Unit], tuple[int, int]]
     """Buffer and offset of a unit's result, on the ranks that get it."""
     scratch: int
     """Number of the scratch buffer."""
     chunk_bytes: int
-    """The most bytes of partial sums that travel as one message."""
+    """The most bytes of one partial sum in a message."""
     gather: bool
     in_place: bool
     """Whether results overwrite contributions that may still have to be sent."""
@@ -79,10 +87,24 @@ def owner(low: int, level: int, share: int, world: int) -> int:
     return low + place
 
 
+def widths(leaves: Leaves, partial_ratio: float = 1) -> list[float]:
+    """The size of the widest message at each level, in vectors. A partial sum is `partial_ratio` times as wide."""
+    levels = range((leaves.world - 1).bit_length())
+    if leaves.are_single:
+        return [partial_ratio if level else 1 for level in levels]
+    lows = [range(0, leaves.world, 1 << level) for level in levels]
+    return [max(leaves.width(_span(leaves, low, level), partial_ratio) for low in lows[level]) for level in levels]
+
+
+def _span(leaves: Leaves, low: int, level: int) -> Span:
+    """The leaves of the node of 2**level ranks from `low` on."""
+    return leaves.of_ranks(low, min(low + (1 << level), leaves.world))
+
+
 def add_halving(builder: PlanBuilder, halving: Halving) -> None:
     """Adds the whole schedule for two ranks or more. For each pair of ranks, sends and receives have one order."""
     writer = _Writer(builder, halving)
-    levels = range((halving.world - 1).bit_length())
+    levels = range((halving.leaves.world - 1).bit_length())
     for level in levels:
         writer.reduce_level(level)
     if halving.gather:
@@ -102,48 +124,58 @@ class _Run:
 
     @property
     def count(self) -> int:
-        return sum(unit.count for unit in self.units)
+        return _count(self.units)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a rank holds of a unit, from left to right, and the steps that brought it."""
+
+    nodes: tuple[Span, ...]
+    places: tuple[Operand, ...]
+    came: tuple[int, ...] = ()
 
 
 class _Writer:
     def __init__(self, builder: PlanBuilder, halving: Halving) -> None:
         self._builder = builder
-        self._job = halving
+        self._job, self._leaves, self._world = halving, halving.leaves, halving.leaves.world
         self._item_bytes = halving.dtype.item_bytes
         self._partial_bytes = accumulator(halving.dtype).item_bytes
-        # Per unit: the step that made what this rank holds of it, and the step that sent it.
-        self._made: dict[Unit, int] = {}
+        self._held: dict[Unit, _Held] = {}
+        # Per unit: the step that sent it, and the one that made its result here.
         self._sent: dict[Unit, int] = {}
-        # Two ranks combine leaves only.
-        elements = sum(unit.count for unit in halving.units) if halving.world > 2 else 0
-        self._sums = builder.reserve_scratch(elements * self._partial_bytes)
+        self._made: dict[Unit, int] = {}
 
     def reduce_level(self, level: int) -> None:
-        low = self._node(level)
+        runs = list(self._runs(level))
+        if not runs:
+            return
+        own = _span(self._leaves, self._node(level), level)
+        other = _span(self._leaves, self._node(level) ^ 1 << level, level)
+        taken = [run for run in runs if run.taker == self._job.rank]
+        # What arrives lies in the order of units, so that one step may read several runs.
+        sizes = [self._bytes(run, other) for run in taken]
+        places = accumulate(sizes, initial=self._builder.reserve_scratch(sum(sizes)))
+        place_of = dict(zip((run.first for run in taken), places, strict=False))
         # What its taker passes on first goes first. Otherwise some ranks could pass on at once, others only at the end
         # of a round, and links would idle.
-        for run in sorted(self._runs(level), key=lambda run: self._passed_on(run, level)):
+        for run in sorted(runs, key=lambda run: self._passed_on(run, level)):
             if run.giver == self._job.rank:
-                held = self._held(run, level, low)
-                step = self._builder.send(
-                    run.taker,
-                    2 * run.first,
-                    Operand(held.index, held.offset),
-                    self._bytes(run, level, low),
-                    after=self._steps(self._made, run),
-                )
-                self._sent |= dict.fromkeys(run.units, step)
+                self._give(run, own)
             else:
-                self._take(run, level, low)
+                self._take(run, other, place_of[run.first])
+                if self._world <= 2 << level:
+                    self._finish(run)
 
     def gather_level(self, level: int) -> None:
         for run in self._runs(level):
-            for piece in self._by_place(run):
-                buffer, offset = self._job.result(piece[0]) if run.count else (self._job.scratch, 0)
-                size_bytes = sum(unit.count for unit in piece) * self._item_bytes
+            for piece in self._pieces(run, lambda unit: self._at(*self._job.result(unit), unit, self._item_bytes)):
+                buffer, offset = self._job.result(piece[0])
+                size_bytes = _count(piece) * self._item_bytes
                 slot = 2 * (run.first + run.units.index(piece[0])) + 1
                 if run.taker == self._job.rank:
-                    after = {self._made[unit] for unit in piece if unit in self._made}
+                    after = {self._made[unit] for unit in piece}
                     self._builder.send(run.giver, slot, Operand(buffer, offset), size_bytes, after=after)
                 else:
                     # In place, the result overwrites the contribution, which must have been sent before.
@@ -151,46 +183,76 @@ class _Writer:
                     step = self._builder.recv(run.taker, slot, buffer, offset, size_bytes, after=after)
                     self._made |= dict.fromkeys(piece, step)
 
-    def _take(self, run: _Run, level: int, low: int) -> None:
-        """Receives the other half's partial sums of a run and combines them with the own ones."""
-        other = low ^ (1 << level)
-        size_bytes = self._bytes(run, level, other)
-        place = self._builder.reserve_scratch(size_bytes)
-        came = self._builder.recv(run.giver, 2 * run.first, self._job.scratch, place, size_bytes)
-        if not run.count:
-            self._made |= dict.fromkeys(run.units, came)
-            return
-        arrived = Operand(self._job.scratch, place, is_partial=self._is_partial(level, other))
-        is_last = self._job.world <= 2 << level
-        for piece in self._by_place(run) if is_last else [run.units]:
-            part = _Run(piece, run.first, run.giver, run.taker)
-            step = self._combine(part, level, low, arrived, came, is_last)
-            self._made |= dict.fromkeys(piece, step)
-            arrived = Operand(
-                arrived.index, arrived.offset + self._bytes(part, level, other), False, arrived.is_partial
-            )
+    def _give(self, run: _Run, span: Span) -> None:
+        """Sends the sums of a run, folded from what this rank holds. Its only leaf or node goes from where it is."""
+        held, size_bytes = self._holds(run.units[0]), self._bytes(run, span)
+        source, after = Operand(held.places[0].index, held.places[0].offset), set(held.came)
+        if len(held.nodes) > 1 and size_bytes:
+            source, after = Operand(self._job.scratch, self._builder.reserve_scratch(size_bytes)), set()
+            offset = source.offset
+            for node in self._leaves.nodes(span):
+                for piece in self._pieces(run, self._sources):
+                    part_bytes = _count(piece) * self._partial_bytes
+                    after.add(self._fold(piece, node, self._job.scratch, offset, part_bytes, gives_partial=True))
+                    offset += part_bytes
+        step = self._builder.send(run.taker, 2 * run.first, source, size_bytes, after=after)
+        self._sent |= dict.fromkeys(run.units, step)
 
-    def _combine(self, run: _Run, level: int, low: int, arrived: Operand, came: int, is_last: bool) -> int:
-        own = self._held(run, level, low)
-        if is_last:
-            (buffer, offset), width = self._job.result(run.units[0]), self._item_bytes
-        else:
-            buffer, offset = self._job.scratch, self._sums + run.units[0].position * self._partial_bytes
-            width = self._partial_bytes
+    def _take(self, run: _Run, span: Span, place: int) -> None:
+        """Receives the other half's sums of a run."""
+        came = self._builder.recv(run.giver, 2 * run.first, self._job.scratch, place, self._bytes(run, span))
+        is_partial = not self._leaves.is_leaf(span)
+        width = self._partial_bytes if is_partial else self._item_bytes
+        count = run.count
+        nodes = tuple(self._leaves.nodes(span)) if count else ()
+        for unit in run.units:
+            start = place + (unit.position - run.units[0].position) * width
+            offsets = (start + index * count * width for index in range(len(nodes)))
+            places = tuple(Operand(self._job.scratch, offset, is_partial=is_partial) for offset in offsets)
+            held = self._holds(unit)
+            left, right = (held.nodes, held.places), (nodes, places)
+            if span.low < held.nodes[0].low:
+                left, right = right, left
+            self._held[unit] = _Held(left[0] + right[0], left[1] + right[1], (*held.came, came))
+
+    def _finish(self, run: _Run) -> None:
+        """Folds all of a run into its result."""
+        root = Span(0, self._leaves.count)
+        for piece in self._pieces(run, self._sources_and_result):
+            size_bytes = _count(piece) * self._item_bytes
+            step = self._holds(piece[0]).came[-1]
+            if size_bytes:
+                step = self._fold(piece, root, *self._job.result(piece[0]), size_bytes, gives_partial=False)
+            self._made |= dict.fromkeys(piece, step)
+
+    def _fold(
+        self, piece: Sequence[Unit], node: Span, buffer: int, offset: int, size_bytes: int, *, gives_partial: bool
+    ) -> int:
+        """Folds what this rank holds of a node of leaves."""
+        held = self._holds(piece[0])
+        inside = [index for index, part in enumerate(held.nodes) if node.low <= part.low < node.high]
         return self._builder.reduce(
-            [own, arrived] if self._is_left(level, low) else [arrived, own],
+            [held.places[index] for index in inside],
             buffer,
             offset,
-            run.count * width,
+            size_bytes,
             dtype=self._job.dtype,
             op=self._job.op,
-            gives_partial=not is_last,
-            after=[came, *self._steps(self._made, run)],
+            program=combinations(tuple(held.nodes[index] for index in inside), self._leaves.count),
+            gives_partial=gives_partial,
+            after={step for unit in piece for step in self._holds(unit).came},
         )
+
+    def _holds(self, unit: Unit) -> _Held:
+        if unit not in self._held:
+            start = unit.offset // self._item_bytes
+            places = self._leaves.places(self._job.rank, self._job.dtype, self._job.elements, unit.buffer, start)
+            self._held[unit] = _Held(tuple(self._leaves.given(self._job.rank)), tuple(places))
+        return self._held[unit]
 
     def _passed_on(self, run: _Run, level: int) -> int:
         """The first level at which the taker gives a unit of the run away. The top one if it keeps them all."""
-        world, taker = self._job.world, run.taker
+        world, taker = self._world, run.taker
         top = (world - 1).bit_length()
 
         def given_at(unit: Unit) -> int:
@@ -205,34 +267,19 @@ class _Writer:
         """The first rank of the own node of 2**level ranks."""
         return self._job.rank >> level << level
 
-    @staticmethod
-    def _is_left(level: int, low: int) -> bool:
-        return not low >> level & 1
-
-    def _is_partial(self, level: int, low: int) -> bool:
-        """Whether the node's sum has more than one leaf."""
-        return level > 0 and low + 1 < self._job.world
-
-    def _held(self, run: _Run, level: int, low: int) -> Operand:
-        """What this rank holds of a run."""
-        if not self._is_partial(level, low):
-            return Operand(run.units[0].buffer, run.units[0].offset)
-        return Operand(self._job.scratch, self._sums + run.units[0].position * self._partial_bytes, is_partial=True)
-
-    def _bytes(self, run: _Run, level: int, low: int) -> int:
-        return run.count * (self._partial_bytes if self._is_partial(level, low) else self._item_bytes)
-
-    @staticmethod
-    def _steps(steps: dict[Unit, int], run: _Run) -> set[int]:
-        return {steps[unit] for unit in run.units if unit in steps}
+    def _bytes(self, run: _Run, span: Span) -> int:
+        """The size of a run with the sums of this span."""
+        if self._leaves.is_leaf(span):
+            return run.count * self._item_bytes
+        return run.count * len(self._leaves.nodes(span)) * self._partial_bytes
 
     def _runs(self, level: int) -> Iterator[_Run]:
         """The messages of this rank where the two halves of its node of 2**(level + 1) ranks meet."""
         low = self._node(level)
         other = low ^ (1 << level)
-        if other >= self._job.world:
+        if other >= self._world:
             return
-        rank, world = self._job.rank, self._job.world
+        rank, world = self._job.rank, self._world
         listed: list[tuple[int, Unit, int, int]] = []
         for number, unit in enumerate(self._job.units):
             if owner(low, level, unit.share, world) != rank:
@@ -258,15 +305,25 @@ class _Writer:
             and size_bytes * self._partial_bytes <= self._job.chunk_bytes
         )
 
-    def _by_place(self, run: _Run) -> list[tuple[Unit, ...]]:
-        """A run, cut where results are not side by side."""
-        if not run.count:
-            return [run.units]
-        starts = []
-        position = 0
-        for unit in run.units:
-            buffer, offset = self._job.result(unit)
-            starts.append((buffer, offset - position))
-            position += unit.count * self._item_bytes
-        grouped = groupby(zip(run.units, starts, strict=True), key=lambda pair: pair[1])
-        return [tuple(unit for unit, _ in group) for _, group in grouped]
+    @staticmethod
+    def _pieces(run: _Run, places: Callable[[Unit], Hashable]) -> list[tuple[Unit, ...]]:
+        """A run, cut where places (`_at`) are not side by side."""
+        return [tuple(units) for _, units in groupby(run.units, places)]
+
+    @staticmethod
+    def _at(buffer: int, offset: int, unit: Unit, width: int) -> tuple[int, int]:
+        """A place in memory: equal for units that lie side by side."""
+        return buffer, offset - unit.position * width
+
+    def _sources(self, unit: Unit) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            self._at(place.index, place.offset, unit, self._partial_bytes if place.is_partial else self._item_bytes)
+            for place in self._holds(unit).places
+        )
+
+    def _sources_and_result(self, unit: Unit) -> Hashable:
+        return self._sources(unit), self._at(*self._job.result(unit), unit, self._item_bytes)
+
+
+def _count(units: Sequence[Unit]) -> int:
+    return sum(unit.count for unit in units)

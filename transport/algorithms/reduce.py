@@ -42,7 +42,7 @@ def reduce(
             rank=rank,
             dtype=dtype,
             op=op,
-            layout=Layout(Hosts.equal(world, 1), world),
+            layout=Layout(Hosts.equal(world, 1)),
             shares=[Share(buffer=0, offset=0, chunks=cut if owner == root else ()) for owner in range(world)],
             result_buffer=1 if own_output else 0,
             result_offsets=[0] * world,

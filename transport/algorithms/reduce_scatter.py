@@ -47,7 +47,7 @@ def reduce_scatter(
         signature=signature(Kind.REDUCE_SCATTER, type_code=dtype, op=op, elements=sum(counts)),
         buffer_bytes=[*inputs, counts[rank] * dtype.item_bytes],
     )
-    layout = Layout(hosts or Hosts.equal(world, 1), world)
+    layout = Layout(hosts or Hosts.equal(world, 1))
     chunk_bytes = layout.chunk_bytes(dtype, chunk_bytes)
     add_fold(
         builder,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sennit.transport.algorithms.halving import Halving, add_halving, cut_units
+from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import (
     DEFAULT_CHUNK_BYTES,
     buffer_sizes,
@@ -51,7 +52,7 @@ def reduce_scatter_halving(
     add_halving(
         builder,
         Halving(
-            world=world,
+            leaves=Leaves(world),
             rank=rank,
             dtype=dtype,
             op=op,

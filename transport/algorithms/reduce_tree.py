@@ -7,6 +7,7 @@ The root receives log2(world) vectors instead of world - 1.
 from __future__ import annotations
 
 from sennit.transport.algorithms.halving import Halving, add_halving, cut_units
+from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.algorithms.ranges import DEFAULT_CHUNK_BYTES, Part, check_chunk, check_root, check_world
 from sennit.transport.elements import Dtype, ReduceOp, check_reducible
 from sennit.transport.plan import Plan, PlanBuilder
@@ -44,7 +45,7 @@ def reduce_tree(
     add_halving(
         builder,
         Halving(
-            world=world,
+            leaves=Leaves(world),
             rank=rank,
             dtype=dtype,
             op=op,

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a reduction give: a leaf each, several leaves of a larger tree, or the sums of their nodes.
+
+Equal leaves give the same bits in a world of any size, whatever the algorithm: ranks pass on either one leaf, or the
+partial sums of the largest nodes inside the span of leaves that they speak for (`tree.cover`).
+"""
+
+from __future__ import annotations
+
+from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
+from sennit.transport.errors import ArgumentError
+from sennit.transport.plan import Operand, PlanBuilder
+from sennit.transport.signature import Kind, signature
+from sennit.transport.tree import Span, cover, given_spans, leaves_of
+
+
+class Leaves:
+    """`count` leaves that `world` ranks give in turn (`leaves_of`); by default one a rank.
+
+    `partial`: the ranks give partial sums of their nodes (`cover`) in place of leaves. Raises ArgumentError if there
+    are fewer leaves than ranks.
+    """
+
+    def __init__(self, world: int, count: int | None = None, *, partial: bool = False) -> None:
+        self.world, self.partial, self.are_counted = world, partial, count is not None
+        self.count = world if count is None else count
+        self.of_rank = [leaves_of(rank, world, self.count) for rank in range(world)]
+
+    @property
+    def are_single(self) -> bool:
+        """Whether every rank gives one leaf, so that its vector is what it sends."""
+        return self.count == self.world and not self.partial
+
+    def of_ranks(self, low: int, high: int) -> Span:
+        """The leaves of ranks `low` up to, not including, `high`."""
+        return Span(self.of_rank[low].low, self.of_rank[high - 1].high)
+
+    def nodes(self, span: Span) -> list[Span]:
+        """The largest nodes inside a span, whose sums stand for it."""
+        return cover(span, self.count)
+
+    def is_leaf(self, span: Span) -> bool:
+        """Whether a message with this span holds the elements themselves."""
+        return span.high - span.low == 1 and not self.partial
+
+    def width(self, span: Span, partial_ratio: float = 1) -> float:
+        """The size of a message with this span, in vectors. A partial sum is `partial_ratio` times as wide."""
+        return 1 if self.is_leaf(span) else len(self.nodes(span)) * partial_ratio
+
+    def item_bytes(self, dtype: Dtype) -> int:
+        """Of an element in the buffer that a rank gives."""
+        return (accumulator(dtype) if self.partial else dtype).item_bytes
+
+    def given(self, rank: int) -> list[Span]:
+        """The rows of the buffer that `rank` gives."""
+        return given_spans(rank, self.world, self.count, partial=self.partial)
+
+    def places(self, rank: int, dtype: Dtype, elements: int, buffer: int, start: int) -> list[Operand]:
+        """Where the elements from `start` on begin in each row of `elements`."""
+        return [
+            Operand(buffer, (row * elements + start) * self.item_bytes(dtype), is_partial=self.partial)
+            for row in range(len(self.given(rank)))
+        ]
+
+
+def allreduce_builder(
+    name: str, leaves: Leaves, *, rank: int, elements: int, dtype: Dtype, op: ReduceOp, in_place: bool
+) -> tuple[PlanBuilder, int]:
+    """Returns the builder of an allreduce, and the number of the buffer for its result.
+
+    Buffers: `[data]` in place, else `[input, output]`; `elements` of `dtype` each. With leaves that were counted, the
+    buffers are `[input, output]`, and the input holds the leaves of `leaves_of(rank, world, leaves)`, one after
+    another; `partial`: the sums of their nodes, in the accumulator's type (`given_spans`). Raises ArgumentError if the
+    operation is not defined for the type, or if PREMUL_SUM is to scale partial sums.
+    """
+    check_reducible(dtype, op)
+    if leaves.partial and op is ReduceOp.PREMUL_SUM:
+        raise ArgumentError("PREMUL_SUM of partial sums; allowed: SUM, of leaves that were scaled before")
+    size_bytes = elements * dtype.item_bytes
+    in_place = in_place and not leaves.are_counted
+    given_bytes = len(leaves.given(rank)) * elements * leaves.item_bytes(dtype)
+    # Of counted leaves, sizes of messages tell apart what the low bits do not.
+    root = 1 + (leaves.count - 1) % 255 if leaves.are_counted else 0
+    summed = elements * leaves.count if leaves.are_counted else elements
+    builder = PlanBuilder(
+        name,
+        world=leaves.world,
+        rank=rank,
+        signature=signature(Kind.ALLREDUCE, type_code=dtype, op=op, root=root, elements=summed),
+        buffer_bytes=[size_bytes] if in_place else [given_bytes, size_bytes],
+        leaves=leaves.count,
+    )
+    return builder, 0 if in_place else 1
