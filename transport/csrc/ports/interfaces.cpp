@@ -102,19 +102,19 @@ std::vector<Interface> read_interfaces(const std::string& if_inet6) {
   return out;
 }
 
-InterfaceFacts read_interface(const wire::Endpoint& local) {
+InterfaceFacts facts_of(const std::vector<Interface>& interfaces, const wire::Endpoint& local) {
   wire::Endpoint wanted = local;
   wanted.port = 0;
   // All of 127.0.0.0/8 is on the loopback interface, which lists only 127.0.0.1.
   if (!local.is_ipv6 && local.address[0] == std::byte{127}) wanted = wire::parse_endpoint("127.0.0.1", 0);
-  for (const Interface& interface : read_interfaces())
+  for (const Interface& interface : interfaces)
     for (const InterfaceAddress& address : interface.addresses)
       if (address.endpoint == wanted) return {interface.mtu_bytes, address.prefix_bits};
   return {};
 }
 
-size_t loopback_mtu_bytes(bool is_ipv6) {
-  return read_interface(wire::parse_endpoint(is_ipv6 ? "::1" : "127.0.0.1", 0)).mtu_bytes;
+size_t loopback_mtu_bytes(const std::vector<Interface>& interfaces, bool is_ipv6) {
+  return facts_of(interfaces, wire::parse_endpoint(is_ipv6 ? "::1" : "127.0.0.1", 0)).mtu_bytes;
 }
 
 }  // namespace sennit

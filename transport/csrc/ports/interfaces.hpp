@@ -34,8 +34,8 @@ struct InterfaceFacts {
   size_t mtu_bytes = 0;
   uint8_t prefix_bits = 0;  // of the address's subnet
 };
-InterfaceFacts read_interface(const wire::Endpoint& local);
+InterfaceFacts facts_of(const std::vector<Interface>& interfaces, const wire::Endpoint& local);
 // The MTU between two addresses of this machine, whichever interfaces have them. 0 without that family.
-size_t loopback_mtu_bytes(bool is_ipv6);
+size_t loopback_mtu_bytes(const std::vector<Interface>& interfaces, bool is_ipv6);
 
 }  // namespace sennit

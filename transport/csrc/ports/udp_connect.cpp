@@ -16,7 +16,10 @@ UdpPort::Peer& UdpPort::prepare(uint32_t peer, std::span<const std::byte> info, 
   made->offer = RoceOffer::decode(info);
   made->sink = &sink;
   const RoceOffer& theirs = made->offer;
-  const auto [rails, path_count, config] = agree(offer_, peer, theirs, send_, pair_payload);
+  const auto payload_of = [this](const RoceOffer::Rail& one, const RoceOffer::Rail& other) {
+    return pair_payload(interfaces_, one, other);
+  };
+  const auto [rails, path_count, config] = agree(offer_, peer, theirs, send_, payload_of);
   const RoceOffer::Peer& for_peer = for_peers_[peer];
   std::vector<RailPairs::Pair> pairs = rails.first;
   if (is_tried && !theirs.is_device && (pairs.size() + rails.reserves.size()) * path_count <= PATH_MAX_COUNT) {

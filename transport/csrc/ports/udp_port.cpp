@@ -12,7 +12,6 @@
 
 #include "flow/control.hpp"
 #include "ports/call_clock.hpp"
-#include "ports/interfaces.hpp"
 #include "ports/udp_peer.hpp"
 #include "ports/udp_setup.hpp"
 #include "wire/utf8.hpp"
@@ -91,7 +90,7 @@ void UdpPort::open_rail(const std::string& address, uint16_t port, uint8_t inter
   RoceOffer::Rail& offered = offer_.rails.emplace_back();
   offered.listen = listener.local();
   offered.interface = interface;
-  const InterfaceFacts facts = read_interface(listener.local());
+  const InterfaceFacts facts = facts_of(interfaces_, listener.local());
   offered.prefix_bits = facts.prefix_bits;
   offered.payload_max_bytes = payload_for_mtu(facts.mtu_bytes, listener.local());
   const size_t granted_bytes = listener.set_receive_buffer(config.receive_buffer_bytes);

@@ -21,6 +21,7 @@
 #include "ports/agreement.hpp"
 #include "ports/exposure.hpp"
 #include "ports/flow_lane.hpp"
+#include "ports/interfaces.hpp"
 #include "ports/roce_offer.hpp"
 #include "ports/send_config.hpp"
 #include "ports/trial.hpp"
@@ -106,6 +107,8 @@ class UdpPort final : public TriedPort {
   RoceOffer offer_;                         // ours
   std::vector<RoceOffer::Peer> for_peers_;  // by rank
   const SendConfig send_;
+  // Read once: with each of many peers it would cost more than all else that is agreed with it.
+  const std::vector<Interface> interfaces_ = read_interfaces();
   flow::ReceiveBudget receive_budget_{
       {.min_bytes = 65'536, .target_queue_us = 250}};  // before peers_, whose flows return their grants at the end
   flow::Agenda agenda_;                                // its members are those of connected_, in that order

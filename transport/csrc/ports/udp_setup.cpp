@@ -7,7 +7,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "ports/interfaces.hpp"
 #include "wire/packet.hpp"
 
 namespace sennit {
@@ -79,9 +78,10 @@ uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local) {
 
 // Packets between two addresses of one machine take the loopback interface, whatever interfaces have the addresses.
 // Both ends see the same: if the peer's address is ours, our packets to it stay on this machine.
-uint32_t pair_payload(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs) {
-  if (read_interface(theirs.listen).mtu_bytes != 0)
-    if (const size_t mtu_bytes = loopback_mtu_bytes(theirs.listen.is_ipv6))
+uint32_t pair_payload(const std::vector<Interface>& interfaces, const RoceOffer::Rail& ours,
+                      const RoceOffer::Rail& theirs) {
+  if (facts_of(interfaces, theirs.listen).mtu_bytes != 0)
+    if (const size_t mtu_bytes = loopback_mtu_bytes(interfaces, theirs.listen.is_ipv6))
       return payload_for_mtu(mtu_bytes, theirs.listen);
   return std::min(ours.payload_max_bytes, theirs.payload_max_bytes);
 }

@@ -11,7 +11,9 @@
 #include <cstdint>
 #include <string>
 #include <system_error>
+#include <vector>
 
+#include "ports/interfaces.hpp"
 #include "ports/roce_offer.hpp"
 #include "ports/udp_socket.hpp"
 
@@ -32,8 +34,9 @@ UdpSocket open_sender(const std::string& address, const PortRange& ports);
 
 // The largest path MTU of IBTA that fits the interface of `local`.
 uint32_t payload_for_mtu(size_t mtu_bytes, const wire::Endpoint& local);
-// The payload between two rails of two ranks.
-uint32_t pair_payload(const RoceOffer::Rail& ours, const RoceOffer::Rail& theirs);
+// The payload between two rails of two ranks. `interfaces`: this machine's.
+uint32_t pair_payload(const std::vector<Interface>& interfaces, const RoceOffer::Rail& ours,
+                      const RoceOffer::Rail& theirs);
 // How much each peer may have in flight into a receive buffer.
 uint64_t window_for(size_t granted_bytes, uint32_t payload_max_bytes, uint32_t peer_count);
 

@@ -103,10 +103,11 @@ void VerbsPort::make_offer(uint32_t size) {
   for (const auto& adapter : adapters_)
     offer_.receive_window_bytes = std::min(offer_.receive_window_bytes, adapter->receive_window_bytes());
   std::random_device random;
+  const std::vector<Interface> interfaces = read_interfaces();
   for (const Rail& rail : rails_) {
     RoceOffer::Rail& offered = offer_.rails.emplace_back();
     offered.listen = rail.address.endpoint;
-    offered.prefix_bits = read_interface(rail.address.endpoint).prefix_bits;
+    offered.prefix_bits = facts_of(interfaces, rail.address.endpoint).prefix_bits;
     offered.device = static_cast<uint8_t>(rail.adapter->number());
     offered.interface = static_cast<uint8_t>(offer_.rails.size() - 1);
     offered.payload_max_bytes = rail.address.mtu_bytes;
