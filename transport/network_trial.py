@@ -27,6 +27,8 @@ NETWORKS: Final = ("udp", "verbs")
 TRIAL_S: Final = 2.0
 # The pause between two looks at the store.
 SLICE_S: Final = 0.1
+# Before this time nobody looks there: peers that fail at once are rare, and the store serves all ranks.
+FIRST_LOOK_S: Final = 0.5
 # How many peers' records a rank looks for at a time: the store serves all ranks.
 LOOK_COUNT: Final = 8
 # The wait when both ends have told what they know and packets may still be on the way.
@@ -119,8 +121,9 @@ def _find_out(
     while not is_over and time.monotonic() < patience_s:
         if watch is not None:
             watch()
-        for peer in _next(turns, _open(endpoint, peers)):
-            _learn(endpoint, board, rank, peer)
+        if time.monotonic() >= begun_s + FIRST_LOOK_S:
+            for peer in _next(turns, _open(endpoint, peers)):
+                _learn(endpoint, board, rank, peer)
         is_over = endpoint.try_network(SLICE_S)
     told = _record(endpoint, peers)
     board.leave(told)

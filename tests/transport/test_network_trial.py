@@ -232,8 +232,9 @@ def run(end: End, board: Board, deadline_s: float = 100.0) -> list[str]:
     return [text for verdict in verdicts for text in (*verdict.warnings, *verdict.notes)]
 
 
-def test_where_all_is_well_nobody_looks_into_the_store() -> None:
-    end, board = End(heard=GOOD, settles_after=0), Board(None)
+@pytest.mark.parametrize("settles_after", [0, 1])
+def test_where_all_is_well_nobody_looks_into_the_store(settles_after: int) -> None:
+    end, board = End(heard=GOOD, settles_after=settles_after), Board(None)
     end.told = GOOD
     board.look = None  # type: ignore[assignment, method-assign]
     assert run(end, board) == []
