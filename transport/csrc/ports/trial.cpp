@@ -19,9 +19,10 @@ static_assert(HEADER_BYTES + PATH_MAX_COUNT / 2 <= Trial::MESSAGE_MAX_BYTES);
 constexpr uint64_t FIRST_WAIT_US = 50'000, LONGEST_WAIT_US = 200'000;
 // After contact, an unanswered probe is repeated this often before it counts as lost for good. At a loss of one packet
 // in ten, one path in a hundred million is misjudged.
-constexpr uint64_t CONTACT_WAIT_US = 40'000;
+constexpr uint64_t CONTACT_WAIT_US = 40'000, LONGEST_CONTACT_WAIT_US = 150'000;
 constexpr uint32_t DECIDING_ROUNDS = 8, LAST_ROUND = 25;
-constexpr uint64_t NEWS_US = 2 * CONTACT_WAIT_US;
+// Of many ranks on few processors each has its turn rarely: 64 ranks on two cores answer after 100 ms.
+constexpr uint64_t WAIT_PER_PEER_US = 2'500;
 // Reserves are tried from the second round on. Mostly there is none.
 constexpr uint32_t RESERVE_ROUND = 2;
 // From this round on, smaller packets are tried as well. The count starts at contact, if there is any.
@@ -42,6 +43,8 @@ uint8_t level_of(uint32_t payload_bytes) {
 Trial::Trial(const Config& config)
     : target_(level_of(config.payload_max_bytes)),
       decides_(config.decides),
+      wait_us_(std::min(CONTACT_WAIT_US + WAIT_PER_PEER_US * (std::max(config.peer_count, 1u) - 1),
+                        LONGEST_CONTACT_WAIT_US)),
       reserve_of_(config.reserve_of),
       is_used_(config.pair_count),
       heard_(config.path_count),
@@ -113,9 +116,10 @@ void Trial::start_round(uint64_t now_us) {
   }
   // All probes may be lost, and the peer waits for news.
   if (has_contact()) send_message(1);
-  const uint64_t wait_us = has_contact() && rounds_of_contact_ < LAST_ROUND
-                               ? CONTACT_WAIT_US
-                               : std::min(FIRST_WAIT_US << std::min(round_ - 1, 2u), LONGEST_WAIT_US);
+  const uint64_t wait_us =
+      has_contact() && rounds_of_contact_ < LAST_ROUND
+          ? wait_us_
+          : std::min(std::max(FIRST_WAIT_US, wait_us_) << std::min(round_ - 1, 2u), LONGEST_WAIT_US);
   next_round_us_ = now_us + wait_us;
 }
 
@@ -123,7 +127,7 @@ void Trial::decide(uint64_t now_us) {
   if (is_settled()) return;
   if (all_reach(heard_) && all_reach(told_)) return settle(target_);
   if (rounds_of_contact_ < DECIDING_ROUNDS) return;
-  if (now_us < news_us_ + NEWS_US && rounds_of_contact_ < LAST_ROUND) return;
+  if (now_us < news_us_ + 2 * wait_us_ && rounds_of_contact_ < LAST_ROUND) return;
   choose_pairs();
   Level least = target_;
   bool hears = false, reaches = false;
@@ -175,7 +179,7 @@ void Trial::note_contact(uint64_t now_us) {
   if (has_contact()) return;
   contact_us_ = news_us_ = now_us;
   // Probes sent earlier may have come before the peer listened.
-  if (next_round_us_ != 0 && !is_settled()) next_round_us_ = std::min(next_round_us_, now_us + CONTACT_WAIT_US);
+  if (next_round_us_ != 0 && !is_settled()) next_round_us_ = std::min(next_round_us_, now_us + wait_us_);
 }
 
 void Trial::on_probe(uint64_t now_us, uint32_t path, std::span<const std::byte> payload) {

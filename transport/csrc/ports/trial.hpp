@@ -32,6 +32,7 @@ class Trial {
     bool decides;                           // true at exactly one of the two ends
     uint32_t pair_count = 1;                // of rails, reserves last; path p belongs to pair p mod pair_count
     std::vector<uint32_t> reserve_of = {};  // for each reserve: the pair that it stands in for
+    uint32_t peer_count = 1;                // tried at the same time: the more, the later they may answer
   };
   struct Probe {
     uint32_t path;
@@ -85,6 +86,7 @@ class Trial {
 
   const Level target_;
   const bool decides_;
+  const uint64_t wait_us_;
   const std::vector<uint32_t> reserve_of_;
   std::vector<bool> is_used_;        // by pair
   std::vector<Level> heard_, told_;  // by path

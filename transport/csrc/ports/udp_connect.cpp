@@ -76,9 +76,8 @@ void UdpPort::start(Peer& peer) {
   peer.payload_bytes = config.payload_max_bytes;
   // Packets to an address of this host pass no link that other senders share. The window leaves each peer its part of
   // the socket's memory, and that is all there is to protect.
-  const bool is_on_this_host = std::all_of(peer.used.begin(), peer.used.end(), [](const UdpPath* path) {
-    return path->source.address == path->remote_listen.address;
-  });
+  const bool is_on_this_host =
+      std::all_of(peer.used.begin(), peer.used.end(), [](const UdpPath* path) { return path->stays_here(); });
   if (!is_on_this_host) config.receive_budget = &receive_budget_;
   config.agenda = &agenda_;
   config.agenda_member = peer.member = static_cast<uint32_t>(connected_.size());
@@ -115,14 +114,23 @@ void UdpPort::connect(uint32_t peer, std::span<const std::byte> info, LaneSink& 
 
 void UdpPort::begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) {
   Peer& made = prepare(peer, info, sink, true);
+  // The paths of a pair of rails differ in the source port alone, which only a network looks at.
+  const bool is_on_this_host =
+      !made.offer.is_device &&
+      std::all_of(made.paths.begin(), made.paths.end(), [](const UdpPath& path) { return path.stays_here(); });
+  const uint32_t tried_count = is_on_this_host ? made.pair_count : static_cast<uint32_t>(made.paths.size());
   made.trial = std::make_unique<Trial>(Trial::Config{
-      .path_count = static_cast<uint32_t>(made.paths.size()),
+      .path_count = tried_count,
       .payload_max_bytes = made.payload_max_bytes,
       .decides = rank_ < peer,
       .pair_count = made.pair_count,
       .reserve_of = made.reserve_of,
+      .peer_count = offer_.size - 1,
   });
-  for (UdpPath& path : made.paths) path.trial = made.trial.get();
+  for (UdpPath& path : made.paths) {
+    path.trial = made.trial.get();
+    path.number %= tried_count;
+  }
 }
 
 bool UdpPort::send_probes(Peer& peer, uint64_t now_us) {
@@ -147,10 +155,11 @@ bool UdpPort::try_network(uint64_t now_us) {
   for (const auto& rail : rails_) {
     while (rail->receiver->receive(now_us) != UdpReceiver::Received::nothing) {
     }
-    for (const auto& sender : rail->senders) {
-      sender->flush(now_us);
-      if (sender->look_for_refusals()) note_refused(*sender, now_us);
-    }
+    for (const auto& sender : rail->senders) sender->flush(now_us);
+  }
+  if (now_us >= look_at_us_) {
+    look_for_refusals(now_us);
+    look_at_us_ = now_us + REFUSALS_US;
   }
   bool is_over = true;
   for (const auto& peer : peers_) {
@@ -179,7 +188,7 @@ std::vector<TriedPath> UdpPort::tried_paths(uint32_t peer) const {
   std::vector<TriedPath> out;
   if (!peers_.at(peer) || !peers_[peer]->trial) return out;
   const Trial& trial = *peers_[peer]->trial;
-  for (const UdpPath& path : peers_[peer]->paths)
+  for (const UdpPath& path : std::span(peers_[peer]->paths).first(trial.path_count()))
     out.push_back({path.source,
                    path.remote_listen,
                    path.remote_source,

@@ -23,7 +23,7 @@ struct UdpPath {
   uint32_t trial_rkey = 0;     // for probes that come here: the key of the ring that the peer may write to
   trace::Ends ends{};
   uint32_t index = 0;           // the flow's name for it
-  uint32_t number = 0;          // the trial's name for it
+  uint32_t number = 0;          // the trial's name for it, and for those that it stands for
   size_t rail = 0;              // ours
   UdpSender* sender = nullptr;  // owns the socket with this path's source port
   wire::Endpoint source, local_listen, remote_source, remote_listen;
@@ -34,6 +34,9 @@ struct UdpPath {
   bool is_over_mtu = false;   // it did not take the last full packet
   bool is_to_device = false;  // a device, which takes eager packets as SEND ONLY with immediate
   wire::NetworkCrc outgoing, incoming;
+
+  // The kernel takes packets to an address of its own host in at once: no link, no switch.
+  bool stays_here() const { return source.address == remote_listen.address; }
 };
 
 }  // namespace sennit

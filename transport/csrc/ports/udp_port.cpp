@@ -27,7 +27,6 @@ constexpr size_t SEND_BUFFER_BYTES = 4 << 20;
 constexpr int ROUND_MAX_COUNT = 4;
 constexpr uint32_t DATA_MAX_PER_ROUND = 4, RECEIVE_MAX_PER_ROUND = 8;
 constexpr uint64_t BLOCKED_RETRY_US = 50;
-constexpr uint64_t REFUSALS_US = 20'000;
 constexpr size_t KEY_POOL_COUNT = 64;  // 256 bytes: one getrandom of this size never blocks nor returns less
 
 }  // namespace

@@ -84,6 +84,8 @@ class UdpPort final : public TriedPort {
  private:
   struct Rail;
   struct Peer;
+  // How often the kernel is asked which packets came back: a system call for each socket.
+  static constexpr uint64_t REFUSALS_US = 20'000;
 
   // Makes the paths to a peer. They are not in use yet.
   Peer& prepare(uint32_t peer, std::span<const std::byte> info, LaneSink& sink, bool is_tried);

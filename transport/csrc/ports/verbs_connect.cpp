@@ -96,6 +96,7 @@ void VerbsPort::begin_trial(uint32_t peer, std::span<const std::byte> info, Lane
       .path_count = static_cast<uint32_t>(made.paths.size()),
       .payload_max_bytes = made.payload_max_bytes,
       .decides = rank_ < peer,
+      .peer_count = offer_.size - 1,
   });
 }
 

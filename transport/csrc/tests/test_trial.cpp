@@ -30,9 +30,9 @@ class Pair {
   using Network = std::function<bool(int from, uint32_t path, uint32_t payload_bytes)>;
 
   Pair(uint32_t path_count, Network passes, uint32_t payload_max_bytes = 4'096, uint32_t pair_count = 1,
-       const std::vector<uint32_t>& reserve_of = {})
-      : ends{Trial({path_count, payload_max_bytes, true, pair_count, reserve_of}),
-             Trial({path_count, payload_max_bytes, false, pair_count, reserve_of})},
+       const std::vector<uint32_t>& reserve_of = {}, uint32_t peer_count = 1)
+      : ends{Trial({path_count, payload_max_bytes, true, pair_count, reserve_of, peer_count}),
+             Trial({path_count, payload_max_bytes, false, pair_count, reserve_of, peer_count})},
         passes_(std::move(passes)) {}
 
   // An end that has not begun yet receives nothing, but its socket keeps what arrives.
@@ -154,6 +154,18 @@ TEST_CASE("an end that begins a second later finds what its socket kept, and bot
   for (int end = 0; end < 2; ++end) CHECK(pair.ends[end].is_perfect());
   CHECK(pair.settled_us[1] < 1'000'000 + 6 * DELAY_US);
   CHECK(pair.sent[0] < 500);
+}
+
+TEST_CASE("with many peers nothing is repeated while one is busy with others, and the size is found in two seconds") {
+  Pair few(8, everything), many(8, everything, 4'096, 1, {}, 63);
+  for (Pair* pair : {&few, &many}) pair->run(LIMIT_US, 100'000);
+  CHECK(many.ends[0].is_perfect());
+  CHECK(many.sent[0] <= 8 + 8);
+  CHECK(few.sent[0] > many.sent[0]);
+  Pair narrow(
+      8, [](int, uint32_t, uint32_t payload_bytes) { return payload_bytes <= 1'024; }, 4'096, 1, {}, 1'023);
+  narrow.run(LIMIT_US);
+  for (const Trial& end : narrow.ends) CHECK(end.payload_bytes() == 1'024);
 }
 
 TEST_CASE("random losses lower nothing, and both ends agree") {

@@ -37,8 +37,10 @@ struct Tried {
   Rank a, b;
   std::vector<std::byte> of_a, of_b;
 
-  explicit Tried(const UdpConfig& config, const std::function<void(uint32_t rank, RoceOffer&)>& change = {})
-      : a(0, config), b(1, config) {
+  using Change = std::function<void(uint32_t rank, RoceOffer&)>;
+
+  explicit Tried(const UdpConfig& config, const Change& change = {}) : Tried(config, config, change) {}
+  Tried(const UdpConfig& config, const UdpConfig& other, const Change& change = {}) : a(0, config), b(1, other) {
     for (auto [rank, from, info] : {std::tuple{0u, &a, &of_a}, std::tuple{1u, &b, &of_b}}) {
       RoceOffer offer = RoceOffer::decode(test::info_of(from->port, 1 - rank));
       if (change) change(rank, offer);
@@ -63,16 +65,20 @@ struct Tried {
 
 }  // namespace
 
-TEST_CASE("a trial over the loopback finds every path good, and the flow uses them") {
-  for (const char* address : {"::1", "127.0.0.1"}) {
+TEST_CASE("a trial finds every path good, at one address with a probe for all of them, and the flow uses them") {
+  using Case = std::tuple<const char*, const char*, uint32_t>;
+  for (const auto& [address, other, tried_count] :
+       {Case{"::1", "::1", 1}, Case{"127.0.0.1", "127.0.0.1", 1}, Case{"127.0.0.1", "127.0.0.2", 4}}) {
     CAPTURE(address);
-    Tried pair(config_for(address));
+    CAPTURE(other);
+    Tried pair(config_for(address), config_for(other));
     REQUIRE(pair.run(10'000'000));
     for (auto [rank, peer] : {std::pair{&pair.a, 1u}, std::pair{&pair.b, 0u}}) {
       REQUIRE(rank->port.trial(peer) != nullptr);
       CHECK(rank->port.trial(peer)->is_perfect());
       CHECK(rank->port.trial(peer)->payload_bytes() == 4'096);
-      REQUIRE(rank->port.tried_paths(peer).size() == 4);
+      CHECK(rank->port.trial(peer)->path_count() == tried_count);
+      REQUIRE(rank->port.tried_paths(peer).size() == tried_count);
       for (const TriedPath& path : rank->port.tried_paths(peer)) {
         CHECK(path.told_bytes == 4'096);
         CHECK(path.heard_bytes == 4'096);
@@ -110,7 +116,7 @@ TEST_CASE("both ends find out that one of them hears nothing, and make no flow")
     of_b.on_message(now_us(), from_a);
     for (auto [rank, trial] : {std::pair{0u, &of_a}, std::pair{1u, &of_b}}) {
       CHECK(!trial->is_settled());
-      for (uint32_t path = 0; path < 4; ++path) {
+      for (uint32_t path = 0; path < trial->path_count(); ++path) {
         // The deaf end was told a wrong port, so its own ICRC would not fit either.
         CHECK(trial->heard_bytes(path) == (rank == deaf ? 0u : 4'096u));
         CHECK(trial->told_bytes(path) == (rank == deaf ? 4'096u : 0u));
@@ -145,6 +151,7 @@ TEST_CASE("a port that is closed is named as refused") {
     if (rank == 1) offer.rails[0].listen.port = closed_port;
   });
   REQUIRE(!pair.run(300'000));
+  CHECK(!pair.a.port.tried_paths(1).empty());
   for (const TriedPath& path : pair.a.port.tried_paths(1)) CHECK(path.error == ECONNREFUSED);
   for (const TriedPath& path : pair.b.port.tried_paths(0)) CHECK(path.error == 0);
 }
