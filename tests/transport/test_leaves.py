@@ -153,6 +153,15 @@ def test_any_leaves_in_any_order_of_events(
         np.testing.assert_array_equal(result, fold(leaves, dtype, op, scalar=SCALAR))
 
 
+@pytest.mark.parametrize("chunk_bytes", [384, 576, 1_088])
+@pytest.mark.parametrize(("world", "count"), [(8, 13), (9, 31), (16, 27)])
+def test_rounds_may_cut_messages_of_many_shares_differently(world: int, count: int, chunk_bytes: int) -> None:
+    leaves = inputs(count, count, 16 * world, Dtype.F32)
+    plans = plans_of(world, count, 16 * world, Dtype.F32, ReduceOp.SUM, chunk_bytes, algorithm=Algorithm.HALVING)
+    for result in run(plans, leaves, seed=chunk_bytes):
+        np.testing.assert_array_equal(result, fold(leaves, Dtype.F32, ReduceOp.SUM))
+
+
 def test_sixteen_bit_sums_are_rounded_once_however_they_are_spread() -> None:
     """1 + 3 * 2**-11 is 1 + 2**-9 in fp16. With rounded partial sums, 1 + 2**-11 would be 1."""
     small = np.array([2.0**-11], np.float16)

@@ -15,7 +15,7 @@ leaf. If it gives several, the spans of ranks need not be nodes, and then a mess
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -51,7 +51,7 @@ class Halving:
     """Of one leaf or node, where a rank gives several."""
     units: Sequence[Unit]
     result: Callable[[Unit], tuple[int, int]]
-    """Buffer and offset of a unit's result, on the ranks that get it."""
+    """Buffer and offset of a unit's result, on the ranks that get it. With `gather`, in the order of contributions."""
     scratch: int
     """Number of the scratch buffer."""
     chunk_bytes: int
@@ -170,18 +170,16 @@ class _Writer:
 
     def gather_level(self, level: int) -> None:
         for run in self._runs(level):
-            for piece in self._pieces(run, lambda unit: self._at(*self._job.result(unit), unit, self._item_bytes)):
-                buffer, offset = self._job.result(piece[0])
-                size_bytes = _count(piece) * self._item_bytes
-                slot = 2 * (run.first + run.units.index(piece[0])) + 1
-                if run.taker == self._job.rank:
-                    after = {self._made[unit] for unit in piece}
-                    self._builder.send(run.giver, slot, Operand(buffer, offset), size_bytes, after=after)
-                else:
-                    # In place, the result overwrites the contribution, which must have been sent before.
-                    after = {self._sent[unit] for unit in piece} if self._job.in_place else set()
-                    step = self._builder.recv(run.taker, slot, buffer, offset, size_bytes, after=after)
-                    self._made |= dict.fromkeys(piece, step)
+            buffer, offset = self._job.result(run.units[0])
+            slot, size_bytes = 2 * run.first + 1, run.count * self._item_bytes
+            if run.taker == self._job.rank:
+                after = {self._made[unit] for unit in run.units}
+                self._builder.send(run.giver, slot, Operand(buffer, offset), size_bytes, after=after)
+            else:
+                # In place, the result overwrites the contribution, which must have been sent before.
+                after = {self._sent[unit] for unit in run.units} if self._job.in_place else set()
+                step = self._builder.recv(run.taker, slot, buffer, offset, size_bytes, after=after)
+                self._made |= dict.fromkeys(run.units, step)
 
     def _give(self, run: _Run, span: Span) -> None:
         """Sends the sums of a run, folded from what this rank holds. Its only leaf or node goes from where it is."""
@@ -191,7 +189,8 @@ class _Writer:
             source, after = Operand(self._job.scratch, self._builder.reserve_scratch(size_bytes)), set()
             offset = source.offset
             for node in self._leaves.nodes(span):
-                for piece in self._pieces(run, self._sources):
+                for _, group in groupby(run.units, self._lines):
+                    piece = tuple(group)
                     part_bytes = _count(piece) * self._partial_bytes
                     after.add(self._fold(piece, node, self._job.scratch, offset, part_bytes, gives_partial=True))
                     offset += part_bytes
@@ -218,12 +217,12 @@ class _Writer:
     def _finish(self, run: _Run) -> None:
         """Folds all of a run into its result."""
         root = Span(0, self._leaves.count)
-        for piece in self._pieces(run, self._sources_and_result):
-            size_bytes = _count(piece) * self._item_bytes
-            step = self._holds(piece[0]).came[-1]
+        for unit in run.units:
+            size_bytes = unit.count * self._item_bytes
+            step = self._holds(unit).came[-1]
             if size_bytes:
-                step = self._fold(piece, root, *self._job.result(piece[0]), size_bytes, gives_partial=False)
-            self._made |= dict.fromkeys(piece, step)
+                step = self._fold((unit,), root, *self._job.result(unit), size_bytes, gives_partial=False)
+            self._made[unit] = step
 
     def _fold(
         self, piece: Sequence[Unit], node: Span, buffer: int, offset: int, size_bytes: int, *, gives_partial: bool
@@ -305,24 +304,13 @@ class _Writer:
             and size_bytes * self._partial_bytes <= self._job.chunk_bytes
         )
 
-    @staticmethod
-    def _pieces(run: _Run, places: Callable[[Unit], Hashable]) -> list[tuple[Unit, ...]]:
-        """A run, cut where places (`_at`) are not side by side."""
-        return [tuple(units) for _, units in groupby(run.units, places)]
-
-    @staticmethod
-    def _at(buffer: int, offset: int, unit: Unit, width: int) -> tuple[int, int]:
-        """A place in memory: equal for units that lie side by side."""
-        return buffer, offset - unit.position * width
-
-    def _sources(self, unit: Unit) -> tuple[tuple[int, int], ...]:
-        return tuple(
-            self._at(place.index, place.offset, unit, self._partial_bytes if place.is_partial else self._item_bytes)
-            for place in self._holds(unit).places
-        )
-
-    def _sources_and_result(self, unit: Unit) -> Hashable:
-        return self._sources(unit), self._at(*self._job.result(unit), unit, self._item_bytes)
+    def _lines(self, unit: Unit) -> list[tuple[int, int]]:
+        """Equal for neighbouring units whose places, too, are side by side: where unit 0 would be."""
+        places = self._holds(unit).places
+        widths = [self._partial_bytes if place.is_partial else self._item_bytes for place in places]
+        return [
+            (place.index, place.offset - unit.position * width) for place, width in zip(places, widths, strict=True)
+        ]
 
 
 def _count(units: Sequence[Unit]) -> int:
