@@ -124,7 +124,7 @@ def work_of(
 def _reduction(
     algorithm: Algorithm, hosts: Hosts, size_bytes: int, partial_ratio: float, phases: int, leaves: Leaves
 ) -> Work | None:
-    near, far = _peers(hosts)
+    near, far = hosts.peers
     gathers, several = phases == 2, hosts.world > 1
     # What a rank sends is as wide as what the widest one sends.
     block_bytes = size_bytes if leaves.are_single else size_bytes * _nodes_max(leaves) * partial_ratio
@@ -160,7 +160,7 @@ def _width(leaves: Leaves, partial_ratio: float) -> float:
 
 
 def _direct(hosts: Hosts, size_bytes: int, phases: int, width: float) -> Work:
-    near, far = _peers(hosts)
+    near, far = hosts.peers
     share_bytes = size_bytes / hosts.world
     pieces, sent_bytes = phases * _pieces(share_bytes * width, DEFAULT_CHUNK_BYTES), (phases - 1 + width) * share_bytes
     return Work(
@@ -227,7 +227,7 @@ def _parts(collective: Collective, algorithm: Algorithm, hosts: Hosts, size_byte
     """`size_bytes`: of all parts."""
     world, levels = hosts.world, (hosts.world - 1).bit_length()
     part_bytes = size_bytes / world
-    near, far = _peers(hosts)
+    near, far = hosts.peers
     if algorithm is Algorithm.DIRECT:
         return Work(
             near=Traffic(0 if far else 1, near, near, near * part_bytes),
@@ -260,7 +260,7 @@ def stream_count(hosts: Hosts, part_bytes: float) -> int:
 
 def _alltoall_by_hosts(hosts: Hosts, part_bytes: float) -> Work:
     width, streams = min(span.high - span.low for span in hosts.spans), stream_count(hosts, part_bytes)
-    near, far = _peers(hosts)
+    near, far = hosts.peers
     targets = -(-width // streams)
     sent = -(-far // targets // width)
     # To the senders of streams, to the neighbours, and to those whose parts a stream brought.
@@ -285,7 +285,7 @@ def _to_root(algorithm: Algorithm, hosts: Hosts, size_bytes: int, partial_ratio:
     world, levels = hosts.world, (hosts.world - 1).bit_length()
     part_bytes = size_bytes if folds else size_bytes / world
     if algorithm is Algorithm.DIRECT:
-        near, far = _peers(hosts)
+        near, far = hosts.peers
         # The root only receives: half of what a message costs both ends.
         pieces = (_pieces(part_bytes, DEFAULT_CHUNK_BYTES) if folds else 1) / 2
         return Work(
@@ -319,12 +319,6 @@ def _in_rounds(hosts: Hosts, traffic: Traffic, folded_bytes: float) -> Work:
     if len(hosts.spans) == 1:
         return Work(near=traffic, far=Traffic(), folded_bytes=folded_bytes)
     return Work(near=Traffic(), far=traffic, folded_bytes=folded_bytes)
-
-
-def _peers(hosts: Hosts) -> tuple[int, int]:
-    """How many ranks of the own host, and of others, a rank on the smallest host has for peers."""
-    here = min(span.high - span.low for span in hosts.spans)
-    return here - 1, hosts.world - here
 
 
 def _pieces(size_bytes: float, piece_bytes: float) -> int:

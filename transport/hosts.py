@@ -36,6 +36,12 @@ class Hosts:
         return self.spans[-1].high
 
     @cached_property
+    def peers(self) -> tuple[int, int]:
+        """How many ranks of the own host, and of others, a rank on the smallest host has for peers."""
+        here = min(span.high - span.low for span in self.spans)
+        return here - 1, self.world - here
+
+    @cached_property
     def _numbers(self) -> tuple[int, ...]:
         return tuple(host for host, span in enumerate(self.spans) for _ in range(*span))
 

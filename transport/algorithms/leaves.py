@@ -7,6 +7,8 @@ partial sums of the largest nodes inside the span of leaves that they speak for 
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import Operand, PlanBuilder
@@ -24,7 +26,13 @@ class Leaves:
     def __init__(self, world: int, count: int | None = None, *, partial: bool = False) -> None:
         self.world, self.partial, self.are_counted = world, partial, count is not None
         self.count = world if count is None else count
-        self.of_rank = [leaves_of(rank, world, self.count) for rank in range(world)]
+        # Refuses a wrong count now. The cost model asks for the spans of few of the leaves that it is given.
+        leaves_of(0, world, self.count)
+
+    @cached_property
+    def of_rank(self) -> list[Span]:
+        """The span of each rank."""
+        return [leaves_of(rank, self.world, self.count) for rank in range(self.world)]
 
     @property
     def are_single(self) -> bool:
