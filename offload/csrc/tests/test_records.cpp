@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the encoder and the sender of records under sanitizers, in memory of exactly the right size.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <netinet/in.h>
 #include <poll.h>

@@ -110,8 +110,9 @@ SENNIT_INLINE void store_row(std::byte* to, Floats x, std::size_t count, bool is
 }
 
 // The random words of the 64 columns from column 64 * group: word n is for columns 16 * n to 16 * n + 15 of them.
-SENNIT_INLINE void random_words(const Table& table, const Step& step, std::uint32_t row, std::size_t group,
-                                Words (&words)[4]) {
+// Never inlined: the ten rounds would be compiled into every optimizer, and a call costs nothing beside them.
+[[gnu::noinline]] inline void random_words(const Table& table, const Step& step, std::uint32_t row, std::size_t group,
+                                           Words (&words)[4]) {
   const std::uint64_t global = table.row_numbers != nullptr ? table.row_numbers[row] : table.first_row + row;
   Words c0 = all_words(static_cast<std::uint32_t>(global));
   Words c1 = static_cast<std::uint32_t>(global >> 32 << 16) | (lane_numbers() + static_cast<std::uint32_t>(16 * group));

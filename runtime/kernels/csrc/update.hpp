@@ -54,8 +54,21 @@ SENNIT_INLINE void fold_tile(const Gradients& gradients, const Part& chunk, std:
   }
 }
 
+inline bool has_factors(const Gradients& gradients) {
+  return gradients.weights != nullptr || gradients.lengths.data != nullptr;
+}
+
+// Sums a chunk of rows of exactly `vectors` vectors.
+template <std::size_t vectors>
+SENNIT_INLINE void fold_row(const Gradients& gradients, const Part& chunk, Floats (&sums)[vectors]) {
+  if (has_factors(gradients))
+    fold_tile<vectors, true>(gradients, chunk, 0, lanes, sums);
+  else
+    fold_tile<vectors, false>(gradients, chunk, 0, lanes, sums);
+}
+
 template <bool has_factors>
-void fold(const Gradients& gradients, const Part& chunk, float* sum) {
+void fold_columns(const Gradients& gradients, const Part& chunk, float* sum) {
   std::size_t column = 0;
   for (; column + 4 * lanes <= gradients.dim; column += 4 * lanes) {
     Floats sums[4];
@@ -70,22 +83,26 @@ void fold(const Gradients& gradients, const Part& chunk, float* sum) {
   }
 }
 
+inline void fold(const Gradients& gradients, const Part& chunk, float* sum) {
+  return has_factors(gradients) ? fold_columns<true>(gradients, chunk, sum)
+                                : fold_columns<false>(gradients, chunk, sum);
+}
+
 // Sums a run: chunk sums form a tree of neighbours, built like the carries of a binary counter, so one vector per level
 // is enough. Returns its position in `sums`.
-template <bool has_factors>
-float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count) {
+inline float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count) {
   const std::size_t dim = update.table->dim, stride = sum_stride(dim);
   const Entry* const all_end = update.entries + update.count;
   float* levels = update.sums + stride;
   if (count <= chunk_lookups) {
-    fold<has_factors>(update.gradients, {entries, count, all_end}, levels);
+    fold(update.gradients, {entries, count, all_end}, levels);
     return levels;
   }
   float* sum = update.sums;
   const std::size_t chunks = (count + chunk_lookups - 1) / chunk_lookups;
   for (std::size_t chunk = 0; chunk < chunks; chunk++) {
     const std::size_t first = chunk * chunk_lookups, rest = count - first;
-    fold<has_factors>(update.gradients, {entries + first, rest < chunk_lookups ? rest : chunk_lookups, all_end}, sum);
+    fold(update.gradients, {entries + first, rest < chunk_lookups ? rest : chunk_lookups, all_end}, sum);
     float* level = levels;
     for (std::size_t carry = chunk; carry & 1; carry >>= 1, level += stride)
       for (std::size_t at = 0; at < dim; at += lanes) store(sum + at, load(level + at) + load(sum + at));
@@ -257,7 +274,7 @@ SENNIT_INLINE bool all_finite(const Floats (&x)[count]) {
   return !any(wild);
 }
 
-template <Optimizer optimizer, Precision precision, std::size_t fixed, bool has_factors>
+template <Optimizer optimizer, Precision precision, std::size_t fixed>
 BadRows update_with(const RowUpdate& update) {
   const Entry *const entries = update.entries, *const all_end = entries + update.count;
   BadRows bad;
@@ -275,16 +292,16 @@ BadRows update_with(const RowUpdate& update) {
     if constexpr (fixed != 0) {
       Floats sum[fixed];
       if (end - first <= chunk_lookups) {
-        fold_tile<fixed, has_factors>(update.gradients, {entries + first, end - first, all_end}, 0, lanes, sum);
+        fold_row(update.gradients, {entries + first, end - first, all_end}, sum);
       } else {
-        const float* found = sum_run<has_factors>(update, entries + first, end - first);
+        const float* found = sum_run(update, entries + first, end - first);
         for (std::size_t v = 0; v < fixed; v++) sum[v] = load(found + v * lanes);
       }
       finite = all_finite(sum);
       if (finite) place.apply(sum);
     } else {
       float* const found =
-          update.known_sum != nullptr ? update.known_sum : sum_run<has_factors>(update, entries + first, end - first);
+          update.known_sum != nullptr ? update.known_sum : sum_run(update, entries + first, end - first);
       auto* sum = reinterpret_cast<Floats*>(found);
       for (std::size_t v = 0; v < place.vectors; v++) finite = finite && !any(not_finite(sum[v]));
       if (finite) place.apply(sum);
@@ -294,35 +311,22 @@ BadRows update_with(const RowUpdate& update) {
   return bad;
 }
 
-inline bool has_factors(const Gradients& gradients) {
-  return gradients.weights != nullptr || gradients.lengths.data != nullptr;
-}
-
-inline float* sum(const RowUpdate& update) {
-  return has_factors(update.gradients) ? sum_run<true>(update, update.entries, update.count)
-                                       : sum_run<false>(update, update.entries, update.count);
-}
-
-template <Optimizer optimizer, Precision precision, std::size_t fixed>
-BadRows update_sized(const RowUpdate& update) {
-  return has_factors(update.gradients) ? update_with<optimizer, precision, fixed, true>(update)
-                                       : update_with<optimizer, precision, fixed, false>(update);
-}
+inline float* sum(const RowUpdate& update) { return sum_run(update, update.entries, update.count); }
 
 template <Optimizer optimizer, Precision precision>
 BadRows update_in(const RowUpdate& update) {
-  if (update.known_sum != nullptr) return update_sized<optimizer, precision, 0>(update);
+  if (update.known_sum != nullptr) return update_with<optimizer, precision, 0>(update);
   switch (update.table->dim) {
     case 16:
-      return update_sized<optimizer, precision, 1>(update);
+      return update_with<optimizer, precision, 1>(update);
     case 32:
-      return update_sized<optimizer, precision, 2>(update);
+      return update_with<optimizer, precision, 2>(update);
     case 64:
-      return update_sized<optimizer, precision, 4>(update);
+      return update_with<optimizer, precision, 4>(update);
     case 128:
-      return update_sized<optimizer, precision, 8>(update);
+      return update_with<optimizer, precision, 8>(update);
     default:
-      return update_sized<optimizer, precision, 0>(update);
+      return update_with<optimizer, precision, 0>(update);
   }
 }
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Operations on device memory: a fake device whose copies run when the test says so.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <condition_variable>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Engines of several ranks as threads over shared memory: plans, deadlines, mismatches, ends.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <array>

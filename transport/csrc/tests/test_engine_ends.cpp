@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // How groups end: by several threads at once, in a child of fork, with callbacks that throw, and under a
 // device's late writes.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
 #include <sys/wait.h>

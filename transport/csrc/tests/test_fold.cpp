@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Folds against a plain scalar loop, in every variant of the kernels: all must give the same bits.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <bit>

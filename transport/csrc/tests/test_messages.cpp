@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The mailbox over lanes of plain memory: sends, receives and adverts in every order.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <cstring>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The shared-memory port: what it carries, how it wakes, and what a broken peer can do to it.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <poll.h>

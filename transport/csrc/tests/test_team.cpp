@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Threads that share work: every element once, in any number of threads.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ports' tracepoints report what happened, as counted independently: by the ports' counters and the fake device.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

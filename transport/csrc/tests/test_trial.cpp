@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The trial of a network between two ends on a virtual clock: what passes, and what both ends then know.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -8,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
 #include "ports/trial.hpp"

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Two udp ports in one process over the loopback device: bytes, losses, strangers' packets, wrong set-up.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <poll.h>
 

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Two verbs ports over fake devices: bytes under loss, copies that come late, keys, errors of the device.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 
 #include <algorithm>

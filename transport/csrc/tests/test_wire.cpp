@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Packets compared with the golden vectors that Python reads too, and bytes that are no packets.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
 
