@@ -171,7 +171,9 @@ def simulate(
     ] = Path("build/simulation"),
     page: Annotated[Path | None, typer.Option(help="also write table and figure into this page")] = None,
     seed: Annotated[int, typer.Option(help="seed of everything random", min=0)] = 1,
-    jobs: Annotated[int, typer.Option(help="runs at a time; a full run takes about 2 GiB", min=1)] = 1,
+    jobs: Annotated[
+        int | None, typer.Option(help="runs at a time: by default one a core, if each has 4 GiB of memory", min=1)
+    ] = None,
     only: Annotated[str, typer.Option(help="only cases whose name contains this")] = "",
 ) -> None:
     """Run the plans of 1,024 ranks on simulated hosts, beside static ECMP.
@@ -190,7 +192,7 @@ def simulate(
         state = "" if outcome.is_complete else f" (did not end: {outcome.failure or 'deadline'})"
         typer.echo(f"{case.name}: {outcome.ratio:.2f} x ideal{state}, {outcome.wall_s:.0f} s, {outcome.trace_hash}")
 
-    outcomes = runner.run_cases(cases, out, jobs=jobs, done=show)
+    outcomes = runner.run_cases(cases, out, jobs=jobs or runner.jobs_of_this_machine(), done=show)
     text = f"{report.provenance(cases, outcomes)}\n\n{report.table(cases, outcomes)}"
     (out / "table.md").write_text(text + "\n")
     report.plot(cases, outcomes, out / "simulation.png")

@@ -52,6 +52,8 @@ class PyFabricSimulation {
     read("ack_delay_us", config.transport.flow.ack_delay_us);
     read("target_queue_us", config.transport.flow.target_queue_us);
     read("batch_packets", config.transport.batch_packets);
+    read("turn_packets", config.transport.turn_packets);
+    read("control_first", config.transport.control_first);
     read("ticks_per_us", config.transport.ticks_per_us);
     read("receive_budget_bytes", config.transport.receive_budget_bytes);
     read("seed", config.seed);

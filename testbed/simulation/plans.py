@@ -106,14 +106,17 @@ def spread(plan: Plan, at_a_time: int) -> Plan:
     """Returns an alltoall whose messages go in one order of distances all over the fabric, `at_a_time` to each rank.
 
     The plan itself posts all receives at once, to the next rank first. A million flows would not fit into memory, and
-    in the order 1, 2, 3, … whole leaves talk to one other leaf at a time.
+    in the order 1, 2, 3, … whole leaves talk to one other leaf at a time. A distance is followed by its opposite: so
+    both messages of a pair use one connection.
     """
     if at_a_time < 1:
         raise ValueError(f"peers_at_a_time is {at_a_time}; allowed: 1 or more")
     world = plan.world
     # A stride near the golden ratio: neighbours in the order are far apart in the fabric (Knuth, TAOCP 3, 6.4).
     stride = next(step for step in count(round(world * 0.618)) if gcd(step, world) == 1)
-    place = {stride * number % world: number for number in range(1, world)}
+    ahead = [stride * number % world for number in range(1, world // 2 + 1)]
+    order = dict.fromkeys(distance for one in ahead for distance in (one, world - one))
+    place = {distance: number for number, distance in enumerate(order)}
     sends = [step for step in plan.steps if isinstance(step, Send)]
     sends.sort(key=lambda step: place[(step.peer - plan.rank) % world])
     receives = [step for step in plan.steps if isinstance(step, Recv)]

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BEGIN, END = "<!-- results: written by sennit testbed simulate -->", "<!-- end of results -->"
-COLOURS = {"reps": "tab:blue", "round robin": "tab:cyan", "static ECMP": "tab:orange"}
+COLOURS = {
+    "reps": "tab:blue",
+    "reps, control first": "tab:green",
+    "round robin": "tab:cyan",
+    "static ECMP": "tab:orange",
+}
 TIMES = "| workload | algorithm | paths | time | ideal | time / ideal | dropped | black-holed | sent again |"
 QUEUES = "| workload | paths | busy leaf uplinks, least–mean–most | largest queue | message P50 / P99 |"
 

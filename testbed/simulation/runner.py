@@ -6,6 +6,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import multiprocessing
+import os
 import resource
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from sennit.testbed._lab import FabricSimulation
 
 QUANTILE_STEPS = 200
+RUN_BYTES = 4 << 30
+"""Room for a run of 1,024 hosts."""
 
 
 COUNTERS = (
@@ -115,6 +118,12 @@ def _tiers(links: list[tuple[str, bool, float, int, int]]) -> dict[str, TierUse]
             dropped_packets=sum(link[4] for link in living),
         )
     return tiers
+
+
+def jobs_of_this_machine() -> int:
+    """How many full runs it can do at a time."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory_bytes // RUN_BYTES))
 
 
 def run_cases(

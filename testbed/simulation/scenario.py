@@ -80,6 +80,12 @@ class Scenario:
     batch_packets: int = 1
     """Packets sent back to back on one path: 1 as a NIC does, 15 as a GSO send does."""
 
+    turn_packets: int = 16
+    """Packets that a NIC takes from one of its flows before the next one's turn."""
+
+    control_first: bool = False
+    """Acknowledgements and adverts overtake data in queues, as in a traffic class of their own."""
+
     ticks_per_us: int = 5
     """Divides the floors of the flow's timers, which are meant for busy hosts, down to a NIC's."""
 

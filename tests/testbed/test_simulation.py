@@ -15,7 +15,7 @@ from sennit.testbed.simulation.outcome import Outcome
 from sennit.testbed.simulation.plans import program
 from sennit.testbed.simulation.scenario import Pattern, Scenario
 from sennit.transport.config import Algorithm
-from sennit.transport.plan import Send
+from sennit.transport.plan import Recv, Send
 
 SMALL = Scenario(hosts=32, hosts_per_leaf=8, spines=8, size_bytes=16 << 10)
 
@@ -103,6 +103,16 @@ def test_messages_are_those_of_the_plans(
     traffic = simulation.traffic()
     assert {(sender, receiver): messages for sender, receiver, messages, _ in traffic} == expected
     assert {(sender, receiver): size for sender, receiver, _, size in traffic} == expected_bytes
+
+
+def test_alltoall_meets_each_peer_once_in_both_directions() -> None:
+    """So a pair's two messages use one connection, and a large fabric makes half as many."""
+    plan = program(SMALL).compile_plan(5)
+    sends = [step.peer for step in plan.steps if isinstance(step, Send)]
+    receives = [step.peer for step in plan.steps if isinstance(step, Recv)]
+    assert sorted(sends) == sorted(receives) == [rank for rank in range(32) if rank != 5]
+    for number, peer in enumerate(receives):
+        assert peer in sends[max(number - 1, 0) : number + 2]
 
 
 def test_large_allreduce_sends_the_least_that_any_can() -> None:
@@ -219,6 +229,15 @@ def test_outcome_of_another_core_is_not_reused(tmp_path: Path, monkeypatch: pyte
     assert run_case().wall_s == 1234.5
     monkeypatch.setattr(runner, "fingerprint", lambda: "another core")
     assert run_case().wall_s != 1234.5
+
+
+@pytest.mark.parametrize(("cores", "memory_gib", "jobs"), [(2, 23, 2), (8, 9, 2), (4, 1, 1)])
+def test_runs_at_a_time_fit_the_machine(
+    monkeypatch: pytest.MonkeyPatch, cores: int, memory_gib: int, jobs: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("os.sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else memory_gib << 18)
+    assert runner.jobs_of_this_machine() == jobs
 
 
 def test_unknown_case_is_refused(tmp_path: Path) -> None:

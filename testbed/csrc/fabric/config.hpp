@@ -45,6 +45,8 @@ struct TransportConfig {
                         .target_queue_us = 25};
   uint64_t receive_budget_bytes = 0;  // the most that all senders to a host may have in flight; 0: no limit
   uint32_t batch_packets = 1;         // packets sent back to back on one path (a GSO batch), at most 64
+  uint32_t turn_packets = 16;         // packets that a NIC takes from one of its flows before the next one's turn
+  bool control_first = false;         // acknowledgements and adverts overtake data in queues
   // The floors of the flow's timers suit hosts whose cores also run other programs: 1 ms for the tail probe, 5 ms for
   // the retransmission timeout. A flow knows no clock. So a NIC's shorter timers are the same code on a clock that
   // ticks faster: so many times a microsecond. Times in `flow` stay in microseconds.

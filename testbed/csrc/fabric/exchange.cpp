@@ -6,15 +6,16 @@
 #include <utility>
 
 #include "fabric/hash.hpp"
+#include "flow/control.hpp"
 #include "flow/immediate.hpp"
 
 namespace sennit::fabric {
 namespace {
 
-constexpr uint32_t BATCH_PACKETS_MAX = 64;
+constexpr uint32_t BATCH_PACKETS_MAX = 64, TURN_PACKETS_MAX = 64;
 constexpr uint32_t TICKS_PER_US_MAX = 1'000;
 // Beyond this many connections, an idle one ends. One takes about 25 KiB.
-constexpr size_t CONNECTIONS_KEPT = 32'768;
+constexpr size_t CONNECTIONS_KEPT = 8'192;
 constexpr uint32_t EAGER_KEY = 0;
 // The timers of a flow that always has something to send are served this often.
 constexpr uint64_t TIMER_SLICE_US = 10;
@@ -26,6 +27,8 @@ TransportConfig checked(const TransportConfig& config) {
     throw std::invalid_argument("batch_packets is " + std::to_string(config.batch_packets) + "; allowed: 1..64");
   if (config.ticks_per_us < 1 || config.ticks_per_us > TICKS_PER_US_MAX)
     throw std::invalid_argument("ticks_per_us is " + std::to_string(config.ticks_per_us) + "; allowed: 1..1000");
+  if (config.turn_packets < 1 || config.turn_packets > TURN_PACKETS_MAX)
+    throw std::invalid_argument("turn_packets is " + std::to_string(config.turn_packets) + "; allowed: 1..64");
   TransportConfig in_ticks = config;
   in_ticks.flow.ack_delay_us *= config.ticks_per_us;
   in_ticks.flow.target_queue_us *= config.ticks_per_us;
@@ -202,6 +205,10 @@ void Exchange::service(uint32_t number) {
     const uint32_t index = new_packet(number, path);
     Packet& packet = network_.packet(index);
     packet.is_control = true;
+    // A probe asks about the data before it, so it must not overtake them.
+    flow::ControlReader reader;
+    packet.is_urgent = config_.control_first && reader.parse(std::span(control).first(size_bytes)) &&
+                       (reader.header().flags & flow::CONTROL_PROBE) == 0;
     packet.payload_bytes = static_cast<uint32_t>(size_bytes);
     packet.wire_bytes = packet.payload_bytes + CONTROL_OVERHEAD_BYTES;
     network_.payload(index).assign(control.begin(), control.begin() + static_cast<std::ptrdiff_t>(size_bytes));
@@ -243,7 +250,6 @@ void Exchange::on_timer(uint32_t number) {
 
 void Exchange::pump(uint32_t number) {
   Host& host = hosts_[number];
-  std::array<flow::DataOut, BATCH_PACKETS_MAX> batch;
   while (!host.waiting.empty()) {
     const uint64_t backlog_ps = network_.host_backlog_ps(number);
     if (backlog_ps > nic_ahead_ps_) {
@@ -254,31 +260,41 @@ void Exchange::pump(uint32_t number) {
     const Waiting next = host.waiting.front();
     host.waiting.pop_front();
     if (connections_[next.endpoint / 2].generation != next.generation) continue;
-    Endpoint& end = endpoint(next.endpoint);
-    uint32_t path = 0;
-    const size_t count = end.lane->flow().poll_data(now_ticks(), std::span(batch).first(config_.batch_packets), path);
-    for (size_t i = 0; i < count; ++i) {
-      const uint32_t index = new_packet(next.endpoint, path);
-      Packet& packet = network_.packet(index);
-      packet.is_control = false;
-      packet.remote_address = batch[i].remote_address;
-      packet.rkey = batch[i].rkey;
-      packet.immediate = batch[i].immediate;
-      packet.payload_bytes = batch[i].size_bytes;
-      packet.wire_bytes = packet.payload_bytes + DATA_OVERHEAD_BYTES;
-      // The header of a small message is in the payload.
-      if (flow::slot_of(packet.immediate) == flow::EAGER_SLOT)
-        network_.payload(index).assign(batch[i].payload, batch[i].payload + flow::EAGER_HEADER_BYTES);
-      network_.send(index);
-    }
-    if (count != 0) {
+    uint32_t sent = 0;
+    for (size_t count = 1; count != 0 && sent < config_.turn_packets; sent += static_cast<uint32_t>(count))
+      count = send_batch(next.endpoint);
+    if (sent >= config_.turn_packets) {
       host.waiting.push_back(next);
       continue;
     }
+    Endpoint& end = endpoint(next.endpoint);
     end.is_waiting = false;
     end.refused_ticks = now_ticks();
     touch(next.endpoint);
   }
+}
+
+// Returns the number of packets, all on one path. 0: the flow has none to send now.
+size_t Exchange::send_batch(uint32_t number) {
+  std::array<flow::DataOut, BATCH_PACKETS_MAX> batch;
+  uint32_t path = 0;
+  const size_t count =
+      endpoint(number).lane->flow().poll_data(now_ticks(), std::span(batch).first(config_.batch_packets), path);
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t index = new_packet(number, path);
+    Packet& packet = network_.packet(index);
+    packet.is_control = packet.is_urgent = false;
+    packet.remote_address = batch[i].remote_address;
+    packet.rkey = batch[i].rkey;
+    packet.immediate = batch[i].immediate;
+    packet.payload_bytes = batch[i].size_bytes;
+    packet.wire_bytes = packet.payload_bytes + DATA_OVERHEAD_BYTES;
+    // The header of a small message is in the payload.
+    if (flow::slot_of(packet.immediate) == flow::EAGER_SLOT)
+      network_.payload(index).assign(batch[i].payload, batch[i].payload + flow::EAGER_HEADER_BYTES);
+    network_.send(index);
+  }
+  return count;
 }
 
 void Exchange::on_nic(uint32_t host) {

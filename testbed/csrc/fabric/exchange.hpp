@@ -101,6 +101,7 @@ class Exchange final : private Connections {
   void service(uint32_t endpoint);
   void arm(uint32_t endpoint);
   void pump(uint32_t host);
+  size_t send_batch(uint32_t endpoint);
   uint32_t new_packet(uint32_t endpoint, uint32_t path);
   void trace(uint64_t value) { trace_hash_ = (trace_hash_ ^ value) * 0x100'0000'01B3; }  // FNV-1a
 

@@ -31,6 +31,7 @@ Network::Network(const Topology& topology, const LinkConfig& config, uint64_t se
       routing_(topology, mix(seed, 1)),
       is_up_(topology.links().size(), true),
       busy_until_ps_(topology.links().size()),
+      urgent_until_ps_(topology.links().size()),
       link_counters_(topology.links().size()),
       random_(mix(seed, 2)) {
   routing_.compute(is_up_);
@@ -91,9 +92,17 @@ void Network::enqueue(uint32_t index, uint32_t link) {
     }
   }
   counters.carried_bytes += packet.wire_bytes;
-  busy_until_ps = start_ps + transmit_ps(packet.wire_bytes);
+  const uint64_t own_ps = transmit_ps(packet.wire_bytes);
+  busy_until_ps = start_ps + own_ps;
+  longest_ps_ = std::max(longest_ps_, own_ps);
+  uint64_t sent_ps = busy_until_ps;
+  if (packet.is_urgent) {
+    // Packets that are queued already are not delayed by it, only later ones: it takes a tenth of their time.
+    uint64_t& urgent_until_ps = urgent_until_ps_[link];
+    sent_ps = urgent_until_ps = std::max(urgent_until_ps, std::min(start_ps, now_ps + longest_ps_)) + own_ps;
+  }
   packet.link = link;
-  events_.push({busy_until_ps + config_.delay_ns * PS_PER_NS, Event::Kind::arrival, index});
+  events_.push({sent_ps + config_.delay_ns * PS_PER_NS, Event::Kind::arrival, index});
 }
 
 bool Network::arrive(uint32_t index) {

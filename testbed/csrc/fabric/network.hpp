@@ -32,6 +32,7 @@ struct Packet {
   uint32_t link;  // where it travels
   uint16_t path;
   bool is_control, is_marked;
+  bool is_urgent;  // waits only for the packet that a link is sending
 };
 
 struct LinkCounters {
@@ -83,6 +84,8 @@ class Network {
   Routing routing_;
   std::vector<bool> is_up_;
   std::vector<uint64_t> busy_until_ps_;
+  std::vector<uint64_t> urgent_until_ps_;  // until when a link sends urgent packets
+  uint64_t longest_ps_ = 0;                // of a packet on a link
   std::vector<LinkCounters> link_counters_;
   std::vector<Packet> packets_;
   std::vector<std::vector<std::byte>> payloads_;
