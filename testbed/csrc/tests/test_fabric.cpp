@@ -48,7 +48,8 @@ uint32_t make_packet(Network& network, uint32_t source, uint32_t destination, ui
                                  .link = 0,
                                  .path = 0,
                                  .is_control = false,
-                                 .is_marked = false};
+                                 .is_marked = false,
+                                 .is_urgent = false};
   return index;
 }
 
