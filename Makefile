@@ -18,17 +18,18 @@ demo: build  ## train a DLRM on real flights with 2 ranks over sennit
 	@$(PY) -m sennit train --data flights --ranks 2
 
 # Python tests often wait, so that they run in two processes, with the other rings beside them. What is compiled
-# meanwhile is nice to them: they have deadlines. The VM comes last: on a busy machine its one processor stands still
+# meanwhile is nice to them: they have deadlines. RDMA comes last: on a busy machine the VM's one processor stands still
 # for so long that reliable queue pairs break.
 test: build  ## every test that can run on this machine
 	@failed=0; \
 	$(MAKE) --no-print-directory --keep-going BUILT=yes --jobs 2 test-python test-native || failed=1; \
-	$(MAKE) --no-print-directory --keep-going BUILT=yes test-vm test-rdma || failed=1; \
+	$(MAKE) --no-print-directory BUILT=yes test-rdma || failed=1; \
 	exit $$failed
 
-# The output of each ring comes when it has ended, between lines of the Python tests.
+# The output of each ring comes when it has ended, between lines of the Python tests. The kernel comes first: its parts
+# that use one core, or wait, are beside something else then.
 test-native: build
-	@$(MAKE) --no-print-directory --keep-going --output-sync=target test-cpp test-model test-fuzz vm-kernel
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target vm-kernel test-cpp test-model test-fuzz test-vm
 
 test-cpp: build  ## C++ tests with address and undefined-behaviour sanitizers
 	@cmake -S . -B build/asan -G Ninja -DSENNIT_TESTS=ON -DSENNIT_SANITIZE=ON -DSENNIT_PYTHON=OFF \
@@ -73,9 +74,9 @@ ring = code=0; ready=$$($(PY) -m sennit testbed kernel $(1)) || code=$$?; \
   $(PY) -m sennit testbed vm --kernel $$kind --timeout $$limit_s --bring-back build/rdma -- \
     $(PY) -m pytest -m rdma --timeout $$limit_s -o faulthandler_timeout=$$limit_s --junitxml build/rdma/$$kind.xml tests/rdma
 
-# They need the kernel, which test-native builds beside the other Python tests.
+# Apart from the other Python tests, because they need the kernel.
 VM_TESTS := tests/testbed/test_vm.py
-test-vm: build  ## tests of the command that runs a program in the VM
+test-vm: build vm-kernel  ## tests of the command that runs a program in the VM
 	@$(PY) -m pytest $(VM_TESTS)
 
 test-rdma: build  ## tests over RDMA verbs, in a VM with soft-RoCE: User-Mode Linux where it boots, else QEMU
