@@ -111,7 +111,7 @@ class Clamp(DenseOperator):
 class TableOperator(DenseOperator):
     """A function by table lookup: x is rounded to its upper `bits` bits, computed in float64, rounded to float32.
 
-    No target computes it twice differently, and BPF needs no floating point.
+    All targets read the same table, so their results are equal, and BPF needs no floating point.
     """
 
     bits: int = 16

@@ -2,7 +2,8 @@
 """A count-min sketch of the ids in batches: how often each row of an embedding table is used, for sharding planners.
 
 Count-min: Cormode and Muthukrishnan, Journal of Algorithms 55 (2005). All targets fill the same sketch, bit for bit:
-the sampled rows and the cells of an id depend on numbers alone. ebpf/include/sketch.h is the same in C.
+the numbers of batch and row say which rows are sampled, and an id alone says which cells count it.
+ebpf/include/sketch.h is the same in C.
 """
 
 from __future__ import annotations

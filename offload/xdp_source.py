@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates a BPF program in C for one plan and one batch layout. The program decides nothing that is known before.
+"""Generates a BPF program in C for one plan and one batch layout.
 
-The text is for clang and for people: docs/reference/feature-plans.md shows one.
+What plan and layout settle is written into the program, and not decided at run time. The text is for clang and for
+people: docs/reference/feature-plans.md shows one.
 """
 
 from __future__ import annotations

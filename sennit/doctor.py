@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`sennit doctor`: what this machine can do, why not, and what to do about it.
+"""`sennit doctor`: what this machine can do, why it cannot do the rest, and what to do about it.
 
 `examine` gathers, `render` prints for people, and `--json` prints the same findings for programs.
 """

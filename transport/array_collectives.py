@@ -122,8 +122,10 @@ class ArrayCollectives(ABC):
         partial: bool = False,
         scalar: float = 1.0,
     ) -> None:
-        """`allreduce` with leaves for memory of any framework: `rows` rows of `elements`, of `dtype` or, with
-        `partial`, of its accumulator's type. The result, `elements` of `dtype`, goes to `output`.
+        """`allreduce` with leaves, for memory of any framework.
+
+        `given` has `rows` rows of `elements` elements: of `dtype`, or with `partial` of its accumulator's type. The
+        result goes to `output`: `elements` elements of `dtype`.
         """
         spans = given_spans(self.rank, self.world, leaves, partial=partial)
         if rows != len(spans):

@@ -167,7 +167,7 @@ class Selection:
         )
 
     def alltoall(self, *, world: int, rank: int, size_class: int, item_bytes: int, type_code: int) -> Plan:
-        """Returns a plan for equal parts of `1 << size_class` bytes in all, or less, that is not direct.
+        """Returns a plan that is not direct, for equal parts of `1 << size_class` bytes in all, or less.
 
         Count: the elements of a part. Buffers: `[input, output]`.
         """

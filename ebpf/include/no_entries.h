@@ -1,2 +1,2 @@
 // SPDX-License-Identifier: Apache-2.0
-// Takes the place of the generated programs if there is no library to generate them for (tracepoint.h).
+// Stands in for the generated programs when the sources are compiled without a library to trace (tracepoint.h).

@@ -214,8 +214,8 @@ static __always_inline struct held_frame* claim(const struct port_config* config
   if (!state || !entry) return 0;
   *state_out = state;
   __u64 before = *(volatile __u64*)state;
-  // n is not held, or not yet: tell it not to be. The entry changes three times at most meanwhile: an older packet
-  // leaves it, n takes it, n is written completely.
+  // Unless the entry is full, mark n as overtaken, so that it will not be held any more. The entry changes at most
+  // three times meanwhile: an older packet leaves it, n takes it, n is written completely.
   for (int attempt = 0; attempt < 4; ++attempt) {
     if ((before & 3) == FULL) break;
     __u64 seen = CAS(state, before, STATE(n, OVERTAKEN));

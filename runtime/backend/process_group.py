@@ -233,7 +233,7 @@ class PlanCompiler:
     ) -> bytes:
         """The encoded plan; the arguments are the fields of `PlanShape` (runtime/backend/csrc/plan_cache.hpp).
 
-        Without `counts` where the plan takes them when it is posted.
+        `counts` is empty if the plan takes its counts when it is posted.
         """
         from sennit.transport import algorithms
         from sennit.transport.device_plan import SEGMENT_BYTES, cut_messages, for_device

@@ -281,7 +281,8 @@ class TensorTrainTables:
     ) -> list[BadRows]:
         """Updates one core.
 
-        A slice's gradient is the sum of its members' products. Its chunks are lookups of a sequence.
+        A slice's gradient is the sum of its members' products. The sum of each chunk becomes the gradient of one lookup
+        in a batch without pooling.
         """
         numbers = self.cores[core].spec.dim
         counts = runs.starts.diff()

@@ -97,8 +97,8 @@ def weight_gradient_kernel(
     mask = (columns < dim[:, None]) & (row >= 0)[:, None]
     x = load_rows(address, precision, row, dim, columns, mask, PRECISIONS, ALIGN)
     product = tl.load(gradient + start[:, None] + columns, mask=mask, other=0.0) * x
-    # The padding of a table is +0. The further padding for wider tables is -0, which changes no sum, not even one of
-    # -0.
+    # A row is padded with +0 to its own table's padded width, and from there to WIDTH with -0. Adding -0 changes no
+    # sum, not even a sum of -0.
     product = tl.where(columns < table_field(tables, table, _PADDED)[:, None], product, -0.0)
     dot = lane_tree(product, LOOKUPS, WIDTH)
     tl.store(result + lookup, tl.where(row >= 0, dot, 0.0), mask=live)

@@ -119,9 +119,9 @@ class Vectors:
     """Int32 [count]."""
 
     blocks: Tensor
-    """Int64 [blocks, 2]:
+    """Int64 [blocks, 2]: the block's table, and the base of its vectors in the result.
 
-    the block's table, and the base of its vectors in the result: vector v starts at float base + v · dim.
+    Vector v starts at float base + v · dim.
     """
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the kernel alone handles loss, in a benchmark worker: reliable queue pairs of soft-RoCE, which go back N.
 
-Nothing of sennit is in it. An operation is one RDMA write with immediate of a peer's part each way. It ends when the
-own write is acknowledged and the peer's has arrived. Two ranks, with pyverbs, on the two devices of a link.
+Nothing of sennit is in it. An operation is one RDMA write with immediate of a peer's part each way. It ends when
+the rank's write is acknowledged and the peer's has arrived. Two ranks, with pyverbs, on the two devices of a link.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allgather: every rank gets every rank's part, sent straight to where it belongs.
 
-In a ring a rank sends only to the next one, and passes on what the one before sent: world - 1 rounds, and one peer. For
-large parts where bytes to many peers at once are dearer.
+In a ring a rank sends only to the next one, and passes on what the one before sent: world - 1 rounds, and one peer.
+This suits large parts where bytes to many peers at once cost more.
 """
 
 from __future__ import annotations

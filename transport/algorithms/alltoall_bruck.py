@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Alltoall of equal small parts: log2(world) messages a rank instead of world - 1.
 
-In round k a rank passes on, to the rank 2**k after it, all parts whose way has bit k: from rank s to rank d it is d - s
-(modulo world). So parts travel by way of other ranks, one bit at a time, and about log2(world) / 2 times as many bytes
-leave a rank (Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for all-to-all communications in
-multiport message-passing systems", 1997).
+The way of a part from rank s to rank d is the number d - s (modulo world). In round k a rank passes all parts whose way
+has bit k on to the rank 2**k after it. So parts travel by way of other ranks, one bit at a time, and about
+log2(world) / 2 times as many bytes leave a rank (Bruck, Ho, Kipnis, Upfal and Weathersby, "Efficient algorithms for
+all-to-all communications in multiport message-passing systems", 1997).
 """
 
 from __future__ import annotations

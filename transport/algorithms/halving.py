@@ -51,7 +51,8 @@ class Halving:
     """Of one leaf or node, where a rank gives several."""
     units: Sequence[Unit]
     result: Callable[[Unit], tuple[int, int]]
-    """Buffer and offset of a unit's result, on the ranks that get it. With `gather`, in the order of contributions."""
+    """Buffer and offset of a unit's result, on the ranks that get it. With `gather`, in the order of contributions: one
+    message then brings the results of a whole run."""
     scratch: int
     """Number of the scratch buffer."""
     chunk_bytes: int

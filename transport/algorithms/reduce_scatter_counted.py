@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reduce-scatter of shares whose sizes are known when the plan is posted: direct, each share in as many pieces.
+"""Direct reduce-scatter of shares whose sizes are known only when the plan is posted.
 
-A compiled chunk has a size. Here a count stands for each piece of a share, so one plan serves all shares that are not
-larger than its pieces may be. `piece_counts` cuts them, on all ranks alike.
+Each share is cut into the same number of pieces. The plan has a count for each piece in place of a compiled size, so
+it serves all shares that this number of pieces suits. `piece_counts` cuts the shares, on all ranks alike.
 """
 
 from __future__ import annotations

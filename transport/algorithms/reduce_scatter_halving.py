@@ -32,8 +32,8 @@ def reduce_scatter_halving(
 ) -> Plan:
     """Share j has `counts[j]` elements. Two ranks or more.
 
-    Buffers: `[input, output]`, or `[input0, .., output]` with `list_input`. The output may be the memory of the own
-    input share.
+    Buffers: `[input, output]`, or `[input0, .., output]` with `list_input`. The output may be the memory of this
+    rank's input share.
     """
     check_reducible(dtype, op)
     check_chunk(chunk_bytes)

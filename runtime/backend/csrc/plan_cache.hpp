@@ -45,8 +45,8 @@ struct PlanShape {
   bool in_place = false;   // ALLGATHER: the output already contains this rank's part
   bool is_send = false;    // P2P only
   bool on_device = false;  // the buffers are in accelerator memory
-  // Not 0: an ALLGATHER or an ALLTOALL of equal parts that is not direct, of 2^this bytes in all or less; or a
-  // REDUCE_SCATTER that takes the counts of 2^(this - 1) pieces of each share.
+  // 0: none. ALLGATHER, or ALLTOALL of equal parts: the algorithm is not direct, for 2^size_class bytes in all or less.
+  // REDUCE_SCATTER: the plan takes the counts of 2^(size_class - 1) pieces of each share.
   uint8_t size_class = 0;
   uint32_t item_bytes = 1;
   uint32_t root = 0;  // root or peer; SENNIT_ANY_PEER: receive from any rank

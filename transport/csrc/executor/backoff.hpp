@@ -8,8 +8,8 @@
 // A yield beside a busy process of somebody else costs a time slice (4 ms), because that process keeps the core for so
 // long. In Linux 6.18 a thread that yields also moves behind the others by a slice. A thread that sleeps is woken ahead
 // of the busy process. So with more ranks than cores, after a yield that took long, all waits sleep at once for a
-// while. A rank with its own core does not: one disturbance would make a second of large operations several times
-// slower.
+// while. A rank with its own core does not sleep at once: one disturbance would make large operations several times
+// slower for that time.
 #pragma once
 
 #include <algorithm>

@@ -316,7 +316,7 @@ bool Recovery::is_silent(uint32_t index, const PacketRecord& record) const {
   const Rail& rail = paths_.rail(index);
   if (record.sent_us + patience_us < rail.arrived.sent_us) return true;
   // One packet of another rail proves nothing: the peer reads its sockets in turn, and may have stopped between the
-  // two. A round later it has also read this rail's socket, and found any packet there.
+  // two. A round later it has also read this rail's socket, and would have found a packet there.
   return record.serial < heard_below_ && rail.reported_serial <= heard_below_ &&
          record.sent_us + patience_us < arrived_.sent_us;
 }

@@ -6,9 +6,10 @@
 // milliseconds, and a retransmission to such a peer delays its answer further.
 //   order     a later packet of the same path was acknowledged, by 3 packets or by the reorder window
 //             (RFC 8985's RACK, per path: spraying alone causes no retransmission)
-//   silence   a packet sent a round trip of this path later arrived over the same rail, whose packets the peer
-//             reads in order. Or the whole rail is silent for two rounds of others (docs/decisions/0026). If
-//             nothing on the path arrived, the path is bad, and so is its rail if the rail is silent
+//   silence   another packet of the same rail arrived, although it was sent a round trip of this path later: the
+//             peer reads a rail's packets in order. Or the whole rail is silent for two rounds of others
+//             (docs/decisions/0026). If nothing on the path arrived, the path is bad, and so is its rail if the
+//             rail is silent
 //   probe     nothing at all is heard: the oldest packet goes again on another path, followed by a mark; then
 //             marks go on all rails, ever more rarely. The echo of a mark says when it was sent. An
 //             acknowledgement of a packet that was sent twice does not (Karn's ambiguity)

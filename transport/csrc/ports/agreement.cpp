@@ -45,8 +45,8 @@ Agreement agree(const RoceOffer& ours, uint32_t peer, const RoceOffer& theirs, c
     throw std::invalid_argument(who + (theirs.is_reliable ? " uses" : " does not use") +
                                 " reliable queue pairs, this rank does" + (ours.is_reliable ? "" : " not") +
                                 ": set SENNIT_VERBS_SERVICE to the same on all ranks");
-  // A device chooses the identifications of its IPv4 packets, which a socket cannot see, and sends to one port only
-  // (docs/reference/wire.md).
+  // A device chooses the identifications of its IPv4 packets itself, and a socket cannot see them. A device sends to
+  // one UDP port only (docs/reference/wire.md).
   if (ours.is_device != theirs.is_device) {
     const RoceOffer& socket = ours.is_device ? theirs : ours;
     for (const auto& [mine, other] : pairs) {

@@ -110,9 +110,9 @@ struct TriedPath {
 // A port that can be tried before it is used.
 class TriedPort : public Port {
  public:
-  // Before connect(), for each peer or for none: sends packets over every path both ways. `info` and `sink` as for
-  // connect(). Reliable queue pairs are not tried: their device itself repeats packets, and reports those that it
-  // loses.
+  // Begins to send packets over every path both ways. To be called before connect(), for all peers or for none. `info`
+  // and `sink` as for connect(). Reliable queue pairs are not tried: their device itself repeats packets, and reports
+  // those that it loses.
   virtual void begin_trial(uint32_t peer, std::span<const std::byte> info, LaneSink& sink) = 0;
   // Runs one round without waiting. True when there is nothing more to find out about any peer.
   virtual bool try_network(uint64_t now_us) = 0;

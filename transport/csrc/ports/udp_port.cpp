@@ -164,8 +164,8 @@ bool UdpPort::pump(uint64_t now_us) {
   return delivered;
 }
 
-// As many data batches as this rank may send meanwhile, plus the control packets between them. Finding the socket empty
-// costs a system call, so it asks for no more than that.
+// Receives as many data batches as this rank may send meanwhile, and the control packets between them. It does not try
+// for more: finding the socket empty costs a system call.
 bool UdpPort::receive_from(UdpReceiver& receiver, uint64_t now_us) {
   const auto wanted = std::clamp(static_cast<uint32_t>(connected_.size()), 1u, DATA_MAX_PER_ROUND);
   uint32_t data = 0, batches = 0;
