@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 from collections.abc import Callable
 from types import ModuleType
@@ -81,15 +82,23 @@ def test_a_repeated_packet_is_delivered_once(pair: Pair, netem: Netem, endpoint:
     assert far.idle()
 
 
-def test_a_corrupted_packet_is_dropped_by_its_checksum(pair: Pair, netem: Netem, endpoint: ModuleType) -> None:
+def test_a_corrupted_packet_never_changes_what_arrives(pair: Pair, netem: Netem, endpoint: ModuleType) -> None:
     near, far = pair("UC")
+    payload = random.Random(1).randbytes(4096)
+    untouched = bytes(len(payload))
+    near.memory.write(payload, len(payload))
+    far.memory.write(untouched, len(untouched))
     far.expect(MESSAGES + 1)
-    # netem flips one bit of each packet, in the headers or in the payload of 4,096 bytes.
+    # netem flips one bit of each packet, in the headers or in the payload. Some 80 of 33,000 bits are in fields that no
+    # checksum covers (the address of the Ethernet source, reserved bits of the BTH): such a packet arrives, unchanged.
     netem(NEAR, "corrupt 100%")
     for number in range(MESSAGES):
-        near.write(far, 4096, number)
+        near.write(far, len(payload), number)
     near.completions(MESSAGES)
     netem(NEAR, "corrupt 0%")
-    near.write(far, 4096, MESSAGES)
-    assert [done.immediate for done in far.completions(1)] == [MESSAGES]
-    assert far.idle()
+    near.write(far, 0, MESSAGES)
+    arrived: list[int] = []
+    while MESSAGES not in arrived:
+        arrived += [done.immediate for done in far.completions(1)]
+    assert len(arrived) <= MESSAGES // 2
+    assert far.memory.read(len(payload), 0) == (untouched if arrived == [MESSAGES] else payload)
