@@ -45,7 +45,7 @@ Operation::Operation(OperationHost& host, Plan& plan, const OperationMemory& mem
   } else {
     for (uint32_t i = 0; i < plan.buffer_count; ++i) buffers_[i] = static_cast<std::byte*>(memory.buffers[i].data);
     if (plan.scratch_bytes != 0) {
-      scratch_ = std::make_unique_for_overwrite<std::byte[]>(plan.scratch_bytes);
+      scratch_ = ScratchPool::shared().take(plan.scratch_bytes);
       buffers_[plan.buffer_count] = scratch_.get();
     }
     has_memory_ = true;
@@ -156,9 +156,10 @@ bool Operation::run_ready(bool copies) {
       const uint32_t step = ready_folds_.back();
       ready_folds_.pop_back();
       run_reduce(step);
-    } else if (copies && !ready_copies_.empty()) {
-      copied_bytes += size_bytes(plan_.steps[ready_copies_.front()]);
-      if (run_copy_piece(ready_copies_.front())) ready_copies_.pop_front();
+    } else if (copies && has_copies()) {
+      const uint32_t step = ready_copies_[next_copy_];
+      copied_bytes += size_bytes(plan_.steps[step]);
+      if (run_copy_piece(step)) ++next_copy_;
       // One piece a round, or some small copies, because the network comes first.
       copies = copied_bytes < SMALL_COPIES_BYTES;
     } else {
@@ -237,8 +238,8 @@ void Operation::run_reduce(uint32_t at) {
   const uint64_t plain_bytes = element_size_bytes(dtype), partial_bytes = element_size_bytes(accumulator(dtype));
   const uint64_t result_bytes = gives_partial ? partial_bytes : plain_bytes;
   const uint64_t count = size_bytes(step) / result_bytes;
-  // Each element's tree stands alone, so parts of the vector give the bits of the whole. Not if the result of one part
-  // lies where another part still reads: in place, elements must be of one size.
+  // Each element's tree stands alone, so parts of the vector give the bits of the whole. The vector stays whole if the
+  // result of one part would lie where another part still reads: in place, elements must be of one size.
   bool is_apart = true;
   const auto fold = [&](uint32_t part, uint64_t first, uint64_t end) {
     const std::span operands(operands_.data() + size_t{part} * plan_.operand_max, step.operand_count);

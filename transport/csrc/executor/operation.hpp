@@ -8,7 +8,6 @@
 
 #include <array>
 #include <atomic>
-#include <deque>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -17,6 +16,7 @@
 
 #include "executor/operation_host.hpp"
 #include "executor/plan.hpp"
+#include "executor/scratch.hpp"
 #include "sennit/core.h"
 
 namespace sennit {
@@ -53,7 +53,7 @@ class Operation final : public MailboxClient {
   bool is_collective() const { return (key_base_ & P2P_KEY) == 0; }
   // Runs the ready steps. `copies` false leaves local copies for later. True when anything ran.
   bool run_ready(bool copies);
-  bool has_copies() const { return !ready_copies_.empty(); }
+  bool has_copies() const { return next_copy_ != ready_copies_.size(); }
   // Visits the host memory that steps read or write.
   template <class Visit>
   void for_each_memory(Visit visit) const {
@@ -133,14 +133,15 @@ class Operation final : public MailboxClient {
   const RunSizes counted_;
   const RunSizes& sizes_;  // `counted_`, or the plan's
   std::vector<std::byte*> buffers_;
-  std::unique_ptr<std::byte[]> scratch_;
+  ScratchPool::Memory scratch_;
   std::vector<uint32_t> waits_;
   std::vector<Loan> loans_;                  // one for each step, only if the plan has loans
   std::vector<FoldSource> operands_;         // of the reduction that runs, for each of the threads that share it
   std::vector<uint32_t> ready_to_dispatch_;  // completed later, by the mailbox or the owner of the device
   std::vector<uint32_t> ready_folds_;
-  std::deque<uint32_t> ready_copies_;
-  uint64_t copied_bytes_ = 0;  // of the first of them
+  std::vector<uint32_t> ready_copies_;
+  size_t next_copy_ = 0;       // of them
+  uint64_t copied_bytes_ = 0;  // of the next one
   uint32_t steps_left_;
   sennit_device device_{};
   uint32_t copies_running_ = 0;             // steps of the device
