@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A /dev/shm that is too small, in a mount namespace: the error tells the needed and the available bytes."""
+"""A /dev/shm that is too small, or is full later, in a mount namespace: the error says so."""
 
 from __future__ import annotations
 
@@ -20,14 +20,63 @@ except OSError as error:
     print(error)
 """
 
+FILL = """
+import contextlib, tempfile, threading
+import numpy as np
+from sennit.errors import SennitError
+from sennit.transport.communicator import Communicator
+from sennit.transport.store import FileStore
+
+lines = []
+store = FileStore(tempfile.mkdtemp() + "/store")
+made, filled = threading.Barrier(3), threading.Barrier(3)
+
+def run(rank):
+    with Communicator(rank=rank, world=2, store=store, timeout_s=30.0) as group:
+        made.wait()
+        filled.wait()
+        lines.append(f"{rank} {group.allreduce(np.ones(4)).tolist()}")
+        try:
+            group.allreduce(np.ones(1 << 18))
+        except SennitError as error:
+            lines.append(f"{rank} {error}")
+
+ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+for rank in ranks:
+    rank.start()
+made.wait()
+with contextlib.suppress(OSError), open("/dev/shm/filler", "wb", buffering=0) as filler:
+    while True:
+        filler.write(bytes(4096))
+filled.wait()
+for rank in ranks:
+    rank.join()
+for line in sorted(lines):
+    print(line)
+"""
+
+
+def run(script: str, *, mib: int) -> str:
+    mount = f'mount -t tmpfs -o size={mib}m none /dev/shm && exec "$0" -c "$1"'
+    command = ["unshare", "--mount", "sh", "-ec", mount, sys.executable, script]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=True).stdout
+
 
 def test_the_error_has_the_size_that_is_needed_and_what_is_there() -> None:
-    script = 'mount -t tmpfs -o size=1m none /dev/shm && exec "$0" -c "$1"'
-    command = ["unshare", "--mount", "sh", "-ec", script, sys.executable, OFFER]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("/dev/shm is too small for this rank's inboxes: "), done.stdout
-    sizes, _, reason = done.stdout.partition(": ")[2].partition(" free: ")
+    printed = run(OFFER, mib=1)
+    assert printed.startswith("/dev/shm is too small for the inboxes of this host's 8 ranks: "), printed
+    sizes, _, reason = printed.partition("ranks: ")[2].partition(" free: ")
     needed, _, there = sizes.partition(" needed, ")
-    assert int(needed.removesuffix(" MiB")) > 1
+    assert int(needed.removesuffix(" MiB")) > 8
     assert there == "1 MiB of 1 MiB"
     assert reason.startswith("No space left on device")
+
+
+def test_a_folder_that_is_full_at_the_first_large_message_is_named() -> None:
+    printed = run(FILL, mib=8)
+    lines = printed.splitlines()
+    assert len(lines) == 4, printed
+    for rank, (small, large) in enumerate((lines[:2], lines[2:])):
+        assert small == f"{rank} [2.0, 2.0, 2.0, 2.0]"
+        assert large.startswith(f"{rank} ")
+        assert "no memory in /dev/shm for large messages of rank " in large

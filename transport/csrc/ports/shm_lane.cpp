@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <system_error>
 #include <utility>
 
 #include "reduce/stream_copy.hpp"
@@ -102,7 +103,19 @@ void ShmLane::advertise(uint64_t receive_id, const MessageHeader& header, void* 
   grant(receive_id, header, static_cast<std::byte*>(destination));
 }
 
+// The pages of the blocks come with the first message that needs them: most pairs of a large group never have one.
+bool ShmLane::reserve_blocks() {
+  if (are_blocks_reserved_) return true;
+  const int error = in_.reserve_blocks();
+  are_blocks_reserved_ = error == 0;
+  if (error != 0)
+    failure_ = "no memory in /dev/shm for large messages of rank " + std::to_string(peer_) + ": " +
+               std::generic_category().message(error);
+  return are_blocks_reserved_;
+}
+
 void ShmLane::grant(uint64_t receive_id, const MessageHeader& header, std::byte* destination) {
+  if (!reserve_blocks()) return;
   if (destination == nullptr) ++loans_out_;
   uint32_t slot;
   if (free_slots_.empty()) {

@@ -11,6 +11,7 @@
 #pragma once
 
 #include <deque>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -57,6 +58,8 @@ class ShmLane final : public Lane {
   // Compares the peer's beats with those of the last call.
   void note_beats(uint32_t beats, uint64_t now_us);
   bool is_dead() const { return dead_; }
+  // Why this rank cannot receive from the peer. Empty while it can.
+  const std::string& failure() const { return failure_; }
   // Whether the peer must be told of something since the last call.
   bool take_dirty();
   bool peer_said_goodbye() const { return peer_left_; }
@@ -105,6 +108,7 @@ class ShmLane final : public Lane {
 
   static uint64_t data_bytes_of(const Record& eager);
   bool fits(const Record& fragment) const;
+  bool reserve_blocks();
   bool publish(const Record& record, const void* data, uint64_t data_bytes);
   void publish_or_queue(const Record& record);
   void grant(uint64_t receive_id, const MessageHeader& header, std::byte* destination);
@@ -131,7 +135,9 @@ class ShmLane final : public Lane {
   std::vector<Receive> receives_;
   std::vector<uint32_t> free_slots_;
   std::deque<WaitingLoan> waiting_loans_;
-  uint32_t loans_out_ = 0;  // advertised or lent
+  uint32_t loans_out_ = 0;            // advertised or lent
+  bool are_blocks_reserved_ = false;  // of our inbox
+  std::string failure_;
   bool dirty_ = false;
   bool peer_left_ = false;
   bool dead_ = false;

@@ -94,6 +94,7 @@ bool ShmPort::progress(uint64_t now_us) {
     const bool its = !lost_[peer] && lanes_[peer]->progress(now_us);
     if (its) idle_rounds_[member] = 0;
     moved |= its;
+    if (!lanes_[peer]->failure().empty()) failure_ = lanes_[peer]->failure();
   }
   ring_where_dirty();
   // The rings are read first: the end of a peer does not overtake what the peer sent.

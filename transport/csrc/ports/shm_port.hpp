@@ -5,6 +5,8 @@
 #include <array>
 #include <memory>
 #include <span>
+#include <string>
+#include <string_view>
 
 #include "flow/agenda.hpp"
 #include "messages/lane.hpp"
@@ -48,6 +50,7 @@ class ShmPort final : public Port {
   uint64_t next_timeout_us() const override { return UINT64_MAX; }
   void append_poll_fds(std::vector<pollfd>& out) const override;
   std::vector<uint32_t> find_gone(uint64_t now_us) override;
+  std::string_view failure() const override { return failure_; }
   bool idle() const override;
   void abort(std::string_view reason) override;
   void close() override;
@@ -83,6 +86,7 @@ class ShmPort final : public Port {
   std::vector<uint32_t> member_of_;              // by rank
   std::array<uint64_t, WATCH_WORDS> watched_{};  // the bits that were seen set, and not cleared since
   uint64_t next_check_us_ = 0, next_beat_us_ = 0;
+  std::string failure_;
 };
 
 }  // namespace sennit

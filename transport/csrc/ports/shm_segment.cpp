@@ -33,8 +33,13 @@ constexpr size_t LINE = 64;
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
-uint64_t stride_of(uint64_t blocks) {
-  return round_up(sizeof(ShmInboxHeader), LINE) + CONTROL_RING_BYTES + blocks * BULK_BLOCK_BYTES;
+// What a peer may write to at any time. The blocks follow.
+constexpr uint64_t ALWAYS_BYTES = (sizeof(ShmInboxHeader) + LINE - 1) / LINE * LINE + CONTROL_RING_BYTES;
+
+uint64_t stride_of(uint64_t blocks) { return ALWAYS_BYTES + blocks * BULK_BLOCK_BYTES; }
+
+uint64_t inbox_offset(uint64_t stride, uint32_t number) {
+  return round_up(sizeof(ShmSegmentHeader), LINE) + stride * number;
 }
 
 uint64_t random_u64() {
@@ -74,18 +79,33 @@ void remove_orphans() {
   }
 }
 
-// `fd` holds as much as could be reserved.
-std::string too_small(int fd, uint64_t needed_bytes) {
-  struct statvfs folder {};
-  struct stat reserved {};
-  if (fstatvfs(fd, &folder) != 0 || fstat(fd, &reserved) != 0) return "/dev/shm is too small for this rank's inboxes";
-  const uint64_t free_bytes = folder.f_bavail * folder.f_frsize + static_cast<uint64_t>(reserved.st_blocks) * 512;
-  const auto mib = [](uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; };
-  return "/dev/shm is too small for this rank's inboxes: " + mib(needed_bytes) + " needed, " + mib(free_bytes) +
-         " of " + mib(folder.f_blocks * folder.f_frsize) + " free";
+[[noreturn]] void fail(const char* what, int error) { throw std::system_error(error, std::generic_category(), what); }
+
+int reserve(int fd, uint64_t offset, uint64_t size_bytes) {
+  return posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(size_bytes));
 }
 
-[[noreturn]] void fail(const char* what, int error) { throw std::system_error(error, std::generic_category(), what); }
+// Reserves what peers may write to at any time: running out of pages later would be a SIGBUS. The blocks get theirs
+// with the first large message of a peer, because clearing them takes longer than all the rest of making a group. But
+// all ranks of this host must find room for them now.
+void reserve_inboxes(int fd, uint64_t stride, uint32_t own, uint32_t inbox_count) {
+  const uint32_t peers = std::max(1u, inbox_count - 1);
+  int error = reserve(fd, 0, sizeof(ShmSegmentHeader));
+  for (uint32_t peer = 0; peer < inbox_count && error == 0; ++peer) {
+    if (peer != own || inbox_count == 1) error = reserve(fd, inbox_offset(stride, peer), ALWAYS_BYTES);
+  }
+  struct statvfs folder {};
+  struct stat reserved {};
+  if (fstatvfs(fd, &folder) != 0 || fstat(fd, &reserved) != 0) fail("cannot look up the room in /dev/shm", errno);
+  const uint64_t free_bytes = folder.f_bavail * folder.f_frsize;
+  if (error == 0 && free_bytes >= (stride - ALWAYS_BYTES) * peers * inbox_count) return;
+  const auto mib = [](uint64_t bytes) { return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB"; };
+  const std::string reason = "/dev/shm is too small for the inboxes of this host's " + std::to_string(inbox_count) +
+                             " ranks: " + mib(stride * peers * inbox_count) + " needed, " +
+                             mib(free_bytes + static_cast<uint64_t>(reserved.st_blocks) * 512) + " of " +
+                             mib(folder.f_blocks * folder.f_frsize) + " free";
+  fail(reason.c_str(), error != 0 ? error : ENOSPC);
+}
 
 // Tells remove_orphans() that the file's owner lives, and peers too (ShmSegment::owner_alive).
 void lock(int fd) {
@@ -117,7 +137,7 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t own, uint32_t inbox_count,
   const uint64_t stride = stride_of(blocks);
   ShmSegment segment;
   segment.mine_ = true;
-  segment.size_bytes_ = round_up(round_up(sizeof(ShmSegmentHeader), LINE) + stride * inbox_count, PAGE_BYTES);
+  segment.size_bytes_ = round_up(inbox_offset(stride, inbox_count), PAGE_BYTES);
   static std::once_flag swept;
   std::call_once(swept, remove_orphans);
   std::string path = path_of(nonce);
@@ -126,15 +146,7 @@ ShmSegment ShmSegment::create(uint32_t rank, uint32_t own, uint32_t inbox_count,
   segment.path_ = std::move(path);
   if (ftruncate(segment.fd_, static_cast<off_t>(segment.size_bytes_)) != 0)
     fail("cannot size the shared-memory segment", errno);
-  // Reserve the pages of all peers' inboxes now: running out later would be a SIGBUS. Our own inbox stays a hole.
-  const uint64_t first = round_up(sizeof(ShmSegmentHeader), LINE);
-  for (uint32_t peer = 0; peer < inbox_count; ++peer) {
-    if (peer == own && inbox_count > 1) continue;
-    const int error = posix_fallocate(segment.fd_, static_cast<off_t>(peer == 0 ? 0 : first + stride * peer),
-                                      static_cast<off_t>(stride + (peer == 0 ? first : 0)));
-    if (error != 0) fail(too_small(segment.fd_, segment.size_bytes_ - (inbox_count > 1 ? stride : 0)).c_str(), error);
-  }
-  if (own == 0 && posix_fallocate(segment.fd_, 0, static_cast<off_t>(first)) != 0) fail("/dev/shm is full", ENOSPC);
+  reserve_inboxes(segment.fd_, stride, own, inbox_count);
   void* base = mmap(nullptr, segment.size_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, segment.fd_, 0);
   if (base == MAP_FAILED) fail("cannot map the shared-memory segment", errno);
   segment.base_ = static_cast<std::byte*>(base);
@@ -171,11 +183,10 @@ ShmSegment ShmSegment::open(std::span<const std::byte> offer, uint32_t rank, uin
   if (base == MAP_FAILED) return {};
   segment.base_ = static_cast<std::byte*>(base);
   const ShmSegmentHeader& header = segment.header();
-  const uint64_t needed = round_up(sizeof(ShmSegmentHeader), LINE) + header.inbox_stride * inbox_count;
   if (header.magic != SEGMENT_MAGIC || header.nonce != nonce || header.rank != rank ||
       header.inbox_count != inbox_count || header.bulk_blocks < BULK_BLOCKS_MIN ||
       header.bulk_blocks > BULK_BLOCKS_MAX || header.inbox_stride != stride_of(header.bulk_blocks) ||
-      needed > segment.size_bytes_) {
+      inbox_offset(header.inbox_stride, inbox_count) > segment.size_bytes_) {
     return {};
   }
   segment.bell_fd_ = ::open(bell_of(path_of(nonce)).c_str(), O_WRONLY | O_NONBLOCK | O_CLOEXEC | O_NOFOLLOW);
@@ -213,14 +224,18 @@ void ShmSegment::reset() noexcept {
 
 ShmInbox ShmSegment::inbox(uint32_t number) const {
   const ShmSegmentHeader& head = header();
-  std::byte* at = base_ + round_up(sizeof(ShmSegmentHeader), LINE) + head.inbox_stride * number;
+  const uint64_t offset = inbox_offset(head.inbox_stride, number);
   ShmInbox inbox;
-  inbox.header = reinterpret_cast<ShmInboxHeader*>(at);
-  inbox.control = at + round_up(sizeof(ShmInboxHeader), LINE);
-  inbox.bulk = inbox.control + CONTROL_RING_BYTES;
+  inbox.header = reinterpret_cast<ShmInboxHeader*>(base_ + offset);
+  inbox.bulk_offset = offset + ALWAYS_BYTES;
+  inbox.bulk = base_ + inbox.bulk_offset;
+  inbox.control = inbox.bulk - CONTROL_RING_BYTES;
   inbox.bulk_blocks = static_cast<uint32_t>(head.bulk_blocks);
+  inbox.fd = fd_;
   return inbox;
 }
+
+int ShmInbox::reserve_blocks() const { return fd < 0 ? 0 : reserve(fd, bulk_offset, bulk_blocks * BULK_BLOCK_BYTES); }
 
 std::vector<std::byte> ShmSegment::offer() const {
   std::vector<std::byte> bytes(sizeof(uint64_t));

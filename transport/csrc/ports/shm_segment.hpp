@@ -60,16 +60,22 @@ struct ShmInboxHeader {
 enum class Sleep : uint32_t { awake = 0, futex = 1, poll = 2 };
 
 struct ShmInbox {
+  // For the owner, before a peer may use the blocks. Returns 0 or an errno (ENOSPC).
+  int reserve_blocks() const;
+
   ShmInboxHeader* header = nullptr;
   std::byte* control = nullptr;
   std::byte* bulk = nullptr;
   uint32_t bulk_blocks = 0;
+  int fd = -1;  // of the segment, where the blocks begin at `bulk_offset`; -1: this is no file
+  uint64_t bulk_offset = 0;
 };
 
 class ShmSegment {
  public:
   // Makes this rank's segment with an inbox for each rank of this host. This rank's own, number `own`, stays without
-  // memory. Throws std::system_error (ENOSPC: no room).
+  // memory, and so do the blocks until ShmInbox::reserve_blocks. Throws std::system_error (ENOSPC: no room for all that
+  // the ranks of this host will need).
   static ShmSegment create(uint32_t rank, uint32_t own, uint32_t inbox_count, uint64_t nonce);
   // Opens a peer's segment from its offer. Returns an empty object if it cannot be reached.
   static ShmSegment open(std::span<const std::byte> offer, uint32_t rank, uint32_t inbox_count);

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -335,6 +336,40 @@ TEST_CASE("fragments and eager messages that fit nothing lose the peer before an
   CHECK(lost_by({{ForgedInbox::EAGER, EAGER_DATA, 128, {1, 2, 65}, 0, 0, 0, {}}}, false) == malformed);
   CHECK(lost_by({{ForgedInbox::EAGER, EAGER_DATA, 64, {1, 2, UINT64_MAX}, 0, 0, 0, {}}}, false) == malformed);
   CHECK(lost_by({{ForgedInbox::EAGER, 2, 128, {1, 2, 64}, 0, 0, 0, {}}}, false) == malformed);
+}
+
+TEST_CASE("the blocks of an inbox take memory when they are reserved, and nobody else's do") {
+  const ShmSegment segment = ShmSegment::create(0, 0, 3, 0xB10C0000u + static_cast<uint64_t>(getpid()));
+  const auto held_bytes = [&] {
+    struct stat info {};
+    REQUIRE(fstat(segment.inbox(1).fd, &info) == 0);
+    return static_cast<uint64_t>(info.st_blocks) * 512;
+  };
+  const uint64_t at_first_bytes = held_bytes();
+  CHECK(at_first_bytes >= 2 * CONTROL_RING_BYTES);
+  CHECK(at_first_bytes < 2 * CONTROL_RING_BYTES + BULK_BLOCK_BYTES);
+  const uint64_t blocks_bytes = segment.inbox(1).bulk_blocks * BULK_BLOCK_BYTES;
+  for (int time = 0; time < 2; ++time) {
+    REQUIRE(segment.inbox(1).reserve_blocks() == 0);
+    CHECK(held_bytes() >= at_first_bytes + blocks_bytes - 4'096);
+    CHECK(held_bytes() <= at_first_bytes + blocks_bytes + 4'096);
+  }
+}
+
+TEST_CASE("a rank that gets no memory for blocks asks the peer for nothing and says why") {
+  Sink sink;
+  ForgedInbox in, out;
+  in.inbox.fd = open("/dev/full", O_RDWR | O_CLOEXEC);
+  REQUIRE(in.inbox.fd >= 0);
+  ShmLane lane(3, in.inbox, out.inbox, sink);
+  std::vector<std::byte> destination(100);
+  CHECK(lane.failure().empty());
+  lane.advertise(7, {1, 2, 100}, destination.data());
+  lane.advertise(8, {1, 2, 100}, nullptr);
+  lane.progress(1);
+  CHECK(out.inbox.header->control_head == 0);
+  CHECK(lane.failure().starts_with("no memory in /dev/shm for large messages of rank 3: "));
+  close(in.inbox.fd);
 }
 
 TEST_CASE("an offer that is foreign, stale or short opens no shared memory") {
