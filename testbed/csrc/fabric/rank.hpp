@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "executor/operation.hpp"
-#include "executor/operation_host.hpp"
 #include "executor/plan.hpp"
 #include "ports/flow_lane.hpp"
 

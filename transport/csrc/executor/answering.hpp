@@ -5,11 +5,13 @@
 // minutes or holds the GIL, or when a callback blocks.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace sennit {
 
@@ -23,12 +25,31 @@ class AnsweringThread {
   ~AnsweringThread() { stop(); }
 
   // Throws std::system_error.
-  void start(Look look);
+  void start(Look look) {
+    thread_ = std::thread([this, look = std::move(look)] { run(look); });
+  }
   // Waits for a look in progress. Idempotent. Any thread may call it, but not from within a look.
-  void stop();
+  void stop() {
+    {
+      const std::lock_guard lock(mutex_);
+      is_stopped_ = true;
+    }
+    wake_.notify_all();
+    const std::lock_guard lock(join_mutex_);
+    if (thread_.joinable()) thread_.join();
+  }
 
  private:
-  void run(const Look& look);
+  void run(const Look& look) {
+    uint64_t pause_us = 0;
+    for (;;) {
+      {
+        std::unique_lock lock(mutex_);
+        if (wake_.wait_for(lock, std::chrono::microseconds(pause_us), [this] { return is_stopped_; })) return;
+      }
+      pause_us = look();
+    }
+  }
 
   std::mutex mutex_, join_mutex_;
   std::condition_variable wake_;

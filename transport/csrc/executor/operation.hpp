@@ -14,14 +14,39 @@
 #include <string>
 #include <vector>
 
-#include "executor/operation_host.hpp"
 #include "executor/plan.hpp"
 #include "executor/scratch.hpp"
+#include "executor/team.hpp"
+#include "messages/mailbox.hpp"
 #include "sennit/core.h"
 
 namespace sennit {
 
 class Engine;
+class Operation;
+
+// What runs operations: the engine of a group, or a rank of the testbed's simulator.
+class OperationHost {
+ public:
+  OperationHost(uint32_t rank, uint32_t world, uint32_t threads, uint64_t spin_us)
+      : mailbox_(rank, world), team_(threads, spin_us) {}
+  OperationHost(const OperationHost&) = delete;
+  OperationHost& operator=(const OperationHost&) = delete;
+
+  Mailbox& mailbox() { return mailbox_; }
+  ThreadTeam& team() { return team_; }
+  // False: the operation's send must wait for another one of the same tag to the same peer.
+  virtual bool may_send(const Operation& operation) const = 0;
+  // An operation holds a reference as long as it lives.
+  virtual void retain() = 0;
+  virtual void release() = 0;
+
+ protected:
+  ~OperationHost() = default;
+
+  Mailbox mailbox_;
+  ThreadTeam team_;
+};
 
 // The owner of a device refused.
 struct DeviceError : std::runtime_error {

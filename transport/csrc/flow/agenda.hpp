@@ -6,6 +6,7 @@
 // that goes into a binary heap, or not before somebody wakes it.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -104,6 +105,21 @@ class Agenda {
   std::vector<Member> members_;
   std::vector<uint32_t> ready_, heap_;
   uint64_t now_us_ = 0, visits_ = 0;
+};
+
+// The caller's clock during one of its calls. What happens late in the call gets a later time.
+class CallClock {
+ public:
+  explicit CallClock(uint64_t now_us) : called_us_(now_us) {}
+
+  uint64_t now_us() const {
+    const auto passed = std::chrono::steady_clock::now() - called_;
+    return called_us_ + static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::microseconds>(passed).count());
+  }
+
+ private:
+  const uint64_t called_us_;
+  const std::chrono::steady_clock::time_point called_ = std::chrono::steady_clock::now();
 };
 
 }  // namespace sennit::flow

@@ -11,7 +11,6 @@
 #include <system_error>
 
 #include "flow/control.hpp"
-#include "ports/call_clock.hpp"
 #include "ports/udp_peer.hpp"
 #include "ports/udp_setup.hpp"
 #include "wire/utf8.hpp"
@@ -142,7 +141,7 @@ void UdpPort::close_unused_rails() {
 
 bool UdpPort::progress(uint64_t now_us) {
   // Acknowledgements are timed, so each batch gets its time of arrival.
-  const CallClock clock(now_us);
+  const flow::CallClock clock(now_us);
   agenda_.set_now(now_us);
   bool moved = false;
   for (int round = 0; round < ROUND_MAX_COUNT; ++round) {
@@ -186,7 +185,7 @@ bool UdpPort::send_round(uint64_t now_us) {
   read_until_us_ = now_us;
   for (const auto& rail : rails_) read_until_us_ = std::min(read_until_us_, rail->receiver->received_until_us());
   // Each peer gets the time of its own turn, because a round-trip time must not include the turns of others.
-  const CallClock clock(now_us);
+  const flow::CallClock clock(now_us);
   agenda_.wake_due(now_us);
   const size_t ready_count = agenda_.ready().size();
   for (size_t turn = 0; turn < ready_count; ++turn) {

@@ -23,7 +23,6 @@
 #include "ports/flow_lane.hpp"
 #include "ports/interfaces.hpp"
 #include "ports/roce_offer.hpp"
-#include "ports/send_config.hpp"
 #include "ports/trial.hpp"
 #include "ports/udp_receiver.hpp"
 #include "ports/udp_sender.hpp"

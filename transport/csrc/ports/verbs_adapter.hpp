@@ -13,7 +13,6 @@
 #include <string>
 #include <vector>
 
-#include "ports/verbs_buffers.hpp"
 #include "ports/verbs_device.hpp"
 #include "ports/verbs_exposure.hpp"
 #include "ports/verbs_queue_pair.hpp"

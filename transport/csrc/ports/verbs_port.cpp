@@ -13,7 +13,6 @@
 
 #include "flow/control.hpp"
 #include "flow/immediate.hpp"
-#include "ports/call_clock.hpp"
 #include "ports/interfaces.hpp"
 #include "ports/verbs_path.hpp"
 #include "ports/verbs_queue_pair.hpp"
@@ -167,7 +166,7 @@ std::string_view VerbsPort::failure() const { return failure_.empty() ? exposure
 
 bool VerbsPort::progress(uint64_t now_us) {
   // Acknowledgements are timed, so each batch gets its time of arrival.
-  const CallClock clock(now_us);
+  const flow::CallClock clock(now_us);
   exposure_.set_now(now_us);
   agenda_.set_now(now_us);
   bool moved = false;

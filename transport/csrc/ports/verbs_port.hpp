@@ -21,12 +21,11 @@
 #include "messages/lane.hpp"
 #include "ports/agreement.hpp"
 #include "ports/flow_lane.hpp"
-#include "ports/send_config.hpp"
 #include "ports/trial.hpp"
 #include "ports/verbs_adapter.hpp"
-#include "ports/verbs_buffers.hpp"
 #include "ports/verbs_exposure.hpp"
 #include "ports/verbs_queue_pair.hpp"
+#include "ports/verbs_registrations.hpp"
 #include "telemetry/counter_page.hpp"
 
 namespace sennit {
