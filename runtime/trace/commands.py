@@ -136,11 +136,15 @@ def packets(
         _fail(str(error))
     except OSError as error:
         _fail(f"{write}: {error.strerror}")
-    typer.echo(f"sennit trace: packets of {interface} to {write}", err=True)
     try:
-        with capture:
-            # The last wanted packet ends the capture, but not a command.
-            code = session.run(command or [], seconds, DRAIN_EVERY_S, lambda: capture.drain() and not command)
+        with capture, session.interrupts() as interrupted:
+            typer.echo(f"sennit trace: packets of {interface} to {write}", err=True)
+
+            def drain() -> bool:
+                # The last wanted packet ends the capture, but not a command.
+                return capture.drain() and not command
+
+            code = session.run(command or [], seconds, DRAIN_EVERY_S, drain, interrupted)
             dropped = capture.dropped()
     except OSError as error:
         _fail(f"{(command or [''])[0]}: {error.strerror}")
@@ -182,13 +186,18 @@ def _session(
             program = held.enter_context(kind.attach(process))
         except (session.SessionError, Unsupported) as error:
             _fail(str(error))
+        interrupted = held.enter_context(session.interrupts())
         who = "every process" if process is None else f"process {process}"
         until = "" if command or seconds else "; an interrupt ends it"
         typer.echo(f"sennit trace: {len(kind.PROBES)} tracepoints of {who}{until}", err=True)
         console = stdout_console()
         collect = functools.partial(kind.collect, program, **choices)
+
+        def show() -> None:
+            console.print(kind.table(collect()))
+
         try:
-            code = session.run(command or [], seconds, interval_s, lambda: console.print(kind.table(collect())))
+            code = session.run(command or [], seconds, interval_s, show, interrupted)
             rows = collect()
         except OSError as error:
             _fail(f"{(command or [''])[0]}: {error.strerror}")

@@ -87,8 +87,14 @@ def _make_tracefs_visible() -> None:
         raise SessionError(f"{TRACEFS} cannot be mounted: {os.strerror(ctypes.get_errno())}")
 
 
-def run(command: Sequence[str], seconds: float | None, interval_s: float, tick: Callable[[], bool | None]) -> int:
-    """Calls `tick` every `interval_s` (0: never) until the command ends, the time is over, an interrupt arrives, or
+def run(
+    command: Sequence[str],
+    seconds: float | None,
+    interval_s: float,
+    tick: Callable[[], bool | None],
+    interrupted: Callable[[], bool],
+) -> int:
+    """Calls `tick` every `interval_s` (0: never) until the command ends, the time is over, it is `interrupted`, or
     `tick` returns True.
 
     Returns the command's exit code, 128 + signal if a signal ended it; 0 without a command.
@@ -98,24 +104,26 @@ def run(command: Sequence[str], seconds: float | None, interval_s: float, tick: 
     next_s = begin_s + interval_s if interval_s > 0 else float("inf")
     process = subprocess.Popen(command) if command else None
     try:
-        with _interrupts() as interrupted:
-            while not interrupted() and (process is None or process.poll() is None):
-                now_s = time.monotonic()
-                if now_s >= end_s:
+        while not interrupted() and (process is None or process.poll() is None):
+            now_s = time.monotonic()
+            if now_s >= end_s:
+                break
+            if now_s >= next_s:
+                next_s += interval_s
+                if tick():
                     break
-                if now_s >= next_s:
-                    next_s += interval_s
-                    if tick():
-                        break
-                time.sleep(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
     finally:
         code = _end(process)
     return code
 
 
 @contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """A first SIGINT or SIGTERM ends the session in order, with its table."""
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Within the block SIGINT and SIGTERM only make the result of the function true: a session ends with its table.
+
+    The block begins before the session says that it runs, so that nobody interrupts it too early.
+    """
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
