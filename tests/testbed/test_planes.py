@@ -20,7 +20,7 @@ pytest.importorskip("pyroute2", reason="missing capability tc-bpf: pyroute2 is n
 
 from pyroute2 import IPRoute
 
-from sennit.testbed.topology import Direction, Impairment, Planes, namespace
+from sennit.testbed.topology import Direction, Impairment, Planes, QueueCounters, namespace
 from sennit.transport import rails
 from tests.testbed.datagrams import open_socket, send_datagrams
 
@@ -103,6 +103,12 @@ def test_a_link_that_is_down_loses_its_carrier_and_keeps_its_addresses(planes: P
         planes.switch(1, up=True, how="pull")  # type: ignore[arg-type]
 
 
+def check_all_are_counted(queue: QueueCounters, datagrams: int) -> None:
+    """Datagrams of 1,062 bytes with headers. A few packets of the kernel's own may be among them, as for neighbours."""
+    counted = queue.packets + queue.dropped + queue.backlog_bytes // 1_062
+    assert 0 <= counted - datagrams <= 5
+
+
 def test_a_slow_receiver_port_drops_what_its_queue_does_not_hold(planes: Planes) -> None:
     queue_bytes, count = 50_000, 1_000
     planes.limit_rate(8_000_000, hosts=[1], planes=[0], queue_bytes=queue_bytes, direction=Direction.RECEIVE)
@@ -112,7 +118,7 @@ def test_a_slow_receiver_port_drops_what_its_queue_does_not_hold(planes: Planes)
         queue = planes.queue_counters(1, 0, Direction.RECEIVE)
         assert account.switch.packets == count
         assert queue.dropped > 0
-        assert queue.packets + queue.dropped + queue.backlog_bytes // 1_062 == count
+        check_all_are_counted(queue, count)
         assert send_datagrams(planes, count, plane=1).missing == set()
     finally:
         planes.limit_rate(None, direction=Direction.RECEIVE)
@@ -146,7 +152,7 @@ def test_a_slow_sender_queues_at_home(planes: Planes) -> None:
         account = send_datagrams(planes, count, plane=0, arrivals=50_000 // 1_062)
         queue = planes.queue_counters(0, 0)
         assert queue.dropped > 0
-        assert queue.packets + queue.dropped + queue.backlog_bytes // 1_062 == count
+        check_all_are_counted(queue, count)
         # The switch has seen only packets that left the host.
         assert account.switch.packets < count
         # The other direction is not limited.
