@@ -48,7 +48,7 @@ test-fuzz: build  ## a few seconds of each fuzzer
 	@sennit/setup/fuzz.sh 8
 
 SECONDS ?= 600
-fuzz: build  ## libFuzzer on the parsers and the flow, SECONDS=600 each
+fuzz: build  ## libFuzzer on the parsers, decoders and the flow, SECONDS=600 each
 	@sennit/setup/fuzz.sh $(SECONDS)
 
 ebpf: build  ## compile the BPF programs into build/ebpf, and name what this kernel lacks

@@ -31,7 +31,7 @@ COMMAND_LINE = ROOT / "sennit" / "cli.py"
 # know each other. `sennit` is the C interface (include/sennit).
 CORE_LAYERS = (
     {"sennit", "wire", "trace", "telemetry"},
-    {"reduce", "flow"},
+    {"codec", "reduce", "flow"},
     {"messages"},
     {"ports"},
     {"executor"},

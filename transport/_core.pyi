@@ -28,6 +28,30 @@ def interfaces(if_inet6: str) -> list[tuple[str, bool, bool, list[str]]]:
 def describe_signature(signature: int) -> str:
     """Returns a signature in words, as errors name it: "allreduce of float32 (sum), 1024 elements"."""
 
+def codec_refusal(codec: tuple[int, int, bool, int], dtype: int) -> str:
+    """Returns why elements of this type cannot be coded so; empty if they can.
+
+    `codec`: number of its kind, elements a block, stochastic or not, seed (csrc/codec/codec.hpp).
+    """
+
+def coded_bytes(codec: tuple[int, int, bool, int], dtype: int, count: int) -> int:
+    """Returns the bytes of `count` coded elements."""
+
+def encode(
+    codec: tuple[int, int, bool, int],
+    dtype: int,
+    source: Any,
+    first_index: int,
+    destination: Any,
+    residual: Any = None,
+) -> int:
+    """Codes the elements of a buffer into another one and returns the bytes written. Raises ArgumentError."""
+
+def decode(
+    codec: tuple[int, int, bool, int], dtype: int, coded: Any, count: int, result: int, destination: Any
+) -> bool:
+    """Gives back elements as type `result`. Returns False if `coded` is no coded form of so many elements."""
+
 @final
 class Plan:
     """A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes."""

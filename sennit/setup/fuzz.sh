@@ -32,5 +32,5 @@ fuzz() {  # folder of the project, its fuzzers
     echo "fuzz: fuzz_$name, $(grep '^Done' "$log" | tail -n 1)"
   done
 }
-fuzz transport/csrc/tests/fuzz packet flow
+fuzz transport/csrc/tests/fuzz packet codec flow
 fuzz offload/csrc/tests/fuzz records

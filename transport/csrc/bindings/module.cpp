@@ -16,6 +16,7 @@
 #include <system_error>
 
 #include "bindings/buffer_views.hpp"
+#include "bindings/codecs.hpp"
 #include "bindings/errors.hpp"
 #include "executor/engine.hpp"
 #include "flow/congestion.hpp"
@@ -396,6 +397,7 @@ NB_MODULE(_core, m) {
       },
       "if_inet6"_a,
       "The interfaces by index: (name, up or not, loopback or not, addresses that a peer could send to).");
+  bind_codecs(m);
   m.def("describe_signature", &sennit::describe_signature, "signature"_a, "A plan's signature in words.");
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)

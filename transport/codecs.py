@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Codecs: arrays of numbers in fewer bytes, and back (docs/reference/codecs.md).
+
+codec = Codec(kind=CodecKind.INT8, block=64)
+coded = codec.encode(gradient)
+again = codec.decode(coded, gradient.size)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from sennit.transport import _core
+from sennit.transport.array_collectives import dtype_of
+from sennit.transport.elements import Dtype
+from sennit.transport.errors import ArgumentError
+
+Array: TypeAlias = npt.NDArray[Any]
+
+
+class CodecKind(IntEnum):
+    """`sennit::CodecKind`: the formats, numbered as in plans."""
+
+    FP16 = 0
+    BF16 = 1
+    FP8_E4M3 = 2
+    FP8_E5M2 = 3
+    INT8 = 4
+    MX4 = 5
+
+
+# Elements that share a scale, where the caller names no number.
+DEFAULT_BLOCK: Final[dict[CodecKind, int]] = {
+    CodecKind.FP16: 0, CodecKind.BF16: 0,
+    CodecKind.FP8_E4M3: 32, CodecKind.FP8_E5M2: 32, CodecKind.MX4: 32, CodecKind.INT8: 64,
+}  # fmt: skip
+_STORED: Final[dict[Dtype, np.dtype[Any]]] = {
+    Dtype.F16: np.dtype(np.float16),
+    Dtype.BF16: np.dtype(np.uint16),
+    Dtype.F32: np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codec:
+    """How numbers are coded. Ranks that exchange coded bytes need equal codecs.
+
+    Raises ArgumentError for a block or a seed out of range.
+    """
+
+    kind: CodecKind
+    """The format."""
+
+    block: int | None = None
+    """Elements that share a scale: 1 to 4,096; 32 of MX4; 0 of FP16 and BF16. None: 32, and 64 of INT8."""
+
+    stochastic: bool = False
+    """Round up or down at random, so that the mean is the number itself. Else to nearest, ties to even."""
+
+    seed: int = 0
+    """64 bits. With the logical index of an element it decides how that element is rounded, and nothing else does."""
+
+    def __post_init__(self) -> None:
+        if self.block is None:
+            object.__setattr__(self, "block", DEFAULT_BLOCK[CodecKind(self.kind)])
+        if not 0 <= self.seed < 1 << 64:
+            raise ArgumentError(f"seed {self.seed}; allowed: 0 to 2^64 - 1")
+        if not 0 <= self._block < 1 << 32:
+            raise ArgumentError(f"block {self.block}; allowed: 0 to 4096")
+        self._check(Dtype.F32)
+
+    def coded_bytes(self, count: int, *, dtype: Dtype = Dtype.F32) -> int:
+        """Returns the bytes of `count` coded elements. Raises ArgumentError for types that this codec does not code."""
+        self._check(dtype)
+        return _core.coded_bytes(self._native, dtype, count)
+
+    def encode(
+        self, array: Array, *, dtype: Dtype | None = None, first_index: int = 0, residual: Array | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """Returns `array` (any shape, C-contiguous; float32 or float16) as coded bytes, uint8 [coded_bytes].
+
+        `dtype`: of arrays whose type NumPy has no name for: BF16, as uint16. `first_index`: the logical index of the
+        first element, for stochastic rounding. A range may be coded in pieces that begin at borders of blocks.
+
+        `residual` (float32, as many elements, written in place) is error feedback: it is added to the elements first,
+        and then holds what coding took away; 0 where a number is infinite or NaN.
+
+        Raises ArgumentError for types that this codec does not code, and for arrays of other sizes or layouts.
+        """
+        kind = dtype_of(array) if dtype is None else dtype
+        self._check(kind)
+        if array.dtype != _STORED[kind] or not array.flags.c_contiguous:
+            raise ArgumentError(f"an array of {array.dtype}; needed: C-contiguous {_STORED[kind]}")
+        if residual is not None and (residual.dtype != np.float32 or residual.size != array.size):
+            raise ArgumentError(
+                f"a residual of {residual.size} {residual.dtype}; needed: {array.size} float32, one an element"
+            )
+        coded = np.empty(_core.coded_bytes(self._native, kind, array.size), dtype=np.uint8)
+        size_bytes = _core.encode(self._native, kind, array, first_index, coded, residual)
+        return coded[:size_bytes]
+
+    def decode(self, coded: Any, count: int, *, dtype: Dtype = Dtype.F32, result: Dtype | None = None) -> Array:
+        """Returns `count` elements as a flat array.
+
+        `dtype`: what was coded. `result`: what is returned, `dtype` or F32; None: `dtype`. BF16 comes as uint16.
+
+        Raises ArgumentError if `coded` (any buffer of bytes) is no coded form of so many elements.
+        """
+        self._check(dtype)
+        wanted = dtype if result is None else result
+        if wanted not in (dtype, Dtype.F32):
+            raise ArgumentError(f"result {wanted.name}; allowed: {dtype.name}, F32")
+        # Checked before memory is asked for: the count may be anything.
+        if not 0 <= count < 1 << 48:
+            raise ArgumentError(f"{count} elements; allowed: 0 to 2^48 - 1")
+        size_bytes = memoryview(coded).nbytes
+        if size_bytes != self.coded_bytes(count, dtype=dtype):
+            raise ArgumentError(f"{size_bytes} bytes are no coded form of {count} elements")
+        out: Array = np.empty(count, dtype=_STORED[wanted])
+        if not _core.decode(self._native, dtype, coded, count, wanted, out):
+            raise ArgumentError(f"{size_bytes} bytes are no coded form of {count} elements")
+        return out
+
+    @property
+    def _block(self) -> int:
+        assert self.block is not None
+        return self.block
+
+    @property
+    def _native(self) -> tuple[int, int, bool, int]:
+        return (self.kind, self._block, self.stochastic, self.seed)
+
+    def _check(self, dtype: Dtype) -> None:
+        if refusal := _core.codec_refusal(self._native, dtype):
+            raise ArgumentError(f"{self.kind.name}: {refusal}")

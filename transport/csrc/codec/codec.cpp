@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "codec/codec.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "codec/kernels.hpp"
+
+namespace sennit {
+namespace {
+
+constexpr uint32_t MX_BLOCK = 32;
+// A piece of a range: whole blocks, whose values, random numbers and decoded values stay in the first-level cache.
+constexpr uint64_t PIECE = 1'024;
+
+CodecKernels kernels(CodecKind kind) {
+#if defined(__x86_64__)
+  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx512) return avx512::codec_kernels(kind);
+  if (has_avx2) return avx2::codec_kernels(kind);
+#endif
+  return baseline::codec_kernels(kind);
+}
+
+struct Layout {
+  uint32_t scale_bytes;  // a block
+  uint32_t code_bits;    // an element
+};
+
+Layout layout_of(CodecKind kind) {
+  switch (kind) {
+    case CodecKind::fp16:
+    case CodecKind::bf16:
+      return {0, 16};
+    case CodecKind::fp8_e4m3:
+    case CodecKind::fp8_e5m2:
+      return {1, 8};
+    case CodecKind::int8:
+      return {4, 8};
+    case CodecKind::mx4:
+      return {1, 4};
+  }
+  return {0, 0};
+}
+
+// Where the scales and codes of elements from `start` lie. `start` is the first of a block.
+struct Sections {
+  Sections(const CodecSpec& spec, uint64_t count) : layout(layout_of(spec.kind)), block(std::max(spec.block, 1u)) {
+    scales_bytes = (count + block - 1) / block * layout.scale_bytes;
+    all_bytes = scales_bytes + (count * layout.code_bits + 7) / 8;
+  }
+  uint64_t scales_at(uint64_t start) const { return start / block * layout.scale_bytes; }
+  uint64_t codes_at(uint64_t start) const { return scales_bytes + start * layout.code_bits / 8; }
+  uint64_t piece() const { return std::max<uint64_t>(PIECE / block, 1) * block; }
+
+  Layout layout;
+  uint32_t block;
+  uint64_t scales_bytes, all_bytes;
+};
+
+bool is_float(sennit_dtype dtype) { return dtype == SENNIT_F32 || dtype == SENNIT_F16 || dtype == SENNIT_BF16; }
+uint64_t item_bytes(sennit_dtype dtype) { return dtype == SENNIT_F32 ? 4 : 2; }
+// What codes elements of two bytes as they are.
+CodecKind own_codec(sennit_dtype dtype) { return dtype == SENNIT_F16 ? CodecKind::fp16 : CodecKind::bf16; }
+
+}  // namespace
+
+std::string codec_refusal(const CodecSpec& spec, sennit_dtype dtype) {
+  const auto number = static_cast<uint32_t>(spec.kind);
+  if (number >= CODEC_KINDS) return "codec number " + std::to_string(number) + "; allowed: 0 to 5";
+  const bool has_scale = layout_of(spec.kind).scale_bytes != 0;
+  const uint32_t least = has_scale ? 1 : 0, most = has_scale ? MAX_CODEC_BLOCK : 0;
+  if (spec.kind == CodecKind::mx4 && spec.block != MX_BLOCK)
+    return "block " + std::to_string(spec.block) + " of mx4; allowed: 32";
+  if (spec.block < least || spec.block > most)
+    return "block " + std::to_string(spec.block) + "; allowed: " + std::to_string(least) + " to " +
+           std::to_string(most);
+  if (!is_float(dtype))
+    return "element type " + std::to_string(static_cast<uint32_t>(dtype)) + "; allowed: F32, F16, BF16";
+  return "";
+}
+
+uint64_t coded_bytes(const CodecSpec& spec, sennit_dtype, uint64_t count) { return Sections(spec, count).all_bytes; }
+
+uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, uint64_t count, uint64_t first_index,
+                std::span<std::byte> destination, float* residual) {
+  if (const std::string refusal = codec_refusal(spec, dtype); !refusal.empty()) throw std::invalid_argument(refusal);
+  const Sections at(spec, count);
+  if (destination.size() < at.all_bytes)
+    throw std::invalid_argument("room for " + std::to_string(destination.size()) +
+                                " bytes; needed: " + std::to_string(at.all_bytes));
+  const CodecKernels kernel = kernels(spec.kind);
+  const bool is_copied = dtype != SENNIT_F32 || residual != nullptr;
+  alignas(64) float copied[MAX_CODEC_BLOCK];
+  alignas(64) float decoded[MAX_CODEC_BLOCK];
+  alignas(64) uint16_t random[MAX_CODEC_BLOCK + 16 * RANDOM_GROUP];
+  const uint64_t piece = at.piece();
+  for (uint64_t start = 0; start < count; start += piece) {
+    const uint64_t length = std::min(piece, count - start);
+    const auto* const from = static_cast<const std::byte*>(source) + start * item_bytes(dtype);
+    std::byte* const scales = destination.data() + at.scales_at(start);
+    std::byte* const codes = destination.data() + at.codes_at(start);
+    if (dtype != SENNIT_F32)
+      kernels(own_codec(dtype)).decode(nullptr, from, length, 0, copied);
+    else if (residual != nullptr)
+      std::memcpy(copied, from, length * sizeof(float));
+    if (residual != nullptr) kernel.add_residual(copied, residual + start, length);
+    const float* const values = is_copied ? copied : reinterpret_cast<const float*>(from);
+    const uint16_t* drawn = nullptr;
+    if (spec.is_stochastic) {
+      // Groups begin at multiples of 8 elements.
+      const uint64_t index = first_index + start, counters = (index % 8 + length + 7) / 8;
+      kernel.fill_random(spec.seed, index / 8, (counters + RANDOM_GROUP - 1) / RANDOM_GROUP * RANDOM_GROUP, random);
+      drawn = random + index % 8;
+    }
+    kernel.encode(values, drawn, length, at.block, scales, codes);
+    if (residual != nullptr) {
+      kernel.decode(scales, codes, length, at.block, decoded);
+      kernel.keep_residual(values, decoded, residual + start, length);
+    }
+  }
+  return at.all_bytes;
+}
+
+bool decode(const CodecSpec& spec, sennit_dtype dtype, std::span<const std::byte> coded, uint64_t count,
+            sennit_dtype result, void* destination) {
+  if (!codec_refusal(spec, dtype).empty() || (result != dtype && result != SENNIT_F32)) return false;
+  const Sections at(spec, count);
+  if (coded.size() != at.all_bytes) return false;
+  const CodecKernels kernel = kernels(spec.kind);
+  alignas(64) float decoded[MAX_CODEC_BLOCK];
+  const uint64_t piece = at.piece();
+  for (uint64_t start = 0; start < count; start += piece) {
+    const uint64_t length = std::min(piece, count - start);
+    auto* const to = static_cast<std::byte*>(destination) + start * item_bytes(result);
+    float* const values = result == SENNIT_F32 ? reinterpret_cast<float*>(to) : decoded;
+    kernel.decode(coded.data() + at.scales_at(start), coded.data() + at.codes_at(start), length, at.block, values);
+    if (result != SENNIT_F32) kernels(own_codec(result)).encode(values, nullptr, length, 0, nullptr, to);
+  }
+  return true;
+}
+
+}  // namespace sennit
