@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sennit.transport import _core
 from sennit.transport.array_collectives import dtype_of
-from sennit.transport.elements import Dtype
+from sennit.transport.elements import FLOATS, Dtype
 from sennit.transport.errors import ArgumentError
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -32,17 +32,22 @@ class CodecKind(IntEnum):
     FP8_E5M2 = 3
     INT8 = 4
     MX4 = 5
+    LOSSLESS = 6
 
 
 # Elements that share a scale, where the caller names no number.
 DEFAULT_BLOCK: Final[dict[CodecKind, int]] = {
-    CodecKind.FP16: 0, CodecKind.BF16: 0,
+    CodecKind.FP16: 0, CodecKind.BF16: 0, CodecKind.LOSSLESS: 0,
     CodecKind.FP8_E4M3: 32, CodecKind.FP8_E5M2: 32, CodecKind.MX4: 32, CodecKind.INT8: 64,
 }  # fmt: skip
+# Elements whose planes of bytes LOSSLESS codes one by one.
+LOSSLESS_BLOCK: Final = 8192
 _STORED: Final[dict[Dtype, np.dtype[Any]]] = {
     Dtype.F16: np.dtype(np.float16),
     Dtype.BF16: np.dtype(np.uint16),
     Dtype.F32: np.dtype(np.float32),
+    Dtype.I32: np.dtype(np.int32),
+    Dtype.I64: np.dtype(np.int64),
 }
 
 
@@ -57,7 +62,7 @@ class Codec:
     """The format."""
 
     block: int | None = None
-    """Elements that share a scale: 1 to 4,096; 32 of MX4; 0 of FP16 and BF16. None: 32, and 64 of INT8."""
+    """Elements that share a scale: 1 to 4,096; 32 of MX4; 0 of FP16, BF16 and LOSSLESS. None: 32, and 64 of INT8."""
 
     stochastic: bool = False
     """Round up or down at random, so that the mean is the number itself. Else to nearest, ties to even."""
@@ -75,20 +80,25 @@ class Codec:
         self._check(Dtype.F32)
 
     def coded_bytes(self, count: int, *, dtype: Dtype = Dtype.F32) -> int:
-        """Returns the bytes of `count` coded elements. Raises ArgumentError for types that this codec does not code."""
+        """Returns the bytes of `count` coded elements; of LOSSLESS the most they may take.
+
+        Raises ArgumentError for types that this codec does not code.
+        """
         self._check(dtype)
         return _core.coded_bytes(self._native, dtype, count)
 
     def encode(
         self, array: Array, *, dtype: Dtype | None = None, first_index: int = 0, residual: Array | None = None
     ) -> npt.NDArray[np.uint8]:
-        """Returns `array` (any shape, C-contiguous; float32 or float16) as coded bytes, uint8 [coded_bytes].
+        """Returns `array` as coded bytes: uint8, flat.
+
+        `array`: any shape, C-contiguous, float32 or float16; LOSSLESS takes int32 and int64 too.
 
         `dtype`: of arrays whose type NumPy has no name for: BF16, as uint16. `first_index`: the logical index of the
         first element, for stochastic rounding. A range may be coded in pieces that begin at borders of blocks.
 
         `residual` (float32, as many elements, written in place) is error feedback: it is added to the elements first,
-        and then holds what coding took away; 0 where a number is infinite or NaN.
+        and then holds what coding took away; 0 where a number is infinite or NaN. LOSSLESS takes none.
 
         Raises ArgumentError for types that this codec does not code, and for arrays of other sizes or layouts.
         """
@@ -101,30 +111,41 @@ class Codec:
                 f"a residual of {residual.size} {residual.dtype}; needed: {array.size} float32, one an element"
             )
         coded = np.empty(_core.coded_bytes(self._native, kind, array.size), dtype=np.uint8)
+        if residual is not None and self.kind is CodecKind.LOSSLESS:
+            raise ArgumentError("a residual of LOSSLESS, which loses nothing")
         size_bytes = _core.encode(self._native, kind, array, first_index, coded, residual)
         return coded[:size_bytes]
 
     def decode(self, coded: Any, count: int, *, dtype: Dtype = Dtype.F32, result: Dtype | None = None) -> Array:
         """Returns `count` elements as a flat array.
 
-        `dtype`: what was coded. `result`: what is returned, `dtype` or F32; None: `dtype`. BF16 comes as uint16.
+        `dtype`: what was coded. `result`: what is returned, `dtype` or, of floats, F32; None: `dtype`. BF16 comes as
+        uint16.
 
         Raises ArgumentError if `coded` (any buffer of bytes) is no coded form of so many elements.
         """
         self._check(dtype)
         wanted = dtype if result is None else result
-        if wanted not in (dtype, Dtype.F32):
-            raise ArgumentError(f"result {wanted.name}; allowed: {dtype.name}, F32")
+        allowed = {dtype, Dtype.F32} if dtype in FLOATS else {dtype}
+        if wanted not in allowed:
+            raise ArgumentError(f"result {wanted.name}; allowed: {', '.join(sorted(kind.name for kind in allowed))}")
         # Checked before memory is asked for: the count may be anything.
         if not 0 <= count < 1 << 48:
             raise ArgumentError(f"{count} elements; allowed: 0 to 2^48 - 1")
         size_bytes = memoryview(coded).nbytes
-        if size_bytes != self.coded_bytes(count, dtype=dtype):
+        if not self._may_hold(size_bytes, count, dtype):
             raise ArgumentError(f"{size_bytes} bytes are no coded form of {count} elements")
         out: Array = np.empty(count, dtype=_STORED[wanted])
         if not _core.decode(self._native, dtype, coded, count, wanted, out):
             raise ArgumentError(f"{size_bytes} bytes are no coded form of {count} elements")
         return out
+
+    def _may_hold(self, size_bytes: int, count: int, dtype: Dtype) -> bool:
+        most = self.coded_bytes(count, dtype=dtype)
+        if self.kind is not CodecKind.LOSSLESS:
+            return size_bytes == most
+        blocks = -(-count // LOSSLESS_BLOCK)
+        return 2 * dtype.item_bytes * blocks <= size_bytes <= most
 
     @property
     def _block(self) -> int:

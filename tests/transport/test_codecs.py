@@ -36,12 +36,13 @@ SPECIALS = [
     1e-6,
     1.0,
 ]
+LOSSY = sorted(set(CodecKind) - {CodecKind.LOSSLESS})
 SCALED = [CodecKind.FP8_E4M3, CodecKind.FP8_E5M2, CodecKind.INT8, CodecKind.MX4]
 
 
 @st.composite
 def codecs(draw: st.DrawFn) -> Codec:
-    kind = draw(st.sampled_from(CodecKind))
+    kind = draw(st.sampled_from(LOSSY))
     blocks = st.sampled_from([1, 2, 7, 16, 32, 33, 64, 128, 1_000, 4_096])
     block = draw(blocks) if kind in SCALED and kind is not CodecKind.MX4 else None
     return Codec(kind=kind, block=block, stochastic=draw(st.booleans()), seed=draw(st.integers(0, (1 << 64) - 1)))
@@ -138,7 +139,7 @@ def test_error_feedback_is_one_pass(codec: Codec, seed: int, count: int, form: s
     assert same(ours, expected)
 
 
-@pytest.mark.parametrize("kind", CodecKind)
+@pytest.mark.parametrize("kind", LOSSY)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_small_gradients_survive_and_errors_are_bounded(kind: CodecKind, stochastic: bool) -> None:
     values = (np.random.default_rng(3).standard_normal(64 * 1_024) * 1e-6).astype(np.float32)
@@ -158,7 +159,7 @@ def test_small_gradients_survive_and_errors_are_bounded(kind: CodecKind, stochas
         assert np.count_nonzero(decoded) > 0.7 * values.size
 
 
-@pytest.mark.parametrize("kind", CodecKind)
+@pytest.mark.parametrize("kind", LOSSY)
 def test_stochastic_rounding_has_the_number_as_its_mean(kind: CodecKind) -> None:
     values = np.full(1 << 18, 0.3, np.float32)
     values[::32] = 1.0
@@ -222,7 +223,7 @@ def test_philox_is_the_published_one() -> None:
     assert [int(word[0]) for word in zeros] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-@pytest.mark.parametrize("kind", CodecKind)
+@pytest.mark.parametrize("kind", LOSSY)
 @pytest.mark.parametrize("dtype", sorted(set(Dtype) - {Dtype.F32, Dtype.F16, Dtype.BF16}))
 def test_types_without_a_meaning_are_refused(kind: CodecKind, dtype: Dtype) -> None:
     codec = Codec(kind=kind)
@@ -236,7 +237,8 @@ def test_wrong_arguments_are_refused() -> None:
     for options in ({"kind": CodecKind.INT8, "block": 0}, {"kind": CodecKind.INT8, "block": 4_097},
                     {"kind": CodecKind.FP16, "block": 4}, {"kind": CodecKind.MX4, "block": 16},
                     {"kind": CodecKind.INT8, "block": -1}, {"kind": CodecKind.INT8, "seed": 1 << 64},
-                    {"kind": CodecKind.INT8, "seed": -1}):  # fmt: skip
+                    {"kind": CodecKind.INT8, "seed": -1}, {"kind": CodecKind.LOSSLESS, "stochastic": True},
+                    {"kind": CodecKind.LOSSLESS, "block": 1}):  # fmt: skip
         with pytest.raises(ArgumentError, match="allowed"):
             Codec(**options)  # type: ignore[arg-type]
     codec = Codec(kind=CodecKind.INT8)

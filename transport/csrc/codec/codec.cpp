@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "codec/kernels.hpp"
+#include "codec/lossless.hpp"
 
 namespace sennit {
 namespace {
@@ -42,6 +43,8 @@ Layout layout_of(CodecKind kind) {
       return {4, 8};
     case CodecKind::mx4:
       return {1, 4};
+    case CodecKind::lossless:
+      break;
   }
   return {0, 0};
 }
@@ -62,7 +65,11 @@ struct Sections {
 };
 
 bool is_float(sennit_dtype dtype) { return dtype == SENNIT_F32 || dtype == SENNIT_F16 || dtype == SENNIT_BF16; }
-uint64_t item_bytes(sennit_dtype dtype) { return dtype == SENNIT_F32 ? 4 : 2; }
+// Of the types that a codec takes.
+uint64_t item_bytes(sennit_dtype dtype) {
+  if (dtype == SENNIT_I64) return 8;
+  return dtype == SENNIT_F32 || dtype == SENNIT_I32 ? 4 : 2;
+}
 // What codes elements of two bytes as they are.
 CodecKind own_codec(sennit_dtype dtype) { return dtype == SENNIT_F16 ? CodecKind::fp16 : CodecKind::bf16; }
 
@@ -70,7 +77,7 @@ CodecKind own_codec(sennit_dtype dtype) { return dtype == SENNIT_F16 ? CodecKind
 
 std::string codec_refusal(const CodecSpec& spec, sennit_dtype dtype) {
   const auto number = static_cast<uint32_t>(spec.kind);
-  if (number >= CODEC_KINDS) return "codec number " + std::to_string(number) + "; allowed: 0 to 5";
+  if (number >= CODEC_KINDS) return "codec number " + std::to_string(number) + "; allowed: 0 to 6";
   const bool has_scale = layout_of(spec.kind).scale_bytes != 0;
   const uint32_t least = has_scale ? 1 : 0, most = has_scale ? MAX_CODEC_BLOCK : 0;
   if (spec.kind == CodecKind::mx4 && spec.block != MX_BLOCK)
@@ -78,20 +85,32 @@ std::string codec_refusal(const CodecSpec& spec, sennit_dtype dtype) {
   if (spec.block < least || spec.block > most)
     return "block " + std::to_string(spec.block) + "; allowed: " + std::to_string(least) + " to " +
            std::to_string(most);
-  if (!is_float(dtype))
-    return "element type " + std::to_string(static_cast<uint32_t>(dtype)) + "; allowed: F32, F16, BF16";
+  const bool is_lossless = spec.kind == CodecKind::lossless;
+  if (is_lossless && spec.is_stochastic) return "stochastic rounding of lossless; allowed: none";
+  if (!is_float(dtype) && !(is_lossless && (dtype == SENNIT_I32 || dtype == SENNIT_I64)))
+    return "element type " + std::to_string(static_cast<uint32_t>(dtype)) + "; allowed: F32, F16, BF16" +
+           (is_lossless ? ", I32, I64" : "");
   return "";
 }
 
-uint64_t coded_bytes(const CodecSpec& spec, sennit_dtype, uint64_t count) { return Sections(spec, count).all_bytes; }
+uint64_t coded_bytes(const CodecSpec& spec, sennit_dtype dtype, uint64_t count) {
+  if (spec.kind == CodecKind::lossless) return lossless_bytes(item_bytes(dtype), count);
+  return Sections(spec, count).all_bytes;
+}
 
 uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, uint64_t count, uint64_t first_index,
                 std::span<std::byte> destination, float* residual) {
   if (const std::string refusal = codec_refusal(spec, dtype); !refusal.empty()) throw std::invalid_argument(refusal);
-  const Sections at(spec, count);
-  if (destination.size() < at.all_bytes)
+  const uint64_t most = coded_bytes(spec, dtype, count);
+  if (destination.size() < most)
     throw std::invalid_argument("room for " + std::to_string(destination.size()) +
-                                " bytes; needed: " + std::to_string(at.all_bytes));
+                                " bytes; needed: " + std::to_string(most));
+  if (spec.kind == CodecKind::lossless) {
+    if (residual != nullptr) throw std::invalid_argument("a residual of lossless, which loses nothing");
+    return lossless_encode(is_float(dtype), item_bytes(dtype), static_cast<const std::byte*>(source), count,
+                           destination.data());
+  }
+  const Sections at(spec, count);
   const CodecKernels kernel = kernels(spec.kind);
   const bool is_copied = dtype != SENNIT_F32 || residual != nullptr;
   alignas(64) float copied[MAX_CODEC_BLOCK];
@@ -125,9 +144,32 @@ uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, u
   return at.all_bytes;
 }
 
+namespace {
+
+bool decode_lossless(sennit_dtype dtype, std::span<const std::byte> coded, uint64_t count, sennit_dtype result,
+                     std::byte* destination) {
+  if (result == dtype) return lossless_decode(is_float(dtype), item_bytes(dtype), coded, count, destination);
+  // The narrow elements go to the upper half, and are widened from the first one on.
+  std::byte* const narrow = destination + count * item_bytes(dtype);
+  if (!lossless_decode(true, item_bytes(dtype), coded, count, narrow)) return false;
+  const CodecKernels kernel = kernels(own_codec(dtype));
+  std::byte piece[2 * PIECE];
+  for (uint64_t start = 0; start < count; start += PIECE) {
+    const uint64_t length = std::min(PIECE, count - start);
+    std::memcpy(piece, narrow + 2 * start, 2 * length);
+    kernel.decode(nullptr, piece, length, 0, reinterpret_cast<float*>(destination) + start);
+  }
+  return true;
+}
+
+}  // namespace
+
 bool decode(const CodecSpec& spec, sennit_dtype dtype, std::span<const std::byte> coded, uint64_t count,
             sennit_dtype result, void* destination) {
-  if (!codec_refusal(spec, dtype).empty() || (result != dtype && result != SENNIT_F32)) return false;
+  if (!codec_refusal(spec, dtype).empty()) return false;
+  if (result != dtype && (result != SENNIT_F32 || !is_float(dtype))) return false;
+  if (spec.kind == CodecKind::lossless)
+    return decode_lossless(dtype, coded, count, result, static_cast<std::byte*>(destination));
   const Sections at(spec, count);
   if (coded.size() != at.all_bytes) return false;
   const CodecKernels kernel = kernels(spec.kind);

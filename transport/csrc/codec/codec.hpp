@@ -12,8 +12,8 @@
 namespace sennit {
 
 // A plan and Python name codecs by these numbers.
-enum class CodecKind : uint32_t { fp16, bf16, fp8_e4m3, fp8_e5m2, int8, mx4 };
-inline constexpr uint32_t CODEC_KINDS = 6;
+enum class CodecKind : uint32_t { fp16, bf16, fp8_e4m3, fp8_e5m2, int8, mx4, lossless };
+inline constexpr uint32_t CODEC_KINDS = 7;
 
 // Longer blocks would not stay in the first-level cache between the search for the scale and its use.
 inline constexpr uint32_t MAX_CODEC_BLOCK = 4'096;
@@ -28,7 +28,7 @@ struct CodecSpec {
 // Why elements of this type cannot be coded so; empty if they can.
 std::string codec_refusal(const CodecSpec& spec, sennit_dtype dtype);
 
-// The bytes of `count` coded elements.
+// The bytes of `count` coded elements; of lossless the most they may take.
 uint64_t coded_bytes(const CodecSpec& spec, sennit_dtype dtype, uint64_t count);
 
 // Codes `count` elements and returns the bytes written. `first_index` is the logical index of the first one: it keys
@@ -37,13 +37,14 @@ uint64_t coded_bytes(const CodecSpec& spec, sennit_dtype dtype, uint64_t count);
 // `residual` (may be null): fp32, a number an element. It is added to the elements before, and holds afterwards what
 // coding took from the sum (0 where the sum is no finite number).
 //
-// Throws std::invalid_argument for what codec_refusal names, or if `destination` is smaller than coded_bytes.
+// Throws std::invalid_argument for what codec_refusal names, for a residual of lossless, or if `destination` is smaller
+// than coded_bytes.
 uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, uint64_t count, uint64_t first_index,
                 std::span<std::byte> destination, float* residual = nullptr);
 
-// Gives back `count` elements as `result`: the type that was coded, or fp32. False if `coded` is not what encode makes
-// of so many elements. Whatever the bytes are, nothing outside of them is read and nothing outside of the elements is
-// written.
+// Gives back `count` elements as `result`: the type that was coded, or fp32 if that is a float. False if `coded` is not
+// what encode makes of so many elements. Whatever the bytes are, nothing outside of them is read and nothing outside of
+// the elements is written.
 [[nodiscard]] bool decode(const CodecSpec& spec, sennit_dtype dtype, std::span<const std::byte> coded, uint64_t count,
                           sennit_dtype result, void* destination);
 

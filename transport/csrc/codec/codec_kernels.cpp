@@ -408,6 +408,8 @@ CodecKernels codec_kernels(CodecKind kind) {
       found.encode = &encode_half_bytes;
       found.decode = &decode_mx4;
       break;
+    case CodecKind::lossless:  // has no kernels of an instruction set
+      break;
   }
   return found;
 }

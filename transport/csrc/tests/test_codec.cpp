@@ -74,7 +74,7 @@ struct Exact {
 TEST_CASE("every variant codes and decodes to the same bits, also where denormal numbers are flushed") {
   std::mt19937_64 random(11);
   for (int round = 0; round < 300; ++round) {
-    const CodecKind kind = KINDS[random() % CODEC_KINDS];
+    const CodecKind kind = KINDS[random() % std::size(KINDS)];
     const uint32_t block = std::max(any_block(random, kind), 1u);
     const uint64_t count = random() % 5'000;
     const std::vector<float> values = any_numbers(random, count);
@@ -118,7 +118,7 @@ TEST_CASE("every variant codes and decodes to the same bits, also where denormal
 TEST_CASE("a range is coded within its memory, in pieces or whole") {
   std::mt19937_64 random(12);
   for (int round = 0; round < 200; ++round) {
-    const CodecKind kind = KINDS[random() % CODEC_KINDS];
+    const CodecKind kind = KINDS[random() % std::size(KINDS)];
     const CodecSpec spec{kind, any_block(random, kind), round % 2 == 0, random()};
     const uint64_t count = random() % 9'000, first = random() >> 20;
     const std::vector<float> values = any_numbers(random, count);
@@ -138,7 +138,7 @@ TEST_CASE("a range is coded within its memory, in pieces or whole") {
 TEST_CASE("any bytes are decoded within their memory or refused") {
   std::mt19937_64 random(13);
   for (int round = 0; round < 500; ++round) {
-    const CodecKind kind = KINDS[random() % CODEC_KINDS];
+    const CodecKind kind = KINDS[random() % std::size(KINDS)];
     const CodecSpec spec{kind, any_block(random, kind), false, 0};
     const uint64_t count = random() % 3'000;
     const sennit_dtype dtype = round % 3 == 0 ? SENNIT_F32 : round % 3 == 1 ? SENNIT_F16 : SENNIT_BF16;
@@ -148,6 +148,40 @@ TEST_CASE("any bytes are decoded within their memory or refused") {
     if (coded.size != 0) CHECK(!decode(spec, dtype, coded.span().first(coded.size - 1), count, dtype, nullptr));
     CHECK(!decode(spec, dtype, coded.span(), count + 2, dtype, nullptr));
   }
+}
+
+TEST_CASE("lossless gives every bit back, and no changed byte leads out of its memory") {
+  std::mt19937_64 random(14);
+  const CodecSpec spec{CodecKind::lossless, 0, false, 0};
+  for (int round = 0; round < 400; ++round) {
+    constexpr sennit_dtype DTYPES[] = {SENNIT_F32, SENNIT_F16, SENNIT_BF16, SENNIT_I32, SENNIT_I64};
+    constexpr uint64_t ITEM_BYTES[] = {4, 2, 2, 4, 8};
+    const size_t type = random() % std::size(DTYPES);
+    const uint64_t count = random() % (round % 8 == 0 ? 20'000 : 600), size = count * ITEM_BYTES[type];
+    const Exact source(size), decoded(size), most(coded_bytes(spec, DTYPES[type], count));
+    const uint64_t spread = 1 + random() % 256;
+    for (std::byte& byte : source.span()) byte = static_cast<std::byte>(std::min(random() % spread, random() % 256));
+    const uint64_t coded_size = encode(spec, DTYPES[type], source.bytes.get(), count, 0, most.span());
+    const Exact coded(coded_size);
+    if (coded_size != 0) std::memcpy(coded.bytes.get(), most.bytes.get(), coded_size);
+    REQUIRE(decode(spec, DTYPES[type], coded.span(), count, DTYPES[type], decoded.bytes.get()));
+    CHECK((size == 0 || std::memcmp(source.bytes.get(), decoded.bytes.get(), size) == 0));
+    if (coded_size == 0) continue;
+    CHECK(!decode(spec, DTYPES[type], coded.span().first(coded_size - 1), count, DTYPES[type], decoded.bytes.get()));
+    for (int change = 0; change < 20; ++change) {
+      // Mostly heads: elsewhere any bits are good.
+      const size_t at = random() % (change % 2 == 0 ? std::min<size_t>(coded_size, 64) : coded_size);
+      coded.span()[at] = static_cast<std::byte>(random());
+      const bool is_good = decode(spec, DTYPES[type], coded.span(), count, DTYPES[type], decoded.bytes.get());
+      if (is_good) CHECK(coded_size <= most.size);
+    }
+  }
+  const float value = 1.0f;
+  float residual = 0.0f;
+  const Exact room(64);
+  CHECK_THROWS_AS(encode(spec, SENNIT_F32, &value, 1, 0, room.span(), &residual), std::invalid_argument);
+  CHECK(codec_refusal(spec, SENNIT_F64) == "element type 8; allowed: F32, F16, BF16, I32, I64");
+  CHECK(codec_refusal({CodecKind::lossless, 0, true, 0}, SENNIT_F32).starts_with("stochastic"));
 }
 
 TEST_CASE("what has no meaning is refused by name") {
