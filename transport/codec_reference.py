@@ -61,10 +61,10 @@ FORMATS: Final = {
 
 
 def philox(counter: tuple[Words, Words, Words, Words], key: int) -> tuple[Words, Words, Words, Words]:
-    """Philox4x32-10 (Salmon et al., SC 2011): four words of 32 bits, as uint64."""
+    """Philox4x32-7 (Salmon et al., SC 2011): four words of 32 bits, as uint64."""
     (c0, c1, c2, c3), (k0, k1) = counter, (key & 0xFFFFFFFF, key >> 32)
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    for _ in range(10):
+    for _ in range(7):
         first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         c0, c2 = second >> half ^ c1 ^ np.uint64(k0), first >> half ^ c3 ^ np.uint64(k1)
         c1, c3 = second & low, first & low

@@ -158,6 +158,29 @@ def bench_offload(
     _write(json_path, figures)
 
 
+@app.command("codecs", epilog="Example: sennit bench codecs --size 4MiB")
+def bench_codecs(
+    size: Annotated[str, typer.Option(help="bytes of float32 that are coded, at least 4")] = "4MiB",
+    rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 25,
+    seed: Annotated[int, typer.Option(help="seed of the numbers", min=0)] = 1,
+    json_path: Figures = None,
+) -> None:
+    """Time codecs on one thread, beside torch's and NumPy's own conversions."""
+    from sennit.testbed.bench import codecs
+    from sennit.transport.sizes import parse_size
+
+    try:
+        size_bytes = parse_size(size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if size_bytes < 4:
+        raise typer.BadParameter(f"--size {size}; allowed: 4 bytes or more")
+    with _progress() as update:
+        results = codecs.run(size_bytes=size_bytes, rounds=rounds, seed=seed, on_progress=update)
+    codecs.render(results, stdout_console())
+    _write(json_path, codecs.as_json(results, size_bytes=size_bytes, rounds=rounds, seed=seed))
+
+
 @app.command("tiers", epilog="Example: sennit bench tiers --folder /mnt/nvme")
 def bench_tiers(
     folder: Annotated[Path, typer.Option(help="folder for files of rows, 1.6 GB, which are removed at the end")] = Path(

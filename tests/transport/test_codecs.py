@@ -212,15 +212,15 @@ def test_golden_bytes(vector: dict[str, Any]) -> None:
 
 
 def test_philox_is_the_published_one() -> None:
-    """The known answers of Random123 (kat_vectors: philox4x32 10)."""
+    """The known answers of Random123 (kat_vectors: philox4x32 7)."""
 
     def words(*given: int) -> Any:
         return tuple(np.array([word], np.uint64) for word in given)
 
     digits = codec_reference.philox(words(0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822)
-    assert [int(word[0]) for word in digits] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+    assert [int(word[0]) for word in digits] == [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]
     zeros = codec_reference.philox(words(0, 0, 0, 0), 0)
-    assert [int(word[0]) for word in zeros] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(word[0]) for word in zeros] == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
 
 
 @pytest.mark.parametrize("kind", LOSSY)

@@ -111,10 +111,10 @@ struct BFloat16 {
   }
 };
 
+// Loops of a length known to the compiler have no heads and tails.
 template <class Body>
 void with_block(uint32_t block, uint64_t count, Body body) {
   uint64_t start = 0;
-  // Loops of a length known to the compiler have no heads and tails.
   if (block == 32)
     for (; start + 32 <= count; start += 32) body(start, std::integral_constant<uint64_t, 32>{});
   for (; start < count; start += block) body(start, std::min<uint64_t>(block, count - start));
@@ -147,7 +147,7 @@ float without_denormal(float value) {
 }
 
 // Whether all numbers are finite, none is rounded to 2^128, and a denormal one is rounded to 0 beside the largest.
-bool is_easy(uint32_t largest) { return largest < power_of_two(127) && largest >= power_of_two(-70); }
+bool is_easy(uint32_t largest) { return largest < power_of_two(127) && (largest >= power_of_two(-70) || largest == 0); }
 
 // E8M0 of OCP MX: the least power of two with which no number of the block is beyond F's largest.
 template <class F>
@@ -192,28 +192,6 @@ void encode_scaled_numbers(const float* __restrict values, const uint16_t* __res
         F::template code<stochastic, easy>(bits_of(values[i]), value, stochastic ? random[i] : 0, limit));
   }
 }
-template <class F, bool stochastic, class Length>
-void encode_scaled_block(const float* values, const uint16_t* random, Length length, uint32_t largest, uint32_t shared,
-                         uint8_t* codes) {
-  const float inverse = float_of((254u - shared) << 23);
-  // The last of F's numbers below 2^128 / scale.
-  const uint32_t beyond = std::min(381u - shared, 254u) << 23, limit = smaller(beyond | F::WHOLE_STEPS, F::LARGEST);
-  if (is_easy(largest))
-    return encode_scaled_numbers<F, stochastic, true>(values, random, length, inverse, limit, codes);
-  encode_scaled_numbers<F, stochastic, false>(values, random, uint64_t{length}, inverse, limit, codes);
-}
-template <class F, bool stochastic>
-void encode_scaled(const float* values, const uint16_t* random, uint64_t count, uint32_t block, std::byte* scales,
-                   std::byte* codes) {
-  with_block(block, count, [&](uint64_t start, auto length) {
-    const uint32_t largest = largest_magnitude(values + start, length);
-    const uint32_t finite = largest >= INF ? largest_finite(values + start, length) : largest;
-    const uint32_t shared = shared_exponent<F>(finite);
-    *scales++ = static_cast<std::byte>(shared);
-    encode_scaled_block<F, stochastic>(values + start, stochastic ? random + start : nullptr, length, largest, shared,
-                                       reinterpret_cast<uint8_t*>(codes) + start);
-  });
-}
 template <class F, class Length>
 void decode_scaled_block(const uint8_t* __restrict codes, Length length, float scale, float* __restrict values) {
   for (uint64_t i = 0; i < length; ++i) values[i] = F::value(codes[i], scale);
@@ -248,27 +226,75 @@ void unpack(const uint8_t* __restrict packed, Length count, uint8_t* __restrict 
   }
 }
 
-template <bool stochastic>
-void encode_mx4(const float* values, const uint16_t* random, uint64_t count, uint32_t, std::byte* scales,
-                std::byte* to) {
-  with_block(32, count, [&](uint64_t start, auto length) {
-    const uint32_t largest = largest_magnitude(values + start, length);
-    const uint32_t shared = largest >= INF ? ODD_BLOCK : shared_exponent<E2M1>(largest);
-    *scales++ = static_cast<std::byte>(shared);
-    uint8_t codes[32] = {};
-    if (shared != ODD_BLOCK) {
-      encode_scaled_block<E2M1, stochastic>(values + start, stochastic ? random + start : nullptr, length, largest,
-                                            shared, codes);
-    } else {
-      for (uint64_t i = 0; i < length; ++i) {
-        const uint32_t bits = bits_of(values[start + i]), magnitude = bits & MAGNITUDE;
-        const uint32_t kind = magnitude > INF ? ODD_NAN : magnitude == INF ? ODD_INFINITY : 0;
-        codes[i] = static_cast<uint8_t>(kind | ((bits >> 28) & 8u));
-      }
-    }
-    pack(codes, length, reinterpret_cast<uint8_t*>(to) + start / 2);
-  });
+// A number of which it is not known that it is easy, in a block with the scale `shared`.
+template <class F, bool stochastic>
+void encode_scaled_block(const float* values, const uint16_t* random, uint64_t length, uint32_t shared,
+                         uint8_t* codes) {
+  // The last of F's numbers below 2^128 / scale.
+  const uint32_t beyond = std::min(381u - shared, 254u) << 23, limit = smaller(beyond | F::WHOLE_STEPS, F::LARGEST);
+  encode_scaled_numbers<F, stochastic, false>(values, random, length, float_of((254u - shared) << 23), limit, codes);
 }
+void encode_odd_block(const float* values, uint64_t length, uint8_t* codes) {
+  for (uint64_t i = 0; i < length; ++i) {
+    const uint32_t bits = bits_of(values[i]), magnitude = bits & MAGNITUDE;
+    const uint32_t kind = magnitude > INF ? ODD_NAN : magnitude == INF ? ODD_INFINITY : 0;
+    codes[i] = static_cast<uint8_t>(kind | ((bits >> 28) & 8u));
+  }
+}
+
+// In groups of blocks: first all their scales, so that the search in one block does not wait for the codes of another.
+constexpr uint64_t GROUP = 8;
+template <class Body>
+void for_each_block(uint64_t block, uint64_t length, Body body) {
+  if (block == 32 && length == 32 * GROUP) {
+    for (uint64_t n = 0; n < GROUP; ++n) body(n, 32 * n, std::integral_constant<uint64_t, 32>{});
+    return;
+  }
+  for (uint64_t n = 0, at = 0; at < length; ++n, at += block) body(n, at, std::min(block, length - at));
+}
+
+template <class F, bool stochastic>
+void encode_scaled(const float* values, const uint16_t* random, uint64_t count, uint64_t block, std::byte* scales,
+                   std::byte* to) {
+  constexpr bool is_mx4 = F::SIGN_BIT == 3;
+  // Unless rounding is stochastic nobody reads from it.
+  if constexpr (!stochastic) random = reinterpret_cast<const uint16_t*>(values);
+  if constexpr (is_mx4) block = 32;
+  for (uint64_t start = 0; start < count; start += GROUP * block) {
+    const uint64_t length = std::min(GROUP * block, count - start);
+    const float* const from = values + start;
+    const uint16_t* const drawn = random + start;
+    uint8_t halves[is_mx4 ? 32 * GROUP : 1];
+    uint8_t* const codes = is_mx4 ? halves : reinterpret_cast<uint8_t*>(to) + start;
+    uint32_t largest[GROUP] = {}, shared[GROUP] = {};
+    float inverse[GROUP] = {};
+    bool are_easy = true;
+    for_each_block(block, length, [&](uint64_t n, uint64_t at, auto size) {
+      largest[n] = largest_magnitude(from + at, size);
+      are_easy &= is_easy(largest[n]);
+    });
+    for_each_block(block, length, [&](uint64_t n, uint64_t at, uint64_t size) {
+      if (is_mx4 && largest[n] >= INF)
+        shared[n] = ODD_BLOCK;
+      else
+        shared[n] = shared_exponent<F>(largest[n] < INF ? largest[n] : largest_finite(from + at, size));
+      inverse[n] = float_of((254u - shared[n]) << 23);
+      *scales++ = static_cast<std::byte>(shared[n]);
+    });
+    if (are_easy) {
+      for_each_block(block, length, [&](uint64_t n, uint64_t at, auto size) {
+        encode_scaled_numbers<F, stochastic, true>(from + at, drawn + at, size, inverse[n], 0, codes + at);
+      });
+    } else {
+      for_each_block(block, length, [&](uint64_t n, uint64_t at, uint64_t size) {
+        if (shared[n] == ODD_BLOCK) return encode_odd_block(from + at, size, codes + at);
+        encode_scaled_block<F, stochastic>(from + at, drawn + at, size, shared[n], codes + at);
+      });
+    }
+    if constexpr (is_mx4) pack(codes, length, reinterpret_cast<uint8_t*>(to) + start / 2);
+  }
+}
+
 void decode_mx4(const std::byte* scales, const std::byte* from, uint64_t count, uint32_t, float* values) {
   with_block(32, count, [&](uint64_t start, auto length) {
     const auto* const packed = reinterpret_cast<const uint8_t*>(from) + start / 2;
@@ -344,14 +370,14 @@ void decode_int8(const std::byte* scales, const std::byte* codes, uint64_t count
 }
 
 template <class F>
-void encode_two_bytes(const float* values, const uint16_t* random, uint64_t count, uint32_t, std::byte*,
-                      std::byte* codes) {
+void encode_without_scales(const float* values, const uint16_t* random, uint64_t count, uint32_t, std::byte*,
+                           std::byte* codes) {
   if (random != nullptr) return encode_plain<F, true>(values, random, count, codes);
   encode_plain<F, false>(values, random, count, codes);
 }
 template <class F>
-void encode_one_byte(const float* values, const uint16_t* random, uint64_t count, uint32_t block, std::byte* scales,
-                     std::byte* codes) {
+void encode_with_scales(const float* values, const uint16_t* random, uint64_t count, uint32_t block, std::byte* scales,
+                        std::byte* codes) {
   if (random != nullptr) return encode_scaled<F, true>(values, random, count, block, scales, codes);
   encode_scaled<F, false>(values, random, count, block, scales, codes);
 }
@@ -360,12 +386,6 @@ void encode_integers(const float* values, const uint16_t* random, uint64_t count
   if (random != nullptr) return encode_int8<true>(values, random, count, block, scales, codes);
   encode_int8<false>(values, random, count, block, scales, codes);
 }
-void encode_half_bytes(const float* values, const uint16_t* random, uint64_t count, uint32_t block, std::byte* scales,
-                       std::byte* codes) {
-  if (random != nullptr) return encode_mx4<true>(values, random, count, block, scales, codes);
-  encode_mx4<false>(values, random, count, block, scales, codes);
-}
-
 void add_residual(float* __restrict values, const float* __restrict residual, uint64_t count) {
   for (uint64_t i = 0; i < count; ++i) values[i] += residual[i];
 }
@@ -385,19 +405,19 @@ CodecKernels codec_kernels(CodecKind kind) {
   CodecKernels found{nullptr, nullptr, &add_residual, &keep_residual, &fill_random};
   switch (kind) {
     case CodecKind::fp16:
-      found.encode = &encode_two_bytes<Fp16>;
+      found.encode = &encode_without_scales<Fp16>;
       found.decode = &decode_plain<Fp16>;
       break;
     case CodecKind::bf16:
-      found.encode = &encode_two_bytes<BFloat16>;
+      found.encode = &encode_without_scales<BFloat16>;
       found.decode = &decode_plain<BFloat16>;
       break;
     case CodecKind::fp8_e4m3:
-      found.encode = &encode_one_byte<E4M3>;
+      found.encode = &encode_with_scales<E4M3>;
       found.decode = &decode_scaled<E4M3>;
       break;
     case CodecKind::fp8_e5m2:
-      found.encode = &encode_one_byte<E5M2>;
+      found.encode = &encode_with_scales<E5M2>;
       found.decode = &decode_scaled<E5M2>;
       break;
     case CodecKind::int8:
@@ -405,7 +425,7 @@ CodecKernels codec_kernels(CodecKind kind) {
       found.decode = &decode_int8;
       break;
     case CodecKind::mx4:
-      found.encode = &encode_half_bytes;
+      found.encode = &encode_with_scales<E2M1>;
       found.decode = &decode_mx4;
       break;
     case CodecKind::lossless:  // has no kernels of an instruction set
