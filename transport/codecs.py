@@ -55,7 +55,7 @@ _STORED: Final[dict[Dtype, np.dtype[Any]]] = {
 class Codec:
     """How numbers are coded. Ranks that exchange coded bytes need equal codecs.
 
-    Raises ArgumentError for a block or a seed out of range.
+    Raises ArgumentError for another kind, and for a block or a seed out of range.
     """
 
     kind: CodecKind
@@ -71,8 +71,10 @@ class Codec:
     """64 bits. With the logical index of an element it decides how that element is rounded, and nothing else does."""
 
     def __post_init__(self) -> None:
+        if self.kind not in DEFAULT_BLOCK:
+            raise ArgumentError(f"codec {self.kind!r}; allowed: {', '.join(kind.name for kind in CodecKind)}")
         if self.block is None:
-            object.__setattr__(self, "block", DEFAULT_BLOCK[CodecKind(self.kind)])
+            object.__setattr__(self, "block", DEFAULT_BLOCK[self.kind])
         if not 0 <= self.seed < 1 << 64:
             raise ArgumentError(f"seed {self.seed}; allowed: 0 to 2^64 - 1")
         if not 0 <= self._block < 1 << 32:
@@ -82,9 +84,11 @@ class Codec:
     def coded_bytes(self, count: int, *, dtype: Dtype = Dtype.F32) -> int:
         """Returns the bytes of `count` coded elements; of LOSSLESS the most they may take.
 
-        Raises ArgumentError for types that this codec does not code.
+        Raises ArgumentError for types that this codec does not code, and for counts below 0 or from 2^48.
         """
         self._check(dtype)
+        if not 0 <= count < 1 << 48:
+            raise ArgumentError(f"{count} elements; allowed: 0 to 2^48 - 1")
         return _core.coded_bytes(self._native, dtype, count)
 
     def encode(
@@ -100,17 +104,26 @@ class Codec:
         `residual` (float32, as many elements, written in place) is error feedback: it is added to the elements first,
         and then holds what coding took away; 0 where a number is infinite or NaN. LOSSLESS takes none.
 
-        Raises ArgumentError for types that this codec does not code, and for arrays of other sizes or layouts.
+        Raises ArgumentError for types that this codec does not code, for arrays of other sizes or layouts, and for a
+        `first_index` below 0 or from 2^64.
         """
         kind = dtype_of(array) if dtype is None else dtype
         self._check(kind)
-        if array.dtype != _STORED[kind] or not array.flags.c_contiguous:
-            raise ArgumentError(f"an array of {array.dtype}; needed: C-contiguous {_STORED[kind]}")
-        if residual is not None and (residual.dtype != np.float32 or residual.size != array.size):
+        if array.dtype != _STORED[kind] or not (array.flags.c_contiguous and array.flags.aligned):
+            raise ArgumentError(f"an array of {array.dtype}; needed: {_STORED[kind]}, C-contiguous and aligned")
+        if residual is not None and not (
+            residual.dtype == np.float32
+            and residual.size == array.size
+            and residual.flags.c_contiguous
+            and residual.flags.aligned
+            and residual.flags.writeable
+        ):
             raise ArgumentError(
-                f"a residual of {residual.size} {residual.dtype}; needed: {array.size} float32, one an element"
+                f"a residual of {residual.size} {residual.dtype}; needed: {array.size} float32, C-contiguous, writable"
             )
         coded = np.empty(_core.coded_bytes(self._native, kind, array.size), dtype=np.uint8)
+        if not 0 <= first_index < 1 << 64:
+            raise ArgumentError(f"first_index {first_index}; allowed: 0 to 2^64 - 1")
         if residual is not None and self.kind is CodecKind.LOSSLESS:
             raise ArgumentError("a residual of LOSSLESS, which loses nothing")
         size_bytes = _core.encode(self._native, kind, array, first_index, coded, residual)
@@ -129,10 +142,8 @@ class Codec:
         allowed = {dtype, Dtype.F32} if dtype in FLOATS else {dtype}
         if wanted not in allowed:
             raise ArgumentError(f"result {wanted.name}; allowed: {', '.join(sorted(kind.name for kind in allowed))}")
-        # Checked before memory is asked for: the count may be anything.
-        if not 0 <= count < 1 << 48:
-            raise ArgumentError(f"{count} elements; allowed: 0 to 2^48 - 1")
         size_bytes = memoryview(coded).nbytes
+        # Checked before memory is asked for: the count may be anything.
         if not self._may_hold(size_bytes, count, dtype):
             raise ArgumentError(f"{size_bytes} bytes are no coded form of {count} elements")
         out: Array = np.empty(count, dtype=_STORED[wanted])

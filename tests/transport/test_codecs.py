@@ -245,10 +245,21 @@ def test_wrong_arguments_are_refused() -> None:
     values = np.ones((10, 10), np.float32)
     with pytest.raises(ArgumentError, match="C-contiguous"):
         codec.encode(values[:, ::2])
-    with pytest.raises(ArgumentError, match="needed: C-contiguous uint16"):
+    with pytest.raises(ArgumentError, match="needed: uint16, C-contiguous"):
         codec.encode(values, dtype=Dtype.BF16)
-    with pytest.raises(ArgumentError, match="residual of 99"):
-        codec.encode(values, residual=np.zeros(99, np.float32))
+    unaligned = np.frombuffer(bytes(41), np.uint8)[1:].view(np.float32)
+    with pytest.raises(ArgumentError, match="aligned"):
+        codec.encode(unaligned)
+    read_only = np.zeros(100, np.float32)
+    read_only.flags.writeable = False
+    for residual in (np.zeros(99, np.float32), np.zeros(100), np.zeros(200, np.float32)[::2], read_only):
+        with pytest.raises(ArgumentError, match="needed: 100 float32, C-contiguous, writable"):
+            codec.encode(values, residual=residual)
+    for index in (-1, 1 << 64):
+        with pytest.raises(ArgumentError, match="first_index"):
+            codec.encode(values, first_index=index)
+    with pytest.raises(ArgumentError, match="codec 9; allowed: FP16, BF16"):
+        Codec(kind=9)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="allowed: F16, F32"):
         codec.decode(b"", 0, dtype=Dtype.F16, result=Dtype.BF16)
     coded = codec.encode(values)

@@ -112,7 +112,6 @@ uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, u
   }
   const Sections at(spec, count);
   const CodecKernels kernel = kernels(spec.kind);
-  const bool is_copied = dtype != SENNIT_F32 || residual != nullptr;
   alignas(64) float copied[MAX_CODEC_BLOCK];
   alignas(64) float decoded[MAX_CODEC_BLOCK];
   alignas(64) uint16_t random[MAX_CODEC_BLOCK + 16 * RANDOM_GROUP];
@@ -122,12 +121,15 @@ uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, u
     const auto* const from = static_cast<const std::byte*>(source) + start * item_bytes(dtype);
     std::byte* const scales = destination.data() + at.scales_at(start);
     std::byte* const codes = destination.data() + at.codes_at(start);
-    if (dtype != SENNIT_F32)
+    const float* values = reinterpret_cast<const float*>(from);
+    if (dtype != SENNIT_F32) {
       kernels(own_codec(dtype)).decode(nullptr, from, length, 0, copied);
-    else if (residual != nullptr)
-      std::memcpy(copied, from, length * sizeof(float));
-    if (residual != nullptr) kernel.add_residual(copied, residual + start, length);
-    const float* const values = is_copied ? copied : reinterpret_cast<const float*>(from);
+      values = copied;
+    }
+    if (residual != nullptr) {
+      kernel.add_residual(values, residual + start, copied, length);
+      values = copied;
+    }
     const uint16_t* drawn = nullptr;
     if (spec.is_stochastic) {
       // Groups begin at multiples of 8 elements.

@@ -132,12 +132,13 @@ uint32_t largest_magnitude(const float* values, Length length) {
 
 // Infinities and NaN do not count.
 uint32_t largest_finite(const float* values, uint64_t length) {
-  uint32_t largest = 0;
+  int32_t largest = 0;
   for (uint64_t i = 0; i < length; ++i) {
-    const uint32_t magnitude = bits_of(values[i]) & MAGNITUDE;
-    largest = greater(largest, static_cast<int32_t>(magnitude) < static_cast<int32_t>(INF) ? magnitude : 0);
+    const auto magnitude = static_cast<int32_t>(bits_of(values[i]) & MAGNITUDE);
+    const int32_t counted = magnitude < static_cast<int32_t>(INF) ? magnitude : 0;
+    largest = largest > counted ? largest : counted;
   }
-  return largest;
+  return static_cast<uint32_t>(largest);
 }
 
 // A number below 2^-126 counts as zero where there is a scale.
@@ -326,7 +327,7 @@ void encode_int8_block(const float* __restrict values, const uint16_t* __restric
     uint32_t code = bits_of(y + 12'582'912.0f);
     if constexpr (!easy) {
       const auto magnitude = static_cast<int32_t>(bits & MAGNITUDE);
-      const uint32_t infinity = static_cast<int32_t>(bits) < 0 ? INT8_MINUS_INFINITY : INT8_INFINITY;
+      const uint32_t infinity = INT8_INFINITY + (bits >> 31) * (INT8_MINUS_INFINITY - INT8_INFINITY);
       code = magnitude >= static_cast<int32_t>(INF) ? infinity : code;
       code = magnitude > static_cast<int32_t>(INF) ? INT8_NAN : code;
     }
@@ -386,8 +387,10 @@ void encode_integers(const float* values, const uint16_t* random, uint64_t count
   if (random != nullptr) return encode_int8<true>(values, random, count, block, scales, codes);
   encode_int8<false>(values, random, count, block, scales, codes);
 }
-void add_residual(float* __restrict values, const float* __restrict residual, uint64_t count) {
-  for (uint64_t i = 0; i < count; ++i) values[i] += residual[i];
+// `sum` may be `values`.
+void add_residual(const float* values, const float* residual, float* sum, uint64_t count) {
+#pragma GCC ivdep
+  for (uint64_t i = 0; i < count; ++i) sum[i] = values[i] + residual[i];
 }
 
 // An infinite or NaN residual would spoil every later number.

@@ -14,8 +14,8 @@ struct CodecKernels {
   void (*encode)(const float* values, const uint16_t* random, uint64_t count, uint32_t block, std::byte* scales,
                  std::byte* codes);
   void (*decode)(const std::byte* scales, const std::byte* codes, uint64_t count, uint32_t block, float* values);
-  // values += residual, and residual = values - decoded where the value is finite.
-  void (*add_residual)(float* values, const float* residual, uint64_t count);
+  // `sum` may be `values`. Then residual = values - decoded where the value is finite.
+  void (*add_residual)(const float* values, const float* residual, float* sum, uint64_t count);
   void (*keep_residual)(const float* values, const float* decoded, float* residual, uint64_t count);
   // The random numbers of elements 8 * counter to 8 * (counter + counters). `counters` is a multiple of RANDOM_GROUP.
   void (*fill_random)(uint64_t seed, uint64_t counter, uint64_t counters, uint16_t* random);
