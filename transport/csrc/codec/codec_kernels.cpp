@@ -389,7 +389,6 @@ void encode_integers(const float* values, const uint16_t* random, uint64_t count
 }
 // `sum` may be `values`.
 void add_residual(const float* values, const float* residual, float* sum, uint64_t count) {
-#pragma GCC ivdep
   for (uint64_t i = 0; i < count; ++i) sum[i] = values[i] + residual[i];
 }
 
