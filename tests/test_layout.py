@@ -30,7 +30,7 @@ COMMAND_LINE = ROOT / "sennit" / "cli.py"
 # transport/csrc, bottom up. A file may include files of its own folder and of lower layers. Folders of one layer do not
 # know each other. `sennit` is the C interface (include/sennit).
 CORE_LAYERS = (
-    {"sennit", "wire", "trace", "telemetry"},
+    {"sennit", "wire", "trace", "telemetry", "memory"},
     {"codec", "reduce", "flow"},
     {"messages"},
     {"ports"},

@@ -25,6 +25,12 @@ def interfaces(if_inet6: str) -> list[tuple[str, bool, bool, list[str]]]:
     """Returns the interfaces of this network namespace, by index: (name, up, loopback, addresses that a peer could send
     to). `if_inet6`: the kernel's table of IPv6 addresses."""
 
+def symmetric_alloc(size_bytes: int) -> int:
+    """Returns the address of memory that the ranks of this host map, aligned to a page; 0 if there is none left."""
+
+def symmetric_free(address: int) -> bool:
+    """Frees what `symmetric_alloc` returned. False: the memory is not from there."""
+
 def describe_signature(signature: int) -> str:
     """Returns a signature in words, as errors name it: "allreduce of float32 (sum), 1024 elements"."""
 

@@ -16,6 +16,10 @@ from sennit.transport.cost_model import Collective as selected
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.plan import Plan
 from sennit.transport.store import FileStore
+from sennit.transport.symmetric import symmetric_empty
+
+# The peer that runs the same plans on symmetric memory.
+SYMMETRIC = "core-symmetric"
 
 Array = np.ndarray[tuple[int], np.dtype[np.float32]]
 
@@ -29,6 +33,7 @@ class CoreLibrary:
         self._store_path = store_path
         self._group: Communicator | None = None
         self._buffers: dict[Case, tuple[Array, Array]] = {}
+        self._symmetric: dict[Case, tuple[Array, Array]] = {}
 
     @property
     def _joined(self) -> Communicator:
@@ -37,11 +42,14 @@ class CoreLibrary:
         return self._group
 
     def join(self, peer: str) -> None:
+        if self._group is not None:
+            return
         self._group = Communicator(rank=self.rank, world=self.world, store=FileStore(self._store_path), timeout_s=60.0)
 
     def allocate(self, case: Case) -> None:
         if case not in self._buffers:
             self._buffers.clear()
+            self._symmetric.clear()
             given, got = case.elements(self.world)
             self._buffers[case] = np.full(given, 0.0, np.float32), np.full(got, 0.0, np.float32)
 
@@ -49,7 +57,16 @@ class CoreLibrary:
         self.allocate(case)
         if case.in_flight > 1:
             return mean_seconds_in_flight(self._start(case), case.in_flight, iterations)
-        return statistics.fmean(self._time(case, *self._buffers[case], iterations))
+        buffers = self._in_symmetric_memory(case) if peer == SYMMETRIC else self._buffers[case]
+        return statistics.fmean(self._time(case, *buffers, iterations))
+
+    def _in_symmetric_memory(self, case: Case) -> tuple[Array, Array]:
+        if case not in self._symmetric:
+            given, got = (symmetric_empty(count) for count in case.elements(self.world))
+            given.fill(0.0)
+            got.fill(0.0)
+            self._symmetric[case] = given, got
+        return self._symmetric[case]
 
     def _time(self, case: Case, given: Array, got: Array, iterations: int) -> list[float]:
         in_place = case.collective is Collective.ALLREDUCE
@@ -103,8 +120,11 @@ class CoreLibrary:
     def verify(self, peer: str, case: Case) -> None:
         """Checks the last element only: the core has its own tests."""
         given_count, got_count = case.elements(self.world)
-        given = np.full(given_count, float(self.rank), np.float32)
-        got = np.full(got_count, -1.0, np.float32)
+        given, got = np.empty(given_count, np.float32), np.empty(got_count, np.float32)
+        if peer == SYMMETRIC:
+            given, got = symmetric_empty(given_count), symmetric_empty(got_count)
+        given.fill(float(self.rank))
+        got.fill(-1.0)
         self._time(case, given, got, 1)
         last = float(given[-1] if case.collective is Collective.ALLREDUCE else got[-1])
         reduces = case.collective in (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)

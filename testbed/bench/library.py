@@ -14,6 +14,7 @@ LIBRARIES = {
     "sennit": "torch",
     "gloo": "torch",
     "sennit-core": "core",
+    "core-symmetric": "core",
     "openmpi": "openmpi",
     "udp-bare": "udp_bare",
 }

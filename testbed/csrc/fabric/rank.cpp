@@ -33,11 +33,11 @@ void RankLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, 
   base_->transfer(send_id, advert_id, data, size_bytes);
 }
 
-void RankLane::release(uint64_t loan_id) {
-  if (loan_id == 0) return;
+bool RankLane::release(uint64_t loan_id) {
+  if (loan_id == 0) return true;
   use();
   --loans_;
-  base_->release(loan_id);
+  return base_->release(loan_id);
 }
 
 bool RankLane::on_eager(uint32_t peer, const MessageHeader& header, uint32_t flags, const std::byte* data) {

@@ -53,7 +53,7 @@ class RankLane final : public Lane, public LaneSink {
   [[nodiscard]] bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
   void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
   void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
-  void release(uint64_t loan_id) override;
+  bool release(uint64_t loan_id) override;
   // All ranks live.
   void expect(uint64_t) override {}
   uint64_t heard_us() const override { return base_ == nullptr ? 0 : base_->heard_us(); }

@@ -398,6 +398,13 @@ NB_MODULE(_core, m) {
       "if_inet6"_a,
       "The interfaces by index: (name, up or not, loopback or not, addresses that a peer could send to).");
   bind_codecs(m);
+  m.def(
+      "symmetric_alloc",
+      [](uint64_t size_bytes) { return reinterpret_cast<uintptr_t>(sennit_symmetric_alloc(size_bytes)); },
+      "size_bytes"_a, "The address of memory that the ranks of this host map; 0 if there is none left.");
+  m.def(
+      "symmetric_free", [](uintptr_t address) { return sennit_symmetric_free(reinterpret_cast<void*>(address)) != 0; },
+      "address"_a, "Frees what symmetric_alloc returned. False: it is not from there.");
   m.def("describe_signature", &sennit::describe_signature, "signature"_a, "A plan's signature in words.");
   nb::class_<PyPlan>(m, "Plan", "A compiled plan (docs/reference/plans.md). Raises ArgumentError for malformed bytes.")
       .def(nb::init<const nb::bytes&>(), "data"_a)

@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "executor/engine.hpp"
+#include "memory/shared_heap.hpp"
 #include "wire/utf8.hpp"
 
 namespace {
@@ -163,3 +164,7 @@ void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us) {
     return 0;
   });
 }
+
+void* sennit_symmetric_alloc(uint64_t size_bytes) { return sennit::SharedHeap::allocate(size_bytes); }
+
+int sennit_symmetric_free(void* memory) { return sennit::SharedHeap::free(memory) ? 1 : 0; }

@@ -222,8 +222,7 @@ bool Operation::run_copy_piece(uint32_t at) {
   copied_bytes_ += piece_bytes;
   if (piece_bytes != left_bytes) return false;
   copied_bytes_ = 0;
-  if (operand.kind == 1) host_->mailbox().release(loans_[operand.index].id);
-  done(at);
+  if (operand.kind == 0 || host_->mailbox().release(loans_[operand.index].id)) done(at);
   return true;
 }
 
@@ -263,11 +262,12 @@ void Operation::run_reduce(uint32_t at) {
   const uint64_t bytes_an_element = (step.operand_count + 1) * result_bytes;
   const uint64_t part_min = is_apart ? SHARED_PART_BYTES / bytes_an_element : count;
   host_->team().share(count, part_min, FOLD_STEP_ELEMENTS, fold);
+  bool is_whole = true;  // else no step may use the result, and the group fails
   for (uint32_t o = 0; o < step.operand_count; ++o) {
     const Operand& operand = plan_.operands[step.operand_first + o];
-    if (operand.kind == 1) host_->mailbox().release(std::exchange(loans_[operand.index].id, 0));
+    if (operand.kind == 1) is_whole &= host_->mailbox().release(std::exchange(loans_[operand.index].id, 0));
   }
-  done(at);
+  if (is_whole) done(at);
 }
 
 void Operation::dispatch_held_send() { dispatch(std::exchange(held_send_, NO_STEP)); }

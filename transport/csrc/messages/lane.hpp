@@ -54,7 +54,8 @@ class Lane {
   // It grants in call order.
   virtual void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) = 0;
   virtual void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) = 0;
-  virtual void release(uint64_t loan_id) = 0;
+  // False: the peer took the memory back while it was lent, so what was read there may be anything.
+  [[nodiscard]] virtual bool release(uint64_t loan_id) = 0;
   // Something posted here waits for the peer. Called repeatedly meanwhile. The lane asks a silent peer for a sign of
   // life. A peer that gives none within the port's peer timeout is lost (LaneSink::on_peer_lost).
   virtual void expect(uint64_t now_us) = 0;

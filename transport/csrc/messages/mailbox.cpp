@@ -187,14 +187,17 @@ void Mailbox::deliver(uint32_t receive, uint32_t peer, const std::byte* data) {
   record.client->on_message_received(record.step, peer, bytes.data(), OWN_LOAN | (buffer + 1));
 }
 
-void Mailbox::release(uint64_t loan) {
-  if (loan == 0) return;
+bool Mailbox::release(uint64_t loan) {
+  if (loan == 0) return true;
   if ((loan & OWN_LOAN) != 0) {
     free_loan_buffers_.push_back(static_cast<uint32_t>(loan & ~OWN_LOAN) - 1);
-    return;
+    return true;
   }
   const uint32_t peer = static_cast<uint32_t>(loan >> LOAN_PEER_SHIFT) - 1;
-  lanes_[peer]->release(loan & ((uint64_t{1} << LOAN_PEER_SHIFT) - 1));
+  if (lanes_[peer]->release(loan & ((uint64_t{1} << LOAN_PEER_SHIFT) - 1))) return true;
+  // The peer's own reason is in its last word, which may come later.
+  fail({MailboxFailure::Kind::peer_lost, peer, lost(peer) ? lost_[peer] : "ended the group"});
+  return false;
 }
 
 uint32_t Mailbox::match_receive(uint32_t peer, uint64_t key) {

@@ -48,7 +48,8 @@ class Mailbox final : public LaneSink {
   void send(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, const void* data);
   // `destination` null: a loan. `peer` may be SENNIT_ANY_PEER for a point-to-point key.
   void receive(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, void* destination);
-  void release(uint64_t loan);
+  // False: what was read from the loan may be anything. The group fails.
+  [[nodiscard]] bool release(uint64_t loan);
 
   // Offers again the eager messages that found no room. True when anything moved.
   bool progress(uint64_t now_us);

@@ -67,12 +67,13 @@ void FlowLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, 
   flow_.transfer(number, advert_id, bytes, size_bytes);
 }
 
-void FlowLane::release(uint64_t loan_id) {
-  if (loan_id == 0) return;
+bool FlowLane::release(uint64_t loan_id) {
+  if (loan_id == 0) return true;
   pool_.give_back(loans_[loan_id - 1]);
   loans_[loan_id - 1] = nullptr;
   --loans_out_;
   grant_loans();
+  return true;
 }
 
 bool FlowLane::deliver(const flow::Event& event) {

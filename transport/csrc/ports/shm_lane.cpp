@@ -15,8 +15,6 @@ namespace {
 
 constexpr uint64_t LINE = 64;
 constexpr uint64_t EAGER_MAX_BYTES = 8'192;
-// Results of at least this size leave the cache before anyone reads them, so writes bypass it.
-constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
 // Limits one progress round, so that both directions and all peers take turns.
 constexpr uint32_t RECORDS_A_ROUND = 64;
 
@@ -130,13 +128,27 @@ void ShmLane::grant(uint64_t receive_id, const MessageHeader& header, std::byte*
   record.type = Record::advert;
   record.header = header;
   record.slot = slot;
+  record.flags = reads_peers_heap() ? 1 : 0;
   publish_or_queue(record);
+}
+
+void ShmLane::grant_waiting_loan() {
+  if (waiting_loans_.empty() || dead_) return;
+  const WaitingLoan next = waiting_loans_.front();
+  waiting_loans_.pop_front();
+  grant(next.receive_id, next.header, nullptr);
 }
 
 void ShmLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
   if (dead_) return;
   wake();
-  transfers_.push_back({send_id, static_cast<uint32_t>(advert_id), static_cast<const std::byte*>(data), size_bytes, 0});
+  const auto slot = static_cast<uint32_t>(advert_id);
+  const auto* const bytes = static_cast<const std::byte*>(data);
+  if (SharedHeap::contains(data, size_bytes)) {
+    show_heap();
+    if (advert_id >> 32 != 0) return refer(send_id, slot, bytes, size_bytes);
+  }
+  transfers_.push_back({send_id, slot, bytes, size_bytes, 0});
 }
 
 bool ShmLane::progress(uint64_t now_us) {
@@ -147,6 +159,7 @@ bool ShmLane::progress(uint64_t now_us) {
     moved = true;
   }
   if (!transfers_.empty() && waiting_records_.empty()) moved |= push_fragment();
+  if (!reads_.empty()) moved |= read_piece();
   return moved;
 }
 
@@ -189,7 +202,13 @@ bool ShmLane::consume(uint32_t record_limit) {
         counters_->bytes_received += data_bytes_of(record);
         break;
       case Record::advert:
-        sink_.on_advert(peer_, record.header, record.slot);
+        sink_.on_advert(peer_, record.header, record.slot | uint64_t{record.flags} << 32);
+        break;
+      case Record::reference:
+        take_reference(record);
+        break;
+      case Record::returned:
+        take_reference_back(record.number);
         break;
       case Record::fragment:
         take_fragment(record);
@@ -252,12 +271,14 @@ void ShmLane::take_fragment(const Record& record) {
   }
   receive.received_bytes += record.size_bytes;
   give_back(record.block);
-  if (receive.received_bytes == receive.size_bytes) {
-    const Receive complete = receive;
-    receive.is_open = false;
-    free_slots_.push_back(record.slot);
-    sink_.on_received(complete.receive_id, complete.destination, 0);
-  }
+  if (receive.received_bytes == receive.size_bytes) complete(record.slot);
+}
+
+void ShmLane::complete(uint32_t slot) {
+  const Receive whole = receives_[slot];
+  receives_[slot].is_open = false;
+  free_slots_.push_back(slot);
+  sink_.on_received(whole.receive_id, whole.destination, 0);
 }
 
 bool ShmLane::find_free_block() {
@@ -274,17 +295,15 @@ void ShmLane::give_back(uint32_t block) {
   dirty_ = true;
 }
 
-void ShmLane::release(uint64_t loan_id) {
-  const auto block = static_cast<uint32_t>(loan_id);
+bool ShmLane::release(uint64_t loan_id) {
   wake();
+  if ((loan_id & REFERENCE_LOAN) != 0) return give_reference_back(static_cast<uint32_t>(loan_id));
+  const auto block = static_cast<uint32_t>(loan_id);
   lent_blocks_ &= ~(1u << block);
   give_back(block);
   --loans_out_;
-  if (!waiting_loans_.empty() && !dead_) {
-    const WaitingLoan next = waiting_loans_.front();
-    waiting_loans_.pop_front();
-    grant(next.receive_id, next.header, nullptr);
-  }
+  grant_waiting_loan();
+  return true;
 }
 
 bool ShmLane::push_fragment() {
@@ -323,6 +342,11 @@ void ShmLane::forget_user_memory() noexcept {
   memory_forgotten_ = true;
   transfers_.clear();
   waiting_loans_.clear();
+  reads_.clear();
+  references_.clear();
+  out_.header->is_revoked.store(1, std::memory_order_seq_cst);
+  // The owners of the memory write there after this fence. Pairs with the one in is_revoked_by_peer().
+  std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
 void ShmLane::say_goodbye() {
@@ -375,7 +399,8 @@ void ShmLane::expect(uint64_t now_us) {
 std::string ShmLane::describe() const {
   return "shm to rank " + std::to_string(peer_) + ": " + std::to_string(transfers_.size()) + " transfers and " +
          std::to_string(waiting_records_.size()) + " records waiting for room, " + std::to_string(loans_out_) +
-         " loans out" + (peer_left_ ? ", peer left" : "");
+         " loans out" +
+         (is_peer_heap_refused_ ? ", its shared heap cannot be opened (another pid namespace?)" : "") + (peer_left_ ? ", peer left" : "");
 }
 
 }  // namespace sennit

@@ -27,7 +27,7 @@
 namespace sennit {
 namespace {
 
-constexpr uint64_t SEGMENT_MAGIC = 0x36'30'54'49'4E'4E'45'53;  // "SENNIT06": the revision of the layout
+constexpr uint64_t SEGMENT_MAGIC = 0x37'30'54'49'4E'4E'45'53;  // "SENNIT07": the revision of the layout
 constexpr size_t PAGE_BYTES = 4'096;
 constexpr size_t LINE = 64;
 
@@ -226,6 +226,7 @@ ShmInbox ShmSegment::inbox(uint32_t number) const {
   const ShmSegmentHeader& head = header();
   const uint64_t offset = inbox_offset(head.inbox_stride, number);
   ShmInbox inbox;
+  inbox.segment = &header();
   inbox.header = reinterpret_cast<ShmInboxHeader*>(base_ + offset);
   inbox.bulk_offset = offset + ALWAYS_BYTES;
   inbox.bulk = base_ + inbox.bulk_offset;

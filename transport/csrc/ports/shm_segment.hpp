@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "memory/shared_heap.hpp"
 #include "messages/lane.hpp"
 
 namespace sennit {
@@ -44,6 +45,9 @@ struct ShmSegmentHeader {
   // bit where it is clear. The owner clears it when the inbox was empty for long, and then looks once more.
   alignas(64) std::atomic<uint64_t> watched[WATCH_WORDS];
   alignas(64) std::atomic<uint32_t> beats;  // grows as long as any thread of the owner runs
+  // The owner's shared heap, once a message of it lay there.
+  alignas(64) std::atomic<uint32_t> has_heap;
+  SharedHeapName heap;
 };
 
 // One producer (the peer), one consumer (the owner). Positions in the ring only grow; the offset is position % size.
@@ -51,6 +55,8 @@ struct ShmInboxHeader {
   alignas(64) std::atomic<uint64_t> control_head;  // producer
   alignas(64) std::atomic<uint64_t> control_tail;  // consumer
   alignas(64) std::atomic<uint32_t> blocks_back;   // bit n: the consumer gives block n back, and the producer clears it
+  // The producer has taken its memory back: what the consumer reads there from now on may be anything.
+  alignas(64) std::atomic<uint32_t> is_revoked;
   // Why the producer ended the group. Not in the rings, which may be full. Written once.
   alignas(64) std::atomic<uint32_t> last_word_bytes;
   char last_word[LAST_WORD_MAX_BYTES];
@@ -63,6 +69,7 @@ struct ShmInbox {
   // For the owner, before a peer may use the blocks. Returns 0 or an errno (ENOSPC).
   int reserve_blocks() const;
 
+  ShmSegmentHeader* segment = nullptr;  // null: none
   ShmInboxHeader* header = nullptr;
   std::byte* control = nullptr;
   std::byte* bulk = nullptr;

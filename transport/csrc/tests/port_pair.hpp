@@ -60,7 +60,7 @@ class PortRank final : public LaneSink {
     if (loan_id != 0) {
       const uint64_t size_bytes = incoming_sizes.at(receive_id);
       incoming[receive_id].assign(data, data + size_bytes);
-      port.lane(1 - rank_).release(loan_id);
+      CHECK(port.lane(1 - rank_).release(loan_id));
     }
     CHECK(received.insert(receive_id).second);
   }

@@ -51,7 +51,10 @@ class MemoryLane final : public Lane {
     queue_.push_back([this, advert_id, copy] { return reverse->place(advert_id, copy); });
     own_mailbox->on_sent(send_id);
   }
-  void release(uint64_t loan_id) override { loans_.erase(loan_id); }
+  bool release(uint64_t loan_id) override {
+    loans_.erase(loan_id);
+    return true;
+  }
   void expect(uint64_t) override { ++expected; }
   uint64_t heard_us() const override { return 0; }
   uint64_t silent_us() const override { return 0; }

@@ -195,6 +195,13 @@ SENNIT_API void sennit_abort(sennit_comm* comm, const char* reason);
 // of this group runs in that thread after the return.
 SENNIT_API void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us);
 
+// Memory that the other ranks of this host map: their transfers from it are one copy, or none where they only sum it.
+// Any buffer of any group may lie there. Aligned to a page, with any content. Null if there is none left; use other
+// memory then.
+SENNIT_API void* sennit_symmetric_alloc(uint64_t size_bytes);
+// False (0): the memory is not from sennit_symmetric_alloc.
+SENNIT_API int sennit_symmetric_free(void* memory);
+
 #ifdef __cplusplus
 }
 #endif
