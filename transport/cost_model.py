@@ -131,6 +131,10 @@ def _reduction(
     match algorithm:
         case Algorithm.DIRECT:
             return _direct(hosts, size_bytes, phases, _width(leaves, partial_ratio))
+        case Algorithm.ROUND_TRIP if gathers and several and not far and leaves.are_single and size_bytes:
+            direct = _direct(hosts, size_bytes, phases, 1)
+            # Results need no message of their own.
+            return replace(direct, near=replace(direct.near, messages=direct.near.messages // 2))
         case Algorithm.HALVING if several:
             return _halving(hosts, size_bytes, partial_ratio, gathers, leaves)
         case Algorithm.HIERARCHICAL if len(hosts.spans) > 1 and hosts.world > len(hosts.spans):

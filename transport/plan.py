@@ -35,18 +35,25 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Sends `size_bytes` at `source` to `peer` as message `slot`. Done when the range may be overwritten."""
+    """Sends `size_bytes` at `source` to `peer` as message `slot`. Done when the range may be overwritten.
+
+    `comes_back`: a round trip, after which the range holds the result of the peer's reduction.
+    """
 
     peer: int
     slot: int
     source: Operand
     size_bytes: int
     after: tuple[int, ...] = ()
+    comes_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Receives message `slot` of `peer` into `buffer` at `offset`, or as a loan if `buffer` is None."""
+    """Receives message `slot` of `peer` into `buffer` at `offset`, or as a loan if `buffer` is None.
+
+    `comes_back`: a loan on a round trip. The reduction that reads it writes its result there, too.
+    """
 
     peer: int
     slot: int
@@ -54,6 +61,7 @@ class Recv:
     buffer: int | None
     offset: int = 0
     after: tuple[int, ...] = ()
+    comes_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,7 @@ class Reduce:
 
     `program` says in which order (tree.py): `program[i]` pairs are combined after operand i was pushed. The result may
     overwrite exactly one operand, if the elements of both have one size. `gives_partial`: it is a partial sum.
+    `comes_back`: the loans among its operands are on a round trip.
     """
 
     operands: tuple[Operand, ...]
@@ -84,6 +93,7 @@ class Reduce:
     op: ReduceOp
     gives_partial: bool = False
     after: tuple[int, ...] = ()
+    comes_back: bool = False
 
     def bytes_of(self, operand: Operand) -> int:
         """The size of one of its operands, which may be wider than the result, or narrower."""
@@ -198,17 +208,28 @@ class PlanBuilder:
         self._unit_bytes = unit_bytes
         self._steps: list[Step] = []
 
-    def send(self, peer: int, slot: int, source: Operand, size_bytes: int, *, after: Iterable[int] = ()) -> int:
-        return self._add(Send(peer, slot, source, size_bytes, _ascending(after)))
+    def send(
+        self,
+        peer: int,
+        slot: int,
+        source: Operand,
+        size_bytes: int,
+        *,
+        after: Iterable[int] = (),
+        comes_back: bool = False,
+    ) -> int:
+        return self._add(Send(peer, slot, source, size_bytes, _ascending(after), comes_back))
 
     def recv(
         self, peer: int, slot: int, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()
     ) -> int:
         return self._add(Recv(peer, slot, size_bytes, buffer, offset, _ascending(after)))
 
-    def loan(self, peer: int, slot: int, size_bytes: int, *, after: Iterable[int] = ()) -> int:
+    def loan(
+        self, peer: int, slot: int, size_bytes: int, *, after: Iterable[int] = (), comes_back: bool = False
+    ) -> int:
         """Adds a receive whose bytes stay in the transport until one REDUCE or COPY has read them."""
-        return self._add(Recv(peer, slot, size_bytes, None, 0, _ascending(after)))
+        return self._add(Recv(peer, slot, size_bytes, None, 0, _ascending(after), comes_back))
 
     def copy(self, source: Operand, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()) -> int:
         return self._add(Copy(source, buffer, offset, size_bytes, self._with_loans((source,), after)))
@@ -225,11 +246,14 @@ class PlanBuilder:
         program: Sequence[int] | None = None,
         gives_partial: bool = False,
         after: Iterable[int] = (),
+        comes_back: bool = False,
     ) -> int:
         """`program`: by default the operands are leaves 0, 1, ..."""
         waits = self._with_loans(operands, after)
         order = balanced(len(operands)) if program is None else tuple(program)
-        return self._add(Reduce(tuple(operands), order, buffer, offset, size_bytes, dtype, op, gives_partial, waits))
+        return self._add(
+            Reduce(tuple(operands), order, buffer, offset, size_bytes, dtype, op, gives_partial, waits, comes_back)
+        )
 
     def reserve_scratch(self, size_bytes: int) -> int:
         """Makes scratch larger. Returns the offset of the new part, which starts on a cache line."""

@@ -22,6 +22,7 @@ MAGIC: Final = 0x31504E53
 VERSION: Final = 2
 FLAG_LOAN: Final = 1  # of a RECV
 FLAG_PARTIAL: Final = 2  # of a REDUCE: its result
+FLAG_ROUND_TRIP: Final = 4  # of a SEND, RECV or REDUCE
 FLAG_ON_DEVICE: Final = 1  # of the header
 FLAG_EQUAL_COUNTS: Final = 2  # of the header
 SEND, RECV, COPY, REDUCE = range(4)
@@ -53,14 +54,13 @@ def _operands(step: Step) -> tuple[Operand, ...]:
 def _row(step: Step) -> tuple[int, int, int, int, int, int, int, int, int]:
     """Returns the columns kind, dtype, op, flags, peer, slot, buffer, offset, size_bytes."""
     if isinstance(step, Send):
-        return SEND, 0, 0, 0, step.peer, step.slot, 0, 0, step.size_bytes
+        return SEND, 0, 0, step.comes_back * FLAG_ROUND_TRIP, step.peer, step.slot, 0, 0, step.size_bytes
     if isinstance(step, Recv):
-        loan = step.buffer is None
-        buffer = 0 if step.buffer is None else step.buffer
-        return RECV, 0, 0, FLAG_LOAN if loan else 0, step.peer, step.slot, buffer, step.offset, step.size_bytes
+        flags = (step.buffer is None) * FLAG_LOAN + step.comes_back * FLAG_ROUND_TRIP
+        return RECV, 0, 0, flags, step.peer, step.slot, step.buffer or 0, step.offset, step.size_bytes
     if isinstance(step, Copy):
         return COPY, 0, 0, 0, 0, 0, step.buffer, step.offset, step.size_bytes
-    flags = FLAG_PARTIAL if step.gives_partial else 0
+    flags = step.gives_partial * FLAG_PARTIAL + step.comes_back * FLAG_ROUND_TRIP
     return REDUCE, step.dtype, step.op, flags, 0, 0, step.buffer, step.offset, step.size_bytes
 
 
@@ -201,15 +201,16 @@ def decode(data: bytes) -> Plan:
 def _step(row: np.void, sources: list[Operand], program: tuple[int, ...], after: tuple[int, ...]) -> Step:
     kind, size_bytes = int(row["kind"]), CountRange.decode(int(row["size_bytes"]))
     peer, slot = int(row["peer"]), int(row["slot"])
+    comes_back = bool(row["flags"] & FLAG_ROUND_TRIP)
     buffer, offset = int(row["buffer"]), CountRange.decode(int(row["offset"]))
     if kind == SEND:
-        return Send(peer, slot, sources[0], size_bytes, after)
+        return Send(peer, slot, sources[0], size_bytes, after, comes_back)
     if kind == RECV:
-        return Recv(peer, slot, size_bytes, None if row["flags"] & FLAG_LOAN else buffer, offset, after)
+        return Recv(peer, slot, size_bytes, None if row["flags"] & FLAG_LOAN else buffer, offset, after, comes_back)
     if kind == COPY:
         return Copy(sources[0], buffer, offset, size_bytes, after)
     if kind == REDUCE:
         dtype, op = Dtype(int(row["dtype"])), ReduceOp(int(row["op"]))
         gives_partial = bool(row["flags"] & FLAG_PARTIAL)
-        return Reduce(tuple(sources), program, buffer, offset, size_bytes, dtype, op, gives_partial, after)
+        return Reduce(tuple(sources), program, buffer, offset, size_bytes, dtype, op, gives_partial, after, comes_back)
     raise ArgumentError(f"step kind {kind}; allowed: 0..3")

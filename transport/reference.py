@@ -58,6 +58,8 @@ class _Rank:
     sends: list[int] = field(default_factory=list)
     recvs: list[int] = field(default_factory=list)
     loans: dict[int, Bytes] = field(default_factory=dict)
+    # Of loans on a round trip, by RECV: the rank that sent it, and its SEND.
+    lenders: dict[int, tuple[_Rank, int]] = field(default_factory=dict)
     spans: list[_Span] = field(default_factory=list)
     done: int = 0
 
@@ -184,7 +186,7 @@ class Interpreter:
         step = rank.plan.steps[number]
         if isinstance(step, Send):
             data = rank.bytes_at(step.source.index, step.source.offset, step.size_bytes)
-            rank.claim(number, data, writing=False)
+            rank.claim(number, data, writing=step.comes_back)
             rank.sends.append(number)
             return
         assert isinstance(step, Recv)
@@ -222,7 +224,15 @@ class Interpreter:
         for operand in operands:
             if operand.is_view:
                 rank.loans.pop(operand.index, None)
+                if operand.index in rank.lenders:
+                    self._send_back(*rank.lenders.pop(operand.index), target)
         rank.finish(number)
+
+    def _send_back(self, lender: _Rank, number: int, result: Bytes) -> None:
+        send = lender.plan.steps[number]
+        assert isinstance(send, Send)
+        lender.bytes_at(send.source.index, send.source.offset, send.size_bytes)[:] = result
+        lender.finish(number)
 
     def _read(self, rank: _Rank, number: int, operand: Operand, size_bytes: int) -> Bytes:
         if operand.is_view:
@@ -271,7 +281,8 @@ class Interpreter:
         send, recv = sender.plan.steps[send_number], receiver.plan.steps[recv_number]
         assert isinstance(send, Send)
         assert isinstance(recv, Recv)
-        if sender.plan.signature != receiver.plan.signature or send.size_bytes != recv.size_bytes:
+        same_way = send.comes_back == recv.comes_back
+        if sender.plan.signature != receiver.plan.signature or send.size_bytes != recv.size_bytes or not same_way:
             from sennit.transport._core import describe_signature
 
             raise MismatchError(
@@ -285,7 +296,10 @@ class Interpreter:
             receiver.bytes_at(recv.buffer, recv.offset, recv.size_bytes)[:] = data
         sender.sends.remove(send_number)
         receiver.recvs.remove(recv_number)
-        sender.finish(send_number)
+        if send.comes_back:
+            receiver.lenders[recv_number] = sender, send_number
+        else:
+            sender.finish(send_number)
         receiver.finish(recv_number)
 
     def _stuck(self) -> str:

@@ -94,6 +94,10 @@ class Selection:
         match self._choose(Collective.ALLREDUCE, elements, dtype, candidates, given):
             case Algorithm.ONE_SHOT:
                 compile_plan = functools.partial(algorithms.allreduce, one_shot=True)
+            case Algorithm.ROUND_TRIP:
+                return algorithms.allreduce_round_trip(
+                    world=world, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place
+                )
             case Algorithm.DISSEMINATION:
                 compile_plan = algorithms.allreduce_dissemination
             case Algorithm.HALVING:

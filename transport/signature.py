@@ -12,6 +12,8 @@ from typing import Final
 
 # The top bit of the reduce op's byte.
 ON_DEVICE: Final = 1 << 47
+# The next bit: messages make round trips.
+ROUND_TRIPS: Final = 1 << 46
 # Of an alltoall or allgather, which have no root: the algorithm, if it is not the direct one.
 BRUCK: Final = 1
 BY_HOST: Final = 2

@@ -11,6 +11,7 @@ from sennit.transport.algorithms.allgather import allgather
 from sennit.transport.algorithms.allreduce import allreduce
 from sennit.transport.algorithms.allreduce_dissemination import allreduce_dissemination
 from sennit.transport.algorithms.allreduce_halving import allreduce_halving
+from sennit.transport.algorithms.allreduce_round_trip import allreduce_round_trip
 from sennit.transport.algorithms.alltoall import alltoall
 from sennit.transport.algorithms.alltoall_bruck import alltoall_bruck
 from sennit.transport.algorithms.alltoall_by_host import alltoall_by_host
@@ -31,6 +32,7 @@ __all__ = [
     "allreduce",
     "allreduce_dissemination",
     "allreduce_halving",
+    "allreduce_round_trip",
     "alltoall",
     "alltoall_bruck",
     "alltoall_by_host",

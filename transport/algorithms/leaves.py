@@ -12,7 +12,7 @@ from functools import cached_property
 from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.signature import Kind, signature
+from sennit.transport.signature import ROUND_TRIPS, Kind, signature
 from sennit.transport.tree import Span, cover, given_spans, leaves_of
 
 
@@ -72,7 +72,15 @@ class Leaves:
 
 
 def allreduce_builder(
-    name: str, leaves: Leaves, *, rank: int, elements: int, dtype: Dtype, op: ReduceOp, in_place: bool
+    name: str,
+    leaves: Leaves,
+    *,
+    rank: int,
+    elements: int,
+    dtype: Dtype,
+    op: ReduceOp,
+    in_place: bool,
+    round_trips: bool = False,
 ) -> tuple[PlanBuilder, int]:
     """Returns the builder of an allreduce, and the number of the buffer for its result.
 
@@ -94,7 +102,8 @@ def allreduce_builder(
         name,
         world=leaves.world,
         rank=rank,
-        signature=signature(Kind.ALLREDUCE, type_code=dtype, op=op, root=root, elements=summed),
+        signature=signature(Kind.ALLREDUCE, type_code=dtype, op=op, root=root, elements=summed)
+        | round_trips * ROUND_TRIPS,
         buffer_bytes=[size_bytes] if in_place else [given_bytes, size_bytes],
         leaves=leaves.count,
     )

@@ -27,10 +27,10 @@ void RankLane::advertise(uint64_t receive_id, const MessageHeader& header, void*
 }
 
 // The advert came through the connection, which lives as long as the peer's receive is open.
-void RankLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
+void RankLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes, Use how) {
   use();
   transfers_.push_back({send_id, connections_.now_us()});
-  base_->transfer(send_id, advert_id, data, size_bytes);
+  base_->transfer(send_id, advert_id, data, size_bytes, how);
 }
 
 bool RankLane::release(uint64_t loan_id) {

@@ -52,7 +52,8 @@ class RankLane final : public Lane, public LaneSink {
   uint64_t eager_max_bytes() const override { return connections_.payload_max_bytes() - flow::EAGER_HEADER_BYTES; }
   [[nodiscard]] bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
   void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
-  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
+  using Lane::transfer;
+  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes, Use how) override;
   bool release(uint64_t loan_id) override;
   // All ranks live.
   void expect(uint64_t) override {}

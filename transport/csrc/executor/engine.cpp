@@ -232,6 +232,11 @@ sennit_status Engine::post(Plan& plan, const OperationMemory& memory, const senn
         "the plan has " + std::to_string(plan.buffer_count) + " buffers, " + std::to_string(buffers.size()) + " given";
     return SENNIT_ARGUMENT;
   }
+  for (uint32_t peer = 0; plan.has_round_trips && peer < plan.world; ++peer) {
+    if (peer == config_.rank || mailbox_.lane(peer)->has_round_trips()) continue;
+    error = "the plan makes round trips, but rank " + std::to_string(peer) + " is not reached over shared memory";
+    return SENNIT_ARGUMENT;
+  }
   RunSizes counted;
   const std::span<const uint64_t> counts(options.counts, options.count_count);
   if (plan.count_count != 0 || !counts.empty()) {

@@ -22,6 +22,8 @@ constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
 constexpr uint64_t SHARED_PART_BYTES = 262'144;
 // Parts of a fold begin at multiples of this many elements, at least a cache line: no two threads write to one.
 constexpr uint64_t FOLD_STEP_ELEMENTS = 64;
+// Half of the smallest first-level cache: the result, and one of the places where it goes.
+constexpr uint64_t SENT_BACK_BYTES = 8'192;
 constexpr uint32_t KEY_SLOT_BITS = 20;
 
 }  // namespace
@@ -176,13 +178,16 @@ void Operation::dispatch(uint32_t at) {
   }
   const Step& step = begin(at);
   Mailbox& mailbox = host_->mailbox();
+  const bool comes_back = (step.flags & STEP_ROUND_TRIP) != 0;
   if (step.kind == StepKind::copy) {
     dispatch_device_copy(at);
   } else if (step.kind == StepKind::send) {
     is_sent_ = true;
-    mailbox.send(*this, at, step.peer, header(step), source(plan_.operands[step.operand_first]));
+    // A step that waits for the send could be what the receiver's fold waits for.
+    const Lane::Use use = comes_back ? Lane::Use::round_trip : step.edge_count == 0 ? Lane::Use::lend : Lane::Use::copy;
+    mailbox.send(*this, at, step.peer, header(step), source(plan_.operands[step.operand_first]), use);
   } else {
-    mailbox.receive(*this, at, step.peer, header(step), is_loan(step) ? nullptr : destination(step));
+    mailbox.receive(*this, at, step.peer, header(step), is_loan(step) ? nullptr : destination(step), comes_back);
   }
 }
 
@@ -240,7 +245,9 @@ void Operation::run_reduce(uint32_t at) {
   // Each element's tree stands alone, so parts of the vector give the bits of the whole. The vector stays whole if the
   // result of one part would lie where another part still reads: in place, elements must be of one size.
   bool is_apart = true;
-  const auto fold = [&](uint32_t part, uint64_t first, uint64_t end) {
+  const bool comes_back = (step.flags & STEP_ROUND_TRIP) != 0;
+  if (comes_back && !open_loans(step)) return;
+  const auto fold_part = [&](uint32_t part, uint64_t first, uint64_t end) {
     const std::span operands(operands_.data() + size_t{part} * plan_.operand_max, step.operand_count);
     for (uint32_t o = 0; o < step.operand_count; ++o) {
       const Operand& operand = plan_.operands[step.operand_first + o];
@@ -251,7 +258,21 @@ void Operation::run_reduce(uint32_t at) {
     plan_.kernels[at](
         {destination(step) + first * result_bytes, operands, end - first, plan_.leaves, scalar_, gives_partial});
   };
-  const std::byte* const result = destination(step);
+  std::byte* const result = destination(step);
+  // Results that go back are copied while they are in the first-level cache.
+  const uint64_t turn = comes_back ? SENT_BACK_BYTES / result_bytes : count;
+  const auto fold = [&](uint32_t part, uint64_t first, uint64_t end) {
+    for (uint64_t begin = first; begin < end; begin += turn) {
+      const uint64_t next = std::min(begin + turn, end);
+      fold_part(part, begin, next);
+      for (uint32_t o = 0; comes_back && o < step.operand_count; ++o) {
+        const Operand& operand = plan_.operands[step.operand_first + o];
+        if (operand.kind == 1)
+          std::memcpy(const_cast<std::byte*>(source(operand)) + begin * result_bytes, result + begin * result_bytes,
+                      (next - begin) * result_bytes);
+      }
+    }
+  };
   for (uint32_t o = 0; o < step.operand_count; ++o) {
     const Operand& operand = plan_.operands[step.operand_first + o];
     const std::byte* const from = source(operand);
@@ -265,9 +286,25 @@ void Operation::run_reduce(uint32_t at) {
   bool is_whole = true;  // else no step may use the result, and the group fails
   for (uint32_t o = 0; o < step.operand_count; ++o) {
     const Operand& operand = plan_.operands[step.operand_first + o];
-    if (operand.kind == 1) is_whole &= host_->mailbox().release(std::exchange(loans_[operand.index].id, 0));
+    if (operand.kind == 0) continue;
+    const uint64_t loan = std::exchange(loans_[operand.index].id, 0);
+    if (comes_back) {
+      host_->mailbox().send_back(loan);
+    } else {
+      is_whole &= host_->mailbox().release(loan);
+    }
   }
   if (is_whole) done(at);
+}
+
+// Before a reduction overwrites its loans. False: the group fails.
+bool Operation::open_loans(const Step& step) {
+  Mailbox& mailbox = host_->mailbox();
+  for (uint32_t o = 0; o < step.operand_count; ++o) {
+    const Operand& operand = plan_.operands[step.operand_first + o];
+    if (operand.kind == 1 && !mailbox.open(loans_[operand.index].id)) return false;
+  }
+  return true;
 }
 
 void Operation::dispatch_held_send() { dispatch(std::exchange(held_send_, NO_STEP)); }

@@ -149,6 +149,7 @@ class Operation final : public MailboxClient {
   void dispatch_device_copy(uint32_t step);
   bool run_copy_piece(uint32_t step);
   void run_reduce(uint32_t step);
+  bool open_loans(const Step& step);
   std::byte* destination(const Step& step) const;
   const std::byte* source(const Operand& operand) const;
   MessageHeader header(const Step& step) const;

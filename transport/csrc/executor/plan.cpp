@@ -138,6 +138,7 @@ class Checker {
       refuse(where + " is a loan of " + std::to_string(step.size_bytes) + " bytes; allowed: 1.." +
              std::to_string(MAX_LOAN_BYTES));
     plan_.has_loans |= loan;
+    if ((step.flags & STEP_ROUND_TRIP) != 0) check_round_trip(step, where);
     switch (step.kind) {
       case StepKind::receive:
         if (step.operand_count != 0) refuse(where + " receives, but has operands");
@@ -158,6 +159,20 @@ class Checker {
       check_place(step.destination_buffer, step.destination_offset, step, where);
     if (plan_.on_device) check_device(step, loan, where);
     for (uint32_t o = 0; o < step.operand_count; ++o) check_operand(step, plan_.operands[step.operand_first + o], at);
+  }
+
+  void check_round_trip(const Step& step, const std::string& where) {
+    plan_.has_round_trips = true;
+    if (plan_.on_device || collective_of(plan_.signature) == SENNIT_P2P || CountRange::is(step.size_bytes))
+      refuse(where + " makes a round trip; a plan on device, a counted size or a send/recv must not");
+    const bool is_loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
+    if (step.kind == StepKind::send) {
+      if (step.size_bytes == 0 || step.size_bytes > MAX_LOAN_BYTES)
+        refuse(where + " makes a round trip of " + std::to_string(step.size_bytes) + " bytes; allowed: 1.." +
+               std::to_string(MAX_LOAN_BYTES));
+    } else if (!is_loan && (step.kind != StepKind::reduce || (step.flags & STEP_PARTIAL) != 0)) {
+      refuse(where + " makes a round trip; only a send, a loan and a reduction to final results may");
+    }
   }
 
   void check_reduce(uint32_t at) {
@@ -232,6 +247,11 @@ class Checker {
             : operand.offset > loan.size_bytes || size_bytes > loan.size_bytes - operand.offset)
       refuse(where + " reads beyond a loan");
     if (step.kind == StepKind::send) refuse(where + " sends a loan");
+    const bool comes_back = (loan.flags & STEP_ROUND_TRIP) != 0;
+    if (comes_back != ((step.flags & STEP_ROUND_TRIP) != 0))
+      refuse(where + " and the loan that it reads must both make the round trip, or neither");
+    if (comes_back && (operand.is_partial != 0 || size_bytes != loan.size_bytes))
+      refuse(where + " sends back another size than it was lent");
     if (readers_.empty()) readers_.assign(plan_.steps.size(), UINT32_MAX);
     if (readers_[operand.index] != UINT32_MAX && readers_[operand.index] != at) refuse("a loan is read by two steps");
     readers_[operand.index] = at;
@@ -358,8 +378,10 @@ class Measure {
     if (loan && sizes_.bytes(step.size_bytes) > MAX_LOAN_BYTES)
       throw PlanError("step " + std::to_string(at) + " is a loan of " + std::to_string(sizes_.bytes(step.size_bytes)) +
                       " bytes; allowed: 0.." + std::to_string(MAX_LOAN_BYTES));
-    if (step.kind == StepKind::send) sizes_.sent_bytes += sizes_.bytes(step.size_bytes);
-    if (step.kind == StepKind::receive) sizes_.received_bytes += sizes_.bytes(step.size_bytes);
+    const bool comes_back = (step.flags & STEP_ROUND_TRIP) != 0;
+    if (step.kind == StepKind::send || (comes_back && loan)) sizes_.sent_bytes += sizes_.bytes(step.size_bytes);
+    if (step.kind == StepKind::receive || (comes_back && step.kind == StepKind::send))
+      sizes_.received_bytes += sizes_.bytes(step.size_bytes);
     if (step.kind != StepKind::send && !loan)
       add_place(at, step.destination_buffer, step.destination_offset, sizes_.bytes(step.size_bytes));
     for (uint32_t o = 0; o < step.operand_count; ++o) {

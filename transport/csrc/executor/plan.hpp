@@ -20,6 +20,8 @@ enum class StepKind : uint8_t { send = 0, receive = 1, copy = 2, reduce = 3 };
 
 inline constexpr uint8_t STEP_LOAN = 1;     // of a receive
 inline constexpr uint8_t STEP_PARTIAL = 2;  // of a reduction: its result is a partial sum
+// Of a send, a loan and the reduction that reads it: the result goes back into what was sent.
+inline constexpr uint8_t STEP_ROUND_TRIP = 4;
 
 struct Step {  // as in the file
   StepKind kind;
@@ -122,6 +124,7 @@ struct Plan {
   std::vector<uint8_t> order;
   uint32_t p2p_send_peer = SENNIT_ANY_PEER;  // for a plan that sends one message outside the group's order
   bool has_loans = false;
+  bool has_round_trips = false;
   bool scales_integers = false;  // for PREMUL_SUM of an integer type
 
   std::atomic<uint32_t> references{1};

@@ -66,7 +66,7 @@ class SharedHeapState {
 
   void* allocate(uint64_t asked_bytes) {
     const uint64_t size_bytes = round_up(std::max<uint64_t>(asked_bytes, 1), SharedHeap::PAGE_BYTES);
-    if (descriptor_ < 0 && !make()) return nullptr;
+    if (is_detached_ || (descriptor_ < 0 && !make())) return nullptr;
     uint64_t offset = take(true, size_bytes);
     if (offset == NONE) {
       if (!has_memory_for(size_bytes)) return nullptr;
@@ -92,12 +92,16 @@ class SharedHeapState {
     for (const auto& [begin, end] : inherited_) {
       if (at >= begin && at < end) return true;
     }
-    if (!SharedHeap::contains(memory, 1)) return false;
-    const auto found = used_.find(SharedHeap::offset_of(memory));
+    const auto found = used_.find(at - reinterpret_cast<uintptr_t>(base_));
     if (found == used_.end()) return false;
     const auto [offset, size_bytes] = *found;
     used_.erase(found);
     used_bytes_ -= size_bytes;
+    if (is_detached_) {  // some of the pages are the copies
+      madvise(memory, size_bytes, MADV_DONTNEED);
+      punch(offset, size_bytes);
+      return true;
+    }
     const bool is_kept = kept_bytes_ + size_bytes <= SharedHeap::KEPT_MAX_BYTES;
     if (!is_kept) punch(offset, size_bytes);
     try {
@@ -109,24 +113,41 @@ class SharedHeapState {
   }
 
   std::optional<SharedHeapName> name() const {
-    if (descriptor_ < 0) return std::nullopt;
+    if (descriptor_ < 0 || is_detached_) return std::nullopt;
     return SharedHeapName{nonce_, size_bytes_, getpid(), descriptor_};
   }
   uint64_t used_bytes() const { return used_bytes_; }
   uint64_t kept_bytes() const { return kept_bytes_; }
 
+  void detach(const void* data, uint64_t size_bytes) {
+    if (descriptor_ < 0) return;
+    SharedHeap::end_.store(0, std::memory_order_relaxed);
+    is_detached_ = true;
+    auto* const first = reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(data) & ~(SharedHeap::PAGE_BYTES - 1));
+    const auto* const end = static_cast<const std::byte*>(data) + size_bytes;
+    const uint64_t page_bytes = round_up(static_cast<uint64_t>(end - first), SharedHeap::PAGE_BYTES);
+    void* const copy = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return;
+    std::memcpy(copy, first, page_bytes);
+    if (mremap(copy, page_bytes, page_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, first) == MAP_FAILED)
+      munmap(copy, page_bytes);
+  }
+
   // In the child: the parent's pages are read until one of the two writes them.
   void become_private() {
     if (descriptor_ < 0) return;
     const auto at = reinterpret_cast<uintptr_t>(base_);
-    for (const auto& [offset, size_bytes] : used_)
+    for (const auto& [offset, size_bytes] : used_) {
+      if (is_detached_) break;
       mmap(base_ + offset, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, descriptor_,
            static_cast<off_t>(offset));
+    }
     close(descriptor_);
     SharedHeap::end_.store(0, std::memory_order_relaxed);
     descriptor_ = -1;
     base_ = nullptr;
     used_bytes_ = kept_bytes_ = 0;
+    is_detached_ = false;
     used_.clear();
     by_place_.clear();
     for (auto& sizes : by_size_) sizes.clear();
@@ -145,7 +166,8 @@ class SharedHeapState {
     const int descriptor = memfd_create("sennit-heap", MFD_CLOEXEC);
     if (descriptor < 0) return false;
     uint64_t nonce = 0;
-    if (getrandom(&nonce, sizeof nonce, 0) != sizeof nonce || ftruncate(descriptor, static_cast<off_t>(size_bytes)) != 0 ||
+    if (getrandom(&nonce, sizeof nonce, 0) != sizeof nonce ||
+        ftruncate(descriptor, static_cast<off_t>(size_bytes)) != 0 ||
         posix_fallocate(descriptor, 0, SharedHeap::PAGE_BYTES) != 0) {
       close(descriptor);
       return false;
@@ -224,6 +246,7 @@ class SharedHeapState {
   uint64_t size_bytes_ = 0;
   uint64_t nonce_ = 0;
   int descriptor_ = -1;
+  bool is_detached_ = false;
   uint64_t used_bytes_ = 0, kept_bytes_ = 0;
   std::map<uint64_t, uint64_t> used_;  // size by offset
   std::map<uint64_t, Free> by_place_;
@@ -276,6 +299,12 @@ std::optional<SharedHeapName> SharedHeap::name() noexcept {
   return heap.name();
 }
 
+void SharedHeap::detach(const void* data, uint64_t size_bytes) noexcept {
+  SharedHeapState& heap = state();
+  const std::lock_guard lock(heap.mutex);
+  heap.detach(data, size_bytes);
+}
+
 uint64_t SharedHeap::used_bytes() noexcept {
   SharedHeapState& heap = state();
   const std::lock_guard lock(heap.mutex);
@@ -295,16 +324,16 @@ std::shared_ptr<const PeerHeap> PeerHeap::open(const SharedHeapName& name) {
   std::erase_if(known, [](const auto& entry) { return entry.second.expired(); });
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", name.process, name.descriptor);
-  const int descriptor = ::open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  const int descriptor = ::open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
   if (descriptor < 0) return nullptr;
   struct stat info {};
   void* base = MAP_FAILED;
   if (fstat(descriptor, &info) == 0 && S_ISREG(info.st_mode) && info.st_size >= static_cast<off_t>(sizeof(Header)) &&
       static_cast<uint64_t>(info.st_size) == name.size_bytes)
-    base = mmap(nullptr, name.size_bytes, PROT_READ, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
+    base = mmap(nullptr, name.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
   close(descriptor);
   if (base == MAP_FAILED) return nullptr;
-  const std::shared_ptr<const PeerHeap> heap(new PeerHeap(static_cast<const std::byte*>(base), name.size_bytes));
+  const std::shared_ptr<const PeerHeap> heap(new PeerHeap(static_cast<std::byte*>(base), name.size_bytes));
   Header header;
   std::memcpy(&header, base, sizeof header);
   if (header.magic != MAGIC || header.nonce != name.nonce) return nullptr;
@@ -312,6 +341,6 @@ std::shared_ptr<const PeerHeap> PeerHeap::open(const SharedHeapName& name) {
   return heap;
 }
 
-PeerHeap::~PeerHeap() { munmap(const_cast<std::byte*>(base_), size_bytes_); }
+PeerHeap::~PeerHeap() { munmap(base_, size_bytes_); }
 
 }  // namespace sennit

@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Memory of this process that the other processes of the host can read: tensors that live here are copied once, by their
-// receiver, or not at all where the receiver only sums them.
+// Memory of this process that the other processes of the host map: what lies here is copied once on its way to another
+// rank, or not at all where that rank only sums it.
 //
 // The heap is one sparse memfd (memfd_create(2)), mapped once as a whole. So a process that knows the heap reaches all
 // later allocations as well, nothing has a name in /dev/shm, and the kernel frees the memory with the last process that
-// maps it: also if the owner was killed, and not before a reader is done. Its size in addresses is that of the machine's
-// memory. Pages come with allocations.
+// maps it: also if the owner was killed, and not before a reader is done. Its size in addresses is that of the
+// machine's memory. Pages come with allocations.
 //
-// Others open it as /proc/PID/fd/FD, which needs the same user and the same pid namespace, and check a nonce. They map
-// it for reading only.
+// Others open it as /proc/PID/fd/FD, which needs the same user and the same pid namespace, and check a nonce.
 //
 // In a child of fork the heap becomes private: the child reads what was there, and its writes stay its own. It gets a
 // heap of its own with its first allocation.
@@ -53,6 +52,10 @@ class SharedHeap {
   }
   // Nothing before the first allocation.
   static std::optional<SharedHeapName> name() noexcept;
+  // For memory that must be handed back while a process that was stopped may go on writing to it. The process's own
+  // view of these pages is replaced by a copy, so that late writes reach nobody. From then on nothing counts as in the
+  // heap, and it gives no more memory.
+  static void detach(const void* data, uint64_t size_bytes) noexcept;
   static uint64_t used_bytes() noexcept;
   static uint64_t kept_bytes() noexcept;
 
@@ -62,7 +65,7 @@ class SharedHeap {
   static inline std::atomic<uint64_t> end_{0};  // 0: there is no heap
 };
 
-// Another process's heap, mapped for reading.
+// Another process's heap, as this process maps it.
 class PeerHeap {
  public:
   // Null if it cannot be reached. All groups of this process share one mapping.
@@ -71,14 +74,14 @@ class PeerHeap {
   PeerHeap(const PeerHeap&) = delete;
   ~PeerHeap();
   // Null if the range is not inside.
-  const std::byte* at(uint64_t offset, uint64_t size_bytes) const {
+  std::byte* at(uint64_t offset, uint64_t size_bytes) const {
     return offset <= size_bytes_ && size_bytes <= size_bytes_ - offset ? base_ + offset : nullptr;
   }
 
  private:
-  PeerHeap(const std::byte* base, uint64_t size_bytes) : base_(base), size_bytes_(size_bytes) {}
+  PeerHeap(std::byte* base, uint64_t size_bytes) : base_(base), size_bytes_(size_bytes) {}
 
-  const std::byte* const base_;
+  std::byte* const base_;
   const uint64_t size_bytes_;
 };
 

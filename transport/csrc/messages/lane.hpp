@@ -53,9 +53,25 @@ class Lane {
   // `destination` null: a loan (size_bytes <= MAX_LOAN_BYTES). The lane may delay a loan's advert until it has memory.
   // It grants in call order.
   virtual void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) = 0;
-  virtual void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) = 0;
+  // How the receiver may use the sender's memory. A lane may do less than it is allowed.
+  enum class Use : uint8_t {
+    copy,        // the transfer ends as soon as the bytes have left, whatever the receiver waits for
+    lend,        // it may end only when the receiver has folded: nothing here waits for its end but the operation's
+    round_trip,  // it ends when `data` has the receiver's result; at most MAX_LOAN_BYTES, and only if has_round_trips()
+  };
+  virtual void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes, Use use) = 0;
+  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
+    transfer(send_id, advert_id, data, size_bytes, Use::copy);
+  }
   // False: the peer took the memory back while it was lent, so what was read there may be anything.
   [[nodiscard]] virtual bool release(uint64_t loan_id) = 0;
+  // Whether loans may be overwritten with a result, which the sender gets in place of what it sent. Lanes of one host
+  // have this.
+  virtual bool has_round_trips() const { return false; }
+  // Before a loan is overwritten. False: the peer takes its memory back, so nothing may be written there.
+  [[nodiscard]] virtual bool open(uint64_t /*loan_id*/) { return false; }
+  // In place of release: with the result.
+  virtual void send_back(uint64_t /*loan_id*/) {}
   // Something posted here waits for the peer. Called repeatedly meanwhile. The lane asks a silent peer for a sign of
   // life. A peer that gives none within the port's peer timeout is lost (LaneSink::on_peer_lost).
   virtual void expect(uint64_t now_us) = 0;

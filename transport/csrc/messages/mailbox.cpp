@@ -27,6 +27,9 @@ constexpr uint64_t LOOK_US = 50'000;
 constexpr uint64_t OWN_LOAN = uint64_t{1} << 63;
 constexpr uint32_t LOAN_PEER_SHIFT = 40;
 
+uint32_t peer_of(uint64_t loan) { return static_cast<uint32_t>(loan >> LOAN_PEER_SHIFT) - 1; }
+uint64_t id_of(uint64_t loan) { return loan & ((uint64_t{1} << LOAN_PEER_SHIFT) - 1); }
+
 bool is_p2p(uint64_t key) { return (key & P2P_KEY) != 0; }
 
 }  // namespace
@@ -42,13 +45,14 @@ Mailbox::Mailbox(uint32_t rank, uint32_t world)
 
 Mailbox::~Mailbox() = default;
 
-void Mailbox::send(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, const void* data) {
+void Mailbox::send(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, const void* data,
+                   Lane::Use use) {
   if (lost(peer)) {
     fail({MailboxFailure::Kind::peer_lost, peer, lost_[peer]});
     return;
   }
   Lane& lane = *lanes_[peer];
-  if (header.size_bytes <= lane.eager_max_bytes()) {
+  if (header.size_bytes <= lane.eager_max_bytes() && use != Lane::Use::round_trip) {
     if (waiting_eager_[peer].empty() && lane.send_eager(header, EAGER_DATA, data)) {
       client.on_message_sent(step);
       return;
@@ -57,7 +61,7 @@ void Mailbox::send(MailboxClient& client, uint32_t step, uint32_t peer, const Me
     ++waiting_eager_count_;
     return;
   }
-  const uint32_t send = sends_.add({&client, header, data, step, peer, now_us_, false, false});
+  const uint32_t send = sends_.add({&client, header, data, step, peer, now_us_, false, false, use});
   const uint32_t advert = advertised_.pop(peer, header.key);
   if (advert != KeyIndex::NONE) {
     const Advert found = adverts_[advert];
@@ -102,7 +106,7 @@ bool Mailbox::has_room(uint32_t peer, uint64_t size_bytes) const {
 
 void Mailbox::start_transfer(uint32_t send, uint64_t advert_id) {
   const Send& record = sends_[send];
-  lanes_[record.peer]->transfer(send, advert_id, record.data, record.header.size_bytes);
+  lanes_[record.peer]->transfer(send, advert_id, record.data, record.header.size_bytes, record.use);
 }
 
 // Sends the messages that wait for room in the lane, oldest first.
@@ -123,7 +127,7 @@ bool Mailbox::push_eager(uint32_t peer) {
 }
 
 void Mailbox::receive(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header,
-                      void* destination) {
+                      void* destination, bool comes_back) {
   const uint32_t receive = add_receive({&client, header, destination, step, peer, order_++, false});
   uint32_t from = peer;
   if (peer == SENNIT_ANY_PEER) {
@@ -154,7 +158,8 @@ void Mailbox::receive(MailboxClient& client, uint32_t step, uint32_t peer, const
     return;
   }
   posted_.push(peer, header.key, receive);
-  if (peer != SENNIT_ANY_PEER && !is_p2p(header.key) && header.size_bytes > lanes_[peer]->eager_max_bytes()) {
+  if (peer != SENNIT_ANY_PEER && !is_p2p(header.key) &&
+      (comes_back || header.size_bytes > lanes_[peer]->eager_max_bytes())) {
     advertise(receive);
   }
 }
@@ -193,9 +198,19 @@ bool Mailbox::release(uint64_t loan) {
     free_loan_buffers_.push_back(static_cast<uint32_t>(loan & ~OWN_LOAN) - 1);
     return true;
   }
-  const uint32_t peer = static_cast<uint32_t>(loan >> LOAN_PEER_SHIFT) - 1;
-  if (lanes_[peer]->release(loan & ((uint64_t{1} << LOAN_PEER_SHIFT) - 1))) return true;
-  // The peer's own reason is in its last word, which may come later.
+  const uint32_t peer = peer_of(loan);
+  return lanes_[peer]->release(id_of(loan)) || fail_by_revocation(peer);
+}
+
+bool Mailbox::open(uint64_t loan) {
+  const uint32_t peer = peer_of(loan);
+  return lanes_[peer]->open(id_of(loan)) || fail_by_revocation(peer);
+}
+
+void Mailbox::send_back(uint64_t loan) { lanes_[peer_of(loan)]->send_back(id_of(loan)); }
+
+// The peer's own reason is in its last word, which may come later.
+bool Mailbox::fail_by_revocation(uint32_t peer) {
   fail({MailboxFailure::Kind::peer_lost, peer, lost(peer) ? lost_[peer] : "ended the group"});
   return false;
 }

@@ -45,9 +45,15 @@ class Mailbox final : public LaneSink {
 
   void set_lane(uint32_t peer, Lane* lane) { lanes_[peer] = lane; }
 
-  void send(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, const void* data);
+  // On a round trip `data` is overwritten.
+  void send(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, const void* data,
+            Lane::Use use = Lane::Use::copy);
   // `destination` null: a loan. `peer` may be SENNIT_ANY_PEER for a point-to-point key.
-  void receive(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, void* destination);
+  void receive(MailboxClient& client, uint32_t step, uint32_t peer, const MessageHeader& header, void* destination,
+               bool comes_back = false);
+  // Of a round trip: before the loan is overwritten (false: the group fails), and when it has the result.
+  [[nodiscard]] bool open(uint64_t loan);
+  void send_back(uint64_t loan);
   // False: what was read from the loan may be anything. The group fails.
   [[nodiscard]] bool release(uint64_t loan);
 
@@ -91,6 +97,7 @@ class Mailbox final : public LaneSink {
     uint64_t posted_us;
     bool requested;
     bool eager;
+    Lane::Use use = Lane::Use::copy;
   };
   struct Arrival {  // an eager message without a receive yet
     MessageHeader header;
@@ -153,6 +160,7 @@ class Mailbox final : public LaneSink {
   uint32_t match_receive(uint32_t peer, uint64_t key);
   bool check(uint32_t peer, const MessageHeader& theirs, const MessageHeader& ours, bool ours_is_receive);
   void fail(MailboxFailure failure);
+  bool fail_by_revocation(uint32_t peer);
   void expect_peers(uint64_t now_us);
   bool is_alone() const;
 

@@ -35,9 +35,10 @@ std::string describe_signature(uint64_t signature) {
   // An allreduce has no root: the field says that ranks give leaves.
   if (collective == SENNIT_ALLREDUCE && way != 0) text += " of leaves";
   if (has_ways) text += way < std::size(WAYS) ? WAYS[way] : " in an unknown way";
+  if ((signature >> 46 & 1) != 0) text += " by round trips";
   text += std::string(" of ") + dtype_name(signature >> 48 & 0xFF);
   if ((signature >> 47 & 1) != 0) text += " on a device";
-  if (is_reducing) text += std::string(" (") + reduce_name(signature >> 40 & 0x7F) + ")";
+  if (is_reducing) text += std::string(" (") + reduce_name(signature >> 40 & 0x3F) + ")";
   if (const uint64_t elements = signature & 0xFFFF'FFFF; elements != 0)
     text += ", " + std::to_string(elements) + " elements";
   if (is_rooted) text += ", root " + std::to_string(way);

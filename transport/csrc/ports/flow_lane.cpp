@@ -61,7 +61,7 @@ void FlowLane::grant_loans() {
   }
 }
 
-void FlowLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
+void FlowLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes, Use) {
   const auto* bytes = static_cast<const std::byte*>(data);
   const uint64_t number = sends_.push(OpenSend{send_id, exposure_.open_source(bytes, size_bytes), false});
   flow_.transfer(number, advert_id, bytes, size_bytes);

@@ -49,7 +49,8 @@ class FlowLane final : public Lane {
   uint64_t eager_max_bytes() const override { return flow_.eager_max_bytes(); }
   [[nodiscard]] bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
   void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
-  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
+  using Lane::transfer;
+  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes, Use use) override;
   bool release(uint64_t loan_id) override;
   void expect(uint64_t now_us) override;
   uint64_t heard_us() const override { return flow_.last_heard_us(); }

@@ -123,12 +123,19 @@ void ShmLane::grant(uint64_t receive_id, const MessageHeader& header, std::byte*
     slot = free_slots_.back();
     free_slots_.pop_back();
   }
-  receives_[slot] = {receive_id, destination, header.size_bytes, 0, true};
+  const bool has_place = destination != nullptr && SharedHeap::contains(destination, header.size_bytes);
+  receives_[slot] = {receive_id, destination, header.size_bytes, 0, true, has_place};
   Record record{};
   record.type = Record::advert;
   record.header = header;
   record.slot = slot;
-  record.flags = reads_peers_heap() ? 1 : 0;
+  if (maps_peers_heap()) record.flags |= READS_HEAP;
+  if (destination == nullptr) record.flags |= IS_LOAN;
+  if (has_place) {
+    show_heap();
+    record.flags |= HAS_PLACE;
+    record.offset = SharedHeap::offset_of(destination);
+  }
   publish_or_queue(record);
 }
 
@@ -139,18 +146,6 @@ void ShmLane::grant_waiting_loan() {
   grant(next.receive_id, next.header, nullptr);
 }
 
-void ShmLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) {
-  if (dead_) return;
-  wake();
-  const auto slot = static_cast<uint32_t>(advert_id);
-  const auto* const bytes = static_cast<const std::byte*>(data);
-  if (SharedHeap::contains(data, size_bytes)) {
-    show_heap();
-    if (advert_id >> 32 != 0) return refer(send_id, slot, bytes, size_bytes);
-  }
-  transfers_.push_back({send_id, slot, bytes, size_bytes, 0});
-}
-
 bool ShmLane::progress(uint64_t now_us) {
   bool moved = consume(RECORDS_A_ROUND);
   if (moved) silence_.on_heard(now_us);
@@ -159,6 +154,7 @@ bool ShmLane::progress(uint64_t now_us) {
     moved = true;
   }
   if (!transfers_.empty() && waiting_records_.empty()) moved |= push_fragment();
+  if (!placements_.empty()) moved |= place_piece();
   if (!reads_.empty()) moved |= read_piece();
   return moved;
 }
@@ -202,13 +198,18 @@ bool ShmLane::consume(uint32_t record_limit) {
         counters_->bytes_received += data_bytes_of(record);
         break;
       case Record::advert:
+        if ((record.flags & HAS_PLACE) != 0) places_[record.slot] = record.offset;
         sink_.on_advert(peer_, record.header, record.slot | uint64_t{record.flags} << 32);
         break;
       case Record::reference:
         take_reference(record);
         break;
+      case Record::placed:
+        take_placement(record);
+        break;
       case Record::returned:
-        take_reference_back(record.number);
+        take_back(record);
+        fragment_taken = record.flags != 0;
         break;
       case Record::fragment:
         take_fragment(record);
@@ -331,9 +332,13 @@ bool ShmLane::push_fragment() {
   ++counters_->fragments_sent;
   counters_->bytes_sent += size_bytes;
   if (transfer.sent_bytes == transfer.size_bytes) {
-    const uint64_t send_id = transfer.send_id;
+    const Transfer whole = transfer;
     transfers_.pop_front();
-    sink_.on_sent(send_id);
+    if (whole.comes_back) {
+      blocks_out_[block] = {whole.send_id, const_cast<std::byte*>(whole.data), whole.size_bytes};
+    } else {
+      sink_.on_sent(whole.send_id);
+    }
   }
   return true;
 }
@@ -342,11 +347,7 @@ void ShmLane::forget_user_memory() noexcept {
   memory_forgotten_ = true;
   transfers_.clear();
   waiting_loans_.clear();
-  reads_.clear();
-  references_.clear();
-  out_.header->is_revoked.store(1, std::memory_order_seq_cst);
-  // The owners of the memory write there after this fence. Pairs with the one in is_revoked_by_peer().
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  take_memory_back();
 }
 
 void ShmLane::say_goodbye() {
@@ -399,8 +400,8 @@ void ShmLane::expect(uint64_t now_us) {
 std::string ShmLane::describe() const {
   return "shm to rank " + std::to_string(peer_) + ": " + std::to_string(transfers_.size()) + " transfers and " +
          std::to_string(waiting_records_.size()) + " records waiting for room, " + std::to_string(loans_out_) +
-         " loans out" +
-         (is_peer_heap_refused_ ? ", its shared heap cannot be opened (another pid namespace?)" : "") + (peer_left_ ? ", peer left" : "");
+         " loans out" + (is_peer_heap_refused_ ? ", its shared heap cannot be mapped (another pid namespace?)" : "") +
+         (peer_left_ ? ", peer left" : "");
 }
 
 }  // namespace sennit

@@ -9,17 +9,22 @@
 // Blocks come back in any order, because a loan may wait for other peers for long. All but one may be lent, so that
 // other fragments always find a block.
 //
-// A transfer whose data is in the sender's shared heap needs no block: a reference. The receiver copies the bytes
-// straight from the heap, or folds them there, and then gives the reference back. The sender's buffer is its own again
-// only then. So both sides agree on it: the sender shows where its heap is, and an advert says that the receiver has
-// mapped it. A sender that must take its memory back at once, because the group ends, says so first (is_revoked). A
-// receiver looks for that after it has read, and drops what it read.
+// A direct transfer needs no block (shm_direct.cpp). If the data is in the sender's shared heap, the sender refers to
+// it: the receiver copies it from there, or folds it there, and gives the reference back. The sender's buffer is its
+// own again only then. If the destination is in the receiver's shared heap, the sender can place the bytes there. Each
+// side shows where its heap is once it is in use, and an advert says that the receiver has mapped the sender's.
+//
+// A group may end while the peer reads or writes this rank's memory. The rank first says that it takes its memory back
+// (is_revoked). A peer looks for that after each read, and drops what it read. It looks before each write as well, and
+// says that it writes (is_writing), so that the rank can wait for it.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "flow/agenda.hpp"
@@ -43,8 +48,12 @@ class ShmLane final : public Lane {
   uint64_t eager_max_bytes() const override;
   bool send_eager(const MessageHeader& header, uint32_t flags, const void* data) override;
   void advertise(uint64_t receive_id, const MessageHeader& header, void* destination) override;
-  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override;
+  using Lane::transfer;
+  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes, Use use) override;
   bool release(uint64_t loan_id) override;
+  bool has_round_trips() const override { return true; }
+  bool open(uint64_t loan_id) override;
+  void send_back(uint64_t loan_id) override;
   void expect(uint64_t now_us) override;
   uint64_t heard_us() const override { return silence_.heard_us(); }
   uint64_t silent_us() const override { return silence_.silent_us(); }
@@ -56,7 +65,7 @@ class ShmLane final : public Lane {
   bool drain();
   // Whether the peer has published something that was not read yet, and may still be.
   bool has_news() const;
-  bool idle() const { return transfers_.empty() && waiting_records_.empty() && reads_.empty(); }
+  bool idle() const { return transfers_.empty() && waiting_records_.empty() && reads_.empty() && placements_.empty(); }
   void forget_user_memory() noexcept;
   void say_goodbye();
   // Ends the lane, with a reason that the peer finds even if the rings are full.
@@ -74,13 +83,13 @@ class ShmLane final : public Lane {
 
   struct Counters {
     uint64_t eager_sent, eager_received, fragments_sent, fragments_received, references_sent, references_received,
-        bytes_sent, bytes_received, ring_full;
+        placements_sent, placements_received, bytes_sent, bytes_received, ring_full;
 
     static constexpr const char* GROUP = "shm";
     static std::vector<std::string> names() {
-      return {"shm_eager_sent",      "shm_eager_received",      "shm_fragments_sent", "shm_fragments_received",
-              "shm_references_sent", "shm_references_received", "shm_bytes_sent",     "shm_bytes_received",
-              "shm_ring_full"};
+      return {"shm_eager_sent",      "shm_eager_received",      "shm_fragments_sent",  "shm_fragments_received",
+              "shm_references_sent", "shm_references_received", "shm_placements_sent", "shm_placements_received",
+              "shm_bytes_sent",      "shm_bytes_received",      "shm_ring_full"};
     }
   };
   const Counters& counters() const { return *counters_; }
@@ -88,23 +97,37 @@ class ShmLane final : public Lane {
  private:
   // One cache line; the data of an eager message follows it.
   struct alignas(64) Record {
-    enum Type : uint32_t { skip = 1, eager = 2, advert = 3, fragment = 4, goodbye = 5, reference = 6, returned = 7 };
+    enum Type : uint32_t { skip = 1, eager, advert, fragment, goodbye, reference, returned, placed };
     uint32_t type;
-    uint32_t flags;        // eager: EagerFlags; advert: 1 if the receiver reads the sender's shared heap
+    uint32_t flags;        // eager: EagerFlags; advert: AdvertFlags; returned: 1 if it is a block
     uint64_t total_bytes;  // record and data in the ring, a multiple of the line
-    MessageHeader header;  // eager, advert; reference: the size
-    uint32_t slot;         // advert, fragment, reference: the receiver's slot
+    MessageHeader header;  // eager, advert; reference, placed: the size
+    uint32_t slot;         // advert, fragment, reference, placed: the receiver's slot
     uint32_t size_bytes;   // fragment
-    uint32_t block;        // fragment
+    uint32_t block;        // fragment; returned
     uint32_t number;       // reference, returned: the sender's number of it
-    uint64_t offset;       // reference: in the sender's shared heap
+    uint64_t offset;       // in a shared heap: the sender's (reference) or the receiver's (advert with HAS_PLACE)
+  };
+  enum AdvertFlags : uint32_t {
+    READS_HEAP = 1,  // the receiver has mapped the sender's shared heap
+    HAS_PLACE = 2,   // the destination is in the receiver's shared heap
+    IS_LOAN = 4,     // there is no destination
   };
   struct Receive {
     uint64_t receive_id;
     std::byte* destination;
     uint64_t size_bytes;
     uint64_t received_bytes;
-    bool is_open;  // advertised, and not complete
+    bool is_open;    // advertised, and not complete
+    bool has_place;  // advertised as one
+  };
+  struct Placement {
+    uint64_t send_id;
+    uint32_t slot;
+    const std::byte* data;
+    std::byte* place;
+    uint64_t size_bytes;
+    uint64_t placed_bytes;
   };
   struct Transfer {
     uint64_t send_id;
@@ -112,6 +135,7 @@ class ShmLane final : public Lane {
     const std::byte* data;
     uint64_t size_bytes;
     uint64_t sent_bytes;
+    bool comes_back;
   };
   struct Read {  // a reference that is copied, piece by piece
     uint32_t slot;
@@ -120,7 +144,14 @@ class ShmLane final : public Lane {
   };
   struct Reference {
     uint64_t send_id;
+    std::byte* written;  // by the peer, on a round trip; else null
+    uint64_t size_bytes;
     bool is_out;
+  };
+  struct BlockOut {  // a block that comes back with a result
+    uint64_t send_id;
+    std::byte* data;
+    uint64_t size_bytes;  // 0: there is none
   };
   struct WaitingLoan {
     uint64_t receive_id;
@@ -131,6 +162,9 @@ class ShmLane final : public Lane {
   static constexpr uint64_t REFERENCE_LOAN = uint64_t{1} << 32;
   // Results of at least this size leave the cache before anyone reads them, so writes bypass it.
   static constexpr uint64_t STREAM_FROM_BYTES = 2'097'152;
+  // Up to this size a message was mostly made just now, and its bytes are in the sender's cache: the sender places it.
+  // Of larger ones the receiver takes the copy, so that the receivers of one sender share the work.
+  static constexpr uint64_t PLACED_MAX_BYTES = 262'144;
 
   static uint64_t data_bytes_of(const Record& eager);
   bool fits(const Record& fragment) const;
@@ -141,14 +175,21 @@ class ShmLane final : public Lane {
   bool consume(uint32_t record_limit);
   void take_fragment(const Record& record);
   bool push_fragment();
-  bool reads_peers_heap();
+  bool maps_peers_heap();
   void show_heap();
-  void refer(uint64_t send_id, uint32_t slot, const std::byte* data, uint64_t size_bytes);
+  void refer(uint64_t send_id, uint32_t slot, const std::byte* data, uint64_t size_bytes, bool comes_back);
   void take_reference(const Record& record);
   bool read_piece();
   bool give_reference_back(uint32_t number);
   bool is_revoked_by_peer() const;
-  void take_reference_back(uint32_t number);
+  void end_by_peer();
+  bool begin_writing();
+  void end_writing();
+  void take_back(const Record& record);
+  std::byte* take_place(uint32_t slot, uint64_t size_bytes);
+  bool place_piece();
+  void take_placement(const Record& record);
+  void take_memory_back() noexcept;
   void complete(uint32_t slot);
   void grant_waiting_loan();
   bool find_free_block();
@@ -171,8 +212,11 @@ class ShmLane final : public Lane {
   std::vector<Receive> receives_;
   std::vector<uint32_t> free_slots_;
   std::deque<Read> reads_;
+  std::deque<Placement> placements_;
+  std::unordered_map<uint32_t, uint64_t> places_;  // offsets in the peer's shared heap, by the peer's slot
   std::vector<Reference> references_;
   std::vector<uint32_t> free_references_;
+  std::array<BlockOut, BULK_BLOCKS_MAX> blocks_out_{};
   std::shared_ptr<const PeerHeap> peer_heap_;
   bool is_peer_heap_refused_ = false;
   std::deque<WaitingLoan> waiting_loans_;

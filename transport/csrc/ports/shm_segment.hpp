@@ -55,8 +55,11 @@ struct ShmInboxHeader {
   alignas(64) std::atomic<uint64_t> control_head;  // producer
   alignas(64) std::atomic<uint64_t> control_tail;  // consumer
   alignas(64) std::atomic<uint32_t> blocks_back;   // bit n: the consumer gives block n back, and the producer clears it
-  // The producer has taken its memory back: what the consumer reads there from now on may be anything.
+  // The producer has taken its memory back: the consumer may not write there any more, and what it reads there may be
+  // anything.
   alignas(64) std::atomic<uint32_t> is_revoked;
+  // The producer writes into the consumer's shared heap just now. The consumer that takes its memory back waits for it.
+  alignas(64) std::atomic<uint32_t> is_writing;
   // Why the producer ended the group. Not in the rings, which may be full. Written once.
   alignas(64) std::atomic<uint32_t> last_word_bytes;
   char last_word[LAST_WORD_MAX_BYTES];

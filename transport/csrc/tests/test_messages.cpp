@@ -45,7 +45,8 @@ class MemoryLane final : public Lane {
       return true;
     });
   }
-  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes) override {
+  using Lane::transfer;
+  void transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes, Use) override {
     const auto* bytes = static_cast<const std::byte*>(data);
     std::vector<std::byte> copy(bytes, bytes + size_bytes);
     queue_.push_back([this, advert_id, copy] { return reverse->place(advert_id, copy); });
