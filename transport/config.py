@@ -205,6 +205,7 @@ class Config:
 def from_environment(environment: Mapping[str, str] | None = None) -> Config:
     """Returns the configuration that the `SENNIT_*` variables ask for. Unset or empty ones keep the default."""
     source = os.environ if environment is None else environment
+    wants_shared_allocator(source)  # raises where the import only warned
     given: dict[str, str] = {}
     for name in (
         "SENNIT_TRANSPORT",
@@ -242,6 +243,17 @@ def from_environment(environment: Mapping[str, str] | None = None) -> Config:
         timeout_s=_seconds("SENNIT_TIMEOUT_S", given.get("SENNIT_TIMEOUT_S"), default.timeout_s),
         peer_timeout_s=_seconds("SENNIT_PEER_TIMEOUT_S", given.get("SENNIT_PEER_TIMEOUT_S"), default.peer_timeout_s),
     )
+
+
+def wants_shared_allocator(environment: Mapping[str, str] | None = None) -> bool:
+    """`SENNIT_SHARED_ALLOCATOR`, 0 (default) or 1: whether every new CPU tensor of the process is in symmetric memory.
+
+    It holds for the process, not for a group, so it is no field of `Config`. Raises ConfigError for other values.
+    """
+    text = (os.environ if environment is None else environment).get("SENNIT_SHARED_ALLOCATOR") or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"SENNIT_SHARED_ALLOCATOR={text}; allowed: 0 or 1")
+    return text == "1"
 
 
 def _name(variable: str, text: str | None, default: AnyName) -> AnyName:

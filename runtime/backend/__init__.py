@@ -2,7 +2,8 @@
 """The `torch.distributed` backend "sennit": process groups in C++ (`csrc/`), registration, elastic groups.
 
 `import torch` registers it by itself. `reconfigure` and `join` replace the default group after a failure.
-`all_reduce_leaves` sums to the same bits with any number of ranks.
+`all_reduce_leaves` sums to the same bits with any number of ranks. `symmetric_empty` and `symmetric_memory` give
+tensors that the ranks of a host share.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from sennit.runtime.backend.process_group import Options as Options
     from sennit.runtime.backend.process_group import communicator as communicator
     from sennit.runtime.backend.process_group import register as register
+    from sennit.runtime.backend.symmetric import is_symmetric as is_symmetric
+    from sennit.runtime.backend.symmetric import symmetric_empty as symmetric_empty
+    from sennit.runtime.backend.symmetric import symmetric_memory as symmetric_memory
 
 __getattr__ = exporter(
     __name__,
@@ -30,5 +34,8 @@ __getattr__ = exporter(
         "Options": "process_group",
         "communicator": "process_group",
         "register": "process_group",
+        "is_symmetric": "symmetric",
+        "symmetric_empty": "symmetric",
+        "symmetric_memory": "symmetric",
     },
 )

@@ -45,6 +45,18 @@ class SennitBackend(Backend):
     @property
     def communicator(self) -> Communicator: ...
 
+class symmetric:
+    """New CPU tensors in symmetric memory (runtime/backend/csrc/symmetric.hpp)."""
+
+    @staticmethod
+    def set_everywhere(on: bool) -> None: ...
+    @staticmethod
+    def begin() -> None: ...
+    @staticmethod
+    def end() -> None: ...
+    @staticmethod
+    def contains(address: int) -> bool: ...
+
 class stand_in:
     """Treats host tensors as device tensors, for tests (runtime/backend/csrc/stand_in.hpp)."""
 

@@ -17,6 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from sennit import extras
+from sennit.transport.config import wants_shared_allocator
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -61,6 +62,8 @@ def register() -> None:
         return
     dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(DEVICES))
     _name_groups(dist.ProcessGroup)
+    if wants_shared_allocator():
+        load_extension().symmetric.set_everywhere(True)
 
 
 def _name_groups(process_group: type[dist.ProcessGroup]) -> None:
@@ -114,7 +117,7 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
         backend: Any = chosen._get_backend(device)
         # With TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the backend.
         backend = getattr(backend, "wrapped_pg", backend)
-        if isinstance(backend, _load_extension().SennitBackend):
+        if isinstance(backend, load_extension().SennitBackend):
             found: Communicator = backend.communicator
             return found
         names.append(backend.name())
@@ -128,7 +131,7 @@ def _create(group: Any, options: Options | None) -> dist.Backend:
             f"pg_options is a {type(options).__name__}; allowed: sennit.runtime.backend.process_group.Options or None"
         )
     options = options or Options()
-    _load_extension()
+    load_extension()
     from sennit.transport.communicator import Communicator
 
     name = str(group.group_id)
@@ -167,7 +170,7 @@ def _backend_of(
         remaining = [rank for place, rank in enumerate(global_ranks) if place not in excluded]
         return _backend_of(smaller, f"{name}:shrunk", remaining, timeout, options)
 
-    backend: dist.Backend = _load_extension().SennitBackend(
+    backend: dist.Backend = load_extension().SennitBackend(
         communicator=communicator,
         compile_plan=PlanCompiler(communicator),
         shrink=shrink,
@@ -188,7 +191,7 @@ def ranks_here() -> int:
 
 
 @functools.cache
-def _load_extension() -> Any:
+def load_extension() -> Any:
     """Imports the extension `_c10d`. If it was built for another torch, the ImportError says what to do."""
     import torch
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sennit.runtime.backend.process_group import _load_extension
+from sennit.runtime.backend.process_group import load_extension
 
 
 @contextmanager
 def on_device(active: bool = True) -> Iterator[None]:
     """Makes this thread's calls on host tensors take the way of device tensors, if `active`."""
-    stand_in = _load_extension().stand_in
+    stand_in = load_extension().stand_in
     before = stand_in.set_active(active)
     try:
         yield
@@ -23,7 +23,7 @@ def on_device(active: bool = True) -> Iterator[None]:
 @contextmanager
 def delayed_copies(seed: int, max_us: int) -> Iterator[None]:
     """Lets every second copy between "device" and host, drawn from `seed`, first sleep up to `max_us`."""
-    stand_in = _load_extension().stand_in
+    stand_in = load_extension().stand_in
     stand_in.delay_copies(seed, max_us)
     try:
         yield

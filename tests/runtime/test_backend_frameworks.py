@@ -123,7 +123,7 @@ def test_another_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> No
 
     from sennit.runtime.backend import process_group as backend
 
-    backend._load_extension.cache_clear()
+    backend.load_extension.cache_clear()
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     with pytest.raises(ImportError, match=r"built for torch 2\.\d+\.\d+, found 2\.99\.0: run make build"):
-        backend._load_extension()
+        backend.load_extension()

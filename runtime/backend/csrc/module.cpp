@@ -10,6 +10,7 @@
 #include "backend.hpp"
 #include "interpreter.hpp"
 #include "stand_in.hpp"
+#include "symmetric.hpp"
 
 namespace py = pybind11;
 
@@ -139,6 +140,13 @@ PYBIND11_MODULE(_c10d, module) {
       .def_property_readonly("options", &SennitBackend::options)
       .def_property_readonly("communicator", &sennit::runtime::communicator_of);
   module.def("close_all", &sennit::runtime::close_all);
+  py::module_ symmetric = module.def_submodule("symmetric", "New CPU tensors in symmetric memory.");
+  symmetric.def("set_everywhere", &sennit::runtime::symmetric::set_everywhere, py::arg("on"));
+  symmetric.def("begin", &sennit::runtime::symmetric::begin);
+  symmetric.def("end", &sennit::runtime::symmetric::end);
+  symmetric.def(
+      "contains", [](uintptr_t data) { return sennit::runtime::symmetric::contains(reinterpret_cast<void*>(data)); },
+      py::arg("address"));
   py::module_ stand_in = module.def_submodule("stand_in", "Host tensors as device tensors, for tests.");
   stand_in.def("set_active", &sennit::runtime::stand_in::set_active, py::arg("active"));
   stand_in.def("delay_copies", &sennit::runtime::stand_in::delay_copies, py::arg("seed"), py::arg("max_us"));

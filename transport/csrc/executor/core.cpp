@@ -168,3 +168,7 @@ void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us) {
 void* sennit_symmetric_alloc(uint64_t size_bytes) { return sennit::SharedHeap::allocate(size_bytes); }
 
 int sennit_symmetric_free(void* memory) { return sennit::SharedHeap::free(memory) ? 1 : 0; }
+
+int sennit_symmetric_contains(const void* memory, uint64_t size_bytes) {
+  return sennit::SharedHeap::owns(memory, size_bytes) ? 1 : 0;
+}

@@ -36,6 +36,14 @@ struct Header {
   uint64_t nonce;
 };
 
+// The addresses of all heaps that this process has, or had. More forks in a row than these leak addresses.
+struct Addresses {
+  std::atomic<uintptr_t> begin{0};
+  std::atomic<uint64_t> size_bytes{0};
+};
+std::array<Addresses, 8> known;
+std::atomic<uint32_t> known_count{0};
+
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
 uint64_t heap_size_bytes() {
@@ -88,12 +96,9 @@ class SharedHeapState {
   }
 
   bool free(void* memory) {
-    const auto at = reinterpret_cast<uintptr_t>(memory);
-    for (const auto& [begin, end] : inherited_) {
-      if (at >= begin && at < end) return true;
-    }
-    const auto found = used_.find(at - reinterpret_cast<uintptr_t>(base_));
-    if (found == used_.end()) return false;
+    if (!SharedHeap::owns(memory, 1)) return false;
+    const auto found = used_.find(SharedHeap::offset_of(memory));
+    if (found == used_.end()) return !is_own(memory);  // that of a parent goes with this process
     const auto [offset, size_bytes] = *found;
     used_.erase(found);
     used_bytes_ -= size_bytes;
@@ -136,7 +141,6 @@ class SharedHeapState {
   // In the child: the parent's pages are read until one of the two writes them.
   void become_private() {
     if (descriptor_ < 0) return;
-    const auto at = reinterpret_cast<uintptr_t>(base_);
     for (const auto& [offset, size_bytes] : used_) {
       if (is_detached_) break;
       mmap(base_ + offset, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, descriptor_,
@@ -151,10 +155,11 @@ class SharedHeapState {
     used_.clear();
     by_place_.clear();
     for (auto& sizes : by_size_) sizes.clear();
-    if (inherited_count_ < inherited_.size()) inherited_[inherited_count_++] = {at, at + size_bytes_};
   }
 
  private:
+  bool is_own(const void* data) const { return base_ != nullptr && SharedHeap::offset_of(data) < size_bytes_; }
+
   static constexpr uint64_t NONE = UINT64_MAX;
   struct Free {
     uint64_t size_bytes;
@@ -191,6 +196,12 @@ class SharedHeapState {
     size_bytes_ = size_bytes;
     descriptor_ = descriptor;
     nonce_ = nonce;
+    const uint32_t number = known_count.load(std::memory_order_relaxed);
+    if (number < known.size()) {
+      known[number].begin.store(reinterpret_cast<uintptr_t>(base), std::memory_order_relaxed);
+      known[number].size_bytes.store(size_bytes, std::memory_order_relaxed);
+      known_count.store(number + 1, std::memory_order_release);
+    }
     SharedHeap::base_.store(reinterpret_cast<uintptr_t>(base), std::memory_order_release);
     SharedHeap::end_.store(size_bytes, std::memory_order_release);
     return true;
@@ -251,9 +262,6 @@ class SharedHeapState {
   std::map<uint64_t, uint64_t> used_;  // size by offset
   std::map<uint64_t, Free> by_place_;
   std::array<std::set<std::pair<uint64_t, uint64_t>>, 2> by_size_;  // (size, offset), by is_kept
-  // Heaps of this process's ancestors. More forks in a row than this leak addresses, not memory.
-  std::array<std::pair<uintptr_t, uintptr_t>, 8> inherited_{};
-  size_t inherited_count_ = 0;
 };
 
 namespace {
@@ -287,7 +295,18 @@ void* SharedHeap::allocate(uint64_t size_bytes) noexcept {
   }
 }
 
+bool SharedHeap::owns(const void* data, uint64_t size_bytes) noexcept {
+  const uint32_t count = known_count.load(std::memory_order_acquire);
+  for (uint32_t number = 0; number < count; ++number) {
+    const uint64_t at = reinterpret_cast<uintptr_t>(data) - known[number].begin.load(std::memory_order_relaxed);
+    const uint64_t heap_bytes = known[number].size_bytes.load(std::memory_order_relaxed);
+    if (at < heap_bytes && size_bytes <= heap_bytes - at) return true;
+  }
+  return false;
+}
+
 bool SharedHeap::free(void* memory) noexcept {
+  if (!owns(memory, 1)) return false;
   SharedHeapState& heap = state();
   const std::lock_guard lock(heap.mutex);
   return heap.free(memory);
@@ -318,10 +337,10 @@ uint64_t SharedHeap::kept_bytes() noexcept {
 }
 
 std::shared_ptr<const PeerHeap> PeerHeap::open(const SharedHeapName& name) {
-  static std::map<uint64_t, std::weak_ptr<const PeerHeap>> known;
+  static std::map<uint64_t, std::weak_ptr<const PeerHeap>> mapped;
   const std::lock_guard lock(state().mutex);
-  if (auto heap = known[name.nonce].lock()) return heap;
-  std::erase_if(known, [](const auto& entry) { return entry.second.expired(); });
+  if (auto heap = mapped[name.nonce].lock()) return heap;
+  std::erase_if(mapped, [](const auto& entry) { return entry.second.expired(); });
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", name.process, name.descriptor);
   const int descriptor = ::open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK);
@@ -337,7 +356,7 @@ std::shared_ptr<const PeerHeap> PeerHeap::open(const SharedHeapName& name) {
   Header header;
   std::memcpy(&header, base, sizeof header);
   if (header.magic != MAGIC || header.nonce != name.nonce) return nullptr;
-  known[name.nonce] = heap;
+  mapped[name.nonce] = heap;
   return heap;
 }
 

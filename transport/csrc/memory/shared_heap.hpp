@@ -46,6 +46,8 @@ class SharedHeap {
     const uint64_t at = offset_of(data);
     return at < end && size_bytes <= end - at;
   }
+  // Whether it lies in this heap, or in one that was: detached, or of a process that this one was forked from.
+  static bool owns(const void* data, uint64_t size_bytes) noexcept;
   // Of a range that it contains.
   static uint64_t offset_of(const void* data) noexcept {
     return reinterpret_cast<uintptr_t>(data) - base_.load(std::memory_order_relaxed);

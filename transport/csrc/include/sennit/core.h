@@ -201,6 +201,8 @@ SENNIT_API void sennit_shutdown(sennit_comm* comm, uint64_t timeout_us);
 SENNIT_API void* sennit_symmetric_alloc(uint64_t size_bytes);
 // False (0): the memory is not from sennit_symmetric_alloc.
 SENNIT_API int sennit_symmetric_free(void* memory);
+// Whether (1) all of the range was allocated there, by this process or by one that it was forked from. Takes no lock.
+SENNIT_API int sennit_symmetric_contains(const void* memory, uint64_t size_bytes);
 
 #ifdef __cplusplus
 }
