@@ -44,7 +44,11 @@ def _need(*names: str) -> None:
 @app.command(epilog="Example: sennit bench collectives --against gloo --sizes 4KiB,64MiB")
 def collectives(
     against: Annotated[
-        list[str] | None, typer.Option(help="peer: gloo, openmpi, sennit-core or udp-bare; may be repeated")
+        list[str] | None,
+        typer.Option(
+            help="peer: gloo, openmpi, symmetric, sennit-core, core-symmetric or udp-bare; may be repeated. The "
+            "symmetric ones are sennit with symmetric memory"
+        ),
     ] = None,
     core: Annotated[bool, typer.Option("--core", help="measure the native core alone, without torch")] = False,
     transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",

@@ -9,9 +9,10 @@ from typing import Protocol, cast
 
 from sennit.testbed.bench.cases import Case
 
-# Peer -> library. Peers of one library share its workers.
+# Peer -> library. Peers of one library share its workers. The symmetric ones are sennit with symmetric memory.
 LIBRARIES = {
     "sennit": "torch",
+    "symmetric": "torch",
     "gloo": "torch",
     "sennit-core": "core",
     "core-symmetric": "core",

@@ -9,10 +9,17 @@ import torch
 import torch.distributed as dist
 
 import sennit  # noqa: F401  (registers the backend also where torch's autoload is switched off)
+from sennit.runtime.backend import symmetric_empty
 from sennit.testbed.bench.cases import Case, Collective
 from sennit.testbed.bench.library import mean_seconds
 
 TIMEOUT = datetime.timedelta(seconds=60)
+# The peer that is sennit with symmetric tensors.
+SYMMETRIC = "symmetric"
+
+
+def _backend_of(peer: str) -> str:
+    return "sennit" if peer == SYMMETRIC else peer
 
 
 class TorchLibrary:
@@ -25,8 +32,12 @@ class TorchLibrary:
         self._store_path = store_path
         self._groups: dict[str, dist.ProcessGroup] = {}
         self._tensors: dict[Case, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._symmetric: dict[Case, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def join(self, peer: str) -> None:
+        peer = _backend_of(peer)
+        if peer in self._groups:
+            return
         if not dist.is_initialized():
             url = f"file://{self._store_path}"
             dist.init_process_group(peer, init_method=url, rank=self.rank, world_size=self.world, timeout=TIMEOUT)
@@ -40,16 +51,21 @@ class TorchLibrary:
         if case not in self._tensors:
             # One case at a time, so that the benchmark itself holds two buffers only.
             self._tensors.clear()
+            self._symmetric.clear()
             given, got = case.elements(self.world)
             # Zeros stay zeros however often they are summed. `fill_` touches every page.
             self._tensors[case] = torch.empty(given).fill_(0.0), torch.empty(got).fill_(0.0)
 
     def run(self, peer: str, case: Case, iterations: int) -> float:
         self.allocate(case)
-        return mean_seconds(self._operation(peer, case, *self._tensors[case]), iterations)
+        if peer == SYMMETRIC and case not in self._symmetric:
+            given, got = (symmetric_empty(count).fill_(0.0) for count in case.elements(self.world))
+            self._symmetric[case] = given, got
+        tensors = self._symmetric if peer == SYMMETRIC else self._tensors
+        return mean_seconds(self._operation(peer, case, *tensors[case]), iterations)
 
     def _operation(self, peer: str, case: Case, given: torch.Tensor, got: torch.Tensor) -> Callable[[], None]:
-        group = self._groups[peer]
+        group = self._groups[_backend_of(peer)]
         match case.collective:
             case Collective.ALLREDUCE:
                 return functools.partial(dist.all_reduce, given, group=group)
@@ -64,8 +80,9 @@ class TorchLibrary:
         given_count, got_count = case.elements(self.world)
         # Small whole numbers: float32 sums them exactly, in any order.
         position = torch.arange(given_count) % 1024
-        given = (position + self.rank).float()
-        got = torch.full((got_count,), -1.0)
+        empty = symmetric_empty if peer == SYMMETRIC else torch.empty
+        given = empty(given_count).copy_(position + self.rank)
+        got = empty(got_count).fill_(-1.0)
         self._operation(peer, case, given, got)()
         part = got_count // self.world
         ranks = range(self.world)
