@@ -48,7 +48,8 @@ def symmetric_empty(
     if group is not None and math.prod(sizes) != 0:
         storage = tensor.untyped_storage()
         memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
-        weakref.finalize(storage, communicator(group).register(memory).thing.close)
+        registration = communicator(group).register(memory).__enter__()
+        weakref.finalize(storage, registration.close)
     return tensor
 
 

@@ -10,7 +10,7 @@ import random
 
 import torch
 import torch.distributed as dist
-from framework_cases import network, train
+from framework_cases import network, train  # type: ignore[import-not-found]
 from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.backend import communicator, is_symmetric, symmetric_empty, symmetric_memory

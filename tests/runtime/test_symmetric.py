@@ -97,8 +97,8 @@ def test_a_forked_child_writes_to_its_own_copy() -> None:
 
 def test_sharing_through_torch_still_works() -> None:
     tensor = symmetric_empty(50_000).fill_(1.0)
-    tensor.share_memory_()
-    assert tensor.is_shared()
+    tensor.share_memory_()  # type: ignore[no-untyped-call]
+    assert tensor.is_shared()  # type: ignore[no-untyped-call]
     assert float(tensor.sum()) == 50_000.0
 
 

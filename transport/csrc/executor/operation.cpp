@@ -6,7 +6,7 @@
 
 #include "executor/engine.hpp"
 #include "messages/signature.hpp"
-#include "reduce/stream_copy.hpp"
+#include "reduce/large_copy.hpp"
 #include "trace/tracepoints.hpp"
 
 namespace sennit {
@@ -218,7 +218,7 @@ bool Operation::run_copy_piece(uint32_t at) {
     const bool streams = sizes_.buffer_extents[step.destination_buffer] >= STREAM_FROM_BYTES;
     team.share(piece_bytes, SHARED_PART_BYTES, 4'096, [&](uint32_t, uint64_t first, uint64_t end) {
       if (streams) {
-        stream_copy(to + copied_bytes_ + first, from + copied_bytes_ + first, end - first);
+        large_copy(CopySource::memory, to + copied_bytes_ + first, from + copied_bytes_ + first, end - first);
       } else {
         std::memcpy(to + copied_bytes_ + first, from + copied_bytes_ + first, end - first);
       }

@@ -7,7 +7,7 @@
 #include <cstring>
 
 #include "ports/shm_lane.hpp"
-#include "reduce/stream_copy.hpp"
+#include "reduce/large_copy.hpp"
 
 namespace sennit {
 namespace {
@@ -27,7 +27,7 @@ uint64_t now_ns() {
 
 void copy(std::byte* to, const std::byte* from, uint64_t piece_bytes, bool streams) {
   if (streams) {
-    stream_copy(to, from, piece_bytes);
+    large_copy(CopySource::memory, to, from, piece_bytes);
   } else {
     std::memcpy(to, from, piece_bytes);
   }

@@ -7,7 +7,7 @@
 #include <system_error>
 #include <utility>
 
-#include "reduce/stream_copy.hpp"
+#include "reduce/large_copy.hpp"
 #include "wire/utf8.hpp"
 
 namespace sennit {
@@ -266,7 +266,7 @@ void ShmLane::take_fragment(const Record& record) {
   }
   std::byte* destination = receive.destination + receive.received_bytes;
   if (receive.size_bytes >= STREAM_FROM_BYTES) {
-    stream_copy(destination, source, record.size_bytes);
+    large_copy(CopySource::cache, destination, source, record.size_bytes);
   } else {
     std::memcpy(destination, source, record.size_bytes);
   }

@@ -10,7 +10,7 @@
 
 #include "messages/signature.hpp"
 #include "reduce/fold.hpp"
-#include "reduce/stream_copy.hpp"
+#include "reduce/large_copy.hpp"
 
 namespace sennit {
 namespace baseline {
@@ -253,6 +253,36 @@ TEST_CASE("NaN wins minimum and maximum, integers wrap, means truncate, truth is
   CHECK(fold_of<int32_t>(find_fold, SENNIT_I32, SENNIT_AVG, {-3, -4}) == -3);
   CHECK(fold_of<uint8_t>(find_fold, SENNIT_BOOL, SENNIT_SUM, {1, 0}) == 1);
   CHECK(fold_of<uint8_t>(find_fold, SENNIT_BOOL, SENNIT_PRODUCT, {1, 0}) == 0);
+}
+
+TEST_CASE("the way to copy that wins most pairs is kept, whatever single pieces take") {
+  using Way = CopyTrial::Way;
+  for (const bool streaming_is_faster : {false, true}) {
+    CopyTrial trial;
+    std::mt19937 random(1);
+    uint32_t pieces = 0;
+    for (; trial.way() == Way::undecided && pieces < 1'000; ++pieces) {
+      const Way way = trial.next();
+      CHECK(way == (pieces % 2 == 0 ? Way::plain : Way::streaming));
+      const bool lost_its_core = random() % 8 == 0;
+      const bool is_fast = (way == Way::streaming) == streaming_is_faster;
+      trial.note(way, (is_fast ? 100 : 130) + (lost_its_core ? 4'000 : 0));
+    }
+    CHECK(pieces == 2 * CopyTrial::PAIRS);
+    CHECK(trial.way() == (streaming_is_faster ? Way::streaming : Way::plain));
+  }
+}
+
+TEST_CASE("large_copy copies the same bytes before and after it has chosen") {
+  std::vector<std::byte> source(300'000), destination(300'000);
+  for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i * 7);
+  for (size_t round = 0; round < 3 * CopyTrial::PAIRS; ++round) {
+    const size_t shift = round % 61, size_bytes = 70'000 + round * 1'001;
+    std::fill(destination.begin(), destination.end(), std::byte{});
+    large_copy(CopySource::memory, destination.data() + shift, source.data() + round, size_bytes);
+    CHECK(std::memcmp(destination.data() + shift, source.data() + round, size_bytes) == 0);
+    CHECK(destination[shift + size_bytes] == std::byte{});
+  }
 }
 
 TEST_CASE("stream_copy copies every alignment and length") {

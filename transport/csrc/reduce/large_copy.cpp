@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "reduce/stream_copy.hpp"
+#include "reduce/large_copy.hpp"
+
+#include <time.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -61,5 +63,51 @@ void stream_copy(void* destination, const void* source, size_t size_bytes) {
   std::memcpy(destination, source, size_bytes);
 }
 #endif
+
+void CopyTrial::note(Way way, uint64_t ns_a_mib) {
+  if (way == Way::plain) {
+    plain_ns_.store(ns_a_mib, std::memory_order_relaxed);
+    turns_.fetch_add(1, std::memory_order_relaxed);
+    return;
+  }
+  if (ns_a_mib < plain_ns_.load(std::memory_order_relaxed)) streaming_wins_.fetch_add(1, std::memory_order_relaxed);
+  const uint32_t pairs = (turns_.fetch_add(1, std::memory_order_relaxed) + 1) / 2;
+  if (pairs < PAIRS) return;
+  const bool streams = streaming_wins_.load(std::memory_order_relaxed) > PAIRS / 2;
+  way_.store(streams ? Way::streaming : Way::plain, std::memory_order_relaxed);
+}
+
+namespace {
+
+// Smaller pieces say more about the clock than about the copy.
+constexpr size_t TRIAL_MIN_BYTES = 65'536;
+
+uint64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+}
+
+void copy(CopyTrial::Way way, void* destination, const void* source, size_t size_bytes) {
+  if (way == CopyTrial::Way::plain) {
+    std::memcpy(destination, source, size_bytes);
+  } else {
+    stream_copy(destination, source, size_bytes);
+  }
+}
+
+}  // namespace
+
+void large_copy(CopySource kind, void* destination, const void* source, size_t size_bytes) {
+  static CopyTrial trials[2];
+  CopyTrial& trial = trials[static_cast<uint32_t>(kind)];
+  CopyTrial::Way way = trial.way();
+  if (way != CopyTrial::Way::undecided || size_bytes < TRIAL_MIN_BYTES)
+    return copy(way, destination, source, size_bytes);
+  way = trial.next();
+  const uint64_t began_ns = now_ns();
+  copy(way, destination, source, size_bytes);
+  trial.note(way, ((now_ns() - began_ns) << 20) / size_bytes);
+}
 
 }  // namespace sennit
