@@ -62,7 +62,7 @@ class Algorithm(StrEnum):
     DIRECT = "direct"
     """Every rank folds its share of all vectors, and sends the result to all."""
     ROUND_TRIP = "round_trip"
-    """As direct, but results come back in what was sent: for ranks that all share memory."""
+    """As direct, but results come back in what was sent: in place, for ranks that all share memory."""
     DISSEMINATION = "dissemination"
     """As one shot, but ranks pass on what they have: log2(world) messages."""
     HALVING = "halving"

@@ -54,6 +54,8 @@ class Costs:
 STAGED_MAX_BYTES: Final = 1 << 20
 # Of a message in an alltoall by host. More is sent faster while parts are still gathered.
 STREAM_MAX_BYTES: Final = 16_384
+# A message of this size goes over shared memory at once. A round trip first waits for its receiver.
+EAGER_MAX_BYTES: Final = 8_192
 # With more peers the dearer bytes were not measured.
 PEERS_MAX: Final = 8
 SHARED_MEMORY: Final = Costs(round_s=2.5e-6, message_s=0.8e-6, byte_s=0.05e-9, peer_share=0, fold_byte_s=0.08e-9)
@@ -131,10 +133,8 @@ def _reduction(
     match algorithm:
         case Algorithm.DIRECT:
             return _direct(hosts, size_bytes, phases, _width(leaves, partial_ratio))
-        case Algorithm.ROUND_TRIP if gathers and several and not far and leaves.are_single and size_bytes:
-            direct = _direct(hosts, size_bytes, phases, 1)
-            # Results need no message of their own.
-            return replace(direct, near=replace(direct.near, messages=direct.near.messages // 2))
+        case Algorithm.ROUND_TRIP if gathers and several and not far and not leaves.are_counted:
+            return _round_trips(_direct(hosts, size_bytes, phases, 1), size_bytes / hosts.world)
         case Algorithm.HALVING if several:
             return _halving(hosts, size_bytes, partial_ratio, gathers, leaves)
         case Algorithm.HIERARCHICAL if len(hosts.spans) > 1 and hosts.world > len(hosts.spans):
@@ -172,6 +172,12 @@ def _direct(hosts: Hosts, size_bytes: int, phases: int, width: float) -> Work:
         far=Traffic(phases if far else 0, pieces * far, far, far * sent_bytes),
         folded_bytes=size_bytes * width,
     )
+
+
+def _round_trips(direct: Work, share_bytes: float) -> Work:
+    """Results need no message of their own, but their bytes come back. A small share waits for its receiver first."""
+    rounds = direct.near.rounds + (share_bytes <= EAGER_MAX_BYTES)
+    return replace(direct, near=replace(direct.near, rounds=rounds, messages=direct.near.messages // 2))
 
 
 def _halving(hosts: Hosts, size_bytes: int, partial_ratio: float, gathers: bool, leaves: Leaves) -> Work:

@@ -90,14 +90,15 @@ class Selection:
         """Returns a plan with the buffers and the result of `algorithms.allreduce`."""
         compile_plan: Callable[..., Plan] = algorithms.allreduce
         candidates = ON_DEVICE if on_device else tuple(Algorithm)
+        if not in_place:
+            # To lend, a rank would have to copy its vector first. That costs more than the round trips save.
+            candidates = tuple(each for each in candidates if each is not Algorithm.ROUND_TRIP)
         given = None if leaves is None else Leaves(world, leaves, partial=partial)
         match self._choose(Collective.ALLREDUCE, elements, dtype, candidates, given):
             case Algorithm.ONE_SHOT:
                 compile_plan = functools.partial(algorithms.allreduce, one_shot=True)
             case Algorithm.ROUND_TRIP:
-                return algorithms.allreduce_round_trip(
-                    world=world, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place
-                )
+                return algorithms.allreduce_round_trip(world=world, rank=rank, elements=elements, dtype=dtype, op=op)
             case Algorithm.DISSEMINATION:
                 compile_plan = algorithms.allreduce_dissemination
             case Algorithm.HALVING:

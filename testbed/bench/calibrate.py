@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import statistics
@@ -200,7 +201,12 @@ def _compile(group: Communicator, reduction: Collective, size_bytes: int, algori
     elements = size_bytes // Dtype.F32.item_bytes
     if reduction is Collective.ALLREDUCE:
         return selection.allreduce(
-            world=group.world, rank=group.rank, elements=elements, dtype=Dtype.F32, op=ReduceOp.SUM, in_place=False
+            world=group.world,
+            rank=group.rank,
+            elements=elements,
+            dtype=Dtype.F32,
+            op=ReduceOp.SUM,
+            in_place=algorithm is Algorithm.ROUND_TRIP,
         )
     counts = [elements * (rank + 1) // group.world - elements * rank // group.world for rank in range(group.world)]
     return selection.reduce_scatter(world=group.world, rank=group.rank, counts=counts, dtype=Dtype.F32, op=ReduceOp.SUM)
@@ -230,11 +236,12 @@ def _chunked_work(group: Communicator) -> Work:
 
 def _time(group: Communicator, plans: Sequence[Plan]) -> list[float]:
     """Returns the median seconds of a run of each plan, on the slowest rank."""
-    buffers = [np.zeros(size, np.uint8) for size in map(max, zip(*(plan.buffer_bytes for plan in plans), strict=True))]
+    sizes = itertools.zip_longest(*(plan.buffer_bytes for plan in plans), fillvalue=0)
+    buffers = [np.zeros(max(of_buffer), np.uint8) for of_buffer in sizes]
 
     def run(number: int, iterations: int) -> list[float]:
         plan = plans[number]
-        parts = [buffer[:size] for buffer, size in zip(buffers, plan.buffer_bytes, strict=True)]
+        parts = [buffer[:size] for buffer, size in zip(buffers, plan.buffer_bytes, strict=False)]
         return group.time_plan(number, lambda: plan, parts, iterations)
 
     trials = []

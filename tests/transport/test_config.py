@@ -79,7 +79,11 @@ def test_every_variable() -> None:
         ("SENNIT_INTERFACES", "eth0,eth0", "each name once"),
         ("SENNIT_INTERFACES", "a-name-of-sixteen", "interface 'a-name-of-sixteen'; allowed: 1..15"),
         ("SENNIT_INTERFACES", "../eth0", "without space or slash"),
-        ("SENNIT_ALGORITHM", "fold", "SENNIT_ALGORITHM=fold; allowed: auto, one_shot, direct, dissemination, halving"),
+        (
+            "SENNIT_ALGORITHM",
+            "fold",
+            "SENNIT_ALGORITHM=fold; allowed: auto, one_shot, direct, round_trip, dissemination",
+        ),
         ("SENNIT_HOST_ID", "x" * 129, "129 characters"),
         ("SENNIT_TIMEOUT_S", "0", "timeout_s 0.0; allowed: finite and above 0"),
         ("SENNIT_TIMEOUT_S", "nan", "timeout_s nan"),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,6 +37,11 @@ def chosen(hosts: Hosts, size_bytes: int, reduction: Collective = Collective.ALL
 
 def sends(plan: Plan) -> list[Send]:
     return [step for step in plan.steps if isinstance(step, Send)]
+
+
+def sent_bytes_of(steps: Sequence[Send | Recv]) -> int:
+    """A loan on a round trip goes back, so its receiver sends it, too."""
+    return sum(step.size_bytes for step in steps if isinstance(step, Send) or step.comes_back)
 
 
 def plan_of(algorithm: Algorithm, reduction: Collective, hosts: Hosts, rank: int, elements: int, dtype: Dtype) -> Plan:
@@ -74,12 +79,18 @@ def test_the_model_knows_what_the_busiest_rank_sends(
         plans = [plan_of(algorithm, reduction, hosts, rank, elements, dtype) for rank in range(world)]
         for is_far, traffic in enumerate((work.near, work.far)):
             listed = [
-                [step for step in sends(plan) if (hosts.of_rank(step.peer) != hosts.of_rank(plan.rank)) == is_far]
+                [
+                    step
+                    for step in plan.steps
+                    if isinstance(step, Send | Recv)
+                    and (hosts.of_rank(step.peer) != hosts.of_rank(plan.rank)) == is_far
+                ]
                 for plan in plans
             ]
-            sent_bytes = max(sum(step.size_bytes for step in steps) for steps in listed)
-            peers = max(len({step.peer for step in steps}) for steps in listed)
-            messages = max(len(steps) for steps in listed)
+            sent_bytes = max(map(sent_bytes_of, listed))
+            listed_sends = [[step for step in steps if isinstance(step, Send)] for steps in listed]
+            peers = max(len({step.peer for step in steps}) for steps in listed_sends)
+            messages = max(map(len, listed_sends))
             if not is_far and algorithm is Algorithm.DISSEMINATION and len(hosts.spans) > 1:
                 continue  # The model's busiest rank, the last of its host, sends to other hosts only.
             if is_even or (is_far and algorithm in {Algorithm.DIRECT, Algorithm.ONE_SHOT}):
@@ -113,7 +124,9 @@ def test_the_model_knows_what_leaves_add(
             continue
         call: dict[str, Any] = {"elements": size_bytes // dtype.item_bytes, "dtype": dtype, "op": ReduceOp.SUM}
         plans = [selection.allreduce(world=world, rank=rank, leaves=leaves, **call) for rank in range(world)]
-        sent_bytes = max(sum(step.size_bytes for step in sends(plan)) for plan in plans)
+        sent_bytes = max(
+            sent_bytes_of([step for step in plan.steps if isinstance(step, Send | Recv)]) for plan in plans
+        )
         known = rated[algorithm].near.sent_bytes + rated[algorithm].far.sent_bytes
         if is_even:
             assert sent_bytes == pytest.approx(known, rel=0.02)
@@ -126,10 +139,11 @@ def test_the_model_knows_what_leaves_add(
     ("hosts", "size_bytes", "algorithm"),
     [
         (one_host(1), 4 * KIB, Algorithm.DIRECT),
-        (one_host(2), 32 * KIB, Algorithm.ONE_SHOT),
-        (one_host(2), 64 * KIB, Algorithm.DIRECT),
+        (one_host(2), 16 * KIB, Algorithm.ONE_SHOT),
+        (one_host(2), 64 * KIB, Algorithm.ROUND_TRIP),
         (one_host(8), 4 * KIB, Algorithm.ONE_SHOT),
-        (one_host(8), MIB, Algorithm.DIRECT),
+        (one_host(8), MIB, Algorithm.ROUND_TRIP),
+        (Hosts.equal(8, 2), 4 * MIB, Algorithm.HIERARCHICAL),
         (apart(2), 64 * MIB, Algorithm.DIRECT),
         (apart(4), 256, Algorithm.ONE_SHOT),
         (apart(8), 256, Algorithm.DISSEMINATION),
@@ -275,6 +289,8 @@ def test_the_forced_algorithm_runs_where_it_can(algorithm: Algorithm) -> None:
     fits: dict[Algorithm, Callable[..., Plan]] = {
         Algorithm.ONE_SHOT: lambda **call: algorithms.allreduce(**call, one_shot=True),
         Algorithm.DIRECT: algorithms.allreduce,
+        # Not over a network.
+        Algorithm.ROUND_TRIP: algorithms.allreduce,
         Algorithm.DISSEMINATION: algorithms.allreduce_dissemination,
         Algorithm.HALVING: algorithms.allreduce_halving,
         Algorithm.HIERARCHICAL: lambda **call: algorithms.allreduce(**call, hosts=hosts),
@@ -291,6 +307,28 @@ def test_the_forced_algorithm_runs_where_it_can(algorithm: Algorithm) -> None:
     large = {**small, "elements": MIB}
     runs = algorithm if algorithm in (Algorithm.HALVING, Algorithm.HIERARCHICAL) else Algorithm.DIRECT
     assert selection.allreduce(**large).encode() == fits[runs](**large).encode()
+
+
+def test_round_trips_are_in_place_and_for_ranks_that_all_share_memory() -> None:
+    forced = Selection(hosts=one_host(4), forced=Algorithm.ROUND_TRIP)
+    call: dict[str, Any] = {"world": 4, "rank": 1, "elements": 1_000, "dtype": Dtype.F32, "op": ReduceOp.SUM}
+    direct, round_trips = algorithms.allreduce, algorithms.allreduce_round_trip
+    cases: list[tuple[dict[str, Any], Callable[..., Plan]]] = [
+        ({}, round_trips),
+        ({"elements": 0}, round_trips),
+        ({"in_place": False}, direct),
+        ({"leaves": 4}, direct),
+        ({"leaves": 6}, direct),
+        ({"leaves": 4, "partial": True}, direct),
+    ]
+    for changed, compile_plan in cases:
+        assert forced.allreduce(**call | changed).encode() == compile_plan(**call | changed).encode(), changed
+    alone = Selection(hosts=one_host(1), forced=Algorithm.ROUND_TRIP)
+    call |= {"world": 1, "rank": 0}
+    assert alone.allreduce(**call).encode() == direct(**call).encode()
+    assert forced.allreduce(**call | {"world": 4}, on_device=True).encode() == direct(**call | {"world": 4}).encode()
+    scattered: dict[str, Any] = {"world": 4, "rank": 0, "counts": [9] * 4, "dtype": Dtype.F32, "op": ReduceOp.SUM}
+    assert forced.reduce_scatter(**scattered).encode() == algorithms.reduce_scatter(**scattered).encode()
 
 
 def test_only_algorithms_with_device_plans_are_candidates_there() -> None:
