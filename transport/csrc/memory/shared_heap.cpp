@@ -73,6 +73,8 @@ class SharedHeapState {
   std::mutex mutex;
 
   void* allocate(uint64_t asked_bytes) {
+    if (asked_bytes > SIZE_MAX_BYTES) return nullptr;
+    std::map<uint64_t, uint64_t> entry{{0, 0}};  // made first, because it may fail
     const uint64_t size_bytes = round_up(std::max<uint64_t>(asked_bytes, 1), SharedHeap::PAGE_BYTES);
     if (is_detached_ || (descriptor_ < 0 && !make())) return nullptr;
     uint64_t offset = take(true, size_bytes);
@@ -90,7 +92,10 @@ class SharedHeapState {
       madvise(base_ + offset, size_bytes, MADV_POPULATE_WRITE);
 #endif
     }
-    used_.emplace(offset, size_bytes);
+    auto used = entry.extract(entry.begin());
+    used.key() = offset;
+    used.mapped() = size_bytes;
+    used_.insert(std::move(used));
     used_bytes_ += size_bytes;
     return base_ + offset;
   }
@@ -130,19 +135,17 @@ class SharedHeapState {
     is_detached_ = true;
     auto* const first = reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(data) & ~(SharedHeap::PAGE_BYTES - 1));
     const auto* const end = static_cast<const std::byte*>(data) + size_bytes;
-    const uint64_t page_bytes = round_up(static_cast<uint64_t>(end - first), SharedHeap::PAGE_BYTES);
-    void* const copy = mmap(nullptr, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (copy == MAP_FAILED) return;
-    std::memcpy(copy, first, page_bytes);
-    if (mremap(copy, page_bytes, page_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, first) == MAP_FAILED)
-      munmap(copy, page_bytes);
+    replace_by_copy(first, round_up(static_cast<uint64_t>(end - first), SharedHeap::PAGE_BYTES));
   }
 
-  // In the child: the parent's pages are read until one of the two writes them.
+  // In the child: it reads the parent's pages until it writes them itself.
   void become_private() {
     if (descriptor_ < 0) return;
     for (const auto& [offset, size_bytes] : used_) {
-      if (is_detached_) break;
+      if (is_detached_) {  // some of the pages are the copies already
+        replace_by_copy(base_ + offset, size_bytes);
+        continue;
+      }
       mmap(base_ + offset, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, descriptor_,
            static_cast<off_t>(offset));
     }
@@ -165,6 +168,14 @@ class SharedHeapState {
     uint64_t size_bytes;
     bool is_kept;  // its pages are there
   };
+
+  static void replace_by_copy(std::byte* first, uint64_t size_bytes) {
+    void* const copy = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return;
+    std::memcpy(copy, first, size_bytes);
+    if (mremap(copy, size_bytes, size_bytes, MREMAP_MAYMOVE | MREMAP_FIXED, first) == MAP_FAILED)
+      munmap(copy, size_bytes);
+  }
 
   bool make() {
     const uint64_t size_bytes = heap_size_bytes();
@@ -207,19 +218,30 @@ class SharedHeapState {
     return true;
   }
 
-  // The smallest free range that is large enough, or NONE. The rest of it stays free.
+  // The smallest free range that is large enough, or NONE. The rest of it stays free, in the same entries: no want of
+  // memory can lose it.
   uint64_t take(bool is_kept, uint64_t size_bytes) {
-    const auto& sizes = by_size_[is_kept];
+    auto& sizes = by_size_[is_kept];
     const auto found = sizes.lower_bound({size_bytes, 0});
     if (found == sizes.end()) return NONE;
     const auto [found_bytes, offset] = *found;
-    erase(offset);
-    if (found_bytes > size_bytes) insert(offset + size_bytes, found_bytes - size_bytes, is_kept);
+    auto by_size = sizes.extract(found);
+    auto by_place = by_place_.extract(offset);
+    if (is_kept) kept_bytes_ -= size_bytes;
+    if (found_bytes > size_bytes) {
+      by_size.value() = {found_bytes - size_bytes, offset + size_bytes};
+      by_place.key() = offset + size_bytes;
+      by_place.mapped().size_bytes = found_bytes - size_bytes;
+      sizes.insert(std::move(by_size));
+      by_place_.insert(std::move(by_place));
+    }
     return offset;
   }
 
-  // Makes a range free, and one with free neighbours of its kind.
+  // Makes a range free, and one with free neighbours of its kind. If it throws, nothing has changed.
   void insert(uint64_t offset, uint64_t size_bytes, bool is_kept) {
+    std::map<uint64_t, Free> place{{0, {}}};
+    std::set<std::pair<uint64_t, uint64_t>> size{{0, 0}};
     auto next = by_place_.lower_bound(offset);
     if (next != by_place_.end() && next->first == offset + size_bytes && next->second.is_kept == is_kept) {
       size_bytes += next->second.size_bytes;
@@ -235,8 +257,13 @@ class SharedHeapState {
         erase(at);
       }
     }
-    by_place_.emplace(offset, Free{size_bytes, is_kept});
-    by_size_[is_kept].emplace(size_bytes, offset);
+    auto by_place = place.extract(place.begin());
+    by_place.key() = offset;
+    by_place.mapped() = {size_bytes, is_kept};
+    by_place_.insert(std::move(by_place));
+    auto by_size = size.extract(size.begin());
+    by_size.value() = {size_bytes, offset};
+    by_size_[is_kept].insert(std::move(by_size));
     if (is_kept) kept_bytes_ += size_bytes;
   }
 

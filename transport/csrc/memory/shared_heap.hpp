@@ -9,8 +9,9 @@
 //
 // Others open it as /proc/PID/fd/FD, which needs the same user and the same pid namespace, and check a nonce.
 //
-// In a child of fork the heap becomes private: the child reads what was there, and its writes stay its own. It gets a
-// heap of its own with its first allocation.
+// In a child of fork the heap becomes private: the child's writes stay its own. But it is no snapshot: a page that the
+// child has not written shows what the parent writes there after the fork. It gets a heap of its own with its first
+// allocation.
 #pragma once
 
 #include <atomic>

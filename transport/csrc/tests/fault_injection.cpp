@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <pthread.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 
 #include <atomic>
@@ -83,6 +84,13 @@ int eventfd(unsigned count, int flags) noexcept {
 int socket(int family, int type, int protocol) noexcept {
   static auto* const real = next<int(int, int, int)>("socket");
   if (!fails(Scarce::descriptor)) return real(family, type, protocol);
+  errno = EMFILE;
+  return -1;
+}
+
+int memfd_create(const char* name, unsigned flags) noexcept {
+  static auto* const real = next<int(const char*, unsigned)>("memfd_create");
+  if (!fails(Scarce::descriptor)) return real(name, flags);
   errno = EMFILE;
   return -1;
 }
