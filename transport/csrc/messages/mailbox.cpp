@@ -140,6 +140,10 @@ void Mailbox::receive(MailboxClient& client, uint32_t step, uint32_t peer, const
     arrivals_.remove(arrival);
     peers_[from].arrival_bytes -= sizeof(Arrival) + found.data.size();
     if (!check(from, found.header, header, true)) return;
+    if (comes_back) {
+      fail({MailboxFailure::Kind::peer_lost, from, "sent a message eagerly that must make a round trip"});
+      return;
+    }
     set_peer(receive, from);
     if (found.flags == EAGER_REQUEST) {
       advertise(receive);
@@ -207,7 +211,9 @@ bool Mailbox::open(uint64_t loan) {
   return lanes_[peer]->open(id_of(loan)) || fail_by_revocation(peer);
 }
 
-void Mailbox::send_back(uint64_t loan) { lanes_[peer_of(loan)]->send_back(id_of(loan)); }
+void Mailbox::send_back(uint64_t loan) {
+  if (loan != 0) lanes_[peer_of(loan)]->send_back(id_of(loan));
+}
 
 // The peer's own reason is in its last word, which may come later.
 bool Mailbox::fail_by_revocation(uint32_t peer) {

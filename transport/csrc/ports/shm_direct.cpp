@@ -49,16 +49,18 @@ bool ShmLane::maps_peers_heap() {
   if (peer_heap_ || is_peer_heap_refused_) return peer_heap_ != nullptr;
   const ShmSegmentHeader* const peer = out_.segment;
   if (peer == nullptr || peer->has_heap.load(std::memory_order_acquire) == 0) return false;
-  peer_heap_ = PeerHeap::open(peer->heap);
+  const SharedHeapName name = peer->heap;  // the peer could change it between two looks
+  peer_heap_ = PeerHeap::open(name);
   is_peer_heap_refused_ = !peer_heap_;
   return peer_heap_ != nullptr;
 }
 
 void ShmLane::transfer(uint64_t send_id, uint64_t advert_id, const void* data, uint64_t size_bytes, Use use) {
-  if (dead_) return;
+  if (dead_ || memory_forgotten_) return;
   wake();
   const auto slot = static_cast<uint32_t>(advert_id);
   const uint64_t advert = advert_id >> 32;
+  if (use == Use::round_trip && (advert & IS_LOAN) == 0) return lose("takes a message that it must send back");
   const auto* const bytes = static_cast<const std::byte*>(data);
   const bool is_in_heap = SharedHeap::contains(data, size_bytes);
   if (is_in_heap) show_heap();
@@ -262,7 +264,6 @@ void ShmLane::take_placement(const Record& record) {
 }
 
 void ShmLane::take_memory_back() noexcept {
-  end_writing();  // a reduction may have begun, and not ended
   reads_.clear();
   placements_.clear();
   blocks_out_ = {};

@@ -92,7 +92,7 @@ void ShmLane::publish_or_queue(const Record& record) {
 }
 
 void ShmLane::advertise(uint64_t receive_id, const MessageHeader& header, void* destination) {
-  if (dead_) return;
+  if (dead_ || memory_forgotten_) return;
   wake();
   if (destination == nullptr && (!waiting_loans_.empty() || loans_out_ + 1 >= in_.bulk_blocks)) {
     waiting_loans_.push_back({receive_id, header});
@@ -321,6 +321,10 @@ bool ShmLane::push_fragment() {
   }
   const auto block = static_cast<uint32_t>(std::countr_zero(free_blocks_));
   free_blocks_ &= ~(1u << block);
+  if (blocks_out_[block].size_bytes != 0) {
+    lose("gave back a block without the result that it owes");
+    return true;
+  }
   std::memcpy(out_.bulk + block * BULK_BLOCK_BYTES, transfer.data + transfer.sent_bytes, size_bytes);
   Record record{};
   record.type = Record::fragment;
@@ -344,7 +348,8 @@ bool ShmLane::push_fragment() {
 }
 
 void ShmLane::forget_user_memory() noexcept {
-  memory_forgotten_ = true;
+  end_writing();  // a reduction may have begun, and not ended
+  if (std::exchange(memory_forgotten_, true)) return;
   transfers_.clear();
   waiting_loans_.clear();
   take_memory_back();
@@ -359,13 +364,15 @@ void ShmLane::say_goodbye() {
 }
 
 void ShmLane::say_last_word(std::string_view reason) {
+  if (!dead_ && !peer_left_ && out_.header->last_word_bytes.load(std::memory_order_relaxed) == 0) {
+    wake();
+    const std::string_view word = utf8_prefix(reason, LAST_WORD_MAX_BYTES);
+    std::memcpy(out_.header->last_word, word.data(), word.size());
+    out_.header->last_word_bytes.store(static_cast<uint32_t>(word.size()), std::memory_order_release);
+    dirty_ = true;
+  }
+  // After the reason, so that a peer that reads or writes this memory now finds it.
   forget_user_memory();
-  if (dead_ || peer_left_ || out_.header->last_word_bytes.load(std::memory_order_relaxed) != 0) return;
-  wake();
-  const std::string_view word = utf8_prefix(reason, LAST_WORD_MAX_BYTES);
-  std::memcpy(out_.header->last_word, word.data(), word.size());
-  out_.header->last_word_bytes.store(static_cast<uint32_t>(word.size()), std::memory_order_release);
-  dirty_ = true;
 }
 
 void ShmLane::look_for_last_word() {

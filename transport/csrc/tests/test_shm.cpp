@@ -14,9 +14,11 @@
 
 #include "executor/engine.hpp"
 #include "ports/shm_port.hpp"
+#include "tests/forged_inbox.hpp"
 #include "tests/shm_pair.hpp"
 
 using namespace sennit;
+using test::ForgedInbox;
 
 namespace {
 
@@ -32,35 +34,6 @@ std::vector<std::byte> noise(size_t size, uint32_t seed) {
 
 // Inboxes of a rank, with the most and with the fewest blocks.
 constexpr uint32_t INBOX_COUNTS[] = {2, 64};
-
-// An inbox in plain memory whose producer is the test.
-class ForgedInbox {
- public:
-  enum Type : uint32_t { EAGER = 2, FRAGMENT = 4 };
-  static constexpr uint32_t BLOCKS = 3;
-  ForgedInbox() : memory_(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BLOCKS * BULK_BLOCK_BYTES + 64) {
-    auto* base = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory_.data()) + 63) / 64 * 64);
-    inbox.header = reinterpret_cast<ShmInboxHeader*>(base);
-    inbox.control = base + sizeof(ShmInboxHeader);
-    inbox.bulk = inbox.control + CONTROL_RING_BYTES;
-    inbox.bulk_blocks = BLOCKS;
-  }
-  struct Record {  // as in shm_lane.hpp
-    uint32_t type, flags;
-    uint64_t total_bytes;
-    MessageHeader header;
-    uint32_t slot, size_bytes, block, unused[3];
-  };
-  static_assert(sizeof(Record) == 64);
-  void write(const Record& record) {
-    std::memcpy(inbox.control + inbox.header->control_head % CONTROL_RING_BYTES, &record, sizeof record);
-    inbox.header->control_head += record.total_bytes;
-  }
-  ShmInbox inbox;
-
- private:
-  std::vector<std::byte> memory_;
-};
 
 }  // namespace
 
@@ -146,7 +119,7 @@ TEST_CASE("loans stay in the ring: they are granted as others come back, in any 
       const size_t pick = random() % held.size();
       // Other loans came and went since. The bytes of this loan are still there.
       CHECK(std::memcmp(held[pick].data, data[held[pick].id].data(), data[held[pick].id].size()) == 0);
-      pair.b.lane(0).release(held[pick].loan);
+      CHECK(pair.b.lane(0).release(held[pick].loan));
       held.erase(held.begin() + static_cast<std::ptrdiff_t>(pick));
     }
   }
@@ -286,8 +259,10 @@ TEST_CASE("garbage in the ring loses the peer, not the process") {
     std::vector<std::byte> memory(sizeof(ShmInboxHeader) + CONTROL_RING_BYTES + BULK_BLOCKS_MIN * BULK_BLOCK_BYTES +
                                   128);
     auto* base = reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-    ShmInbox inbox{reinterpret_cast<ShmInboxHeader*>(base), base + sizeof(ShmInboxHeader),
-                   base + sizeof(ShmInboxHeader) + CONTROL_RING_BYTES, BULK_BLOCKS_MIN};
+    const ShmInbox inbox{.header = reinterpret_cast<ShmInboxHeader*>(base),
+                         .control = base + sizeof(ShmInboxHeader),
+                         .bulk = base + sizeof(ShmInboxHeader) + CONTROL_RING_BYTES,
+                         .bulk_blocks = BULK_BLOCKS_MIN};
     std::mt19937 random(seed);
     for (size_t i = 0; i < 4'096; ++i) {
       // Small numbers, so that valid types and sizes are common.
