@@ -274,7 +274,7 @@ TEST_CASE("loans keep the bytes until they are released") {
     const auto loan = net.clients[1].received[0];
     CHECK(std::memcmp(loan.data, pattern(size, 5).data(), size) == 0);
     CHECK(loan.loan != 0);
-    net.mailboxes[1]->release(loan.loan);
+    CHECK(net.mailboxes[1]->release(loan.loan));
     CHECK(net.lanes[{1, 0}]->loan_count() == 0);
   }
 }
