@@ -8,20 +8,23 @@ have the same bits as with other memory. It may be mixed with other memory, on a
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from sennit.transport import _core
+from sennit.transport.errors import ArgumentError
 
 
 class _Allocation:
     """Memory of the shared heap as NumPy sees it (the array interface). Freed with the last array that shows it."""
 
     def __init__(self, size_bytes: int) -> None:
-        self._address = _core.symmetric_alloc(size_bytes)
+        # The core takes 64 bits.
+        self._address = _core.symmetric_alloc(size_bytes) if size_bytes < 1 << 64 else 0
         if self._address == 0:
             raise MemoryError(f"no shared memory left for {size_bytes} bytes")
         self.__array_interface__ = {
@@ -36,14 +39,20 @@ class _Allocation:
             _core.symmetric_free(self._address)
 
 
-def symmetric_empty(shape: int | Sequence[int], dtype: DTypeLike = np.float32) -> NDArray[Any]:
-    """Returns an array of this shape, with any content. Raises MemoryError if the host has no memory for it.
+def symmetric_empty(shape: SupportsIndex | Sequence[SupportsIndex], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    """Returns an array of this shape, with any content.
 
-    Allocating is slower than `numpy.empty`: make such arrays once and use them often.
+    Allocating is slower than `numpy.empty`: make such arrays once and use them often. Raises ArgumentError for a
+    negative size or a type with Python objects, and MemoryError if the host has no memory for it.
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    sizes = tuple(operator.index(size) for size in (shape if isinstance(shape, Sequence) else (shape,)))
     kind = np.dtype(dtype)
-    count = math.prod(sizes)
-    if count == 0:
+    if min(sizes, default=0) < 0:
+        raise ArgumentError(f"shape {sizes}; allowed: sizes of 0 or more")
+    if kind.hasobject:
+        raise ArgumentError(f"dtype {kind.str}; allowed: any without Python objects")
+    size_bytes = math.prod(sizes) * kind.itemsize
+    if size_bytes == 0:
         return np.empty(sizes, kind)
-    return np.asarray(_Allocation(count * kind.itemsize)).view(kind).reshape(sizes)
+    memory = np.asarray(_Allocation(size_bytes))
+    return np.ndarray(sizes, kind, buffer=memory.data)

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Symmetric memory between processes: bits, how bytes travel, and what becomes of it when ranks die or stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("sennit.transport._core", reason="the native core is not built")
+
+from sennit.transport import _core
+from sennit.transport.errors import ArgumentError
+from sennit.transport.store import FileStore
+from sennit.transport.symmetric import symmetric_empty
+from tests.transport import forked
+
+pytestmark = pytest.mark.timeout(180)
+
+WORKER = Path(__file__).with_name("symmetric_worker.py")
+DEADLINE_S = 150.0
+
+
+@dataclass
+class Group:
+    """The processes of a test, by rank."""
+
+    processes: list[BaseProcess]
+    folder: Path
+
+    def finish(self, dead: Sequence[int] = ()) -> list[dict[str, Any]]:
+        """Returns each rank's report once all have ended: the `dead` by a signal, the others normally."""
+        deadline_s = time.monotonic() + DEADLINE_S
+        for process in self.processes:
+            process.join(max(deadline_s - time.monotonic(), 0.1))
+        codes = [process.exitcode for process in self.processes]
+        for rank, code in enumerate(codes):
+            log = (self.folder / f"log-{rank}").read_text()[-3_000:]
+            assert code == (-signal.SIGKILL if rank in dead else 0), f"rank {rank} of {codes}:\n{log}"
+        return [json.loads((self.folder / f"report-{rank}").read_text()) for rank in range(len(codes))]
+
+    def wait_for(self, *words: str) -> None:
+        store, deadline_s = FileStore(self.folder / "store"), time.monotonic() + DEADLINE_S
+        while not store.check([f"test/{word}" for word in words]):
+            assert time.monotonic() < deadline_s, f"no {words}"
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Any:
+    groups: list[Group] = []
+
+    def start(scenario: str, hosts: str, transport: str = "auto", **arguments: Any) -> Group:
+        group = Group([], tmp_path)
+        groups.append(group)
+        for rank in range(len(hosts)):
+            environment = {
+                **os.environ,
+                "SENNIT_TRANSPORT": transport,
+                "SENNIT_INTERFACES": "lo",
+                "SENNIT_HOST_ID": hosts[rank],
+            }
+            given = [
+                scenario, rank, len(hosts), tmp_path / "store", tmp_path / f"report-{rank}", json.dumps(arguments),
+            ]  # fmt: skip
+            group.processes.append(forked.start(WORKER, given, environment, tmp_path / f"log-{rank}"))
+        return group
+
+    yield start
+    for group in groups:
+        for process in group.processes:
+            # Also ends a stopped process.
+            process.kill()
+            process.join()
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_all_collectives_give_the_same_bits_in_any_memory(launch: Any, world: int) -> None:
+    for report in launch("collectives", "a" * world).finish():
+        sent = report["sent"]
+        assert sent["ordinary"] == [0, 0], sent
+        assert min(*sent["symmetric"], *sent["somewhere"]) > 0, sent
+
+
+def test_neighbours_refer_to_memory_and_strangers_get_packets(launch: Any) -> None:
+    reports = launch("collectives", "aab").finish()
+    for report in reports[:2]:
+        assert min(report["sent"]["symmetric"]) > 0
+    assert reports[2]["sent"]["symmetric"] == [0, 0]
+
+
+def test_over_udp_symmetric_memory_is_like_any_other(launch: Any) -> None:
+    for report in launch("collectives", "aa", "udp").finish():
+        assert all(sent == [0, 0] for sent in report["sent"].values())
+
+
+@pytest.mark.parametrize("scenario", ["churn", "views", "two_groups"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_arrays_and_groups(launch: Any, scenario: str, world: int) -> None:
+    for report in launch(scenario, "a" * world).finish():
+        assert sum(report["sent"]) > 0
+
+
+@pytest.mark.parametrize("elements", [0, 1, 5_000, 300_007])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_rank_with_another_algorithm_is_refused(launch: Any, elements: int, symmetric: bool) -> None:
+    for report in launch("disagree", "aaa", elements=elements, symmetric=symmetric).finish():
+        assert "allreduce by round trips of float32" in report["text"], report
+        assert "allreduce of float32" in report["text"], report
+
+
+@pytest.mark.parametrize(("hosts", "after_s"), [("aa", 0.05), ("aaa", 0.1), ("aaa", 0.23), ("aab", 0.15)])
+def test_arrays_outlive_a_rank_that_is_killed(launch: Any, hosts: str, after_s: float) -> None:
+    victim = 1
+    reports = launch("killed", hosts, victim=victim, after_s=after_s).finish(dead=[victim])
+    for rank, report in enumerate(reports):
+        assert not [path for path in report["segments"] if Path(path).exists()]
+        if rank != victim:
+            assert report["error"] == "PeerError"
+            assert report["lost"] == [victim], report
+            assert f"rank {victim} " in report["text"].split(" (reported by")[0], report["text"]
+            assert report["world"] == len(hosts) - 1
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aaa"])
+def test_a_rank_that_stops_is_named_and_writes_nothing_later(launch: Any, hosts: str) -> None:
+    victim = 0
+    group = launch("stopped", hosts, victim=victim, timeout_s=1.5)
+    group.wait_for("stop me")
+    process = group.processes[victim]
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    group.wait_for(*[f"done-{rank}" for rank in range(1, len(hosts))])
+    os.kill(process.pid, signal.SIGCONT)
+    for rank, report in enumerate(group.finish()):
+        if rank != victim:
+            assert f"rank {victim}" in report["text"], report
+            assert report["error"] in {"TimeoutError", "PeerError"}
+
+
+def test_shapes_and_types_are_those_of_numpy() -> None:
+    for shape in (5, (5,), [2, 3], (), np.int64(4), (np.int32(3), 0, 2), 0):
+        for dtype in (
+            "f4",
+            np.float64,
+            "S7",
+            "M8[s]",
+            [("id", "i8"), ("weight", "f4")],
+            (np.int16, (2, 2)),
+            "V0",
+            bool,
+        ):
+            array, ordinary = symmetric_empty(shape, dtype), np.empty(shape, dtype)
+            assert (array.shape, array.dtype) == (ordinary.shape, ordinary.dtype)
+            assert array.flags.c_contiguous
+            assert array.flags.writeable
+            array[...] = np.zeros(shape, dtype)
+            assert array.nbytes == 0 or array.ctypes.data % 64 == 0
+    assert symmetric_empty(3).dtype == np.float32
+
+
+@pytest.mark.parametrize("shape", [-1, (3, -2), (-2, -3), (-1, 0)])
+def test_a_negative_size_is_refused(shape: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"shape \(.*-.*\); allowed: sizes of 0 or more"):
+        symmetric_empty(shape)
+
+
+def test_python_objects_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="without Python objects"):
+        symmetric_empty(3, object)
+    with pytest.raises(ArgumentError, match="without Python objects"):
+        symmetric_empty(3, [("name", object)])
+
+
+@pytest.mark.parametrize("count", [1 << 40, 1 << 61, (1 << 62) - 1, 1 << 62, 1 << 100])
+def test_more_than_there_is_raises_an_error_with_the_bytes(count: int) -> None:
+    # Freed memory is there, which a size that wraps to 0 must not find.
+    del (kept := [symmetric_empty(1 << 20)])[:]
+    assert not kept
+    with pytest.raises(MemoryError, match=f"no shared memory left for {4 * count} bytes"):
+        symmetric_empty(count)
+    assert _core.symmetric_alloc((1 << 64) - 1) == 0
+    assert symmetric_empty(3).size == 3
+
+
+def test_only_memory_of_the_heap_is_freed() -> None:
+    array = symmetric_empty(1_000)
+    for address in (0, 4_096, np.empty(1_000).ctypes.data, array.ctypes.data + 64):
+        assert not _core.symmetric_free(address)
+    array[:] = 3
+    assert array.sum() == 3_000
+
+
+def test_memory_lives_as_long_as_any_view() -> None:
+    whole = symmetric_empty((1_000, 1_000))
+    address = whole.ctypes.data
+    part = whole[3:5, 7]
+    part[:] = 11
+    del whole
+    others = [symmetric_empty((1_000, 1_000)) for _ in range(4)]
+    for other in others:
+        other[:] = 0
+    assert address not in [other.ctypes.data for other in others]
+    assert part.tolist() == [11, 11]
+    del part
+    assert symmetric_empty((1_000, 1_000)).ctypes.data == address
+
+
+FORK = """
+import os
+import numpy as np
+from sennit.transport.symmetric import symmetric_empty
+mine, other = symmetric_empty(500_000), symmetric_empty(500_000)
+mine[:], other[:] = 1, 2
+where = mine.ctypes.data
+child = os.fork()
+if child == 0:
+    assert (mine == 1).all() and (other == 2).all()
+    mine[:] = 7
+    del mine
+    # A heap of its own.
+    new = [symmetric_empty(500_000) for _ in range(3)]
+    for array in new:
+        array[:] = 8
+    assert (other == 2).all()
+    del other, new
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert (mine == 1).all() and (other == 2).all()
+new = symmetric_empty(500_000)
+assert new.ctypes.data not in (mine.ctypes.data, other.ctypes.data)
+del mine
+assert symmetric_empty(500_000).ctypes.data == where
+print("well")
+"""
+
+
+def test_what_a_child_of_fork_frees_and_writes_stays_in_the_child() -> None:
+    assert subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60).stdout == "well\n"
