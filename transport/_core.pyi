@@ -201,6 +201,7 @@ class Communicator:
         tag: int | None = None,
         scalar: float = 1.0,
         counts: Sequence[int] = (),
+        seed: int = 0,
     ) -> Op: ...
     def time_plan(self, plan: Plan, buffers: Sequence[Any], iterations: int, counts: Sequence[int] = ()) -> list[float]:
         """Runs a plan many times without Python in between. Returns the seconds of each run."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import ANY_PEER, Plan
 from sennit.transport.selection import Selection, size_class
 from sennit.transport.tree import given_spans
+
+if TYPE_CHECKING:
+    from sennit.transport.codecs import Codec
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -75,6 +78,7 @@ class ArrayCollectives(ABC):
         scalar: float = 1.0,
         background: bool = False,
         counts: Sequence[int] = (),
+        seed: int = 0,
     ) -> Operation: ...
 
     def allreduce(
@@ -85,6 +89,7 @@ class ArrayCollectives(ABC):
         leaves: int | None = None,
         partial: bool = False,
         scalar: float = 1.0,
+        codec: Codec | None = None,
     ) -> Array:
         """Returns the fold of all ranks' arrays over the tree of ranks.
 
@@ -93,8 +98,14 @@ class ArrayCollectives(ABC):
         (tree.py). The result has the shape of one row. With `partial`, row i is the sum of the i-th node of this
         rank (`given_spans`), folded over the tree. Raises ArgumentError if `array`
         has other rows than these.
+
+        With `codec`, ranks exchange coded numbers and sum them in float32: the result is Q(fold(Q(leaves))), where Q
+        codes and decodes. All ranks give equal codecs, and for stochastic rounding a new seed with each call. Raises
+        ArgumentError for types that it does not code, LOSSLESS, and `partial`.
         """
         given, dtype = _contiguous(array), dtype_of(array)
+        if codec is not None:
+            return self._allreduce_coded(given, dtype, op, codec, leaves=leaves, partial=partial, scalar=scalar)
         if leaves is not None:
             rows = given.shape[0] if given.ndim else 0
             output = np.empty(given.shape[1:], given.dtype)
@@ -107,6 +118,36 @@ class ArrayCollectives(ABC):
         output = np.empty_like(given)
         plan = _Call(self.selection.allreduce, self, elements=given.size, dtype=dtype, op=op, in_place=False)
         self._run(plan, [given, output], scalar=scalar)
+        return output
+
+    def _allreduce_coded(
+        self,
+        given: Array,
+        dtype: Dtype,
+        op: ReduceOp,
+        codec: Codec,
+        *,
+        leaves: int | None,
+        partial: bool,
+        scalar: float,
+    ) -> Array:
+        coding = codec.coding(dtype)
+        if partial:
+            raise ArgumentError("partial sums with a codec; allowed: leaves, which are coded one by one")
+        if leaves is not None and given.shape[:1] != (rows := (len(given_spans(self.rank, self.world, leaves)),)):
+            raise ArgumentError(f"shape {given.shape}; allowed: {rows[0]} rows, the leaves of rank {self.rank}")
+        output = np.empty(given.shape if leaves is None else given.shape[1:], given.dtype)
+        plan = _Call(
+            algorithms.allreduce_coded,
+            self,
+            elements=output.size,
+            dtype=dtype,
+            op=op,
+            coding=coding,
+            in_place=False,
+            leaves=leaves,
+        )
+        self._run(plan, [_aligned(given), output], scalar=scalar, seed=codec.seed)
         return output
 
     def reduce_leaves(
@@ -281,10 +322,13 @@ class ArrayCollectives(ABC):
         scalar: float = 1.0,
         timeout_s: float = 0.0,
         counts: Sequence[int] = (),
+        seed: int = 0,
     ) -> Operation:
         # The data is passed as bytes, because not every NumPy type has the buffer protocol.
         flat = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
-        operation = self.post(call.key, call.compile, flat, tag=tag, scalar=scalar, timeout_s=timeout_s, counts=counts)
+        operation = self.post(
+            call.key, call.compile, flat, tag=tag, scalar=scalar, timeout_s=timeout_s, counts=counts, seed=seed
+        )
         operation.wait()
         return operation
 
@@ -304,6 +348,11 @@ class _Call:
 def _contiguous(array: Array) -> Array:
     # ascontiguousarray would turn a scalar into a vector.
     return array if array.flags.c_contiguous else array.copy(order="C")
+
+
+def _aligned(array: Array) -> Array:
+    # Codecs read elements, not bytes.
+    return array if array.flags.aligned else array.copy(order="C")
 
 
 def _movement(array: Array) -> dict[str, int]:

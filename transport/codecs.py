@@ -9,7 +9,6 @@ again = codec.decode(coded, gradient.size)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -17,22 +16,13 @@ import numpy.typing as npt
 
 from sennit.transport import _core
 from sennit.transport.array_collectives import dtype_of
+from sennit.transport.coding import CodecKind, Coding
 from sennit.transport.elements import FLOATS, Dtype
 from sennit.transport.errors import ArgumentError
 
+__all__ = ["Codec", "CodecKind"]
+
 Array: TypeAlias = npt.NDArray[Any]
-
-
-class CodecKind(IntEnum):
-    """`sennit::CodecKind`: the formats, numbered as in plans."""
-
-    FP16 = 0
-    BF16 = 1
-    FP8_E4M3 = 2
-    FP8_E5M2 = 3
-    INT8 = 4
-    MX4 = 5
-    LOSSLESS = 6
 
 
 # Elements that share a scale, where the caller names no number.
@@ -80,6 +70,16 @@ class Codec:
         if not 0 <= self._block < 1 << 32:
             raise ArgumentError(f"block {self.block}; allowed: 0 to 4096")
         self._check(Dtype.F32)
+
+    def coding(self, dtype: Dtype) -> Coding:
+        """Returns what a plan that codes `dtype` knows of it: all but the seed.
+
+        Raises ArgumentError for types that it does not code, and for LOSSLESS, which has no fixed size.
+        """
+        if self.kind is CodecKind.LOSSLESS:
+            raise ArgumentError("LOSSLESS in a collective, where sizes are fixed; allowed: the other codecs")
+        self._check(dtype)
+        return Coding(self.kind, self._block, self.stochastic)
 
     def coded_bytes(self, count: int, *, dtype: Dtype = Dtype.F32) -> int:
         """Returns the bytes of `count` coded elements; of LOSSLESS the most they may take.

@@ -230,15 +230,24 @@ class Communicator(ArrayCollectives):
         scalar: float = 1.0,
         background: bool = False,
         counts: Sequence[int] = (),
+        seed: int = 0,
     ) -> _core.Op:
         """Starts the plan of `key` over `buffers` and compiles it on first use.
 
-        The operation keeps the buffers alive. `counts` are for a plan that takes them. Raises ArgumentError and sends
+        The operation keeps the buffers alive. `counts` are for a plan that takes them, `seed` for stochastic rounding
+        in a plan that encodes. Raises ArgumentError and sends
         nothing if they do not fit the plan or the buffers.
         """
         plan = self._plans.get(key, compile_plan)
         return self._core.post(
-            plan, list(buffers), timeout_s=timeout_s, background=background, tag=tag, scalar=scalar, counts=counts
+            plan,
+            list(buffers),
+            timeout_s=timeout_s,
+            background=background,
+            tag=tag,
+            scalar=scalar,
+            counts=counts,
+            seed=seed,
         )
 
     def register(self, buffer: Any) -> contextlib.closing[_core.Registration]:

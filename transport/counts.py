@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final, Self
 
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Copy, Operand, Plan, Recv, Reduce, Send, Step
+from sennit.transport.plan import Copy, Decode, Encode, Operand, Plan, Recv, Reduce, Send, Step
 
 COUNTED_BIT: Final = 1 << 63
 # All counts of a post together may have this many bytes.
@@ -102,6 +102,8 @@ class _Binder:
             case Copy():
                 offset = self._offset(number, step, step.offset)
                 return replace(step, source=self._source(number, step), offset=offset, size_bytes=size_bytes)
+            case Encode() | Decode():
+                return step
             case Reduce() if not size_bytes:
                 nothing = Operand(self._scratch)
                 return Copy(nothing, self._scratch, 0, 0, step.after)

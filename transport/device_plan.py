@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Copy, Operand, Plan, Recv, Reduce, Send, Step
+from sennit.transport.plan import Copy, Decode, Encode, Operand, Plan, Recv, Reduce, Send, Step
 from sennit.transport.plan_check import check
 from sennit.transport.signature import on_device
 
@@ -357,7 +357,7 @@ def cut_messages(plan: Plan, segment_bytes: int = SEGMENT_BYTES) -> Plan:
             raise ArgumentError(
                 f"plan {plan.name}: step {number} cannot be cut: it waits for other steps, or is no first message"
             )
-        if isinstance(step, Copy | Reduce):
+        if not isinstance(step, Send | Recv):
             steps.append(step)
             continue
         for slot in range(step.size_bytes // segment_bytes + 1):
@@ -380,11 +380,12 @@ def for_device(plan: Plan, *, ring_bytes: int = RING_BYTES) -> Plan:
         plan.on_device
         or plan.scratch_bytes
         or plan.count_count
+        or any(isinstance(step, Encode | Decode) for step in plan.steps)
         or any(isinstance(step, Reduce) and _has_partials(step) for step in plan.steps)
     ):
         raise ArgumentError(
-            f"plan {plan.name} cannot be moved to device memory: it is there already, takes counts, or has scratch or "
-            "partial sums of its own"
+            f"plan {plan.name} cannot be moved to device memory: it is there already, takes counts, encodes, or has "
+            "scratch or partial sums of its own"
         )
     rewritten = _Rewriter(plan, ring_bytes).run()
     check(rewritten)

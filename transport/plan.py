@@ -8,9 +8,10 @@ and checks, `reference.py` runs the plans of all ranks in NumPy.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
+from sennit.transport.coding import Coding
 from sennit.transport.elements import Dtype, ReduceOp, accumulator
 from sennit.transport.tree import balanced
 
@@ -76,6 +77,36 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True)
+class Encode:
+    """Codes `size_bytes` of elements at `source` into `buffer` at `offset`.
+
+    `first_index` is the logical index of the first one. With the post's seed it keys stochastic rounding.
+    """
+
+    source: Operand
+    buffer: int
+    offset: int
+    size_bytes: int
+    dtype: Dtype
+    coding: Coding
+    first_index: int = 0
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Decodes `source` into `size_bytes` of elements of `buffer` at `offset`."""
+
+    source: Operand
+    buffer: int
+    offset: int
+    size_bytes: int
+    dtype: Dtype
+    coding: Coding
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce:
     """The fold of `operands` into `size_bytes` of `buffer` at `offset`.
 
@@ -103,7 +134,23 @@ class Reduce:
         return elements * _item_bytes(self.dtype, operand.is_partial)
 
 
-Step: TypeAlias = Send | Recv | Copy | Reduce
+Step: TypeAlias = Send | Recv | Copy | Reduce | Encode | Decode
+
+
+def bytes_read(step: Step, operand: Operand) -> int:
+    """What a step reads of one of its operands."""
+    if isinstance(step, Reduce):
+        return step.bytes_of(operand)
+    return coded_bytes(step) if isinstance(step, Decode) else step.size_bytes
+
+
+def bytes_written(step: Step) -> int:
+    """What a step writes to its place in a buffer."""
+    return coded_bytes(step) if isinstance(step, Encode) else step.size_bytes
+
+
+def coded_bytes(step: Encode | Decode) -> int:
+    return step.coding.coded_bytes(step.size_bytes // step.dtype.item_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,11 +275,41 @@ class PlanBuilder:
     def loan(
         self, peer: int, slot: int, size_bytes: int, *, after: Iterable[int] = (), comes_back: bool = False
     ) -> int:
-        """Adds a receive whose bytes stay in the transport until one REDUCE or COPY has read them."""
+        """Adds a receive whose bytes stay in the transport until one local step has read them."""
         return self._add(Recv(peer, slot, size_bytes, None, 0, _ascending(after), comes_back))
 
     def copy(self, source: Operand, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()) -> int:
         return self._add(Copy(source, buffer, offset, size_bytes, self._with_loans((source,), after)))
+
+    def encode(
+        self,
+        source: Operand,
+        buffer: int,
+        offset: int,
+        size_bytes: int,
+        *,
+        dtype: Dtype,
+        coding: Coding,
+        first_index: int = 0,
+        after: Iterable[int] = (),
+    ) -> int:
+        waits = self._with_loans((source,), after)
+        return self._add(Encode(source, buffer, offset, size_bytes, dtype, coding, first_index, waits))
+
+    def decode(
+        self,
+        source: Operand,
+        buffer: int,
+        offset: int,
+        size_bytes: int,
+        *,
+        dtype: Dtype,
+        coding: Coding,
+        after: Iterable[int] = (),
+    ) -> int:
+        waits = self._with_loans((source,), after)
+        # How numbers were rounded is no matter here.
+        return self._add(Decode(source, buffer, offset, size_bytes, dtype, replace(coding, stochastic=False), waits))
 
     def reduce(
         self,

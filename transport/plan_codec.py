@@ -13,21 +13,37 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from sennit.transport.coding import CodecKind, Coding
 from sennit.transport.counts import CountRange, end_of
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Copy, Operand, Plan, Recv, Reduce, Send, Step
+from sennit.transport.plan import (
+    Copy,
+    Decode,
+    Encode,
+    Operand,
+    Plan,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    bytes_read,
+    bytes_written,
+)
 
 MAGIC: Final = 0x31504E53
 VERSION: Final = 2
 FLAG_LOAN: Final = 1  # of a RECV
 FLAG_PARTIAL: Final = 2  # of a REDUCE: its result
 FLAG_ROUND_TRIP: Final = 4  # of a SEND, RECV or REDUCE
+FLAG_STOCHASTIC: Final = 8  # of an ENCODE
 FLAG_ON_DEVICE: Final = 1  # of the header
 FLAG_EQUAL_COUNTS: Final = 2  # of the header
-SEND, RECV, COPY, REDUCE = range(4)
-# Where an operand's `kind` holds: whether it is a view, whether a partial sum, and the combinations that follow it.
+SEND, RECV, COPY, REDUCE, ENCODE, DECODE = range(6)
+# Where an operand's `kind` holds: whether it is a view or a number, whether a partial sum, and the combinations that
+# follow it.
 VIEW: Final = 1
+NUMBER: Final = 2
 PARTIAL: Final = 1 << 8
 PROGRAM_SHIFT: Final = 16
 PROGRAM_MAX: Final = 0xFF
@@ -45,9 +61,15 @@ STEP: Final = np.dtype(
 OPERAND: Final = np.dtype([("kind", "<u4"), ("index", "<u4"), ("offset", "<u8")])
 
 
+class _Number(Operand):
+    """No place: `offset` is the number itself."""
+
+
 def _operands(step: Step) -> tuple[Operand, ...]:
     if isinstance(step, Reduce):
         return step.operands
+    if isinstance(step, Encode):
+        return step.source, _Number(0, step.first_index)
     return () if isinstance(step, Recv) else (step.source,)
 
 
@@ -60,6 +82,10 @@ def _row(step: Step) -> tuple[int, int, int, int, int, int, int, int, int]:
         return RECV, 0, 0, flags, step.peer, step.slot, step.buffer or 0, step.offset, step.size_bytes
     if isinstance(step, Copy):
         return COPY, 0, 0, 0, 0, 0, step.buffer, step.offset, step.size_bytes
+    if isinstance(step, Encode | Decode):
+        kind, coding = (ENCODE if isinstance(step, Encode) else DECODE), step.coding
+        flags = coding.stochastic * FLAG_STOCHASTIC
+        return kind, step.dtype, coding.kind, flags, 0, coding.block, step.buffer, step.offset, step.size_bytes
     flags = step.gives_partial * FLAG_PARTIAL + step.comes_back * FLAG_ROUND_TRIP
     return REDUCE, step.dtype, step.op, flags, 0, 0, step.buffer, step.offset, step.size_bytes
 
@@ -108,7 +134,10 @@ def encode(plan: Plan) -> bytes:
             raise ArgumentError(f"plan {plan.name}: {operand}; allowed: an index and an offset of 0 or more")
     operands = np.zeros(len(flat), OPERAND)
     operands["kind"] = [
-        operand.is_view * VIEW + operand.is_partial * PARTIAL + (count << PROGRAM_SHIFT)
+        operand.is_view * VIEW
+        + isinstance(operand, _Number) * NUMBER
+        + operand.is_partial * PARTIAL
+        + (count << PROGRAM_SHIFT)
         for operand, count in zip(flat, _programs(plan), strict=True)
     ]
     operands["index"] = [operand.index for operand in flat]
@@ -160,7 +189,9 @@ def decode(data: bytes) -> Plan:
         for step in waiting[first : first + count]:
             after[step].append(number)
     sources = [
-        Operand(
+        _Number(int(r["index"]), int(r["offset"]))
+        if r["kind"] & NUMBER
+        else Operand(
             int(r["index"]),
             CountRange.decode(int(r["offset"])),
             bool(r["kind"] & VIEW),
@@ -176,11 +207,11 @@ def decode(data: bytes) -> Plan:
     ends = [0] * (buffer_count + 1)
     for plan_step in decoded:
         for operand in _operands(plan_step):
-            size_bytes = plan_step.bytes_of(operand) if isinstance(plan_step, Reduce) else plan_step.size_bytes
-            if not operand.is_view:
-                ends[operand.index] = max(ends[operand.index], end_of(operand.offset, size_bytes))
+            if not operand.is_view and not isinstance(operand, _Number):
+                end = end_of(operand.offset, bytes_read(plan_step, operand))
+                ends[operand.index] = max(ends[operand.index], end)
         if not isinstance(plan_step, Send) and plan_step.buffer is not None:
-            end = end_of(plan_step.offset, plan_step.size_bytes)
+            end = end_of(plan_step.offset, bytes_written(plan_step))
             ends[plan_step.buffer] = max(ends[plan_step.buffer], end)
     return Plan(
         name=data[int(starts[3]) :].decode(),
@@ -213,4 +244,10 @@ def _step(row: np.void, sources: list[Operand], program: tuple[int, ...], after:
         dtype, op = Dtype(int(row["dtype"])), ReduceOp(int(row["op"]))
         gives_partial = bool(row["flags"] & FLAG_PARTIAL)
         return Reduce(tuple(sources), program, buffer, offset, size_bytes, dtype, op, gives_partial, after, comes_back)
-    raise ArgumentError(f"step kind {kind}; allowed: 0..3")
+    if kind in (ENCODE, DECODE):
+        dtype, stochastic = Dtype(int(row["dtype"])), bool(row["flags"] & FLAG_STOCHASTIC)
+        coding = Coding(CodecKind(int(row["op"])), slot, stochastic)
+        if kind == DECODE:
+            return Decode(sources[0], buffer, offset, size_bytes, dtype, coding, after)
+        return Encode(sources[0], buffer, offset, size_bytes, dtype, coding, sources[1].offset, after)
+    raise ArgumentError(f"step kind {kind}; allowed: 0..5")

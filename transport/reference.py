@@ -19,8 +19,24 @@ import numpy as np
 import numpy.typing as npt
 
 from sennit.transport.arithmetic import run_program
+from sennit.transport.coding import CodecKind
+from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError, MismatchError, SennitError
-from sennit.transport.plan import ANY_PEER, Copy, Operand, Plan, Recv, Reduce, Send, Step, ordered_steps
+from sennit.transport.plan import (
+    ANY_PEER,
+    Copy,
+    Decode,
+    Encode,
+    Operand,
+    Plan,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    bytes_read,
+    bytes_written,
+    ordered_steps,
+)
 from sennit.transport.plan_check import check
 
 Bytes = npt.NDArray[np.uint8]
@@ -105,6 +121,21 @@ class _Rank:
         self.spans.append(span)
 
 
+def _recode(step: Encode | Decode, data: Bytes, seed: int) -> Bytes:
+    # Imported late: a plan without codecs is run without them.
+    from sennit.transport import codec_reference
+    from sennit.transport.codecs import Codec
+
+    coding = step.coding
+    codec = Codec(kind=coding.kind, block=coding.block, stochastic=coding.stochastic, seed=seed)
+    if isinstance(step, Encode):
+        return codec_reference.encode(codec, data, dtype=step.dtype, first_index=step.first_index)
+    values = codec_reference.decode(codec, data, step.size_bytes // step.dtype.item_bytes)
+    if step.dtype is Dtype.F32:
+        return values.view(np.uint8)
+    return codec_reference.encode(Codec(kind=CodecKind.FP16 if step.dtype is Dtype.F16 else CodecKind.BF16), values)
+
+
 def _flat(array: npt.NDArray[Any]) -> Bytes:
     if not array.flags.c_contiguous:
         raise ArgumentError("a buffer is not contiguous")
@@ -122,6 +153,7 @@ class Interpreter:
         counts: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
         scalar: float = 1.0,
+        codec_seed: int = 0,
         loans_per_peer: int = 4,
         in_order: bool = False,
     ) -> None:
@@ -130,6 +162,7 @@ class Interpreter:
         self._random = random.Random(seed)
         self._noise = np.random.default_rng(seed)
         self._scalar = scalar
+        self._codec_seed = codec_seed
         self._loans_per_peer = loans_per_peer
         self._in_order = in_order
         self._ranks = [self._rank(plan, given) for plan, given in zip(plans, buffers, strict=True)]
@@ -200,13 +233,10 @@ class Interpreter:
 
     def _run_local(self, rank: _Rank, number: int) -> None:
         step = rank.plan.steps[number]
-        assert isinstance(step, Copy | Reduce)
+        assert isinstance(step, Copy | Reduce | Encode | Decode)
         operands = step.operands if isinstance(step, Reduce) else (step.source,)
-        sources = [
-            self._read(rank, number, operand, step.bytes_of(operand) if isinstance(step, Reduce) else step.size_bytes)
-            for operand in operands
-        ]
-        target = rank.bytes_at(step.buffer, step.offset, step.size_bytes)
+        sources = [self._read(rank, number, operand, bytes_read(step, operand)) for operand in operands]
+        target = rank.bytes_at(step.buffer, step.offset, bytes_written(step))
         rank.claim(number, target, writing=True)
         if isinstance(step, Reduce):
             target[:] = run_program(
@@ -219,6 +249,8 @@ class Interpreter:
                 scalar=self._scalar,
                 gives_partial=step.gives_partial,
             )
+        elif isinstance(step, Encode | Decode):
+            target[:] = _recode(step, sources[0], self._codec_seed)
         else:
             target[:] = sources[0]
         for operand in operands:
@@ -319,6 +351,7 @@ def run(
     counts: Sequence[Sequence[int]] | None = None,
     seed: int = 0,
     scalar: float = 1.0,
+    codec_seed: int = 0,
     loans_per_peer: int = 4,
     in_order: bool = False,
 ) -> None:
@@ -329,6 +362,7 @@ def run(
         counts=counts,
         seed=seed,
         scalar=scalar,
+        codec_seed=codec_seed,
         loans_per_peer=loans_per_peer,
         in_order=in_order,
     ).run()

@@ -7,8 +7,9 @@
 #define WAITS_MAX 65536
 #define OPEN_MAX 65536
 
-// The first four are the kinds of a step.
-enum wait_kind { SEND, RECEIVE, COPY, REDUCE, CREDIT, OPERATION, KINDS };
+// The first six are the kinds of a step.
+enum wait_kind { SEND, RECEIVE, COPY, REDUCE, ENCODE, DECODE, CREDIT, OPERATION, KINDS };
+_Static_assert((KINDS & (KINDS - 1)) == 0, "is_kind takes a power of two");
 
 struct wait_key {
   __u32 process, rank, kind, peer;
@@ -75,13 +76,22 @@ static __always_inline struct rank *rank_of(__u32 number) {
   return entry_of(&ranks, &key, &fresh_rank);
 }
 
+// Of eight kinds clang tests a mask in place of `kind < KINDS`, and the verifier does not learn from that.
+static __always_inline int is_kind(__u32 *kind) {
+  __u32 given = *kind;
+
+  barrier_var(given);
+  *kind = given & (KINDS - 1);
+  return given == *kind;
+}
+
 static __always_inline void begin(__u32 rank_number, __u64 object, __u32 step, __u32 kind) {
   struct open_key key = {object, this_process(), step};
   __u64 now_ns = bpf_ktime_get_ns();
   struct rank *rank = rank_of(rank_number);
 
   bpf_map_update_elem(&begun, &key, &now_ns, BPF_ANY);
-  if (rank && kind < KINDS && __sync_fetch_and_add(&rank->open[kind], 1) == 0) rank->since_ns[kind] = now_ns;
+  if (rank && is_kind(&kind) && __sync_fetch_and_add(&rank->open[kind], 1) == 0) rank->since_ns[kind] = now_ns;
 }
 
 static __always_inline void close_kind(struct rank *rank, __u32 kind, __u64 now_ns) {
@@ -95,7 +105,7 @@ static __always_inline void end(__u32 rank_number, __u64 object, __u32 step, __u
   struct rank *rank;
   struct wait *wait;
 
-  if (!since_ns || kind >= KINDS) {
+  if (!since_ns || !is_kind(&kind)) {
     count_unmatched();
     return;
   }
@@ -127,7 +137,7 @@ TRACEPOINT(operation_end, __u32 number, __u64 operation, __u32 status, __u64 seq
   if (rank->open[OPERATION] != 0) return;
   // When the last operation ends, all its steps have ended, also those that were not reported.
 #pragma unroll
-  for (__u32 kind = SEND; kind <= REDUCE; ++kind) {
+  for (__u32 kind = SEND; kind <= DECODE; ++kind) {
     if (rank->open[kind] == 0) continue;
     close_kind(rank, kind, bpf_ktime_get_ns());
     rank->open[kind] = 0;

@@ -29,11 +29,13 @@ class Kind(IntEnum):
     RECEIVE = 1
     COPY = 2
     REDUCE = 3
-    CREDIT = 4
-    OPERATION = 5
+    ENCODE = 4
+    DECODE = 5
+    CREDIT = 6
+    OPERATION = 7
 
 
-ORDER: Final = (Kind.OPERATION, Kind.SEND, Kind.RECEIVE, Kind.REDUCE, Kind.COPY, Kind.CREDIT)
+ORDER: Final = (Kind.OPERATION, Kind.SEND, Kind.RECEIVE, Kind.REDUCE, Kind.ENCODE, Kind.DECODE, Kind.COPY, Kind.CREDIT)
 
 
 @dataclass(kw_only=True)

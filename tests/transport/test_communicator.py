@@ -39,6 +39,7 @@ def run_ranks(
     hosts: str = "",
     variables: Sequence[dict[str, str]] = (),
     own_interpreter: bool = False,
+    worker: Path = WORKER,
 ) -> None:
     """Runs one process for each rank. Fails with the output of the failed ranks. Leaves no process behind.
 
@@ -61,7 +62,7 @@ def run_ranks(
             if variables:
                 mine |= variables[rank % len(variables)]
             arguments = [scenario, rank, world, folder / "store", seed]
-            ranks.append(start(WORKER, arguments, mine, folder / f"rank{rank}", own_interpreter=own_interpreter))
+            ranks.append(start(worker, arguments, mine, folder / f"rank{rank}", own_interpreter=own_interpreter))
         deadline_s = time.monotonic() + DEADLINE_S
         for process in ranks:
             process.join(max(deadline_s - time.monotonic(), 0.1))

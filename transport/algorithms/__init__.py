@@ -9,6 +9,7 @@ ranks with different types find out (a `Dtype`, or any other byte that the calle
 
 from sennit.transport.algorithms.allgather import allgather
 from sennit.transport.algorithms.allreduce import allreduce
+from sennit.transport.algorithms.allreduce_coded import allreduce_coded
 from sennit.transport.algorithms.allreduce_dissemination import allreduce_dissemination
 from sennit.transport.algorithms.allreduce_halving import allreduce_halving
 from sennit.transport.algorithms.allreduce_round_trip import allreduce_round_trip
@@ -30,6 +31,7 @@ from sennit.transport.algorithms.scatter import scatter
 __all__ = [
     "allgather",
     "allreduce",
+    "allreduce_coded",
     "allreduce_dissemination",
     "allreduce_halving",
     "allreduce_round_trip",

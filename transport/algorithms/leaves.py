@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from sennit.transport.coding import Coding
 from sennit.transport.elements import Dtype, ReduceOp, accumulator, check_reducible
 from sennit.transport.errors import ArgumentError
 from sennit.transport.plan import Operand, PlanBuilder
-from sennit.transport.signature import ROUND_TRIPS, Kind, signature
+from sennit.transport.signature import ROUND_TRIPS, Kind, coded, signature
 from sennit.transport.tree import Span, cover, given_spans, leaves_of
 
 
@@ -81,6 +82,7 @@ def allreduce_builder(
     op: ReduceOp,
     in_place: bool,
     round_trips: bool = False,
+    coding: Coding | None = None,
 ) -> tuple[PlanBuilder, int]:
     """Returns the builder of an allreduce, and the number of the buffer for its result.
 
@@ -98,12 +100,12 @@ def allreduce_builder(
     # Of counted leaves, sizes of messages tell apart what the low bits do not.
     root = 1 + (leaves.count - 1) % 255 if leaves.are_counted else 0
     summed = elements * leaves.count if leaves.are_counted else elements
+    called = signature(Kind.ALLREDUCE, type_code=dtype, op=op, root=root, elements=summed) | round_trips * ROUND_TRIPS
     builder = PlanBuilder(
         name,
         world=leaves.world,
         rank=rank,
-        signature=signature(Kind.ALLREDUCE, type_code=dtype, op=op, root=root, elements=summed)
-        | round_trips * ROUND_TRIPS,
+        signature=coded(called, coding, leaves.count, elements),
         buffer_bytes=[size_bytes] if in_place else [given_bytes, size_bytes],
         leaves=leaves.count,
     )

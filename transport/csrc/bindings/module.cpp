@@ -246,12 +246,16 @@ class PyCommunicator {
   PyRegistration* register_memory(const nb::object& buffer) { return new PyRegistration(usable(), buffer); }
 
   PyOp* post(const PyPlan& plan, const nb::sequence& buffers, double timeout_s, bool background,
-             std::optional<uint32_t> tag, double scalar, const std::vector<int64_t>& counts) {
+             std::optional<uint32_t> tag, double scalar, const std::vector<int64_t>& counts, uint64_t seed) {
     BufferViews::drop_now();
     const std::vector<uint64_t> unsigned_counts(counts.begin(), counts.end());
-    sennit_post_options options{to_us(timeout_s),       0,
-                                tag.value_or(0),        scalar,
-                                unsigned_counts.data(), static_cast<uint32_t>(unsigned_counts.size())};
+    sennit_post_options options{to_us(timeout_s),
+                                0,
+                                tag.value_or(0),
+                                scalar,
+                                unsigned_counts.data(),
+                                static_cast<uint32_t>(unsigned_counts.size()),
+                                seed};
     if (background) options.flags |= SENNIT_POST_ASYNC;
     if (tag) options.flags |= SENNIT_POST_P2P;
     auto op = std::make_unique<PyOp>(buffers);
@@ -274,7 +278,7 @@ class PyCommunicator {
       nb::gil_scoped_release release;
       for (uint32_t i = 0; i < iterations && status == SENNIT_OK; ++i) {
         const auto start = std::chrono::steady_clock::now();
-        const sennit_post_options options{0, 0, 0, 1.0, counts.data(), static_cast<uint32_t>(counts.size())};
+        const sennit_post_options options{0, 0, 0, 1.0, counts.data(), static_cast<uint32_t>(counts.size()), 0};
         sennit_op* op = nullptr;
         status = sennit_post(handle(), plan.handle(), native.data(), static_cast<uint32_t>(native.size()), &options,
                              &op, error, sizeof error);
@@ -472,7 +476,7 @@ NB_MODULE(_core, m) {
            "Keeps a buffer where it is, and registered with RDMA devices once it is used, until closed.")
       .def("post", &PyCommunicator::post, "plan"_a, "buffers"_a, nb::kw_only(), "timeout_s"_a = 0.0,
            "background"_a = false, "tag"_a = nb::none(), "scalar"_a = 1.0, "counts"_a = std::vector<int64_t>(),
-           nb::rv_policy::take_ownership)
+           "seed"_a = 0, nb::rv_policy::take_ownership)
       .def("time_plan", &PyCommunicator::time_plan, "plan"_a, "buffers"_a, "iterations"_a,
            "counts"_a = std::vector<uint64_t>(),
            "Runs a plan many times without Python in between; returns seconds a run.")

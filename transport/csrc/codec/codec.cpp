@@ -110,17 +110,25 @@ uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, u
     return lossless_encode(is_float(dtype), item_bytes(dtype), static_cast<const std::byte*>(source), count,
                            destination.data());
   }
+  encode_part(spec, dtype, source, count, first_index, destination.data(), 0, count, residual);
+  return most;
+}
+
+uint64_t codec_step(const CodecSpec& spec) { return std::max(spec.block, 2u); }
+
+void encode_part(const CodecSpec& spec, sennit_dtype dtype, const void* source, uint64_t count, uint64_t first_index,
+                 std::byte* coded, uint64_t first, uint64_t end, float* residual) {
   const Sections at(spec, count);
   const CodecKernels kernel = kernels(spec.kind);
   alignas(64) float copied[MAX_CODEC_BLOCK];
   alignas(64) float decoded[MAX_CODEC_BLOCK];
   alignas(64) uint16_t random[MAX_CODEC_BLOCK + 16 * RANDOM_GROUP];
   const uint64_t piece = at.piece();
-  for (uint64_t start = 0; start < count; start += piece) {
-    const uint64_t length = std::min(piece, count - start);
+  for (uint64_t start = first; start < end; start += piece) {
+    const uint64_t length = std::min(piece, end - start);
     const auto* const from = static_cast<const std::byte*>(source) + start * item_bytes(dtype);
-    std::byte* const scales = destination.data() + at.scales_at(start);
-    std::byte* const codes = destination.data() + at.codes_at(start);
+    std::byte* const scales = coded + at.scales_at(start);
+    std::byte* const codes = coded + at.codes_at(start);
     const float* values = reinterpret_cast<const float*>(from);
     if (dtype != SENNIT_F32) {
       kernels(own_codec(dtype)).decode(nullptr, from, length, 0, copied);
@@ -143,7 +151,6 @@ uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, u
       kernel.keep_residual(values, decoded, residual + start, length);
     }
   }
-  return at.all_bytes;
 }
 
 namespace {
@@ -172,19 +179,24 @@ bool decode(const CodecSpec& spec, sennit_dtype dtype, std::span<const std::byte
   if (result != dtype && (result != SENNIT_F32 || !is_float(dtype))) return false;
   if (spec.kind == CodecKind::lossless)
     return decode_lossless(dtype, coded, count, result, static_cast<std::byte*>(destination));
+  if (coded.size() != Sections(spec, count).all_bytes) return false;
+  decode_part(spec, coded.data(), count, result, destination, 0, count);
+  return true;
+}
+
+void decode_part(const CodecSpec& spec, const std::byte* coded, uint64_t count, sennit_dtype result, void* destination,
+                 uint64_t first, uint64_t end) {
   const Sections at(spec, count);
-  if (coded.size() != at.all_bytes) return false;
   const CodecKernels kernel = kernels(spec.kind);
   alignas(64) float decoded[MAX_CODEC_BLOCK];
   const uint64_t piece = at.piece();
-  for (uint64_t start = 0; start < count; start += piece) {
-    const uint64_t length = std::min(piece, count - start);
+  for (uint64_t start = first; start < end; start += piece) {
+    const uint64_t length = std::min(piece, end - start);
     auto* const to = static_cast<std::byte*>(destination) + start * item_bytes(result);
     float* const values = result == SENNIT_F32 ? reinterpret_cast<float*>(to) : decoded;
-    kernel.decode(coded.data() + at.scales_at(start), coded.data() + at.codes_at(start), length, at.block, values);
+    kernel.decode(coded + at.scales_at(start), coded + at.codes_at(start), length, at.block, values);
     if (result != SENNIT_F32) kernels(own_codec(result)).encode(values, nullptr, length, 0, nullptr, to);
   }
-  return true;
 }
 
 }  // namespace sennit

@@ -42,6 +42,15 @@ uint64_t coded_bytes(const CodecSpec& spec, sennit_dtype dtype, uint64_t count);
 uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, uint64_t count, uint64_t first_index,
                 std::span<std::byte> destination, float* residual = nullptr);
 
+// Elements `start` to `end` of a range of `count` fixed-size coded elements, whose coded form begins at `coded`.
+// `start` is a multiple of codec_step. codec_refusal must be empty, and the codec not lossless.
+void encode_part(const CodecSpec& spec, sennit_dtype dtype, const void* source, uint64_t count, uint64_t first_index,
+                 std::byte* coded, uint64_t start, uint64_t end, float* residual = nullptr);
+void decode_part(const CodecSpec& spec, const std::byte* coded, uint64_t count, sennit_dtype result, void* destination,
+                 uint64_t start, uint64_t end);
+// Parts of a coded range begin at multiples of so many elements: a block, or the few whose codes fill bytes.
+uint64_t codec_step(const CodecSpec& spec);
+
 // Gives back `count` elements as `result`: the type that was coded, or fp32 if that is a float. False if `coded` is not
 // what encode makes of so many elements. Whatever the bytes are, nothing outside of them is read and nothing outside of
 // the elements is written.

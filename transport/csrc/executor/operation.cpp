@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "executor/engine.hpp"
+#include "executor/plan_coding.hpp"
 #include "messages/signature.hpp"
 #include "reduce/large_copy.hpp"
 #include "trace/tracepoints.hpp"
@@ -41,6 +42,8 @@ Operation::Operation(OperationHost& host, Plan& plan, const OperationMemory& mem
       sequence_(sequence),
       key_base_((options.flags & SENNIT_POST_P2P) != 0 ? P2P_KEY | options.tag : sequence << KEY_SLOT_BITS),
       scalar_(options.scalar),
+      seed_(options.seed),
+      signature_(with_seed(plan.signature, options.seed)),
       background_((options.flags & SENNIT_POST_ASYNC) != 0) {
   if (memory.device != nullptr) {
     device_ = *memory.device;
@@ -73,7 +76,7 @@ Engine& Operation::engine() const { return static_cast<Engine&>(*host_); }
 
 MessageHeader Operation::header(const Step& step) const {
   const uint64_t slot = (key_base_ & P2P_KEY) != 0 ? 0 : step.slot;
-  return {key_base_ | slot, plan_.signature, size_bytes(step)};
+  return {key_base_ | slot, signature_, size_bytes(step)};
 }
 
 std::byte* Operation::destination(const Step& step) const {
@@ -112,6 +115,8 @@ void Operation::ready(uint32_t step) {
     case StepKind::reduce:
       ready_folds_.push_back(step);
       break;
+    case StepKind::encode:
+    case StepKind::decode:
     case StepKind::copy:
       if (plan_.is_device_copy(plan_.steps[step])) {
         ready_to_dispatch_.push_back(step);
@@ -161,7 +166,8 @@ bool Operation::run_ready(bool copies) {
     } else if (copies && has_copies()) {
       const uint32_t step = ready_copies_[next_copy_];
       copied_bytes += size_bytes(plan_.steps[step]);
-      if (run_copy_piece(step)) ++next_copy_;
+      const bool is_copy = plan_.steps[step].kind == StepKind::copy;
+      if (is_copy ? run_copy_piece(step) : run_code_piece(step)) ++next_copy_;
       // One piece a round, or some small copies, because the network comes first.
       copies = copied_bytes < SMALL_COPIES_BYTES;
     } else {
@@ -228,6 +234,35 @@ bool Operation::run_copy_piece(uint32_t at) {
   if (piece_bytes != left_bytes) return false;
   copied_bytes_ = 0;
   if (operand.kind == 0 || host_->mailbox().release(loans_[operand.index].id)) done(at);
+  return true;
+}
+
+// As a copy. Pieces begin where blocks do.
+bool Operation::run_code_piece(uint32_t at) {
+  const Step& step = copied_bytes_ == 0 ? begin(at) : plan_.steps[at];
+  const Operand& operand = plan_.operands[step.operand_first];
+  const CodecSpec codec = codec_of(step, seed_);
+  const auto dtype = static_cast<sennit_dtype>(step.dtype);
+  const uint64_t count = element_count(step), unit = codec_step(codec), item_bytes = element_size_bytes(dtype);
+  std::byte* const to = destination(step);
+  const std::byte* const from = source(operand);
+  ThreadTeam& team = host_->team();
+  const uint64_t units = (std::max(team.threads() * COPY_PIECE_BYTES / item_bytes, unit) + unit - 1) / unit;
+  const uint64_t end = std::min(copied_bytes_ + units * unit, count);
+  // Codes of neighbouring parts share no byte, because parts begin where blocks do.
+  const uint64_t start = std::exchange(copied_bytes_, end);
+  if (start != end)
+    team.share(end - start, SHARED_PART_BYTES / item_bytes, unit, [&](uint32_t, uint64_t first, uint64_t last) {
+      if (step.kind == StepKind::encode) {
+        const uint64_t index = plan_.operands[step.operand_first + 1].offset;
+        encode_part(codec, dtype, from, count, index, to, start + first, start + last);
+      } else {
+        decode_part(codec, from, count, dtype, to, start + first, start + last);
+      }
+    });
+  if (end != count) return false;
+  copied_bytes_ = 0;
+  if (operand.kind == 0 || host_->mailbox().release(std::exchange(loans_[operand.index].id, 0))) done(at);
   return true;
 }
 

@@ -148,6 +148,7 @@ class Operation final : public MailboxClient {
   void dispatch(uint32_t step);
   void dispatch_device_copy(uint32_t step);
   bool run_copy_piece(uint32_t step);
+  bool run_code_piece(uint32_t step);
   void run_reduce(uint32_t step);
   bool open_loans(const Step& step);
   std::byte* destination(const Step& step) const;
@@ -167,7 +168,7 @@ class Operation final : public MailboxClient {
   std::vector<uint32_t> ready_folds_;
   std::vector<uint32_t> ready_copies_;
   size_t next_copy_ = 0;       // of them
-  uint64_t copied_bytes_ = 0;  // of the next one
+  uint64_t copied_bytes_ = 0;  // of the next one; of an encoding or decoding, elements
   uint32_t steps_left_;
   sennit_device device_{};
   uint32_t copies_running_ = 0;             // steps of the device
@@ -178,6 +179,8 @@ class Operation final : public MailboxClient {
   const uint64_t sequence_;
   const uint64_t key_base_;
   const double scalar_;
+  const uint64_t seed_;
+  const uint64_t signature_;  // of its messages
   uint64_t deadline_us_ = UINT64_MAX;
   uint64_t timeout_us_ = 0;
   bool background_ = false;

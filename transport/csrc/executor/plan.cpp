@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <tuple>
 
+#include "executor/plan_coding.hpp"
 #include "messages/lane.hpp"
 #include "messages/signature.hpp"
 
@@ -56,12 +57,15 @@ uint32_t result_bytes(const Step& step) {
 
 // What `step` reads of `operand`, maybe a range of counts. UINT64_MAX if no memory is that large.
 uint64_t operand_bytes(const Step& step, const Operand& operand) {
+  if (step.kind == StepKind::decode) return coded_bytes(step);
   if (step.kind != StepKind::reduce || CountRange::is(step.size_bytes)) return step.size_bytes;
   const auto dtype = static_cast<sennit_dtype>(step.dtype);
   const uint64_t count = step.size_bytes / result_bytes(step);
   const uint64_t element_bytes = element_size_bytes(operand.is_partial != 0 ? accumulator(dtype) : dtype);
   return count > UINT64_MAX / 2 / element_bytes ? UINT64_MAX : count * element_bytes;
 }
+
+uint64_t written_bytes(const Step& step) { return step.kind == StepKind::encode ? coded_bytes(step) : step.size_bytes; }
 
 class Checker {
  public:
@@ -149,6 +153,10 @@ class Checker {
       case StepKind::copy:
         if (step.operand_count != 1) refuse(where + " must have one operand");
         break;
+      case StepKind::encode:
+      case StepKind::decode:
+        if (const std::string why = coding_refusal(plan_, step); !why.empty()) refuse(where + why);
+        break;
       case StepKind::reduce:
         check_reduce(at);
         break;
@@ -225,6 +233,7 @@ class Checker {
       refuse(where + " has an operand that only a reduction may have");
     const bool is_counted = CountRange::is(step.size_bytes);
     if (is_counted && operand.is_partial != 0) refuse(where + " reads partial sums of a counted size");
+    if (operand.kind == 2 && step.kind == StepKind::encode) return;
     const uint64_t size_bytes = operand_bytes(step, operand);
     if (size_bytes == UINT64_MAX) refuse(where + " has an overflowing range");
     if (operand.kind == 0) {
@@ -383,7 +392,7 @@ class Measure {
     if (step.kind == StepKind::receive || (comes_back && step.kind == StepKind::send))
       sizes_.received_bytes += sizes_.bytes(step.size_bytes);
     if (step.kind != StepKind::send && !loan)
-      add_place(at, step.destination_buffer, step.destination_offset, sizes_.bytes(step.size_bytes));
+      add_place(at, step.destination_buffer, step.destination_offset, sizes_.bytes(written_bytes(step)));
     for (uint32_t o = 0; o < step.operand_count; ++o) {
       const Operand& operand = plan_.operands[step.operand_first + o];
       if (operand.kind == 0) add_place(at, operand.index, operand.offset, sizes_.bytes(operand_bytes(step, operand)));

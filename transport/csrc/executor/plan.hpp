@@ -16,32 +16,33 @@
 
 namespace sennit {
 
-enum class StepKind : uint8_t { send = 0, receive = 1, copy = 2, reduce = 3 };
+enum class StepKind : uint8_t { send = 0, receive = 1, copy = 2, reduce = 3, encode = 4, decode = 5 };
 
 inline constexpr uint8_t STEP_LOAN = 1;     // of a receive
 inline constexpr uint8_t STEP_PARTIAL = 2;  // of a reduction: its result is a partial sum
 // Of a send, a loan and the reduction that reads it: the result goes back into what was sent.
 inline constexpr uint8_t STEP_ROUND_TRIP = 4;
+inline constexpr uint8_t STEP_STOCHASTIC = 8;  // of an encoding: it rounds at random, keyed by the post's seed
 
 struct Step {  // as in the file
   StepKind kind;
   uint8_t dtype;
-  uint8_t reduce;
+  uint8_t reduce;  // of a reduction; the codec's number of an encoding or decoding
   uint8_t flags;
   uint32_t peer;
-  uint32_t slot;
+  uint32_t slot;  // of a message; the block of a codec
   uint32_t operand_first;
   uint32_t operand_count;
   uint32_t edge_first;
   uint32_t edge_count;
   uint32_t destination_buffer;
   uint64_t destination_offset;
-  uint64_t size_bytes;
+  uint64_t size_bytes;  // of an encoding or decoding: the elements', not the codes'
 };
 static_assert(sizeof(Step) == 48);
 
-struct Operand {             // as in the file
-  uint8_t kind = 0;          // 0 buffer, 1 view of a loan
+struct Operand {     // as in the file
+  uint8_t kind = 0;  // 0 buffer, 1 view of a loan, 2 a number: the offset (of an encoding: the first logical index)
   uint8_t is_partial = 0;    // of a reduction: a partial sum
   uint8_t combinations = 0;  // of a reduction: that follow after it was pushed
   uint8_t reserved = 0;

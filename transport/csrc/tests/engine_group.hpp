@@ -236,7 +236,7 @@ struct Result {
 inline Result run(Engine& engine, const LoadedPlan& plan, std::vector<float>& in, std::vector<float>& out,
                   uint32_t flags = 0) {
   const sennit_buffer buffers[] = {{in.data(), in.size() * 4}, {out.data(), out.size() * 4}};
-  const sennit_post_options options{0, flags, 0, 1.0, nullptr, 0};
+  const sennit_post_options options{0, flags, 0, 1.0, nullptr, 0, 0};
   sennit_op* op = nullptr;
   char error[1024] = "";
   auto* comm = reinterpret_cast<sennit_comm*>(&engine);

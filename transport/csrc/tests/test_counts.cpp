@@ -24,7 +24,7 @@ uint8_t mark(uint32_t from, uint32_t to) { return static_cast<uint8_t>(1 + from 
 Result run_alltoall(Engine& engine, const LoadedPlan& plan, const Counts& counts, std::vector<uint8_t>& in,
                     std::vector<uint8_t>& out) {
   const sennit_buffer buffers[] = {{in.data(), in.size()}, {out.data(), out.size()}};
-  const sennit_post_options options{0, 0, 0, 1.0, counts.data(), static_cast<uint32_t>(counts.size())};
+  const sennit_post_options options{0, 0, 0, 1.0, counts.data(), static_cast<uint32_t>(counts.size()), 0};
   sennit_op* op = nullptr;
   char error[1024] = "";
   auto* comm = reinterpret_cast<sennit_comm*>(&engine);

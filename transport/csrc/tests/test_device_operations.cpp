@@ -175,7 +175,7 @@ constexpr uint64_t TIMEOUT_US = 20'000'000;
 sennit_comm* comm(Engine& engine) { return reinterpret_cast<sennit_comm*>(&engine); }
 
 std::unique_ptr<Posted> post(Engine& engine, const LoadedPlan& plan, FakeCall& call,
-                             sennit_post_options options = {TIMEOUT_US, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0}) {
+                             sennit_post_options options = {TIMEOUT_US, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0, 0}) {
   auto posted = std::make_unique<Posted>();
   char error[512] = "";
   const sennit_device device = call.handle();
@@ -241,7 +241,7 @@ TEST_CASE("a host operation keeps its number behind a device operation, and need
   for (uint32_t rank = 0; rank < 2; ++rank) {
     device_posted.push_back(post(ranks[rank], *device_plans[rank], *calls[rank]));
     const sennit_buffer buffers[] = {{in[rank].data(), LARGE}, {out[rank].data(), LARGE}};
-    const sennit_post_options options{TIMEOUT_US, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0};
+    const sennit_post_options options{TIMEOUT_US, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0, 0};
     host_posted.push_back(std::make_unique<Posted>());
     REQUIRE(sennit_post(comm(ranks[rank]), host_plans[rank]->handle, buffers, 2, &options, &host_posted[rank]->op,
                         nullptr, 0) == SENNIT_OK);
@@ -322,7 +322,7 @@ TEST_CASE("a sum on host memory takes no loans before an older one on device mem
   }
   const auto post_host = [&](uint32_t rank) {
     const sennit_buffer buffers[] = {{in.data(), SUM_BYTES}, {out[rank].data(), SUM_BYTES}};
-    const sennit_post_options options{TIMEOUT_US, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0};
+    const sennit_post_options options{TIMEOUT_US, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0, 0};
     host_posted.push_back(std::make_unique<Posted>());
     char error[256] = "";
     REQUIRE_MESSAGE(sennit_post(comm(ranks[rank]), host_plans[rank]->handle, buffers, 2, &options,
@@ -386,7 +386,7 @@ TEST_CASE("a copy that never ends: the deadline says what is waited for") {
   Pair ranks;
   auto call = swap_call(0, 1'000);
   LoadedPlan plan(swap_plan(0, 1'000, true));
-  auto posted = post(ranks[0], plan, *call, {30'000, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0});
+  auto posted = post(ranks[0], plan, *call, {30'000, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0, 0});
   posted->wait();
   CHECK(posted->status == SENNIT_TIMEOUT);
   CHECK_MESSAGE(posted->error.find("1 copies between host and device") != std::string::npos, posted->error);
@@ -434,7 +434,7 @@ TEST_CASE("a host send does not overtake a device send of the same tag") {
   LoadedPlan device_send(from_device.bytes()), host_send(from_host.bytes()), receive(to_host.bytes());
   auto call = std::make_shared<FakeCall>(std::vector<std::vector<std::byte>>{pattern(SIZE, 1)});
   const auto options = [](uint32_t tag) {
-    return sennit_post_options{TIMEOUT_US, SENNIT_POST_ASYNC | SENNIT_POST_P2P, tag, 1.0, nullptr, 0};
+    return sennit_post_options{TIMEOUT_US, SENNIT_POST_ASYNC | SENNIT_POST_P2P, tag, 1.0, nullptr, 0, 0};
   };
   std::vector<std::vector<std::byte>> sent{pattern(SIZE, 2), pattern(SIZE, 3)}, got(3, std::vector<std::byte>(SIZE));
   std::vector<std::unique_ptr<Posted>> posted;
@@ -483,7 +483,7 @@ TEST_CASE("only copies touch device memory, and host and device plans are not mi
   Pair ranks;
   LoadedPlan host(swap_plan(0, 8, false)), device(swap_plan(0, 8, true));
   auto call = swap_call(0, 8);
-  const sennit_post_options options{TIMEOUT_US, 0, 0, 1.0, nullptr, 0};
+  const sennit_post_options options{TIMEOUT_US, 0, 0, 1.0, nullptr, 0, 0};
   sennit_op* op = nullptr;
   const sennit_device handle = call->handle();
   CHECK(sennit_post_on_device(comm(ranks[0]), host.handle, &handle, &options, &op, nullptr, 0) == SENNIT_ARGUMENT);

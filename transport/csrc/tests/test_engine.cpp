@@ -45,7 +45,7 @@ TEST_CASE("operations in flight together, finished by the background thread, cal
     std::vector<sennit_op*> operations;
     for (size_t i = 0; i < OPERATIONS; ++i) {
       const sennit_buffer buffers[] = {{in[i].data(), COUNT * 4}, {out[i].data(), COUNT * 4}};
-      const sennit_post_options options{0, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0};
+      const sennit_post_options options{0, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0, 0};
       sennit_op* op = nullptr;
       REQUIRE(sennit_post(reinterpret_cast<sennit_comm*>(&engine), plan.handle, buffers, 2, &options, &op, nullptr,
                           0) == SENNIT_OK);
@@ -76,7 +76,7 @@ TEST_CASE("several threads of one rank wait for operations of their own") {
         std::vector<float> in(10'000, static_cast<float>(tag)), out(10'000);
         for (int round = 0; round < 30; ++round) {
           const sennit_buffer buffers[] = {{in.data(), 40'000}, {out.data(), 40'000}};
-          const sennit_post_options options{0, SENNIT_POST_P2P, tag, 1.0, nullptr, 0};
+          const sennit_post_options options{0, SENNIT_POST_P2P, tag, 1.0, nullptr, 0, 0};
           sennit_op* op = nullptr;
           REQUIRE(sennit_post(reinterpret_cast<sennit_comm*>(&engine), plan.handle, buffers, 2, &options, &op, nullptr,
                               0) == SENNIT_OK);
@@ -164,7 +164,7 @@ TEST_CASE("an operation keeps its deadline when one with a later deadline is pos
     std::array<sennit_op*, 2> ops{};
     for (uint32_t i = 0; i < 2; ++i) {
       const sennit_buffer buffer{&memory[i], 8};
-      const sennit_post_options options{i == 0 ? 50'000u : 60'000'000u, SENNIT_POST_P2P, i, 1.0, nullptr, 0};
+      const sennit_post_options options{i == 0 ? 50'000u : 60'000'000u, SENNIT_POST_P2P, i, 1.0, nullptr, 0, 0};
       REQUIRE(sennit_post(reinterpret_cast<sennit_comm*>(&engine), plan.handle, &buffer, 1, &options, &ops[i], nullptr,
                           0) == SENNIT_OK);
     }
@@ -351,7 +351,7 @@ struct Posted {
   Posted(Engine& engine, const std::vector<std::byte>& plan_bytes, uint32_t flags = 0)
       : plan(plan_bytes), memory(3 * MESSAGE_BYTES) {
     const sennit_buffer buffer{memory.data(), memory.size()};
-    const sennit_post_options options{0, flags, 0, 1.0, nullptr, 0};
+    const sennit_post_options options{0, flags, 0, 1.0, nullptr, 0, 0};
     char error[1024] = "";
     REQUIRE_MESSAGE(sennit_post(reinterpret_cast<sennit_comm*>(&engine), plan.handle, &buffer, 1, &options, &op, error,
                                 sizeof error) == SENNIT_OK,

@@ -36,7 +36,7 @@ sennit_op* post_receive(sennit_comm* comm, std::vector<std::byte>& memory, uint6
   writer.add(StepKind::receive, 1, 0, 0, 0, memory.size());
   const LoadedPlan plan(writer.bytes());
   const sennit_buffer buffer{memory.data(), memory.size()};
-  const sennit_post_options options{timeout_us, flags, 0, 1.0, nullptr, 0};
+  const sennit_post_options options{timeout_us, flags, 0, 1.0, nullptr, 0, 0};
   sennit_op* op = nullptr;
   REQUIRE(sennit_post(comm, plan.handle, &buffer, 1, &options, &op, nullptr, 0) == SENNIT_OK);
   return op;
@@ -48,7 +48,7 @@ void send_to_rank_0(sennit_comm* comm, std::vector<std::byte> data) {
   writer.add(StepKind::send, 0, 0, 0, 0, data.size(), {Operand{}});
   const LoadedPlan plan(writer.bytes());
   const sennit_buffer buffer{data.data(), data.size()};
-  const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0};
+  const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0, 0};
   sennit_op* op = nullptr;
   REQUIRE(sennit_post(comm, plan.handle, &buffer, 1, &options, &op, nullptr, 0) == SENNIT_OK);
   CHECK(sennit_wait(op, 0) == SENNIT_OK);
@@ -130,7 +130,7 @@ TEST_CASE("a callback that throws harms neither the process nor other operations
     std::vector<sennit_op*> operations;
     for (size_t i = 0; i < OPERATIONS; ++i) {
       const sennit_buffer buffers[] = {{in[i].data(), COUNT * 4}, {out[i].data(), COUNT * 4}};
-      const sennit_post_options options{0, i % 2 == 0 ? uint32_t{SENNIT_POST_ASYNC} : 0u, 0, 1.0, nullptr, 0};
+      const sennit_post_options options{0, i % 2 == 0 ? uint32_t{SENNIT_POST_ASYNC} : 0u, 0, 1.0, nullptr, 0, 0};
       sennit_op* op = nullptr;
       REQUIRE(sennit_post(reinterpret_cast<sennit_comm*>(&engine), plan.handle, buffers, 2, &options, &op, nullptr,
                           0) == SENNIT_OK);
@@ -195,7 +195,7 @@ TEST_CASE("a child of fork gets errors, and its end leaves the parent's group as
     // The child does not use doctest, which belongs to the parent. Its exit number says what was wrong.
     char error[256] = "";
     const sennit_buffer buffer{memory.data(), memory.size()};
-    const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0};
+    const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0, 0};
     PlanWriter writer(2, 0, 1, uint64_t{4} << 56);
     writer.add(StepKind::receive, 1, 0, 0, 0, memory.size());
     const std::vector<std::byte> bytes = writer.bytes();
@@ -301,7 +301,7 @@ TEST_CASE("a message that is needed overtakes any number of unexpected ones, of 
       }
       const LoadedPlan plan(writer.bytes());
       const sennit_buffer buffer{memory.data(), SMALL};
-      const sennit_post_options options{0, SENNIT_POST_P2P, tag, 1.0, nullptr, 0};
+      const sennit_post_options options{0, SENNIT_POST_P2P, tag, 1.0, nullptr, 0, 0};
       sennit_op* op = nullptr;
       const sennit_status posted = sennit_post(comm, plan.handle, &buffer, 1, &options, &op, nullptr, 0);
       if (posted != SENNIT_OK) return posted;

@@ -62,7 +62,7 @@ template <class Wrap>
 sennit_status use(sennit_comm* comm, sennit_plan* plan, uint32_t flags, Wrap wrap) {
   Buffers buffers;  // gone when this returns: the sanitizer tells whether anything still uses it
   const std::vector<sennit_buffer> list = buffers.list();
-  const sennit_post_options options{0, flags, 0, 1.0, nullptr, 0};
+  const sennit_post_options options{0, flags, 0, 1.0, nullptr, 0, 0};
   sennit_op* op = nullptr;
   char error[512] = "";
   const sennit_status posted =
@@ -126,7 +126,7 @@ bool end_with_fault(Route::Kind kind, Scarce what, uint64_t n, End end) {
   Group group(2, DEADLINE_US, kind);
   const LoadedPlan plan(PlanWriter::allreduce(2, 0, COUNT * 4));
   auto buffers = std::make_unique<Buffers>();
-  const sennit_post_options options{0, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0};
+  const sennit_post_options options{0, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0, 0};
   sennit_op* op = nullptr;
   REQUIRE(sennit_post(group.comm(0), plan.handle, buffers->list().data(), 2, &options, &op, nullptr, 0) == SENNIT_OK);
   bool has_fired;
@@ -233,7 +233,7 @@ TEST_CASE("without a thread an asynchronous post has no effect, and a callback w
   char error[256] = "";
   {
     const FaultAt fault(Scarce::thread, 0);
-    const sennit_post_options options{0, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0};
+    const sennit_post_options options{0, SENNIT_POST_ASYNC, 0, 1.0, nullptr, 0, 0};
     CHECK(exposed([&] {
             return sennit_post(group.comm(0), plan.handle, list.data(), 2, &options, &op, error, sizeof error);
           }) == SENNIT_DEVICE);
@@ -244,7 +244,7 @@ TEST_CASE("without a thread an asynchronous post has no effect, and a callback w
   CHECK(sennit_comm_sequence(group.comm(0)) == 0);
   CHECK_FALSE(is_active(*group.engines[0]));
 
-  const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0};
+  const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0, 0};
   REQUIRE(sennit_post(group.comm(0), plan.handle, list.data(), 2, &options, &op, nullptr, 0) == SENNIT_OK);
   bool is_called = false;
   {

@@ -84,7 +84,7 @@ std::vector<std::byte> allreduce_by_round_trips(uint32_t world, uint32_t rank, u
 
 Result post(Engine& engine, const LoadedPlan& plan, const Bytes& in, const Bytes& out, uint32_t flags) {
   const sennit_buffer buffers[] = {{in.data(), in.size()}, {out.data(), out.size()}};
-  const sennit_post_options options{0, flags, 0, 1.0, nullptr, 0};
+  const sennit_post_options options{0, flags, 0, 1.0, nullptr, 0, 0};
   sennit_op* op = nullptr;
   char error[1024] = "";
   Result result;

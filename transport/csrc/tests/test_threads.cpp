@@ -44,7 +44,7 @@ std::vector<std::byte> results(const Group& group, const std::function<std::vect
     ranks.emplace_back([&, rank] {
       const LoadedPlan plan(plan_of(rank));
       const sennit_buffer buffers[] = {{in[rank].data(), in[rank].size()}, {out.data() + rank * out_bytes, out_bytes}};
-      const sennit_post_options options{0, 0, 0, 1.5, nullptr, 0};
+      const sennit_post_options options{0, 0, 0, 1.5, nullptr, 0, 0};
       sennit_op* op = nullptr;
       ended[rank] = sennit_post(group.comm(rank), plan.handle, buffers, 2, &options, &op, nullptr, 0);
       if (op == nullptr) return;

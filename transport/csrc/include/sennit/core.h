@@ -108,6 +108,7 @@ typedef struct sennit_post_options {
   // Of a plan that takes counts: elements, as many as the plan says; read during the call only.
   const uint64_t* counts;
   uint32_t count_count;
+  uint64_t seed;  // of stochastic rounding, in a plan that encodes
 } sennit_post_options;
 
 // Whether `reduce` is defined for elements of type `dtype`, so that a plan may contain it.

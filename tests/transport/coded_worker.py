@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of the tests in test_coded_collectives.py, as a process: `python FILE SCENARIO RANK WORLD STORE SEED`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from sennit.transport import codec_reference, errors
+from sennit.transport.arithmetic import fold
+from sennit.transport.codecs import Codec, CodecKind
+from sennit.transport.communicator import Communicator
+from sennit.transport.config import from_environment
+from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.store import FileStore
+from sennit.transport.tree import leaves_of
+
+Array = npt.NDArray[Any]
+
+LEAVES = 8
+# From one block to several chunks of several shares, with odd ends. 300,007 are several turns.
+ELEMENTS = (0, 1, 5, 1_023, 40_001, 300_007)
+CODECS = (
+    Codec(kind=CodecKind.FP16),
+    Codec(kind=CodecKind.BF16, stochastic=True, seed=5),
+    Codec(kind=CodecKind.FP8_E4M3, stochastic=True, seed=2**64 - 1),
+    Codec(kind=CodecKind.FP8_E5M2, block=33),
+    Codec(kind=CodecKind.INT8, block=100, stochastic=True, seed=70_000),
+    Codec(kind=CodecKind.MX4),
+)
+
+
+def coded_and_back(codec: Codec, data: Array, first_index: int, dtype: Dtype = Dtype.F32) -> Array:
+    """Q, as bytes of float32."""
+    coded = codec_reference.encode(codec, data, dtype=dtype, first_index=first_index)
+    return codec_reference.decode(codec, coded, data.size // dtype.item_bytes).view(np.uint8)
+
+
+def definition(codec: Codec, leaves: Sequence[Array], dtype: Dtype, op: ReduceOp, scalar: float = 1.0) -> Array:
+    """The allreduce of leaves, as bytes."""
+    elements = leaves[0].size // dtype.item_bytes
+    decoded = [coded_and_back(codec, leaf, number * elements, dtype) for number, leaf in enumerate(leaves)]
+    total = coded_and_back(codec, fold(decoded, Dtype.F32, op, scalar=scalar), len(leaves) * elements)
+    if dtype is Dtype.F32:
+        return total
+    narrow = Codec(kind=CodecKind.FP16 if dtype is Dtype.F16 else CodecKind.BF16)
+    return codec_reference.encode(narrow, total.view(np.float32))
+
+
+def vectors(count: int, elements: int, seed: int) -> Array:
+    """Numbers of every size, some of them infinite or NaN."""
+    rng = np.random.default_rng(seed)
+    made = rng.standard_normal((count, elements)).astype(np.float32) * np.float32(2.0) ** rng.integers(-9, 9, elements)
+    for value, every in ((np.inf, 997), (-np.inf, 1_499), (np.nan, 2_003)):
+        made[rng.integers(count), ::every] = value
+    return made.astype(np.float32)
+
+
+def check(got: Array, codec: Codec, leaves: Array, dtype: Dtype, op: ReduceOp = ReduceOp.SUM) -> None:
+    expected = definition(codec, [leaf.view(np.uint8) for leaf in leaves], dtype, op)
+    np.testing.assert_array_equal(got.view(np.uint8), expected, err_msg=f"{codec} {dtype} {got.size}")
+
+
+def allreduces(group: Communicator, seed: int) -> None:
+    for codec in CODECS:
+        for elements in ELEMENTS:
+            given = vectors(group.world, elements, seed)
+            check(group.allreduce(given[group.rank], codec=codec), codec, given, Dtype.F32)
+        halves = given.astype(np.float16)
+        averaged = group.allreduce(halves[group.rank], ReduceOp.AVG, codec=codec)
+        check(averaged, codec, halves, Dtype.F16, ReduceOp.AVG)
+
+
+def leaves(group: Communicator, seed: int) -> None:
+    """A world of any size has the bits of the definition, so all worlds have the same."""
+    span = leaves_of(group.rank, group.world, LEAVES)
+    for codec in CODECS:
+        for elements in (1, 1_023, 100_003):
+            given = vectors(LEAVES, elements, seed)
+            got = group.allreduce(given[span.low : span.high], leaves=LEAVES, codec=codec)
+            check(got, codec, given, Dtype.F32)
+
+
+def survive(group: Communicator, seed: int) -> None:
+    given = np.ones(1_000, np.float32)
+    if group.rank == 0:
+        given[3], given[500], given[999] = np.inf, -np.inf, np.nan
+    for codec in CODECS:
+        got = group.allreduce(given, codec=codec)
+        assert got[3] == np.inf
+        assert got[500] == -np.inf
+        assert np.isnan(got[999])
+        assert np.isfinite(np.delete(got, [3, 500, 999])).all()
+
+
+def mismatch(group: Communicator, seed: int) -> None:
+    """The last rank differs. Every rank that hears of it first hand names both."""
+    differences: dict[str, tuple[dict[str, Any], str, str]] = {
+        "kind": ({"kind": CodecKind.FP8_E5M2}, "int8 in blocks of 64", "fp8_e5m2 in blocks of 64"),
+        "block": ({"block": 96}, "blocks of 64", "blocks of 96"),
+        "rounding": ({"stochastic": False}, "blocks of 64, rounded by seed 7", "blocks of 64, sizes"),
+        "seed": ({"seed": 8}, "seed 7", "seed 8"),
+        "long seed": ({"seed": 2**63}, "seed 7", "a seed of digest"),
+    }
+    changed, ours, theirs = differences[os.environ["DIFFERS"]]
+    fields: dict[str, Any] = {"kind": CodecKind.INT8, "block": 64, "stochastic": True, "seed": 7}
+    differs = group.rank == group.world - 1
+    codec = Codec(**(fields | (changed if differs else {})))
+    with pytest.raises((errors.MismatchError, errors.PeerError)) as caught:
+        group.allreduce(np.ones(10_000, np.float32), codec=codec)
+    text = str(caught.value)
+    assert ours in text, text
+    assert theirs in text, text
+
+
+def without(group: Communicator, seed: int) -> None:
+    """A rank without codec among others with one."""
+    codec = Codec(kind=CodecKind.INT8) if group.rank else None
+    with pytest.raises((errors.MismatchError, errors.PeerError), match="int8 in blocks of 64") as caught:
+        group.allreduce(np.ones(10_000, np.float32), codec=codec)
+    assert "allreduce of float32 (sum), 10000 elements" in str(caught.value)
+
+
+SCENARIOS = {scenario.__name__: scenario for scenario in (allreduces, leaves, survive, mismatch, without)}
+
+if __name__ == "__main__":
+    names, given_rank, given_world, store, given_seed = sys.argv[1:]
+    with Communicator(
+        rank=int(given_rank), world=int(given_world), store=FileStore(store), config=from_environment()
+    ) as opened:
+        for name in names.split(","):
+            SCENARIOS[name](opened, int(given_seed))

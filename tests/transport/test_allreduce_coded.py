@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coded allreduce against its definition, in any legal order: Q(fold(Q(leaf 0), Q(leaf 1), ...))."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+
+from sennit.transport import algorithms, reference
+from sennit.transport.codecs import Codec, CodecKind
+from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.errors import ArgumentError, MismatchError
+from sennit.transport.plan import MAX_LOAN_BYTES, Plan, Recv, Send
+from sennit.transport.tree import leaves_of
+from tests.transport.algorithm_runs import SCALAR, check_plans, inputs, noise
+from tests.transport.coded_worker import definition
+
+FIXED = [kind for kind in CodecKind if kind is not CodecKind.LOSSLESS]
+OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.PREMUL_SUM]
+
+
+@st.composite
+def codecs(draw: st.DrawFn) -> Codec:
+    kind = draw(st.sampled_from(FIXED))
+    has_block = kind in (CodecKind.FP8_E4M3, CodecKind.FP8_E5M2, CodecKind.INT8)
+    block = draw(st.sampled_from([1, 3, 16, 33, 64, 4096])) if has_block else None
+    stochastic = draw(st.booleans())
+    return Codec(kind=kind, block=block, stochastic=stochastic, seed=draw(st.integers(0, 2**64 - 1)))
+
+
+def plans_of(
+    codec: Codec,
+    world: int,
+    elements: int,
+    dtype: Dtype = Dtype.F32,
+    op: ReduceOp = ReduceOp.SUM,
+    *,
+    leaves: int | None = None,
+    in_place: bool = True,
+    chunk_elements: int = 32_768,
+) -> list[Plan]:
+    return [
+        algorithms.allreduce_coded(
+            world=world,
+            rank=rank,
+            elements=elements,
+            dtype=dtype,
+            op=op,
+            coding=codec.coding(dtype),
+            in_place=in_place,
+            chunk_elements=chunk_elements,
+            leaves=leaves,
+        )
+        for rank in range(world)
+    ]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.data(),
+    codecs(),
+    st.integers(1, 6),
+    st.one_of(st.none(), st.integers(6, 13)),
+    st.integers(0, 700),
+    st.sampled_from([Dtype.F32, Dtype.F16, Dtype.BF16]),
+    st.sampled_from(OPS),
+    st.sampled_from([1, 64, 300, 32_768]),
+    st.booleans(),
+)
+def test_it_is_what_the_definition_says(
+    data: DataObject,
+    codec: Codec,
+    world: int,
+    leaves: int | None,
+    elements: int,
+    dtype: Dtype,
+    op: ReduceOp,
+    chunk_elements: int,
+    in_place: bool,
+) -> None:
+    plans = plans_of(codec, world, elements, dtype, op, leaves=leaves, in_place=in_place, chunk_elements=chunk_elements)
+    vectors = inputs(elements, leaves or world, elements, dtype)
+    spans = [leaves_of(rank, world, len(vectors)) for rank in range(world)]
+    buffers = [[np.concatenate(vectors[span.low : span.high])] for span in spans]
+    if leaves is not None or not in_place:
+        buffers = [[*given_buffers, noise(elements * dtype.item_bytes)] for given_buffers in buffers]
+    check_plans(plans, plans, buffers)
+    reference.run(
+        plans,
+        buffers,
+        seed=data.draw(st.integers(0, 2**32 - 1), "schedule"),
+        scalar=SCALAR,
+        codec_seed=codec.seed,
+        loans_per_peer=data.draw(st.integers(1, 4), "loans"),
+        in_order=data.draw(st.booleans(), "in_order"),
+    )
+    expected = definition(codec, vectors, dtype, op, SCALAR)
+    for posted in buffers:
+        np.testing.assert_array_equal(posted[-1], expected)
+
+
+def test_a_rank_with_one_leaf_sends_each_share_coded_and_its_result_to_all() -> None:
+    codec, world, elements = Codec(kind=CodecKind.INT8, block=64), 4, 1 << 20
+    for plan in plans_of(codec, world, elements):
+        sent = sum(step.size_bytes for step in plan.steps if isinstance(step, Send))
+        assert sent == 2 * (world - 1) * codec.coded_bytes(elements) // world
+        assert max(step.size_bytes for step in plan.steps if isinstance(step, Recv)) <= MAX_LOAN_BYTES
+        # The scratch does not grow with the vector.
+        assert plan.scratch_bytes == plans_of(codec, world, 4 * elements)[plan.rank].scratch_bytes < 5_000_000
+
+
+@pytest.mark.parametrize("block", [1, 4095])
+def test_chunks_of_any_block_are_no_larger_than_loans(block: int) -> None:
+    for plan in plans_of(Codec(kind=CodecKind.INT8, block=block), 2, 300_000, leaves=64):
+        assert plan.steps
+    for plan in plans_of(Codec(kind=CodecKind.INT8, block=block), 2, 300_000):
+        assert max(step.size_bytes for step in plan.steps if isinstance(step, Recv)) <= MAX_LOAN_BYTES
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"kind": CodecKind.FP8_E4M3}, ["fp8_e4m3 in blocks of 64", "int8 in blocks of 64"]),
+        ({"block": 32}, ["int8 in blocks of 32", "int8 in blocks of 64"]),
+        ({"stochastic": True}, ["blocks of 64, rounded by seed 0", "blocks of 64,"]),
+    ],
+)
+def test_ranks_with_other_codecs_are_refused_and_both_are_named(changed: dict[str, object], words: list[str]) -> None:
+    fields = {"kind": CodecKind.INT8, "block": 64}
+    ours, theirs = Codec(**fields), Codec(**(fields | changed))  # type: ignore[arg-type]
+    plans = [plans_of(ours, 2, 1_000)[0], plans_of(theirs, 2, 1_000)[1]]
+    with pytest.raises(MismatchError) as caught:
+        reference.run(plans, [[np.zeros(4_000, np.uint8)] for _ in range(2)])
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_codec_takes_floats_alone_and_plans_take_fixed_sizes() -> None:
+    with pytest.raises(ArgumentError, match="INT8: element type 3; allowed: F32, F16, BF16"):
+        Codec(kind=CodecKind.INT8).coding(Dtype.I32)
+    with pytest.raises(ArgumentError, match="LOSSLESS in a collective"):
+        Codec(kind=CodecKind.LOSSLESS).coding(Dtype.F32)
+    with pytest.raises(ArgumentError, match="chunk_elements 0"):
+        plans_of(Codec(kind=CodecKind.INT8), 2, 100, chunk_elements=0)
+    with pytest.raises(ArgumentError, match="2 leaves for 3 ranks"):
+        plans_of(Codec(kind=CodecKind.INT8), 3, 100, leaves=2)

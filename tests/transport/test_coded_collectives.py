@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Collectives with codecs between processes, bit for bit, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sennit.transport.codecs import Codec, CodecKind
+from sennit.transport.communicator import Communicator
+from sennit.transport.elements import ReduceOp
+from sennit.transport.errors import ArgumentError
+from tests.transport.test_communicator import run_ranks
+
+WORKER = Path(__file__).with_name("coded_worker.py")
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("transport", ["shm", "udp"])
+def test_allreduce_has_the_bits_of_the_definition(transport: str, world: int, tmp_path: Path) -> None:
+    run_ranks("allreduces,survive", world, transport, tmp_path, seed=world, worker=WORKER)
+
+
+@pytest.mark.parametrize("transport", ["shm", "udp"])
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_eight_leaves_have_the_same_bits_in_every_world(transport: str, world: int, tmp_path: Path) -> None:
+    run_ranks("leaves", world, transport, tmp_path, seed=8, worker=WORKER)
+
+
+def test_threads_share_the_work_and_change_no_bit(tmp_path: Path) -> None:
+    run_ranks("allreduces", 2, "shm", tmp_path, seed=2, worker=WORKER, variables=[{"SENNIT_THREADS": "3"}])
+
+
+@pytest.mark.parametrize("differs", ["kind", "block", "rounding", "seed", "long seed"])
+@pytest.mark.parametrize(("transport", "world"), [("shm", 2), ("udp", 3)])
+def test_ranks_that_differ_are_refused(differs: str, transport: str, world: int, tmp_path: Path) -> None:
+    run_ranks("mismatch", world, transport, tmp_path, seed=0, worker=WORKER, variables=[{"DIFFERS": differs}])
+
+
+def test_a_rank_without_codec_is_refused(tmp_path: Path) -> None:
+    run_ranks("without", 2, "shm", tmp_path, seed=0, worker=WORKER)
+
+
+def test_wrong_use_raises_before_anything_is_sent() -> None:
+    with Communicator(rank=0, world=1) as group:
+        codec = Codec(kind=CodecKind.INT8)
+        for dtype in (np.int32, np.bool_, np.float64, np.complex64):
+            with pytest.raises(ArgumentError, match=r"INT8: element type \d+; allowed: F32, F16, BF16"):
+                group.allreduce(np.zeros(10, dtype), codec=codec)
+        given = np.zeros((4, 10), np.float32)
+        with pytest.raises(ArgumentError, match="LOSSLESS in a collective"):
+            group.allreduce(given, codec=Codec(kind=CodecKind.LOSSLESS))
+        with pytest.raises(ArgumentError, match="partial sums with a codec"):
+            group.allreduce(given, leaves=4, partial=True, codec=codec)
+        with pytest.raises(ArgumentError, match=r"shape \(4, 10\); allowed: 5 rows"):
+            group.allreduce(given, leaves=5, codec=codec)
+        with pytest.raises(ArgumentError, match="BXOR"):
+            group.allreduce(given, ReduceOp.BXOR, codec=codec)
+        assert group.sequence == 0
+
+
+def test_numbers_at_odd_addresses_are_copied_first() -> None:
+    odd = np.zeros(4 * 100 + 1, np.uint8)[1:].view(np.float32)
+    odd[:] = np.arange(100)
+    with Communicator(rank=0, world=1) as group:
+        codec = Codec(kind=CodecKind.BF16)
+        np.testing.assert_array_equal(group.allreduce(odd, codec=codec), np.arange(100))

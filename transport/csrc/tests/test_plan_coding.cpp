@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// Encode and decode steps: the rules of plans that have them, and long ones, which run in pieces.
+#include <random>
+
+#include "codec/codec.hpp"
+#include "engine_group.hpp"
+
+using namespace sennit;
+using namespace sennit::test;
+
+namespace {
+
+// As transport/signature.py: coded, and which codec.
+uint64_t signature(CodecKind kind, uint32_t block, bool stochastic) {
+  return uint64_t{1} << 56 | uint64_t{1} << 44 | static_cast<uint64_t>(kind) | uint64_t{stochastic} << 3 |
+         (block & 0xFFF) << 4;
+}
+
+struct Coded {
+  CodecKind kind = CodecKind::int8;
+  uint32_t block = 64;
+  bool stochastic = false;
+  uint64_t count = 100;
+  uint64_t first_index = 0;
+
+  CodecSpec spec(uint64_t seed) const { return {kind, block, stochastic, seed}; }
+  uint64_t bytes() const { return coded_bytes(spec(0), SENNIT_F32, count); }
+  // From buffer 0 to codes in buffer 1, and from there to buffer 2.
+  PlanWriter plan() const {
+    PlanWriter writer(1, 0, 3, signature(kind, block, stochastic));
+    const uint32_t encode =
+        writer.add(StepKind::encode, 0, block, 1, 0, count * 4, {Operand{}, Operand{.kind = 2, .offset = first_index}},
+                   stochastic ? STEP_STOCHASTIC : 0);
+    const uint32_t decode = writer.add(StepKind::decode, 0, block, 2, 0, count * 4, {Operand{.index = 1}});
+    writer.step(encode).reduce = writer.step(decode).reduce = static_cast<uint8_t>(kind);
+    writer.edge(encode, decode);
+    return writer;
+  }
+};
+
+std::string refusal(const PlanWriter& writer) {
+  const std::vector<std::byte> bytes = writer.bytes();
+  try {
+    Plan::decode(bytes.data(), bytes.size());
+  } catch (const PlanError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+bool says(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
+
+std::string changed(const std::function<void(Step& encode, Step& decode)>& change) {
+  PlanWriter writer = Coded{}.plan();
+  change(writer.step(0), writer.step(1));
+  return refusal(writer);
+}
+
+}  // namespace
+
+TEST_CASE("a long step runs in pieces, and gives the bits of the whole") {
+  std::mt19937_64 random(7);
+  const uint64_t seed = 0x1234'5678'9ABC'DEF0;
+  for (const Coded coded :
+       {Coded{CodecKind::int8, 100, true, 1'000'003, 5}, Coded{CodecKind::fp16, 0, true, 300'001, 1},
+        Coded{CodecKind::fp8_e5m2, 33, false, 500'009, 0}, Coded{CodecKind::mx4, 32, true, 400'001, 8},
+        Coded{CodecKind::bf16, 0, false, 65'536, 0},
+        Coded{CodecKind::fp8_e4m3, 4'096, true, 4'095, uint64_t{1} << 63}}) {
+    std::vector<float> values(coded.count), decoded(coded.count), expected_values(coded.count);
+    for (float& value : values) value = static_cast<float>(random() % 20'001) / 777.0f - 12.0f;
+    std::vector<std::byte> expected(coded.bytes()), codes(coded.bytes());
+    encode(coded.spec(seed), SENNIT_F32, values.data(), coded.count, coded.first_index, expected);
+    REQUIRE(decode(coded.spec(seed), SENNIT_F32, expected, coded.count, SENNIT_F32, expected_values.data()));
+    const LoadedPlan plan(coded.plan().bytes());
+    run_ranks(1, 60'000'000, [&](Engine& engine, uint32_t) {
+      const sennit_buffer buffers[] = {
+          {values.data(), coded.count * 4}, {codes.data(), codes.size()}, {decoded.data(), coded.count * 4}};
+      const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0, seed};
+      sennit_op* op = nullptr;
+      char error[512] = "";
+      auto* comm = reinterpret_cast<sennit_comm*>(&engine);
+      REQUIRE(sennit_post(comm, plan.handle, buffers, 3, &options, &op, error, sizeof error) == SENNIT_OK);
+      CHECK(sennit_wait(op, 0) == SENNIT_OK);
+      sennit_op_release(op);
+    });
+    CHECK(codes == expected);
+    CHECK(std::memcmp(decoded.data(), expected_values.data(), coded.count * 4) == 0);
+  }
+}
+
+TEST_CASE("sizes are those of the codec") {
+  const std::vector<std::byte> bytes = Coded{}.plan().bytes();
+  CHECK(Plan::decode(bytes.data(), bytes.size())->sizes.buffer_extents == std::vector<uint64_t>{400, 108, 400, 0});
+  CHECK(refusal(Coded{.count = 0}.plan()).empty());
+}
+
+TEST_CASE("malformed codecs are refused") {
+  CHECK(says(refusal(Coded{CodecKind::lossless, 0}.plan()), "lossless, which has no fixed size"));
+  CHECK(says(refusal(Coded{CodecKind::mx4, 64}.plan()), "block 64 of mx4; allowed: 32"));
+  CHECK(says(refusal(Coded{CodecKind::int8, 4'097}.plan()), "block 4097; allowed: 1 to 4096"));
+  CHECK(says(changed([](Step& step, Step&) { step.reduce = 9; }), "codec number 9"));
+  CHECK(says(changed([](Step& step, Step&) { step.dtype = SENNIT_I32; }), "element type 3; allowed: F32, F16, BF16"));
+  CHECK(says(changed([](Step& step, Step&) { step.dtype = 200; }), "element type 200"));
+  CHECK(says(changed([](Step& step, Step&) { step.size_bytes = 398; }), "part of an element"));
+  CHECK(says(changed([](Step& step, Step&) { step.size_bytes = uint64_t{1} << 50; }), "allowed: 0..281474976710656"));
+  CHECK(says(changed([](Step& step, Step&) { step.size_bytes = PlanWriter::counted(0, 0); }), "a counted size"));
+  CHECK(says(changed([](Step& step, Step&) { step.flags = 16; }), "unknown flags in 16"));
+  CHECK(says(changed([](Step&, Step& step) { step.flags = STEP_LOAN; }), "unknown flags in 1"));
+  CHECK(says(changed([](Step& step, Step&) { step.flags = STEP_STOCHASTIC; }), "signature does not name"));
+  CHECK(says(changed([](Step&, Step& step) { step.slot = 32; }), "signature does not name"));
+  CHECK(says(changed([](Step& step, Step&) { step.operand_count = 1; }), "the index of the first one as operands"));
+  CHECK(says(changed([](Step&, Step& step) { step.operand_count = 0; }), "must have one operand"));
+  CHECK(says(changed([](Step&, Step& step) { step.destination_offset = 2; }), "multiple of their size"));
+  CHECK(says(changed([](Step& step, Step&) { step.destination_buffer = 0; }), "writes over what it reads"));
+  CHECK(says(changed([](Step&, Step& step) { step.destination_buffer = 9; }), "names buffer 9"));
+  CHECK(says(changed([](Step&, Step& step) { step.destination_offset = PlanWriter::counted(0, 0); }), "fixed size"));
+}
+
+TEST_CASE("a loan that is decoded must be as long as its codes") {
+  const auto reads = [](uint64_t loan_bytes) {
+    PlanWriter writer(2, 0, 1, signature(CodecKind::int8, 64, false));
+    const uint32_t loan = writer.add(StepKind::receive, 1, 0, 0, 0, loan_bytes, {}, STEP_LOAN);
+    const uint32_t decode = writer.add(StepKind::decode, 0, 64, 0, 0, 400, {Operand{.kind = 1, .index = loan}});
+    writer.step(decode).reduce = static_cast<uint8_t>(CodecKind::int8);
+    writer.edge(loan, decode);
+    return refusal(writer);
+  };
+  CHECK(reads(108).empty());
+  CHECK(says(reads(107), "reads beyond a loan"));
+}
