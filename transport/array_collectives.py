@@ -191,14 +191,28 @@ class ArrayCollectives(ABC):
         return output
 
     def reduce_scatter(
-        self, array: Array, op: ReduceOp = ReduceOp.SUM, *, counts: Sequence[int] | None = None, scalar: float = 1.0
+        self,
+        array: Array,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        counts: Sequence[int] | None = None,
+        scalar: float = 1.0,
+        codec: Codec | None = None,
     ) -> Array:
-        """Returns this rank's share of the fold along the first axis: `counts[rank]` rows, equal shares by default."""
+        """Returns this rank's share of the fold along the first axis: `counts[rank]` rows, equal shares by default.
+
+        With `codec`, shares travel coded, and results are not coded again (see `allreduce`).
+        """
         given, dtype = _contiguous(array), dtype_of(array)
         rows = _splits("counts", counts, given, self.world)
         output = np.empty((rows[self.rank], *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
         elements = tuple(count * row_elements for count in rows)
+        if codec is not None:
+            coding = codec.coding(dtype)
+            plan = _Call(algorithms.reduce_scatter_coded, self, counts=elements, dtype=dtype, op=op, coding=coding)
+            self._run(plan, [_aligned(given), output], scalar=scalar, seed=codec.seed)
+            return output
         is_direct = self.selection.of_parts(Collective.REDUCE_SCATTER, given.nbytes) is Algorithm.DIRECT
         if is_direct and len(set(elements)) > 1:
             pieces = pieces_of(elements, dtype.item_bytes)
@@ -223,8 +237,11 @@ class ArrayCollectives(ABC):
         self._run(plan, [data])
         return data
 
-    def allgather(self, array: Array, *, counts: Sequence[int] | None = None) -> Array:
-        """Returns all ranks' arrays, joined along the first axis. `counts` gives their rows if they differ."""
+    def allgather(self, array: Array, *, counts: Sequence[int] | None = None, codec: Codec | None = None) -> Array:
+        """Returns all ranks' arrays, joined along the first axis. `counts` gives their rows if they differ.
+
+        With `codec`, all arrays are coded and decoded, also this rank's (see `allreduce`).
+        """
         given = _contiguous(array)
         rows = tuple(counts) if counts is not None else (given.shape[0],) * self.world
         if len(rows) != self.world or rows[self.rank] != given.shape[0]:
@@ -234,6 +251,12 @@ class ArrayCollectives(ABC):
             )
         output = np.empty((sum(rows), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
+        if codec is not None:
+            parts, dtype = tuple(count * row_elements for count in rows), dtype_of(given)
+            coding = codec.coding(dtype)
+            coded = _Call(algorithms.allgather_coded, self, counts=parts, dtype=dtype, coding=coding)
+            self._run(coded, [_aligned(given), output], seed=codec.seed)
+            return output
         is_ring = self.selection.of_parts(Collective.ALLGATHER, output.nbytes) is Algorithm.RING
         self._run(
             _Call(algorithms.allgather, self, ring=is_ring, **_movement(given)),
@@ -265,11 +288,17 @@ class ArrayCollectives(ABC):
         return output
 
     def alltoall(
-        self, array: Array, *, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
+        self,
+        array: Array,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        codec: Codec | None = None,
     ) -> Array:
         """Exchanges rows of the first axis with every rank:
 
-        `send_counts[j]` rows to rank j. Without counts, which then all ranks leave out, equal shares.
+        `send_counts[j]` rows to rank j. Without counts, which then all ranks leave out, equal shares. With `codec`, all
+        rows are coded and decoded, also those that stay (see `allreduce`).
         """
         given = _contiguous(array)
         sent = _splits("send_counts", send_counts, given, self.world)
@@ -283,6 +312,13 @@ class ArrayCollectives(ABC):
             )
         output = np.empty((sum(received), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
+        if codec is not None:
+            parts = [tuple(count * row_elements for count in counts) for counts in (sent, received)]
+            dtype = dtype_of(given)
+            coding = codec.coding(dtype)
+            coded = _Call(algorithms.alltoall_coded, self, sent=parts[0], received=parts[1], dtype=dtype, coding=coding)
+            self._run(coded, [_aligned(given), output], seed=codec.seed)
+            return output
         is_equal = send_counts is None and recv_counts is None
         if is_equal and self.selection.of_parts(Collective.ALLTOALL, given.nbytes) is not Algorithm.DIRECT:
             staged = _Call(self.selection.alltoall, self, size_class=size_class(given.nbytes), **_movement(given))

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from sennit.transport import codec_reference, errors
-from sennit.transport.arithmetic import fold
+from sennit.transport.arithmetic import fold, narrow
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
@@ -53,6 +53,22 @@ def definition(codec: Codec, leaves: Sequence[Array], dtype: Dtype, op: ReduceOp
     return codec_reference.encode(narrow, total.view(np.float32))
 
 
+def scattered(
+    codec: Codec, leaves: Sequence[Array], counts: Sequence[int], dtype: Dtype, op: ReduceOp, scalar: float = 1.0
+) -> list[Array]:
+    """The reduce_scatter of leaves: each share as bytes."""
+    elements, low, shares = sum(counts), 0, []
+    for count in counts:
+        part = slice(low * dtype.item_bytes, (low + count) * dtype.item_bytes)
+        decoded = [
+            coded_and_back(codec, leaf[part], number * elements + low, dtype) for number, leaf in enumerate(leaves)
+        ]
+        total = fold(decoded, Dtype.F32, op, scalar=scalar)
+        shares.append(total if dtype is Dtype.F32 else narrow(total.view(np.float32), dtype))
+        low += count
+    return shares
+
+
 def vectors(count: int, elements: int, seed: int) -> Array:
     """Numbers of every size, some of them infinite or NaN."""
     rng = np.random.default_rng(seed)
@@ -87,6 +103,35 @@ def leaves(group: Communicator, seed: int) -> None:
             check(got, codec, given, Dtype.F32)
 
 
+def exchanges(group: Communicator, seed: int) -> None:
+    """Uneven parts of alltoall, allgather and reduce_scatter, some of them empty."""
+    ranks = range(group.world)
+    for codec in CODECS:
+        for unit in (0, 1, 333, 40_001):
+            counts = [(peer + 1) % group.world * unit for peer in ranks]
+            table = [[(7 * peer + other) % 3 * unit for other in ranks] for peer in ranks]
+            given = vectors(group.world, sum(counts), seed)
+            gathered = group.allgather(given[group.rank, : counts[group.rank]], counts=counts, codec=codec)
+            starts = np.cumsum([0, *counts])
+            parts = [
+                coded_and_back(codec, given[peer, : counts[peer]].view(np.uint8), int(starts[peer])) for peer in ranks
+            ]
+            np.testing.assert_array_equal(gathered.view(np.uint8), np.concatenate(parts))
+            share = group.reduce_scatter(given[group.rank], counts=counts, codec=codec)
+            leaves = [leaf.view(np.uint8) for leaf in given]
+            expected = scattered(codec, leaves, counts, Dtype.F32, ReduceOp.SUM)[group.rank]
+            np.testing.assert_array_equal(share.view(np.uint8), expected)
+            sent = [vectors(1, sum(table[peer]), seed + peer)[0] for peer in ranks]
+            received = [table[peer][group.rank] for peer in ranks]
+            got = group.alltoall(sent[group.rank], send_counts=table[group.rank], recv_counts=received, codec=codec)
+            cut = []
+            for peer in ranks:
+                low = sum(table[peer][: group.rank])
+                part = sent[peer][low : low + received[peer]].view(np.uint8)
+                cut.append(coded_and_back(codec, part, (peer << 40) + low))
+            np.testing.assert_array_equal(got.view(np.uint8), np.concatenate(cut))
+
+
 def survive(group: Communicator, seed: int) -> None:
     given = np.ones(1_000, np.float32)
     if group.rank == 0:
@@ -104,7 +149,7 @@ def mismatch(group: Communicator, seed: int) -> None:
     differences: dict[str, tuple[dict[str, Any], str, str]] = {
         "kind": ({"kind": CodecKind.FP8_E5M2}, "int8 in blocks of 64", "fp8_e5m2 in blocks of 64"),
         "block": ({"block": 96}, "blocks of 64", "blocks of 96"),
-        "rounding": ({"stochastic": False}, "blocks of 64, rounded by seed 7", "blocks of 64, sizes"),
+        "rounding": ({"stochastic": False}, "blocks of 64, rounded by seed 7", "in blocks of 64"),
         "seed": ({"seed": 8}, "seed 7", "seed 8"),
         "long seed": ({"seed": 2**63}, "seed 7", "a seed of digest"),
     }
@@ -112,8 +157,10 @@ def mismatch(group: Communicator, seed: int) -> None:
     fields: dict[str, Any] = {"kind": CodecKind.INT8, "block": 64, "stochastic": True, "seed": 7}
     differs = group.rank == group.world - 1
     codec = Codec(**(fields | (changed if differs else {})))
+    calls: dict[str, Any] = {"allreduce": group.allreduce, "alltoall": group.alltoall, "allgather": group.allgather}
+    call = calls[os.environ["CALL"]]
     with pytest.raises((errors.MismatchError, errors.PeerError)) as caught:
-        group.allreduce(np.ones(10_000, np.float32), codec=codec)
+        call(np.ones(12_000, np.float32), codec=codec)
     text = str(caught.value)
     assert ours in text, text
     assert theirs in text, text
@@ -127,7 +174,7 @@ def without(group: Communicator, seed: int) -> None:
     assert "allreduce of float32 (sum), 10000 elements" in str(caught.value)
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (allreduces, leaves, survive, mismatch, without)}
+SCENARIOS = {scenario.__name__: scenario for scenario in (allreduces, leaves, exchanges, survive, mismatch, without)}
 
 if __name__ == "__main__":
     names, given_rank, given_world, store, given_seed = sys.argv[1:]

@@ -23,6 +23,11 @@ def test_allreduce_has_the_bits_of_the_definition(transport: str, world: int, tm
     run_ranks("allreduces,survive", world, transport, tmp_path, seed=world, worker=WORKER)
 
 
+@pytest.mark.parametrize(("transport", "world"), [("shm", 1), ("shm", 4), ("udp", 3)])
+def test_exchanges_have_the_bits_of_their_definitions(transport: str, world: int, tmp_path: Path) -> None:
+    run_ranks("exchanges", world, transport, tmp_path, seed=world, worker=WORKER)
+
+
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_eight_leaves_have_the_same_bits_in_every_world(transport: str, world: int, tmp_path: Path) -> None:
@@ -34,9 +39,13 @@ def test_threads_share_the_work_and_change_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("differs", ["kind", "block", "rounding", "seed", "long seed"])
-@pytest.mark.parametrize(("transport", "world"), [("shm", 2), ("udp", 3)])
-def test_ranks_that_differ_are_refused(differs: str, transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("mismatch", world, transport, tmp_path, seed=0, worker=WORKER, variables=[{"DIFFERS": differs}])
+@pytest.mark.parametrize(
+    ("transport", "world", "call"),
+    [("shm", 2, "allreduce"), ("udp", 3, "allreduce"), ("shm", 2, "alltoall"), ("udp", 2, "allgather")],
+)
+def test_ranks_that_differ_are_refused(differs: str, transport: str, world: int, call: str, tmp_path: Path) -> None:
+    variables = [{"DIFFERS": differs, "CALL": call}]
+    run_ranks("mismatch", world, transport, tmp_path, seed=0, worker=WORKER, variables=variables)
 
 
 def test_a_rank_without_codec_is_refused(tmp_path: Path) -> None:
@@ -47,8 +56,9 @@ def test_wrong_use_raises_before_anything_is_sent() -> None:
     with Communicator(rank=0, world=1) as group:
         codec = Codec(kind=CodecKind.INT8)
         for dtype in (np.int32, np.bool_, np.float64, np.complex64):
-            with pytest.raises(ArgumentError, match=r"INT8: element type \d+; allowed: F32, F16, BF16"):
-                group.allreduce(np.zeros(10, dtype), codec=codec)
+            for call in (group.allreduce, group.alltoall, group.allgather, group.reduce_scatter):
+                with pytest.raises(ArgumentError, match=r"INT8: element type \d+; allowed: F32, F16, BF16"):
+                    call(np.zeros(10, dtype), codec=codec)
         given = np.zeros((4, 10), np.float32)
         with pytest.raises(ArgumentError, match="LOSSLESS in a collective"):
             group.allreduce(given, codec=Codec(kind=CodecKind.LOSSLESS))
@@ -56,6 +66,8 @@ def test_wrong_use_raises_before_anything_is_sent() -> None:
             group.allreduce(given, leaves=4, partial=True, codec=codec)
         with pytest.raises(ArgumentError, match=r"shape \(4, 10\); allowed: 5 rows"):
             group.allreduce(given, leaves=5, codec=codec)
+        with pytest.raises(ArgumentError, match="PREMUL_SUM of F16"):
+            group.reduce_scatter(given.astype(np.float16), ReduceOp.PREMUL_SUM, codec=codec)
         with pytest.raises(ArgumentError, match="BXOR"):
             group.allreduce(given, ReduceOp.BXOR, codec=codec)
         assert group.sequence == 0

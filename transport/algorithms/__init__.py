@@ -18,11 +18,13 @@ from sennit.transport.algorithms.alltoall_bruck import alltoall_bruck
 from sennit.transport.algorithms.alltoall_by_host import alltoall_by_host
 from sennit.transport.algorithms.barrier import barrier
 from sennit.transport.algorithms.broadcast import broadcast
+from sennit.transport.algorithms.exchange_coded import allgather_coded, alltoall_coded
 from sennit.transport.algorithms.gather import gather
 from sennit.transport.algorithms.gather_tree import gather_tree
 from sennit.transport.algorithms.point_to_point import recv, send
 from sennit.transport.algorithms.reduce import reduce
 from sennit.transport.algorithms.reduce_scatter import reduce_scatter
+from sennit.transport.algorithms.reduce_scatter_coded import reduce_scatter_coded
 from sennit.transport.algorithms.reduce_scatter_counted import reduce_scatter_counted
 from sennit.transport.algorithms.reduce_scatter_halving import reduce_scatter_halving
 from sennit.transport.algorithms.reduce_tree import reduce_tree
@@ -30,6 +32,7 @@ from sennit.transport.algorithms.scatter import scatter
 
 __all__ = [
     "allgather",
+    "allgather_coded",
     "allreduce",
     "allreduce_coded",
     "allreduce_dissemination",
@@ -38,6 +41,7 @@ __all__ = [
     "alltoall",
     "alltoall_bruck",
     "alltoall_by_host",
+    "alltoall_coded",
     "barrier",
     "broadcast",
     "gather",
@@ -45,6 +49,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_coded",
     "reduce_scatter_counted",
     "reduce_scatter_halving",
     "reduce_tree",

@@ -15,22 +15,25 @@ Shares and chunks begin where blocks do, so that chunks have the codes of the wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
 
+from sennit.transport.algorithms.coded_parts import (
+    CHUNKS_IN_WORK,
+    DEFAULT_CHUNK_ELEMENTS,
+    Ring,
+    chunk_limit,
+    cut,
+)
 from sennit.transport.algorithms.fold import GATHER_LAG_CHUNKS
 from sennit.transport.algorithms.leaves import Leaves, allreduce_builder
 from sennit.transport.algorithms.ranges import Range, peers_after, peers_before
 from sennit.transport.coding import Coding
 from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import MAX_LOAN_BYTES, Operand, Plan
+from sennit.transport.plan import Operand, Plan, PlanBuilder
 from sennit.transport.tree import balanced, combinations
 
-# As float32 a quarter of a second-level cache, so that what is decoded is folded there.
-DEFAULT_CHUNK_ELEMENTS: Final = 32_768
-# How many chunks of each kind a rank works on at a time. It bounds the scratch memory.
-CHUNKS_IN_WORK: Final = 4
 # Of partial sums and decoded numbers.
 _SUM: Final = Dtype.F32
 _SUM_BYTES: Final = Dtype.F32.item_bytes
@@ -53,9 +56,24 @@ def allreduce_coded(
     Chunks have at most `chunk_elements`, but at least a block. Raises ArgumentError if there are fewer leaves than
     ranks.
     """
-    if chunk_elements < 1:
-        raise ArgumentError(f"chunk_elements {chunk_elements}; allowed: 1 or more")
-    return _Writer(world, rank, elements, dtype, op, coding, in_place, chunk_elements, leaves).write()
+    given = Leaves(world, leaves)
+    builder, result = allreduce_builder(
+        "coded allreduce", given, rank=rank, elements=elements, dtype=dtype, op=op, in_place=in_place, coding=coding
+    )
+    fold = CodedFold(
+        rank=rank,
+        leaves=given,
+        elements=elements,
+        shares=shares_of(elements, world, coding),
+        dtype=dtype,
+        op=op,
+        coding=coding,
+        result_buffer=result,
+        chunk_elements=chunk_elements,
+        gather=True,
+    )
+    add_coded_fold(builder, fold)
+    return builder.build()
 
 
 def shares_of(elements: int, world: int, coding: Coding) -> list[Range]:
@@ -66,55 +84,41 @@ def shares_of(elements: int, world: int, coding: Coding) -> list[Range]:
     return [Range(low, high - low) for low, high in pairwise(bounds)]
 
 
-class _Ring:
-    """Places in scratch that are used in turn, and the steps that must be done before the next use."""
+@dataclass(frozen=True, kw_only=True)
+class CodedFold:
+    """A fold of vectors of `elements` that travel coded. Buffer 0 has what this rank gives."""
 
-    def __init__(self, offset: int, size_bytes: int, count: int) -> None:
-        self._offset, self._size_bytes, self._count = offset, size_bytes, count
-        self._users: list[list[int]] = [[] for _ in range(count)]
-        self._next = 0
+    rank: int
+    leaves: Leaves
+    elements: int
+    shares: Sequence[Range]
+    """Each owner's, in elements."""
+    dtype: Dtype
+    op: ReduceOp
+    coding: Coding
+    result_buffer: int
+    """The last of the caller's buffers."""
+    chunk_elements: int
+    gather: bool
+    """Whether every rank gets every share's result, coded. Else each owner has its own, as it was folded."""
 
-    def take(self) -> tuple[int, list[int], list[int]]:
-        """Returns the offset of a place, the steps that used it last, and a list for those that use it now."""
-        number = self._next % self._count
-        self._next += 1
-        before, self._users[number] = self._users[number], []
-        return self._offset + number * self._size_bytes, before, self._users[number]
+
+def add_coded_fold(builder: PlanBuilder, fold: CodedFold) -> None:
+    """Adds the whole schedule."""
+    _Writer(builder, fold).write()
 
 
 class _Writer:
-    def __init__(
-        self,
-        world: int,
-        rank: int,
-        elements: int,
-        dtype: Dtype,
-        op: ReduceOp,
-        coding: Coding,
-        in_place: bool,
-        chunk_elements: int,
-        leaves: int | None,
-    ) -> None:
-        self._world, self._rank, self._elements, self._dtype, self._op = world, rank, elements, dtype, op
-        self._coding = coding
-        self._leaves = Leaves(world, leaves)
-        self._builder, self._result = allreduce_builder(
-            "coded allreduce",
-            self._leaves,
-            rank=rank,
-            elements=elements,
-            dtype=dtype,
-            op=op,
-            in_place=in_place,
-            coding=coding,
-        )
-        self._scratch = self._result + 1
-        fitting = MAX_LOAN_BYTES // coding.coded_bytes(coding.unit)
-        units = max(min(chunk_elements // coding.unit, fitting), 1)
-        self._shares = shares_of(elements, world, coding)
-        self._chunks = [_chunks(share, units * coding.unit) for share in self._shares]
+    def __init__(self, builder: PlanBuilder, fold: CodedFold) -> None:
+        self._builder, self._leaves, self._rank, self._elements = builder, fold.leaves, fold.rank, fold.elements
+        self._world, self._dtype, self._op, self._coding = fold.leaves.world, fold.dtype, fold.op, fold.coding
+        self._result, self._scratch, self._is_gathered = fold.result_buffer, fold.result_buffer + 1, fold.gather
+        rank, world = self._rank, self._world
+        most = chunk_limit(fold.coding, fold.chunk_elements)
+        self._shares = fold.shares
+        self._chunks = [cut(share, most) for share in self._shares]
         # No chunk is larger.
-        self._most = min(units * coding.unit, max(share.size_bytes for share in self._shares))
+        self._most = min(most, max(share.size_bytes for share in self._shares))
         self._coded = self._ring(1, self._coded_room)
         self._nodes = [self._leaves.nodes(span) for span in self._leaves.of_rank]
         # A message that leaves, for each peer, and one that stays here.
@@ -128,8 +132,8 @@ class _Writer:
         # What the ranks give to a chunk of the own share.
         self._places = [sum(map(len, self._nodes[:peer])) * self._room for peer in range(world + 1)]
         self._fold = self._ring(CHUNKS_IN_WORK, self._places[-1])
-        self._summed = self._ring(CHUNKS_IN_WORK, self._room)
-        self._results = self._ring(CHUNKS_IN_WORK, self._coded_room)
+        self._summed = self._ring(CHUNKS_IN_WORK, self._room * fold.gather)
+        self._results = self._ring(CHUNKS_IN_WORK, self._coded_room * fold.gather)
         # The leaves of a rank that has several.
         leaf_count = len(self._leaves.given(rank))
         self._decoded = self._ring(2, 0 if self._is_leaf(rank) else leaf_count * self._room)
@@ -142,13 +146,13 @@ class _Writer:
     def _coded_room(self) -> int:
         return -(-self._coding.coded_bytes(self._most) // 64) * 64
 
-    def _ring(self, count: int, size_bytes: int) -> _Ring:
-        return _Ring(self._builder.reserve_scratch(count * size_bytes), size_bytes, count)
+    def _ring(self, count: int, size_bytes: int) -> Ring:
+        return Ring(self._builder.reserve_scratch(count * size_bytes), size_bytes, count)
 
     def _is_leaf(self, rank: int) -> bool:
         return self._leaves.is_leaf(self._leaves.of_rank[rank])
 
-    def write(self) -> Plan:
+    def write(self) -> None:
         turns = max(map(len, self._chunks))
         for turn in range(turns + GATHER_LAG_CHUNKS):
             for peer in peers_after(self._rank, self._world):
@@ -156,9 +160,8 @@ class _Writer:
                     self._contribute(peer, turn)
             if turn < len(self._chunks[self._rank]):
                 self._collect(turn)
-            if turn >= GATHER_LAG_CHUNKS:
+            if self._is_gathered and turn >= GATHER_LAG_CHUNKS:
                 self._gather(turn - GATHER_LAG_CHUNKS)
-        return self._builder.build()
 
     def _contribute(self, owner: int, turn: int) -> None:
         chunk, last = self._chunks[owner][turn], self._made[owner]
@@ -260,6 +263,9 @@ class _Writer:
             else:
                 size_bytes = len(self._nodes[peer]) * chunk.size_bytes * _SUM_BYTES
                 steps.append(self._builder.recv(peer, 2 * turn, self._scratch, place, size_bytes, after=before))
+        if not self._is_gathered:
+            self._fold_here(chunk, offset, steps, users)
+            return
         summed, free, readers = self._summed.take()
         fold = self._builder.reduce(
             self._give(chunk, offset),
@@ -273,6 +279,23 @@ class _Writer:
         )
         users.append(fold)
         self._folded[turn] = Operand(self._scratch, summed), fold, readers
+
+    def _fold_here(self, chunk: Range, offset: int, steps: Sequence[int], users: list[int]) -> None:
+        """Folds a chunk straight into the result. Of narrow types, decoded numbers count as partial sums."""
+        places = self._give(chunk, offset)
+        item_bytes = self._dtype.item_bytes
+        users.append(
+            self._builder.reduce(
+                places if self._dtype is _SUM else [replace(place, is_partial=True) for place in places],
+                self._result,
+                (chunk.offset - self._shares[self._rank].offset) * item_bytes,
+                chunk.size_bytes * item_bytes,
+                dtype=self._dtype,
+                op=self._op,
+                program=combinations(tuple(node for nodes in self._nodes for node in nodes), self._leaves.count),
+                after=steps,
+            )
+        )
 
     def _give(self, chunk: Range, offset: int) -> list[Operand]:
         """Where the values of all nodes are, in the order of the tree."""
@@ -336,11 +359,3 @@ class _Writer:
         users += [coded, self._decode_result(source, chunk, [coded])]
         self._made = {peer: [coded] for peer in self._made}
         return source, users
-
-
-def _chunks(share: Range, most: int) -> list[Range]:
-    """An empty share gives one empty chunk, because its message is sent."""
-    if not share.size_bytes:
-        return [Range(share.offset, 0)]
-    end = share.offset + share.size_bytes
-    return [Range(low, min(most, end - low)) for low in range(share.offset, end, most)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coded allreduce against its definition, in any legal order: Q(fold(Q(leaf 0), Q(leaf 1), ...))."""
+"""Collectives with codecs against their definitions, in any legal order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DataObject
 
 from sennit.transport import algorithms, reference
+from sennit.transport.arithmetic import narrow
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.plan import MAX_LOAN_BYTES, Plan, Recv, Send
 from sennit.transport.tree import leaves_of
-from tests.transport.algorithm_runs import SCALAR, check_plans, inputs, noise
-from tests.transport.coded_worker import definition
+from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
+from tests.transport.coded_worker import coded_and_back, definition, scattered
 
 FIXED = [kind for kind in CodecKind if kind is not CodecKind.LOSSLESS]
 OPS = [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.PREMUL_SUM]
@@ -58,6 +59,19 @@ def plans_of(
     ]
 
 
+def run(draw: DataObject, plans: list[Plan], buffers: list[list[Array]], codec: Codec) -> None:
+    """Runs the plans under a random schedule."""
+    reference.run(
+        plans,
+        buffers,
+        seed=draw.draw(st.integers(0, 2**32 - 1), "schedule"),
+        scalar=SCALAR,
+        codec_seed=codec.seed,
+        loans_per_peer=draw.draw(st.integers(1, 4), "loans"),
+        in_order=draw.draw(st.booleans(), "in_order"),
+    )
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     st.data(),
@@ -88,18 +102,97 @@ def test_it_is_what_the_definition_says(
     if leaves is not None or not in_place:
         buffers = [[*given_buffers, noise(elements * dtype.item_bytes)] for given_buffers in buffers]
     check_plans(plans, plans, buffers)
-    reference.run(
-        plans,
-        buffers,
-        seed=data.draw(st.integers(0, 2**32 - 1), "schedule"),
-        scalar=SCALAR,
-        codec_seed=codec.seed,
-        loans_per_peer=data.draw(st.integers(1, 4), "loans"),
-        in_order=data.draw(st.booleans(), "in_order"),
-    )
+    run(data, plans, buffers, codec)
     expected = definition(codec, vectors, dtype, op, SCALAR)
     for posted in buffers:
         np.testing.assert_array_equal(posted[-1], expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.data(),
+    codecs(),
+    st.integers(1, 6),
+    st.sampled_from([Dtype.F32, Dtype.F16, Dtype.BF16]),
+    st.sampled_from(OPS[:-1]),
+    st.sampled_from([1, 64, 32_768]),
+)
+def test_reduce_scatter_is_what_the_definition_says(
+    data: DataObject, codec: Codec, world: int, dtype: Dtype, op: ReduceOp, chunk_elements: int
+) -> None:
+    counts = data.draw(st.lists(st.integers(0, 200), min_size=world, max_size=world), "counts")
+    plans = [
+        algorithms.reduce_scatter_coded(
+            world=world,
+            rank=rank,
+            counts=counts,
+            dtype=dtype,
+            op=op,
+            coding=codec.coding(dtype),
+            chunk_elements=chunk_elements,
+        )
+        for rank in range(world)
+    ]
+    vectors = inputs(sum(counts), world, sum(counts), dtype)
+    buffers = [[vector.copy(), noise(count * dtype.item_bytes)] for vector, count in zip(vectors, counts, strict=True)]
+    check_plans(plans, plans, buffers)
+    run(data, plans, buffers, codec)
+    for posted, expected in zip(buffers, scattered(codec, vectors, counts, dtype, op), strict=True):
+        np.testing.assert_array_equal(posted[1], expected)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.data(),
+    codecs(),
+    st.integers(1, 6),
+    st.sampled_from([Dtype.F32, Dtype.F16, Dtype.BF16]),
+    st.sampled_from([1, 64, 32_768]),
+    st.booleans(),
+)
+def test_exchanges_are_what_the_definitions_say(
+    data: DataObject, codec: Codec, world: int, dtype: Dtype, chunk_elements: int, gathers: bool
+) -> None:
+    row = st.lists(st.integers(0, 200), min_size=world, max_size=world)
+    coding, item_bytes = codec.coding(dtype), dtype.item_bytes
+    table = data.draw(st.lists(row, min_size=world, max_size=world), "counts")
+    if gathers:
+        table = [[own[0]] * world for own in table]
+        counts = [own[0] for own in table]
+        plans = [
+            algorithms.allgather_coded(
+                world=world, rank=rank, counts=counts, dtype=dtype, coding=coding, chunk_elements=chunk_elements
+            )
+            for rank in range(world)
+        ]
+    else:
+        plans = [
+            algorithms.alltoall_coded(
+                world=world,
+                rank=rank,
+                sent=table[rank],
+                received=[own[rank] for own in table],
+                dtype=dtype,
+                coding=coding,
+                chunk_elements=chunk_elements,
+            )
+            for rank in range(world)
+        ]
+    vectors = [inputs(rank, 1, own[0] if gathers else sum(own), dtype)[0] for rank, own in enumerate(table)]
+    buffers = [
+        [vector.copy(), noise(sum(own[rank] for own in table) * item_bytes)] for rank, vector in enumerate(vectors)
+    ]
+    check_plans(plans, plans, buffers)
+    run(data, plans, buffers, codec)
+    for rank, posted in enumerate(buffers):
+        parts, before = [noise(0)], 0
+        for peer, own in enumerate(table):
+            low = 0 if gathers else sum(own[:rank])
+            part = vectors[peer][low * item_bytes : (low + own[rank]) * item_bytes]
+            decoded = coded_and_back(codec, part, before if gathers else (peer << 40) + low, dtype)
+            parts.append(decoded if dtype is Dtype.F32 else narrow(decoded.view(np.float32), dtype))
+            before += own[rank]
+        np.testing.assert_array_equal(posted[1], np.concatenate(parts))
 
 
 def test_a_rank_with_one_leaf_sends_each_share_coded_and_its_result_to_all() -> None:
