@@ -379,6 +379,7 @@ std::shared_ptr<const PeerHeap> PeerHeap::open(const SharedHeapName& name) {
     base = mmap(nullptr, name.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
   close(descriptor);
   if (base == MAP_FAILED) return nullptr;
+  madvise(base, name.size_bytes, MADV_DONTDUMP);  // a core file has this process's own memory
   const std::shared_ptr<const PeerHeap> heap(new PeerHeap(static_cast<std::byte*>(base), name.size_bytes));
   Header header;
   std::memcpy(&header, base, sizeof header);
