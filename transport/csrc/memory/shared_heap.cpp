@@ -132,6 +132,8 @@ class SharedHeapState {
   void detach(const void* data, uint64_t size_bytes) {
     if (descriptor_ < 0) return;
     SharedHeap::end_.store(0, std::memory_order_relaxed);
+    // Before the copy is made: a message that it lacks finds that nothing is in the heap.
+    std::atomic_thread_fence(std::memory_order_seq_cst);
     is_detached_ = true;
     auto* const first = reinterpret_cast<std::byte*>(reinterpret_cast<uintptr_t>(data) & ~(SharedHeap::PAGE_BYTES - 1));
     const auto* const end = static_cast<const std::byte*>(data) + size_bytes;

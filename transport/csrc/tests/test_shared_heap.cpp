@@ -157,6 +157,7 @@ TEST_CASE("only what was allocated can be freed") {
   std::byte* const data = allocate(3 * PAGE);
   REQUIRE(data != nullptr);
   std::byte other[16];
+  CHECK_FALSE((SharedHeap::owns(other, 1) || SharedHeap::owns(nullptr, 0) || SharedHeap::owns(data, UINT64_MAX)));
   CHECK_FALSE(SharedHeap::free(other));
   CHECK_FALSE(SharedHeap::free(nullptr));
   CHECK_FALSE(SharedHeap::free(data + 1));
@@ -291,7 +292,7 @@ TEST_CASE("in a child of fork the heap is private, and the child's own heap is a
   const uint64_t offset = SharedHeap::offset_of(data), used_bytes = SharedHeap::used_bytes();
   check_in_child([&](Child child) {
     CHILD_REQUIRE(child, is_marked(data, SIZE, 20));
-    CHILD_REQUIRE(child, !SharedHeap::contains(data, 1));
+    CHILD_REQUIRE(child, !SharedHeap::contains(data, 1) && SharedHeap::owns(data, SIZE));
     CHILD_REQUIRE(child, !SharedHeap::name());
     CHILD_REQUIRE(child, SharedHeap::used_bytes() == 0);
     mark(data, SIZE, 70);
@@ -299,6 +300,7 @@ TEST_CASE("in a child of fork the heap is private, and the child's own heap is a
     std::byte* const own = allocate(SIZE);
     CHILD_REQUIRE(child, own != nullptr && SharedHeap::contains(own, SIZE));
     CHILD_REQUIRE(child, SharedHeap::name()->nonce != name.nonce && SharedHeap::name()->process == getpid());
+    CHILD_REQUIRE(child, SharedHeap::owns(own, SIZE) && SharedHeap::owns(data, SIZE) && !SharedHeap::owns(&own, 1));
     mark(own, SIZE, 33);
     // The parent's heap is now a peer's.
     const auto parent = PeerHeap::open(name);
@@ -339,7 +341,7 @@ TEST_CASE("a peer's late writes do not reach memory that was detached") {
     SharedHeap::detach(data + PAGE + 100, PAGE);  // two pages
     CHILD_REQUIRE(child, is_marked(data, SIZE, 40));
     CHILD_REQUIRE(child, !SharedHeap::contains(data, 1) && !SharedHeap::contains(rest, PAGE));
-    CHILD_REQUIRE(child, !SharedHeap::name());
+    CHILD_REQUIRE(child, !SharedHeap::name() && SharedHeap::owns(data, SIZE));
     CHILD_REQUIRE(child, allocate(PAGE) == nullptr);
     mark(view, SIZE, 90);
     CHILD_REQUIRE(child, is_marked(data + PAGE, 2 * PAGE, 41));
