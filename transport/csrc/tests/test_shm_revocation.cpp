@@ -93,7 +93,9 @@ TEST_CASE("a rank that took its memory back answers no old advert") {
   const uint64_t advert = pair.ask(1, from.size(), to.data());
   const uint64_t loan = pair.lend(from, Use::round_trip).second;  // leaves a number that is out
   pair.a.revoke();
+  const uint64_t references = pair.sent().references_sent;
   pair.sender().transfer(1, advert, from.data(), from.size());
+  CHECK(pair.sent().references_sent == references);
   pair.a.revoke();
   CHECK_FALSE(pair.receiver().open(loan));
   pair.pump();
