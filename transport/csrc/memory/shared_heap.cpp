@@ -143,13 +143,15 @@ class SharedHeapState {
   // In the child: it reads the parent's pages until it writes them itself.
   void become_private() {
     if (descriptor_ < 0) return;
-    for (const auto& [offset, size_bytes] : used_) {
-      if (is_detached_) {  // some of the pages are the copies already
-        replace_by_copy(base_ + offset, size_bytes);
-        continue;
-      }
-      mmap(base_ + offset, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, descriptor_,
-           static_cast<off_t>(offset));
+    const auto map_private = [this](uint64_t offset, uint64_t size_bytes) {
+      return mmap(base_ + offset, size_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+                  descriptor_, static_cast<off_t>(offset)) != MAP_FAILED;
+    };
+    // As a whole, because the kernel limits the pieces (vm.max_map_count). If some of the pages are copies already, or
+    // if the kernel commits no more memory than there is (vm.overcommit_memory 2), only what is in use.
+    if (is_detached_ || !map_private(0, size_bytes_)) {
+      for (const auto& [offset, size_bytes] : used_)
+        is_detached_ ? replace_by_copy(base_ + offset, size_bytes) : void(map_private(offset, size_bytes));
     }
     close(descriptor_);
     SharedHeap::end_.store(0, std::memory_order_relaxed);

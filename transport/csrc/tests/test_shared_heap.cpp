@@ -329,6 +329,27 @@ TEST_CASE("in a child of fork the heap is private, and the child's own heap is a
   CHECK(SharedHeap::free(more));
 }
 
+TEST_CASE("a child has all of the heap for itself, however many pieces of it are in use") {
+  check_in_child([](Child child) {
+    constexpr size_t COUNT = 68'000;  // more than the kernel maps in pieces (vm.max_map_count, mostly 65'530)
+    std::vector<std::byte*> pages;
+    for (size_t i = 0; i < COUNT; ++i) {
+      pages.push_back(allocate(1));
+      CHILD_REQUIRE(child, pages.back() != nullptr);
+    }
+    for (size_t i = 0; i < COUNT; i += 2) CHILD_REQUIRE(child, SharedHeap::free(pages[i]));
+    for (size_t i = 1; i < COUNT; i += 2) *pages[i] = std::byte{1};
+    const std::string grandchild = failure_in_child([&](Child second) {
+      for (size_t i = 1; i < COUNT; i += 2) {
+        CHILD_REQUIRE(second, *pages[i] == std::byte{1});
+        *pages[i] = std::byte{2};
+      }
+    });
+    if (!grandchild.empty()) child.fail(grandchild);
+    for (size_t i = 1; i < COUNT; i += 2) CHILD_REQUIRE(child, *pages[i] == std::byte{1});
+  });
+}
+
 TEST_CASE("a peer's late writes do not reach memory that was detached") {
   check_in_child([](Child child) {
     constexpr uint64_t SIZE = 6 * PAGE;
