@@ -337,7 +337,13 @@ bool Operation::open_loans(const Step& step) {
   Mailbox& mailbox = host_->mailbox();
   for (uint32_t o = 0; o < step.operand_count; ++o) {
     const Operand& operand = plan_.operands[step.operand_first + o];
-    if (operand.kind == 1 && !mailbox.open(loans_[operand.index].id)) return false;
+    if (operand.kind == 0 || mailbox.open(loans_[operand.index].id)) continue;
+    // A peer that takes its memory back waits for whoever writes there.
+    for (uint32_t opened = 0; opened < o; ++opened) {
+      const Operand& earlier = plan_.operands[step.operand_first + opened];
+      if (earlier.kind == 1) mailbox.close(loans_[earlier.index].id);
+    }
+    return false;
   }
   return true;
 }

@@ -183,12 +183,13 @@ class SharedHeapState {
 
   bool make() {
     const uint64_t size_bytes = heap_size_bytes();
-    const int descriptor = memfd_create("sennit-heap", MFD_CLOEXEC);
+    const int descriptor = memfd_create("sennit-heap", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (descriptor < 0) return false;
     uint64_t nonce = 0;
     if (getrandom(&nonce, sizeof nonce, 0) != sizeof nonce ||
         ftruncate(descriptor, static_cast<off_t>(size_bytes)) != 0 ||
-        posix_fallocate(descriptor, 0, SharedHeap::PAGE_BYTES) != 0) {
+        posix_fallocate(descriptor, 0, SharedHeap::PAGE_BYTES) != 0 ||
+        fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
       close(descriptor);
       return false;
     }
@@ -379,7 +380,7 @@ std::shared_ptr<const PeerHeap> PeerHeap::open(const SharedHeapName& name) {
   struct stat info {};
   void* base = MAP_FAILED;
   if (fstat(descriptor, &info) == 0 && S_ISREG(info.st_mode) && info.st_size >= static_cast<off_t>(sizeof(Header)) &&
-      static_cast<uint64_t>(info.st_size) == name.size_bytes)
+      static_cast<uint64_t>(info.st_size) == name.size_bytes && (fcntl(descriptor, F_GET_SEALS) & F_SEAL_SHRINK) != 0)
     base = mmap(nullptr, name.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, descriptor, 0);
   close(descriptor);
   if (base == MAP_FAILED) return nullptr;

@@ -70,6 +70,8 @@ class Lane {
   virtual bool has_round_trips() const { return false; }
   // Before a loan is overwritten. False: the peer takes its memory back, so nothing may be written there.
   [[nodiscard]] virtual bool open(uint64_t /*loan_id*/) { return false; }
+  // After open: nothing more is written there, and the peer does not get it back.
+  virtual void close(uint64_t /*loan_id*/) {}
   // In place of release: with the result.
   virtual void send_back(uint64_t /*loan_id*/) {}
   // Something posted here waits for the peer. Called repeatedly meanwhile. The lane asks a silent peer for a sign of

@@ -211,6 +211,8 @@ bool Mailbox::open(uint64_t loan) {
   return lanes_[peer]->open(id_of(loan)) || fail_by_revocation(peer);
 }
 
+void Mailbox::close(uint64_t loan) { lanes_[peer_of(loan)]->close(id_of(loan)); }
+
 void Mailbox::send_back(uint64_t loan) {
   if (loan != 0) lanes_[peer_of(loan)]->send_back(id_of(loan));
 }

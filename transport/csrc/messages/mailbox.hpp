@@ -53,6 +53,7 @@ class Mailbox final : public LaneSink {
                bool comes_back = false);
   // Of a round trip: before the loan is overwritten (false: the group fails), and when it has the result.
   [[nodiscard]] bool open(uint64_t loan);
+  void close(uint64_t loan);      // after open, where the group fails
   void send_back(uint64_t loan);  // 0: nothing happens
   // False: what was read from the loan may be anything. The group fails.
   [[nodiscard]] bool release(uint64_t loan);

@@ -53,6 +53,7 @@ class ShmLane final : public Lane {
   bool release(uint64_t loan_id) override;
   bool has_round_trips() const override { return true; }
   bool open(uint64_t loan_id) override;
+  void close(uint64_t) override { end_writing(); }
   void send_back(uint64_t loan_id) override;
   void expect(uint64_t now_us) override;
   uint64_t heard_us() const override { return silence_.heard_us(); }
