@@ -271,10 +271,11 @@ void ShmLane::take_memory_back() noexcept {
   // The owners of the memory use it after this fence. Pairs with the one in is_revoked_by_peer().
   std::atomic_thread_fence(std::memory_order_seq_cst);
   // The peer may be writing there now. If it is stopped or killed in the middle of a piece, it never says that it
-  // ended.
+  // ended. One that was killed writes no more: its memory goes before its locks.
   const uint64_t limit_ns = now_ns() + WRITER_LIMIT_NS;
-  while (in_.header->is_writing.load(std::memory_order_acquire) != 0 && now_ns() < limit_ns) sched_yield();
-  if (in_.header->is_writing.load(std::memory_order_acquire) != 0) {
+  const auto writes = [&] { return in_.header->is_writing.load(std::memory_order_acquire) != 0 && out_.owner_alive(); };
+  while (writes() && now_ns() < limit_ns) sched_yield();
+  if (writes()) {
     for (const Receive& receive : receives_)
       if (receive.is_open && receive.has_place) SharedHeap::detach(receive.destination, receive.size_bytes);
     for (const Reference& reference : references_)

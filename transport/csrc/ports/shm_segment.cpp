@@ -115,6 +115,14 @@ void lock(int fd) {
   if (fcntl(fd, F_SETLK, &lock) != 0) fail("cannot lock the shared-memory segment", errno);
 }
 
+bool has_owner(const ShmSegmentHeader& header, int fd) {
+  if (header.process_id == this_process_id()) return true;
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  return fcntl(fd, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
+}
+
 }  // namespace
 
 uint64_t this_process_id() {
@@ -236,6 +244,8 @@ ShmInbox ShmSegment::inbox(uint32_t number) const {
   return inbox;
 }
 
+bool ShmInbox::owner_alive() const { return fd < 0 || has_owner(*segment, fd); }
+
 int ShmInbox::reserve_blocks() const { return fd < 0 ? 0 : reserve(fd, bulk_offset, bulk_blocks * BULK_BLOCK_BYTES); }
 
 std::vector<std::byte> ShmSegment::offer() const {
@@ -283,12 +293,6 @@ void ShmSegment::silence_bell() const {
   }
 }
 
-bool ShmSegment::owner_alive() const {
-  if (mine_ || header().process_id == this_process_id()) return true;
-  struct flock lock {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  return fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK;
-}
+bool ShmSegment::owner_alive() const { return mine_ || has_owner(header(), fd_); }
 
 }  // namespace sennit

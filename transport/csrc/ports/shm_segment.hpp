@@ -71,6 +71,8 @@ enum class Sleep : uint32_t { awake = 0, futex = 1, poll = 2 };
 struct ShmInbox {
   // For the owner, before a peer may use the blocks. Returns 0 or an errno (ENOSPC).
   int reserve_blocks() const;
+  // Whether the process of the inbox's owner still lives.
+  bool owner_alive() const;
 
   ShmSegmentHeader* segment = nullptr;  // null: none
   ShmInboxHeader* header = nullptr;
