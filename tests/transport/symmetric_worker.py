@@ -26,7 +26,7 @@ from sennit.transport.arithmetic import fold
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Algorithm
 from sennit.transport.elements import Dtype, ReduceOp
-from sennit.transport.errors import MismatchError, PeerError, SennitError
+from sennit.transport.errors import ArgumentError, MismatchError, PeerError, SennitError
 from sennit.transport.plan import Plan
 from sennit.transport.selection import Selection
 from sennit.transport.store import FileStore
@@ -323,6 +323,21 @@ def disagree(me: Rank) -> None:
         me.report(text=str(caught.value))
 
 
+def strangers(me: Rank) -> None:
+    """Round trips are for shared memory. A plan with them is refused before anything is sent."""
+    array = symmetric_empty(1_000)
+    array[:] = 1
+    with me.make() as group:
+        plan = algorithms.allreduce_round_trip(
+            world=me.world, rank=me.rank, elements=array.size, dtype=Dtype.F32, op=ReduceOp.SUM
+        )
+        with pytest.raises(ArgumentError) as caught:
+            group.post("trip", lambda: plan, [array.view(np.uint8)])
+        all_in_place(group, array, Algorithm.ROUND_TRIP)
+        assert (array == me.world).all()
+    me.report(text=str(caught.value))
+
+
 def segments() -> list[str]:
     """The files of shared memory that this process maps."""
     return sorted(set(re.findall(r"/dev/shm/sennit-\w+", Path("/proc/self/maps").read_text())))
@@ -333,6 +348,32 @@ def forever(group: Communicator, array: Array) -> None:
         # The sum of equal numbers is the number times the world, so no element overflows for long.
         array[:] = 1
         all_in_place(group, array)
+
+
+def aborts(me: Rank) -> None:
+    """Again and again a rank ends its group at any moment, and writes to its array at once. A call of another rank that
+    ends well has the right sum, and what a rank wrote after its error stays."""
+    array = symmetric_empty(1_000_000)
+    ended = 0
+    for turn in range(me.arguments["turns"]):
+        with me.make(name=f"turn-{turn}") as group:
+            group.barrier()
+            if turn % me.world == me.rank:
+                threading.Timer(0.002 * (turn % 11), group.abort, ["for the test"]).start()
+            try:
+                while True:
+                    array[:] = 1
+                    all_in_place(group, array)
+                    assert (array == me.world).all(), np.unique(array)
+                    ended += 1
+            except SennitError as error:
+                array[:] = 1e9
+                text = str(error)
+            assert "for the test" in text, text
+            me.say(f"ended-{turn}-{me.rank}")
+            me.wait_for(*[f"ended-{turn}-{rank}" for rank in range(me.world)])
+            assert (array == 1e9).all()
+    me.report(ended=ended)
 
 
 def failure_of(group: Communicator, array: Array) -> dict[str, Any]:
@@ -401,7 +442,7 @@ def stopped(me: Rank) -> None:
 
 SCENARIOS: dict[str, Callable[[Rank], None]] = {
     scenario.__name__: scenario
-    for scenario in (collectives, churn, views, two_groups, disagree, killed, stopped)
+    for scenario in (collectives, churn, views, two_groups, disagree, strangers, aborts, killed, stopped)
 }  # fmt: skip
 
 

@@ -112,6 +112,37 @@ def test_arrays_and_groups(launch: Any, scenario: str, world: int) -> None:
         assert sum(report["sent"]) > 0
 
 
+@pytest.mark.root
+@pytest.mark.needs("root")
+def test_a_rank_in_another_pid_namespace_gets_copies(tmp_path: Path) -> None:
+    environment = {**os.environ, "SENNIT_TRANSPORT": "shm", "SENNIT_INTERFACES": "lo", "SENNIT_HOST_ID": "a"}
+    ranks = []
+    prefixes: list[list[str]] = [[], ["unshare", "--pid", "--fork", "--kill-child"]]
+    for rank, prefix in enumerate(prefixes):
+        given = ["collectives", rank, 2, tmp_path / "store", tmp_path / f"report-{rank}", "{}"]
+        command = [*prefix, sys.executable, str(WORKER), *map(str, given)]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    try:
+        for process in ranks:
+            _, text = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 0, text[-3_000:]
+    finally:
+        for process in ranks:
+            process.kill()
+    outer, inner = (json.loads((tmp_path / f"report-{rank}").read_text())["sent"]["symmetric"] for rank in range(2))
+    # The outer rank cannot open the memory of the inner one, whose process has another number there.
+    assert outer[0] > 0
+    assert outer[1] == 0
+    assert inner[0] == 0
+    assert inner[1] > 0
+
+
+def test_round_trips_to_another_host_are_refused(launch: Any) -> None:
+    texts = [report["text"] for report in launch("strangers", "aab").finish()]
+    for text, stranger in zip(texts, (2, 2, 0), strict=True):
+        assert text == f"the plan makes round trips, but rank {stranger} is not reached over shared memory"
+
+
 @pytest.mark.parametrize("elements", [0, 1, 5_000, 300_007])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_rank_with_another_algorithm_is_refused(launch: Any, elements: int, symmetric: bool) -> None:
@@ -131,6 +162,12 @@ def test_arrays_outlive_a_rank_that_is_killed(launch: Any, hosts: str, after_s: 
             assert report["lost"] == [victim], report
             assert f"rank {victim} " in report["text"].split(" (reported by")[0], report["text"]
             assert report["world"] == len(hosts) - 1
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_memory_is_taken_back_when_a_group_ends(launch: Any, world: int) -> None:
+    for report in launch("aborts", "a" * world, turns=25).finish():
+        assert report["ended"] > 0
 
 
 @pytest.mark.parametrize("hosts", ["aa", "aaa"])

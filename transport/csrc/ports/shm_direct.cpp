@@ -190,7 +190,7 @@ bool ShmLane::read_piece() {
 
 bool ShmLane::is_revoked_by_peer() const {
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  return in_.header->is_revoked.load(std::memory_order_relaxed) != 0;
+  return in_.header->is_revoked.load(std::memory_order_acquire) != 0;
 }
 
 // The peer's own reason comes first, if it gave one.
