@@ -357,10 +357,10 @@ def aborts(me: Rank) -> None:
     ended = 0
     for turn in range(me.arguments["turns"]):
         with me.make(name=f"turn-{turn}") as group:
-            group.barrier()
             if turn % me.world == me.rank:
                 threading.Timer(0.002 * (turn % 11), group.abort, ["for the test"]).start()
             try:
+                group.barrier()
                 while True:
                     array[:] = 1
                     all_in_place(group, array)
