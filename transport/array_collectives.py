@@ -131,24 +131,47 @@ class ArrayCollectives(ABC):
         partial: bool,
         scalar: float,
     ) -> Array:
-        coding = codec.coding(dtype)
+        codec.coding(dtype)
         if partial:
             raise ArgumentError("partial sums with a codec; allowed: leaves, which are coded one by one")
         if leaves is not None and given.shape[:1] != (rows := (len(given_spans(self.rank, self.world, leaves)),)):
             raise ArgumentError(f"shape {given.shape}; allowed: {rows[0]} rows, the leaves of rank {self.rank}")
         output = np.empty(given.shape if leaves is None else given.shape[1:], given.dtype)
+        self.post_coded(
+            _aligned(given), output, dtype, op, codec, elements=output.size, leaves=leaves, scalar=scalar
+        ).wait()
+        return output
+
+    def post_coded(
+        self,
+        given: Array,
+        output: Array | None,
+        dtype: Dtype,
+        op: ReduceOp,
+        codec: Codec,
+        *,
+        elements: int,
+        leaves: int | None = None,
+        scalar: float = 1.0,
+        background: bool = False,
+    ) -> Operation:
+        """Starts an `allreduce` with a codec, for memory of any framework.
+
+        `given` has `elements` of `dtype` for each leaf of this rank. The result goes to `output`, or with None to
+        `given`. `background`: nobody waits at once, so a thread of the core drives the operation.
+        """
         plan = _Call(
             algorithms.allreduce_coded,
             self,
-            elements=output.size,
+            elements=elements,
             dtype=dtype,
             op=op,
-            coding=coding,
-            in_place=False,
+            coding=codec.coding(dtype),
+            in_place=output is None,
             leaves=leaves,
         )
-        self._run(plan, [_aligned(given), output], scalar=scalar, seed=codec.seed)
-        return output
+        flat = [buffer.reshape(-1).view(np.uint8) for buffer in (given, output) if buffer is not None]
+        return self.post(plan.key, plan.compile, flat, scalar=scalar, background=background, seed=codec.seed)
 
     def reduce_leaves(
         self,

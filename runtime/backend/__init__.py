@@ -2,8 +2,8 @@
 """The `torch.distributed` backend "sennit": process groups in C++ (`csrc/`), registration, elastic groups.
 
 `import torch` registers it by itself. `reconfigure` and `join` replace the default group after a failure.
-`all_reduce_leaves` sums to the same bits with any number of ranks. `symmetric_empty` and `symmetric_memory` give
-tensors that the ranks of a host share.
+`all_reduce_leaves` sums to the same bits with any number of ranks. `all_reduce_coded` and `coded_hook` send fewer
+bytes. `symmetric_empty` and `symmetric_memory` give tensors that the ranks of a host share.
 """
 
 from typing import TYPE_CHECKING
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from sennit.exports import exporter
 
 if TYPE_CHECKING:
+    from sennit.runtime.backend.coded import all_reduce_coded as all_reduce_coded
+    from sennit.runtime.backend.coded import coded_hook as coded_hook
     from sennit.runtime.backend.elastic import join as join
     from sennit.runtime.backend.elastic import reconfigure as reconfigure
     from sennit.runtime.backend.elastic import waiting_count as waiting_count
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 __getattr__ = exporter(
     __name__,
     {
+        "all_reduce_coded": "coded",
+        "coded_hook": "coded",
         "join": "elastic",
         "reconfigure": "elastic",
         "waiting_count": "elastic",

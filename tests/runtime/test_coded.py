@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AllReduce of tensors with codecs, and DDP's gradients through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timeout(180)
+
+CASES = "coded_cases.py"
+
+
+@pytest.mark.parametrize(("size", "transport"), [(2, "shm"), (3, "udp")])
+def test_a_tensor_is_reduced_in_place(kept_world: Callable[..., Any], size: int, transport: str) -> None:
+    kept_world(size, transport).run(CASES, "in_place")
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_gradients_of_ddp_are_those_of_the_definition(kept_world: Callable[..., Any], feedback: bool) -> None:
+    kept_world(2).run(CASES, "hooked", feedback=feedback)
+
+
+def test_hooks_that_differ_are_refused_in_the_backward_pass(new_world: Callable[..., Any]) -> None:
+    new_world(2).run(CASES, "differs")
+
+
+def test_a_model_learns_with_four_bits_a_gradient(kept_world: Callable[..., Any]) -> None:
+    assert max(kept_world(2).run(CASES, "converges")) < 1e-3
