@@ -174,7 +174,19 @@ def without(group: Communicator, seed: int) -> None:
     assert "allreduce of float32 (sum), 10000 elements" in str(caught.value)
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (allreduces, leaves, exchanges, survive, mismatch, without)}
+def killed(group: Communicator, seed: int) -> None:
+    """The last rank dies without a word. The others raise an error that names it, and do not hang."""
+    codec = Codec(kind=CodecKind.INT8)
+    group.allreduce(np.zeros(100_000, np.float32), codec=codec)
+    if group.rank == group.world - 1:
+        os._exit(0)
+    with pytest.raises((errors.PeerError, errors.TimeoutError), match=f"rank {group.world - 1}"):
+        group.allreduce(np.zeros(1_000_000, np.float32), codec=codec)
+
+
+SCENARIOS = {
+    scenario.__name__: scenario for scenario in (allreduces, leaves, exchanges, survive, mismatch, without, killed)
+}
 
 if __name__ == "__main__":
     names, given_rank, given_world, store, given_seed = sys.argv[1:]

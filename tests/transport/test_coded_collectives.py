@@ -52,6 +52,11 @@ def test_a_rank_without_codec_is_refused(tmp_path: Path) -> None:
     run_ranks("without", 2, "shm", tmp_path, seed=0, worker=WORKER)
 
 
+@pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("udp", 2)])
+def test_a_rank_that_dies_is_named(transport: str, world: int, tmp_path: Path) -> None:
+    run_ranks("killed", world, transport, tmp_path, seed=0, worker=WORKER)
+
+
 def test_wrong_use_raises_before_anything_is_sent() -> None:
     with Communicator(rank=0, world=1) as group:
         codec = Codec(kind=CodecKind.INT8)
