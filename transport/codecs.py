@@ -20,7 +20,7 @@ from sennit.transport.coding import CodecKind, Coding
 from sennit.transport.elements import FLOATS, Dtype
 from sennit.transport.errors import ArgumentError
 
-__all__ = ["Codec", "CodecKind"]
+__all__ = ["COLLECTIVE_CODECS", "Codec", "CodecKind"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -29,6 +29,11 @@ Array: TypeAlias = npt.NDArray[Any]
 DEFAULT_BLOCK: Final[dict[CodecKind, int]] = {
     CodecKind.FP16: 0, CodecKind.BF16: 0, CodecKind.LOSSLESS: 0,
     CodecKind.FP8_E4M3: 32, CodecKind.FP8_E5M2: 32, CodecKind.MX4: 32, CodecKind.INT8: 64,
+}  # fmt: skip
+# What command lines call the codecs that collectives take.
+COLLECTIVE_CODECS: Final[dict[str, CodecKind]] = {
+    "fp16": CodecKind.FP16, "bf16": CodecKind.BF16, "fp8": CodecKind.FP8_E4M3, "fp8_e5m2": CodecKind.FP8_E5M2,
+    "int8": CodecKind.INT8, "mx4": CodecKind.MX4,
 }  # fmt: skip
 # Elements whose planes of bytes LOSSLESS codes one by one.
 LOSSLESS_BLOCK: Final = 8192

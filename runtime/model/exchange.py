@@ -16,21 +16,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sennit.runtime.backend import communicator
 from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.model.phases import PhaseClock
 from sennit.runtime.model.sharding import Placement
+from sennit.transport.codecs import COLLECTIVE_CODECS, Codec, CodecKind
+
+
+def row_codec(name: str, dim: int) -> Codec:
+    """The codec of rows of `dim` columns, by its name in `COLLECTIVE_CODECS`. With int8 a row is a block."""
+    kind = COLLECTIVE_CODECS[name]
+    return Codec(kind=kind, block=min(dim, 4_096)) if kind is CodecKind.INT8 else Codec(kind=kind)
 
 
 class Exchange:
     """The exchanges of one placement over one process group."""
 
-    def __init__(self, placement: Placement, *, dim: int, clock: PhaseClock, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        dim: int,
+        clock: PhaseClock,
+        group: dist.ProcessGroup | None = None,
+        codec: Codec | None = None,
+    ):
+        """`codec`: of pooled vectors and of their gradients; those that stay on their rank are coded too."""
         self.placement = placement
         self.rank = dist.get_rank(group)
         self.dim = dim
         self._group = group
         self._clock = clock
+        self._codec = codec
         self._table_counts = [len(tables) for tables in placement.tables_of]
         self._wire_place = torch.tensor(placement.wire_place)
 
@@ -76,6 +94,15 @@ class Exchange:
         choose an algorithm for equal parts (docs/reference/plans.md)."""
         return len(set(self._table_counts)) == len(set(sample_counts)) == 1
 
+    def _move_rows(self, output: Tensor, source: Tensor, receive: list[int], send: list[int], *, even: bool) -> None:
+        if self._codec is None:
+            self._all_to_all(output, source, receive, send, even=even)
+            return
+        rows = communicator(self._group).alltoall(
+            source.detach().numpy(), send_counts=send, recv_counts=receive, codec=self._codec
+        )
+        output.copy_(torch.from_numpy(rows))
+
     def _all_to_all(self, output: Tensor, source: Tensor, receive: list[int], send: list[int], *, even: bool) -> None:
         dist.all_to_all_single(output, source, None if even else receive, None if even else send, group=self._group)
 
@@ -90,7 +117,7 @@ class _PooledAllToAll(torch.autograd.Function):
         context.exchange, context.receive, context.send, context.even = exchange, receive, send, even
         output = pooled.new_empty(sum(receive), exchange.dim)
         with exchange._clock.phase("AlltoAll forward"):
-            exchange._all_to_all(output, pooled.contiguous(), receive, send, even=even)
+            exchange._move_rows(output, pooled.contiguous(), receive, send, even=even)
         return output
 
     @staticmethod
@@ -99,5 +126,5 @@ class _PooledAllToAll(torch.autograd.Function):
         (gradient,) = gradients
         output = gradient.new_empty(sum(context.send), exchange.dim)
         with exchange._clock.phase("AlltoAll backward"):
-            exchange._all_to_all(output, gradient.contiguous(), context.send, context.receive, even=context.even)
+            exchange._move_rows(output, gradient.contiguous(), context.send, context.receive, even=context.even)
         return output.div_(dist.get_world_size(exchange._group)), None, None, None, None

@@ -55,6 +55,8 @@ FREE: Final = (
     "clip_norm",
     "weight_decay",
     "backend",
+    "exchange",
+    "gradient",
 )
 """Fields that a resumed run may change. The manifest lists them for people."""
 

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sennit.offload.ingest.facts import TableFacts
+from sennit.runtime.backend import coded_hook
 from sennit.runtime.data.batch_source import BatchSource
 from sennit.runtime.kernels.spec import TableSpec
 from sennit.runtime.model.embedding import ROW_WISE_ADAGRAD, EmbeddingTables, ResidentTables, table_bytes
-from sennit.runtime.model.exchange import Exchange
+from sennit.runtime.model.exchange import Exchange, row_codec
 from sennit.runtime.model.memory_limits import memory_limits
 from sennit.runtime.model.model import DenseModel
 from sennit.runtime.model.optimizer import dense_optimizer
@@ -35,6 +36,7 @@ from sennit.runtime.model.stored import StoredTables
 from sennit.runtime.model.tensor_train import table_spec
 from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.metrics import Quality, quality_of_ranks
+from sennit.transport.codecs import COLLECTIVE_CODECS, Codec
 from sennit.transport.errors import SennitError
 
 
@@ -124,7 +126,12 @@ class Trainer:
         self._batches_ahead = 0 if config.table_store is None else StoredTables.batches_ahead
         self.arrived: deque[Arrival] = deque()
         """Batches that are announced, but not computed yet."""
-        self.exchange = Exchange(self.placement, dim=config.embedding_dim, clock=self.clock)
+        self.exchange = Exchange(
+            self.placement,
+            dim=config.embedding_dim,
+            clock=self.clock,
+            codec=None if config.exchange is None else row_codec(config.exchange, config.embedding_dim),
+        )
         self.dense = DenseModel(
             dense_count=source.dense_count,
             table_count=len(self.tables),
@@ -134,6 +141,9 @@ class Trainer:
             seed=config.seed,
         )
         self.replicated = DistributedDataParallel(self.dense, gradient_as_bucket_view=True)
+        if config.gradient is not None:
+            codec = Codec(kind=COLLECTIVE_CODECS[config.gradient])
+            self.replicated.register_comm_hook(None, coded_hook(codec))
         self.optimizer = dense_optimizer(
             config.dense_optimizer,
             self.replicated.parameters(),

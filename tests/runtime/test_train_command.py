@@ -60,6 +60,28 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
 
 
 @pytest.mark.parametrize(
+    ("options", "same_as_plain"),
+    [
+        ([], True),
+        (["--exchange", "bf16"], False),
+        (["--gradient", "fp8"], False),
+        (["--exchange", "int8", "--gradient", "int8"], False),
+    ],
+)
+def test_coded_runs_train_like_plain_ones(tmp_path: Path, options: list[str], same_as_plain: bool) -> None:
+    """The same command gives the same weights, also after a resumption. A codec changes them, a little."""
+    learning = [*TINY, "--samples", "6000", "--ranks", "2", "--epochs", "2"]
+    plain = train(tmp_path / "plain.json", *learning)
+    coded = train(tmp_path / "coded.json", *learning, *options)
+    again = train(tmp_path / "again.json", *learning, *options)
+    assert coded["weights_sha256"] == again["weights_sha256"]
+    assert (coded["weights_sha256"] == plain["weights_sha256"]) == same_as_plain
+    assert coded["config"]["exchange"] == (options[1] if "--exchange" in options else None)
+    assert abs(coded["quality"]["auc"] - plain["quality"]["auc"]) < 0.05
+    assert abs(coded["quality"]["normalised_entropy"] - plain["quality"]["normalised_entropy"]) < 0.05
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--data", "criteo"], "error: data set 'criteo'; allowed: flights, movielens, adult, synthetic"),
@@ -71,6 +93,8 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
             [*TINY, "--table-store", "/tmp", "--table-memory", "1MiB", "--elastic"],
             "error: --table-store in an elastic run; allowed: one of them",
         ),
+        ([*TINY, "--exchange", "zip"], "error: exchange 'zip'; allowed: fp16, bf16, fp8, fp8_e5m2, int8, mx4"),
+        ([*TINY, "--gradient", "fp8", "--backend", "gloo"], "error: --gradient fp8 over 'gloo'; allowed: 'sennit'"),
         ([*TINY, "--rank-memory", "lots"], "error: --rank-memory: size 'lots'"),
         ([*TINY, "--top", "8,x"], "error: --top '8,x'; allowed: widths separated by commas"),
     ],
