@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from sennit import extras
-from sennit.transport.config import wants_shared_allocator
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -62,8 +62,12 @@ def register() -> None:
         return
     dist.Backend.register_backend(BACKEND_NAME, _create, extended_api=True, devices=list(DEVICES))
     _name_groups(dist.ProcessGroup)
-    if wants_shared_allocator():
-        load_extension().symmetric.set_everywhere(True)
+    # Whoever does not ask for it imports nothing of the transport here.
+    if "SENNIT_SHARED_ALLOCATOR" in os.environ:
+        from sennit.transport.config import wants_shared_allocator
+
+        if wants_shared_allocator():
+            load_extension().symmetric.set_everywhere(True)
 
 
 def _name_groups(process_group: type[dist.ProcessGroup]) -> None:

@@ -93,7 +93,7 @@ def test_quantiles_interpolate() -> None:
     [
         ({"world": 1}, "at least 2"),
         ({"rounds": 0}, "at least 1"),
-        ({"against": ("nccl",)}, "gloo, sennit-core, openmpi"),
+        ({"against": ("nccl",)}, "sennit, symmetric, gloo, sennit-core, core-symmetric, openmpi"),
         ({"against": ("udp-bare",), "world": 3}, "of 2 ranks"),
         ({"sizes_bytes": (4,)}, "at least 8 B"),
     ],
