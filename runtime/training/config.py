@@ -105,7 +105,7 @@ class TrainingConfig:
 
     exchange: str | None = None
     """The codec of pooled embeddings and of their gradients between ranks: a name of `COLLECTIVE_CODECS`; None: none.
-    A row is a block of int8."""
+    With int8 a row is a block."""
 
     gradient: str | None = None
     """The codec of dense gradients between ranks, with error feedback; None: none."""

@@ -100,8 +100,8 @@ class SharedHeapState {
     return base_ + offset;
   }
 
+  // Of memory that is in a heap of this process, or was.
   bool free(void* memory) {
-    if (!SharedHeap::owns(memory, 1)) return false;
     const auto found = used_.find(SharedHeap::offset_of(memory));
     if (found == used_.end()) return !is_own(memory);  // that of a parent goes with this process
     const auto [offset, size_bytes] = *found;

@@ -134,14 +134,13 @@ bool ShmLane::open(uint64_t loan_id) {
 
 void ShmLane::send_back(uint64_t loan_id) {
   wake();
-  Record record{};
-  record.type = Record::returned;
   if ((loan_id & REFERENCE_LOAN) != 0) {
     end_writing();
-    record.number = static_cast<uint32_t>(loan_id);
-    publish_or_queue(record);
+    return_reference(static_cast<uint32_t>(loan_id));
     return;
   }
+  Record record{};
+  record.type = Record::returned;
   record.flags = 1;
   record.block = static_cast<uint32_t>(loan_id);
   lent_blocks_ &= ~(1u << record.block);
@@ -150,11 +149,17 @@ void ShmLane::send_back(uint64_t loan_id) {
   grant_waiting_loan();
 }
 
+// Whether the record has the whole message of an open receive.
+bool ShmLane::fits_untouched(const Record& record) const {
+  if (record.slot >= receives_.size()) return false;
+  const Receive& receive = receives_[record.slot];
+  return receive.is_open && receive.received_bytes == 0 && receive.size_bytes == record.header.size_bytes;
+}
+
 void ShmLane::take_reference(const Record& record) {
   const uint64_t size_bytes = record.header.size_bytes;
   const std::byte* const source = peer_heap_ ? peer_heap_->at(record.offset, size_bytes) : nullptr;
-  if (source == nullptr || record.slot >= receives_.size() || !receives_[record.slot].is_open ||
-      receives_[record.slot].received_bytes != 0 || receives_[record.slot].size_bytes != size_bytes) {
+  if (source == nullptr || !fits_untouched(record)) {
     lose("referred to memory that fits no advertised receive");
     return;
   }
@@ -162,12 +167,11 @@ void ShmLane::take_reference(const Record& record) {
   counters_->bytes_received += size_bytes;
   if (memory_forgotten_) return;
   Receive& receive = receives_[record.slot];
+  receive.is_open = false;  // to further records
   if (receive.destination != nullptr) {
-    receive.is_open = false;  // to further records
     reads_.push_back({record.slot, record.number, source});
     return;
   }
-  receive.is_open = false;
   free_slots_.push_back(record.slot);
   --loans_out_;
   sink_.on_received(receive.receive_id, source, REFERENCE_LOAN | record.number);
@@ -205,11 +209,15 @@ bool ShmLane::give_reference_back(uint32_t number) {
     end_by_peer();
     return false;
   }
+  return_reference(number);
+  return true;
+}
+
+void ShmLane::return_reference(uint32_t number) {
   Record record{};
   record.type = Record::returned;
   record.number = number;
   publish_or_queue(record);
-  return true;
 }
 
 // Where the peer wants the message, or null if this process cannot write there.
@@ -248,10 +256,7 @@ bool ShmLane::place_piece() {
 }
 
 void ShmLane::take_placement(const Record& record) {
-  const bool fits = record.slot < receives_.size() && receives_[record.slot].is_open &&
-                    receives_[record.slot].has_place && receives_[record.slot].received_bytes == 0 &&
-                    receives_[record.slot].size_bytes == record.header.size_bytes;
-  if (!fits) {
+  if (!fits_untouched(record) || !receives_[record.slot].has_place) {
     lose("placed a message that fits no advertised receive");
     return;
   }

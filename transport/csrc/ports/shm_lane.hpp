@@ -182,6 +182,8 @@ class ShmLane final : public Lane {
   void take_reference(const Record& record);
   bool read_piece();
   bool give_reference_back(uint32_t number);
+  void return_reference(uint32_t number);
+  bool fits_untouched(const Record& record) const;
   bool is_revoked_by_peer() const;
   void end_by_peer();
   bool begin_writing();

@@ -155,6 +155,17 @@ class PlanWriter {
   std::vector<std::vector<uint32_t>> edges_;
 };
 
+// Why the core refuses the plan; empty if it does not.
+inline std::string refusal(const PlanWriter& writer) {
+  const std::vector<std::byte> bytes = writer.bytes();
+  try {
+    Plan::decode(bytes.data(), bytes.size());
+  } catch (const PlanError& error) {
+    return error.what();
+  }
+  return "";
+}
+
 // The engines of all ranks, connected through shared memory or UDP on loopback. Each is shut down at the end.
 struct Group {
   Group(uint32_t world, uint64_t timeout_us, Route::Kind kind = Route::Kind::shm, uint32_t threads = 1) {

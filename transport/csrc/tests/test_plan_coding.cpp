@@ -38,16 +38,6 @@ struct Coded {
   }
 };
 
-std::string refusal(const PlanWriter& writer) {
-  const std::vector<std::byte> bytes = writer.bytes();
-  try {
-    Plan::decode(bytes.data(), bytes.size());
-  } catch (const PlanError& error) {
-    return error.what();
-  }
-  return "";
-}
-
 bool says(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
 std::string changed(const std::function<void(Step& encode, Step& decode)>& change) {

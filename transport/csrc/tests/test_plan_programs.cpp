@@ -9,16 +9,6 @@ namespace {
 
 constexpr uint64_t ALLREDUCE = uint64_t{1} << 56;
 
-std::string refusal(const PlanWriter& writer) {
-  const std::vector<std::byte> bytes = writer.bytes();
-  try {
-    Plan::decode(bytes.data(), bytes.size());
-  } catch (const PlanError& error) {
-    return error.what();
-  }
-  return "";
-}
-
 }  // namespace
 
 TEST_CASE("a program must leave one value, never combine more than there are, and never keep too many") {

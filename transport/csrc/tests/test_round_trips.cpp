@@ -23,16 +23,6 @@ constexpr uint64_t ALLREDUCE = uint64_t{SENNIT_ALLREDUCE} << 56 | uint64_t{SENNI
 constexpr uint64_t P2P = uint64_t{SENNIT_P2P} << 56;
 constexpr uint64_t DEADLINE_US = 20'000'000;
 
-std::string refusal(const PlanWriter& writer) {
-  const std::vector<std::byte> bytes = writer.bytes();
-  try {
-    Plan::decode(bytes.data(), bytes.size());
-  } catch (const PlanError& error) {
-    return error.what();
-  }
-  return "";
-}
-
 // A plan of one loan and the reduction that reads it.
 struct LoanPlan {
   uint64_t lent_bytes = 64, reduced_bytes = 64;
