@@ -33,6 +33,9 @@ class Commands(TyperGroup):
             fail(explained, EXIT_UNAVAILABLE)
 
 
+# Of links: a modem, and more than any processor can fill.
+GBIT_MIN, GBIT_MAX = 1e-4, 1e4
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -141,10 +144,20 @@ def explain(
     leaves: Annotated[
         int | None, typer.Option(help="of an allreduce: leaves of the tree that ranks share; default: one a rank")
     ] = None,
+    dtype: Annotated[str, typer.Option(help="type of the elements, as float32, bfloat16 or int64")] = "float32",
+    codec: Annotated[
+        list[str] | None,
+        typer.Option(help="also say what a codec would cost: fp16, bf16, fp8, fp8_e5m2, int8, mx4; auto: each of them"),
+    ] = None,
+    stochastic: Annotated[bool, typer.Option("--stochastic", help="codecs round at random")] = False,
+    gbit: Annotated[
+        float | None, typer.Option(help="what a rank can send to other hosts, Gbit/s; default: as calibrated")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the rows as JSON")] = False,
 ) -> None:
     """Say which algorithm a collective takes, what each would do, and what the model thinks it costs."""
     from sennit import explain as explanation
+    from sennit import explain_codecs
     from sennit.transport.calibration import read_calibration
     from sennit.transport.config import from_environment
     from sennit.transport.cost_model import Collective
@@ -163,6 +176,18 @@ def explain(
         raise typer.BadParameter(
             f"--leaves {leaves}; allowed: with allreduce, {ranks} or more, so that each rank has one"
         )
+    if dtype not in explanation.DTYPES:
+        raise typer.BadParameter(f"--dtype {dtype}; allowed: {', '.join(explanation.DTYPES)}")
+    for name in codec or ():
+        if name not in explain_codecs.NAMES:
+            raise typer.BadParameter(f"--codec {name}; allowed: {', '.join(explain_codecs.NAMES)}")
+    if codec and dtype not in explain_codecs.DTYPES:
+        raise typer.BadParameter(f"--codec with --dtype {dtype}; allowed: {', '.join(explain_codecs.DTYPES)}")
+    if stochastic and not codec:
+        raise typer.BadParameter("--stochastic without --codec; allowed: with --codec")
+    # The comparison is false for NaN.
+    if gbit is not None and not (hosts > 1 and GBIT_MIN <= gbit <= GBIT_MAX):
+        raise typer.BadParameter(f"--gbit {gbit:g}; allowed: {GBIT_MIN:g}..{GBIT_MAX:g}, with --hosts 2 or more")
     try:
         config = from_environment()
         constants = read_calibration(config.calibration)
@@ -176,6 +201,10 @@ def explain(
         forced=config.algorithm,
         calibration=constants,
         leaves=leaves,
+        dtype=explanation.DTYPES[dtype],
+        bytes_per_s=None if gbit is None else gbit * 1e9 / 8,
+        codecs=tuple(codec or ()),
+        stochastic=stochastic,
     )
     if as_json:
         typer.echo(json.dumps(found, indent=2))

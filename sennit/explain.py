@@ -3,15 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
+from sennit import explain_codecs
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.calibration import DEFAULTS
 from sennit.transport.cost_model import Collective, Work
+from sennit.transport.elements import Dtype, accumulator
 from sennit.transport.hosts import Hosts
 from sennit.transport.selection import OF_PARTS, Selection, size_class
 from sennit.transport.sizes import format_size
+
+# By torch's names for them.
+DTYPES: Final = {
+    "float32": Dtype.F32, "float16": Dtype.F16, "bfloat16": Dtype.BF16, "float64": Dtype.F64, "int8": Dtype.I8,
+    "int16": Dtype.I16, "int32": Dtype.I32, "int64": Dtype.I64, "uint8": Dtype.U8, "bool": Dtype.BOOL,
+    "complex64": Dtype.C64, "complex128": Dtype.C128,
+}  # fmt: skip
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,24 +40,42 @@ def explain(
     forced: Algorithm | None,
     calibration: Calibration,
     leaves: int | None = None,
+    dtype: Dtype = Dtype.F32,
+    bytes_per_s: float | None = None,
+    codecs: Sequence[str] = (),
+    stochastic: bool = False,
 ) -> dict[str, Any]:
-    """Returns the choice for a vector of `size_bytes` of fp32, and a row for each algorithm that can run.
+    """Returns the choice for a vector of `size_bytes` of `dtype`, and a row for each algorithm that can run.
 
-    `leaves`: of an allreduce; by default one a rank.
+    `leaves`: of an allreduce; by default one a rank. `bytes_per_s`: what a rank can send to other hosts, by default as
+    the calibration says. With `codecs` (`explain_codecs.NAMES`) also a row for each of them.
     """
-    selection = Selection(
-        hosts=Hosts.equal(ranks, hosts), forced=forced, near=calibration.shared_memory, far=calibration.network
-    )
+    far = calibration.network if bytes_per_s is None else replace(calibration.network, byte_s=1 / bytes_per_s)
+    selection = Selection(hosts=Hosts.equal(ranks, hosts), forced=forced, near=calibration.shared_memory, far=far)
     given = None if leaves is None else Leaves(ranks, leaves)
-    rated = selection.rate(collective, size_bytes=size_bytes, leaves=given)
+    ratio = accumulator(dtype).item_bytes / dtype.item_bytes
+    rated = selection.rate(collective, size_bytes=size_bytes, partial_ratio=ratio, leaves=given)
     chosen, why = selection.choose(rated), _reason(forced, rated)
     if collective in OF_PARTS:
         chosen, rounded_bytes = selection.of_parts(collective, size_bytes), 1 << size_class(size_bytes)
         if forced is None and rounded_bytes != size_bytes:
             why += f" for {format_size(rounded_bytes)}"
+    coded = explain_codecs.rate_codecs(
+        codecs,
+        collective,
+        size_bytes,
+        selection=selection,
+        rated=rated,
+        plain_s=rated[chosen].seconds(selection.near, selection.far),
+        calibration=calibration,
+        dtype=dtype,
+        stochastic=stochastic,
+        leaves=given,
+    )
     return {
         "collective": str(collective),
         "size_bytes": size_bytes,
+        "dtype": DTYPE_NAMES[dtype],
         "ranks": ranks,
         "hosts": hosts,
         "leaves": leaves,
@@ -65,6 +94,7 @@ def explain(
             }
             for algorithm, work in rated.items()
         ],
+        **({"codecs": coded} if codecs else {}),
     }
 
 
@@ -83,7 +113,8 @@ def render(explained: dict[str, Any], console: Console) -> None:
 
     level = "shared memory" if explained["hosts"] == 1 else f"a network between {explained['hosts']} hosts"
     given = f" of {explained['leaves']} leaves" if explained["leaves"] else ""
-    table = Table("algorithm", title=f"{explained['collective']}{given}, {format_size(explained['size_bytes'])}")
+    size = f"{format_size(explained['size_bytes'])} of {explained['dtype']}"
+    table = Table("algorithm", title=f"{explained['collective']}{given}, {size}")
     for heading in ("rounds", "messages", "peers", "sent KiB", "to other hosts KiB", "estimate µs"):
         table.add_column(heading, justify="right")
     for row in explained["algorithms"]:
@@ -98,5 +129,8 @@ def render(explained: dict[str, Any], console: Console) -> None:
         )
     console.print(table)
     console.print(f"{explained['ranks']} ranks over {level} run {explained['chosen']}: {explained['why']}.")
+    if "codecs" in explained:
+        plain = next(row for row in explained["algorithms"] if row["name"] == explained["chosen"])
+        explain_codecs.render(explained["codecs"], plain, explained["hosts"], console)
     console.print(f"Constants of the model: {_origin(explained['constants'])}.")
     console.print("Of the busiest rank. The model compares algorithms; measure times with `sennit bench collectives`.")

@@ -88,6 +88,12 @@ def test_explain_names_the_algorithm_and_the_reason(
         (["allreduce", "4KiB", "--hosts", "9"], "--hosts 9; allowed: 1..8, the number of ranks"),
         (["allreduce", "4KiB", "--leaves", "7"], "--leaves 7; allowed: with allreduce, 8 or more"),
         (["reduce", "4KiB", "--leaves", "16"], "--leaves 16; allowed: with allreduce, 8 or more"),
+        (["allreduce", "4KiB", "--dtype", "float8"], "--dtype float8; allowed: float32, float16"),
+        (["allreduce", "4KiB", "--codec", "zip"], "--codec zip; allowed: auto, fp16, bf16, fp8"),
+        (["alltoall", "4KiB", "--codec", "int8", "--dtype", "int64"], "--codec with --dtype int64; allowed: float32"),
+        (["alltoall", "4KiB", "--stochastic"], "--stochastic without --codec"),
+        (["alltoall", "4KiB", "--gbit", "1"], "--gbit 1; allowed: 0.0001..10000, with --hosts 2 or more"),
+        (["alltoall", "4KiB", "--hosts", "2", "--gbit", "nan"], "--gbit nan; allowed"),
         (["scan", "4KiB"], "'scan'; allowed: allreduce, reduce_scatter, reduce, allgather, gather, alltoall"),
     ],
 )
@@ -95,6 +101,61 @@ def test_explain_refuses_what_it_cannot_explain(options: list[str], message: str
     result = CliRunner(env={"TERMINAL_WIDTH": "200"}).invoke(app, ["explain", *options])
     assert result.exit_code == 2
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "best", "why"),
+    [
+        (
+            ["allreduce", "64MiB", "--hosts", "2", "--ranks", "2", "--gbit", "0.2"],
+            "mx4",
+            "mx4 takes the least time: sending takes",
+        ),
+        (["allreduce", "64MiB", "--ranks", "2"], None, "No codec pays. bf16 comes nearest: sending takes"),
+        (
+            ["allreduce", "64MiB", "--hosts", "4", "--ranks", "32"],
+            None,
+            "µs more, because it goes straight and not by hierarchical, and coding takes",
+        ),
+        (["gather", "64MiB"], None, "This collective takes no codec."),
+    ],
+)
+def test_explain_says_whether_a_codec_pays_and_why(options: list[str], best: str | None, why: str) -> None:
+    command = ["explain", *options, "--codec", "auto"]
+    found = json.loads(runner.invoke(app, [*command, "--json"]).output)
+    rows = found["codecs"]
+    plain = next(row["estimated_s"] for row in found["algorithms"] if row["name"] == found["chosen"])
+    assert all(row["pays"] == (row["estimated_s"] < plain) for row in rows)
+    assert [row["codec"] for row in rows] in ([], ["fp16", "bf16", "fp8", "fp8_e5m2", "int8", "mx4"])
+    assert (min((row["estimated_s"], row["codec"]) for row in rows)[1] if best else None) == best
+    table = " ".join(runner.invoke(app, command).output.split())
+    assert why in table
+    assert (f"{best} <-" in table) == (best is not None)
+
+
+def test_explain_names_the_rate_of_the_link_below_which_a_codec_pays() -> None:
+    def explain(*more: str) -> dict[str, Any]:
+        options = ["explain", "alltoall", "4MiB", "--hosts", "2", "--ranks", "2", "--codec", "int8", *more]
+        (row,) = json.loads(runner.invoke(app, [*options, "--json"]).output)["codecs"]
+        return dict(row)
+
+    gbit = explain()["pays_below_bytes_per_s"] * 8e-9
+    assert explain("--gbit", str(gbit * 0.99))["pays"]
+    assert not explain("--gbit", str(gbit * 1.01))["pays"]
+    # Random numbers take time, so the link must be slower.
+    assert explain("--stochastic")["pays_below_bytes_per_s"] * 8e-9 < gbit
+
+
+def test_explain_counts_the_bytes_of_another_type() -> None:
+    options = ["explain", "allreduce", "64MiB", "--hosts", "4", "--ranks", "32", "--json"]
+    narrow, wide = (
+        {row["name"]: row for row in json.loads(runner.invoke(app, [*options, *more]).output)["algorithms"]}
+        for more in (["--dtype", "bfloat16"], [])
+    )
+    # Partial sums of 16-bit elements are float32.
+    sent = "sent_to_other_hosts_bytes"
+    assert narrow["hierarchical"][sent] == 1.5 * wide["hierarchical"][sent]
+    assert narrow["direct"][sent] == wide["direct"][sent]
 
 
 def test_explain_uses_the_constants_of_a_file_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

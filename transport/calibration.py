@@ -11,15 +11,17 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from sennit.transport.coded_cost import SPEEDS, CodecSpeed
+from sennit.transport.coding import CodecKind
 from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.errors import ConfigError
 
 SCHEMA: Final = 1
-# A file has less than 1 KiB. The limit is for a wrong name.
+# A file has a few KiB. The limit is for a wrong name.
 FILE_MAX_BYTES: Final = 1 << 16
 # Far more than any constant, and small enough that no product of it overflows.
 VALUE_MAX: Final = 1_000.0
@@ -34,6 +36,8 @@ class Calibration:
 
     shared_memory: Costs = SHARED_MEMORY
     network: Costs = NETWORK
+    codecs: Mapping[CodecKind, CodecSpeed] = field(default_factory=lambda: SPEEDS)
+    """They choose nothing, so ranks may differ in them."""
     source: str = DEFAULTS
     """The file."""
 
@@ -69,7 +73,10 @@ def read_calibration(path: str | None) -> Calibration:
         raise ConfigError(f"calibration file {path}: schema {schema!r}; allowed: {SCHEMA}. Run sennit calibrate again")
     ways = _field(path, found, "", "ways")
     return Calibration(
-        shared_memory=_costs(path, ways, "shared_memory"), network=_costs(path, ways, "network"), source=path
+        shared_memory=_costs(path, ways, "shared_memory"),
+        network=_costs(path, ways, "network"),
+        codecs=_codecs(path, found),
+        source=path,
     )
 
 
@@ -80,14 +87,33 @@ def _field(path: str, found: object, outer: str, name: str) -> Any:
 
 
 def _costs(path: str, ways: object, way: str) -> Costs:
-    given, values = _field(path, ways, "ways.", way), {}
-    for field in dataclasses.fields(Costs):
-        value = _field(path, given, f"ways.{way}.", field.name)
+    return Costs(**_numbers(path, _field(path, ways, "ways.", way), f"ways.{way}.", Costs))
+
+
+def _codecs(path: str, found: Mapping[str, object]) -> dict[CodecKind, CodecSpeed]:
+    """Files of an earlier version have none. What a file does not have keeps its default."""
+    given = found.get("codecs", {})
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"calibration file {path}: field codecs is {given!r:.40}; allowed: an object")
+    names = {kind.name.lower(): kind for kind in SPEEDS}
+    if strange := sorted(set(given) - set(names)):
+        raise ConfigError(
+            f"calibration file {path}: field codecs.{strange[0]:.40} is unknown; allowed: {', '.join(names)}"
+        )
+    speeds = {names[name]: CodecSpeed(**_numbers(path, given[name], f"codecs.{name}.", CodecSpeed)) for name in given}
+    return {**SPEEDS, **speeds}
+
+
+def _numbers(path: str, given: object, outer: str, kind: type[Costs | CodecSpeed]) -> dict[str, float]:
+    """The fields of `kind`."""
+    values = {}
+    for wanted in dataclasses.fields(kind):
+        value = _field(path, given, outer, wanted.name)
         # A bool is an int in Python. The comparison is false for NaN.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= VALUE_MAX:
             raise ConfigError(
-                f"calibration file {path}: field ways.{way}.{field.name} is {value!r:.40}; "
+                f"calibration file {path}: field {outer}{wanted.name} is {value!r:.40}; "
                 f"allowed: a number, 0..{VALUE_MAX:g}"
             )
-        values[field.name] = float(value)
-    return Costs(**values)
+        values[wanted.name] = float(value)
+    return values

@@ -27,7 +27,7 @@ import numpy as np
 
 import sennit
 from sennit.errors import SennitError
-from sennit.testbed.bench import machine
+from sennit.testbed.bench import codec_speeds, machine
 from sennit.testbed.bench.cost_fit import Sample, fit
 from sennit.transport import algorithms, calibration
 from sennit.transport.communicator import Communicator
@@ -128,6 +128,7 @@ def _contents(ways: dict[str, dict[str, Any]], checks: Sequence[Check], world: i
         "ranks": world,
         "hosts": hosts,
         "ways": given,
+        "codecs": {kind.name.lower(): dataclasses.asdict(speed) for kind, speed in codec_speeds.measure().items()},
         "checks": [dataclasses.asdict(check) for check in checks],
     }
 
@@ -347,6 +348,12 @@ def render(contents: dict[str, Any], console: Console) -> None:
             f"{found['peer_share']:+.1%}",
             f"{found['fold_byte_s'] * 1e9:.3f}",
         )
+    console.print(table)
+    table = Table("codec", title="Float32 on one thread")
+    for heading in ("encode GB/s", "at random", "decode GB/s"):
+        table.add_column(heading, justify="right")
+    for codec, speed in contents["codecs"].items():
+        table.add_row(codec, *(f"{Dtype.F32.item_bytes / seconds / 1e9:.1f}" for seconds in speed.values()))
     console.print(table)
     table = Table("way", "collective", "algorithm", title="Collectives that the constants were not fitted to")
     for heading in ("measured µs", "model µs", "measured / model"):

@@ -17,6 +17,7 @@ from sennit.cli import app
 from sennit.testbed.bench import calibrate
 from sennit.testbed.bench.cost_fit import FitError, Sample, fit
 from sennit.transport.calibration import read_calibration
+from sennit.transport.coded_cost import SPEEDS
 from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
 from sennit.transport.hosts import Hosts
 from sennit.transport.selection import Selection
@@ -91,6 +92,9 @@ def test_ranks_on_this_machine_write_a_file_that_ranks_read(tmp_path: Path, monk
     assert found.shared_memory != SHARED_MEMORY
     assert found.network.fold_byte_s == found.shared_memory.fold_byte_s
     contents = json.loads(output.read_text())
+    assert contents["codecs"].keys() == {kind.name.lower() for kind in SPEEDS}
+    assert all(found.codecs[kind] != SPEEDS[kind] for kind in SPEEDS)
+    assert min(min(dataclasses.astuple(speed)) for speed in found.codecs.values()) > 0
     assert {contents["ways"][way]["ranks"] for way in ("shared_memory", "network")} == {3}
     assert {check["way"] for check in contents["checks"]} == {"shared_memory", "network"}
     assert [path.name for path in output.parent.iterdir()] == ["here.json"]

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from sennit.transport.calibration import Calibration, read_calibration
+from sennit.transport.coded_cost import SPEEDS, CodecSpeed
+from sennit.transport.coding import CodecKind
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import Config
 from sennit.transport.cost_model import NETWORK, SHARED_MEMORY, Costs
@@ -20,6 +22,7 @@ from sennit.transport.errors import ConfigError, PeerError
 from tests.transport.meeting import Recorder, meet
 
 WAY = {"round_s": 1e-5, "message_s": 2e-6, "byte_s": 3e-10, "peer_share": 0.25, "fold_byte_s": 0}
+SPEED = {"encode_element_s": 1e-10, "encode_stochastic_element_s": 2e-10, "decode_element_s": 3e-10}
 GOOD: dict[str, Any] = {"schema": 1, "ways": {"shared_memory": WAY, "network": {**WAY, "round_s": 7e-5}}}
 
 
@@ -43,6 +46,14 @@ def test_a_file_has_the_constants_of_both_ways(tmp_path: Path) -> None:
     assert read_calibration(None) == Calibration(shared_memory=SHARED_MEMORY, network=NETWORK, source="defaults")
 
 
+def test_a_file_has_the_speed_of_codecs_which_choose_nothing(tmp_path: Path) -> None:
+    plain = read_calibration(write(tmp_path / "plain.json", GOOD))
+    found = read_calibration(write(tmp_path / "coded.json", {**GOOD, "codecs": {"int8": SPEED}}))
+    assert plain.codecs == SPEEDS
+    assert found.codecs == {**SPEEDS, CodecKind.INT8: CodecSpeed(**SPEED)}
+    assert found.digest() == plain.digest()
+
+
 @pytest.mark.parametrize(
     ("found", "why"),
     [
@@ -57,6 +68,13 @@ def test_a_file_has_the_constants_of_both_ways(tmp_path: Path) -> None:
         (changed("network", "byte_s", -1e-9), "field ways.network.byte_s is -1e-09; allowed: a number, 0..1000"),
         (changed("network", "byte_s", float("nan")), "field ways.network.byte_s is nan; allowed"),
         (changed("network", "peer_share", float("inf")), "field ways.network.peer_share is inf; allowed"),
+        ({**GOOD, "codecs": []}, "field codecs is []; allowed: an object"),
+        ({**GOOD, "codecs": {"int9": {}}}, "field codecs.int9 is unknown; allowed: fp16, bf16, fp8_e4m3"),
+        ({**GOOD, "codecs": {"int8": 1}}, "field codecs.int8.encode_element_s is missing"),
+        (
+            {**GOOD, "codecs": {"int8": {**SPEED, "decode_element_s": "fast"}}},
+            "field codecs.int8.decode_element_s is 'fast'; allowed: a number",
+        ),
         (changed("shared_memory", "round_s", True), "field ways.shared_memory.round_s is True; allowed"),
         (changed("shared_memory", "message_s", "1"), "field ways.shared_memory.message_s is '1'; allowed"),
         (changed("shared_memory", "fold_byte_s", 10**400), "field ways.shared_memory.fold_byte_s is 1000"),

@@ -1,0 +1,1 @@
+../../sennit/explain_codecs.py
