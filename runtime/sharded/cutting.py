@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its tensors thinly:
+# mypy: disable-error-code="no-untyped-call"
+"""Arguments cut into slices of samples, results put together again; in the backward pass the other way round.
+
+Each part begins at a multiple of 64 bytes: matrix products may round differently at another alignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_map, tree_unflatten
+
+from sennit.runtime.sharded.slices import Slices
+from sennit.transport.errors import ArgumentError
+
+# What torch's allocator gives: a cache line, and the widest vector.
+ALIGNMENT_BYTES = 64
+CUT_NODE = "_CutBackward"
+"""Autograd's name of the node below which are the arguments, and no longer a slice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Along:
+    """An argument whose tensors have their samples along another dimension than 0."""
+
+    value: Any
+    """A tensor, or tuples, lists and dicts of tensors."""
+
+    dim: int | None
+    """The dimension of samples. None: every slice gets the whole tensor."""
+
+
+class CutArguments:
+    """The arguments of a call, for each slice of this rank."""
+
+    def __init__(self, arguments: object, slices: Slices, global_batch: int | None) -> None:
+        """Raises `ArgumentError` if tensors differ in samples, or if the samples are not those of this rank's slices.
+
+        `arguments`: tuples, lists and dicts of tensors and other values. Tensors with a dimension are cut along
+        dimension 0 or along that of an `Along`. All other values go whole to every slice.
+        """
+        found, self._spec = tree_flatten_with_path(tree_map(_along, arguments))
+        local_batch = _samples(found)
+        self.global_batch = slices.global_batch(local_batch, global_batch)
+        if self.global_batch < slices.count:
+            raise ArgumentError(
+                f"a global batch of {self.global_batch} samples for {slices.count} slices: each slice needs a sample. "
+                "Leave such a last batch out"
+            )
+        self.numbers = range(*slices.own)
+        """The slices of this rank."""
+        self.sizes = slices.sizes(slices.own, self.global_batch)
+        """Samples in each of them."""
+        self._parts = [self._cut(leaf) for _, leaf in found]
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """Yields each slice's number and arguments. A slice is cut when it is its turn."""
+        for place, number in enumerate(self.numbers):
+            yield number, tree_unflatten([parts[place] for parts in self._parts], self._spec)
+
+    def _cut(self, leaf: object) -> Sequence[object]:
+        if not isinstance(leaf, Along):
+            return [leaf] * len(self.sizes)
+        if leaf.dim is None:
+            return [leaf.value] * len(self.sizes)
+        if torch.is_grad_enabled() and leaf.value.requires_grad:
+            parts: tuple[Tensor, ...] = _Cut.apply(leaf.value, self.sizes, leaf.dim)
+            return parts
+        return [aligned(part) for part in leaf.value.split(self.sizes, leaf.dim)]
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor if it is contiguous and aligned, or else a copy that is."""
+    if tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT_BYTES == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def join(outputs: Sequence[object], on_backward: Callable[[], None] | None) -> Any:
+    """One result from those of the slices: tensors one after another along dimension 0, 0-dim tensors stacked.
+
+    `on_backward` is called when a gradient of the result comes. Raises `ArgumentError` if slices gave other structures,
+    or other values that differ.
+    """
+    flat = [tree_flatten(output) for output in outputs]
+    spec = flat[0][1]
+    for _, other in flat:
+        if other != spec:
+            raise ArgumentError(f"slices gave results of different structure: {spec} and {other}")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return tree_unflatten([_join_leaf(parts, on_backward) for parts in columns], spec)
+
+
+def _join_leaf(parts: tuple[Any, ...], on_backward: Callable[[], None] | None) -> object:
+    if isinstance(parts[0], Tensor):
+        return _Join.apply(on_backward, *parts)
+    if any(part != parts[0] for part in parts):
+        raise ArgumentError(
+            f"slices gave the values {parts}; allowed: tensors, and values that are equal in all slices"
+        )
+    return parts[0]
+
+
+def _along(value: object) -> object:
+    """Each tensor as an `Along` of its own."""
+    if isinstance(value, Along):
+        return tree_map(lambda leaf: Along(leaf, value.dim) if isinstance(leaf, Tensor) else leaf, value.value)
+    return Along(value, 0 if value.ndim else None) if isinstance(value, Tensor) else value
+
+
+def _samples(found: Sequence[tuple[Any, object]]) -> int:
+    """Samples of this rank."""
+    first: tuple[str, int] | None = None
+    for path, leaf in found:
+        if not isinstance(leaf, Along):
+            continue
+        name, tensor, dim = f"argument {keystr(path)}", leaf.value, leaf.dim
+        if dim is None:
+            if tensor.requires_grad and torch.is_grad_enabled():
+                raise ArgumentError(
+                    f"{name} goes whole to every slice and requires gradients, which would be summed in no defined "
+                    "order. Make it a parameter of the module, or cut it"
+                )
+            continue
+        if not -tensor.ndim <= dim < tensor.ndim:
+            raise ArgumentError(f"{name} of shape {tuple(tensor.shape)} has no dimension {dim}")
+        samples = tensor.shape[dim]
+        if first is None:
+            first = name, samples
+        elif samples != first[1]:
+            raise ArgumentError(
+                f"{name} has {samples} samples along dimension {dim}, {first[0]} has {first[1]}. Tensors of other "
+                "dimensions are given as Along(tensor, dim), whole ones as Along(tensor, None)"
+            )
+    if first is None:
+        raise ArgumentError("no argument is a tensor with samples to cut into slices")
+    return first[1]
+
+
+class _Cut(torch.autograd.Function):
+    """tensor -> copies of its slices. Autograd's own split would return views, which no operator may write to."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        return tuple(part.clone(memory_format=torch.contiguous_format) for part in tensor.split(sizes, dim))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return torch.cat(gradients, ctx.dim), None, None
+
+
+class _Join(torch.autograd.Function):
+    """Results of slices -> one tensor; its gradient -> aligned gradients of the slices."""
+
+    @staticmethod
+    def forward(ctx: Any, on_backward: Callable[[], None] | None, *parts: Tensor) -> Tensor:
+        ctx.on_backward = on_backward
+        ctx.sizes = [part.shape[0] for part in parts] if parts[0].ndim else None
+        return torch.stack(parts) if ctx.sizes is None else torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.on_backward is not None:
+            ctx.on_backward()
+        parts = gradient.unbind() if ctx.sizes is None else gradient.split(ctx.sizes)
+        return None, *(aligned(part) for part in parts)

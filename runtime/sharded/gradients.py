@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its tensors thinly:
+# mypy: disable-error-code="no-untyped-call"
+"""Gradients of a module's parameters, slice by slice, summed over all slices in the canonical tree.
+
+Every slice runs on parameters of its own that share the memory of the module's. So autograd adds up nothing over
+slices. A rank adds up its slices' gradients as far as the tree allows, and AllReduce does the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from sennit.runtime.backend import all_reduce_leaves
+from sennit.runtime.sharded.cutting import CUT_NODE
+from sennit.runtime.sharded.slices import Slices
+from sennit.transport.errors import ArgumentError, MismatchError, Unsupported
+from sennit.transport.tree import Span
+
+# Every parameter's gradient begins at a multiple of 64 bytes, whatever its type.
+_ALIGNMENT = 64
+# The types whose sums are made in float32 and rounded once.
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class Place(NamedTuple):
+    """Where a module keeps a parameter. A shared parameter has several places."""
+
+    owner: nn.Module
+    attribute: str
+    name: str
+    """From the root, as in `named_parameters`."""
+
+    def put(self, parameter: nn.Parameter) -> None:
+        if isinstance(self.owner, nn.RNNBase):
+            setattr(self.owner, self.attribute, parameter)  # It keeps a second list of them.
+        else:
+            self.owner._parameters[self.attribute] = parameter
+
+
+def places_of(module: nn.Module) -> list[Place]:
+    return [
+        Place(owner, attribute, f"{path}.{attribute}" if path else attribute)
+        for path, owner in module.named_modules()
+        for attribute, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+
+class Layout:
+    """Where the gradients of a module's parameters lie in flat rows, one row for each type of element.
+
+    The row of float32 ends with how many slices had a gradient of each parameter, and with the samples of each slice.
+    """
+
+    def __init__(self, places: Sequence[Place], slices: Slices) -> None:
+        self.slices = slices
+        self.places: list[tuple[Place, int]] = []
+        """The places of parameters that require gradients, and the parameter's index."""
+        self.parameters: list[nn.Parameter] = []
+        self.names: list[str] = []
+        self.key = _key(places)
+        self.is_checked = False
+        """Whether a pass has shown that the module reaches its parameters by their places."""
+        index_of: dict[nn.Parameter, int] = {}
+        for place in places:
+            parameter = place.owner._parameters[place.attribute]
+            assert parameter is not None
+            if parameter.requires_grad:
+                if parameter not in index_of:
+                    index_of[parameter] = len(self.parameters)
+                    self.parameters.append(parameter)
+                    self.names.append(place.name)
+                self.places.append((place, index_of[parameter]))
+        self.lengths: dict[torch.dtype, int] = {torch.float32: 0}
+        self.starts: list[int] = []
+        for parameter in self.parameters:
+            start = self.lengths.setdefault(parameter.dtype, 0)
+            self.starts.append(start)
+            self.lengths[parameter.dtype] = start + -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+        self.counts_start = self.lengths[torch.float32]
+        self.lengths[torch.float32] += -(-(len(self.parameters) + slices.count) // _ALIGNMENT) * _ALIGNMENT
+
+    def fits(self, places: Sequence[Place]) -> bool:
+        """Whether the module still has these parameters, and requires gradients of the same."""
+        return self.key == _key(places)
+
+    def piece(self, row: Tensor, index: int) -> Tensor:
+        """A parameter's part of a row, in the parameter's shape."""
+        start, parameter = self.starts[index], self.parameters[index]
+        return row[start : start + parameter.numel()].view(parameter.shape)
+
+
+def _key(places: Sequence[Place]) -> tuple[object, ...]:
+    found = (place.owner._parameters[place.attribute] for place in places)
+    return tuple((id(p), p.requires_grad, p.dtype, p.shape) for p in found if p is not None)
+
+
+class Held:
+    """Gradients kept slice by slice until a later backward pass sums them (`no_sync`)."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[tuple[int, int], Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+    def add(self, number: int, index: int, gradient: Tensor) -> None:
+        held = self._gradients.setdefault((number, index), gradient)
+        if held is not gradient:
+            held.add_(gradient)
+
+    def take(self, number: int, index: int) -> Tensor | None:
+        return self._gradients.pop((number, index), None)
+
+    def rest(self) -> list[tuple[int, int, Tensor]]:
+        """What is left, which is forgotten here."""
+        rest = [(number, index, gradient) for (number, index), gradient in self._gradients.items()]
+        self._gradients.clear()
+        return rest
+
+
+class SliceSums:
+    """The gradients of one forward pass. One backward pass after another fills it and empties it."""
+
+    def __init__(
+        self, layout: Layout, sizes: Sequence[int], held: Held, group: dist.ProcessGroup | None, *, synchronised: bool
+    ) -> None:
+        """`sizes`: samples in each slice of this rank. `synchronised`: the backward pass sums over ranks."""
+        self._layout, self._sizes, self._held, self._group = layout, sizes, held, group
+        self._synchronised = synchronised
+        self._nodes = layout.slices.nodes_of(layout.slices.rank)
+        self._row_of = {(node.low, node.high - node.low): row for row, node in enumerate(self._nodes)}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._expected = False
+        self._rows: dict[torch.dtype, Tensor] = {}
+        self._seen: set[tuple[int, int]] = set()
+        # Nodes of the tree that wait for the other half: (parameter, first slice, slices).
+        self._waiting: dict[tuple[int, int, int], Tensor] = {}
+
+    @contextlib.contextmanager
+    def own_parameters(self, number: int) -> Iterator[list[nn.Parameter]]:
+        """Inside, the module's parameters are those of a slice. They share the memory of the real ones."""
+        layout = self._layout
+        aliases = [nn.Parameter(parameter.detach()) for parameter in layout.parameters]
+        for index, alias in enumerate(aliases):
+            alias.register_post_accumulate_grad_hook(functools.partial(self._take, number, index))
+        try:
+            for place, index in layout.places:
+                place.put(aliases[index])
+            yield aliases
+        finally:
+            for place, index in layout.places:
+                place.put(layout.parameters[index])
+
+    def check_leaves(self, output: object, own: Sequence[nn.Parameter]) -> None:
+        """Raises `ArgumentError` if a slice's gradients would go elsewhere than to its own parameters and arguments.
+
+        It looks at the first pass only.
+        """
+        if self._layout.is_checked:
+            return
+        self._layout.is_checked = True
+        known = {id(parameter) for parameter in own}
+        nodes = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        seen = set()
+        while nodes:
+            node = nodes.pop()
+            if node is None or node in seen or node.name() == CUT_NODE:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                names = {id(real): name for real, name in zip(self._layout.parameters, self._layout.names, strict=True)}
+                what = names.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
+                raise ArgumentError(
+                    f"the module uses {what}, which requires gradients, by a reference that slices cannot replace. Let "
+                    "it be an attribute of a module, or an argument"
+                )
+            nodes.extend(next_node for next_node, _ in node.next_functions)
+
+    def expect(self) -> None:
+        """A backward pass has come to the results of the slices: sums them when it ends, whatever it reaches."""
+        if not self._expected:
+            self._expected = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    @torch.no_grad()
+    def _take(self, number: int, index: int, alias: Tensor) -> None:
+        """Autograd's hook: one slice's gradient of one parameter is complete."""
+        gradient, alias.grad = alias.grad, None
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise Unsupported(
+                "sparse gradients", f"parameter {self._layout.names[index]} has one; make it dense (sparse=False)"
+            )
+        gradient = gradient.detach()
+        if not self._synchronised:
+            self._held.add(number, index, gradient)
+            return
+        before = self._held.take(number, index)
+        self._add(number, index, gradient if before is None else before.add_(gradient))
+
+    def _add(self, number: int, index: int, gradient: Tensor) -> None:
+        self._seen.add((number, index))
+        low, size = number, 1
+        value = gradient.float() if gradient.dtype in _NARROW else gradient
+        while (low, size) not in self._row_of:
+            half = self._waiting.pop((index, low ^ size, size), None)
+            if half is None:
+                self._waiting[index, low, size] = value
+                return
+            # a + b has the bits of b + a, so it does not matter which slice came first.
+            low, size = low & ~size, 2 * size
+            if (low, size) in self._row_of:
+                torch.add(half, value, out=self._piece(low, size, index))
+                return
+            value = half.add_(value)
+        self._piece(low, size, index).copy_(value)
+
+    def _piece(self, low: int, size: int, index: int) -> Tensor:
+        rows = self._rows_of(self._layout.parameters[index].dtype)
+        return self._layout.piece(rows[self._row_of[low, size]], index)
+
+    def _rows_of(self, dtype: torch.dtype) -> Tensor:
+        """[nodes of this rank, elements]: the partial sums of the parameters of one type."""
+        if dtype not in self._rows:
+            summed = torch.float32 if dtype in _NARROW else dtype
+            self._rows[dtype] = torch.zeros(len(self._nodes), self._layout.lengths[dtype], dtype=summed)
+        return self._rows[dtype]
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """The backward pass has ended: leaves the sum over all slices in the parameters' `grad`."""
+        try:
+            if self._synchronised:
+                self._reduce()
+        finally:
+            self._begin()
+
+    def _reduce(self) -> None:
+        layout = self._layout
+        for number, index, gradient in self._held.rest():
+            self._add(number, index, gradient)
+        counts = torch.zeros(len(layout.parameters) + layout.slices.count)
+        for _, index in self._seen:
+            counts[index] += 1
+        own = layout.slices.own
+        counts[len(layout.parameters) :][own.low : own.high] = torch.tensor(self._sizes, dtype=torch.float32)
+        for index, parameter in enumerate(layout.parameters):
+            for number in range(*own):
+                if (number, index) not in self._seen:
+                    self._add(number, index, torch.zeros_like(parameter))
+        end = layout.counts_start + len(counts)
+        self._rows_of(torch.float32)[0, layout.counts_start : end] = counts
+        totals = {
+            dtype: all_reduce_leaves(
+                self._rows_of(dtype), layout.slices.count, group=self._group, partial=True, dtype=dtype
+            )
+            for dtype in layout.lengths
+        }
+        counted = totals[torch.float32][layout.counts_start : end].tolist()
+        self._check_sizes([int(size) for size in counted[len(layout.parameters) :]])
+        for index, parameter in enumerate(layout.parameters):
+            if counted[index]:
+                total = layout.piece(totals[parameter.dtype], index)
+                if parameter.grad is None:
+                    parameter.grad = total
+                else:
+                    parameter.grad.add_(total)
+
+    def _check_sizes(self, sizes: list[int]) -> None:
+        """All ranks see the same sizes, so all raise or none does."""
+        slices = self._layout.slices
+        expected = slices.sizes(Span(0, slices.count), sum(sizes))
+        if sizes != expected:
+            ranks = ", ".join(f"rank {rank} {sizes[slice(*slices.of(rank))]}" for rank in range(slices.world_size))
+            raise MismatchError(
+                f"ranks disagree on the global batch: samples in the slices of {ranks}; allowed: sizes that differ by "
+                f"one at most, as {expected}"
+            )

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module replicated on every rank, whose gradients have the same bits in every world: in place of DDP.
+
+replicas = SlicedReplicas(module)           # module(features, labels) returns the mean loss of its samples
+losses = replicas(features, labels)         # of this rank's samples: the loss of each of its slices
+replicas.loss(losses).backward()            # parameter.grad: the gradient of the mean loss of all V slices
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from sennit.runtime.backend import all_reduce_leaves
+from sennit.runtime.data.seeds import derive
+from sennit.runtime.sharded.cutting import CutArguments, join
+from sennit.runtime.sharded.gradients import Held, Layout, SliceSums, places_of
+from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
+from sennit.transport.errors import ArgumentError, ConfigError, MismatchError
+
+
+class SlicedReplicas(nn.Module):
+    """Runs `module` on one slice of the global batch after the other (docs/reference/sharded.md).
+
+    The backward pass leaves in `parameter.grad` the sum over all V slices, summed in the canonical tree. Parameters,
+    buffers and the order of random numbers are those of rank 0 and of (seed, pass, slice). So runs of 1 to V ranks end
+    with the same bits, if the loss is computed slice by slice.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, slices: int = DEFAULT_SLICES, seed: int = 0, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Collective. Parameters and buffers become those of rank 0.
+
+        `slices`: V, a power of two. `seed`: of the random numbers that `module` draws from torch's default generator.
+        `group`: of backend sennit. Raises on all ranks `MismatchError` if they disagree on V, the seed, or the
+        names, shapes or types of parameters and buffers, and `ArgumentError` if one of these is not in host memory.
+        """
+        super().__init__()
+        self.module = module
+        self.passes = 0
+        """Forward passes in training mode so far. They decide random numbers: save it, and set it when you resume."""
+        self._seed, self._group = seed, group
+        self._synchronised = True
+        self._held = Held()
+        self._places = places_of(module)
+        _agree(_description(module, slices, seed), group)
+        _refuse_devices(module)
+        self.slices = Slices(count=slices, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
+        self._layout = Layout(self._places, self.slices)
+        self._norms = [(name, part) for name, part in module.named_modules() if isinstance(part, _NormBase)]
+        _broadcast(module, group)
+
+    def forward(self, *args: Any, global_batch: int | None = None, **kwargs: Any) -> Any:
+        """Returns what `module` returns for this rank's samples: tensors by dimension 0, 0-dim tensors [own slices].
+
+        Tensors are cut along dimension 0, in tuples, lists and dicts too; `Along` says otherwise. Without
+        `global_batch`, the samples of all ranks, all slices have one size. Raises `ArgumentError` if the samples are
+        not those of this rank's slices, and if the module changes a buffer.
+        """
+        self._refuse_running_statistics()
+        cut = CutArguments((args, kwargs), self.slices, global_batch)
+        sums = None
+        if torch.is_grad_enabled() and (parameters := self._current_layout()).parameters:
+            sums = SliceSums(parameters, cut.sizes, self._held, self._group, synchronised=self._synchronised)
+        buffers = [(name, buffer, buffer._version) for name, buffer in self.module.named_buffers()]
+        outputs = []
+        for number, (arguments, options) in cut:
+            with self._random_numbers("module", number), _parameters_of(sums, number) as own:
+                outputs.append(self.module(*arguments, **options))
+            if sums is not None:
+                sums.check_leaves(outputs[-1], own)
+        for name, buffer, version in buffers:
+            if buffer._version != version:
+                raise ArgumentError(f"the module changed its buffer {name}: slices would see each other's changes")
+        self.passes += self.training
+        return join(outputs, None if sums is None else sums.expect)
+
+    def each_slice(
+        self, function: Callable[..., Any], *args: Any, global_batch: int | None = None, **kwargs: Any
+    ) -> Any:
+        """Calls `function`, which has no parameters, slice by slice: for a loss that the module does not compute.
+
+        Arguments and results are those of `forward`.
+        """
+        outputs = []
+        for number, (arguments, options) in CutArguments((args, kwargs), self.slices, global_batch):
+            with self._random_numbers("function", number):
+                outputs.append(function(*arguments, **options))
+        return join(outputs, None)
+
+    def loss(self, losses: Tensor, divisor: float | None = None) -> Tensor:
+        """What to call `backward` on: `losses` [own slices], summed and divided by a number that no world changes.
+
+        `divisor`: the number of slices by default, for means over samples (exact, since it is a power of two); the
+        global batch for sums over samples. The value is this rank's part; `global_loss` gives that of all.
+        """
+        self._check_losses(losses)
+        return losses.sum() / (self.slices.count if divisor is None else divisor)
+
+    def global_loss(self, losses: Tensor, divisor: float | None = None) -> Tensor:
+        """Collective: the loss of all slices, a 0-dim tensor with the same bits on every rank and in every world."""
+        self._check_losses(losses)
+        total = all_reduce_leaves(losses.detach(), self.slices.count, group=self._group)
+        return total / (self.slices.count if divisor is None else divisor)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes of forward passes made inside keep gradients on this rank, added up slice by slice.
+
+        The next one from outside adds them to its own, slice by slice, and sums over all slices. So gradients are
+        accumulated with one AllReduce, and the same bits in every world.
+        """
+        before, self._synchronised = self._synchronised, False
+        try:
+            yield
+        finally:
+            self._synchronised = before
+
+    def _current_layout(self) -> Layout:
+        """The module may have got other parameters, or frozen some."""
+        if not self._layout.fits(self._places):
+            if self._held:
+                raise ArgumentError("parameters changed while no_sync held gradients of them")
+            self._places = places_of(self.module)
+            self._layout = Layout(self._places, self.slices)
+        return self._layout
+
+    @contextlib.contextmanager
+    def _random_numbers(self, what: str, number: int) -> Iterator[None]:
+        """Inside, torch's default generator begins where (seed, pass, slice) say. Outside, nothing has changed."""
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(derive(self._seed, what, self.passes, number))
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+    def _refuse_running_statistics(self) -> None:
+        for name, norm in self._norms:
+            if norm.training and norm.track_running_stats:
+                raise ConfigError(
+                    f"{name} ({type(norm).__name__}) updates running statistics, which depend on the order of slices. "
+                    "Give it track_running_stats=False (statistics of a slice), call eval() on it, or take LayerNorm"
+                )
+
+    def _check_losses(self, losses: Tensor) -> None:
+        own = self.slices.own
+        if losses.shape != (own.high - own.low,):
+            raise ArgumentError(
+                f"losses of shape {tuple(losses.shape)}; allowed: ({own.high - own.low},), one 0-dim loss for each "
+                "slice of this rank. Compute it in the module or by each_slice"
+            )
+
+
+def _parameters_of(sums: SliceSums | None, number: int) -> contextlib.AbstractContextManager[list[nn.Parameter]]:
+    return contextlib.nullcontext([]) if sums is None else sums.own_parameters(number)
+
+
+def _state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((f"parameter {name}", tensor) for name, tensor in module.named_parameters())
+    yield from ((f"buffer {name}", tensor) for name, tensor in module.named_buffers())
+
+
+def _description(module: nn.Module, slices: int, seed: int) -> dict[str, str]:
+    """What all ranks must agree on. Nothing raises here: peers would wait for a rank that left."""
+    found = {"slices": str(slices), "seed": str(seed)}
+    for name, tensor in _state(module):
+        if is_lazy(tensor):
+            found[name] = "not initialised"
+        else:
+            frozen = "" if tensor.requires_grad or name.startswith("buffer") else ", frozen"
+            found[name] = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}{frozen}"
+    found["threads"] = f"{torch.get_num_threads()} (torch.set_num_threads)"
+    found["processor"] = torch.backends.cpu.get_cpu_capability()
+    return found
+
+
+def _agree(mine: dict[str, str], group: dist.ProcessGroup | None) -> None:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    first: dict[str, str] = gathered[0]
+    for rank, other in enumerate(gathered):
+        for name in itertools.chain(first, other):
+            here, there = first.get(name, "nothing"), other.get(name, "nothing")
+            if here != there and name in ("threads", "processor"):
+                warnings.warn(f"{name}: rank 0 has {here}, rank {rank} has {there}. Bits may differ", stacklevel=4)
+            elif here != there:
+                raise MismatchError(f"{name}: rank 0 has {here}, rank {rank} has {there}")
+
+
+def _refuse_devices(module: nn.Module) -> None:
+    for name, tensor in _state(module):
+        if is_lazy(tensor):
+            raise ArgumentError(f"{name} is not initialised; run the module once before")
+        if tensor.device.type != "cpu":
+            raise ArgumentError(f"{name} on {tensor.device}; allowed: cpu (sums over slices are made in host memory)")
+
+
+def _broadcast(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+    with torch.no_grad():
+        for _, tensor in _state(module):
+            values = tensor.detach().contiguous()
+            dist.broadcast(values, group=group, group_src=0)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)

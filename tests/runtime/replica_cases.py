@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives and operators thinly:
+# mypy: disable-error-code="attr-defined,no-untyped-call,arg-type,union-attr,assignment,list-item,index,misc"
+"""What test_replicas.py runs on each rank."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sennit.runtime.sharded import Along, SlicedReplicas
+from sennit.transport.errors import ArgumentError, ConfigError, MismatchError, SennitError, Unsupported
+
+FEATURES, VECTORS, WIDTH = 13, 5, 16
+
+
+class Cross(nn.Module):
+    """A model like DCNv2: cross layers, an MLP with dropout, embedding vectors [VECTORS, B, WIDTH]; its own loss."""
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__()
+        self.bottom = nn.Sequential(nn.Linear(FEATURES, 40), nn.ReLU(), nn.Dropout(0.2), nn.Linear(40, WIDTH))
+        inputs = (VECTORS + 1) * WIDTH
+        self.cross = nn.ModuleList(nn.Linear(inputs, inputs) for _ in range(2))
+        self.top = nn.Sequential(nn.Linear(inputs, 51), nn.ReLU(), nn.Dropout(0.1), nn.Linear(51, 1))
+        self.reduction = reduction
+
+    def forward(self, dense: Tensor, vectors: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        first = torch.cat((self.bottom(dense).unsqueeze(0), vectors)).transpose(0, 1).flatten(1)
+        crossed = first
+        for layer in self.cross:
+            crossed = first * layer(crossed) + crossed
+        logits = self.top(crossed).squeeze(1)
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction=self.reduction)
+        return loss, logits
+
+
+def batch(step: int, count: int, ids: int = 30) -> tuple[Tensor, Tensor, Tensor]:
+    """The global batch of a step: dense features, ids of embedding rows [VECTORS, count], labels."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return (
+        torch.randn(count, FEATURES, generator=generator),
+        torch.randint(ids, (VECTORS, count), generator=generator),
+        torch.randint(2, (count,), generator=generator).float(),
+    )
+
+
+def mine(replicas: SlicedReplicas, count: int) -> slice:
+    return slice(*replicas.slices.samples(replicas.slices.rank, count))
+
+
+def digest(*tensors: Tensor) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def train(rank: int, world: int, autocast: str = "", no_sync: bool = False, transport: str = "") -> list[str]:
+    """Five steps of Adam with a learning-rate schedule, odd and uneven batches. Returns hashes of all that is left."""
+    torch.manual_seed(rank)  # Parameters are those of rank 0.
+    if rank == 0:
+        torch.manual_seed(5)
+    replicas = SlicedReplicas(Cross("sum"), seed=3)
+    table = torch.randn(30, WIDTH, generator=torch.Generator().manual_seed(4))
+    optimizer = torch.optim.Adam(replicas.parameters(), lr=0.01, weight_decay=0.001)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    kind = getattr(torch, autocast) if autocast else torch.bfloat16
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=autocast == "float16")
+    found = []
+    for step, count in enumerate((104, 8, 37, 131, 61)):
+        dense, ids, labels = batch(step, count)
+        part = mine(replicas, count)
+        vectors = table[ids[:, part]].requires_grad_()
+
+        def lost(part: slice, vectors: Tensor, count: int, data: tuple[Tensor, ...]) -> Tensor:
+            with torch.autocast("cpu", kind, enabled=bool(autocast)):
+                losses: Tensor = replicas(data[0][part], Along(vectors, 1), data[2][part], global_batch=count)[0]
+            return losses
+
+        losses = lost(part, vectors, count, (dense, ids, labels))
+        optimizer.zero_grad()
+        if no_sync:
+            with replicas.no_sync():
+                earlier = lost(part, vectors, count, (dense * 0.5, ids, labels))
+                scaler.scale(replicas.loss(earlier, count)).backward()
+        scaler.scale(replicas.loss(losses, count)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        gathered: list[Tensor] = [None] * world
+        dist.all_gather_object(gathered, vectors.grad)
+        found.append(digest(torch.cat(gathered, 1), replicas.global_loss(losses, count)))
+    # Nothing was drawn from the generator that the caller sees.
+    state = torch.get_rng_state()
+    replicas(dense[part], Along(vectors, 1), labels[part], global_batch=count)
+    assert torch.equal(torch.get_rng_state(), state)
+    found.append(digest(*replicas.parameters()))
+    assert all(torch.isfinite(parameter).all() for parameter in replicas.parameters())
+    return found
+
+
+def gradients(rank: int, world: int) -> None:
+    """Results, gradients of parameters and of arguments are those of plain torch on the whole batch."""
+    torch.manual_seed(5)
+    model = Cross("sum").eval()  # No dropout.
+    alone = copy.deepcopy(model)
+    replicas = SlicedReplicas(model)
+    for count in (64, 61):
+        dense, _, labels = batch(count, count)
+        part = mine(replicas, count)
+        whole = torch.randn(VECTORS, count, WIDTH, requires_grad=True)
+        own = whole.detach()[:, part].requires_grad_()
+        expected_loss, expected_logits = alone(dense, whole, labels)
+        losses, logits = replicas(dense[part], vectors=Along(own, 1), labels=labels[part], global_batch=count)
+        (expected_loss / count).backward()
+        replicas.loss(losses, count).backward()
+        close = torch.testing.assert_close
+        close(logits, expected_logits[part])
+        close(replicas.global_loss(losses), expected_loss / replicas.slices.count)
+        close(own.grad, whole.grad[:, part])
+        # Gradients are added to what is there, in both.
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Parts(nn.Module):
+    """What a model may do with its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(4, 4, bias=False)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.shared.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.never = nn.Linear(4, 4)
+        self.sometimes = nn.Linear(4, 1)
+        self.narrow = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.wide = nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.memory = nn.LSTM(4, 4, batch_first=True)
+
+    def forward(self, given: dict[str, list[Tensor]], scale: Tensor, *, kind: str) -> dict[str, object]:
+        x, flag = given["x"]
+        y = self.frozen(self.tied(self.shared(x).relu())) * self.narrow * self.wide.float() * scale
+        y = y + self.memory(x.unsqueeze(1))[0].squeeze(1)
+        loss = y.square().mean()
+        if flag.sum() > 0:
+            loss = loss + self.sometimes(x).mean()
+        return {"loss": loss, "kind": kind, "many": (y.argmax(1), [x[:, 0]])}
+
+
+def parts(rank: int, world: int) -> str:
+    """Shared, frozen, unused, narrow and wide parameters, nested arguments, several passes. Returns a hash."""
+    torch.manual_seed(8)
+    model = Parts()
+    replicas = SlicedReplicas(model, slices=8)
+    count = 24
+    x = torch.randn(count, 4)
+    flag = torch.zeros(count)
+    flag[4] = 1  # Slice 1 alone.
+    part = mine(replicas, count)
+    arguments = ({"x": [x[part], flag[part]]}, torch.tensor(0.5))
+
+    def step() -> Tensor:
+        result = replicas(*arguments, kind="one")
+        assert result["kind"] == "one"
+        largest, (first,) = result["many"]
+        assert largest.shape == first.shape == (part.stop - part.start,)
+        assert torch.equal(first, x[part, 0])
+        return replicas.loss(result["loss"])
+
+    loss = step()
+    loss.backward(retain_graph=True)
+    assert model.never.weight.grad is None
+    assert model.frozen.weight.grad is None
+    once = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    assert {"sometimes.weight", "shared.weight", "narrow", "wide", "memory.weight_ih_l0"} <= set(once)
+    assert all(p.grad.dtype == p.dtype for p in model.parameters() if p.grad is not None)
+    torch.testing.assert_close(once["sometimes.weight"], x[3:6].mean(0, keepdim=True) / 8)
+    # Again through the same graph, and two forward passes in one backward pass: each adds the same.
+    loss.backward()
+    (step() + step()).backward()
+    for name, parameter in model.named_parameters():
+        if name in once:
+            torch.testing.assert_close(parameter.grad, 4 * once[name])
+    # Gradients kept slice by slice, in one sum.
+    model.zero_grad()
+    with replicas.no_sync():
+        step().backward()
+        step().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    step().backward()
+    for name, parameter in model.named_parameters():
+        if name in once:
+            torch.testing.assert_close(parameter.grad, 3 * once[name])
+    # A layer is unfrozen, another one frozen.
+    model.zero_grad()
+    model.frozen.requires_grad_(True)
+    model.memory.requires_grad_(False)
+    step().backward()
+    assert model.frozen.weight.grad is not None
+    assert model.memory.weight_ih_l0.grad is None
+    with torch.no_grad():
+        assert not replicas(*arguments, kind="two")["loss"].requires_grad
+    return digest(*(p.grad for p in model.parameters() if p.grad is not None), *once.values())
+
+
+def loss_outside(rank: int, world: int) -> str:
+    """The loss is no part of the module."""
+    torch.manual_seed(5)
+    model = nn.Linear(FEATURES, 1)
+    replicas = SlicedReplicas(model)
+    dense, _, labels = batch(0, 37)
+    part = mine(replicas, 37)
+    logits = replicas(dense[part], global_batch=37).squeeze(1)
+    losses = replicas.each_slice(
+        nn.functional.binary_cross_entropy_with_logits, logits, labels[part], reduction="sum", global_batch=37
+    )
+    replicas.loss(losses, 37).backward()
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    nn.functional.binary_cross_entropy_with_logits(alone(dense).squeeze(1), labels).backward()
+    torch.testing.assert_close(model.weight.grad, alone.weight.grad)
+    return digest(model.weight.grad, replicas.global_loss(losses, 37))
+
+
+def compiled(rank: int, world: int) -> None:
+    """A compiled module inside gives the bits of the module."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, 1))
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The compiler's own imports.
+        for inner in (model, torch.compile(model, backend="aot_eager")):
+            replicas = SlicedReplicas(inner)
+            model.zero_grad()
+            for step in range(2):
+                dense = batch(step, 32)[0][mine(replicas, 32)]
+                replicas.loss(replicas.each_slice(torch.mean, replicas(dense))).backward()
+            found.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def refusals(rank: int, world: int) -> None:
+    """What a module, its arguments or ranks may not do. Each is refused on all ranks, and the group goes on."""
+    last = rank == world - 1
+    for wrong, match in (
+        (
+            lambda: SlicedReplicas(nn.Linear(2, 3 if last else 2)),
+            rf"weight: rank 0 has .* \(2, 2\) on cpu, rank {world - 1} has .* \(3, 2\)",
+        ),
+        (
+            lambda: SlicedReplicas(nn.Linear(2, 2, dtype=torch.float64 if last else None)),
+            r"rank 0 has torch.float32 .* has torch.float64",
+        ),
+        (lambda: SlicedReplicas(nn.Linear(2, 2, bias=not last)), "parameter bias: rank 0 has .* has nothing"),
+        (lambda: SlicedReplicas(nn.Linear(2, 2), slices=16 if last else 8), "slices: rank 0 has 8, .* has 16"),
+        (lambda: SlicedReplicas(nn.Linear(2, 2), seed=int(last)), "seed: rank 0 has 0, .* has 1"),
+    ):
+        with pytest.raises(MismatchError, match=match):
+            wrong()
+    with pytest.raises(ConfigError, match="a power of two"):
+        SlicedReplicas(nn.Linear(2, 2), slices=6)
+    with pytest.raises(ArgumentError, match=r"parameter weight on meta; allowed: cpu"):
+        SlicedReplicas(nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ArgumentError, match="parameter weight is not initialised"):
+        SlicedReplicas(nn.LazyLinear(2))
+    torch.set_num_threads(1 + last)
+    with pytest.warns(UserWarning, match=r"threads: rank 0 has 1 .* has 2 .* Bits may differ"):
+        replicas = SlicedReplicas(nn.Linear(2, 2))
+    torch.set_num_threads(1)
+
+    count = 2 * (replicas.slices.own.high - replicas.slices.own.low)
+    x = torch.ones(count, 2)
+    for wrong, match in (
+        (lambda: replicas(x, torch.ones(count + 1, 2)), r"argument \[0\]\[1\] has .* samples along dimension 0"),
+        (lambda: replicas(Along(x, 2)), "has no dimension 2"),
+        (lambda: replicas(torch.tensor(1.0)), "no argument is a tensor with samples"),
+        (lambda: replicas(x[1:]), "they cannot have one size"),
+        (lambda: replicas(x, global_batch=1000), "of a global batch of 1000 its slices"),
+        (lambda: replicas(x[:0]), "a global batch of 0 samples for 8 slices"),
+        (lambda: replicas(x, Along(torch.ones(1, requires_grad=True), None)), "goes whole to every slice and requires"),
+        (lambda: replicas.loss(torch.ones(count, 2)), r"losses of shape .*; allowed: \(.,\)"),
+        (lambda: SlicedReplicas(nn.Sequential(nn.BatchNorm1d(2)))(x), r"0 \(BatchNorm1d\) updates running statistics"),
+        (lambda: SlicedReplicas(Counting())(x), "changed its buffer calls"),
+        (lambda: SlicedReplicas(Hidden())(x), "uses weight, which requires gradients, by a reference"),
+    ):
+        with pytest.raises(SennitError, match=match):
+            wrong()
+    assert SlicedReplicas(nn.BatchNorm1d(2, track_running_stats=False))(x).shape == x.shape
+    assert SlicedReplicas(nn.BatchNorm1d(2).eval())(x).shape == x.shape
+
+    sparse = SlicedReplicas(nn.Embedding(5, 2, sparse=True))
+    with pytest.raises(Unsupported, match="parameter weight has one; make it dense"):
+        sparse.loss(sparse.each_slice(torch.mean, sparse(torch.zeros(count, dtype=torch.int64)))).backward()
+    # Slices of three samples on the last rank, of two elsewhere: nothing is changed.
+    uneven = torch.ones(count // 2 * 3, 2) if last else x
+    with pytest.raises(MismatchError, match=rf"samples in the slices of rank 0 \[2.*rank {world - 1} \[3"):
+        replicas.loss(replicas.each_slice(torch.mean, replicas(uneven))).backward()
+    assert all(parameter.grad is None for parameter in replicas.parameters())
+    # A NaN of one slice is in the sum of all ranks.
+    squares = replicas(x * float("nan") if last else x).square()
+    replicas.loss(replicas.each_slice(torch.mean, squares)).backward()
+    assert all(parameter.grad.isnan().all() for parameter in replicas.parameters())
+
+
+class Counting(nn.Module):
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x
+
+
+class Hidden(nn.Module):
+    """Keeps its parameter in a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.kept = [self.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.kept[0]
+
+
+def dies(rank: int, world: int) -> str:
+    """The last rank dies between the forward and the backward pass. Returns the survivors' error."""
+    replicas = SlicedReplicas(nn.Linear(2, 2))
+    own = replicas.slices.own
+    loss = replicas.loss(replicas.each_slice(torch.mean, replicas(torch.ones(own.high - own.low, 2))))
+    if rank == world - 1:
+        os._exit(0)
+    with pytest.raises(SennitError) as caught:
+        loss.backward()
+    assert all(parameter.grad is None for parameter in replicas.parameters())
+    return f"{type(caught.value).__name__}: {caught.value}"

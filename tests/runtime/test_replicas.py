@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module on every rank, run slice by slice: the same bits in every world, and the gradients of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timeout(240)
+
+CASES = "replica_cases.py"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"no_sync": True}, {"autocast": "bfloat16"}, {"autocast": "float16"}],
+    ids=["float32", "no_sync", "bfloat16", "float16"],
+)
+def test_five_steps_have_the_same_bits_in_every_world(
+    kept_world: Callable[..., Any], options: dict[str, object]
+) -> None:
+    worlds = [(1, "shm"), (2, "shm"), (3, "shm"), (4, "shm"), (8, "shm")]
+    if not options:
+        worlds.append((3, "udp"))
+    found = {world: kept_world(*world).run(CASES, "train", **options) for world in worlds}
+    alone = found[1, "shm"][0]
+    for world, ranks in found.items():
+        assert all(hashes == alone for hashes in ranks), (world, ranks, alone)
+
+
+@pytest.mark.parametrize("case", ["parts", "loss_outside"])
+def test_what_models_do_has_the_same_bits_in_every_world(kept_world: Callable[..., Any], case: str) -> None:
+    assert len({found for size in (1, 2, 3, 8) for found in kept_world(size).run(CASES, case)}) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gradients_are_those_of_plain_torch(kept_world: Callable[..., Any], size: int) -> None:
+    kept_world(size).run(CASES, "gradients")
+
+
+def test_a_compiled_module_gives_the_same_bits(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "compiled")
+
+
+def test_what_is_refused_is_refused_on_all_ranks(kept_world: Callable[..., Any]) -> None:
+    kept_world(3).run(CASES, "refusals")
+
+
+def test_a_dead_rank_is_named(new_world: Callable[..., Any]) -> None:
+    survivor, dead = new_world(2).run(CASES, "dies")
+    assert dead is None
+    assert "rank 1" in survivor
