@@ -6,6 +6,7 @@ It only says so. A codec changes the bits of results, so no call takes one by it
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
@@ -47,14 +48,18 @@ def rate_codecs(
     `rated`: the algorithms that the collective may run without a codec; `plain_s`: what the chosen one takes.
     """
     rows = []
-    for name in COLLECTIVE_CODECS if AUTO in names else dict.fromkeys(names):
-        codec = Codec(kind=COLLECTIVE_CODECS[name], stochastic=stochastic)
+    wanted = COLLECTIVE_CODECS if AUTO in names else dict.fromkeys(names)
+    # With one rank a host it is the same.
+    ways = (False, True) if 1 < len(selection.hosts.spans) < selection.hosts.world else (False,)
+    for between_hosts, name in itertools.product(ways, wanted):
+        codec = Codec(kind=COLLECTIVE_CODECS[name], stochastic=stochastic, between_hosts=between_hosts)
         coding = codec.coding(dtype)
         found = coded_work(
             collective,
             hosts=selection.hosts,
             elements=size_bytes // dtype.item_bytes,
             coding=coding,
+            dtype=dtype,
             leaves=leaves,
         )
         if found is None:
@@ -68,6 +73,7 @@ def rate_codecs(
                 "codec": name,
                 "block": codec.block,
                 "stochastic": stochastic,
+                "between_hosts": between_hosts,
                 "sent_bytes": round(found.work.near.sent_bytes + found.work.far.sent_bytes),
                 "sent_to_other_hosts_bytes": round(found.work.far.sent_bytes),
                 "coding_s": coding_s,
@@ -110,8 +116,12 @@ def verdict(rows: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], hosts: 
         sent = f"sending takes {_us(-less_s)} µs more, because it goes straight and not by {plain['name']}"
     facts = f"{sent}, and coding takes {_us(best['coding_s'])} µs"
     if best["pays"]:
-        return f"{best['codec']} takes the least time: {facts}."
-    who = f"{best['codec']} does not pay" if len(rows) == 1 else f"No codec pays. {best['codec']} comes nearest"
+        return f"{_name(best)} takes the least time: {facts}."
+    who = (
+        f"{_name(best)} does not pay"
+        if len({row["codec"] for row in rows}) == 1
+        else f"No codec pays. {_name(best)} comes nearest"
+    )
     return f"{who}: {facts}." + ("" if hosts > 1 else " Inside a host a copy costs less than coding.")
 
 
@@ -127,7 +137,7 @@ def render(rows: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], hosts: i
         below = row["pays_below_bytes_per_s"]
         otherwise = "always" if row["pays"] else "never"
         table.add_row(
-            f"{row['codec']} <-" if row["pays"] else row["codec"],
+            f"{_name(row)} <-" if row["pays"] else _name(row),
             *_bytes(row),
             _us(row["coding_s"]),
             _us(row["estimated_s"]),
@@ -139,6 +149,10 @@ def render(rows: Sequence[Mapping[str, Any]], plain: Mapping[str, Any], hosts: i
     console.print(verdict(rows, plain, hosts))
     if rows:
         console.print("No call takes a codec by itself: it changes bits. Give one with codec=.")
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    return f"{row['codec']} between hosts" if row["between_hosts"] else str(row["codec"])
 
 
 def _bytes(row: Mapping[str, Any]) -> tuple[str, str]:

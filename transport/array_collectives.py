@@ -101,7 +101,8 @@ class ArrayCollectives(ABC):
 
         With `codec`, ranks exchange coded numbers and sum them in float32: the result is Q(fold(Q(leaves))), where Q
         codes and decodes. All ranks give equal codecs, and for stochastic rounding a new seed with each call. Raises
-        ArgumentError for types that it does not code, LOSSLESS, and `partial`.
+        ArgumentError for types that it does not code, LOSSLESS, and `partial`. With `codec.between_hosts` the sums of
+        each host are coded in place of leaves, and nothing inside a host: bits depend on which ranks share one.
         """
         given, dtype = _contiguous(array), dtype_of(array)
         if codec is not None:
@@ -161,7 +162,7 @@ class ArrayCollectives(ABC):
         `given`. `background`: nobody waits at once, so a thread of the core drives the operation.
         """
         plan = _Call(
-            algorithms.allreduce_coded,
+            algorithms.allreduce_between_hosts if codec.between_hosts else algorithms.allreduce_coded,
             self,
             elements=elements,
             dtype=dtype,
@@ -169,9 +170,14 @@ class ArrayCollectives(ABC):
             coding=codec.coding(dtype),
             in_place=output is None,
             leaves=leaves,
+            **self._hosts_of(codec),
         )
         flat = [buffer.reshape(-1).view(np.uint8) for buffer in (given, output) if buffer is not None]
         return self.post(plan.key, plan.compile, flat, scalar=scalar, background=background, seed=codec.seed)
+
+    def _hosts_of(self, codec: Codec) -> dict[str, Any]:
+        """What an algorithm that codes between hosts alone takes besides."""
+        return {"hosts": self.selection.hosts} if codec.between_hosts else {}
 
     def reduce_leaves(
         self,
@@ -231,6 +237,11 @@ class ArrayCollectives(ABC):
         output = np.empty((rows[self.rank], *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
         elements = tuple(count * row_elements for count in rows)
+        if codec is not None and codec.between_hosts:
+            sums = {"counts": elements, "dtype": dtype, "op": op, "coding": codec.coding(dtype)}
+            plan = _Call(algorithms.reduce_scatter_between_hosts, self, **sums, **self._hosts_of(codec))
+            self._run(plan, [_aligned(given), output], scalar=scalar, seed=codec.seed)
+            return output
         if codec is not None:
             coding = codec.coding(dtype)
             plan = _Call(algorithms.reduce_scatter_coded, self, counts=elements, dtype=dtype, op=op, coding=coding)
@@ -265,6 +276,7 @@ class ArrayCollectives(ABC):
 
         With `codec`, all arrays are coded and decoded, also this rank's (see `allreduce`).
         """
+        _refuse_between_hosts("allgather", codec)
         given = _contiguous(array)
         rows = tuple(counts) if counts is not None else (given.shape[0],) * self.world
         if len(rows) != self.world or rows[self.rank] != given.shape[0]:
@@ -323,6 +335,7 @@ class ArrayCollectives(ABC):
         `send_counts[j]` rows to rank j. Without counts, which then all ranks leave out, equal shares. With `codec`, all
         rows are coded and decoded, also those that stay (see `allreduce`).
         """
+        _refuse_between_hosts("alltoall", codec)
         given = _contiguous(array)
         sent = _splits("send_counts", send_counts, given, self.world)
         received = tuple(recv_counts) if recv_counts is not None else sent
@@ -402,6 +415,11 @@ class _Call:
 
     def compile(self) -> Plan:
         return self._algorithm(**self._arguments)
+
+
+def _refuse_between_hosts(collective: str, codec: Codec | None) -> None:
+    if codec is not None and codec.between_hosts:
+        raise ArgumentError(f"a codec between hosts alone in {collective}; allowed: in allreduce and reduce_scatter")
 
 
 def _contiguous(array: Array) -> Array:

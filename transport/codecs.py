@@ -65,6 +65,10 @@ class Codec:
     seed: int = 0
     """64 bits. With the logical index of an element it decides how that element is rounded, and nothing else does."""
 
+    between_hosts: bool = False
+    """In a collective: code what goes to other hosts, and nothing else. Then bits depend on which ranks share a host
+    (docs/reference/codecs.md, "Between hosts alone")."""
+
     def __post_init__(self) -> None:
         if self.kind not in DEFAULT_BLOCK:
             raise ArgumentError(f"codec {self.kind!r}; allowed: {', '.join(kind.name for kind in CodecKind)}")
@@ -84,7 +88,7 @@ class Codec:
         if self.kind is CodecKind.LOSSLESS:
             raise ArgumentError("LOSSLESS in a collective, where sizes are fixed; allowed: the other codecs")
         self._check(dtype)
-        return Coding(self.kind, self._block, self.stochastic)
+        return Coding(self.kind, self._block, self.stochastic, self.between_hosts)
 
     def coded_bytes(self, count: int, *, dtype: Dtype = Dtype.F32) -> int:
         """Returns the bytes of `count` coded elements; of LOSSLESS the most they may take.

@@ -21,6 +21,8 @@ from sennit.transport.elements import Dtype
 from sennit.transport.hosts import Hosts
 
 CODED: Final = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.ALLGATHER, Collective.ALLTOALL)
+# Those that can code between hosts alone.
+BETWEEN_HOSTS: Final = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
 _SUM_BYTES: Final = Dtype.F32.item_bytes
 # Between them lies every link: 8 kbit/s and 8 Tbit/s.
 _SLOWEST_BYTE_S, _FASTEST_BYTE_S = 1e-3, 1e-12
@@ -71,12 +73,25 @@ class CodedWork:
 
 
 def coded_work(
-    collective: Collective, *, hosts: Hosts, elements: int, coding: Coding, leaves: Leaves | None = None
+    collective: Collective,
+    *,
+    hosts: Hosts,
+    elements: int,
+    coding: Coding,
+    dtype: Dtype = Dtype.F32,
+    leaves: Leaves | None = None,
 ) -> CodedWork | None:
-    """Returns the work for `elements`, or None if the collective takes no codec. `leaves`: see `work_of`."""
+    """Returns the work for `elements` of `dtype`, or None if the collective takes no such codec.
+
+    `leaves`: of an allreduce; by default one a rank.
+    """
     if collective not in CODED:
         return None
     given = Leaves(hosts.world) if leaves is None else leaves
+    if coding.between_hosts:
+        if collective not in BETWEEN_HOSTS or len(hosts.spans) == 1:
+            return None
+        return _between_hosts(collective is Collective.ALLREDUCE, hosts, elements, coding, dtype, given)
     share = elements / hosts.world
     coded_bytes = coding.coded_bytes(math.ceil(share))
     pieces = max(math.ceil(share / chunk_limit(coding, DEFAULT_CHUNK_ELEMENTS)), 1)
@@ -96,6 +111,39 @@ def coded_work(
         work=_direct(hosts, 1 + gathers, pieces, given_bytes + gathers * coded_bytes, folded_bytes),
         encoded_elements=rows * elements + gathers * share,
         decoded_elements=rows * elements + gathers * elements,
+    )
+
+
+def _between_hosts(
+    gathers: bool, hosts: Hosts, elements: int, coding: Coding, dtype: Dtype, leaves: Leaves
+) -> CodedWork:
+    """See cost_model.py for the same without a codec."""
+    sizes = [span.high - span.low for span in hosts.spans]
+    near, stood_for = max(sizes) - 1, -(-hosts.world // min(sizes))
+    by_host = [len(leaves.nodes(leaves.of_ranks(*span))) for span in hosts.spans]
+    share, nodes = elements / hosts.world, max(by_host)
+    coded_bytes, phases = coding.coded_bytes(math.ceil(share)), 1 + gathers
+    pieces = max(math.ceil(share / chunk_limit(coding, DEFAULT_CHUNK_ELEMENTS)), 1)
+    # A rank gives its neighbours what they stand for, and gets what it stands for.
+    near_shares, wider = hosts.world * near / (near + 1), _SUM_BYTES / dtype.item_bytes
+    return CodedWork(
+        work=Work(
+            near=Traffic(
+                phases,
+                math.ceil(phases * near_shares * pieces),
+                near,
+                near_shares * share * dtype.item_bytes * (leaves.width(leaves.of_rank[0], wider) + gathers),
+            ),
+            far=Traffic(
+                phases,
+                (stood_for - 1) * pieces * (nodes + gathers),
+                stood_for - 1,
+                (stood_for - 1) * coded_bytes * (nodes + gathers),
+            ),
+            folded_bytes=elements * dtype.item_bytes + 3 * stood_for * nodes * share * _SUM_BYTES,
+        ),
+        encoded_elements=stood_for * nodes * share + gathers * share,
+        decoded_elements=sum(by_host) * share + gathers * stood_for * share,
     )
 
 

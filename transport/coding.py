@@ -42,6 +42,8 @@ class Coding:
     block: int
     """Elements that share a scale; 0 where there is none."""
     stochastic: bool = False
+    between_hosts: bool = False
+    """Of a whole collective: ranks of one host exchange numbers as they are."""
 
     def coded_bytes(self, count: int) -> int:
         """The bytes of `count` coded elements."""

@@ -19,6 +19,8 @@ ON_DEVICE: Final = 1 << 47
 ROUND_TRIPS: Final = 1 << 46
 # What is sent is coded. The low 32 bits are the codec, and the seed that a post gives.
 CODED: Final = 1 << 44
+# With that bit: it is coded between hosts alone. A plan with a codec is never on device.
+BETWEEN_HOSTS: Final = ON_DEVICE
 # Of an alltoall or allgather, which have no root: the algorithm, if it is not the direct one.
 BRUCK: Final = 1
 BY_HOST: Final = 2
@@ -54,7 +56,7 @@ def coded(value: int, coding: Coding | None, *sizes: int) -> int:
         return value
     digest = 1 + zlib.crc32(repr(sizes).encode()) % 255 << 32 if sizes else value & 0xFF << 32
     codec = coding.kind | coding.stochastic << 3 | (coding.block & 0xFFF) << 4
-    return value & ~0xFF_FFFF_FFFF | CODED | digest | codec
+    return value & ~0xFF_FFFF_FFFF | CODED | coding.between_hosts * BETWEEN_HOSTS | digest | codec
 
 
 def on_device(value: int) -> int:

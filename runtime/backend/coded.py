@@ -90,6 +90,9 @@ def coded_hook(codec: Codec, group: dist.ProcessGroup | None = None, *, feedback
     The k-th bucket of a run is rounded by the seed `codec.seed` + k. All ranks give equal codecs. A model needs
     a hook of its own.
     """
+    if feedback and codec.between_hosts:
+        # What is rounded is a sum of the host. No rank knows what it alone has lost.
+        raise ArgumentError("error feedback with a codec between hosts alone; allowed: feedback=False")
     return _Hook(codec, group, feedback=feedback).average
 
 

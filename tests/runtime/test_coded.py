@@ -29,5 +29,16 @@ def test_hooks_that_differ_are_refused_in_the_backward_pass(new_world: Callable[
     new_world(2).run(CASES, "differs")
 
 
+def test_feedback_and_a_codec_between_hosts_are_refused_together() -> None:
+    from sennit.runtime.backend.coded import coded_hook
+    from sennit.transport.codecs import Codec, CodecKind
+    from sennit.transport.errors import ArgumentError
+
+    codec = Codec(kind=CodecKind.INT8, between_hosts=True)
+    with pytest.raises(ArgumentError, match="error feedback with a codec between hosts alone; allowed: feedback=False"):
+        coded_hook(codec)
+    assert callable(coded_hook(codec, feedback=False))
+
+
 def test_a_model_learns_with_four_bits_a_gradient(kept_world: Callable[..., Any]) -> None:
     assert max(kept_world(2).run(CASES, "converges")) < 1e-3

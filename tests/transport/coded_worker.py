@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,14 @@ import numpy.typing as npt
 import pytest
 
 from sennit.transport import codec_reference, errors
-from sennit.transport.arithmetic import fold, narrow
+from sennit.transport.arithmetic import fold, narrow, run_program
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
 from sennit.transport.elements import Dtype, ReduceOp
+from sennit.transport.hosts import Hosts
 from sennit.transport.store import FileStore
-from sennit.transport.tree import leaves_of
+from sennit.transport.tree import combinations, cover, leaves_of
 
 Array = npt.NDArray[Any]
 
@@ -132,6 +134,48 @@ def exchanges(group: Communicator, seed: int) -> None:
             np.testing.assert_array_equal(got.view(np.uint8), np.concatenate(cut))
 
 
+def between(group: Communicator, seed: int) -> None:
+    """Of hosts as HOSTS says, and in the order of the algorithms' own test."""
+    assert len(group.selection.hosts.spans) == len(set(os.environ["HOSTS"].split(",")))
+    for plain in CODECS:
+        codec = replace(plain, between_hosts=True)
+        for elements in ELEMENTS:
+            given = vectors(group.world, elements, seed)
+            leaves = [leaf.view(np.uint8) for leaf in given]
+            got = group.allreduce(given[group.rank], codec=codec)
+            expected = by_hosts(codec, group.selection.hosts, leaves)
+            np.testing.assert_array_equal(one_nan(got), one_nan(expected), err_msg=f"{codec} {elements}")
+        counts = [(peer + 1) % group.world * 333 for peer in range(group.world)]
+        given = vectors(group.world, sum(counts), seed)
+        low = sum(counts[: group.rank])
+        share = group.reduce_scatter(given[group.rank], counts=counts, codec=codec)
+        part = [leaf[low : low + counts[group.rank]].view(np.uint8) for leaf in given]
+        expected = by_hosts(codec, group.selection.hosts, part, low, sum(counts))
+        np.testing.assert_array_equal(one_nan(share), one_nan(expected))
+
+
+def one_nan(values: Array) -> Array:
+    """As bits. Which NaN a sum gives is not specified, and a plain sum comes before a codec."""
+    floats = values.view(np.float32)
+    return np.where(np.isnan(floats), np.float32(np.nan), floats).view(np.uint32)
+
+
+def by_hosts(codec: Codec, hosts: Hosts, leaves: Sequence[Array], low: int = -1, elements: int = 0) -> Array:
+    """The definition with a codec between hosts alone, of float32: of an allreduce, or of the share from `low` on."""
+    if len(hosts.spans) == 1:
+        return fold(leaves, Dtype.F32, ReduceOp.SUM)
+    gathers, count = low < 0, len(leaves)
+    elements, first = (leaves[0].size // 4, 0) if gathers else (elements, low)
+    nodes = [node for span in hosts.spans for node in cover(span, count)]
+    values = [
+        coded_and_back(codec, fold(leaves[node.low : node.high], Dtype.F32, ReduceOp.SUM), node.low * elements + first)
+        for node in nodes
+    ]
+    program = combinations(tuple(nodes), count)
+    total = run_program(values, program, Dtype.F32, ReduceOp.SUM, partial=[True] * len(nodes), divisor=count)
+    return coded_and_back(codec, total, count * elements) if gathers else total
+
+
 def survive(group: Communicator, seed: int) -> None:
     given = np.ones(1_000, np.float32)
     if group.rank == 0:
@@ -151,6 +195,7 @@ def mismatch(group: Communicator, seed: int) -> None:
         "block": ({"block": 96}, "blocks of 64", "blocks of 96"),
         "rounding": ({"stochastic": False}, "blocks of 64, rounded by seed 7", "in blocks of 64"),
         "seed": ({"seed": 8}, "seed 7", "seed 8"),
+        "where": ({"between_hosts": True}, "blocks of 64, rounded", "blocks of 64 between hosts alone, rounded"),
         "long seed": ({"seed": 2**63}, "seed 7", "a seed of digest"),
     }
     changed, ours, theirs = differences[os.environ["DIFFERS"]]
@@ -176,7 +221,7 @@ def without(group: Communicator, seed: int) -> None:
 
 def killed(group: Communicator, seed: int) -> None:
     """The last rank dies without a word. The others raise an error that names it, and do not hang."""
-    codec = Codec(kind=CodecKind.INT8)
+    codec = Codec(kind=CodecKind.INT8, between_hosts=len(group.selection.hosts.spans) > 1)
     group.allreduce(np.zeros(100_000, np.float32), codec=codec)
     if group.rank == group.world - 1:
         os._exit(0)
@@ -185,7 +230,8 @@ def killed(group: Communicator, seed: int) -> None:
 
 
 SCENARIOS = {
-    scenario.__name__: scenario for scenario in (allreduces, leaves, exchanges, survive, mismatch, without, killed)
+    scenario.__name__: scenario
+    for scenario in (allreduces, leaves, exchanges, between, survive, mismatch, without, killed)
 }
 
 if __name__ == "__main__":

@@ -28,6 +28,17 @@ def test_exchanges_have_the_bits_of_their_definitions(transport: str, world: int
     run_ranks("exchanges", world, transport, tmp_path, seed=world, worker=WORKER)
 
 
+@pytest.mark.parametrize("hosts", ["aabb", "abbb", "ab", "aa", "abc"])
+def test_reductions_between_hosts_have_the_bits_of_their_definitions(hosts: str, tmp_path: Path) -> None:
+    run_ranks("between", len(hosts), "auto", tmp_path, seed=1, hosts=hosts, worker=WORKER)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "abb"])
+def test_a_rank_that_codes_everywhere_is_refused(hosts: str, tmp_path: Path) -> None:
+    variables = [{"DIFFERS": "where", "CALL": "allreduce"}]
+    run_ranks("mismatch", len(hosts), "auto", tmp_path, seed=0, hosts=hosts, worker=WORKER, variables=variables)
+
+
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_eight_leaves_have_the_same_bits_in_every_world(transport: str, world: int, tmp_path: Path) -> None:
@@ -52,9 +63,9 @@ def test_a_rank_without_codec_is_refused(tmp_path: Path) -> None:
     run_ranks("without", 2, "shm", tmp_path, seed=0, worker=WORKER)
 
 
-@pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("udp", 2)])
-def test_a_rank_that_dies_is_named(transport: str, world: int, tmp_path: Path) -> None:
-    run_ranks("killed", world, transport, tmp_path, seed=0, worker=WORKER)
+@pytest.mark.parametrize(("transport", "hosts"), [("shm", "aaa"), ("udp", "aa"), ("auto", "aab"), ("auto", "abb")])
+def test_a_rank_that_dies_is_named(transport: str, hosts: str, tmp_path: Path) -> None:
+    run_ranks("killed", len(hosts), transport, tmp_path, seed=0, hosts=hosts, worker=WORKER)
 
 
 def test_wrong_use_raises_before_anything_is_sent() -> None:
@@ -71,6 +82,9 @@ def test_wrong_use_raises_before_anything_is_sent() -> None:
             group.allreduce(given, leaves=4, partial=True, codec=codec)
         with pytest.raises(ArgumentError, match=r"shape \(4, 10\); allowed: 5 rows"):
             group.allreduce(given, leaves=5, codec=codec)
+        for call in (group.alltoall, group.allgather):
+            with pytest.raises(ArgumentError, match="a codec between hosts alone in all"):
+                call(given, codec=Codec(kind=CodecKind.INT8, between_hosts=True))
         with pytest.raises(ArgumentError, match="PREMUL_SUM of F16"):
             group.reduce_scatter(given.astype(np.float16), ReduceOp.PREMUL_SUM, codec=codec)
         with pytest.raises(ArgumentError, match="BXOR"):

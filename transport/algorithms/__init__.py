@@ -17,6 +17,7 @@ from sennit.transport.algorithms.alltoall import alltoall
 from sennit.transport.algorithms.alltoall_bruck import alltoall_bruck
 from sennit.transport.algorithms.alltoall_by_host import alltoall_by_host
 from sennit.transport.algorithms.barrier import barrier
+from sennit.transport.algorithms.between_hosts import allreduce_between_hosts, reduce_scatter_between_hosts
 from sennit.transport.algorithms.broadcast import broadcast
 from sennit.transport.algorithms.exchange_coded import allgather_coded, alltoall_coded
 from sennit.transport.algorithms.gather import gather
@@ -34,6 +35,7 @@ __all__ = [
     "allgather",
     "allgather_coded",
     "allreduce",
+    "allreduce_between_hosts",
     "allreduce_coded",
     "allreduce_dissemination",
     "allreduce_halving",
@@ -49,6 +51,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_between_hosts",
     "reduce_scatter_coded",
     "reduce_scatter_counted",
     "reduce_scatter_halving",

@@ -60,9 +60,13 @@ class Layout(Leaves):
         host = self.hosts.of_rank(rank)
         if self.hosts.of_rank(owner) == host:
             return {0: self.rank_nodes[rank]}
+        return self.by_host_node(rank)
+
+    def by_host_node(self, rank: int) -> dict[int, list[Span]]:
+        """A rank's nodes, by the number of the node of its host that they are in."""
         parts = {
             number: [node for node in self.rank_nodes[rank] if whole.low <= node.low < whole.high]
-            for number, whole in enumerate(self.host_nodes[host])
+            for number, whole in enumerate(self.host_nodes[self.hosts.of_rank(rank)])
         }
         return {number: nodes for number, nodes in parts.items() if nodes}
 
@@ -103,7 +107,7 @@ def add_fold(builder: PlanBuilder, fold: Fold) -> None:
     if fold.layout.count == 1 and not fold.layout.partial:
         _add_alone(builder, fold)
     else:
-        _Writer(builder, fold).write()
+        FoldWriter(builder, fold).write()
 
 
 def _add_alone(builder: PlanBuilder, fold: Fold) -> None:
@@ -119,7 +123,7 @@ def _add_alone(builder: PlanBuilder, fold: Fold) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
     owner: int
     number: int
     """The slots of its messages follow from it."""
@@ -133,18 +137,18 @@ class _Chunk:
 
 
 @dataclass(slots=True)
-class _Values:
+class Values:
     """Values of nodes that follow one another, and where they are."""
 
     nodes: list[Span] = field(default_factory=list)
     operands: list[Operand] = field(default_factory=list)
 
-    def add(self, others: _Values) -> None:
+    def add(self, others: Values) -> None:
         self.nodes += others.nodes
         self.operands += others.operands
 
 
-class _Writer:
+class FoldWriter:
     def __init__(self, builder: PlanBuilder, fold: Fold) -> None:
         self._builder, self._fold, self._layout, self._rank = builder, fold, fold.layout, fold.rank
         self._hosts = fold.layout.hosts
@@ -166,15 +170,15 @@ class _Writer:
         self._ring_bytes = largest // self._item_bytes * self._partial_bytes * widest
         self._ring = builder.reserve_scratch(min(self._count_partials(), PARTIALS_SENT_MAX) * self._ring_bytes)
 
-    def _list_chunks(self) -> list[list[_Chunk]]:
+    def _list_chunks(self) -> list[list[Chunk]]:
         """The chunks of every owner."""
-        listed: list[list[_Chunk]] = []
+        listed: list[list[Chunk]] = []
         number = 0
         for owner, (share, result) in enumerate(zip(self._fold.shares, self._fold.result_offsets, strict=True)):
             listed.append([])
             for part in share.chunks:
                 start = (share.offset + part.offset) // self._item_bytes
-                chunk = _Chunk(owner, number, part, share.buffer, start, result + part.offset)
+                chunk = Chunk(owner, number, part, share.buffer, start, result + part.offset)
                 listed[owner].append(chunk)
                 number += 1
         return listed
@@ -187,8 +191,12 @@ class _Writer:
                 messages = len(self._layout.messages(self._rank, owner))
                 count += len(chunks) * (0 if self._layout.is_leaf(self._layout.of_rank[self._rank]) else messages)
             elif owner != self._rank:
-                count += len(chunks) * (not self._layout.is_leaf(self._layout.of_host[self._host]))
+                count += len(chunks) * self._has_partials(self._host)
         return count
+
+    def _has_partials(self, host: int) -> bool:
+        """Whether the host's ranks send other hosts partial sums."""
+        return not self._layout.is_leaf(self._layout.of_host[host])
 
     def write(self) -> None:
         turns = max(map(len, self._chunks))
@@ -202,7 +210,7 @@ class _Writer:
                 for chunk in self._turn(turn - GATHER_LAG_CHUNKS):
                     self._gather(chunk)
 
-    def _turn(self, turn: int) -> Iterator[_Chunk]:
+    def _turn(self, turn: int) -> Iterator[Chunk]:
         """One chunk of every owner. What other hosts wait for comes first, and own chunks come last."""
         for host in self._others(reverse=False):
             yield from self._of_owners(self._hosts.spans[host], turn)
@@ -210,7 +218,7 @@ class _Writer:
         yield from self._of_owners(Span(self._rank + 1, here.high), turn)
         yield from self._of_owners(Span(here.low, self._rank + 1), turn)
 
-    def _of_owners(self, owners: Span, turn: int) -> Iterator[_Chunk]:
+    def _of_owners(self, owners: Span, turn: int) -> Iterator[Chunk]:
         return (self._chunks[owner][turn] for owner in range(*owners) if 0 <= turn < len(self._chunks[owner]))
 
     def _others(self, *, reverse: bool) -> Iterator[int]:
@@ -222,20 +230,20 @@ class _Writer:
         """The rank of this host that stands for the owner."""
         return self._hosts.relay(self._host, owner)
 
-    def _slot(self, chunk: _Chunk, message: int = 0) -> int:
+    def _slot(self, chunk: Chunk, message: int = 0) -> int:
         """Of a message towards the owner. The result has the slot after the first one."""
         return 2 * (chunk.number * self._layout.messages_max + message)
 
-    def _node_bytes(self, chunk: _Chunk) -> int:
+    def _node_bytes(self, chunk: Chunk) -> int:
         return chunk.range.size_bytes // self._item_bytes * self._partial_bytes
 
-    def _own(self, chunk: _Chunk) -> _Values:
+    def _own(self, chunk: Chunk) -> Values:
         """The leaves or nodes that this rank gives."""
         fold = self._fold
         places = self._layout.places(self._rank, fold.dtype, fold.elements, chunk.buffer, chunk.start)
-        return _Values(self._layout.given(self._rank), places)
+        return Values(self._layout.given(self._rank), places)
 
-    def _contribute(self, chunk: _Chunk) -> None:
+    def _contribute(self, chunk: Chunk) -> None:
         """Sends this rank's leaves to the relay."""
         relay = self._relay(chunk.owner)
         values = self._own(chunk)
@@ -243,7 +251,7 @@ class _Writer:
         for message, nodes in self._layout.messages(self._rank, chunk.owner).items():
             self._send(relay, chunk, message, self._layout.of_rank[self._rank], nodes, values)
 
-    def _send(self, taker: int, chunk: _Chunk, message: int, span: Span, nodes: list[Span], values: _Values) -> None:
+    def _send(self, taker: int, chunk: Chunk, message: int, span: Span, nodes: list[Span], values: Values) -> None:
         """Sends `nodes` of `span`, folded from `values`: the element itself if the span is one leaf."""
         slot = self._slot(chunk, message)
         if self._layout.is_leaf(span):
@@ -272,7 +280,7 @@ class _Writer:
         return self._fold.result_buffer + 1
 
     def _reduce(
-        self, values: _Values, node: Span, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()
+        self, values: Values, node: Span, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()
     ) -> int:
         """Folds the values inside a node. Into scratch goes a partial sum."""
         inside = [index for index, part in enumerate(values.nodes) if node.low <= part.low < node.high]
@@ -288,7 +296,7 @@ class _Writer:
             after=after,
         )
 
-    def _collect(self, chunk: _Chunk) -> None:
+    def _collect(self, chunk: Chunk) -> None:
         """Receives the leaves of the host's ranks, and folds them with the own ones."""
         arrived = {
             rank: [
@@ -297,35 +305,39 @@ class _Writer:
             ]
             for rank in self._neighbours
         }
-        values = _Values()
+        values = Values()
         for rank in range(*self._hosts.spans[self._host]):
             for part in [self._own(chunk)] if rank == self._rank else arrived[rank]:
                 values.add(part)
         if chunk.owner == self._rank:
             self._fold_all(chunk, values)
         else:
-            span, nodes = self._layout.of_host[self._host], self._layout.host_nodes[self._host]
-            self._send(chunk.owner, chunk, 0, span, nodes, values)
+            self._pass_on(chunk, values)
 
-    def _receive(self, sender: int, slot: int, chunk: _Chunk, span: Span, nodes: list[Span]) -> _Values:
+    def _pass_on(self, chunk: Chunk, here: Values) -> None:
+        """Sends the host's nodes to the owner."""
+        span, nodes = self._layout.of_host[self._host], self._layout.host_nodes[self._host]
+        self._send(chunk.owner, chunk, 0, span, nodes, here)
+
+    def _receive(self, sender: int, slot: int, chunk: Chunk, span: Span, nodes: list[Span]) -> Values:
         if not chunk.range.size_bytes:
             self._builder.recv(sender, slot, self._fold.result_buffer, chunk.result, 0)
-            return _Values()
+            return Values()
         if self._layout.is_leaf(span):
             loan = self._builder.loan(sender, slot, chunk.range.size_bytes)
-            return _Values([span], [Operand(loan, 0, is_view=True)])
+            return Values([span], [Operand(loan, 0, is_view=True)])
         node_bytes = self._node_bytes(chunk)
         loan = self._builder.loan(sender, slot, node_bytes * len(nodes))
         operands = [Operand(loan, index * node_bytes, is_view=True, is_partial=True) for index in range(len(nodes))]
-        return _Values(list(nodes), operands)
+        return Values(list(nodes), operands)
 
-    def _fold_all(self, chunk: _Chunk, here: _Values) -> None:
+    def _fold_all(self, chunk: Chunk, here: Values) -> None:
         """Folds the host's leaves and the nodes of all other hosts into the result."""
         by_host = {self._host: here}
         for host in self._others(reverse=True):
             relay, span = self._hosts.relay(host, self._rank), self._layout.of_host[host]
             by_host[host] = self._receive(relay, self._slot(chunk), chunk, span, self._layout.host_nodes[host])
-        values = _Values()
+        values = Values()
         for host in range(len(self._hosts.spans)):
             values.add(by_host[host])
         whole = Span(0, self._layout.count)
@@ -334,19 +346,31 @@ class _Writer:
             [self._reduce(values, whole, self._fold.result_buffer, chunk.result, size_bytes)] if size_bytes else []
         )
 
-    def _gather(self, chunk: _Chunk) -> None:
+    def _gather(self, chunk: Chunk) -> None:
         """Passes a result on: its owner to one rank of each host, this one to its neighbours."""
-        relay, slot, size_bytes = self._relay(chunk.owner), self._slot(chunk) + 1, chunk.range.size_bytes
-        takers = []
+        slot, size_bytes = self._slot(chunk) + 1, chunk.range.size_bytes
+        takers = list(reversed(self._neighbours))
         if chunk.owner == self._rank:
-            takers = [self._hosts.relay(host, chunk.owner) for host in self._others(reverse=False)]
+            takers = [*self._stand_ins(chunk), *takers]
             ready = self._made[chunk.number]
         else:
-            giver = chunk.owner if relay == self._rank else relay
-            # In place, the result overwrites the contribution.
-            after = self._read[chunk.number] if self._fold.in_place else []
-            ready = [self._builder.recv(giver, slot, self._fold.result_buffer, chunk.result, size_bytes, after=after)]
-        if relay == self._rank:
+            ready = [self._take_result(self._giver(chunk), chunk)]
+        if self._relay(chunk.owner) == self._rank:
             source = Operand(self._fold.result_buffer, chunk.result)
-            for taker in [*takers, *reversed(self._neighbours)]:
+            for taker in takers:
                 self._builder.send(taker, slot, source, size_bytes, after=ready)
+
+    def _stand_ins(self, chunk: Chunk) -> list[int]:
+        """The ranks of other hosts that stand for the owner."""
+        return [self._hosts.relay(host, chunk.owner) for host in self._others(reverse=False)]
+
+    def _giver(self, chunk: Chunk) -> int:
+        """The rank from which this one gets the result."""
+        relay = self._relay(chunk.owner)
+        return chunk.owner if relay == self._rank else relay
+
+    def _take_result(self, giver: int, chunk: Chunk) -> int:
+        # In place, the result overwrites the contribution.
+        after = self._read[chunk.number] if self._fold.in_place else []
+        size_bytes, slot = chunk.range.size_bytes, self._slot(chunk) + 1
+        return self._builder.recv(giver, slot, self._fold.result_buffer, chunk.result, size_bytes, after=after)

@@ -10,6 +10,8 @@ namespace {
 constexpr uint64_t CODED = uint64_t{1} << 44;
 // A seed of more than 16 bits: its field holds a digest.
 constexpr uint64_t LONG_SEED = uint64_t{1} << 45;
+// Memory of a device; with CODED, which is never there: a codec between hosts alone.
+constexpr uint64_t ON_DEVICE = uint64_t{1} << 47;
 constexpr uint64_t STOCHASTIC = 1 << 3;
 constexpr uint32_t SEED_SHIFT = 16, SEED_BITS = 16;
 
@@ -19,6 +21,7 @@ std::string describe_codec(uint64_t signature) {
   std::string text = std::string(" as ") + (kind < std::size(NAMES) ? NAMES[kind] : "an unknown codec");
   if (kind >= static_cast<uint64_t>(CodecKind::fp8_e4m3))
     text += " in blocks of " + std::to_string(block != 0 ? block : MAX_CODEC_BLOCK);
+  if ((signature & ON_DEVICE) != 0) text += " between hosts alone";
   if ((signature & STOCHASTIC) == 0) return text;
   const uint64_t seed = signature >> SEED_SHIFT & 0xFFFF;
   return text + ", rounded by " + ((signature & LONG_SEED) != 0 ? "a seed of digest " : "seed ") + std::to_string(seed);
@@ -72,7 +75,7 @@ std::string describe_signature(uint64_t signature) {
   if (has_ways) text += way < std::size(WAYS) ? WAYS[way] : " in an unknown way";
   if ((signature >> 46 & 1) != 0) text += " by round trips";
   text += std::string(" of ") + dtype_name(signature >> 48 & 0xFF);
-  if ((signature >> 47 & 1) != 0) text += " on a device";
+  if ((signature & ON_DEVICE) != 0 && !is_coded) text += " on a device";
   if (is_reducing) text += std::string(" (") + reduce_name(signature >> 40 & 0xF) + ")";
   if (is_coded) {
     text += describe_codec(signature);

@@ -106,6 +106,19 @@ TEST_CASE("malformed codecs are refused") {
   CHECK(says(changed([](Step&, Step& step) { step.destination_offset = PlanWriter::counted(0, 0); }), "fixed size"));
 }
 
+TEST_CASE("a codec between hosts alone is the one that the signature names, too") {
+  constexpr uint64_t BETWEEN_HOSTS = uint64_t{1} << 47;
+  const auto with = [](uint64_t named) {
+    PlanWriter writer(1, 0, 2, named);
+    const uint32_t encode = writer.add(StepKind::encode, 0, 64, 1, 0, 400, {Operand{}, Operand{.kind = 2}});
+    writer.step(encode).reduce = static_cast<uint8_t>(CodecKind::int8);
+    return refusal(writer);
+  };
+  CHECK(with(signature(CodecKind::int8, 64, false) | BETWEEN_HOSTS).empty());
+  CHECK(says(with(signature(CodecKind::int8, 32, false) | BETWEEN_HOSTS), "signature does not name"));
+  CHECK(says(with(uint64_t{1} << 56 | BETWEEN_HOSTS), "signature does not name"));
+}
+
 TEST_CASE("a loan that is decoded must be as long as its codes") {
   const auto reads = [](uint64_t loan_bytes) {
     PlanWriter writer(2, 0, 1, signature(CodecKind::int8, 64, false));
