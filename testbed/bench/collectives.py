@@ -15,12 +15,15 @@ from sennit.testbed.bench import machine
 from sennit.testbed.bench.cases import Case, Collective
 from sennit.testbed.bench.commands import Allocate, Join, Measure, ReadPeak, ResetPeak, Verify
 from sennit.testbed.bench.conductor import Workers
-from sennit.testbed.bench.library import LIBRARIES
+from sennit.testbed.bench.library import BETWEEN, LIBRARIES
 from sennit.testbed.bench.results import Report, Row
+from sennit.transport.hosts import Hosts
 from sennit.transport.sizes import format_size
 
 SAMPLE_S = 0.05  # How long one sample should take. It is long compared with a scheduler's time slice.
 MAX_ITERATIONS = 2_000
+# Those that can code between hosts alone.
+SUMS = {Collective.ALLREDUCE, Collective.REDUCE_SCATTER}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,9 @@ class Settings:
 
     world: int = 2
     """Ranks, all on this machine."""
+
+    hosts: int = 1
+    """Hosts that sennit is told the ranks are spread over. Between them it takes the network, over loopback."""
 
     against: tuple[str, ...] = ("gloo",)
     """Peers, from `LIBRARIES`."""
@@ -55,6 +61,11 @@ class Settings:
         for peer in (self.ours, *self.against):
             if peer not in LIBRARIES:
                 raise ValueError(f"peer {peer!r}: known are {', '.join(LIBRARIES)}")
+        if not 1 <= self.hosts <= self.world or (self.hosts > 1 and self.transport != "auto"):
+            raise ValueError(f"hosts {self.hosts}: 1 to {self.world}, the ranks; more than one with transport auto")
+        coded = [peer for peer in self.against if peer.endswith(BETWEEN)]
+        if coded and (self.hosts == 1 or not set(self.collectives) <= SUMS):
+            raise ValueError(f"{coded[0]} codes between hosts: 2 or more, and only {', '.join(sorted(SUMS))}")
         if "udp-bare" in self.against and self.world != 2:
             raise ValueError(f"udp-bare is an exchange of 2 ranks, not of {self.world}")
         for case in self.cases():
@@ -62,6 +73,13 @@ class Settings:
 
     def cases(self) -> list[Case]:
         return [Case(collective, size) for collective in self.collectives for size in self.sizes_bytes]
+
+    def by_rank(self) -> list[dict[str, str]]:
+        """The host that each rank is told to be on."""
+        if self.hosts == 1:
+            return []
+        hosts = Hosts.equal(self.world, self.hosts)
+        return [{"SENNIT_HOST_ID": f"pretended-{hosts.of_rank(rank)}"} for rank in range(self.world)]
 
     def environment(self) -> dict[str, str]:
         """All ranks run here, so sennit and gloo use loopback unless the user chose other interfaces."""
@@ -80,8 +98,7 @@ def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report
         by_library: dict[str, Workers] = {}
         for library in (LIBRARIES[peer] for peer in peers):
             if library not in by_library:
-                workers = Workers(library=library, world=settings.world, environment=settings.environment())
-                by_library[library] = stack.enter_context(workers)
+                by_library[library] = stack.enter_context(_workers(settings, library))
         by_peer = {peer: by_library[LIBRARIES[peer]] for peer in peers}
         for peer in peers:
             by_peer[peer].ask(Join(peer))
@@ -91,6 +108,12 @@ def run(settings: Settings, progress: Callable[[str, int, int], None]) -> Report
     progress("memory", len(cases), len(cases))
     report.memory_growth_bytes = memory_growth_bytes(settings)
     return report
+
+
+def _workers(settings: Settings, library: str) -> Workers:
+    return Workers(
+        library=library, world=settings.world, environment=settings.environment(), by_rank=settings.by_rank()
+    )
 
 
 def _measure_case(case: Case, peers: list[str], workers: dict[str, Workers], rounds: int) -> Row:
@@ -140,9 +163,7 @@ def memory_growth_bytes(settings: Settings) -> int:
     growth = 0
     for collective in settings.collectives:
         case = Case(collective, max(settings.sizes_bytes))
-        with Workers(
-            library=LIBRARIES[settings.ours], world=settings.world, environment=settings.environment()
-        ) as workers:
+        with _workers(settings, LIBRARIES[settings.ours]) as workers:
             workers.ask(Allocate(case))
             before = workers.ask(ResetPeak())
             workers.ask(Join(settings.ours))

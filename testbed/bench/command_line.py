@@ -46,13 +46,17 @@ def collectives(
     against: Annotated[
         list[str] | None,
         typer.Option(
-            help="peer: gloo, openmpi, symmetric, sennit-core, core-symmetric or udp-bare; may be repeated. The "
-            "symmetric ones are sennit with symmetric memory"
+            help="peer: gloo, openmpi, symmetric, sennit-core, core-symmetric, udp-bare, core-CODEC or "
+            "core-CODEC-between (fp16, bf16, fp8, fp8_e5m2, int8, mx4); may be repeated. The symmetric ones are sennit "
+            "with symmetric memory, those with a codec the core with fewer bytes"
         ),
     ] = None,
     core: Annotated[bool, typer.Option("--core", help="measure the native core alone, without torch")] = False,
     transport: Annotated[str, typer.Option(help="value of SENNIT_TRANSPORT: auto, shm or udp")] = "auto",
     world: Annotated[int, typer.Option(help="number of ranks, all on this machine", min=2)] = 2,
+    hosts: Annotated[
+        int, typer.Option(help="hosts that sennit is told the ranks are spread over; between them udp", min=1)
+    ] = 1,
     sizes: Annotated[
         str, typer.Option(help="message sizes, comma-separated: bytes of a rank's larger buffer")
     ] = "4KiB,64KiB,1MiB,16MiB,64MiB",
@@ -78,6 +82,7 @@ def collectives(
         settings = collectives.Settings(
             transport=transport,
             world=world,
+            hosts=hosts,
             ours="sennit-core" if core else "sennit",
             against=tuple(against or ("gloo",)),
             collectives=tuple(

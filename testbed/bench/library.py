@@ -8,7 +8,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from sennit.testbed.bench.cases import Case
+from sennit.transport.codecs import COLLECTIVE_CODECS
 
+# Of the core with a codec: core-int8 codes everywhere, core-int8-between between hosts alone.
+BETWEEN = "-between"
+CODED = tuple(f"core-{name}" for name in COLLECTIVE_CODECS)
 # Peer -> library. Peers of one library share its workers. The symmetric ones are sennit with symmetric memory.
 LIBRARIES = {
     "sennit": "torch",
@@ -18,6 +22,7 @@ LIBRARIES = {
     "core-symmetric": "core",
     "openmpi": "openmpi",
     "udp-bare": "udp_bare",
+    **dict.fromkeys((*CODED, *(peer + BETWEEN for peer in CODED)), "core"),
 }
 # Library -> module and class. A module imports its library on load, so only that library's worker imports the module.
 _CLASSES = {

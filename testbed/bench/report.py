@@ -65,7 +65,9 @@ def render(report: Report, console: Console) -> None:
 
 def _title(report: Report) -> str:
     settings = report.settings
-    return f"{settings['world']} ranks on one machine, transport {settings['transport']}, {settings['rounds']} rounds"
+    hosts = settings.get("hosts", 1)
+    place = f"one machine as {hosts} hosts" if hosts != 1 else "one machine"
+    return f"{settings['world']} ranks on {place}, transport {settings['transport']}, {settings['rounds']} rounds"
 
 
 def _caption(report: Report) -> str:
@@ -102,12 +104,14 @@ def plot(report: Report, path: Path) -> None:
             (row for row in report.rows if row.case.collective == collective), key=lambda row: row.case.size_bytes
         )
         sizes = [row.case.size_bytes for row in rows]
-        for peer in (report.ours, *report.peers()):
+        for number, peer in enumerate((report.ours, *report.peers())):
+            # Of the others, matplotlib's own.
+            colour = COLOURS.get(peer, f"C{number}")
             spreads = [row.spread_s(peer) for row in rows]
             axis.fill_between(
-                sizes, [low for low, _ in spreads], [high for _, high in spreads], color=COLOURS[peer], alpha=0.2, lw=0
+                sizes, [low for low, _ in spreads], [high for _, high in spreads], color=colour, alpha=0.2, lw=0
             )
-            axis.plot(sizes, [row.median_s(peer) for row in rows], marker="o", ms=4, color=COLOURS[peer], label=peer)
+            axis.plot(sizes, [row.median_s(peer) for row in rows], marker="o", ms=4, color=colour, label=peer)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(sizes, [format_size(size) for size in sizes], rotation=45, ha="right")

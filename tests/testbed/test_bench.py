@@ -96,6 +96,10 @@ def test_quantiles_interpolate() -> None:
         ({"against": ("nccl",)}, "sennit, symmetric, gloo, sennit-core, core-symmetric, openmpi"),
         ({"against": ("udp-bare",), "world": 3}, "of 2 ranks"),
         ({"sizes_bytes": (4,)}, "at least 8 B"),
+        ({"hosts": 3}, "hosts 3: 1 to 2"),
+        ({"hosts": 2, "transport": "udp"}, "more than one with transport auto"),
+        ({"against": ("core-int8-between",)}, "core-int8-between codes between hosts: 2 or more"),
+        ({"against": ("core-int8-between",), "hosts": 2}, "only allreduce, reduce_scatter"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, object], message: str) -> None:
@@ -129,7 +133,11 @@ def test_table_has_the_ratio_and_the_memory() -> None:
 
 
 def test_figure_is_drawn(tmp_path: Path) -> None:
-    report.plot(sample_report(), tmp_path / "figure.png")
+    made = sample_report()
+    # A peer without a colour of its own.
+    for row in made.rows:
+        row.samples_s["core-int8"] = [1e-3, 1e-3]
+    report.plot(made, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -153,6 +161,30 @@ def test_small_run_from_end_to_end() -> None:
     for row in result.rows:
         assert {peer: len(samples) for peer, samples in row.samples_s.items()} == {"sennit": 2, "gloo": 2}
     assert json.loads(json.dumps(result.as_json()))["rows"][0]["collective"] == "allreduce"
+
+
+@pytest.mark.slow
+@pytest.mark.needs("backend", "shm")
+@pytest.mark.parametrize(
+    ("transport", "hosts", "against", "only"),
+    [
+        ("shm", 1, ("core-mx4", "core-fp8"), tuple(Collective)),
+        ("auto", 2, ("core-int8", "core-int8-between"), (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)),
+    ],
+)
+def test_codecs_are_columns(transport: str, hosts: int, against: tuple[str, ...], only: tuple[Collective, ...]) -> None:
+    settings = Settings(
+        ours="sennit-core",
+        transport=transport,
+        world=4,
+        hosts=hosts,
+        against=against,
+        collectives=only,
+        sizes_bytes=(64 << 10,),
+        rounds=1,
+    )
+    result = collectives.run(settings, lambda what, done, total: None)
+    assert [set(row.samples_s) for row in result.rows] == [{"sennit-core", *against}] * len(only)
 
 
 @pytest.mark.parametrize(
