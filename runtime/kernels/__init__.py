@@ -10,6 +10,7 @@ from sennit.exports import exporter
 
 if TYPE_CHECKING:
     from sennit.runtime.kernels.batch import Batch as Batch
+    from sennit.runtime.kernels.batch import RowSums as RowSums
     from sennit.runtime.kernels.engine import EmbeddingEngine as EmbeddingEngine
     from sennit.runtime.kernels.int8 import float_rows as float_rows
     from sennit.runtime.kernels.int8 import int8_rows as int8_rows
@@ -29,6 +30,7 @@ __getattr__ = exporter(
     __name__,
     {
         "Batch": "batch",
+        "RowSums": "batch",
         "EmbeddingEngine": "engine",
         "float_rows": "int8",
         "int8_rows": "int8",

@@ -57,6 +57,7 @@ class Operator:
         values: tuple[int, bool],
         weights: int,
         pooling: int,
+        slices: Sequence[int],
         gradient: int,
         constants: Sequence[float],
         decay_after: bool,
@@ -65,6 +66,19 @@ class Operator:
         seed: int,
         /,
     ) -> list[tuple[int, int, int]]: ...
+    def sum_rows(
+        self,
+        tables: Sequence[int],
+        bags: Sequence[int],
+        lengths: tuple[int, bool],
+        values: tuple[int, bool],
+        weights: int,
+        pooling: int,
+        slices: Sequence[int],
+        gradient: int,
+        into: Sequence[tuple[int, int]],
+        /,
+    ) -> list[int]: ...
     @property
     def instruction_set(self) -> str: ...
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from sennit.runtime.kernels.spec import Pooling, TableSpec
 from sennit.transport.errors import ArgumentError
 
 _INTEGERS = (torch.int32, torch.int64)
+
+MAX_SLICES: Final = 1 << 16
+"""Slices of a global batch: the kernels number them with 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,13 @@ class Batch:
 
     pooling: Pooling = Pooling.SUM
 
+    slice_of_block: tuple[int, ...] | None = None
+    """[K]: the slice of the global batch that each block's samples belong to; None: slice 0.
+
+    Gradients of a row are summed slice by slice (docs/reference/embedding.md, rule 4). Within a table slices do not
+    fall from block to block.
+    """
+
     def __post_init__(self) -> None:
         if len(self.table_of_block) != len(self.bags_of_block):
             raise ArgumentError(
@@ -49,6 +60,7 @@ class Batch:
         for block, bags in enumerate(self.bags_of_block):
             if bags < 0:
                 raise ArgumentError(f"block {block} has {bags} bags; allowed: 0 or more")
+        self._check_slices()
         for name in ("lengths", "values"):
             tensor = getattr(self, name)
             if tensor.dtype not in _INTEGERS:
@@ -70,6 +82,20 @@ class Batch:
                 raise ArgumentError(f"{name} are on {tensor.device}, lengths on {self.lengths.device}")
         if sum(self.bags_of_block) != len(self.lengths):
             raise ArgumentError(f"blocks of {sum(self.bags_of_block)} bags in all, but {len(self.lengths)} lengths")
+
+    def _check_slices(self) -> None:
+        if self.slice_of_block is None:
+            return
+        if len(self.slice_of_block) != len(self.table_of_block):
+            raise ArgumentError(f"{len(self.slice_of_block)} slices of {len(self.table_of_block)} blocks")
+        before: dict[int, int] = {}
+        for block, (table, number) in enumerate(zip(self.table_of_block, self.slice_of_block, strict=True)):
+            if not before.get(table, 0) <= number < MAX_SLICES:
+                raise ArgumentError(
+                    f"block {block} of table {table} is in slice {number}; "
+                    f"allowed: {before.get(table, 0)} (that of the table's block before) to {MAX_SLICES - 1}"
+                )
+            before[table] = number
 
     def output_size(self, tables: tuple[TableSpec, ...]) -> int:
         """Floats that a lookup returns. Reads `lengths` if sequences have different dims."""
@@ -106,3 +132,16 @@ class Block:
     @property
     def lookups(self) -> slice:
         return slice(self.first_lookup, self.first_lookup + self.lookup_count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowSums:
+    """The summed gradients of rows of one table."""
+
+    table: int
+
+    rows: Tensor
+    """Int64 [n], rising."""
+
+    sums: Tensor
+    """Float32 [n, dim]."""

@@ -10,15 +10,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import GradientError, check_gradient, resolve
 from sennit.runtime.kernels.implementations import implementation
 from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.optimizers import OptimizerSpec
 from sennit.runtime.kernels.products import products
 from sennit.runtime.kernels.spec import Bounds, Rounding, TableSpec
+from sennit.runtime.kernels.tensor_train import TensorTrainSpec
 from sennit.runtime.kernels.tensor_train_tables import TensorTrainTables, Update
-from sennit.transport.errors import ArgumentError, ConfigError
+from sennit.transport.errors import ArgumentError, ConfigError, Unsupported
 
 
 class EmbeddingEngine:
@@ -168,6 +169,19 @@ class EmbeddingEngine:
                 f"step {self.step}: the gradient of {sum(part.row_count for part in bad)} rows is not finite, "
                 f"first table {bad[0].name} row {bad[0].first_row}; they were left as they were"
             )
+
+    def sum_rows(self, batch: Batch, gradient: Tensor) -> list[RowSums]:
+        """The summed gradients of all rows of `batch`, table by table; an update would make its step with these.
+
+        Sums that are not finite are among them. Raises `Unsupported` for a tensor train, and otherwise as `update`.
+        """
+        self._check_device(batch)
+        batch, _ = resolve(batch, self.specs, self.bounds)
+        check_gradient(batch, gradient, self.specs)
+        for table in batch.table_of_block:
+            if isinstance(self.specs[table], TensorTrainSpec):
+                raise Unsupported("sums of rows", f"table {self.specs[table].name} is a tensor train")
+        return self._implementation.sum_rows(self._tables.tables, batch, gradient)
 
     def _check_device(self, batch: Batch) -> None:
         if batch.lengths.device != self.device:

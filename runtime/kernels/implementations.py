@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from torch import Tensor
 
 from sennit.runtime.kernels import reference
-from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import BadGradients
 from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.native import NativeOperator
@@ -43,6 +43,8 @@ class Implementation(Protocol):
         rounding: Rounding,
         seed: int,
     ) -> list[BadGradients]: ...
+
+    def sum_rows(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> list[RowSums]: ...
 
 
 IMPLEMENTATIONS: Final = ("reference", "native", "native-avx2", "native-portable", "triton")

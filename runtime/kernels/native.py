@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sennit.runtime.kernels import _kernels
-from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import BadGradients
 from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
@@ -20,13 +20,14 @@ from sennit.transport.errors import Unsupported
 # Numbered as in csrc/job.hpp.
 _PRECISIONS: Final = (Precision.FP32, Precision.FP16, Precision.BF16)
 _POOLINGS: Final = (Pooling.SUM, Pooling.MEAN, Pooling.NONE)
-_OPTIMIZERS: Final = (
+_OPTIMIZERS: Final[tuple[Optimizer | None, ...]] = (
     Optimizer.SGD,
     Optimizer.ADAGRAD,
     Optimizer.ROW_WISE_ADAGRAD,
     Optimizer.ADAM,
     Optimizer.PARTIAL_ROW_WISE_ADAM,
     Optimizer.LAMB,
+    None,
 )
 
 
@@ -46,7 +47,7 @@ class NativeOperator:
         self.instruction_set = instruction_set or there[0]
         self._threads = threads
         self._tables: Sequence[TableMemory] = ()
-        self._operators: dict[Optimizer, _kernels.Operator] = {}
+        self._operators: dict[Optimizer | None, _kernels.Operator] = {}
 
     def lookup(self, tables: Sequence[TableMemory], batch: Batch) -> Tensor:
         specs = tuple(table.spec for table in tables)
@@ -72,6 +73,7 @@ class NativeOperator:
     ) -> list[BadGradients]:
         bad = self._operator(tables, kind).update(
             *_arguments(batch),
+            batch.slice_of_block or (),
             gradient.data_ptr(),
             constants.floats,
             constants.decay_after,
@@ -81,12 +83,32 @@ class NativeOperator:
         )
         return [BadGradients(table=table, row_count=count, first_row=first) for table, count, first in bad]
 
+    def sum_rows(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
+        most = [0] * len(tables)
+        for block in batch.blocks():
+            most[block.table] += block.lookup_count
+        found = []
+        for number, table in enumerate(tables):
+            row_count = min(most[number], table.spec.row_count)
+            found.append((torch.empty(row_count, dtype=torch.int64), torch.empty(row_count, table.spec.dim)))
+        counts = self._operator(tables).sum_rows(
+            *_arguments(batch),
+            batch.slice_of_block or (),
+            gradient.data_ptr(),
+            [(rows.data_ptr(), sums.data_ptr()) for rows, sums in found],
+        )
+        return [
+            RowSums(table=number, rows=rows[:count], sums=sums[:count])
+            for number, ((rows, sums), count) in enumerate(zip(found, counts, strict=True))
+            if count
+        ]
+
     @property
     def scratch_bytes(self) -> int:
         """Bytes that updates have needed so far, without tables, batch and gradient."""
         return sum(operator.scratch_bytes for operator in self._operators.values())
 
-    def _operator(self, tables: Sequence[TableMemory], kind: Optimizer = Optimizer.SGD) -> _kernels.Operator:
+    def _operator(self, tables: Sequence[TableMemory], kind: Optimizer | None = None) -> _kernels.Operator:
         if tables is not self._tables:
             self._tables, self._operators = tables, {}
         operator = self._operators.get(kind)

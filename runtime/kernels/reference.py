@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sennit.runtime.kernels.batch import Batch, Block
+from sennit.runtime.kernels.batch import Batch, Block, RowSums
 from sennit.runtime.kernels.checks import BadGradients, places_of_outputs
 from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
@@ -25,6 +25,9 @@ CHUNK: Final = 32
 """Lookups of one row that are summed one after another."""
 
 device_type: Final = "cpu"
+
+MOST_CHUNKS: Final = 1 << 27
+"""Chunks of the most lookups that a row can have in a slice: leaves of one slice in the tree of its sum."""
 
 LANES: Final = 16
 """Sums over columns are padded to at least this many columns."""
@@ -72,36 +75,53 @@ def update(
     finite.
     """
     bad = []
-    places = places_of_outputs(batch, [table.spec for table in tables])
-    for number, table in enumerate(tables):
-        own = [(block, part) for block, part in places if block.table == number]
-        if not own:
-            continue
-        rows = torch.cat([batch.values[block.lookups] for block, _ in own]).to(torch.int64)
-        each = torch.cat([_gradients(batch, block, gradient[part], table.spec.dim) for block, part in own])
-        if not bool((rows >= 0).any()):
-            continue
-        rows, sums = sums_by_row(rows[rows >= 0], each[rows >= 0])
+    for found in sum_rows(tables, batch, gradient):
+        rows, sums = found.rows, found.sums
         finite = sums.isfinite().all(1)
         if not bool(finite.all()):
             wrong = rows[~finite]
-            bad.append(BadGradients(table=number, row_count=len(wrong), first_row=int(wrong[0])))
-        _apply(table, rows[finite], sums[finite], kind, constants, rounding, seed)
+            bad.append(BadGradients(table=found.table, row_count=len(wrong), first_row=int(wrong[0])))
+        _apply(tables[found.table], rows[finite], sums[finite], kind, constants, rounding, seed)
     return bad
 
 
-def sums_by_row(rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+def sum_rows(tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
+    """The sum of the gradients of each row that was looked up, table after table; tables without lookups are left out.
+
+    `gradient` is the gradient of `lookup`'s result.
+    """
+    result = []
+    slices = batch.slice_of_block or (0,) * len(batch.table_of_block)
+    found = places_of_outputs(batch, [table.spec for table in tables])
+    places = [(*place, number) for place, number in zip(found, slices, strict=True)]
+    for table in sorted(set(batch.table_of_block)):
+        own = [place for place in places if place[0].table == table]
+        rows = torch.cat([batch.values[block.lookups] for block, _, _ in own]).to(torch.int64)
+        numbers = torch.cat([torch.full((block.lookup_count,), number) for block, _, number in own])
+        each = torch.cat([_gradients(batch, block, gradient[part], tables[table].spec.dim) for block, part, _ in own])
+        kept = rows >= 0
+        if bool(kept.any()):
+            distinct, sums = sums_by_row(rows[kept], numbers[kept], each[kept])
+            result.append(RowSums(table=table, rows=distinct, sums=sums))
+    return result
+
+
+def sums_by_row(rows: Tensor, slices: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Distinct rows in rising order, and the sum of each row's gradients, [n, dim].
 
-    A row's lookups, in the order of the batch, are cut into chunks of `CHUNK`. Each chunk is a left fold. The chunks'
-    sums are added in pairs of neighbours until one is left.
+    A row's lookups in one slice, in the order of the batch, are cut into chunks of `CHUNK`. Each chunk is a left fold.
+    The chunks' sums are leaves of a tree: slice after slice, chunk after chunk.
     """
     rows, order = torch.sort(rows, stable=True)
-    distinct, runs = torch.unique_consecutive(rows, return_counts=True)
+    slices = slices[order]
+    _, runs = torch.unique_consecutive(torch.stack((rows, slices), 1), dim=0, return_counts=True)
     chunk_counts = (runs + CHUNK - 1) // CHUNK
+    until = torch.cumsum(chunk_counts, 0)
     lengths = torch.full((int(chunk_counts.sum()),), CHUNK)
-    lengths[torch.cumsum(chunk_counts, 0) - 1] = runs - (chunk_counts - 1) * CHUNK
-    return distinct, pair_tree(left_fold(gradients[order], lengths), chunk_counts)
+    lengths[until - 1] = runs - (chunk_counts - 1) * CHUNK
+    first = torch.cumsum(lengths, 0) - lengths
+    chunks = torch.arange(len(lengths)) - torch.repeat_interleave(until - chunk_counts, chunk_counts)
+    return leaf_tree(left_fold(gradients[order], lengths), rows[first], slices[first] * MOST_CHUNKS + chunks)
 
 
 def left_fold(vectors: Tensor, lengths: Tensor) -> Tensor:
@@ -114,17 +134,20 @@ def left_fold(vectors: Tensor, lengths: Tensor) -> Tensor:
     return sums
 
 
-def pair_tree(vectors: Tensor, counts: Tensor) -> Tensor:
-    """Sums of consecutive `counts` [n], each at least 1, of `vectors`. Neighbours are added, level by level."""
-    while len(vectors) > len(counts):
-        starts = torch.cumsum(counts, 0) - counts
-        halves = (counts + 1) // 2
-        left = torch.repeat_interleave(starts - 2 * (torch.cumsum(halves, 0) - halves), halves)
-        left = left + 2 * torch.arange(len(left))
-        ends = torch.repeat_interleave(starts + counts, halves)
-        right = torch.where((left + 1 < ends).unsqueeze(1), vectors[(left + 1).clamp(max=len(vectors) - 1)], 0.0)
-        vectors, counts = vectors[left] + right, halves
-    return vectors
+def leaf_tree(vectors: Tensor, rows: Tensor, leaves: Tensor) -> tuple[Tensor, Tensor]:
+    """Distinct rows, and for each the sum of its `vectors` over a perfect binary tree in which they are `leaves`.
+
+    Both numbers rise. The two halves of a node are added; where one has no leaves, the node is the other.
+    """
+    distinct, vectors = torch.unique_consecutive(rows), vectors.clone()
+    while len(vectors) > len(distinct):
+        leaves = leaves >> 1
+        is_right = torch.zeros(len(vectors), dtype=torch.bool)
+        is_right[1:] = (rows[1:] == rows[:-1]) & (leaves[1:] == leaves[:-1])
+        right = is_right.nonzero().squeeze(1)
+        vectors[right - 1] = vectors[right - 1] + vectors[right]
+        vectors, rows, leaves = vectors[~is_right], rows[~is_right], leaves[~is_right]
+    return distinct, vectors
 
 
 def lane_tree(x: Tensor) -> Tensor:

@@ -7,13 +7,14 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, ParamSpec, cast
+from typing import Final, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 from triton import knobs
 
-from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels import triton_tiles
+from sennit.runtime.kernels.batch import Batch, RowSums
 from sennit.runtime.kernels.checks import BadGradients
 from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.optimizers import Optimizer, StepConstants
@@ -29,65 +30,20 @@ from sennit.runtime.kernels.triton_sort import (
 )
 from sennit.runtime.kernels.triton_step import CLIP_NORM, CLIP_VALUE
 from sennit.runtime.kernels.triton_tables import FP32, Tables, Vectors, describe, vectors_of
-from sennit.runtime.kernels.triton_update import combine_kernel, sum_long_kernel, update_short_kernel
+from sennit.runtime.kernels.triton_update import add_halves_kernel, combine_kernel, sum_long_kernel, update_short_kernel
 from sennit.transport.errors import ArgumentError, Unsupported
 
 P = ParamSpec("P")
+T = TypeVar("T")
 
 # Keys that a program sorts, and bits of a digit. A tile of ones is [TILE, 2^DIGIT_BITS].
 TILE: Final = 1024
 DIGIT_BITS: Final = 4
 
+SLICE_BITS: Final = 16
+
 MAX_LOOKUPS: Final = (1 << 31) - (1 << 16)
 """The most lookups of one call: they are numbered with 32 bits."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tiles:
-    """How work is split for one width of rows. The split changes no bit of the results."""
-
-    vectors: int
-    """Vectors of the result that a program looks up."""
-
-    vector_warps: int
-
-    runs: int
-    """Runs of at most one chunk that a program sums and updates at a time."""
-
-    run_warps: int
-
-    chunks: int
-    """Chunks per piece of a longer run: a power of two, because a piece has to be a subtree."""
-
-    chunk_warps: int
-
-    programs: int
-    """The most programs that are started if only the device knows the amount of work."""
-
-    unroll: int
-    """How many steps of a fold are loaded before the first row is added."""
-
-
-def tiles_for(width: int, device: torch.device) -> Tiles:
-    """The tiles for a device. They are large in the interpreter, where operations cost and elements do not."""
-    if device.type == "cpu":
-        return Tiles(vectors=64, vector_warps=1, runs=64, run_warps=1, chunks=8, chunk_warps=1, programs=2, unroll=1)
-    return tiles_of_gpu(width, torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
-    """One warp for 128 columns of a row. Chunks side by side until a thread holds 16 elements, or 32 of wide rows."""
-    chunks = max(2, min(16, 8192 // width))
-    return Tiles(
-        vectors=max(1, 512 // width),
-        vector_warps=max(4, min(8, width // 128)),
-        runs=max(1, 128 // width),
-        run_warps=max(1, min(8, width // 128)),
-        chunks=chunks,
-        chunk_warps=max(1, min(8, chunks * width // 512)),
-        programs=32 * multiprocessors,
-        unroll=4,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,12 +62,15 @@ class Runs:
     totals: Tensor
     """[2]: the numbers of runs and of long runs."""
 
+    keys: Tensor | None
+    """Int64 [lookups], if lookups are in several slices: the row of each place in `lookups`, then its slice."""
 
-def _on_its_device(method: Callable[P, Tensor]) -> Callable[P, Tensor]:
+
+def _on_its_device(method: Callable[P, T]) -> Callable[P, T]:
     """Makes the device of a method's batch current, because Triton launches kernels on the current device."""
 
     @functools.wraps(method)
-    def launch(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+    def launch(*args: P.args, **kwargs: P.kwargs) -> T:
         batch = cast(Batch, args[2])
         with torch.cuda.device_of(batch.lengths):  # type: ignore[no-untyped-call]
             return method(*args, **kwargs)
@@ -136,7 +95,7 @@ class TritonOperator:
         if len(result) == 0:
             return result
         about, offsets = describe(tables, _device(batch)), _offsets(batch)
-        vectors, tiles = vectors_of(batch, tables, offsets), tiles_for(about.width, _device(batch))
+        vectors, tiles = vectors_of(batch, tables, offsets), triton_tiles.tiles_for(about.width, _device(batch))
         lookup_kernel[(_parts(vectors.count, tiles.vectors),)](
             result,
             batch.values,
@@ -165,7 +124,7 @@ class TritonOperator:
         if count == 0:
             return result
         about = describe(tables, _device(batch))
-        vectors, tiles = vectors_of(batch, tables, _offsets(batch)), tiles_for(about.width, _device(batch))
+        vectors, tiles = vectors_of(batch, tables, _offsets(batch)), triton_tiles.tiles_for(about.width, _device(batch))
         weight_gradient_kernel[(_parts(count, tiles.vectors),)](
             result,
             gradient,
@@ -219,43 +178,11 @@ class TritonOperator:
         device, count = _device(batch), len(batch.values)
         bad = torch.zeros(len(tables), 2, dtype=torch.int64, device=device)
         bad[:, 1] = torch.iinfo(torch.int64).max
-        if count > MAX_LOOKUPS:
-            raise ArgumentError(f"{count} lookups; allowed: {MAX_LOOKUPS}")
         if count == 0:
             return bad
-        about, offsets = describe(tables, device), _offsets(batch)
-        vectors = vectors_of(batch, tables, offsets)
-        del offsets
-        is_sequence = batch.pooling is Pooling.NONE
-        owner = None if is_sequence else _vector_of_lookup(batch)
-        runs = sorted_runs(about, batch, vectors, owner)
-        stochastic = rounding is Rounding.STOCHASTIC and about.precisions != FP32
-        width = max(64, about.width) if stochastic else about.width
-        tiles = tiles_for(width, device)
-        piece = CHUNK * tiles.chunks
-        sums = torch.empty((2 * count // piece + 1 if count > piece else 1, width), device=device)
-        arguments = (
-            gradient,
-            batch.values,
-            batch.weights,
-            batch.lengths,
-            runs.lookups,
-            owner,
-            vectors.block_of_vector,
-            vectors.blocks,
-            about.fields,
-            bad,
-            constants.floats,
-            _word(constants.step),
-            _word(seed),
-            _word(seed >> 32),
-            runs.starts,
-        )
+        precisions = describe(tables, device).precisions
+        stochastic = rounding is Rounding.STOCHASTIC and precisions != FP32
         chosen: dict[str, object] = {
-            "SEQUENCE": is_sequence,
-            "WEIGHTED": batch.weights is not None,
-            "MEAN": batch.pooling is Pooling.MEAN,
-            **_shape(about),
             "KIND": kind.value,
             "CLIPPED": (CLIP_VALUE if math.isfinite(constants.max_gradient) else 0)
             | (CLIP_NORM if math.isfinite(constants.max_norm) else 0),
@@ -263,22 +190,130 @@ class TritonOperator:
             "DECAY_AFTER": constants.decay != 0 and constants.decay_after,
             "KEEP": constants.keep != 1,
             "STOCHASTIC": stochastic,
-            "CHUNK": CHUNK,
-            "CHUNKS": tiles.chunks,
-            "WIDTH": width,
-            "UNROLL": tiles.unroll,
-            "enable_fp_fusion": False,
         }
-        if count > CHUNK:
-            _sum_long_runs(runs, count, sums, arguments, chosen, tiles)
-        update_short_kernel[(min(_parts(count, tiles.runs), tiles.programs),)](
-            *arguments, runs.totals, sums, **chosen, RUNS=tiles.runs, num_warps=tiles.run_warps
-        )
+        job = _Job(tables, batch, gradient, least_width=64 if stochastic else 0)
+        step = (bad, constants.floats, _word(constants.step), _word(seed), _word(seed >> 32))
+        if job.runs.keys is None:
+            job.launch(step, chosen)
+        else:
+            job.launch(step, chosen, summed=job.sums())
         return bad
 
+    @_on_its_device
+    def sum_rows(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor) -> list[RowSums]:
+        if len(batch.values) == 0:
+            return []
+        job = _Job(tables, batch, gradient, least_width=0)
+        sums, leads = job.sums()
+        first = leads.nonzero().squeeze(1)
+        lookups = job.runs.lookups[job.runs.starts[first]]
+        of_lookups = torch.tensor(batch.table_of_block, device=_device(batch))[job.blocks_of(lookups)]
+        counts = torch.bincount(of_lookups, minlength=len(tables)).tolist()
+        parts = zip(torch.split(batch.values[lookups], counts), torch.split(first, counts), strict=True)
+        return [
+            RowSums(table=table, rows=rows.to(torch.int64), sums=sums[own, : tables[table].spec.dim])
+            for table, (rows, own) in enumerate(parts)
+            if len(rows)
+        ]
 
-def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | None) -> Runs:
-    """Lookups by row, stable; see `triton_sort`."""
+
+class _Job:
+    """The lookups of a batch by row, and the launches that sum the gradients of rows and update them."""
+
+    def __init__(self, tables: Sequence[TableMemory], batch: Batch, gradient: Tensor, *, least_width: int) -> None:
+        self._device, self._count = _device(batch), len(batch.values)
+        if self._count > MAX_LOOKUPS:
+            raise ArgumentError(f"{self._count} lookups; allowed: {MAX_LOOKUPS}")
+        about = describe(tables, self._device)
+        vectors = vectors_of(batch, tables, _offsets(batch))
+        is_sequence = batch.pooling is Pooling.NONE
+        owner = None if is_sequence else _vector_of_lookup(batch)
+        self._vectors, self._owner = vectors, owner
+        slices = batch.slice_of_block or (0,)
+        self._levels = (max(slices, default=0) ^ min(slices, default=0)).bit_length()
+        self.runs = sorted_runs(about, batch, vectors, owner, slices if self._levels else None)
+        width = max(least_width, about.width)
+        self._tiles = triton_tiles.tiles_for(width, self._device)
+        piece = CHUNK * self._tiles.chunks
+        slots = 2 * self._count // piece + 1 if self._count > piece else 1
+        self._sums = torch.empty((slots, width), device=self._device)
+        self._arguments = (
+            gradient,
+            batch.values,
+            batch.weights,
+            batch.lengths,
+            self.runs.lookups,
+            owner,
+            vectors.block_of_vector,
+            vectors.blocks,
+            about.fields,
+        )
+        self._chosen: dict[str, object] = {
+            "SEQUENCE": is_sequence,
+            "WEIGHTED": batch.weights is not None,
+            "MEAN": batch.pooling is Pooling.MEAN,
+            **_shape(about),
+            "CHUNK": CHUNK,
+            "CHUNKS": self._tiles.chunks,
+            "WIDTH": width,
+            "UNROLL": self._tiles.unroll,
+            "enable_fp_fusion": False,
+        }
+
+    def blocks_of(self, lookups: Tensor) -> Tensor:
+        """The blocks of some lookups."""
+        return self._vectors.block_of_vector[lookups if self._owner is None else self._owner[lookups]]
+
+    def launch(
+        self,
+        step: tuple[object, ...],
+        chosen: dict[str, object],
+        *,
+        summed: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
+    ) -> None:
+        """Sums runs and makes the step of their rows, or writes the sums to `out`. `summed` is what `sums` returned."""
+        runs, tiles, chosen = self.runs, self._tiles, self._chosen | chosen
+        arguments = (*self._arguments, *step, runs.starts)
+        sums, leads = (self._sums, None) if summed is None else summed
+        if self._count > CHUNK and summed is None:
+            _sum_long_runs(runs, self._count, sums, out, arguments, chosen, tiles)
+        update_short_kernel[(min(_parts(self._count, tiles.runs), tiles.programs),)](
+            *arguments, runs.totals, sums, leads, out, **chosen, RUNS=tiles.runs, num_warps=tiles.run_warps
+        )
+
+    def sums(self) -> tuple[Tensor, Tensor]:
+        """The sum of each row, float32 [lookups, width] at its first run, and which runs are first, int8 [lookups]."""
+        out = torch.empty((self._count, self._sums.shape[1]), device=self._device)
+        no_step = dict.fromkeys(("CLIPPED", "DECAY", "DECAY_AFTER", "KEEP", "STOCHASTIC"), 0)
+        self.launch((None, None, 0, 0, 0), {"KIND": "none", **no_step}, out=out)
+        numbers = torch.arange(self._count, device=self._device)
+        live = numbers < self.runs.totals[0]
+        if self.runs.keys is None:
+            return out, live.to(torch.int8)
+        # Beyond the last run: odd at every level, so that it is no left half.
+        none = torch.iinfo(torch.int64).max
+        keys = torch.where(live, self.runs.keys[self.runs.starts[:-1].clamp(0, self._count - 1)], none)
+        for level in range(self._levels):
+            nodes = keys >> level
+            rights = torch.searchsorted(keys, (nodes | 1) << level).clamp(max=self._count - 1)
+            is_left = _is_first(nodes) & (nodes & 1 == 0) & (nodes[rights] == nodes | 1)
+            add_halves_kernel[(_parts(self._count, self._tiles.runs),)](
+                out,
+                torch.where(is_left, rights, -1),
+                self._count,
+                RUNS=self._tiles.runs,
+                WIDTH=out.shape[1],
+                num_warps=self._tiles.run_warps,
+                enable_fp_fusion=False,
+            )
+        return out, (live & _is_first(keys >> self._levels)).to(torch.int8)
+
+
+def sorted_runs(
+    about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | None, slices: Sequence[int] | None = None
+) -> Runs:
+    """Lookups by row, stable; see `triton_sort`. With `slices` [blocks], runs are of one row in one slice."""
     device, count = _device(batch), len(batch.values)
     key_type = torch.int32 if about.row_count < 1 << 31 else torch.int64
     keys, lookups = torch.empty(count, dtype=key_type, device=device), _int32(count, device)
@@ -316,14 +351,21 @@ def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | N
         )
         keys, lookups, other_keys, other_lookups = other_keys, other_lookups, keys, lookups
     del other_keys, other_lookups  # the steps below reuse their memory
+    ignored_key = about.row_count
+    if slices is not None:
+        blocks = vectors.block_of_vector[lookups if owner is None else owner[lookups]]
+        of_lookups = torch.tensor(slices, device=device)[blocks]
+        keys = (keys.to(torch.int64) << SLICE_BITS) | of_lookups.where(keys < ignored_key, 0)
+        ignored_key <<= SLICE_BITS
     counts = _int32((2, tile_count), device)
-    count_runs_kernel[grid](counts, keys, count, tile_count, about.row_count, CHUNK=CHUNK, TILE=TILE)
+    count_runs_kernel[grid](counts, keys, count, tile_count, ignored_key, CHUNK=CHUNK, TILE=TILE)
     before = counts.cumsum(1, dtype=torch.int32) - counts
     runs = Runs(
         lookups=lookups,
         starts=_int32(count + 1, device),
         long=torch.zeros(count // (CHUNK + 1) + 1, dtype=torch.int32, device=device),
         totals=_int32(2, device),
+        keys=None if slices is None else keys,
     )
     write_runs_kernel[grid](
         runs.starts,
@@ -333,7 +375,7 @@ def sorted_runs(about: Tables, batch: Batch, vectors: Vectors, owner: Tensor | N
         before,
         count,
         tile_count,
-        about.row_count,
+        ignored_key,
         CHUNK=CHUNK,
         TILE=TILE,
     )
@@ -344,9 +386,10 @@ def _sum_long_runs(
     runs: Runs,
     count: int,
     sums: Tensor,
+    out: Tensor | None,
     arguments: tuple[object, ...],
     chosen: dict[str, object],
-    tiles: Tiles,
+    tiles: triton_tiles.Tiles,
 ) -> None:
     """Updates the runs of one piece, and leaves the sums of longer runs in `sums`."""
     piece = CHUNK * tiles.chunks
@@ -361,7 +404,7 @@ def _sum_long_runs(
     long_of_piece = torch.searchsorted(until[1:], numbers, right=True, out_int32=True)
     where = (runs.long, until, long_of_piece, most_long)
     grid = (min(most_pieces, tiles.programs),)
-    sum_long_kernel[grid](*arguments, *where, sums, **chosen, num_warps=tiles.chunk_warps)
+    sum_long_kernel[grid](*arguments, *where, sums, out, **chosen, num_warps=tiles.chunk_warps)
     stride = 1
     while stride * piece < count:
         combine_kernel[grid](
@@ -376,6 +419,11 @@ def _sum_long_runs(
             enable_fp_fusion=False,
         )
         stride *= tiles.chunks
+
+
+def _is_first(numbers: Tensor) -> Tensor:
+    """Which of some rising numbers differ from the one before."""
+    return torch.cat((torch.ones_like(numbers[:1], dtype=torch.bool), numbers[1:] != numbers[:-1]))
 
 
 def _shape(about: Tables) -> dict[str, int]:

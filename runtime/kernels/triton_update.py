@@ -79,6 +79,8 @@ def update_short_kernel(
     run_starts,
     totals,
     sums,
+    leads,
+    out,
     SEQUENCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
@@ -97,7 +99,11 @@ def update_short_kernel(
     RUNS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):
-    """Updates runs of one chunk, and runs of several pieces whose sums are there; RUNS at a time."""
+    """Updates runs of one chunk, and runs of several pieces whose sums are there; RUNS at a time.
+
+    KIND "none" writes their sums to `out` [runs, WIDTH] and updates nothing. With `leads` int8 [runs] the sums of all
+    rows are there, at the first run of each.
+    """
     piece: tl.constexpr = CHUNK * CHUNKS
     run_count = tl.load(totals)
     columns = tl.arange(0, WIDTH)[None, :]
@@ -106,13 +112,18 @@ def update_short_kernel(
         live = run < run_count
         begin = tl.load(run_starts + run, mask=live, other=0)
         length = tl.load(run_starts + run + 1, mask=live, other=0) - begin
-        summed = length > piece
-        live = live & ((length <= CHUNK) | summed)
+        if leads is None:
+            summed = length > piece
+            live = live & ((length <= CHUNK) | summed)
+            slot = 2 * begin.to(tl.int64) // piece
+        else:
+            live = live & (tl.load(leads + run, mask=live, other=0) != 0)
+            summed = live
+            slot = run.to(tl.int64)
         table, row = _table_and_row(begin, live, values, lookups, vector_of_lookup, block_of_vector, blocks, SEQUENCE)
         dim = dims_of(tables, table, ONE_DIM)
-        slot = 2 * begin.to(tl.int64) // piece
         g = tl.load(sums + slot[:, None] * WIDTH + columns, mask=(live & summed)[:, None] & (columns >= 0), other=0.0)
-        length = tl.where(live & (length <= CHUNK), length, 0)
+        length = tl.where(live & (summed == 0), length, 0)
         for place in tl.range(0, tl.max(length, axis=0), loop_unroll_factor=UNROLL):
             g = g + _gradients(
                 begin + place,
@@ -131,29 +142,33 @@ def update_short_kernel(
                 MEAN,
                 ALIGN,
             )
-        step_rows(
-            g,
-            live,
-            table,
-            row,
-            tables,
-            bad,
-            constants,
-            step,
-            seed_low,
-            seed_high,
-            KIND,
-            CLIPPED,
-            DECAY,
-            DECAY_AFTER,
-            KEEP,
-            RUNS,
-            WIDTH,
-            ONE_DIM,
-            PRECISIONS,
-            ALIGN,
-            STOCHASTIC,
-        )
+        if KIND == "none":
+            at = out + run.to(tl.int64)[:, None] * WIDTH + columns
+            tl.store(at, g, mask=live[:, None] & (columns >= 0))
+        else:
+            step_rows(
+                g,
+                live,
+                table,
+                row,
+                tables,
+                bad,
+                constants,
+                step,
+                seed_low,
+                seed_high,
+                KIND,
+                CLIPPED,
+                DECAY,
+                DECAY_AFTER,
+                KEEP,
+                RUNS,
+                WIDTH,
+                ONE_DIM,
+                PRECISIONS,
+                ALIGN,
+                STOCHASTIC,
+            )
 
 
 @triton.jit(do_not_specialize=["step", "seed_low", "seed_high"])
@@ -178,6 +193,7 @@ def sum_long_kernel(
     long_of_piece,
     long_count,
     sums,
+    out,
     SEQUENCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     MEAN: tl.constexpr,
@@ -234,6 +250,8 @@ def sum_long_kernel(
         if end - begin > piece:
             slot = 2 * begin.to(tl.int64) // piece + number
             tl.store(sums + slot * WIDTH + columns, g)
+        elif KIND == "none":
+            tl.store(out + run.to(tl.int64) * WIDTH + columns, g)
         else:
             step_rows(
                 g,
@@ -293,3 +311,18 @@ def combine_kernel(
             x = tl.load(at, mask=(each < count)[:, None] & (columns >= 0), other=0.0)
             slot = 2 * begin.to(tl.int64) // piece + number
             tl.store(sums + slot * WIDTH + columns, pair_tree(x, CHUNKS, WIDTH))
+
+
+@triton.jit(do_not_specialize=["count"])
+def add_halves_kernel(sums, rights, count, RUNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Adds the right halves of nodes to the left ones.
+
+    `rights` int64 [count]: where in `sums` [count, WIDTH] the right half is; -1 for what is no left half.
+    """
+    run = tl.program_id(0).to(tl.int64) * RUNS + tl.arange(0, RUNS)
+    columns = tl.arange(0, WIDTH)[None, :]
+    right = tl.load(rights + run, mask=run < count, other=-1)
+    mask = (right >= 0)[:, None] & (columns >= 0)
+    at = sums + run[:, None] * WIDTH + columns
+    x = tl.load(at, mask=mask) + tl.load(sums + right[:, None] * WIDTH + columns, mask=mask)
+    tl.store(at, x, mask=mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -29,6 +30,8 @@ class BlockShape:
     bags: int
     most: int = 9
     """Each length is drawn from 0 to this."""
+    slice: int = 0
+    """The slice of the global batch; unless all are in slice 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +191,58 @@ def _cases() -> Iterator[Case]:
     )
 
 
-CASES = {case.name: case for case in _cases()}
+def _sliced_cases() -> Iterator[Case]:
+    def eight(*, bags: int, most: int = 9) -> tuple[BlockShape, ...]:
+        return tuple(BlockShape(table=n, bags=bags, most=most, slice=at) for at in range(8) for n in range(2))
+
+    for pooling, weighted in ((Pooling.SUM, False), (Pooling.SUM, True), (Pooling.MEAN, False), (Pooling.NONE, False)):
+        yield Case(
+            name=f"slices {'weighted' if weighted else pooling.value}",
+            tables=(table("wide", 37, 64, Precision.BF16), table("odd", 200, 20)),
+            blocks=eight(bags=12),
+            pooling=pooling,
+            weighted=weighted,
+        )
+    for kind in Optimizer:
+        yield Case(
+            name=f"slices {kind.value}",
+            tables=(table("a", 37, 16), table("b", 5, 33, Precision.FP16)),
+            blocks=eight(bags=5),
+            optimizer=OptimizerSpec(kind=kind, max_gradient_norm=4.0),
+        )
+    # Runs in a slice end before, at and after the end of a chunk. Slices of the second table are far apart.
+    for most in (1, 4, 9):
+        yield Case(
+            name=f"slices of few rows, bags of up to {most}",
+            tables=(table("one", 1, 32), table("three", 3, 8)),
+            blocks=(
+                *(BlockShape(table=0, bags=9, most=most, slice=at) for at in (0, 1, 1, 1, 2, 3, 6, 9)),
+                *(BlockShape(table=1, bags=40, most=most, slice=at) for at in (1, 2, 4, 511, 512, 40_000, 65_535)),
+            ),
+        )
+    yield Case(
+        name="slices skewed",
+        tables=(table("heads", 3000, 16),),
+        blocks=tuple(BlockShape(table=0, bags=60, most=20, slice=at) for at in range(8)),
+        skew=6.0,
+        weighted=True,
+    )
+    yield Case(
+        name="slices ignore",
+        tables=(table("a", 37, 16), table("b", 11, 20, Precision.BF16)),
+        blocks=eight(bags=6),
+        bounds=Bounds.IGNORE,
+        outside=0.4,
+        bad_gradients=True,
+    )
+    yield Case(
+        name="slices, one for each table",
+        tables=(table("a", 5, 16), table("b", 3, 20)),
+        blocks=(BlockShape(table=1, bags=30, slice=5), BlockShape(table=0, bags=30, slice=3)),
+    )
+
+
+CASES = {case.name: case for case in itertools.chain(_cases(), _sliced_cases())}
 
 
 def batch_of(case: Case, step: int, generator: torch.Generator) -> Batch:
@@ -203,7 +257,7 @@ def batch_of(case: Case, step: int, generator: torch.Generator) -> Batch:
         values.append(
             torch.where(wrong, torch.randint(-3 * rows - 1, 4 * rows + 1, (count,), generator=generator), ids)
         )
-    ids = torch.cat(values)
+    ids, slices = torch.cat(values), tuple(block.slice for block in case.blocks)
     return Batch(
         table_of_block=tuple(block.table for block in case.blocks),
         bags_of_block=tuple(block.bags for block in case.blocks),
@@ -211,6 +265,7 @@ def batch_of(case: Case, step: int, generator: torch.Generator) -> Batch:
         values=ids.to(case.ids),
         weights=torch.randn(len(ids), generator=generator) if case.weighted else None,
         pooling=case.pooling,
+        slice_of_block=slices if any(slices) else None,
     )
 
 
@@ -235,6 +290,7 @@ def run(case: Case, implementation: str, device: torch.device | str = "cpu", *, 
         device=device,
         threads=threads,
     )
+    is_plain = engine.names == tuple(spec.name for spec in case.tables)
     generator = torch_stream(1, case.name)
     for name in engine.names:
         start = torch.randn(engine.weight(name).shape, generator=generator) * case.scale
@@ -250,6 +306,8 @@ def run(case: Case, implementation: str, device: torch.device | str = "cpu", *, 
                 [float("nan"), float("inf"), float("-inf")]
             )
         gradient = gradient.to(device)
+        for sums in engine.sum_rows(on(device, batch), gradient) if is_plain else ():
+            found[f"rows {step} {sums.table}"], found[f"sums {step} {sums.table}"] = sums.rows.cpu(), sums.sums.cpu()
         if case.weighted:
             found[f"weight gradient {step}"] = engine.weight_gradient(on(device, batch), gradient).cpu()
         try:

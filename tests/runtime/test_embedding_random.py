@@ -53,10 +53,12 @@ def cases(draw: st.DrawFn, *, most_lookups: int) -> Case:
         for number in range(draw(st.integers(1, 3)))
     )
     blocks = []
+    is_sliced, at = draw(st.booleans()), 0
     for _ in range(draw(st.integers(0, 6))):
         bags = draw(st.integers(0, 60))
         most = draw(st.integers(0, most_lookups // (6 * bags) if bags else most_lookups))
-        blocks.append(BlockShape(table=draw(st.integers(0, len(tables) - 1)), bags=bags, most=most))
+        at += draw(st.sampled_from((0, 1, 2, 5, 10_000))) if is_sliced else 0
+        blocks.append(BlockShape(table=draw(st.integers(0, len(tables) - 1)), bags=bags, most=most, slice=at))
     pooling = draw(st.sampled_from(Pooling))
     bounds = draw(st.sampled_from(Bounds))
     return Case(

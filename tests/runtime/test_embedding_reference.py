@@ -15,7 +15,7 @@ from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.checks import GradientError, IdError
 from sennit.runtime.kernels.engine import EmbeddingEngine
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
-from sennit.runtime.kernels.reference import lane_tree, pair_tree, sums_by_row
+from sennit.runtime.kernels.reference import lane_tree, leaf_tree, sums_by_row
 from sennit.runtime.kernels.reference_rounding import philox, rounded
 from sennit.runtime.kernels.spec import Bounds, Pooling, Precision, Rounding, TableSpec
 from sennit.transport.errors import ArgumentError, ConfigError
@@ -174,14 +174,16 @@ def test_sum_of_a_run_is_the_tree_of_the_definition(length: int, seed: int) -> N
         chunks.append(total)
     while len(chunks) > 1:
         chunks = [chunks[n] + chunks[n + 1] if n + 1 < len(chunks) else chunks[n] for n in range(0, len(chunks), 2)]
-    rows, sums = sums_by_row(torch.full((length,), 5), gradients)
+    rows, sums = sums_by_row(torch.full((length,), 5), torch.zeros(length, dtype=torch.int64), gradients)
     assert rows.tolist() == [5]
     assert torch.equal(sums, chunks[0].unsqueeze(0))
 
 
 def test_trees_of_one_are_the_thing_itself() -> None:
     x = torch.tensor([[2.0, 3.0]])
-    assert torch.equal(pair_tree(x, torch.tensor([1])), x)
+    rows, sums = leaf_tree(x, torch.tensor([7]), torch.tensor([5]))
+    assert rows.tolist() == [7]
+    assert torch.equal(sums, x)
     assert torch.equal(lane_tree(torch.tensor([[2.0]])), torch.tensor([2.0]))
     assert torch.equal(lane_tree(torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0]])), torch.tensor([31.0]))
 

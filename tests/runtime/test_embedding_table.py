@@ -68,6 +68,21 @@ def test_a_run_that_is_cut_among_threads_makes_the_bits_of_the_reference(threads
     assert_equal(run(giant, "native", threads=threads), _giant_expected(giant))
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+def test_a_run_of_many_slices_that_is_cut_among_threads_makes_the_bits_of_the_reference(threads: int) -> None:
+    """One slice has far more lookups than a piece, some have a piece or less, and some lie far away."""
+    blocks = [BlockShape(table=n, bags=1500, most=20, slice=at) for at in (0, 3) for n in range(2)]
+    blocks += [BlockShape(table=n, bags=90 * n, most=20, slice=4 + at) for at in range(9) for n in range(2)]
+    blocks += [BlockShape(table=n, bags=700, most=20, slice=60_000) for n in range(2)]
+    giant = Case(
+        name="one giant run of slices",
+        tables=(table("a", 50, 20, Precision.FP16), table("b", 5000, 64)),
+        blocks=tuple(blocks),
+        skew=30.0,
+    )
+    assert_equal(run(giant, "native", threads=threads), _giant_expected(giant))
+
+
 @functools.cache
 def _giant_expected(case: Case) -> dict[str, Tensor]:
     return run(case, "reference")

@@ -17,13 +17,14 @@ from sennit.runtime.data.seeds import torch_stream
 
 pytest.importorskip("triton")
 
-from sennit.runtime.kernels import triton_operator, triton_products
+from sennit.runtime.kernels import triton_operator, triton_products, triton_tiles
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.layout import TableMemory, allocate
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, Rounding, TableSpec
-from sennit.runtime.kernels.triton_operator import TritonOperator, sorted_runs, tiles_of_gpu
+from sennit.runtime.kernels.triton_operator import TritonOperator, sorted_runs
 from sennit.runtime.kernels.triton_tables import describe, vectors_of
+from sennit.runtime.kernels.triton_tiles import tiles_of_gpu
 from tests.runtime.embedding_cases import CASES, expected, run, same_bits
 
 HERE = Path(__file__).parent
@@ -57,13 +58,13 @@ def test_kernels_compile_for_an_h100_to_exact_instructions(tmp_path: Path) -> No
 
 
 @interpreted
+@pytest.mark.parametrize("name", ["long runs 128 x 9", "slices of few rows, bags of up to 9"])
 @pytest.mark.parametrize("chunks", [2, 16])
-def test_pieces_of_any_size_give_the_same_bits(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_any_size_give_the_same_bits(chunks: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = dataclasses.replace(
-        triton_operator.tiles_for(16, torch.device("cpu")), chunks=chunks, vectors=16, runs=4, programs=3
+        triton_tiles.tiles_for(16, torch.device("cpu")), chunks=chunks, vectors=16, runs=4, programs=3
     )
-    monkeypatch.setattr(triton_operator, "tiles_for", lambda width, device: tiles)
-    name = "long runs 128 x 9"
+    monkeypatch.setattr(triton_tiles, "tiles_for", lambda width, device: tiles)
     found = run(CASES[name], "triton")
     assert all(same_bits(found[part], tensor) for part, tensor in expected(name).items())
 

@@ -7,6 +7,7 @@ runs as it is, on tensors of the CPU. Where it would launch a kernel, the kernel
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, KernelParam, mangle_type
 
-from sennit.runtime.kernels import triton_operator, triton_products
+from sennit.runtime.kernels import triton_operator, triton_products, triton_tiles
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.layout import allocate
 from sennit.runtime.kernels.optimizers import Decay, Optimizer, OptimizerSpec
@@ -104,8 +105,10 @@ def main(folder: Path) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 setattr(module, name, Compiler(value, folder))
+    for name in ("empty", "empty_like"):  # Nothing writes what the kernels would.
+        setattr(torch, name, getattr(torch, name.replace("empty", "zeros")))
     fold()
-    triton_operator.tiles_for = lambda width, device: triton_operator.tiles_of_gpu(width, MULTIPROCESSORS)
+    triton_tiles.tiles_for = lambda width, device: triton_tiles.tiles_of_gpu(width, MULTIPROCESSORS)
     operator = object.__new__(triton_operator.TritonOperator)  # The constructor would ask for a device.
     for specs, optimizer, pooling, weighted in cases():
         memory = [allocate(spec, optimizer, torch.device("cpu")) for spec in specs]
@@ -122,15 +125,17 @@ def main(folder: Path) -> None:
         operator.lookup(memory, batch)
         if weighted:
             operator.weight_gradient(memory, batch, gradient)
-        operator.launch_update(
-            memory,
-            batch,
-            gradient,
-            kind=optimizer.kind,
-            constants=optimizer.constants(step=1, rate=0.1),
-            rounding=Rounding.STOCHASTIC,
-            seed=0,
-        )
+        of_slices = dataclasses.replace(batch, slice_of_block=tuple(range(len(specs))))
+        for each in (batch, of_slices) if pooling is Pooling.MEAN else (batch,):
+            operator.launch_update(
+                memory,
+                each,
+                gradient,
+                kind=optimizer.kind,
+                constants=optimizer.constants(step=1, rate=0.1),
+                rounding=Rounding.STOCHASTIC,
+                seed=0,
+            )
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 // The kernels' arguments: tables, a batch, the constants of a step. Plain pointers to memory of the caller.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -9,7 +10,8 @@ namespace sennit::kernels {
 
 enum class Precision : std::uint8_t { fp32, fp16, bf16 };
 enum class Pooling : std::uint8_t { sum, mean, none };
-enum class Optimizer : std::uint8_t { sgd, adagrad, row_wise_adagrad, adam, partial_row_wise_adam, lamb };
+// `none` updates nothing: the sums of rows are the result.
+enum class Optimizer : std::uint8_t { sgd, adagrad, row_wise_adagrad, adam, partial_row_wise_adam, lamb, none };
 
 // 32-bit or 64-bit integers.
 struct Integers {
@@ -48,6 +50,7 @@ struct Batch {
   Integers values;       // Ids in [0, row_count), or negative: ignored.
   const float* weights;  // Null: none.
   Pooling pooling;
+  const std::uint16_t* slices = nullptr;  // Per block: its slice of the global batch. Null: all are in one.
 };
 
 // StepConstants of optimizers.py, and how weights are stored.
@@ -82,6 +85,43 @@ struct Gradients {
   const std::uint32_t* bag_of_lookup;  // Null if keys are vectors.
   const float* weights;                // Per lookup; null: none.
   Integers lengths;                    // Per bag, for a mean; null data otherwise.
+  const std::uint16_t* slices;         // Per block; null if all lookups of the table are in one slice.
+
+  // The vector of the gradient that belongs to a key.
+  [[gnu::always_inline]] std::size_t vector_of(std::uint32_t key) const {
+    return bag_of_lookup == nullptr ? key : bag_of_lookup[key];
+  }
+  [[gnu::always_inline]] std::uint64_t slice_of(const Entry& entry) const {
+    return slices[block_of[vector_of(entry.key())]];
+  }
+};
+
+// The stack of a sum over the tree of rule 4 (docs/reference/embedding.md). Leaves come from left to right. A leaf's
+// number is its slice, above the 32-bit number of its chunk in the slice.
+class TreeStack {
+ public:
+  static constexpr std::size_t slice_levels = 16;
+
+  static constexpr std::uint64_t leaf(std::uint64_t slice, std::uint64_t chunk) { return slice << 32 | chunk; }
+
+  // How many times the two topmost sums are added, before the sum of the leaf is pushed.
+  [[gnu::always_inline]] std::size_t push(std::uint64_t leaf) {
+    const std::size_t before = depth_;
+    if (depth_ != 0) {
+      const int level = std::bit_width(last_ ^ leaf);
+      while (depth_ > 1 && levels_[depth_ - 1] < level) depth_--;
+      levels_[depth_] = static_cast<std::uint8_t>(level);
+    }
+    last_ = leaf;
+    return before - depth_++;
+  }
+  // Sums on the stack. When all leaves are pushed, they are added from the top.
+  [[gnu::always_inline]] std::size_t depth() const { return depth_; }
+
+ private:
+  std::uint64_t last_ = 0;
+  std::size_t depth_ = 0;
+  std::uint8_t levels_[50];  // Of the node that joins a sum to the one below it. They fall towards the top.
 };
 
 struct BadRows {
@@ -97,8 +137,11 @@ struct RowUpdate {
   const Entry* entries;
   std::size_t count;
   Gradients gradients;
-  float* sums;                 // level_count(count) + 1 vectors of sum_stride(dim) floats.
+  float* sums;                 // sum_count(..) vectors of sum_stride(dim) floats.
   float* known_sum = nullptr;  // The summed gradient of a single row, if it has been summed already.
+  // For `Optimizer::none`: where numbers and sums of rows go.
+  std::int64_t* rows = nullptr;
+  float* row_sums = nullptr;
 };
 
 constexpr std::size_t chunk_lookups = 32;
@@ -115,12 +158,9 @@ constexpr std::size_t padded(std::size_t dim) {
 // Whole vectors of `dim` columns.
 constexpr std::size_t sum_stride(std::size_t dim) { return (dim + lanes - 1) / lanes * lanes; }
 
-// Levels of the tree over the chunks of the longest possible run.
-constexpr std::size_t level_count(std::size_t lookups) {
-  std::size_t levels = 1;
-  for (std::size_t chunks = (lookups + chunk_lookups - 1) / chunk_lookups; chunks > 1; chunks = (chunks + 1) / 2)
-    levels++;
-  return levels;
+// The most sums on the stack of a run.
+constexpr std::size_t sum_count(std::size_t lookups, bool is_sliced) {
+  return 1 + std::bit_width((lookups + chunk_lookups - 1) / chunk_lookups) + (is_sliced ? TreeStack::slice_levels : 0);
 }
 
 // The kernels as compiled for one instruction set.

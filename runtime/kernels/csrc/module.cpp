@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The operator for Python. Tensors are passed as addresses, so the extension works with every torch.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -9,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "instruction_sets.hpp"
 #include "module_products.hpp"
@@ -26,6 +28,7 @@ Element* pointer(std::uintptr_t address) {
 
 struct Call {
   Batch batch;
+  std::vector<std::uint16_t> slices;
   std::vector<Block> blocks;
 };
 
@@ -40,9 +43,12 @@ Batch batch_of(const Address& lengths, const Address& values, std::uintptr_t wei
 }
 
 Call call_of(const Operator& op, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
-             const Address& lengths, const Address& values, std::uintptr_t weights, int pooling) {
+             const Address& lengths, const Address& values, std::uintptr_t weights, int pooling,
+             std::vector<std::uint16_t> slices = {}) {
   Call call{};
   call.batch = batch_of(lengths, values, weights, pooling);
+  call.slices = std::move(slices);
+  if (!call.slices.empty()) call.batch.slices = call.slices.data();
   call.blocks = op.blocks(call.batch, tables, bags);
   // Sorted entries hold 32-bit numbers of bags and lookups.
   constexpr std::size_t most = std::numeric_limits<std::uint32_t>::max();
@@ -107,9 +113,9 @@ NB_MODULE(_kernels, module) {
            })
       .def("update",
            [](Operator& self, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
-              Address lengths, Address values, std::uintptr_t weights, int pooling, std::uintptr_t gradient,
-              const std::vector<float>& constants, bool decay_after, bool is_stochastic, std::uint32_t number,
-              std::uint64_t seed) {
+              Address lengths, Address values, std::uintptr_t weights, int pooling, std::vector<std::uint16_t> slices,
+              std::uintptr_t gradient, const std::vector<float>& constants, bool decay_after, bool is_stochastic,
+              std::uint32_t number, std::uint64_t seed) {
              if (constants.size() != 12) throw std::invalid_argument("12 constants of a step");
              const float* c = constants.data();
              const Step step{c[0], c[1], c[2],  c[3],  c[4],        c[5],          c[6],   c[7],
@@ -117,12 +123,26 @@ NB_MODULE(_kernels, module) {
              std::vector<BadTable> bad;
              {
                const nb::gil_scoped_release release;
-               const Call call = call_of(self, tables, bags, lengths, values, weights, pooling);
+               const Call call = call_of(self, tables, bags, lengths, values, weights, pooling, std::move(slices));
                bad = self.update(call.batch, call.blocks, pointer<const float>(gradient), step);
              }
              std::vector<std::tuple<std::uint32_t, std::uint64_t, std::uint32_t>> found;
              for (const BadTable& table : bad) found.emplace_back(table.table, table.row_count, table.first_row);
              return found;
+           })
+      .def("sum_rows",
+           [](Operator& self, const std::vector<std::uint32_t>& tables, const std::vector<std::size_t>& bags,
+              Address lengths, Address values, std::uintptr_t weights, int pooling, std::vector<std::uint16_t> slices,
+              std::uintptr_t gradient, const std::vector<std::pair<std::uintptr_t, std::uintptr_t>>& into) {
+             const nb::gil_scoped_release release;
+             const Call call = call_of(self, tables, bags, lengths, values, weights, pooling, std::move(slices));
+             std::vector<RowSums> sums;
+             for (const auto& [rows, of_rows] : into)
+               sums.push_back({pointer<std::int64_t>(rows), pointer<float>(of_rows)});
+             self.sum_rows(call.batch, call.blocks, pointer<const float>(gradient), sums);
+             std::vector<std::size_t> counts;
+             for (const RowSums& table : sums) counts.push_back(table.count);
+             return counts;
            })
       .def_prop_ro("instruction_set", &Operator::instruction_set)
       .def_prop_ro("scratch_bytes", &Operator::scratch_bytes);

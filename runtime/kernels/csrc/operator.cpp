@@ -118,10 +118,20 @@ void Operator::weight_gradient(const Batch& batch, const std::vector<Block>& blo
   });
 }
 
-// A key is the number of a vector of the gradient within the batch: a bag, or a lookup for sequences. With weights keys
-// are lookups, and a list gives the bag of each.
 std::vector<BadTable> Operator::update(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
                                        const Step& step) {
+  return run(batch, blocks, gradient, step, {});
+}
+
+void Operator::sum_rows(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
+                        std::span<RowSums> sums) {
+  run(batch, blocks, gradient, {}, sums);
+}
+
+// A key is the number of a vector of the gradient within the batch: a bag, or a lookup for sequences. With weights keys
+// are lookups, and a list gives the bag of each.
+std::vector<BadTable> Operator::run(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
+                                    const Step& step, std::span<RowSums> sums) {
   const bool is_sequence = batch.pooling == Pooling::none;
   std::vector<Part> parts;
   std::vector<std::size_t> part_of(tables_.size(), SIZE_MAX);
@@ -149,6 +159,7 @@ std::vector<BadTable> Operator::update(const Batch& batch, const std::vector<Blo
   gradients.gradient = gradient;
   gradients.shifts = shifts.data();
   gradients.weights = batch.weights;
+  gradients.slices = batch.slices;
   if (batch.pooling == Pooling::mean) gradients.lengths = batch.lengths;
   const Block& last = blocks.back();
   if (is_shared) {
@@ -167,7 +178,7 @@ std::vector<BadTable> Operator::update(const Batch& batch, const std::vector<Blo
 
   // One thread processes one table after another. This needs less memory, and the sorted entries are still cached.
   const std::size_t at_once = threads_ == 1 ? 1 : parts.size();
-  const Call call{batch, blocks, step, gradients};
+  const Call call{batch, blocks, step, gradients, sums};
   for (std::size_t n = 0; n < parts.size(); n += at_once) take_turn(call, std::span(parts).subspan(n, at_once));
 
   std::vector<BadTable> bad;
@@ -180,7 +191,8 @@ void Operator::take_turn(const Call& call, std::span<Part> parts) {
   std::size_t lookups = 0;
   bool needs_both = false;
   std::vector<std::size_t> starts;
-  for (const Part& part : parts) {
+  for (Part& part : parts) {
+    part.gradients = gradients_of(call, part);
     starts.push_back(lookups);
     lookups += part.lookup_count;
     needs_both = needs_both || RowSort(part.table->row_count).buffer_count() > 1;
@@ -195,11 +207,12 @@ void Operator::take_turn(const Call& call, std::span<Part> parts) {
   std::vector<Piece> pieces;
   std::vector<CutRun> runs;
   for (Part& part : parts) cut(part, pieces, runs);
+  if (optimizer_ == Optimizer::none) count_rows(pieces, call.sums);
 
   std::size_t stride = 0, levels = 0, cut_pieces = 0;
   for (const Piece& piece : pieces) {
     stride = std::max(stride, sum_stride(piece.part->table->dim));
-    levels = std::max(levels, level_count(piece.entries.size()) + 1);
+    levels = std::max(levels, sum_count(piece.entries.size(), piece.part->gradients.slices != nullptr));
   }
   for (const CutRun& run : runs) cut_pieces += run.piece_count;
   auto* sums = static_cast<float*>(sums_.reserve((workers * levels + cut_pieces) * stride * sizeof(float)));
@@ -219,9 +232,17 @@ void Operator::take_turn(const Call& call, std::span<Part> parts) {
   for (const CutRun& run : runs) {
     const std::span<Piece> own = std::span(pieces).subspan(run.first_piece, run.piece_count);
     const std::size_t columns = sum_stride(own.front().part->table->dim);
-    for (std::size_t width = 1; width < own.size(); width *= 2)
-      for (std::size_t n = 0; n + width < own.size(); n += 2 * width)
-        for (std::size_t column = 0; column < columns; column++) own[n].sum[column] += own[n + width].sum[column];
+    TreeStack stack;
+    std::size_t next = 0;  // Sums on the stack are those of the first pieces.
+    const auto add_top = [&] {
+      next--;
+      for (std::size_t column = 0; column < columns; column++) own[next - 1].sum[column] += own[next].sum[column];
+    };
+    for (Piece& piece : own) {
+      for (std::size_t n = stack.push(piece.leaf); n != 0; n--) add_top();
+      std::swap(own[next++].sum, piece.sum);
+    }
+    for (std::size_t n = stack.depth(); n > 1; n--) add_top();
     RowUpdate update = job(call, own.front(), sums);
     update.count = 1;
     update.known_sum = own.front().sum;
@@ -268,27 +289,68 @@ void Operator::cut(Part& part, std::vector<Piece>& pieces, std::vector<CutRun>& 
     } else {
       if (at != run.begin()) pieces.push_back({&part, {at, run.begin()}});
       const std::size_t first = pieces.size();
-      for (auto from = run.begin(); from != run.end();) {
-        const auto rest = run.end() - from;
-        const auto to = from + std::min(rest, static_cast<std::ptrdiff_t>(piece_lookups));
-        pieces.push_back({&part, {from, to}});
-        from = to;
-      }
+      cut_run(part, {run.begin(), run.end()}, part.gradients.slices == nullptr ? 0 : TreeStack::slice_levels, pieces);
       runs.push_back({first, pieces.size() - first});
     }
     at = run.end();
   }
 }
 
-RowUpdate Operator::job(const Call& call, const Piece& piece, float* sums) const {
-  const Part& part = *piece.part;
+// Cuts the lookups of one row below a node of the tree over slices, whose halves are nodes of `level`.
+void Operator::cut_run(Part& part, std::span<const Entry> run, std::size_t level, std::vector<Piece>& pieces) {
+  if (run.empty()) return;
+  const std::uint64_t slice = part.gradients.slices == nullptr ? 0 : part.gradients.slice_of(run.front());
+  if (level == 0 || run.size() <= piece_lookups) {
+    for (std::size_t first = 0; first < run.size(); first += piece_lookups)
+      pieces.push_back({&part, run.subspan(first, std::min(run.size() - first, piece_lookups)),
+                        TreeStack::leaf(slice, first / chunk_lookups)});
+    return;
+  }
+  const auto is_left = [&](const Entry& entry) { return (part.gradients.slice_of(entry) >> (level - 1) & 1) == 0; };
+  const auto middle = std::ranges::partition_point(run, is_left);
+  cut_run(part, {run.begin(), middle}, level - 1, pieces);
+  cut_run(part, {middle, run.end()}, level - 1, pieces);
+}
+
+// Numbers the rows of each table.
+void Operator::count_rows(std::span<Piece> pieces, std::span<RowSums> sums) {
+  const Piece* before = nullptr;
+  for (Piece& piece : pieces) {
+    if (piece.entries.empty()) continue;
+    const bool is_same = before != nullptr && before->part == piece.part;
+    std::size_t& count = sums[piece.part->number].count;
+    // Pieces of one row have the same number.
+    piece.first_row = count - (is_same && before->entries.back().row() == piece.entries.front().row());
+    count = piece.first_row;
+    for (std::size_t n = 0; n < piece.entries.size(); n++)
+      count += n == 0 || piece.entries[n].row() != piece.entries[n - 1].row();
+    before = &piece;
+  }
+}
+
+// The gradients of a table's lookups.
+Gradients Operator::gradients_of(const Call& call, const Part& part) {
   Gradients gradients = call.gradients;
   gradients.dim = part.table->dim;
   if (part.blocks.size() == 1) {
     gradients.block_of = nullptr;
     gradients.shifts += part.blocks.front();
   }
-  return {part.table, optimizer_, &call.step, piece.entries.data(), piece.entries.size(), gradients, sums};
+  // Slices rise from block to block.
+  if (gradients.slices != nullptr && gradients.slices[part.blocks.front()] == gradients.slices[part.blocks.back()])
+    gradients.slices = nullptr;
+  return gradients;
+}
+
+RowUpdate Operator::job(const Call& call, const Piece& piece, float* sums) const {
+  const Part& part = *piece.part;
+  RowUpdate update{part.table,           optimizer_,     &call.step, piece.entries.data(),
+                   piece.entries.size(), part.gradients, sums};
+  if (optimizer_ == Optimizer::none) {
+    update.rows = call.sums[part.number].rows + piece.first_row;
+    update.row_sums = call.sums[part.number].sums + piece.first_row * part.table->dim;
+  }
+  return update;
 }
 
 }  // namespace sennit::kernels

@@ -25,6 +25,13 @@ class Scratch {
   std::size_t size_bytes_ = 0;
 };
 
+// Where the sums of a table's rows go: room for as many rows as it has lookups, or in all if that is less.
+struct RowSums {
+  std::int64_t* rows;
+  float* sums;
+  std::size_t count = 0;
+};
+
 struct BadTable {
   std::uint32_t table;
   std::uint64_t row_count;
@@ -57,6 +64,8 @@ class Operator {
                        float* result) const;
   std::vector<BadTable> update(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
                                const Step& step);
+  // For an operator with `Optimizer::none`: `sums` has one entry per table; those with lookups are filled.
+  void sum_rows(const Batch& batch, const std::vector<Block>& blocks, const float* gradient, std::span<RowSums> sums);
 
   // Bytes that updates have needed so far, without tables and batch.
   std::size_t scratch_bytes() const {
@@ -69,7 +78,8 @@ class Operator {
     const Batch& batch;
     const std::vector<Block>& blocks;
     const Step& step;
-    Gradients gradients;  // Including the shifts of all blocks.
+    Gradients gradients;      // Including the shifts of all blocks.
+    std::span<RowSums> sums;  // Per table; for `Optimizer::none`.
   };
   // A table that a call updates, and its blocks.
   struct Part {
@@ -77,14 +87,17 @@ class Operator {
     std::uint32_t number;
     std::vector<std::size_t> blocks;
     std::size_t lookup_count = 0;
+    Gradients gradients{};
     std::span<const Entry> sorted{};
     BadRows bad{};
   };
-  // Entries that a worker takes at a time: whole rows, or a part of a run whose sum goes to `sum`.
+  // Entries that a worker takes at a time: whole rows, or a node of the tree of one row, whose sum goes to `sum`.
   struct Piece {
     Part* part;
     std::span<const Entry> entries;
+    std::uint64_t leaf = 0;  // The first one of the node.
     float* sum = nullptr;
+    std::size_t first_row = 0;  // Rows of the table before it; for `Optimizer::none`.
     BadRows bad{};
   };
   // A run spread over several pieces.
@@ -94,9 +107,14 @@ class Operator {
 
   std::vector<Block> pieces_of(const Batch& batch, const std::vector<Block>& blocks) const;
   unsigned workers_for(std::size_t lookups) const;
+  std::vector<BadTable> run(const Batch& batch, const std::vector<Block>& blocks, const float* gradient,
+                            const Step& step, std::span<RowSums> sums);
   void take_turn(const Call& call, std::span<Part> parts);
+  static Gradients gradients_of(const Call& call, const Part& part);
   std::span<const Entry> sort(const Call& call, const Part& part, Entry* one, Entry* other) const;
   void cut(Part& part, std::vector<Piece>& pieces, std::vector<CutRun>& runs) const;
+  static void cut_run(Part& part, std::span<const Entry> run, std::size_t level, std::vector<Piece>& pieces);
+  static void count_rows(std::span<Piece> pieces, std::span<RowSums> sums);
   RowUpdate job(const Call& call, const Piece& piece, float* sums) const;
 
   const Kernels& kernels_;

@@ -11,11 +11,6 @@ namespace sennit::kernels::SENNIT_ISA {
 // predict neither: without prefetched gradients, sequences took 1.7 times as long, and bags 1.3 times.
 constexpr std::size_t update_ahead = 16;
 
-// The vector of the gradient that belongs to a key.
-SENNIT_INLINE std::size_t vector_of(const Gradients& gradients, std::uint32_t key) {
-  return gradients.bag_of_lookup == nullptr ? key : gradients.bag_of_lookup[key];
-}
-
 SENNIT_INLINE const float* gradient_of(const Gradients& gradients, std::size_t vector) {
   const std::uint32_t block = gradients.block_of == nullptr ? 0 : gradients.block_of[vector];
   return gradients.gradient + (static_cast<std::int64_t>(vector * gradients.dim) + gradients.shifts[block]);
@@ -41,10 +36,10 @@ SENNIT_INLINE void fold_tile(const Gradients& gradients, const Part& chunk, std:
   const Entry* const end = chunk.entries + chunk.count;
   for (const Entry* entry = chunk.entries; entry < end; entry++) {
     if (chunk.all_end - entry > static_cast<std::ptrdiff_t>(update_ahead)) {
-      const float* next = gradient_of(gradients, vector_of(gradients, entry[update_ahead].key())) + column;
+      const float* next = gradient_of(gradients, gradients.vector_of(entry[update_ahead].key())) + column;
       for (std::size_t v = 0; v < vectors; v++) __builtin_prefetch(next + v * lanes);
     }
-    const std::size_t vector = vector_of(gradients, entry->key());
+    const std::size_t vector = gradients.vector_of(entry->key());
     const float* g = gradient_of(gradients, vector) + column;
     const float factor = has_factors ? factor_of(gradients, entry->key(), vector) : 1.0f;
     for (std::size_t v = 0; v < vectors; v++) {
@@ -88,35 +83,48 @@ inline void fold(const Gradients& gradients, const Part& chunk, float* sum) {
                                 : fold_columns<false>(gradients, chunk, sum);
 }
 
-// Sums a run: chunk sums form a tree of neighbours, built like the carries of a binary counter, so one vector per level
-// is enough. Returns its position in `sums`.
+// The entries at the start of a run, up to a chunk, that are in its first slice.
+SENNIT_INLINE std::size_t chunk_of(const Gradients& gradients, const Entry* entries, std::size_t rest) {
+  const std::size_t most = rest < chunk_lookups ? rest : chunk_lookups;
+  const std::uint64_t slice = gradients.slice_of(entries[0]);
+  if (gradients.slice_of(entries[most - 1]) == slice) return most;
+  std::size_t size = 1;
+  while (gradients.slice_of(entries[size]) == slice) size++;
+  return size;
+}
+
+// Whether a run's sum is that of a single slice. Two lookups have the same sum in one slice and in two.
+SENNIT_INLINE bool is_one_slice(const Gradients& gradients, const Entry* entries, std::size_t count) {
+  return gradients.slices == nullptr || count <= 2 ||
+         gradients.slice_of(entries[0]) == gradients.slice_of(entries[count - 1]);
+}
+
+// Sums a run: the sums of its chunks are leaves of a tree. Returns its position in `sums`.
 inline float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count) {
   const std::size_t dim = update.table->dim, stride = sum_stride(dim);
   const Entry* const all_end = update.entries + update.count;
-  float* levels = update.sums + stride;
-  if (count <= chunk_lookups) {
-    fold(update.gradients, {entries, count, all_end}, levels);
-    return levels;
+  const bool is_sliced = !is_one_slice(update.gradients, entries, count);
+  TreeStack stack;
+  float* next = update.sums;
+  const auto add_top = [&] {
+    next -= stride;
+    float* const left = next - stride;
+    for (std::size_t at = 0; at < dim; at += lanes) store(left + at, load(left + at) + load(next + at));
+  };
+  std::uint64_t slice = 0, chunk = 0;
+  for (std::size_t first = 0, size; first < count; first += size, chunk++) {
+    const std::size_t rest = count - first;
+    size = rest < chunk_lookups ? rest : chunk_lookups;
+    if (is_sliced) {
+      size = chunk_of(update.gradients, entries + first, rest);
+      if (const std::uint64_t own = update.gradients.slice_of(entries[first]); own != slice) slice = own, chunk = 0;
+    }
+    for (std::size_t n = stack.push(TreeStack::leaf(slice, chunk)); n != 0; n--) add_top();
+    fold(update.gradients, {entries + first, size, all_end}, next);
+    next += stride;
   }
-  float* sum = update.sums;
-  const std::size_t chunks = (count + chunk_lookups - 1) / chunk_lookups;
-  for (std::size_t chunk = 0; chunk < chunks; chunk++) {
-    const std::size_t first = chunk * chunk_lookups, rest = count - first;
-    fold(update.gradients, {entries + first, rest < chunk_lookups ? rest : chunk_lookups, all_end}, sum);
-    float* level = levels;
-    for (std::size_t carry = chunk; carry & 1; carry >>= 1, level += stride)
-      for (std::size_t at = 0; at < dim; at += lanes) store(sum + at, load(level + at) + load(sum + at));
-    for (std::size_t at = 0; at < dim; at += lanes) store(level + at, load(sum + at));
-  }
-  float* total = nullptr;
-  float* level = levels;
-  for (std::size_t rest = chunks; rest != 0; rest >>= 1, level += stride) {
-    if (!(rest & 1)) continue;
-    if (total != nullptr)
-      for (std::size_t at = 0; at < dim; at += lanes) store(level + at, load(level + at) + load(total + at));
-    total = level;
-  }
-  return total;
+  for (std::size_t n = stack.depth(); n > 1; n--) add_top();
+  return update.sums;
 }
 
 template <Precision precision, std::size_t fixed>
@@ -207,6 +215,12 @@ struct Row {
     return moment;
   }
 
+  // Writes the sum of the n-th row that is kept.
+  SENNIT_INLINE_MEMBER void keep(const RowUpdate& update, const Floats* sum, std::size_t n) const {
+    update.rows[n] = number;
+    for (std::size_t v = 0; v < vectors; v++) store(update.row_sums + n * dim + v * lanes, sum[v], columns(v));
+  }
+
   SENNIT_INLINE_MEMBER void apply(Floats* gradient) const {
     prepare(gradient);
     const auto g = [&](std::size_t v) __attribute__((always_inline)) { return gradient[v]; };
@@ -252,6 +266,7 @@ struct Row {
 
 template <Optimizer optimizer, Precision precision, std::size_t fixed>
 SENNIT_INLINE void prefetch_row(const Table& table, std::uint32_t row) {
+  if constexpr (optimizer == Optimizer::none) return;
   const std::size_t dim = fixed != 0 ? fixed * lanes : table.dim;
   const std::size_t bytes = row_bytes<precision, fixed>(table);
   const auto fetch = [](const void* from, std::size_t size) __attribute__((always_inline)) {
@@ -279,6 +294,7 @@ BadRows update_with(const RowUpdate& update) {
   const Entry *const entries = update.entries, *const all_end = entries + update.count;
   BadRows bad;
   std::size_t fetched = 0;
+  [[maybe_unused]] std::size_t kept = 0;
   for (std::size_t first = 0, end; first < update.count; first = end) {
     const std::uint32_t row = entries[first].row();
     for (end = first + 1; end < update.count && entries[end].row() == row; end++) {
@@ -291,20 +307,28 @@ BadRows update_with(const RowUpdate& update) {
     bool finite = true;
     if constexpr (fixed != 0) {
       Floats sum[fixed];
-      if (end - first <= chunk_lookups) {
+      if (end - first <= chunk_lookups && is_one_slice(update.gradients, entries + first, end - first)) {
         fold_row(update.gradients, {entries + first, end - first, all_end}, sum);
       } else {
         const float* found = sum_run(update, entries + first, end - first);
         for (std::size_t v = 0; v < fixed; v++) sum[v] = load(found + v * lanes);
       }
-      finite = all_finite(sum);
-      if (finite) place.apply(sum);
+      if constexpr (optimizer == Optimizer::none) {
+        place.keep(update, sum, kept++);
+      } else {
+        finite = all_finite(sum);
+        if (finite) place.apply(sum);
+      }
     } else {
       float* const found =
           update.known_sum != nullptr ? update.known_sum : sum_run(update, entries + first, end - first);
       auto* sum = reinterpret_cast<Floats*>(found);
-      for (std::size_t v = 0; v < place.vectors; v++) finite = finite && !any(not_finite(sum[v]));
-      if (finite) place.apply(sum);
+      if constexpr (optimizer == Optimizer::none) {
+        place.keep(update, sum, kept++);
+      } else {
+        for (std::size_t v = 0; v < place.vectors; v++) finite = finite && !any(not_finite(sum[v]));
+        if (finite) place.apply(sum);
+      }
     }
     if (!finite && bad.count++ == 0) bad.first = row;
   }
@@ -356,9 +380,11 @@ inline BadRows update(const RowUpdate& update) {
     case Optimizer::partial_row_wise_adam:
       return update_for<Optimizer::partial_row_wise_adam>(update);
     case Optimizer::lamb:
+      return update_for<Optimizer::lamb>(update);
+    case Optimizer::none:
       break;
   }
-  return update_for<Optimizer::lamb>(update);
+  return update_in<Optimizer::none, Precision::fp32>(update);
 }
 
 }  // namespace sennit::kernels::SENNIT_ISA

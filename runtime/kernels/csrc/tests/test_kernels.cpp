@@ -135,7 +135,7 @@ TEST_CASE("scratch is at most 24 bytes a lookup, beside one vector a level") {
   step.keep = 1;
   step.max_gradient = step.max_norm = __builtin_inff();
   op.update(batch, op.blocks(batch, {0, 0}, {5'000, 15'000}), gradient.data(), step);
-  const std::size_t vectors = (level_count(values.size()) + 1) * sum_stride(4) * sizeof(float);
+  const std::size_t vectors = sum_count(values.size(), false) * sum_stride(4) * sizeof(float);
   CHECK(op.scratch_bytes() > 0);
   CHECK(op.scratch_bytes() <= 24 * values.size() + vectors + 5 * 64);
 }

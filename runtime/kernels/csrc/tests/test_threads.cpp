@@ -26,11 +26,14 @@ struct Shape {
   bool is_weighted;
   // The share of lookups that name one row.
   double giant;
+  // The slice of the global batch that the second block of a table is in. The others are in slice 2.
+  std::uint16_t slice = 2;
 };
 
 // The memory after two steps, and how much scratch memory they needed.
 struct Left {
-  std::vector<float> results, dots, weights, states;
+  std::vector<float> results, dots, sums, weights, states;
+  std::vector<std::int64_t> rows;
   std::vector<BadTable> bad;
   std::size_t scratch_bytes, lookups;
 };
@@ -40,21 +43,24 @@ Left run(const Shape& shape, unsigned threads) {
   std::uniform_real_distribution<float> numbers(-1, 1);
   std::vector<std::vector<float>> tables(3), states(3);
   Operator op(*available_kernels().front(), Optimizer::row_wise_adagrad, threads);
+  Operator summing(*available_kernels().front(), Optimizer::none, threads);
   for (std::size_t n = 0; n < tables.size(); n++) {
     tables[n].resize(row_count * shape.dim);
     for (float& x : tables[n]) x = numbers(random);
     states[n].resize(row_count);
-    op.add({reinterpret_cast<std::byte*>(tables[n].data()),
-            row_count,
-            static_cast<std::uint32_t>(shape.dim),
-            Precision::fp32,
-            0,
-            0,
-            {states[n].data(), nullptr}});
+    for (Operator* each : {&op, &summing})
+      each->add({reinterpret_cast<std::byte*>(tables[n].data()),
+                 row_count,
+                 static_cast<std::uint32_t>(shape.dim),
+                 Precision::fp32,
+                 0,
+                 0,
+                 {states[n].data(), nullptr}});
   }
   // Table 2 has two blocks, the others have one. Table 1 has few lookups.
   const std::vector<std::uint32_t> of_block{2, 0, 1, 2};
   const std::vector<std::size_t> bags{bag_count / 3, bag_count, 5, bag_count / 2};
+  const std::vector<std::uint16_t> slices{2, 2, 2, shape.slice};
   std::vector<std::int32_t> lengths;
   for (const std::size_t count : bags)
     for (std::size_t bag = 0; bag < count; bag++) lengths.push_back(static_cast<std::int32_t>(random() % 12));
@@ -69,8 +75,11 @@ Left run(const Shape& shape, unsigned threads) {
       id = std::bernoulli_distribution(shape.giant)(random) ? 1234 : static_cast<std::int64_t>(random() % row_count);
     values[7] = -1;
     for (float& x : weights) x = numbers(random);
-    const Batch batch{
-        {lengths.data(), false}, {values.data(), true}, shape.is_weighted ? weights.data() : nullptr, shape.pooling};
+    const Batch batch{{lengths.data(), false},
+                      {values.data(), true},
+                      shape.is_weighted ? weights.data() : nullptr,
+                      shape.pooling,
+                      slices.data()};
     const auto blocks = op.blocks(batch, of_block, bags);
     std::vector<float> result((shape.pooling == Pooling::none ? lookups : lengths.size()) * shape.dim);
     std::vector<float> gradient(result.size()), dots(lookups);
@@ -84,6 +93,15 @@ Left run(const Shape& shape, unsigned threads) {
     step.epsilon = 1e-8f;
     step.max_gradient = 5.0f;
     step.max_norm = 3.0f;
+    std::vector<std::vector<std::int64_t>> rows(tables.size(), std::vector<std::int64_t>(row_count));
+    std::vector<std::vector<float>> of_rows(tables.size(), std::vector<float>(row_count * shape.dim));
+    std::vector<RowSums> sums;
+    for (std::size_t n = 0; n < tables.size(); n++) sums.push_back({rows[n].data(), of_rows[n].data()});
+    summing.sum_rows(batch, blocks, gradient.data(), sums);
+    for (std::size_t n = 0; n < tables.size(); n++) {
+      left.rows.insert(left.rows.end(), rows[n].begin(), rows[n].begin() + sums[n].count);
+      left.sums.insert(left.sums.end(), of_rows[n].begin(), of_rows[n].begin() + sums[n].count * shape.dim);
+    }
     for (const BadTable& bad : op.update(batch, blocks, gradient.data(), step)) left.bad.push_back(bad);
     left.results.insert(left.results.end(), result.begin(), result.end());
     left.dots.insert(left.dots.end(), dots.begin(), dots.end());
@@ -103,7 +121,8 @@ bool same_bits(const std::vector<float>& one, const std::vector<float>& other) {
 TEST_CASE("any number of threads makes the bits of one") {
   for (const Shape& shape :
        {Shape{64, Pooling::sum, false, 0.0}, Shape{64, Pooling::sum, false, 0.9}, Shape{20, Pooling::sum, true, 0.6},
-        Shape{16, Pooling::mean, false, 1.0}, Shape{3, Pooling::none, false, 0.7}}) {
+        Shape{16, Pooling::mean, false, 1.0}, Shape{3, Pooling::none, false, 0.7},
+        Shape{64, Pooling::sum, false, 0.9, 5}, Shape{20, Pooling::sum, true, 0.2, 40'000}}) {
     CAPTURE(shape.dim);
     CAPTURE(shape.giant);
     const Left one = run(shape, 1);
@@ -113,13 +132,15 @@ TEST_CASE("any number of threads makes the bits of one") {
       const Left several = run(shape, threads);
       CHECK(same_bits(several.results, one.results));
       CHECK(same_bits(several.dots, one.dots));
+      CHECK(several.rows == one.rows);
+      CHECK(same_bits(several.sums, one.sums));
       CHECK(same_bits(several.weights, one.weights));
       CHECK(same_bits(several.states, one.states));
       CHECK(std::ranges::equal(several.bad, one.bad, [](const BadTable& a, const BadTable& b) {
         return a.table == b.table && a.row_count == b.row_count && a.first_row == b.first_row;
       }));
       // Also a vector for each level of each worker's tree, and for each piece of a cut run.
-      const std::size_t vectors = threads * (level_count(one.lookups) + 1) + one.lookups / 1024;
+      const std::size_t vectors = threads * sum_count(one.lookups, shape.slice != 2) + one.lookups / 1024;
       CHECK(several.scratch_bytes <= 24 * one.lookups + vectors * sum_stride(shape.dim) * sizeof(float) + 5 * 64);
     }
   }

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of its work a program of the Triton kernels takes at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How work is split for one width of rows. The split changes no bit of the results."""
+
+    vectors: int
+    """Vectors of the result that a program looks up."""
+
+    vector_warps: int
+
+    runs: int
+    """Runs of at most one chunk that a program sums and updates at a time."""
+
+    run_warps: int
+
+    chunks: int
+    """Chunks per piece of a longer run: a power of two, because a piece has to be a subtree."""
+
+    chunk_warps: int
+
+    programs: int
+    """The most programs that are started if only the device knows the amount of work."""
+
+    unroll: int
+    """How many steps of a fold are loaded before the first row is added."""
+
+
+def tiles_for(width: int, device: torch.device) -> Tiles:
+    """The tiles for a device. They are large in the interpreter, where operations cost and elements do not."""
+    if device.type == "cpu":
+        return Tiles(vectors=64, vector_warps=1, runs=64, run_warps=1, chunks=8, chunk_warps=1, programs=2, unroll=1)
+    return tiles_of_gpu(width, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def tiles_of_gpu(width: int, multiprocessors: int) -> Tiles:
+    """One warp for 128 columns of a row. Chunks side by side until a thread holds 16 elements, or 32 of wide rows."""
+    chunks = max(2, min(16, 8192 // width))
+    return Tiles(
+        vectors=max(1, 512 // width),
+        vector_warps=max(4, min(8, width // 128)),
+        runs=max(1, 128 // width),
+        run_warps=max(1, min(8, width // 128)),
+        chunks=chunks,
+        chunk_warps=max(1, min(8, chunks * width // 512)),
+        programs=32 * multiprocessors,
+        unroll=4,
+    )
