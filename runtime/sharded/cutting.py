@@ -98,9 +98,10 @@ def join(outputs: Sequence[object], on_backward: Callable[[], None] | None) -> A
 
 
 def _join_leaf(parts: tuple[Any, ...], on_backward: Callable[[], None] | None) -> object:
-    if isinstance(parts[0], Tensor):
+    tensors = [isinstance(part, Tensor) for part in parts]
+    if all(tensors):
         return _Join.apply(on_backward, *parts)
-    if any(part != parts[0] for part in parts):
+    if any(tensors) or any(part != parts[0] for part in parts):
         raise ArgumentError(
             f"slices gave the values {parts}; allowed: tensors, and values that are equal in all slices"
         )

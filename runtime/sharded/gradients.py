@@ -70,6 +70,8 @@ class Layout:
         self.key = _key(places)
         self.is_checked = False
         """Whether a pass has shown that the module reaches its parameters by their places."""
+        self.free_rows: dict[torch.dtype, Tensor] = {}
+        """Memory that an earlier pass used for its rows."""
         index_of: dict[nn.Parameter, int] = {}
         for place in places:
             parameter = place.owner._parameters[place.attribute]
@@ -179,6 +181,8 @@ class SliceSums:
             if node is None or node in seen or node.name() == CUT_NODE:
                 continue
             seen.add(node)
+            if node.name() == "CheckpointFunctionBackward":
+                raise ArgumentError("checkpoint() runs the module again without slices; give it use_reentrant=False")
             leaf = getattr(node, "variable", None)
             if leaf is not None and id(leaf) not in known:
                 names = {id(real): name for real, name in zip(self._layout.parameters, self._layout.names, strict=True)}
@@ -235,8 +239,11 @@ class SliceSums:
     def _rows_of(self, dtype: torch.dtype) -> Tensor:
         """[nodes of this rank, elements]: the partial sums of the parameters of one type."""
         if dtype not in self._rows:
-            summed = torch.float32 if dtype in _NARROW else dtype
-            self._rows[dtype] = torch.zeros(len(self._nodes), self._layout.lengths[dtype], dtype=summed)
+            rows = self._layout.free_rows.pop(dtype, None)
+            if rows is None:
+                summed = torch.float32 if dtype in _NARROW else dtype
+                rows = torch.zeros(len(self._nodes), self._layout.lengths[dtype], dtype=summed)
+            self._rows[dtype] = rows
         return self._rows[dtype]
 
     @torch.no_grad()
@@ -262,13 +269,16 @@ class SliceSums:
                 if (number, index) not in self._seen:
                     self._add(number, index, torch.zeros_like(parameter))
         end = layout.counts_start + len(counts)
-        self._rows_of(torch.float32)[0, layout.counts_start : end] = counts
+        rows = self._rows_of(torch.float32)
+        rows[:, layout.counts_start : end] = 0
+        rows[0, layout.counts_start : end] = counts
         totals = {
             dtype: all_reduce_leaves(
                 self._rows_of(dtype), layout.slices.count, group=self._group, partial=True, dtype=dtype
             )
             for dtype in layout.lengths
         }
+        layout.free_rows = self._rows
         counted = totals[torch.float32][layout.counts_start : end].tolist()
         self._check_sizes([int(size) for size in counted[len(layout.parameters) :]])
         for index, parameter in enumerate(layout.parameters):

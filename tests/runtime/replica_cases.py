@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sennit.runtime.sharded import Along, SlicedReplicas
 from sennit.transport.errors import ArgumentError, ConfigError, MismatchError, SennitError, Unsupported
@@ -73,7 +74,7 @@ def train(rank: int, world: int, autocast: str = "", no_sync: bool = False, tran
     optimizer = torch.optim.Adam(replicas.parameters(), lr=0.01, weight_decay=0.001)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     kind = getattr(torch, autocast) if autocast else torch.bfloat16
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=autocast == "float16")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, enabled=autocast == "float16")
     found = []
     for step, count in enumerate((104, 8, 37, 131, 61)):
         dense, ids, labels = batch(step, count)
@@ -102,6 +103,8 @@ def train(rank: int, world: int, autocast: str = "", no_sync: bool = False, tran
     state = torch.get_rng_state()
     replicas(dense[part], Along(vectors, 1), labels[part], global_batch=count)
     assert torch.equal(torch.get_rng_state(), state)
+    if scaler.is_enabled():
+        assert scaler.get_scale() < 2.0**20  # The first steps overflowed, on all ranks.
     found.append(digest(*replicas.parameters()))
     assert all(torch.isfinite(parameter).all() for parameter in replicas.parameters())
     return found
@@ -290,6 +293,8 @@ def refusals(rank: int, world: int) -> None:
         (lambda: replicas.loss(torch.ones(count, 2)), r"losses of shape .*; allowed: \(.,\)"),
         (lambda: SlicedReplicas(nn.Sequential(nn.BatchNorm1d(2)))(x), r"0 \(BatchNorm1d\) updates running statistics"),
         (lambda: SlicedReplicas(Counting())(x), "changed its buffer calls"),
+        (lambda: SlicedReplicas(Reentrant())(x.clone().requires_grad_()), "give it use_reentrant=False"),
+        (lambda: SlicedReplicas(Uneven())(x), r"slices gave the values \(1, 2.*; allowed: tensors, and values that"),
         (lambda: SlicedReplicas(Hidden())(x), "uses weight, which requires gradients, by a reference"),
     ):
         with pytest.raises(SennitError, match=match):
@@ -346,3 +351,24 @@ def dies(rank: int, world: int) -> str:
         loss.backward()
     assert all(parameter.grad is None for parameter in replicas.parameters())
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+class Reentrant(nn.Module):
+    """Runs its layer again in the backward pass, outside of the slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> object:
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+class Uneven(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> object:
+        self.calls += 1
+        return self.calls, x

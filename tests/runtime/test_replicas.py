@@ -10,6 +10,11 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
+from sennit.runtime.sharded import Along, Slices
+from sennit.runtime.sharded.cutting import CutArguments, join
+
 pytestmark = pytest.mark.timeout(240)
 
 CASES = "replica_cases.py"
@@ -54,3 +59,43 @@ def test_a_dead_rank_is_named(new_world: Callable[..., Any]) -> None:
     survivor, dead = new_world(2).run(CASES, "dies")
     assert dead is None
     assert "rank 1" in survivor
+
+
+def test_slices_are_cut_with_their_gradients_and_begin_at_a_cache_line() -> None:
+    count = 11
+    dense = torch.randn(count, 3, requires_grad=True)
+    pooled = torch.randn(2, count, 5)
+    scale, whole = torch.tensor(2.0), torch.ones(3)
+    slices = Slices(count=4, rank=0, world_size=1)
+    arguments = ((dense, [Along({"pooled": pooled}, 1)]), {"scale": scale, "whole": Along(whole, None), "name": "x"})
+    cut = CutArguments(arguments, slices, count)
+    assert cut.sizes == [2, 3, 3, 3]
+    outputs = []
+    arrived: list[torch.Tensor] = []
+    first = 0
+    parts: list[torch.Tensor] = []
+    for number, ((part, (nested,)), options) in cut:
+        vectors = nested["pooled"]
+        parts += [part, vectors]
+        last = first + cut.sizes[number]
+        assert torch.equal(part, dense[first:last])
+        assert torch.equal(vectors, pooled[:, first:last])
+        assert options["scale"] is scale
+        assert options["whole"] is whole
+        assert options["name"] == "x"
+        result = part * number
+        result.register_hook(arrived.append)
+        outputs.append({"many": result, "one": result.sum()})
+        first = last
+    called = []
+    joined = join(outputs, lambda: called.append(True))
+    assert joined["one"].shape == (4,)
+    weights = torch.randn(count, 3)
+    (joined["many"] * weights).sum().backward()
+    assert called
+    assert dense.grad is not None
+    assert torch.equal(dense.grad, weights * torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]).unsqueeze(1))
+    assert len(arrived) == 4
+    for tensor in arrived + parts:
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 64 == 0
