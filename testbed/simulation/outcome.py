@@ -46,6 +46,9 @@ class Outcome:
     fingerprint: str = ""
     """The fingerprint (runner.fingerprint) of the core that ran it."""
 
+    plans: str = ""
+    """The digest (plans.Program.digest) of the plans that it ran."""
+
     wall_s: float = 0.0
     peak_memory_bytes: int = 0
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The simulator from Python: a small run from end to end, its report, and refused scenarios."""
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,10 +13,10 @@ from typer.testing import CliRunner
 from sennit.cli import app
 from sennit.testbed.simulation import report, runner, suite
 from sennit.testbed.simulation.outcome import Outcome
-from sennit.testbed.simulation.plans import program
+from sennit.testbed.simulation.plans import Program, program
 from sennit.testbed.simulation.scenario import Pattern, Scenario
 from sennit.transport.config import Algorithm
-from sennit.transport.plan import Recv, Send
+from sennit.transport.plan import Plan, Recv, Send
 
 SMALL = Scenario(hosts=32, hosts_per_leaf=8, spines=8, size_bytes=16 << 10)
 
@@ -228,6 +229,31 @@ def test_outcome_of_another_core_is_not_reused(tmp_path: Path, monkeypatch: pyte
     stored.write_text(json.dumps(first.as_json() | {"wall_s": 1234.5}))
     assert run_case().wall_s == 1234.5
     monkeypatch.setattr(runner, "fingerprint", lambda: "another core")
+    assert run_case().wall_s != 1234.5
+
+
+def test_outcome_of_other_plans_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = suite.Case(group="sum", way="reps", scenario=SMALL.with_(pattern=Pattern.ALLREDUCE, size_bytes=8 << 10))
+
+    def run_case() -> Outcome:
+        return runner.run_cases([case], tmp_path, jobs=1, done=lambda case, outcome: None)[case.name]
+
+    stored = tmp_path / f"{case.name}.json"
+    stored.write_text(json.dumps(run_case().as_json() | {"wall_s": 1234.5}))
+    assert run_case().wall_s == 1234.5
+    real = program
+
+    def other(scenario: Scenario) -> Program:
+        # The same algorithm by name, in other steps. The core's fingerprint has plans of its own.
+        before = real(scenario)
+
+        def compile_plan(rank: int) -> Plan:
+            plan = before.compile_plan(rank)
+            return dataclasses.replace(plan, scratch_bytes=plan.scratch_bytes + 64)
+
+        return dataclasses.replace(before, compile_plan=compile_plan) if scenario == case.scenario else before
+
+    monkeypatch.setattr(runner, "program", other)
     assert run_case().wall_s != 1234.5
 
 
