@@ -244,8 +244,10 @@ class ArrayCollectives(ABC):
             return output
         if codec is not None:
             coding = codec.coding(dtype)
-            plan = _Call(algorithms.reduce_scatter_coded, self, counts=elements, dtype=dtype, op=op, coding=coding)
-            self._run(plan, [_aligned(given), output], scalar=scalar, seed=codec.seed)
+            pieces = algorithms.coded_pieces(elements, coding)
+            plan = _Call(algorithms.reduce_scatter_coded, self, pieces=pieces, dtype=dtype, op=op, coding=coding)
+            counted = algorithms.reduce_scatter_counts(self.rank, elements, pieces, dtype, coding)
+            self._run(plan, [_aligned(given), output], scalar=scalar, counts=counted, seed=codec.seed)
             return output
         is_direct = self.selection.of_parts(Collective.REDUCE_SCATTER, given.nbytes) is Algorithm.DIRECT
         if is_direct and len(set(elements)) > 1:
@@ -288,9 +290,10 @@ class ArrayCollectives(ABC):
         row_elements = _row_elements(given)
         if codec is not None:
             parts, dtype = tuple(count * row_elements for count in rows), dtype_of(given)
-            coding = codec.coding(dtype)
-            coded = _Call(algorithms.allgather_coded, self, counts=parts, dtype=dtype, coding=coding)
-            self._run(coded, [_aligned(given), output], seed=codec.seed)
+            coding = codec.exchange_coding(dtype)
+            coded = _Call(algorithms.allgather_coded, self, dtype=dtype, coding=coding)
+            counted = algorithms.allgather_counts(parts, dtype, coding)
+            self._run(coded, [_aligned(given), output], counts=counted, seed=codec.seed)
             return output
         is_ring = self.selection.of_parts(Collective.ALLGATHER, output.nbytes) is Algorithm.RING
         self._run(
@@ -349,11 +352,12 @@ class ArrayCollectives(ABC):
         output = np.empty((sum(received), *given.shape[1:]), given.dtype)
         row_elements = _row_elements(given)
         if codec is not None:
-            parts = [tuple(count * row_elements for count in counts) for counts in (sent, received)]
+            given_parts, taken_parts = ([count * row_elements for count in counts] for counts in (sent, received))
             dtype = dtype_of(given)
-            coding = codec.coding(dtype)
-            coded = _Call(algorithms.alltoall_coded, self, sent=parts[0], received=parts[1], dtype=dtype, coding=coding)
-            self._run(coded, [_aligned(given), output], seed=codec.seed)
+            coding = codec.exchange_coding(dtype)
+            coded = _Call(algorithms.alltoall_coded, self, dtype=dtype, coding=coding)
+            counted = algorithms.alltoall_counts(self.rank, given_parts, taken_parts, dtype, coding)
+            self._run(coded, [_aligned(given), output], counts=counted, seed=codec.seed)
             return output
         is_equal = send_counts is None and recv_counts is None
         if is_equal and self.selection.of_parts(Collective.ALLTOALL, given.nbytes) is not Algorithm.DIRECT:

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from sennit.transport import _core
 from sennit.transport.array_collectives import dtype_of
-from sennit.transport.coding import CodecKind, Coding
+from sennit.transport.coding import LOSSLESS_BLOCK, CodecKind, Coding
 from sennit.transport.elements import FLOATS, Dtype
 from sennit.transport.errors import ArgumentError
 
-__all__ = ["COLLECTIVE_CODECS", "Codec", "CodecKind"]
+__all__ = ["COLLECTIVE_CODECS", "EXCHANGE_CODECS", "Codec", "CodecKind"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -30,13 +30,13 @@ DEFAULT_BLOCK: Final[dict[CodecKind, int]] = {
     CodecKind.FP16: 0, CodecKind.BF16: 0, CodecKind.LOSSLESS: 0,
     CodecKind.FP8_E4M3: 32, CodecKind.FP8_E5M2: 32, CodecKind.MX4: 32, CodecKind.INT8: 64,
 }  # fmt: skip
-# What command lines call the codecs that collectives take.
+# What command lines call the codecs that all collectives take.
 COLLECTIVE_CODECS: Final[dict[str, CodecKind]] = {
     "fp16": CodecKind.FP16, "bf16": CodecKind.BF16, "fp8": CodecKind.FP8_E4M3, "fp8_e5m2": CodecKind.FP8_E5M2,
     "int8": CodecKind.INT8, "mx4": CodecKind.MX4,
 }  # fmt: skip
-# Elements whose planes of bytes LOSSLESS codes one by one.
-LOSSLESS_BLOCK: Final = 8192
+# Those of alltoall and allgather.
+EXCHANGE_CODECS: Final[dict[str, CodecKind]] = {**COLLECTIVE_CODECS, "lossless": CodecKind.LOSSLESS}
 _STORED: Final[dict[Dtype, np.dtype[Any]]] = {
     Dtype.F16: np.dtype(np.float16),
     Dtype.BF16: np.dtype(np.uint16),
@@ -81,12 +81,16 @@ class Codec:
         self._check(Dtype.F32)
 
     def coding(self, dtype: Dtype) -> Coding:
-        """Returns what a plan that codes `dtype` knows of it: all but the seed.
+        """Returns what a plan that sums `dtype` knows of it: all but the seed.
 
-        Raises ArgumentError for types that it does not code, and for LOSSLESS, which has no fixed size.
+        Raises ArgumentError for types that it does not code, and for LOSSLESS: sums are made of codes of fixed size.
         """
         if self.kind is CodecKind.LOSSLESS:
-            raise ArgumentError("LOSSLESS in a collective, where sizes are fixed; allowed: the other codecs")
+            raise ArgumentError("LOSSLESS in a collective that sums; allowed: the other codecs")
+        return self.exchange_coding(dtype)
+
+    def exchange_coding(self, dtype: Dtype) -> Coding:
+        """As `coding`, for collectives that move elements. They take LOSSLESS, too."""
         self._check(dtype)
         return Coding(self.kind, self._block, self.stochastic, self.between_hosts)
 

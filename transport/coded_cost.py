@@ -15,6 +15,7 @@ from typing import Final
 
 from sennit.transport.algorithms.coded_parts import DEFAULT_CHUNK_ELEMENTS, chunk_limit
 from sennit.transport.algorithms.leaves import Leaves
+from sennit.transport.algorithms.reduce_scatter_coded import coded_pieces
 from sennit.transport.coding import CodecKind, Coding
 from sennit.transport.cost_model import Collective, Traffic, Work
 from sennit.transport.elements import Dtype
@@ -94,14 +95,16 @@ def coded_work(
         return _between_hosts(collective is Collective.ALLREDUCE, hosts, elements, coding, dtype, given)
     share = elements / hosts.world
     coded_bytes = coding.coded_bytes(math.ceil(share))
-    pieces = max(math.ceil(share / chunk_limit(coding, DEFAULT_CHUNK_ELEMENTS)), 1)
     if collective in (Collective.ALLGATHER, Collective.ALLTOALL):
         return CodedWork(
-            work=_direct(hosts, 1, pieces, coded_bytes, 0),
+            work=_direct(hosts, 1, 1, coded_bytes, 0),
             encoded_elements=share if collective is Collective.ALLGATHER else elements,
             decoded_elements=elements,
         )
     gathers = collective is Collective.ALLREDUCE
+    pieces = coded_pieces([math.ceil(share)], coding)
+    if gathers:
+        pieces = max(math.ceil(share / chunk_limit(coding, DEFAULT_CHUNK_ELEMENTS)), 1)
     rows = -(-given.count // given.world)
     # A rank with several leaves codes and decodes them at home, and sends the sums of its nodes.
     nodes = max(len(given.nodes(span)) for span in given.of_rank)

@@ -32,11 +32,13 @@ _LAYOUT: Final[dict[CodecKind, tuple[int, int]]] = {
 # Ranges that are coded alone begin on cache lines of float32, where blocks do.
 _LINE_ELEMENTS: Final = 16
 _LONGEST_BLOCK: Final = 4096
+# Elements whose planes of bytes LOSSLESS codes one by one.
+LOSSLESS_BLOCK: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """A codec of fixed size, without its seed."""
+    """A codec without its seed."""
 
     kind: CodecKind
     block: int
@@ -45,8 +47,10 @@ class Coding:
     between_hosts: bool = False
     """Of a whole collective: ranks of one host exchange numbers as they are."""
 
-    def coded_bytes(self, count: int) -> int:
-        """The bytes of `count` coded elements."""
+    def coded_bytes(self, count: int, item_bytes: int = 4) -> int:
+        """The bytes of `count` coded elements; of LOSSLESS, the most that those of `item_bytes` may take."""
+        if self.kind is CodecKind.LOSSLESS:
+            return item_bytes * (count + -(-count // LOSSLESS_BLOCK))
         scale_bytes, code_bits = _LAYOUT[self.kind]
         return -(-count // max(self.block, 1)) * scale_bytes + -(-count * code_bits // 8)
 

@@ -12,7 +12,19 @@ from dataclasses import replace
 from typing import Final, Self
 
 from sennit.transport.errors import ArgumentError
-from sennit.transport.plan import Copy, Decode, Encode, Operand, Plan, Recv, Reduce, Send, Step
+from sennit.transport.plan import (
+    Copy,
+    Decode,
+    Encode,
+    Operand,
+    Plan,
+    Recv,
+    Reduce,
+    Send,
+    Step,
+    bytes_read,
+    bytes_written,
+)
 
 COUNTED_BIT: Final = 1 << 63
 # All counts of a post together may have this many bytes.
@@ -64,6 +76,7 @@ def with_counts(plan: Plan, counts: Sequence[int]) -> Plan:
     binder = _Binder(plan, counts)
     return replace(
         plan,
+        scratch_bytes=binder.number(plan.scratch_bytes),
         count_count=0,
         equal_counts=False,
         unit_bytes=0,
@@ -102,8 +115,22 @@ class _Binder:
             case Copy():
                 offset = self._offset(number, step, step.offset)
                 return replace(step, source=self._source(number, step), offset=offset, size_bytes=size_bytes)
-            case Encode() | Decode():
-                return step
+            case Encode():
+                index = self.number(step.first_index)
+                if isinstance(step.first_index, CountRange):
+                    index //= step.dtype.item_bytes
+                coded = bytes_written(replace(step, size_bytes=size_bytes))
+                offset = self._offset(number, step, step.offset, coded)
+                source = self._source(number, step)
+                return replace(step, source=source, offset=offset, size_bytes=size_bytes, first_index=index)
+            case Decode():
+                coded = bytes_read(replace(step, size_bytes=size_bytes), step.source)
+                place = self._offset(number, step, step.source.offset, coded)
+                # An empty message is no loan.
+                is_empty_view = step.source.is_view and not size_bytes
+                source = Operand(self._scratch) if is_empty_view else replace(step.source, offset=place)
+                offset = self._offset(number, step, step.offset)
+                return replace(step, source=source, offset=offset, size_bytes=size_bytes)
             case Reduce() if not size_bytes:
                 nothing = Operand(self._scratch)
                 return Copy(nothing, self._scratch, 0, 0, step.after)
@@ -114,16 +141,18 @@ class _Binder:
                 )
                 return replace(step, operands=operands, offset=offset, size_bytes=size_bytes)
 
-    def _source(self, number: int, step: Send | Copy) -> Operand:
+    def _source(self, number: int, step: Send | Copy | Encode) -> Operand:
         return replace(step.source, offset=self._offset(number, step, step.source.offset))
 
-    def _offset(self, number: int, step: Step, offset: int) -> int:
+    def _offset(self, number: int, step: Step, offset: int, moved_bytes: int | None = None) -> int:
+        """`moved_bytes`: what the step moves there, if that is not its size."""
         size = step.size_bytes
         if isinstance(offset, CountRange) and isinstance(size, CountRange):
             place = place_of(offset, size)
-            if self.number(place) != self.number(size):
+            moved = self.number(size) if moved_bytes is None else moved_bytes
+            if self.number(place) != moved:
                 raise ArgumentError(
-                    f"plan {self._name}: step {number} moves {self.number(size)} bytes ({size.describe()}), "
+                    f"plan {self._name}: step {number} moves {moved} bytes ({size.describe()}), "
                     f"but its place has {self.number(place)} ({place.describe()})"
                 )
         return self.number(offset)

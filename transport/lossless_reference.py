@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sennit.transport.codecs import LOSSLESS_BLOCK
+from sennit.transport.coding import LOSSLESS_BLOCK
 from sennit.transport.elements import FLOATS, Dtype
 from sennit.transport.errors import SennitError
 

@@ -21,6 +21,8 @@ MAX_LOAN_BYTES: Final = 131_072
 SLOT_LIMIT: Final = 1 << 20
 # As the peer of a RECV: whichever rank sends first (SENNIT_ANY_PEER).
 ANY_PEER: Final = 0xFFFFFFFF
+# What comes before codes without fixed size: their length, as u64.
+LENGTH_BYTES: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class Operand:
 class Send:
     """Sends `size_bytes` at `source` to `peer` as message `slot`. Done when the range may be overwritten.
 
-    `comes_back`: a round trip, after which the range holds the result of the peer's reduction.
+    `comes_back`: a round trip, after which the range holds the result of the peer's reduction. `has_length`:
+    `size_bytes` is the most, and the size is in the `LENGTH_BYTES` before the range.
     """
 
     peer: int
@@ -47,13 +50,15 @@ class Send:
     size_bytes: int
     after: tuple[int, ...] = ()
     comes_back: bool = False
+    has_length: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Recv:
     """Receives message `slot` of `peer` into `buffer` at `offset`, or as a loan if `buffer` is None.
 
-    `comes_back`: a loan on a round trip. The reduction that reads it writes its result there, too.
+    `comes_back`: a loan on a round trip. The reduction that reads it writes its result there, too. `has_length`: as
+    of `Send`.
     """
 
     peer: int
@@ -63,6 +68,7 @@ class Recv:
     offset: int = 0
     after: tuple[int, ...] = ()
     comes_back: bool = False
+    has_length: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,8 @@ class Copy:
 class Encode:
     """Codes `size_bytes` of elements at `source` into `buffer` at `offset`.
 
-    `first_index` is the logical index of the first one. With the post's seed it keys stochastic rounding.
+    `first_index` is the logical index of the first one: a number, or the elements of a range of counts. With the post's
+    seed it keys stochastic rounding. LOSSLESS puts the length of the codes into the `LENGTH_BYTES` before them.
     """
 
     source: Operand
@@ -95,7 +102,10 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Decodes `source` into `size_bytes` of elements of `buffer` at `offset`."""
+    """Decodes `source` into `size_bytes` of elements of `buffer` at `offset`.
+
+    Of LOSSLESS, rank `peer` has coded them: it is blamed if they are malformed.
+    """
 
     source: Operand
     buffer: int
@@ -104,6 +114,7 @@ class Decode:
     dtype: Dtype
     coding: Coding
     after: tuple[int, ...] = ()
+    peer: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +139,7 @@ class Reduce:
 
     def bytes_of(self, operand: Operand) -> int:
         """The size of one of its operands, which may be wider than the result, or narrower."""
-        if self.size_bytes >> 63:  # a range of counts, which has no partial sums
+        if self.size_bytes >> 63:  # a range of counts
             return self.size_bytes
         elements = self.size_bytes // _item_bytes(self.dtype, self.gives_partial)
         return elements * _item_bytes(self.dtype, operand.is_partial)
@@ -141,16 +152,18 @@ def bytes_read(step: Step, operand: Operand) -> int:
     """What a step reads of one of its operands."""
     if isinstance(step, Reduce):
         return step.bytes_of(operand)
+    if step.size_bytes >> 63:
+        return step.size_bytes
     return coded_bytes(step) if isinstance(step, Decode) else step.size_bytes
 
 
 def bytes_written(step: Step) -> int:
     """What a step writes to its place in a buffer."""
-    return coded_bytes(step) if isinstance(step, Encode) else step.size_bytes
+    return coded_bytes(step) if isinstance(step, Encode) and not step.size_bytes >> 63 else step.size_bytes
 
 
 def coded_bytes(step: Encode | Decode) -> int:
-    return step.coding.coded_bytes(step.size_bytes // step.dtype.item_bytes)
+    return step.coding.coded_bytes(step.size_bytes // step.dtype.item_bytes, step.dtype.item_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +186,8 @@ class Plan:
     on_device: bool = False
     """Whether the caller's buffers are device memory: then only COPY steps touch them (device_plan.py)."""
     count_count: int = 0
-    """How many counts a post gives. Sizes, offsets and `buffer_bytes` may be ranges of them (counts.py)."""
+    """How many counts a post gives. Sizes, offsets, `buffer_bytes` and `scratch_bytes` may be ranges of them
+    (counts.py)."""
     equal_counts: bool = False
     """Whether all counts are equal: then a post gives one in place of all."""
     unit_bytes: int = 0
@@ -264,13 +278,22 @@ class PlanBuilder:
         *,
         after: Iterable[int] = (),
         comes_back: bool = False,
+        has_length: bool = False,
     ) -> int:
-        return self._add(Send(peer, slot, source, size_bytes, _ascending(after), comes_back))
+        return self._add(Send(peer, slot, source, size_bytes, _ascending(after), comes_back, has_length))
 
     def recv(
-        self, peer: int, slot: int, buffer: int, offset: int, size_bytes: int, *, after: Iterable[int] = ()
+        self,
+        peer: int,
+        slot: int,
+        buffer: int,
+        offset: int,
+        size_bytes: int,
+        *,
+        after: Iterable[int] = (),
+        has_length: bool = False,
     ) -> int:
-        return self._add(Recv(peer, slot, size_bytes, buffer, offset, _ascending(after)))
+        return self._add(Recv(peer, slot, size_bytes, buffer, offset, _ascending(after), has_length=has_length))
 
     def loan(
         self, peer: int, slot: int, size_bytes: int, *, after: Iterable[int] = (), comes_back: bool = False
@@ -306,10 +329,12 @@ class PlanBuilder:
         dtype: Dtype,
         coding: Coding,
         after: Iterable[int] = (),
+        peer: int = 0,
     ) -> int:
         waits = self._with_loans((source,), after)
         # How numbers were rounded is no matter here.
-        return self._add(Decode(source, buffer, offset, size_bytes, dtype, replace(coding, stochastic=False), waits))
+        coding = replace(coding, stochastic=False)
+        return self._add(Decode(source, buffer, offset, size_bytes, dtype, coding, waits, peer))
 
     def reduce(
         self,

@@ -37,13 +37,15 @@ FLAG_LOAN: Final = 1  # of a RECV
 FLAG_PARTIAL: Final = 2  # of a REDUCE: its result
 FLAG_ROUND_TRIP: Final = 4  # of a SEND, RECV or REDUCE
 FLAG_STOCHASTIC: Final = 8  # of an ENCODE
+FLAG_HAS_LENGTH: Final = 16  # of a SEND or RECV
 FLAG_ON_DEVICE: Final = 1  # of the header
 FLAG_EQUAL_COUNTS: Final = 2  # of the header
 SEND, RECV, COPY, REDUCE, ENCODE, DECODE = range(6)
-# Where an operand's `kind` holds: whether it is a view or a number, whether a partial sum, and the combinations that
-# follow it.
+# Where an operand's `kind` holds: whether it is a view, a number or a counted number, whether a partial sum, and the
+# combinations that follow it.
 VIEW: Final = 1
 NUMBER: Final = 2
+COUNTED_NUMBER: Final = 3
 PARTIAL: Final = 1 << 8
 PROGRAM_SHIFT: Final = 16
 PROGRAM_MAX: Final = 0xFF
@@ -76,16 +78,18 @@ def _operands(step: Step) -> tuple[Operand, ...]:
 def _row(step: Step) -> tuple[int, int, int, int, int, int, int, int, int]:
     """Returns the columns kind, dtype, op, flags, peer, slot, buffer, offset, size_bytes."""
     if isinstance(step, Send):
-        return SEND, 0, 0, step.comes_back * FLAG_ROUND_TRIP, step.peer, step.slot, 0, 0, step.size_bytes
+        flags = step.comes_back * FLAG_ROUND_TRIP + step.has_length * FLAG_HAS_LENGTH
+        return SEND, 0, 0, flags, step.peer, step.slot, 0, 0, step.size_bytes
     if isinstance(step, Recv):
         flags = (step.buffer is None) * FLAG_LOAN + step.comes_back * FLAG_ROUND_TRIP
+        flags += step.has_length * FLAG_HAS_LENGTH
         return RECV, 0, 0, flags, step.peer, step.slot, step.buffer or 0, step.offset, step.size_bytes
     if isinstance(step, Copy):
         return COPY, 0, 0, 0, 0, 0, step.buffer, step.offset, step.size_bytes
     if isinstance(step, Encode | Decode):
         kind, coding = (ENCODE if isinstance(step, Encode) else DECODE), step.coding
-        flags = coding.stochastic * FLAG_STOCHASTIC
-        return kind, step.dtype, coding.kind, flags, 0, coding.block, step.buffer, step.offset, step.size_bytes
+        flags, peer = coding.stochastic * FLAG_STOCHASTIC, (step.peer if isinstance(step, Decode) else 0)
+        return kind, step.dtype, coding.kind, flags, peer, coding.block, step.buffer, step.offset, step.size_bytes
     flags = step.gives_partial * FLAG_PARTIAL + step.comes_back * FLAG_ROUND_TRIP
     return REDUCE, step.dtype, step.op, flags, 0, 0, step.buffer, step.offset, step.size_bytes
 
@@ -135,7 +139,7 @@ def encode(plan: Plan) -> bytes:
     operands = np.zeros(len(flat), OPERAND)
     operands["kind"] = [
         operand.is_view * VIEW
-        + isinstance(operand, _Number) * NUMBER
+        + isinstance(operand, _Number) * (COUNTED_NUMBER if isinstance(operand.offset, CountRange) else NUMBER)
         + operand.is_partial * PARTIAL
         + (count << PROGRAM_SHIFT)
         for operand, count in zip(flat, _programs(plan), strict=True)
@@ -189,7 +193,7 @@ def decode(data: bytes) -> Plan:
         for step in waiting[first : first + count]:
             after[step].append(number)
     sources = [
-        _Number(int(r["index"]), int(r["offset"]))
+        _Number(int(r["index"]), CountRange.decode(int(r["offset"])) if r["kind"] & VIEW else int(r["offset"]))
         if r["kind"] & NUMBER
         else Operand(
             int(r["index"]),
@@ -219,7 +223,7 @@ def decode(data: bytes) -> Plan:
         rank=rank,
         signature=signature,
         buffer_bytes=tuple(ends[:buffer_count]),
-        scratch_bytes=scratch,
+        scratch_bytes=CountRange.decode(scratch),
         steps=tuple(decoded),
         leaves=leaves,
         on_device=bool(flags & FLAG_ON_DEVICE),
@@ -232,12 +236,13 @@ def decode(data: bytes) -> Plan:
 def _step(row: np.void, sources: list[Operand], program: tuple[int, ...], after: tuple[int, ...]) -> Step:
     kind, size_bytes = int(row["kind"]), CountRange.decode(int(row["size_bytes"]))
     peer, slot = int(row["peer"]), int(row["slot"])
-    comes_back = bool(row["flags"] & FLAG_ROUND_TRIP)
+    comes_back, has_length = bool(row["flags"] & FLAG_ROUND_TRIP), bool(row["flags"] & FLAG_HAS_LENGTH)
     buffer, offset = int(row["buffer"]), CountRange.decode(int(row["offset"]))
     if kind == SEND:
-        return Send(peer, slot, sources[0], size_bytes, after, comes_back)
+        return Send(peer, slot, sources[0], size_bytes, after, comes_back, has_length)
     if kind == RECV:
-        return Recv(peer, slot, size_bytes, None if row["flags"] & FLAG_LOAN else buffer, offset, after, comes_back)
+        place = None if row["flags"] & FLAG_LOAN else buffer
+        return Recv(peer, slot, size_bytes, place, offset, after, comes_back, has_length)
     if kind == COPY:
         return Copy(sources[0], buffer, offset, size_bytes, after)
     if kind == REDUCE:
@@ -248,6 +253,6 @@ def _step(row: np.void, sources: list[Operand], program: tuple[int, ...], after:
         dtype, stochastic = Dtype(int(row["dtype"])), bool(row["flags"] & FLAG_STOCHASTIC)
         coding = Coding(CodecKind(int(row["op"])), slot, stochastic)
         if kind == DECODE:
-            return Decode(sources[0], buffer, offset, size_bytes, dtype, coding, after)
+            return Decode(sources[0], buffer, offset, size_bytes, dtype, coding, after, peer)
         return Encode(sources[0], buffer, offset, size_bytes, dtype, coding, sources[1].offset, after)
     raise ArgumentError(f"step kind {kind}; allowed: 0..5")

@@ -24,6 +24,7 @@ from sennit.transport.elements import Dtype
 from sennit.transport.errors import ArgumentError, MismatchError, SennitError
 from sennit.transport.plan import (
     ANY_PEER,
+    LENGTH_BYTES,
     Copy,
     Decode,
     Encode,
@@ -107,6 +108,17 @@ class _Rank:
     def bytes_at(self, buffer: int, offset: int, size_bytes: int) -> Bytes:
         return self.buffers[buffer][offset : offset + size_bytes]
 
+    def length_at(self, buffer: int, offset: int) -> Bytes:
+        """Where the length of the codes at `offset` is."""
+        return self.bytes_at(buffer, offset - LENGTH_BYTES, LENGTH_BYTES)
+
+    def message_bytes(self, step: Send | Recv) -> int:
+        """The size of a message, which may have come before it."""
+        if not step.has_length:
+            return step.size_bytes
+        place = step.source if isinstance(step, Send) else Operand(step.buffer or 0, step.offset)
+        return int(self.length_at(place.index, place.offset).view(np.uint64)[0])
+
     def claim(self, step: int, data: Bytes, *, writing: bool) -> None:
         """Marks memory as in use. Raises PlanFault if another step uses it and one of the two steps writes."""
         low = data.__array_interface__["data"][0]
@@ -123,14 +135,19 @@ class _Rank:
 
 def _recode(step: Encode | Decode, data: Bytes, seed: int) -> Bytes:
     # Imported late: a plan without codecs is run without them.
-    from sennit.transport import codec_reference
+    from sennit.transport import codec_reference, lossless_reference
     from sennit.transport.codecs import Codec
 
     coding = step.coding
     codec = Codec(kind=coding.kind, block=coding.block, stochastic=coding.stochastic, seed=seed)
     if isinstance(step, Encode):
+        if coding.kind is CodecKind.LOSSLESS:
+            return np.frombuffer(lossless_reference.encode(data, step.dtype), np.uint8)
         return codec_reference.encode(codec, data, dtype=step.dtype, first_index=step.first_index)
-    values = codec_reference.decode(codec, data, step.size_bytes // step.dtype.item_bytes)
+    count = step.size_bytes // step.dtype.item_bytes
+    if coding.kind is CodecKind.LOSSLESS:
+        return lossless_reference.decode(data.tobytes(), count, step.dtype).view(np.uint8)
+    values = codec_reference.decode(codec, data, count)
     if step.dtype is Dtype.F32:
         return values.view(np.uint8)
     return codec_reference.encode(Codec(kind=CodecKind.FP16 if step.dtype is Dtype.F16 else CodecKind.BF16), values)
@@ -218,13 +235,16 @@ class Interpreter:
     def _start_message(self, rank: _Rank, number: int) -> None:
         step = rank.plan.steps[number]
         if isinstance(step, Send):
-            data = rank.bytes_at(step.source.index, step.source.offset, step.size_bytes)
+            data = rank.bytes_at(step.source.index, step.source.offset, rank.message_bytes(step))
             rank.claim(number, data, writing=step.comes_back)
             rank.sends.append(number)
             return
         assert isinstance(step, Recv)
         if step.buffer is not None:
-            data = rank.bytes_at(step.buffer, step.offset, step.size_bytes)
+            size_bytes = rank.message_bytes(step)
+            if size_bytes > step.size_bytes:
+                raise MismatchError(f"rank {step.peer} says that its codes have {size_bytes} bytes")
+            data = rank.bytes_at(step.buffer, step.offset, size_bytes)
             rank.claim(number, data, writing=True)
             # From here on the network may write, so the memory is filled with noise. A step that reads too early reads
             # noise.
@@ -250,7 +270,7 @@ class Interpreter:
                 gives_partial=step.gives_partial,
             )
         elif isinstance(step, Encode | Decode):
-            target[:] = _recode(step, sources[0], self._codec_seed)
+            self._code(rank, number, step, sources[0], target)
         else:
             target[:] = sources[0]
         for operand in operands:
@@ -259,6 +279,21 @@ class Interpreter:
                 if operand.index in rank.lenders:
                     self._send_back(*rank.lenders.pop(operand.index), target)
         rank.finish(number)
+
+    def _code(self, rank: _Rank, number: int, step: Encode | Decode, source: Bytes, target: Bytes) -> None:
+        if step.coding.kind is not CodecKind.LOSSLESS:
+            target[:] = _recode(step, source, self._codec_seed)
+            return
+        encodes = isinstance(step, Encode)
+        place = Operand(step.buffer, step.offset) if encodes else step.source
+        length = rank.length_at(place.index, place.offset)
+        rank.claim(number, length, writing=encodes)
+        if encodes:
+            coded = _recode(step, source, 0)
+            target[: coded.size] = coded
+            length[:] = np.array([coded.size], np.uint64).view(np.uint8)
+        else:
+            target[:] = _recode(step, source[: int(length.view(np.uint64)[0])], 0)
 
     def _send_back(self, lender: _Rank, number: int, result: Bytes) -> None:
         send = lender.plan.steps[number]
@@ -314,18 +349,19 @@ class Interpreter:
         assert isinstance(send, Send)
         assert isinstance(recv, Recv)
         same_way = send.comes_back == recv.comes_back
-        if sender.plan.signature != receiver.plan.signature or send.size_bytes != recv.size_bytes or not same_way:
+        sent, expected = sender.message_bytes(send), receiver.message_bytes(recv)
+        if sender.plan.signature != receiver.plan.signature or sent != expected or not same_way:
             from sennit.transport._core import describe_signature
 
             raise MismatchError(
-                f"rank {sender.plan.rank} sends {describe_signature(sender.plan.signature)}, {send.size_bytes} bytes; "
-                f"rank {receiver.plan.rank} expects {describe_signature(receiver.plan.signature)}, {recv.size_bytes}"
+                f"rank {sender.plan.rank} sends {describe_signature(sender.plan.signature)}, {sent} bytes; "
+                f"rank {receiver.plan.rank} expects {describe_signature(receiver.plan.signature)}, {expected}"
             )
-        data = sender.bytes_at(send.source.index, send.source.offset, send.size_bytes)
+        data = sender.bytes_at(send.source.index, send.source.offset, sent)
         if recv.buffer is None:
             receiver.loans[recv_number] = data.copy()
         else:
-            receiver.bytes_at(recv.buffer, recv.offset, recv.size_bytes)[:] = data
+            receiver.bytes_at(recv.buffer, recv.offset, sent)[:] = data
         sender.sends.remove(send_number)
         receiver.recvs.remove(recv_number)
         if send.comes_back:

@@ -21,12 +21,12 @@ from sennit.runtime.data.combined import CombinedBatch
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.model.phases import PhaseClock
 from sennit.runtime.model.sharding import Placement
-from sennit.transport.codecs import COLLECTIVE_CODECS, Codec, CodecKind
+from sennit.transport.codecs import EXCHANGE_CODECS, Codec, CodecKind
 
 
 def row_codec(name: str, dim: int) -> Codec:
-    """The codec of rows of `dim` columns, by its name in `COLLECTIVE_CODECS`. With int8 a row is a block."""
-    kind = COLLECTIVE_CODECS[name]
+    """The codec of rows of `dim` columns, by its name in `EXCHANGE_CODECS`. With int8 a row is a block."""
+    kind = EXCHANGE_CODECS[name]
     return Codec(kind=kind, block=min(dim, 4_096)) if kind is CodecKind.INT8 else Codec(kind=kind)
 
 
@@ -42,13 +42,15 @@ class Exchange:
         group: dist.ProcessGroup | None = None,
         codec: Codec | None = None,
     ):
-        """`codec`: of pooled vectors and of their gradients; those that stay on their rank are coded too."""
+        """`codec`: of pooled vectors and of their gradients; those that stay on their rank are coded too. LOSSLESS
+        codes ids and lengths as well, and copies what stays."""
         self.placement = placement
         self.rank = dist.get_rank(group)
         self.dim = dim
         self._group = group
         self._clock = clock
         self._codec = codec
+        self._id_codec = codec if codec is not None and codec.kind is CodecKind.LOSSLESS else None
         self._table_counts = [len(tables) for tables in placement.tables_of]
         self._wire_place = torch.tensor(placement.wire_place)
 
@@ -64,11 +66,12 @@ class Exchange:
             receive_bags = [mine * count for count in sample_counts]
             lengths = batch.lengths.new_empty(sum(receive_bags))
             given = batch.lengths.flatten()
-            self._all_to_all(lengths, given, receive_bags, send_bags, even=self._is_even(sample_counts))
+            even = self._is_even(sample_counts)
+            self._move(lengths, given, receive_bags, send_bags, self._id_codec, even=even)
             send_ids = [int(part.sum()) for part in torch.split(batch.lengths, self._table_counts)]
             receive_ids = [int(part.sum()) for part in torch.split(lengths, receive_bags)]
             values = batch.values.new_empty(sum(receive_ids))
-            self._all_to_all(values, batch.values, receive_ids, send_ids, even=False)
+            self._move(values, batch.values, receive_ids, send_ids, self._id_codec, even=False)
             return Batch(
                 table_of_block=tuple(range(mine)) * len(sample_counts),
                 bags_of_block=tuple(count for count in sample_counts for _ in range(mine)),
@@ -94,17 +97,23 @@ class Exchange:
         choose an algorithm for equal parts (docs/reference/plans.md)."""
         return len(set(self._table_counts)) == len(set(sample_counts)) == 1
 
-    def _move_rows(self, output: Tensor, source: Tensor, receive: list[int], send: list[int], *, even: bool) -> None:
-        if self._codec is None:
-            self._all_to_all(output, source, receive, send, even=even)
+    def _move(
+        self,
+        output: Tensor,
+        source: Tensor,
+        receive: list[int],
+        send: list[int],
+        codec: Codec | None,
+        *,
+        even: bool,
+    ) -> None:
+        if codec is None:
+            dist.all_to_all_single(output, source, None if even else receive, None if even else send, group=self._group)
             return
         rows = communicator(self._group).alltoall(
-            source.detach().numpy(), send_counts=send, recv_counts=receive, codec=self._codec
+            source.detach().numpy(), send_counts=send, recv_counts=receive, codec=codec
         )
         output.copy_(torch.from_numpy(rows))
-
-    def _all_to_all(self, output: Tensor, source: Tensor, receive: list[int], send: list[int], *, even: bool) -> None:
-        dist.all_to_all_single(output, source, None if even else receive, None if even else send, group=self._group)
 
 
 class _PooledAllToAll(torch.autograd.Function):
@@ -117,7 +126,7 @@ class _PooledAllToAll(torch.autograd.Function):
         context.exchange, context.receive, context.send, context.even = exchange, receive, send, even
         output = pooled.new_empty(sum(receive), exchange.dim)
         with exchange._clock.phase("AlltoAll forward"):
-            exchange._move_rows(output, pooled.contiguous(), receive, send, even=even)
+            exchange._move(output, pooled.contiguous(), receive, send, exchange._codec, even=even)
         return output
 
     @staticmethod
@@ -126,5 +135,6 @@ class _PooledAllToAll(torch.autograd.Function):
         (gradient,) = gradients
         output = gradient.new_empty(sum(context.send), exchange.dim)
         with exchange._clock.phase("AlltoAll backward"):
-            exchange._move_rows(output, gradient.contiguous(), context.send, context.receive, even=context.even)
+            source, codec = gradient.contiguous(), exchange._codec
+            exchange._move(output, source, context.send, context.receive, codec, even=context.even)
         return output.div_(dist.get_world_size(exchange._group)), None, None, None, None

@@ -27,7 +27,7 @@ from sennit.runtime.training.config import TrainingConfig
 from sennit.runtime.training.launch import join_address, run_ranks, serve_store
 from sennit.runtime.training.resumption import check_unused
 from sennit.runtime.training.run import Place, join_run, run_rank
-from sennit.transport.codecs import COLLECTIVE_CODECS
+from sennit.transport.codecs import EXCHANGE_CODECS
 from sennit.transport.config import from_environment
 from sennit.transport.errors import ConfigError, SennitError
 from sennit.transport.rails import find_rails
@@ -58,10 +58,11 @@ def command(
     backend: Annotated[str, typer.Option(help="torch.distributed backend")] = _DEFAULT.backend,
     exchange: Annotated[
         str | None,
-        typer.Option(metavar="CODEC", help=f"code embeddings and their gradients: {', '.join(COLLECTIVE_CODECS)}"),
+        typer.Option(metavar="CODEC", help=f"code embeddings and their gradients: {', '.join(EXCHANGE_CODECS)}"),
     ] = None,
     gradient: Annotated[
-        str | None, typer.Option(metavar="CODEC", help="code dense gradients, with error feedback: the same codecs")
+        str | None,
+        typer.Option(metavar="CODEC", help="code dense gradients, with error feedback: the same but lossless"),
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of everything random")] = _DEFAULT.seed,
     epochs: Annotated[int, typer.Option(help="passes over the training samples")] = _DEFAULT.epochs,

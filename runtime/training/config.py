@@ -14,7 +14,7 @@ from sennit.runtime.model.optimizer import DENSE_OPTIMIZERS
 from sennit.runtime.model.schedule import RateSchedule
 from sennit.runtime.model.stored import TableStore
 from sennit.runtime.model.tensor_train import TensorTrainRule
-from sennit.transport.codecs import COLLECTIVE_CODECS
+from sennit.transport.codecs import COLLECTIVE_CODECS, EXCHANGE_CODECS
 from sennit.transport.errors import ConfigError
 
 
@@ -104,11 +104,11 @@ class TrainingConfig:
     """The torch.distributed backend; "gloo" for comparison."""
 
     exchange: str | None = None
-    """The codec of pooled embeddings and of their gradients between ranks: a name of `COLLECTIVE_CODECS`; None: none.
-    With int8 a row is a block."""
+    """The codec of pooled embeddings and of their gradients between ranks: a name of `EXCHANGE_CODECS`; None: none.
+    With int8 a row is a block. "lossless" also codes ids."""
 
     gradient: str | None = None
-    """The codec of dense gradients between ranks, with error feedback; None: none."""
+    """The codec of dense gradients between ranks, a name of `COLLECTIVE_CODECS`, with error feedback; None: none."""
 
     timeout_s: float = 300.0
     """The deadline in seconds of each collective, and of finding the other ranks."""
@@ -168,10 +168,13 @@ class TrainingConfig:
         if not 0 <= self.weight_decay < 1000:
             raise ConfigError(f"weight decay {self.weight_decay}; allowed: 0 or more, below 1000")
         _one_of("dense optimizer", self.dense_optimizer, DENSE_OPTIMIZERS)
-        for name, codec in (("exchange", self.exchange), ("gradient", self.gradient)):
+        for name, codec, allowed in (
+            ("exchange", self.exchange, EXCHANGE_CODECS),
+            ("gradient", self.gradient, COLLECTIVE_CODECS),
+        ):
             if codec is None:
                 continue
-            _one_of(name, codec, tuple(COLLECTIVE_CODECS))
+            _one_of(name, codec, tuple(allowed))
             if self.backend != BACKEND_NAME:
                 raise ConfigError(f"--{name} {codec} over {self.backend!r}; allowed: {BACKEND_NAME!r}")
         if not 0 < self.eval_fraction < 1:

@@ -63,6 +63,7 @@ def test_a_run_its_resumption_and_torchrun_end_with_the_same_weights(tmp_path: P
     ("options", "same_as_plain"),
     [
         ([], True),
+        (["--exchange", "lossless"], True),
         (["--exchange", "bf16"], False),
         (["--gradient", "fp8"], False),
         (["--exchange", "int8", "--gradient", "int8"], False),
@@ -93,7 +94,14 @@ def test_coded_runs_train_like_plain_ones(tmp_path: Path, options: list[str], sa
             [*TINY, "--table-store", "/tmp", "--table-memory", "1MiB", "--elastic"],
             "error: --table-store in an elastic run; allowed: one of them",
         ),
-        ([*TINY, "--exchange", "zip"], "error: exchange 'zip'; allowed: fp16, bf16, fp8, fp8_e5m2, int8, mx4"),
+        (
+            [*TINY, "--exchange", "zip"],
+            "error: exchange 'zip'; allowed: fp16, bf16, fp8, fp8_e5m2, int8, mx4, lossless",
+        ),
+        (
+            [*TINY, "--gradient", "lossless"],
+            "error: gradient 'lossless'; allowed: fp16, bf16, fp8, fp8_e5m2, int8, mx4",
+        ),
         ([*TINY, "--gradient", "fp8", "--backend", "gloo"], "error: --gradient fp8 over 'gloo'; allowed: 'sennit'"),
         ([*TINY, "--rank-memory", "lots"], "error: --rank-memory: size 'lots'"),
         ([*TINY, "--top", "8,x"], "error: --top '8,x'; allowed: widths separated by commas"),

@@ -20,6 +20,7 @@ from sennit.transport.communicator import Communicator
 from sennit.transport.config import from_environment
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.hosts import Hosts
+from sennit.transport.plan import Plan
 from sennit.transport.store import FileStore
 from sennit.transport.tree import combinations, cover, leaves_of
 
@@ -176,6 +177,56 @@ def by_hosts(codec: Codec, hosts: Hosts, leaves: Sequence[Array], low: int = -1,
     return coded_and_back(codec, total, count * elements) if gathers else total
 
 
+def lossless(group: Communicator, seed: int) -> None:
+    """Every bit of floats and ids: of numbers with and without patterns, empty parts, and parts of several pieces."""
+    codec, ranks = Codec(kind=CodecKind.LOSSLESS), range(group.world)
+    for dtype in (np.float32, np.float16, np.int32, np.int64):
+        for unit in (0, 1, 333, 8_192, 150_001):
+            rng = np.random.default_rng(seed)
+            table = [[(7 * peer + other) % 3 * unit for other in ranks] for peer in ranks]
+            whole = [vectors(1, sum(row), seed)[0] for row in table]
+            if np.issubdtype(dtype, np.integer):
+                sent = [rng.zipf(1.5, sum(row)).clip(0, 2**31 - 1).astype(dtype) for row in table]
+            else:
+                sent = [np.nan_to_num(numbers, posinf=np.inf, neginf=-np.inf).astype(dtype) for numbers in whole]
+            if unit == 333:  # no pattern, so the codes are longer than the numbers
+                sent = [rng.integers(0, 256, numbers.nbytes, np.uint8).view(dtype) for numbers in sent]
+            received = [table[peer][group.rank] for peer in ranks]
+            got = group.alltoall(sent[group.rank], send_counts=table[group.rank], recv_counts=received, codec=codec)
+            lows = [sum(table[peer][: group.rank]) for peer in ranks]
+            parts = [sent[peer][low : low + received[peer]] for peer, low in enumerate(lows)]
+            np.testing.assert_array_equal(got.view(np.uint8), np.concatenate(parts).view(np.uint8))
+            counts = [numbers.size for numbers in sent]
+            gathered = group.allgather(sent[group.rank], counts=counts, codec=codec)
+            np.testing.assert_array_equal(gathered.view(np.uint8), np.concatenate(sent).view(np.uint8))
+
+
+def new_counts(group: Communicator, seed: int) -> None:
+    """Counts never seen before do not compile a plan. A reduce_scatter has one for shares of up to 2^k chunks."""
+    rng = np.random.default_rng(seed)  # the same on all ranks
+    codecs = [*CODECS, Codec(kind=CodecKind.LOSSLESS)]
+
+    def call(codec: Codec, largest: int) -> None:
+        table = rng.integers(0, largest, (group.world, group.world))
+        table[:, 0] = largest
+        sent = np.arange(table[group.rank].sum(), dtype=np.float32)
+        received = table[:, group.rank]
+        group.alltoall(sent, send_counts=table[group.rank].tolist(), recv_counts=received.tolist(), codec=codec)
+        group.allgather(sent, counts=table.sum(axis=1).tolist(), codec=codec)
+        if codec.kind is not CodecKind.LOSSLESS:
+            group.reduce_scatter(np.ones(table[0].sum(), np.float32), counts=table[0].tolist(), codec=codec)
+
+    for codec in codecs:
+        call(codec, 10_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plan, "encode", lambda plan: pytest.fail(f"{plan.name} is compiled again"))
+        for _ in range(10):
+            for codec in codecs:
+                call(codec, int(rng.integers(1, 16_000)))
+        with pytest.raises(pytest.fail.Exception, match="coded reduce_scatter is compiled again"):
+            call(CODECS[0], 200_000)
+
+
 def survive(group: Communicator, seed: int) -> None:
     given = np.ones(1_000, np.float32)
     if group.rank == 0:
@@ -231,7 +282,7 @@ def killed(group: Communicator, seed: int) -> None:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (allreduces, leaves, exchanges, between, survive, mismatch, without, killed)
+    for scenario in (allreduces, leaves, exchanges, between, lossless, new_counts, survive, mismatch, without, killed)
 }
 
 if __name__ == "__main__":

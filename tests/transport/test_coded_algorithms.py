@@ -15,6 +15,7 @@ from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError
 from sennit.transport.plan import MAX_LOAN_BYTES, Plan, Recv, Send
+from sennit.transport.plan_check import check
 from sennit.transport.tree import leaves_of
 from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
 from tests.transport.coded_worker import coded_and_back, definition, scattered
@@ -59,11 +60,22 @@ def plans_of(
     ]
 
 
-def run(draw: DataObject, plans: list[Plan], buffers: list[list[Array]], codec: Codec) -> None:
-    """Runs the plans under a random schedule."""
+def run(
+    draw: DataObject,
+    plans: list[Plan],
+    buffers: list[list[Array]],
+    codec: Codec,
+    counts: list[list[int]] | None = None,
+) -> None:
+    """Runs the plans under a random schedule. With `counts` it checks them, too."""
+    for plan in plans:
+        check(plan)
+    fixed = plans if counts is None else [plan.with_counts(given) for plan, given in zip(plans, counts, strict=True)]
+    check_plans(plans, fixed, buffers)
     reference.run(
         plans,
         buffers,
+        counts=counts,
         seed=draw.draw(st.integers(0, 2**32 - 1), "schedule"),
         scalar=SCALAR,
         codec_seed=codec.seed,
@@ -101,7 +113,6 @@ def test_it_is_what_the_definition_says(
     buffers = [[np.concatenate(vectors[span.low : span.high])] for span in spans]
     if leaves is not None or not in_place:
         buffers = [[*given_buffers, noise(elements * dtype.item_bytes)] for given_buffers in buffers]
-    check_plans(plans, plans, buffers)
     run(data, plans, buffers, codec)
     expected = definition(codec, vectors, dtype, op, SCALAR)
     for posted in buffers:
@@ -121,24 +132,60 @@ def test_reduce_scatter_is_what_the_definition_says(
     data: DataObject, codec: Codec, world: int, dtype: Dtype, op: ReduceOp, chunk_elements: int
 ) -> None:
     counts = data.draw(st.lists(st.integers(0, 200), min_size=world, max_size=world), "counts")
+    coding = codec.coding(dtype)
+    pieces = algorithms.coded_pieces(counts, coding, chunk_elements)
     plans = [
         algorithms.reduce_scatter_coded(
             world=world,
             rank=rank,
-            counts=counts,
+            pieces=pieces,
             dtype=dtype,
             op=op,
-            coding=codec.coding(dtype),
+            coding=coding,
             chunk_elements=chunk_elements,
         )
         for rank in range(world)
     ]
+    posted_counts = [algorithms.reduce_scatter_counts(rank, counts, pieces, dtype, coding) for rank in range(world)]
     vectors = inputs(sum(counts), world, sum(counts), dtype)
     buffers = [[vector.copy(), noise(count * dtype.item_bytes)] for vector, count in zip(vectors, counts, strict=True)]
-    check_plans(plans, plans, buffers)
-    run(data, plans, buffers, codec)
+    run(data, plans, buffers, codec, posted_counts)
     for posted, expected in zip(buffers, scattered(codec, vectors, counts, dtype, op), strict=True):
         np.testing.assert_array_equal(posted[1], expected)
+
+
+def exchange(
+    data: DataObject, codec: Codec, table: list[list[int]], dtype: Dtype, *, gathers: bool
+) -> tuple[list[Array], list[list[Array]]]:
+    """Runs an alltoall, or an allgather, in which rank r gives `table[r][j]` elements to rank j.
+
+    Returns what the ranks gave, and their buffers.
+    """
+    world, coding = len(table), codec.exchange_coding(dtype)
+    if gathers:
+        counts = [own[0] for own in table]
+        plan = algorithms.allgather_coded
+        posted_counts = [algorithms.allgather_counts(counts, dtype, coding)] * world
+    else:
+        plan = algorithms.alltoall_coded
+        posted_counts = [
+            algorithms.alltoall_counts(rank, table[rank], [own[rank] for own in table], dtype, coding)
+            for rank in range(world)
+        ]
+    plans = [plan(world=world, rank=rank, dtype=dtype, coding=coding) for rank in range(world)]
+    vectors = [inputs(rank, 1, own[0] if gathers else sum(own), dtype)[0] for rank, own in enumerate(table)]
+    buffers = [
+        [vector.copy(), noise(sum(own[rank] for own in table) * dtype.item_bytes)]
+        for rank, vector in enumerate(vectors)
+    ]
+    run(data, plans, buffers, codec, posted_counts)
+    return vectors, buffers
+
+
+def tables(world: int, largest: int, *, gathers: bool) -> st.SearchStrategy[list[list[int]]]:
+    row = st.lists(st.integers(0, largest), min_size=world, max_size=world)
+    given = st.lists(row, min_size=world, max_size=world)
+    return given.map(lambda table: [[own[0]] * world for own in table]) if gathers else given
 
 
 @settings(max_examples=150, deadline=None)
@@ -147,43 +194,13 @@ def test_reduce_scatter_is_what_the_definition_says(
     codecs(),
     st.integers(1, 6),
     st.sampled_from([Dtype.F32, Dtype.F16, Dtype.BF16]),
-    st.sampled_from([1, 64, 32_768]),
     st.booleans(),
 )
 def test_exchanges_are_what_the_definitions_say(
-    data: DataObject, codec: Codec, world: int, dtype: Dtype, chunk_elements: int, gathers: bool
+    data: DataObject, codec: Codec, world: int, dtype: Dtype, gathers: bool
 ) -> None:
-    row = st.lists(st.integers(0, 200), min_size=world, max_size=world)
-    coding, item_bytes = codec.coding(dtype), dtype.item_bytes
-    table = data.draw(st.lists(row, min_size=world, max_size=world), "counts")
-    if gathers:
-        table = [[own[0]] * world for own in table]
-        counts = [own[0] for own in table]
-        plans = [
-            algorithms.allgather_coded(
-                world=world, rank=rank, counts=counts, dtype=dtype, coding=coding, chunk_elements=chunk_elements
-            )
-            for rank in range(world)
-        ]
-    else:
-        plans = [
-            algorithms.alltoall_coded(
-                world=world,
-                rank=rank,
-                sent=table[rank],
-                received=[own[rank] for own in table],
-                dtype=dtype,
-                coding=coding,
-                chunk_elements=chunk_elements,
-            )
-            for rank in range(world)
-        ]
-    vectors = [inputs(rank, 1, own[0] if gathers else sum(own), dtype)[0] for rank, own in enumerate(table)]
-    buffers = [
-        [vector.copy(), noise(sum(own[rank] for own in table) * item_bytes)] for rank, vector in enumerate(vectors)
-    ]
-    check_plans(plans, plans, buffers)
-    run(data, plans, buffers, codec)
+    table, item_bytes = data.draw(tables(world, 200, gathers=gathers), "counts"), dtype.item_bytes
+    vectors, buffers = exchange(data, codec, table, dtype, gathers=gathers)
     for rank, posted in enumerate(buffers):
         parts, before = [noise(0)], 0
         for peer, own in enumerate(table):
@@ -192,6 +209,25 @@ def test_exchanges_are_what_the_definitions_say(
             decoded = coded_and_back(codec, part, before if gathers else (peer << 40) + low, dtype)
             parts.append(decoded if dtype is Dtype.F32 else narrow(decoded.view(np.float32), dtype))
             before += own[rank]
+        np.testing.assert_array_equal(posted[1], np.concatenate(parts))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.data(),
+    st.integers(1, 5),
+    st.sampled_from([Dtype.F32, Dtype.F16, Dtype.BF16, Dtype.I32, Dtype.I64]),
+    st.booleans(),
+)
+def test_lossless_exchanges_give_every_bit(data: DataObject, world: int, dtype: Dtype, gathers: bool) -> None:
+    table = data.draw(tables(world, 9_000, gathers=gathers), "counts")
+    vectors, buffers = exchange(data, Codec(kind=CodecKind.LOSSLESS), table, dtype, gathers=gathers)
+    for rank, posted in enumerate(buffers):
+        lows = [0 if gathers else sum(own[:rank]) * dtype.item_bytes for own in table]
+        parts = [
+            vector[low : low + own[rank] * dtype.item_bytes]
+            for vector, low, own in zip(vectors, lows, table, strict=True)
+        ]
         np.testing.assert_array_equal(posted[1], np.concatenate(parts))
 
 
@@ -230,10 +266,10 @@ def test_ranks_with_other_codecs_are_refused_and_both_are_named(changed: dict[st
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_codec_takes_floats_alone_and_plans_take_fixed_sizes() -> None:
+def test_a_codec_takes_floats_alone_and_sums_take_fixed_sizes() -> None:
     with pytest.raises(ArgumentError, match="INT8: element type 3; allowed: F32, F16, BF16"):
         Codec(kind=CodecKind.INT8).coding(Dtype.I32)
-    with pytest.raises(ArgumentError, match="LOSSLESS in a collective"):
+    with pytest.raises(ArgumentError, match="LOSSLESS in a collective that sums"):
         Codec(kind=CodecKind.LOSSLESS).coding(Dtype.F32)
     with pytest.raises(ArgumentError, match="chunk_elements 0"):
         plans_of(Codec(kind=CodecKind.INT8), 2, 100, chunk_elements=0)

@@ -39,6 +39,16 @@ def test_a_rank_that_codes_everywhere_is_refused(hosts: str, tmp_path: Path) -> 
     run_ranks("mismatch", len(hosts), "auto", tmp_path, seed=0, hosts=hosts, worker=WORKER, variables=variables)
 
 
+@pytest.mark.parametrize(("transport", "world"), [("shm", 1), ("shm", 4), ("udp", 2), ("udp", 3)])
+def test_lossless_exchanges_give_every_bit(transport: str, world: int, tmp_path: Path) -> None:
+    run_ranks("lossless", world, transport, tmp_path, seed=world, worker=WORKER)
+
+
+@pytest.mark.parametrize(("transport", "world"), [("shm", 3), ("udp", 2)])
+def test_new_counts_compile_no_plan(transport: str, world: int, tmp_path: Path) -> None:
+    run_ranks("new_counts", world, transport, tmp_path, seed=world, worker=WORKER)
+
+
 @pytest.mark.parametrize("transport", ["shm", "udp"])
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 def test_eight_leaves_have_the_same_bits_in_every_world(transport: str, world: int, tmp_path: Path) -> None:
@@ -75,9 +85,13 @@ def test_wrong_use_raises_before_anything_is_sent() -> None:
             for call in (group.allreduce, group.alltoall, group.allgather, group.reduce_scatter):
                 with pytest.raises(ArgumentError, match=r"INT8: element type \d+; allowed: F32, F16, BF16"):
                     call(np.zeros(10, dtype), codec=codec)
+        for call in (group.alltoall, group.allgather):
+            with pytest.raises(ArgumentError, match=r"LOSSLESS: element type \d+; allowed: F32, F16, BF16, I32, I64"):
+                call(np.zeros(10, np.uint8), codec=Codec(kind=CodecKind.LOSSLESS))
         given = np.zeros((4, 10), np.float32)
-        with pytest.raises(ArgumentError, match="LOSSLESS in a collective"):
-            group.allreduce(given, codec=Codec(kind=CodecKind.LOSSLESS))
+        for call in (group.allreduce, group.reduce_scatter):
+            with pytest.raises(ArgumentError, match="LOSSLESS in a collective that sums; allowed: the other codecs"):
+                call(given, codec=Codec(kind=CodecKind.LOSSLESS))
         with pytest.raises(ArgumentError, match="partial sums with a codec"):
             group.allreduce(given, leaves=4, partial=True, codec=codec)
         with pytest.raises(ArgumentError, match=r"shape \(4, 10\); allowed: 5 rows"):

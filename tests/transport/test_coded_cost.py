@@ -25,19 +25,23 @@ CODINGS = [Codec(kind=kind, block=block).coding(Dtype.F32) for kind, block in
 
 
 def compile_plan(collective: Collective, world: int, elements: int, coding: Coding, leaves: int | None = None) -> Plan:
-    parts = (elements // world,) * world
+    """Of rank 0, with its counts."""
+    parts, pieces = (elements // world,) * world, algorithms.coded_pieces([elements // world], coding)
     common = {"world": world, "rank": 0, "dtype": Dtype.F32, "coding": coding}
-    calls: dict[Collective, Callable[..., Plan]] = {
-        Collective.ALLREDUCE: lambda **given: algorithms.allreduce_coded(
-            elements=elements, op=ReduceOp.SUM, leaves=leaves, **given
-        ),
-        Collective.REDUCE_SCATTER: lambda **given: algorithms.reduce_scatter_coded(
-            counts=parts, op=ReduceOp.SUM, **given
-        ),
-        Collective.ALLGATHER: lambda **given: algorithms.allgather_coded(counts=parts, **given),
-        Collective.ALLTOALL: lambda **given: algorithms.alltoall_coded(sent=parts, received=parts, **given),
+    sums = {**common, "op": ReduceOp.SUM}
+    calls: dict[Collective, Callable[[], Plan]] = {
+        Collective.ALLREDUCE: lambda: algorithms.allreduce_coded(elements=elements, leaves=leaves, **sums),  # type: ignore[arg-type]
+        Collective.REDUCE_SCATTER: lambda: algorithms.reduce_scatter_coded(pieces=pieces, **sums),  # type: ignore[arg-type]
+        Collective.ALLGATHER: lambda: algorithms.allgather_coded(**common),  # type: ignore[arg-type]
+        Collective.ALLTOALL: lambda: algorithms.alltoall_coded(**common),  # type: ignore[arg-type]
     }
-    return calls[collective](**common)
+    counts: dict[Collective, Callable[[], list[int]]] = {
+        Collective.REDUCE_SCATTER: lambda: algorithms.reduce_scatter_counts(0, parts, pieces, Dtype.F32, coding),
+        Collective.ALLGATHER: lambda: algorithms.allgather_counts(parts, Dtype.F32, coding),
+        Collective.ALLTOALL: lambda: algorithms.alltoall_counts(0, parts, parts, Dtype.F32, coding),
+    }
+    plan = calls[collective]()
+    return plan.with_counts(counts[collective]()) if collective in counts else plan
 
 
 @pytest.mark.parametrize("collective", CODED)

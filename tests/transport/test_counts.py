@@ -191,6 +191,16 @@ def test_alltoall_of_one_count(groups: list[Communicator], way: str, streams: in
             [1, 1],
             "the plan takes 1 counts, 2 given",
         ),
+        (
+            lambda: counted(
+                lambda b: b.reduce([Operand(0)], 1, 0, CountRange(0, 1), dtype=Dtype.F32, op=ReduceOp.SUM),
+                world=3,
+                buffers=2,
+                unit_bytes=1,
+            ),
+            [6, 1],
+            "step 0 reduces part of an element",
+        ),
     ],
 )
 def test_counts_that_a_plan_has_no_room_for_send_nothing(
@@ -352,13 +362,13 @@ def test_new_counts_compile_no_plan(groups: list[Communicator], monkeypatch: pyt
     assert [call_all(rows) for rows in (4, 69_000, 0, 1)] == [[]] * 4
 
 
-def counted(*steps: Callable[[PlanBuilder], object], unit_bytes: int = 4) -> Plan:
+def counted(*steps: Callable[[PlanBuilder], object], world: int = 2, buffers: int = 1, unit_bytes: int = 4) -> Plan:
     builder = PlanBuilder(
         "counted",
-        world=2,
+        world=world,
         rank=0,
         signature=signature(Kind.ALLTOALL),
-        buffer_bytes=[CountRange(0, 2)],
+        buffer_bytes=[CountRange(0, 2)] * buffers,
         count_count=2,
         unit_bytes=unit_bytes,
     )
@@ -399,13 +409,14 @@ def counted(*steps: Callable[[PlanBuilder], object], unit_bytes: int = 4) -> Pla
             "step 0 writes over part of an operand",
         ),
         (
-            counted(lambda b: b.reduce([Operand(0)], 1, 0, CountRange(0, 1), dtype=Dtype.F64, op=ReduceOp.SUM)),
-            "step 0 reduces part of an element",
-        ),
-        (
             counted(
                 lambda b: b.reduce(
-                    [Operand(0, is_partial=True)], 1, 0, CountRange(0, 1), dtype=Dtype.F16, op=ReduceOp.SUM
+                    [Operand(0, CountRange(0, 0), is_partial=True)],
+                    1,
+                    0,
+                    CountRange(0, 1),
+                    dtype=Dtype.F16,
+                    op=ReduceOp.SUM,
                 )
             ),
             "step 0 reads partial sums of a counted size",

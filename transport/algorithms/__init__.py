@@ -19,13 +19,18 @@ from sennit.transport.algorithms.alltoall_by_host import alltoall_by_host
 from sennit.transport.algorithms.barrier import barrier
 from sennit.transport.algorithms.between_hosts import allreduce_between_hosts, reduce_scatter_between_hosts
 from sennit.transport.algorithms.broadcast import broadcast
-from sennit.transport.algorithms.exchange_coded import allgather_coded, alltoall_coded
+from sennit.transport.algorithms.exchange_coded import (
+    allgather_coded,
+    allgather_counts,
+    alltoall_coded,
+    alltoall_counts,
+)
 from sennit.transport.algorithms.gather import gather
 from sennit.transport.algorithms.gather_tree import gather_tree
 from sennit.transport.algorithms.point_to_point import recv, send
 from sennit.transport.algorithms.reduce import reduce
 from sennit.transport.algorithms.reduce_scatter import reduce_scatter
-from sennit.transport.algorithms.reduce_scatter_coded import reduce_scatter_coded
+from sennit.transport.algorithms.reduce_scatter_coded import coded_pieces, reduce_scatter_coded, reduce_scatter_counts
 from sennit.transport.algorithms.reduce_scatter_counted import reduce_scatter_counted
 from sennit.transport.algorithms.reduce_scatter_halving import reduce_scatter_halving
 from sennit.transport.algorithms.reduce_tree import reduce_tree
@@ -34,6 +39,7 @@ from sennit.transport.algorithms.scatter import scatter
 __all__ = [
     "allgather",
     "allgather_coded",
+    "allgather_counts",
     "allreduce",
     "allreduce_between_hosts",
     "allreduce_coded",
@@ -44,8 +50,10 @@ __all__ = [
     "alltoall_bruck",
     "alltoall_by_host",
     "alltoall_coded",
+    "alltoall_counts",
     "barrier",
     "broadcast",
+    "coded_pieces",
     "gather",
     "gather_tree",
     "recv",
@@ -54,6 +62,7 @@ __all__ = [
     "reduce_scatter_between_hosts",
     "reduce_scatter_coded",
     "reduce_scatter_counted",
+    "reduce_scatter_counts",
     "reduce_scatter_halving",
     "reduce_tree",
     "scatter",

@@ -1,150 +1,173 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alltoall and allgather with a codec: parts are coded by their sender, also the one that stays, and decoded at once.
+"""Alltoall and allgather with a codec, of counts at run time: senders code parts, receivers decode them.
 
-Blocks begin where parts do. An allgather has the logical indices of its result. In an alltoall, element i of what rank
-r gives has r · 2^40 + i, because what ranks give has no common order.
+A part that stays is coded, too. LOSSLESS copies it. Blocks begin where parts do. An allgather has the logical indices
+of its result. In an alltoall, element i of what rank r gives has r · 2^40 + i, because what ranks give has no common
+order.
+
+Counts are bytes: of elements, then of codes (`_coded_sizes`), which lie in scratch one after another. Codes of LOSSLESS
+have no fixed size. Their length is in front of them, and goes first, as a message of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Final
 
-from sennit.transport.algorithms.coded_parts import CHUNKS_IN_WORK, DEFAULT_CHUNK_ELEMENTS, Ring, chunk_limit, cut
-from sennit.transport.algorithms.ranges import Range, check_counts, peers_after, peers_before
-from sennit.transport.coding import Coding
+from sennit.transport.algorithms.ranges import peers_after, peers_before
+from sennit.transport.coding import CodecKind, Coding
+from sennit.transport.counts import CountRange
 from sennit.transport.elements import Dtype
-from sennit.transport.plan import Operand, Plan, PlanBuilder
+from sennit.transport.plan import LENGTH_BYTES, Operand, Plan, PlanBuilder
 from sennit.transport.signature import Kind, coded, signature
 
 # Ranks of an alltoall draw random numbers of their own.
 RANK_SHIFT: Final = 40
 
 
-@dataclass(frozen=True, slots=True)
-class _Given:
-    """A range of the input, in elements, and the ranks that get it."""
-
-    part: Range
-    ranks: Sequence[int]
-    first_index: int
+def alltoall_counts(rank: int, sent: Sequence[int], received: Sequence[int], dtype: Dtype, coding: Coding) -> list[int]:
+    """The counts of `alltoall_coded`, from the elements that go to each rank, and that come from each."""
+    parts = [*sent, *received]
+    first_index = rank << RANK_SHIFT
+    return [*(count * dtype.item_bytes for count in (first_index, *parts)), *_coded_sizes(parts, dtype, coding)]
 
 
-def alltoall_coded(
-    *,
-    world: int,
-    rank: int,
-    sent: Sequence[int],
-    received: Sequence[int],
-    dtype: Dtype,
-    coding: Coding,
-    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
-) -> Plan:
-    """`sent[j]` elements go to rank j, `received[j]` come from it. Buffers: `[input, output]`."""
-    check_counts("sent", sent, world)
-    check_counts("received", received, world)
-    parts = _ranges(sent)
-    given = [
-        _Given(parts[peer], [peer], (rank << RANK_SHIFT) + parts[peer].offset) for peer in peers_after(rank, world)
-    ]
-    given.append(_Given(parts[rank], [rank], (rank << RANK_SHIFT) + parts[rank].offset))
-    builder = _builder(Kind.ALLTOALL, world, rank, dtype, coding, sum(sent), sum(received))
-    return _exchange(builder, rank, given, _ranges(received), dtype, coding, chunk_elements)
+def allgather_counts(counts: Sequence[int], dtype: Dtype, coding: Coding) -> list[int]:
+    """The counts of `allgather_coded`, from the elements that each rank gives."""
+    return [*(count * dtype.item_bytes for count in counts), *_coded_sizes(counts, dtype, coding)]
 
 
-def allgather_coded(
-    *,
-    world: int,
-    rank: int,
-    counts: Sequence[int],
-    dtype: Dtype,
-    coding: Coding,
-    chunk_elements: int = DEFAULT_CHUNK_ELEMENTS,
-) -> Plan:
-    """Rank j gives `counts[j]` elements. Buffers: `[input, output]`."""
-    check_counts("counts", counts, world)
-    parts = _ranges(counts)
-    given = [_Given(Range(0, counts[rank]), [*peers_after(rank, world), rank], parts[rank].offset)]
-    builder = _builder(Kind.ALLGATHER, world, rank, dtype, coding, counts[rank], sum(counts))
-    return _exchange(builder, rank, given, parts, dtype, coding, chunk_elements)
+def alltoall_coded(*, world: int, rank: int, dtype: Dtype, coding: Coding) -> Plan:
+    """Buffers: `[input, output]`. Counts: `alltoall_counts`."""
+    plan = _Exchange(Kind.ALLTOALL, world, rank, dtype, coding, elements_at=1, parts=2 * world, output=1 + world)
+    for peer in peers_after(rank, world):
+        plan.send(peer, [peer], source=CountRange(1, 1 + peer), first_index=CountRange(0, 1 + peer))
+    plan.keep(rank, world + rank, source=CountRange(1, 1 + rank), first_index=CountRange(0, 1 + rank))
+    for peer in peers_before(rank, world):
+        plan.receive(peer, world + peer)
+    return plan.build()
 
 
-def _builder(kind: Kind, world: int, rank: int, dtype: Dtype, coding: Coding, given: int, taken: int) -> PlanBuilder:
-    return PlanBuilder(
-        f"coded {kind.name.lower()}",
-        world=world,
-        rank=rank,
-        signature=coded(signature(kind, type_code=dtype), coding),
-        buffer_bytes=[given * dtype.item_bytes, taken * dtype.item_bytes],
-    )
+def allgather_coded(*, world: int, rank: int, dtype: Dtype, coding: Coding) -> Plan:
+    """Buffers: `[input, output]`. Counts: `allgather_counts`."""
+    plan = _Exchange(Kind.ALLGATHER, world, rank, dtype, coding, elements_at=0, parts=world, output=0)
+    plan.send(rank, list(peers_after(rank, world)), source=0, first_index=CountRange(0, rank))
+    plan.keep(rank, rank, source=0, first_index=CountRange(0, rank))
+    for peer in peers_before(rank, world):
+        plan.receive(peer, peer)
+    return plan.build()
 
 
-def _exchange(
-    builder: PlanBuilder,
-    rank: int,
-    given: Sequence[_Given],
-    taken: Sequence[Range],
-    dtype: Dtype,
-    coding: Coding,
-    chunk_elements: int,
-) -> Plan:
-    most, item_bytes, scratch = chunk_limit(coding, chunk_elements), dtype.item_bytes, 2
-    outgoing = [cut(one.part, most) for one in given]
-    incoming = [cut(part, most) for part in taken]
-    rooms = [-(-coding.coded_bytes(chunks[0].size_bytes) // 64) * 64 for chunks in outgoing]
-    rings = [Ring(builder.reserve_scratch(CHUNKS_IN_WORK * room), room, CHUNKS_IN_WORK) for room in rooms]
-    # Chunks are coded one after another, so messages leave in list order (docs/reference/plans.md rule 4).
-    last: list[list[int]] = [[] for _ in given]
+def _coded_sizes(parts: Sequence[int], dtype: Dtype, coding: Coding) -> list[int]:
+    """For each part the most bytes of its codes; of LOSSLESS those of the length before them, too."""
+    before = [LENGTH_BYTES] if coding.kind is CodecKind.LOSSLESS else []
+    return [size for count in parts for size in (*before, coding.coded_bytes(count, dtype.item_bytes))]
 
-    def decode(source: Operand, place: Range, after: Sequence[int]) -> int:
-        return builder.decode(
-            source,
+
+class _Exchange:
+    """Writes the plan. Part k has the elements of count `elements_at` + k."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        world: int,
+        rank: int,
+        dtype: Dtype,
+        coding: Coding,
+        *,
+        elements_at: int,
+        parts: int,
+        output: int,
+    ) -> None:
+        """Counts before the first part: `elements_at`; before the first one of the output: `output`."""
+        self._dtype, self._coding, self._scratch = dtype, coding, 2
+        self._elements_at, self._output = elements_at, output
+        self._codes_at, self._is_exact = elements_at + parts, coding.kind is CodecKind.LOSSLESS
+        gathers = kind is Kind.ALLGATHER
+        given = CountRange(rank, rank + 1) if gathers else CountRange(elements_at, elements_at + world)
+        count_count = elements_at + parts * (3 if self._is_exact else 2)
+        self._builder = PlanBuilder(
+            f"coded {kind.name.lower()}",
+            world=world,
+            rank=rank,
+            signature=coded(signature(kind, type_code=dtype), coding),
+            buffer_bytes=[given, CountRange(output, output + world)],
+            scratch_bytes=CountRange(self._codes_at, count_count),
+            count_count=count_count,
+            unit_bytes=1,
+        )
+        # Parts are coded one after another, so that messages leave in list order (docs/reference/plans.md rule 4).
+        self._coded: dict[int, int] = {}
+
+    def build(self) -> Plan:
+        return self._builder.build()
+
+    def send(self, part: int, peers: Sequence[int], *, source: int, first_index: CountRange) -> None:
+        if not peers:
+            return
+        made = self._encode(part, source, first_index)
+        length, codes = self._length(part), self._codes(part)
+        for peer in peers:
+            if self._is_exact:
+                self._builder.send(peer, 1, Operand(self._scratch, self._place(length)), length, after=[made])
+            place = Operand(self._scratch, self._place(codes))
+            self._builder.send(peer, 0, place, codes, after=[made], has_length=self._is_exact)
+
+    def keep(self, part: int, into: int, *, source: int, first_index: CountRange) -> None:
+        """What stays on this rank."""
+        size_bytes = self._elements(part)
+        if self._is_exact:
+            self._builder.copy(Operand(0, source), 1, self._offset(into), size_bytes)
+            return
+        made = self._coded[part] if part in self._coded else self._encode(part, source, first_index)
+        self._decode(part, into, made)
+
+    def receive(self, peer: int, part: int) -> None:
+        length, codes, after = self._length(part), self._codes(part), list[int]()
+        if self._is_exact:
+            after = [self._builder.recv(peer, 1, self._scratch, self._place(length), length)]
+        place = self._place(codes)
+        come = self._builder.recv(peer, 0, self._scratch, place, codes, after=after, has_length=self._is_exact)
+        self._decode(part, part, come, peer)
+
+    def _encode(self, part: int, source: int, first_index: CountRange) -> int:
+        self._coded[part] = self._builder.encode(
+            Operand(0, source),
+            self._scratch,
+            self._place(self._codes(part)),
+            self._elements(part),
+            dtype=self._dtype,
+            coding=self._coding,
+            first_index=first_index,
+            after=list(self._coded.values())[-1:],
+        )
+        return self._coded[part]
+
+    def _decode(self, part: int, into: int, after: int, peer: int = 0) -> None:
+        self._builder.decode(
+            Operand(self._scratch, self._place(self._codes(part))),
             1,
-            place.offset * item_bytes,
-            place.size_bytes * item_bytes,
-            dtype=dtype,
-            coding=coding,
-            after=after,
+            self._offset(into),
+            self._elements(into),
+            dtype=self._dtype,
+            coding=self._coding,
+            after=[after],
+            peer=peer,
         )
 
-    for turn in range(max(map(len, [*outgoing, *incoming]))):
-        for number, one in enumerate(given):
-            if turn >= len(outgoing[number]):
-                continue
-            chunk = outgoing[number][turn]
-            size_bytes = coding.coded_bytes(chunk.size_bytes)
-            place, before, users = rings[number].take()
-            if size_bytes:
-                last[number] = [
-                    builder.encode(
-                        Operand(0, chunk.offset * item_bytes),
-                        scratch,
-                        place,
-                        chunk.size_bytes * item_bytes,
-                        dtype=dtype,
-                        coding=coding,
-                        first_index=one.first_index + chunk.offset - one.part.offset,
-                        after=[*before, *last[number]],
-                    )
-                ]
-            for peer in one.ranks:
-                if peer != rank:
-                    users.append(builder.send(peer, turn, Operand(scratch, place), size_bytes, after=last[number]))
-                elif size_bytes:
-                    users.append(decode(Operand(scratch, place), incoming[rank][turn], last[number]))
-        for peer in peers_before(rank, len(taken)):
-            if turn >= len(incoming[peer]):
-                continue
-            chunk = incoming[peer][turn]
-            if chunk.size_bytes:
-                loan = builder.loan(peer, turn, coding.coded_bytes(chunk.size_bytes))
-                decode(Operand(loan, 0, is_view=True), chunk, [])
-            else:
-                builder.recv(peer, turn, scratch, 0, 0)
-    return builder.build()
+    def _elements(self, part: int) -> CountRange:
+        return CountRange(self._elements_at + part, self._elements_at + part + 1)
 
+    def _offset(self, part: int) -> CountRange:
+        return CountRange(self._output, self._elements_at + part)
 
-def _ranges(counts: Sequence[int]) -> list[Range]:
-    return [Range(low, count) for low, count in zip(accumulate(counts, initial=0), counts, strict=False)]
+    def _length(self, part: int) -> CountRange:
+        first = self._codes_at + 2 * part
+        return CountRange(first, first + 1)
+
+    def _codes(self, part: int) -> CountRange:
+        first = self._codes_at + (2 * part + 1 if self._is_exact else part)
+        return CountRange(first, first + 1)
+
+    def _place(self, size: CountRange) -> CountRange:
+        return CountRange(self._codes_at, size.first)

@@ -107,11 +107,19 @@ uint64_t encode(const CodecSpec& spec, sennit_dtype dtype, const void* source, u
                                 " bytes; needed: " + std::to_string(most));
   if (spec.kind == CodecKind::lossless) {
     if (residual != nullptr) throw std::invalid_argument("a residual of lossless, which loses nothing");
-    return lossless_encode(is_float(dtype), item_bytes(dtype), static_cast<const std::byte*>(source), count,
-                           destination.data());
+    return encode_lossless_part(dtype, static_cast<const std::byte*>(source), count, destination.data());
   }
   encode_part(spec, dtype, source, count, first_index, destination.data(), 0, count, residual);
   return most;
+}
+
+uint64_t encode_lossless_part(sennit_dtype dtype, const std::byte* source, uint64_t count, std::byte* coded) {
+  return lossless_encode(is_float(dtype), item_bytes(dtype), source, count, coded);
+}
+
+std::optional<uint64_t> decode_lossless_part(sennit_dtype dtype, std::span<const std::byte> coded, uint64_t count,
+                                             std::byte* destination) {
+  return lossless_decode(is_float(dtype), item_bytes(dtype), coded, count, destination);
 }
 
 uint64_t codec_step(const CodecSpec& spec) { return std::max(spec.block, 2u); }
@@ -157,10 +165,10 @@ namespace {
 
 bool decode_lossless(sennit_dtype dtype, std::span<const std::byte> coded, uint64_t count, sennit_dtype result,
                      std::byte* destination) {
-  if (result == dtype) return lossless_decode(is_float(dtype), item_bytes(dtype), coded, count, destination);
+  if (result == dtype) return decode_lossless_part(dtype, coded, count, destination) == coded.size();
   // The narrow elements go to the upper half, and are widened from the first one on.
   std::byte* const narrow = destination + count * item_bytes(dtype);
-  if (!lossless_decode(true, item_bytes(dtype), coded, count, narrow)) return false;
+  if (decode_lossless_part(dtype, coded, count, narrow) != coded.size()) return false;
   const CodecKernels kernel = kernels(own_codec(dtype));
   std::byte piece[2 * PIECE];
   for (uint64_t start = 0; start < count; start += PIECE) {

@@ -103,20 +103,21 @@ uint64_t lossless_encode(bool is_float, uint64_t item_bytes, const std::byte* so
   return static_cast<uint64_t>(to - destination);
 }
 
-bool lossless_decode(bool is_float, uint64_t item_bytes, std::span<const std::byte> coded, uint64_t count,
-                     std::byte* destination) {
+std::optional<uint64_t> lossless_decode(bool is_float, uint64_t item_bytes, std::span<const std::byte> coded,
+                                        uint64_t count, std::byte* destination) {
+  const uint64_t given_bytes = coded.size();
   uint8_t planes[8 * BLOCK];
   for (uint64_t start = 0; start < count; start += BLOCK) {
     const uint64_t length = std::min(BLOCK, count - start);
     for (uint64_t plane = 0; plane < item_bytes; ++plane) {
       const uint64_t size_bytes = decode_plane(coded, {planes + plane * BLOCK, length});
-      if (size_bytes == 0) return false;
+      if (size_bytes == 0) return std::nullopt;
       coded = coded.subspan(size_bytes);
     }
     with_word(item_bytes,
               [&](auto word) { merge<decltype(word)>(is_float, planes, length, destination + start * item_bytes); });
   }
-  return coded.empty();
+  return given_bytes - coded.size();
 }
 
 }  // namespace sennit

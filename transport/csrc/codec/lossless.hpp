@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 namespace sennit {
@@ -16,8 +17,9 @@ uint64_t lossless_bytes(uint64_t item_bytes, uint64_t count);
 uint64_t lossless_encode(bool is_float, uint64_t item_bytes, const std::byte* source, uint64_t count,
                          std::byte* destination);
 
-// False unless `coded` is what lossless_encode could have written, to its last byte.
-[[nodiscard]] bool lossless_decode(bool is_float, uint64_t item_bytes, std::span<const std::byte> coded, uint64_t count,
-                                   std::byte* destination);
+// Returns how much of `coded` the elements take: what lossless_encode could have written. Nothing if it could not.
+[[nodiscard]] std::optional<uint64_t> lossless_decode(bool is_float, uint64_t item_bytes,
+                                                      std::span<const std::byte> coded, uint64_t count,
+                                                      std::byte* destination);
 
 }  // namespace sennit

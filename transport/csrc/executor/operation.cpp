@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "executor/engine.hpp"
 #include "executor/plan_coding.hpp"
@@ -27,6 +28,12 @@ constexpr uint64_t FOLD_STEP_ELEMENTS = 64;
 constexpr uint64_t SENT_BACK_BYTES = 8'192;
 constexpr uint32_t KEY_SLOT_BITS = 20;
 
+uint64_t length_before(const std::byte* place) {
+  uint64_t length;
+  std::memcpy(&length, place - LENGTH_BYTES, sizeof length);
+  return length;
+}
+
 }  // namespace
 
 Operation::Operation(OperationHost& host, Plan& plan, const OperationMemory& memory, const sennit_post_options& options,
@@ -49,8 +56,8 @@ Operation::Operation(OperationHost& host, Plan& plan, const OperationMemory& mem
     device_ = *memory.device;
   } else {
     for (uint32_t i = 0; i < plan.buffer_count; ++i) buffers_[i] = static_cast<std::byte*>(memory.buffers[i].data);
-    if (plan.scratch_bytes != 0) {
-      scratch_ = ScratchPool::shared().take(plan.scratch_bytes);
+    if (const uint64_t scratch_bytes = sizes_.buffer_extents.back(); scratch_bytes != 0) {
+      scratch_ = ScratchPool::shared().take(scratch_bytes);
       buffers_[plan.buffer_count] = scratch_.get();
     }
     has_memory_ = true;
@@ -76,7 +83,10 @@ Engine& Operation::engine() const { return static_cast<Engine&>(*host_); }
 
 MessageHeader Operation::header(const Step& step) const {
   const uint64_t slot = (key_base_ & P2P_KEY) != 0 ? 0 : step.slot;
-  return {key_base_ | slot, signature_, size_bytes(step)};
+  const bool receives = step.kind == StepKind::receive;
+  const bool is_sized = (step.flags & STEP_SIZED) != 0;
+  const auto place = [&] { return receives ? destination(step) : source(plan_.operands[step.operand_first]); };
+  return {key_base_ | slot, signature_, is_sized ? length_before(place()) : size_bytes(step)};
 }
 
 std::byte* Operation::destination(const Step& step) const {
@@ -184,6 +194,11 @@ void Operation::dispatch(uint32_t at) {
   }
   const Step& step = begin(at);
   Mailbox& mailbox = host_->mailbox();
+  if ((step.flags & STEP_SIZED) != 0 && header(step).size_bytes > size_bytes(step)) {
+    mailbox.refuse(step.peer, "says that its codes have " + std::to_string(header(step).size_bytes) +
+                                  " bytes; allowed: 0.." + std::to_string(size_bytes(step)));
+    return;
+  }
   const bool comes_back = (step.flags & STEP_ROUND_TRIP) != 0;
   if (step.kind == StepKind::copy) {
     dispatch_device_copy(at);
@@ -240,10 +255,12 @@ bool Operation::run_copy_piece(uint32_t at) {
 // As a copy. Pieces begin where blocks do.
 bool Operation::run_code_piece(uint32_t at) {
   const Step& step = copied_bytes_ == 0 ? begin(at) : plan_.steps[at];
+  if (is_lossless(step)) return run_lossless_piece(at);
   const Operand& operand = plan_.operands[step.operand_first];
   const CodecSpec codec = codec_of(step, seed_);
   const auto dtype = static_cast<sennit_dtype>(step.dtype);
-  const uint64_t count = element_count(step), unit = codec_step(codec), item_bytes = element_size_bytes(dtype);
+  const uint64_t item_bytes = element_size_bytes(dtype), count = size_bytes(step) / item_bytes;
+  const uint64_t unit = codec_step(codec);
   std::byte* const to = destination(step);
   const std::byte* const from = source(operand);
   ThreadTeam& team = host_->team();
@@ -254,7 +271,8 @@ bool Operation::run_code_piece(uint32_t at) {
   if (start != end)
     team.share(end - start, SHARED_PART_BYTES / item_bytes, unit, [&](uint32_t, uint64_t first, uint64_t last) {
       if (step.kind == StepKind::encode) {
-        const uint64_t index = plan_.operands[step.operand_first + 1].offset;
+        const Operand& number = plan_.operands[step.operand_first + 1];
+        const uint64_t index = number.kind == 3 ? sizes_.bytes(number.offset) / item_bytes : number.offset;
         encode_part(codec, dtype, from, count, index, to, start + first, start + last);
       } else {
         decode_part(codec, from, count, dtype, to, start + first, start + last);
@@ -263,6 +281,38 @@ bool Operation::run_code_piece(uint32_t at) {
   if (end != count) return false;
   copied_bytes_ = 0;
   if (operand.kind == 0 || host_->mailbox().release(std::exchange(loans_[operand.index].id, 0))) done(at);
+  return true;
+}
+
+bool Operation::run_lossless_piece(uint32_t at) {
+  const Step& step = plan_.steps[at];
+  const auto dtype = static_cast<sennit_dtype>(step.dtype);
+  const uint64_t item_bytes = element_size_bytes(dtype), count = size_bytes(step) / item_bytes;
+  const uint64_t start = copied_bytes_, piece = std::min(COPY_PIECE_BYTES / item_bytes, count - start);
+  const std::byte* const from = source(plan_.operands[step.operand_first]);
+  std::byte* const to = destination(step);
+  if (start == 0) coded_bytes_ = 0;
+  if (step.kind == StepKind::encode) {
+    coded_bytes_ += encode_lossless_part(dtype, from + start * item_bytes, piece, to + coded_bytes_);
+    std::memcpy(to - LENGTH_BYTES, &coded_bytes_, LENGTH_BYTES);
+  } else {
+    // Read anew for each piece, and checked, because a peer may write where it was granted memory.
+    const uint64_t length = length_before(from);
+    std::optional<uint64_t> used;
+    if (coded_bytes_ <= length && length <= coded_bytes(step, size_bytes(step)))
+      used = decode_lossless_part(dtype, {from + coded_bytes_, length - coded_bytes_}, piece, to + start * item_bytes);
+    if (!used || (start + piece == count && coded_bytes_ + *used != length)) {
+      host_->mailbox().refuse(step.peer, "sent " + std::to_string(length) + " bytes that are no lossless codes of " +
+                                             std::to_string(count) + " elements");
+      copied_bytes_ = 0;
+      return true;
+    }
+    coded_bytes_ += *used;
+  }
+  copied_bytes_ += piece;
+  if (copied_bytes_ != count) return false;
+  copied_bytes_ = 0;
+  done(at);
   return true;
 }
 

@@ -149,6 +149,7 @@ class Operation final : public MailboxClient {
   void dispatch_device_copy(uint32_t step);
   bool run_copy_piece(uint32_t step);
   bool run_code_piece(uint32_t step);
+  bool run_lossless_piece(uint32_t step);
   void run_reduce(uint32_t step);
   bool open_loans(const Step& step);
   std::byte* destination(const Step& step) const;
@@ -169,6 +170,7 @@ class Operation final : public MailboxClient {
   std::vector<uint32_t> ready_copies_;
   size_t next_copy_ = 0;       // of them
   uint64_t copied_bytes_ = 0;  // of the next one; of an encoding or decoding, elements
+  uint64_t coded_bytes_ = 0;   // of the next one, if it is lossless
   uint32_t steps_left_;
   sennit_device device_{};
   uint32_t copies_running_ = 0;             // steps of the device

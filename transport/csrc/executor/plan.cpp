@@ -55,17 +55,21 @@ uint32_t result_bytes(const Step& step) {
   return element_size_bytes((step.flags & STEP_PARTIAL) != 0 ? accumulator(dtype) : dtype);
 }
 
-// What `step` reads of `operand`, maybe a range of counts. UINT64_MAX if no memory is that large.
-uint64_t operand_bytes(const Step& step, const Operand& operand) {
-  if (step.kind == StepKind::decode) return coded_bytes(step);
-  if (step.kind != StepKind::reduce || CountRange::is(step.size_bytes)) return step.size_bytes;
+// What `step` reads of `operand` if its size is `size_bytes`, which may be a range of counts: then that range.
+// UINT64_MAX if no memory is that large.
+uint64_t operand_bytes(const Step& step, const Operand& operand, uint64_t size_bytes) {
+  if (CountRange::is(size_bytes)) return size_bytes;
+  if (step.kind == StepKind::decode) return coded_bytes(step, size_bytes);
+  if (step.kind != StepKind::reduce) return size_bytes;
   const auto dtype = static_cast<sennit_dtype>(step.dtype);
-  const uint64_t count = step.size_bytes / result_bytes(step);
+  const uint64_t count = size_bytes / result_bytes(step);
   const uint64_t element_bytes = element_size_bytes(operand.is_partial != 0 ? accumulator(dtype) : dtype);
   return count > UINT64_MAX / 2 / element_bytes ? UINT64_MAX : count * element_bytes;
 }
 
-uint64_t written_bytes(const Step& step) { return step.kind == StepKind::encode ? coded_bytes(step) : step.size_bytes; }
+uint64_t written_bytes(const Step& step, uint64_t size_bytes) {
+  return step.kind == StepKind::encode ? coded_bytes(step, size_bytes) : size_bytes;
+}
 
 class Checker {
  public:
@@ -82,6 +86,7 @@ class Checker {
              std::to_string(plan_.unit_bytes) + " bytes");
     if (plan_.equal_counts && plan_.count_count == 0) refuse("its counts are equal, but it takes none");
     if (plan_.count_count != 0 && plan_.on_device) refuse("it takes counts; a plan for device memory must not");
+    check_counted(plan_.scratch_bytes, "the scratch");
     for (uint32_t at = 0; at < plan_.steps.size(); ++at) check_step(at);
     if (plan_.count_count == 0) measure();
     check_loans();
@@ -143,6 +148,9 @@ class Checker {
              std::to_string(MAX_LOAN_BYTES));
     plan_.has_loans |= loan;
     if ((step.flags & STEP_ROUND_TRIP) != 0) check_round_trip(step, where);
+    if ((step.flags & STEP_SIZED) != 0) {
+      if (const std::string why = sized_refusal(plan_, step); !why.empty()) refuse(where + why);
+    }
     switch (step.kind) {
       case StepKind::receive:
         if (step.operand_count != 0) refuse(where + " receives, but has operands");
@@ -192,8 +200,7 @@ class Checker {
     if (plan_.kernels[at] == nullptr)
       refuse(where + ": " + reduce_name(step.reduce) + " of " + dtype_name(step.dtype) + " does not exist");
     const bool is_counted = CountRange::is(step.size_bytes);
-    if ((is_counted ? plan_.unit_bytes : step.size_bytes) % result_bytes(step) != 0)
-      refuse(where + " reduces part of an element");
+    if (!is_counted && step.size_bytes % result_bytes(step) != 0) refuse(where + " reduces part of an element");
     if (is_counted && (step.flags & STEP_PARTIAL) != 0) refuse(where + " makes partial sums of a counted size");
     static_assert(SENNIT_I64 < SENNIT_F16, "integers come first");
     plan_.scales_integers |= step.reduce == SENNIT_PREMUL_SUM && step.dtype < SENNIT_F16;
@@ -232,9 +239,14 @@ class Checker {
     if (step.kind != StepKind::reduce && (operand.is_partial != 0 || operand.combinations != 0))
       refuse(where + " has an operand that only a reduction may have");
     const bool is_counted = CountRange::is(step.size_bytes);
-    if (is_counted && operand.is_partial != 0) refuse(where + " reads partial sums of a counted size");
-    if (operand.kind == 2 && step.kind == StepKind::encode) return;
-    const uint64_t size_bytes = operand_bytes(step, operand);
+    const bool is_elsewhere =
+        operand.kind == 0 && !CountRange::is(operand.offset) && operand.index != step.destination_buffer;
+    if (is_counted && operand.is_partial != 0 && !is_elsewhere)
+      refuse(where + " reads partial sums of a counted size where parts lie one after another");
+    if (operand.kind == 3 && !CountRange::is(operand.offset)) refuse(where + " has a counted number without counts");
+    if (operand.kind == 3) check_counted(operand.offset, where);
+    if (operand.kind >= 2 && operand.kind <= 3 && step.kind == StepKind::encode) return;
+    const uint64_t size_bytes = operand_bytes(step, operand, step.size_bytes);
     if (size_bytes == UINT64_MAX) refuse(where + " has an overflowing range");
     if (operand.kind == 0) {
       check_place(operand.index, operand.offset, step, where);
@@ -251,7 +263,10 @@ class Checker {
     const Step& loan = plan_.steps[operand.index];
     if (loan.kind != StepKind::receive || (loan.flags & STEP_LOAN) == 0)
       refuse(where + " reads a step that is no loan");
-    if (is_counted || CountRange::is(loan.size_bytes)
+    // How many codes counted elements have is known when the plan is posted.
+    const bool decodes_counted = step.kind == StepKind::decode && is_counted && CountRange::is(loan.size_bytes);
+    if (decodes_counted ? operand.offset != 0
+        : is_counted || CountRange::is(loan.size_bytes)
             ? operand.offset != 0 || size_bytes != loan.size_bytes
             : operand.offset > loan.size_bytes || size_bytes > loan.size_bytes - operand.offset)
       refuse(where + " reads beyond a loan");
@@ -347,9 +362,10 @@ class Measure {
     add_counts(counts);
     sizes_.buffer_extents.assign(plan_.buffer_count + 1, 0);
     uint64_t& scratch_extent = sizes_.buffer_extents[plan_.buffer_count];
+    const uint64_t scratch_bytes = sizes_.bytes(plan_.scratch_bytes);
     for (uint32_t at = 0; at < plan_.steps.size(); ++at) add_step(at);
-    if (scratch_extent > plan_.scratch_bytes) throw PlanError("a step reaches beyond the scratch");
-    scratch_extent = plan_.scratch_bytes;
+    if (scratch_extent > scratch_bytes) throw PlanError("a step reaches beyond the scratch");
+    scratch_extent = scratch_bytes;
     return std::move(sizes_);
   }
 
@@ -384,18 +400,30 @@ class Measure {
   void add_step(uint32_t at) {
     const Step& step = plan_.steps[at];
     const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
-    if (loan && sizes_.bytes(step.size_bytes) > MAX_LOAN_BYTES)
-      throw PlanError("step " + std::to_string(at) + " is a loan of " + std::to_string(sizes_.bytes(step.size_bytes)) +
+    const uint64_t size_bytes = sizes_.bytes(step.size_bytes);
+    if (loan && size_bytes > MAX_LOAN_BYTES)
+      throw PlanError("step " + std::to_string(at) + " is a loan of " + std::to_string(size_bytes) +
                       " bytes; allowed: 0.." + std::to_string(MAX_LOAN_BYTES));
     const bool comes_back = (step.flags & STEP_ROUND_TRIP) != 0;
-    if (step.kind == StepKind::send || (comes_back && loan)) sizes_.sent_bytes += sizes_.bytes(step.size_bytes);
+    if (step.kind == StepKind::send || (comes_back && loan)) sizes_.sent_bytes += size_bytes;
     if (step.kind == StepKind::receive || (comes_back && step.kind == StepKind::send))
-      sizes_.received_bytes += sizes_.bytes(step.size_bytes);
+      sizes_.received_bytes += size_bytes;
+    if (step.kind == StepKind::reduce && size_bytes % result_bytes(step) != 0)
+      throw PlanError("step " + std::to_string(at) + " reduces part of an element");
+    if (step.kind == StepKind::encode || step.kind == StepKind::decode) {
+      const Operand& operand = plan_.operands[step.operand_first];
+      const uint64_t from = sizes_.bytes(operand.offset), to = sizes_.bytes(step.destination_offset);
+      if (const std::string why = coded_range_refusal(step, operand, from, to, size_bytes); !why.empty())
+        throw PlanError("step " + std::to_string(at) + why);
+    }
     if (step.kind != StepKind::send && !loan)
-      add_place(at, step.destination_buffer, step.destination_offset, sizes_.bytes(written_bytes(step)));
+      add_place(at, step.destination_buffer, step.destination_offset, written_bytes(step, size_bytes));
     for (uint32_t o = 0; o < step.operand_count; ++o) {
       const Operand& operand = plan_.operands[step.operand_first + o];
-      if (operand.kind == 0) add_place(at, operand.index, operand.offset, sizes_.bytes(operand_bytes(step, operand)));
+      const uint64_t read_bytes = operand_bytes(step, operand, size_bytes);
+      if (operand.kind == 0) add_place(at, operand.index, operand.offset, read_bytes);
+      if (operand.kind == 1 && read_bytes > sizes_.bytes(plan_.steps[operand.index].size_bytes))
+        throw PlanError("step " + std::to_string(at) + " reads beyond a loan");
     }
   }
 
@@ -403,8 +431,11 @@ class Measure {
     const uint64_t begin = sizes_.bytes(offset);
     if (begin + size_bytes < begin) throw PlanError("step " + std::to_string(at) + " has an overflowing range");
     if (CountRange::is(offset)) check_fit(at, CountRange(offset), size_bytes);
+    const bool has_length = buffer == plan_.buffer_count && is_sized(plan_.steps[at]);
+    if (has_length && begin < LENGTH_BYTES)
+      throw PlanError("step " + std::to_string(at) + " has no place for a length");
     uint64_t& extent = sizes_.buffer_extents[buffer];
-    if (size_bytes != 0) extent = std::max(extent, begin + size_bytes);
+    if (size_bytes != 0 || has_length) extent = std::max(extent, begin + size_bytes);
   }
 
   // Bytes at a counted place are whole parts.

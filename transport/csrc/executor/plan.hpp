@@ -23,13 +23,15 @@ inline constexpr uint8_t STEP_PARTIAL = 2;  // of a reduction: its result is a p
 // Of a send, a loan and the reduction that reads it: the result goes back into what was sent.
 inline constexpr uint8_t STEP_ROUND_TRIP = 4;
 inline constexpr uint8_t STEP_STOCHASTIC = 8;  // of an encoding: it rounds at random, keyed by the post's seed
+// Of a send or receive: `size_bytes` is the most; the size itself is in the LENGTH_BYTES before its place.
+inline constexpr uint8_t STEP_SIZED = 16;
 
 struct Step {  // as in the file
   StepKind kind;
   uint8_t dtype;
   uint8_t reduce;  // of a reduction; the codec's number of an encoding or decoding
   uint8_t flags;
-  uint32_t peer;
+  uint32_t peer;  // of a message; of a lossless decoding, whoever coded it
   uint32_t slot;  // of a message; the block of a codec
   uint32_t operand_first;
   uint32_t operand_count;
@@ -41,8 +43,10 @@ struct Step {  // as in the file
 };
 static_assert(sizeof(Step) == 48);
 
-struct Operand {     // as in the file
-  uint8_t kind = 0;  // 0 buffer, 1 view of a loan, 2 a number: the offset (of an encoding: the first logical index)
+struct Operand {  // as in the file
+  // 0 buffer, 1 view of a loan, 2 a number: the offset (of an encoding: the first logical index), 3 a counted number:
+  // the elements in the range of counts
+  uint8_t kind = 0;
   uint8_t is_partial = 0;    // of a reduction: a partial sum
   uint8_t combinations = 0;  // of a reduction: that follow after it was pushed
   uint8_t reserved = 0;
@@ -79,7 +83,7 @@ struct RunSizes {
 
   std::vector<uint64_t> count_starts;    // per count, and for the end of the last: bytes of those before
   uint64_t part_bytes = 0;               // of each count, if all are equal: then there are no count_starts
-  std::vector<uint64_t> buffer_extents;  // per buffer: bytes from its start that the run may touch
+  std::vector<uint64_t> buffer_extents;  // per buffer, scratch last: bytes from its start that the run may touch
   uint64_t sent_bytes = 0;               // by this rank, to others
   uint64_t received_bytes = 0;           // from others
 };
@@ -105,7 +109,7 @@ struct Plan {
   uint32_t rank = 0;
   uint32_t leaves = 0;  // of a reduction's tree: AVG divides by them
   uint64_t signature = 0;
-  uint64_t scratch_bytes = 0;
+  uint64_t scratch_bytes = 0;  // or a range of counts
   uint32_t buffer_count = 0;
   uint32_t count_count = 0;   // counts that a post gives
   bool equal_counts = false;  // a post gives one, which stands for all

@@ -15,9 +15,24 @@ inline CodecSpec codec_of(const Step& step, uint64_t seed) {
   return {static_cast<CodecKind>(step.reduce), step.slot, (step.flags & STEP_STOCHASTIC) != 0, seed};
 }
 
-// The elements of a step, and the bytes of their coded form.
-uint64_t element_count(const Step& step);
-uint64_t coded_bytes(const Step& step);
+// Before a coded form without fixed size: its length in bytes, u64.
+inline constexpr uint64_t LENGTH_BYTES = 8;
+
+inline bool is_lossless(const Step& step) { return static_cast<CodecKind>(step.reduce) == CodecKind::lossless; }
+
+// The coded form of so many bytes of elements; of lossless the most that it may take.
+uint64_t coded_bytes(const Step& step, uint64_t size_bytes);
+
+// Why so many bytes cannot be coded from byte `from` of the operand to byte `to` of the destination, as the end of a
+// sentence; empty if they can.
+std::string coded_range_refusal(const Step& step, const Operand& operand, uint64_t from, uint64_t to,
+                                uint64_t size_bytes);
+
+// Whether a step's codes or message come behind their length.
+bool is_sized(const Step& step);
+
+// The rule that a message with a length breaks, as coding_refusal.
+std::string sized_refusal(const Plan& plan, const Step& step);
 
 // The rule that a step breaks, as the end of a sentence; empty if it breaks none. Places in buffers and loans are
 // checked as those of all steps.

@@ -223,6 +223,10 @@ bool Mailbox::fail_by_revocation(uint32_t peer) {
   return false;
 }
 
+void Mailbox::refuse(uint32_t peer, const std::string& what) {
+  fail({MailboxFailure::Kind::mismatch, peer, "rank " + std::to_string(peer) + " " + what});
+}
+
 uint32_t Mailbox::match_receive(uint32_t peer, uint64_t key) {
   const uint32_t exact = posted_.front(peer, key);
   const uint32_t any = is_p2p(key) ? posted_.front(SENNIT_ANY_PEER, key) : KeyIndex::NONE;

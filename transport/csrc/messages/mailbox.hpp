@@ -58,6 +58,9 @@ class Mailbox final : public LaneSink {
   // False: what was read from the loan may be anything. The group fails.
   [[nodiscard]] bool release(uint64_t loan);
 
+  // What `peer` sent cannot be. The group fails; `what` follows the rank's name.
+  void refuse(uint32_t peer, const std::string& what);
+
   // Offers again the eager messages that found no room. True when anything moved.
   bool progress(uint64_t now_us);
   // The first failure, if any. The engine fails all operations with it.

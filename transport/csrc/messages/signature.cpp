@@ -19,7 +19,7 @@ std::string describe_codec(uint64_t signature) {
   static constexpr const char* NAMES[] = {"fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8", "mx4", "lossless"};
   const uint64_t kind = signature & 7, block = signature >> 4 & 0xFFF;
   std::string text = std::string(" as ") + (kind < std::size(NAMES) ? NAMES[kind] : "an unknown codec");
-  if (kind >= static_cast<uint64_t>(CodecKind::fp8_e4m3))
+  if (kind >= static_cast<uint64_t>(CodecKind::fp8_e4m3) && kind != static_cast<uint64_t>(CodecKind::lossless))
     text += " in blocks of " + std::to_string(block != 0 ? block : MAX_CODEC_BLOCK);
   if ((signature & ON_DEVICE) != 0) text += " between hosts alone";
   if ((signature & STOCHASTIC) == 0) return text;

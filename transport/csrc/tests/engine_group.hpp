@@ -29,6 +29,11 @@ class PlanWriter {
     return *this;
   }
 
+  PlanWriter& uses_scratch(uint64_t scratch_bytes) {
+    scratch_bytes_ = scratch_bytes;
+    return *this;
+  }
+
   // The caller's buffers are device memory.
   PlanWriter& uses_device(uint64_t scratch_bytes) {
     on_device_ = true;

@@ -3,11 +3,13 @@
 #include <doctest/doctest.h>
 
 #include <cstring>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "engine_group.hpp"
+#include "executor/plan_coding.hpp"
 
 using namespace sennit;
 using namespace sennit::test;
@@ -98,12 +100,24 @@ static void check_ranges(const Plan& plan, const RunSizes& sizes) {
     const uint64_t size_bytes = sizes.bytes(step.size_bytes);
     const bool loan = step.kind == StepKind::receive && (step.flags & STEP_LOAN) != 0;
     if (loan) REQUIRE(size_bytes <= MAX_LOAN_BYTES);
-    if (step.kind == StepKind::reduce)
+    const bool encodes = step.kind == StepKind::encode, decodes = step.kind == StepKind::decode;
+    if (encodes || decodes || step.kind == StepKind::reduce)
       REQUIRE(size_bytes % element_size_bytes(static_cast<sennit_dtype>(step.dtype)) == 0);
-    if (step.kind != StepKind::send && !loan) check(step.destination_buffer, step.destination_offset, size_bytes);
+    const uint64_t coded = encodes || decodes ? coded_bytes(step, size_bytes) : 0;
+    if (step.kind != StepKind::send && !loan)
+      check(step.destination_buffer, step.destination_offset, encodes ? coded : size_bytes);
+    const auto check_length = [&](uint32_t buffer, uint64_t offset) {
+      REQUIRE(sizes.bytes(offset) >= LENGTH_BYTES);
+      REQUIRE(sizes.bytes(offset) <= sizes.buffer_extents.at(buffer));
+    };
+    if (is_sized(step) && step.kind != StepKind::send && !decodes)
+      check_length(step.destination_buffer, step.destination_offset);
     for (uint32_t o = 0; o < step.operand_count; ++o) {
       const Operand& operand = plan.operands[step.operand_first + o];
-      if (operand.kind == 0) check(operand.index, operand.offset, size_bytes);
+      const bool is_length_before = is_sized(step) && !encodes && operand.kind == 0;
+      if (is_length_before) check_length(operand.index, operand.offset);
+      if (operand.kind == 0) check(operand.index, operand.offset, decodes ? coded : size_bytes);
+      if (operand.kind == 1 && decodes) REQUIRE(coded <= sizes.bytes(plan.steps[operand.index].size_bytes));
     }
   }
 }
@@ -123,12 +137,37 @@ static std::vector<std::byte> counted_fold() {
   return writer.bytes();
 }
 
+// As transport/algorithms/exchange_coded.py, between two ranks, one part each way: elements, lengths and codes.
+static std::vector<std::byte> counted_codes(CodecKind kind, uint32_t block) {
+  PlanWriter writer(2, 1, 2,
+                    uint64_t{SENNIT_ALLTOALL} << 56 | uint64_t{1} << 44 | static_cast<uint64_t>(kind) | block << 4);
+  writer.takes(6, 1).uses_scratch(PlanWriter::counted(2, 6));
+  const auto counted = PlanWriter::counted;
+  const uint8_t sized = kind == CodecKind::lossless ? STEP_SIZED : 0;
+  const Operand index{.kind = 3, .offset = counted(0, 0)};
+  const uint32_t encode =
+      writer.add(StepKind::encode, 0, block, 2, counted(2, 3), counted(0, 1), {{.offset = counted(0, 0)}, index});
+  const uint32_t send =
+      writer.add(StepKind::send, 0, 0, 0, 0, counted(3, 4), {{.index = 2, .offset = counted(2, 3)}}, sized);
+  const uint32_t come = writer.add(StepKind::receive, 0, 0, 2, counted(2, 5), counted(5, 6), {}, sized);
+  const uint32_t decode =
+      writer.add(StepKind::decode, 0, block, 1, counted(1, 1), counted(1, 2), {{.index = 2, .offset = counted(2, 5)}});
+  writer.step(encode).reduce = writer.step(decode).reduce = static_cast<uint8_t>(kind);
+  writer.edge(encode, send);
+  writer.edge(come, decode);
+  return writer.bytes();
+}
+
 TEST_CASE("damaged plans and hostile counts are refused, or stay within the ranges that are checked") {
   std::vector<std::byte> good = PlanWriter::alltoall(WORLD, 1, 8);
   constexpr size_t FLAGS = 48;
   SUBCASE("an alltoall") {}
   SUBCASE("of equal parts") { good[FLAGS] = std::byte{2}; }
   SUBCASE("a fold") { good = counted_fold(); }
+  std::optional<CodecSpec> codec;
+  SUBCASE("codes") { codec = {CodecKind::int8, 64, false, 0}; }
+  SUBCASE("codes without fixed size") { codec = {CodecKind::lossless, 0, false, 0}; }
+  if (codec) good = counted_codes(codec->kind, codec->block);
   std::mt19937_64 random(11);
   uint64_t accepted = 0;
   for (int round = 0; round < 60'000; ++round) {
@@ -138,6 +177,12 @@ TEST_CASE("damaged plans and hostile counts are refused, or stay within the rang
     Counts counts(2 * WORLD);
     for (uint64_t& count : counts) count = random() >> (random() % 64);
     counts[WORLD + 1] = counts[1];
+    for (const uint32_t part : {0u, 1u}) {
+      if (!codec || random() % 8 == 0) continue;  // then they do not fit
+      counts[part] = random() % 1'000'000 * 4;
+      counts[2 + 2 * part] = LENGTH_BYTES;
+      counts[3 + 2 * part] = coded_bytes(*codec, SENNIT_F32, counts[part] / 4);
+    }
     try {
       const std::unique_ptr<Plan> plan = Plan::decode(bytes.data(), bytes.size());
       counts.resize(std::min<uint64_t>(plan->posted_counts(), 4 * WORLD));

@@ -4,6 +4,7 @@
 
 #include "codec/codec.hpp"
 #include "engine_group.hpp"
+#include "executor/plan_coding.hpp"
 
 using namespace sennit;
 using namespace sennit::test;
@@ -37,6 +38,58 @@ struct Coded {
     return writer;
   }
 };
+
+constexpr CodecSpec LOSSLESS{CodecKind::lossless, 0, false, 0};
+
+// Rank 0 of two: takes a length and lossless codes from rank 1, and decodes them to buffer 0.
+PlanWriter lossless_receiver(uint64_t count) {
+  PlanWriter writer(2, 0, 1, signature(CodecKind::lossless, 0, false));
+  const uint64_t most = coded_bytes(LOSSLESS, SENNIT_F32, count);
+  writer.uses_scratch(LENGTH_BYTES + most);
+  const uint32_t length = writer.add(StepKind::receive, 1, 1, 1, 0, LENGTH_BYTES);
+  const uint32_t codes = writer.add(StepKind::receive, 1, 0, 1, LENGTH_BYTES, most, {}, STEP_SIZED);
+  const uint32_t decode =
+      writer.add(StepKind::decode, 1, 0, 0, 0, count * 4, {Operand{.index = 1, .offset = LENGTH_BYTES}});
+  writer.step(decode).reduce = static_cast<uint8_t>(CodecKind::lossless);
+  writer.edge(length, codes);
+  writer.edge(codes, decode);
+  return writer;
+}
+
+Result post(Engine& engine, const LoadedPlan& plan, void* data, uint64_t size_bytes) {
+  const sennit_buffer buffer{data, size_bytes};
+  const sennit_post_options options{0, 0, 0, 1.0, nullptr, 0, 0};
+  sennit_op* op = nullptr;
+  char error[1024] = "";
+  Result result;
+  auto* const comm = reinterpret_cast<sennit_comm*>(&engine);
+  result.status = sennit_post(comm, plan.handle, &buffer, 1, &options, &op, error, sizeof error);
+  result.error = error;
+  if (result.status != SENNIT_OK) return result;
+  result.status = sennit_wait(op, 0);
+  result.error = sennit_op_error(op);
+  sennit_op_release(op);
+  return result;
+}
+
+// Rank 1 sends any length and any bytes to a rank 0 that expects codes. Returns what rank 0 got.
+Result receive_codes(Route::Kind kind, uint64_t length, const std::vector<std::byte>& codes,
+                     std::vector<float>& decoded) {
+  const Group group(2, 60'000'000, kind);
+  std::vector<std::byte> sent(LENGTH_BYTES);
+  std::memcpy(sent.data(), &length, LENGTH_BYTES);
+  sent.insert(sent.end(), codes.begin(), codes.end());
+  std::thread sender([&] {
+    PlanWriter writer(2, 1, 1, signature(CodecKind::lossless, 0, false));
+    writer.add(StepKind::send, 0, 1, 0, 0, LENGTH_BYTES, {Operand{}});
+    writer.add(StepKind::send, 0, 0, 0, 0, codes.size(), {Operand{.offset = LENGTH_BYTES}});
+    post(*group.engines[1], LoadedPlan(writer.bytes()), sent.data(), sent.size());
+  });
+  const Result result = post(*group.engines[0], LoadedPlan(lossless_receiver(decoded.size()).bytes()), decoded.data(),
+                             decoded.size() * 4);
+  sender.join();
+  return result;
+}
 
 bool says(const std::string& text, const char* part) { return text.find(part) != std::string::npos; }
 
@@ -85,7 +138,7 @@ TEST_CASE("sizes are those of the codec") {
 }
 
 TEST_CASE("malformed codecs are refused") {
-  CHECK(says(refusal(Coded{CodecKind::lossless, 0}.plan()), "lossless, which has no fixed size"));
+  CHECK(says(refusal(Coded{CodecKind::lossless, 0}.plan()), "lossless outside of scratch"));
   CHECK(says(refusal(Coded{CodecKind::mx4, 64}.plan()), "block 64 of mx4; allowed: 32"));
   CHECK(says(refusal(Coded{CodecKind::int8, 4'097}.plan()), "block 4097; allowed: 1 to 4096"));
   CHECK(says(changed([](Step& step, Step&) { step.reduce = 9; }), "codec number 9"));
@@ -93,8 +146,7 @@ TEST_CASE("malformed codecs are refused") {
   CHECK(says(changed([](Step& step, Step&) { step.dtype = 200; }), "element type 200"));
   CHECK(says(changed([](Step& step, Step&) { step.size_bytes = 398; }), "part of an element"));
   CHECK(says(changed([](Step& step, Step&) { step.size_bytes = uint64_t{1} << 50; }), "allowed: 0..281474976710656"));
-  CHECK(says(changed([](Step& step, Step&) { step.size_bytes = PlanWriter::counted(0, 0); }), "a counted size"));
-  CHECK(says(changed([](Step& step, Step&) { step.flags = 16; }), "unknown flags in 16"));
+  CHECK(says(changed([](Step& step, Step&) { step.flags = 32; }), "unknown flags in 32"));
   CHECK(says(changed([](Step&, Step& step) { step.flags = STEP_LOAN; }), "unknown flags in 1"));
   CHECK(says(changed([](Step& step, Step&) { step.flags = STEP_STOCHASTIC; }), "signature does not name"));
   CHECK(says(changed([](Step&, Step& step) { step.slot = 32; }), "signature does not name"));
@@ -117,6 +169,66 @@ TEST_CASE("a codec between hosts alone is the one that the signature names, too"
   CHECK(with(signature(CodecKind::int8, 64, false) | BETWEEN_HOSTS).empty());
   CHECK(says(with(signature(CodecKind::int8, 32, false) | BETWEEN_HOSTS), "signature does not name"));
   CHECK(says(with(uint64_t{1} << 56 | BETWEEN_HOSTS), "signature does not name"));
+}
+
+TEST_CASE("messages and codes without fixed size have their lengths in scratch") {
+  const auto with = [](const std::function<void(Step & message, Step & decode)>& change) {
+    PlanWriter writer = lossless_receiver(100);
+    change(writer.step(1), writer.step(2));
+    return refusal(writer);
+  };
+  CHECK(with([](Step&, Step&) {}).empty());
+  CHECK(says(with([](Step& step, Step&) { step.destination_buffer = 0; }), "a length outside of scratch"));
+  CHECK(says(with([](Step& step, Step&) { step.destination_offset = 7; }), "no place for a length"));
+  CHECK(says(with([](Step& step, Step&) { step.flags |= STEP_LOAN; }), "only a plain message"));
+  CHECK(says(with([](Step&, Step& step) { step.flags = STEP_SIZED; }), "only a plain message"));
+  CHECK(says(with([](Step&, Step& step) { step.peer = 2; }), "decodes what rank 2 coded"));
+  CHECK(says(with([](Step& step, Step&) { step.size_bytes += 1; }), "reaches beyond the scratch"));
+}
+
+// What a peer may send in place of codes: its length, and the message.
+TEST_CASE("lossless codes that lie about their size or content end the group, and their sender is named") {
+  for (const Route::Kind kind : {Route::Kind::shm, Route::Kind::udp}) {
+    for (const uint64_t count : {uint64_t{100}, uint64_t{300'000}}) {
+      const uint64_t most = coded_bytes(LOSSLESS, SENNIT_F32, count);
+      std::vector<float> values(count + 8'192);
+      for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 1'000) / 7.0f;
+      const auto codes_of = [&](uint64_t elements) {
+        std::vector<std::byte> codes(coded_bytes(LOSSLESS, SENNIT_F32, elements));
+        codes.resize(encode(LOSSLESS, SENNIT_F32, values.data(), elements, 0, codes));
+        return codes;
+      };
+      const std::vector<std::byte> good = codes_of(count);
+      const auto told = [&](uint64_t length, const std::vector<std::byte>& codes) {
+        std::vector<float> decoded(count);
+        const Result result = receive_codes(kind, length, codes, decoded);
+        if (result.status == SENNIT_OK) CHECK(std::memcmp(decoded.data(), values.data(), count * 4) == 0);
+        return result.error;
+      };
+      const auto is_refused = [&](const std::vector<std::byte>& codes) {
+        const std::string text = told(codes.size(), codes);
+        return codes.size() > most ? says(text, "rank 1 says that its codes have")
+                                   : says(text, "rank 1 sent") && says(text, "no lossless codes");
+      };
+      CHECK(told(good.size(), good).empty());
+      CHECK(says(told(most + 1, good), "rank 1 says that its codes have"));
+      CHECK(says(told(UINT64_MAX, good), "rank 1 says that its codes have"));
+      CHECK(says(told(good.size() - 1, good), "rank 1"));
+      std::vector<std::byte> wrong = good;
+      wrong.pop_back();
+      CHECK(is_refused(wrong));
+      CHECK(is_refused({}));
+      wrong = good;
+      wrong.push_back(std::byte{0});
+      CHECK(is_refused(wrong));
+      wrong = good;
+      wrong[0] = std::byte{3};
+      CHECK(is_refused(wrong));
+      CHECK(is_refused(codes_of(count - 1)));
+      if (const std::vector<std::byte> longer = codes_of(count + 8'192); longer.size() <= most)
+        CHECK(is_refused(longer));
+    }
+  }
 }
 
 TEST_CASE("a loan that is decoded must be as long as its codes") {
