@@ -87,7 +87,8 @@ class CoreLibrary:
         flat = [buffer.view(np.uint8) for buffer in buffers]
         codec = codec_of(peer)
         if codec is not None:
-            return self._joined.time_plan((codec, case), self._compile_coded(case, codec), flat, iterations)
+            compile_plan, counts = self._compile_coded(case, codec)
+            return self._joined.time_plan((codec, case), compile_plan, flat, iterations, counts)
         return self._joined.time_plan(case, self._compile(case), flat, iterations, self._counts(case))
 
     def _start(self, case: Case) -> Callable[[], Callable[[], object]]:
@@ -133,29 +134,29 @@ class CoreLibrary:
                 ring = selection.of_parts(selected.ALLGATHER, got * ELEMENT_BYTES) is Algorithm.RING
                 return lambda: algorithms.allgather(world=world, rank=rank, item_bytes=ELEMENT_BYTES, ring=ring)
 
-    def _compile_coded(self, case: Case, codec: Codec) -> Callable[[], Plan]:
+    def _compile_coded(self, case: Case, codec: Codec) -> tuple[Callable[[], Plan], list[int]]:
+        """Also returns what the plan takes when it is posted."""
         given, got = case.elements(self.world)
-        parts = (max(given, got) // self.world,) * self.world
-        hosts = {"hosts": self._joined.selection.hosts} if codec.between_hosts else {}
-        common: dict[str, Any] = {
-            "world": self.world,
-            "rank": self.rank,
-            "dtype": Dtype.F32,
-            "coding": codec.coding(Dtype.F32),
-        }
-        sums: dict[str, Any] = {**common, **hosts, "op": ReduceOp.SUM}
-        compile_plan: Callable[..., Plan]
+        parts, dtype, coding = [max(given, got) // self.world] * self.world, Dtype.F32, codec.coding(Dtype.F32)
+        common: dict[str, Any] = {"world": self.world, "rank": self.rank, "dtype": dtype, "coding": coding}
+        sums: dict[str, Any] = {**common, "op": ReduceOp.SUM}
+        hosts = self._joined.selection.hosts
         match case.collective:
+            case Collective.ALLREDUCE if codec.between_hosts:
+                return lambda: algorithms.allreduce_between_hosts(elements=given, hosts=hosts, **sums), []
             case Collective.ALLREDUCE:
-                compile_plan = algorithms.allreduce_between_hosts if hosts else algorithms.allreduce_coded
-                return lambda: compile_plan(elements=given, **sums)
+                return lambda: algorithms.allreduce_coded(elements=given, **sums), []
+            case Collective.REDUCE_SCATTER if codec.between_hosts:
+                return lambda: algorithms.reduce_scatter_between_hosts(counts=parts, hosts=hosts, **sums), []
             case Collective.REDUCE_SCATTER:
-                compile_plan = algorithms.reduce_scatter_between_hosts if hosts else algorithms.reduce_scatter_coded
-                return lambda: compile_plan(counts=parts, **sums)
+                pieces = algorithms.coded_pieces(parts, coding)
+                counts = algorithms.reduce_scatter_counts(self.rank, parts, pieces, dtype, coding)
+                return lambda: algorithms.reduce_scatter_coded(pieces=pieces, **sums), counts
             case Collective.ALLTOALL:
-                return lambda: algorithms.alltoall_coded(sent=parts, received=parts, **common)
+                counts = algorithms.alltoall_counts(self.rank, parts, parts, dtype, coding)
+                return lambda: algorithms.alltoall_coded(**common), counts
             case Collective.ALL_GATHER:
-                return lambda: algorithms.allgather_coded(counts=parts, **common)
+                return lambda: algorithms.allgather_coded(**common), algorithms.allgather_counts(parts, dtype, coding)
 
     def verify(self, peer: str, case: Case) -> None:
         """Checks the last element only: the core has its own tests."""
