@@ -85,6 +85,9 @@ class TableSpec:
     first_row: int = 0
     """The global number of the first row here, if rows are spread over processes. Random numbers depend on it."""
 
+    stream_name: str | None = None
+    """The name that random numbers depend on, if not `name`. Parts of one table share it."""
+
     def __post_init__(self) -> None:
         for field, low, high in (
             ("row_count", 0, MAX_ROW_COUNT),
@@ -98,4 +101,5 @@ class TableSpec:
     @property
     def stream(self) -> int:
         """The table's word in the counter of the random numbers: 32 bits, from the name alone."""
-        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "little")
+        name = self.name if self.stream_name is None else self.stream_name
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")

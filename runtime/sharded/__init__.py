@@ -10,15 +10,33 @@ from typing import TYPE_CHECKING
 from sennit.exports import exporter
 
 if TYPE_CHECKING:
+    from sennit.runtime.sharded.agreement import PeerInputError as PeerInputError
+    from sennit.runtime.sharded.bags import ShardedEmbeddingBags as ShardedEmbeddingBags
     from sennit.runtime.sharded.cutting import Along as Along
+    from sennit.runtime.sharded.features import Features as Features
+    from sennit.runtime.sharded.features import IdError as IdError
+    from sennit.runtime.sharded.placement import Placement as Placement
+    from sennit.runtime.sharded.placement import place as place
+    from sennit.runtime.sharded.placement import placed as placed
     from sennit.runtime.sharded.replicas import SlicedReplicas as SlicedReplicas
+    from sennit.runtime.sharded.sequences import ShardedEmbeddings as ShardedEmbeddings
     from sennit.runtime.sharded.slices import Slices as Slices
+    from sennit.runtime.sharded.tables import Table as Table
 
 __getattr__ = exporter(
     __name__,
     {
         "Along": "cutting",
         "SlicedReplicas": "replicas",
+        "PeerInputError": "agreement",
+        "ShardedEmbeddingBags": "bags",
+        "Features": "features",
+        "IdError": "features",
+        "Placement": "placement",
+        "place": "placement",
+        "placed": "placement",
+        "ShardedEmbeddings": "sequences",
         "Slices": "slices",
+        "Table": "tables",
     },
 )

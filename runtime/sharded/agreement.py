@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all ranks must agree on: the model, when it is made; and in each step whether every rank's input is good."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.sharded.features import IdError
+from sennit.transport.errors import ArgumentError, ConfigError
+
+
+class Status(IntEnum):
+    """What is wrong on a rank. It goes to all ranks before anything else of the step, so all of them stop there."""
+
+    GOOD = 0
+    ID_OUTSIDE = 1
+    BAD_INPUT = 2
+    BAD_GRADIENT = 3
+
+
+class PeerInputError(ArgumentError):
+    """The input of another rank is wrong. The message names the rank. Nothing has been changed on any rank."""
+
+
+def check_agreement(described: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """Raises `ConfigError` on all ranks, with both values, if one of them describes anything in another way."""
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        return
+    all_of_them: list[Any] = [None] * world_size
+    dist.all_gather_object(all_of_them, dict(described), group=group)
+    first: Mapping[str, str] = all_of_them[0]
+    for rank, other in enumerate(all_of_them):
+        for key in sorted(first.keys() | other.keys()):
+            ours, theirs = first.get(key, "nothing"), other.get(key, "nothing")
+            if ours != theirs:
+                raise ConfigError(f"{key}: rank 0 has {ours}, rank {rank} has {theirs}; all ranks must have the same")
+
+
+def exchange_headers(
+    error: Exception | None,
+    global_batch: int,
+    counts: Sequence[Sequence[int]],
+    group: dist.ProcessGroup | None,
+) -> list[list[int]]:
+    """Tells each rank the status of this one, and `counts[rank]`, how much it gets. Returns what each rank sends here.
+
+    Raises on all ranks if one has an `error`, or if global batches differ.
+    """
+    world_size = dist.get_world_size(group)
+    if world_size == 1:
+        if error is not None:
+            raise error
+        return [list(own) for own in counts]
+    head = [_status(error), global_batch]
+    mine = torch.tensor([[*head, *own] for own in counts], dtype=torch.int64)
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    found: list[list[int]] = theirs.tolist()
+    if error is not None:
+        raise error
+    for rank, (status, _, *_) in enumerate(found):
+        match Status(status):
+            case Status.GOOD:
+                continue
+            case Status.ID_OUTSIDE:
+                raise PeerInputError(f"rank {rank} has an id outside its table; its own error names it")
+            case Status.BAD_INPUT:
+                raise PeerInputError(f"the input of rank {rank} is wrong; its own error says how")
+            case Status.BAD_GRADIENT:
+                raise GradientError(
+                    f"rows of rank {rank} had a gradient in the last step that is not finite; its own error names them"
+                )
+    for rank, (_, other, *_) in enumerate(found):
+        if other != global_batch:
+            raise ArgumentError(
+                f"the global batch has {global_batch} samples on rank {dist.get_rank(group)}, {other} on rank {rank}; "
+                "all ranks must give the same number of samples for each of their slices"
+            )
+    return [row[2:] for row in found]
+
+
+def _status(error: Exception | None) -> Status:
+    if error is None:
+        return Status.GOOD
+    if isinstance(error, GradientError):
+        return Status.BAD_GRADIENT
+    return Status.ID_OUTSIDE if isinstance(error, IdError) else Status.BAD_INPUT

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded embedding tables with pooling, as a module for any model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.sharded.engines import Engines
+from sennit.runtime.sharded.features import Ids
+from sennit.runtime.sharded.module import ShardedTables
+from sennit.runtime.sharded.owner import Arrived
+from sennit.runtime.sharded.placement import alone
+from sennit.runtime.sharded.pooled import Exchange, Outgoing
+from sennit.runtime.sharded.replicated import SparseAllReduce
+from sennit.runtime.sharded.slices import Slices
+from sennit.transport.errors import ArgumentError
+
+
+class ShardedEmbeddingBags(ShardedTables):
+    """Embedding tables in shards on all ranks; each feature's ids of a sample are pooled.
+
+    The backward pass updates the rows that were used, with the tables' own optimizers (Mudigere et al., ISCA 2022,
+    section 4.1): a gradient of a table never exists. Weights have the same bits in any world, with any placement and
+    transport, if `gradients` is "sum" and the rest of the model works slice by slice (`SlicedReplicas`).
+    """
+
+    _poolings = (Pooling.SUM, Pooling.MEAN)
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._pools = [Pools(engines) for engines in self._engines]
+
+    @property
+    def _counts_told(self) -> int:
+        return len(self._engines)
+
+    def forward(self, features: Any, *, global_batch: int | None = None) -> dict[str, Tensor]:
+        """Float32 [B, dim] by feature: the pooled rows of this rank's B samples.
+
+        `features`: ids, in any form of `ids_of`. `global_batch`: the samples of all ranks; needed only where slices
+        differ in size. A feature of a whole table is a view of what arrived, without a copy.
+
+        Raises `IdError`, `ArgumentError`; the other ranks then raise `PeerInputError`, which names the rank. Raises
+        `GradientError` on all ranks if the step before had gradients that are not finite.
+        """
+        step = self._sent(features, global_batch)
+        found: tuple[Tensor, ...] = _Lookup.apply(self._anchor[0], self, step)  # type: ignore[no-untyped-call]
+        return dict(zip(self.feature_names, found, strict=True))
+
+    def _sent(self, given: Any, global_batch: int | None) -> _Step:
+        """Sends ids to their owners."""
+        outgoing: list[tuple[Outgoing, Outgoing]] = []
+
+        def prepared(ids: Ids) -> list[list[int]]:
+            for name, table in self._features:
+                if ids.weights is not None and self.tables[table].pooling is Pooling.MEAN:
+                    raise ArgumentError(f"weights for feature {name}, whose table takes means; allowed: sums")
+            outgoing.extend(pools.outgoing(ids) for pools in self._pools)
+            return [[there.counts[rank] for there, _ in outgoing] for rank in range(self.slices.world_size)]
+
+        ids, batch, arriving = self._agreed(given, global_batch, prepared)
+        return _Step(
+            arrivals=[
+                pools.send(one, [row[number] for row in arriving], batch)
+                for number, (pools, one) in enumerate(zip(self._pools, outgoing, strict=True))
+            ],
+            samples=ids.sample_count,
+            lengths={
+                feature: ids.given_lengths[feature].clamp(min=1).to(torch.float32).unsqueeze(1)
+                for feature, (_, table) in enumerate(self._features)
+                if self.tables[table].pooling is Pooling.MEAN
+            },
+        )
+
+    def _look_up(self, step: _Step) -> tuple[Tensor, ...]:
+        found: dict[int, Tensor] = {}
+        for pools, arrivals in zip(self._pools, step.arrivals, strict=True):
+            found |= pools.bags(arrivals, step.samples)
+        for feature, lengths in step.lengths.items():
+            found[feature] = found[feature] / lengths
+        return tuple(found[feature] for feature in range(len(self._features)))
+
+    def _update(self, step: _Step, gradients: Sequence[Tensor]) -> None:
+        scaled: dict[int, Tensor] = {}
+        for feature, gradient in enumerate(gradients):
+            own = gradient if self._divisor == 1 else gradient / self._divisor
+            lengths = step.lengths.get(feature)
+            scaled[feature] = own if lengths is None else (torch.ones(()) / lengths) * own
+        for number, (pools, arrivals) in enumerate(zip(self._pools, step.arrivals, strict=True)):
+            self._bad = pools.update(arrivals, scaled, rate=self.optimizer.rate(number)) or self._bad
+
+
+class Pools:
+    """Pooled lookups in the tables of one group of engines. Exchanges are collective."""
+
+    def __init__(self, engines: Engines) -> None:
+        settings = engines.settings
+        self._slices = settings.slices
+        self._exchange = Exchange(
+            settings.tables,
+            engines.features,
+            settings.placement,
+            settings.slices,
+            engines.sharded,
+            engines.number_of,
+            settings.group,
+        )
+        self._local = Exchange(
+            settings.tables,
+            engines.replicated_features,
+            alone(engines.replica_of),
+            Slices(count=settings.slices.count, rank=0, world_size=1),
+            engines.replicated,
+            engines.replica_of,
+            settings.group,
+        )
+        self._sparse = SparseAllReduce(engines.replicated, settings.slices, settings.group)
+
+    def outgoing(self, ids: Ids) -> tuple[Outgoing, Outgoing]:
+        """Ids for the owners of shards, and those of replicated tables. Not collective."""
+        return self._exchange.outgoing(ids), self._local.outgoing(ids)
+
+    def send(self, outgoing: tuple[Outgoing, Outgoing], counts: Sequence[int], global_batch: int) -> Arrivals:
+        """Sends ids to their owners. `counts`: those that each rank sends to this one."""
+        there, here = outgoing
+        return Arrivals(
+            sharded=self._exchange.send(there, counts, global_batch),
+            replicated=self._local.owner.arrive(
+                [self._exchange.source(self._slices.rank, global_batch)], here.lengths, here.values, here.weights
+            ),
+        )
+
+    def bags(self, arrivals: Arrivals, samples: int) -> dict[int, Tensor]:
+        """Sums of bags by feature, [samples, dim]."""
+        found = self._exchange.bags(self._exchange.answers(arrivals.sharded), samples)
+        return found | self._local.bags(self._local.owner.answer(arrivals.replicated), samples)
+
+    def update(self, arrivals: Arrivals, gradients: dict[int, Tensor], *, rate: float) -> GradientError | None:
+        """Takes one step from the gradients of `bags`. Returns what is wrong with gradients of this rank's rows."""
+        error = None
+        arrived = self._exchange.return_gradients(arrivals.sharded, gradients)
+        try:
+            self._exchange.owner.update(arrivals.sharded, arrived, rate=rate)
+        except GradientError as bad:
+            error = bad
+        if not self._local.features:
+            return error
+        try:
+            self._sparse.update(
+                *self._local.owner.by_slice(arrivals.replicated, self._local.packed(gradients)), rate=rate
+            )
+        except GradientError as bad:
+            error = bad
+        return error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrivals:
+    """The ids of a step on this rank."""
+
+    sharded: Arrived
+    replicated: Arrived
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    """A forward pass that a backward one may follow."""
+
+    arrivals: list[Arrivals]
+    samples: int
+    lengths: dict[int, Tensor]
+    """Float32 [samples, 1], of features whose table takes means; at least 1."""
+
+
+class _Lookup(torch.autograd.Function):
+    """Pooled rows by feature. Its backward pass is the optimizer step."""
+
+    @staticmethod
+    def forward(context: Any, anchor: Tensor, tables: ShardedEmbeddingBags, step: _Step) -> tuple[Tensor, ...]:
+        context.tables, context.step = tables, step
+        return tables._look_up(step)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        context.tables._update(context.step, gradients)
+        return torch.empty(0), None, None

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program hands to the tables: ids by feature and sample, in one of the forms that programs have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from sennit.runtime.kernels.spec import Bounds
+from sennit.runtime.sharded.tables import Table
+from sennit.transport.errors import ArgumentError
+
+_INTEGERS: Final = (torch.int32, torch.int64)
+
+
+class IdError(ArgumentError, IndexError):
+    """An id is outside its table. The message names rank, feature, position, id and range."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Features:
+    """F features of B samples in the combined format (Mudigere et al., ISCA 2022, section 4.4)."""
+
+    lengths: Tensor
+    """Int32 or int64 [F, B]: how many ids sample b has in feature f."""
+
+    values: Tensor
+    """Int32 or int64 [lengths.sum()]: ids, feature after feature, and sample after sample in a feature."""
+
+    weights: Tensor | None = None
+    """Float32, a weight for each id: rows are multiplied by it."""
+
+    names: tuple[str, ...] | None = None
+    """Names of the features; None: all of the model, in its order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ids:
+    """Checked ids of all features, in the model's order."""
+
+    lengths: Tensor
+    """[F, B], contiguous."""
+
+    values: Tensor
+    counts: list[int]
+    """Ids of each feature."""
+
+    given_lengths: Tensor
+    """[F, B]: lengths that count ignored ids, too. A mean divides by them."""
+
+    weights: Tensor | None = None
+
+    @property
+    def sample_count(self) -> int:
+        return self.lengths.shape[1]
+
+
+def features_of(tables: Sequence[Table]) -> list[tuple[str, int]]:
+    """The model's features in its order, each with the number of its table."""
+    return [(feature, number) for number, table in enumerate(tables) for feature in table.features]
+
+
+def ids_of(given: Any, tables: Sequence[Table]) -> Ids:
+    """The ids in the model's order of features, with the tables' bounds applied.
+
+    `given` is one of these:
+
+    - `Features`, or any object with `lengths` and `values` in that form, such as `CombinedBatch`;
+    - an object like TorchRec's `KeyedJaggedTensor`: methods `keys`, `lengths`, `values` and `weights_or_none`;
+    - a mapping from a feature's name to ids: [B] for one id a sample, [B, n] for n.
+
+    Features that the model does not have are left out. Raises `ArgumentError` if one is missing, or tensors do not fit
+    each other, `IdError` for an id out of range where a table's bounds are `ERROR`.
+    """
+    features = features_of(tables)
+    if isinstance(given, Mapping):
+        ids = _of_mapping(given, features)
+    elif callable(getattr(given, "keys", None)):
+        ids = _of_keyed(given, features)
+    else:
+        names = getattr(given, "names", None)
+        ids = _in_order(given.lengths, given.values, getattr(given, "weights", None), names, features)
+    return _within_bounds(ids, tables, features)
+
+
+def _of_mapping(given: Mapping[str, Tensor], features: Sequence[tuple[str, int]]) -> Ids:
+    lengths, values = [], []
+    for name, _ in features:
+        if name not in given:
+            raise ArgumentError(f"no ids for feature {name}; given: {', '.join(map(str, given))}")
+        ids = given[name]
+        if ids.ndim not in (1, 2) or ids.dtype not in _INTEGERS:
+            raise ArgumentError(
+                f"feature {name} is {ids.dtype} of shape {tuple(ids.shape)}; allowed: int32 or int64, [samples] or "
+                "[samples, ids a sample]"
+            )
+        each = 1 if ids.ndim == 1 else ids.shape[1]
+        lengths.append(torch.full((ids.shape[0],), each, dtype=torch.int32))
+        values.append(ids.reshape(-1))
+    sizes = {name: len(part) for (name, _), part in zip(features, lengths, strict=True)}
+    if len(set(sizes.values())) > 1:
+        raise ArgumentError(f"features of different numbers of samples: {sizes}")
+    counts = [len(part) for part in values]
+    stacked = torch.stack(lengths)
+    return Ids(lengths=stacked, values=torch.cat(values), counts=counts, given_lengths=stacked)
+
+
+def _of_keyed(given: Any, features: Sequence[tuple[str, int]]) -> Ids:
+    names = list(given.keys())
+    lengths = given.lengths()
+    if not names or len(lengths) % len(names):
+        raise ArgumentError(f"{len(lengths)} lengths for {len(names)} keys")
+    weights = given.weights_or_none() if hasattr(given, "weights_or_none") else None
+    return _in_order(lengths.view(len(names), -1), given.values(), weights, names, features)
+
+
+def _in_order(
+    lengths: Tensor,
+    values: Tensor,
+    weights: Tensor | None,
+    names: Sequence[str] | None,
+    features: Sequence[tuple[str, int]],
+) -> Ids:
+    rows = len(features) if names is None else len(names)
+    if lengths.ndim != 2 or lengths.shape[0] != rows or lengths.dtype not in _INTEGERS:
+        raise ArgumentError(
+            f"lengths are {lengths.dtype} of shape {tuple(lengths.shape)}; allowed: int32 or int64 of ({rows}, samples)"
+        )
+    if values.ndim != 1 or values.dtype not in _INTEGERS:
+        raise ArgumentError(
+            f"ids are {values.dtype} of shape {tuple(values.shape)}; allowed: int32 or int64, one dimension"
+        )
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise ArgumentError(f"a length of {int(lengths.min())}; allowed: 0 or more")
+    counts: list[int] = lengths.sum(1, dtype=torch.int64).tolist()
+    if sum(counts) != len(values):
+        raise ArgumentError(f"lengths of {sum(counts)} ids in all, but {len(values)} ids")
+    if weights is not None and (weights.dtype is not torch.float32 or weights.shape != values.shape):
+        raise ArgumentError(
+            f"weights are {weights.dtype} of shape {tuple(weights.shape)}; allowed: float32 of ({len(values)},)"
+        )
+    if names is None or list(names) == [name for name, _ in features]:
+        lengths = lengths.contiguous()
+        return Ids(lengths=lengths, values=values.contiguous(), counts=counts, given_lengths=lengths, weights=weights)
+    place_of = {name: place for place, name in enumerate(names)}
+    missing = [name for name, _ in features if name not in place_of]
+    if missing:
+        raise ArgumentError(f"no ids for feature {missing[0]}; given: {', '.join(names)}")
+    order = [place_of[name] for name, _ in features]
+    parts = torch.split(values, counts)
+    lengths = lengths[order]
+    return Ids(
+        lengths=lengths,
+        given_lengths=lengths,
+        values=torch.cat([parts[place] for place in order]),
+        counts=[counts[place] for place in order],
+        weights=None if weights is None else torch.cat([torch.split(weights, counts)[place] for place in order]),
+    )
+
+
+def _within_bounds(ids: Ids, tables: Sequence[Table], features: Sequence[tuple[str, int]]) -> Ids:
+    """Applies the tables' bounds. Ids that are ignored are left out: the mean of their bag counts them nevertheless."""
+    lengths, values, weights = ids.lengths, list(torch.split(ids.values, ids.counts)), None
+    changed = False
+    if ids.weights is not None:
+        weights = list(torch.split(ids.weights, ids.counts))
+    for place, (name, number) in enumerate(features):
+        table, own = tables[number], values[place]
+        if not len(own):
+            continue
+        low, high = (int(bound) for bound in own.aminmax())
+        if low >= 0 and high < table.rows:
+            continue
+        if table.bounds is Bounds.ERROR:
+            position = int(((own < 0) | (own >= table.rows)).nonzero()[0])
+            raise IdError(
+                f"feature {name}: id {int(own[position])} at position {position}; table {table.name} has rows 0 to "
+                f"{table.rows - 1}"
+            )
+        if table.bounds is Bounds.WRAP:
+            values[place] = torch.remainder(own, table.rows)
+        else:
+            kept = (own >= 0) & (own < table.rows)
+            bags = torch.repeat_interleave(torch.arange(ids.sample_count), lengths[place].to(torch.int64))
+            if not changed:
+                lengths = lengths.clone()
+            lengths[place] = torch.bincount(bags[kept], minlength=ids.sample_count).to(lengths.dtype)
+            values[place] = own[kept]
+            if weights is not None:
+                weights[place] = weights[place][kept]
+        changed = True
+    if not changed:
+        return ids
+    return Ids(
+        lengths=lengths,
+        given_lengths=ids.given_lengths,
+        values=torch.cat(values),
+        counts=[len(part) for part in values],
+        weights=None if weights is None else torch.cat(weights),
+    )

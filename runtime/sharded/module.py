@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What modules of sharded tables have in common: the model that all ranks agree on, its shards here, their rates."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.sharded.agreement import check_agreement, exchange_headers
+from sennit.runtime.sharded.engines import Engines, Held, Settings, groups_of
+from sennit.runtime.sharded.features import Ids, features_of, ids_of
+from sennit.runtime.sharded.placement import Placement, place
+from sennit.runtime.sharded.rates import TableRates
+from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
+from sennit.runtime.sharded.tables import Table, check_tables, shard_name, shards_of
+from sennit.transport.errors import ConfigError, SennitError
+
+
+class ShardedTables(nn.Module):
+    """Tables in shards on all ranks. Forward and backward passes are collective.
+
+    Tables hold no `nn.Parameter`, so DDP and FSDP2 leave them alone.
+    """
+
+    _poolings: tuple[Pooling, ...] = ()
+    """What tables of this module may do with the rows of a bag."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        rate: float,
+        placement: Placement | str | Mapping[str, str] = "table_wise",
+        slices: int = DEFAULT_SLICES,
+        gradients: str = "mean",
+        seed: int = 0,
+        group: dist.ProcessGroup | None = None,
+        implementation_name: str = "native",
+        threads: int = 1,
+    ) -> None:
+        """`rate`: the learning rate of all tables; a scheduler may change it (`optimizer`).
+
+        `placement`: who has which shard; or the name of a sharding, for all tables or by table (`place`).
+        `slices`: V, a power of two that belongs to the model, not to the run.
+        `gradients`: "mean" if every rank's loss is the mean over its own samples, as with DDP; then gradients are
+        averaged over ranks. "sum" if the losses of all ranks add up to the loss.
+        `seed`: of initial values and of stochastic rounding.
+
+        Collective. Raises `ConfigError` on all ranks if they do not describe the same model.
+        """
+        super().__init__()
+        self.tables = tuple(tables)
+        check_tables(self.tables)
+        if gradients not in ("mean", "sum"):
+            raise ConfigError(f"gradients {gradients!r}; allowed: mean, sum")
+        for table in self.tables:
+            if table.pooling not in self._poolings:
+                allowed = ", ".join(pooling.value for pooling in self._poolings)
+                what = f"table {table.name} has pooling {table.pooling.value}"
+                raise ConfigError(f"{what}; allowed in {type(self).__name__}: {allowed}")
+        world_size = dist.get_world_size(group)
+        self.slices = Slices(count=slices, rank=dist.get_rank(group), world_size=world_size)
+        if not isinstance(placement, Placement):
+            placement = place(self.tables, world_size, placement)
+        if placement.world_size != world_size:
+            raise ConfigError(f"a placement for {placement.world_size} ranks, but there are {world_size}")
+        self.placement = placement
+        self._group = group
+        self._divisor = world_size if gradients == "mean" else 1
+        self._features = features_of(self.tables)
+        check_agreement(self._described(gradients, seed), group)
+        settings = Settings(
+            tables=self.tables,
+            placement=placement,
+            slices=self.slices,
+            seed=seed,
+            implementation_name=implementation_name,
+            threads=threads,
+            group=group,
+        )
+        self._engines = [Engines(settings, numbers) for numbers in groups_of(self.tables)]
+        names = [[self.tables[number].name for number in numbers] for numbers in groups_of(self.tables)]
+        self.optimizer = TableRates(names, rate=rate)
+        """Holds the learning rates, for `torch.optim.lr_scheduler`. Its `step` does nothing."""
+        # Autograd calls the backward pass only if an argument requires a gradient. It is no parameter, so that nobody
+        # sends it around.
+        self._anchor = [torch.empty(0, requires_grad=True)]
+        self._bad: GradientError | None = None
+
+    @property
+    def _counts_told(self) -> int:
+        """How many numbers a rank tells each other one before the exchanges of a step."""
+        return 0
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The names of the outputs, in the model's order."""
+        return tuple(name for name, _ in self._features)
+
+    def check(self) -> None:
+        """Raises `GradientError` on all ranks if the last backward pass had gradients that are not finite.
+
+        Collective. Such rows were left as they were. The next forward pass raises the same error.
+        """
+        bad, self._bad = self._bad, None
+        exchange_headers(bad, 0, [[]] * self.slices.world_size, self._group)
+
+    def held(self) -> Iterator[Held]:
+        """The shards that this rank holds."""
+        for engines in self._engines:
+            yield from engines.held
+
+    def digest(self) -> str:
+        """SHA-256 of all weights and optimizer states. Collective; the same on all ranks, whoever holds what.
+
+        Raises `SennitError` if replicas of a table differ.
+        """
+        own = {held.name: _hash(held) for held in self.held()}
+        everyone: list[Any] = [own]
+        if self.slices.world_size > 1:
+            everyone = [None] * self.slices.world_size
+            dist.all_gather_object(everyone, own, group=self._group)
+        of_shard: dict[str, str] = {}
+        for one in everyone:
+            for name, value in one.items():
+                if of_shard.setdefault(name, value) != value:
+                    raise SennitError(f"replicas of shard {name} differ")
+        text = "\n".join(f"{name} {of_shard[name]}" for name in sorted(of_shard))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _agreed(
+        self, given: Any, global_batch: int | None, counts: Callable[[Ids], Sequence[Sequence[int]]]
+    ) -> tuple[Ids, int, list[list[int]]]:
+        """This rank's ids, the samples of all ranks, and the `counts` that all ranks send here.
+
+        `counts` makes what this rank tells each other one; it may raise, too. Raises on all ranks if one has bad input.
+        """
+        error: Exception | None = self._bad
+        self._bad = None
+        batch, mine = 0, [[0] * self._counts_told] * self.slices.world_size
+        ids = None
+        if error is None:
+            try:
+                ids = ids_of(given, self.tables)
+                batch = self.slices.global_batch(ids.sample_count, global_batch)
+                mine = [list(row) for row in counts(ids)]
+            except SennitError as bad:
+                error = bad
+        arriving = exchange_headers(error, batch, mine, self._group)
+        assert ids is not None
+        return ids, batch, arriving
+
+    def _described(self, gradients: str, seed: int) -> dict[str, str]:
+        described = {"slices": str(self.slices.count), "gradients": gradients, "seed": str(seed)}
+        described["tables"] = ", ".join(table.name for table in self.tables)
+        for table in self.tables:
+            for field in table.__dataclass_fields__:
+                if field != "initial":
+                    described[f"table {table.name}: {field}"] = str(getattr(table, field))
+        for shard in shards_of(self.tables):
+            described[f"owner of {shard_name(self.tables, shard)}"] = str(self.placement.owner_of[shard])
+        return described
+
+
+def _hash(held: Held) -> str:
+    found = hashlib.sha256()
+    for tensor in (held.weight, *held.states.values()):
+        found.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pooled lookups of shards on other ranks: ids go out, sums of bags come back, and gradients go out again.
+
+Each of the three is one AlltoAll. With whole tables nothing is rearranged on the way: the owner looks up what arrived
+in its order, and what comes back is the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.sharded.features import Ids, features_of
+from sennit.runtime.sharded.owner import Arrived, Owner, Source
+from sennit.runtime.sharded.placement import Placement
+from sennit.runtime.sharded.routes import Columns, Part, Sum, routes
+from sennit.runtime.sharded.slices import Slices
+from sennit.runtime.sharded.split import split_rows
+from sennit.runtime.sharded.tables import Shard, Table
+from sennit.transport.tree import combinations
+
+
+class Exchange:
+    """The pooled lookups of the features whose tables are in one engine. Every method is collective."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        chosen: Sequence[int],
+        placement: Placement,
+        slices: Slices,
+        engine: EmbeddingEngine,
+        table_of_shard: dict[Shard, int],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """`chosen`: numbers of the features. `table_of_shard`: this rank's shards in the engine."""
+        self._tables, self._slices, self._group = tables, slices, group
+        self._table_of = [tables[number] for _, number in features_of(tables)]
+        self.routes = routes(tables, placement, chosen)
+        own = slices.rank
+        self.owner = Owner(
+            tables,
+            engine,
+            table_of_shard,
+            parts=self.routes.parts[own],
+            sums=self.routes.sums[own],
+            gradients=self.routes.gradients[own],
+        )
+        self.features = sorted({part.feature for parts in self.routes.parts for part in parts})
+        self._sum_places = [(rank, one) for rank, sums in enumerate(self.routes.sums) for one in sums]
+        wide = any(self._table_of[feature].rows > 1 << 31 for feature in self.features)
+        self._id_dtype = torch.int64 if wide else torch.int32
+
+    def outgoing(self, ids: Ids) -> Outgoing:
+        """This rank's ids by destination. Not collective."""
+        values_of = torch.split(ids.values, ids.counts)
+        weights_of = None if ids.weights is None else torch.split(ids.weights, ids.counts)
+        by_part: dict[Part, tuple[Tensor, Tensor, Tensor | None]] = {}
+        for feature in self.features:
+            table, weights = self._table_of[feature], None if weights_of is None else weights_of[feature]
+            if table.row_shards == 1:
+                by_part[Part(feature, 0)] = (ids.lengths[feature], values_of[feature], weights)
+                continue
+            borders = [table.row_range(row).low for row in range(table.row_shards)] + [table.rows]
+            for row, part in enumerate(split_rows(ids.lengths[feature], values_of[feature], borders, weights)):
+                by_part[Part(feature, row)] = part
+        chosen = [[by_part[part] for part in parts] for parts in self.routes.parts]
+        flat = [part for parts in chosen for part in parts]
+        return Outgoing(
+            counts=[sum(len(part[1]) for part in parts) for parts in chosen],
+            lengths=_cat([part[0] for part in flat], torch.int32),
+            values=_cat([part[1] for part in flat], self._id_dtype),
+            weights=None if weights_of is None else _cat([part[2] for part in flat], torch.float32),
+        )
+
+    def source(self, rank: int, global_batch: int) -> Source:
+        """The samples of a rank."""
+        span = self._slices.of(rank)
+        return Source(first_slice=span.low, sizes=tuple(self._slices.sizes(span, global_batch)))
+
+    def send(self, outgoing: Outgoing, counts: Sequence[int], global_batch: int) -> Arrived:
+        """Sends ids to their owners. `counts`: the ids that each rank sends to this one."""
+        sources = [self.source(rank, global_batch) for rank in range(self._slices.world_size)]
+        mine = sources[self._slices.rank].sample_count
+        send = [len(parts) * mine for parts in self.routes.parts]
+        receive = [self.owner.part_count * source.sample_count for source in sources]
+        lengths = self._moved(outgoing.lengths, receive, send)
+        values = self._moved(outgoing.values, counts, outgoing.counts)
+        weights = None
+        if outgoing.weights is not None:
+            weights = self._moved(outgoing.weights, counts, outgoing.counts)
+        return self.owner.arrive(sources, lengths, values, weights)
+
+    def answers(self, arrived: Arrived) -> Tensor:
+        """Looks up what arrived, and returns the sums that all owners made for this rank, in the order of the wire."""
+        samples = [source.sample_count for source in arrived.sources]
+        mine = samples[self._slices.rank]
+        send = [self.owner.answer_size(count) for count in samples]
+        receive = [mine * sum(self._columns(one.feature, one.column) for one in sums) for sums in self.routes.sums]
+        return self._moved(self.owner.answer(arrived), receive, send)
+
+    def bags(self, answers: Tensor, samples: int) -> dict[int, Tensor]:
+        """Sums of whole bags by feature, [samples, dim]: where a table is whole, views of `answers`. Not collective."""
+        found: dict[tuple[int, int], list[tuple[Sum, Tensor]]] = {}
+        sizes = [samples * self._columns(one.feature, one.column) for _, one in self._sum_places]
+        for (_, one), values in zip(self._sum_places, torch.split(answers, sizes), strict=True):
+            found.setdefault((one.feature, one.column), []).append((one, values.view(samples, -1)))
+        result = {}
+        for feature in self.features:
+            table = self._table_of[feature]
+            columns = [_folded(found[feature, column], table.row_shards) for column in range(table.column_shards)]
+            result[feature] = columns[0] if len(columns) == 1 else torch.cat(columns, 1)
+        return result
+
+    def return_gradients(self, arrived: Arrived, gradients: dict[int, Tensor]) -> Tensor:
+        """Sends gradients of bags, [samples, dim] by feature, to the owners of their rows.
+
+        Returns those for this rank's shards, flat, as `Owner.update` takes them.
+        """
+        samples = [source.sample_count for source in arrived.sources]
+        mine = samples[self._slices.rank]
+        send = [mine * sum(self._columns(*one) for one in places) for places in self.routes.gradients]
+        receive = [self.owner.gradient_size(count) for count in samples]
+        return self._moved(self.packed(gradients), receive, send)
+
+    def packed(self, gradients: dict[int, Tensor]) -> Tensor:
+        """The gradients of bags in the order of the wire. Not collective."""
+        flat = [
+            self._part_of_gradient(one, gradients[one.feature]) for places in self.routes.gradients for one in places
+        ]
+        return _cat(flat, torch.float32)
+
+    def _part_of_gradient(self, one: Columns, gradient: Tensor) -> Tensor:
+        columns = self._table_of[one.feature].column_range(one.column)
+        return gradient[:, columns.low : columns.high].reshape(-1)
+
+    def _columns(self, feature: int, column: int) -> int:
+        return self._table_of[feature].column_range(column).size
+
+    def _moved(self, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
+        if self._slices.world_size == 1 or not self.features:
+            return source
+        output = source.new_empty(sum(receive))
+        dist.all_to_all_single(output, source, list(receive), list(send), group=self._group)
+        return output
+
+
+class Outgoing:
+    """A rank's ids, in the order of the wire."""
+
+    def __init__(self, *, counts: list[int], lengths: Tensor, values: Tensor, weights: Tensor | None) -> None:
+        """`counts`: ids for each rank."""
+        self.counts, self.lengths, self.values, self.weights = counts, lengths, values, weights
+
+
+def _folded(sums: Sequence[tuple[Sum, Tensor]], row_shards: int) -> Tensor:
+    """Adds the sums of nodes in the canonical tree."""
+    ordered = sorted(sums, key=lambda entry: entry[0].node)
+    if len(ordered) == 1:
+        return ordered[0][1]
+    stack: list[Tensor] = []
+    program = combinations(tuple(one.node for one, _ in ordered), row_shards)
+    for (_, values), count in zip(ordered, program, strict=True):
+        stack.append(values)
+        for _ in range(count):
+            right = stack.pop()
+            stack[-1] = stack[-1] + right
+    return stack[0]
+
+
+def _cat(parts: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """One tensor of `dtype`, from parts that may have others."""
+    given = [part for part in parts if part is not None]
+    output = torch.empty(sum(len(part) for part in given), dtype=dtype)
+    place = 0
+    for part in given:
+        output[place : place + len(part)].copy_(part)
+        place += len(part)
+    return output

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data-parallel tables: every rank has all rows. Only the rows that a step used travel, as sums of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.spec import Pooling
+from sennit.runtime.sharded.slices import Slices
+from sennit.transport.tree import Span
+
+
+class SparseAllReduce:
+    """Updates replicated tables: all ranks take the same step, from the gradients of all.
+
+    A rank gives either the sums of its slices' rows, of which the canonical tree makes the rest; or its lookups with
+    the gradient of their result, from which all ranks make all sums. Both have the same bits. What is fewer bytes
+    travels: sums of rows where few rows are used often, lookups where bags are long.
+    """
+
+    def __init__(self, engine: EmbeddingEngine, slices: Slices, group: dist.ProcessGroup | None) -> None:
+        """`engine`: this rank's replicas of the tables."""
+        self._engine, self._slices, self._group = engine, slices, group
+        self._nodes = [slices.nodes_of(rank) for rank in range(slices.world_size)]
+        self._dims = [spec.dim for spec in engine.specs]
+
+    def update(self, batch: Batch, gradient: Tensor, *, rate: float) -> None:
+        """Takes one step on all ranks, from this rank's lookups and the gradient of their result. Collective.
+
+        Raises `GradientError` on all ranks if a row's gradient is not finite.
+        """
+        if self._slices.world_size > 1:
+            counts = [0] * len(self._dims)
+            for block in batch.blocks():
+                counts[block.table] += block.lookup_count
+            sizes = [len(batch.lengths), len(batch.values), len(gradient), self._sum_floats(counts)]
+            own = torch.tensor([*sizes, len(batch.table_of_block)])
+            everyone = self._gathered(own, [len(own)] * self._slices.world_size).view(-1, len(own))
+            bags, lookups, floats, floats_of_sums = everyone.sum(0).tolist()[:4]
+            if floats_of_sums < floats + bags + lookups:
+                batch, gradient = self._sums(batch, gradient)
+            else:
+                batch, gradient = self._everything(batch, gradient, everyone.tolist())
+        self._engine.update(batch, gradient, rate=rate)
+
+    def _sum_floats(self, lookups: Sequence[int]) -> int:
+        """Floats of the sums of rows, at most."""
+        most = [min(count, spec.row_count) for count, spec in zip(lookups, self._engine.specs, strict=True)]
+        return sum(count * (dim + 1) for count, dim in zip(most, self._dims, strict=True))
+
+    def _everything(self, batch: Batch, gradient: Tensor, of_rank: Sequence[Sequence[int]]) -> tuple[Batch, Tensor]:
+        """The lookups of all ranks, and the gradients of their results. `of_rank`: the sizes of what each gives."""
+        blocks = torch.tensor([batch.table_of_block, batch.bags_of_block, batch.slice_of_block]).flatten()
+        widths = [3 * sizes[4] for sizes in of_rank]
+        everyone = [part.view(3, -1) for part in torch.split(self._gathered(blocks, widths), widths)]
+        table_of_block, bags_of_block, slice_of_block = torch.cat(everyone, 1).tolist()
+        weights = None
+        if batch.weights is not None:
+            weights = self._gathered(batch.weights, [size[1] for size in of_rank])
+        whole = Batch(
+            table_of_block=tuple(table_of_block),
+            bags_of_block=tuple(bags_of_block),
+            slice_of_block=tuple(slice_of_block),
+            lengths=self._gathered(batch.lengths, [size[0] for size in of_rank]),
+            values=self._gathered(batch.values, [size[1] for size in of_rank]),
+            weights=weights,
+            pooling=batch.pooling,
+        )
+        return whole, self._gathered(gradient, [size[2] for size in of_rank])
+
+    def _sums(self, batch: Batch, gradient: Tensor) -> tuple[Batch, Tensor]:
+        """The sums of rows of all ranks, as lookups of sequences with their gradients."""
+        tables = len(self._dims)
+        own_nodes = self._nodes[self._slices.rank]
+        counts = torch.zeros(len(own_nodes), tables, dtype=torch.int64)
+        rows, sums = [], []
+        for number, node in enumerate(own_nodes):
+            of_node = (batch, gradient) if len(own_nodes) == 1 else _of_slices(batch, gradient, node, self._dims)
+            for found in self._engine.sum_rows(*of_node):
+                counts[number, found.table] = len(found.rows)
+                rows.append(found.rows)
+                sums.append(found.sums.reshape(-1))
+        widths = [len(nodes) * tables for nodes in self._nodes]
+        all_counts = self._gathered(counts.flatten(), widths)
+        of_rank = [part.view(-1, tables) for part in torch.split(all_counts, widths)]
+        dims = torch.tensor(self._dims)
+        all_rows = self._gathered(_cat(rows, torch.int64), [int(part.sum()) for part in of_rank])
+        all_sums = self._gathered(_cat(sums, torch.float32), [int((part * dims).sum()) for part in of_rank])
+        nodes = [node for of_one in self._nodes for node in of_one]
+        merged = Batch(
+            table_of_block=tuple(range(tables)) * len(nodes),
+            bags_of_block=tuple(all_counts.tolist()),
+            slice_of_block=tuple(node.low for node in nodes for _ in range(tables)),
+            lengths=torch.ones(len(all_rows), dtype=torch.int32),
+            values=all_rows,
+            pooling=Pooling.NONE,
+        )
+        return merged, all_sums
+
+    def _gathered(self, own: Tensor, sizes: Sequence[int]) -> Tensor:
+        output = own.new_empty(sum(sizes))
+        dist.all_gather(list(torch.split(output, list(sizes))), own, group=self._group)
+        return output
+
+
+def _of_slices(batch: Batch, gradient: Tensor, node: Span, dims: Sequence[int]) -> tuple[Batch, Tensor]:
+    """The blocks of these slices with their gradient. `dims`: columns of each table."""
+    assert batch.slice_of_block is not None
+    chosen = [place for place, number in enumerate(batch.slice_of_block) if node.low <= number < node.high]
+    lengths = torch.split(batch.lengths, list(batch.bags_of_block))
+    counts = [int(part.sum()) for part in lengths]
+    vectors = counts if batch.pooling is Pooling.NONE else batch.bags_of_block
+    sizes = [count * dims[table] for count, table in zip(vectors, batch.table_of_block, strict=True)]
+
+    def of(whole: Tensor, parts: Sequence[int]) -> Tensor:
+        split = torch.split(whole, list(parts))
+        return _cat([split[place] for place in chosen], whole.dtype)
+
+    part = Batch(
+        table_of_block=tuple(batch.table_of_block[place] for place in chosen),
+        bags_of_block=tuple(batch.bags_of_block[place] for place in chosen),
+        slice_of_block=tuple(batch.slice_of_block[place] for place in chosen),
+        lengths=_cat([lengths[place] for place in chosen], batch.lengths.dtype),
+        values=of(batch.values, counts),
+        weights=None if batch.weights is None else of(batch.weights, counts),
+        pooling=batch.pooling,
+    )
+    return part, of(gradient, sizes)
+
+
+def _cat(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=dtype)

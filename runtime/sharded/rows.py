@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lookups of rows, not of sums: each distinct row comes once, and its gradient goes back once, summed.
+
+A rank asks for the distinct rows of each of its *nodes*: the largest subtrees of the tree over slices that its slices
+make (one, where the world is a power of two). The sum of a row's gradients over a node is what its owner needs.
+
+Ids, rows and sums travel in one order: destination, node of the asking rank, part of the owner, column shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sennit.runtime.kernels.batch import Batch
+from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.layout import TableMemory
+from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
+from sennit.runtime.kernels.spec import Pooling, TableSpec
+from sennit.runtime.sharded.engines import Settings
+from sennit.runtime.sharded.features import Ids, features_of
+from sennit.runtime.sharded.lookups import Lookups, lookups_of
+from sennit.runtime.sharded.placement import EVERYWHERE
+from sennit.runtime.sharded.slices import Slices
+from sennit.runtime.sharded.tables import Range, Shard
+
+
+class Part(NamedTuple):
+    """Rows of a row shard, and the column shards of them that a rank has."""
+
+    table: int
+    row: int
+    columns: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """What a rank looks up in one node of its slices."""
+
+    lookups: Lookups
+    distinct: dict[int, Tensor]
+    """By table: int64, rising."""
+
+    borders: dict[int, list[int]]
+    """By table: where each row shard begins in `distinct`, and the end."""
+
+    places: dict[int, Tensor]
+    """By table: int64, where the row of each lookup of the table is in `distinct`, in the order of `lookups`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fetched:
+    """Rows that came, and what this rank looked up for others."""
+
+    rows: list[dict[int, Tensor]]
+    """By node and table: float32 [distinct, dim]."""
+
+    batch: Batch
+    sizes: list[int]
+    """Floats for each rank, of what this rank looked up."""
+
+
+class RowExchange:
+    """Lookups of rows in some tables of one engine. Exchanges are collective among the `peers`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EmbeddingEngine,
+        number_of: Mapping[Shard, int],
+        features: Sequence[int],
+        peers: Sequence[int],
+    ) -> None:
+        """`number_of`: this rank's shards in the engine. `peers`: all ranks; for replicated tables this one alone."""
+        self._tables, self._slices, self._group = settings.tables, settings.slices, settings.group
+        self.engine, self._number_of = engine, number_of
+        self._peers = list(peers)
+        self._me = self._peers.index(settings.slices.rank)
+        table_of = [table for _, table in features_of(settings.tables)]
+        self._numbers = sorted({table_of[feature] for feature in features})
+        self._features = {
+            table: [feature for feature in features if table_of[feature] == table] for table in self._numbers
+        }
+        self._parts = [_parts_on(settings, self._numbers, rank) for rank in peers]
+        self._nodes = [settings.slices.nodes_of(rank) for rank in peers]
+        self._summer = summer(settings, self._numbers)
+
+    @property
+    def has_tables(self) -> bool:
+        return bool(self._numbers)
+
+    def nodes(self, ids: Ids, global_batch: int) -> list[Node]:
+        """What this rank looks up, by node. Not collective."""
+        return [self._node(ids, slices) for slices in slice_ranges(self._slices, global_batch)]
+
+    def fetch(self, nodes: Sequence[Node]) -> Fetched:
+        """Gets the rows of all nodes from their owners."""
+        mine = self._parts[self._me]
+        counts = [[end - start for _, _, start, end in self._requests(nodes, rank)] for rank in self._world]
+        flat = [count for of_rank in counts for count in of_rank]
+        sizes = [len(of_node) * len(mine) for of_node in self._nodes]
+        told = self._moved(torch.tensor(flat, dtype=torch.int64), sizes, [len(of_rank) for of_rank in counts])
+        asked = [part.tolist() for part in torch.split(told, sizes)]
+        wanted = [
+            nodes[node].distinct[part.table][start:end] - self._tables[part.table].row_range(part.row).low
+            for rank in self._world
+            for node, part, start, end in self._requests(nodes, rank)
+        ]
+        ids = self._moved(
+            torch.cat(wanted) if wanted else torch.empty(0, dtype=torch.int64),
+            [sum(of_rank) for of_rank in asked],
+            [sum(of_rank) for of_rank in counts],
+        )
+        batch, answers = self._batch(ids, asked)
+        found = self._moved(self.engine.lookup(batch), self._own_sizes(nodes), answers)
+        return Fetched(rows=self._assembled(nodes, found), batch=batch, sizes=answers)
+
+    def by_lookup(self, nodes: Sequence[Node], fetched: Fetched) -> dict[int, Tensor]:
+        """The row of each lookup: float32 [lookups, dim] by feature."""
+        pieces: dict[int, list[Tensor]] = {feature: [] for of_table in self._features.values() for feature in of_table}
+        for node, rows in zip(nodes, fetched.rows, strict=True):
+            for number, table in enumerate(self._numbers):
+                own = [
+                    piece
+                    for block, piece in zip(node.lookups.batch.table_of_block, node.lookups.pieces, strict=True)
+                    if block == number
+                ]
+                found = rows[table].index_select(0, node.places[table])
+                if len(self._features[table]) == 1:
+                    pieces[own[0][0]].append(found)
+                    continue
+                sizes = [piece.stop - piece.start for _, piece in own]
+                for (feature, _), part in zip(own, torch.split(found, sizes), strict=True):
+                    pieces[feature].append(part)
+        return {feature: parts[0] if len(parts) == 1 else torch.cat(parts) for feature, parts in pieces.items()}
+
+    def sums(self, nodes: Sequence[Node], fetched: Fetched, gradients: dict[int, Tensor]) -> Tensor:
+        """Sends the sum of each row's gradients in each node to its owner. Returns those for `fetched.batch`, flat.
+
+        `gradients`: float32 [lookups, dim] by feature.
+        """
+        sums: list[dict[int, Tensor]] = []
+        for node in nodes:
+            found = self._summer.sum_rows(node.lookups.batch, node.lookups.gathered(gradients))
+            of_table = {self._numbers[one.table]: one.sums for one in found}
+            sums.append(
+                {table: of_table.get(table, torch.empty(0, self._tables[table].dim)) for table in node.distinct}
+            )
+        parts = [
+            sums[node][part.table][start:end, columns.low : columns.high].reshape(-1)
+            for node, part, start, end, columns in self._answers(nodes)
+        ]
+        return self._moved(torch.cat(parts) if parts else torch.empty(0), fetched.sizes, self._own_sizes(nodes))
+
+    @property
+    def _world(self) -> range:
+        return range(len(self._peers))
+
+    def _node(self, ids: Ids, slices: Sequence[tuple[int, int, int]]) -> Node:
+        lookups = lookups_of(ids, list(enumerate(self._features.values())), slices)
+        sizes = [piece.stop - piece.start for _, piece in lookups.pieces]
+        of_table: dict[int, list[Tensor]] = {table: [] for table in self._numbers}
+        for number, values in zip(lookups.batch.table_of_block, torch.split(lookups.batch.values, sizes), strict=True):
+            of_table[self._numbers[number]].append(values)
+        distinct, places, borders = {}, {}, {}
+        for table, values_of in of_table.items():
+            spec = self._tables[table]
+            rows, places[table] = torch.unique(torch.cat(values_of).to(torch.int64), return_inverse=True)
+            distinct[table] = rows
+            starts = torch.tensor([spec.row_range(row).low for row in range(spec.row_shards)] + [spec.rows])
+            borders[table] = torch.searchsorted(rows, starts).tolist()
+        return Node(lookups=lookups, distinct=distinct, borders=borders, places=places)
+
+    def _requests(self, nodes: Sequence[Node], rank: int) -> Iterator[tuple[int, Part, int, int]]:
+        """What this rank asks of another: node, part, and the range among the node's distinct rows of the table."""
+        for number, node in enumerate(nodes):
+            for part in self._parts[rank]:
+                start, end = node.borders[part.table][part.row : part.row + 2]
+                yield number, part, start, end
+
+    def _answers(self, nodes: Sequence[Node]) -> Iterator[tuple[int, Part, int, int, Range]]:
+        """What this rank gets, in the order of the wire: as requests, for each column shard."""
+        for rank in self._world:
+            for number, part, start, end in self._requests(nodes, rank):
+                for column in part.columns:
+                    yield number, part, start, end, self._tables[part.table].column_range(column)
+
+    def _own_sizes(self, nodes: Sequence[Node]) -> list[int]:
+        """Floats that this rank gets from each other one."""
+        return [
+            sum((end - start) * self._width(part) for _, part, start, end in self._requests(nodes, rank))
+            for rank in self._world
+        ]
+
+    def _width(self, part: Part) -> int:
+        return sum(self._tables[part.table].column_range(column).size for column in part.columns)
+
+    def _batch(self, ids: Tensor, asked: Sequence[Sequence[int]]) -> tuple[Batch, list[int]]:
+        """What others asked for, as lookups of this rank's engine; and the floats of the answer to each of them."""
+        mine = self._parts[self._me]
+        counts = [count for of_rank in asked for count in of_rank]
+        parts = mine * sum(len(of_node) for of_node in self._nodes)
+        firsts = [node.low for of_node in self._nodes for node in of_node for _ in mine]
+        blocks = [
+            (self._number_of[Shard(part.table, part.row, column)], first, count, piece)
+            for part, first, count, piece in zip(parts, firsts, counts, torch.split(ids, counts), strict=True)
+            for column in part.columns
+        ]
+        values = ids if len(blocks) == len(parts) else torch.cat([piece for *_, piece in blocks])
+        batch = Batch(
+            table_of_block=tuple(table for table, *_ in blocks),
+            bags_of_block=tuple(count for _, _, count, _ in blocks),
+            slice_of_block=tuple(first for _, first, _, _ in blocks),
+            lengths=torch.ones(len(values), dtype=torch.int32),
+            values=values,
+            pooling=Pooling.NONE,
+        )
+        widths = [self._width(part) for part in mine]
+        return batch, [
+            sum(count * widths[place % len(mine)] for place, count in enumerate(of_rank)) for of_rank in asked
+        ]
+
+    def _assembled(self, nodes: Sequence[Node], found: Tensor) -> list[dict[int, Tensor]]:
+        """Puts rows together from their row and column shards."""
+        whole = {table for table in self._numbers if self._tables[table].row_shards == 1}
+        whole = {table for table in whole if self._tables[table].column_shards == 1}
+        rows: list[dict[int, Tensor]] = [
+            {table: torch.empty(len(node.distinct[table]), self._tables[table].dim) for table in self._numbers}
+            if not whole.issuperset(self._numbers)
+            else {}
+            for node in nodes
+        ]
+        start = 0
+        for number, part, first, end, columns in self._answers(nodes):
+            values = found[start : start + (end - first) * columns.size].view(end - first, columns.size)
+            start += values.numel()
+            if part.table in whole:
+                rows[number][part.table] = values
+            else:
+                rows[number][part.table][first:end, columns.low : columns.high] = values
+        return rows
+
+    def _moved(self, source: Tensor, receive: Sequence[int], send: Sequence[int]) -> Tensor:
+        if len(self._peers) == 1 or not self._numbers:
+            return source
+        output = source.new_empty(sum(receive))
+        dist.all_to_all_single(output, source, list(receive), list(send), group=self._group)
+        return output
+
+
+def slice_ranges(slices: Slices, global_batch: int) -> list[list[tuple[int, int, int]]]:
+    """This rank's slices by node: number, and the range of their samples among the rank's."""
+    first = slices.first_sample(slices.own.low, global_batch)
+    return [
+        [
+            (
+                number,
+                slices.first_sample(number, global_batch) - first,
+                slices.first_sample(number + 1, global_batch) - first,
+            )
+            for number in range(node.low, node.high)
+        ]
+        for node in slices.nodes_of(slices.rank)
+    ]
+
+
+def summer(settings: Settings, numbers: Sequence[int]) -> EmbeddingEngine:
+    """An engine that can sum gradients of these tables' rows. It has no rows."""
+    specs = [
+        TableSpec(
+            name=settings.tables[table].name, row_count=settings.tables[table].rows, dim=settings.tables[table].dim
+        )
+        for table in numbers
+    ]
+    return EmbeddingEngine(
+        specs,
+        OptimizerSpec(kind=Optimizer.SGD),
+        implementation_name=settings.implementation_name,
+        threads=settings.threads,
+        memory=[TableMemory(spec=spec, weight=torch.empty(0, spec.dim), states={}) for spec in specs],
+    )
+
+
+def _parts_on(settings: Settings, numbers: Sequence[int], rank: int) -> list[Part]:
+    found = []
+    for table in numbers:
+        for row in range(settings.tables[table].row_shards):
+            columns = tuple(
+                column
+                for column in range(settings.tables[table].column_shards)
+                if settings.placement.owner_of[Shard(table, row, column)] in (rank, EVERYWHERE)
+            )
+            if columns:
+                found.append(Part(table, row, columns))
+    return found

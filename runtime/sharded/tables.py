@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a sharded embedding table is, and the virtual shards it is made of.
+
+Row shards and column shards belong to the model, as a table's name and precision do: they decide bits. Which rank has
+a shard is the placement's business (`placement`), and decides time alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Generator, Tensor
+
+from sennit.runtime.kernels.optimizers import OptimizerSpec
+from sennit.runtime.kernels.spec import MAX_DIM, Bounds, Pooling, Precision, Rounding, TableSpec
+from sennit.transport.errors import ConfigError
+
+MAX_SHARDS = 1 << 12
+
+Initial = Callable[[Tensor, Generator], None]
+"""Fills float32 rows [n, dim] in place from the generator, which is theirs alone."""
+
+
+class Range(NamedTuple):
+    """Rows or columns `low` up to, not including, `high`."""
+
+    low: int
+    high: int
+
+    @property
+    def size(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Table:
+    """One embedding table of the model. All ranks give the same."""
+
+    name: str
+    rows: int
+    dim: int
+    features: tuple[str, ...] = ()
+    """The features that look ids up in it. Empty: one feature, with the table's name."""
+
+    pooling: Pooling = Pooling.SUM
+    """Of `ShardedEmbeddingBags`. `ShardedEmbeddings` takes `NONE`."""
+
+    precision: Precision = Precision.FP32
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    rounding: Rounding = Rounding.STOCHASTIC
+    """How updated weights are stored in fp16 and bf16."""
+
+    bounds: Bounds = Bounds.ERROR
+    """What is done with ids outside [0, rows)."""
+
+    initial: Initial | None = None
+    """None: uniform within 1 / sqrt(rows), as in the reference code of DLRM (Naumov et al. 2019)."""
+
+    row_shards: int = 1
+    """Rows are cut into so many ranges. A bag's sum is a sum in each, and the canonical tree over them."""
+
+    column_shards: int = 1
+    """Columns are cut into so many ranges. Each has its own row-wise optimizer states."""
+
+    def __post_init__(self) -> None:
+        def refuse(what: str, allowed: str) -> None:
+            raise ConfigError(f"table {self.name}: {what} {getattr(self, what)}; allowed: {allowed}")
+
+        if not self.features:
+            object.__setattr__(self, "features", (self.name,))
+        if self.rows < 1:
+            refuse("rows", "1 or more")
+        if self.dim < 1:
+            refuse("dim", "1 or more")
+        if not 1 <= self.row_shards <= min(self.rows, MAX_SHARDS):
+            refuse("row_shards", f"1 to {min(self.rows, MAX_SHARDS)}")
+        if not 1 <= self.column_shards <= min(self.dim, MAX_SHARDS):
+            refuse("column_shards", f"1 to {min(self.dim, MAX_SHARDS)}")
+        if -(-self.dim // self.column_shards) > MAX_DIM:
+            refuse("dim", f"at most {MAX_DIM} columns a shard; give more column_shards")
+
+    def row_range(self, shard: int) -> Range:
+        """The rows of a row shard."""
+        return Range(shard * self.rows // self.row_shards, (shard + 1) * self.rows // self.row_shards)
+
+    def column_range(self, shard: int) -> Range:
+        """The columns of a column shard."""
+        return Range(shard * self.dim // self.column_shards, (shard + 1) * self.dim // self.column_shards)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Shard:
+    """A virtual shard of a table: the rows of one row shard, the columns of one column shard."""
+
+    table: int
+    """The number of the table in the model."""
+
+    row: int
+    column: int
+
+
+def shards_of(tables: Sequence[Table]) -> list[Shard]:
+    """All shards of the model, in its order."""
+    return [
+        Shard(number, row, column)
+        for number, table in enumerate(tables)
+        for row in range(table.row_shards)
+        for column in range(table.column_shards)
+    ]
+
+
+def shard_name(tables: Sequence[Table], shard: Shard) -> str:
+    """The name of a shard in checkpoints and placements. It does not depend on who has it."""
+    return f"{tables[shard.table].name}/{shard.row}.{shard.column}"
+
+
+def shard_spec(tables: Sequence[Table], shard: Shard) -> TableSpec:
+    """The shard as a table of an engine."""
+    table = tables[shard.table]
+    rows, columns = table.row_range(shard.row), table.column_range(shard.column)
+    return TableSpec(
+        name=shard_name(tables, shard),
+        row_count=rows.size,
+        dim=columns.size,
+        precision=table.precision,
+        first_row=rows.low,
+        # Rows of one column shard take their random numbers from one stream, wherever rows are cut.
+        stream_name=f"{table.name}/{shard.column}",
+    )
+
+
+def shard_bytes(tables: Sequence[Table], shard: Shard) -> int:
+    """Memory of a shard with its optimizer states."""
+    spec, optimizer = shard_spec(tables, shard), tables[shard.table].optimizer
+    states = [optimizer.state_shape(name, spec) for name in optimizer.states]
+    floats = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in states)
+    return spec.row_count * spec.dim * spec.precision.dtype.itemsize + 4 * floats
+
+
+def check_tables(tables: Sequence[Table]) -> None:
+    """Raises `ConfigError` unless names are unique."""
+    for what, names in (
+        ("table", [table.name for table in tables]),
+        ("feature", [feature for table in tables for feature in table.features]),
+    ):
+        twice = [name for name, count in Counter(names).items() if count > 1]
+        if twice:
+            raise ConfigError(f"two {what}s are called {twice[0]}")
+    if not tables:
+        raise ConfigError("a model without tables; allowed: one or more")

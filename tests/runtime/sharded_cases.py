@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+# Torch types its collectives thinly:
+# mypy: disable-error-code="no-untyped-call,arg-type"
+"""Sharded tables: run on each rank by test_sharded.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sennit.runtime.kernels import Bounds, Optimizer, OptimizerSpec, Pooling, Precision
+from sennit.runtime.kernels.checks import GradientError
+from sennit.runtime.sharded import Features, PeerInputError, ShardedEmbeddingBags, ShardedEmbeddings, Table, placed
+from sennit.runtime.sharded.module import ShardedTables
+from sennit.transport.errors import ArgumentError, ConfigError
+
+ADAM = OptimizerSpec(kind=Optimizer.ADAM)
+TABLES = (
+    Table(name="user", rows=1000, dim=32, row_shards=8, column_shards=2),
+    Table(name="item", rows=300, dim=20, row_shards=4, precision=Precision.FP16, optimizer=ADAM),
+    Table(
+        name="genre", rows=17, dim=8, row_shards=3, column_shards=4, features=("liked", "seen"), pooling=Pooling.MEAN
+    ),
+    Table(name="city", rows=50, dim=16, column_shards=8, precision=Precision.BF16),
+)
+
+
+def features(step: int, samples: int, *, seed: int = 0, weighted: bool = False) -> Features:
+    """The ids of a global batch: some rows are used very often, and some bags are empty."""
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    lengths = torch.randint(0, 40, (5, samples), generator=generator, dtype=torch.int32)
+    values = []
+    for row, table in enumerate((TABLES[0], TABLES[1], TABLES[2], TABLES[2], TABLES[3])):
+        count = int(lengths[row].sum())
+        values.append((torch.rand(count, generator=generator) ** 4 * table.rows).to(torch.int64))
+    ids = torch.cat(values)
+    weights = torch.randn(len(ids), generator=generator) if weighted else None
+    return Features(lengths=lengths, values=ids, weights=weights)
+
+
+def own_part(whole: Features, first: int, end: int) -> Features:
+    """Some samples of a batch."""
+    counts = whole.lengths.sum(1).tolist()
+    values, weights = [], []
+    for row, (ids, of_ids) in enumerate(
+        zip(
+            torch.split(whole.values, counts),
+            torch.split(whole.values if whole.weights is None else whole.weights, counts),
+            strict=True,
+        )
+    ):
+        start, stop = int(whole.lengths[row, :first].sum()), int(whole.lengths[row, :end].sum())
+        values.append(ids[start:stop])
+        weights.append(of_ids[start:stop])
+    return Features(
+        lengths=whole.lengths[:, first:end].contiguous(),
+        values=torch.cat(values),
+        weights=None if whole.weights is None else torch.cat(weights),
+    )
+
+
+def trained(
+    rank: int, world: int, placement: Any, samples: int = 27, kind: str = "bags", implementation: str = "native"
+) -> tuple[str, list[str]]:
+    """Steps whose gradients are elementwise functions of the outputs. `kind`: bags, weighted or sequences.
+
+    Returns the digest of the tables, and one of each sample's last outputs.
+    """
+    tables: tuple[Table, ...] = TABLES
+    if kind != "bags":
+        pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
+        tables = tuple(dataclasses.replace(table, pooling=pooling) for table in TABLES)
+    made = ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags
+    module = made(tables, rate=0.1, placement=placement, gradients="sum", implementation_name=implementation)
+    outputs: list[Tensor] = []
+    for step in range(4):
+        whole = features(step, samples, weighted=kind == "weighted")
+        part = own_part(whole, *module.slices.samples(rank, samples))
+        outputs = list(module(part, global_batch=samples).values())
+        torch.autograd.backward(outputs, [vector.detach() * 0.5 + 0.25 for vector in outputs])
+    module.check()
+    of_sample = [hashlib.sha256() for _ in range(part.lengths.shape[1])]
+    for feature, vectors in enumerate(outputs):
+        counts = part.lengths[feature].tolist() if kind == "sequences" else [1] * len(of_sample)
+        for found, rows in zip(of_sample, torch.split(vectors.detach(), counts), strict=True):
+            found.update(rows.contiguous().numpy().data)
+    return module.digest(), [found.hexdigest()[:16] for found in of_sample]
+
+
+def like_torch(rank: int, world: int, placement: str, kind: str) -> None:
+    """One step against torch's own embedding bags with the same initial rows, on the whole batch."""
+    pooling = {"sum": Pooling.SUM, "mean": Pooling.MEAN, "none": Pooling.NONE}[kind]
+    table = Table(
+        name="user", rows=200, dim=12, row_shards=3, column_shards=2, pooling=pooling,
+        optimizer=OptimizerSpec(kind=Optimizer.SGD), initial=lambda rows, generator: rows.normal_(generator=generator),
+    )  # fmt: skip
+    module = (ShardedEmbeddings if kind == "none" else ShardedEmbeddingBags)([table], rate=0.5, placement=placement)
+    samples = 16
+    generator = torch.Generator().manual_seed(7)
+    lengths = torch.randint(0, 6, (1, samples), generator=generator)
+    values = torch.randint(0, 200, (int(lengths.sum()),), generator=generator)
+    whole = Features(lengths=lengths, values=values)
+    rows = rows_of(module, world)
+    mine = slice(*module.slices.samples(rank, samples))
+    weight = torch.nn.Parameter(rows.clone())
+    offsets = torch.cumsum(lengths[0], 0) - lengths[0]
+    if kind == "none":
+        expected = torch.nn.functional.embedding(values, weight)
+        first = int(lengths[0, : mine.start].sum())
+        own = expected[first : first + int(lengths[0, mine].sum())]
+    else:
+        expected = torch.nn.functional.embedding_bag(values, weight, offsets, mode=kind)
+        own = expected[mine]
+    found = module(own_part(whole, mine.start, mine.stop))["user"]
+    torch.testing.assert_close(found, own)
+    (expected * expected).sum().backward()
+    (found * found).sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(rows_of(module, world), rows - 0.5 * weight.grad / world)
+
+
+def rows_of(module: ShardedTables, world: int) -> Tensor:
+    """The rows of the first table, from all ranks."""
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, {held.name: held.weight for held in module.held()})
+    table = module.tables[0]
+    rows = torch.empty(table.rows, table.dim)
+    for one in everyone:
+        for name, weight in one.items():
+            row, column = (int(number) for number in name.rpartition("/")[2].split("."))
+            rows[slice(*table.row_range(row)), slice(*table.column_range(column))] = weight
+    return rows
+
+
+def refuses(rank: int, world: int) -> None:
+    """Everything that one rank gives wrong is refused on all of them, and nothing changes."""
+    module = ShardedEmbeddingBags(TABLES, rate=0.1)
+    good = features(0, 8)
+    before = module.digest()
+    bad = Features(lengths=good.lengths, values=good.values.clone())
+    bad.values[3] = 1000
+    with pytest.raises(ArgumentError) as caught:
+        module(bad if rank == 1 else good)
+    if rank == 1:
+        assert "feature user: id 1000 at position 3; table user has rows 0 to 999" in str(caught.value)
+    else:
+        assert isinstance(caught.value, PeerInputError)
+        assert "rank 1 has an id outside its table" in str(caught.value)
+    with pytest.raises(ArgumentError, match=r"the global batch has (64|128) samples on rank"):
+        module(features(0, 8 if rank else 16) if world == 1 else features(0, 64 // world * (1 + rank)))
+    wrong = Features(lengths=good.lengths, values=good.values[1:])
+    with pytest.raises(ArgumentError, match=r"ids in all|input of rank 0 is wrong"):
+        module(wrong if rank == 0 else good)
+    with pytest.raises(ArgumentError, match="no ids for feature item; given: user"):
+        module({"user": torch.zeros(8, dtype=torch.int64)})
+    assert module.digest() == before
+    assert len(module(good)["user"]) == 8
+
+
+def disagrees(rank: int, world: int) -> None:
+    for options, match in (
+        ({"slices": 8 << rank}, "slices: rank 0 has 8, rank 1 has 16"),
+        ({"seed": rank}, "seed: rank 0 has 0, rank 1 has 1"),
+        ({"placement": ("row_wise", "table_wise")[rank]}, "owner of city/0.0: rank 0 has 0, rank 1 has 1"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            ShardedEmbeddingBags(TABLES, rate=0.1, **options)
+    table = Table(name="user", rows=10 + rank, dim=4)
+    with pytest.raises(ConfigError, match="table user: rows: rank 0 has 10, rank 1 has 11"):
+        ShardedEmbeddingBags([table], rate=0.1)
+    with pytest.raises(ConfigError, match=r"the placement does not place user/0.0; is it of another model"):
+        ShardedEmbeddingBags([table], rate=0.1, placement=placed([table], world, {}))
+
+
+def reports_gradients(rank: int, world: int, kind: str, placement: str) -> None:
+    """A gradient that is not finite leaves its row alone, and is reported on all ranks in the next step."""
+    pooling = Pooling.NONE if kind == "sequences" else Pooling.SUM
+    table = Table(name="user", rows=10, dim=4, pooling=pooling)
+    module = (ShardedEmbeddings if kind == "sequences" else ShardedEmbeddingBags)([table], rate=1, placement=placement)
+    before = rows_of(module, world)
+    ids = {"user": torch.arange(8) % 3 + 5 * (rank == 0)}
+    found = module(ids)["user"]
+    gradient = torch.ones_like(found)
+    if rank == world - 1:
+        gradient[0, 2] = torch.nan
+    found.backward(gradient)
+    after = rows_of(module, world)
+    changed = (before != after).any(1)
+    assert changed.tolist() == [row in (1, 2, 5, 6, 7) for row in range(10)]
+    with pytest.raises(GradientError):
+        module(ids)
+    module(ids)
+
+
+class Keyed:
+    """A stand-in with the shape of TorchRec's KeyedJaggedTensor."""
+
+    def __init__(self, names: list[str], lengths: Tensor, values: Tensor) -> None:
+        self._names, self._lengths, self._values = names, lengths, values
+
+    def keys(self) -> list[str]:
+        return self._names
+
+    def lengths(self) -> Tensor:
+        return self._lengths
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def weights_or_none(self) -> Tensor | None:
+        return None
+
+
+def takes_all_forms(rank: int, world: int) -> None:
+    tables = [Table(name="user", rows=10, dim=4), Table(name="item", rows=10, dim=4, bounds=Bounds.WRAP)]
+    module = ShardedEmbeddingBags(tables, rate=1)
+    users, items = torch.arange(8), torch.arange(16).view(8, 2)
+    plain = module({"item": items, "user": users, "other": users})
+    keyed = module(
+        Keyed(
+            ["item", "other", "user"],
+            torch.tensor([2] * 8 + [1] * 8 + [1] * 8),
+            torch.cat([items.flatten() % 10, users, users]),
+        )
+    )
+    combined = module(Features(lengths=torch.tensor([[1] * 8, [2] * 8]), values=torch.cat([users, items.flatten()])))
+    for other in (keyed, combined):
+        assert all(torch.equal(plain[name], other[name]) for name in ("user", "item"))

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded tables: the same bits in every world and with every placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+pytestmark = pytest.mark.timeout(180)
+
+CASES = "sharded_cases.py"
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "grid", "data_parallel")
+MIXED = {"user": "row_wise", "item": "data_parallel", "genre": "column_wise", "city": "table_wise"}
+
+
+@pytest.fixture(scope="module", params=["bags", "weighted", "sequences"])
+def alone(request: pytest.FixtureRequest, kept_world: Callable[..., Any]) -> tuple[str, list[Any]]:
+    """A kind of module, and what one rank has with all tables."""
+    arguments = {"placement": "table_wise", "kind": request.param}
+    return request.param, kept_world(1).run(CASES, "trained", **arguments)[0]
+
+
+@pytest.mark.parametrize("placement", [*SHARDINGS, MIXED], ids=str)
+@pytest.mark.parametrize(("world", "transport"), [(1, "shm"), (2, "shm"), (3, "udp")])
+def test_weights_have_the_same_bits_in_every_world(
+    kept_world: Callable[..., Any], alone: tuple[str, list[Any]], world: int, transport: str, placement: Any
+) -> None:
+    kind, (digest, outputs) = alone
+    arguments = {"placement": placement, "kind": kind}
+    found = kept_world(world, transport).run(CASES, "trained", **arguments)
+    assert [one for one, _ in found] == [digest] * world
+    assert [sample for _, samples in found for sample in samples] == outputs
+
+
+@pytest.mark.parametrize("placement", SHARDINGS)
+@pytest.mark.parametrize("kind", ["sum", "mean", "none"])
+def test_a_step_is_that_of_torch(kept_world: Callable[..., Any], kind: str, placement: str) -> None:
+    kept_world(2).run(CASES, "like_torch", kind=kind, placement=placement)
+
+
+def test_wrong_input_of_one_rank_is_refused_on_all(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "refuses")
+
+
+def test_ranks_with_different_models_are_refused(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "disagrees")
+
+
+@pytest.mark.parametrize("placement", ["table_wise", "data_parallel"])
+@pytest.mark.parametrize("kind", ["bags", "sequences"])
+def test_a_gradient_that_is_not_finite_is_reported_on_all_ranks(
+    kept_world: Callable[..., Any], kind: str, placement: str
+) -> None:
+    kept_world(2).run(CASES, "reports_gradients", kind=kind, placement=placement)
+
+
+def test_ids_come_in_the_forms_that_programs_have(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "takes_all_forms")
+
+
+@pytest.mark.parametrize("kind", ["bags", "weighted", "sequences"])
+def test_the_reference_has_the_same_bits(kept_world: Callable[..., Any], kind: str) -> None:
+    world = kept_world(1)
+    arguments = {"placement": "row_wise", "kind": kind}
+    assert world.run(CASES, "trained", **arguments) == world.run(
+        CASES, "trained", implementation="reference", **arguments
+    )
