@@ -129,6 +129,30 @@ def bench_group(
     _write(json_path, report.as_json())
 
 
+@app.command("slices", epilog="Example: sennit bench slices --slices 8 --batch 1024")
+def bench_slices(
+    world: Annotated[int, typer.Option(help="number of ranks, all on this machine: a power of two", min=2)] = 2,
+    slices: Annotated[int, typer.Option(help="slices of the global batch: a power of two", min=2)] = 8,
+    batch: Annotated[int, typer.Option(help="samples of a rank", min=1)] = 1_024,
+    rounds: Annotated[int, typer.Option(help="timed steps of each; the median is reported", min=1)] = 25,
+    json_path: Figures = None,
+) -> None:
+    """Time the dense step in slices beside one slice a rank, and beside DDP."""
+    from sennit.runtime.training.launch import RankFailure
+    from sennit.testbed.bench import slices as bench
+
+    try:
+        settings = bench.Settings(world=world, slices=slices, local_batch=batch, rounds=rounds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        report = bench.run(settings)
+    except RankFailure as error:
+        fail(error)
+    bench.render(report, stdout_console())
+    _write(json_path, report.as_json())
+
+
 @app.command("offload", epilog="Example: sennit bench offload --end-to-end")
 def bench_offload(
     rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 7,
