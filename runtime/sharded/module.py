@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.spec import Pooling
@@ -134,6 +134,57 @@ class ShardedTables(nn.Module):
                     raise SennitError(f"replicas of shard {name} differ")
         text = "\n".join(f"{name} {of_shard[name]}" for name in sorted(of_shard))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Adds the shards that this rank holds, by names that no placement changes: the tables' own memory.
+
+        So `torch.distributed.checkpoint` saves each shard once, and loads it into any world and placement.
+        """
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for key, tensor in self._saved():
+            destination[prefix + key] = tensor
+        destination[f"{prefix}steps"] = torch.tensor([engines.step for engines in self._engines])
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Takes over the shards that this rank holds. A state may have those of other ranks, too."""
+        for key, tensor in self._saved():
+            given = state_dict.get(prefix + key)
+            if given is None:
+                missing_keys.append(prefix + key)
+            elif given.shape != tensor.shape or given.dtype != tensor.dtype:
+                error_msgs.append(
+                    f"{prefix}{key} is {given.dtype} of {tuple(given.shape)}; the model has {tensor.dtype} of "
+                    f"{tuple(tensor.shape)}: were its tables cut into other shards?"
+                )
+            else:
+                tensor.copy_(given)
+        known = {shard_name(self.tables, shard) for shard in shards_of(self.tables)}
+        for key in state_dict:
+            if key.startswith(prefix) and key != f"{prefix}steps":
+                name = key[len(prefix) :].rpartition(".")[0]
+                if name not in known:
+                    unexpected_keys.append(key)
+        steps = state_dict.get(f"{prefix}steps")
+        if steps is None or len(steps) != len(self._engines):
+            missing_keys.append(f"{prefix}steps")
+            return
+        for engines, step in zip(self._engines, steps.tolist(), strict=True):
+            engines.step = step
+
+    def _saved(self) -> Iterator[tuple[str, Tensor]]:
+        for held in self.held():
+            yield f"{held.name}.weight", held.weight
+            for name, state in held.states.items():
+                yield f"{held.name}.{name}", state
 
     def _agreed(
         self, given: Any, global_batch: int | None, counts: Callable[[Ids], Sequence[Sequence[int]]]
