@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from sennit.runtime.kernels.batch import Batch as Batch
     from sennit.runtime.kernels.batch import RowSums as RowSums
     from sennit.runtime.kernels.engine import EmbeddingEngine as EmbeddingEngine
+    from sennit.runtime.kernels.ids import distinct as distinct
+    from sennit.runtime.kernels.ids import split_rows as split_rows
     from sennit.runtime.kernels.int8 import float_rows as float_rows
     from sennit.runtime.kernels.int8 import int8_rows as int8_rows
     from sennit.runtime.kernels.operators import FusedTables as FusedTables
@@ -32,6 +34,8 @@ __getattr__ = exporter(
         "Batch": "batch",
         "RowSums": "batch",
         "EmbeddingEngine": "engine",
+        "distinct": "ids",
+        "split_rows": "ids",
         "float_rows": "int8",
         "int8_rows": "int8",
         "FusedTables": "operators",

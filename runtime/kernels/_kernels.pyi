@@ -10,6 +10,17 @@ def is_sound(
     value_count: int,
     /,
 ) -> bool: ...
+def split_rows(
+    lengths: tuple[int, bool],
+    bags: int,
+    values: tuple[int, bool],
+    value_count: int,
+    borders: Sequence[int],
+    lengths_of_shards: int,
+    values_of_shards: int,
+    /,
+) -> bool: ...
+def distinct(values: tuple[int, bool], value_count: int, ids: int, places: int, /) -> int: ...
 
 class Operator:
     def __init__(self, instruction_set: str, optimizer: int, threads: int, /) -> None: ...

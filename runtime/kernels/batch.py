@@ -8,6 +8,7 @@ and blocks may have different numbers of bags. So the output of an AlltoAll is a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -109,7 +110,9 @@ class Batch:
     def blocks(self) -> Iterator[Block]:
         """Iterates over the blocks in order. Reads `lengths`."""
         bag = lookup = 0
-        counts = [int(part.sum()) for part in torch.split(self.lengths, list(self.bags_of_block))]
+        until = torch.zeros(len(self.lengths) + 1, dtype=torch.int64, device=self.lengths.device)
+        torch.cumsum(self.lengths, 0, dtype=torch.int64, out=until[1:])
+        counts = until[list(itertools.accumulate(self.bags_of_block, initial=0))].diff().tolist()
         for table, bags, count in zip(self.table_of_block, self.bags_of_block, counts, strict=True):
             yield Block(table=table, first_bag=bag, bag_count=bags, first_lookup=lookup, lookup_count=count)
             bag, lookup = bag + bags, lookup + count

@@ -40,16 +40,16 @@ class BadGradients:
     """The lowest of these rows."""
 
 
-def check_lengths(batch: Batch) -> None:
+def check_lengths(lengths: Tensor, id_count: int) -> None:
     """Raises `ArgumentError` unless all lengths are at least 0 and their sum is the number of ids."""
-    if len(batch.lengths):
-        least = int(batch.lengths.min())
+    if len(lengths):
+        least = int(lengths.min())
         if least < 0:
-            bag = int((batch.lengths < 0).nonzero()[0])
-            raise ArgumentError(f"bag {bag} has length {int(batch.lengths[bag])}; allowed: 0 or more")
-    total = int(batch.lengths.sum(dtype=torch.int64))
-    if total != len(batch.values):
-        raise ArgumentError(f"lengths of {total} lookups in all, but {len(batch.values)} ids")
+            bag = int((lengths < 0).nonzero()[0])
+            raise ArgumentError(f"bag {bag} has length {int(lengths[bag])}; allowed: 0 or more")
+    total = int(lengths.sum(dtype=torch.int64))
+    if total != id_count:
+        raise ArgumentError(f"lengths of {total} lookups in all, but {id_count} ids")
 
 
 def check_gradient(batch: Batch, gradient: Tensor, tables: tuple[TableSpec, ...]) -> None:
@@ -74,7 +74,7 @@ def resolve(batch: Batch, tables: Sequence[TableSpec], bounds: Bounds) -> tuple[
             raise ArgumentError(f"block {number} is for table {table}; allowed: 0 to {len(tables) - 1}")
     if _is_sound(batch, tables):
         return batch, {}
-    check_lengths(batch)
+    check_lengths(batch.lengths, len(batch.values))
     outside: dict[int, int] = {}
     values = batch.values
     for block in batch.blocks():

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <utility>
 
+#include "ids.hpp"
 #include "instruction_sets.hpp"
 #include "module_products.hpp"
 #include "operator.hpp"
@@ -74,6 +75,20 @@ NB_MODULE(_kernels, module) {
                             Address lengths, Address values, std::size_t value_count) {
     const nb::gil_scoped_release release;
     return is_sound(batch_of(lengths, values, 0, 0), row_counts, bags, value_count);
+  });
+
+  module.def("split_rows", [](Address lengths, std::size_t bags, Address values, std::size_t value_count,
+                              const std::vector<std::int64_t>& borders, std::uintptr_t lengths_of_shards,
+                              std::uintptr_t values_of_shards) {
+    const nb::gil_scoped_release release;
+    const Batch batch = batch_of(lengths, values, 0, 0);
+    return split_rows(batch.lengths, bags, batch.values, value_count, borders, pointer<std::int32_t>(lengths_of_shards),
+                      pointer<void>(values_of_shards));
+  });
+  module.def("distinct", [](Address values, std::size_t value_count, std::uintptr_t ids, std::uintptr_t places) {
+    const nb::gil_scoped_release release;
+    return static_cast<std::ptrdiff_t>(distinct(batch_of({}, values, 0, 0).values, value_count,
+                                                pointer<std::int64_t>(ids), pointer<std::int64_t>(places)));
   });
 
   nb::class_<Operator>(module, "Operator")

@@ -218,7 +218,11 @@ struct Row {
   // Writes the sum of the n-th row that is kept.
   SENNIT_INLINE_MEMBER void keep(const RowUpdate& update, const Floats* sum, std::size_t n) const {
     update.rows[n] = number;
-    for (std::size_t v = 0; v < vectors; v++) store(update.row_sums + n * dim + v * lanes, sum[v], columns(v));
+    float* const to = update.row_sums + n * dim;
+    for (std::size_t v = 0; v < vectors; v++) {
+      __builtin_prefetch(to + update_ahead * dim + v * lanes, 1);
+      store(to + v * lanes, sum[v], columns(v));
+    }
   }
 
   SENNIT_INLINE_MEMBER void apply(Floats* gradient) const {
