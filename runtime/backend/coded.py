@@ -8,13 +8,14 @@ model.register_comm_hook(None, coded_hook(Codec(kind=CodecKind.INT8, stochastic=
 """
 
 # No postponed annotations: DDP reads those of a hook.
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from sennit.runtime.backend.process_group import communicator
 from sennit.transport.array_collectives import Operation
@@ -39,19 +40,21 @@ def all_reduce_coded(
     _post(tensor, codec, op, group, background=False).wait()
 
 
-Hook: TypeAlias = Callable[[object, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+class CodedHook:
+    """A communication hook of DDP (`coded_hook`). A model needs one of its own."""
 
-
-class _Hook:
     def __init__(self, codec: Codec, group: dist.ProcessGroup | None, *, feedback: bool) -> None:
+        # DDP asks for both.
+        self.__name__ = self.__qualname__ = type(self).__qualname__
         self._codec, self._group, self._feedback = codec, group, feedback
         self._calls = 0
-        # By the parameters of a bucket, which DDP changes after the first step.
-        self._lost: dict[tuple[int, ...], torch.Tensor] = {}
+        # What coding took, of each parameter: parts of the tensor of its bucket. DDP changes buckets after a step.
+        self._lost: dict[int, torch.Tensor] = {}
+        self._buckets: dict[tuple[int, ...], torch.Tensor] = {}
         # Futures end when an operation does. One thread is enough: operations end in about the order of their starts.
         self._waiter = ThreadPoolExecutor(1, "coded hook")
 
-    def average(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Starts the AllReduce of a bucket, in DDP's order, which is the same on all ranks."""
         gradients = bucket.buffer()
         codec = replace(self._codec, seed=(self._codec.seed + self._calls) % (1 << 64))
@@ -70,30 +73,78 @@ class _Hook:
         self._waiter.submit(finish)
         return future
 
+    def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
+        """What this rank needs to go on after a restart: copies of what coding took, float32, by parameter names.
+
+        `model` has the parameters, inside of DDP or not. Every rank saves its own.
+        """
+        core = communicator(self._group)
+        lost = {
+            name: self._lost[id(parameter)].view(parameter.shape).clone()
+            for name, parameter in _named(model)
+            if id(parameter) in self._lost
+        }
+        return {"rank": core.rank, "world": core.world, "calls": self._calls, "lost": lost}
+
+    def load_state_dict(self, model: torch.nn.Module, state: dict[str, Any]) -> None:
+        """Goes on from a `state_dict`. Buckets, codec and seed may have changed since: parameters are found by name.
+
+        Raises ArgumentError, and changes nothing, if the state is that of another rank or of a world of another size,
+        or has a name or shape that the model does not have.
+        """
+        core, parameters = communicator(self._group), dict(_named(model))
+        if (state["rank"], state["world"]) != (core.rank, core.world):
+            raise ArgumentError(
+                f"error feedback of rank {state['rank']} of {state['world']}; allowed: of rank {core.rank} of "
+                f"{core.world}"
+            )
+        for name, lost in state["lost"].items():
+            if name not in parameters or parameters[name].shape != lost.shape:
+                wanted = f"the shape {tuple(parameters[name].shape)}" if name in parameters else "names of the model"
+                raise ArgumentError(f"error feedback of {name}, shape {tuple(lost.shape)}; allowed: {wanted}")
+        self._calls, self._buckets = int(state["calls"]), {}
+        self._lost = {
+            id(parameters[name]): lost.detach().to(torch.float32).flatten().clone()
+            for name, lost in state["lost"].items()
+        }
+
     def _with_lost(self, bucket: dist.GradBucket, gradients: torch.Tensor, codec: Codec) -> torch.Tensor:
         """Adds what was lost before, and keeps what coding takes now. It is the same that the collective takes."""
-        key = tuple(id(parameter) for parameter in bucket.parameters())
         given = gradients.detach().float()
-        if key not in self._lost:
-            self._lost[key] = torch.zeros_like(given)
-        lost = self._lost[key]
+        lost = self._lost_of(bucket)
         total = given + lost
         first_index = communicator(self._group).rank * given.numel()
         codec.encode(given.numpy(), first_index=first_index, residual=lost.numpy())
         return total
 
+    def _lost_of(self, bucket: dist.GradBucket) -> torch.Tensor:
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self._buckets:
+            parts = [self._lost.get(id(one), torch.zeros(one.numel())) for one in parameters]
+            self._buckets = {old: lost for old, lost in self._buckets.items() if not set(old) & set(key)}
+            self._buckets[key] = torch.cat(parts)
+            self._lost |= zip(key, torch.split(self._buckets[key], [part.numel() for part in parts]), strict=True)
+        return self._buckets[key]
 
-def coded_hook(codec: Codec, group: dist.ProcessGroup | None = None, *, feedback: bool = True) -> Hook:
+
+def coded_hook(codec: Codec, group: dist.ProcessGroup | None = None, *, feedback: bool = True) -> CodedHook:
     """Returns a communication hook for `DistributedDataParallel.register_comm_hook`: gradients are averaged coded.
 
     With `feedback` each rank adds to a gradient what coding took from the one before (error feedback), in float32.
-    The k-th bucket of a run is rounded by the seed `codec.seed` + k. All ranks give equal codecs. A model needs
-    a hook of its own.
+    `state_dict` and `load_state_dict` of the hook save that. The k-th bucket of a run is rounded by the seed
+    `codec.seed` + k. All ranks give equal codecs. A model needs a hook of its own.
     """
     if feedback and codec.between_hosts:
         # What is rounded is a sum of the host. No rank knows what it alone has lost.
         raise ArgumentError("error feedback with a codec between hosts alone; allowed: feedback=False")
-    return _Hook(codec, group, feedback=feedback).average
+    return CodedHook(codec, group, feedback=feedback)
+
+
+def _named(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Parameters by their names outside of DDP."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    return inner.named_parameters()
 
 
 def _post(

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -70,6 +74,90 @@ def hooked(rank: int, world: int, feedback: bool) -> None:
         expected = coded(sum(parts[1:], parts[0]) / world, world * 300, seed)
         got = next(model.parameters()).grad.reshape(-1)
         np.testing.assert_array_equal(got.numpy(), expected.numpy(), err_msg=f"step {step}")
+
+
+def _network(layers: int = 2) -> torch.nn.Module:
+    torch.manual_seed(3)
+    widths = (40, 30, 1) if layers == 2 else (40, 1)
+    return torch.nn.Sequential(*(torch.nn.Linear(*pair, bias=False) for pair in pairwise(widths)))
+
+
+def _trained(
+    rank: int, steps: range, saved: dict[str, Any] | None, *, layers: int = 2, bucket_mb: float = 25
+) -> dict[str, Any]:
+    """Trains, from what was saved on. Returns weights and the hook's state."""
+    model = DistributedDataParallel(_network(layers), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    hook = coded_hook(INT8)
+    model.register_comm_hook(None, hook)
+    if saved is not None:
+        model.module.load_state_dict(saved["weights"])
+        hook.load_state_dict(model, saved["hook"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in steps:
+        optimizer.zero_grad()
+        model(made(100 * step + rank, 4 * 40).reshape(4, 40)).square().sum().backward()
+        optimizer.step()
+    weights = {name: weight.clone() for name, weight in model.module.state_dict().items()}
+    return {"weights": weights, "hook": hook.state_dict(model)}
+
+
+def resumes(rank: int, world: int, folder: str) -> None:
+    """A run that goes on after a checkpoint ends as the one that never stopped. In other buckets nothing is lost."""
+    path = Path(folder) / f"rank{rank}.pt"
+    # DDP's first step has one bucket, which it orders anew after that. One layer is always in the same place.
+    whole = _trained(rank, range(6), None, layers=1)
+    torch.save(_trained(rank, range(3), None, layers=1), path)
+    resumed = _trained(rank, range(3, 6), torch.load(path), layers=1)
+    assert torch.equal(resumed["weights"]["0.weight"], whole["weights"]["0.weight"])
+    assert torch.equal(resumed["hook"]["lost"]["0.weight"], whole["hook"]["lost"]["0.weight"])
+    assert resumed["hook"]["calls"] == whole["hook"]["calls"] == 6
+
+    saved = _trained(rank, range(3), None)
+    lost = saved["hook"]["lost"]
+    assert {name: one.shape for name, one in lost.items()} == {"0.weight": (30, 40), "1.weight": (1, 30)}
+    assert all(one.any() for one in lost.values())
+    # After the first step, a bucket for each layer.
+    apart = _trained(rank, range(3, 6), saved, bucket_mb=1e-4)
+    assert apart["hook"]["calls"] == saved["hook"]["calls"] + 1 + 2 + 2
+    forgetful = _trained(rank, range(3, 6), {**saved, "hook": {**saved["hook"], "lost": {}}}, bucket_mb=1e-4)
+    assert not torch.equal(apart["weights"]["0.weight"], forgetful["weights"]["0.weight"])
+
+
+def rebuilt(rank: int, world: int) -> None:
+    """What the first step has lost is in the second one, although DDP has other buckets then."""
+    model = DistributedDataParallel(_network(), bucket_cap_mb=1e-4)
+    hook = coded_hook(Codec(kind=CodecKind.MX4))
+    model.register_comm_hook(None, hook)
+    sums = {name: torch.zeros_like(one) for name, one in model.module.named_parameters()}
+    for step in range(3):
+        model.zero_grad()
+        model(made(step, 40).reshape(1, 40)).sum().backward()  # the same on all ranks
+        plain = _network()
+        plain(made(step, 40).reshape(1, 40)).sum().backward()
+        lost = hook.state_dict(model)["lost"]
+        for (name, one), (_, exact) in zip(model.module.named_parameters(), plain.named_parameters(), strict=True):
+            # All gradients so far are in those that came, and in what is left. Sums of equal numbers are exact here.
+            sums[name] += exact.grad - one.grad
+            torch.testing.assert_close(sums[name], lost[name], atol=1e-5, rtol=0)
+
+
+def other_states(rank: int, world: int) -> None:
+    """A state that does not fit is refused, and the hook goes on with what it had."""
+    state = _trained(rank, range(2), None)["hook"]
+    hook, model = coded_hook(INT8), _network()
+    hook.load_state_dict(model, state)
+    names = state["lost"]
+    for wrong, words in (
+        ({"rank": rank + 1}, f"of rank {rank + 1} of {world}; allowed: of rank {rank} of {world}"),
+        ({"world": world + 1}, f"of rank {rank} of {world + 1}; allowed: of rank {rank} of {world}"),
+        ({"lost": {**names, "2.weight": torch.zeros(3)}}, r"of 2.weight, shape \(3,\); allowed: names of the model"),
+        ({"lost": {"1.weight": torch.zeros(31)}}, r"of 1.weight, shape \(31,\); allowed: the shape \(1, 30\)"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            hook.load_state_dict(model, {**state, "calls": 99, **wrong})
+        kept = hook.state_dict(model)
+        assert kept["calls"] == state["calls"]
+        assert all(torch.equal(kept["lost"][name], lost) for name, lost in names.items())
 
 
 def converges(rank: int, world: int) -> float:

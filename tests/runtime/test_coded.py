@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,18 @@ def test_a_tensor_is_reduced_in_place(kept_world: Callable[..., Any], size: int,
 @pytest.mark.parametrize("feedback", [False, True])
 def test_gradients_of_ddp_are_those_of_the_definition(kept_world: Callable[..., Any], feedback: bool) -> None:
     kept_world(2).run(CASES, "hooked", feedback=feedback)
+
+
+def test_a_run_goes_on_with_what_its_hook_had_kept(kept_world: Callable[..., Any], tmp_path: Path) -> None:
+    kept_world(2).run(CASES, "resumes", folder=str(tmp_path))
+
+
+def test_feedback_survives_new_buckets(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "rebuilt")
+
+
+def test_states_of_another_rank_or_model_are_refused(kept_world: Callable[..., Any]) -> None:
+    kept_world(2).run(CASES, "other_states")
 
 
 def test_hooks_that_differ_are_refused_in_the_backward_pass(new_world: Callable[..., Any]) -> None:
