@@ -372,3 +372,72 @@ class Uneven(nn.Module):
     def forward(self, x: Tensor) -> object:
         self.calls += 1
         return self.calls, x
+
+
+class Zoo(nn.Module):
+    """Layers of many kinds, as wide as real ones: wide enough for the libraries' blocked kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 64, padding_idx=0)
+        self.bags = nn.EmbeddingBag(50, 64, mode="mean")
+        self.convolution = nn.Conv1d(64, 64, 3, padding=1)
+        self.attention = nn.MultiheadAttention(64, 4, dropout=0.1, batch_first=True)
+        self.memory = nn.GRU(64, 64, batch_first=True)
+        self.norms = nn.ModuleList(
+            [nn.LayerNorm(64), nn.GroupNorm(4, 64), nn.BatchNorm1d(64, track_running_stats=False)]
+        )
+        self.scaled = nn.utils.parametrizations.weight_norm(nn.Linear(64, 512))
+        self.top = nn.Sequential(nn.GELU(), nn.Linear(512, 512), nn.SiLU(), nn.Dropout(0.3), nn.Linear(512, 10))
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(words)
+        x = self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        x = self.norms[0](x + self.attention(x, x, x, need_weights=False)[0])
+        x = self.memory(x)[0][:, -1] + self.bags(words)
+        x = self.norms[2](self.norms[1](x).tanh())
+        loss: Tensor = nn.functional.cross_entropy(self.top(self.scaled(x)), labels)
+        return loss
+
+
+def zoo(rank: int, world: int) -> str:
+    """Trains on slices of 2 and 3 samples and of 33. Returns a hash."""
+    torch.manual_seed(2)
+    replicas = SlicedReplicas(Zoo())
+    optimizer = torch.optim.AdamW(replicas.parameters(), lr=0.01)
+    for step, count in enumerate((264, 21)):
+        generator = torch.Generator().manual_seed(step)
+        words = torch.randint(50, (count, 9), generator=generator)
+        labels = torch.randint(10, (count,), generator=generator)
+        part = mine(replicas, count)
+        optimizer.zero_grad()
+        replicas.loss(replicas(words[part], labels[part], global_batch=count)).backward()
+        torch.nn.utils.clip_grad_norm_(replicas.parameters(), 0.1)
+        optimizer.step()
+    return digest(*replicas.parameters())
+
+
+def ranks_leave(rank: int, world: int) -> str:
+    """A run goes on with fewer ranks at each step, in groups of their own. Returns a hash of rank 0's parameters."""
+    torch.manual_seed(5)
+    model = Cross("sum")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    passes = 0
+    for step, count in enumerate((40, 51, 23)):
+        members = list(range(max(world - step, 1)))
+        group = dist.new_group(members)
+        if rank in members:
+            replicas = SlicedReplicas(model, group=group)
+            replicas.passes = passes
+            dense, ids, labels = batch(step, count)
+            part = mine(replicas, count)
+            vectors = torch.ones(30, WIDTH)[ids[:, part]]
+            losses, _ = replicas(dense[part], Along(vectors, 1), labels[part], global_batch=count)
+            optimizer.zero_grad()
+            replicas.loss(losses, count).backward()
+            optimizer.step()
+            passes = replicas.passes
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+    dist.barrier()
+    return digest(*model.parameters()) if rank == 0 else ""

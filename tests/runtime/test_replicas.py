@@ -37,9 +37,13 @@ def test_five_steps_have_the_same_bits_in_every_world(
         assert all(hashes == alone for hashes in ranks), (world, ranks, alone)
 
 
-@pytest.mark.parametrize("case", ["parts", "loss_outside"])
+@pytest.mark.parametrize("case", ["parts", "loss_outside", "zoo"])
 def test_what_models_do_has_the_same_bits_in_every_world(kept_world: Callable[..., Any], case: str) -> None:
     assert len({found for size in (1, 2, 3, 8) for found in kept_world(size).run(CASES, case)}) == 1
+
+
+def test_a_run_goes_on_with_fewer_ranks(kept_world: Callable[..., Any]) -> None:
+    assert len({kept_world(size).run(CASES, "ranks_leave")[0] for size in (1, 3, 4)}) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
