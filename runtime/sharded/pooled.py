@@ -19,7 +19,7 @@ from sennit.runtime.sharded.owner import Arrived, Owner, Source
 from sennit.runtime.sharded.placement import Placement
 from sennit.runtime.sharded.routes import Columns, Part, Sum, routes
 from sennit.runtime.sharded.slices import Slices
-from sennit.runtime.sharded.split import split_rows
+from sennit.runtime.sharded.split import dealt
 from sennit.runtime.sharded.tables import Shard, Table
 from sennit.transport.tree import combinations
 
@@ -66,7 +66,7 @@ class Exchange:
                 by_part[Part(feature, 0)] = (ids.lengths[feature], values_of[feature], weights)
                 continue
             borders = [table.row_range(row).low for row in range(table.row_shards)] + [table.rows]
-            for row, part in enumerate(split_rows(ids.lengths[feature], values_of[feature], borders, weights)):
+            for row, part in enumerate(dealt(ids.lengths[feature], values_of[feature], borders, weights)):
                 by_part[Part(feature, row)] = part
         chosen = [[by_part[part] for part in parts] for parts in self.routes.parts]
         flat = [part for parts in chosen for part in parts]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sennit.runtime.kernels.batch import Batch
 from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.ids import distinct as distinct_rows
 from sennit.runtime.kernels.layout import TableMemory
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, TableSpec
@@ -170,7 +171,7 @@ class RowExchange:
         distinct, places, borders = {}, {}, {}
         for table, values_of in of_table.items():
             spec = self._tables[table]
-            rows, places[table] = torch.unique(torch.cat(values_of).to(torch.int64), return_inverse=True)
+            rows, places[table] = distinct_rows(torch.cat(values_of))
             distinct[table] = rows
             starts = torch.tensor([spec.row_range(row).low for row in range(spec.row_shards)] + [spec.rows])
             borders[table] = torch.searchsorted(rows, starts).tolist()
