@@ -143,8 +143,8 @@ class SliceSums:
         self._row_of = {(node.low, node.high - node.low): row for row, node in enumerate(self._nodes)}
         self._begin()
 
-    def _begin(self) -> None:
-        self._expected = False
+    def _begin(self, backward_pass: int | None = None) -> None:
+        self._backward_pass = backward_pass
         self._rows: dict[torch.dtype, Tensor] = {}
         self._seen: set[tuple[int, int]] = set()
         # Nodes of the tree that wait for the other half: (parameter, first slice, slices).
@@ -195,13 +195,16 @@ class SliceSums:
 
     def expect(self) -> None:
         """A backward pass has come to the results of the slices: sums them when it ends, whatever it reaches."""
-        if not self._expected:
-            self._expected = True
+        current = torch._C._current_graph_task_id()
+        # One that failed has left its sums here.
+        if self._backward_pass != current:
+            self._begin(current)
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
     def _take(self, number: int, index: int, alias: Tensor) -> None:
         """Autograd's hook: one slice's gradient of one parameter is complete."""
+        self.expect()
         gradient, alias.grad = alias.grad, None
         assert gradient is not None
         if gradient.layout is not torch.strided:

@@ -203,7 +203,33 @@ def parts(rank: int, world: int) -> str:
     for name, parameter in model.named_parameters():
         if name in once:
             torch.testing.assert_close(parameter.grad, 3 * once[name])
+    # A backward pass that fails in its middle leaves nothing behind for the next one.
+    model.zero_grad()
+    failing = [True]
+
+    def fail(gradient: Tensor) -> None:
+        if failing:
+            failing.clear()
+            raise ZeroDivisionError
+
+    own = x[part].requires_grad_()
+    own.register_hook(fail)  # It comes after the gradients of parameters.
+    loss = replicas.loss(replicas({"x": [own, flag[part]]}, torch.tensor(0.5), kind="one")["loss"])
+    with pytest.raises(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        if name in once:
+            torch.testing.assert_close(parameter.grad, once[name])
     # A layer is unfrozen, another one frozen.
+    model.zero_grad()
+    with replicas.no_sync():
+        step().backward()
+    model.frozen.requires_grad_(True)
+    with pytest.raises(ArgumentError, match="parameters changed while no_sync held gradients"):
+        step()
+    model.frozen.requires_grad_(False)
+    step().backward()
     model.zero_grad()
     model.frozen.requires_grad_(True)
     model.memory.requires_grad_(False)
@@ -396,7 +422,7 @@ class Zoo(nn.Module):
         x = self.norms[0](x + self.attention(x, x, x, need_weights=False)[0])
         x = self.memory(x)[0][:, -1] + self.bags(words)
         x = self.norms[2](self.norms[1](x).tanh())
-        loss: Tensor = nn.functional.cross_entropy(self.top(self.scaled(x)), labels)
+        loss: Tensor = nn.functional.cross_entropy(checkpoint(self.top, self.scaled(x), use_reentrant=False), labels)
         return loss
 
 
