@@ -153,6 +153,32 @@ def bench_slices(
     _write(json_path, report.as_json())
 
 
+@app.command("sharded", epilog="Example: sennit bench sharded --zipf 1.2")
+def bench_sharded(
+    world: Annotated[int, typer.Option(help="number of ranks, all on this machine: a power of two", min=2)] = 2,
+    batch: Annotated[int, typer.Option(help="samples of a rank", min=1)] = 1_024,
+    rows: Annotated[int, typer.Option(help="rows of each of the 26 tables", min=8)] = 100_000,
+    pooling: Annotated[int, typer.Option(help="ids of each bag", min=1)] = 20,
+    zipf: Annotated[float | None, typer.Option(help="exponent of the ids' distribution; default: uniform")] = None,
+    rounds: Annotated[int, typer.Option(help="timed steps of each; the median is reported", min=1)] = 15,
+    json_path: Figures = None,
+) -> None:
+    """Time a training step on sharded tables by placement, beside TorchRec if it is installed."""
+    from sennit.runtime.training.launch import RankFailure
+    from sennit.testbed.bench import sharded as bench
+
+    try:
+        settings = bench.Settings(world=world, local_batch=batch, rows=rows, pooling=pooling, zipf=zipf, rounds=rounds)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    try:
+        report = bench.run(settings)
+    except RankFailure as error:
+        fail(error)
+    bench.render(report, stdout_console())
+    _write(json_path, report.as_json())
+
+
 @app.command("offload", epilog="Example: sennit bench offload --end-to-end")
 def bench_offload(
     rounds: Annotated[int, typer.Option(help="measurements of each; the median is reported", min=1)] = 7,
