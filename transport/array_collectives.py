@@ -276,9 +276,9 @@ class ArrayCollectives(ABC):
     def allgather(self, array: Array, *, counts: Sequence[int] | None = None, codec: Codec | None = None) -> Array:
         """Returns all ranks' arrays, joined along the first axis. `counts` gives their rows if they differ.
 
-        With `codec`, all arrays are coded and decoded, also this rank's (see `allreduce`).
+        With `codec`, all arrays are coded and decoded, also this rank's (see `allreduce`). Between hosts alone the bits
+        are the same, and arrays go to each other host once.
         """
-        _refuse_between_hosts("allgather", codec)
         given = _contiguous(array)
         rows = tuple(counts) if counts is not None else (given.shape[0],) * self.world
         if len(rows) != self.world or rows[self.rank] != given.shape[0]:
@@ -291,7 +291,8 @@ class ArrayCollectives(ABC):
         if codec is not None:
             parts, dtype = tuple(count * row_elements for count in rows), dtype_of(given)
             coding = codec.exchange_coding(dtype)
-            coded = _Call(algorithms.allgather_coded, self, dtype=dtype, coding=coding)
+            algorithm = algorithms.allgather_between_hosts if codec.between_hosts else algorithms.allgather_coded
+            coded = _Call(algorithm, self, dtype=dtype, coding=coding, **self._hosts_of(codec))
             counted = algorithms.allgather_counts(parts, dtype, coding)
             self._run(coded, [_aligned(given), output], counts=counted, seed=codec.seed)
             return output
@@ -336,9 +337,9 @@ class ArrayCollectives(ABC):
         """Exchanges rows of the first axis with every rank:
 
         `send_counts[j]` rows to rank j. Without counts, which then all ranks leave out, equal shares. With `codec`, all
-        rows are coded and decoded, also those that stay (see `allreduce`).
+        rows are coded and decoded, also those that stay (see `allreduce`). Between hosts alone those that stay on the
+        host are not.
         """
-        _refuse_between_hosts("alltoall", codec)
         given = _contiguous(array)
         sent = _splits("send_counts", send_counts, given, self.world)
         received = tuple(recv_counts) if recv_counts is not None else sent
@@ -355,7 +356,8 @@ class ArrayCollectives(ABC):
             given_parts, taken_parts = ([count * row_elements for count in counts] for counts in (sent, received))
             dtype = dtype_of(given)
             coding = codec.exchange_coding(dtype)
-            coded = _Call(algorithms.alltoall_coded, self, dtype=dtype, coding=coding)
+            algorithm = algorithms.alltoall_between_hosts if codec.between_hosts else algorithms.alltoall_coded
+            coded = _Call(algorithm, self, dtype=dtype, coding=coding, **self._hosts_of(codec))
             counted = algorithms.alltoall_counts(self.rank, given_parts, taken_parts, dtype, coding)
             self._run(coded, [_aligned(given), output], counts=counted, seed=codec.seed)
             return output
@@ -419,11 +421,6 @@ class _Call:
 
     def compile(self) -> Plan:
         return self._algorithm(**self._arguments)
-
-
-def _refuse_between_hosts(collective: str, codec: Codec | None) -> None:
-    if codec is not None and codec.between_hosts:
-        raise ArgumentError(f"a codec between hosts alone in {collective}; allowed: in allreduce and reduce_scatter")
 
 
 def _contiguous(array: Array) -> Array:

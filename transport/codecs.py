@@ -66,8 +66,8 @@ class Codec:
     """64 bits. With the logical index of an element it decides how that element is rounded, and nothing else does."""
 
     between_hosts: bool = False
-    """In a collective: code what goes to other hosts, and nothing else. Then bits depend on which ranks share a host
-    (docs/reference/codecs.md, "Between hosts alone")."""
+    """In a collective: code what goes to other hosts, and nothing else. Then bits depend on which ranks share a host,
+    but for an allgather's (docs/reference/codecs.md, "Between hosts alone")."""
 
     def __post_init__(self) -> None:
         if self.kind not in DEFAULT_BLOCK:

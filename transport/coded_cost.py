@@ -22,8 +22,6 @@ from sennit.transport.elements import Dtype
 from sennit.transport.hosts import Hosts
 
 CODED: Final = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER, Collective.ALLGATHER, Collective.ALLTOALL)
-# Those that can code between hosts alone.
-BETWEEN_HOSTS: Final = (Collective.ALLREDUCE, Collective.REDUCE_SCATTER)
 _SUM_BYTES: Final = Dtype.F32.item_bytes
 # Between them lies every link: 8 kbit/s and 8 Tbit/s.
 _SLOWEST_BYTE_S, _FASTEST_BYTE_S = 1e-3, 1e-12
@@ -90,8 +88,10 @@ def coded_work(
         return None
     given = Leaves(hosts.world) if leaves is None else leaves
     if coding.between_hosts:
-        if collective not in BETWEEN_HOSTS or len(hosts.spans) == 1:
+        if len(hosts.spans) == 1:
             return None
+        if collective in (Collective.ALLGATHER, Collective.ALLTOALL):
+            return _moved_between_hosts(collective is Collective.ALLGATHER, hosts, elements, coding, dtype)
         return _between_hosts(collective is Collective.ALLREDUCE, hosts, elements, coding, dtype, given)
     share = elements / hosts.world
     coded_bytes = coding.coded_bytes(math.ceil(share))
@@ -147,6 +147,23 @@ def _between_hosts(
         ),
         encoded_elements=stood_for * nodes * share + gathers * share,
         decoded_elements=sum(by_host) * share + gathers * stood_for * share,
+    )
+
+
+def _moved_between_hosts(gathers: bool, hosts: Hosts, elements: int, coding: Coding, dtype: Dtype) -> CodedWork:
+    (near, far), share = hosts.peers, elements / hosts.world
+    coded_bytes, part_bytes = coding.coded_bytes(math.ceil(share)), share * dtype.item_bytes
+    # A part of an allgather goes to each other host once, and from there to the neighbours.
+    far_messages = -(-hosts.world // (near + 1)) - 1 if gathers else far
+    near_messages = near * (1 + far_messages) if gathers else near
+    return CodedWork(
+        work=Work(
+            near=Traffic(int(gathers), near_messages, near, near_messages * part_bytes),
+            far=Traffic(1, far_messages, far_messages, far_messages * coded_bytes),
+            folded_bytes=0,
+        ),
+        encoded_elements=share if gathers else far * share,
+        decoded_elements=share * (1 + far_messages) if gathers else far * share,
     )
 
 

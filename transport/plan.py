@@ -317,6 +317,8 @@ class PlanBuilder:
         after: Iterable[int] = (),
     ) -> int:
         waits = self._with_loans((source,), after)
+        # Where a codec is used the signature says.
+        coding = replace(coding, between_hosts=False)
         return self._add(Encode(source, buffer, offset, size_bytes, dtype, coding, first_index, waits))
 
     def decode(
@@ -333,7 +335,7 @@ class PlanBuilder:
     ) -> int:
         waits = self._with_loans((source,), after)
         # How numbers were rounded is no matter here.
-        coding = replace(coding, stochastic=False)
+        coding = replace(coding, stochastic=False, between_hosts=False)
         return self._add(Decode(source, buffer, offset, size_bytes, dtype, coding, waits, peer))
 
     def reduce(

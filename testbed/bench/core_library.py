@@ -154,9 +154,14 @@ class CoreLibrary:
                 return lambda: algorithms.reduce_scatter_coded(pieces=pieces, **sums), counts
             case Collective.ALLTOALL:
                 counts = algorithms.alltoall_counts(self.rank, parts, parts, dtype, coding)
+                if codec.between_hosts:
+                    return lambda: algorithms.alltoall_between_hosts(hosts=hosts, **common), counts
                 return lambda: algorithms.alltoall_coded(**common), counts
             case Collective.ALL_GATHER:
-                return lambda: algorithms.allgather_coded(**common), algorithms.allgather_counts(parts, dtype, coding)
+                counts = algorithms.allgather_counts(parts, dtype, coding)
+                if codec.between_hosts:
+                    return lambda: algorithms.allgather_between_hosts(hosts=hosts, **common), counts
+                return lambda: algorithms.allgather_coded(**common), counts
 
     def verify(self, peer: str, case: Case) -> None:
         """Checks the last element only: the core has its own tests."""

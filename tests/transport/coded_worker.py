@@ -114,30 +114,44 @@ def exchanges(group: Communicator, seed: int) -> None:
             counts = [(peer + 1) % group.world * unit for peer in ranks]
             table = [[(7 * peer + other) % 3 * unit for other in ranks] for peer in ranks]
             given = vectors(group.world, sum(counts), seed)
-            gathered = group.allgather(given[group.rank, : counts[group.rank]], counts=counts, codec=codec)
-            starts = np.cumsum([0, *counts])
-            parts = [
-                coded_and_back(codec, given[peer, : counts[peer]].view(np.uint8), int(starts[peer])) for peer in ranks
-            ]
-            np.testing.assert_array_equal(gathered.view(np.uint8), np.concatenate(parts))
+            gather(group, codec, given, counts)
             share = group.reduce_scatter(given[group.rank], counts=counts, codec=codec)
             leaves = [leaf.view(np.uint8) for leaf in given]
             expected = scattered(codec, leaves, counts, Dtype.F32, ReduceOp.SUM)[group.rank]
             np.testing.assert_array_equal(share.view(np.uint8), expected)
-            sent = [vectors(1, sum(table[peer]), seed + peer)[0] for peer in ranks]
-            received = [table[peer][group.rank] for peer in ranks]
-            got = group.alltoall(sent[group.rank], send_counts=table[group.rank], recv_counts=received, codec=codec)
-            cut = []
-            for peer in ranks:
-                low = sum(table[peer][: group.rank])
-                part = sent[peer][low : low + received[peer]].view(np.uint8)
-                cut.append(coded_and_back(codec, part, (peer << 40) + low))
-            np.testing.assert_array_equal(got.view(np.uint8), np.concatenate(cut))
+            give(group, codec, table, seed)
+
+
+def gather(group: Communicator, codec: Codec, given: Array, counts: Sequence[int]) -> None:
+    """An allgather has the same bits with a codec everywhere and between hosts alone."""
+    gathered = group.allgather(given[group.rank, : counts[group.rank]], counts=counts, codec=codec)
+    starts = np.cumsum([0, *counts])
+    parts = [
+        coded_and_back(codec, given[peer, :count].view(np.uint8), int(starts[peer]))
+        for peer, count in enumerate(counts)
+    ]
+    np.testing.assert_array_equal(gathered.view(np.uint8), np.concatenate(parts))
+
+
+def give(group: Communicator, codec: Codec, table: Sequence[Sequence[int]], seed: int) -> None:
+    """An alltoall: rank r gives `table[r][j]` elements to rank j."""
+    ranks, hosts = range(group.world), group.selection.hosts
+    sent = [vectors(1, sum(table[peer]), seed + peer)[0] for peer in ranks]
+    received = [table[peer][group.rank] for peer in ranks]
+    got = group.alltoall(sent[group.rank], send_counts=table[group.rank], recv_counts=received, codec=codec)
+    cut = []
+    for peer in ranks:
+        low = sum(table[peer][: group.rank])
+        part = sent[peer][low : low + received[peer]].view(np.uint8)
+        stays = codec.between_hosts and hosts.of_rank(peer) == hosts.of_rank(group.rank)
+        cut.append(part if stays else coded_and_back(codec, part, (peer << 40) + low))
+    np.testing.assert_array_equal(got.view(np.uint8), np.concatenate(cut))
 
 
 def between(group: Communicator, seed: int) -> None:
     """Of hosts as HOSTS says, and in the order of the algorithms' own test."""
     assert len(group.selection.hosts.spans) == len(set(os.environ["HOSTS"].split(",")))
+    ranks = range(group.world)
     for plain in CODECS:
         codec = replace(plain, between_hosts=True)
         for elements in ELEMENTS:
@@ -150,6 +164,9 @@ def between(group: Communicator, seed: int) -> None:
         given = vectors(group.world, sum(counts), seed)
         low = sum(counts[: group.rank])
         share = group.reduce_scatter(given[group.rank], counts=counts, codec=codec)
+        gather(group, codec, given, counts)
+        for unit in (1, 40_001):
+            give(group, codec, [[(7 * peer + other) % 3 * unit for other in ranks] for peer in ranks], seed)
         part = [leaf[low : low + counts[group.rank]].view(np.uint8) for leaf in given]
         expected = by_hosts(codec, group.selection.hosts, part, low, sum(counts))
         np.testing.assert_array_equal(one_nan(share), one_nan(expected))

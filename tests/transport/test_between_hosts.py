@@ -23,7 +23,7 @@ from sennit.transport.plan import Decode, Encode, Plan, Send
 from sennit.transport.tree import Span, balanced, combinations, cover, leaves_of
 from tests.transport.algorithm_runs import SCALAR, Array, check_plans, inputs, noise
 from tests.transport.coded_worker import coded_and_back, definition
-from tests.transport.test_coded_algorithms import OPS, codecs, plans_of, run
+from tests.transport.test_coded_algorithms import OPS, codecs, exchange, plans_of, run, tables
 
 INT8 = Codec(kind=CodecKind.INT8, between_hosts=True)
 
@@ -179,6 +179,48 @@ def test_a_reduce_scatter_is_what_the_definition_says(
             expected = rounded(between_hosts(codec, hosts, shares, dtype, op, low, sum(counts)), dtype)
         np.testing.assert_array_equal(output, expected)
         low += count
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.data(),
+    st.one_of(codecs(), st.just(Codec(kind=CodecKind.LOSSLESS))),
+    layouts(),
+    st.sampled_from([Dtype.F32, Dtype.F16, Dtype.BF16]),
+    st.booleans(),
+)
+def test_exchanges_are_what_the_definitions_say(
+    data: DataObject, codec: Codec, hosts: Hosts, dtype: Dtype, gathers: bool
+) -> None:
+    codec, item_bytes = dataclasses.replace(codec, between_hosts=True), dtype.item_bytes
+    table = data.draw(tables(hosts.world, 200, gathers=gathers), "counts")
+    vectors, buffers = exchange(data, codec, table, dtype, gathers=gathers, between=hosts)
+    for rank, posted in enumerate(buffers):
+        parts, before = [noise(0)], 0
+        for peer, own in enumerate(table):
+            low = 0 if gathers else sum(own[:rank])
+            part = vectors[peer][low * item_bytes : (low + own[rank]) * item_bytes]
+            # What an allgather gives is the same for all.
+            is_coded = gathers or hosts.of_rank(peer) != hosts.of_rank(rank)
+            if is_coded and codec.kind is not CodecKind.LOSSLESS:
+                first_index = before if gathers else (peer << 40) + low
+                part = rounded(coded_and_back(codec, part, first_index, dtype), dtype)
+            parts.append(part)
+            before += own[rank]
+        np.testing.assert_array_equal(posted[1], np.concatenate(parts))
+
+
+def test_an_allgather_sends_each_part_to_each_other_host_once() -> None:
+    hosts, elements, coding = Hosts.equal(8, 2), 1_000, INT8.exchange_coding(Dtype.F32)
+    counts = algorithms.allgather_counts([elements] * 8, Dtype.F32, coding)
+    for rank in range(8):
+        plan = algorithms.allgather_between_hosts(world=8, rank=rank, hosts=hosts, dtype=Dtype.F32, coding=coding)
+        sends = [step for step in plan.with_counts(counts).steps if isinstance(step, Send)]
+        far = [step.size_bytes for step in sends if hosts.of_rank(step.peer) != hosts.of_rank(rank)]
+        near = [step.size_bytes for step in sends if hosts.of_rank(step.peer) == hosts.of_rank(rank)]
+        assert far == [coding.coded_bytes(elements)]
+        # The own part and one from the other host.
+        assert near == [4 * elements] * 6
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op is not ReduceOp.PREMUL_SUM])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from sennit.transport.arithmetic import narrow
 from sennit.transport.codecs import Codec, CodecKind
 from sennit.transport.elements import Dtype, ReduceOp
 from sennit.transport.errors import ArgumentError, MismatchError
+from sennit.transport.hosts import Hosts
 from sennit.transport.plan import MAX_LOAN_BYTES, Plan, Recv, Send
 from sennit.transport.plan_check import check
 from sennit.transport.tree import leaves_of
@@ -155,24 +158,33 @@ def test_reduce_scatter_is_what_the_definition_says(
 
 
 def exchange(
-    data: DataObject, codec: Codec, table: list[list[int]], dtype: Dtype, *, gathers: bool
+    data: DataObject,
+    codec: Codec,
+    table: list[list[int]],
+    dtype: Dtype,
+    *,
+    gathers: bool,
+    between: Hosts | None = None,
 ) -> tuple[list[Array], list[list[Array]]]:
     """Runs an alltoall, or an allgather, in which rank r gives `table[r][j]` elements to rank j.
 
-    Returns what the ranks gave, and their buffers.
+    `between`: the hosts, if only what goes from one to another is coded. Returns what the ranks gave, and their
+    buffers.
     """
     world, coding = len(table), codec.exchange_coding(dtype)
+    plan: Callable[..., Plan]
     if gathers:
         counts = [own[0] for own in table]
-        plan = algorithms.allgather_coded
+        plan = algorithms.allgather_coded if between is None else algorithms.allgather_between_hosts
         posted_counts = [algorithms.allgather_counts(counts, dtype, coding)] * world
     else:
-        plan = algorithms.alltoall_coded
+        plan = algorithms.alltoall_coded if between is None else algorithms.alltoall_between_hosts
         posted_counts = [
             algorithms.alltoall_counts(rank, table[rank], [own[rank] for own in table], dtype, coding)
             for rank in range(world)
         ]
-    plans = [plan(world=world, rank=rank, dtype=dtype, coding=coding) for rank in range(world)]
+    hosts = {} if between is None else {"hosts": between}
+    plans = [plan(world=world, rank=rank, dtype=dtype, coding=coding, **hosts) for rank in range(world)]
     vectors = [inputs(rank, 1, own[0] if gathers else sum(own), dtype)[0] for rank, own in enumerate(table)]
     buffers = [
         [vector.copy(), noise(sum(own[rank] for own in table) * dtype.item_bytes)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from sennit.transport import algorithms
 from sennit.transport.algorithms.leaves import Leaves
 from sennit.transport.codecs import Codec, CodecKind
-from sennit.transport.coded_cost import BETWEEN_HOSTS, CODED, SPEEDS, CodecSpeed, break_even_byte_s, coded_work
+from sennit.transport.coded_cost import CODED, SPEEDS, CodecSpeed, break_even_byte_s, coded_work
 from sennit.transport.coding import Coding
 from sennit.transport.cost_model import Collective
 from sennit.transport.elements import Dtype, ReduceOp
@@ -58,17 +59,24 @@ def test_the_work_is_that_of_the_plan(collective: Collective, elements: int, cod
         assert sum(step.size_bytes // 4 for step in plan.steps if isinstance(step, kind)) == expected
 
 
-@pytest.mark.parametrize("collective", BETWEEN_HOSTS)
+@pytest.mark.parametrize("collective", CODED)
 @pytest.mark.parametrize("elements", ELEMENTS)
 @pytest.mark.parametrize("coding", CODINGS, ids=lambda coding: coding.kind.name)
 def test_the_work_between_hosts_is_that_of_the_plan(collective: Collective, elements: int, coding: Coding) -> None:
     hosts, coding = Hosts.equal(4, 2), replace(coding, between_hosts=True)
-    common = {"world": 4, "rank": 0, "hosts": hosts, "dtype": Dtype.F32, "op": ReduceOp.SUM, "coding": coding}
-    plan = (
-        algorithms.allreduce_between_hosts(elements=elements, **common)  # type: ignore[arg-type]
-        if collective is Collective.ALLREDUCE
-        else algorithms.reduce_scatter_between_hosts(counts=(elements // 4,) * 4, **common)  # type: ignore[arg-type]
-    )
+    moves: dict[str, Any] = {"world": 4, "rank": 0, "hosts": hosts, "dtype": Dtype.F32, "coding": coding}
+    parts, sums = [elements // 4] * 4, moves | {"op": ReduceOp.SUM}
+    match collective:
+        case Collective.ALLREDUCE:
+            plan = algorithms.allreduce_between_hosts(elements=elements, **sums)
+        case Collective.REDUCE_SCATTER:
+            plan = algorithms.reduce_scatter_between_hosts(counts=parts, **sums)
+        case Collective.ALLGATHER:
+            counts = algorithms.allgather_counts(parts, Dtype.F32, coding)
+            plan = algorithms.allgather_between_hosts(**moves).with_counts(counts)
+        case _:
+            counts = algorithms.alltoall_counts(0, parts, parts, Dtype.F32, coding)
+            plan = algorithms.alltoall_between_hosts(**moves).with_counts(counts)
     found = coded_work(collective, hosts=hosts, elements=elements, coding=coding)
     assert found is not None
     for way, is_near in ((found.work.near, True), (found.work.far, False)):

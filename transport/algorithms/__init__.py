@@ -19,6 +19,7 @@ from sennit.transport.algorithms.alltoall_by_host import alltoall_by_host
 from sennit.transport.algorithms.barrier import barrier
 from sennit.transport.algorithms.between_hosts import allreduce_between_hosts, reduce_scatter_between_hosts
 from sennit.transport.algorithms.broadcast import broadcast
+from sennit.transport.algorithms.exchange_between_hosts import allgather_between_hosts, alltoall_between_hosts
 from sennit.transport.algorithms.exchange_coded import (
     allgather_coded,
     allgather_counts,
@@ -38,6 +39,7 @@ from sennit.transport.algorithms.scatter import scatter
 
 __all__ = [
     "allgather",
+    "allgather_between_hosts",
     "allgather_coded",
     "allgather_counts",
     "allreduce",
@@ -47,6 +49,7 @@ __all__ = [
     "allreduce_halving",
     "allreduce_round_trip",
     "alltoall",
+    "alltoall_between_hosts",
     "alltoall_bruck",
     "alltoall_by_host",
     "alltoall_coded",

@@ -39,7 +39,7 @@ def allgather_counts(counts: Sequence[int], dtype: Dtype, coding: Coding) -> lis
 
 def alltoall_coded(*, world: int, rank: int, dtype: Dtype, coding: Coding) -> Plan:
     """Buffers: `[input, output]`. Counts: `alltoall_counts`."""
-    plan = _Exchange(Kind.ALLTOALL, world, rank, dtype, coding, elements_at=1, parts=2 * world, output=1 + world)
+    plan = Exchange(Kind.ALLTOALL, world, rank, dtype, coding, elements_at=1, parts=2 * world, output=1 + world)
     for peer in peers_after(rank, world):
         plan.send(peer, [peer], source=CountRange(1, 1 + peer), first_index=CountRange(0, 1 + peer))
     plan.keep(rank, world + rank, source=CountRange(1, 1 + rank), first_index=CountRange(0, 1 + rank))
@@ -50,7 +50,7 @@ def alltoall_coded(*, world: int, rank: int, dtype: Dtype, coding: Coding) -> Pl
 
 def allgather_coded(*, world: int, rank: int, dtype: Dtype, coding: Coding) -> Plan:
     """Buffers: `[input, output]`. Counts: `allgather_counts`."""
-    plan = _Exchange(Kind.ALLGATHER, world, rank, dtype, coding, elements_at=0, parts=world, output=0)
+    plan = Exchange(Kind.ALLGATHER, world, rank, dtype, coding, elements_at=0, parts=world, output=0)
     plan.send(rank, list(peers_after(rank, world)), source=0, first_index=CountRange(0, rank))
     plan.keep(rank, rank, source=0, first_index=CountRange(0, rank))
     for peer in peers_before(rank, world):
@@ -64,7 +64,7 @@ def _coded_sizes(parts: Sequence[int], dtype: Dtype, coding: Coding) -> list[int
     return [size for count in parts for size in (*before, coding.coded_bytes(count, dtype.item_bytes))]
 
 
-class _Exchange:
+class Exchange:
     """Writes the plan. Part k has the elements of count `elements_at` + k."""
 
     def __init__(
@@ -113,22 +113,29 @@ class _Exchange:
             place = Operand(self._scratch, self._place(codes))
             self._builder.send(peer, 0, place, codes, after=[made], has_length=self._is_exact)
 
-    def keep(self, part: int, into: int, *, source: int, first_index: CountRange) -> None:
-        """What stays on this rank."""
-        size_bytes = self._elements(part)
+    def keep(self, part: int, into: int, *, source: int, first_index: CountRange) -> int:
+        """What stays on this rank. Returns the step that has it in the output, as do those below."""
         if self._is_exact:
-            self._builder.copy(Operand(0, source), 1, self._offset(into), size_bytes)
-            return
+            return self.copy(part, into, source=source)
         made = self._coded[part] if part in self._coded else self._encode(part, source, first_index)
-        self._decode(part, into, made)
+        return self._decode(part, into, made)
 
-    def receive(self, peer: int, part: int) -> None:
+    def copy(self, part: int, into: int, *, source: int) -> int:
+        return self._builder.copy(Operand(0, source), 1, self._offset(into), self._elements(part))
+
+    def send_plain(self, peer: int, slot: int, part: int, source: Operand, *, after: Sequence[int] = ()) -> None:
+        self._builder.send(peer, slot, source, self._elements(part), after=after)
+
+    def receive_plain(self, peer: int, slot: int, part: int) -> int:
+        return self._builder.recv(peer, slot, 1, self._offset(part), self._elements(part))
+
+    def receive(self, peer: int, part: int) -> int:
         length, codes, after = self._length(part), self._codes(part), list[int]()
         if self._is_exact:
             after = [self._builder.recv(peer, 1, self._scratch, self._place(length), length)]
         place = self._place(codes)
         come = self._builder.recv(peer, 0, self._scratch, place, codes, after=after, has_length=self._is_exact)
-        self._decode(part, part, come, peer)
+        return self._decode(part, part, come, peer)
 
     def _encode(self, part: int, source: int, first_index: CountRange) -> int:
         self._coded[part] = self._builder.encode(
@@ -143,8 +150,8 @@ class _Exchange:
         )
         return self._coded[part]
 
-    def _decode(self, part: int, into: int, after: int, peer: int = 0) -> None:
-        self._builder.decode(
+    def _decode(self, part: int, into: int, after: int, peer: int = 0) -> int:
+        return self._builder.decode(
             Operand(self._scratch, self._place(self._codes(part))),
             1,
             self._offset(into),

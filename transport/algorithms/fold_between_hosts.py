@@ -59,8 +59,7 @@ class _Coded:
 class _Writer(FoldWriter):
     def __init__(self, builder: PlanBuilder, fold: Fold, coding: Coding) -> None:
         super().__init__(builder, fold)
-        # The signature alone says where it is used.
-        self._coding = replace(coding, between_hosts=False)
+        self._coding = coding
         most = max(self._count(chunk) for chunks in self._chunks for chunk in chunks)
         room, coded_room = -(-most * _SUM_BYTES // 64) * 64, -(-coding.coded_bytes(most) // 64) * 64
         self._nodes = [node for nodes in self._layout.host_nodes for node in nodes]
