@@ -78,6 +78,7 @@ class FusedTables(nn.Module):
         *,
         table_of_block: Sequence[int],
         bags_of_block: Sequence[int],
+        slice_of_block: Sequence[int] | None = None,
         pooling: Pooling = Pooling.SUM,
     ) -> Tensor:
         """The flat result of `EmbeddingEngine.lookup`; the arguments are those of `Batch`."""
@@ -89,6 +90,7 @@ class FusedTables(nn.Module):
             values,
             list(table_of_block),
             list(bags_of_block),
+            None if slice_of_block is None else list(slice_of_block),
             pooling.value,
             self.dims,
             self.number,
@@ -104,11 +106,18 @@ def _engine(number: int) -> FusedTables:
 
 
 def _batch(
-    lengths: Tensor, values: Tensor, weights: Tensor | None, tables: Sequence[int], bags: Sequence[int], pooling: str
+    lengths: Tensor,
+    values: Tensor,
+    weights: Tensor | None,
+    tables: Sequence[int],
+    bags: Sequence[int],
+    slices: Sequence[int] | None,
+    pooling: str,
 ) -> Batch:
     return Batch(
         table_of_block=tuple(tables),
         bags_of_block=tuple(bags),
+        slice_of_block=None if slices is None else tuple(slices),
         lengths=lengths,
         values=values,
         weights=weights,
@@ -125,13 +134,14 @@ def _lookup(
     values: Tensor,
     table_of_block: list[int],
     bags_of_block: list[int],
+    slice_of_block: list[int] | None,
     pooling: str,
     dims: list[int],
     number: int,
 ) -> Tensor:
     engine = _engine(number).engine
     with engine.placed(memory):
-        return engine.lookup(_batch(lengths, values, weights, table_of_block, bags_of_block, pooling))
+        return engine.lookup(_batch(lengths, values, weights, table_of_block, bags_of_block, slice_of_block, pooling))
 
 
 @_lookup.register_fake
@@ -143,6 +153,7 @@ def _lookup_shape(
     values: Tensor,
     table_of_block: list[int],
     bags_of_block: list[int],
+    slice_of_block: list[int] | None,
     pooling: str,
     dims: list[int],
     number: int,
@@ -169,11 +180,12 @@ def _update(
     values: Tensor,
     table_of_block: list[int],
     bags_of_block: list[int],
+    slice_of_block: list[int] | None,
     pooling: str,
     number: int,
 ) -> tuple[Tensor, Tensor]:
     tables = _engine(number)
-    batch = _batch(lengths, values, weights, table_of_block, bags_of_block, pooling)
+    batch = _batch(lengths, values, weights, table_of_block, bags_of_block, slice_of_block, pooling)
     gradient = gradient.contiguous()
     with tables.engine.placed(memory):
         of_weights = tables.engine.weight_gradient(batch, gradient) if wants_weights else gradient.new_empty(0)
@@ -192,6 +204,7 @@ def _update_shape(
     values: Tensor,
     table_of_block: list[int],
     bags_of_block: list[int],
+    slice_of_block: list[int] | None,
     pooling: str,
     number: int,
 ) -> tuple[Tensor, Tensor]:
@@ -206,14 +219,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | list[None] | None, ...]:
     anchor, weights, lengths, values = ctx.saved_tensors
-    tables, bags, pooling, _, number = ctx.rest
+    tables, bags, slices, pooling, _, number = ctx.rest
     wants_weights = weights is not None and ctx.needs_input_grad[2]
     # The anchor's gradient depends on the update, so compiled graphs keep the update.
     of_anchor, of_weights = torch.ops.sennit.embedding_update(
-        anchor, gradient, ctx.memory, weights, wants_weights, lengths, values, tables, bags, pooling, number
+        anchor, gradient, ctx.memory, weights, wants_weights, lengths, values, tables, bags, slices, pooling, number
     )
     of_memory: list[None] = [None] * len(ctx.memory)
-    return of_anchor, of_memory, (of_weights if wants_weights else None), None, None, None, None, None, None, None
+    return of_anchor, of_memory, (of_weights if wants_weights else None), *[None] * 8
 
 
 _lookup.register_autograd(_backward, setup_context=_keep)

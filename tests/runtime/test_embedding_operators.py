@@ -17,7 +17,7 @@ from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.spec import Pooling, TableSpec
 from sennit.runtime.model.schedule import RateSchedule
 
-BLOCKS: dict[str, Any] = {"table_of_block": (0, 1, 0), "bags_of_block": (4, 3, 2)}
+BLOCKS: dict[str, Any] = {"table_of_block": (0, 1, 0), "bags_of_block": (4, 3, 2), "slice_of_block": (0, 3, 5)}
 BAGS = 9
 
 
@@ -95,22 +95,35 @@ def test_torchs_schedulers_set_the_rate_of_the_backward_pass(seed: int) -> None:
 
 def arguments_of(fused: FusedTables, seed: int) -> tuple[Any, ...]:
     lengths, values = lookups(torch_stream(seed, "rules"))
-    return (None, lengths, values, [0, 1, 0], [4, 3, 2], "sum", fused.dims, fused.number)
+    return (None, lengths, values, [0, 1, 0], [4, 3, 2], [0, 3, 5], "sum", fused.dims, fused.number)
 
 
 def test_ops_keep_torchs_rules(seed: int) -> None:
     """Runs all of torch's own checks: schema, mutation, shapes, autograd, and the compiler's view."""
     fused = FusedTables(engine_of(seed, Optimizer.ROW_WISE_ADAGRAD), rate=0.1)
-    weights, lengths, values, tables, bags, pooling, dims, number = arguments_of(fused, seed)
+    weights, lengths, values, tables, bags, slices, pooling, dims, number = arguments_of(fused, seed)
     start = [tensor.clone() for tensor in fused.memory]
     torch.library.opcheck(
         torch.ops.sennit.embedding_lookup,
-        (fused.anchor, fused.memory, weights, lengths, values, tables, bags, pooling, dims, number),
+        (fused.anchor, fused.memory, weights, lengths, values, tables, bags, slices, pooling, dims, number),
     )
     gradient = torch.randn(sum(dims[table] * count for table, count in zip(tables, bags, strict=True)))
     torch.library.opcheck(
         torch.ops.sennit.embedding_update,
-        (fused.anchor.detach(), gradient, fused.memory, weights, False, lengths, values, tables, bags, pooling, number),
+        (
+            fused.anchor.detach(),
+            gradient,
+            fused.memory,
+            weights,
+            False,
+            lengths,
+            values,
+            tables,
+            bags,
+            slices,
+            pooling,
+            number,
+        ),
     )
     # The checks ran on copies. The ops change only memory that they were given.
     assert all(torch.equal(one, other) for one, other in zip(start, fused.memory, strict=True))
@@ -133,8 +146,8 @@ def test_a_compiled_function_sees_what_it_has_changed(backend: str, seed: int) -
         table = fused.memory[0]
         before = table.sum(1)
         torch.ops.sennit.embedding_update(
-            fused.anchor.detach(), gradient, fused.memory, None, False, lengths, values, [0, 1, 0], [4, 3, 2], "sum",
-            fused.number,
+            fused.anchor.detach(), gradient, fused.memory, None, False, lengths, values, [0, 1, 0], [4, 3, 2], None,
+            "sum", fused.number,
         )  # fmt: skip
         return before, table.sum(1)
 

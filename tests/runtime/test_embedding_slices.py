@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from sennit.runtime.data.seeds import torch_stream
 from sennit.runtime.kernels.batch import MAX_SLICES, Batch, RowSums
 from sennit.runtime.kernels.checks import GradientError
 from sennit.runtime.kernels.engine import EmbeddingEngine
+from sennit.runtime.kernels.ids import split_rows
 from sennit.runtime.kernels.implementations import IMPLEMENTATIONS, implementation
 from sennit.runtime.kernels.optimizers import Optimizer, OptimizerSpec
 from sennit.runtime.kernels.reference import sums_by_row
@@ -48,7 +50,7 @@ def folded(values: dict[int, Tensor], leaves: int) -> Tensor:
     """The tree of the transport over all leaves, of which some are missing, as its program says. None is -0."""
     stack: list[Tensor] = []
     for leaf, count in enumerate(balanced(leaves)):
-        stack.append(values.get(leaf, torch.zeros(3)))
+        stack.append(values.get(leaf, torch.zeros(())))
         for _ in range(count):
             right = stack.pop()
             stack[-1] = stack[-1] + right
@@ -96,6 +98,33 @@ def test_golden_sums(name: str, case: dict[str, list[float]]) -> None:
     assert found.sums.tolist() == [[case["sum"]]]
     engine.update(batch, gradient, rate=-1.0)
     assert engine.weight("t").tolist() == [[case["sum"]]]
+
+
+@pytest.mark.parametrize("case", VECTORS["bags"], ids=lambda case: case["why"])
+def test_golden_bags_of_row_shards(name: str, case: dict[str, Any]) -> None:
+    """Each shard is a table. Its part of the bag is summed there, and the parts in the tree."""
+    borders, lengths = case["borders"], torch.tensor([len(case["ids"])])
+    shards = [
+        TableSpec(name=f"shard {number}", row_count=high - low, dim=1, first_row=low)
+        for number, (low, high) in enumerate(pairwise(borders))
+    ]
+    engine = EmbeddingEngine(shards, OptimizerSpec(), implementation_name=name)
+    for shard, rows in zip(shards, torch.split(torch.tensor(case["rows"]), [s.row_count for s in shards]), strict=True):
+        engine.weight(shard.name)[:, 0] = rows
+    ids = torch.tensor(case["ids"], dtype=torch.int64)
+    of_shards, values = split_rows(lengths, ids, borders)
+    weights = None
+    if case["weights"] is not None:
+        parts = [(ids >= low) & (ids < high) for low, high in pairwise(borders)]
+        weights = torch.cat([torch.tensor(case["weights"], dtype=torch.float32)[part] for part in parts])
+    batch = Batch(
+        table_of_block=tuple(range(len(shards))), bags_of_block=(1,) * len(shards), lengths=of_shards.flatten(),
+        values=values, weights=weights,
+    )  # fmt: skip
+    found = folded(dict(enumerate(engine.lookup(batch))), len(shards))
+    assert found.item() == case["sum"]
+    if case["mean"] is not None:
+        assert (found / lengths.clamp(min=1).to(torch.float32)).item() == case["mean"]
 
 
 def engine_of(name: str, kind: Optimizer, precision: Precision, seed: int) -> EmbeddingEngine:
@@ -170,7 +199,7 @@ def test_sums_that_ranks_made_give_the_bits_of_one_update(
         batch, gradient = zipf_batch(range(SLICES), seed + step, pooling, weighted)
         whole.update(batch, gradient, rate=0.1)
         nodes = []
-        for low, high in itertools.pairwise(RANKS[ranks]):
+        for low, high in pairwise(RANKS[ranks]):
             for node in cover(Span(low, high), SLICES):
                 own = zipf_batch(range(*node), seed + step, pooling, weighted)
                 nodes.append((node, parts.sum_rows(*own)))

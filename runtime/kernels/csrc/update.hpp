@@ -99,9 +99,10 @@ SENNIT_INLINE bool is_one_slice(const Gradients& gradients, const Entry* entries
          gradients.slice_of(entries[0]) == gradients.slice_of(entries[count - 1]);
 }
 
-// Sums a run: the sums of its chunks are leaves of a tree. Returns its position in `sums`.
-inline float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count) {
-  const std::size_t dim = update.table->dim, stride = sum_stride(dim);
+// Sums a run: the sums of its chunks are leaves of a tree. Returns its position in `sums`. `fixed` as in Row.
+template <std::size_t fixed>
+float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t count) {
+  const std::size_t dim = fixed != 0 ? fixed * lanes : update.table->dim, stride = sum_stride(dim);
   const Entry* const all_end = update.entries + update.count;
   const bool is_sliced = !is_one_slice(update.gradients, entries, count);
   TreeStack stack;
@@ -120,7 +121,14 @@ inline float* sum_run(const RowUpdate& update, const Entry* entries, std::size_t
       if (const std::uint64_t own = update.gradients.slice_of(entries[first]); own != slice) slice = own, chunk = 0;
     }
     for (std::size_t n = stack.push(TreeStack::leaf(slice, chunk)); n != 0; n--) add_top();
-    fold(update.gradients, {entries + first, size, all_end}, next);
+    const Part part{entries + first, size, all_end};
+    if constexpr (fixed != 0) {
+      Floats sum[fixed];
+      fold_row(update.gradients, part, sum);
+      for (std::size_t v = 0; v < fixed; v++) store(next + v * lanes, sum[v]);
+    } else {
+      fold(update.gradients, part, next);
+    }
     next += stride;
   }
   for (std::size_t n = stack.depth(); n > 1; n--) add_top();
@@ -314,7 +322,7 @@ BadRows update_with(const RowUpdate& update) {
       if (end - first <= chunk_lookups && is_one_slice(update.gradients, entries + first, end - first)) {
         fold_row(update.gradients, {entries + first, end - first, all_end}, sum);
       } else {
-        const float* found = sum_run(update, entries + first, end - first);
+        const float* found = sum_run<fixed>(update, entries + first, end - first);
         for (std::size_t v = 0; v < fixed; v++) sum[v] = load(found + v * lanes);
       }
       if constexpr (optimizer == Optimizer::none) {
@@ -325,7 +333,7 @@ BadRows update_with(const RowUpdate& update) {
       }
     } else {
       float* const found =
-          update.known_sum != nullptr ? update.known_sum : sum_run(update, entries + first, end - first);
+          update.known_sum != nullptr ? update.known_sum : sum_run<0>(update, entries + first, end - first);
       auto* sum = reinterpret_cast<Floats*>(found);
       if constexpr (optimizer == Optimizer::none) {
         place.keep(update, sum, kept++);
@@ -339,7 +347,7 @@ BadRows update_with(const RowUpdate& update) {
   return bad;
 }
 
-inline float* sum(const RowUpdate& update) { return sum_run(update, update.entries, update.count); }
+inline float* sum(const RowUpdate& update) { return sum_run<0>(update, update.entries, update.count); }
 
 template <Optimizer optimizer, Precision precision>
 BadRows update_in(const RowUpdate& update) {
