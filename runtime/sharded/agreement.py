@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -28,8 +29,13 @@ class PeerInputError(ArgumentError):
     """The input of another rank is wrong. The message names the rank. Nothing has been changed on any rank."""
 
 
-def check_agreement(described: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """Raises `ConfigError` on all ranks, with both values, if one of them describes anything in another way."""
+def check_agreement(
+    described: Mapping[str, str], group: dist.ProcessGroup | None, *, warned: Collection[str] = ()
+) -> None:
+    """Raises `ConfigError` on all ranks, with both values, if one of them describes anything in another way.
+
+    Where descriptions of `warned` differ, it warns that bits may differ.
+    """
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return
@@ -40,7 +46,10 @@ def check_agreement(described: Mapping[str, str], group: dist.ProcessGroup | Non
         for key in sorted(first.keys() | other.keys()):
             ours, theirs = first.get(key, "nothing"), other.get(key, "nothing")
             if ours != theirs:
-                raise ConfigError(f"{key}: rank 0 has {ours}, rank {rank} has {theirs}; all ranks must have the same")
+                what = f"{key}: rank 0 has {ours}, rank {rank} has {theirs}"
+                if key not in warned:
+                    raise ConfigError(f"{what}; all ranks must have the same")
+                warnings.warn(f"{what}; bits may differ", stacklevel=3)
 
 
 def exchange_headers(

@@ -9,8 +9,6 @@ replicas.loss(losses).backward()            # parameter.grad: the gradient of th
 from __future__ import annotations
 
 import contextlib
-import itertools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,10 +20,11 @@ from torch.nn.parameter import is_lazy
 
 from sennit.runtime.backend import all_reduce_leaves
 from sennit.runtime.data.seeds import derive
+from sennit.runtime.sharded.agreement import check_agreement
 from sennit.runtime.sharded.cutting import CutArguments, join
 from sennit.runtime.sharded.gradients import Held, Layout, SliceSums, places_of
 from sennit.runtime.sharded.slices import DEFAULT_SLICES, Slices
-from sennit.transport.errors import ArgumentError, ConfigError, MismatchError
+from sennit.transport.errors import ArgumentError, ConfigError
 
 
 class SlicedReplicas(nn.Module):
@@ -42,7 +41,7 @@ class SlicedReplicas(nn.Module):
         """Collective. Parameters and buffers become those of rank 0.
 
         `slices`: V, a power of two. `seed`: of the random numbers that `module` draws from torch's default generator.
-        `group`: of backend sennit. Raises on all ranks `MismatchError` if they disagree on V, the seed, or the
+        `group`: of backend sennit. Raises on all ranks `ConfigError` if they disagree on V, the seed, or the
         names, shapes or types of parameters and buffers, and `ArgumentError` if one of these is not in host memory.
         """
         super().__init__()
@@ -53,7 +52,7 @@ class SlicedReplicas(nn.Module):
         self._synchronised = True
         self._held = Held()
         self._places = places_of(module)
-        _agree(_description(module, slices, seed), group)
+        check_agreement(_description(module, slices, seed), group, warned=("threads", "processor"))
         _refuse_devices(module)
         self.slices = Slices(count=slices, rank=dist.get_rank(group), world_size=dist.get_world_size(group))
         self._layout = Layout(self._places, self.slices)
@@ -183,19 +182,6 @@ def _description(module: nn.Module, slices: int, seed: int) -> dict[str, str]:
     found["threads"] = f"{torch.get_num_threads()} (torch.set_num_threads)"
     found["processor"] = torch.backends.cpu.get_cpu_capability()
     return found
-
-
-def _agree(mine: dict[str, str], group: dist.ProcessGroup | None) -> None:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
-    first: dict[str, str] = gathered[0]
-    for rank, other in enumerate(gathered):
-        for name in itertools.chain(first, other):
-            here, there = first.get(name, "nothing"), other.get(name, "nothing")
-            if here != there and name in ("threads", "processor"):
-                warnings.warn(f"{name}: rank 0 has {here}, rank {rank} has {there}. Bits may differ", stacklevel=4)
-            elif here != there:
-                raise MismatchError(f"{name}: rank 0 has {here}, rank {rank} has {there}")
 
 
 def _refuse_devices(module: nn.Module) -> None:
